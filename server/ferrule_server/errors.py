@@ -1,0 +1,359 @@
+"""Domain errors: what can go wrong, in the words of the contract, knowing nothing of gRPC.
+
+Every class carries a ``REASON`` (the machine-readable name that travels as ``google.rpc.ErrorInfo.reason``) and
+puts whatever varies in its message into ``metadata`` too. ``api/status.py`` holds the one table from class to
+status code. The tree::
+
+    FerruleError
+    +- InvalidRequest            INVALID_FIELD
+    |  +- TokenOutOfVocab        TOKEN_OUT_OF_VOCAB
+    |  +- RequestIdReused        REQUEST_ID_REUSED
+    |  +- ReplyTooLarge          REPLY_TOO_LARGE
+    +- TokenMissing, TokenInvalid, RoleRequired
+    +- HandleUnknown             HANDLE_UNKNOWN
+    |  +- HandleExpired          HANDLE_EXPIRED
+    |  +- EpochChanged           EPOCH_CHANGED
+    |  +- HandleLost             HANDLE_LOST
+    +- MaskUnknown               MASK_UNKNOWN
+    +- WrongInstance             WRONG_INSTANCE
+    +- HandleStale               HANDLE_STALE
+    +- OutOfRange
+    |  +- TruncateBeyond, ContextExceeded, ExceedsPool
+    +- ResourceExhausted
+    |  +- QuotaExceeded          QUOTA_*
+    |  +- BlocksExhausted        KV_BLOCKS_EXHAUSTED
+    |  +- QueueFull              QUEUE_FULL
+    |  +- SlowConsumer           SLOW_CONSUMER
+    +- Unavailable
+    |  +- Starting, Draining
+    +- FeatureUnsupported        FEATURE_UNSUPPORTED
+    +- NonFiniteLogits           NON_FINITE_LOGITS
+    +- EngineFault               ENGINE_FAULT
+
+``ConfigError`` and ``ModelError`` stand apart: they end the start-up with exit code 2 and never reach the wire.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class ConfigError(Exception):
+    """A setting or an argument is unusable; the message says which and what would do."""
+
+
+class ModelError(Exception):
+    """A model folder cannot be loaded; the message names every missing, unexpected or mis-shaped part."""
+
+
+class FerruleError(Exception):
+    """Root of every error a caller can meet.
+
+    Args:
+        message: What happened, the numbers, and what to do.
+        metadata: The values that vary in the message, as text, without secrets.
+    """
+
+    REASON: ClassVar[str] = "ENGINE_FAULT"
+
+    def __init__(self, message: str, **metadata: object) -> None:
+        super().__init__(message)
+        self.message = message
+        self.metadata = {key: str(value) for key, value in metadata.items()}
+
+
+class InvalidRequest(FerruleError):
+    """A field of the request is out of its range.
+
+    Args:
+        field: Path of the field in the request message, such as ``input.input_ids[3]``.
+        description: What is wrong with it, with the numbers.
+    """
+
+    REASON = "INVALID_FIELD"
+
+    def __init__(self, field: str, description: str, **metadata: object) -> None:
+        super().__init__(f"{field}: {description}", field=field, **metadata)
+        self.field = field
+        self.description = description
+
+
+class TokenOutOfVocab(InvalidRequest):
+    """A token id is not in the model's vocabulary."""
+
+    REASON = "TOKEN_OUT_OF_VOCAB"
+
+    def __init__(self, field: str, token_id: int, vocab_size: int) -> None:
+        super().__init__(
+            field,
+            f"token {token_id} is not in the vocabulary of {vocab_size} tokens",
+            token_id=token_id,
+            vocab_size=vocab_size,
+        )
+
+
+class RequestIdReused(InvalidRequest):
+    """A request_id came again with other content."""
+
+    REASON = "REQUEST_ID_REUSED"
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__("request_id", f"request_id {request_id!r} was used with other content", request_id=request_id)
+
+
+class ReplyTooLarge(InvalidRequest):
+    """The reply would pass the message limit; nothing was run."""
+
+    REASON = "REPLY_TOO_LARGE"
+
+    def __init__(self, field: str, num_bytes: int, limit_bytes: int) -> None:
+        super().__init__(
+            field,
+            f"the reply would hold {num_bytes} bytes, the limit is {limit_bytes}; ask for fewer rows or a selection",
+            reply_bytes=num_bytes,
+            limit_bytes=limit_bytes,
+        )
+
+
+class TokenMissing(FerruleError):
+    """The call carries no credentials."""
+
+    REASON = "TOKEN_MISSING"
+
+
+class TokenInvalid(FerruleError):
+    """The credentials are not accepted."""
+
+    REASON = "TOKEN_INVALID"
+
+
+class RoleRequired(FerruleError):
+    """The principal lacks the role this call needs."""
+
+    REASON = "ROLE_REQUIRED"
+
+    def __init__(self, role: str) -> None:
+        super().__init__(f"this call needs the role {role!r}", role=role)
+
+
+class HandleUnknown(FerruleError):
+    """The handle names nothing: never issued, released, or another principal's (identical answers)."""
+
+    REASON = "HANDLE_UNKNOWN"
+
+    def __init__(self, handle_id: str, message: str | None = None, **metadata: object) -> None:
+        text = message or f"handle {handle_id} is unknown or released; prefill again"
+        super().__init__(text, handle_id=handle_id, **metadata)
+        self.handle_id = handle_id
+
+
+class HandleExpired(HandleUnknown):
+    """The caller's own handle whose lease ran out."""
+
+    REASON = "HANDLE_EXPIRED"
+
+    def __init__(self, handle_id: str) -> None:
+        super().__init__(handle_id, f"the lease of handle {handle_id} ran out; prefill again, with a longer ttl")
+
+
+class EpochChanged(HandleUnknown):
+    """The handle is of an earlier run of this server."""
+
+    REASON = "EPOCH_CHANGED"
+
+    def __init__(self, handle_id: str) -> None:
+        super().__init__(handle_id, f"handle {handle_id} is of an earlier run of this server; prefill again")
+
+
+class HandleLost(HandleUnknown):
+    """The KV of the handle can no longer be trusted after a device fault."""
+
+    REASON = "HANDLE_LOST"
+
+    def __init__(self, handle_id: str) -> None:
+        super().__init__(handle_id, f"the KV of handle {handle_id} was lost to a device fault; prefill again")
+
+
+class MaskUnknown(FerruleError):
+    """The token mask fingerprint is not registered here."""
+
+    REASON = "MASK_UNKNOWN"
+
+
+class WrongInstance(FerruleError):
+    """The handle belongs to another server instance, named in the metadata."""
+
+    REASON = "WRONG_INSTANCE"
+
+    def __init__(self, handle_id: str, instance: str) -> None:
+        super().__init__(
+            f"handle {handle_id} belongs to instance {instance!r}; send it there",
+            handle_id=handle_id,
+            instance=instance,
+        )
+
+
+class HandleStale(FerruleError):
+    """The handle no longer names a state that can be appended to: its sequence moved on or was rewritten."""
+
+    REASON = "HANDLE_STALE"
+
+    def __init__(self, handle_id: str, length: int, tip_length: int) -> None:
+        super().__init__(
+            f"handle {handle_id} is stale at length {length}, the sequence is at {tip_length}; "
+            "use on_stale=FORK, on_stale=REWIND or the newest handle",
+            handle_id=handle_id,
+            length=length,
+            tip_length=tip_length,
+        )
+        self.tip_length = tip_length
+
+
+class OutOfRange(FerruleError):
+    """A length is beyond what the handle, the context or the pool can hold."""
+
+
+class TruncateBeyond(OutOfRange):
+    """TruncateKv asked for more tokens than the handle holds, or for fewer than one."""
+
+    REASON = "TRUNCATE_BEYOND"
+
+    def __init__(self, handle_id: str, new_length: int, length: int) -> None:
+        super().__init__(
+            f"new_length {new_length} is outside [1, {length}], the length of handle {handle_id}",
+            handle_id=handle_id,
+            new_length=new_length,
+            length=length,
+        )
+
+
+class ContextExceeded(OutOfRange):
+    """The sequence would pass the context length of the model or the server's --max-context."""
+
+    REASON = "CONTEXT_EXCEEDED"
+
+    def __init__(self, length: int, max_context: int) -> None:
+        super().__init__(
+            f"the sequence would hold {length} tokens, the context is {max_context}; truncate or send fewer",
+            length=length,
+            max_context=max_context,
+        )
+
+
+class ExceedsPool(OutOfRange):
+    """The request needs more blocks than the whole pool has, so waiting would not help."""
+
+    REASON = "EXCEEDS_POOL"
+
+    def __init__(self, needed_blocks: int, total_blocks: int) -> None:
+        super().__init__(
+            f"the request needs {needed_blocks} blocks, the whole pool has {total_blocks}; start with more --kv-memory",
+            needed_blocks=needed_blocks,
+            total_blocks=total_blocks,
+        )
+
+
+class ResourceExhausted(FerruleError):
+    """Something is full now. ``retry_after_s`` (seconds, or None) becomes google.rpc.RetryInfo."""
+
+    retry_after_s: float | None = None
+
+
+class QuotaExceeded(ResourceExhausted):
+    """A quota of the principal is used up.
+
+    Args:
+        quota: Which one: ``HANDLES``, ``KV_TOKENS``, ``QUEUED_ROWS`` or ``PREFILL_RATE``.
+        used: The amount in use, in the unit of the quota.
+        limit: The limit, in the same unit.
+    """
+
+    def __init__(self, quota: str, used: int, limit: int) -> None:
+        super().__init__(f"quota {quota}: {used} in use of {limit}", quota=quota, used=used, limit=limit)
+        self.quota = quota
+
+
+class BlocksExhausted(ResourceExhausted):
+    """The pool has too few free blocks now; nothing was reserved."""
+
+    REASON = "KV_BLOCKS_EXHAUSTED"
+
+    def __init__(self, needed_blocks: int, free_blocks: int, retry_after_s: float = 1.0) -> None:
+        super().__init__(
+            f"the request needs {needed_blocks} blocks, {free_blocks} are free; release handles or retry later",
+            needed_blocks=needed_blocks,
+            free_blocks=free_blocks,
+        )
+        self.retry_after_s = retry_after_s
+
+
+class QueueFull(ResourceExhausted):
+    """Too many jobs wait; nothing was queued."""
+
+    REASON = "QUEUE_FULL"
+
+    def __init__(self, num_jobs: int, limit: int, retry_after_s: float = 0.1) -> None:
+        super().__init__(f"{num_jobs} jobs wait, the limit is {limit}; retry later", num_jobs=num_jobs, limit=limit)
+        self.retry_after_s = retry_after_s
+
+
+class SlowConsumer(ResourceExhausted):
+    """A stream's reader left too many bytes unread; the stream ends, committed appends stay replayable."""
+
+    REASON = "SLOW_CONSUMER"
+
+    def __init__(self, queued_bytes: int, limit_bytes: int) -> None:
+        super().__init__(
+            f"{queued_bytes} bytes wait for the reader, the limit is {limit_bytes}; read faster or open more streams",
+            queued_bytes=queued_bytes,
+            limit_bytes=limit_bytes,
+        )
+
+
+class Unavailable(FerruleError):
+    """The server does not take this call now."""
+
+
+class Starting(Unavailable):
+    """The model is still loading."""
+
+    REASON = "STARTING"
+
+    def __init__(self) -> None:
+        super().__init__("the server is starting, its model is still loading; retry soon")
+
+
+class Draining(Unavailable):
+    """The server is going down."""
+
+    REASON = "DRAINING"
+
+    def __init__(self) -> None:
+        super().__init__("the server is going down; use another instance")
+
+
+class FeatureUnsupported(FerruleError):
+    """This model or executor cannot do what was asked."""
+
+    REASON = "FEATURE_UNSUPPORTED"
+
+    def __init__(self, feature: str, message: str | None = None) -> None:
+        super().__init__(message or f"{feature} is not supported by this server", feature=feature)
+
+
+class NonFiniteLogits(FerruleError):
+    """A row's logits hold NaN or infinity; only that item fails and its handle stays as it was."""
+
+    REASON = "NON_FINITE_LOGITS"
+
+    def __init__(self, position: int) -> None:
+        super().__init__(f"the logits at position {position} are not finite", position=position)
+
+
+class EngineFault(FerruleError):
+    """A bug of ours; the log has the traceback under ``fault_id``."""
+
+    REASON = "ENGINE_FAULT"
+
+    def __init__(self, fault_id: str) -> None:
+        super().__init__(f"internal fault {fault_id}; the server's log has the details", fault_id=fault_id)

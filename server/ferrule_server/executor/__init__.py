@@ -1,0 +1,1 @@
+"""The device ring: everything that runs a step."""

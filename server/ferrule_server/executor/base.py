@@ -1,0 +1,241 @@
+"""What the engine knows of an executor: a protocol and plain numpy values. No torch here.
+
+One *step* is one :meth:`Executor.run` over a :class:`StepBatch`: any mix of prefill chunks, decode rows and queries.
+Index arrays are int32, C-contiguous, owned by the caller and not kept after ``run`` returns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+
+NULL_BLOCK = 0
+"""Block 0 is never handed out: unused entries of a block table point at it."""
+
+NO_SLOT = -1
+"""Slot of a row whose K and V are not written: padding, and rows run again for a query."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """How one token is drawn from one row. Order: temperature, top-k, top-p, min-p, then one Philox draw.
+
+    Attributes:
+        temperature: At least 0; 0 takes the largest logit.
+        top_k: Keep the k largest; 0 keeps all. Ties at the border go to the lowest ids.
+        top_p: Keep the smallest set of largest probabilities whose sum reaches it; in (0, 1], 1 keeps all.
+        min_p: Drop tokens below this share of the largest probability; in [0, 1], 0 keeps all.
+        seed: 64-bit unsigned key of the Philox draw.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSpec:
+    """What is wanted of one output row; nothing else leaves the device.
+
+    Attributes:
+        full_logits: The whole row of logits, float32.
+        greedy: The token with the largest logit, the lowest id among equals. Excludes ``sample``.
+        sample: Draw a token; None draws none.
+        logprobs: log softmax of the chosen token: the model's own (T=1) and that of the law drawn from.
+        num_top_logprobs: The k largest log-probabilities (T=1) with their ids, largest first, ties by lowest id.
+        target_id: Log-probability (T=1) of this token, -1 for none (scoring of a known next token).
+    """
+
+    full_logits: bool = False
+    greedy: bool = False
+    sample: SampleSpec | None = None
+    logprobs: bool = False
+    num_top_logprobs: int = 0
+    target_id: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class RowOutput:
+    """The results of one output row; fields that were not asked for are None (or empty).
+
+    Attributes:
+        position: Index in its sequence of the token this row predicts (row position + 1).
+        token: The chosen token id.
+        model_logprob: Natural log-probability of ``token`` at T=1 under the raw logits.
+        sampled_logprob: Natural log-probability of ``token`` under the law it was drawn from (0.0 when greedy).
+        target_logprob: Natural log-probability (T=1) of ``OutputSpec.target_id``.
+        top_ids: int32 [k], largest log-probability first.
+        top_logprobs: float32 [k].
+        logits: float32 [vocab_size], owned by the receiver.
+        is_finite: False when the row held NaN or infinity; then every other field is unset.
+    """
+
+    position: int
+    token: int | None = None
+    model_logprob: float | None = None
+    sampled_logprob: float | None = None
+    target_logprob: float | None = None
+    top_ids: Int32Array | None = None
+    top_logprobs: Float32Array | None = None
+    logits: Float32Array | None = None
+    is_finite: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """One step: rows (tokens) grouped by sequence, in order.
+
+    Row r of sequence s attends to the KV at positions 0..positions[r] of that sequence, read from the pool through
+    ``block_tables[s]``; the KV of rows with a slot is written before any row reads it.
+
+    Attributes:
+        token_ids: int32 [num_rows].
+        positions: int32 [num_rows], index of each token in its sequence; consecutive inside a sequence.
+        slot_mapping: int32 [num_rows], block_id * block_size + offset to write K and V at, or NO_SLOT: keep the pool.
+        cu_seqlens_q: int32 [num_seqs + 1], first row of each sequence; the last entry is num_rows.
+        kv_lens: int32 [num_seqs], tokens in the pool once this step is written (= last position + 1).
+        block_tables: int32 [num_seqs, max_blocks], block ids in order, NULL_BLOCK beyond the last.
+        output_rows: int32 [num_outputs], rows that go through the output head, ascending.
+        output_specs: What each output row returns; len == num_outputs.
+    """
+
+    token_ids: Int32Array
+    positions: Int32Array
+    slot_mapping: Int32Array
+    cu_seqlens_q: Int32Array
+    kv_lens: Int32Array
+    block_tables: Int32Array
+    output_rows: Int32Array
+    output_specs: tuple[OutputSpec, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Number of tokens in the step."""
+        return len(self.token_ids)
+
+    @property
+    def num_seqs(self) -> int:
+        """Number of sequences in the step; one sequence may stand in several groups only as a reader."""
+        return len(self.kv_lens)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """What is known of the model; mirrors ``ModelInfo`` of the contract.
+
+    Attributes:
+        model_id: Folder name, hub id, ``demo`` or ``paged-reference``.
+        architecture: Name as in config.json, such as ``Qwen3ForCausalLM``.
+        num_parameters: Distinct parameters (tied ones once).
+        max_context: Longest sequence in tokens the model and the server allow.
+        dtype: Of the weights in memory: ``float32`` or ``bfloat16``.
+        fingerprint: 32 bytes over weights, dtypes and everything else that decides the KV; root of the lineage.
+        eos_ids: Tokens that end a text, from generation_config.json first.
+        weights_bytes: Bytes of the weights in memory.
+    """
+
+    model_id: str
+    architecture: str
+    num_parameters: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_context: int
+    dtype: str
+    fingerprint: bytes
+    eos_ids: tuple[int, ...] = ()
+    weights_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorInfo:
+    """What an executor is and what it holds. All of it is fixed at start.
+
+    Attributes:
+        name: ``torch``, ``paged-reference``, ...
+        device: ``cpu`` or ``cuda:0``.
+        kv_dtype: Data type of K and V in the pool.
+        block_size: Slots per block, a power of two.
+        num_blocks: Blocks in the pool, the null block included.
+        bytes_per_block: K and V of all layers of one block.
+        supported_dtypes: Weight types this executor can run.
+        fallback_reason: Why a faster executor is not in use; empty when none was wanted.
+    """
+
+    name: str
+    device: str
+    kv_dtype: str
+    block_size: int
+    num_blocks: int
+    bytes_per_block: int
+    model: ModelDescription
+    supported_dtypes: tuple[str, ...] = ("float32",)
+    attention_mechanisms: tuple[str, ...] = ("paged", "grouped-query")
+    fallback_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step returned.
+
+    Attributes:
+        rows: One per output row, in the order of ``StepBatch.output_rows``.
+    """
+
+    rows: list[RowOutput] = field(default_factory=list)
+
+
+class Executor(Protocol):
+    """Runs steps over a block pool it owns. Called from the engine thread only.
+
+    A ``run`` that raises leaves every KV slot outside ``slot_mapping`` untouched. The KV pool is laid out
+    ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``.
+    """
+
+    @property
+    def info(self) -> ExecutorInfo:
+        """What this executor is; constant."""
+        ...
+
+    def run(self, batch: StepBatch) -> StepResult:
+        """Write the KV of the step's rows and return what its output rows asked for.
+
+        Raises:
+            DeviceLost: The device is gone for good and no KV can be trusted.
+        """
+        ...
+
+    def copy_blocks(self, block_pairs: Int32Array) -> None:
+        """Copy whole blocks, all layers: int32 [n, 2] of (source, destination), destinations distinct."""
+        ...
+
+    def copy_slots(self, slot_pairs: Int32Array) -> None:
+        """Copy single slots, all layers: int32 [n, 2] of (source, destination), read before any is written."""
+        ...
+
+    def read_blocks(self, block_ids: Int32Array) -> npt.NDArray[np.uint8]:
+        """Return the raw bytes of blocks: uint8 [n, bytes_per_block], a copy."""
+        ...
+
+    def write_blocks(self, block_ids: Int32Array, data: npt.NDArray[np.uint8]) -> None:
+        """Overwrite blocks with raw bytes of the same shape as :meth:`read_blocks` returns."""
+        ...
+
+    def close(self) -> None:
+        """Free the device; the executor is not used again."""
+        ...
+
+
+class DeviceLost(Exception):
+    """The device is gone for good: every handle is lost and the process should end."""

@@ -1,0 +1,40 @@
+"""The handle: a value that names the KV of the first ``length`` tokens of one sequence."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """What a client holds. It never changes meaning.
+
+    Attributes:
+        cache_id: ``<instance>.<epoch>.<128 random bits>``, url-safe; a secret, never logged.
+        length: Number of tokens named.
+        lineage: 16 bytes over model and tokens (see ``kv/lineage.py``); never logged.
+    """
+
+    cache_id: str = field(repr=False)
+    length: int
+    lineage: bytes = field(repr=False)
+
+    @property
+    def handle_id(self) -> str:
+        """The loggable name of the sequence: see :func:`handle_id_of`."""
+        return handle_id_of(self.cache_id)
+
+
+def handle_id_of(cache_id: str) -> str:
+    """Return the first 16 hex digits of SHA-256 over ``cache_id``: safe in logs, metrics and lists."""
+    return hashlib.sha256(cache_id.encode()).hexdigest()[:16]
+
+
+class StalePolicy(enum.Enum):
+    """What an append does when its handle is behind the tip and the tokens differ from those committed there."""
+
+    FAIL = "fail"
+    FORK = "fork"
+    REWIND = "rewind"

@@ -1,0 +1,1 @@
+"""Model folders: config.json, safetensors, and the decoder in torch."""

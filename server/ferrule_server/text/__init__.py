@@ -1,0 +1,1 @@
+"""Tokenizer and (later) chat template."""

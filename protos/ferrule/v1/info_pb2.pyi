@@ -1,0 +1,265 @@
+import datetime
+
+from ferrule.v1 import types_pb2 as _types_pb2
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ExecutorState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EXECUTOR_STATE_UNSPECIFIED: _ClassVar[ExecutorState]
+    EXECUTOR_STATE_STARTING: _ClassVar[ExecutorState]
+    EXECUTOR_STATE_READY: _ClassVar[ExecutorState]
+    EXECUTOR_STATE_BUSY: _ClassVar[ExecutorState]
+    EXECUTOR_STATE_DRAINING: _ClassVar[ExecutorState]
+    EXECUTOR_STATE_FAILED: _ClassVar[ExecutorState]
+
+class AttentionMechanism(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ATTENTION_MECHANISM_UNSPECIFIED: _ClassVar[AttentionMechanism]
+    ATTENTION_MECHANISM_MULTI_HEAD: _ClassVar[AttentionMechanism]
+    ATTENTION_MECHANISM_MULTI_QUERY: _ClassVar[AttentionMechanism]
+    ATTENTION_MECHANISM_GROUPED_QUERY: _ClassVar[AttentionMechanism]
+    ATTENTION_MECHANISM_PAGED: _ClassVar[AttentionMechanism]
+    ATTENTION_MECHANISM_FLASH: _ClassVar[AttentionMechanism]
+    ATTENTION_MECHANISM_SLIDING_WINDOW: _ClassVar[AttentionMechanism]
+EXECUTOR_STATE_UNSPECIFIED: ExecutorState
+EXECUTOR_STATE_STARTING: ExecutorState
+EXECUTOR_STATE_READY: ExecutorState
+EXECUTOR_STATE_BUSY: ExecutorState
+EXECUTOR_STATE_DRAINING: ExecutorState
+EXECUTOR_STATE_FAILED: ExecutorState
+ATTENTION_MECHANISM_UNSPECIFIED: AttentionMechanism
+ATTENTION_MECHANISM_MULTI_HEAD: AttentionMechanism
+ATTENTION_MECHANISM_MULTI_QUERY: AttentionMechanism
+ATTENTION_MECHANISM_GROUPED_QUERY: AttentionMechanism
+ATTENTION_MECHANISM_PAGED: AttentionMechanism
+ATTENTION_MECHANISM_FLASH: AttentionMechanism
+ATTENTION_MECHANISM_SLIDING_WINDOW: AttentionMechanism
+
+class ModelInfo(_message.Message):
+    __slots__ = ("model_id", "architecture", "num_parameters", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "max_sequence_length", "dtype", "kv_dtype", "device_type", "device_name", "fingerprint", "eos_token_ids", "stop_token_ids", "bos_token_id", "has_tokenizer", "has_chat_template")
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
+    NUM_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HEADS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_TYPE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_NAME_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BOS_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    HAS_TOKENIZER_FIELD_NUMBER: _ClassVar[int]
+    HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    architecture: str
+    num_parameters: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_sequence_length: int
+    dtype: _types_pb2.DataType
+    kv_dtype: _types_pb2.DataType
+    device_type: _types_pb2.DeviceType
+    device_name: str
+    fingerprint: bytes
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    bos_token_id: int
+    has_tokenizer: bool
+    has_chat_template: bool
+    def __init__(self, model_id: _Optional[str] = ..., architecture: _Optional[str] = ..., num_parameters: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_sequence_length: _Optional[int] = ..., dtype: _Optional[_Union[_types_pb2.DataType, str]] = ..., kv_dtype: _Optional[_Union[_types_pb2.DataType, str]] = ..., device_type: _Optional[_Union[_types_pb2.DeviceType, str]] = ..., device_name: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., has_tokenizer: bool = ..., has_chat_template: bool = ...) -> None: ...
+
+class ExecutorCapabilities(_message.Message):
+    __slots__ = ("executor", "max_batch_size", "max_step_rows", "max_sequence_length", "max_fork_count", "max_top_logprobs", "max_draft_tokens", "max_page_size", "max_request_bytes", "max_reply_bytes", "block_size", "total_blocks", "min_ttl", "max_ttl", "default_ttl", "attention_mechanisms", "supported_dtypes", "supported_devices", "memory_requirements", "supports_batch_prefill", "supports_batch_decode", "supports_stream_decode", "supports_unified_decode", "supports_forward_verify", "supports_tree_verify", "supports_forward", "supports_generate", "supports_fork", "supports_truncate", "supports_reserve", "supports_token_masks", "supports_penalties", "supports_logit_bias", "supports_logprob_token_ids", "supports_target_logprobs", "supports_entropy", "supports_hidden_state", "supports_all_positions", "supports_prefix_cache", "supports_request_id", "supports_chat_template", "supports_deterministic", "supports_cache_metrics", "supports_admin")
+    EXECUTOR_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEP_ROWS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    MAX_FORK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    MAX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_REPLY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TTL_FIELD_NUMBER: _ClassVar[int]
+    MAX_TTL_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_TTL_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_MECHANISMS_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTED_DTYPES_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTED_DEVICES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_REQUIREMENTS_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_BATCH_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_BATCH_DECODE_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_STREAM_DECODE_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_UNIFIED_DECODE_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_FORWARD_VERIFY_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_TREE_VERIFY_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_FORWARD_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_GENERATE_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_FORK_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_TRUNCATE_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_RESERVE_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_TOKEN_MASKS_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_PENALTIES_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_LOGPROB_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_TARGET_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_ENTROPY_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_HIDDEN_STATE_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_ALL_POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_CACHE_METRICS_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_ADMIN_FIELD_NUMBER: _ClassVar[int]
+    executor: str
+    max_batch_size: int
+    max_step_rows: int
+    max_sequence_length: int
+    max_fork_count: int
+    max_top_logprobs: int
+    max_draft_tokens: int
+    max_page_size: int
+    max_request_bytes: int
+    max_reply_bytes: int
+    block_size: int
+    total_blocks: int
+    min_ttl: _duration_pb2.Duration
+    max_ttl: _duration_pb2.Duration
+    default_ttl: _duration_pb2.Duration
+    attention_mechanisms: _containers.RepeatedScalarFieldContainer[AttentionMechanism]
+    supported_dtypes: _containers.RepeatedScalarFieldContainer[_types_pb2.DataType]
+    supported_devices: _containers.RepeatedScalarFieldContainer[_types_pb2.DeviceType]
+    memory_requirements: MemoryRequirements
+    supports_batch_prefill: bool
+    supports_batch_decode: bool
+    supports_stream_decode: bool
+    supports_unified_decode: bool
+    supports_forward_verify: bool
+    supports_tree_verify: bool
+    supports_forward: bool
+    supports_generate: bool
+    supports_fork: bool
+    supports_truncate: bool
+    supports_reserve: bool
+    supports_token_masks: bool
+    supports_penalties: bool
+    supports_logit_bias: bool
+    supports_logprob_token_ids: bool
+    supports_target_logprobs: bool
+    supports_entropy: bool
+    supports_hidden_state: bool
+    supports_all_positions: bool
+    supports_prefix_cache: bool
+    supports_request_id: bool
+    supports_chat_template: bool
+    supports_deterministic: bool
+    supports_cache_metrics: bool
+    supports_admin: bool
+    def __init__(self, executor: _Optional[str] = ..., max_batch_size: _Optional[int] = ..., max_step_rows: _Optional[int] = ..., max_sequence_length: _Optional[int] = ..., max_fork_count: _Optional[int] = ..., max_top_logprobs: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., max_page_size: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_reply_bytes: _Optional[int] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., min_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., default_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., attention_mechanisms: _Optional[_Iterable[_Union[AttentionMechanism, str]]] = ..., supported_dtypes: _Optional[_Iterable[_Union[_types_pb2.DataType, str]]] = ..., supported_devices: _Optional[_Iterable[_Union[_types_pb2.DeviceType, str]]] = ..., memory_requirements: _Optional[_Union[MemoryRequirements, _Mapping]] = ..., supports_batch_prefill: bool = ..., supports_batch_decode: bool = ..., supports_stream_decode: bool = ..., supports_unified_decode: bool = ..., supports_forward_verify: bool = ..., supports_tree_verify: bool = ..., supports_forward: bool = ..., supports_generate: bool = ..., supports_fork: bool = ..., supports_truncate: bool = ..., supports_reserve: bool = ..., supports_token_masks: bool = ..., supports_penalties: bool = ..., supports_logit_bias: bool = ..., supports_logprob_token_ids: bool = ..., supports_target_logprobs: bool = ..., supports_entropy: bool = ..., supports_hidden_state: bool = ..., supports_all_positions: bool = ..., supports_prefix_cache: bool = ..., supports_request_id: bool = ..., supports_chat_template: bool = ..., supports_deterministic: bool = ..., supports_cache_metrics: bool = ..., supports_admin: bool = ...) -> None: ...
+
+class MemoryRequirements(_message.Message):
+    __slots__ = ("parameter_bytes", "activation_bytes_per_row", "kv_bytes_per_token", "kv_pool_bytes", "overhead_bytes")
+    PARAMETER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ACTIVATION_BYTES_PER_ROW_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    KV_POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OVERHEAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    parameter_bytes: int
+    activation_bytes_per_row: int
+    kv_bytes_per_token: int
+    kv_pool_bytes: int
+    overhead_bytes: int
+    def __init__(self, parameter_bytes: _Optional[int] = ..., activation_bytes_per_row: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_pool_bytes: _Optional[int] = ..., overhead_bytes: _Optional[int] = ...) -> None: ...
+
+class ExecutorStatus(_message.Message):
+    __slots__ = ("state", "is_ready", "load_progress", "load_stage", "executor", "fallback_reason", "instance", "epoch", "server_version", "start_time", "live_sequences", "queue_depth", "total_blocks", "free_blocks", "current_batch_size", "num_steps", "num_prefills", "num_decodes", "num_verifies", "num_prefill_tokens", "num_decode_tokens", "num_errors", "avg_prefill_ns", "avg_decode_ns", "memory", "last_step_time")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    IS_READY_FIELD_NUMBER: _ClassVar[int]
+    LOAD_PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_STAGE_FIELD_NUMBER: _ClassVar[int]
+    EXECUTOR_FIELD_NUMBER: _ClassVar[int]
+    FALLBACK_REASON_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    START_TIME_FIELD_NUMBER: _ClassVar[int]
+    LIVE_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CURRENT_BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFILLS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DECODES_FIELD_NUMBER: _ClassVar[int]
+    NUM_VERIFIES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DECODE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    AVG_PREFILL_NS_FIELD_NUMBER: _ClassVar[int]
+    AVG_DECODE_NS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    LAST_STEP_TIME_FIELD_NUMBER: _ClassVar[int]
+    state: ExecutorState
+    is_ready: bool
+    load_progress: float
+    load_stage: str
+    executor: str
+    fallback_reason: str
+    instance: str
+    epoch: str
+    server_version: str
+    start_time: _timestamp_pb2.Timestamp
+    live_sequences: int
+    queue_depth: int
+    total_blocks: int
+    free_blocks: int
+    current_batch_size: int
+    num_steps: int
+    num_prefills: int
+    num_decodes: int
+    num_verifies: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_errors: int
+    avg_prefill_ns: int
+    avg_decode_ns: int
+    memory: MemoryUsage
+    last_step_time: _timestamp_pb2.Timestamp
+    def __init__(self, state: _Optional[_Union[ExecutorState, str]] = ..., is_ready: bool = ..., load_progress: _Optional[float] = ..., load_stage: _Optional[str] = ..., executor: _Optional[str] = ..., fallback_reason: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[str] = ..., server_version: _Optional[str] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., live_sequences: _Optional[int] = ..., queue_depth: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., current_batch_size: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prefills: _Optional[int] = ..., num_decodes: _Optional[int] = ..., num_verifies: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ..., num_errors: _Optional[int] = ..., avg_prefill_ns: _Optional[int] = ..., avg_decode_ns: _Optional[int] = ..., memory: _Optional[_Union[MemoryUsage, _Mapping]] = ..., last_step_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+
+class MemoryUsage(_message.Message):
+    __slots__ = ("host_resident_bytes", "host_peak_bytes", "device_allocated_bytes", "device_peak_bytes", "device_total_bytes")
+    HOST_RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_PEAK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_ALLOCATED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_PEAK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    host_resident_bytes: int
+    host_peak_bytes: int
+    device_allocated_bytes: int
+    device_peak_bytes: int
+    device_total_bytes: int
+    def __init__(self, host_resident_bytes: _Optional[int] = ..., host_peak_bytes: _Optional[int] = ..., device_allocated_bytes: _Optional[int] = ..., device_peak_bytes: _Optional[int] = ..., device_total_bytes: _Optional[int] = ...) -> None: ...

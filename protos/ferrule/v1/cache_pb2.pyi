@@ -111,14 +111,12 @@ class ReleaseCacheResponse(_message.Message):
     def __init__(self, results: _Optional[_Iterable[_Union[ReleaseResult, _Mapping]]] = ..., freed_blocks: _Optional[int] = ...) -> None: ...
 
 class ReleaseResult(_message.Message):
-    __slots__ = ("handle_id", "released", "freed_blocks")
+    __slots__ = ("handle_id", "released")
     HANDLE_ID_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
-    FREED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     handle_id: str
     released: bool
-    freed_blocks: int
-    def __init__(self, handle_id: _Optional[str] = ..., released: bool = ..., freed_blocks: _Optional[int] = ...) -> None: ...
+    def __init__(self, handle_id: _Optional[str] = ..., released: bool = ...) -> None: ...
 
 class KeepAliveRequest(_message.Message):
     __slots__ = ("kv_caches", "ttl")
@@ -169,7 +167,7 @@ class GetCacheInfoResponse(_message.Message):
     def __init__(self, info: _Optional[_Union[CacheInfo, _Mapping]] = ...) -> None: ...
 
 class CacheInfo(_message.Message):
-    __slots__ = ("handle_id", "kv_cache", "token_ids", "block_size", "num_blocks", "num_shared_blocks", "block_ids", "block_ref_counts", "kv_bytes", "reserved_length", "lease", "create_time", "parent_handle_id", "num_pending")
+    __slots__ = ("handle_id", "kv_cache", "token_ids", "block_size", "num_blocks", "num_shared_blocks", "block_ids", "block_ref_counts", "kv_bytes", "reserved_length", "lease", "create_time")
     HANDLE_ID_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -182,8 +180,6 @@ class CacheInfo(_message.Message):
     RESERVED_LENGTH_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
-    PARENT_HANDLE_ID_FIELD_NUMBER: _ClassVar[int]
-    NUM_PENDING_FIELD_NUMBER: _ClassVar[int]
     handle_id: str
     kv_cache: _types_pb2.KvCacheHandle
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -196,9 +192,7 @@ class CacheInfo(_message.Message):
     reserved_length: int
     lease: Lease
     create_time: _timestamp_pb2.Timestamp
-    parent_handle_id: str
-    num_pending: int
-    def __init__(self, handle_id: _Optional[str] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_shared_blocks: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., block_ref_counts: _Optional[_Iterable[int]] = ..., kv_bytes: _Optional[int] = ..., reserved_length: _Optional[int] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., parent_handle_id: _Optional[str] = ..., num_pending: _Optional[int] = ...) -> None: ...
+    def __init__(self, handle_id: _Optional[str] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_shared_blocks: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., block_ref_counts: _Optional[_Iterable[int]] = ..., kv_bytes: _Optional[int] = ..., reserved_length: _Optional[int] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class ListCachesRequest(_message.Message):
     __slots__ = ("page_size", "page_token")
@@ -209,32 +203,28 @@ class ListCachesRequest(_message.Message):
     def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
 
 class ListCachesResponse(_message.Message):
-    __slots__ = ("caches", "next_page_token", "total_size")
+    __slots__ = ("caches", "next_page_token")
     CACHES_FIELD_NUMBER: _ClassVar[int]
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    TOTAL_SIZE_FIELD_NUMBER: _ClassVar[int]
     caches: _containers.RepeatedCompositeFieldContainer[CacheSummary]
     next_page_token: str
-    total_size: int
-    def __init__(self, caches: _Optional[_Iterable[_Union[CacheSummary, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., total_size: _Optional[int] = ...) -> None: ...
+    def __init__(self, caches: _Optional[_Iterable[_Union[CacheSummary, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class CacheSummary(_message.Message):
-    __slots__ = ("handle_id", "length", "num_blocks", "num_shared_blocks", "lease", "create_time", "parent_handle_id")
+    __slots__ = ("handle_id", "length", "num_blocks", "num_shared_blocks", "lease", "create_time")
     HANDLE_ID_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
-    PARENT_HANDLE_ID_FIELD_NUMBER: _ClassVar[int]
     handle_id: str
     length: int
     num_blocks: int
     num_shared_blocks: int
     lease: Lease
     create_time: _timestamp_pb2.Timestamp
-    parent_handle_id: str
-    def __init__(self, handle_id: _Optional[str] = ..., length: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_shared_blocks: _Optional[int] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., parent_handle_id: _Optional[str] = ...) -> None: ...
+    def __init__(self, handle_id: _Optional[str] = ..., length: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_shared_blocks: _Optional[int] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class RegisterTokenMaskRequest(_message.Message):
     __slots__ = ("masks",)

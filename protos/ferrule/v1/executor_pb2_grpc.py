@@ -283,7 +283,7 @@ class ModelExecutorServiceServicer(object):
         """Shortens a sequence to an absolute length and frees the blocks beyond it. Idempotent: asking again for the
         length of the last truncate succeeds as long as nothing was appended.
         Errors: NOT_FOUND (HANDLE_*, EPOCH_CHANGED), ABORTED (HANDLE_STALE, WRONG_INSTANCE), INVALID_ARGUMENT
-        (INVALID_FIELD), OUT_OF_RANGE (TRUNCATE_BEYOND).
+        (INVALID_FIELD), OUT_OF_RANGE (TRUNCATE_BEYOND: `new_length` outside 1 to the handle's length).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

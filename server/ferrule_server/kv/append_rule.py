@@ -1,0 +1,84 @@
+"""The append rule: what tokens sent behind a handle mean. Pure; nothing is changed here.
+
+For handle ``(id, L, lineage)``, tokens ``t`` and tip = length of the sequence:
+
+=============================================================  =========================================
+case                                                           verdict
+=============================================================  =========================================
+``L`` beyond the tip, or the lineage at ``L`` differs          HandleStale
+``t`` empty                                                    QUERY
+``L`` is the tip                                               APPEND
+``t`` is a prefix of the tokens committed after ``L``          REPLAY, whatever ``on_stale`` says
+otherwise, also when those tokens are a proper prefix of ``t``  HandleStale, FORK or REWIND as ``on_stale``
+=============================================================  =========================================
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence as SequenceOf
+
+from ferrule_server.errors import HandleStale, InvalidRequest
+from ferrule_server.kv.handle import Handle, StalePolicy
+from ferrule_server.kv.sequence import Sequence
+
+
+class Verdict(enum.Enum):
+    """What an append amounts to."""
+
+    QUERY = "query"
+    """No tokens: run the last row again; nothing is appended."""
+    APPEND = "append"
+    """The handle is at the tip."""
+    REPLAY = "replay"
+    """These very tokens were appended before; nothing is appended."""
+    FORK = "fork"
+    """Branch at the handle's length, then append."""
+    REWIND = "rewind"
+    """Drop what lies beyond the handle's length, then append."""
+
+
+_STALE_VERDICTS = {StalePolicy.FORK: Verdict.FORK, StalePolicy.REWIND: Verdict.REWIND}
+
+
+def check_handle(sequence: Sequence, handle: Handle) -> None:
+    """Return if the handle names tokens that the sequence still holds.
+
+    Raises:
+        HandleStale: The sequence is shorter, or holds other tokens there by now.
+        InvalidRequest: A length below 1, which no handle was ever issued with.
+    """
+    if handle.length < 1:
+        raise InvalidRequest("kv_cache.length", f"must be at least 1, got {handle.length}")
+    if handle.length > sequence.length or sequence.chain.at(handle.length) != handle.lineage:
+        raise _stale(sequence, handle)
+
+
+def judge(sequence: Sequence, handle: Handle, token_ids: SequenceOf[int], on_stale: StalePolicy) -> Verdict:
+    """Return what appending ``token_ids`` behind ``handle`` amounts to, by the table of this module.
+
+    Raises:
+        HandleStale: By the table; the message and metadata carry the tip.
+        InvalidRequest: See :func:`check_handle`.
+    """
+    check_handle(sequence, handle)
+    if not token_ids:
+        return Verdict.QUERY
+    if handle.length == sequence.length:
+        return Verdict.APPEND
+    if _is_committed(sequence, handle.length, token_ids):
+        return Verdict.REPLAY
+    verdict = _STALE_VERDICTS.get(on_stale)
+    if verdict is None:
+        raise _stale(sequence, handle)
+    return verdict
+
+
+def _is_committed(sequence: Sequence, start: int, token_ids: SequenceOf[int]) -> bool:
+    """Return whether exactly these tokens were committed from ``start`` on."""
+    stop = start + len(token_ids)
+    return stop <= sequence.length and sequence.token_ids[start:stop].tolist() == list(token_ids)
+
+
+def _stale(sequence: Sequence, handle: Handle) -> HandleStale:
+    return HandleStale(sequence.handle_id, handle.length, sequence.length)

@@ -1,0 +1,116 @@
+"""Lineage: 16 bytes that are equal exactly when the model and the tokens are.
+
+BLAKE2b with 16-byte digests, chained over chunks of 16 tokens whatever the pool's block size is::
+
+    root        = H[root](fingerprint)
+    link[i + 1] = H[full](link[i] + 16 tokens)          link[0] = root
+    at(length)  = link[n]                                   length == 16 * n
+                = H[part](link[n] + the 1..15 tokens left)  otherwise
+
+Tokens are hashed as little-endian uint32. The three kinds of hash differ in BLAKE2b's ``person`` parameter, so no
+partial chunk can pass for a full one, nor a fingerprint for either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Iterable
+
+CHUNK_TOKENS = 16
+"""Tokens per link. Part of the contract between servers: never changes."""
+
+LINEAGE_BYTES = 16
+"""Size of a lineage."""
+
+_PERSON_ROOT = b"ferrule.root"
+_PERSON_FULL = b"ferrule.full"
+_PERSON_PART = b"ferrule.part"
+
+
+class LineageChain:
+    """The tokens of one sequence and the links over their full chunks.
+
+    Invariant: there are ``len(token_ids) // 16 + 1`` links, and link i is the lineage of the first 16 * i tokens.
+
+    Args:
+        fingerprint: Of the model: weights, data types and all else that decides the KV.
+
+    Attributes:
+        token_ids: array("I"), index = position; read it (slices are copies), never change it. No buffer of it may be
+            kept: an array with an exported buffer cannot grow.
+    """
+
+    __slots__ = ("_links", "token_ids")
+
+    def __init__(self, fingerprint: bytes) -> None:
+        self.token_ids: array[int] = array("I")
+        self._links = [_digest(fingerprint, _PERSON_ROOT)]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """Append tokens; hashes once per chunk filled, so most single tokens cost no hash at all.
+
+        Raises:
+            OverflowError: A token does not fit 32 bits; nothing changed.
+        """
+        self.token_ids.extend(array("I", token_ids))
+        for start in range(CHUNK_TOKENS * (len(self._links) - 1), len(self) - CHUNK_TOKENS + 1, CHUNK_TOKENS):
+            self._links.append(self._link(start, start + CHUNK_TOKENS, _PERSON_FULL))
+
+    def at(self, length: int) -> bytes:
+        """Return the lineage of the first ``length`` tokens with at most one hash.
+
+        Raises:
+            ValueError: The chain is shorter, or ``length`` is negative.
+        """
+        self._check_length(length)
+        num_chunks, num_left = divmod(length, CHUNK_TOKENS)
+        if not num_left:
+            return self._links[num_chunks]
+        return self._link(length - num_left, length, _PERSON_PART)
+
+    def truncate(self, length: int) -> None:
+        """Keep the first ``length`` tokens.
+
+        Raises:
+            ValueError: The chain is shorter, or ``length`` is negative; nothing changed.
+        """
+        self._check_length(length)
+        del self.token_ids[length:]
+        del self._links[length // CHUNK_TOKENS + 1 :]
+
+    def copy(self, length: int) -> LineageChain:
+        """Return a chain of its own over the first ``length`` tokens, without hashing.
+
+        Raises:
+            ValueError: The chain is shorter, or ``length`` is negative.
+        """
+        self._check_length(length)
+        twin = object.__new__(LineageChain)
+        twin.token_ids = self.token_ids[:length]
+        twin._links = self._links[: length // CHUNK_TOKENS + 1]
+        return twin
+
+    def check_integrity(self, fingerprint: bytes) -> None:
+        """Raise AssertionError unless the invariant holds, with every link computed anew."""
+        fresh = LineageChain(fingerprint)
+        fresh.extend(self.token_ids)
+        assert fresh._links == self._links, "links differ from those computed anew"
+
+    def _check_length(self, length: int) -> None:
+        if not 0 <= length <= len(self.token_ids):
+            raise ValueError(f"length {length} is outside [0, {len(self.token_ids)}]")
+
+    def _link(self, start: int, stop: int, person: bytes) -> bytes:
+        chunk = self.token_ids[start:stop]
+        if sys.byteorder == "big":
+            chunk.byteswap()
+        return _digest(self._links[start // CHUNK_TOKENS] + chunk.tobytes(), person)
+
+
+def _digest(data: bytes, person: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=LINEAGE_BYTES, person=person).digest()

@@ -1,0 +1,155 @@
+"""The registry: which sequence a cache_id names, and what is answered when it names none."""
+
+from __future__ import annotations
+
+import base64
+import heapq
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+
+from ferrule_server.errors import EpochChanged, HandleExpired, HandleLost, HandleUnknown, WrongInstance
+from ferrule_server.kv.handle import handle_id_of
+from ferrule_server.kv.sequence import Sequence
+
+TOMBSTONE_S = 600.0
+"""How long the owner of an expired sequence hears HANDLE_EXPIRED rather than HANDLE_UNKNOWN."""
+
+MAX_TOMBSTONES = 100_000
+"""Tombstones kept; the oldest go first."""
+
+SECRET_BYTES = 16
+"""Random bytes in a cache_id."""
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_SECRET = re.compile(r"[A-Za-z0-9_-]{22}")
+
+
+class Registry:
+    """Sequences by cache_id, and tombstones of those that expired or were lost.
+
+    Invariant: a registered sequence is not released, is listed under its own cache_id, and has no tombstone;
+    tombstones stand in order of their ends and number at most MAX_TOMBSTONES.
+
+    Args:
+        instance: Name of this server. epoch: name of this run of it. Both 1 to 64 of ``A-Z a-z 0-9 _ -``.
+        new_secret: Returns 16 bytes that nobody can guess.
+
+    Raises:
+        ValueError: A name has other characters or another length.
+    """
+
+    __slots__ = ("_epoch", "_instance", "_lost", "_new_secret", "_sequences", "_tombstones")
+
+    def __init__(self, instance: str, epoch: str, new_secret: Callable[[], bytes]) -> None:
+        for name, value in (("instance", instance), ("epoch", epoch)):
+            if not _NAME.fullmatch(value):
+                raise ValueError(f"{name} must be 1 to 64 of A-Z a-z 0-9 _ -, got {value!r}")
+        self._instance = instance
+        self._epoch = epoch
+        self._new_secret = new_secret
+        self._sequences: dict[str, Sequence] = {}
+        # cache_id -> (principal, end on the store's clock)
+        self._tombstones: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        self._lost: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences.values())
+
+    @property
+    def sequences(self) -> Mapping[str, Sequence]:
+        """The live sequences by cache_id, a read-only view."""
+        return MappingProxyType(self._sequences)
+
+    @property
+    def num_tombstones(self) -> int:
+        """Expired sequences still remembered."""
+        return len(self._tombstones)
+
+    def new_cache_id(self) -> str:
+        """Return a name that was never given out."""
+        secret = self._new_secret()
+        assert len(secret) == SECRET_BYTES, f"a secret has {len(secret)} bytes, not {SECRET_BYTES}"
+        return f"{self._instance}.{self._epoch}.{base64.urlsafe_b64encode(secret).rstrip(b'=').decode()}"
+
+    def add(self, sequence: Sequence) -> None:
+        """Make the sequence known under its cache_id."""
+        assert sequence.cache_id not in self._sequences, "a secret came twice"
+        self._sequences[sequence.cache_id] = sequence
+
+    def get(self, cache_id: str, principal: str) -> Sequence | None:
+        """Return the principal's own live sequence of that name, or None."""
+        sequence = self._sequences.get(cache_id)
+        return sequence if sequence is not None and sequence.principal == principal else None
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget the sequence: its handles are unknown from now on."""
+        del self._sequences[sequence.cache_id]
+
+    def bury(self, sequence: Sequence, now: float) -> None:
+        """Forget the sequence, but tell its owner for a while that it expired."""
+        self.remove(sequence)
+        self._tombstones[sequence.cache_id] = (sequence.principal, now + TOMBSTONE_S)
+        self._drop_tombstones(now)
+
+    def lose_all(self) -> None:
+        """Forget every sequence, and tell the owners for good that it was lost."""
+        self._lost.update((cache_id, sequence.principal) for cache_id, sequence in self._sequences.items())
+        self._sequences.clear()
+
+    def why_missing(self, cache_id: str, principal: str, now: float) -> HandleUnknown | WrongInstance:
+        """Return the error for a name that :meth:`get` does not find.
+
+        Whether it was never issued, was released, or is another principal's cannot be told apart.
+        """
+        handle_id = handle_id_of(cache_id)
+        elsewhere = self._why_elsewhere(cache_id, handle_id)
+        if elsewhere is not None:
+            return elsewhere
+        if self._lost.get(cache_id) == principal:
+            return HandleLost(handle_id)
+        owner, end = self._tombstones.get(cache_id, (None, 0.0))
+        if owner == principal and now < end:
+            return HandleExpired(handle_id)
+        return HandleUnknown(handle_id)
+
+    def count(self, principal: str) -> int:
+        """Return how many live sequences the principal owns."""
+        return sum(each.principal == principal for each in self)
+
+    def page(self, principal: str, after_handle_id: str, limit: int) -> list[Sequence]:
+        """Return up to ``limit`` of the principal's sequences with larger handle_ids, ascending."""
+        own = (each for each in self if each.principal == principal and each.handle_id > after_handle_id)
+        return heapq.nsmallest(limit, own, key=lambda each: each.handle_id)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the invariant of the class holds."""
+        for cache_id, sequence in self._sequences.items():
+            assert sequence.cache_id == cache_id, "a sequence is listed under another name"
+            assert sequence.handle_id == handle_id_of(cache_id), "a handle_id is not that of its cache_id"
+            assert not sequence.is_released, f"{sequence.handle_id} is released and still known"
+            assert cache_id not in self._tombstones, f"{sequence.handle_id} lives and has a tombstone"
+        ends = [end for _, end in self._tombstones.values()]
+        assert ends == sorted(ends), "tombstones are out of order"
+        assert len(ends) <= MAX_TOMBSTONES, "too many tombstones"
+
+    def _why_elsewhere(self, cache_id: str, handle_id: str) -> EpochChanged | WrongInstance | None:
+        """Return the error for a well-formed name of another server or of another run, else None."""
+        instance, _, rest = cache_id.partition(".")
+        epoch, _, secret = rest.partition(".")
+        if not (_NAME.fullmatch(instance) and _NAME.fullmatch(epoch) and _SECRET.fullmatch(secret)):
+            return None
+        if instance != self._instance:
+            return WrongInstance(handle_id, instance)
+        return EpochChanged(handle_id) if epoch != self._epoch else None
+
+    def _drop_tombstones(self, now: float) -> None:
+        while self._tombstones:
+            _, end = next(iter(self._tombstones.values()))
+            if now < end and len(self._tombstones) <= MAX_TOMBSTONES:
+                return
+            self._tombstones.popitem(last=False)

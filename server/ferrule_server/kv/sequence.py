@@ -1,0 +1,74 @@
+"""The sequence: what the server holds behind the handles of one cache_id."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from dataclasses import dataclass, field
+
+from ferrule_server.kv.lineage import LineageChain
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """The last truncate of a sequence, remembered so that an equal request succeeds again.
+
+    Attributes:
+        length, lineage: Of the handle it came with.
+        new_length: Tokens kept.
+        freed_blocks: What it answered.
+    """
+
+    length: int
+    lineage: bytes = field(repr=False)
+    new_length: int
+    freed_blocks: int
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One sequence: its tokens, its blocks, its lease. The one owner of length.
+
+    Only :class:`~ferrule_server.kv.store.KvStore` changes it; the engine may set ``record`` and count ``num_pins``.
+
+    Attributes:
+        cache_id: The secret name, never logged. handle_id: the loggable one.
+        principal: Who owns it.
+        chain: Tokens and lineage; ``token_ids`` and ``length`` read it.
+        block_ids: The block table: block i holds the tokens from i * block_size on. Replaced as a whole, never
+            changed in place, so tables may be kept by whoever read them.
+        ttl_s: Length of the lease. expires_at: its end on the store's clock. created_at: on the same clock.
+        parent_handle_id: The sequence it was branched from; empty when it was prefilled.
+        num_pins: Pieces of work in flight; above 0 the lease does not run out.
+        is_appending: An append is reserved on it and neither committed nor aborted.
+        last_truncate: Set by truncate, forgotten as soon as the tip moves.
+        record: The engine's record of the last append, opaque here; None once its tokens are gone.
+        is_released: Released, expired or lost: it owns no block any more.
+        scheduled_at: When the lease heap looks at it next.
+    """
+
+    cache_id: str = field(repr=False)
+    handle_id: str
+    principal: str
+    chain: LineageChain = field(repr=False)
+    block_ids: list[int]
+    ttl_s: float
+    expires_at: float
+    created_at: float
+    parent_handle_id: str = ""
+    num_pins: int = 0
+    is_appending: bool = False
+    last_truncate: Truncation | None = None
+    record: object | None = field(default=None, repr=False)
+    is_released: bool = False
+    scheduled_at: float = math.inf
+
+    @property
+    def token_ids(self) -> array[int]:
+        """array("I"), index = position; read only, and no buffer of it may be kept (slices are copies)."""
+        return self.chain.token_ids
+
+    @property
+    def length(self) -> int:
+        """The tip: number of committed tokens."""
+        return len(self.chain.token_ids)

@@ -1,0 +1,305 @@
+"""The contract stays whole: stubs match their protos, everything is commented, lint is clean, the README holds."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from ferrule.v1 import admin_pb2, cache_pb2, executor_pb2, info_pb2, policy_pb2, tokenizer_pb2, types_pb2
+from google.protobuf import json_format
+from google.protobuf.descriptor import FileDescriptor
+from google.protobuf.descriptor_pb2 import (
+    DescriptorProto,
+    EnumDescriptorProto,
+    FieldDescriptorProto,
+    FileDescriptorProto,
+    ServiceDescriptorProto,
+)
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+ROOT = Path(__file__).resolve().parents[1]
+PROTOS = ROOT / "protos"
+README = (PROTOS / "README.md").read_text("utf-8")
+BUF = Path(sys.executable).with_name("buf")
+FILES: tuple[FileDescriptor, ...] = tuple(
+    module.DESCRIPTOR for module in (admin_pb2, cache_pb2, executor_pb2, info_pb2, policy_pb2, tokenizer_pb2, types_pb2)
+)
+WORD = 0xFFFFFFFF
+
+SourcePath = tuple[int, ...]
+
+
+@pytest.fixture(scope="module")
+def generator() -> ModuleType:
+    """`protos/generate_stubs.py`, which is a script and in no package."""
+    spec = importlib.util.spec_from_file_location("generate_stubs", PROTOS / "generate_stubs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _field_number(message: type[Any], field: str) -> int:
+    """Number by which a descriptor's source path names one of its lists."""
+    return int(message.DESCRIPTOR.fields_by_name[field].number)
+
+
+def _elements(file: FileDescriptorProto) -> Iterator[tuple[SourcePath, str]]:
+    """Source path and name of everything in a file that must have a comment."""
+    for i, service in enumerate(file.service):
+        path = (_field_number(FileDescriptorProto, "service"), i)
+        yield path, service.name
+        for j, method in enumerate(service.method):
+            yield (*path, _field_number(ServiceDescriptorProto, "method"), j), f"{service.name}.{method.name}"
+    for i, message in enumerate(file.message_type):
+        yield from _message_elements(message, (_field_number(FileDescriptorProto, "message_type"), i))
+    for i, enum in enumerate(file.enum_type):
+        yield from _enum_elements(enum, (_field_number(FileDescriptorProto, "enum_type"), i))
+
+
+def _message_elements(message: DescriptorProto, path: SourcePath) -> Iterator[tuple[SourcePath, str]]:
+    if message.options.map_entry:
+        return
+    yield path, message.name
+    for i, field in enumerate(message.field):
+        yield (*path, _field_number(DescriptorProto, "field"), i), f"{message.name}.{field.name}"
+    synthetic = {field.oneof_index for field in message.field if field.proto3_optional}
+    for i, oneof in enumerate(message.oneof_decl):
+        if i not in synthetic:
+            yield (*path, _field_number(DescriptorProto, "oneof_decl"), i), f"{message.name}.{oneof.name}"
+    for i, nested in enumerate(message.nested_type):
+        yield from _message_elements(nested, (*path, _field_number(DescriptorProto, "nested_type"), i))
+    for i, enum in enumerate(message.enum_type):
+        yield from _enum_elements(enum, (*path, _field_number(DescriptorProto, "enum_type"), i))
+
+
+def _enum_elements(enum: EnumDescriptorProto, path: SourcePath) -> Iterator[tuple[SourcePath, str]]:
+    yield path, enum.name
+    for i, value in enumerate(enum.value):
+        yield (*path, _field_number(EnumDescriptorProto, "value"), i), value.name
+
+
+def _uncommented(file: FileDescriptorProto) -> list[str]:
+    commented = {tuple(at.path) for at in file.source_code_info.location if at.leading_comments.strip()}
+    return [f"{file.name}: {name}" for path, name in _elements(file) if path not in commented]
+
+
+def _buf(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(BUF), *arguments], cwd=PROTOS, capture_output=True, text=True, check=False)
+
+
+def test_stubs_are_what_the_protos_give(generator: ModuleType) -> None:
+    """The committed stubs equal a fresh run of the pinned generator, so a wire change always shows in the diff."""
+    assert generator.drifted() == []
+
+
+def test_check_names_a_stub_that_drifted(
+    generator: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--check` exits 1 with the names of stubs that differ or are left over."""
+    present = generator.stub_files
+
+    def with_a_leftover(root: Path) -> dict[str, bytes]:
+        files: dict[str, bytes] = present(root)
+        return {**files, "ferrule/v1/gone_pb2.py": b""} if root == PROTOS else files
+
+    monkeypatch.setattr(generator, "stub_files", with_a_leftover)
+    monkeypatch.setattr(sys, "argv", ["generate_stubs.py", "--check"])
+    assert generator.main() == 1
+    assert "ferrule/v1/gone_pb2.py" in capsys.readouterr().err
+
+
+def test_every_element_has_a_comment(generator: ModuleType) -> None:
+    """Nobody has to guess what a service, call, message, oneof, field or enum value means."""
+    files = generator.describe()
+    assert len(files) == len(FILES)
+    assert [line for file in files for line in _uncommented(file)] == []
+
+
+def test_a_missing_comment_is_found(generator: ModuleType) -> None:
+    """The walk above sees fields, values and calls: without any comments it names every one of them."""
+    file = next(file for file in generator.describe() if file.name.endswith("executor.proto"))
+    file.ClearField("source_code_info")
+    missing = set(_uncommented(file))
+    expected = {"PrefillInput.request_id", "VerifyInput", "FINISH_REASON_EOS", "ModelExecutorService.Decode"}
+    assert expected <= {line.partition(": ")[2] for line in missing}
+
+
+def test_buf_lint_has_no_findings() -> None:
+    """STANDARD and COMMENTS of buf, over both modules."""
+    result = _buf("lint")
+    assert (result.returncode, result.stdout + result.stderr) == (0, "")
+
+
+def test_protos_are_formatted() -> None:
+    """`buf format` would change nothing in either module."""
+    result = _buf("format", "--diff", "--exit-code")
+    assert (result.returncode, result.stdout + result.stderr) == (0, "")
+
+
+def test_protos_stay_readable_for_old_compilers(generator: ModuleType) -> None:
+    """proto3 and no editions: Debian's protoc 3.21 must read the files."""
+    assert {file.syntax for file in generator.describe()} == {"proto3"}
+
+
+def test_stub_floors_are_the_declared_floors() -> None:
+    """The versions the stubs demand at import are exactly the floors that pip installs by."""
+    protobuf_floors = {
+        ".".join(re.findall(r"\d+", match))
+        for path in (PROTOS / "ferrule/v1").glob("*_pb2.py")
+        for match in re.findall(r"Domain\.PUBLIC,\s*(\d+,\s*\d+,\s*\d+)", path.read_text("utf-8"))
+    }
+    grpc_floors = {
+        match
+        for path in (PROTOS / "ferrule/v1").glob("*_pb2_grpc.py")
+        for match in re.findall(r"GRPC_GENERATED_VERSION = '([\d.]+)'", path.read_text("utf-8"))
+    }
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
+    declared = {
+        match["name"]: match["floor"]
+        for match in (re.match(r"(?P<name>[\w-]+)>=(?P<floor>[\d.]+)", line) for line in dependencies)
+        if match is not None
+    }
+    assert protobuf_floors == {declared["protobuf"]}
+    assert grpc_floors == {declared["grpcio"]}
+
+
+def test_readme_names_every_call_and_file() -> None:
+    """The table of calls in the README is complete."""
+    services = [service for file in FILES for service in file.services_by_name.values()]
+    rows = set(re.findall(r"^\| `([\w.]+)` \|", README, re.MULTILINE))
+    default = "ModelExecutorService"
+    calls = {
+        method.name if service.name == default else f"{service.name}.{method.name}"
+        for service in services
+        for method in service.methods
+    }
+    assert rows == calls
+    assert all(f"(ferrule/v1/{Path(file.name).name})" in README for file in FILES)
+
+
+def test_readme_calls_are_valid_requests() -> None:
+    """Each `call` example in the README parses into the request of the call it names."""
+    examples = re.findall(r"^call (\w+)/(\w+) '(.*)'$", README, re.MULTILINE)
+    assert len(examples) >= 5
+    services = {service.name: service for file in FILES for service in file.services_by_name.values()}
+    for service, method, body in examples:
+        request = GetMessageClass(services[service].methods_by_name[method].input_type)
+        json_format.Parse(body, request())
+
+
+def _philox(key: list[int], counter: list[int]) -> list[int]:
+    """Philox4x32-10 straight from the paper (Salmon et al., SC 2011), independent of the server's."""
+    (k0, k1), (c0, c1, c2, c3) = key, counter
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & WORD, (p0 >> 32) ^ c3 ^ k1, p0 & WORD
+        k0, k1 = (k0 + 0x9E3779B9) & WORD, (k1 + 0xBB67AE85) & WORD
+    return [c0, c1, c2, c3]
+
+
+def _first_word(seed: str, position: int, purpose: int) -> int:
+    return _philox([int(seed) & WORD, int(seed) >> 32], [position & WORD, purpose, 0, 0])[0]
+
+
+def _kept(logits: list[float], sample: dict[str, Any]) -> list[int]:
+    """Tokens left by temperature, top-k, top-p and min-p, in the plainest way."""
+    ranked = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    if sample["temperature"] == 0:
+        return ranked[:1]
+    weights = [math.exp(logit / sample["temperature"]) for logit in logits]
+    ranked = ranked[: sample["top_k"] or None]
+    goal = sample["top_p"] * sum(weights[i] for i in ranked)
+    sums = [sum(weights[i] for i in ranked[: n + 1]) for n in range(len(ranked))]
+    if sample["top_p"] < 1:
+        ranked = ranked[: next(n for n, total in enumerate(sums) if total >= goal) + 1]
+    return sorted(i for i in ranked if weights[i] >= sample["min_p"] * weights[ranked[0]])
+
+
+@pytest.fixture(scope="module")
+def vectors() -> dict[str, Any]:
+    """The block of test vectors in the README."""
+    match = re.search(r"^```json philox-vectors\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    assert match is not None
+    block: dict[str, Any] = json.loads(match[1])
+    return block
+
+
+def test_readme_vectors_begin_with_the_published_ones(vectors: dict[str, Any]) -> None:
+    """The known answers are those of Random123's `kat_vectors`, so the vectors below them mean Philox4x32-10."""
+    published = (
+        ("00000000 00000000", "00000000 00000000 00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ("ffffffff ffffffff", "ffffffff ffffffff ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        ("a4093822 299f31d0", "243f6a88 85a308d3 13198a2e 03707344", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    )
+    written = [
+        tuple(" ".join(f"{word:08x}" for word in answer[part]) for part in ("key", "counter", "output"))
+        for answer in vectors["known_answers"]
+    ]
+    assert written == list(published)
+    assert all(_philox(answer["key"], answer["counter"]) == answer["output"] for answer in vectors["known_answers"])
+
+
+def test_readme_draws_follow_the_counter_layout(vectors: dict[str, Any]) -> None:
+    """Key, counter and u are laid out as the README says."""
+    for draw in vectors["draws"]:
+        assert draw["x0"] == _first_word(draw["seed"], draw["position"], draw["purpose"])
+        assert draw["u"] == (draw["x0"] + 0.5) * 2.0**-32
+
+
+def test_readme_samples_follow_the_sampling_order(vectors: dict[str, Any]) -> None:
+    """The tokens kept and drawn are those of a plain implementation of the README's text."""
+    logits = vectors["logits"]
+    for sample in vectors["samples"]:
+        kept = _kept(logits, sample)
+        assert kept == sample["kept"]
+        weights = [math.exp(logits[i] / (sample["temperature"] or 1)) for i in kept]
+        u = (_first_word(sample["seed"], sample["position"], 0) + 0.5) * 2.0**-32
+        sums = [sum(weights[: n + 1]) / sum(weights) for n in range(len(kept))]
+        assert sample["token"] == next(token for token, total in zip(kept, sums, strict=True) if total > u)
+
+
+def test_fields_share_names_and_numbers_across_outputs() -> None:
+    """Prefill, decode, unified and verify outputs lay their common fields out alike, so one converter serves all."""
+    outputs = (
+        executor_pb2.PrefillOutput,
+        executor_pb2.DecodeOutput,
+        executor_pb2.UnifiedOutput,
+        executor_pb2.VerifyOutput,
+    )
+    common = ("request_id", "kv_cache", "outputs", "timing", "replayed", "recomputed")
+    for output in outputs:
+        assert [_field_number(output, name) for name in common] == [1, 2, 3, 4, 5, 6]
+
+
+def test_numbers_that_may_be_zero_have_presence() -> None:
+    """Unset and 0 are told apart where 0 is a legal value with another meaning than unset."""
+    optional: dict[type[Message], tuple[str, ...]] = {
+        policy_pb2.Sample: ("temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "penalty_start"),
+        policy_pb2.Outputs: ("seed",),
+        executor_pb2.VerifyOutput: ("next_token",),
+        executor_pb2.UnifiedBatchItem: ("pos_offset", "is_final_chunk"),
+        info_pb2.ExecutorStatus: ("load_progress",),
+    }
+    for message, fields in optional.items():
+        assert all(message.DESCRIPTOR.fields_by_name[name].has_presence for name in fields)
+
+
+def test_tensors_never_travel_as_repeated_floats() -> None:
+    """Rows as wide as the vocabulary are bytes: a list of floats costs 37 ms where bytes cost 0.04."""
+    for name in ("logits", "hidden_state"):
+        assert policy_pb2.Outputs.DESCRIPTOR.fields_by_name[name].message_type is types_pb2.Tensor.DESCRIPTOR
+    data = types_pb2.Tensor.DESCRIPTOR.fields_by_name["data"]
+    assert data.type == FieldDescriptorProto.TYPE_BYTES

@@ -1,0 +1,136 @@
+"""From gRPC failures and ``google.rpc.Status`` messages to the tree of ``errors``."""
+
+from __future__ import annotations
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from ferrule_client import errors as e
+
+__all__ = ["BY_CODE", "BY_REASON", "error_from_call", "error_from_status", "is_transport_break"]
+
+BY_REASON: dict[str, type[e.ExecutorError]] = {
+    "CANCELLED": e.CallCancelledError,
+    "CONNECTION_FAILED": e.UnavailableError,
+    "CONNECTION_LOST": e.UnavailableError,
+    "CONTEXT_EXCEEDED": e.ContextExceededError,
+    "DEADLINE_EXCEEDED": e.DeadlineExceededError,
+    "DRAINING": e.DrainingError,
+    "ENGINE_FAULT": e.InternalError,
+    "EPOCH_CHANGED": e.EpochChangedError,
+    "EXCEEDS_POOL": e.ExceedsPoolError,
+    "FEATURE_UNSUPPORTED": e.UnsupportedError,
+    "HANDLE_EXPIRED": e.HandleExpiredError,
+    "HANDLE_LOST": e.HandleLostError,
+    "HANDLE_STALE": e.HandleStaleError,
+    "HANDLE_UNKNOWN": e.HandleNotFoundError,
+    "INVALID_FIELD": e.InvalidRequestError,
+    "KV_BLOCKS_EXHAUSTED": e.BlocksExhaustedError,
+    "MASK_UNKNOWN": e.MaskUnknownError,
+    "MESSAGE_TOO_LARGE": e.MessageTooLargeError,
+    "NON_FINITE_LOGITS": e.NonFiniteLogitsError,
+    "QUEUE_FULL": e.QueueFullError,
+    "REPLY_TOO_LARGE": e.ReplyTooLargeError,
+    "REQUEST_ID_REUSED": e.RequestIdReusedError,
+    "ROLE_REQUIRED": e.AuthError,
+    "RPC_UNKNOWN": e.UnsupportedError,
+    "SLOW_CONSUMER": e.SlowConsumerError,
+    "STARTING": e.StartingError,
+    "TOKEN_INVALID": e.AuthError,
+    "TOKEN_MISSING": e.AuthError,
+    "TOKEN_OUT_OF_VOCAB": e.TokenOutOfVocabError,
+    "TRUNCATE_BEYOND": e.TruncateBeyondError,
+    "WRONG_INSTANCE": e.WrongInstanceError,
+}
+"""Class of each reason of the contract; ``QUOTA_*`` is a family and handled apart."""
+
+BY_CODE: dict[grpc.StatusCode, type[e.ExecutorError]] = {
+    grpc.StatusCode.CANCELLED: e.CallCancelledError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: e.DeadlineExceededError,
+    grpc.StatusCode.INTERNAL: e.InternalError,
+    grpc.StatusCode.INVALID_ARGUMENT: e.InvalidRequestError,
+    grpc.StatusCode.OUT_OF_RANGE: e.OutOfRangeError,
+    grpc.StatusCode.PERMISSION_DENIED: e.AuthError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: e.ResourceExhaustedError,
+    grpc.StatusCode.UNAUTHENTICATED: e.AuthError,
+    grpc.StatusCode.UNAVAILABLE: e.UnavailableError,
+    grpc.StatusCode.UNIMPLEMENTED: e.UnsupportedError,
+}
+"""Class for a reason this client does not know."""
+
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+# Texts of gRPC core for a call that never left this machine. They have been stable for years; were one to change,
+# a creating call would only be retried less often.
+_NEVER_SENT = ("failed to connect to all addresses", "Connection refused", "connection refused", "resolution failed")
+
+
+def error_from_call(error: grpc.RpcError) -> e.ExecutorError:
+    """Return the typed error of a failed call; the gRPC error should be chained as its cause.
+
+    Args:
+        error: What gRPC raised. Sync calls raise objects that are a ``grpc.Call`` too.
+
+    Returns:
+        An error whose class follows the ``ErrorInfo`` reason, or, where gRPC itself failed the call and there is
+        none, a reason of the client's own.
+    """
+    if not isinstance(error, grpc.Call):
+        return e.InternalError(grpc.StatusCode.UNKNOWN, "UNKNOWN", str(error))
+    try:
+        status = rpc_status.from_call(error)
+    except ValueError:  # a proxy rewrote the code or the message: the details no longer belong to them
+        status = None
+    if status is not None:
+        return error_from_status(status)
+    return _without_details(error.code(), error.details() or "")
+
+
+def error_from_status(status: status_pb2.Status) -> e.ExecutorError:
+    """Return the typed error of a ``google.rpc.Status``, as it stands in the items of batches and streams."""
+    code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
+    info, retry, request = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo(), error_details_pb2.BadRequest()
+    for detail in status.details:
+        for message in (info, retry, request):
+            if detail.Is(message.DESCRIPTOR):
+                detail.Unpack(message)
+    if not info.reason:
+        return _without_details(code, status.message)
+    metadata = dict(info.metadata)
+    if request.field_violations:
+        metadata.setdefault("field", request.field_violations[0].field)
+    error = _class_of(code, info.reason)(code, info.reason, status.message, metadata)
+    if isinstance(error, e.ResourceExhaustedError) and retry.HasField("retry_delay"):
+        error.retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+    return error
+
+
+def is_transport_break(error: e.ExecutorError) -> bool:
+    """Tell whether the connection broke under the call, so that the server may or may not have run it.
+
+    Directly a dead server is UNAVAILABLE without details; behind a proxy it is INTERNAL with RST_STREAM.
+    """
+    return error.reason in ("CONNECTION_FAILED", "CONNECTION_LOST")
+
+
+def _class_of(code: grpc.StatusCode, reason: str) -> type[e.ExecutorError]:
+    if reason.startswith("QUOTA_"):
+        return e.QuotaExceededError
+    return BY_REASON.get(reason) or BY_CODE.get(code, e.ExecutorError)
+
+
+def _without_details(code: grpc.StatusCode, message: str) -> e.ExecutorError:
+    """Name an error that gRPC made by itself."""
+    reason = code.name
+    if code is grpc.StatusCode.UNAVAILABLE:
+        reason = "CONNECTION_FAILED" if any(text in message for text in _NEVER_SENT) else "CONNECTION_LOST"
+    elif code is grpc.StatusCode.INTERNAL and "RST_STREAM" in message:
+        reason = "CONNECTION_LOST"
+    elif code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in message:
+        reason = "MESSAGE_TOO_LARGE"
+    elif code is grpc.StatusCode.UNIMPLEMENTED:
+        reason = "RPC_UNKNOWN"
+    elif code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        message = f"the timeout passed before the answer came; give the call a longer timeout ({message})"
+    return _class_of(code, reason)(code, reason, message)

@@ -1,0 +1,253 @@
+"""Every error the client raises: one tree, so that ``except ExecutorError`` catches all of it.
+
+::
+
+    ExecutorError                   code, reason, message, metadata
+    +- InvalidRequestError          INVALID_FIELD; .field names the field
+    |  +- TokenOutOfVocabError      TOKEN_OUT_OF_VOCAB
+    |  +- RequestIdReusedError      REQUEST_ID_REUSED
+    |  +- ReplyTooLargeError        REPLY_TOO_LARGE
+    +- AuthError                    TOKEN_MISSING, TOKEN_INVALID, ROLE_REQUIRED
+    +- HandleNotFoundError          HANDLE_UNKNOWN; the rule: prefill again
+    |  +- HandleExpiredError        HANDLE_EXPIRED
+    |  +- EpochChangedError         EPOCH_CHANGED
+    |  +- HandleLostError           HANDLE_LOST
+    +- MaskUnknownError             MASK_UNKNOWN
+    +- WrongInstanceError           WRONG_INSTANCE; .instance names the right one
+    +- HandleStaleError             HANDLE_STALE; .tip_length is where the sequence is
+    +- OutOfRangeError
+    |  +- TruncateBeyondError       TRUNCATE_BEYOND
+    |  +- ContextExceededError      CONTEXT_EXCEEDED
+    |  +- ExceedsPoolError          EXCEEDS_POOL
+    +- ResourceExhaustedError       .retry_after_s
+    |  +- QuotaExceededError        QUOTA_*
+    |  +- BlocksExhaustedError      KV_BLOCKS_EXHAUSTED
+    |  +- QueueFullError            QUEUE_FULL
+    |  +- SlowConsumerError         SLOW_CONSUMER
+    |  +- MessageTooLargeError      MESSAGE_TOO_LARGE *
+    +- UnavailableError             CONNECTION_FAILED *, CONNECTION_LOST *
+    |  +- StartingError             STARTING
+    |  +- DrainingError             DRAINING
+    +- UnsupportedError             FEATURE_UNSUPPORTED, RPC_UNKNOWN *
+    +- NonFiniteLogitsError         NON_FINITE_LOGITS
+    +- DeadlineExceededError        DEADLINE_EXCEEDED *
+    +- CallCancelledError           CANCELLED *
+    +- InternalError                ENGINE_FAULT
+
+Reasons marked * are the client's own: gRPC itself answers these cases, without ``google.rpc.ErrorInfo``, and the
+client names them so that every error has a reason. A reason that a newer server invents falls back to the class of
+its status code, with the reason kept readable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import grpc
+
+__all__ = [
+    "AuthError",
+    "BlocksExhaustedError",
+    "CallCancelledError",
+    "ContextExceededError",
+    "DeadlineExceededError",
+    "DrainingError",
+    "EpochChangedError",
+    "ExceedsPoolError",
+    "ExecutorError",
+    "HandleExpiredError",
+    "HandleLostError",
+    "HandleNotFoundError",
+    "HandleStaleError",
+    "InternalError",
+    "InvalidRequestError",
+    "MaskUnknownError",
+    "MessageTooLargeError",
+    "NonFiniteLogitsError",
+    "OutOfRangeError",
+    "QueueFullError",
+    "QuotaExceededError",
+    "ReplyTooLargeError",
+    "RequestIdReusedError",
+    "ResourceExhaustedError",
+    "SlowConsumerError",
+    "StartingError",
+    "TokenOutOfVocabError",
+    "TruncateBeyondError",
+    "UnavailableError",
+    "UnsupportedError",
+    "WrongInstanceError",
+]
+
+
+class ExecutorError(Exception):
+    """A call failed. Root of all errors of this package.
+
+    Args:
+        code: gRPC status code.
+        reason: Machine-readable name in upper case, such as ``HANDLE_STALE``.
+        message: What happened, the numbers, and what to do.
+        metadata: The values that vary in the message, as text.
+    """
+
+    def __init__(
+        self, code: grpc.StatusCode, reason: str, message: str, metadata: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.reason = reason
+        self.message = message
+        self.metadata: dict[str, str] = dict(metadata or {})
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.reason})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.code, self.reason, self.message, self.metadata)
+
+    @property
+    def handle_id(self) -> str | None:
+        """Loggable id of the handle the error is about, or None."""
+        return self.metadata.get("handle_id")
+
+
+class InvalidRequestError(ExecutorError):
+    """A field of the request is out of its range; sending it again cannot help."""
+
+    @property
+    def field(self) -> str | None:
+        """Path of the field in the request message, such as ``input.input_ids[3]``, or None."""
+        return self.metadata.get("field")
+
+
+class TokenOutOfVocabError(InvalidRequestError):
+    """A token id is not in the model's vocabulary."""
+
+
+class RequestIdReusedError(InvalidRequestError):
+    """A request_id came again with other content."""
+
+
+class ReplyTooLargeError(InvalidRequestError):
+    """The reply would pass the server's message limit; nothing was run. Ask for fewer rows or a selection."""
+
+
+class AuthError(ExecutorError):
+    """Credentials are missing, not accepted, or lack the role the call needs."""
+
+
+class HandleNotFoundError(ExecutorError):
+    """The handle names nothing: never issued, released, or another principal's. The one rule: prefill again."""
+
+
+class HandleExpiredError(HandleNotFoundError):
+    """The lease of the caller's own handle ran out. Prefill again, with a longer ttl."""
+
+
+class EpochChangedError(HandleNotFoundError):
+    """The handle is of an earlier run of the server. Prefill again."""
+
+
+class HandleLostError(HandleNotFoundError):
+    """The KV of the handle was lost to a device fault. Prefill again."""
+
+
+class MaskUnknownError(ExecutorError):
+    """The token mask fingerprint is not registered on the server. Register the mask again."""
+
+
+class WrongInstanceError(ExecutorError):
+    """The handle belongs to another server instance."""
+
+    @property
+    def instance(self) -> str | None:
+        """Name of the instance that has the sequence."""
+        return self.metadata.get("instance")
+
+
+class HandleStaleError(ExecutorError):
+    """The sequence moved on or was rewritten since the handle was made; nothing changed."""
+
+    @property
+    def tip_length(self) -> int | None:
+        """Length of the sequence now, in tokens."""
+        value = self.metadata.get("tip_length", "")
+        return int(value) if value.isdecimal() else None
+
+
+class OutOfRangeError(ExecutorError):
+    """A length is beyond what the handle, the context or the pool can hold."""
+
+
+class TruncateBeyondError(OutOfRangeError):
+    """Truncate asked for more tokens than the handle holds, or for fewer than one."""
+
+
+class ContextExceededError(OutOfRangeError):
+    """The sequence would pass the longest context that the server serves."""
+
+
+class ExceedsPoolError(OutOfRangeError):
+    """The request needs more blocks than the whole pool has; waiting would not help."""
+
+
+class ResourceExhaustedError(ExecutorError):
+    """Something is full now; nothing was run.
+
+    Attributes:
+        retry_after_s: Seconds after which the server suggests to try again, or None.
+    """
+
+    retry_after_s: float | None = None
+
+
+class QuotaExceededError(ResourceExhaustedError):
+    """A quota of the caller is used up."""
+
+
+class BlocksExhaustedError(ResourceExhaustedError):
+    """The KV pool has too few free blocks now. Release handles or try later."""
+
+
+class QueueFullError(ResourceExhaustedError):
+    """Too many requests wait on the server."""
+
+
+class SlowConsumerError(ResourceExhaustedError):
+    """The server ended a stream because its replies were not read."""
+
+
+class MessageTooLargeError(ResourceExhaustedError):
+    """A message is larger than one side accepts. gRPC refused it; nothing was run."""
+
+
+class UnavailableError(ExecutorError):
+    """The server cannot be reached, went away during the call, or does not take calls now."""
+
+
+class StartingError(UnavailableError):
+    """The server is still loading its model."""
+
+
+class DrainingError(UnavailableError):
+    """The server is going down and takes no new sequences."""
+
+
+class UnsupportedError(ExecutorError):
+    """This server, model or executor cannot do what was asked; its capabilities say so too."""
+
+
+class NonFiniteLogitsError(ExecutorError):
+    """The logits of a row hold NaN or infinity; only that item failed and its handle is as it was."""
+
+
+class DeadlineExceededError(ExecutorError):
+    """The timeout passed. An append may or may not have happened: sending it again is safe, it replays."""
+
+
+class CallCancelledError(ExecutorError):
+    """The call was cancelled, by the caller, by closing the client, or by the server going down."""
+
+
+class InternalError(ExecutorError):
+    """A bug on the server; its log has the details under the id in the message."""

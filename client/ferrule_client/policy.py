@@ -1,0 +1,248 @@
+"""What to ask of each output row: policies, and the functions that make them read well.
+
+A policy goes with every call that runs tokens::
+
+    cache.decode(token, policy=greedy())
+    cache.decode(token, policy=sample(temperature=0.7, top_p=0.9, seed=1))
+    cache.decode(token, policy=full_logits("bfloat16"))
+    cache.decode(token, policy=greedy(top_logprobs=5))
+    cache.decode(token, policy=no_output())
+
+Only what is asked for is computed and sent. No policy at all means full logits in float32.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+__all__ = ["DType", "Greedy", "Policy", "Sampling", "full_logits", "greedy", "no_output", "sample"]
+
+DType = Literal["float32", "bfloat16", "float16"]
+"""Element type of logits on the wire. They always arrive as numpy float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Greedy:
+    """Chooses the token with the highest logit; ties go to the lowest id.
+
+    Attributes:
+        repetition_penalty: Divides positive and multiplies negative logits of tokens already there; more than 0.
+        allowed_ids: Tokens that may be chosen; None means all.
+    """
+
+    repetition_penalty: float | None = None
+    allowed_ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Draws a token on the server, by the sampling order of the contract (protos/README.md).
+
+    None always means "as the contract says for unset". The seed of a policy without one is drawn by the client
+    before the request is sent, so that a retry draws the same token.
+
+    Attributes:
+        temperature: Divides the logits; 0 is greedy, None is 1.
+        top_k: Keeps the k most likely tokens; None or 0 keeps all.
+        top_p: Keeps the smallest set of most likely tokens that reaches this probability, in (0, 1].
+        min_p: Keeps tokens at least this times as likely as the most likely one, in [0, 1].
+        seed: Key of the random generator, any 64-bit value.
+        repetition_penalty: Divides positive and multiplies negative logits of tokens already there; more than 0.
+        frequency_penalty: Subtracted from a token's logit once per occurrence.
+        presence_penalty: Subtracted once from the logit of every token that occurred.
+        penalty_start: Index of the first sequence token that counts for the penalties.
+        logit_bias: Added to the logits of these token ids.
+        allowed_ids: Tokens that may be drawn; None means all.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    penalty_start: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What is computed and returned for each output row; any mix.
+
+    Make one with ``greedy``, ``sample``, ``full_logits`` or ``no_output``.
+
+    Attributes:
+        selection: How one token is chosen per row; None chooses none.
+        logits: Element type of full logits on the wire; None returns none.
+        nothing: True: only append, return nothing. Excludes all else.
+        logprobs: Return the chosen token's log-probability, raw and under the law it was drawn from.
+        top_logprobs: Return this many most likely tokens with their raw log-probabilities.
+        logprob_token_ids: Return the raw log-probabilities of these tokens.
+        target_logprobs: Return the raw log-probability of the input token that follows each row (scoring).
+        entropy: Return the entropy of each row, in nats.
+        hidden_state: Return the hidden state of each row after the final norm.
+    """
+
+    selection: Greedy | Sampling | None = None
+    logits: DType | None = None
+    nothing: bool = False
+    logprobs: bool = False
+    top_logprobs: int = 0
+    logprob_token_ids: tuple[int, ...] = ()
+    target_logprobs: bool = False
+    entropy: bool = False
+    hidden_state: bool = False
+
+    def with_seed(self, seed: int | None = None) -> Policy:
+        """Return this policy with a seed wherever a draw needs one, so that sending it twice draws the same token.
+
+        Args:
+            seed: The seed to use; None draws a random one. A seed that is there already stays.
+
+        Returns:
+            The policy itself when nothing is drawn or a seed is set.
+        """
+        drawn = self.selection
+        if not isinstance(drawn, Sampling) or drawn.seed is not None or drawn.temperature == 0:
+            return self
+        return replace(self, selection=replace(drawn, seed=secrets.randbits(64) if seed is None else seed))
+
+
+def greedy(
+    *,
+    repetition_penalty: float | None = None,
+    allowed_ids: Sequence[int] | None = None,
+    logprobs: bool = False,
+    top_logprobs: int = 0,
+    target_logprobs: bool = False,
+    logits: DType | None = None,
+) -> Policy:
+    """Return a policy that chooses the most likely token.
+
+    Args:
+        repetition_penalty: See ``Greedy``.
+        allowed_ids: See ``Greedy``.
+        logprobs: See ``Policy``.
+        top_logprobs: See ``Policy``.
+        target_logprobs: See ``Policy``.
+        logits: Full logits besides, in this type on the wire.
+
+    Example:
+        ``token = cache.decode(token, policy=greedy()).token``
+    """
+    selection = Greedy(repetition_penalty=repetition_penalty, allowed_ids=_ids(allowed_ids))
+    return Policy(
+        selection=selection,
+        logits=logits,
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+        target_logprobs=target_logprobs,
+    )
+
+
+def sample(
+    *,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    seed: int | None = None,
+    repetition_penalty: float | None = None,
+    frequency_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    penalty_start: int | None = None,
+    logit_bias: Mapping[int, float] | None = None,
+    allowed_ids: Sequence[int] | None = None,
+    logprobs: bool = False,
+    top_logprobs: int = 0,
+    target_logprobs: bool = False,
+    logits: DType | None = None,
+) -> Policy:
+    """Return a policy that draws a token on the server.
+
+    Branches that use one seed draw the same tokens: give each its own.
+
+    Args:
+        temperature: See ``Sampling``; so are the settings up to ``allowed_ids``.
+        top_k: See ``Sampling``.
+        top_p: See ``Sampling``.
+        min_p: See ``Sampling``.
+        seed: See ``Sampling``; None lets the client draw one for each call.
+        repetition_penalty: See ``Sampling``.
+        frequency_penalty: See ``Sampling``.
+        presence_penalty: See ``Sampling``.
+        penalty_start: See ``Sampling``.
+        logit_bias: See ``Sampling``.
+        allowed_ids: See ``Sampling``.
+        logprobs: See ``Policy``.
+        top_logprobs: See ``Policy``.
+        target_logprobs: See ``Policy``.
+        logits: Full logits besides, in this type on the wire.
+
+    Example:
+        ``output = cache.decode(token, policy=sample(temperature=0.7, seed=1))``
+    """
+    selection = Sampling(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        penalty_start=penalty_start,
+        logit_bias=dict(logit_bias or {}),
+        allowed_ids=_ids(allowed_ids),
+    )
+    return Policy(
+        selection=selection,
+        logits=logits,
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+        target_logprobs=target_logprobs,
+    )
+
+
+def full_logits(
+    dtype: DType = "float32",
+    *,
+    top_logprobs: int = 0,
+    target_logprobs: bool = False,
+    entropy: bool = False,
+    hidden_state: bool = False,
+) -> Policy:
+    """Return a policy that brings whole logits rows and chooses nothing: the sampling is yours.
+
+    Args:
+        dtype: Element type on the wire; half the bytes with the 16-bit ones. Arrays arrive as float32.
+        top_logprobs: See ``Policy``.
+        target_logprobs: See ``Policy``.
+        entropy: See ``Policy``.
+        hidden_state: See ``Policy``.
+
+    Example:
+        ``logits = cache.decode(token, policy=full_logits()).logits``
+    """
+    return Policy(
+        logits=dtype,
+        top_logprobs=top_logprobs,
+        target_logprobs=target_logprobs,
+        entropy=entropy,
+        hidden_state=hidden_state,
+    )
+
+
+def no_output() -> Policy:
+    """Return a policy that only appends: nothing is computed for the output row and nothing comes back."""
+    return Policy(nothing=True)
+
+
+def _ids(ids: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if ids is None else tuple(int(i) for i in ids)

@@ -1,0 +1,412 @@
+"""The values that calls return: frozen, plain Python and numpy, nothing of gRPC in them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "Acceptance",
+    "CacheInfo",
+    "CacheSummary",
+    "Capabilities",
+    "FinishReason",
+    "FloatArray",
+    "Handle",
+    "Lease",
+    "ModelInfo",
+    "OnStale",
+    "Output",
+    "Released",
+    "Status",
+    "Timing",
+    "TlsConfig",
+    "TokenLogprob",
+    "Tokens",
+    "Verification",
+]
+
+FloatArray = npt.NDArray[np.float32]
+"""A float32 array."""
+
+Tokens = int | Sequence[int] | npt.NDArray[np.integer]
+"""One token id, or several in order."""
+
+OnStale = Literal["fail", "fork", "rewind"]
+"""What an append does when its handle lies behind the tip: refuse, branch there, or drop what lies beyond."""
+
+Acceptance = Literal["none", "exact", "rejection"]
+"""Who decides which drafts of a verify hold: the client, the exact token, or speculative sampling."""
+
+FinishReason = Literal["eos", "stop_token", "max_tokens", "context_full", "closed"]
+"""Why a generation ended; ``closed`` means the caller left it before its end."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Handle:
+    """Names exactly the KV of the first ``length`` tokens of one sequence on one server.
+
+    A value: it never changes meaning, may be copied, kept and sent to another process. It is also a secret, so its
+    ``repr`` shows the loggable ``handle_id`` only.
+
+    Attributes:
+        cache_id: The sequence, opaque and secret.
+        length: Number of tokens covered, 1 or more.
+        lineage: Fingerprint of the model and these tokens, 16 bytes; equal means equal tokens and model.
+    """
+
+    cache_id: str
+    length: int
+    lineage: bytes
+
+    @property
+    def handle_id(self) -> str:
+        """Loggable id of the sequence, the same as in the server's logs and lists."""
+        return hashlib.sha256(self.cache_id.encode()).hexdigest()[:16]
+
+    def __repr__(self) -> str:
+        return f"Handle({self.handle_id}, length={self.length})"
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where the time of one request went on the server.
+
+    Attributes:
+        queue_ns: Nanoseconds it waited for its first step.
+        run_ns: Nanoseconds of the steps that computed it; 0 for a replay out of the record.
+        step_rows: Rows in the last of those steps, over all clients.
+    """
+
+    queue_ns: int = 0
+    run_ns: int = 0
+    step_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One token and its natural log-probability under the raw model."""
+
+    token: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Output:
+    """What one append, prefill or query brought. What the policy did not ask for is None or empty.
+
+    Attributes:
+        handle: The sequence after the call.
+        tokens: Chosen token of each row; not part of the sequence yet.
+        logprobs: Raw log-probability of each of ``tokens``.
+        sampled_logprobs: Log-probability of each of ``tokens`` under the law it was drawn from.
+        all_logits: Raw logits, float32 [num_rows, vocab_size], read-only; owned by this object.
+        top_logprobs: For each row its most likely tokens, most likely first.
+        target_logprobs: float32, raw log-probability of the input token that follows each row.
+        requested_logprobs: float32 [num_rows, len(logprob_token_ids)].
+        entropies: float32 [num_rows], in nats.
+        hidden_state: float32 [num_rows, hidden_size].
+        seed: Seed that was drawn with, if a token was drawn.
+        timing: Where the time went on the server.
+        replayed: True: the append had already happened, nothing was appended.
+        recomputed: True: the outputs of a replay were computed again.
+        cached_tokens: Input tokens that came out of the prefix cache (prefill only).
+        request_id: The request's id.
+    """
+
+    handle: Handle
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    sampled_logprobs: tuple[float, ...] = ()
+    all_logits: FloatArray | None = field(default=None, repr=False)
+    top_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    target_logprobs: FloatArray | None = field(default=None, repr=False)
+    requested_logprobs: FloatArray | None = field(default=None, repr=False)
+    entropies: FloatArray | None = field(default=None, repr=False)
+    hidden_state: FloatArray | None = field(default=None, repr=False)
+    seed: int | None = None
+    timing: Timing = Timing()
+    replayed: bool = False
+    recomputed: bool = False
+    cached_tokens: int = 0
+    request_id: str = ""
+
+    @property
+    def token(self) -> int | None:
+        """Chosen token of the last row, or None when the policy chose none."""
+        return self.tokens[-1] if self.tokens else None
+
+    @property
+    def logprob(self) -> float | None:
+        """Raw log-probability of ``token``, or None when not asked for."""
+        return self.logprobs[-1] if self.logprobs else None
+
+    @property
+    def logits(self) -> FloatArray | None:
+        """Raw logits of the last row, float32 [vocab_size], or None when not asked for."""
+        return None if self.all_logits is None else self.all_logits[-1]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Verification:
+    """What became of draft tokens.
+
+    Attributes:
+        output: The sequence and its rows; ``output.tokens`` holds the accepted drafts, then ``next_token``.
+        accepted_count: Number of accepted drafts; 0 without an acceptance rule.
+        accepted_indices: Rows of the accepted drafts, in path order.
+        next_token: Token after the last accepted row; not part of the sequence yet. None without a rule.
+        row_handles: Handles at row 0 and at each appended draft, if asked for.
+    """
+
+    output: Output
+    accepted_count: int
+    accepted_indices: tuple[int, ...] = ()
+    next_token: int | None = None
+    row_handles: tuple[Handle, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """How long a sequence lives without being used.
+
+    Attributes:
+        ttl_s: Seconds left when the server answered.
+        expire_time: When it ends, by the server's wall clock.
+    """
+
+    ttl_s: float
+    expire_time: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """What a release did.
+
+    Attributes:
+        released: For each handle: True if it was alive, False if there was nothing to release.
+        freed_blocks: Blocks that went back to the pool; those still shared do not count.
+    """
+
+    released: tuple[bool, ...]
+    freed_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheInfo:
+    """State of one sequence.
+
+    Attributes:
+        handle: Handle at the tip.
+        token_ids: Token ids up to the tip, if asked for.
+        block_size: Tokens in one block.
+        num_blocks: Blocks it holds, shared and reserved ones included.
+        num_shared_blocks: Of these, blocks that other sequences hold too.
+        block_ids: Blocks in token order, if asked for; equal ids in two sequences are one shared block.
+        block_ref_counts: Number of sequences that hold each of ``block_ids``.
+        kv_bytes: Bytes of KV that the blocks take.
+        reserved_length: Length in tokens up to which room is reserved.
+        lease: Its lease.
+        create_time: When it was created, by the server's wall clock.
+    """
+
+    handle: Handle
+    token_ids: tuple[int, ...]
+    block_size: int
+    num_blocks: int
+    num_shared_blocks: int
+    block_ids: tuple[int, ...]
+    block_ref_counts: tuple[int, ...]
+    kv_bytes: int
+    reserved_length: int
+    lease: Lease
+    create_time: datetime | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSummary:
+    """One line of a list of sequences. It cannot be used as a handle.
+
+    Attributes:
+        handle_id: Loggable id.
+        length: Tokens at the tip.
+        num_blocks: Blocks it holds, shared ones included.
+        num_shared_blocks: Of these, blocks that other sequences hold too.
+        lease: Its lease.
+        create_time: When it was created, by the server's wall clock.
+    """
+
+    handle_id: str
+    length: int
+    num_blocks: int
+    num_shared_blocks: int
+    lease: Lease
+    create_time: datetime | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """The model that is served; it does not change while the server runs.
+
+    Attributes:
+        model_id: Folder name, hub id, ``demo`` or ``paged-reference``.
+        architecture: As its config.json names it.
+        num_parameters: Number of weights; 0 for an executor without any.
+        hidden_size: Width of the residual stream.
+        num_layers: Number of decoder layers.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key and value heads.
+        head_dim: Width of one head.
+        vocab_size: Number of token ids; every id sent must be below it.
+        max_sequence_length: Longest sequence served, in tokens.
+        dtype: Element type it computes with, such as ``bfloat16``.
+        kv_dtype: Element type of the KV cache.
+        device_type: Kind of device, such as ``cpu``.
+        device_name: Name of that device, for people.
+        fingerprint: Roots every lineage, 32 bytes.
+        eos_token_ids: Tokens that end a text.
+        stop_token_ids: Tokens at which to stop by default: those and the chat template's.
+        bos_token_id: Token put before a text, or None.
+        has_tokenizer: True: text can be encoded and decoded.
+        has_chat_template: True: the model brings a chat template.
+    """
+
+    model_id: str
+    architecture: str
+    num_parameters: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_sequence_length: int
+    dtype: str
+    kv_dtype: str
+    device_type: str
+    device_name: str
+    fingerprint: bytes
+    eos_token_ids: tuple[int, ...]
+    stop_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    has_tokenizer: bool
+    has_chat_template: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What the server can do, and its limits; it does not change while the server runs.
+
+    Attributes:
+        executor: Name of the executor that runs decode steps.
+        features: Names of everything served, such as ``fork`` or ``forward_verify``: the contract's ``supports_``
+            flags that are true, without their prefix.
+        max_batch_size: Most sequences in one step.
+        max_step_rows: Most rows (tokens) in one step.
+        max_sequence_length: Longest sequence, in tokens.
+        max_fork_count: Most branches of one fork.
+        max_top_logprobs: Largest ``top_logprobs``.
+        max_draft_tokens: Most drafts in one verify.
+        max_page_size: Largest page of a list.
+        max_request_bytes: Largest message the server takes.
+        max_reply_bytes: Largest message it sends.
+        block_size: Tokens in one block of the KV pool.
+        total_blocks: Blocks in the pool.
+        min_ttl_s: Shortest lease, in seconds.
+        max_ttl_s: Longest lease, in seconds.
+        default_ttl_s: Lease when none is asked for, in seconds.
+        parameter_bytes: Bytes of all weights as loaded.
+        kv_bytes_per_token: Bytes of KV of one token, over all layers.
+        kv_pool_bytes: Bytes of the whole KV pool.
+    """
+
+    executor: str
+    features: frozenset[str]
+    max_batch_size: int
+    max_step_rows: int
+    max_sequence_length: int
+    max_fork_count: int
+    max_top_logprobs: int
+    max_draft_tokens: int
+    max_page_size: int
+    max_request_bytes: int
+    max_reply_bytes: int
+    block_size: int
+    total_blocks: int
+    min_ttl_s: float
+    max_ttl_s: float
+    default_ttl_s: float
+    parameter_bytes: int
+    kv_bytes_per_token: int
+    kv_pool_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """How the server is doing now; every figure is measured.
+
+    Attributes:
+        state: ``starting``, ``ready``, ``busy``, ``draining`` or ``failed``.
+        is_ready: True: requests are accepted.
+        load_progress: From 0 to 1 while loading, None once loaded.
+        load_stage: What is being loaded, for people; empty once loaded.
+        executor: Name of the executor that runs decode steps.
+        fallback_reason: Why the preferred executor is not the one that runs; empty: it is.
+        instance: Name of this server.
+        epoch: Text that is new with every server run.
+        server_version: Version of the server.
+        start_time: When this run began.
+        live_sequences: Sequences alive, over all callers.
+        queue_depth: Requests waiting for a step.
+        total_blocks: Blocks in the KV pool.
+        free_blocks: Blocks free or reclaimable at once.
+        num_steps: Steps run since start.
+        num_prefill_tokens: Tokens appended by prefills since start.
+        num_decode_tokens: Tokens appended by decodes since start.
+        num_errors: Requests refused or failed since start.
+    """
+
+    state: str
+    is_ready: bool
+    load_progress: float | None
+    load_stage: str
+    executor: str
+    fallback_reason: str
+    instance: str
+    epoch: str
+    server_version: str
+    start_time: datetime | None
+    live_sequences: int
+    queue_depth: int
+    total_blocks: int
+    free_blocks: int
+    num_steps: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_errors: int
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class TlsConfig:
+    """Certificates for an encrypted connection, each as the bytes of a PEM file.
+
+    Attributes:
+        root_certificates: Authorities to trust; None means gRPC's own list.
+        private_key: The client's key, for mutual TLS.
+        certificate_chain: The client's certificates, for mutual TLS.
+        server_name: Name to check the server's certificate against, if it is not the target's.
+    """
+
+    root_certificates: bytes | None = None
+    private_key: bytes | None = None
+    certificate_chain: bytes | None = None
+    server_name: str | None = None
+
+    def __repr__(self) -> str:
+        return f"TlsConfig(mutual={self.private_key is not None}, server_name={self.server_name!r})"

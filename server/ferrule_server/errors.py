@@ -27,6 +27,7 @@ status code. The tree::
     +- Unavailable
     |  +- Starting, Draining
     +- FeatureUnsupported        FEATURE_UNSUPPORTED
+    +- Cancelled                 CANCELLED (the caller is gone; gRPC itself answers, nothing of it is sent)
     +- NonFiniteLogits           NON_FINITE_LOGITS
     +- EngineFault               ENGINE_FAULT
 
@@ -339,6 +340,15 @@ class FeatureUnsupported(FerruleError):
 
     def __init__(self, feature: str, message: str | None = None) -> None:
         super().__init__(message or f"{feature} is not supported by this server", feature=feature)
+
+
+class Cancelled(FerruleError):
+    """The caller went away before its rows were run: nothing happened, and nobody reads this."""
+
+    REASON = "CANCELLED"
+
+    def __init__(self) -> None:
+        super().__init__("the caller went away before the step; nothing was appended")
 
 
 class NonFiniteLogits(FerruleError):

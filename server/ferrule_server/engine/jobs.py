@@ -59,10 +59,11 @@ class AppendJob:
 
 @dataclass(eq=False, slots=True)
 class ForkJob:
-    """``count`` new handles on the first ``handle.length`` tokens, all or nothing."""
+    """``count`` new handles on the first ``length`` tokens (at most ``handle.length``), all or nothing."""
 
     principal: str
     handle: Handle
+    length: int
     count: int
     ttl_s: float | None = None
     is_cancelled: bool = False
@@ -178,17 +179,24 @@ class TruncateResult:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseResult:
-    """Per handle whether it was there to release; blocks given back to the pool by all of them."""
+    """Per handle the blocks it gave back to the pool, or None where there was nothing to release."""
 
-    released: tuple[bool, ...]
-    freed_blocks: int
+    freed_blocks: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A lease: seconds granted at each renewal, and seconds left of it now."""
+
+    ttl_s: float
+    expires_in_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class KeepAliveResult:
-    """Per handle the seconds its lease now lasts, or why it could not be renewed."""
+    """Per handle its lease, or why it could not be renewed."""
 
-    leases: tuple[float | FerruleError, ...]
+    leases: tuple[Lease | FerruleError, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +206,10 @@ class CacheInfo:
     Attributes:
         tip: The newest handle (``None`` in lists, which never carry secrets).
         block_ids: Blocks in order; block_refcounts: how many sequences use each (1 = own, more = shared).
-        num_bytes: Bytes of these blocks, shared ones counted whole.
-        age_s: Seconds since it was made. expires_in_s: seconds left of the lease.
+        kv_bytes: Bytes of these blocks, shared ones counted whole.
+        age_s: Seconds since it was made.
+        parent_handle_id: The sequence it was forked from; empty when prefilled.
+        num_pending: Jobs in flight or waiting on it.
         token_ids: None unless asked for.
     """
 
@@ -208,18 +218,21 @@ class CacheInfo:
     tip: Handle | None
     block_ids: tuple[int, ...]
     block_refcounts: tuple[int, ...]
-    num_bytes: int
+    kv_bytes: int
     age_s: float
-    expires_in_s: float
+    lease: Lease
+    parent_handle_id: str = ""
+    num_pending: int = 0
     token_ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ListResult:
-    """One page of sequences, and the handle_id to go on after (empty at the end)."""
+    """One page of sequences, the handle_id to go on after (empty at the end), and how many there are in all."""
 
     caches: tuple[CacheInfo, ...]
     next_after: str
+    total: int
 
 
 Result = AppendResult | ForkResult | TruncateResult | ReleaseResult | KeepAliveResult | CacheInfo | ListResult

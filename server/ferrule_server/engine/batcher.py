@@ -1,0 +1,102 @@
+"""Forms one mixed step out of the running appends. Pure: integers in, arrays out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ferrule_server.engine.running import RunningAppend
+from ferrule_server.executor.base import NO_SLOT, NULL_BLOCK, Int32Array, OutputSpec, StepBatch
+
+DECODE_ROWS = 8
+"""An append with at most this many rows left is scheduled like a decode: whole, before any prefill chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows ``run.cursor .. run.cursor + num_rows`` of one append, scheduled for the next step."""
+
+    run: RunningAppend
+    num_rows: int
+
+
+def plan_step(running: Iterable[RunningAppend], max_rows: int) -> list[Chunk]:
+    """Choose the rows of the next step: decodes first, then prefill chunks, each in order of arrival.
+
+    Args:
+        running: Appends with rows left, oldest first.
+        max_rows: Most rows in the step, at least 1.
+
+    Returns:
+        Chunks with at least one row each; their sum is at most ``max_rows``.
+    """
+    appends = list(running)
+    room = max_rows
+    chunks: list[Chunk] = []
+    decodes = [run for run in appends if run.remaining <= DECODE_ROWS]
+    prefills = [run for run in appends if run.remaining > DECODE_ROWS]
+    for run in decodes + prefills:
+        num_rows = min(run.remaining, room)
+        if num_rows > 0:
+            chunks.append(Chunk(run, num_rows))
+            room -= num_rows
+    return chunks
+
+
+def build_batch(chunks: Sequence[Chunk], block_size: int) -> StepBatch:
+    """Turn chunks into the arrays of one step.
+
+    Args:
+        chunks: What :func:`plan_step` chose, at least one.
+        block_size: Slots per block of the pool.
+    """
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    output_rows: list[int] = []
+    output_specs: list[OutputSpec] = []
+    cu_seqlens_q = [0]
+    kv_lens: list[int] = []
+    for chunk in chunks:
+        run, first = chunk.run, chunk.run.cursor
+        base = len(token_ids)
+        start = run.start + first
+        end = start + chunk.num_rows
+        token_ids.extend(run.token_ids[first : first + chunk.num_rows])
+        positions.extend(range(start, end))
+        slots.extend(_slots(run, start, end, block_size))
+        for row in range(first, first + chunk.num_rows):
+            if (spec := run.specs.get(row)) is not None:
+                output_rows.append(base + row - first)
+                output_specs.append(spec)
+        cu_seqlens_q.append(len(token_ids))
+        kv_lens.append(end)
+    return StepBatch(
+        token_ids=np.array(token_ids, np.int32),
+        positions=np.array(positions, np.int32),
+        slot_mapping=np.array(slots, np.int32),
+        cu_seqlens_q=np.array(cu_seqlens_q, np.int32),
+        kv_lens=np.array(kv_lens, np.int32),
+        block_tables=_block_tables(chunks, kv_lens, block_size),
+        output_rows=np.array(output_rows, np.int32),
+        output_specs=tuple(output_specs),
+    )
+
+
+def _slots(run: RunningAppend, start: int, end: int, block_size: int) -> list[int]:
+    """Slots of positions start..end, NO_SLOT for rows that only read."""
+    if run.reservation is None:
+        return [NO_SLOT] * (end - start)
+    table = run.block_ids
+    return [table[position // block_size] * block_size + position % block_size for position in range(start, end)]
+
+
+def _block_tables(chunks: Sequence[Chunk], kv_lens: Sequence[int], block_size: int) -> Int32Array:
+    """int32 [num_seqs, max_blocks]: only the blocks that hold the first ``kv_len`` tokens, NULL_BLOCK beyond."""
+    counts = [-(-kv_len // block_size) for kv_len in kv_lens]
+    tables = np.full((len(chunks), max(counts)), NULL_BLOCK, np.int32)
+    for row, (chunk, count) in enumerate(zip(chunks, counts, strict=True)):
+        tables[row, :count] = chunk.run.block_ids[:count]
+    return tables

@@ -1,0 +1,64 @@
+"""What the engine has done, counted where it happens; read by GetStatus without a lock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Totals since start. Written by the engine thread alone; a reader may be one step behind.
+
+    Attributes:
+        steps: Executor runs. step_ns: their summed duration.
+        prefills: Appends finished that carried more than one token or made a sequence; prefill_tokens: their tokens;
+            prefill_ns: their summed ``run_ns``.
+        decodes: Appends of one token finished; decode_ns: their summed ``run_ns``.
+        queries: Rows run again without an append. replays: Appends answered from what was committed before.
+        recomputed: Replays whose rows had to be run again.
+        refused: Jobs refused, by reason (HANDLE_STALE among them).
+        expired: Sequences freed because their lease ran out. released: Sequences given back.
+        last_step_rows: Rows of the newest step. max_step_rows: the most seen in one step.
+    """
+
+    steps: int = 0
+    step_ns: int = 0
+    prefills: int = 0
+    prefill_tokens: int = 0
+    prefill_ns: int = 0
+    decodes: int = 0
+    decode_ns: int = 0
+    queries: int = 0
+    replays: int = 0
+    recomputed: int = 0
+    expired: int = 0
+    released: int = 0
+    forks: int = 0
+    truncates: int = 0
+    last_step_rows: int = 0
+    max_step_rows: int = 0
+    last_step_ns: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+
+    def refuse(self, reason: str) -> None:
+        """Count one refused job."""
+        self.refused[reason] = self.refused.get(reason, 0) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """The engine at one moment.
+
+    Attributes:
+        num_running: Appends with rows in the next step. num_waiting: jobs queued behind another on their sequence.
+        num_sequences: Live sequences. total_blocks, free_blocks: of the pool, the null block left out.
+        is_failed: True after a device was lost; nothing runs any more.
+    """
+
+    counters: EngineCounters
+    num_running: int
+    num_waiting: int
+    num_sequences: int
+    total_blocks: int
+    free_blocks: int
+    is_failed: bool

@@ -1,0 +1,519 @@
+"""The engine: one thread that owns the KV store and the executor, so that neither needs a lock.
+
+The life of a request::
+
+    event loop                                engine thread
+    ----------                                -------------
+    submit([(job, sink), ...]) -- inbox -->   take: host jobs are carried out, appends judged and reserved
+                                              gather: a moment for the rows of the last step to come back
+                                              step: plan, copy-on-write copies, executor.run
+                                              commit: tips move, leases renew, records are kept
+    sink.deliver, sink.flush  <-- one call -- hand over everything finished, once per step
+
+Order on one sequence: at most one append is in flight; other appends, forks and truncates wait in its *lane* in order
+of arrival and are judged when their turn comes. Release acts at once and ends what is in flight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from ferrule_server.engine.admission import Admission
+from ferrule_server.engine.batcher import Chunk, build_batch, plan_step
+from ferrule_server.engine.counters import EngineCounters, EngineSnapshot
+from ferrule_server.engine.gather import GatherWindow
+from ferrule_server.engine.host_jobs import HostJobs
+from ferrule_server.engine.jobs import (
+    AppendJob,
+    AppendResult,
+    ForkJob,
+    Job,
+    Outcome,
+    ReleaseJob,
+    ReleaseResult,
+    Sink,
+    TruncateJob,
+)
+from ferrule_server.engine.running import AppendRecord, RetainedLogits, RunningAppend
+from ferrule_server.engine.settings import EngineSettings
+from ferrule_server.errors import (
+    Cancelled,
+    Draining,
+    EngineFault,
+    FerruleError,
+    HandleLost,
+    HandleUnknown,
+    NonFiniteLogits,
+    QueueFull,
+)
+from ferrule_server.executor.base import DeviceLost, Executor, StepResult
+from ferrule_server.kv.append_rule import Verdict
+from ferrule_server.kv.handle import Handle
+from ferrule_server.kv.sequence import Sequence
+from ferrule_server.kv.store import KvStore
+
+_LOG = logging.getLogger(__name__)
+_IDLE_S = 1.0
+"""Longest sleep of an idle engine: leases are looked at this often at least."""
+
+Entry = tuple[Job, Sink]
+LaneJob = AppendJob | ForkJob | TruncateJob
+
+
+class Engine:
+    """Turns jobs into steps on a thread of its own.
+
+    Invariants:
+        * every accepted job is delivered to its sink exactly once;
+        * a sequence has at most one append in flight, and a lane exactly while one is;
+        * between steps ``store.check_integrity()`` holds, whatever failed.
+
+    Args:
+        executor: Owned by the engine from now on; closed with it.
+        store: Owned by the engine from now on.
+        settings: Limits.
+        post: Runs a callable on the event loop's thread, such as ``loop.call_soon_threadsafe``.
+        on_failure: Called once, on the engine thread, when the device is lost.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        store: KvStore,
+        settings: EngineSettings,
+        post: Callable[[Callable[[], None]], object],
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.info = executor.info
+        self.counters = EngineCounters()
+        self._executor = executor
+        self._store = store
+        self._settings = settings
+        self._post = post
+        self._on_failure = on_failure
+        self._inbox: queue.SimpleQueue[list[Entry] | None] = queue.SimpleQueue()
+        self._running: dict[RunningAppend, None] = {}
+        self._lanes: dict[Sequence, deque[tuple[LaneJob, Sink]]] = {}
+        self._num_waiting = 0
+        self._admission = Admission(store, self.counters)
+        self._host_jobs = HostJobs(store, self.info.bytes_per_block, settings.max_fork_count, self._num_pending)
+        self._finished: list[tuple[Job, Sink, Outcome]] = []
+        self._gather = GatherWindow(settings)
+        self._retained = RetainedLogits(settings.retained_bytes)
+        self._is_stopping = False
+        self._is_failed = False
+        self._is_closed = False
+        self._next_expiry_check = 0.0
+        self._thread = threading.Thread(target=self._main, name="ferrule-engine", daemon=True)
+
+    # ---- any thread -------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def submit(self, entries: list[Entry]) -> None:
+        """Hand over jobs that arrived together; they are judged in this order and share a step where they can.
+
+        Never blocks and never raises: once the engine is closed, jobs are answered with DRAINING.
+        """
+        now_ns = time.monotonic_ns()
+        for job, _ in entries:
+            job.submitted_ns = now_ns
+        self._inbox.put(entries)
+        if self._is_closed:
+            self._refuse_rest()
+
+    def close(self) -> None:
+        """Stop after the step that runs; whatever is not finished is answered with DRAINING. Blocks until done."""
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def snapshot(self) -> EngineSnapshot:
+        """Return the engine's state now; cheap, from any thread, at most one step old."""
+        pool = self._store.pool
+        return EngineSnapshot(
+            counters=self.counters,
+            num_running=len(self._running),
+            num_waiting=self._num_waiting,
+            num_sequences=self._store.num_sequences,
+            total_blocks=self.info.num_blocks - 1,
+            free_blocks=pool.num_free,
+            is_failed=self._is_failed,
+        )
+
+    # ---- the loop ---------------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            while not self._is_stopping:
+                self._take()
+                self._hand_over()
+                if self._running:
+                    self._step()
+                self._expire()
+                self._hand_over()
+        except Exception:  # noqa: BLE001 - whatever it is, the server must say that nothing runs any more
+            _LOG.exception("the engine failed; it cannot go on")
+            self._is_failed = True
+            self._on_failure()
+        finally:
+            self._shut_down()
+
+    def _take(self) -> None:
+        """Carry out what is in the inbox; sleep for more only when there is nothing to run, or to gather."""
+        while (entries := self._next_entries()) is not None:
+            for job, sink in entries:
+                self._accept(job, sink)
+            if self._finished and not self._running:
+                return
+
+    def _next_entries(self) -> list[Entry] | None:
+        """The next jobs that arrived together; None when the loop should go on without more."""
+        patience_s = self._patience_s()
+        try:
+            entries = self._inbox.get(timeout=patience_s) if patience_s > 0.0 else self._inbox.get_nowait()
+        except queue.Empty:
+            return None
+        self._is_stopping = self._is_stopping or entries is None
+        return entries
+
+    def _patience_s(self) -> float:
+        """Seconds to wait for the next job: none when rows are ready to run and all that is awaited is back."""
+        if self._running:
+            return self._gather.remaining_s(time.monotonic())
+        expiry_s = self._store.next_expiry()
+        return _IDLE_S if expiry_s is None else min(_IDLE_S, max(0.001, expiry_s))
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_expiry_check:
+            self._next_expiry_check = now + 0.05
+            for handle_id in self._store.expire():
+                self.counters.expired += 1
+                _LOG.info("lease expired handle_id=%s", handle_id)
+
+    def _hand_over(self) -> None:
+        """Deliver everything finished with one call on the event loop."""
+        if self._finished:
+            finished, self._finished = self._finished, []
+            self._post(lambda: _deliver(finished))
+
+    def _shut_down(self) -> None:
+        self._end_all(lambda _: Draining())
+        self._is_closed = True
+        with contextlib.suppress(RuntimeError):  # the event loop may be closed already: nobody waits any more
+            self._hand_over()
+            self._refuse_rest()
+        self._executor.close()
+
+    def _refuse_rest(self) -> None:
+        """Answer what lies in the inbox of a closed engine. Whoever takes an entry out delivers it, so once each."""
+        refused: list[tuple[Job, Sink, Outcome]] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                refused.extend((job, sink, Draining()) for job, sink in self._inbox.get_nowait() or ())
+        if refused:
+            self._post(lambda: _deliver(refused))
+
+    # ---- taking jobs ------------------------------------------------------------------------------------------------
+
+    def _accept(self, job: Job, sink: Sink) -> None:
+        """Carry out a host job, queue it behind its sequence, or start an append. Never raises."""
+        try:
+            if self._is_stopping:
+                raise Draining
+            if isinstance(job, ReleaseJob):
+                self._finish(job, sink, self._release(job))
+            elif isinstance(job, AppendJob | ForkJob | TruncateJob):
+                self._enter_lane(job, sink)
+            else:
+                self._finish(job, sink, self._host_jobs.run(job))
+        except FerruleError as error:
+            self._finish(job, sink, error)
+        except Exception:  # noqa: BLE001 - a bug must end its own job only
+            self._finish(job, sink, _fault(f"job failed kind={type(job).__name__}"))
+
+    def _enter_lane(self, job: LaneJob, sink: Sink) -> None:
+        """Judge the job now, or after whatever is in flight on its sequence."""
+        if len(self._running) + self._num_waiting >= self._settings.max_waiting_jobs:
+            raise QueueFull(len(self._running) + self._num_waiting, self._settings.max_waiting_jobs)
+        if job.handle is None:
+            self._start_append(job, sink, None)
+            return
+        self._gather.came_back(job.handle.cache_id, time.monotonic())
+        sequence = self._store.resolve(job.handle, job.principal)
+        if (lane := self._lanes.get(sequence)) is not None:
+            lane.append((job, sink))
+            self._num_waiting += 1
+        else:
+            self._judge(job, sink, sequence)
+
+    def _judge(self, job: LaneJob, sink: Sink, sequence: Sequence) -> None:
+        if isinstance(job, AppendJob):
+            self._start_append(job, sink, sequence)
+            return
+        self._finish(job, sink, self._host_jobs.run(job))
+        if isinstance(job, ForkJob):
+            self.counters.forks += 1
+        else:
+            self.counters.truncates += 1
+            self._retained.forget(sequence.cache_id)
+
+    def _release(self, job: ReleaseJob) -> ReleaseResult:
+        """Give back sequences at once; what is in flight or waiting on them is answered HANDLE_UNKNOWN."""
+        freed_blocks: list[int | None] = []
+        for handle in job.handles:
+            self._end_lane(handle, job.principal)
+            freed = self._store.release(handle, job.principal)
+            freed_blocks.append(freed)
+            self.counters.released += freed is not None
+        return ReleaseResult(tuple(freed_blocks))
+
+    def _end_lane(self, handle: Handle, principal: str) -> None:
+        try:
+            sequence = self._store.resolve(handle, principal)
+        except FerruleError:
+            return
+        self._gather.forget(sequence.cache_id)
+        self._retained.forget(sequence.cache_id)
+        waiting = self._lanes.pop(sequence, None)
+        if waiting is None:
+            return
+        for run in [run for run in self._running if run.sequence is sequence]:
+            self._drop(run)
+            self._finish(run.job, run.sink, HandleUnknown(sequence.handle_id))
+        self._num_waiting -= len(waiting)
+        for job, sink in waiting:
+            self._finish(job, sink, HandleUnknown(sequence.handle_id))
+
+    def _start_append(self, job: AppendJob, sink: Sink, sequence: Sequence | None) -> None:
+        """Let the append run, or answer it at once."""
+        if job.is_cancelled:
+            raise Cancelled
+        admitted = (
+            self._admission.create(job, sink) if sequence is None else self._admission.append(job, sink, sequence)
+        )
+        if isinstance(admitted, AppendResult):
+            self._finish(job, sink, admitted)
+            return
+        self._running[admitted] = None
+        if sequence is not None:
+            self._lanes[sequence] = deque()
+
+    # ---- one step ---------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        """Run one step and commit what it finished. A failure ends only the appends that cause it."""
+        for run in [run for run in self._running if run.job.is_cancelled]:
+            self._fail(run, Cancelled())
+        chunks = plan_step(self._running, self._settings.max_step_rows)
+        if not chunks:
+            return
+        try:
+            self._run_chunks(chunks)
+        except DeviceLost:
+            self._lose_device()
+        except Exception:  # noqa: BLE001 - the parts are run alone to find whose fault it is
+            self._run_apart(chunks)
+
+    def _run_chunks(self, chunks: list[Chunk]) -> None:
+        self._copy_on_write(chunks)
+        batch = build_batch(chunks, self.info.block_size)
+        started_ns = time.monotonic_ns()
+        result = self._executor.run(batch)
+        elapsed_ns = time.monotonic_ns() - started_ns
+        self._count_step(batch.num_rows, elapsed_ns)
+        self._commit(chunks, result, started_ns, elapsed_ns, batch.num_rows)
+
+    def _run_apart(self, chunks: list[Chunk]) -> None:
+        """Run each append of a failed step alone: only those that fail again are answered with ENGINE_FAULT."""
+        _LOG.exception("step failed rows=%d, running its %d parts alone", sum(c.num_rows for c in chunks), len(chunks))
+        for chunk in chunks:
+            if chunk.run not in self._running:
+                continue
+            try:
+                self._run_chunks([chunk])
+            except DeviceLost:
+                self._lose_device()
+                return
+            except Exception:  # noqa: BLE001 - a failing append must end alone
+                self._fail(chunk.run, _fault("append failed"))
+
+    def _copy_on_write(self, chunks: Iterable[Chunk]) -> None:
+        pairs = [
+            pair
+            for chunk in chunks
+            if chunk.run.reservation is not None and chunk.run.cursor == 0
+            for pair in chunk.run.reservation.copies
+        ]
+        if pairs:
+            self._executor.copy_blocks(np.array(pairs, np.int32))
+
+    def _count_step(self, num_rows: int, elapsed_ns: int) -> None:
+        counters = self.counters
+        counters.steps += 1
+        counters.step_ns += elapsed_ns
+        counters.last_step_ns = elapsed_ns
+        counters.last_step_rows = num_rows
+        counters.max_step_rows = max(counters.max_step_rows, num_rows)
+
+    def _commit(self, chunks: list[Chunk], result: StepResult, started_ns: int, elapsed_ns: int, num_rows: int) -> None:
+        """Give each append its rows; those that are complete are committed and leave."""
+        rows = iter(result.rows)
+        came: set[str] = set()
+        for chunk in chunks:
+            run, first = chunk.run, chunk.run.cursor
+            run.cursor += chunk.num_rows
+            run.outputs.extend(next(rows) for row in range(first, run.cursor) if row in run.specs)
+            run.first_step_ns = run.first_step_ns or started_ns
+            run.run_ns += elapsed_ns
+            run.step_rows = num_rows
+            if run.remaining == 0:
+                came.add(self._complete(run))
+        came.discard("")
+        self._gather.open(came, elapsed_ns * 1e-9, time.monotonic())
+
+    def _complete(self, run: RunningAppend) -> str:
+        """Commit and answer an append whose rows have all been run; returns the cache_id it may come back with."""
+        bad = next((row for row in run.outputs if not row.is_finite), None)
+        if bad is not None:
+            self._fail(run, NonFiniteLogits(bad.position))
+            return ""
+        sequence = self._commit_one(run)
+        answer = AppendResult(
+            handle=self._store.handle_at(sequence, run.length_after),
+            rows=tuple(run.outputs),
+            seed=run.seed,
+            timing=run.timing,
+            replayed=run.verdict is Verdict.REPLAY,
+            recomputed=run.verdict is Verdict.REPLAY,
+            forked=run.verdict is Verdict.FORK,
+        )
+        if run.verdict is Verdict.APPEND or run.verdict is Verdict.REWIND:
+            self._keep_record(sequence, run, answer)
+        self._leave(run)
+        self._finish(run.job, run.sink, answer)
+        self._count_append(run)
+        self._next_in_lane(run)
+        return sequence.cache_id
+
+    def _commit_one(self, run: RunningAppend) -> Sequence:
+        if run.reservation is not None:
+            return self._store.commit(run.reservation, run.token_ids, run.job.ttl_s)
+        assert run.sequence is not None
+        run.sequence.num_pins -= 1
+        self._store.renew(run.sequence, run.job.ttl_s)
+        return run.sequence
+
+    def _keep_record(self, sequence: Sequence, run: RunningAppend, answer: AppendResult) -> None:
+        retained = sum(row.logits.nbytes for row in answer.rows if row.logits is not None)
+        record = AppendRecord(run.start, len(run.token_ids), run.job.output, answer, retained)
+        sequence.record = record
+        self._retained.keep(sequence.cache_id, record)
+
+    def _count_append(self, run: RunningAppend) -> None:
+        if run.reservation is None:
+            return
+        if run.sequence is None or len(run.token_ids) > 1:
+            self.counters.prefills += 1
+            self.counters.prefill_tokens += len(run.token_ids)
+            self.counters.prefill_ns += run.run_ns
+        else:
+            self.counters.decodes += 1
+            self.counters.decode_ns += run.run_ns
+
+    # ---- leaving ----------------------------------------------------------------------------------------------------
+
+    def _fail(self, run: RunningAppend, error: FerruleError) -> None:
+        """Take back what the append reserved and answer it with ``error``; its handle stays as it was."""
+        self._drop(run)
+        self._finish(run.job, run.sink, error)
+        self._next_in_lane(run)
+
+    def _drop(self, run: RunningAppend) -> None:
+        if run.reservation is not None:
+            self._store.abort(run.reservation)
+        elif run.sequence is not None:
+            run.sequence.num_pins -= 1
+        self._leave(run)
+
+    def _leave(self, run: RunningAppend) -> None:
+        self._running.pop(run, None)
+
+    def _next_in_lane(self, run: RunningAppend) -> None:
+        """Let the jobs that waited for ``run`` go on, until one of them is in flight."""
+        if run.sequence is None:
+            return
+        waiting = self._lanes.pop(run.sequence, None)
+        while waiting:
+            job, sink = waiting.popleft()
+            self._num_waiting -= 1
+            self._go_on(job, sink)
+            if (lane := self._lanes.get(run.sequence)) is not None:
+                lane.extend(waiting)
+                return
+
+    def _go_on(self, job: LaneJob, sink: Sink) -> None:
+        assert job.handle is not None
+        try:
+            self._judge(job, sink, self._store.resolve(job.handle, job.principal))
+        except FerruleError as error:
+            self._finish(job, sink, error)
+        except Exception:  # noqa: BLE001 - a bug must end its own job only
+            self._finish(job, sink, _fault(f"job failed kind={type(job).__name__}"))
+
+    def _num_pending(self, sequence: Sequence) -> int:
+        lane = self._lanes.get(sequence)
+        return 0 if lane is None else 1 + len(lane)
+
+    def _finish(self, job: Job, sink: Sink, outcome: Outcome) -> None:
+        if isinstance(outcome, FerruleError):
+            self.counters.refuse(outcome.REASON)
+        self._finished.append((job, sink, outcome))
+
+    def _lose_device(self) -> None:
+        """No KV can be trusted any more: every handle is lost, nothing runs again."""
+        _LOG.exception("device lost, every handle is lost")
+        self._is_failed = True
+        self._is_stopping = True
+        self._end_all(lambda job: HandleLost(job.handle.handle_id if job.handle else ""))
+        self._store.lose_all()
+        self._on_failure()
+
+    def _end_all(self, why: Callable[[LaneJob], FerruleError]) -> None:
+        """Take back and answer everything in flight and everything that waits."""
+        for run in list(self._running):
+            self._drop(run)
+            self._finish(run.job, run.sink, why(run.job))
+        lanes, self._lanes, self._num_waiting = self._lanes, {}, 0
+        for waiting in lanes.values():
+            for job, sink in waiting:
+                self._finish(job, sink, why(job))
+
+
+def _fault(what: str) -> EngineFault:
+    """Log the exception being handled under a new id and return the error that carries it."""
+    fault_id = secrets.token_hex(4)
+    _LOG.exception("%s fault_id=%s", what, fault_id)
+    return EngineFault(fault_id)
+
+
+def _deliver(finished: list[tuple[Job, Sink, Outcome]]) -> None:
+    """Runs on the event loop: each sink gets its outcomes, then one flush."""
+    touched: dict[int, Sink] = {}
+    for job, sink, outcome in finished:
+        sink.deliver(job, outcome)
+        touched[id(sink)] = sink
+    for sink in touched.values():
+        sink.flush()

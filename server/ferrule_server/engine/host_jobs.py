@@ -1,0 +1,115 @@
+"""Jobs that touch no device: fork, truncate, keep-alive, info, list. Run on the engine thread between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ferrule_server.engine.jobs import (
+    CacheInfo,
+    ForkJob,
+    ForkResult,
+    InfoJob,
+    KeepAliveJob,
+    KeepAliveResult,
+    Lease,
+    ListJob,
+    ListResult,
+    Result,
+    TruncateJob,
+    TruncateResult,
+)
+from ferrule_server.errors import FerruleError, InvalidRequest
+from ferrule_server.kv.append_rule import check_handle
+from ferrule_server.kv.handle import Handle
+from ferrule_server.kv.sequence import Sequence
+from ferrule_server.kv.store import KvStore
+
+HostJob = ForkJob | TruncateJob | KeepAliveJob | InfoJob | ListJob
+
+
+@dataclass(frozen=True, slots=True)
+class HostJobs:
+    """Carries out host jobs on one store.
+
+    Args:
+        store: The sequences; called from the engine thread only.
+        bytes_per_block: K and V of all layers of one block.
+        max_fork_count: Most new handles of one fork.
+        num_pending: Jobs in flight or waiting on a sequence.
+    """
+
+    store: KvStore
+    bytes_per_block: int
+    max_fork_count: int
+    num_pending: Callable[[Sequence], int]
+
+    def run(self, job: HostJob) -> Result:
+        """Carry out one job.
+
+        Raises:
+            HandleUnknown, HandleExpired, EpochChanged, WrongInstance: The handle names nothing here.
+            HandleStale, TruncateBeyond, InvalidRequest: It does, but the request does not fit it.
+        """
+        match job:
+            case ForkJob():
+                return self._fork(job)
+            case TruncateJob():
+                return self._truncate(job)
+            case KeepAliveJob():
+                return KeepAliveResult(tuple(self._renew(job.principal, handle, job.ttl_s) for handle in job.handles))
+            case InfoJob():
+                return self._info(job)
+            case ListJob():
+                return self._list(job)
+
+    def _fork(self, job: ForkJob) -> ForkResult:
+        if not 1 <= job.count <= self.max_fork_count:
+            raise InvalidRequest("count", f"{job.count} is outside [1, {self.max_fork_count}]", count=job.count)
+        sequence = self.store.resolve(job.handle, job.principal)
+        check_handle(sequence, job.handle)
+        if not 1 <= job.length <= job.handle.length:
+            raise InvalidRequest("length", f"{job.length} is outside [1, {job.handle.length}]", length=job.length)
+        branches = self.store.fork(sequence, job.length, job.count, job.ttl_s)
+        self.store.renew(sequence)
+        return ForkResult(tuple(self.store.handle_at(branch) for branch in branches))
+
+    def _truncate(self, job: TruncateJob) -> TruncateResult:
+        sequence = self.store.resolve(job.handle, job.principal)
+        freed_blocks = self.store.truncate(sequence, job.handle, job.new_length)
+        self.store.renew(sequence)
+        return TruncateResult(self.store.handle_at(sequence), freed_blocks)
+
+    def _renew(self, principal: str, handle: Handle, ttl_s: float | None) -> Lease | FerruleError:
+        try:
+            granted = self.store.renew(self.store.resolve(handle, principal), ttl_s)
+        except FerruleError as error:
+            return error
+        return Lease(granted, granted)
+
+    def _info(self, job: InfoJob) -> CacheInfo:
+        sequence = self.store.resolve(job.handle, job.principal)
+        self.store.renew(sequence)
+        return self._describe(sequence, with_tip=True, with_token_ids=job.with_token_ids)
+
+    def _list(self, job: ListJob) -> ListResult:
+        sequences = self.store.sequences_of(job.principal, job.after_handle_id, job.limit + 1)
+        page = tuple(self._describe(sequence, with_tip=False) for sequence in sequences[: job.limit])
+        next_after = page[-1].handle_id if len(sequences) > job.limit else ""
+        return ListResult(page, next_after, self.store.num_sequences_of(job.principal))
+
+    def _describe(self, sequence: Sequence, *, with_tip: bool, with_token_ids: bool = False) -> CacheInfo:
+        now = self.store.now()
+        return CacheInfo(
+            handle_id=sequence.handle_id,
+            length=sequence.length,
+            tip=self.store.handle_at(sequence) if with_tip else None,
+            block_ids=tuple(sequence.block_ids),
+            block_refcounts=tuple(self.store.pool.refcount(block_id) for block_id in sequence.block_ids),
+            kv_bytes=len(sequence.block_ids) * self.bytes_per_block,
+            age_s=now - sequence.created_at,
+            lease=Lease(sequence.ttl_s, max(0.0, sequence.expires_at - now)),
+            parent_handle_id=sequence.parent_handle_id,
+            num_pending=self.num_pending(sequence),
+            token_ids=tuple(sequence.token_ids) if with_token_ids else None,
+        )

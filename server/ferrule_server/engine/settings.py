@@ -1,0 +1,26 @@
+"""Limits and knobs of the engine, fixed at start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """How the engine forms steps and what it refuses.
+
+    Attributes:
+        max_step_rows: Most rows (tokens) in one step; longer inputs are run in chunks.
+        max_waiting_jobs: Most appends accepted and not finished; beyond it QUEUE_FULL.
+        max_fork_count: Most new handles of one ForkCache.
+        gather_gap_s: The gather window closes when no row has come back for this long, in seconds.
+        gather_share: Longest gather window, as a share of the last step's run time.
+        retained_bytes: Most bytes of logits kept for replay; beyond it the oldest are dropped and recomputed on demand.
+    """
+
+    max_step_rows: int = 512
+    max_waiting_jobs: int = 4096
+    max_fork_count: int = 256
+    gather_gap_s: float = 0.001
+    gather_share: float = 0.1
+    retained_bytes: int = 64 << 20

@@ -1,0 +1,137 @@
+"""Runs an engine over the fake executor without gRPC: submit jobs, wait for outcomes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+from ferrule_server.engine.engine import Engine
+from ferrule_server.engine.jobs import AppendJob, AppendResult, Job, Outcome, OutputRequest, ReleaseJob
+from ferrule_server.engine.settings import EngineSettings
+from ferrule_server.errors import FerruleError
+from ferrule_server.executor.base import OutputSpec
+from ferrule_server.kv.block_pool import BlockPool
+from ferrule_server.kv.handle import Handle, StalePolicy
+from ferrule_server.kv.store import KvStore
+
+from tests.fakes import FakeExecutor
+
+GREEDY = OutputRequest(OutputSpec(greedy=True))
+NOTHING = OutputRequest(None)
+
+
+class Pending:
+    """A sink for one job: wait for its outcome."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._outcomes: list[Outcome] = []
+        self.num_flushes = 0
+
+    def deliver(self, job: Job, outcome: Outcome) -> None:
+        """Take the outcome; a second one fails the test that reads it."""
+        self._outcomes.append(outcome)
+        self._event.set()
+
+    def flush(self) -> None:
+        """Count the flushes."""
+        self.num_flushes += 1
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the outcome is there."""
+        return self._event.is_set()
+
+    def outcome(self) -> Outcome:
+        """Wait for the one outcome."""
+        assert self._event.wait(20), "no outcome within 20 s"
+        assert len(self._outcomes) == 1, "a job was delivered twice"
+        return self._outcomes[0]
+
+    def result(self) -> AppendResult:
+        """Wait for the outcome of an append that must succeed."""
+        outcome = self.outcome()
+        if isinstance(outcome, FerruleError):
+            raise outcome
+        assert isinstance(outcome, AppendResult)
+        return outcome
+
+    def error(self) -> FerruleError:
+        """Wait for the outcome of a job that must fail."""
+        outcome = self.outcome()
+        assert isinstance(outcome, FerruleError), f"expected an error, got {outcome}"
+        return outcome
+
+
+class Harness:
+    """An engine over a :class:`FakeExecutor`; ``post`` runs at once on the engine's thread."""
+
+    def __init__(self, executor: FakeExecutor | None = None, **settings: float) -> None:
+        self.executor = executor or FakeExecutor()
+        info = self.executor.info
+        self.store = KvStore(
+            BlockPool(info.num_blocks, info.block_size),
+            instance="test",
+            epoch="e1",
+            fingerprint=info.model.fingerprint,
+            max_context=info.model.max_context,
+            max_ttl_s=3600,
+        )
+        self.num_failures = 0
+        self.engine = Engine(
+            self.executor,
+            self.store,
+            EngineSettings(**settings),  # type: ignore[arg-type]
+            self._post,
+            self._fail,
+        )
+
+    def _post(self, call: Callable[[], None]) -> None:
+        call()
+
+    def _fail(self) -> None:
+        self.num_failures += 1
+
+    def __enter__(self) -> Harness:
+        self.engine.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.engine.close()
+        if kind is None:
+            self.store.check_integrity()
+
+    def submit(self, job: Job) -> Pending:
+        """Submit one job alone."""
+        return self.submit_all(job)[0]
+
+    def submit_all(self, *jobs: Job) -> list[Pending]:
+        """Submit jobs as one frame."""
+        sinks = [Pending() for _ in jobs]
+        self.engine.submit(list(zip(jobs, sinks, strict=True)))
+        return sinks
+
+    def prefill(self, *token_ids: int, output: OutputRequest = GREEDY) -> AppendResult:
+        """Make a sequence and wait."""
+        return self.submit(append(None, *token_ids, output=output)).result()
+
+    def decode(self, handle: Handle, *token_ids: int, output: OutputRequest = GREEDY) -> AppendResult:
+        """Append and wait."""
+        return self.submit(append(handle, *token_ids, output=output)).result()
+
+    def release(self, *handles: Handle) -> Outcome:
+        """Release and wait."""
+        return self.submit(ReleaseJob("me", handles)).outcome()
+
+
+def append(
+    handle: Handle | None,
+    *token_ids: int,
+    output: OutputRequest = GREEDY,
+    on_stale: StalePolicy = StalePolicy.FAIL,
+) -> AppendJob:
+    """An append job of the principal ``me``."""
+    return AppendJob("me", token_ids, handle, output, on_stale)

@@ -1,0 +1,599 @@
+"""The engine: every promise of the append rule, through real steps over a pool that notices wrong block tables."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from ferrule_server.engine.jobs import (
+    CacheInfo,
+    ForkJob,
+    ForkResult,
+    InfoJob,
+    KeepAliveJob,
+    KeepAliveResult,
+    Lease,
+    ListJob,
+    ListResult,
+    OutputRequest,
+    ReleaseJob,
+    ReleaseResult,
+    TruncateJob,
+    TruncateResult,
+)
+from ferrule_server.errors import (
+    BlocksExhausted,
+    Cancelled,
+    ContextExceeded,
+    Draining,
+    EngineFault,
+    ExceedsPool,
+    HandleLost,
+    HandleStale,
+    HandleUnknown,
+    InvalidRequest,
+    NonFiniteLogits,
+    QueueFull,
+    TruncateBeyond,
+)
+from ferrule_server.executor.base import DeviceLost, OutputSpec, SampleSpec
+from ferrule_server.kv.handle import Handle, StalePolicy
+
+from tests.engine.harness import NOTHING, Harness, append
+from tests.fakes import FakeExecutor, fake_next_token
+
+VOCAB = 32
+ALL = OutputRequest(OutputSpec(greedy=True), all_positions=True)
+UNSEEDED = OutputRequest(OutputSpec(sample=SampleSpec()), is_seeded=False)
+
+
+def next_token(*token_ids: int) -> int:
+    """What the model says after these tokens."""
+    return fake_next_token(token_ids, VOCAB)
+
+
+def fork(harness: Harness, handle: Handle, count: int = 1) -> tuple[Handle, ...]:
+    """Fork at the handle's length and wait."""
+    result = harness.submit(ForkJob("me", handle, handle.length, count)).outcome()
+    assert isinstance(result, ForkResult)
+    return result.handles
+
+
+def test_decode_sees_exactly_the_tokens_before_it() -> None:
+    """Prefill and decodes give the token of their whole prefix."""
+    with Harness() as harness:
+        first = harness.prefill(1, 2, 3)
+        assert first.rows[0].token == next_token(1, 2, 3)
+        assert first.handle.length == 3
+        second = harness.decode(first.handle, 4)
+        assert second.rows[0].token == next_token(1, 2, 3, 4)
+        assert second.handle.length == 4
+        assert not second.replayed
+
+
+def test_long_prefill_is_run_in_chunks_and_answers_once() -> None:
+    """Chunks are written beyond the tip; only the last one moves it."""
+    tokens = [i % VOCAB for i in range(50)]
+    with Harness(max_step_rows=7) as harness:
+        result = harness.prefill(*tokens)
+        assert result.rows[0].token == next_token(*tokens)
+        assert [len(batch.token_ids) for batch in harness.executor.batches] == [7] * 7 + [1]
+        assert result.timing.step_rows == 1
+
+
+def test_all_positions_give_a_row_for_each_token_over_chunks() -> None:
+    """LOGITS_POSITIONS_ALL is not limited to one chunk."""
+    with Harness(max_step_rows=3) as harness:
+        result = harness.prefill(5, 6, 7, 8, output=ALL)
+        assert [row.token for row in result.rows] == [next_token(*range(5, 6 + i)) for i in range(4)]
+        assert [row.position for row in result.rows] == [1, 2, 3, 4]
+
+
+def test_targets_score_the_next_input_token() -> None:
+    """Row i scores input token i + 1; the last row has nothing to score."""
+    output = OutputRequest(OutputSpec(logprobs=False), all_positions=True, wants_targets=True)
+    with Harness() as harness:
+        rows = harness.prefill(5, 6, 7, output=output).rows
+        assert [row.target_logprob is not None for row in rows] == [True, True, False]
+
+
+def test_query_runs_the_last_row_again_and_appends_nothing() -> None:
+    """An empty input answers under the new policy and leaves the handle as it is."""
+    with Harness() as harness:
+        first = harness.prefill(1, 2, 3, output=NOTHING)
+        assert first.rows == ()
+        query = harness.decode(first.handle)
+        assert query.rows[0].token == next_token(1, 2, 3)
+        assert query.handle == first.handle
+        assert harness.executor.batches[-1].slot_mapping.tolist() == [-1]
+
+
+def test_query_behind_the_tip_answers_for_its_own_length() -> None:
+    """A handle names its first tokens, whatever came after."""
+    with Harness() as harness:
+        first = harness.prefill(1, 2, 3)
+        harness.decode(first.handle, 9)
+        assert harness.decode(first.handle).rows[0].token == next_token(1, 2, 3)
+
+
+def test_query_without_outputs_runs_nothing() -> None:
+    """Policy none on a query costs no step."""
+    with Harness() as harness:
+        first = harness.prefill(1, 2)
+        num_steps = len(harness.executor.batches)
+        assert harness.decode(first.handle, output=NOTHING).handle == first.handle
+        assert len(harness.executor.batches) == num_steps
+
+
+def test_repeated_append_is_replayed_from_the_record() -> None:
+    """A retry after a lost reply never doubles a token and runs nothing."""
+    with Harness() as harness:
+        first = harness.prefill(1, 2, 3)
+        once = harness.decode(first.handle, 4)
+        num_steps = len(harness.executor.batches)
+        again = harness.decode(first.handle, 4)
+        assert again.replayed
+        assert not again.recomputed
+        assert (again.handle, again.rows) == (once.handle, once.rows)
+        assert len(harness.executor.batches) == num_steps
+
+
+def test_unseeded_sampling_replays_the_same_token_and_seed() -> None:
+    """The seed drawn for the first try is kept and returned again."""
+    with Harness() as harness:
+        first = harness.prefill(1, 2, 3)
+        once = harness.decode(first.handle, 4, output=UNSEEDED)
+        again = harness.decode(first.handle, 4, output=UNSEEDED)
+        assert again.replayed
+        assert once.seed is not None
+        assert (again.seed, again.rows) == (once.seed, once.rows)
+
+
+def test_replay_under_another_policy_is_recomputed_without_writing() -> None:
+    """The record does not cover it, so the rows run again with no slots."""
+    with Harness() as harness:
+        first = harness.prefill(1, 2, 3)
+        harness.decode(first.handle, 4, 5)
+        again = harness.decode(first.handle, 4, 5, output=ALL)
+        assert again.replayed
+        assert again.recomputed
+        assert [row.token for row in again.rows] == [next_token(1, 2, 3, 4), next_token(1, 2, 3, 4, 5)]
+        assert harness.executor.batches[-1].slot_mapping.tolist() == [-1, -1]
+        assert again.handle.length == 5
+
+
+def test_replay_of_an_older_append_is_recomputed() -> None:
+    """Appends before the last one are replayable as long as their tokens are there."""
+    with Harness() as harness:
+        first = harness.prefill(1, 2, 3)
+        second = harness.decode(first.handle, 4)
+        harness.decode(second.handle, 5)
+        again = harness.decode(first.handle, 4)
+        assert again.recomputed
+        assert again.handle == second.handle
+        assert again.rows[0].token == second.rows[0].token
+
+
+def test_resampling_an_older_append_needs_its_seed() -> None:
+    """Without the seed another token could come out, so it is refused."""
+    with Harness() as harness:
+        first = harness.prefill(1, 2, 3)
+        second = harness.decode(first.handle, 4, output=UNSEEDED)
+        harness.decode(second.handle, 5)
+        error = harness.submit(append(first.handle, 4, output=UNSEEDED)).error()
+        assert isinstance(error, InvalidRequest)
+        assert second.seed is not None
+        seeded = OutputRequest(OutputSpec(sample=SampleSpec(seed=second.seed)))
+        again = harness.decode(first.handle, 4, output=seeded)
+        assert again.rows[0].token == second.rows[0].token
+
+
+def test_stale_append_fails_and_says_where_the_tip_is() -> None:
+    """Other tokens behind the tip are refused, and so is a longer input that only begins alike."""
+    with Harness() as harness:
+        first = harness.prefill(1, 2, 3)
+        harness.decode(first.handle, 4)
+        for tokens in ((5,), (4, 5)):
+            error = harness.submit(append(first.handle, *tokens)).error()
+            assert isinstance(error, HandleStale)
+            assert error.metadata["tip_length"] == "4"
+
+
+def test_aba_is_noticed() -> None:
+    """Truncate by one, append another token: the old handle of that length is stale."""
+    with Harness() as harness:
+        first = harness.prefill(1, 2, 3)
+        old = harness.decode(first.handle, 4).handle
+        harness.submit(TruncateJob("me", old, 3)).outcome()
+        harness.decode(first.handle, 5)
+        assert isinstance(harness.submit(append(old, 6)).error(), HandleStale)
+
+
+def test_fork_on_stale_branches_and_leaves_the_tip_alone() -> None:
+    """on_stale=FORK gives a new sequence with the shared prefix."""
+    with Harness() as harness:
+        first = harness.prefill(1, 2, 3)
+        tip = harness.decode(first.handle, 4).handle
+        branch = harness.submit(append(first.handle, 9, on_stale=StalePolicy.FORK)).result()
+        assert branch.forked
+        assert branch.handle.cache_id != tip.cache_id
+        assert branch.rows[0].token == next_token(1, 2, 3, 9)
+        assert harness.decode(tip).rows[0].token == next_token(1, 2, 3, 4)
+
+
+def test_rewind_on_stale_drops_the_tail_and_appends() -> None:
+    """on_stale=REWIND is rollback and append in one round trip."""
+    with Harness() as harness:
+        first = harness.prefill(1, 2, 3)
+        harness.decode(first.handle, 4, 5, 6, 7, 8)
+        again = harness.submit(append(first.handle, 9, on_stale=StalePolicy.REWIND)).result()
+        assert again.handle.length == 4
+        assert again.rows[0].token == next_token(1, 2, 3, 9)
+        assert harness.submit(append(first.handle, 9, on_stale=StalePolicy.REWIND)).result().replayed
+
+
+def test_forked_handles_copy_on_the_first_divergent_append_only() -> None:
+    """Full blocks stay shared; the partial one is copied once per branch that writes."""
+    with Harness() as harness:
+        first = harness.prefill(*range(6))
+        branches = fork(harness, first.handle, 3)
+        assert harness.executor.copied_blocks == []
+        pending = harness.submit_all(*(append(handle, 20 + i) for i, handle in enumerate(branches)))
+        tokens = [each.result().rows[0].token for each in pending]
+        assert tokens == [next_token(*range(6), 20 + i) for i in range(3)]
+        assert len(harness.executor.copied_blocks) == 3
+        assert harness.decode(first.handle, 31).rows[0].token == next_token(*range(6), 31)
+        assert len(harness.executor.copied_blocks) == 3
+
+
+def test_jobs_of_one_frame_share_a_step() -> None:
+    """A packed frame of decodes is one executor run."""
+    with Harness() as harness:
+        handles = [harness.prefill(i, i + 1).handle for i in range(8)]
+        num_steps = len(harness.executor.batches)
+        pending = harness.submit_all(*(append(handle, 9) for handle in handles))
+        results = [each.result() for each in pending]
+        assert len(harness.executor.batches) == num_steps + 1
+        assert {result.timing.step_rows for result in results} == {8}
+
+
+def test_items_on_one_sequence_are_judged_in_order() -> None:
+    """The second append of a frame waits for the first and sees its tip; forks and truncates queue alike."""
+    with Harness() as harness:
+        first = harness.prefill(1, 2, 3)
+        one, two, forked, cut, same = harness.submit_all(
+            append(first.handle, 4),
+            append(first.handle, 4),
+            ForkJob("me", first.handle, 3, 1),
+            TruncateJob("me", first.handle, 2),
+            append(first.handle, 4),
+        )
+        assert not one.result().replayed
+        assert two.result().replayed
+        assert isinstance(forked.outcome(), ForkResult)
+        assert isinstance(cut.outcome(), TruncateResult)
+        assert isinstance(same.error(), HandleStale)
+
+
+def test_cancelled_before_its_step_changes_nothing() -> None:
+    """A caller that left before the step is as if it had never called."""
+    executor = FakeExecutor()
+    with Harness(executor) as harness:
+        first = harness.prefill(1, 2, 3)
+        other = harness.prefill(7, 8)
+        executor.gate = threading.Event()
+        held = harness.submit(append(other.handle, 9))
+        assert executor.is_waiting.wait(10)
+        job = append(first.handle, 4)
+        late = harness.submit(job)
+        job.is_cancelled = True
+        executor.gate.set()
+        held.result()
+        assert isinstance(late.error(), Cancelled)
+        assert not harness.decode(first.handle, 5).replayed
+
+
+def test_cancelled_after_its_step_is_committed_and_replayable() -> None:
+    """A caller that left during the step finds its append done."""
+    executor = FakeExecutor()
+    with Harness(executor) as harness:
+        first = harness.prefill(1, 2, 3)
+        executor.gate = threading.Event()
+        job = append(first.handle, 4)
+        pending = harness.submit(job)
+        assert executor.is_waiting.wait(10)
+        job.is_cancelled = True
+        executor.gate.set()
+        pending.result()
+        assert harness.decode(first.handle, 4).replayed
+
+
+def test_cancelled_between_chunks_frees_them() -> None:
+    """A long prefill that is given up leaves no block behind."""
+    executor = FakeExecutor()
+    with Harness(executor, max_step_rows=4) as harness:
+        executor.gate = threading.Event()
+        job = append(None, *([1] * 40))
+        pending = harness.submit(job)
+        assert executor.is_waiting.wait(10)
+        job.is_cancelled = True
+        executor.gate.set()
+        assert isinstance(pending.error(), Cancelled)
+        assert harness.engine.snapshot().free_blocks == harness.engine.snapshot().total_blocks
+
+
+def test_a_bad_row_fails_alone() -> None:
+    """NaN logits end their own item; neighbours and the handle are as if it had not been."""
+    executor = FakeExecutor()
+    executor.bad_token_ids = {13}
+    with Harness(executor) as harness:
+        one, two = harness.prefill(1, 2).handle, harness.prefill(3, 4).handle
+        bad, good = harness.submit_all(append(one, 13), append(two, 5))
+        assert isinstance(bad.error(), NonFiniteLogits)
+        assert good.result().rows[0].token == next_token(3, 4, 5)
+        assert harness.decode(one, 6).rows[0].token == next_token(1, 2, 6)
+
+
+def test_a_failed_step_is_run_apart_and_harms_nobody() -> None:
+    """One crash of a mixed step: every part is run alone and all succeed."""
+    executor = FakeExecutor()
+    with Harness(executor) as harness:
+        handles = [harness.prefill(i, i + 1).handle for i in range(3)]
+        executor.errors[len(executor.batches) + 1] = RuntimeError("once")
+        pending = harness.submit_all(*(append(handle, 9) for handle in handles))
+        assert [each.result().handle.length for each in pending] == [3, 3, 3]
+
+
+def test_an_append_that_keeps_failing_ends_alone_and_its_handle_stays_good() -> None:
+    """ENGINE_FAULT carries an id; the others of its step are answered."""
+    executor = FakeExecutor()
+    with Harness(executor) as harness:
+        one, two = harness.prefill(1, 2).handle, harness.prefill(3, 4).handle
+        step = len(executor.batches)
+        executor.errors = {step + 1: RuntimeError("together"), step + 2: RuntimeError("alone")}
+        bad, good = harness.submit_all(append(one, 9), append(two, 5))
+        error = bad.error()
+        assert isinstance(error, EngineFault)
+        assert error.metadata["fault_id"]
+        assert good.result().rows[0].token == next_token(3, 4, 5)
+        assert harness.decode(one, 9).rows[0].token == next_token(1, 2, 9)
+
+
+def test_a_lost_device_loses_every_handle_and_says_so() -> None:
+    """After DeviceLost nothing runs, in flight or later, and the owner is told once."""
+    executor = FakeExecutor()
+    with Harness(executor) as harness:
+        handle = harness.prefill(1, 2).handle
+        executor.errors[len(executor.batches) + 1] = DeviceLost()
+        one, waiting = harness.submit_all(append(handle, 3), append(handle, 4))
+        assert isinstance(one.error(), HandleLost)
+        assert isinstance(waiting.error(), HandleLost)
+        assert harness.num_failures == 1
+        assert harness.engine.snapshot().is_failed
+        harness.engine.close()
+        assert isinstance(harness.submit(append(handle, 3)).error(), Draining)
+
+
+def test_release_acts_at_the_next_boundary_and_ends_what_waits() -> None:
+    """Appends in flight and waiting on a released sequence answer HANDLE_UNKNOWN; its blocks are back."""
+    executor = FakeExecutor()
+    with Harness(executor, max_step_rows=4) as harness:
+        first = harness.prefill(1, 2, 3)
+        executor.gate = threading.Event()
+        running = harness.submit(append(first.handle, *([4] * 20)))
+        assert executor.is_waiting.wait(10)
+        waiting = harness.submit(append(first.handle, 5))
+        released = harness.submit(ReleaseJob("me", (first.handle,)))
+        executor.gate.set()
+        assert isinstance(running.error(), HandleUnknown)
+        assert isinstance(waiting.error(), HandleUnknown)
+        outcome = released.outcome()
+        assert isinstance(outcome, ReleaseResult)
+        assert outcome.freed_blocks == (1,)
+        snapshot = harness.engine.snapshot()
+        assert snapshot.free_blocks == snapshot.total_blocks
+        assert snapshot.num_waiting == 0
+
+
+def test_release_is_idempotent_and_never_fails() -> None:
+    """A second release answers that nothing was there."""
+    with Harness() as harness:
+        handle = harness.prefill(1, 2).handle
+        stranger = Handle("nobody.e1.AAAA", 1, bytes(16))
+        assert harness.release(handle) == ReleaseResult((1,))
+        assert harness.release(handle, stranger) == ReleaseResult((None, None))
+
+
+def test_lack_of_room_is_refused_before_anything_runs() -> None:
+    """Full now, more than the pool, more than the context: three errors, nothing reserved."""
+    executor = FakeExecutor(num_blocks=9, max_context=40)
+    with Harness(executor) as harness:
+        handle = harness.prefill(*([1] * 20)).handle
+        num_steps = len(executor.batches)
+        full = harness.submit(append(None, *([2] * 16))).error()
+        assert isinstance(full, BlocksExhausted)
+        assert full.metadata == {"needed_blocks": "4", "free_blocks": "3"}
+        assert full.retry_after_s is not None
+        assert isinstance(harness.submit(append(None, *([2] * 36))).error(), ExceedsPool)
+        assert isinstance(harness.submit(append(handle, *([2] * 21))).error(), ContextExceeded)
+        assert len(executor.batches) == num_steps
+        assert harness.engine.snapshot().free_blocks == 3
+
+
+def test_too_many_jobs_are_refused() -> None:
+    """The queue is bounded; what was accepted before goes on."""
+    with Harness(max_waiting_jobs=2) as harness:
+        first, second, third = harness.submit_all(append(None, 1), append(None, 2), append(None, 3))
+        assert first.result().handle.length == second.result().handle.length == 1
+        error = third.error()
+        assert isinstance(error, QueueFull)
+        assert error.retry_after_s is not None
+
+
+def test_truncate_frees_tail_blocks_and_may_be_repeated() -> None:
+    """Absolute and idempotent; beyond the handle it is refused."""
+    with Harness() as harness:
+        handle = harness.prefill(*range(12)).handle
+        for _ in range(2):
+            result = harness.submit(TruncateJob("me", handle, 5)).outcome()
+            assert isinstance(result, TruncateResult)
+            assert (result.handle.length, result.freed_blocks) == (5, 1)
+        assert isinstance(harness.submit(TruncateJob("me", handle, 13)).error(), TruncateBeyond)
+        assert harness.decode(result.handle, 30).rows[0].token == next_token(*range(5), 30)
+
+
+def test_fork_checks_its_numbers() -> None:
+    """Count and length outside their range are refused with the field's name."""
+    with Harness(max_fork_count=4) as harness:
+        handle = harness.prefill(1, 2, 3).handle
+        for job in (ForkJob("me", handle, 3, 0), ForkJob("me", handle, 3, 5), ForkJob("me", handle, 4, 1)):
+            assert isinstance(harness.submit(job).error(), InvalidRequest)
+
+
+def test_info_shows_blocks_and_sharing() -> None:
+    """GetCacheInfo's facts: tip, tokens, refcounts, parent."""
+    with Harness() as harness:
+        first = harness.prefill(*range(6))
+        (branch,) = fork(harness, first.handle)
+        info = harness.submit(InfoJob("me", branch, with_token_ids=True)).outcome()
+        assert isinstance(info, CacheInfo)
+        assert info.tip == branch
+        assert info.token_ids == tuple(range(6))
+        assert info.block_refcounts == (2, 2)
+        assert info.parent_handle_id == first.handle.handle_id
+        assert 0 < info.lease.expires_in_s <= info.lease.ttl_s == 60
+
+
+def test_list_pages_through_own_sequences_without_secrets() -> None:
+    """Pages follow handle_id; other principals' sequences are not there."""
+    with Harness() as harness:
+        mine = {harness.prefill(i).handle.handle_id for i in range(5)}
+        seen: list[str] = []
+        after = ""
+        while True:
+            page = harness.submit(ListJob("me", after, 2)).outcome()
+            assert isinstance(page, ListResult)
+            assert page.total == 5
+            seen += [cache.handle_id for cache in page.caches]
+            assert all(cache.tip is None for cache in page.caches)
+            after = page.next_after
+            if not after:
+                break
+        assert seen == sorted(mine)
+        other = harness.submit(ListJob("you")).outcome()
+        assert isinstance(other, ListResult)
+        assert other.caches == ()
+
+
+def test_foreign_handles_are_unknown() -> None:
+    """Another principal's handle answers like one that never was."""
+    with Harness() as harness:
+        handle = harness.prefill(1, 2).handle
+        job = append(handle, 3)
+        job.principal = "you"
+        assert isinstance(harness.submit(job).error(), HandleUnknown)
+
+
+def test_keep_alive_answers_each_handle_alone() -> None:
+    """One unknown handle does not spoil the batch; the ttl is clamped."""
+    with Harness() as harness:
+        handle = harness.prefill(1, 2).handle
+        result = harness.submit(KeepAliveJob("me", (handle, Handle("x", 1, bytes(16))), 1.0)).outcome()
+        assert isinstance(result, KeepAliveResult)
+        assert result.leases[0] == Lease(5.0, 5.0)
+        assert isinstance(result.leases[1], HandleUnknown)
+
+
+def test_retained_logits_are_bounded_and_recomputed_on_demand() -> None:
+    """Beyond the byte bound the oldest record loses its rows; a replay then runs them again."""
+    output = OutputRequest(OutputSpec(full_logits=True))
+    with Harness(retained_bytes=4 * VOCAB) as harness:
+        first, second = harness.prefill(1, 2), harness.prefill(3, 4)
+        once = harness.decode(first.handle, 5, output=output)
+        assert not harness.decode(first.handle, 5, output=output).recomputed
+        harness.decode(second.handle, 6, output=output)
+        again = harness.decode(first.handle, 5, output=output)
+        assert again.recomputed
+        assert again.rows[0].logits is not None
+        assert once.rows[0].logits is not None
+        assert again.rows[0].logits.tolist() == once.rows[0].logits.tolist()
+
+
+def test_expired_sequences_are_freed_while_the_engine_idles() -> None:
+    """The lease alone owns the clean-up."""
+    with Harness() as harness:
+        now = time.monotonic()
+        harness.store._clock = lambda: now
+        handle = harness.prefill(1, 2).handle
+        harness.store._clock = lambda: now + 61
+        harness.submit(ListJob("me")).outcome()
+        deadline = time.monotonic() + 10
+        while harness.engine.snapshot().num_sequences and time.monotonic() < deadline:
+            harness.submit(ListJob("me")).outcome()
+            time.sleep(0.06)
+        assert harness.submit(append(handle, 3)).error().REASON == "HANDLE_EXPIRED"
+        assert harness.engine.counters.expired == 1
+
+
+def test_close_answers_everything_that_is_left() -> None:
+    """In flight, waiting and late jobs are answered with DRAINING, once each."""
+    executor = FakeExecutor()
+    harness = Harness(executor, max_step_rows=4)
+    harness.engine.start()
+    first = harness.prefill(1, 2, 3)
+    executor.gate = threading.Event()
+    running = harness.submit(append(first.handle, *([4] * 20)))
+    assert executor.is_waiting.wait(10)
+    waiting = harness.submit(append(first.handle, 5))
+    closer = threading.Thread(target=harness.engine.close)
+    closer.start()
+    executor.gate.set()
+    closer.join(10)
+    late = harness.submit(append(first.handle, 6))
+    for pending in (running, waiting, late):
+        assert isinstance(pending.error(), Draining)
+    assert executor.is_closed
+    harness.store.check_integrity()
+
+
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_decodes_go_before_prefill_chunks(num_rows: int) -> None:
+    """A long prefill does not hold up short appends."""
+    executor = FakeExecutor()
+    with Harness(executor, max_step_rows=12) as harness:
+        handle = harness.prefill(1, 2, 3).handle
+        executor.gate = threading.Event()
+        long = harness.submit(append(None, *([1] * 60)))
+        assert executor.is_waiting.wait(10)
+        short = harness.submit(append(handle, *([4] * num_rows)))
+        executor.gate.set()
+        short.result()
+        long.result()
+        second = executor.batches[2]
+        assert second.cu_seqlens_q.tolist() == [0, num_rows, 12]
+
+
+def test_gather_window_puts_half_cohorts_together() -> None:
+    """Clients that answer a moment later join the next step instead of alternating for ever."""
+    executor = FakeExecutor(step_time_s=0.02)
+    with Harness(executor, gather_gap_s=0.002) as harness:
+        handles = [harness.prefill(i, i + 1).handle for i in range(4)]
+        done = threading.Barrier(4)
+
+        def drive(index: int) -> None:
+            handle = handles[index]
+            time.sleep(0.01 * (index % 2))
+            for _ in range(12):
+                handle = harness.decode(handle, 7).handle
+            done.wait(20)
+
+        threads = [threading.Thread(target=drive, args=(i,)) for i in range(4)]
+        num_steps = len(executor.batches)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        sizes = [batch.num_rows for batch in executor.batches[num_steps:]]
+        assert sum(sizes) == 48
+        assert sizes.count(4) >= 6, f"step sizes {sizes}"

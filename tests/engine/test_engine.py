@@ -435,12 +435,12 @@ def test_truncate_frees_tail_blocks_and_may_be_repeated() -> None:
     """Absolute and idempotent; beyond the handle it is refused."""
     with Harness() as harness:
         handle = harness.prefill(*range(12)).handle
-        for _ in range(2):
-            result = harness.submit(TruncateJob("me", handle, 5)).outcome()
-            assert isinstance(result, TruncateResult)
-            assert (result.handle.length, result.freed_blocks) == (5, 1)
+        results = [harness.submit(TruncateJob("me", handle, 5)).outcome() for _ in range(2)]
+        assert results[0] == results[1]
+        assert isinstance(results[0], TruncateResult)
+        assert (results[0].handle.length, results[0].freed_blocks) == (5, 1)
         assert isinstance(harness.submit(TruncateJob("me", handle, 13)).error(), TruncateBeyond)
-        assert harness.decode(result.handle, 30).rows[0].token == next_token(*range(5), 30)
+        assert harness.decode(results[0].handle, 30).rows[0].token == next_token(*range(5), 30)
 
 
 def test_fork_checks_its_numbers() -> None:

@@ -1,0 +1,144 @@
+"""Text to token ids and back, by the ``tokenizer.json`` of the model folder."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+
+from ferrule_server.errors import InvalidRequest, ModelError, TokenOutOfVocab
+
+_BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
+_MAX_CHARACTER_BYTES = 4
+
+
+class Tokenizer:
+    """The tokenizer of one model; stateless towards its callers and safe to share between threads.
+
+    Invariant: nothing is ever truncated or padded, whatever ``tokenizer.json`` says.
+
+    Args:
+        text: The content of a ``tokenizer.json``.
+
+    Raises:
+        ModelError: The text is no tokenizer.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._parsing = _from_text(text)
+        self._literal = _from_text(text)
+        self._literal.encode_special_tokens = True
+        self._added_ids = frozenset(self._parsing.get_added_tokens_decoder())
+        self._byte_of_character = _byte_alphabet() if "ByteLevel" in _decoder_types(text) else {}
+        self.vocab_size: int = self._parsing.get_vocab_size(with_added_tokens=True)
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer | None:
+        """Return the tokenizer of a model folder, or None when it has no ``tokenizer.json``.
+
+        Raises:
+            ModelError: The file is there and cannot be read as a tokenizer.
+        """
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            return None
+        try:
+            return cls(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, ModelError) as error:
+            raise ModelError(f"{path} cannot be loaded: {error}") from error
+
+    def encode(self, text: str, add_special_tokens: bool = False, parse_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text, all of them.
+
+        Args:
+            text: May be empty.
+            add_special_tokens: Add what the model expects around a text, such as a begin token.
+            parse_special_tokens: Turn text that looks like a special token into that token.
+
+        Raises:
+            InvalidRequest: The text holds half a surrogate pair, which no UTF-8 can carry.
+        """
+        tokenizer = self._parsing if parse_special_tokens else self._literal
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest("text", f"character {error.start} is half a surrogate pair") from error
+        token_ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return token_ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Return the text of token ids; bytes that are no UTF-8 appear as U+FFFD.
+
+        Raises:
+            TokenOutOfVocab: A token is not in the tokenizer's vocabulary, which may be smaller than the model's.
+        """
+        for i, token_id in enumerate(token_ids):
+            self._token(i, token_id)
+        text: str = self._parsing.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def ends_mid_character(self, token_ids: Sequence[int]) -> bool:
+        """Whether the last token ends inside a character that a later token could complete.
+
+        Raises:
+            TokenOutOfVocab: One of the last tokens is not in the tokenizer's vocabulary.
+        """
+        tail = b""
+        for i in range(len(token_ids) - 1, -1, -1):
+            tail = self._token_bytes(i, token_ids[i]) + tail
+            if len(tail) >= _MAX_CHARACTER_BYTES:
+                break
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        decoder.decode(tail)
+        return decoder.getstate()[0] != b""
+
+    def _token(self, index: int, token_id: int) -> str:
+        """Return a token as the vocabulary spells it; ``index`` is its place in the request."""
+        token: str | None = self._parsing.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+        if token is None:
+            raise TokenOutOfVocab(f"token_ids[{index}]", token_id, self.vocab_size)
+        return token
+
+    def _token_bytes(self, index: int, token_id: int) -> bytes:
+        """Return the bytes a token stands for: byte-level alphabet, byte fallback (``<0xE2>``) or plain text."""
+        token = self._token(index, token_id)
+        if token_id in self._added_ids:
+            return token.encode()
+        byte = _BYTE_FALLBACK.fullmatch(token)
+        if byte:
+            return bytes.fromhex(byte[1])
+        if self._byte_of_character and all(character in self._byte_of_character for character in token):
+            return bytes(self._byte_of_character[character] for character in token)
+        return token.encode()
+
+
+def _from_text(text: str) -> tokenizers.Tokenizer:
+    """Return a tokenizer that neither truncates nor pads."""
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:
+        raise ModelError(f"not a tokenizer: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _decoder_types(text: str) -> set[str]:
+    """Return the names of the decoders in a ``tokenizer.json``, those of a sequence too."""
+    decoder = json.loads(text).get("decoder") or {}
+    return {part.get("type", "") for part in (decoder, *decoder.get("decoders", ()))}
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return the byte behind each character of the byte-level alphabet (Radford et al., GPT-2, ``bytes_to_unicode``).
+
+    Printable Latin-1 bytes stand for themselves, the other 68 for the characters from U+0100 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(0x100 + i): byte for i, byte in enumerate(others)}

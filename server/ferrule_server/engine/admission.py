@@ -149,7 +149,7 @@ def _row_specs(output: OutputRequest, token_ids: tuple[int, ...]) -> tuple[dict[
         spec = dataclasses.replace(spec, sample=dataclasses.replace(spec.sample, seed=seed))
     last = len(token_ids) - 1
     rows = range(len(token_ids)) if output.all_positions else (last,)
-    if not output.wants_targets:
+    if not output.wants_targets or last == 0:
         return dict.fromkeys(rows, spec), seed
     targeted = {row: dataclasses.replace(spec, target_id=token_ids[row + 1]) if row < last else spec for row in rows}
     return targeted, seed

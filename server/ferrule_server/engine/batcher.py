@@ -32,16 +32,21 @@ def plan_step(running: Iterable[RunningAppend], max_rows: int) -> list[Chunk]:
     Returns:
         Chunks with at least one row each; their sum is at most ``max_rows``.
     """
-    appends = list(running)
     room = max_rows
     chunks: list[Chunk] = []
-    decodes = [run for run in appends if run.remaining <= DECODE_ROWS]
-    prefills = [run for run in appends if run.remaining > DECODE_ROWS]
-    for run in decodes + prefills:
-        num_rows = min(run.remaining, room)
-        if num_rows > 0:
-            chunks.append(Chunk(run, num_rows))
-            room -= num_rows
+    prefills: list[RunningAppend] = []
+    for run in running:
+        remaining = run.remaining
+        if remaining > DECODE_ROWS:
+            prefills.append(run)
+        elif room > 0:
+            chunks.append(Chunk(run, min(remaining, room)))
+            room -= chunks[-1].num_rows
+    for run in prefills:
+        if room <= 0:
+            break
+        chunks.append(Chunk(run, min(run.remaining, room)))
+        room -= chunks[-1].num_rows
     return chunks
 
 
@@ -60,17 +65,15 @@ def build_batch(chunks: Sequence[Chunk], block_size: int) -> StepBatch:
     cu_seqlens_q = [0]
     kv_lens: list[int] = []
     for chunk in chunks:
-        run, first = chunk.run, chunk.run.cursor
-        base = len(token_ids)
-        start = run.start + first
-        end = start + chunk.num_rows
-        token_ids.extend(run.token_ids[first : first + chunk.num_rows])
-        positions.extend(range(start, end))
-        slots.extend(_slots(run, start, end, block_size))
-        for row in range(first, first + chunk.num_rows):
-            if (spec := run.specs.get(row)) is not None:
-                output_rows.append(base + row - first)
-                output_specs.append(spec)
+        run, first, base = chunk.run, chunk.run.cursor, len(token_ids)
+        end = run.start + first + chunk.num_rows
+        chunk_positions = range(run.start + first, end)
+        token_ids += run.token_ids[first : first + chunk.num_rows]
+        positions += chunk_positions
+        slots += _slots(run, chunk_positions, block_size)
+        for row, spec in _output_specs(run, first, chunk.num_rows):
+            output_rows.append(base + row - first)
+            output_specs.append(spec)
         cu_seqlens_q.append(len(token_ids))
         kv_lens.append(end)
     return StepBatch(
@@ -85,12 +88,19 @@ def build_batch(chunks: Sequence[Chunk], block_size: int) -> StepBatch:
     )
 
 
-def _slots(run: RunningAppend, start: int, end: int, block_size: int) -> list[int]:
-    """Slots of positions start..end, NO_SLOT for rows that only read."""
+def _slots(run: RunningAppend, positions: range, block_size: int) -> list[int]:
+    """Slots of these positions, NO_SLOT for rows that only read."""
     if run.reservation is None:
-        return [NO_SLOT] * (end - start)
+        return [NO_SLOT] * len(positions)
     table = run.block_ids
-    return [table[position // block_size] * block_size + position % block_size for position in range(start, end)]
+    return [table[position // block_size] * block_size + position % block_size for position in positions]
+
+
+def _output_specs(run: RunningAppend, first: int, num_rows: int) -> Iterable[tuple[int, OutputSpec]]:
+    """(row of the append, spec) of the rows in this chunk that return something, ascending."""
+    if num_rows == len(run.token_ids):
+        return run.specs.items()
+    return [(row, run.specs[row]) for row in range(first, first + num_rows) if row in run.specs]
 
 
 def _block_tables(chunks: Sequence[Chunk], kv_lens: Sequence[int], block_size: int) -> Int32Array:

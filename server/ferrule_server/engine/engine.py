@@ -24,6 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 import numpy as np
 
@@ -373,9 +374,9 @@ class Engine:
         rows = iter(result.rows)
         came: set[str] = set()
         for chunk in chunks:
-            run, first = chunk.run, chunk.run.cursor
+            run = chunk.run
+            run.outputs.extend(islice(rows, run.num_outputs(chunk.num_rows)))
             run.cursor += chunk.num_rows
-            run.outputs.extend(next(rows) for row in range(first, run.cursor) if row in run.specs)
             run.first_step_ns = run.first_step_ns or started_ns
             run.run_ns += elapsed_ns
             run.step_rows = num_rows
@@ -386,10 +387,10 @@ class Engine:
 
     def _complete(self, run: RunningAppend) -> str:
         """Commit and answer an append whose rows have all been run; returns the cache_id it may come back with."""
-        bad = next((row for row in run.outputs if not row.is_finite), None)
-        if bad is not None:
-            self._fail(run, NonFiniteLogits(bad.position))
-            return ""
+        for row in run.outputs:
+            if not row.is_finite:
+                self._fail(run, NonFiniteLogits(row.position))
+                return ""
         sequence = self._commit_one(run)
         answer = AppendResult(
             handle=self._store.handle_at(sequence, run.length_after),
@@ -417,7 +418,9 @@ class Engine:
         return run.sequence
 
     def _keep_record(self, sequence: Sequence, run: RunningAppend, answer: AppendResult) -> None:
-        retained = sum(row.logits.nbytes for row in answer.rows if row.logits is not None)
+        spec = run.job.output.spec
+        has_logits = spec is not None and spec.full_logits
+        retained = sum(row.logits.nbytes for row in answer.rows if row.logits is not None) if has_logits else 0
         record = AppendRecord(run.start, len(run.token_ids), run.job.output, answer, retained)
         sequence.record = record
         self._retained.keep(sequence.cache_id, record)

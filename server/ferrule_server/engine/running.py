@@ -52,6 +52,12 @@ class RunningAppend:
         """Rows not run yet."""
         return len(self.token_ids) - self.cursor
 
+    def num_outputs(self, num_rows: int) -> int:
+        """How many of the next ``num_rows`` rows return something."""
+        if num_rows == len(self.token_ids):
+            return len(self.specs)
+        return sum(row in self.specs for row in range(self.cursor, self.cursor + num_rows))
+
     @property
     def timing(self) -> StepTiming:
         """Where the time went so far."""

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from ferrule_server.training.export import TrainingRecord, export_model, sample
+from ferrule_server.training.export import TrainingRecord, export_model, round_weights, sample
 from ferrule_server.training.model import ModelShape, TrainingModel
 from ferrule_server.training.train import Trainer, TrainingConfig
 from safetensors import safe_open
@@ -53,8 +53,7 @@ def test_transformers_computes_the_same_logits(folder: Path, trained: TrainingMo
     theirs, report = loaded
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
-    rounded = {name: tensor.bfloat16().float() for name, tensor in trained.state_dict().items()}
-    trained.load_state_dict(rounded)
+    round_weights(trained)
     token_ids = torch.randint(0, 307, (2, 97), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         torch.testing.assert_close(theirs(token_ids).logits, trained(token_ids), atol=1e-4, rtol=1e-4)

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from tokenizers import Tokenizer
 
 from ferrule_server.training.corpus import Corpus, collect
-from ferrule_server.training.export import TrainingRecord, export_model, sample
+from ferrule_server.training.export import TrainingRecord, export_model, round_weights, sample
 from ferrule_server.training.model import ModelShape
 from ferrule_server.training.tokenizer import encode_documents, load_tokenizer, save_tokenizer, train_tokenizer
 from ferrule_server.training.train import Trainer, TrainingConfig, measure_loss
@@ -76,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.exit(2, f"{parser.prog}: {error}\n")
     if not options.export_only:
         _train(trainer, data, options.out, checkpoint_every_s=options.checkpoint_every)
+    round_weights(trainer.model)
     export_model(options.out / "model", trainer.model, data.tokenizer, _record(trainer, data))
     Console().print(f"model written to {options.out / 'model'}", soft_wrap=True)
 

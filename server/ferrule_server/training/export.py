@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from ferrule_server.training.model import ModelShape, TrainingModel
 from ferrule_server.training.tokenizer import END_OF_TEXT, end_of_text_id, save_tokenizer
 
-__all__ = ["CARD_PROMPTS", "TrainingRecord", "export_model", "sample"]
+__all__ = ["CARD_PROMPTS", "TrainingRecord", "export_model", "round_weights", "sample"]
 
 CARD_PROMPTS = ("def read_file(path):", "class Queue:", "import os\nimport sys\n\n\ndef main(argv=None):")
 
@@ -75,6 +75,17 @@ def export_model(folder: Path, model: TrainingModel, tokenizer: Tokenizer, recor
     size = (folder / "model.safetensors").stat().st_size
     card = _card(model, tokenizer, record, size)
     (folder / "MODEL_CARD.md").write_text(card, encoding="utf-8")
+
+
+def round_weights(model: TrainingModel) -> None:
+    """Round every weight to the bfloat16 value the file will hold, so that what the card says is true of the file.
+
+    Args:
+        model: Changed in place; stays float32.
+    """
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(torch.bfloat16))
 
 
 def sample(

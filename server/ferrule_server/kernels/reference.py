@@ -1,0 +1,175 @@
+"""Every operation of the decoder in plain torch: the definition that faster kernels are compared with.
+
+Clear before fast: sequences are attended one by one, nothing is padded, nothing is fused. Symbols: a *pool* is
+``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`` (K at 0, V at 1), slot s is offset
+``s % block_size`` of block ``s // block_size``. Sums of norms and softmax are float32 whatever the dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = [
+    "apply_rope",
+    "gather_kv",
+    "kv_append",
+    "linear",
+    "paged_attention",
+    "rms_norm",
+    "rope_angles",
+    "swiglu",
+]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``x @ weight.T + bias``.
+
+    Args:
+        x: [rows, in_features].
+        weight: [out_features, in_features].
+        bias: [out_features], or None.
+
+    Returns:
+        [rows, out_features], dtype of ``x``.
+    """
+    return F.linear(x, weight, bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return ``x`` scaled to mean square 1, times ``weight`` ("Root Mean Square Layer Normalization", Zhang, 2019).
+
+    Args:
+        x: [..., size].
+        weight: [size], dtype of ``x``.
+        eps: Added to the mean square.
+
+    Returns:
+        [..., size], dtype of ``x``; rounded to it once before the multiplication, as transformers does.
+    """
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def rope_angles(positions: Tensor, inverse_frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine of every row's rotation.
+
+    Args:
+        positions: Integers [rows].
+        inverse_frequencies: float32 [head_dim / 2], radians per position.
+
+    Returns:
+        Two float32 [rows, head_dim / 2].
+    """
+    angles = torch.outer(positions.float(), inverse_frequencies)
+    return angles.cos(), angles.sin()
+
+
+def apply_rope(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return heads with each pair (i, i + head_dim / 2) turned by its position's angle.
+
+    The pairing is Hugging Face's, not the interleaved one of "RoFormer" (Su et al., 2021).
+
+    Args:
+        heads: [rows, num_heads, head_dim].
+        cos: float32 [rows, head_dim / 2].
+        sin: float32 [rows, head_dim / 2].
+
+    Returns:
+        [rows, num_heads, head_dim], dtype of ``heads``; computed in float32.
+    """
+    first, second = heads.float().chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Return ``silu(gate) * up`` ("GLU Variants Improve Transformer", Shazeer, 2020).
+
+    Args:
+        gate_up: [rows, 2 * intermediate_size], gate first.
+
+    Returns:
+        [rows, intermediate_size].
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def kv_append(pool: Tensor, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+    """Write the K and V of the rows that have a slot; every other slot of the pool is left as it is.
+
+    Args:
+        pool: Changed in place.
+        layer: Which layer.
+        key: [rows, num_kv_heads, head_dim].
+        value: Like ``key``.
+        slot_mapping: Integers [rows]; -1 writes nothing. No slot occurs twice.
+    """
+    is_kept = slot_mapping >= 0
+    slots = slot_mapping[is_kept].long()
+    block_size = pool.shape[4]
+    blocks, offsets = slots // block_size, slots % block_size
+    pool[blocks, layer, 0, :, offsets] = key[is_kept]
+    pool[blocks, layer, 1, :, offsets] = value[is_kept]
+
+
+def gather_kv(pool: Tensor, layer: int, block_table: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
+    """Return copies of the first ``kv_len`` keys and values of one sequence.
+
+    Args:
+        pool: Read only.
+        layer: Which layer.
+        block_table: Integers [>= ceil(kv_len / block_size)], block ids in order.
+        kv_len: Tokens.
+
+    Returns:
+        Two [num_kv_heads, kv_len, head_dim].
+    """
+    num_blocks = -(-kv_len // pool.shape[4])
+    kv = pool[block_table[:num_blocks].long(), layer]  # [blocks, 2, num_kv_heads, block_size, head_dim]
+    kv = kv.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :kv_len]
+    return kv[0], kv[1]
+
+
+def paged_attention(
+    query: Tensor,
+    pool: Tensor,
+    layer: int,
+    *,
+    positions: Tensor,
+    cu_seqlens_q: Tensor,
+    kv_lens: Tensor,
+    block_tables: Tensor,
+) -> Tensor:
+    """Return causal softmax attention of every row over its own sequence, scale 1 / sqrt(head_dim).
+
+    Args:
+        query: [rows, num_heads, head_dim]; query head h reads kv head ``h // (num_heads // num_kv_heads)``.
+        pool: Read only; the rows' own K and V are in it already.
+        layer: Which layer.
+        positions: Integers [rows]; row r sees positions 0..positions[r] of its sequence.
+        cu_seqlens_q: Integers [num_seqs + 1], first row of each sequence.
+        kv_lens: Integers [num_seqs].
+        block_tables: Integers [num_seqs, max_blocks].
+
+    Returns:
+        [rows, num_heads, head_dim], dtype of ``query``.
+    """
+    out = torch.empty_like(query)
+    for seq, (begin, end) in enumerate(zip(cu_seqlens_q[:-1].tolist(), cu_seqlens_q[1:].tolist(), strict=True)):
+        key, value = gather_kv(pool, layer, block_tables[seq], int(kv_lens[seq]))
+        out[begin:end] = _attend(query[begin:end], key, value, positions[begin:end])
+    return out
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
+    """Attend the rows of one sequence: query [rows, num_heads, head_dim], key [num_kv_heads, kv_len, head_dim]."""
+    num_queries_per_kv = query.shape[1] // key.shape[0]
+    key, value = (part.repeat_interleave(num_queries_per_kv, dim=0) for part in (key, value))
+    scores = torch.einsum("rhd,htd->hrt", query.float(), key.float()) * query.shape[-1] ** -0.5
+    is_future = torch.arange(key.shape[1], device=query.device) > positions.unsqueeze(1)
+    weights = torch.softmax(scores.masked_fill(is_future, float("-inf")), dim=-1)
+    return torch.einsum("hrt,htd->rhd", weights, value.float()).to(query.dtype)

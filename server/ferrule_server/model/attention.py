@@ -1,0 +1,273 @@
+"""Attention of one step over the block pool: written once, then read by groups of sequences at a time.
+
+Sequences with equally few rows (decode steps, verifies) are attended together: their blocks are gathered into one
+padded ``[2, num_seqs, num_kv_heads, length, head_dim]`` and their query heads stacked per KV head. Longer chunks are
+attended one by one. Padding repeats the sequence's own first block, and slots past its end are zeroed in the gathered
+copy: whatever other sequences left in the pool, infinities included, cannot reach a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ferrule_server.kernels import reference
+
+__all__ = ["GroupedAttention", "PlainAttention", "StepArrays", "StepAttention"]
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+# A chunk of more query rows per KV head than this is attended alone, by the fused kernel.
+_MAX_GROUPED_ROWS = 32
+# Gathered elements of K (and as many of V) above which two batched products beat the fused kernel in bfloat16: it makes
+# one small product per head, the batched ones are one call for all.
+_BATCHED_ELEMENTS = 200_000
+# A sequence joins a group when that pads it by at most this many blocks, or by this share of the longest.
+_PADDING_BLOCKS = 4
+_PADDING_SHARE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StepArrays:
+    """Where the rows of a step lie; as in ``StepBatch``, all int32 and owned by the caller.
+
+    Attributes:
+        positions: [num_rows].
+        slot_mapping: [num_rows], -1 writes nothing.
+        cu_seqlens_q: [num_seqs + 1].
+        kv_lens: [num_seqs].
+        block_tables: [num_seqs, max_blocks].
+    """
+
+    positions: Int32Array
+    slot_mapping: Int32Array
+    cu_seqlens_q: Int32Array
+    kv_lens: Int32Array
+    block_tables: Int32Array
+
+
+class StepAttention(Protocol):
+    """What a decoder layer asks of the KV pool during one step."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Write the rows' K and V, then return every row's attention over its own sequence.
+
+        Args:
+            layer: Which layer.
+            query: [num_rows, num_heads, head_dim].
+            key: [num_rows, num_kv_heads, head_dim].
+            value: Like ``key``.
+
+        Returns:
+            [num_rows, num_heads * head_dim].
+        """
+        ...
+
+
+class PlainAttention:
+    """Composed of ``kernels.reference`` alone.
+
+    Args:
+        pool: The KV pool, changed by :meth:`attend`.
+        step: Of this step.
+    """
+
+    def __init__(self, pool: Tensor, step: StepArrays) -> None:
+        self._pool = pool
+        names = ("positions", "slot_mapping", "cu_seqlens_q", "kv_lens", "block_tables")
+        self._step = {name: torch.tensor(getattr(step, name), device=pool.device) for name in names}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See :class:`StepAttention`."""
+        step = dict(self._step)
+        reference.kv_append(self._pool, layer, key, value, step.pop("slot_mapping"))
+        out = reference.paged_attention(query, self._pool, layer, **step)
+        return out.flatten(1)
+
+
+class GroupedAttention:
+    """Few torch calls per layer, whatever the number of sequences.
+
+    All indices are computed once per step: a layer's part of the pool is the same rows, shifted.
+
+    Args:
+        pool: The KV pool, contiguous, changed by :meth:`attend`.
+        step: Of this step.
+        num_heads: Query heads.
+    """
+
+    def __init__(self, pool: Tensor, step: StepArrays, num_heads: int) -> None:
+        _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
+        self._shape = _Shape(num_layers, num_heads, num_kv_heads, block_size, head_dim)
+        self._slots = pool.view(-1, head_dim)
+        self._pieces = pool.view(-1, block_size * head_dim)
+        written = np.flatnonzero(step.slot_mapping >= 0)
+        self._written = None if len(written) == len(step.slot_mapping) else _index(written, pool)
+        self._slot_rows = _index(self._shape.slot_rows(step.slot_mapping[written]), pool)
+        self._groups = [_Group(self._shape, step, seqs, pool) for seqs in _group_seqs(step, self._shape)]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See :class:`StepAttention`."""
+        self._append(layer, key, value)
+        pieces = self._pieces[layer * 2 * self._shape.num_kv_heads :]
+        if len(self._groups) == 1:
+            return self._groups[0].attend(query, pieces).reshape(query.shape[0], -1)
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        for group in self._groups:
+            out[group.rows] = group.attend(query[group.rows], pieces)
+        return out.flatten(1)
+
+    def _append(self, layer: int, key: Tensor, value: Tensor) -> None:
+        kv = torch.stack((key, value), dim=1)
+        if self._written is not None:
+            kv = kv[self._written]
+        shape = self._shape
+        layer_slots = self._slots[layer * 2 * shape.num_kv_heads * shape.block_size :]
+        layer_slots.index_copy_(0, self._slot_rows, kv.view(-1, shape.head_dim))
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """The pool seen as a matrix: a *piece* is one head's K or V of one block, ``block_size`` slots of ``head_dim``."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    block_size: int
+    head_dim: int
+
+    @property
+    def num_queries_per_kv(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    def slot_rows(self, slots: Int32Array) -> Int64Array:
+        """Return the rows of layer 0 in the pool viewed as [-1, head_dim], flat [slots, 2, num_kv_heads]."""
+        blocks, offsets = np.divmod(slots.astype(np.int64), self.block_size)
+        heads = np.arange(2 * self.num_kv_heads, dtype=np.int64) * self.block_size
+        first = blocks * (self.num_layers * 2 * self.num_kv_heads * self.block_size) + offsets
+        return (first[:, None] + heads).reshape(-1)
+
+    def pieces(self, block_tables: Int32Array) -> Int64Array:
+        """Return the pieces of layer 0, flat [2, seqs, num_kv_heads, blocks]: what a gather then is laid out as."""
+        first = block_tables.astype(np.int64) * (self.num_layers * 2 * self.num_kv_heads)
+        heads = np.arange(2 * self.num_kv_heads, dtype=np.int64).reshape(2, 1, self.num_kv_heads, 1)
+        return (first[None, :, None, :] + heads).reshape(-1)
+
+
+def _group_seqs(step: StepArrays, shape: _Shape) -> Iterator[Int64Array]:
+    """Yield sequences to attend together: the same number of rows, similarly long; long chunks alone."""
+    num_rows = np.diff(step.cu_seqlens_q)
+    order = np.lexsort((-step.kv_lens, num_rows))
+    begin = 0
+    for end in range(1, len(order) + 1):
+        if end == len(order) or not _fits(step, shape, num_rows, order[begin], order[end]):
+            yield np.sort(order[begin:end])
+            begin = end
+
+
+def _fits(step: StepArrays, shape: _Shape, num_rows: Int32Array, longest: int, candidate: int) -> bool:
+    is_alike = num_rows[longest] == num_rows[candidate]
+    is_short = num_rows[longest] * shape.num_queries_per_kv <= _MAX_GROUPED_ROWS
+    blocks, own_blocks = (-(-int(step.kv_lens[seq]) // shape.block_size) for seq in (longest, candidate))
+    return bool(is_alike and is_short and blocks - own_blocks <= max(_PADDING_BLOCKS, blocks // _PADDING_SHARE))
+
+
+class _Group:
+    """Sequences attended in one go: ``q_len`` rows each, K and V padded to ``length``.
+
+    Attributes:
+        rows: Which rows of the step, a slice where they are consecutive.
+    """
+
+    def __init__(self, shape: _Shape, step: StepArrays, seqs: Int64Array, pool: Tensor) -> None:
+        begins, ends = step.cu_seqlens_q[seqs], step.cu_seqlens_q[seqs + 1]
+        kv_lens = step.kv_lens[seqs]
+        num_blocks = -(-int(kv_lens.max()) // shape.block_size)
+        self._shape = shape
+        self._num_seqs, self._q_len = len(seqs), int(ends[0] - begins[0])
+        self._length = num_blocks * shape.block_size
+        rows = (begins[:, None] + np.arange(self._q_len)).reshape(-1)
+        is_consecutive = int(rows[-1] - rows[0]) == len(rows) - 1
+        self.rows = slice(int(rows[0]), int(rows[-1]) + 1) if is_consecutive else _index(rows, pool)
+        self._pieces = _index(shape.pieces(_own_blocks(step.block_tables[seqs, :num_blocks], kv_lens, shape)), pool)
+        is_stale = np.arange(self._length) >= kv_lens[:, None]
+        self._stale = _index(np.flatnonzero(_spread(is_stale, shape.num_kv_heads)), pool)
+        self._is_chunk = self._q_len * shape.num_queries_per_kv > _MAX_GROUPED_ROWS
+        # Consecutive positions from 0 over exactly their own keys need no mask, and the fused kernel skips half.
+        self._is_causal = self._is_chunk and self._q_len == int(kv_lens[0])
+        self._mask = None if self._is_causal else self._make_mask(step.positions[rows], pool)
+
+    def attend(self, query: Tensor, layer_pieces: Tensor) -> Tensor:
+        """Return [rows, num_heads, head_dim] for query [rows, num_heads, head_dim]."""
+        shape = self._shape
+        gathered = layer_pieces.index_select(0, self._pieces).view(-1, shape.head_dim)
+        if len(self._stale):
+            gathered.index_fill_(0, self._stale, 0)
+        key, value = gathered.view(2, self._num_seqs, shape.num_kv_heads, self._length, shape.head_dim).unbind(0)
+        return self._attend_chunk(query, key, value) if self._is_chunk else self._attend_stacked(query, key, value)
+
+    def _attend_chunk(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query = query.transpose(0, 1).unsqueeze(0)
+        if self._is_causal:
+            key, value = key[:, :, : self._q_len], value[:, :, : self._q_len]
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=self._mask, is_causal=self._is_causal, enable_gqa=True
+        )
+        return out.squeeze(0).transpose(0, 1)
+
+    def _attend_stacked(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend with the rows and query heads of a KV head stacked as rows of one small matrix."""
+        shape = self._shape
+        split = (self._num_seqs, self._q_len, shape.num_kv_heads, shape.num_queries_per_kv, shape.head_dim)
+        stacked = query.view(split).transpose(1, 2).reshape(self._num_seqs, shape.num_kv_heads, -1, shape.head_dim)
+        if query.dtype == torch.bfloat16 and key.numel() > _BATCHED_ELEMENTS:
+            out = _attend_batched(stacked, key, value, self._mask)
+        else:
+            out = F.scaled_dot_product_attention(stacked, key, value, attn_mask=self._mask)
+        rows = out.view(self._num_seqs, shape.num_kv_heads, self._q_len, -1, shape.head_dim).transpose(1, 2)
+        return rows.reshape(-1, shape.num_heads, shape.head_dim)
+
+    def _make_mask(self, positions: Int32Array, pool: Tensor) -> Tensor:
+        """Return what is added to the scores, [num_seqs, 1, stacked rows or q_len, length], 0 or -inf."""
+        is_hidden = np.arange(self._length) > positions.reshape(self._num_seqs, 1, self._q_len, 1)
+        if not self._is_chunk:
+            is_hidden = is_hidden.repeat(self._shape.num_queries_per_kv, axis=2)
+        mask = torch.zeros(is_hidden.shape, dtype=pool.dtype, device=pool.device)
+        return mask.masked_fill_(torch.from_numpy(is_hidden).to(pool.device), float("-inf"))
+
+
+def _attend_batched(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Attend by two batched products; scores keep 16 bits although each product rounds to 8.
+
+    ``low`` is what rounding ``high`` lost, computed by the same product with ``high`` subtracted from its float32 sums.
+    """
+    query, key, value = (part.flatten(0, 1) for part in (query, key, value))
+    high = torch.bmm(query, key.transpose(1, 2))
+    low = torch.baddbmm(high, query, key.transpose(1, 2), beta=-1)
+    scores = high.float().add_(low).mul_(query.shape[-1] ** -0.5)
+    if mask is not None:
+        scores.view(mask.shape[0], -1, *scores.shape[1:]).add_(mask)
+    return torch.bmm(torch.softmax(scores, dim=-1).to(value.dtype), value)
+
+
+def _own_blocks(block_tables: Int32Array, kv_lens: Int32Array, shape: _Shape) -> Int32Array:
+    """Return block tables whose padding repeats each sequence's first block."""
+    is_used = np.arange(block_tables.shape[1]) * shape.block_size < kv_lens[:, None]
+    return np.where(is_used, block_tables, block_tables[:, :1])
+
+
+def _spread(is_stale: npt.NDArray[np.bool_], num_kv_heads: int) -> npt.NDArray[np.bool_]:
+    """Return [2, num_seqs, num_kv_heads, length] for [num_seqs, length], as the gathered slots lie."""
+    return np.broadcast_to(is_stale[None, :, None, :], (2, len(is_stale), num_kv_heads, is_stale.shape[1]))
+
+
+def _index(values: npt.NDArray[np.integer], pool: Tensor) -> Tensor:
+    return torch.from_numpy(values.astype(np.int64)).to(pool.device)

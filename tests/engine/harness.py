@@ -14,7 +14,6 @@ from ferrule_server.executor.base import OutputSpec
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.store import KvStore
-
 from tests.fakes import FakeExecutor
 
 GREEDY = OutputRequest(OutputSpec(greedy=True))

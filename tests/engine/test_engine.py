@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+
 from ferrule_server.engine.jobs import (
     CacheInfo,
     ForkJob,
@@ -39,7 +40,6 @@ from ferrule_server.errors import (
 )
 from ferrule_server.executor.base import DeviceLost, OutputSpec, SampleSpec
 from ferrule_server.kv.handle import Handle, StalePolicy
-
 from tests.engine.harness import NOTHING, Harness, append
 from tests.fakes import FakeExecutor, fake_next_token
 

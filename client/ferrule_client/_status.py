@@ -66,7 +66,7 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _NEVER_SENT = ("failed to connect to all addresses", "Connection refused", "connection refused", "resolution failed")
 
 
-def error_from_call(error: grpc.RpcError) -> e.ExecutorError:
+def error_from_call(error: object) -> e.ExecutorError:
     """Return the typed error of a failed call; the gRPC error should be chained as its cause.
 
     Args:

@@ -45,7 +45,7 @@ Acceptance = Literal["none", "exact", "rejection"]
 """Who decides which drafts of a verify hold: the client, the exact token, or speculative sampling."""
 
 FinishReason = Literal["eos", "stop_token", "max_tokens", "context_full", "closed"]
-"""Why a generation ended; ``closed`` means the caller left it before its end."""
+"""Why a generation ended; ``closed`` means the caller or an error ended it before its end."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -1,0 +1,156 @@
+"""The Ferrule client: handles to the KV cache of a language model that runs elsewhere.
+
+Importing this package loads grpc, protobuf and numpy, nothing more. Begin with ``Client.connect``::
+
+    from ferrule_client import Client, greedy
+
+    with Client.connect("127.0.0.1:50051") as client, client.prefill([1, 2, 3], policy=greedy()) as cache:
+        output = cache.decode(cache.last.token, policy=greedy())
+
+* ``Client``: a connection; makes caches.
+* ``Cache``: one sequence on the server, the object that moves; ``cache.handle`` is the value at its tip.
+* ``greedy``, ``sample``, ``full_logits``, ``no_output``: what to return for each row.
+* ``Stream``: many caches decoded together, one frame per step.
+* ``ExecutorError``: the root of all errors; the tree is drawn in ``ferrule_client.errors``.
+"""
+
+from __future__ import annotations
+
+from ferrule_client.cache import Cache
+from ferrule_client.client import Client
+from ferrule_client.errors import (
+    AuthError,
+    BlocksExhaustedError,
+    CallCancelledError,
+    ContextExceededError,
+    DeadlineExceededError,
+    DrainingError,
+    EpochChangedError,
+    ExceedsPoolError,
+    ExecutorError,
+    HandleExpiredError,
+    HandleLostError,
+    HandleNotFoundError,
+    HandleStaleError,
+    InternalError,
+    InvalidRequestError,
+    MaskUnknownError,
+    MessageTooLargeError,
+    NonFiniteLogitsError,
+    OutOfRangeError,
+    QueueFullError,
+    QuotaExceededError,
+    ReplyTooLargeError,
+    RequestIdReusedError,
+    ResourceExhaustedError,
+    SlowConsumerError,
+    StartingError,
+    TokenOutOfVocabError,
+    TruncateBeyondError,
+    UnavailableError,
+    UnsupportedError,
+    WrongInstanceError,
+)
+from ferrule_client.generation import (
+    Generation,
+    TextGeneration,
+)
+from ferrule_client.policy import (
+    DType,
+    Greedy,
+    Policy,
+    Sampling,
+    full_logits,
+    greedy,
+    no_output,
+    sample,
+)
+from ferrule_client.stream import Stream
+from ferrule_client.types import (
+    Acceptance,
+    CacheInfo,
+    CacheSummary,
+    Capabilities,
+    FinishReason,
+    FloatArray,
+    Handle,
+    Lease,
+    ModelInfo,
+    OnStale,
+    Output,
+    Released,
+    Status,
+    Timing,
+    TlsConfig,
+    TokenLogprob,
+    Tokens,
+    Verification,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Acceptance",
+    "AuthError",
+    "BlocksExhaustedError",
+    "Cache",
+    "CacheInfo",
+    "CacheSummary",
+    "CallCancelledError",
+    "Capabilities",
+    "Client",
+    "ContextExceededError",
+    "DType",
+    "DeadlineExceededError",
+    "DrainingError",
+    "EpochChangedError",
+    "ExceedsPoolError",
+    "ExecutorError",
+    "FinishReason",
+    "FloatArray",
+    "Generation",
+    "Greedy",
+    "Handle",
+    "HandleExpiredError",
+    "HandleLostError",
+    "HandleNotFoundError",
+    "HandleStaleError",
+    "InternalError",
+    "InvalidRequestError",
+    "Lease",
+    "MaskUnknownError",
+    "MessageTooLargeError",
+    "ModelInfo",
+    "NonFiniteLogitsError",
+    "OnStale",
+    "OutOfRangeError",
+    "Output",
+    "Policy",
+    "QueueFullError",
+    "QuotaExceededError",
+    "Released",
+    "ReplyTooLargeError",
+    "RequestIdReusedError",
+    "ResourceExhaustedError",
+    "Sampling",
+    "SlowConsumerError",
+    "StartingError",
+    "Status",
+    "Stream",
+    "TextGeneration",
+    "Timing",
+    "TlsConfig",
+    "TokenLogprob",
+    "TokenOutOfVocabError",
+    "Tokens",
+    "TruncateBeyondError",
+    "UnavailableError",
+    "UnsupportedError",
+    "Verification",
+    "WrongInstanceError",
+    "__version__",
+    "full_logits",
+    "greedy",
+    "no_output",
+    "sample",
+]

@@ -1,0 +1,294 @@
+"""Messages of ``ferrule.v1`` to and from the values of ``types`` and ``policy``. Pure functions, no calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+from datetime import UTC
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf import duration_pb2, timestamp_pb2
+from google.protobuf.message import Message
+
+from ferrule.v1 import cache_pb2, executor_pb2, info_pb2, policy_pb2, types_pb2
+from ferrule_client import types as t
+from ferrule_client.policy import DType, Greedy, Policy, Sampling
+
+__all__ = [
+    "cache_info_from_message",
+    "capabilities_from_message",
+    "draft_probs_to_message",
+    "duration",
+    "handle_from_message",
+    "handle_to_message",
+    "lease_from_message",
+    "model_info_from_message",
+    "output_from_message",
+    "policy_to_message",
+    "stale_to_message",
+    "status_from_message",
+    "summary_from_message",
+    "tensor_to_array",
+    "token_list",
+    "verification_from_message",
+]
+
+_T = TypeVar("_T")
+
+_DTYPES: dict[DType, types_pb2.DataType] = {
+    "float32": types_pb2.DATA_TYPE_FLOAT32,
+    "bfloat16": types_pb2.DATA_TYPE_BFLOAT16,
+    "float16": types_pb2.DATA_TYPE_FLOAT16,
+}
+_STALE: dict[t.OnStale, types_pb2.StalePolicy] = {
+    "fail": types_pb2.STALE_POLICY_FAIL,
+    "fork": types_pb2.STALE_POLICY_FORK,
+    "rewind": types_pb2.STALE_POLICY_REWIND,
+}
+
+AnyOutput = (
+    executor_pb2.PrefillOutput | executor_pb2.DecodeOutput | executor_pb2.UnifiedOutput | executor_pb2.VerifyOutput
+)
+
+
+def token_list(tokens: t.Tokens) -> list[int]:
+    """Return one or several token ids as a list.
+
+    Raises:
+        ValueError: An id is negative; the server checks the upper bound.
+    """
+    ids = [int(i) for i in tokens] if isinstance(tokens, (Sequence, np.ndarray)) else [int(tokens)]
+    if ids and min(ids) < 0:
+        raise ValueError(f"token ids must not be negative, got {min(ids)}")
+    return ids
+
+
+def handle_to_message(handle: t.Handle) -> types_pb2.KvCacheHandle:
+    """Return the wire form of a handle."""
+    return types_pb2.KvCacheHandle(cache_id=handle.cache_id, length=handle.length, lineage=handle.lineage)
+
+
+def handle_from_message(message: types_pb2.KvCacheHandle) -> t.Handle:
+    """Return the value that a wire handle stands for."""
+    return t.Handle(message.cache_id, message.length, message.lineage)
+
+
+def duration(seconds: float | None) -> duration_pb2.Duration | None:
+    """Return seconds as a Duration; None stays None, which leaves a field unset."""
+    if seconds is None:
+        return None
+    message = duration_pb2.Duration()
+    message.FromNanoseconds(round(seconds * 1e9))
+    return message
+
+
+def stale_to_message(on_stale: t.OnStale) -> types_pb2.StalePolicy:
+    """Return the wire form of a stale policy.
+
+    Raises:
+        ValueError: It is none of the three.
+    """
+    if on_stale not in _STALE:
+        raise ValueError(f"on_stale must be one of {', '.join(_STALE)}, got {on_stale!r}")
+    return _STALE[on_stale]
+
+
+def policy_to_message(policy: Policy | None) -> policy_pb2.LogitsReturnPolicy | None:
+    """Return the wire form of a policy; None stays None, which the contract reads as full logits."""
+    if policy is None:
+        return None
+    message = policy_pb2.LogitsReturnPolicy(
+        none=policy.nothing,
+        logprobs=policy.logprobs,
+        top_logprobs=policy.top_logprobs,
+        logprob_token_ids=policy.logprob_token_ids,
+        target_logprobs=policy.target_logprobs,
+        entropy=policy.entropy,
+        hidden_state=policy.hidden_state,
+    )
+    if policy.logits is not None:
+        message.full_logits.dtype = _DTYPES[policy.logits]
+    if isinstance(policy.selection, Greedy):
+        message.greedy_argmax.CopyFrom(_greedy_to_message(policy.selection))
+    elif isinstance(policy.selection, Sampling):
+        message.sample.CopyFrom(_sampling_to_message(policy.selection))
+    return message
+
+
+def _greedy_to_message(greedy: Greedy) -> policy_pb2.GreedyArgmax:
+    return policy_pb2.GreedyArgmax(token_mask=_mask(greedy.allowed_ids), repetition_penalty=greedy.repetition_penalty)
+
+
+def _sampling_to_message(sampling: Sampling) -> policy_pb2.Sample:
+    return policy_pb2.Sample(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        repetition_penalty=sampling.repetition_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        penalty_start=sampling.penalty_start,
+        logit_bias=dict(sampling.logit_bias),
+        token_mask=_mask(sampling.allowed_ids),
+    )
+
+
+def _mask(allowed_ids: Iterable[int] | None) -> policy_pb2.TokenMask | None:
+    if allowed_ids is None:
+        return None
+    return policy_pb2.TokenMask(allowed_ids=policy_pb2.TokenIdList(token_ids=allowed_ids))
+
+
+def tensor_to_array(tensor: types_pb2.Tensor) -> t.FloatArray:
+    """Return a float tensor as float32, in its shape.
+
+    Returns:
+        A read-only view of the message's bytes for float32, else a new array.
+
+    Raises:
+        ValueError: The element type is not a float this client knows.
+    """
+    shape = tuple(tensor.shape)
+    if tensor.dtype == types_pb2.DATA_TYPE_FLOAT32:
+        return np.frombuffer(tensor.data, dtype="<f4").reshape(shape)
+    if tensor.dtype == types_pb2.DATA_TYPE_FLOAT16:
+        return np.frombuffer(tensor.data, dtype="<f2").astype(np.float32).reshape(shape)
+    if tensor.dtype == types_pb2.DATA_TYPE_BFLOAT16:  # the upper half of a float32
+        widened = np.frombuffer(tensor.data, dtype="<u2").astype(np.uint32) << 16
+        return widened.view(np.float32).reshape(shape)
+    raise ValueError(f"cannot read a tensor of {types_pb2.DataType.Name(tensor.dtype)}")
+
+
+def draft_probs_to_message(probs: npt.NDArray[np.floating]) -> executor_pb2.DraftProbs:
+    """Return dense draft laws, [drafts, vocab_size], as a float32 tensor."""
+    array = np.ascontiguousarray(probs, dtype="<f4")
+    tensor = types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_FLOAT32, shape=array.shape, data=array.tobytes())
+    return executor_pb2.DraftProbs(dense=tensor)
+
+
+def output_from_message(message: AnyOutput) -> t.Output:
+    """Return what an append brought; lists that were not asked for come out empty, arrays as None."""
+    rows = message.outputs
+    return t.Output(
+        handle=handle_from_message(message.kv_cache),
+        tokens=tuple(rows.tokens),
+        logprobs=tuple(rows.model_logprobs),
+        sampled_logprobs=tuple(rows.sampled_logprobs),
+        all_logits=tensor_to_array(rows.logits) if rows.HasField("logits") else None,
+        top_logprobs=_top_logprobs(rows),
+        target_logprobs=_floats(rows.target_logprobs),
+        requested_logprobs=_floats(rows.requested_logprobs, rows.num_rows),
+        entropies=_floats(rows.entropies),
+        hidden_state=tensor_to_array(rows.hidden_state) if rows.HasField("hidden_state") else None,
+        seed=rows.seed if rows.HasField("seed") else None,
+        timing=t.Timing(message.timing.queue_ns, message.timing.run_ns, message.timing.step_rows),
+        replayed=message.replayed,
+        recomputed=message.recomputed,
+        cached_tokens=getattr(message, "cached_tokens", 0),
+        request_id=message.request_id,
+    )
+
+
+def _floats(values: Sequence[float], num_rows: int = 0) -> t.FloatArray | None:
+    if not values:
+        return None
+    array = np.array(values, dtype=np.float32)
+    return array.reshape(num_rows, -1) if num_rows else array
+
+
+def _top_logprobs(rows: policy_pb2.Outputs) -> tuple[tuple[t.TokenLogprob, ...], ...]:
+    if not rows.top_k:
+        return ()
+    pairs = [t.TokenLogprob(*pair) for pair in zip(rows.top_token_ids, rows.top_logprobs, strict=True)]
+    return tuple(tuple(pairs[at : at + rows.top_k]) for at in range(0, len(pairs), rows.top_k))
+
+
+def verification_from_message(message: executor_pb2.VerifyOutput) -> t.Verification:
+    """Return what became of draft tokens."""
+    return t.Verification(
+        output=output_from_message(message),
+        accepted_count=message.accepted_count,
+        accepted_indices=tuple(message.accepted_indices),
+        next_token=message.next_token if message.HasField("next_token") else None,
+        row_handles=tuple(handle_from_message(handle) for handle in message.row_handles),
+    )
+
+
+def lease_from_message(message: cache_pb2.Lease) -> t.Lease:
+    """Return a lease."""
+    return t.Lease(message.ttl.ToNanoseconds() / 1e9, _plain(message, "expire_time"))
+
+
+def cache_info_from_message(message: cache_pb2.CacheInfo) -> t.CacheInfo:
+    """Return the state of a sequence."""
+    return _copy(
+        t.CacheInfo, message, handle=handle_from_message(message.kv_cache), lease=lease_from_message(message.lease)
+    )
+
+
+def summary_from_message(message: cache_pb2.CacheSummary) -> t.CacheSummary:
+    """Return one line of a list of sequences."""
+    return _copy(t.CacheSummary, message, lease=lease_from_message(message.lease))
+
+
+def model_info_from_message(message: info_pb2.ModelInfo) -> t.ModelInfo:
+    """Return the description of the model."""
+    return _copy(t.ModelInfo, message)
+
+
+def capabilities_from_message(message: info_pb2.ExecutorCapabilities) -> t.Capabilities:
+    """Return what the server can do."""
+    flags = [name for name in message.DESCRIPTOR.fields_by_name if name.startswith("supports_")]
+    memory = message.memory_requirements
+    return _copy(
+        t.Capabilities,
+        message,
+        features=frozenset(name.removeprefix("supports_") for name in flags if getattr(message, name)),
+        parameter_bytes=memory.parameter_bytes,
+        kv_bytes_per_token=memory.kv_bytes_per_token,
+        kv_pool_bytes=memory.kv_pool_bytes,
+    )
+
+
+def status_from_message(message: info_pb2.ExecutorStatus) -> t.Status:
+    """Return how the server is doing."""
+    return _copy(t.Status, message)
+
+
+def _copy(cls: type[_T], message: Message, **given: object) -> _T:
+    """Build a dataclass from the message's fields of the same names; a name that ends in ``_s`` is a Duration."""
+    values = dict(given)
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if field.name not in values:
+            known = field.name in message.DESCRIPTOR.fields_by_name
+            values[field.name] = _plain(message, field.name if known else field.name.removesuffix("_s"))
+    return cls(**values)
+
+
+def _plain(message: Message, name: str) -> Any:  # Any: the dataclass the value goes to states its type
+    """Return a field as plain Python: enum names in lower case, unset as None, lists as tuples, times as they are."""
+    descriptor = message.DESCRIPTOR.fields_by_name[name]
+    value = getattr(message, name)
+    if descriptor.has_presence and not message.HasField(name):
+        return 0.0 if isinstance(value, duration_pb2.Duration) else None
+    if isinstance(value, timestamp_pb2.Timestamp):
+        return value.ToDatetime(tzinfo=UTC)
+    if isinstance(value, duration_pb2.Duration):
+        return value.ToNanoseconds() / 1e9
+    if isinstance(value, (str, bytes, bool, float)):
+        return value
+    if isinstance(value, int):
+        return _enum_word(descriptor.enum_type, value) if descriptor.enum_type else value
+    return tuple(value)
+
+
+def _enum_word(enum: Any, number: int) -> str:  # Any: descriptors have no stubs worth the name
+    """Return ``DATA_TYPE_BFLOAT16`` as ``bfloat16``; a number that this client does not know as its digits."""
+    value = enum.values_by_number.get(number)
+    prefix = re.sub(r"(?<!^)(?=[A-Z])", "_", enum.name).upper() + "_"
+    return str(number) if value is None else value.name.removeprefix(prefix).lower()

@@ -1,0 +1,547 @@
+"""The cache: the object that moves along one sequence on the server."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from ferrule.v1 import cache_pb2, executor_pb2, tokenizer_pb2, types_pb2
+from ferrule_client import _convert
+from ferrule_client._connection import USE_DEFAULT, Connection, Timeout
+from ferrule_client._detokenizer import Detokenizer
+from ferrule_client._lease import LeaseKeeper
+from ferrule_client._tip import Tip
+from ferrule_client.errors import ExecutorError
+from ferrule_client.generation import Generation, TextGeneration
+from ferrule_client.policy import Policy, no_output, sample
+from ferrule_client.stream import Stream
+from ferrule_client.types import Acceptance, CacheInfo, Handle, OnStale, Output, Released, Tokens, Verification
+
+__all__ = ["Cache"]
+
+_log = logging.getLogger(__name__)
+
+_EXIT_S = 5.0
+
+_ACCEPTANCE: dict[Acceptance, executor_pb2.AcceptanceRule] = {
+    "none": executor_pb2.ACCEPTANCE_RULE_NONE,
+    "exact": executor_pb2.ACCEPTANCE_RULE_EXACT,
+    "rejection": executor_pb2.ACCEPTANCE_RULE_REJECTION,
+}
+
+
+class Cache:
+    """One sequence on the server, and the handle at its newest state.
+
+    Made by ``Client.prefill``, ``Cache.fork`` or ``Client.adopt``. A handle is a value and never changes; a cache is
+    the thing that moves: each call that appends replaces ``handle``. Leaving ``with`` releases the sequence.
+
+    **Pending.** A token that the model has drawn is not in its KV cache until it is sent back. ``decode`` leaves that
+    to you: it appends exactly the tokens you give. The loops, ``generate`` and ``verify``, hand tokens out and keep
+    the newest in ``pending``. Whatever comes next sends it first, so that these just work::
+
+        for token in cache.generate(max_tokens=20): ...
+        cache.decode(question_ids)             # appends the last token of the loop, then the question
+        for token in cache.generate(): ...     # goes on after the question
+
+    and a fork takes it along. ``truncate`` drops it. So never feed the last token of a loop back by hand.
+
+    Not safe to use from two threads at once (fork it instead); two caches of one client are.
+
+    Attributes:
+        tip: The state shared with streams and generations; not for callers.
+    """
+
+    def __init__(self, connection: Connection, keeper: LeaseKeeper, tip: Tip, *, keep_alive: bool = True) -> None:
+        self._connection = connection
+        self._keeper = keeper
+        self._keep_alive = keep_alive
+        self.tip = tip
+        if keep_alive:
+            keeper.add(tip)
+
+    def __enter__(self) -> Cache:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        try:
+            self.release(timeout=_EXIT_S)
+        except ExecutorError as failure:  # the lease ends the sequence; the body's own error must stay visible
+            _log.debug("release failed handle_id=%s reason=%s", self.handle.handle_id, failure.reason)
+
+    def __repr__(self) -> str:
+        state = "released" if self.tip.is_released else f"length={self.length}, pending={len(self.pending)}"
+        return f"Cache({self.handle.handle_id}, {state})"
+
+    def __del__(self) -> None:
+        if "tip" in self.__dict__ and not self.tip.is_released:
+            self._keeper.remove(self.tip)
+            text = f"{self!r} was never released; its KV stays on the server until the lease ends: use `with`"
+            warnings.warn(text, ResourceWarning, source=self, stacklevel=1)
+
+    @property
+    def handle(self) -> Handle:
+        """The handle at the tip: a value to keep, compare or send elsewhere."""
+        return self.tip.handle
+
+    @property
+    def length(self) -> int:
+        """Tokens in the KV cache; ``pending`` does not count."""
+        return self.tip.handle.length
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """Tokens handed out by a loop and not in the KV cache yet: none, or one. The next append sends them first."""
+        return self.tip.pending
+
+    @property
+    def last(self) -> Output | None:
+        """The newest output, at first the prefill's own. None for an adopted handle and after a truncate."""
+        return self.tip.last
+
+    @property
+    def is_released(self) -> bool:
+        """True: the sequence was released or given away."""
+        return self.tip.is_released
+
+    def decode(
+        self,
+        tokens: Tokens,
+        *,
+        policy: Policy | None = None,
+        on_stale: OnStale = "fail",
+        timeout: Timeout = USE_DEFAULT,
+    ) -> Output:
+        """Append tokens and return the row of the last one; the handle covers them afterwards.
+
+        A retry after a lost reply never appends twice: the server answers it as a replay.
+
+        Args:
+            tokens: One token id, or several; what is pending is appended before them.
+            policy: What to return for the row. None: full logits in float32.
+            on_stale: What to do if somebody else appended to this sequence meanwhile. ``fork`` makes this cache
+                follow the new branch.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            The output. A token that the policy chose is yours to append, or not.
+
+        Raises:
+            HandleNotFoundError: The sequence is gone: prefill again.
+            HandleStaleError: The sequence has moved on.
+            InvalidRequestError: A token is out of the vocabulary, or the policy is not allowed.
+            ContextExceededError: The context is full.
+            ResourceExhaustedError: The pool or the queue is full now.
+            ExecutorError: Anything else, see ``errors``.
+
+        Example:
+            ``output = cache.decode(output.token, policy=greedy())``
+        """
+        self.settle()
+        seeded = None if policy is None else policy.with_seed()
+        sent = self.tip.decode_input(_convert.token_list(tokens), seeded, on_stale)
+        request = executor_pb2.DecodeRequest(input=sent)
+        creates = on_stale == "fork"
+        reply = self._connection.unary(self._connection.executor.Decode, request, timeout=timeout, creates=creates)
+        return self.tip.moved(sent.input_ids, _convert.output_from_message(reply.output))
+
+    def query(self, policy: Policy | None = None, *, timeout: Timeout = USE_DEFAULT) -> Output:
+        """Return the newest row again, under another policy; nothing is appended but what was pending.
+
+        Args:
+            policy: What to return for the row. None: full logits in float32.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            The output.
+
+        Raises:
+            ExecutorError: As in ``decode``.
+
+        Example:
+            ``best = cache.query(greedy(top_logprobs=5)).top_logprobs[0]``
+        """
+        return self.decode((), policy=policy, timeout=timeout)
+
+    def prefill(
+        self,
+        tokens: Tokens,
+        *,
+        policy: Policy | None = None,
+        all_positions: bool = False,
+        ttl: float | None = None,
+        on_stale: OnStale = "fail",
+        timeout: Timeout = USE_DEFAULT,
+    ) -> Output:
+        """Append many tokens, in chunks if need be, optionally with a row for each of them.
+
+        Args:
+            tokens: Token ids; what is pending is appended before them.
+            policy: What to return for the rows. None: full logits in float32.
+            all_positions: True: a row for every token, not only the last one.
+            ttl: New lease in seconds; None keeps the sequence's own.
+            on_stale: As in ``decode``.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            The output.
+
+        Raises:
+            ExecutorError: As in ``decode``.
+
+        Example:
+            ``scores = cache.prefill(ids, policy=Policy(target_logprobs=True), all_positions=True).target_logprobs``
+        """
+        self.settle()
+        seeded = None if policy is None else policy.with_seed()
+        sent = self.tip.decode_input(_convert.token_list(tokens), seeded, on_stale)
+        item = executor_pb2.PrefillInput(
+            input_ids=sent.input_ids,
+            kv_cache=sent.kv_cache,
+            logits_policy=sent.logits_policy if seeded else None,
+            logits_positions=types_pb2.LOGITS_POSITIONS_ALL if all_positions else types_pb2.LOGITS_POSITIONS_LAST,
+            cache=executor_pb2.CacheOptions(ttl=_convert.duration(ttl)),
+            on_stale=sent.on_stale,
+        )
+        request = executor_pb2.PrefillRequest(input=item)
+        creates = on_stale == "fork"
+        reply = self._connection.unary(self._connection.executor.Prefill, request, timeout=timeout, creates=creates)
+        return self.tip.moved(sent.input_ids, _convert.output_from_message(reply.output))
+
+    def generate(
+        self,
+        max_tokens: int | None = None,
+        *,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int | None = None,
+        stop_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        policy: Policy | None = None,
+        timeout: Timeout = USE_DEFAULT,
+    ) -> Generation:
+        """Return an iterator over tokens drawn by the server, on one stream.
+
+        Nothing runs before the first ``next``. After each token the handle covers every token before it and
+        ``pending`` is the token itself; see the class for how to go on. Ctrl-C and ``break`` leave the cache usable.
+
+        Args:
+            max_tokens: Most tokens to draw; None: until a stop token or the end of the context.
+            temperature: Divides the logits; 0 is greedy, None is 1.
+            top_k: Keeps the k most likely tokens.
+            top_p: Keeps the smallest set of most likely tokens that reaches this probability.
+            min_p: Keeps tokens at least this times as likely as the most likely one.
+            seed: Seed of the draws; None draws one, to be read from ``last.seed``. Branches want different ones.
+            stop_ids: Tokens that end the loop, besides the model's own.
+            ignore_eos: True: do not stop at the model's own stop tokens.
+            policy: Any policy with a selection, in place of the sampling settings above.
+            timeout: Seconds one token may take, retries included.
+
+        Returns:
+            An iterator with ``finish_reason``, ``output`` and ``close``. A token that ends the loop is yielded.
+
+        Raises:
+            ValueError: The policy has no selection, or comes with sampling settings.
+            ExecutorError: While iterating, as in ``decode``; a full context ends the loop instead.
+
+        Example:
+            ``tokens = list(cache.generate(max_tokens=32, temperature=0.7, seed=1))``
+        """
+        drawn = sample(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+        if policy is not None and drawn != sample():
+            raise ValueError("give either a policy or sampling settings, not both")
+        chosen = policy or drawn
+        if chosen.selection is None:
+            raise ValueError("generating needs a policy that chooses tokens, such as greedy() or sample()")
+        info = self._connection.model_info(timeout)
+        return Generation(
+            self,
+            Stream(self._connection),
+            chosen.with_seed(),
+            max_tokens=max_tokens,
+            eos_ids=frozenset() if ignore_eos else frozenset(info.eos_token_ids + info.stop_token_ids),
+            stop_ids=frozenset(stop_ids),
+            timeout=timeout,
+        )
+
+    def generate_text(
+        self,
+        max_tokens: int | None = None,
+        *,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int | None = None,
+        stop_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        policy: Policy | None = None,
+        timeout: Timeout = USE_DEFAULT,
+    ) -> TextGeneration:
+        """Return an iterator over pieces of text, never half a character; the loop is that of ``generate``.
+
+        The text comes from the server's tokenizer. Special tokens, the one that ends the text among them, are not
+        written out; ``tokens`` of the iterator has every id.
+
+        Args:
+            max_tokens: As in ``generate``.
+            temperature: As in ``generate``.
+            top_k: As in ``generate``.
+            top_p: As in ``generate``.
+            min_p: As in ``generate``.
+            seed: As in ``generate``.
+            stop_ids: As in ``generate``.
+            ignore_eos: As in ``generate``.
+            policy: As in ``generate``.
+            timeout: As in ``generate``.
+
+        Returns:
+            An iterator with ``tokens``, ``finish_reason`` and ``close``.
+
+        Raises:
+            UnsupportedError: The server has no tokenizer.
+            ExecutorError: While iterating, as in ``decode``.
+
+        Example:
+            ``print("".join(cache.generate_text(max_tokens=32)))``
+        """
+
+        def decode(ids: Sequence[int]) -> tuple[str, bool]:
+            request = tokenizer_pb2.TokenizerServiceDecodeRequest(token_ids=ids, skip_special_tokens=True)
+            reply = self._connection.unary(self._connection.tokenizer.Decode, request, timeout=timeout)
+            return reply.text, reply.ends_mid_character
+
+        generation = self.generate(
+            max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            stop_ids=stop_ids,
+            ignore_eos=ignore_eos,
+            policy=policy,
+            timeout=timeout,
+        )
+        return TextGeneration(generation, Detokenizer(decode, (*self.tip.recent, *self.pending)))
+
+    def verify(
+        self,
+        draft: Sequence[int],
+        *,
+        tokens: Tokens = (),
+        policy: Policy | None = None,
+        acceptance: Acceptance | None = None,
+        parents: Sequence[int] = (),
+        draft_probs: npt.NDArray[np.floating] | None = None,
+        row_handles: bool = False,
+        on_stale: OnStale = "fail",
+        timeout: Timeout = USE_DEFAULT,
+    ) -> Verification:
+        """Run draft tokens, keep those that hold, and return how many did.
+
+        Afterwards the handle covers the certain tokens and the accepted drafts, and ``next_token``, if there is one,
+        is ``pending``: a loop of ``verify`` calls needs no other bookkeeping.
+
+        Args:
+            draft: Draft token ids, a chain or a tree; may be empty.
+            tokens: Certain tokens that are not in the sequence yet, appended after what is pending. Together at
+                least one.
+            policy: What to return for the rows, and the law that the acceptance works with.
+            acceptance: Who decides. None: ``exact`` if the policy chooses tokens, else ``none``.
+            parents: Row that each draft follows (row 0 is the last certain token, row r is draft r). Empty: a chain.
+            draft_probs: Laws the drafts were drawn from, [drafts, vocab_size], for ``rejection``.
+            row_handles: True: return a handle at row 0 and at each appended draft.
+            on_stale: As in ``decode``.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            What became of the drafts.
+
+        Raises:
+            ValueError: There is no certain token.
+            UnsupportedError: The server does not serve ForwardVerify (``forward_verify`` in its features).
+            ExecutorError: As in ``decode``.
+
+        Example:
+            ``accepted = cache.verify(draft_model.propose(4), policy=greedy()).accepted_count``
+        """
+        self.settle()
+        seeded = None if policy is None else policy.with_seed()
+        base = self.tip.decode_input(_convert.token_list(tokens), seeded, on_stale)
+        if not base.input_ids:
+            raise ValueError("a verify needs a certain token: generate or decode first, or give `tokens`")
+        rule = acceptance or ("exact" if seeded is not None and seeded.selection is not None else "none")
+        item = executor_pb2.VerifyInput(
+            input_ids=base.input_ids,
+            kv_cache=base.kv_cache,
+            logits_policy=base.logits_policy if seeded else None,
+            on_stale=base.on_stale,
+            draft_ids=_convert.token_list(draft),
+            parents=parents,
+            acceptance=_ACCEPTANCE[rule],
+            draft_probs=None if draft_probs is None else _convert.draft_probs_to_message(draft_probs),
+            return_row_handles=row_handles,
+        )
+        request = executor_pb2.ForwardVerifyRequest(input=item)
+        creates = on_stale == "fork"
+        reply = self._connection.unary(
+            self._connection.executor.ForwardVerify, request, timeout=timeout, creates=creates
+        )
+        verification = _convert.verification_from_message(reply.output)
+        pending = () if verification.next_token is None else (verification.next_token,)
+        self.tip.moved(base.input_ids, verification.output, pending=pending)
+        return verification
+
+    def fork(
+        self,
+        n: int = 1,
+        *,
+        length: int | None = None,
+        ttl: float | None = None,
+        timeout: Timeout = USE_DEFAULT,
+    ) -> list[Cache]:
+        """Return ``n`` new caches that share this one's blocks; nothing is copied until a branch writes.
+
+        Branches that start at the tip take the pending token along. Give each branch its own seed.
+
+        Args:
+            n: Number of branches.
+            length: Branch at this many tokens. None: at the tip.
+            ttl: Lease of each branch in seconds. None: that of this sequence.
+            timeout: Seconds this may take. Retried only when the request certainly never ran.
+
+        Returns:
+            The branches; each is a sequence of its own and wants to be released.
+
+        Raises:
+            InvalidRequestError: ``n`` is above the server's limit, or ``length`` outside 1 to the cache's length.
+            ExecutorError: As in ``decode``.
+
+        Example:
+            ``with contextlib.ExitStack() as stack: branches = [stack.enter_context(b) for b in cache.fork(3)]``
+        """
+        request = cache_pb2.ForkCacheRequest(
+            kv_cache=_convert.handle_to_message(self._live_handle()),
+            count=n,
+            length=length,
+            ttl=_convert.duration(ttl),
+        )
+        reply = self._connection.unary(self._connection.executor.ForkCache, request, timeout=timeout, creates=True)
+        at_tip = length is None
+        tips = [self.tip.branch(_convert.handle_from_message(one), at_tip=at_tip) for one in reply.kv_caches]
+        return [Cache(self._connection, self._keeper, tip, keep_alive=self._keep_alive) for tip in tips]
+
+    def truncate(self, length: int, *, timeout: Timeout = USE_DEFAULT) -> int:
+        """Shorten the sequence to exactly ``length`` tokens and return the number of blocks that became free.
+
+        What was pending is dropped; ``truncate(cache.length)`` does only that.
+
+        Args:
+            length: Tokens to keep, from 1 to ``cache.length``.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            Blocks that went back to the pool; those shared with other sequences do not count.
+
+        Raises:
+            TruncateBeyondError: ``length`` is out of that range.
+            ExecutorError: As in ``decode``.
+
+        Example:
+            ``cache.truncate(cache.length - 3)``
+        """
+        request = cache_pb2.TruncateKvRequest(
+            kv_cache=_convert.handle_to_message(self._live_handle()), new_length=max(0, length)
+        )
+        reply = self._connection.unary(self._connection.executor.TruncateKv, request, timeout=timeout)
+        self.tip.cut(_convert.handle_from_message(reply.kv_cache))
+        return reply.freed_blocks
+
+    def info(self, *, token_ids: bool = False, blocks: bool = False, timeout: Timeout = USE_DEFAULT) -> CacheInfo:
+        """Return the server's state of the sequence; renews its lease and changes nothing else.
+
+        Args:
+            token_ids: True: with all token ids.
+            blocks: True: with block ids and reference counts.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            The state, with the handle at the sequence's own tip.
+
+        Raises:
+            HandleNotFoundError: The sequence is gone.
+            ExecutorError: Anything else, see ``errors``.
+
+        Example:
+            ``shared = cache.info().num_shared_blocks``
+        """
+        request = cache_pb2.GetCacheInfoRequest(
+            kv_cache=_convert.handle_to_message(self._live_handle()),
+            include_token_ids=token_ids,
+            include_blocks=blocks,
+        )
+        reply = self._connection.unary(self._connection.executor.GetCacheInfo, request, timeout=timeout)
+        return _convert.cache_info_from_message(reply.info)
+
+    def release(self, *, timeout: Timeout = USE_DEFAULT) -> Released:
+        """End the sequence and free its blocks. Leaving ``with`` does it; releasing twice changes nothing.
+
+        Args:
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            What was freed.
+
+        Raises:
+            ExecutorError: The server was not reached; the lease will end the sequence.
+
+        Example:
+            ``freed = cache.release().freed_blocks``
+        """
+        if self.is_released or self._connection.is_closed:
+            self.give_up()
+            return Released((False,), 0)
+        self.give_up()
+        request = cache_pb2.ReleaseCacheRequest(kv_caches=[_convert.handle_to_message(self.handle)])
+        reply = self._connection.unary(self._connection.executor.ReleaseCache, request, timeout=timeout)
+        return Released(tuple(result.released for result in reply.results), reply.freed_blocks)
+
+    def detach(self) -> Handle:
+        """Give the sequence away and return its handle: no release, no keep-alive, no warning from here on.
+
+        Whoever gets the handle goes on with ``Client.adopt``; until then the lease runs. A pending token is not in
+        the handle: pass it on too, or append it first.
+
+        Example:
+            ``queue.put(cache.detach())``
+        """
+        return self.give_up().handle
+
+    def settle(self) -> None:
+        """Make an append certain that a cancelled loop left in doubt. Called before every append; rarely by hand."""
+        if self.tip.is_in_doubt:
+            self.tip.is_in_doubt = False
+            try:
+                self.decode((), policy=no_output())
+            except BaseException:
+                self.tip.is_in_doubt = True
+                raise
+
+    def give_up(self) -> Tip:
+        """Mark the sequence as no longer ours and return its tip. For streams and the client; not for callers."""
+        self._keeper.remove(self.tip)
+        self.tip.is_released = True
+        return self.tip
+
+    def _live_handle(self) -> Handle:
+        if self.tip.is_released:
+            raise RuntimeError(f"the sequence of {self.handle!r} was released")
+        return self.handle

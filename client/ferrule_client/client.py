@@ -1,0 +1,427 @@
+"""The client: one connection to one server, and everything that begins there."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+
+import grpc
+
+from ferrule.v1 import cache_pb2, executor_pb2, tokenizer_pb2, types_pb2
+from ferrule_client import _convert
+from ferrule_client._connection import USE_DEFAULT, Connection, Timeout
+from ferrule_client._lease import LeaseKeeper
+from ferrule_client._retry import RetrySettings
+from ferrule_client._status import error_from_status
+from ferrule_client._tip import Tip
+from ferrule_client.cache import Cache
+from ferrule_client.errors import ExecutorError, StartingError, UnavailableError
+from ferrule_client.policy import Policy
+from ferrule_client.stream import Stream
+from ferrule_client.types import (
+    CacheSummary,
+    Capabilities,
+    Handle,
+    Lease,
+    ModelInfo,
+    OnStale,
+    Output,
+    Released,
+    Status,
+    TlsConfig,
+    Tokens,
+)
+
+__all__ = ["Client"]
+
+_POLL_S = 0.1
+
+
+class Client:
+    """A connection to one Ferrule server. Safe to use from several threads; the caches it makes are not.
+
+    Make one with ``Client.connect`` and use it in ``with``::
+
+        with Client.connect("127.0.0.1:50051") as client:
+            with client.prefill(client.encode("def area(")) as cache:
+                print("".join(cache.generate_text(max_tokens=20)))
+
+    Every method takes ``timeout``: seconds for the call with all its retries; None means no limit, and left out it is
+    the client's own. What is tried again is said at ``Attempts`` in ``_retry.py``: broken connections, where that is
+    safe, and a server that is still loading.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._keeper = LeaseKeeper(self._renew)
+        self._lock = threading.Lock()
+        self._stream: Stream | None = None
+        self._capabilities: Capabilities | None = None
+
+    @classmethod
+    def connect(
+        cls,
+        target: str,
+        *,
+        token: str | None = None,
+        tls: bool | TlsConfig | None = None,
+        timeout: float | None = 60.0,
+        max_retries: int = 5,
+    ) -> Client:
+        """Return a client of the server at ``target``. Nothing is sent yet: the first call connects.
+
+        Args:
+            target: ``host:port`` or ``unix:PATH``.
+            token: Bearer token to send with every call.
+            tls: True for TLS with the system's authorities, a ``TlsConfig`` for your own, None for plain text.
+            timeout: Seconds a call may take with its retries, unless it says otherwise; None means no limit.
+            max_retries: Times a call is tried again after a broken connection.
+
+        Returns:
+            The client; close it, or use it in ``with``.
+
+        Example:
+            ``with Client.connect("unix:/run/ferrule.sock") as client: ...``
+        """
+        return cls(Connection(target, token, tls, timeout, RetrySettings(max_retries=max_retries)))
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Client({self._connection.target!r}{', closed' if self._connection.is_closed else ''})"
+
+    def close(self) -> None:
+        """Close the connection and end the keep-alive thread. Closing twice changes nothing.
+
+        Caches that were not released stay on the server until their lease ends.
+        """
+        if self._stream is not None:
+            self._stream.close()
+        self._connection.close()
+        self._keeper.close()
+
+    def prefill(
+        self,
+        tokens: Tokens,
+        *,
+        policy: Policy | None = None,
+        ttl: float | None = None,
+        all_positions: bool = False,
+        reserve_length: int | None = None,
+        reuse_prefix: bool = True,
+        publish_prefix: bool = True,
+        request_id: str = "",
+        keep_alive: bool = True,
+        timeout: Timeout = USE_DEFAULT,
+    ) -> Cache:
+        """Run a prompt into a new sequence and return its cache; ``cache.last`` is the prefill's own output.
+
+        Tried again only when the request certainly never ran (the connection was refused, or the server is still
+        loading): a prefill whose reply was lost would leave a second sequence behind until its lease ends.
+
+        Args:
+            tokens: Token ids, at least one.
+            policy: What to return for the last row. None: full logits in float32; with ``no_output()`` nothing
+                is computed for it.
+            ttl: Lease in seconds, clamped by the server. None: the server's default.
+            all_positions: True: a row for every token, for scoring.
+            reserve_length: Length in tokens up to which room is reserved now, so that appends cannot run out of it.
+            reuse_prefix: False: do not look for the prompt in the prefix cache.
+            publish_prefix: False: do not keep its blocks for later prompts.
+            request_id: Id of your own, echoed in the output; makes the call idempotent where the server has the
+                feature ``request_id``.
+            keep_alive: False: the lease is not renewed in the background; every call on the cache still renews it.
+            timeout: Seconds this may take.
+
+        Returns:
+            The cache. Use it in ``with``, which releases the sequence at the end.
+
+        Raises:
+            InvalidRequestError: The prompt is empty, or a token is out of the vocabulary.
+            ContextExceededError: The prompt is longer than the context.
+            ResourceExhaustedError: The pool or the queue is full now.
+            ExecutorError: Anything else, see ``errors``.
+
+        Example:
+            ``with client.prefill(ids, policy=greedy()) as cache: print(cache.last.token)``
+        """
+        seeded = None if policy is None else policy.with_seed()
+        item = executor_pb2.PrefillInput(
+            request_id=request_id,
+            input_ids=_convert.token_list(tokens),
+            logits_policy=_convert.policy_to_message(seeded),
+            logits_positions=types_pb2.LOGITS_POSITIONS_ALL if all_positions else types_pb2.LOGITS_POSITIONS_LAST,
+            cache=executor_pb2.CacheOptions(
+                ttl=_convert.duration(ttl),
+                reuse_prefix=reuse_prefix,
+                publish_prefix=publish_prefix,
+                reserve_length=reserve_length,
+            ),
+        )
+        request = executor_pb2.PrefillRequest(input=item)
+        reply = self._connection.unary(self._connection.executor.Prefill, request, timeout=timeout, creates=True)
+        output = _convert.output_from_message(reply.output)
+        tip = Tip(output.handle, last=output, recent=item.input_ids)
+        return Cache(self._connection, self._keeper, tip, keep_alive=keep_alive)
+
+    def adopt(self, handle: Handle, *, keep_alive: bool = True) -> Cache:
+        """Return a cache for a handle that came from elsewhere; it owns the sequence from now on.
+
+        Nothing is sent: a handle that is no longer good shows at the first call.
+
+        Args:
+            handle: The handle, as somebody's ``cache.detach()`` or ``cache.handle`` gave it.
+            keep_alive: False: its lease is not renewed in the background.
+
+        Example:
+            ``with client.adopt(queue.get()) as cache: ...``
+        """
+        return Cache(self._connection, self._keeper, Tip(handle), keep_alive=keep_alive)
+
+    def stream(self) -> Stream:
+        """Return a new stream, for decoding many caches together, a frame per step.
+
+        Example:
+            ``with client.stream() as stream: outputs = stream.decode(caches, tokens)``
+        """
+        return Stream(self._connection)
+
+    def decode_many(
+        self,
+        caches: Sequence[Cache],
+        tokens: Sequence[Tokens],
+        *,
+        policy: Policy | Sequence[Policy] | None = None,
+        on_stale: OnStale = "fail",
+        timeout: Timeout = USE_DEFAULT,
+    ) -> list[Output]:
+        """Append to several caches together, on a stream that the client keeps open.
+
+        Args:
+            caches: The sequences, each at most once.
+            tokens: For each cache one token, several, or none (a query).
+            policy: One for all, or one for each cache. None: full logits.
+            on_stale: What to do with handles that lie behind their tip.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            One output per cache.
+
+        Raises:
+            ExecutorError: As in ``Stream.decode``.
+            ValueError: The sizes differ, or a cache comes twice.
+
+        Example:
+            ``outputs = client.decode_many(branches, [7, 8, 9], policy=greedy())``
+        """
+        with self._lock:
+            if self._stream is None:
+                self._stream = self.stream()
+            return self._stream.decode(caches, tokens, policy=policy, on_stale=on_stale, timeout=timeout)
+
+    def model_info(self, *, timeout: Timeout = USE_DEFAULT) -> ModelInfo:
+        """Return the model's description; asked for once, since it does not change while the server runs."""
+        return self._connection.model_info(timeout)
+
+    def capabilities(self, *, timeout: Timeout = USE_DEFAULT) -> Capabilities:
+        """Return what the server can do and its limits; asked for once.
+
+        Example:
+            ``if "forward_verify" in client.capabilities().features: ...``
+        """
+        if self._capabilities is None:
+            request = executor_pb2.GetCapabilitiesRequest()
+            reply = self._connection.unary(self._connection.executor.GetCapabilities, request, timeout=timeout)
+            self._capabilities = _convert.capabilities_from_message(reply.capabilities)
+        return self._capabilities
+
+    def status(self, *, timeout: Timeout = USE_DEFAULT) -> Status:
+        """Return how the server is doing now, also while it loads."""
+        request = executor_pb2.GetStatusRequest()
+        reply = self._connection.unary(self._connection.executor.GetStatus, request, timeout=timeout)
+        return _convert.status_from_message(reply.status)
+
+    def wait_until_ready(
+        self, *, on_progress: Callable[[Status], object] | None = None, timeout: Timeout = USE_DEFAULT
+    ) -> Status:
+        """Return as soon as the server accepts requests; until then poll its status, also while nobody listens yet.
+
+        Args:
+            on_progress: Called with each status on the way.
+            timeout: Seconds to wait.
+
+        Returns:
+            The first status that is ready.
+
+        Raises:
+            UnavailableError: It did not get ready in time; the message says what was last seen.
+
+        Example:
+            ``client.wait_until_ready(on_progress=lambda status: print(status.load_progress))``
+        """
+        limit_s = self._connection.resolve(timeout)
+        end = None if limit_s is None else time.monotonic() + limit_s
+        while True:
+            left_s = 5.0 if end is None else end - time.monotonic()
+            try:
+                status = self.status(timeout=max(0.05, min(5.0, left_s)))
+                if status.is_ready:
+                    return status
+                if on_progress is not None:
+                    on_progress(status)
+                seen = _not_ready(status)
+            except UnavailableError as error:
+                seen = error
+            if end is not None and time.monotonic() + _POLL_S > end:
+                raise seen
+            time.sleep(_POLL_S)
+
+    def health(self, service: str = "", *, timeout: Timeout = USE_DEFAULT) -> bool:
+        """Return True if the server serves, by the standard gRPC health service.
+
+        Args:
+            service: Full name of a service, or empty for the server as a whole.
+            timeout: Seconds this may take, retries included.
+
+        Raises:
+            UnavailableError: Nobody answers.
+            ExecutorError: Anything else, see ``errors``.
+        """
+        from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+        stub = health_pb2_grpc.HealthStub(self._connection.channel)
+        reply = self._connection.unary(stub.Check, health_pb2.HealthCheckRequest(service=service), timeout=timeout)
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def encode(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = False,
+        parse_special_tokens: bool = True,
+        timeout: Timeout = USE_DEFAULT,
+    ) -> list[int]:
+        """Return the token ids of a text, by the model's own tokenizer.
+
+        Args:
+            text: The text.
+            add_special_tokens: True: with what the model expects around a text, such as a begin token.
+            parse_special_tokens: False: text that looks like a special token stays ordinary; for text from others.
+            timeout: Seconds this may take, retries included.
+
+        Raises:
+            UnsupportedError: The server has no tokenizer.
+            ExecutorError: Anything else, see ``errors``.
+
+        Example:
+            ``ids = client.encode("def area(")``
+        """
+        request = tokenizer_pb2.EncodeRequest(
+            text=text, add_special_tokens=add_special_tokens, parse_special_tokens=parse_special_tokens
+        )
+        reply = self._connection.unary(self._connection.tokenizer.Encode, request, timeout=timeout)
+        return list(reply.token_ids)
+
+    def decode_tokens(
+        self, tokens: Tokens, *, skip_special_tokens: bool = False, timeout: Timeout = USE_DEFAULT
+    ) -> str:
+        """Return the text of token ids. A last character without its end comes out as U+FFFD.
+
+        Args:
+            tokens: Token ids.
+            skip_special_tokens: True: leave special tokens out.
+            timeout: Seconds this may take, retries included.
+
+        Raises:
+            UnsupportedError: The server has no tokenizer.
+            TokenOutOfVocabError: A token is not in the vocabulary.
+            ExecutorError: Anything else, see ``errors``.
+        """
+        request = tokenizer_pb2.TokenizerServiceDecodeRequest(
+            token_ids=_convert.token_list(tokens), skip_special_tokens=skip_special_tokens
+        )
+        return self._connection.unary(self._connection.tokenizer.Decode, request, timeout=timeout).text
+
+    def list_caches(self, *, page_size: int = 0, timeout: Timeout = USE_DEFAULT) -> Iterator[CacheSummary]:
+        """Yield the caller's live sequences by loggable id, asking for the next page when it is needed.
+
+        Args:
+            page_size: Entries per page; 0 lets the server choose.
+            timeout: Seconds each page may take.
+
+        Raises:
+            ExecutorError: While iterating, see ``errors``.
+        """
+        request = cache_pb2.ListCachesRequest(page_size=page_size)
+        while True:
+            reply = self._connection.unary(self._connection.executor.ListCaches, request, timeout=timeout)
+            yield from map(_convert.summary_from_message, reply.caches)
+            if not reply.next_page_token:
+                return
+            request.page_token = reply.next_page_token
+
+    def keep_alive(
+        self, caches: Iterable[Cache | Handle], *, ttl: float | None = None, timeout: Timeout = USE_DEFAULT
+    ) -> list[Lease | ExecutorError]:
+        """Renew leases, many in one call. Live caches do this by themselves; plain handles do not.
+
+        Args:
+            caches: Caches or handles.
+            ttl: Lease from now on in seconds, clamped by the server. None: each one's own.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            For each the new lease, or the error that says why there is none.
+
+        Raises:
+            ExecutorError: The call as a whole failed.
+        """
+        request = cache_pb2.KeepAliveRequest(kv_caches=_handle_messages(caches), ttl=_convert.duration(ttl))
+        reply = self._connection.unary(self._connection.executor.KeepAlive, request, timeout=timeout)
+        return [
+            _convert.lease_from_message(result.lease) if result.HasField("lease") else error_from_status(result.error)
+            for result in reply.results
+        ]
+
+    def release(self, caches: Iterable[Cache | Handle], *, timeout: Timeout = USE_DEFAULT) -> Released:
+        """End sequences, many in one call, and free their blocks. What is gone already is no error.
+
+        Args:
+            caches: Caches or handles.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            What was freed.
+
+        Raises:
+            ExecutorError: The server was not reached; the leases will end the sequences.
+
+        Example:
+            ``client.release(losers)``
+        """
+        ended = list(caches)
+        for cache in ended:
+            if isinstance(cache, Cache):
+                cache.give_up()
+        request = cache_pb2.ReleaseCacheRequest(kv_caches=_handle_messages(ended))
+        reply = self._connection.unary(self._connection.executor.ReleaseCache, request, timeout=timeout)
+        return Released(tuple(result.released for result in reply.results), reply.freed_blocks)
+
+    def _renew(self, handles: Sequence[Handle]) -> list[Lease | ExecutorError]:
+        return self.keep_alive(handles, timeout=5.0)
+
+
+def _not_ready(status: Status) -> UnavailableError:
+    text = f"the server is {status.state}" + (f": {status.load_stage}" if status.load_stage else "")
+    return StartingError(grpc.StatusCode.UNAVAILABLE, "STARTING", text)
+
+
+def _handle_messages(caches: Iterable[Cache | Handle]) -> list[types_pb2.KvCacheHandle]:
+    handles = (cache.handle if isinstance(cache, Cache) else cache for cache in caches)
+    return [_convert.handle_to_message(handle) for handle in handles]

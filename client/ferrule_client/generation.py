@@ -1,0 +1,169 @@
+"""Decode loops: an iterator over tokens, and one over text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from ferrule_client import _convert
+from ferrule_client._connection import Timeout
+from ferrule_client._detokenizer import Detokenizer
+from ferrule_client.errors import ContextExceededError, ExecutorError
+from ferrule_client.policy import Policy
+from ferrule_client.stream import Stream
+from ferrule_client.types import FinishReason, Output
+
+if TYPE_CHECKING:
+    from ferrule_client.cache import Cache
+
+__all__ = ["Generation", "TextGeneration"]
+
+
+class Generation(Iterator[int]):
+    """A decode loop on one stream, yielding token ids as they are drawn; made by ``Cache.generate``.
+
+    Invariant: after each token the cache's handle covers every token before it, and ``cache.pending`` is that token.
+    Leaving the loop early is fine; the cache can go on in any way from there.
+
+    Attributes:
+        finish_reason: Why it ended, or None while it goes on. A token that ends it is yielded.
+        num_tokens: Tokens yielded so far.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        stream: Stream,
+        policy: Policy,
+        *,
+        max_tokens: int | None,
+        eos_ids: frozenset[int],
+        stop_ids: frozenset[int],
+        timeout: Timeout,
+    ) -> None:
+        self._cache = cache
+        self._stream = stream
+        self._policy = policy
+        self._max_tokens = max_tokens
+        self._eos_ids = eos_ids
+        self._stop_ids = stop_ids
+        self._timeout = timeout
+        self.num_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        if max_tokens == 0:
+            self._finish("max_tokens")
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __next__(self) -> int:
+        if self.finish_reason is not None:
+            raise StopIteration
+        try:
+            output = self._step()
+        except ContextExceededError:
+            self._finish("context_full")
+            raise StopIteration from None
+        except BaseException:
+            self.close()
+            raise
+        assert output.token is not None, "the policy of a generation has a selection"  # checked in Cache.generate
+        self.num_tokens += 1
+        self._judge(output.token)
+        return output.token
+
+    @property
+    def output(self) -> Output | None:
+        """The whole output of the newest token: log-probabilities, seed, timing."""
+        return self._cache.last
+
+    @property
+    def is_final(self) -> bool:
+        """True: the newest token ended the text (an end-of-text or stop token)."""
+        return self.finish_reason in ("eos", "stop_token")
+
+    def close(self) -> None:
+        """End the loop; the cache stays as it is. Closing twice changes nothing."""
+        self._finish("closed")
+
+    def _step(self) -> Output:
+        """Append what is pending, or query the newest row if nothing is, and take the drawn token as pending."""
+        tip = self._cache.tip
+        self._cache.settle()
+        sent = tip.decode_input((), self._policy)
+        try:
+            result = self._stream.exchange([sent], timeout=self._timeout)[0]
+        except BaseException:
+            tip.is_in_doubt = bool(sent.input_ids)
+            raise
+        if isinstance(result, ExecutorError):
+            raise result
+        output = _convert.output_from_message(result)
+        return tip.moved(sent.input_ids, output, pending=output.tokens[-1:])
+
+    def _judge(self, token: int) -> None:
+        if token in self._eos_ids:
+            self._finish("eos")
+        elif token in self._stop_ids:
+            self._finish("stop_token")
+        elif self.num_tokens == self._max_tokens:
+            self._finish("max_tokens")
+
+    def _finish(self, reason: FinishReason) -> None:
+        self.finish_reason = self.finish_reason or reason
+        self._stream.close()
+
+
+class TextGeneration(Iterator[str]):
+    """A decode loop yielding pieces of text, never half a character; made by ``Cache.generate_text``.
+
+    Attributes:
+        tokens: Token ids drawn so far, the one that ended the text included.
+    """
+
+    def __init__(self, generation: Generation, detokenizer: Detokenizer) -> None:
+        self._generation = generation
+        self._detokenizer = detokenizer
+        self._has_ended = False
+        self.tokens: list[int] = []
+
+    def __enter__(self) -> TextGeneration:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __next__(self) -> str:
+        while not self._has_ended:
+            piece = self._next_piece()
+            if piece:
+                return piece
+        raise StopIteration
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ended, or None while it goes on."""
+        return self._generation.finish_reason
+
+    @property
+    def output(self) -> Output | None:
+        """The whole output of the newest token: log-probabilities, seed, timing."""
+        return self._generation.output
+
+    def close(self) -> None:
+        """End the loop; the cache stays as it is. Closing twice changes nothing."""
+        self._has_ended = True
+        self._generation.close()
+
+    def _next_piece(self) -> str:
+        token = next(self._generation, None)
+        if token is not None:
+            self.tokens.append(token)
+        if token is None or self._generation.is_final:
+            self._has_ended = True
+            return self._detokenizer.finish()
+        return self._detokenizer.push(token)

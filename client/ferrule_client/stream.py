@@ -1,0 +1,230 @@
+"""Decoding several caches together over one open stream."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import grpc
+
+from ferrule.v1 import executor_pb2
+from ferrule_client import _convert
+from ferrule_client._connection import USE_DEFAULT, Connection, Timeout
+from ferrule_client._retry import Attempts
+from ferrule_client._status import error_from_call, error_from_status
+from ferrule_client._stream_call import StreamCall
+from ferrule_client._tip import Tip
+from ferrule_client.errors import CallCancelledError, DeadlineExceededError, ExecutorError, UnavailableError
+from ferrule_client.policy import Policy
+from ferrule_client.types import OnStale, Output, Tokens
+
+if TYPE_CHECKING:
+    from ferrule_client.cache import Cache
+
+__all__ = ["Stream"]
+
+
+class Stream:
+    """One open StreamDecode: each ``decode`` is one frame out and, as a rule, one frame back.
+
+    Opened at the first use, and opened again when the connection breaks: what was under way is then sent once more,
+    which is safe, because an append that already happened is answered as a replay. Not safe to use from two threads
+    at once; open a stream per thread.
+
+    Attributes:
+        free_blocks: Free blocks in the server's KV pool after the newest step, or None before the first.
+        num_frames: Frames received so far.
+
+    Example::
+
+        with client.stream() as stream:
+            outputs = stream.decode(branches, tokens, policy=greedy())
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._call: StreamCall | None = None
+        self._seq = itertools.count(1)
+        self._is_closed = False
+        self.free_blocks: int | None = None
+        self.num_frames = 0
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_call", None) is not None:
+            self._drop_call()
+
+    def decode(
+        self,
+        caches: Sequence[Cache],
+        tokens: Sequence[Tokens],
+        *,
+        policy: Policy | Sequence[Policy] | None = None,
+        on_stale: OnStale = "fail",
+        release: Iterable[Cache] = (),
+        timeout: Timeout = USE_DEFAULT,
+    ) -> list[Output]:
+        """Append to every cache, all in one frame, and return the outputs in the order of the caches.
+
+        Every cache whose append succeeded has moved, also when this raises for another one.
+
+        Args:
+            caches: The sequences, each at most once.
+            tokens: For each cache one token, several, or none (a query of its newest row).
+            policy: What to return for each row; one for all, or one for each cache. None: full logits.
+            on_stale: What to do with handles that lie behind their tip.
+            release: Caches to end in the same frame, before the others are judged: their blocks serve these.
+            timeout: Seconds this step may take, retries included.
+
+        Returns:
+            One output per cache.
+
+        Raises:
+            ExecutorError: An item failed (the first one is raised, with a note that says which), or the stream did.
+            ValueError: The sizes differ, or a cache comes twice.
+
+        Example:
+            ``outputs = stream.decode(branches, [out.token for out in outputs], policy=greedy())``
+        """
+        results = self.try_decode(caches, tokens, policy=policy, on_stale=on_stale, release=release, timeout=timeout)
+        for place, result in enumerate(results):
+            if isinstance(result, ExecutorError):
+                result.add_note(f"this was cache {place} of {len(results)}; each one that succeeded has moved on")
+                raise result
+        return [result for result in results if isinstance(result, Output)]
+
+    def try_decode(
+        self,
+        caches: Sequence[Cache],
+        tokens: Sequence[Tokens],
+        *,
+        policy: Policy | Sequence[Policy] | None = None,
+        on_stale: OnStale = "fail",
+        release: Iterable[Cache] = (),
+        timeout: Timeout = USE_DEFAULT,
+    ) -> list[Output | ExecutorError]:
+        """Append as ``decode`` does, and return the error of each cache that failed in its place.
+
+        Args:
+            caches: As in ``decode``.
+            tokens: As in ``decode``.
+            policy: As in ``decode``.
+            on_stale: As in ``decode``.
+            release: As in ``decode``.
+            timeout: As in ``decode``.
+
+        Returns:
+            An output or an error per cache, in the order of the caches.
+
+        Raises:
+            ExecutorError: The stream failed; each append may or may not have happened, and repeating it is safe.
+            ValueError: The sizes differ, or a cache comes twice.
+        """
+        if len({id(cache) for cache in caches}) != len(caches):
+            raise ValueError("a cache can be in a frame only once; fork it to branch")
+        policies = [policy] * len(caches) if policy is None or isinstance(policy, Policy) else list(policy)
+        for cache in caches:
+            cache.settle()
+        tips = [cache.tip for cache in caches]
+        ids = [_convert.token_list(one) for one in tokens]
+        inputs = [
+            tip.decode_input(one, None if wanted is None else wanted.with_seed(), on_stale)
+            for tip, one, wanted in zip(tips, ids, policies, strict=True)
+        ]
+        results = self.exchange(inputs, release=[cache.give_up() for cache in release], timeout=timeout)
+        return [_take(tip, one, result) for tip, one, result in zip(tips, inputs, results, strict=True)]
+
+    def exchange(
+        self,
+        inputs: Sequence[executor_pb2.DecodeInput],
+        *,
+        release: Sequence[Tip] = (),
+        timeout: Timeout = USE_DEFAULT,
+    ) -> list[executor_pb2.DecodeOutput | ExecutorError]:
+        """Send inputs as one frame and return their results, in their order. The level below ``decode``.
+
+        Args:
+            inputs: Messages of the contract; with seeds, so that a retry draws the same tokens.
+            release: Sequences to end in the same frame.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            The output or the error of each input.
+
+        Raises:
+            ExecutorError: The stream failed.
+        """
+        items = [executor_pb2.StreamItem(seq=next(self._seq), decode=one) for one in inputs]
+        creates = any(one.on_stale == _convert.stale_to_message("fork") for one in inputs)
+        attempts = Attempts(self._connection.retry, self._connection.resolve(timeout), creates=creates)
+        done: dict[int, executor_pb2.DecodeOutput | ExecutorError] = {}
+        while True:
+            try:
+                self._run([item for item in items if item.seq not in done], release, done, attempts)
+                return [done[item.seq] for item in items]
+            except grpc.RpcError as error:
+                self._drop_call()
+                attempts.pause_or_raise(error_from_call(error), error)
+            except StopIteration:
+                self._drop_call()
+                text = "the server ended the stream before it answered"
+                attempts.pause_or_raise(UnavailableError(grpc.StatusCode.UNAVAILABLE, "CONNECTION_LOST", text))
+            except (DeadlineExceededError, KeyboardInterrupt):
+                self._drop_call()
+                raise
+
+    def close(self) -> None:
+        """End the stream. The caches stay as they are. Closing twice changes nothing."""
+        self._is_closed = True
+        call, self._call = self._call, None
+        if call is not None:
+            call.close()
+
+    def _run(
+        self,
+        items: Sequence[executor_pb2.StreamItem],
+        release: Sequence[Tip],
+        done: dict[int, executor_pb2.DecodeOutput | ExecutorError],
+        attempts: Attempts,
+    ) -> None:
+        """Send one frame and read until every item of it is answered."""
+        call = self._open_call()
+        handles = [_convert.handle_to_message(tip.handle) for tip in release]
+        call.send(executor_pb2.StreamDecodeRequest(items=items, release=handles))
+        waiting = {item.seq for item in items}
+        num_releases = len(handles)
+        while waiting or num_releases > 0:
+            frame = call.receive(attempts.remaining())
+            self.num_frames += 1
+            self.free_blocks = frame.free_blocks
+            num_releases -= len(frame.releases)
+            for result in frame.results:
+                done[result.seq] = result.decode if result.HasField("decode") else error_from_status(result.error)
+                waiting.discard(result.seq)
+
+    def _open_call(self) -> StreamCall:
+        if self._is_closed or self._connection.is_closed:
+            raise CallCancelledError(grpc.StatusCode.CANCELLED, "CANCELLED", "the stream is closed")
+        if self._call is None:
+            self._call = StreamCall(self._connection)
+        return self._call
+
+    def _drop_call(self) -> None:
+        call, self._call = self._call, None
+        if call is not None:
+            call.cancel()
+
+
+def _take(
+    tip: Tip, sent: executor_pb2.DecodeInput, result: executor_pb2.DecodeOutput | ExecutorError
+) -> Output | ExecutorError:
+    if isinstance(result, ExecutorError):
+        return result
+    return tip.moved(sent.input_ids, _convert.output_from_message(result))

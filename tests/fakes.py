@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+
 from ferrule_server.executor.base import (
     NO_SLOT,
     NULL_BLOCK,

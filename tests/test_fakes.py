@@ -4,8 +4,8 @@ import threading
 
 import numpy as np
 import pytest
-from ferrule_server.executor.base import Executor, OutputSpec
 
+from ferrule_server.executor.base import Executor, OutputSpec
 from tests.fakes import FakeExecutor, SeqRows, fake_logits, fake_next_token, make_step
 
 GREEDY = OutputSpec(greedy=True)

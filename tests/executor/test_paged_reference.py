@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import pytest
+
 from ferrule_server.errors import ConfigError
 from ferrule_server.executor.base import Executor, Float32Array, OutputSpec, SampleSpec
 from ferrule_server.executor.paged_reference import PagedReferenceExecutor
-
 from tests.fakes import SeqRows, make_step
 
 FULL = OutputSpec(full_logits=True)

@@ -3,6 +3,7 @@
 from collections import Counter
 
 import pytest
+
 from ferrule_server.executor.philox import Purpose, Words, philox4x32, uniform
 
 ONES = 0xFFFFFFFF

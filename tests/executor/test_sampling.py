@@ -7,12 +7,13 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
 from ferrule_server.executor import sampling
 from ferrule_server.executor.base import Float32Array, OutputSpec, RowOutput, SampleSpec
 from ferrule_server.executor.philox import Purpose, uniform
 from ferrule_server.executor.sampling import sampling_law, select_rows
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 FAR = 1e-9
 """Comparisons are skipped where rounding may decide: a border closer than this."""

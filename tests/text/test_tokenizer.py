@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
 from ferrule_server.errors import InvalidRequest, ModelError, TokenOutOfVocab
 from ferrule_server.text.tokenizer import Tokenizer
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 CORPUS = ["def f(x):\n    return x\n", "class Queue:\n    pass\n"] * 4
 

@@ -1,0 +1,43 @@
+# Everything runs in one virtual environment, made by the first target that needs it.
+#   make demo               see it work          make test PY=python3.12    with another interpreter
+#   make test VENV=/tmp/v   somewhere else       make help                  the list of targets
+VENV ?= .venv
+PY ?= python3
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types proto bench clean
+
+help:             ## this list
+	@sed -n 's/^\([a-z]*\):.*## */  make \1\t/p' Makefile | expand -t 16
+
+demo: $(VENV)/.ok ## start the shipped model, stream text, fork, roll back, release
+	@$(BIN)/ferrule demo
+
+test: $(VENV)/.ok ## all tests that need neither a GPU, a network nor much time
+	@$(BIN)/python -m pytest -q -m "not slow and not gpu"
+
+lint: $(VENV)/.ok ## ruff: lint and format
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+types: $(VENV)/.ok ## mypy, strict
+	@$(BIN)/mypy
+
+proto: $(VENV)/.ok ## regenerate the committed stubs from protos/
+	@$(BIN)/python protos/generate_stubs.py
+
+bench: $(VENV)/.ok ## run every benchmark: a table for people, then one JSON line
+	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+clean:            ## remove caches and build output, keep the environment
+	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find protos server client tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+# The stamp says that the environment holds what pyproject.toml and constraints.txt ask for.
+$(VENV)/.ok: pyproject.toml constraints.txt
+	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "error: '$(PY)' is not Python 3.11 or newer; name one that is: make PY=python3.11" >&2; exit 1; }
+	@echo "installing into $(VENV), about a minute (PyTorch is large)"
+	@$(PY) -m venv $(VENV) || { echo "error: no venv module; on Debian: apt install python3-venv" >&2; exit 1; }
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,272 @@
+"""``python -m ferrule_server``: arguments to settings, the parts put together, served until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import secrets
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from ferrule_server import __version__
+from ferrule_server.config import ListenAddress, ServerConfig, parse_config
+from ferrule_server.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:  # imported when the process is set up: they bring libraries that start threads
+    from ferrule_server.api.serve import ApiServer
+    from ferrule_server.api.state import ServerState, Serving
+    from ferrule_server.engine.engine import Engine
+    from ferrule_server.executor.base import Executor
+    from ferrule_server.executor.select import LoadedExecutor
+
+_LOG = logging.getLogger("ferrule_server")
+_SWITCH_INTERVAL_S: Final = 0.0005
+_GRACE_S: Final = 2.0
+_EXIT_FAULT: Final = 1
+_EXIT_UNUSABLE: Final = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the server until a signal ends it; return the exit code: 0 as asked, 1 a fault, 2 unusable settings."""
+    try:
+        config = parse_config(sys.argv[1:] if arguments is None else arguments, os.environ)
+        _set_up_process(config)
+        return asyncio.run(_serve(config))
+    except (ConfigError, ModelError) as error:
+        return _say(str(error))
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("ferrule"):
+            raise
+        return _say(f"the module {error.name!r} is missing: install ferrule[server]")
+
+
+def _set_up_process(config: ServerConfig) -> None:
+    """Set what must be set before any library starts its threads.
+
+    Compute threads that spin while they wait starve the event loop and each other: under one busy neighbour decoding
+    fell from 121 to 1.9 tokens/s. The short switch interval lets the event loop in while a step holds the interpreter.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("KMP_BLOCKTIME", "0")
+    if config.num_threads is not None:
+        os.environ.setdefault("OMP_NUM_THREADS", str(config.num_threads))
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=config.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+    )
+
+
+def _say(message: str) -> int:
+    sys.stderr.write(f"ferrule serve: {message}\n")
+    return _EXIT_UNUSABLE
+
+
+async def _serve(config: ServerConfig) -> int:
+    """Bind, start, load, serve until a signal or a fault; return the exit code."""
+    from ferrule_server.api.limits import ApiLimits
+    from ferrule_server.api.serve import ApiServer
+    from ferrule_server.api.state import ServerState
+    from ferrule_server.kv.store import DEFAULT_TTL_S, MIN_TTL_S
+
+    limits = ApiLimits(min_ttl_s=MIN_TTL_S, default_ttl_s=DEFAULT_TTL_S, max_ttl_s=config.max_ttl_s)
+    state = ServerState(config.instance, secrets.token_hex(6), __version__, limits)
+    server = ApiServer(state, has_reflection=config.has_reflection)
+    address = server.bind(config.listen)
+    stopping = asyncio.create_task(_stop_signal().wait())
+    await server.start()
+    _LOG.info("listening address=%s instance=%s epoch=%s", address.target, state.instance, state.epoch)
+    try:
+        loading = _load(config, state)
+        await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if stopping.done():
+            await server.stop()
+            _exit_now(0)  # the thread that loads cannot be asked to stop
+        return await _run_engine(config, server, address, loading.result(), stopping)
+    finally:
+        stopping.cancel()
+        await server.stop()
+
+
+async def _run_engine(
+    config: ServerConfig,
+    server: ApiServer,
+    address: ListenAddress,
+    loaded: LoadedExecutor,
+    stopping: asyncio.Task[bool],
+) -> int:
+    """Put the engine together, serve until ``stopping`` is done or the device is lost, drain, close."""
+    loop = asyncio.get_running_loop()
+    failed = asyncio.Event()
+    engine = _make_engine(config, server.state, loaded.executor, loop, failed)
+    engine.start()
+    try:
+        await server.ready(_serving(config, server.state, engine, loaded))
+        _say_ready(address, engine, config)
+        failing = asyncio.create_task(failed.wait())
+        await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
+        failing.cancel()
+        _LOG.info("draining grace_s=%.1f has_failed=%s", _GRACE_S, failed.is_set())
+        await server.drain(_GRACE_S, has_failed=failed.is_set())
+    finally:
+        await asyncio.to_thread(engine.close)
+    _LOG.info("drained")
+    return _EXIT_FAULT if failed.is_set() else 0
+
+
+def _make_engine(
+    config: ServerConfig,
+    state: ServerState,
+    executor: Executor,
+    loop: asyncio.AbstractEventLoop,
+    failed: asyncio.Event,
+) -> Engine:
+    from ferrule_server.engine.engine import Engine
+    from ferrule_server.engine.settings import EngineSettings
+    from ferrule_server.kv.block_pool import BlockPool
+    from ferrule_server.kv.store import KvStore
+
+    info = executor.info
+    store = KvStore(
+        BlockPool(info.num_blocks, info.block_size),
+        instance=state.instance,
+        epoch=state.epoch,
+        fingerprint=info.model.fingerprint,
+        max_context=info.model.max_context,
+        max_ttl_s=config.max_ttl_s,
+    )
+    settings = EngineSettings(max_step_rows=config.max_step_rows, max_fork_count=state.limits.max_fork_count)
+
+    def on_failure() -> None:
+        loop.call_soon_threadsafe(failed.set)
+
+    return Engine(executor, store, settings, loop.call_soon_threadsafe, on_failure)
+
+
+def _serving(config: ServerConfig, state: ServerState, engine: Engine, loaded: LoadedExecutor) -> Serving:
+    from ferrule_server.api.inputs import InputReader
+    from ferrule_server.api.state import Serving
+
+    inputs = InputReader(engine.info.model.vocab_size, state.limits)
+    return Serving(engine, inputs, loaded.tokenizer, config.max_step_rows)
+
+
+def _say_ready(address: ListenAddress, engine: Engine, config: ServerConfig) -> None:
+    """Print the one line on stdout that tells whoever started the server that it serves."""
+    gc.collect()
+    gc.freeze()  # what is loaded stays: later collections need not look at it
+    info = engine.info
+    values = {
+        "listen": address.target,
+        "model": info.model.model_id,
+        "executor": info.name,
+        "dtype": info.model.dtype,
+        "blocks": info.num_blocks - 1,
+        "block_size": info.block_size,
+        "max_context": info.model.max_context,
+        "instance": config.instance,
+    }
+    line = " ".join(f"{key}={shlex.quote(str(value))}" for key, value in values.items())
+    sys.stdout.write(f"ready {line}\n")
+    sys.stdout.flush()
+    _LOG.info("model loaded %s", line)
+
+
+def _stop_signal() -> asyncio.Event:
+    """Return an event that the first SIGTERM or SIGINT sets; a second one ends the process at once."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: signal.Signals) -> None:
+        if stop.is_set():
+            _exit_now(128 + number)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    return stop
+
+
+def _exit_now(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+# ---- loading --------------------------------------------------------------------------------------------------------
+
+
+def _load(config: ServerConfig, state: ServerState) -> asyncio.Future[LoadedExecutor]:
+    """Load the executor on a thread of its own, which does not keep the process alive, telling how far it is."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[LoadedExecutor] = loop.create_future()
+
+    def finish(result: LoadedExecutor | Exception) -> None:
+        if future.done():
+            return
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+    def load() -> None:
+        from ferrule_server.executor.select import create_executor
+
+        result: LoadedExecutor | Exception
+        try:
+            with _progress(state) as on_progress:
+                result = create_executor(config, on_progress)
+        except Exception as error:  # noqa: BLE001  (raised again by whoever waits)
+            result = error
+        loop.call_soon_threadsafe(finish, result)
+
+    threading.Thread(target=load, name="ferrule-load", daemon=True).start()
+    return future
+
+
+@contextlib.contextmanager
+def _progress(state: ServerState) -> Iterator[Callable[[str, float], None]]:
+    """Give a callable that shows progress: in GetStatus, and as a bar on a terminal or as lines in the log."""
+    with _bar() if sys.stderr.isatty() else contextlib.nullcontext(_log_stage()) as show:
+
+        def on_progress(stage: str, share: float) -> None:
+            state.load_stage, state.load_progress = stage, share
+            show(stage, share)
+
+        yield on_progress
+
+
+def _log_stage() -> Callable[[str, float], None]:
+    """Return a callable that logs each stage once."""
+    seen: set[str] = set()
+
+    def show(stage: str, share: float) -> None:
+        if stage not in seen:
+            seen.add(stage)
+            _LOG.info("loading stage=%r progress=%.2f", stage, share)
+
+    return show
+
+
+@contextlib.contextmanager
+def _bar() -> Iterator[Callable[[str, float], None]]:
+    """Give a callable that moves a bar on stderr."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description:<22}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("loading", total=1.0)
+        yield lambda stage, share: progress.update(task, description=stage, completed=share)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""How one unary call becomes one job, and how every error leaves: typed, logged once, without inner text."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import grpc
+from grpc_status import rpc_status
+
+from ferrule_server.api.principal import principal_of
+from ferrule_server.api.state import EngineApi, ServerState
+from ferrule_server.api.status import fault_of, log_refused, to_status
+from ferrule_server.engine.jobs import AppendJob, ForkJob, Job, Outcome, Result, TruncateJob
+from ferrule_server.errors import FeatureUnsupported, FerruleError
+
+
+class _Servicer(Protocol):
+    """A servicer as the decorators see it."""
+
+    state: ServerState
+
+
+_S = TypeVar("_S", bound=_Servicer)
+_Request = TypeVar("_Request")
+_Response = TypeVar("_Response")
+
+Context = grpc.aio.ServicerContext[Any, Any]
+"""A call in progress; Any, because reply types differ and nothing here touches them."""
+
+
+class FutureSink:
+    """Resolves a future with the outcome of one job; does nothing once the caller is gone."""
+
+    __slots__ = ("_future",)
+
+    def __init__(self, future: asyncio.Future[Outcome]) -> None:
+        self._future = future
+
+    def deliver(self, job: Job, outcome: Outcome) -> None:  # noqa: ARG002  (one future, one job)
+        """Resolve the future."""
+        if not self._future.done():
+            self._future.set_result(outcome)
+
+    def flush(self) -> None:
+        """Nothing is left to do."""
+
+
+async def run_job(engine: EngineApi, job: Job) -> Result:
+    """Run one job and return its result. When the caller goes away before its step, nothing happens.
+
+    Raises:
+        FerruleError: Whatever the engine answered.
+    """
+    future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+    engine.submit([(job, FutureSink(future))])
+    try:
+        outcome = await future
+    except asyncio.CancelledError:
+        cancel(job)
+        raise
+    if isinstance(outcome, FerruleError):
+        raise outcome
+    return outcome
+
+
+def cancel(job: Job) -> None:
+    """Tell the engine that nobody waits for a job; what has been committed stays, and can be replayed."""
+    if isinstance(job, AppendJob | ForkJob | TruncateJob):
+        job.is_cancelled = True
+
+
+def unary(
+    handler: Callable[[_S, _Request, Context], Awaitable[_Response]],
+) -> Callable[[_S, _Request, Context], Awaitable[_Response]]:
+    """Wrap a unary method: errors become statuses and one log line each, and the call is counted while it runs."""
+    rpc = handler.__name__
+
+    @functools.wraps(handler)
+    async def call(self: _S, request: _Request, context: Context) -> _Response:
+        self.state.num_active += 1
+        try:
+            return await handler(self, request, context)
+        except FerruleError as error:
+            await refuse(context, rpc, error)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as failure:  # noqa: BLE001  (fault_of logs it)
+            await refuse(context, rpc, fault_of(failure, rpc))
+        finally:
+            self.state.num_active -= 1
+
+    return call
+
+
+def not_served(rpc: str) -> Any:
+    """Return a method that is in the contract and answers FEATURE_UNSUPPORTED: one for every kind of RPC, hence Any."""
+
+    async def refuse_call(self: _Servicer, request: object, context: Context) -> NoReturn:  # noqa: ARG001
+        self.state.use()
+        raise FeatureUnsupported(rpc)
+
+    refuse_call.__name__ = rpc
+    return unary(refuse_call)
+
+
+async def refuse(context: Context, rpc: str, error: FerruleError) -> NoReturn:
+    """Log a refused call and end it with the status of ``error``."""
+    log_refused(rpc, error, principal_of(context))
+    await context.abort_with_status(rpc_status.to_status(to_status(error)))
+    raise AssertionError("abort_with_status raises")

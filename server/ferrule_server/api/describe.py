@@ -1,0 +1,188 @@
+"""What the server says about itself: ModelInfo, ExecutorCapabilities, ExecutorStatus, all from live parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from ferrule.v1 import info_pb2, types_pb2
+from ferrule_server.api.limits import ApiLimits
+from ferrule_server.api.state import Phase, ServerState, Serving
+from ferrule_server.engine.counters import EngineSnapshot
+from ferrule_server.executor.base import ExecutorInfo
+
+_DTYPES: Final = {
+    "float32": types_pb2.DATA_TYPE_FLOAT32,
+    "bfloat16": types_pb2.DATA_TYPE_BFLOAT16,
+    "float16": types_pb2.DATA_TYPE_FLOAT16,
+    "int8": types_pb2.DATA_TYPE_INT8,
+}
+_ATTENTION: Final = {
+    "multi-head": info_pb2.ATTENTION_MECHANISM_MULTI_HEAD,
+    "multi-query": info_pb2.ATTENTION_MECHANISM_MULTI_QUERY,
+    "grouped-query": info_pb2.ATTENTION_MECHANISM_GROUPED_QUERY,
+    "paged": info_pb2.ATTENTION_MECHANISM_PAGED,
+    "flash": info_pb2.ATTENTION_MECHANISM_FLASH,
+    "sliding-window": info_pb2.ATTENTION_MECHANISM_SLIDING_WINDOW,
+}
+_PROC_STATUS: Final = Path("/proc/self/status")
+_CPUINFO: Final = Path("/proc/cpuinfo")
+
+
+def model_info(serving: Serving) -> info_pb2.ModelInfo:
+    """Return the description of the loaded model."""
+    info = serving.engine.info
+    model = info.model
+    return info_pb2.ModelInfo(
+        model_id=model.model_id,
+        architecture=model.architecture,
+        num_parameters=model.num_parameters,
+        hidden_size=model.hidden_size,
+        num_layers=model.num_layers,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        vocab_size=model.vocab_size,
+        max_sequence_length=model.max_context,
+        dtype=_DTYPES[model.dtype],
+        kv_dtype=_DTYPES[info.kv_dtype],
+        device_type=_device_type(info),
+        device_name=_device_name(info),
+        fingerprint=model.fingerprint,
+        eos_token_ids=model.eos_ids,
+        stop_token_ids=model.eos_ids,
+        has_tokenizer=serving.tokenizer is not None,
+    )
+
+
+def capabilities(serving: Serving, limits: ApiLimits) -> info_pb2.ExecutorCapabilities:
+    """Return what this server serves. A flag that is left out here is false: the call answers FEATURE_UNSUPPORTED."""
+    info = serving.engine.info
+    return info_pb2.ExecutorCapabilities(
+        executor=info.name,
+        max_batch_size=serving.max_step_rows,
+        max_step_rows=serving.max_step_rows,
+        max_sequence_length=info.model.max_context,
+        max_fork_count=limits.max_fork_count,
+        max_top_logprobs=limits.max_top_logprobs,
+        max_page_size=limits.max_page_size,
+        max_request_bytes=limits.max_request_bytes,
+        max_reply_bytes=limits.max_reply_bytes,
+        block_size=info.block_size,
+        total_blocks=info.num_blocks - 1,
+        min_ttl=_duration(limits.min_ttl_s),
+        max_ttl=_duration(limits.max_ttl_s),
+        default_ttl=_duration(min(limits.default_ttl_s, limits.max_ttl_s)),
+        attention_mechanisms=[_ATTENTION[name] for name in info.attention_mechanisms],
+        supported_dtypes=[_DTYPES[name] for name in info.supported_dtypes],
+        supported_devices=[_device_type(info)],
+        memory_requirements=_memory_requirements(info),
+        supports_stream_decode=True,
+        supports_fork=True,
+        supports_truncate=True,
+        supports_target_logprobs=True,
+        supports_all_positions=True,
+    )
+
+
+def status(state: ServerState) -> info_pb2.ExecutorStatus:
+    """Return how the server is doing, also while it loads."""
+    message = info_pb2.ExecutorStatus(
+        state=info_pb2.EXECUTOR_STATE_STARTING,
+        instance=state.instance,
+        epoch=state.epoch,
+        server_version=state.version,
+        start_time=_timestamp(state.start_ns),
+        memory=_memory_usage(),
+    )
+    serving = state.serving
+    if serving is None:
+        message.load_progress = state.load_progress
+        message.load_stage = state.load_stage
+        return message
+    snapshot = serving.engine.snapshot()
+    message.state = _executor_state(state.phase, snapshot)
+    message.is_ready = message.state in (info_pb2.EXECUTOR_STATE_READY, info_pb2.EXECUTOR_STATE_BUSY)
+    message.executor = serving.engine.info.name
+    message.fallback_reason = serving.engine.info.fallback_reason
+    _fill_counters(message, snapshot)
+    return message
+
+
+def _fill_counters(message: info_pb2.ExecutorStatus, snapshot: EngineSnapshot) -> None:
+    counters = snapshot.counters
+    message.live_sequences = snapshot.num_sequences
+    message.queue_depth = snapshot.num_waiting
+    message.total_blocks = snapshot.total_blocks
+    message.free_blocks = snapshot.free_blocks
+    message.current_batch_size = snapshot.num_running
+    message.num_steps = counters.steps
+    message.num_prefills = counters.prefills
+    message.num_decodes = counters.decodes
+    message.num_prefill_tokens = counters.prefill_tokens
+    message.num_decode_tokens = counters.decodes
+    message.num_errors = sum(counters.refused.values())
+    message.avg_prefill_ns = counters.prefill_ns // max(1, counters.prefills)
+    message.avg_decode_ns = counters.decode_ns // max(1, counters.decodes)
+
+
+def _executor_state(phase: Phase, snapshot: EngineSnapshot) -> info_pb2.ExecutorState:
+    if snapshot.is_failed or phase is Phase.FAILED:
+        return info_pb2.EXECUTOR_STATE_FAILED
+    if phase is Phase.DRAINING:
+        return info_pb2.EXECUTOR_STATE_DRAINING
+    is_busy = snapshot.num_running or snapshot.num_waiting
+    return info_pb2.EXECUTOR_STATE_BUSY if is_busy else info_pb2.EXECUTOR_STATE_READY
+
+
+def _memory_requirements(info: ExecutorInfo) -> info_pb2.MemoryRequirements:
+    return info_pb2.MemoryRequirements(
+        parameter_bytes=info.model.weights_bytes,
+        kv_bytes_per_token=info.bytes_per_block // info.block_size,
+        kv_pool_bytes=info.bytes_per_block * info.num_blocks,
+    )
+
+
+def _memory_usage() -> info_pb2.MemoryUsage:
+    """Return the memory of the process as Linux counts it; zeros elsewhere."""
+    usage = info_pb2.MemoryUsage()
+    for line in _lines_of(_PROC_STATUS):
+        if line.startswith("VmRSS:"):
+            usage.host_resident_bytes = int(line.split()[1]) << 10
+        elif line.startswith("VmHWM:"):
+            usage.host_peak_bytes = int(line.split()[1]) << 10
+    return usage
+
+
+def _device_type(info: ExecutorInfo) -> types_pb2.DeviceType:
+    return types_pb2.DEVICE_TYPE_CUDA if info.device.startswith("cuda") else types_pb2.DEVICE_TYPE_CPU
+
+
+def _device_name(info: ExecutorInfo) -> str:
+    """Return the processor's name for people; for other devices what the executor calls them."""
+    if info.device != "cpu":
+        return info.device
+    names = (line.partition(":")[2].strip() for line in _lines_of(_CPUINFO) if line.startswith("model name"))
+    return next(names, info.device)
+
+
+def _lines_of(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(round(seconds * 1e9))
+    return duration
+
+
+def _timestamp(unix_ns: int) -> Timestamp:
+    stamp = Timestamp()
+    stamp.FromNanoseconds(unix_ns)
+    return stamp

@@ -1,0 +1,275 @@
+"""Messages to jobs: every field of a request checked, with the path of the one that is wrong."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from ferrule.v1 import cache_pb2, executor_pb2, types_pb2
+from ferrule_server.api.limits import ApiLimits
+from ferrule_server.api.policy import OutputPlan, PolicyReader
+from ferrule_server.engine.jobs import (
+    AppendJob,
+    ForkJob,
+    InfoJob,
+    KeepAliveJob,
+    ListJob,
+    ReleaseJob,
+    TruncateJob,
+)
+from ferrule_server.errors import FeatureUnsupported, InvalidRequest, ReplyTooLarge, TokenOutOfVocab
+from ferrule_server.kv.handle import Handle, StalePolicy
+
+_LINEAGE_BYTES: Final = 16
+_REPLY_OVERHEAD_BYTES: Final = 512
+_STALE_POLICIES: Final = {
+    types_pb2.STALE_POLICY_UNSPECIFIED: StalePolicy.FAIL,
+    types_pb2.STALE_POLICY_FAIL: StalePolicy.FAIL,
+    types_pb2.STALE_POLICY_FORK: StalePolicy.FORK,
+    types_pb2.STALE_POLICY_REWIND: StalePolicy.REWIND,
+}
+
+
+class _Duration(Protocol):
+    """The part of google.protobuf.Duration that is read here."""
+
+    seconds: int
+    nanos: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedAppend:
+    """An append ready for the engine, and how its result is written.
+
+    Attributes:
+        job: For the engine.
+        plan: For ``outputs``.
+        reply_bytes: Upper bound of what the result takes on the wire.
+    """
+
+    job: AppendJob
+    plan: OutputPlan
+    reply_bytes: int
+
+
+class InputReader:
+    """Turns request messages into jobs for one model.
+
+    Args:
+        vocab_size: Token ids of the model; every id sent is below it.
+        limits: What a message may hold.
+    """
+
+    def __init__(self, vocab_size: int, limits: ApiLimits) -> None:
+        self._vocab_size = vocab_size
+        self._limits = limits
+        self._policies = PolicyReader(vocab_size, limits.max_top_logprobs)
+
+    def prefill(self, request: executor_pb2.PrefillRequest, principal: str) -> PlannedAppend:
+        """Return the job of a Prefill.
+
+        Raises:
+            InvalidRequest, TokenOutOfVocab, ReplyTooLarge: A field is out of its range.
+            FeatureUnsupported: It asks for something not served here.
+        """
+        require(request, "input")
+        message = request.input
+        handle = self.handle(message.kv_cache, "input.kv_cache") if message.HasField("kv_cache") else None
+        if handle is None and not message.input_ids:
+            raise InvalidRequest("input.input_ids", "a new sequence needs at least one token")
+        self._check_positions(message, handle)
+        planned = self._append(
+            message,
+            "input",
+            principal,
+            handle,
+            all_positions=_wants_all_positions(message.logits_positions, "input.logits_positions"),
+        )
+        planned.job.ttl_s = self._cache_options(message.cache)
+        return planned
+
+    def decode(self, message: executor_pb2.DecodeInput, path: str, principal: str) -> PlannedAppend:
+        """Return the job of a Decode, or of one decode item of a stream. Raises as :meth:`prefill`."""
+        if not message.HasField("kv_cache"):
+            raise InvalidRequest(f"{path}.kv_cache", "must be set: Decode appends to a sequence")
+        return self._append(message, path, principal, self.handle(message.kv_cache, f"{path}.kv_cache"))
+
+    def fork(self, request: cache_pb2.ForkCacheRequest, principal: str) -> ForkJob:
+        """Return the job of a ForkCache."""
+        require(request, "kv_cache")
+        self._check_request_id(request.request_id, "request_id")
+        handle = self.handle(request.kv_cache, "kv_cache")
+        count = request.count if request.HasField("count") else 1
+        if not 1 <= count <= self._limits.max_fork_count:
+            raise InvalidRequest("count", f"{count} is outside [1, {self._limits.max_fork_count}]")
+        length = request.length if request.HasField("length") else handle.length
+        if not 1 <= length <= handle.length:
+            raise InvalidRequest("length", f"{length} is outside [1, {handle.length}], the handle's length")
+        ttl_s = _seconds(request.ttl, "ttl") if request.HasField("ttl") else None
+        return ForkJob(principal, handle, length, count, ttl_s)
+
+    def truncate(self, request: cache_pb2.TruncateKvRequest, principal: str) -> TruncateJob:
+        """Return the job of a TruncateKv; the engine judges ``new_length``."""
+        require(request, "kv_cache")
+        return TruncateJob(principal, self.handle(request.kv_cache, "kv_cache"), request.new_length)
+
+    def keep_alive(self, request: cache_pb2.KeepAliveRequest, principal: str) -> KeepAliveJob:
+        """Return the job of a KeepAlive."""
+        ttl_s = _seconds(request.ttl, "ttl") if request.HasField("ttl") else None
+        return KeepAliveJob(principal, named(request.kv_caches), ttl_s)
+
+    def cache_info(self, request: cache_pb2.GetCacheInfoRequest, principal: str) -> InfoJob:
+        """Return the job of a GetCacheInfo."""
+        require(request, "kv_cache")
+        return InfoJob(principal, named([request.kv_cache])[0], request.include_token_ids)
+
+    def list_caches(self, request: cache_pb2.ListCachesRequest, principal: str) -> ListJob:
+        """Return the job of a ListCaches."""
+        limit = min(request.page_size or self._limits.default_page_size, self._limits.max_page_size)
+        return ListJob(principal, _after_handle_id(request.page_token), limit)
+
+    def handle(self, message: types_pb2.KvCacheHandle, path: str) -> Handle:
+        """Return a handle whose length and lineage count.
+
+        Raises:
+            InvalidRequest: No handle was ever given out that looks like this one.
+        """
+        cache_id, length, lineage = message.cache_id, message.length, message.lineage
+        if not cache_id or len(cache_id) > self._limits.max_cache_id_bytes:
+            limit = self._limits.max_cache_id_bytes
+            raise InvalidRequest(f"{path}.cache_id", f"has {len(cache_id)} characters, not 1 to {limit}")
+        if length < 1:
+            raise InvalidRequest(f"{path}.length", "must be at least 1, got 0")
+        if len(lineage) != _LINEAGE_BYTES:
+            raise InvalidRequest(f"{path}.lineage", f"must have {_LINEAGE_BYTES} bytes, got {len(lineage)}")
+        return Handle(cache_id, length, lineage)
+
+    def _append(
+        self,
+        message: executor_pb2.PrefillInput | executor_pb2.DecodeInput,
+        path: str,
+        principal: str,
+        handle: Handle | None,
+        *,
+        all_positions: bool = False,
+    ) -> PlannedAppend:
+        token_ids = self._token_ids(message.input_ids, path)
+        on_stale = _STALE_POLICIES.get(message.on_stale)
+        if on_stale is None:
+            raise InvalidRequest(f"{path}.on_stale", f"{message.on_stale} is no StalePolicy")
+        self._check_request_id(message.request_id, f"{path}.request_id")
+        plan = self._policies.read(message.logits_policy, f"{path}.logits_policy", all_positions=all_positions)
+        reply_bytes = (len(token_ids) or 1 if all_positions else 1) * plan.row_bytes + _REPLY_OVERHEAD_BYTES
+        if reply_bytes > self._limits.max_reply_bytes:
+            raise ReplyTooLarge(f"{path}.logits_policy", reply_bytes, self._limits.max_reply_bytes)
+        job = AppendJob(principal, token_ids, handle, plan.output, on_stale, None, message.request_id)
+        return PlannedAppend(job, plan, reply_bytes)
+
+    def _token_ids(self, input_ids: Sequence[int], path: str) -> tuple[int, ...]:
+        token_ids = tuple(input_ids)
+        if token_ids and max(token_ids) >= self._vocab_size:
+            index, token_id = next((i, t) for i, t in enumerate(token_ids) if t >= self._vocab_size)
+            raise TokenOutOfVocab(f"{path}.input_ids[{index}]", token_id, self._vocab_size)
+        return token_ids
+
+    def _check_request_id(self, request_id: str, path: str) -> None:
+        limit = self._limits.max_request_id_bytes
+        if request_id and len(request_id.encode()) > limit:
+            raise InvalidRequest(path, f"is longer than {limit} bytes")
+
+    def _check_positions(self, message: executor_pb2.PrefillInput, handle: Handle | None) -> None:
+        """Refuse anything but the trivial attention mask and positions: they are never silently ignored."""
+        num_tokens = len(message.input_ids)
+        if message.attention_mask:
+            _check_equal(message.attention_mask, [1] * num_tokens, "input.attention_mask")
+        if message.position_ids:
+            start = handle.length if handle is not None else 0
+            _check_equal(message.position_ids, range(start, start + num_tokens), "input.position_ids")
+
+    def _cache_options(self, options: executor_pb2.CacheOptions) -> float | None:
+        """Return the lease asked for. ``reuse_prefix`` and ``publish_prefix`` are hints that change no answer."""
+        if options.HasField("reserve_length"):
+            raise FeatureUnsupported("reserve_length")
+        return _seconds(options.ttl, "input.cache.ttl") if options.HasField("ttl") else None
+
+
+def release_job(handles: Sequence[types_pb2.KvCacheHandle], principal: str) -> ReleaseJob:
+    """Return the job that ends sequences; a handle that names nothing is no error."""
+    return ReleaseJob(principal, named(handles))
+
+
+def named(handles: Sequence[types_pb2.KvCacheHandle]) -> tuple[Handle, ...]:
+    """Return handles of which only the ``cache_id`` counts."""
+    return tuple(Handle(handle.cache_id, handle.length, handle.lineage) for handle in handles)
+
+
+def page_token(handle_id: str) -> str:
+    """Return the opaque token of the page that begins after ``handle_id``; empty for an empty one."""
+    return base64.urlsafe_b64encode(f"1{handle_id}".encode()).decode() if handle_id else ""
+
+
+def require(
+    request: executor_pb2.PrefillRequest
+    | executor_pb2.DecodeRequest
+    | cache_pb2.ForkCacheRequest
+    | cache_pb2.TruncateKvRequest
+    | cache_pb2.GetCacheInfoRequest,
+    field: str,
+) -> None:
+    """Return if the message ``field`` is set.
+
+    Raises:
+        InvalidRequest: It is not.
+    """
+    if not request.HasField(field):
+        raise InvalidRequest(field, "must be set")
+
+
+def _after_handle_id(token: str) -> str:
+    if not token:
+        return ""
+    try:
+        text = base64.b64decode(token, altchars=b"-_", validate=True).decode("ascii")
+    except (binascii.Error, UnicodeError, ValueError):
+        text = ""
+    if len(text) != 17 or text[0] != "1" or not set(text[1:]) <= set("0123456789abcdef"):
+        raise InvalidRequest("page_token", "is no next_page_token of this server")
+    return text[1:]
+
+
+def _wants_all_positions(positions: int, path: str) -> bool:
+    if positions not in (
+        types_pb2.LOGITS_POSITIONS_UNSPECIFIED,
+        types_pb2.LOGITS_POSITIONS_LAST,
+        types_pb2.LOGITS_POSITIONS_ALL,
+    ):
+        raise InvalidRequest(path, f"{positions} is no LogitsPositions")
+    return positions == types_pb2.LOGITS_POSITIONS_ALL
+
+
+def _check_equal(given: Sequence[int], expected: Sequence[int], path: str) -> None:
+    """Refuse a list that differs from its trivial value."""
+    if len(given) != len(expected):
+        raise InvalidRequest(
+            path, f"has {len(given)} entries for {len(expected)} tokens; only the trivial value is served"
+        )
+    if list(given) == list(expected):
+        return
+    index = next(i for i, (value, wanted) in enumerate(zip(given, expected, strict=True)) if value != wanted)
+    raise InvalidRequest(
+        f"{path}[{index}]", f"is {given[index]}, only {expected[index]}, the trivial value, is served here"
+    )
+
+
+def _seconds(ttl: _Duration, path: str) -> float:
+    """Return a lease in seconds; the engine clamps it."""
+    seconds = ttl.seconds + ttl.nanos * 1e-9
+    if seconds < 0.0:
+        raise InvalidRequest(path, f"must not be negative, got {seconds} s")
+    return seconds
+
+
+__all__ = ["InputReader", "PlannedAppend", "named", "page_token", "release_job", "require"]

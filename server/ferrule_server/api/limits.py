@@ -1,0 +1,37 @@
+"""Limits of the wire ring: what a message may hold. All of them are published by GetCapabilities."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ApiLimits:
+    """What the server takes from a client and sends to it.
+
+    Attributes:
+        max_request_bytes: Largest message taken; beyond it gRPC itself answers RESOURCE_EXHAUSTED.
+        max_reply_bytes: Largest message sent; what would pass it is refused before it runs.
+        max_stream_frame_bytes: A stream's results of one step are split into frames of about this size.
+        max_stream_queue_bytes: Most bytes of results that wait for a stream's reader; beyond it SLOW_CONSUMER.
+        max_top_logprobs: Largest ``top_logprobs``.
+        max_fork_count: Most sequences that one ForkCache makes.
+        max_page_size: Largest page of ListCaches; default_page_size: page when the client names none.
+        max_request_id_bytes: Longest ``request_id``, UTF-8.
+        max_cache_id_bytes: Longest ``cache_id``.
+        min_ttl_s, default_ttl_s, max_ttl_s: Leases, in seconds.
+    """
+
+    max_request_bytes: int = 16 << 20
+    max_reply_bytes: int = 64 << 20
+    max_stream_frame_bytes: int = 4 << 20
+    max_stream_queue_bytes: int = 8 << 20
+    max_top_logprobs: int = 1024
+    max_fork_count: int = 256
+    max_page_size: int = 1000
+    default_page_size: int = 100
+    max_request_id_bytes: int = 128
+    max_cache_id_bytes: int = 128
+    min_ttl_s: float = 5.0
+    default_ttl_s: float = 60.0
+    max_ttl_s: float = 3600.0

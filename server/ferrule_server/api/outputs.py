@@ -1,0 +1,210 @@
+"""Results to messages, built fast: the hot path (one greedy token) sets a handful of fields."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, types_pb2
+from ferrule_server.api.inputs import page_token
+from ferrule_server.api.policy import OutputPlan
+from ferrule_server.api.status import to_status
+from ferrule_server.engine.jobs import (
+    AppendResult,
+    CacheInfo,
+    KeepAliveJob,
+    KeepAliveResult,
+    Lease,
+    ListResult,
+    ReleaseJob,
+    ReleaseResult,
+    StepTiming,
+)
+from ferrule_server.errors import FerruleError
+from ferrule_server.executor.base import Float32Array, RowOutput
+from ferrule_server.kv.handle import Handle
+
+_LITTLE_ENDIAN_FLOAT32: Final = np.dtype("<f4")
+_LITTLE_ENDIAN_FLOAT16: Final = np.dtype("<f2")
+_LITTLE_ENDIAN_UINT16: Final = np.dtype("<u2")
+
+
+def prefill_output(result: AppendResult, plan: OutputPlan, request_id: str) -> executor_pb2.PrefillOutput:
+    """Return the output of a Prefill."""
+    output = executor_pb2.PrefillOutput(cached_tokens=result.cached_tokens)
+    _fill_append(output, result, plan, request_id)
+    return output
+
+
+def fill_decode_output(
+    output: executor_pb2.DecodeOutput, result: AppendResult, plan: OutputPlan, request_id: str
+) -> None:
+    """Write the output of a Decode into a fresh message."""
+    _fill_append(output, result, plan, request_id)
+
+
+def handle_message(handle: Handle) -> types_pb2.KvCacheHandle:
+    """Return a handle as it is sent."""
+    return types_pb2.KvCacheHandle(cache_id=handle.cache_id, length=handle.length, lineage=handle.lineage)
+
+
+def release_results(job: ReleaseJob, result: ReleaseResult) -> list[cache_pb2.ReleaseResult]:
+    """Return what became of each handle of a release."""
+    return [
+        cache_pb2.ReleaseResult(handle_id=handle.handle_id, released=freed is not None)
+        for handle, freed in zip(job.handles, result.freed_blocks, strict=True)
+    ]
+
+
+def keep_alive_response(job: KeepAliveJob, result: KeepAliveResult) -> cache_pb2.KeepAliveResponse:
+    """Return the renewed leases."""
+    response = cache_pb2.KeepAliveResponse()
+    for handle, lease in zip(job.handles, result.leases, strict=True):
+        entry = response.results.add(handle_id=handle.handle_id)
+        if isinstance(lease, FerruleError):
+            entry.error.CopyFrom(to_status(lease))
+        else:
+            entry.lease.CopyFrom(_lease(lease))
+    return response
+
+
+def cache_info(info: CacheInfo, block_size: int, *, with_blocks: bool) -> cache_pb2.CacheInfo:
+    """Return one sequence as its owner may see it."""
+    message = cache_pb2.CacheInfo(
+        handle_id=info.handle_id,
+        token_ids=info.token_ids or (),
+        block_size=block_size,
+        num_blocks=len(info.block_ids),
+        num_shared_blocks=_num_shared(info),
+        kv_bytes=info.kv_bytes,
+        lease=_lease(info.lease),
+        create_time=_wall_clock(-info.age_s),
+    )
+    if info.tip is not None:
+        message.kv_cache.CopyFrom(handle_message(info.tip))
+    if with_blocks:
+        message.block_ids.extend(info.block_ids)
+        message.block_ref_counts.extend(info.block_refcounts)
+    return message
+
+
+def list_response(result: ListResult) -> cache_pb2.ListCachesResponse:
+    """Return one page of sequences, by loggable id only."""
+    return cache_pb2.ListCachesResponse(
+        caches=[
+            cache_pb2.CacheSummary(
+                handle_id=info.handle_id,
+                length=info.length,
+                num_blocks=len(info.block_ids),
+                num_shared_blocks=_num_shared(info),
+                lease=_lease(info.lease),
+                create_time=_wall_clock(-info.age_s),
+            )
+            for info in result.caches
+        ],
+        next_page_token=page_token(result.next_after),
+    )
+
+
+def _fill_append(
+    output: executor_pb2.PrefillOutput | executor_pb2.DecodeOutput,
+    result: AppendResult,
+    plan: OutputPlan,
+    request_id: str,
+) -> None:
+    """Write what every append answers: handle, rows, timing."""
+    if request_id:
+        output.request_id = request_id
+    handle, sent = result.handle, output.kv_cache
+    sent.cache_id = handle.cache_id
+    sent.length = handle.length
+    sent.lineage = handle.lineage
+    _fill_timing(output.timing, result.timing)
+    if result.replayed:
+        output.replayed = True
+        output.recomputed = result.recomputed
+    if result.rows:
+        _fill_rows(output.outputs, result, plan)
+
+
+def _fill_timing(message: types_pb2.Timing, timing: StepTiming) -> None:
+    message.queue_ns = timing.queue_ns
+    message.run_ns = timing.run_ns
+    message.step_rows = timing.step_rows
+
+
+def _fill_rows(outputs: policy_pb2.Outputs, result: AppendResult, plan: OutputPlan) -> None:
+    """Write the rows field by field; what was not asked for stays empty."""
+    rows, spec = result.rows, plan.output.spec
+    assert spec is not None
+    outputs.num_rows = len(rows)
+    if spec.greedy or spec.sample is not None:
+        outputs.tokens.extend([row.token for row in rows if row.token is not None])
+        if result.seed is not None:
+            outputs.seed = result.seed
+        if spec.logprobs:
+            outputs.model_logprobs.extend([row.model_logprob for row in rows if row.model_logprob is not None])
+            outputs.sampled_logprobs.extend([row.sampled_logprob for row in rows if row.sampled_logprob is not None])
+    if spec.full_logits:
+        _fill_logits(outputs.logits, rows, plan.dtype)
+    if spec.num_top_logprobs:
+        _fill_top(outputs, rows)
+    if plan.output.wants_targets:
+        outputs.target_logprobs.extend([row.target_logprob for row in rows if row.target_logprob is not None])
+
+
+def _fill_top(outputs: policy_pb2.Outputs, rows: Sequence[RowOutput]) -> None:
+    for row in rows:
+        if row.top_ids is not None and row.top_logprobs is not None:
+            outputs.top_k = len(row.top_ids)
+            outputs.top_token_ids.extend(row.top_ids.tolist())
+            outputs.top_logprobs.extend(row.top_logprobs.tolist())
+
+
+def _fill_logits(tensor: types_pb2.Tensor, rows: Sequence[RowOutput], dtype: int) -> None:
+    """Write the logits of all rows into one tensor [num_rows, vocab_size]."""
+    logits = [row.logits for row in rows if row.logits is not None]
+    tensor.dtype = dtype  # type: ignore[assignment]
+    tensor.shape.extend((len(logits), len(logits[0])))
+    tensor.data = b"".join([_encoded(row, dtype) for row in logits]) if len(logits) > 1 else _encoded(logits[0], dtype)
+
+
+def _encoded(row: Float32Array, dtype: int) -> bytes:
+    """Return one row of logits in a wire type, little-endian."""
+    if dtype == types_pb2.DATA_TYPE_FLOAT32:
+        return row.astype(_LITTLE_ENDIAN_FLOAT32, copy=False).tobytes()
+    if dtype == types_pb2.DATA_TYPE_FLOAT16:
+        with np.errstate(over="ignore"):  # beyond 65504 a float16 is infinite: the caller chose the type
+            return row.astype(_LITTLE_ENDIAN_FLOAT16).tobytes()
+    return _to_bfloat16(row).tobytes()
+
+
+def _to_bfloat16(row: Float32Array) -> npt.NDArray[np.uint16]:
+    """Return finite float32 values rounded to the nearest bfloat16, ties to even, as uint16 bit patterns."""
+    bits = row.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return rounded.astype(_LITTLE_ENDIAN_UINT16)
+
+
+def _num_shared(info: CacheInfo) -> int:
+    return sum(count > 1 for count in info.block_refcounts)
+
+
+def _lease(lease: Lease) -> cache_pb2.Lease:
+    left_s = max(0.0, lease.expires_in_s)
+    ttl = Duration()
+    ttl.FromNanoseconds(round(left_s * 1e9))
+    return cache_pb2.Lease(ttl=ttl, expire_time=_wall_clock(left_s))
+
+
+def _wall_clock(offset_s: float) -> Timestamp:
+    """Return the wall-clock time ``offset_s`` seconds from now."""
+    stamp = Timestamp()
+    stamp.FromNanoseconds(time.time_ns() + round(offset_s * 1e9))
+    return stamp

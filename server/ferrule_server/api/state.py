@@ -1,0 +1,143 @@
+"""What the wire ring knows of the server: its phase, and the parts that exist once the model is loaded."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ferrule_server.api.inputs import InputReader
+from ferrule_server.api.limits import ApiLimits
+from ferrule_server.engine.counters import EngineSnapshot
+from ferrule_server.engine.jobs import Job, Sink
+from ferrule_server.errors import Draining, FerruleError, Starting
+from ferrule_server.executor.base import ExecutorInfo
+
+
+class EngineApi(Protocol):
+    """What the wire ring uses of the engine."""
+
+    info: ExecutorInfo
+
+    def submit(self, entries: list[tuple[Job, Sink]]) -> None:
+        """Hand over jobs that arrived together."""
+        ...
+
+    def snapshot(self) -> EngineSnapshot:
+        """Return the engine's state now."""
+        ...
+
+
+class TextCodec(Protocol):
+    """What the wire ring uses of the model's tokenizer."""
+
+    def encode(self, text: str, add_special_tokens: bool = False, parse_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Return the text of token ids."""
+        ...
+
+    def ends_mid_character(self, token_ids: Sequence[int]) -> bool:
+        """Whether the last token ends inside a character that a later token could complete."""
+        ...
+
+
+class Phase(enum.Enum):
+    """Where the server is in its life."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+class Ending(Protocol):
+    """Something long-lived that a draining server ends: an open stream."""
+
+    def end(self, error: FerruleError) -> None:
+        """End with ``error``; further calls change nothing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What exists once the model is loaded.
+
+    Attributes:
+        engine: Runs jobs.
+        inputs: Reads requests for this model.
+        tokenizer: None where the model has none.
+        max_step_rows: Most rows in one step.
+    """
+
+    engine: EngineApi
+    inputs: InputReader
+    tokenizer: TextCodec | None
+    max_step_rows: int
+
+
+@dataclass(slots=True)
+class ServerState:
+    """The server as its servicers see it. Changed on the event loop's thread; load progress from any.
+
+    Invariant: ``serving`` is None exactly as long as the phase is STARTING and loading has not ended.
+
+    Attributes:
+        instance: Name of this server, first part of every ``cache_id``.
+        epoch: New with every run, second part of every ``cache_id``.
+        version: Of the server.
+        limits: Of the wire.
+        load_progress: From 0 to 1. load_stage: what is being loaded.
+        num_active: Unary calls under way. streams: Streams under way.
+    """
+
+    instance: str
+    epoch: str
+    version: str
+    limits: ApiLimits
+    phase: Phase = Phase.STARTING
+    serving: Serving | None = None
+    load_progress: float = 0.0
+    load_stage: str = "starting"
+    start_ns: int = field(default_factory=time.time_ns)
+    num_active: int = 0
+    streams: set[Ending] = field(default_factory=set)
+
+    def ready(self, serving: Serving) -> None:
+        """Take calls from now on."""
+        self.serving = serving
+        self.phase = Phase.READY
+
+    def use(self) -> Serving:
+        """Return the parts that calls on existing sequences need.
+
+        Raises:
+            Starting: The model is not loaded yet.
+            Draining: The engine is gone.
+        """
+        serving = self.serving
+        if serving is None:
+            raise Starting if self.phase is Phase.STARTING else Draining
+        if self.phase is Phase.FAILED:
+            raise Draining
+        return serving
+
+    def use_for_new(self) -> Serving:
+        """Return the parts that calls which make a sequence need.
+
+        Raises:
+            Starting: The model is not loaded yet.
+            Draining: The server takes no new sequences any more.
+        """
+        if self.phase is Phase.DRAINING:
+            raise Draining
+        return self.use()
+
+    def end_streams(self, error: FerruleError) -> None:
+        """End every open stream with ``error``."""
+        for stream in list(self.streams):
+            stream.end(error)

@@ -1,0 +1,244 @@
+"""StreamDecode: many sequences over one stream, one frame per step.
+
+    client frame --> read task --> engine.submit([release, item, item, ...])     one list, so they share a step
+                                        |
+    client <-- write task <-- queue <-- flush <-- deliver, deliver, ...           one frame per step
+
+The queue is bounded in bytes and nothing here ever makes the engine wait: a reader that falls behind loses its stream
+(SLOW_CONSUMER), not its sequences. Whatever was committed can be replayed on a new stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+import grpc
+
+from ferrule.v1 import executor_pb2
+from ferrule_server.api.calls import Context, cancel, refuse
+from ferrule_server.api.inputs import PlannedAppend, release_job
+from ferrule_server.api.outputs import fill_decode_output, release_results
+from ferrule_server.api.principal import principal_of
+from ferrule_server.api.state import ServerState, Serving
+from ferrule_server.api.status import fault_of, log_refused, to_status
+from ferrule_server.engine.jobs import AppendResult, Job, Outcome, ReleaseJob, ReleaseResult
+from ferrule_server.errors import FeatureUnsupported, FerruleError, InvalidRequest, SlowConsumer
+
+_RPC: Final = "StreamDecode"
+_ERROR_BYTES: Final = 1024
+_RELEASE_BYTES: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingItem:
+    """An item handed to the engine and not answered yet."""
+
+    seq: int
+    planned: PlannedAppend
+
+
+class DecodeStream:
+    """One StreamDecode call; also the sink of its jobs and an ``Ending``.
+
+    Invariant: every item read is either in ``_pending`` or has its result in ``_frames``, ``_queue`` or sent, exactly
+    once, until the stream has ended; afterwards nothing is delivered any more.
+
+    Args:
+        state: The server.
+        serving: Its engine and reader.
+        context: The call.
+    """
+
+    def __init__(self, state: ServerState, serving: Serving, context: Context) -> None:
+        self._engine = serving.engine
+        self._inputs = serving.inputs
+        self._limits = state.limits
+        self._state = state
+        self._context = context
+        self._principal = principal_of(context)
+        self._pending: dict[Job, _PendingItem] = {}
+        self._num_releases = 0
+        self._frames: list[tuple[executor_pb2.StreamDecodeResponse, int]] = []
+        self._queue: deque[tuple[executor_pb2.StreamDecodeResponse, int]] = deque()
+        self._queued_bytes = 0
+        self._has_frames = asyncio.Event()
+        self._is_half_closed = False
+        self._is_ended = False
+        self._ended: asyncio.Future[FerruleError | None] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> None:
+        """Serve the stream until the client has half-closed and everything is answered, or something ends it."""
+        self._state.streams.add(self)
+        tasks = [asyncio.create_task(self._guarded_read()), asyncio.create_task(self._guarded_write())]
+        try:
+            error = await self._ended
+        finally:
+            self._abandon()
+            for task in tasks:
+                task.cancel()
+            self._state.streams.discard(self)
+        if error is not None:
+            await refuse(self._context, _RPC, error)
+
+    def end(self, error: FerruleError | None) -> None:
+        """End the stream: with its own status ``error``, or None for OK. Later calls change nothing."""
+        self._is_ended = True
+        if not self._ended.done():
+            self._ended.set_result(error)
+
+    # ---- engine side ------------------------------------------------------------------------------------------------
+
+    def deliver(self, job: Job, outcome: Outcome) -> None:
+        """Write the outcome of one job into the frame of this step."""
+        if self._is_ended:
+            return
+        try:
+            if isinstance(job, ReleaseJob):
+                self._add_releases(job, outcome)
+            else:
+                self._add_outcome(self._pending.pop(job), outcome)
+        except Exception as failure:  # noqa: BLE001  (fault_of logs it)
+            self.end(fault_of(failure, _RPC))
+
+    def flush(self) -> None:
+        """Queue what was delivered for the writer; end the stream if its reader is too far behind."""
+        if self._is_ended or not self._frames:
+            return
+        if self._queued_bytes > self._limits.max_stream_queue_bytes:
+            self.end(SlowConsumer(self._queued_bytes, self._limits.max_stream_queue_bytes))
+            return
+        free_blocks = self._engine.snapshot().free_blocks
+        for frame, num_bytes in self._frames:
+            frame.free_blocks = free_blocks
+            self._queued_bytes += num_bytes
+        self._queue.extend(self._frames)
+        self._frames.clear()
+        self._has_frames.set()
+
+    def _frame(self, num_bytes: int) -> executor_pb2.StreamDecodeResponse:
+        """Return the frame that the next ``num_bytes`` of results go into."""
+        if self._frames:
+            frame, held_bytes = self._frames[-1]
+            if held_bytes + num_bytes <= self._limits.max_stream_frame_bytes:
+                self._frames[-1] = (frame, held_bytes + num_bytes)
+                return frame
+        frame = executor_pb2.StreamDecodeResponse()
+        self._frames.append((frame, num_bytes))
+        return frame
+
+    def _add_outcome(self, item: _PendingItem, outcome: Outcome) -> None:
+        planned = item.planned
+        if isinstance(outcome, FerruleError):
+            self._add_error(item.seq, planned.job.request_id, outcome)
+            return
+        assert isinstance(outcome, AppendResult)
+        result = self._frame(planned.reply_bytes).results.add()
+        result.seq = item.seq
+        if planned.job.request_id:
+            result.request_id = planned.job.request_id
+        fill_decode_output(result.decode, outcome, planned.plan, planned.job.request_id)
+
+    def _add_error(self, seq: int, request_id: str, error: FerruleError) -> None:
+        log_refused(_RPC, error, self._principal)
+        result = self._frame(_ERROR_BYTES).results.add()
+        result.seq = seq
+        result.request_id = request_id
+        result.error.CopyFrom(to_status(error))
+
+    def _add_releases(self, job: ReleaseJob, outcome: Outcome) -> None:
+        self._num_releases -= 1
+        if isinstance(outcome, FerruleError):  # a release has no error of its own: the server is going down
+            self.end(outcome)
+            return
+        assert isinstance(outcome, ReleaseResult)
+        self._frame(_RELEASE_BYTES * len(job.handles)).releases.extend(release_results(job, outcome))
+
+    # ---- client side ------------------------------------------------------------------------------------------------
+
+    async def _guarded_read(self) -> None:
+        try:
+            await self._read_frames()
+        except FerruleError as error:
+            self.end(error)
+        except Exception as failure:  # noqa: BLE001  (fault_of logs it)
+            self.end(fault_of(failure, _RPC))
+
+    async def _guarded_write(self) -> None:
+        try:
+            await self._write_frames()
+        except Exception as failure:  # noqa: BLE001  (fault_of logs it)
+            self.end(fault_of(failure, _RPC))
+
+    async def _read_frames(self) -> None:
+        while (request := await self._context.read()) is not grpc.aio.EOF:
+            self._state.use()
+            self._accept(request)
+        self._is_half_closed = True
+        self._end_if_done()
+
+    async def _write_frames(self) -> None:
+        while True:
+            while self._queue:
+                frame, num_bytes = self._queue.popleft()
+                await self._context.write(frame)
+                self._queued_bytes -= num_bytes
+            self._end_if_done()
+            self._has_frames.clear()
+            await self._has_frames.wait()
+
+    def _end_if_done(self) -> None:
+        """End with OK once the client has half-closed and every answer was written."""
+        if self._is_half_closed and not (self._pending or self._num_releases or self._queued_bytes or self._frames):
+            self.end(None)
+
+    def _accept(self, request: executor_pb2.StreamDecodeRequest) -> None:
+        """Hand the frame's releases and items to the engine in one list; answer bad items at once."""
+        entries: list[tuple[Job, DecodeStream]] = []
+        if request.release:
+            entries.append((release_job(request.release, self._principal), self))
+            self._num_releases += 1
+        for index, item in enumerate(request.items):
+            try:
+                planned = self._plan(item, index)
+            except FerruleError as error:
+                self._add_error(item.seq, _request_id(item), error)
+                continue
+            self._pending[planned.job] = _PendingItem(item.seq, planned)
+            entries.append((planned.job, self))
+        if entries:
+            self._engine.submit(entries)  # type: ignore[arg-type]
+        elif not self._frames:
+            self._frame(0)
+        self.flush()
+
+    def _plan(self, item: executor_pb2.StreamItem, index: int) -> PlannedAppend:
+        kind = item.WhichOneof("input")
+        if kind == "decode":
+            return self._inputs.decode(item.decode, f"items[{index}].decode", self._principal)
+        if kind is None:
+            raise InvalidRequest(f"items[{index}]", "one of decode, verify and unified must be set")
+        raise FeatureUnsupported(f"stream {kind} items")
+
+    def _abandon(self) -> None:
+        """Nobody reads any more: what has no step yet never runs."""
+        self._is_ended = True
+        for job in self._pending:
+            cancel(job)
+        self._pending.clear()
+        self._queue.clear()
+        self._frames.clear()
+
+
+def _request_id(item: executor_pb2.StreamItem) -> str:
+    """Return the id of whichever input an item has."""
+    match item.WhichOneof("input"):
+        case "decode":
+            return item.decode.request_id
+        case "verify":
+            return item.verify.request_id
+        case "unified":
+            return item.unified.request_id
+    return ""

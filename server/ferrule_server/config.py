@@ -1,0 +1,330 @@
+"""Settings: command line over environment over defaults, validated once into a frozen :class:`ServerConfig`.
+
+Nothing else reads the environment. Every flag ``--some-thing`` has a variable ``FERRULE_SOME_THING``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeVar
+
+from ferrule_server import __version__
+from ferrule_server.errors import ConfigError
+
+DEMO_MODEL: Final = "demo"
+EXECUTORS: Final = ("auto", "torch", "paged-reference")
+DTYPES: Final = ("auto", "bfloat16", "float32")
+LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+
+_SIZE_UNITS: Final = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_TIME_UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_MIN_TTL_S: Final = 5.0
+_MAX_TTL_S: Final = 30 * 24 * 3600.0
+_MAX_UNIX_PATH_BYTES: Final = 107
+_INSTANCE: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_TRUE: Final = ("1", "true", "yes", "on")
+_FALSE: Final = ("", "0", "false", "no", "off")
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class ListenAddress:
+    """Where the server listens: a TCP host and port, or a unix socket path.
+
+    Attributes:
+        host: IP address or name; empty for a unix socket.
+        port: 0 lets the system choose.
+        path: Of the unix socket, or None.
+    """
+
+    host: str = ""
+    port: int = 0
+    path: Path | None = None
+
+    @property
+    def target(self) -> str:
+        """The address as gRPC writes it, such as ``127.0.0.1:50051``, ``[::1]:50051`` or ``unix:/run/f.sock``."""
+        if self.path is not None:
+            return f"unix:{self.path}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach it."""
+        if self.path is not None:
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Everything that can be set, valid.
+
+    Attributes:
+        model: ``demo`` or a model folder; None for an executor without weights.
+        listen: Where to serve.
+        executor: One of EXECUTORS.
+        dtype: One of DTYPES.
+        kv_memory_bytes: Size of the KV pool.
+        max_context: Longest sequence in tokens; None: the model's own limit.
+        max_ttl_s: Longest lease in seconds.
+        max_step_rows: Most rows in one step.
+        instance: Name of this server in its handles.
+        log_level: One of LOG_LEVELS.
+        is_insecure: Listening beyond this machine without authentication is accepted.
+        has_reflection: Serve gRPC reflection.
+        num_threads: Threads that compute; None: one per core.
+    """
+
+    model: str | None = DEMO_MODEL
+    listen: ListenAddress = ListenAddress("127.0.0.1", 50051)
+    executor: str = "auto"
+    dtype: str = "auto"
+    kv_memory_bytes: int = 1 << 30
+    max_context: int | None = None
+    max_ttl_s: float = 3600.0
+    max_step_rows: int = 512
+    instance: str = "ferrule"
+    log_level: str = "info"
+    is_insecure: bool = False
+    has_reflection: bool = False
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work.
+
+        Raises:
+            ConfigError: A setting is out of its range, or two exclude each other.
+        """
+        _require(self.executor in EXECUTORS, f"--executor must be one of {', '.join(EXECUTORS)}, got {self.executor!r}")
+        _require(self.dtype in DTYPES, f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        _require(self.log_level in LOG_LEVELS, f"--log-level must be one of {', '.join(LOG_LEVELS)}")
+        _require(
+            self.kv_memory_bytes >= 1 << 16, f"--kv-memory must be at least 64KiB, got {self.kv_memory_bytes} bytes"
+        )
+        _require(self.max_context is None or self.max_context >= 1, "--max-context must be at least 1")
+        _require(_MIN_TTL_S <= self.max_ttl_s <= _MAX_TTL_S, "--max-ttl must be from 5s to 720h")
+        _require(1 <= self.max_step_rows <= 1 << 16, "--max-step-rows must be from 1 to 65536")
+        _require(self.num_threads is None or 1 <= self.num_threads <= 1024, "--threads must be from 1 to 1024")
+        _require(
+            _INSTANCE.fullmatch(self.instance) is not None,
+            f"--instance must be 1 to 64 of A-Z a-z 0-9 _ -, got {self.instance!r}",
+        )
+        _require(
+            self.is_insecure or self.listen.is_local,
+            f"--listen {self.listen.target} can be reached from other machines and there is no authentication; "
+            "use 127.0.0.1, [::1] or unix:PATH, or add --insecure if the network is trusted",
+        )
+        if self.executor == "paged-reference":
+            _require(self.model is None, "--executor paged-reference has no weights; leave --model out")
+            _require(
+                self.dtype in ("auto", "float32"), "--executor paged-reference computes in float32; leave --dtype out"
+            )
+
+
+def parse_config(arguments: Sequence[str], environment: Mapping[str, str]) -> ServerConfig:
+    """Return the settings: flags over environment variables over defaults.
+
+    Args:
+        arguments: Without the program's name.
+        environment: Usually ``os.environ``; only ``FERRULE_*`` is looked at.
+
+    Raises:
+        ConfigError: A value is unusable; the message says which and what would do.
+        SystemExit: ``--help``, ``--version`` or an unknown flag, as argparse does it.
+    """
+    flags = vars(build_parser().parse_args(arguments))
+
+    def setting(name: str, read: Callable[[str], _T], default: _T) -> _T:
+        text = flags[name] if flags[name] is not None else environment.get(_variable(name))
+        if text is None:
+            return default
+        origin = _flag(name) if flags[name] is not None else _variable(name)
+        try:
+            return read(text)
+        except ValueError as error:
+            raise ConfigError(f"{origin} {text!r}: {error}") from None
+
+    executor = setting("executor", str, "auto")
+    return ServerConfig(
+        model=setting("model", str, None if executor == "paged-reference" else DEMO_MODEL),
+        listen=setting("listen", parse_listen, ListenAddress("127.0.0.1", 50051)),
+        executor=executor,
+        dtype=setting("dtype", str, "auto"),
+        kv_memory_bytes=setting("kv_memory", parse_size, 1 << 30),
+        max_context=setting("max_context", _count, None),
+        max_ttl_s=setting("max_ttl", parse_duration, 3600.0),
+        max_step_rows=setting("max_step_rows", _count, 512),
+        instance=setting("instance", str, instance_of_host(socket.gethostname())),
+        log_level=setting("log_level", str, "info"),
+        is_insecure=setting("insecure", _boolean, False),
+        has_reflection=setting("reflection", _boolean, False),
+        num_threads=setting("threads", _count, None),
+    )
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser; every value stays text or None, so that the environment can step in."""
+    parser = argparse.ArgumentParser(
+        prog="ferrule serve",
+        description="Serves a decoder-only language model over gRPC; clients hold handles to its KV cache.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"ferrule {__version__}")
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--model",
+        metavar="demo|FOLDER",
+        help="the small model that ships, or a Hugging Face folder with safetensors (default: demo)",
+    )
+    model.add_argument(
+        "--executor",
+        metavar="|".join(EXECUTORS),
+        help="what runs the steps; paged-reference needs no model and starts"
+        " at once, for client authors and tests (default: auto = torch)",
+    )
+    model.add_argument(
+        "--dtype",
+        metavar="|".join(DTYPES),
+        help="of weights, activations and KV (default: auto = bfloat16 where the"
+        " processor has instructions for it, else float32)",
+    )
+    model.add_argument("--threads", metavar="N", help="threads that compute (default: one per core)")
+    memory = parser.add_argument_group("memory and limits")
+    memory.add_argument(
+        "--kv-memory", metavar="SIZE", help="size of the KV pool, allocated at start: 512MiB, 4GiB (default: 1GiB)"
+    )
+    memory.add_argument("--max-context", metavar="N", help="longest sequence in tokens (default: the model's limit)")
+    memory.add_argument(
+        "--max-ttl", metavar="TIME", help="longest lease a client can ask for: 90s, 30m, 1h (default: 1h)"
+    )
+    memory.add_argument(
+        "--max-step-rows", metavar="N", help="most tokens in one step; longer prompts run in chunks (default: 512)"
+    )
+    network = parser.add_argument_group("network")
+    network.add_argument(
+        "--listen",
+        metavar="HOST:PORT|unix:PATH",
+        help="port 0 lets the system choose, the line 'ready' tells which (default: 127.0.0.1:50051)",
+    )
+    network.add_argument(
+        "--insecure",
+        action="store_const",
+        const="1",
+        help="accept an address that other machines can reach: there is no authentication yet",
+    )
+    network.add_argument("--reflection", action="store_const", const="1", help="serve gRPC reflection, for buf curl")
+    network.add_argument(
+        "--instance", metavar="NAME", help="name of this server in its handles, for routing (default: the host name)"
+    )
+    logs = parser.add_argument_group("logging")
+    logs.add_argument("--log-level", metavar="|".join(LOG_LEVELS), help="of the log on stderr (default: info)")
+    return parser
+
+
+_EPILOG: Final = """\
+Every flag can be given as an environment variable: --kv-memory as FERRULE_KV_MEMORY, --insecure as
+FERRULE_INSECURE=1. Flags win over the environment, the environment over defaults.
+
+examples:
+  ferrule serve                                        the demo model on 127.0.0.1:50051
+  ferrule serve --model ~/models/Qwen3-0.6B --kv-memory 4GiB
+  ferrule serve --executor paged-reference --listen unix:/tmp/ferrule.sock
+  ferrule serve --listen 0.0.0.0:50051 --insecure      beyond this machine, on a trusted network
+
+When the model is loaded, one line starting 'ready' appears on stdout. SIGTERM or Ctrl-C ends the server: calls under
+way get 2 s. Exit codes: 0 ended as asked, 1 a fault, 2 a setting, address or model folder is unusable.
+"""
+
+
+def parse_listen(text: str) -> ListenAddress:
+    """Return the address that ``HOST:PORT`` or ``unix:PATH`` names.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if text.startswith("unix:"):
+        path = text.removeprefix("unix:")
+        if path.startswith("//"):
+            path = path[2:]
+        if not path or path.endswith("/"):
+            raise ValueError("unix: needs the path of a socket, such as unix:/tmp/ferrule.sock")
+        if len(os.fsencode(path)) > _MAX_UNIX_PATH_BYTES:
+            raise ValueError(f"a unix socket path holds at most {_MAX_UNIX_PATH_BYTES} bytes")
+        return ListenAddress(path=Path(path))
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise ValueError("must be HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051, or unix:PATH")
+    # One name, several addresses: gRPC would be content with whichever of them is free.
+    return ListenAddress("127.0.0.1" if host == "localhost" else host, int(port))
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of a size such as ``512MiB``.
+
+    Raises:
+        ValueError: The unit is missing or unknown.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB)", text.strip())
+    if match is None:
+        raise ValueError("must be a number with KiB, MiB or GiB, such as 512MiB")
+    return int(float(match[1]) * _SIZE_UNITS[match[2]])
+
+
+def parse_duration(text: str) -> float:
+    """Return the seconds of a time such as ``90s``, ``30m`` or ``1h``.
+
+    Raises:
+        ValueError: The unit is missing or unknown.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", text.strip())
+    if match is None:
+        raise ValueError("must be a number with s, m or h, such as 30m")
+    return float(match[1]) * _TIME_UNITS[match[2]]
+
+
+def instance_of_host(host_name: str) -> str:
+    """Return an instance name made of a host name: its first label, anything unusual replaced."""
+    label = re.sub(r"[^A-Za-z0-9_-]", "-", host_name.split(".", maxsplit=1)[0]).strip("-")
+    return label[:64] or "ferrule"
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError("must be a whole number")
+    return int(text)
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() in _TRUE:
+        return True
+    if text.lower() in _FALSE:
+        return False
+    raise ValueError("must be 1 or 0")
+
+
+def _variable(name: str) -> str:
+    return f"FERRULE_{name.upper()}"
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(message)

@@ -76,8 +76,8 @@ def judge(sequence: Sequence, handle: Handle, token_ids: SequenceOf[int], on_sta
 
 def _is_committed(sequence: Sequence, start: int, token_ids: SequenceOf[int]) -> bool:
     """Return whether exactly these tokens were committed from ``start`` on."""
-    stop = start + len(token_ids)
-    return stop <= sequence.length and sequence.token_ids[start:stop].tolist() == list(token_ids)
+    # A slice that ends at the tip is shorter than tokens that go beyond it, hence unequal.
+    return sequence.token_ids[start : start + len(token_ids)].tolist() == list(token_ids)
 
 
 def _stale(sequence: Sequence, handle: Handle) -> HandleStale:

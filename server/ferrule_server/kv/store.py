@@ -363,9 +363,8 @@ class KvStore:
 
 
 def _remembered(sequence: Sequence, handle: Handle, new_length: int) -> int | None:
-    """Return what an equal truncate answered, if the tip still is where it left it."""
+    """Return what an equal truncate answered; it is forgotten once the tip has moved."""
     last = sequence.last_truncate
-    if last is None or sequence.length != new_length:
+    if last is None or (last.length, last.lineage, last.new_length) != (handle.length, handle.lineage, new_length):
         return None
-    is_equal = (last.length, last.lineage, last.new_length) == (handle.length, handle.lineage, new_length)
-    return last.freed_blocks if is_equal else None
+    return last.freed_blocks

@@ -1,0 +1,410 @@
+"""The KV store: appends, branches, truncates, releases."""
+
+from __future__ import annotations
+
+import pytest
+
+from ferrule_server.errors import (
+    BlocksExhausted,
+    ContextExceeded,
+    ExceedsPool,
+    HandleLost,
+    HandleStale,
+    HandleUnknown,
+    TruncateBeyond,
+)
+from ferrule_server.kv import store as store_module
+from ferrule_server.kv.append_rule import Verdict
+from ferrule_server.kv.block_pool import BlockPool
+from ferrule_server.kv.handle import StalePolicy
+from ferrule_server.kv.store import KvStore
+from tests.kv.conftest import Put
+
+RECORD: object = object()
+"""What the engine keeps of the last append."""
+
+
+def test_public_names_are_sorted_and_there() -> None:
+    """What lies in ``__all__`` can be imported."""
+    names = store_module.__all__
+    assert names == sorted(names)
+    assert all(hasattr(store_module, name) for name in names)
+
+
+def test_nothing_of_an_append_shows_before_commit(store: KvStore, put: Put) -> None:
+    """Length, lineage and table are those before, until all rows are written."""
+    sequence = put([1, 2, 3])
+    before, table = store.handle_at(sequence), sequence.block_ids
+    reservation = store.reserve_append(sequence, 6)
+    assert (reservation.start, len(reservation.block_ids)) == (3, 3)
+    assert (store.handle_at(sequence), sequence.block_ids, sequence.num_pins) == (before, table, 1)
+    assert store.commit(reservation, [4, 5, 6, 7, 8, 9]) is sequence
+    assert (sequence.length, sequence.block_ids, sequence.num_pins) == (9, reservation.block_ids, 0)
+    assert list(sequence.token_ids) == list(range(1, 10))
+
+
+def test_a_new_sequence_exists_from_commit_on(store: KvStore) -> None:
+    """Its blocks are held before, its handle comes with the commit."""
+    reservation = store.reserve_new("alice", 5)
+    assert (store.num_sequences, store.pool.num_used, reservation.sequence) == (0, 2, None)
+    sequence = store.commit(reservation, [1, 2, 3, 4, 5])
+    assert (store.num_sequences, store.pool.num_used) == (1, 2)
+    assert store.resolve(store.handle_at(sequence), "alice") is sequence
+
+
+def test_an_aborted_append_leaves_no_trace(store: KvStore, put: Put) -> None:
+    """Only what was reserved is given back; aborting again changes nothing."""
+    sequence = put([1, 2, 3])
+    for reservation in (store.reserve_append(sequence, 9), store.reserve_new("bob", 9)):
+        store.abort(reservation)
+        store.abort(reservation)
+    assert (sequence.length, sequence.num_pins, store.pool.num_used, store.num_sequences) == (3, 0, 1, 1)
+
+
+def test_a_closed_reservation_cannot_be_committed(store: KvStore, put: Put) -> None:
+    """Committing twice, or after an abort, is a bug of the caller's and said so."""
+    sequence = put([1])
+    reservation = store.reserve_append(sequence, 1)
+    store.commit(reservation, [2])
+    with pytest.raises(RuntimeError, match="before"):
+        store.commit(reservation, [2])
+    assert sequence.length == 2
+
+
+@pytest.mark.parametrize("token_ids", [[], [2], [2, 3, 4]])
+def test_commit_takes_exactly_the_tokens_reserved(store: KvStore, put: Put, token_ids: list[int]) -> None:
+    """Requests are atomic: all of their tokens or none."""
+    reservation = store.reserve_append(put([1]), 2)
+    with pytest.raises(ValueError, match="2 tokens were reserved"):
+        store.commit(reservation, token_ids)
+    store.abort(reservation)
+
+
+def test_one_append_is_in_flight_on_a_sequence(store: KvStore, put: Put) -> None:
+    """Whatever else would touch the sequence has to queue, and finds nothing changed meanwhile."""
+    sequence = put([1, 2, 3])
+    handle = store.handle_at(sequence)
+    reservation = store.reserve_append(sequence, 1)
+    for call in (
+        lambda: store.reserve_append(sequence, 1),
+        lambda: store.reserve_branch(sequence, 2, 1),
+        lambda: store.reserve_rewind(sequence, 2, 1),
+        lambda: store.fork(sequence, 2, 1),
+        lambda: store.truncate(sequence, handle, 1),
+    ):
+        with pytest.raises(RuntimeError, match="in flight"):
+            call()
+    store.commit(reservation, [4])
+    assert list(sequence.token_ids) == [1, 2, 3, 4]
+
+
+def test_the_context_is_the_limit_of_a_sequence(store: KvStore, put: Put) -> None:
+    """Exactly the context fits; one token more is refused before anything is held."""
+    sequence = put([7] * 49)
+    with pytest.raises(ContextExceeded):
+        store.reserve_append(sequence, 2)
+    with pytest.raises(ContextExceeded):
+        store.reserve_rewind(sequence, 48, 3)
+    with pytest.raises(ContextExceeded):
+        store.reserve_new("alice", 51)
+    assert sequence.length == 49
+    assert put([7], sequence).length == 50
+
+
+def test_a_need_beyond_the_whole_pool_is_told_apart_from_a_full_pool() -> None:
+    """Waiting helps against the second only."""
+    store = KvStore(BlockPool(4, 4), instance="here", epoch="e1", fingerprint=b"model", max_context=100, max_ttl_s=60.0)
+    with pytest.raises(ExceedsPool) as exceeds:
+        store.reserve_new("alice", 13)
+    assert exceeds.value.metadata == {"needed_blocks": "4", "total_blocks": "3"}
+    sequence = store.commit(store.reserve_new("alice", 5), [1, 2, 3, 4, 5])
+    with pytest.raises(BlocksExhausted) as exhausted:
+        store.reserve_new("alice", 12)
+    assert exhausted.value.metadata == {"needed_blocks": "3", "free_blocks": "1"}
+    with pytest.raises(ExceedsPool):  # the source's own partial block stays, so 3 + 1 blocks can never be had
+        store.reserve_branch(sequence, 5, 5)
+    with pytest.raises(BlocksExhausted):
+        store.reserve_branch(sequence, 4, 5)
+    assert store.pool.num_used == 2
+    store.check_integrity()
+
+
+def test_forks_cost_no_block_until_they_diverge(store: KvStore, put: Put) -> None:
+    """All blocks are shared; the first append into the partial one copies it, and it alone."""
+    sequence = put([1, 2, 3, 4, 5, 6])
+    first, second = store.fork(sequence, 6, 2)
+    assert store.pool.num_used == 2
+    assert first.block_ids == second.block_ids == sequence.block_ids
+    reservation = store.reserve_append(first, 1)
+    assert reservation.copies == [(sequence.block_ids[1], reservation.block_ids[1])]
+    assert reservation.block_ids[0] == sequence.block_ids[0]
+    store.commit(reservation, [7])
+    assert store.pool.num_used == 3
+    assert [store.pool.refcount(block_id) for block_id in sequence.block_ids] == [3, 2]
+    assert list(second.token_ids) == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_last_owner_of_a_block_writes_it_in_place(store: KvStore, put: Put) -> None:
+    """No copy is made for nobody."""
+    sequence = put([1, 2, 3])
+    (branch,) = store.fork(sequence, 3, 1)
+    assert store.release(store.handle_at(sequence), "alice") == 0
+    reservation = store.reserve_append(branch, 1)
+    assert (reservation.copies, reservation.block_ids) == ([], branch.block_ids)
+    store.abort(reservation)
+
+
+def test_an_append_behind_full_shared_blocks_copies_nothing(store: KvStore, put: Put) -> None:
+    """A full block is never written again, so it stays shared."""
+    sequence = put([1, 2, 3, 4])
+    (branch,) = store.fork(sequence, 4, 1)
+    reservation = store.reserve_append(branch, 1)
+    assert (reservation.copies, reservation.block_ids[0]) == ([], sequence.block_ids[0])
+    store.abort(reservation)
+
+
+def test_two_owners_that_append_at_once_both_copy(store: KvStore, put: Put) -> None:
+    """Neither can know that the other will leave; the block they left is free afterwards."""
+    sequence = put([1, 2, 3])
+    (branch,) = store.fork(sequence, 3, 1)
+    old_block = sequence.block_ids[0]
+    reservations = [store.reserve_append(each, 1) for each in (sequence, branch)]
+    assert [each.copies[0][0] for each in reservations] == [old_block, old_block]
+    for reservation in reservations:
+        store.commit(reservation, [9])
+    assert store.pool.refcount(old_block) == 0
+    assert store.pool.num_used == 2
+
+
+def test_a_fork_may_be_shorter_than_its_source(store: KvStore, put: Put) -> None:
+    """Any prefix can be branched; it names its parent."""
+    sequence = put([1, 2, 3, 4, 5, 6])
+    (branch,) = store.fork(sequence, 3, 1)
+    assert (list(branch.token_ids), len(branch.block_ids)) == ([1, 2, 3], 1)
+    assert branch.parent_handle_id == sequence.handle_id
+    assert store.handle_at(branch).lineage == store.handle_at(sequence, 3).lineage
+    for length, count in ((0, 1), (7, 1), (3, 0)):
+        with pytest.raises(ValueError, match=r"outside|at least"):
+            store.fork(sequence, length, count)
+
+
+def test_a_branch_leaves_its_source_as_it_is(store: KvStore, put: Put) -> None:
+    """on_stale=FORK: full blocks shared, the partial one copied, a new name, the source's tip untouched."""
+    sequence = put([1, 2, 3, 4, 5, 6, 7])
+    handle = store.handle_at(sequence, 6)
+    assert store.judge(sequence, handle, [9], StalePolicy.FORK) is Verdict.FORK
+    reservation = store.reserve_branch(sequence, 6, 1)
+    assert (reservation.sequence, reservation.source, sequence.num_pins) == (None, sequence, 1)
+    assert reservation.copies == [(sequence.block_ids[1], reservation.block_ids[1])]
+    branch = store.commit(reservation, [9])
+    assert (list(branch.token_ids), list(sequence.token_ids)) == ([1, 2, 3, 4, 5, 6, 9], [1, 2, 3, 4, 5, 6, 7])
+    assert (branch.cache_id != sequence.cache_id, sequence.num_pins) == (True, 0)
+    assert [store.pool.refcount(block_id) for block_id in sequence.block_ids] == [2, 1]
+
+
+def test_a_branch_outlives_its_source(store: KvStore, put: Put) -> None:
+    """What is to be copied stays alive by reference, even when the source is released before the first row."""
+    sequence = put([1, 2, 3, 4, 5, 6])
+    reservation = store.reserve_branch(sequence, 6, 1)
+    assert store.release(store.handle_at(sequence), "alice") == 0
+    store.check_integrity()
+    branch = store.commit(reservation, [9])
+    assert list(branch.token_ids) == [1, 2, 3, 4, 5, 6, 9]
+    assert store.pool.num_used == 2
+
+
+def test_an_aborted_branch_gives_its_shares_back(store: KvStore, put: Put) -> None:
+    """Refcounts are those before."""
+    sequence = put([1, 2, 3, 4, 5, 6])
+    store.abort(store.reserve_branch(sequence, 6, 20))
+    assert [store.pool.refcount(block_id) for block_id in sequence.block_ids] == [1, 1]
+    assert (store.pool.num_used, sequence.num_pins) == (2, 0)
+
+
+def test_a_rewind_pays_with_its_own_tail(store: KvStore, put: Put) -> None:
+    """With no block free, the blocks of the dropped tail serve the append."""
+    sequence = put([7] * 30)
+    put([8] * 28)
+    assert store.pool.num_free == 0
+    reservation = store.reserve_rewind(sequence, 3, 29)
+    assert (sequence.length, reservation.start, reservation.copies) == (3, 3, [])
+    store.commit(reservation, [9] * 29)
+    assert list(sequence.token_ids) == [7] * 3 + [9] * 29
+
+
+def test_a_refused_rewind_keeps_the_tail(store: KvStore, put: Put) -> None:
+    """It is checked first, the copy of a shared partial block included; shared tail blocks pay for nothing."""
+    sequence = put([7] * 30)
+    store.fork(sequence, 30, 1)
+    put([8] * 28)
+    with pytest.raises(BlocksExhausted) as caught:
+        store.reserve_rewind(sequence, 3, 1)
+    assert caught.value.metadata == {"needed_blocks": "1", "free_blocks": "0"}
+    assert (sequence.length, sequence.is_appending, sequence.num_pins) == (30, False, 0)
+
+
+def test_a_rewind_into_a_shared_block_copies_it(store: KvStore, put: Put) -> None:
+    """The branch keeps the tokens that the rewind drops."""
+    sequence = put([1, 2, 3, 4])
+    (branch,) = store.fork(sequence, 4, 1)
+    reservation = store.reserve_rewind(sequence, 2, 1)
+    assert reservation.copies == [(branch.block_ids[0], reservation.block_ids[0])]
+    store.commit(reservation, [9])
+    assert (list(sequence.token_ids), list(branch.token_ids)) == ([1, 2, 9], [1, 2, 3, 4])
+
+
+def test_an_aborted_rewind_leaves_the_shortened_sequence(store: KvStore, put: Put) -> None:
+    """(id, length) is good, the tail and the record of it are gone."""
+    sequence = put([1, 2, 3, 4, 5, 6])
+    sequence.record, tip = RECORD, store.handle_at(sequence)
+    store.abort(store.reserve_rewind(sequence, 2, 9))
+    assert (list(sequence.token_ids), sequence.record, store.pool.num_used) == ([1, 2], None, 1)
+    assert store.judge(sequence, store.handle_at(sequence, 2), [3], StalePolicy.FAIL) is Verdict.APPEND
+    with pytest.raises(HandleStale):
+        store.judge(sequence, tip, [3], StalePolicy.FAIL)
+
+
+def test_truncate_frees_the_tail_at_once(store: KvStore, put: Put) -> None:
+    """Only blocks nobody else has count as freed; the record goes with the tokens."""
+    sequence = put(list(range(14)))
+    store.fork(sequence, 9, 1)
+    sequence.record = RECORD
+    assert store.truncate(sequence, store.handle_at(sequence), 5) == 1
+    assert (sequence.length, len(sequence.block_ids), sequence.record) == (5, 2, None)
+    assert store.pool.num_used == 3
+
+
+def test_truncate_takes_any_handle_up_to_the_tip(store: KvStore, put: Put) -> None:
+    """new_length is absolute and at most the handle's own length."""
+    sequence = put(list(range(14)))
+    assert store.truncate(sequence, store.handle_at(sequence, 10), 8) == 2
+    assert sequence.length == 8
+
+
+def test_truncate_to_the_tip_keeps_everything(store: KvStore, put: Put) -> None:
+    """Nothing was dropped, so the last append can still be replayed from its record."""
+    sequence = put([1, 2, 3])
+    sequence.record = RECORD
+    assert store.truncate(sequence, store.handle_at(sequence), 3) == 0
+    assert sequence.record is not None
+
+
+@pytest.mark.parametrize("new_length", [-1, 0, 6])
+def test_truncate_beyond_the_handle_is_refused(store: KvStore, put: Put, new_length: int) -> None:
+    """Even where the sequence is longer than the handle."""
+    sequence = put(list(range(9)))
+    with pytest.raises(TruncateBeyond):
+        store.truncate(sequence, store.handle_at(sequence, 5), new_length)
+    assert sequence.length == 9
+
+
+def test_truncate_twice_to_the_same_length_changes_nothing(store: KvStore, put: Put) -> None:
+    """A retry after a lost reply gets the same answer, though its handle is beyond the tip by now."""
+    sequence = put(list(range(14)))
+    tip = store.handle_at(sequence)
+    assert [store.truncate(sequence, tip, 5) for _ in range(3)] == [2, 2, 2]
+    with pytest.raises(HandleStale):
+        store.truncate(sequence, tip, 4)
+
+
+def test_a_truncate_is_forgotten_when_the_tip_moves(store: KvStore, put: Put) -> None:
+    """After an append the old request would drop tokens it never knew of; it is stale, even back at the length."""
+    sequence = put(list(range(14)))
+    tip = store.handle_at(sequence)
+    store.truncate(sequence, tip, 5)
+    put([90, 91], sequence)
+    with pytest.raises(HandleStale):
+        store.truncate(sequence, tip, 5)
+    store.abort(store.reserve_rewind(sequence, 5, 1))
+    with pytest.raises(HandleStale):
+        store.truncate(sequence, tip, 5)
+
+
+def test_release_acts_once_whatever_the_length(store: KvStore, put: Put) -> None:
+    """Idempotent; only the owner's counts, and it says what it freed."""
+    sequence = put(list(range(9)))
+    handle = store.handle_at(sequence, 2)
+    assert store.release(handle, "bob") is None
+    assert store.release(handle, "alice") == 3
+    assert store.release(handle, "alice") is None
+    with pytest.raises(HandleUnknown):
+        store.resolve(handle, "alice")
+
+
+@pytest.mark.parametrize("is_aborted_first", [True, False])
+def test_release_during_an_append_is_safe_in_either_order(store: KvStore, put: Put, is_aborted_first: bool) -> None:
+    """Everything is free afterwards, and nothing twice."""
+    sequence = put(list(range(6)))
+    reservation = store.reserve_append(sequence, 9)
+    if is_aborted_first:
+        store.abort(reservation)
+    store.release(store.handle_at(sequence), "alice")
+    store.check_integrity()
+    store.abort(reservation)
+    assert (store.pool.num_used, sequence.num_pins) == (0, 0)
+
+
+def test_an_append_to_a_released_sequence_answers_unknown(store: KvStore, put: Put) -> None:
+    """At commit and at reservation; what was held is given back."""
+    sequence = put(list(range(6)))
+    reservation = store.reserve_append(sequence, 9)
+    store.release(store.handle_at(sequence), "alice")
+    with pytest.raises(HandleUnknown):
+        store.commit(reservation, [1] * 9)
+    with pytest.raises(HandleUnknown):
+        store.reserve_append(sequence, 1)
+    assert store.pool.num_used == 0
+
+
+def test_after_a_device_fault_every_handle_is_lost(store: KvStore, put: Put) -> None:
+    """Owners hear so, others hear what they always hear; reservations are closed."""
+    sequence = put([1, 2, 3])
+    handle = store.handle_at(sequence)
+    reservation = store.reserve_append(sequence, 9)
+    store.lose_all()
+    assert (store.pool.num_used, store.num_sequences) == (0, 0)
+    store.abort(reservation)
+    with pytest.raises(HandleLost):
+        store.resolve(handle, "alice")
+    with pytest.raises(HandleUnknown) as caught:
+        store.resolve(handle, "bob")
+    assert caught.type is HandleUnknown
+    assert store.release(handle, "alice") is None
+
+
+def test_a_token_that_is_no_uint32_commits_nothing(store: KvStore, put: Put) -> None:
+    """The wire ring checks the vocabulary; should it fail, sequence and reservation are as before."""
+    sequence = put([1])
+    reservation = store.reserve_append(sequence, 2)
+    with pytest.raises(OverflowError):
+        store.commit(reservation, [2, -1])
+    assert sequence.length == 1
+    store.commit(reservation, [2, 3])
+
+
+@pytest.mark.parametrize("num_tokens", [0, -1])
+def test_an_append_of_nothing_cannot_be_reserved(store: KvStore, put: Put, num_tokens: int) -> None:
+    """Queries and replays need no reservation."""
+    with pytest.raises(ValueError, match="num_tokens"):
+        store.reserve_append(put([1]), num_tokens)
+    with pytest.raises(ValueError, match="num_tokens"):
+        store.reserve_new("alice", num_tokens)
+
+
+@pytest.mark.parametrize("length", [0, 4])
+def test_branches_and_rewinds_stay_within_the_sequence(store: KvStore, put: Put, length: int) -> None:
+    """No handle names such a length."""
+    sequence = put([1, 2, 3])
+    for reserve in (store.reserve_branch, store.reserve_rewind):
+        with pytest.raises(ValueError, match="outside"):
+            reserve(sequence, length, 1)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"max_context": 0}, {"max_ttl_s": 4.9}, {"max_ttl_s": float("inf")}, {"max_ttl_s": float("nan")}]
+)
+def test_impossible_settings_are_refused(settings: dict[str, float]) -> None:
+    """The constructor says which value is out of range."""
+    arguments = {"instance": "a", "epoch": "b", "fingerprint": b"", "max_context": 9, "max_ttl_s": 60.0, **settings}
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        KvStore(BlockPool(4, 4), **arguments)  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ DEVICE = ("numpy", "numba", "safetensors", "torch")
 # `executor.select`, which composes it. The version is everybody's.
 ALLOWED: dict[str, tuple[str, ...]] = {
     "ferrule_client": ("ferrule_client", "numpy", *WIRE),
-    "ferrule_client.cli": ("ferrule_client", "numpy", "rich", *WIRE),
+    "ferrule_client.cli*": ("ferrule_client", "numpy", "rich", *WIRE),
     "ferrule_server": (),
     "ferrule_server.__main__": ("ferrule_server", "rich"),
     "ferrule_server.errors": (),
@@ -75,7 +75,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 
 
 def is_below(name: str, package: str) -> bool:
-    """Whether a dotted name is the package itself or lies in it."""
+    """Whether a dotted name is the package itself or lies in it; a star at the end stands for any ending."""
+    if package.endswith("*"):
+        return name.startswith(package[:-1])
     return name == package or name.startswith(package + ".")
 
 
@@ -123,8 +125,8 @@ def test_every_import_follows_the_arrows() -> None:
 
 def test_table_names_only_what_exists() -> None:
     """A row for a module that is gone is a promise nobody keeps."""
-    names = set(modules())
-    assert [package for package in ALLOWED if package not in names] == []
+    names = modules()
+    assert [package for package in ALLOWED if not any(is_below(name, package) for name in names)] == []
 
 
 @pytest.mark.parametrize(
@@ -145,6 +147,7 @@ def test_table_names_only_what_exists() -> None:
         ("ferrule_server.api.status", "import ferrule_client"),
         ("ferrule_client.cache", "import ferrule_server.errors"),
         ("ferrule_client.cache", "import torch.nn"),
+        ("ferrule_client.cache", "import rich"),
         ("ferrule_server", "import numpy"),
         ("ferrule_server.novelty.thing", "import os"),
     ],
@@ -161,7 +164,7 @@ def test_reversed_arrow_is_caught(module: str, source: str) -> None:
     [
         ("ferrule_server.engine.engine", "from ferrule_server.executor import base\nimport numpy as np, os.path"),
         ("ferrule_server.executor.torch_executor", "import torch.nn.functional as F"),
-        ("ferrule_client.cli.top", "from rich.table import Table"),
+        ("ferrule_client.cli_top", "from rich.table import Table"),
         ("ferrule_server.__main__", "from ferrule_server.executor.paged_reference import PagedReferenceExecutor"),
     ],
 )

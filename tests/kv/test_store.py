@@ -320,6 +320,16 @@ def test_a_truncate_is_forgotten_when_the_tip_moves(store: KvStore, put: Put) ->
         store.truncate(sequence, tip, 5)
 
 
+def test_a_truncate_is_forgotten_when_a_rewind_goes_below_it(store: KvStore, put: Put) -> None:
+    """Its answer would claim a length that is no longer there."""
+    sequence = put(list(range(14)))
+    tip = store.handle_at(sequence)
+    store.truncate(sequence, tip, 5)
+    store.abort(store.reserve_rewind(sequence, 3, 1))
+    with pytest.raises(HandleStale):
+        store.truncate(sequence, tip, 5)
+
+
 def test_release_acts_once_whatever_the_length(store: KvStore, put: Put) -> None:
     """Idempotent; only the owner's counts, and it says what it freed."""
     sequence = put(list(range(9)))

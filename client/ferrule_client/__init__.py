@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from ferrule_client.cache import Cache
 from ferrule_client.client import Client
+from ferrule_client.detokenizer import Detokenizer
 from ferrule_client.errors import (
     AuthError,
     BlocksExhaustedError,
@@ -102,6 +103,7 @@ __all__ = [
     "ContextExceededError",
     "DType",
     "DeadlineExceededError",
+    "Detokenizer",
     "DrainingError",
     "EpochChangedError",
     "ExceedsPoolError",

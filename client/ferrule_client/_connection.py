@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol, TypeVar
 
 import grpc
 
-from ferrule.v1 import executor_pb2, executor_pb2_grpc, tokenizer_pb2_grpc
+from ferrule.v1 import executor_pb2, executor_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from ferrule_client import _convert
 from ferrule_client._retry import Attempts, RetrySettings
 from ferrule_client._status import error_from_call
@@ -123,6 +123,12 @@ class Connection:
             reply = self.unary(self.executor.GetModelInfo, executor_pb2.GetModelInfoRequest(), timeout=timeout)
             self._model_info = _convert.model_info_from_message(reply.info)
         return self._model_info
+
+    def decode_text(self, token_ids: Sequence[int]) -> tuple[str, bool]:
+        """Return the text of tokens without special ones, and whether it ends inside a character."""
+        request = tokenizer_pb2.TokenizerServiceDecodeRequest(token_ids=token_ids, skip_special_tokens=True)
+        reply = self.unary(self.tokenizer.Decode, request)
+        return reply.text, reply.ends_mid_character
 
     def close(self) -> None:
         """Close the channel; calls under way are cancelled. Closing twice changes nothing."""

@@ -10,12 +10,12 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from ferrule.v1 import cache_pb2, executor_pb2, tokenizer_pb2, types_pb2
+from ferrule.v1 import cache_pb2, executor_pb2, types_pb2
 from ferrule_client import _convert
 from ferrule_client._connection import USE_DEFAULT, Connection, Timeout
-from ferrule_client._detokenizer import Detokenizer
 from ferrule_client._lease import LeaseKeeper
 from ferrule_client._tip import Tip
+from ferrule_client.detokenizer import Detokenizer
 from ferrule_client.errors import ExecutorError
 from ferrule_client.generation import Generation, TextGeneration
 from ferrule_client.policy import Policy, no_output, sample
@@ -312,12 +312,6 @@ class Cache:
         Example:
             ``print("".join(cache.generate_text(max_tokens=32)))``
         """
-
-        def decode(ids: Sequence[int]) -> tuple[str, bool]:
-            request = tokenizer_pb2.TokenizerServiceDecodeRequest(token_ids=ids, skip_special_tokens=True)
-            reply = self._connection.unary(self._connection.tokenizer.Decode, request, timeout=timeout)
-            return reply.text, reply.ends_mid_character
-
         generation = self.generate(
             max_tokens,
             temperature=temperature,
@@ -330,7 +324,8 @@ class Cache:
             policy=policy,
             timeout=timeout,
         )
-        return TextGeneration(generation, Detokenizer(decode, (*self.tip.recent, *self.pending)))
+        context = (*self.tip.recent, *self.pending)
+        return TextGeneration(generation, Detokenizer(self._connection.decode_text, context))
 
     def verify(
         self,

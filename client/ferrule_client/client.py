@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +18,7 @@ from ferrule_client._retry import RetrySettings
 from ferrule_client._status import error_from_status
 from ferrule_client._tip import Tip
 from ferrule_client.cache import Cache
+from ferrule_client.detokenizer import Detokenizer
 from ferrule_client.errors import ExecutorError, StartingError, UnavailableError
 from ferrule_client.policy import Policy
 from ferrule_client.stream import Stream
@@ -37,6 +39,7 @@ from ferrule_client.types import (
 __all__ = ["Client"]
 
 _POLL_S = 0.1
+_NEVER_READY = ("draining", "failed")
 
 
 class Client:
@@ -248,39 +251,43 @@ class Client:
         return _convert.status_from_message(reply.status)
 
     def wait_until_ready(
-        self, *, on_progress: Callable[[Status], object] | None = None, timeout: Timeout = USE_DEFAULT
+        self, *, on_progress: Callable[[Status | None], object] | None = None, timeout: Timeout = USE_DEFAULT
     ) -> Status:
         """Return as soon as the server accepts requests; until then poll its status, also while nobody listens yet.
 
         Args:
-            on_progress: Called with each status on the way.
+            on_progress: Called with each status on the way, and with None while nobody listens.
             timeout: Seconds to wait.
 
         Returns:
             The first status that is ready.
 
         Raises:
-            UnavailableError: It did not get ready in time; the message says what was last seen.
+            UnavailableError: It did not get ready in time, or never will (it is draining, or has failed); the
+                message says what was last seen.
 
         Example:
-            ``client.wait_until_ready(on_progress=lambda status: print(status.load_progress))``
+            ``client.wait_until_ready(on_progress=lambda status: print(status and status.load_progress))``
         """
         limit_s = self._connection.resolve(timeout)
-        end = None if limit_s is None else time.monotonic() + limit_s
+        end = math.inf if limit_s is None else time.monotonic() + limit_s
         while True:
-            left_s = 5.0 if end is None else end - time.monotonic()
-            try:
-                status = self.status(timeout=max(0.05, min(5.0, left_s)))
-                if status.is_ready:
-                    return status
-                if on_progress is not None:
-                    on_progress(status)
-                seen = _not_ready(status)
-            except UnavailableError as error:
-                seen = error
-            if end is not None and time.monotonic() + _POLL_S > end:
-                raise seen
+            status, reason = self._poll_status(end - time.monotonic())
+            if status is not None and status.is_ready:
+                return status
+            if on_progress is not None:
+                on_progress(status)
+            if time.monotonic() + _POLL_S > end or (status is not None and status.state in _NEVER_READY):
+                raise reason
             time.sleep(_POLL_S)
+
+    def _poll_status(self, left_s: float) -> tuple[Status | None, UnavailableError]:
+        """Return the status, or None while nobody answers, and the error to raise if this was the last look."""
+        try:
+            status = self.status(timeout=max(0.05, min(5.0, left_s)))
+        except UnavailableError as error:
+            return None, error
+        return status, _not_ready(status)
 
     def health(self, service: str = "", *, timeout: Timeout = USE_DEFAULT) -> bool:
         """Return True if the server serves, by the standard gRPC health service.
@@ -347,6 +354,17 @@ class Client:
             token_ids=_convert.token_list(tokens), skip_special_tokens=skip_special_tokens
         )
         return self._connection.unary(self._connection.tokenizer.Decode, request, timeout=timeout).text
+
+    def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
+        """Return what turns the tokens of a loop of your own into text, never half a character.
+
+        Args:
+            context: The tokens before the first one, such as the prompt; the last few are enough.
+
+        Example:
+            ``text = client.detokenizer(ids); print(text.push(token), end="")``
+        """
+        return Detokenizer(self._connection.decode_text, context)
 
     def list_caches(self, *, page_size: int = 0, timeout: Timeout = USE_DEFAULT) -> Iterator[CacheSummary]:
         """Yield the caller's live sequences by loggable id, asking for the next page when it is needed.

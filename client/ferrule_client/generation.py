@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ferrule_client import _convert
 from ferrule_client._connection import Timeout
-from ferrule_client._detokenizer import Detokenizer
+from ferrule_client.detokenizer import Detokenizer
 from ferrule_client.errors import ContextExceededError, ExecutorError
 from ferrule_client.policy import Policy
 from ferrule_client.stream import Stream
@@ -28,7 +28,7 @@ class Generation(Iterator[int]):
 
     Attributes:
         finish_reason: Why it ended, or None while it goes on. A token that ends it is yielded.
-        num_tokens: Tokens yielded so far.
+        tokens: Token ids yielded so far.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Generation(Iterator[int]):
         self._eos_ids = eos_ids
         self._stop_ids = stop_ids
         self._timeout = timeout
-        self.num_tokens = 0
+        self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
         if max_tokens == 0:
             self._finish("max_tokens")
@@ -72,7 +72,7 @@ class Generation(Iterator[int]):
             self.close()
             raise
         assert output.token is not None, "the policy of a generation has a selection"  # checked in Cache.generate
-        self.num_tokens += 1
+        self.tokens.append(output.token)
         self._judge(output.token)
         return output.token
 
@@ -110,7 +110,7 @@ class Generation(Iterator[int]):
             self._finish("eos")
         elif token in self._stop_ids:
             self._finish("stop_token")
-        elif self.num_tokens == self._max_tokens:
+        elif len(self.tokens) == self._max_tokens:
             self._finish("max_tokens")
 
     def _finish(self, reason: FinishReason) -> None:
@@ -119,17 +119,12 @@ class Generation(Iterator[int]):
 
 
 class TextGeneration(Iterator[str]):
-    """A decode loop yielding pieces of text, never half a character; made by ``Cache.generate_text``.
-
-    Attributes:
-        tokens: Token ids drawn so far, the one that ended the text included.
-    """
+    """A decode loop yielding pieces of text, never half a character; made by ``Cache.generate_text``."""
 
     def __init__(self, generation: Generation, detokenizer: Detokenizer) -> None:
         self._generation = generation
         self._detokenizer = detokenizer
         self._has_ended = False
-        self.tokens: list[int] = []
 
     def __enter__(self) -> TextGeneration:
         return self
@@ -143,6 +138,11 @@ class TextGeneration(Iterator[str]):
             if piece:
                 return piece
         raise StopIteration
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token ids drawn so far, the one that ended the text included."""
+        return self._generation.tokens
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -161,8 +161,6 @@ class TextGeneration(Iterator[str]):
 
     def _next_piece(self) -> str:
         token = next(self._generation, None)
-        if token is not None:
-            self.tokens.append(token)
         if token is None or self._generation.is_final:
             self._has_ended = True
             return self._detokenizer.finish()

@@ -1,4 +1,4 @@
-"""Tokens to text, piece by piece, never half a character."""
+"""Tokens to text, piece by piece, never half a character; made by ``Client.detokenizer``."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Detokenizer:
 
     Args:
         decode: Decodes tokens; tells also whether the last one ends inside a character.
-        context: Tokens before the first one; their text is not handed out.
+        context: Tokens before the first one, of which the last few are used; their text is not handed out.
     """
 
     def __init__(self, decode: DecodeText, context: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._window = list(context)
+        self._window = list(context[-_OVERLAP:])
         self._num_out = self._length_of_window()
 
     def push(self, token: int) -> str:

@@ -1,0 +1,110 @@
+"""The command ``ferrule``: serve, demo, generate, health, caches.
+
+Settings come from flags, then from ``FERRULE_*`` environment variables, then from defaults. Exit codes: 0 done,
+1 failed (one line ``error: ... (REASON)`` on standard error), 2 used wrongly, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from ferrule_client import __version__, cli_caches, cli_generate, cli_health, demo
+from ferrule_client.cli_common import CommandError
+from ferrule_client.errors import ExecutorError
+
+__all__ = ["build_parser", "main"]
+
+_EPILOG = """\
+first steps:
+  ferrule demo                                      see it work: starts a server of its own, ends it again
+  ferrule serve --model demo                        run a server on 127.0.0.1:50051
+  ferrule generate "def read_file(path):"           use it from another terminal
+
+environment:
+  FERRULE_TARGET    server to use (127.0.0.1:50051)
+  FERRULE_TIMEOUT   longest wait for an answer, in seconds (60)
+  FERRULE_TOKEN     bearer token to send
+"""
+
+_COMMANDS = {
+    "demo": (demo, "show what Ferrule does, in a few seconds"),
+    "generate": (cli_generate, "go on from a prompt"),
+    "health": (cli_health, "tell whether the server serves"),
+    "caches": (cli_caches, "list the live handles"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    Args:
+        argv: Arguments without the program's name; None takes those of the process.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments[:1] == ["serve"]:
+            _serve(arguments[1:])
+        args = build_parser().parse_args(arguments)
+        code: int = args.run(args)
+        sys.stdout.flush()
+    except CommandError as error:
+        return _fail(error, error.exit_code)
+    except ExecutorError as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # whoever read our output has left; nothing may be written at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="ferrule",
+        description="Run a language model as a gRPC service and work with handles to its KV cache.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"ferrule {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands.add_parser("serve", help="run a server (its own --help tells more)", add_help=False)
+    for name, (module, help_text) in _COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=help_text,
+            description=help_text[0].upper() + help_text[1:] + ".",
+            epilog=module.EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_options(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def _serve(arguments: Sequence[str]) -> NoReturn:
+    """Become the server, so that its signals, ``--help`` and exit codes are its own.
+
+    Raises:
+        CommandError: The server is not installed.
+    """
+    if importlib.util.find_spec("ferrule_server") is None or importlib.util.find_spec("torch") is None:
+        raise CommandError("the server is not installed: pip install 'ferrule[server]'", "SERVER_MISSING")
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "ferrule_server", *arguments])  # noqa: S606 - no shell wanted
+
+
+def _fail(error: Exception, exit_code: int) -> int:
+    print("error:", " ".join(str(error).split()), file=sys.stderr)
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""``ferrule health``: is the server up and its model loaded?"""
+
+from __future__ import annotations
+
+import argparse
+
+from ferrule_client.cli_common import add_connection_options, connect, print_json
+from ferrule_client.types import Status
+
+__all__ = ["EXAMPLES", "add_options", "run"]
+
+EXAMPLES = """\
+examples:
+  ferrule health                                    exit code 0: serving, 1: not
+  ferrule health --target unix:/run/ferrule.sock
+  until ferrule health; do sleep 1; done            wait for a server to load
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    add_connection_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the server's state and return 0 if it serves, 1 if it does not.
+
+    Raises:
+        ExecutorError: Nobody answers.
+    """
+    with connect(args) as client:
+        is_serving = client.health()
+        status = client.status()
+    if args.json:
+        print_json(
+            {
+                "serving": is_serving,
+                "state": status.state,
+                "load_progress": status.load_progress,
+                "executor": status.executor,
+                "instance": status.instance,
+                "server_version": status.server_version,
+                "live_sequences": status.live_sequences,
+                "free_blocks": status.free_blocks,
+                "total_blocks": status.total_blocks,
+            }
+        )
+    else:
+        print(_sentence(is_serving, status))
+    return 0 if is_serving else 1
+
+
+def _sentence(is_serving: bool, status: Status) -> str:
+    if is_serving:
+        pool = f"{status.free_blocks} of {status.total_blocks} blocks free"
+        return f"serving: {status.executor}, {status.live_sequences} live handles, {pool}"
+    progress = "" if status.load_progress is None else f" {status.load_progress:.0%}"
+    return f"not serving: {status.state}{progress} {status.load_stage}".rstrip()

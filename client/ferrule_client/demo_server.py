@@ -1,0 +1,69 @@
+"""The demo's server: a child process on a local socket of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from ferrule_client.cli_common import CommandError
+
+__all__ = ["ServerProcess"]
+
+_STOP_S = 10.0
+_TAIL_LINES = 15
+
+
+class ServerProcess:
+    """A server that lives as long as the ``with`` around it; its output goes to a log file in a temporary folder.
+
+    Args:
+        arguments: Arguments of ``python -m ferrule_server``, without ``--listen``.
+    """
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._arguments = list(arguments)
+        self._folder = tempfile.TemporaryDirectory(prefix="ferrule-demo-")
+        self._log_path = Path(self._folder.name) / "server.log"
+        self._process: subprocess.Popen[bytes] | None = None
+        self.target = f"unix:{self._folder.name}/ferrule.sock"
+
+    def __enter__(self) -> ServerProcess:
+        command = [sys.executable, "-m", "ferrule_server", "--listen", self.target, *self._arguments]
+        with self._log_path.open("wb") as log:
+            # A session of its own: Ctrl-C in the terminal reaches the demo only, which then ends the server in order.
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)  # noqa: S603
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.stop()
+        self._folder.cleanup()
+
+    def check(self) -> None:
+        """Make sure that the server still runs.
+
+        Raises:
+            CommandError: It has ended; ``log_tail`` says why.
+        """
+        code = None if self._process is None else self._process.poll()
+        if code is not None:
+            raise CommandError(f"the server ended with exit code {code}", "SERVER_ENDED")
+
+    def stop(self) -> int:
+        """End the server with SIGTERM and return its exit code; stopping twice changes nothing."""
+        if self._process is None:
+            return 0
+        self._process.terminate()
+        try:
+            return self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+    def log_tail(self) -> str:
+        """Return the last lines that the server wrote."""
+        lines = self._log_path.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-_TAIL_LINES:])

@@ -42,11 +42,13 @@ class LineageChain:
             kept: an array with an exported buffer cannot grow.
     """
 
-    __slots__ = ("_links", "token_ids")
+    __slots__ = ("_last_at", "_links", "token_ids")
 
     def __init__(self, fingerprint: bytes) -> None:
         self.token_ids: array[int] = array("I")
         self._links = [_digest(fingerprint, _PERSON_ROOT)]
+        # (length, lineage) answered last: the tip of one append is the handle that the next one comes with
+        self._last_at = (0, self._links[0])
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -67,11 +69,13 @@ class LineageChain:
         Raises:
             ValueError: The chain is shorter, or ``length`` is negative.
         """
+        if length == self._last_at[0]:
+            return self._last_at[1]
         self._check_length(length)
         num_chunks, num_left = divmod(length, CHUNK_TOKENS)
-        if not num_left:
-            return self._links[num_chunks]
-        return self._link(length - num_left, length, _PERSON_PART)
+        lineage = self._link(length - num_left, length, _PERSON_PART) if num_left else self._links[num_chunks]
+        self._last_at = (length, lineage)
+        return lineage
 
     def truncate(self, length: int) -> None:
         """Keep the first ``length`` tokens.
@@ -80,6 +84,8 @@ class LineageChain:
             ValueError: The chain is shorter, or ``length`` is negative; nothing changed.
         """
         self._check_length(length)
+        if self._last_at[0] > length:
+            self._last_at = (0, self._links[0])
         del self.token_ids[length:]
         del self._links[length // CHUNK_TOKENS + 1 :]
 
@@ -93,6 +99,7 @@ class LineageChain:
         twin = object.__new__(LineageChain)
         twin.token_ids = self.token_ids[:length]
         twin._links = self._links[: length // CHUNK_TOKENS + 1]
+        twin._last_at = (0, self._links[0])
         return twin
 
     def check_integrity(self, fingerprint: bytes) -> None:
@@ -100,6 +107,8 @@ class LineageChain:
         fresh = LineageChain(fingerprint)
         fresh.extend(self.token_ids)
         assert fresh._links == self._links, "links differ from those computed anew"
+        length, lineage = self._last_at
+        assert fresh.at(length) == lineage, "the lineage answered last is not that of its length any more"
 
     def _check_length(self, length: int) -> None:
         if not 0 <= length <= len(self.token_ids):

@@ -85,7 +85,7 @@ async def _serve(config: ServerConfig) -> int:
     await server.start()
     _LOG.info("listening address=%s instance=%s epoch=%s", address.target, state.instance, state.epoch)
     try:
-        loading = _load(config, state)
+        loading = asyncio.create_task(_load(config, state))
         await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
         if stopping.done():
             await server.stop()
@@ -204,7 +204,7 @@ def _exit_now(code: int) -> NoReturn:
 # ---- loading --------------------------------------------------------------------------------------------------------
 
 
-def _load(config: ServerConfig, state: ServerState) -> asyncio.Future[LoadedExecutor]:
+async def _load(config: ServerConfig, state: ServerState) -> LoadedExecutor:
     """Load the executor on a thread of its own, which does not keep the process alive, telling how far it is."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[LoadedExecutor] = loop.create_future()
@@ -229,7 +229,7 @@ def _load(config: ServerConfig, state: ServerState) -> asyncio.Future[LoadedExec
         loop.call_soon_threadsafe(finish, result)
 
     threading.Thread(target=load, name="ferrule-load", daemon=True).start()
-    return future
+    return await future
 
 
 @contextlib.contextmanager

@@ -79,7 +79,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         """Append tokens to a sequence and return the row of the last one."""
         serving = self.state.use()
         require(request, "input")
-        planned = serving.inputs.decode(request.input, "input", principal_of(context))
+        planned = serving.inputs.decode(request.input, "input.", principal_of(context))
         result = await _append(serving, planned)
         response = executor_pb2.DecodeResponse()
         fill_decode_output(response.output, result, planned.plan, request.input.request_id)

@@ -40,23 +40,28 @@ class _Duration(Protocol):
     nanos: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class PlannedAppend:
-    """An append ready for the engine, and how its result is written.
+    """An append ready for the engine, and how its result is written. Not frozen: that would double its cost.
 
     Attributes:
         job: For the engine.
         plan: For ``outputs``.
         reply_bytes: Upper bound of what the result takes on the wire.
+        seq: The client's number of a stream item.
     """
 
     job: AppendJob
     plan: OutputPlan
     reply_bytes: int
+    seq: int = 0
 
 
 class InputReader:
     """Turns request messages into jobs for one model.
+
+    ``at`` is the path of a message in its request with a dot behind it, such as ``items[3].decode.``: the path of a
+    field is put together only when the field is wrong.
 
     Args:
         vocab_size: Token ids of the model; every id sent is below it.
@@ -77,13 +82,13 @@ class InputReader:
         """
         require(request, "input")
         message = request.input
-        handle = self.handle(message.kv_cache, "input.kv_cache") if message.HasField("kv_cache") else None
+        handle = self.handle(message.kv_cache, "input.") if message.HasField("kv_cache") else None
         if handle is None and not message.input_ids:
             raise InvalidRequest("input.input_ids", "a new sequence needs at least one token")
         self._check_positions(message, handle)
         planned = self._append(
             message,
-            "input",
+            "input.",
             principal,
             handle,
             all_positions=_wants_all_positions(message.logits_positions, "input.logits_positions"),
@@ -91,17 +96,17 @@ class InputReader:
         planned.job.ttl_s = self._cache_options(message.cache)
         return planned
 
-    def decode(self, message: executor_pb2.DecodeInput, path: str, principal: str) -> PlannedAppend:
+    def decode(self, message: executor_pb2.DecodeInput, at: str, principal: str) -> PlannedAppend:
         """Return the job of a Decode, or of one decode item of a stream. Raises as :meth:`prefill`."""
         if not message.HasField("kv_cache"):
-            raise InvalidRequest(f"{path}.kv_cache", "must be set: Decode appends to a sequence")
-        return self._append(message, path, principal, self.handle(message.kv_cache, f"{path}.kv_cache"))
+            raise InvalidRequest(f"{at}kv_cache", "must be set: Decode appends to a sequence")
+        return self._append(message, at, principal, self.handle(message.kv_cache, at))
 
     def fork(self, request: cache_pb2.ForkCacheRequest, principal: str) -> ForkJob:
         """Return the job of a ForkCache."""
         require(request, "kv_cache")
-        self._check_request_id(request.request_id, "request_id")
-        handle = self.handle(request.kv_cache, "kv_cache")
+        self._check_request_id(request.request_id, "")
+        handle = self.handle(request.kv_cache, "")
         count = request.count if request.HasField("count") else 1
         if not 1 <= count <= self._limits.max_fork_count:
             raise InvalidRequest("count", f"{count} is outside [1, {self._limits.max_fork_count}]")
@@ -114,7 +119,7 @@ class InputReader:
     def truncate(self, request: cache_pb2.TruncateKvRequest, principal: str) -> TruncateJob:
         """Return the job of a TruncateKv; the engine judges ``new_length``."""
         require(request, "kv_cache")
-        return TruncateJob(principal, self.handle(request.kv_cache, "kv_cache"), request.new_length)
+        return TruncateJob(principal, self.handle(request.kv_cache, ""), request.new_length)
 
     def keep_alive(self, request: cache_pb2.KeepAliveRequest, principal: str) -> KeepAliveJob:
         """Return the job of a KeepAlive."""
@@ -131,8 +136,8 @@ class InputReader:
         limit = min(request.page_size or self._limits.default_page_size, self._limits.max_page_size)
         return ListJob(principal, _after_handle_id(request.page_token), limit)
 
-    def handle(self, message: types_pb2.KvCacheHandle, path: str) -> Handle:
-        """Return a handle whose length and lineage count.
+    def handle(self, message: types_pb2.KvCacheHandle, at: str) -> Handle:
+        """Return the handle in the field ``kv_cache``, whose length and lineage count.
 
         Raises:
             InvalidRequest: No handle was ever given out that looks like this one.
@@ -140,45 +145,45 @@ class InputReader:
         cache_id, length, lineage = message.cache_id, message.length, message.lineage
         if not cache_id or len(cache_id) > self._limits.max_cache_id_bytes:
             limit = self._limits.max_cache_id_bytes
-            raise InvalidRequest(f"{path}.cache_id", f"has {len(cache_id)} characters, not 1 to {limit}")
+            raise InvalidRequest(f"{at}kv_cache.cache_id", f"has {len(cache_id)} characters, not 1 to {limit}")
         if length < 1:
-            raise InvalidRequest(f"{path}.length", "must be at least 1, got 0")
+            raise InvalidRequest(f"{at}kv_cache.length", "must be at least 1, got 0")
         if len(lineage) != _LINEAGE_BYTES:
-            raise InvalidRequest(f"{path}.lineage", f"must have {_LINEAGE_BYTES} bytes, got {len(lineage)}")
+            raise InvalidRequest(f"{at}kv_cache.lineage", f"must have {_LINEAGE_BYTES} bytes, got {len(lineage)}")
         return Handle(cache_id, length, lineage)
 
     def _append(
         self,
         message: executor_pb2.PrefillInput | executor_pb2.DecodeInput,
-        path: str,
+        at: str,
         principal: str,
         handle: Handle | None,
         *,
         all_positions: bool = False,
     ) -> PlannedAppend:
-        token_ids = self._token_ids(message.input_ids, path)
+        token_ids = self._token_ids(message.input_ids, at)
         on_stale = _STALE_POLICIES.get(message.on_stale)
         if on_stale is None:
-            raise InvalidRequest(f"{path}.on_stale", f"{message.on_stale} is no StalePolicy")
-        self._check_request_id(message.request_id, f"{path}.request_id")
-        plan = self._policies.read(message.logits_policy, f"{path}.logits_policy", all_positions=all_positions)
+            raise InvalidRequest(f"{at}on_stale", f"{message.on_stale} is no StalePolicy")
+        self._check_request_id(message.request_id, at)
+        plan = self._policies.read(message.logits_policy, at, all_positions=all_positions)
         reply_bytes = (len(token_ids) or 1 if all_positions else 1) * plan.row_bytes + _REPLY_OVERHEAD_BYTES
         if reply_bytes > self._limits.max_reply_bytes:
-            raise ReplyTooLarge(f"{path}.logits_policy", reply_bytes, self._limits.max_reply_bytes)
+            raise ReplyTooLarge(f"{at}logits_policy", reply_bytes, self._limits.max_reply_bytes)
         job = AppendJob(principal, token_ids, handle, plan.output, on_stale, None, message.request_id)
         return PlannedAppend(job, plan, reply_bytes)
 
-    def _token_ids(self, input_ids: Sequence[int], path: str) -> tuple[int, ...]:
+    def _token_ids(self, input_ids: Sequence[int], at: str) -> tuple[int, ...]:
         token_ids = tuple(input_ids)
         if token_ids and max(token_ids) >= self._vocab_size:
             index, token_id = next((i, t) for i, t in enumerate(token_ids) if t >= self._vocab_size)
-            raise TokenOutOfVocab(f"{path}.input_ids[{index}]", token_id, self._vocab_size)
+            raise TokenOutOfVocab(f"{at}input_ids[{index}]", token_id, self._vocab_size)
         return token_ids
 
-    def _check_request_id(self, request_id: str, path: str) -> None:
+    def _check_request_id(self, request_id: str, at: str) -> None:
         limit = self._limits.max_request_id_bytes
         if request_id and len(request_id.encode()) > limit:
-            raise InvalidRequest(path, f"is longer than {limit} bytes")
+            raise InvalidRequest(f"{at}request_id", f"is longer than {limit} bytes")
 
     def _check_positions(self, message: executor_pb2.PrefillInput, handle: Handle | None) -> None:
         """Refuse anything but the trivial attention mask and positions: they are never silently ignored."""

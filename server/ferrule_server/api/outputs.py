@@ -125,10 +125,11 @@ def _fill_append(
     sent.cache_id = handle.cache_id
     sent.length = handle.length
     sent.lineage = handle.lineage
-    _fill_timing(output.timing, result.timing)
     if result.replayed:
         output.replayed = True
         output.recomputed = result.recomputed
+    if not result.replayed or result.recomputed:  # else nothing was run: all zero
+        _fill_timing(output.timing, result.timing)
     if result.rows:
         _fill_rows(output.outputs, result, plan)
 

@@ -78,22 +78,22 @@ class PolicyReader:
         self._max_top_logprobs = max_top_logprobs
         self._remembered: dict[tuple[bytes, bool], OutputPlan] = {}
 
-    def read(self, policy: policy_pb2.LogitsReturnPolicy, path: str, *, all_positions: bool = False) -> OutputPlan:
+    def read(self, policy: policy_pb2.LogitsReturnPolicy, at: str, *, all_positions: bool = False) -> OutputPlan:
         """Return the plan for a policy; an unset one reads as empty: full logits in float32.
 
         Args:
             policy: As it came; not changed.
-            path: Of the policy in the request, for errors.
+            at: Path of the message that holds it, with a dot behind it, for errors.
             all_positions: A row for each input token instead of the last one only.
 
         Raises:
             InvalidRequest: A value is out of its range, or two exclude each other.
             FeatureUnsupported: A part that this server does not serve.
         """
-        key = (policy.SerializeToString(deterministic=True), all_positions)
+        key = (policy.SerializeToString(), all_positions)
         plan = self._remembered.get(key)
         if plan is None:
-            plan = self._read(policy, path, all_positions)
+            plan = self._read(policy, f"{at}logits_policy", all_positions)
             self._remember(key, plan)
         return plan
 

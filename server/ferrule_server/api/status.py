@@ -40,6 +40,7 @@ STATUS_TABLE: Mapping[type[errors.FerruleError], grpc.StatusCode] = MappingProxy
         errors.ResourceExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
         errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
         errors.FeatureUnsupported: grpc.StatusCode.UNIMPLEMENTED,
+        errors.Cancelled: grpc.StatusCode.CANCELLED,
         errors.NonFiniteLogits: grpc.StatusCode.INTERNAL,
         errors.EngineFault: grpc.StatusCode.INTERNAL,
         errors.FerruleError: grpc.StatusCode.INTERNAL,

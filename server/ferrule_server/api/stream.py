@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass
 from typing import Final
 
 import grpc
@@ -30,14 +29,6 @@ from ferrule_server.errors import FeatureUnsupported, FerruleError, InvalidReque
 _RPC: Final = "StreamDecode"
 _ERROR_BYTES: Final = 1024
 _RELEASE_BYTES: Final = 32
-
-
-@dataclass(frozen=True, slots=True)
-class _PendingItem:
-    """An item handed to the engine and not answered yet."""
-
-    seq: int
-    planned: PlannedAppend
 
 
 class DecodeStream:
@@ -59,7 +50,7 @@ class DecodeStream:
         self._state = state
         self._context = context
         self._principal = principal_of(context)
-        self._pending: dict[Job, _PendingItem] = {}
+        self._pending: dict[Job, PlannedAppend] = {}
         self._num_releases = 0
         self._frames: list[tuple[executor_pb2.StreamDecodeResponse, int]] = []
         self._queue: deque[tuple[executor_pb2.StreamDecodeResponse, int]] = deque()
@@ -129,14 +120,13 @@ class DecodeStream:
         self._frames.append((frame, num_bytes))
         return frame
 
-    def _add_outcome(self, item: _PendingItem, outcome: Outcome) -> None:
-        planned = item.planned
+    def _add_outcome(self, planned: PlannedAppend, outcome: Outcome) -> None:
         if isinstance(outcome, FerruleError):
-            self._add_error(item.seq, planned.job.request_id, outcome)
+            self._add_error(planned.seq, planned.job.request_id, outcome)
             return
         assert isinstance(outcome, AppendResult)
         result = self._frame(planned.reply_bytes).results.add()
-        result.seq = item.seq
+        result.seq = planned.seq
         if planned.job.request_id:
             result.request_id = planned.job.request_id
         fill_decode_output(result.decode, outcome, planned.plan, planned.job.request_id)
@@ -206,7 +196,8 @@ class DecodeStream:
             except FerruleError as error:
                 self._add_error(item.seq, _request_id(item), error)
                 continue
-            self._pending[planned.job] = _PendingItem(item.seq, planned)
+            planned.seq = item.seq
+            self._pending[planned.job] = planned
             entries.append((planned.job, self))
         if entries:
             self._engine.submit(entries)  # type: ignore[arg-type]
@@ -217,7 +208,7 @@ class DecodeStream:
     def _plan(self, item: executor_pb2.StreamItem, index: int) -> PlannedAppend:
         kind = item.WhichOneof("input")
         if kind == "decode":
-            return self._inputs.decode(item.decode, f"items[{index}].decode", self._principal)
+            return self._inputs.decode(item.decode, f"items[{index}].decode.", self._principal)
         if kind is None:
             raise InvalidRequest(f"items[{index}]", "one of decode, verify and unified must be set")
         raise FeatureUnsupported(f"stream {kind} items")

@@ -1,0 +1,28 @@
+"""One paged-reference server for all tests that leave nothing behind but sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.api.harness import RunningServer
+
+
+@pytest.fixture(scope="package")
+def shared() -> Iterator[RunningServer]:
+    """A server that lives for all tests of the package."""
+    with RunningServer() as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared: RunningServer) -> Iterator[RunningServer]:
+    """The shared server; whatever the test made is released and the pool is whole again."""
+    yield shared
+    handles = [sequence.cache_id for sequence in list(shared.store._registry.sequences.values())]
+    from ferrule.v1 import types_pb2
+
+    shared.release(*(types_pb2.KvCacheHandle(cache_id=cache_id) for cache_id in handles))
+    assert shared.free_blocks == shared.engine.info.num_blocks - 1
+    shared.store.check_integrity()

@@ -29,8 +29,8 @@ from pathlib import Path
 
 import grpc
 
+from ferrule.v1 import cache_pb2, executor_pb2_grpc, policy_pb2, types_pb2
 from ferrule.v1 import executor_pb2 as pb
-from ferrule.v1 import executor_pb2_grpc, policy_pb2, types_pb2
 
 GREEDY = policy_pb2.LogitsReturnPolicy(greedy_argmax=policy_pb2.GreedyArgmax())
 PROMPT_TOKENS = 128
@@ -85,6 +85,8 @@ class Stream:
         results: dict[int, pb.DecodeOutput] = {}
         while len(results) < len(handles):
             frame = await self._call.read()
+            if not isinstance(frame, pb.StreamDecodeResponse):
+                raise TypeError("the stream ended")
             for result in frame.results:
                 if result.HasField("error"):
                     raise RuntimeError(result.error.message)
@@ -93,7 +95,7 @@ class Stream:
 
     async def release(self, handles: list[Handle]) -> None:
         """Give the sequences back."""
-        await self._stub.ReleaseCache(pb.ReleaseCacheRequest(kv_caches=handles))
+        await self._stub.ReleaseCache(cache_pb2.ReleaseCacheRequest(kv_caches=handles))
 
     async def close(self) -> None:
         """End the stream and the connection."""

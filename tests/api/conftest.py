@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from ferrule.v1 import types_pb2
 from tests.api.harness import RunningServer
 
 
@@ -21,8 +22,6 @@ def server(shared: RunningServer) -> Iterator[RunningServer]:
     """The shared server; whatever the test made is released and the pool is whole again."""
     yield shared
     handles = [sequence.cache_id for sequence in list(shared.store._registry.sequences.values())]
-    from ferrule.v1 import types_pb2
-
     shared.release(*(types_pb2.KvCacheHandle(cache_id=cache_id) for cache_id in handles))
     assert shared.free_blocks == shared.engine.info.num_blocks - 1
     shared.store.check_integrity()

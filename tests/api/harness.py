@@ -112,6 +112,7 @@ class FakeClock:
         self.offset_s = 0.0
 
     def __call__(self) -> float:
+        """Return the time."""
         return time.monotonic() + self.offset_s
 
 

@@ -30,15 +30,21 @@ class SocketPath:
         self._lock_path = path.with_name(f"{path.name}.lock")
         try:
             self._lock_fd = self._lock()
+        except OSError as error:
+            raise self._unusable(error) from error
+        try:
             self._remove_stale()
         except OSError as error:
-            raise ConfigError(f"cannot listen on unix:{path}: {error.strerror or error}") from error
+            self._unlock()
+            raise self._unusable(error) from error
+        except ConfigError:
+            self._unlock()
+            raise
 
     def release(self) -> None:
         """Remove the socket and the lock file; the path is free again."""
         self._path.unlink(missing_ok=True)
-        self._lock_path.unlink(missing_ok=True)
-        os.close(self._lock_fd)
+        self._unlock()
 
     def _lock(self) -> int:
         """Return the locked file, and make sure that it still is the one at the path."""
@@ -53,6 +59,10 @@ class SocketPath:
                 if os.path.samestat(os.fstat(fd), self._lock_path.stat()):
                     return fd
             os.close(fd)  # its owner removed it between our open and our lock: take the new one
+
+    def _unlock(self) -> None:
+        self._lock_path.unlink(missing_ok=True)
+        os.close(self._lock_fd)
 
     def _remove_stale(self) -> None:
         """Remove a socket file that nobody listens on."""
@@ -69,6 +79,9 @@ class SocketPath:
                 self._path.unlink()
                 return
         raise self._in_use()
+
+    def _unusable(self, error: OSError) -> ConfigError:
+        return ConfigError(f"cannot listen on unix:{self._path}: {error.strerror or error}")
 
     def _in_use(self) -> ConfigError:
         return ConfigError(

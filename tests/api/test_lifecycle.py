@@ -1,0 +1,147 @@
+"""From starting to draining: what is answered in each phase, health, reflection, and who holds the address."""
+
+from __future__ import annotations
+
+import socket
+import stat
+import threading
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from ferrule.v1 import executor_pb2, info_pb2, tokenizer_pb2
+from ferrule_server.api.serve import SERVICES
+from ferrule_server.api.unix_socket import SocketPath
+from ferrule_server.config import ListenAddress
+from ferrule_server.errors import ConfigError
+from ferrule_server.executor.base import DeviceLost
+from tests.api.harness import RunningServer, decode_item, refusal_of, refused, wait_until
+from tests.fakes import FakeExecutor
+
+Health = health_pb2.HealthCheckResponse
+
+
+def _health(server: RunningServer, service: str) -> int:
+    stub = health_pb2_grpc.HealthStub(server.channel)
+    status: int = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10).status
+    return status
+
+
+def test_while_loading_everything_but_status_and_health_is_refused() -> None:
+    """GetStatus tells how far it is; health says NOT_SERVING; the rest says STARTING."""
+    with RunningServer(is_loaded=False) as server:
+        server.state.load_stage, server.state.load_progress = "reading weights", 0.25
+        status = server.stub.GetStatus(executor_pb2.GetStatusRequest()).status
+        assert (status.state, status.is_ready) == (info_pb2.EXECUTOR_STATE_STARTING, False)
+        assert (status.load_stage, status.load_progress) == ("reading weights", 0.25)
+        assert _health(server, "") == Health.NOT_SERVING
+        for call in (
+            server.prefill,
+            lambda: server.stub.GetModelInfo(executor_pb2.GetModelInfoRequest()),
+            lambda: server.stub.BatchDecode(executor_pb2.BatchDecodeRequest()),
+            lambda: server.text.Encode(tokenizer_pb2.EncodeRequest(text="x")),
+            lambda: server.open_stream().read(),
+        ):
+            with refused() as refusals:
+                call()
+            assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.UNAVAILABLE, "STARTING")
+        server.run(server.make_ready())
+        assert all(_health(server, name) == Health.SERVING for name in ("", *SERVICES))
+        assert server.prefill().kv_cache.length > 0
+
+
+def test_draining_refuses_new_sequences_and_finishes_old_ones() -> None:
+    """Health turns, a decode still goes through, a prefill hears DRAINING, streams end with DRAINING at the end."""
+    with RunningServer() as server:
+        handle = server.prefill().kv_cache
+        stream = server.open_stream()
+        stream.send(decode_item(handle, 7))
+        handle = stream.read().results[0].decode.kv_cache
+        drained = threading.Thread(target=lambda: server.run(server.server.drain(1.0)))
+        drained.start()
+        wait_until(lambda: _health(server, "") == Health.NOT_SERVING)
+        stream.send(decode_item(handle, 8))
+        handle = stream.read().results[0].decode.kv_cache
+        assert server.decode(handle, 9).kv_cache.length == handle.length + 1
+        for call in (server.prefill, lambda: server.fork(handle)):
+            with refused() as refusals:
+                call()
+            assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+        status = server.stub.GetStatus(executor_pb2.GetStatusRequest()).status
+        assert (status.state, status.is_ready) == (info_pb2.EXECUTOR_STATE_DRAINING, False)
+        with pytest.raises(grpc.RpcError) as caught:
+            stream.read()
+        assert refusal_of(caught.value).reason == "DRAINING"
+        drained.join()
+
+
+def test_a_lost_device_is_told_and_later_calls_are_refused() -> None:
+    """HANDLE_LOST for what ran, UNAVAILABLE afterwards, and a status that says FAILED."""
+    executor = FakeExecutor()
+    with RunningServer(executor) as server:
+        handle = server.prefill((1, 2)).kv_cache
+        executor.errors[2] = DeviceLost()
+        with refused() as refusals:
+            server.decode(handle, 3)
+        assert refusals[0].reason == "HANDLE_LOST"
+        status = server.stub.GetStatus(executor_pb2.GetStatusRequest()).status
+        assert status.state == info_pb2.EXECUTOR_STATE_FAILED
+        server.run(server.server.drain(0.0, has_failed=True))
+        with refused() as refusals:
+            server.decode(handle, 3)
+        assert refusals[0].code is grpc.StatusCode.UNAVAILABLE
+
+
+def test_reflection_names_the_services_where_it_is_switched_on() -> None:
+    """Off by default: the call is unknown then."""
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    with RunningServer(has_reflection=True) as server:
+        stub = reflection_pb2_grpc.ServerReflectionStub(server.channel)
+        reply = next(stub.ServerReflectionInfo(iter([request])))
+        assert {service.name for service in reply.list_services_response.service} > set(SERVICES)
+    with RunningServer() as server:
+        stub = reflection_pb2_grpc.ServerReflectionStub(server.channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            next(stub.ServerReflectionInfo(iter([request])))
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_a_tcp_port_in_use_is_refused_before_anything_loads(server: RunningServer) -> None:
+    """GRPC would share it silently."""
+    with pytest.raises(ConfigError, match="another server uses it"), RunningServer(listen=server.address):
+        pass
+
+
+def test_a_unix_socket_is_private_and_disappears_with_its_server(tmp_path: Path) -> None:
+    """Mode 0600 from the start; nothing is left behind."""
+    path = tmp_path / "f.sock"
+    with RunningServer(listen=ListenAddress(path=path)) as server:
+        assert server.prefill().kv_cache.length > 0
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        with (
+            pytest.raises(ConfigError, match="another server uses it"),
+            RunningServer(listen=ListenAddress(path=path)),
+        ):
+            pass
+        assert server.prefill().kv_cache.length > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stale_socket_is_replaced_and_a_live_or_other_file_is_not(tmp_path: Path) -> None:
+    """Only a socket nobody listens on is removed, whoever left it."""
+    path = tmp_path / "f.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        with pytest.raises(ConfigError, match="another server uses it"):
+            SocketPath(path)
+    SocketPath(path).release()
+    path.write_text("mine")
+    with pytest.raises(ConfigError, match="no socket"):
+        SocketPath(path)
+    assert path.read_text() == "mine"
+    with pytest.raises(ConfigError, match="cannot listen"):
+        SocketPath(tmp_path / "missing" / "f.sock")

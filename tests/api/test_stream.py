@@ -1,0 +1,237 @@
+"""StreamDecode through a real server: packing, errors per item, half-close, cancellation, slow readers."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import grpc
+import pytest
+
+from ferrule.v1 import executor_pb2, policy_pb2, types_pb2
+from ferrule_server.api.limits import ApiLimits
+from tests.api.harness import (
+    PROMPT,
+    RunningServer,
+    StreamClient,
+    decode_item,
+    read_status,
+    refusal_of,
+    wait_until,
+)
+from tests.fakes import FakeExecutor, fake_next_token
+
+FULL = policy_pb2.LogitsReturnPolicy()
+
+
+def test_32_items_of_one_frame_share_a_step_and_a_frame(server: RunningServer) -> None:
+    """Packed: one frame in, one step, one frame out, each result under its own number."""
+    handles = [server.prefill((*PROMPT, i)).kv_cache for i in range(32)]
+    steps = server.engine.counters.steps
+    stream = server.open_stream()
+    stream.send(*(decode_item(handle, 7) for handle in handles), first_seq=100)
+    frame = stream.read()
+    assert sorted(result.seq for result in frame.results) == list(range(100, 132))
+    assert server.engine.counters.steps == steps + 1
+    for result in frame.results:
+        assert result.decode.kv_cache.cache_id == handles[result.seq - 100].cache_id
+        assert result.decode.kv_cache.length == len(PROMPT) + 2
+        assert result.decode.timing.step_rows == 32
+    assert frame.free_blocks == server.free_blocks
+    assert stream.rest() == []
+
+
+def test_a_stream_decodes_token_by_token_like_unary_calls(server: RunningServer) -> None:
+    """The same tokens, the same lineage, and the answers of unary calls."""
+    handle = server.prefill().kv_cache
+    branch = server.fork(handle)[0]
+    stream = server.open_stream()
+    for seq, token in enumerate((7, 8, 9)):
+        stream.send(decode_item(handle, token, request_id=f"r{seq}"), first_seq=seq)
+        result = stream.read().results[0]
+        expected = server.decode(branch, token)
+        assert (result.seq, result.request_id, result.decode.request_id) == (seq, f"r{seq}", f"r{seq}")
+        assert result.decode.outputs == expected.outputs
+        assert result.decode.kv_cache.lineage == expected.kv_cache.lineage
+        handle, branch = result.decode.kv_cache, expected.kv_cache
+
+
+def test_half_close_finishes_what_is_under_way() -> None:
+    """Items sent before the half-close are all answered, then the stream ends with OK."""
+    executor = FakeExecutor()
+    with RunningServer(executor) as server:
+        handles = [server.prefill((i, 2, 3)).kv_cache for i in range(4)]
+        executor.gate = threading.Event()
+        stream = server.open_stream()
+        stream.send(*(decode_item(handle, 5) for handle in handles))
+        stream.half_close()
+        assert executor.is_waiting.wait(10)
+        executor.gate.set()
+        results = [result for frame in stream.call for result in frame.results]
+        assert sorted(result.seq for result in results) == [0, 1, 2, 3]
+        assert stream.call.code() is grpc.StatusCode.OK
+
+
+def test_one_bad_item_ends_neither_its_neighbours_nor_the_stream(server: RunningServer) -> None:
+    """Each error travels in its own result, with the code, the reason and the path it has in the frame."""
+    handle = server.prefill().kv_cache
+    stale = types_pb2.KvCacheHandle(cache_id=handle.cache_id, length=400, lineage=handle.lineage)
+    stream = server.open_stream()
+    stream.send(
+        decode_item(handle, 7),
+        decode_item(handle, 300),
+        decode_item(stale, 7),
+        executor_pb2.DecodeInput(input_ids=[1]),
+        executor_pb2.VerifyInput(request_id="v"),
+        executor_pb2.UnifiedBatchItem(request_id="u"),
+        None,
+    )
+    results: dict[int, executor_pb2.StreamResult] = {}
+    while len(results) < 7:
+        results.update((result.seq, result) for result in stream.read().results)
+    assert results[0].decode.kv_cache.length == len(PROMPT) + 1
+    refusals = {seq: read_status(result.error) for seq, result in results.items() if seq}
+    assert [refusals[seq].reason for seq in range(1, 7)] == [
+        "TOKEN_OUT_OF_VOCAB",
+        "HANDLE_STALE",
+        "INVALID_FIELD",
+        "FEATURE_UNSUPPORTED",
+        "FEATURE_UNSUPPORTED",
+        "INVALID_FIELD",
+    ]
+    assert refusals[1].fields == ("items[1].decode.input_ids[0]",)
+    assert refusals[3].fields == ("items[3].decode.kv_cache",)
+    assert refusals[6].fields == ("items[6]",)
+    assert (results[4].request_id, results[5].request_id) == ("v", "u")
+    stream.send(decode_item(results[0].decode.kv_cache, 8))
+    assert stream.read().results[0].HasField("decode")
+
+
+def test_a_repeated_item_is_a_replay(server: RunningServer) -> None:
+    """On another stream, after the first one broke."""
+    handle = server.prefill().kv_cache
+    first = server.open_stream()
+    first.send(decode_item(handle, 7))
+    answer = first.read().results[0].decode
+    first.call.cancel()
+    second = server.open_stream()
+    second.send(decode_item(handle, 7))
+    again = second.read().results[0].decode
+    assert again.replayed
+    assert again.kv_cache == answer.kv_cache
+    assert again.outputs == answer.outputs
+
+
+def test_items_on_one_sequence_are_judged_in_order(server: RunningServer) -> None:
+    """A beam: two tokens behind one handle in one frame, the second one forks."""
+    handle = server.prefill().kv_cache
+    stream = server.open_stream()
+    stream.send(decode_item(handle, 7), decode_item(handle, 8, on_stale=types_pb2.STALE_POLICY_FORK))
+    stream.half_close()
+    results = {result.seq: result.decode for frame in stream.call for result in frame.results}
+    assert results[0].kv_cache.cache_id == handle.cache_id
+    assert results[1].kv_cache.cache_id != handle.cache_id
+
+
+def test_releases_come_with_the_frame_and_serve_its_items() -> None:
+    """A pool of one sequence's size: the release in the frame makes room for the item beside it."""
+    with RunningServer(FakeExecutor(num_blocks=3, block_size=4)) as server:
+        old = server.prefill((1, 2, 3, 4)).kv_cache
+        handle = server.prefill((5, 6, 7, 8)).kv_cache
+        stream = server.open_stream()
+        stream.send(decode_item(handle, 9))
+        assert read_status(stream.read().results[0].error).reason == "KV_BLOCKS_EXHAUSTED"
+        stream.send(decode_item(handle, 9), release=[old])
+        frames = [stream.read()]
+        while not any(frame.results for frame in frames):
+            frames.append(stream.read())
+        released = [result for frame in frames for result in frame.releases]
+        assert [result.released for result in released] == [True]
+        assert frames[0].releases
+        assert frames[-1].results[0].HasField("decode")
+        assert frames[-1].free_blocks == 0
+        stream.send(release=[old])
+        assert not stream.read().releases[0].released
+
+
+def test_an_empty_frame_tells_the_free_blocks(server: RunningServer) -> None:
+    """Nothing to run is no error: it is the cheapest way to ask."""
+    stream = server.open_stream()
+    stream.send()
+    frame = stream.read()
+    assert not frame.results
+    assert frame.free_blocks == server.free_blocks
+
+
+def test_a_broken_stream_runs_nothing_that_has_no_step_yet() -> None:
+    """What is in the step is committed and can be replayed; what waits behind it never happens."""
+    executor = FakeExecutor()
+    with RunningServer(executor) as server:
+        first, second = server.prefill((1, 2, 3)).kv_cache, server.prefill((4, 5, 6)).kv_cache
+        executor.gate = threading.Event()
+        stream = server.open_stream()
+        stream.send(decode_item(first, 7))
+        assert executor.is_waiting.wait(10)
+        num_steps = len(executor.batches)
+        stream.send(decode_item(second, 8), first_seq=1)
+        time.sleep(0.1)
+        stream.call.cancel()
+        wait_until(lambda: not server.state.streams)
+        executor.gate.set()
+        assert server.decode(first, 7).replayed
+        assert server.info(second).kv_cache == second
+        assert len(executor.batches) == num_steps
+        assert not server.decode(second, 9).replayed
+
+
+def test_a_reader_that_stops_reading_loses_its_stream_not_its_sequences() -> None:
+    """SLOW_CONSUMER ends the stream; the engine went on, others are served, and the appends can be replayed."""
+    vocab_size = 32768
+    executor = FakeExecutor(vocab_size=vocab_size, num_blocks=512, max_context=1024)
+    limits = ApiLimits(max_stream_queue_bytes=1 << 20, max_stream_frame_bytes=256 << 10)
+    with RunningServer(executor, limits=limits) as server:
+        handle = server.prefill((1, 2, 3)).kv_cache
+        stream = server.open_stream()
+        for _ in range(40):  # 40 * 4 rows of 128 KiB are 20 MiB: more than gRPC and the queue hold
+            stream.send(*(decode_item(handle, policy=FULL) for _ in range(4)))
+        wait_until(lambda: not server.state.streams)
+        assert server.decode(handle, 7).outputs.tokens[0] == fake_next_token((1, 2, 3, 7), vocab_size)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stream.call)
+        refusal = refusal_of(caught.value)
+        assert (refusal.code, refusal.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_CONSUMER")
+        assert int(refusal.metadata["queued_bytes"]) > int(refusal.metadata["limit_bytes"]) == 1 << 20
+
+
+def test_large_results_of_one_step_are_split_into_frames() -> None:
+    """No frame passes the limit on one message, however many rows a step has."""
+    executor = FakeExecutor(vocab_size=8192)
+    with RunningServer(executor, limits=ApiLimits(max_stream_frame_bytes=100_000)) as server:
+        handles = [server.prefill((i, 2, 3)).kv_cache for i in range(9)]
+        stream = server.open_stream()
+        stream.send(*(decode_item(handle, 5, policy=FULL) for handle in handles))
+        frames = stream.rest()
+        assert [len(frame.results) for frame in frames] == [3, 3, 3]
+        assert all(frame.ByteSize() <= 100_000 for frame in frames)
+
+
+def test_one_stream_carries_many_frames_without_leaking(server: RunningServer) -> None:
+    """500 tokens, four sequences: the pending table is empty at the end and the lengths add up."""
+    handles = [server.prefill((1, 2, i)).kv_cache for i in range(4)]
+    stream = server.open_stream()
+    for _ in range(100):
+        stream.send(*(decode_item(handle, 7) for handle in handles))
+        for result in stream.read().results:
+            handles[result.seq] = result.decode.kv_cache
+    assert [handle.length for handle in handles] == [103] * 4
+    (open_stream,) = server.state.streams
+    assert not open_stream._pending  # type: ignore[attr-defined]
+    assert stream.rest() == []
+    wait_until(lambda: not server.state.streams)
+
+
+def test_a_stream_that_a_client_only_opens_and_closes_ends_well(server: RunningServer) -> None:
+    """No frame at all."""
+    stream = StreamClient(server.stub)
+    assert stream.rest() == []
+    assert stream.call.code() is grpc.StatusCode.OK

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
@@ -43,10 +44,14 @@ class Attempts:
         settings: When to try again.
         timeout: Seconds for all attempts together; None means no limit.
         creates: True: the call makes new sequences.
+        sleep: Waits that many seconds.
     """
 
-    def __init__(self, settings: RetrySettings, timeout: float | None, *, creates: bool = False) -> None:
+    def __init__(
+        self, settings: RetrySettings, timeout: float | None, *, creates: bool, sleep: Callable[[float], None]
+    ) -> None:
         self._settings = settings
+        self._sleep = sleep
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._creates = creates
         self._num_retries = 0
@@ -73,7 +78,7 @@ class Attempts:
         remaining = self.remaining()
         if remaining is not None and remaining <= pause_s:
             raise error from cause
-        time.sleep(pause_s)
+        self._sleep(pause_s)
 
     def _is_worth_retrying(self, error: ExecutorError) -> bool:
         if isinstance(error, StartingError):

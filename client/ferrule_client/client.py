@@ -279,7 +279,7 @@ class Client:
                 on_progress(status)
             if time.monotonic() + _POLL_S > end or (status is not None and status.state in _NEVER_READY):
                 raise reason
-            time.sleep(_POLL_S)
+            self._connection.sleep(_POLL_S)
 
     def _poll_status(self, left_s: float) -> tuple[Status | None, UnavailableError]:
         """Return the status, or None while nobody answers, and the error to raise if this was the last look."""

@@ -163,7 +163,7 @@ class Stream:
         """
         items = [executor_pb2.StreamItem(seq=next(self._seq), decode=one) for one in inputs]
         creates = any(one.on_stale == _convert.stale_to_message("fork") for one in inputs)
-        attempts = Attempts(self._connection.retry, self._connection.resolve(timeout), creates=creates)
+        attempts = self._connection.attempts(timeout, creates=creates)
         done: dict[int, executor_pb2.DecodeOutput | ExecutorError] = {}
         while True:
             try:

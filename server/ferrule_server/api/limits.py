@@ -12,8 +12,9 @@ class ApiLimits:
     Attributes:
         max_request_bytes: Largest message taken; beyond it gRPC itself answers RESOURCE_EXHAUSTED.
         max_reply_bytes: Largest message sent; what would pass it is refused before it runs.
-        max_stream_frame_bytes: A stream's results of one step are split into frames of about this size.
-        max_stream_queue_bytes: Most bytes of results that wait for a stream's reader; beyond it SLOW_CONSUMER.
+        max_stream_frame_bytes: A stream's results of one step are split into frames of at most this size, a single
+            larger result left alone: below what gRPC clients take by default (4 MiB).
+        max_stream_queue_bytes: More bytes of results of earlier steps still unread when a step ends: SLOW_CONSUMER.
         max_top_logprobs: Largest ``top_logprobs``.
         max_fork_count: Most sequences that one ForkCache makes.
         max_page_size: Largest page of ListCaches; default_page_size: page when the client names none.
@@ -24,8 +25,8 @@ class ApiLimits:
 
     max_request_bytes: int = 16 << 20
     max_reply_bytes: int = 64 << 20
-    max_stream_frame_bytes: int = 4 << 20
-    max_stream_queue_bytes: int = 8 << 20
+    max_stream_frame_bytes: int = (4 << 20) - (64 << 10)
+    max_stream_queue_bytes: int = 16 << 20
     max_top_logprobs: int = 1024
     max_fork_count: int = 256
     max_page_size: int = 1000

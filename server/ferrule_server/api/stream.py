@@ -22,12 +22,12 @@ from ferrule_server.api.inputs import PlannedAppend, release_job
 from ferrule_server.api.outputs import fill_decode_output, release_results
 from ferrule_server.api.principal import principal_of
 from ferrule_server.api.state import ServerState, Serving
-from ferrule_server.api.status import fault_of, log_refused, to_status
+from ferrule_server.api.status import MAX_DETAILS_BYTES, fault_of, log_refused, to_status
 from ferrule_server.engine.jobs import AppendResult, Job, Outcome, ReleaseJob, ReleaseResult
 from ferrule_server.errors import FeatureUnsupported, FerruleError, InvalidRequest, SlowConsumer
 
 _RPC: Final = "StreamDecode"
-_ERROR_BYTES: Final = 1024
+_ERROR_BYTES: Final = MAX_DETAILS_BYTES
 _RELEASE_BYTES: Final = 32
 
 

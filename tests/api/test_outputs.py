@@ -1,0 +1,87 @@
+"""Results to messages: rounding of logits, and replies that never pass the bound computed before the step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ferrule.v1 import executor_pb2, policy_pb2, types_pb2
+from ferrule_server.api.inputs import InputReader
+from ferrule_server.api.limits import ApiLimits
+from ferrule_server.api.outputs import handle_message, prefill_output
+from ferrule_server.engine.jobs import AppendResult, StepTiming
+from ferrule_server.executor.base import Float32Array, RowOutput
+from ferrule_server.kv.handle import Handle
+
+VOCAB_SIZE = 5000
+HANDLE = Handle("i" * 64 + "." + "e" * 12 + "." + "s" * 22, 2**32 - 1, b"l" * 16)
+
+
+def _result(num_rows: int, logits: Float32Array) -> AppendResult:
+    """A result as large as it can be: every field at its widest."""
+    row = RowOutput(
+        position=2**31,
+        token=VOCAB_SIZE - 1,
+        model_logprob=-1.5,
+        sampled_logprob=-2.5,
+        target_logprob=-3.5,
+        top_ids=np.arange(VOCAB_SIZE - 1000, VOCAB_SIZE, dtype=np.int32),
+        top_logprobs=np.full(1000, -9.0, np.float32),
+        logits=logits,
+    )
+    timing = StepTiming(2**63 - 1, 2**63 - 1, 2**32 - 1)
+    return AppendResult(HANDLE, (row,) * num_rows, 2**64 - 1, 2**31, timing, replayed=True, recomputed=True)
+
+
+@pytest.mark.parametrize("dtype", [types_pb2.DATA_TYPE_FLOAT32, types_pb2.DATA_TYPE_BFLOAT16])
+@pytest.mark.parametrize("num_rows", [1, 17])
+def test_a_reply_never_passes_its_bound(dtype: types_pb2.DataType, num_rows: int) -> None:
+    """REPLY_TOO_LARGE is decided before the step by a bound that the reply then keeps."""
+    policy = policy_pb2.LogitsReturnPolicy(
+        full_logits=policy_pb2.FullLogits(dtype=dtype),
+        sample=policy_pb2.Sample(temperature=1.0),
+        logprobs=True,
+        top_logprobs=1000,
+        target_logprobs=True,
+    )
+    message = executor_pb2.PrefillInput(
+        request_id="r" * 128,
+        input_ids=[1] * num_rows,
+        logits_policy=policy,
+        logits_positions=types_pb2.LOGITS_POSITIONS_ALL,
+    )
+    planned = InputReader(VOCAB_SIZE, ApiLimits()).prefill(executor_pb2.PrefillRequest(input=message), "p")
+    output = prefill_output(_result(num_rows, np.ones(VOCAB_SIZE, np.float32)), planned.plan, message.request_id)
+    frame = executor_pb2.StreamDecodeResponse(free_blocks=2**32 - 1)
+    result = frame.results.add(seq=2**64 - 1, request_id=message.request_id)
+    result.decode.MergeFromString(output.SerializeToString())
+    assert output.outputs.num_rows == num_rows
+    assert len(output.outputs.top_token_ids) == 1000 * num_rows
+    assert 0.8 * planned.reply_bytes < frame.ByteSize() <= planned.reply_bytes
+
+
+def test_bfloat16_rounds_to_nearest_with_ties_to_even() -> None:
+    """As hardware does it: halves go to the even neighbour."""
+    bits = np.array([0x3F800000, 0x3F808000, 0x3F818000, 0x3F808001, 0xBF808000, 0x00000000, 0x7F7F8000], np.uint32)
+    planned = InputReader(len(bits), ApiLimits()).prefill(
+        executor_pb2.PrefillRequest(
+            input=executor_pb2.PrefillInput(
+                input_ids=[1],
+                logits_policy=policy_pb2.LogitsReturnPolicy(
+                    full_logits=policy_pb2.FullLogits(dtype=types_pb2.DATA_TYPE_BFLOAT16)
+                ),
+            )
+        ),
+        "p",
+    )
+    result = AppendResult(HANDLE, (RowOutput(1, logits=bits.view(np.float32)),))
+    tensor = prefill_output(result, planned.plan, "").outputs.logits
+    assert list(tensor.shape) == [1, len(bits)]
+    expected = [0x3F80, 0x3F80, 0x3F82, 0x3F81, 0xBF80, 0x0000, 0x7F80]
+    assert np.frombuffer(tensor.data, "<u2").tolist() == expected
+
+
+def test_a_handle_is_sent_as_it_is() -> None:
+    """And read back as the same value."""
+    message = handle_message(HANDLE)
+    assert InputReader(8, ApiLimits()).handle(message, "") == HANDLE

@@ -1,0 +1,158 @@
+"""Settings: flags over environment over defaults, and a helpful sentence for whatever cannot work."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from ferrule_server.config import ListenAddress, ServerConfig, build_parser, instance_of_host, parse_config
+from ferrule_server.errors import ConfigError
+
+
+def test_defaults_need_nothing() -> None:
+    """No flag, no variable."""
+    config = parse_config([], {})
+    assert config == ServerConfig(instance=config.instance)
+    assert config.model == "demo"
+    assert config.listen.target == "127.0.0.1:50051"
+    assert config.kv_memory_bytes == 1 << 30
+
+
+def test_flags_win_over_the_environment() -> None:
+    """And the environment over defaults."""
+    environment = {"FERRULE_KV_MEMORY": "2GiB", "FERRULE_MAX_TTL": "90s", "FERRULE_INSECURE": "1", "KV_MEMORY": "junk"}
+    config = parse_config(["--kv-memory", "512MiB"], environment)
+    assert config.kv_memory_bytes == 512 << 20
+    assert config.max_ttl_s == 90.0
+    assert config.is_insecure
+
+
+def test_every_setting_has_a_flag_and_a_variable() -> None:
+    """All at once, by either way, the same."""
+    values = {
+        "--model": "/models/x",
+        "--listen": "0.0.0.0:7000",
+        "--executor": "torch",
+        "--dtype": "float32",
+        "--kv-memory": "1.5GiB",
+        "--max-context": "4096",
+        "--max-ttl": "30m",
+        "--max-step-rows": "128",
+        "--instance": "gpu-3",
+        "--log-level": "debug",
+        "--threads": "4",
+    }
+    switches = ["--insecure", "--reflection"]
+    by_flag = parse_config([*(part for pair in values.items() for part in pair), *switches], {})
+    environment = {flag[2:].replace("-", "_").upper(): value for flag, value in values.items()}
+    environment |= {"INSECURE": "true", "REFLECTION": "yes"}
+    by_variable = parse_config([], {f"FERRULE_{name}": value for name, value in environment.items()})
+    assert by_flag == by_variable
+    assert by_flag.kv_memory_bytes == 3 << 29
+    assert by_flag.listen == ListenAddress("0.0.0.0", 7000)
+    assert by_flag.num_threads == 4
+    assert by_flag.has_reflection
+
+
+@pytest.mark.parametrize(
+    ("text", "target"),
+    [
+        ("127.0.0.1:0", "127.0.0.1:0"),
+        ("localhost:50051", "127.0.0.1:50051"),
+        ("[::1]:50051", "[::1]:50051"),
+        ("127.8.8.8:1", "127.8.8.8:1"),
+        ("unix:/tmp/f.sock", "unix:/tmp/f.sock"),
+        ("unix:///tmp/f.sock", "unix:/tmp/f.sock"),
+        ("unix:f.sock", "unix:f.sock"),
+    ],
+)
+def test_local_addresses_need_no_switch(text: str, target: str) -> None:
+    """Loopback and unix sockets, in the spellings people use."""
+    assert parse_config(["--listen", text], {}).listen.target == target
+
+
+@pytest.mark.parametrize("text", ["0.0.0.0:50051", "[::]:50051", "192.168.1.5:50051", "example.org:50051"])
+def test_other_addresses_need_insecure(text: str) -> None:
+    """There is no authentication yet."""
+    with pytest.raises(ConfigError, match="--insecure"):
+        parse_config(["--listen", text], {})
+    assert parse_config(["--listen", text, "--insecure"], {}).is_insecure
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["--listen", "50051"], "HOST:PORT"),
+        (["--listen", "127.0.0.1:99999"], "HOST:PORT"),
+        (["--listen", ":50051"], "HOST:PORT"),
+        (["--listen", "unix:"], "unix:/tmp/ferrule.sock"),
+        (["--listen", f"unix:/{'x' * 120}"], "107 bytes"),
+        (["--kv-memory", "1GB"], "GiB"),
+        (["--kv-memory", "1024"], "GiB"),
+        (["--kv-memory", "1KiB"], "64KiB"),
+        (["--max-ttl", "60"], "30m"),
+        (["--max-ttl", "1s"], "5s"),
+        (["--max-context", "-1"], "whole number"),
+        (["--max-context", "0"], "at least 1"),
+        (["--max-step-rows", "0"], "65536"),
+        (["--threads", "two"], "whole number"),
+        (["--instance", "a.b"], "A-Z a-z"),
+        (["--instance", "x" * 65], "1 to 64"),
+        (["--executor", "cuda"], "paged-reference"),
+        (["--dtype", "float16"], "bfloat16"),
+        (["--log-level", "chatty"], "warning"),
+        (["--executor", "paged-reference", "--model", "demo"], "leave --model out"),
+        (["--executor", "paged-reference", "--dtype", "bfloat16"], "leave --dtype out"),
+    ],
+)
+def test_an_unusable_value_is_answered_with_what_would_do(arguments: list[str], hint: str) -> None:
+    """The flag is named too."""
+    with pytest.raises(ConfigError, match=hint) as caught:
+        parse_config(arguments, {})
+    assert arguments[0] in str(caught.value)
+
+
+def test_an_unusable_variable_is_named() -> None:
+    """Not the flag, which the user never typed."""
+    with pytest.raises(ConfigError, match="FERRULE_REFLECTION 'maybe': must be 1 or 0"):
+        parse_config([], {"FERRULE_REFLECTION": "maybe"})
+
+
+def test_flags_cannot_be_shortened() -> None:
+    """A shortened flag would change meaning when another one comes."""
+    with pytest.raises(SystemExit) as caught:
+        parse_config(["--max", "5"], {})
+    assert caught.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("host_name", "instance"),
+    [
+        ("gpu-3.example.org", "gpu-3"),
+        ("My Box!", "My-Box"),
+        ("", "ferrule"),
+        ("\u4e16\u754c", "ferrule"),
+        ("x" * 99, "x" * 64),
+    ],
+)
+def test_the_default_instance_is_made_of_the_host_name(host_name: str, instance: str) -> None:
+    """Only what may stand in a handle."""
+    assert instance_of_host(host_name) == instance
+    assert ServerConfig(instance=instance).instance == instance
+
+
+def test_help_teaches_every_flag_with_its_default() -> None:
+    """Groups, examples, units, the environment, exit codes."""
+    text = build_parser().format_help()
+    for word in ("examples:", "FERRULE_KV_MEMORY", "default: 1GiB", "unix:", "ready", "Exit codes", "--insecure"):
+        assert word in text
+    actions = [action for action in build_parser()._actions if action.option_strings]
+    assert len(actions) == len(dataclasses.fields(ServerConfig)) + 2
+    assert all(action.help for action in actions)
+
+
+def test_a_relative_socket_path_stays_relative() -> None:
+    """It is the user's."""
+    assert parse_config(["--listen", "unix:run/f.sock"], {}).listen.path == Path("run/f.sock")

@@ -1,0 +1,207 @@
+"""``python -m ferrule_server`` as a process: ready line, signals, exit codes, addresses in use."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from ferrule.v1 import executor_pb2, executor_pb2_grpc
+from ferrule_server import __version__
+
+REFERENCE = ("--executor", "paged-reference", "--kv-memory", "4MiB")
+
+
+def _command(*arguments: str) -> list[str]:
+    return [sys.executable, "-W", "error", "-m", "ferrule_server", *arguments]
+
+
+def _environment(**variables: str) -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("FERRULE_")} | variables
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run to the end, which must come by itself."""
+    return subprocess.run(
+        _command(*arguments), capture_output=True, text=True, timeout=60, env=_environment(), check=False
+    )
+
+
+@contextmanager
+def _running(*arguments: str, **variables: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:
+    """Start a server, wait for its ready line and give the process and the line's values."""
+    with subprocess.Popen(
+        _command(*arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=_environment(**variables),
+    ) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line.startswith("ready "), process.communicate(timeout=10)
+            yield process, dict(part.split("=", 1) for part in line.split()[1:])
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+def _end(process: subprocess.Popen[str], number: int = signal.SIGTERM) -> tuple[str, str]:
+    """Send a signal and return what is left on stdout and stderr."""
+    process.send_signal(number)
+    out, err = process.communicate(timeout=20)
+    return out, err
+
+
+def test_ready_line_names_the_address_and_sigterm_ends_with_0() -> None:
+    """Port 0 becomes a real port, one line on stdout and no more, a clean end."""
+    with _running(*REFERENCE, "--listen", "127.0.0.1:0", "--instance", "box-1") as (process, values):
+        assert values["executor"] == values["model"] == "paged-reference"
+        assert values["instance"] == "box-1"
+        with grpc.insecure_channel(values["listen"]) as channel:
+            stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
+            status = stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=10).status
+            assert status.is_ready
+            assert status.server_version == __version__
+            assert status.total_blocks == int(values["blocks"])
+        out, err = _end(process)
+    assert process.returncode == 0
+    assert out == ""
+    assert "drained" in err
+    assert "Traceback" not in err
+
+
+def test_settings_come_from_the_environment_and_ctrl_c_ends_with_0(tmp_path: Path) -> None:
+    """A unix socket by variable; nothing is left in its folder."""
+    variables = {"FERRULE_LISTEN": f"unix:{tmp_path}/f.sock", "FERRULE_EXECUTOR": "paged-reference"}
+    with _running(**variables) as (process, values):
+        assert values["listen"] == variables["FERRULE_LISTEN"]
+        _end(process, signal.SIGINT)
+    assert process.returncode == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_open_stream_gets_its_grace_and_a_second_signal_does_not_wait() -> None:
+    """The first signal waits up to 2 s for the stream, the second one ends the process at once."""
+    frames: queue.SimpleQueue[executor_pb2.StreamDecodeRequest | None] = queue.SimpleQueue()
+    with (
+        _running(*REFERENCE, "--listen", "127.0.0.1:0") as (process, values),
+        grpc.insecure_channel(values["listen"]) as channel,
+    ):
+        stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
+        call = stub.StreamDecode(iter(frames.get, None))
+        frames.put(executor_pb2.StreamDecodeRequest())
+        next(call)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=1.5) == 128 + signal.SIGTERM
+        frames.put(None)
+
+
+def test_a_port_in_use_ends_with_2_and_one_sentence() -> None:
+    """Before anything is loaded, and the first server goes on."""
+    with _running(*REFERENCE, "--listen", "127.0.0.1:0") as (process, values):
+        second = _run("--listen", values["listen"])
+        assert second.returncode == 2
+        assert second.stdout == ""
+        assert "another server uses it" in second.stderr
+        assert "Traceback" not in second.stderr
+        assert "torch" not in second.stderr
+        assert process.poll() is None
+
+
+def test_a_socket_path_in_use_is_refused_and_a_stale_one_replaced(tmp_path: Path) -> None:
+    """A killed server leaves its socket and lock file behind; the next one takes over."""
+    listen = ("--listen", f"unix:{tmp_path}/f.sock")
+    with _running(*REFERENCE, *listen) as (process, _):
+        second = _run(*REFERENCE, *listen)
+        assert second.returncode == 2
+        assert "another server uses it" in second.stderr
+        process.kill()
+        process.wait(timeout=10)
+        assert (tmp_path / "f.sock").exists()
+        with _running(*REFERENCE, *listen) as (third, values):
+            assert values["listen"] == listen[1]
+            _end(third)
+        assert third.returncode == 0
+
+
+def test_a_missing_shard_is_named_and_ends_with_2(tmp_path: Path) -> None:
+    """One message, no traceback, nothing ever served."""
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "vocab_size": 64,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    index = {"weight_map": {"model.embed_tokens.weight": "model-00002-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    run = _run("--model", str(tmp_path), "--listen", "127.0.0.1:0", "--log-level", "error")
+    assert run.returncode == 2
+    assert run.stdout == ""
+    assert "model-00002-of-00002.safetensors" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (("--kv-memory", "lots"), "--kv-memory 'lots'"),
+        (("--listen", "0.0.0.0:50051"), "--insecure"),
+        (("--model", "/nowhere/at/all", "--listen", "127.0.0.1:0", "--log-level", "error"), "no such folder"),
+        ((*REFERENCE[:2], "--kv-memory", "64KiB", "--listen", "unix:/nowhere/f.sock"), "No such file"),
+    ],
+)
+def test_unusable_settings_end_with_2_and_one_line(arguments: tuple[str, ...], hint: str) -> None:
+    """The line says what would do."""
+    run = _run(*arguments)
+    assert run.returncode == 2
+    assert run.stderr.count("\n") == 1
+    assert hint in run.stderr
+
+
+def test_help_and_version() -> None:
+    """On stdout, exit code 0, no torch needed."""
+    assert "examples:" in _run("--help").stdout
+    version = _run("--version")
+    assert (version.returncode, version.stdout) == (0, f"ferrule {__version__}\n")
+
+
+def test_without_the_server_extra_one_sentence_tells_what_to_install(tmp_path: Path) -> None:
+    """A missing module is no traceback."""
+    hidden = tmp_path / "torch"
+    hidden.mkdir()
+    (hidden / "__init__.py").write_text("raise ModuleNotFoundError('gone', name='torch')")
+    run = subprocess.run(
+        _command("--listen", "127.0.0.1:0", "--log-level", "error"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=_environment(PYTHONPATH=str(tmp_path)),
+        check=False,
+    )
+    assert run.returncode == 2
+    assert run.stderr == "ferrule serve: the module 'torch' is missing: install ferrule[server]\n"

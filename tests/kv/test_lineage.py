@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import struct
-
 import pytest
 
 from ferrule_server.kv.lineage import LINEAGE_BYTES, LineageChain
+from tests.kv.dense_model import lineage_of
 
 AWKWARD_LENGTHS = [0, 1, 15, 16, 17, 31, 32, 33, 97]
-
-
-def lineage_of(fingerprint: bytes, token_ids: list[int]) -> bytes:
-    """Compute a lineage from the definition, sharing no code with the chain."""
-    link = hashlib.blake2b(fingerprint, digest_size=16, person=b"ferrule.root").digest()
-    for start in range(0, len(token_ids), 16):
-        chunk = token_ids[start : start + 16]
-        person = b"ferrule.full" if len(chunk) == 16 else b"ferrule.part"
-        link = hashlib.blake2b(link + struct.pack(f"<{len(chunk)}I", *chunk), digest_size=16, person=person).digest()
-    return link
 
 
 def chain_of(token_ids: list[int], fingerprint: bytes = b"model") -> LineageChain:
@@ -34,7 +22,7 @@ def test_a_lineage_is_what_the_definition_says(length: int) -> None:
     """Any server can compute it from the fingerprint and the tokens."""
     token_ids = [(7 * index) % 50_000 for index in range(97)]
     chain = chain_of(token_ids)
-    assert chain.at(length) == lineage_of(b"model", token_ids[:length])
+    assert chain.at(length) == lineage_of(token_ids[:length], b"model")
     assert len(chain.at(length)) == LINEAGE_BYTES
 
 
@@ -101,4 +89,4 @@ def test_a_token_that_is_no_uint32_changes_nothing() -> None:
         chain.extend([3, 1 << 32])
     assert list(chain.token_ids) == [1, 2]
     chain.extend([(1 << 32) - 1])
-    assert chain.at(3) == lineage_of(b"model", [1, 2, (1 << 32) - 1])
+    assert chain.at(3) == lineage_of([1, 2, (1 << 32) - 1], b"model")

@@ -1,0 +1,192 @@
+"""The naive dense model of the KV store: tokens in rows, owners counted from tables, rules read off the design."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ferrule_server.errors import (
+    BlocksExhausted,
+    ContextExceeded,
+    ExceedsPool,
+    FerruleError,
+    HandleExpired,
+    HandleStale,
+    HandleUnknown,
+)
+from ferrule_server.kv.append_rule import Verdict
+from ferrule_server.kv.handle import Handle, StalePolicy
+from ferrule_server.kv.reservation import Reservation
+from ferrule_server.kv.sequence import Sequence
+from ferrule_server.kv.store import MIN_TTL_S, TOMBSTONE_S
+
+FINGERPRINT = b"the model"
+MAX_TTL_S = 80.0
+EMPTY_SLOT = -1
+
+Tokens = tuple[int, ...]
+
+
+def lineage_of(tokens: SequenceOf[int], fingerprint: bytes = FINGERPRINT) -> bytes:
+    """Return the lineage by its definition, sharing no code with the chain."""
+    link = hashlib.blake2b(fingerprint, digest_size=16, person=b"ferrule.root").digest()
+    for start in range(0, len(tokens), 16):
+        chunk = tokens[start : start + 16]
+        person = b"ferrule.full" if len(chunk) == 16 else b"ferrule.part"
+        data = link + np.array(chunk, dtype="<u4").tobytes()
+        link = hashlib.blake2b(data, digest_size=16, person=person).digest()
+    return link
+
+
+@dataclass(eq=False)
+class DenseSequence:
+    """What a sequence should be: its tokens in a row."""
+
+    real: Sequence
+    principal: str
+    tokens: Tokens
+    ttl_s: float
+    expires_at: float
+    not_before: float = 0.0
+    """An overdue sequence seen while pinned is not looked at again before this."""
+    died: str = ""
+    died_at: float = 0.0
+    last_truncate: tuple[Tokens, int, int] | None = None
+    last_request: tuple[Tokens, int] | None = None
+    """Of the last truncate; kept when the tip moves on."""
+
+
+@dataclass(eq=False)
+class Append:
+    """A reservation on its way, and how far its rows have been written."""
+
+    reservation: Reservation
+    tokens: Tokens
+    before: Tokens
+    target: DenseSequence | None = None
+    source: DenseSequence | None = None
+    num_written: int = 0
+    is_copied: bool = False
+
+    @property
+    def pinned(self) -> DenseSequence | None:
+        """What must not expire."""
+        return self.target or self.source
+
+    @property
+    def is_void(self) -> bool:
+        """Its sequence is gone, so it may only be closed."""
+        return self.target is not None and self.target.died != ""
+
+
+@dataclass(frozen=True)
+class Issued:
+    """A handle that was given out, with the tokens it names for ever."""
+
+    handle: Handle = field(repr=False)
+    owner: DenseSequence
+    tokens: Tokens
+
+
+class DenseModel:
+    """What the store should hold and answer, computed the slow and obvious way.
+
+    Attributes:
+        clock_s: The time; moved by the machine.
+        slots: int64 [num_blocks, block_size], the simulated pool: a token id per slot, or EMPTY_SLOT.
+        sequences: All there ever were. appends: those in flight. issued: all handles given out.
+    """
+
+    def __init__(self, block_size: int, num_blocks: int, max_context: int) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.max_context = max_context
+        self.clock_s = 0.0
+        self.slots = np.full((num_blocks, block_size), EMPTY_SLOT, dtype=np.int64)
+        self.sequences: list[DenseSequence] = []
+        self.appends: list[Append] = []
+        self.issued: list[Issued] = []
+
+    @property
+    def live(self) -> list[DenseSequence]:
+        """Sequences neither released nor expired."""
+        return [each for each in self.sequences if not each.died]
+
+    def owners(self) -> Counter[int]:
+        """Count the owners of each block from the tables."""
+        owners = Counter(block for each in self.live for block in each.real.block_ids)
+        owners.update(block for each in self.appends for block in each.reservation.held_ids)
+        return owners
+
+    def is_busy(self, dense: DenseSequence) -> bool:
+        """Return whether an append is in flight on it."""
+        return any(each.target is dense for each in self.appends)
+
+    def is_pinned(self, dense: DenseSequence) -> bool:
+        """Return whether anything is in flight on it."""
+        return any(each.pinned is dense for each in self.appends)
+
+    def is_overdue(self, dense: DenseSequence) -> bool:
+        """Return whether its lease has ended and nothing holds it."""
+        return dense.expires_at <= self.clock_s and not self.is_pinned(dense)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return ceil(num_tokens / block_size)."""
+        return (num_tokens + self.block_size - 1) // self.block_size
+
+    def renewed(self, dense: DenseSequence, ttl_s: float | None = None) -> None:
+        """Follow a renewal."""
+        if ttl_s is not None:
+            dense.ttl_s = min(max(ttl_s, MIN_TTL_S), MAX_TTL_S)
+        dense.expires_at = self.clock_s + dense.ttl_s
+        dense.not_before = 0.0
+
+    def refusal(self, issued: Issued, principal: str) -> type[FerruleError] | None:
+        """Return what resolving must raise."""
+        dense = issued.owner
+        if dense.principal != principal or dense.died == "released":
+            return HandleUnknown
+        if dense.died == "expired":
+            return HandleExpired if self.clock_s < dense.died_at + TOMBSTONE_S else HandleUnknown
+        return HandleExpired if self.is_overdue(dense) else None
+
+    def shortage(
+        self, dense: DenseSequence | None, start: int, num_tokens: int, kind: Verdict
+    ) -> type[FerruleError] | None:
+        """Return what a reservation must raise."""
+        owners = self.owners()
+        num_free = self.num_blocks - 1 - len(owners)
+        num_blocks = self.blocks_for(start + num_tokens)
+        is_copied = False
+        if dense is not None and start % self.block_size:
+            is_copied = kind is Verdict.FORK or owners[dense.real.block_ids[start // self.block_size]] > 1
+        if dense is not None and kind is Verdict.REWIND:
+            num_free += sum(owners[block] == 1 for block in dense.real.block_ids[self.blocks_for(start) :])
+        if start + num_tokens > self.max_context:
+            return ContextExceeded
+        if num_blocks + (is_copied and kind is Verdict.FORK) > self.num_blocks - 1:
+            return ExceedsPool
+        return BlocksExhausted if num_blocks - self.blocks_for(start) + is_copied > num_free else None
+
+    def verdict(self, issued: Issued, tokens: Tokens, policy: StalePolicy) -> Verdict | type[FerruleError]:
+        """Return what the append rule says, from the tokens alone."""
+        held, length = issued.owner.tokens, len(issued.tokens)
+        if held[:length] != issued.tokens:
+            return HandleStale
+        if not tokens:
+            return Verdict.QUERY
+        if len(held) == length:
+            return Verdict.APPEND
+        if held[length : length + len(tokens)] == tokens:
+            return Verdict.REPLAY
+        if policy is StalePolicy.FAIL:
+            return HandleStale
+        return Verdict.FORK if policy is StalePolicy.FORK else Verdict.REWIND
+
+    def read(self, block_ids: list[int], length: int) -> Tokens:
+        """Read tokens through a block table."""
+        return tuple(self.slots[block_ids].reshape(-1)[:length].tolist())

@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from ferrule.v1 import admin_pb2, cache_pb2, executor_pb2, info_pb2, policy_pb2, tokenizer_pb2, types_pb2
 from google.protobuf import json_format
 from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.descriptor_pb2 import (
@@ -27,6 +26,8 @@ from google.protobuf.descriptor_pb2 import (
 )
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
+
+from ferrule.v1 import admin_pb2, cache_pb2, executor_pb2, info_pb2, policy_pb2, tokenizer_pb2, types_pb2
 
 ROOT = Path(__file__).resolve().parents[1]
 PROTOS = ROOT / "protos"

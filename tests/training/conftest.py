@@ -4,10 +4,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from tokenizers import Tokenizer
+
 from ferrule_server.training.model import ModelShape
 from ferrule_server.training.tokenizer import encode_documents, train_tokenizer
 from ferrule_server.training.train import TrainingConfig
-from tokenizers import Tokenizer
 
 _TEXTS = [f"def add_{n}(left, right):\n    total = left + right\n    return total\n\n\n" * 8 for n in range(12)]
 

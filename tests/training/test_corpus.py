@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from ferrule_server.training.corpus import collect, find_sources, is_held_out
 
 

@@ -8,11 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from safetensors import safe_open
+from tokenizers import Tokenizer
+
 from ferrule_server.training.export import TrainingRecord, export_model, round_weights, sample
 from ferrule_server.training.model import ModelShape, TrainingModel
 from ferrule_server.training.train import Trainer, TrainingConfig
-from safetensors import safe_open
-from tokenizers import Tokenizer
 
 _RECORD = TrainingRecord(
     num_train_files=12,

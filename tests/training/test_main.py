@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from ferrule_server.training.__main__ import main
 from ferrule_server.training.corpus import is_held_out
 from ferrule_server.training.model import ModelShape

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from ferrule_server.training.model import ModelShape, TrainingModel
 
 

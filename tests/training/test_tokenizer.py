@@ -3,6 +3,10 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
 from ferrule_server.training.tokenizer import (
     END_OF_TEXT,
     encode_documents,
@@ -11,9 +15,6 @@ from ferrule_server.training.tokenizer import (
     save_tokenizer,
     train_tokenizer,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tokenizers import Tokenizer
 
 _TRAINED = train_tokenizer(["def f(x):\n    if x:\n        return x\n" * 9], vocab_size=280)
 

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+
 from ferrule_server.training.model import ModelShape
 from ferrule_server.training.train import CheckpointMismatch, Trainer, TrainingConfig, measure_loss
 

@@ -14,7 +14,7 @@ DECODE_ROWS = 8
 """An append with at most this many rows left is scheduled like a decode: whole, before any prefill chunk."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chunk:
     """Rows ``run.cursor .. run.cursor + num_rows`` of one append, scheduled for the next step."""
 

@@ -68,6 +68,7 @@ _IDLE_S = 1.0
 
 Entry = tuple[Job, Sink]
 LaneJob = AppendJob | ForkJob | TruncateJob
+_LANE_JOBS = (AppendJob, ForkJob, TruncateJob)
 
 
 class Engine:
@@ -234,10 +235,10 @@ class Engine:
         try:
             if self._is_stopping:
                 raise Draining
-            if isinstance(job, ReleaseJob):
-                self._finish(job, sink, self._release(job))
-            elif isinstance(job, AppendJob | ForkJob | TruncateJob):
+            if isinstance(job, _LANE_JOBS):
                 self._enter_lane(job, sink)
+            elif isinstance(job, ReleaseJob):
+                self._finish(job, sink, self._release(job))
             else:
                 self._finish(job, sink, self._host_jobs.run(job))
         except FerruleError as error:

@@ -107,7 +107,8 @@ class RetainedLogits:
 
     def keep(self, cache_id: str, record: AppendRecord) -> None:
         """Hold ``record`` in place of the sequence's previous one."""
-        self.forget(cache_id)
+        if self._records:
+            self.forget(cache_id)
         if record.retained_bytes:
             self._records[cache_id] = record
             self.used_bytes += record.retained_bytes

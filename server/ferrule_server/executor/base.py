@@ -62,9 +62,12 @@ class OutputSpec:
     target_id: int = -1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowOutput:
     """The results of one output row; fields that were not asked for are None (or empty).
+
+    Nobody changes one once it is made; it is not frozen because one is made for every token, and that would double
+    its cost.
 
     Attributes:
         position: Index in its sequence of the token this row predicts (row position + 1).

@@ -48,6 +48,8 @@ def test_status_counts_what_happened(server: RunningServer) -> None:
     assert after.num_steps == before.num_steps + 2
     assert after.live_sequences == before.live_sequences + 1
     assert after.free_blocks == after.total_blocks - 2
+    assert after.current_batch_size == 1
+    assert after.last_step_time.ToNanoseconds() > before.start_time.ToNanoseconds()
     assert after.avg_prefill_ns > 0
     assert after.avg_decode_ns > 0
     assert after.memory.host_peak_bytes >= after.memory.host_resident_bytes > 1 << 20

@@ -118,7 +118,9 @@ def _fill_counters(message: info_pb2.ExecutorStatus, snapshot: EngineSnapshot) -
     message.queue_depth = snapshot.num_waiting
     message.total_blocks = snapshot.total_blocks
     message.free_blocks = snapshot.free_blocks
-    message.current_batch_size = snapshot.num_running
+    message.current_batch_size = counters.last_step_seqs
+    if counters.last_step_unix_ns:
+        message.last_step_time.CopyFrom(_timestamp(counters.last_step_unix_ns))
     message.num_steps = counters.steps
     message.num_prefills = counters.prefills
     message.num_decodes = counters.decodes

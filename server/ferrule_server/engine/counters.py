@@ -18,7 +18,8 @@ class EngineCounters:
         recomputed: Replays whose rows had to be run again.
         refused: Jobs refused, by reason (HANDLE_STALE among them).
         expired: Sequences freed because their lease ran out. released: Sequences given back.
-        last_step_rows: Rows of the newest step. max_step_rows: the most seen in one step.
+        last_step_rows: Rows of the newest step. last_step_seqs: its sequences. last_step_unix_ns: when it ended, by the
+            wall clock; 0 before the first. max_step_rows: the most seen in one step.
     """
 
     steps: int = 0
@@ -36,6 +37,8 @@ class EngineCounters:
     forks: int = 0
     truncates: int = 0
     last_step_rows: int = 0
+    last_step_seqs: int = 0
+    last_step_unix_ns: int = 0
     max_step_rows: int = 0
     last_step_ns: int = 0
     refused: dict[str, int] = field(default_factory=dict)

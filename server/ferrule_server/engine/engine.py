@@ -56,7 +56,7 @@ from ferrule_server.errors import (
     NonFiniteLogits,
     QueueFull,
 )
-from ferrule_server.executor.base import DeviceLost, Executor, StepResult
+from ferrule_server.executor.base import DeviceLost, Executor, StepBatch, StepResult
 from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.sequence import Sequence
@@ -335,7 +335,7 @@ class Engine:
         started_ns = time.monotonic_ns()
         result = self._executor.run(batch)
         elapsed_ns = time.monotonic_ns() - started_ns
-        self._count_step(batch.num_rows, elapsed_ns)
+        self._count_step(batch, elapsed_ns)
         self._commit(chunks, result, started_ns, elapsed_ns, batch.num_rows)
 
     def _run_apart(self, chunks: list[Chunk]) -> None:
@@ -362,12 +362,14 @@ class Engine:
         if pairs:
             self._executor.copy_blocks(np.array(pairs, np.int32))
 
-    def _count_step(self, num_rows: int, elapsed_ns: int) -> None:
-        counters = self.counters
+    def _count_step(self, batch: StepBatch, elapsed_ns: int) -> None:
+        counters, num_rows = self.counters, batch.num_rows
         counters.steps += 1
         counters.step_ns += elapsed_ns
         counters.last_step_ns = elapsed_ns
         counters.last_step_rows = num_rows
+        counters.last_step_seqs = batch.num_seqs
+        counters.last_step_unix_ns = time.time_ns()
         counters.max_step_rows = max(counters.max_step_rows, num_rows)
 
     def _commit(self, chunks: list[Chunk], result: StepResult, started_ns: int, elapsed_ns: int, num_rows: int) -> None:

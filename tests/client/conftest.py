@@ -1,0 +1,56 @@
+"""A real server with the paged reference, a fake one, and clients of both."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ferrule_client import Client
+from tests.client.fake_server import FakeServer
+
+
+@pytest.fixture(scope="package")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a real server in a process of its own."""
+    folder: Path = tmp_path_factory.mktemp("server")
+    address = f"unix:{folder}/ferrule.sock"
+    command = [sys.executable, "-m", "ferrule_server", "--executor", "paged-reference", "--listen", address]
+    with (folder / "server.log").open("w") as log:
+        process = subprocess.Popen(
+            [*command, "--kv-memory", "1MiB", "--instance", "test"], stdout=subprocess.PIPE, stderr=log, text=True
+        )
+    with process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("ready"), (folder / "server.log").read_text()
+        yield address
+        process.terminate()
+        assert process.wait(20) == 0
+
+
+@pytest.fixture
+def client(target: str) -> Iterator[Client]:
+    """A client of the real server; the test must leave no sequence behind."""
+    with Client.connect(target, timeout=20) as client:
+        yield client
+        assert list(client.list_caches()) == []
+        status = client.status()
+        assert status.free_blocks == status.total_blocks
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeServer]:
+    """A server that does as it is told."""
+    with FakeServer() as server:
+        yield server
+
+
+@pytest.fixture
+def fake_client(fake: FakeServer) -> Iterator[Client]:
+    """A client of the fake server."""
+    with Client.connect(fake.target, timeout=20) as client:
+        yield client

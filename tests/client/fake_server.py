@@ -1,0 +1,291 @@
+"""A small server that does as it is told: sequences in a dict, bytes as tokens, failures by script."""
+
+from __future__ import annotations
+
+import codecs
+import itertools
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from dataclasses import dataclass
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from ferrule.v1 import (
+    cache_pb2,
+    executor_pb2,
+    executor_pb2_grpc,
+    info_pb2,
+    policy_pb2,
+    tokenizer_pb2,
+    tokenizer_pb2_grpc,
+    types_pb2,
+)
+
+EOS = 256
+VOCAB_SIZE = 257
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one call fails.
+
+    Attributes:
+        code: Status code.
+        message: Its message.
+        reason: Reason of the ErrorInfo; empty: an error of gRPC's own, without details.
+        after: True: the work is done first and only the reply is lost.
+    """
+
+    code: grpc.StatusCode
+    message: str = "it broke"
+    reason: str = ""
+    after: bool = False
+
+
+def status_of(code: grpc.StatusCode, reason: str, message: str = "text", **metadata: str) -> status_pb2.Status:
+    """Return a status with one ErrorInfo, as the server makes them."""
+    detail = any_pb2.Any()
+    detail.Pack(error_details_pb2.ErrorInfo(reason=reason, domain="ferrule", metadata=metadata))
+    return status_pb2.Status(code=code.value[0], message=message, details=[detail])
+
+
+class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_grpc.TokenizerServiceServicer):
+    """Serves on a free port of this machine while its ``with`` lasts.
+
+    Attributes:
+        text: The token after a sequence of n tokens is ``text[n % len(text)]``.
+        failures: What the next calls of an RPC fail with, in order.
+        calls: Number of calls of each RPC, failed ones included.
+        frames: Items of every frame that came on a stream.
+        sequences: Tokens of every sequence by cache_id.
+        ttl_s: Lease that KeepAlive grants.
+        delay_s: Seconds that a stream waits before it answers a frame.
+    """
+
+    def __init__(self, text: list[int] | None = None) -> None:
+        self.text = text or list(b"the quick brown fox ")
+        self.failures: dict[str, list[Failure]] = defaultdict(list)
+        self.calls: Counter[str] = Counter()
+        self.frames: list[list[executor_pb2.StreamItem]] = []
+        self.sequences: dict[str, list[int]] = {}
+        self.kept: list[int] = []
+        self.ttl_s = 60.0
+        self.delay_s = 0.0
+        self.max_length = 10_000
+        self._ids = itertools.count()
+        self._lock = threading.Lock()
+        self._server = grpc.server(
+            futures.ThreadPoolExecutor(8),
+            options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 1 << 20)],
+        )
+        executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(self, self._server)
+        tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(self, self._server)
+        self.port = self._server.add_insecure_port("127.0.0.1:0")
+        self.target = f"127.0.0.1:{self.port}"
+
+    def __enter__(self) -> FakeServer:
+        self._server.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._server.stop(None).wait()
+
+    def _run(self, rpc: str, context: grpc.ServicerContext, work: Callable[[], object]) -> object:
+        """Count the call, fail it if that is its turn, else do the work."""
+        self.calls[rpc] += 1
+        failure = self.failures[rpc].pop(0) if self.failures[rpc] else None
+        if failure is not None and not failure.after:
+            self._abort(context, failure)
+        result = work()
+        if failure is not None:
+            self._abort(context, failure)
+        return result
+
+    @staticmethod
+    def _abort(context: grpc.ServicerContext, failure: Failure) -> None:
+        if failure.reason:
+            context.abort_with_status(
+                rpc_status.to_status(status_of(failure.code, failure.reason, failure.message))
+            )
+        context.abort(failure.code, failure.message)
+
+    def _handle(self, cache_id: str) -> types_pb2.KvCacheHandle:
+        return types_pb2.KvCacheHandle(cache_id=cache_id, length=len(self.sequences[cache_id]), lineage=b"l" * 16)
+
+    def _create(self, tokens: list[int]) -> types_pb2.KvCacheHandle:
+        cache_id = f"fake.epoch.{next(self._ids):022d}"
+        self.sequences[cache_id] = list(tokens)
+        return self._handle(cache_id)
+
+    def _outputs(self, length: int, policy: policy_pb2.LogitsReturnPolicy) -> policy_pb2.Outputs | None:
+        if policy.none:
+            return None
+        outputs = policy_pb2.Outputs(num_rows=1)
+        if policy.WhichOneof("selection"):
+            outputs.tokens.append(self.text[length % len(self.text)])
+        if policy.sample.HasField("seed"):
+            outputs.seed = policy.sample.seed
+        return outputs
+
+    def _decode(self, item: executor_pb2.DecodeInput) -> executor_pb2.DecodeOutput | status_pb2.Status:
+        """Append by the contract's append rule, without its finer points."""
+        tokens, start = self.sequences.get(item.kv_cache.cache_id), item.kv_cache.length
+        new = list(item.input_ids)
+        if tokens is None:
+            return status_of(grpc.StatusCode.NOT_FOUND, "HANDLE_UNKNOWN", "no such handle", handle_id="0123")
+        if start + len(new) > self.max_length:
+            return status_of(grpc.StatusCode.OUT_OF_RANGE, "CONTEXT_EXCEEDED", "the context is full")
+        replayed = bool(new) and tokens[start : start + len(new)] == new
+        if start < len(tokens) and not replayed:
+            return status_of(grpc.StatusCode.ABORTED, "HANDLE_STALE", "stale", tip_length=str(len(tokens)))
+        if not replayed:
+            tokens.extend(new)
+        handle = types_pb2.KvCacheHandle(
+            cache_id=item.kv_cache.cache_id, length=start + len(new), lineage=item.kv_cache.lineage
+        )
+        outputs = self._outputs(handle.length, item.logits_policy)
+        return executor_pb2.DecodeOutput(kv_cache=handle, outputs=outputs, replayed=replayed)
+
+    def GetModelInfo(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
+        info = info_pb2.ModelInfo(model_id="fake", vocab_size=VOCAB_SIZE, eos_token_ids=[EOS], has_tokenizer=True)
+        reply = executor_pb2.GetModelInfoResponse(info=info)
+        return self._run("GetModelInfo", context, lambda: reply)
+
+    def GetStatus(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
+        status = info_pb2.ExecutorStatus(state=info_pb2.EXECUTOR_STATE_READY, is_ready=True)
+        return self._run("GetStatus", context, lambda: executor_pb2.GetStatusResponse(status=status))
+
+    def Prefill(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
+        def work() -> executor_pb2.PrefillResponse:
+            handle = self._create(request.input.input_ids)
+            outputs = self._outputs(handle.length, request.input.logits_policy)
+            return executor_pb2.PrefillResponse(
+                output=executor_pb2.PrefillOutput(kv_cache=handle, outputs=outputs)
+            )
+
+        return self._run("Prefill", context, work)
+
+    def Decode(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
+        if isinstance(request, tokenizer_pb2.TokenizerServiceDecodeRequest):
+            return self._decode_text(request)
+
+        def work() -> executor_pb2.DecodeResponse:
+            with self._lock:
+                result = self._decode(request.input)
+            if isinstance(result, status_pb2.Status):
+                context.abort_with_status(rpc_status.to_status(result))
+            return executor_pb2.DecodeResponse(output=result)
+
+        return self._run("Decode", context, work)
+
+    def StreamDecode(self, request_iterator, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
+        self.calls["StreamDecode"] += 1
+        for request in request_iterator:
+            yield self._run("frame", context, lambda request=request: self._frame(request))
+
+    def _frame(self, request: executor_pb2.StreamDecodeRequest) -> executor_pb2.StreamDecodeResponse:
+        self.frames.append(list(request.items))
+        reply = executor_pb2.StreamDecodeResponse(free_blocks=7)
+        for handle in request.release:
+            released = self.sequences.pop(handle.cache_id, None) is not None
+            reply.releases.add(handle_id="x", released=released)
+        for item in reversed(request.items):  # the order of results is the server's to choose
+            with self._lock:
+                result = self._decode(item.decode)
+            if isinstance(result, status_pb2.Status):
+                reply.results.add(seq=item.seq, error=result)
+            else:
+                reply.results.add(seq=item.seq, decode=result)
+        time.sleep(self.delay_s)
+        return reply
+
+    def ForkCache(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
+        def work() -> cache_pb2.ForkCacheResponse:
+            tokens = self.sequences[request.kv_cache.cache_id][: request.length or request.kv_cache.length]
+            return cache_pb2.ForkCacheResponse(kv_caches=[self._create(tokens) for _ in range(request.count)])
+
+        return self._run("ForkCache", context, work)
+
+    def ForwardVerify(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
+        def work() -> executor_pb2.ForwardVerifyResponse:
+            item = request.input
+            certain, drafts = list(item.input_ids), list(item.draft_ids)
+            tokens = self.sequences[item.kv_cache.cache_id]
+            tokens.extend(certain)
+            held = []
+            for draft in drafts:
+                if draft != self.text[len(tokens) % len(self.text)]:
+                    break
+                held.append(draft)
+                tokens.append(draft)
+            next_token = self.text[len(tokens) % len(self.text)]
+            return executor_pb2.ForwardVerifyResponse(
+                output=executor_pb2.VerifyOutput(
+                    kv_cache=self._handle(item.kv_cache.cache_id),
+                    outputs=policy_pb2.Outputs(num_rows=len(held) + 1, tokens=[*held, next_token]),
+                    accepted_count=len(held),
+                    accepted_indices=range(1, len(held) + 1),
+                    next_token=next_token,
+                )
+            )
+
+        return self._run("ForwardVerify", context, work)
+
+    def KeepAlive(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
+        def work() -> cache_pb2.KeepAliveResponse:
+            reply = cache_pb2.KeepAliveResponse()
+            self.kept.append(len(request.kv_caches))
+            for handle in request.kv_caches:
+                result = reply.results.add()
+                if handle.cache_id in self.sequences:
+                    result.lease.ttl.FromNanoseconds(int(1e9 * self.ttl_s))
+                else:
+                    result.error.CopyFrom(status_of(grpc.StatusCode.NOT_FOUND, "HANDLE_EXPIRED"))
+            return reply
+
+        return self._run("KeepAlive", context, work)
+
+    def ReleaseCache(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
+        def work() -> cache_pb2.ReleaseCacheResponse:
+            gone = [self.sequences.pop(handle.cache_id, None) for handle in request.kv_caches]
+            results = [cache_pb2.ReleaseResult(handle_id="x", released=one is not None) for one in gone]
+            return cache_pb2.ReleaseCacheResponse(results=results)
+
+        return self._run("ReleaseCache", context, work)
+
+    def Encode(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
+        return tokenizer_pb2.EncodeResponse(token_ids=request.text.encode())
+
+    @staticmethod
+    def _decode_text(
+        request: tokenizer_pb2.TokenizerServiceDecodeRequest,
+    ) -> tokenizer_pb2.TokenizerServiceDecodeResponse:
+        text, ends_mid_character = bytes_to_text(list(request.token_ids))
+        return tokenizer_pb2.TokenizerServiceDecodeResponse(text=text, ends_mid_character=ends_mid_character)
+
+
+def bytes_to_text(token_ids: list[int]) -> tuple[str, bool]:
+    """Return the text of byte tokens, without the end token, and whether it ends inside a character."""
+    data = bytes(token for token in token_ids if token < 256)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(data)
+    return data.decode("utf-8", "replace"), bool(decoder.getstate()[0])
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Return when the condition holds; fail when it does not in time."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def threads_named(name: str) -> Iterator[threading.Thread]:
+    """Yield the live threads of that name."""
+    return (thread for thread in threading.enumerate() if thread.name == name)

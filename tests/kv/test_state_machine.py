@@ -359,6 +359,19 @@ class KvMachine(RuleBasedStateMachine):
         if collect:
             self.expire()
 
+    @precondition(lambda self: any(each.pinned for each in self.model.appends))
+    @rule(index=index_st, is_released=st.booleans())
+    def disturb(self, index: int, is_released: bool) -> None:
+        """Release a sequence with something in flight on it, or let its lease end under way."""
+        pinned = [each.pinned for each in self.model.appends if each.pinned is not None]
+        dense = pinned[index % len(pinned)]
+        if not is_released:
+            self.model.clock_s = max(self.model.clock_s, dense.expires_at)
+            self.expire()
+        elif not dense.died:
+            self.store.release(self.handle_of(dense), dense.principal)
+            dense.died = "released"
+
     @precondition(lambda self: any(each.died == "expired" for each in self.model.sequences))
     @rule(seconds=st.sampled_from([TOMBSTONE_S - 5.0, TOMBSTONE_S]))
     def outlive_tombstones(self, seconds: float) -> None:

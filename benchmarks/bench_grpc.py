@@ -77,17 +77,20 @@ class Stream:
 
     async def decode(self, handles: list[Handle], token: int) -> tuple[list[Handle], int]:
         """Append ``token`` to each handle in one frame; returns the new handles and the step's run_ns."""
-        items = [
-            pb.StreamItem(seq=i, decode=pb.DecodeInput(input_ids=[token], kv_cache=handle, logits_policy=GREEDY))
-            for i, handle in enumerate(handles)
-        ]
-        await self._call.write(pb.StreamDecodeRequest(items=items))
+        frame = pb.StreamDecodeRequest()
+        for seq, handle in enumerate(handles):
+            item = frame.items.add()
+            item.seq = seq
+            item.decode.input_ids.append(token)
+            item.decode.kv_cache.CopyFrom(handle)
+            item.decode.logits_policy.CopyFrom(GREEDY)
+        await self._call.write(frame)
         results: dict[int, pb.DecodeOutput] = {}
         while len(results) < len(handles):
-            frame = await self._call.read()
-            if not isinstance(frame, pb.StreamDecodeResponse):
+            reply = await self._call.read()
+            if not isinstance(reply, pb.StreamDecodeResponse):
                 raise TypeError("the stream ended")
-            for result in frame.results:
+            for result in reply.results:
                 if result.HasField("error"):
                     raise RuntimeError(result.error.message)
                 results[result.seq] = result.decode

@@ -16,7 +16,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from ferrule.v1 import executor_pb2, executor_pb2_grpc
+from ferrule.v1 import executor_pb2, executor_pb2_grpc, info_pb2
 from ferrule_server import __version__
 
 REFERENCE = ("--executor", "paged-reference", "--kv-memory", "4MiB")
@@ -109,6 +109,35 @@ def test_an_open_stream_gets_its_grace_and_a_second_signal_does_not_wait() -> No
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=1.5) == 128 + signal.SIGTERM
         frames.put(None)
+
+
+def test_while_it_loads_the_status_tells_the_stage_and_sigterm_ends_with_0(tmp_path: Path) -> None:
+    """The address is bound first; a signal does not wait for the thread that loads."""
+    hidden = tmp_path / "torch"
+    hidden.mkdir()
+    (hidden / "__init__.py").write_text("import time; time.sleep(60)")
+    socket_path = tmp_path / "f.sock"
+    with subprocess.Popen(
+        _command("--listen", f"unix:{socket_path}"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=_environment(PYTHONPATH=str(tmp_path)),
+    ) as process:
+        with grpc.insecure_channel(f"unix:{socket_path}") as channel:
+            stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
+            stage = ""
+            while stage != "importing torch":
+                request = executor_pb2.GetStatusRequest()
+                status = stub.GetStatus(request, timeout=20, wait_for_ready=True).status
+                assert status.state == info_pb2.EXECUTOR_STATE_STARTING
+                stage = status.load_stage
+        started = time.monotonic()
+        out, err = _end(process)
+        assert process.returncode == 0, err
+        assert out == ""
+        assert time.monotonic() - started < 5
+    assert not socket_path.exists()
 
 
 def test_a_port_in_use_ends_with_2_and_one_sentence() -> None:

@@ -8,7 +8,7 @@ from ferrule_server.api.describe import capabilities, model_info, status
 from ferrule_server.api.inputs import PlannedAppend, release_job, require
 from ferrule_server.api.outputs import (
     cache_info,
-    fill_decode_output,
+    fill_append,
     handle_message,
     keep_alive_response,
     list_response,
@@ -82,7 +82,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         planned = serving.inputs.decode(request.input, "input.", principal_of(context))
         result = await _append(serving, planned)
         response = executor_pb2.DecodeResponse()
-        fill_decode_output(response.output, result, planned.plan, request.input.request_id)
+        fill_append(response.output, result, planned.plan, request.input.request_id)
         return response
 
     # A coroutine that reads and writes the context itself.

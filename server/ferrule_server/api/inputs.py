@@ -158,31 +158,34 @@ class InputReader:
         at: str,
         principal: str,
         handle: Handle | None,
-        *,
         all_positions: bool = False,
     ) -> PlannedAppend:
-        token_ids = self._token_ids(message.input_ids, at)
+        """Return the job of any append. Runs for every token decoded: what is usual costs no call of its own."""
+        token_ids = tuple(message.input_ids)
+        if token_ids and max(token_ids) >= self._vocab_size:
+            raise self._out_of_vocab(token_ids, at)
         on_stale = _STALE_POLICIES.get(message.on_stale)
         if on_stale is None:
             raise InvalidRequest(f"{at}on_stale", f"{message.on_stale} is no StalePolicy")
-        self._check_request_id(message.request_id, at)
-        plan = self._policies.read(message.logits_policy, at, all_positions=all_positions)
-        reply_bytes = (len(token_ids) or 1 if all_positions else 1) * plan.row_bytes + _REPLY_OVERHEAD_BYTES
+        request_id = message.request_id
+        if request_id:
+            self._check_request_id(request_id, at)
+        plan = self._policies.read(message.logits_policy, at, all_positions)
+        num_rows = len(token_ids) or 1 if all_positions else 1
+        reply_bytes = num_rows * plan.row_bytes + _REPLY_OVERHEAD_BYTES
         if reply_bytes > self._limits.max_reply_bytes:
             raise ReplyTooLarge(f"{at}logits_policy", reply_bytes, self._limits.max_reply_bytes)
-        job = AppendJob(principal, token_ids, handle, plan.output, on_stale, None, message.request_id)
+        job = AppendJob(principal, token_ids, handle, plan.output, on_stale, None, request_id)
         return PlannedAppend(job, plan, reply_bytes)
 
-    def _token_ids(self, input_ids: Sequence[int], at: str) -> tuple[int, ...]:
-        token_ids = tuple(input_ids)
-        if token_ids and max(token_ids) >= self._vocab_size:
-            index, token_id = next((i, t) for i, t in enumerate(token_ids) if t >= self._vocab_size)
-            raise TokenOutOfVocab(f"{at}input_ids[{index}]", token_id, self._vocab_size)
-        return token_ids
+    def _out_of_vocab(self, token_ids: Sequence[int], at: str) -> TokenOutOfVocab:
+        """Return the error that names the first bad token."""
+        index, token_id = next((i, t) for i, t in enumerate(token_ids) if t >= self._vocab_size)
+        return TokenOutOfVocab(f"{at}input_ids[{index}]", token_id, self._vocab_size)
 
     def _check_request_id(self, request_id: str, at: str) -> None:
         limit = self._limits.max_request_id_bytes
-        if request_id and len(request_id.encode()) > limit:
+        if len(request_id.encode()) > limit:
             raise InvalidRequest(f"{at}request_id", f"is longer than {limit} bytes")
 
     def _check_positions(self, message: executor_pb2.PrefillInput, handle: Handle | None) -> None:

@@ -24,7 +24,6 @@ from ferrule_server.engine.jobs import (
     ListResult,
     ReleaseJob,
     ReleaseResult,
-    StepTiming,
 )
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import Float32Array, RowOutput
@@ -38,15 +37,8 @@ _LITTLE_ENDIAN_UINT16: Final = np.dtype("<u2")
 def prefill_output(result: AppendResult, plan: OutputPlan, request_id: str) -> executor_pb2.PrefillOutput:
     """Return the output of a Prefill."""
     output = executor_pb2.PrefillOutput(cached_tokens=result.cached_tokens)
-    _fill_append(output, result, plan, request_id)
+    fill_append(output, result, plan, request_id)
     return output
-
-
-def fill_decode_output(
-    output: executor_pb2.DecodeOutput, result: AppendResult, plan: OutputPlan, request_id: str
-) -> None:
-    """Write the output of a Decode into a fresh message."""
-    _fill_append(output, result, plan, request_id)
 
 
 def handle_message(handle: Handle) -> types_pb2.KvCacheHandle:
@@ -112,13 +104,13 @@ def list_response(result: ListResult) -> cache_pb2.ListCachesResponse:
     )
 
 
-def _fill_append(
+def fill_append(
     output: executor_pb2.PrefillOutput | executor_pb2.DecodeOutput,
     result: AppendResult,
     plan: OutputPlan,
     request_id: str,
 ) -> None:
-    """Write what every append answers: handle, rows, timing."""
+    """Write what every append answers into a fresh message: handle, rows, timing."""
     if request_id:
         output.request_id = request_id
     handle, sent = result.handle, output.kv_cache
@@ -129,15 +121,12 @@ def _fill_append(
         output.replayed = True
         output.recomputed = result.recomputed
     if not result.replayed or result.recomputed:  # else nothing was run: all zero
-        _fill_timing(output.timing, result.timing)
+        timing, measured = output.timing, result.timing
+        timing.queue_ns = measured.queue_ns
+        timing.run_ns = measured.run_ns
+        timing.step_rows = measured.step_rows
     if result.rows:
         _fill_rows(output.outputs, result, plan)
-
-
-def _fill_timing(message: types_pb2.Timing, timing: StepTiming) -> None:
-    message.queue_ns = timing.queue_ns
-    message.run_ns = timing.run_ns
-    message.step_rows = timing.step_rows
 
 
 def _fill_rows(outputs: policy_pb2.Outputs, result: AppendResult, plan: OutputPlan) -> None:
@@ -146,7 +135,10 @@ def _fill_rows(outputs: policy_pb2.Outputs, result: AppendResult, plan: OutputPl
     assert spec is not None
     outputs.num_rows = len(rows)
     if spec.greedy or spec.sample is not None:
-        outputs.tokens.extend([row.token for row in rows if row.token is not None])
+        tokens = outputs.tokens
+        for row in rows:
+            if row.token is not None:
+                tokens.append(row.token)
         if result.seed is not None:
             outputs.seed = result.seed
         if spec.logprobs:

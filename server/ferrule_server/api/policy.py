@@ -78,7 +78,7 @@ class PolicyReader:
         self._max_top_logprobs = max_top_logprobs
         self._remembered: dict[tuple[bytes, bool], OutputPlan] = {}
 
-    def read(self, policy: policy_pb2.LogitsReturnPolicy, at: str, *, all_positions: bool = False) -> OutputPlan:
+    def read(self, policy: policy_pb2.LogitsReturnPolicy, at: str, all_positions: bool = False) -> OutputPlan:
         """Return the plan for a policy; an unset one reads as empty: full logits in float32.
 
         Args:

@@ -84,7 +84,7 @@ class Serving:
 class ServerState:
     """The server as its servicers see it. Changed on the event loop's thread; load progress from any.
 
-    Invariant: ``serving`` is None exactly as long as the phase is STARTING and loading has not ended.
+    Invariant: in the phase READY ``serving`` is set; once set it stays the same.
 
     Attributes:
         instance: Name of this server, first part of every ``cache_id``.

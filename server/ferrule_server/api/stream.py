@@ -19,7 +19,7 @@ import grpc
 from ferrule.v1 import executor_pb2
 from ferrule_server.api.calls import Context, cancel, refuse
 from ferrule_server.api.inputs import PlannedAppend, release_job
-from ferrule_server.api.outputs import fill_decode_output, release_results
+from ferrule_server.api.outputs import fill_append, release_results
 from ferrule_server.api.principal import principal_of
 from ferrule_server.api.state import ServerState, Serving
 from ferrule_server.api.status import MAX_DETAILS_BYTES, fault_of, log_refused, to_status
@@ -87,10 +87,14 @@ class DecodeStream:
         if self._is_ended:
             return
         try:
-            if isinstance(job, ReleaseJob):
+            if isinstance(outcome, AppendResult):
+                self._add_output(self._pending.pop(job), outcome)
+            elif isinstance(job, ReleaseJob):
                 self._add_releases(job, outcome)
             else:
-                self._add_outcome(self._pending.pop(job), outcome)
+                assert isinstance(outcome, FerruleError)
+                planned = self._pending.pop(job)
+                self._add_error(planned.seq, planned.job.request_id, outcome)
         except Exception as failure:  # noqa: BLE001  (fault_of logs it)
             self.end(fault_of(failure, _RPC))
 
@@ -120,16 +124,13 @@ class DecodeStream:
         self._frames.append((frame, num_bytes))
         return frame
 
-    def _add_outcome(self, planned: PlannedAppend, outcome: Outcome) -> None:
-        if isinstance(outcome, FerruleError):
-            self._add_error(planned.seq, planned.job.request_id, outcome)
-            return
-        assert isinstance(outcome, AppendResult)
+    def _add_output(self, planned: PlannedAppend, output: AppendResult) -> None:
         result = self._frame(planned.reply_bytes).results.add()
         result.seq = planned.seq
-        if planned.job.request_id:
-            result.request_id = planned.job.request_id
-        fill_decode_output(result.decode, outcome, planned.plan, planned.job.request_id)
+        request_id = planned.job.request_id
+        if request_id:
+            result.request_id = request_id
+        fill_append(result.decode, output, planned.plan, request_id)
 
     def _add_error(self, seq: int, request_id: str, error: FerruleError) -> None:
         log_refused(_RPC, error, self._principal)

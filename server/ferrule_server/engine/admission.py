@@ -145,11 +145,15 @@ def _row_specs(output: OutputRequest, token_ids: tuple[int, ...]) -> tuple[dict[
     if spec is None:
         return {}, None
     if spec.sample is not None:
-        seed = spec.sample.seed if output.is_seeded else secrets.randbits(64)
-        spec = dataclasses.replace(spec, sample=dataclasses.replace(spec.sample, seed=seed))
+        seed = spec.sample.seed
+        if not output.is_seeded:
+            seed = secrets.randbits(64)
+            spec = dataclasses.replace(spec, sample=dataclasses.replace(spec.sample, seed=seed))
     last = len(token_ids) - 1
+    if last == 0:
+        return {0: spec}, seed
     rows = range(len(token_ids)) if output.all_positions else (last,)
-    if not output.wants_targets or last == 0:
+    if not output.wants_targets:
         return dict.fromkeys(rows, spec), seed
     targeted = {row: dataclasses.replace(spec, target_id=token_ids[row + 1]) if row < last else spec for row in rows}
     return targeted, seed

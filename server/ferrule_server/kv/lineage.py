@@ -60,8 +60,8 @@ class LineageChain:
             OverflowError: A token does not fit 32 bits; nothing changed.
         """
         self.token_ids.extend(array("I", token_ids))
-        for start in range(CHUNK_TOKENS * (len(self._links) - 1), len(self) - CHUNK_TOKENS + 1, CHUNK_TOKENS):
-            self._links.append(self._link(start, start + CHUNK_TOKENS, _PERSON_FULL))
+        while len(self.token_ids) >= (stop := CHUNK_TOKENS * len(self._links)):
+            self._links.append(self._link(stop - CHUNK_TOKENS, stop, _PERSON_FULL))
 
     def at(self, length: int) -> bytes:
         """Return the lineage of the first ``length`` tokens with at most one hash.

@@ -201,7 +201,8 @@ class KvStore:
             sequence.chain.extend(token_ids)
             sequence.block_ids = reservation.block_ids
         self._reservations.close(reservation)
-        self.pool.release([source_id for source_id, _ in reservation.copies])
+        if reservation.copies:
+            self.pool.release([source_id for source_id, _ in reservation.copies])
         sequence.last_truncate = None
         self._renew_source(reservation.source)
         self.renew(sequence, ttl_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -78,6 +79,9 @@ class Connection:
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._model_info: ModelInfo | None = None
         self.channel = _open_channel(target, tls, has_token=bool(token))
+        self._probe: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(
+            "/grpc.health.v1.Health/Check"
+        )  # bytes in, bytes out
         self.executor = executor_pb2_grpc.ModelExecutorServiceStub(self.channel)
         self.tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(self.channel)
 
@@ -90,19 +94,17 @@ class Connection:
         return Attempts(self._retry, self.resolve(timeout), creates=creates, sleep=self.sleep)
 
     def sleep(self, seconds: float) -> None:
-        """Wait while the channel goes on connecting.
+        """Wait, and let the channel go on connecting meanwhile.
 
-        A sync channel makes progress only while somebody polls it. Without this, calls that fail at once and then
-        sleep find the server 5 to 10 s after it came up (measured with grpcio 1.75).
+        A sync channel makes progress only while a call waits on it: between calls that fail at once, a server that
+        came up is found 5 to 10 s late (measured with grpcio 1.75). So a health check waits for it; its answer, if
+        there is one, does not matter.
         """
-        try:
-            ready = grpc.channel_ready_future(self.channel)
-        except ValueError:  # closed meanwhile, by another thread
-            return
-        try:
-            time.sleep(seconds)
-        finally:
-            ready.cancel()
+        end = time.monotonic() + seconds
+        # Not there in time, without a health service, or closed by another thread: all the same here.
+        with contextlib.suppress(grpc.RpcError, ValueError):
+            self._probe(b"", timeout=seconds, wait_for_ready=True)
+        time.sleep(max(0.0, end - time.monotonic()))
 
     def unary(
         self,

@@ -110,9 +110,7 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
     @staticmethod
     def _abort(context: grpc.ServicerContext, failure: Failure) -> None:
         if failure.reason:
-            context.abort_with_status(
-                rpc_status.to_status(status_of(failure.code, failure.reason, failure.message))
-            )
+            context.abort_with_status(rpc_status.to_status(status_of(failure.code, failure.reason, failure.message)))
         context.abort(failure.code, failure.message)
 
     def _handle(self, cache_id: str) -> types_pb2.KvCacheHandle:
@@ -165,9 +163,7 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
         def work() -> executor_pb2.PrefillResponse:
             handle = self._create(request.input.input_ids)
             outputs = self._outputs(handle.length, request.input.logits_policy)
-            return executor_pb2.PrefillResponse(
-                output=executor_pb2.PrefillOutput(kv_cache=handle, outputs=outputs)
-            )
+            return executor_pb2.PrefillResponse(output=executor_pb2.PrefillOutput(kv_cache=handle, outputs=outputs))
 
         return self._run("Prefill", context, work)
 

@@ -102,7 +102,7 @@ def test_new_reasons_fall_back_to_the_code() -> None:
 
 
 def test_oversize_message_is_named(client: Client) -> None:
-    """gRPC refuses 20 MB before the server sees it; the server goes on."""
+    """GRPC refuses 20 MB before the server sees it; the server goes on."""
     with pytest.raises(MessageTooLargeError) as caught:
         client.prefill([2**28] * (20 << 18))
     assert caught.value.code is CODES.RESOURCE_EXHAUSTED

@@ -227,9 +227,7 @@ def test_slow_step_meets_the_timeout(fake: FakeServer, fake_client: Client) -> N
 def test_failed_item_raises_and_loses_nothing(fake: FakeServer, fake_client: Client) -> None:
     """An item's own error ends the loop; what was yielded is still there to go on from."""
     with fake_client.prefill(b"the", policy=no_output()) as cache:
-        fake.failures["frame"] = [
-            Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "no block", reason="KV_BLOCKS_EXHAUSTED")
-        ]
+        fake.failures["frame"] = [Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "no block", reason="KV_BLOCKS_EXHAUSTED")]
         with pytest.raises(BlocksExhaustedError):
             list(cache.generate(5))
         assert bytes(cache.generate(6)) == b" quick"

@@ -1,0 +1,202 @@
+"""The command line: what it prints, where, and with which exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ferrule_client import Client, cli, cli_common, no_output
+from tests.client.fake_server import FakeServer
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+    """The target comes from the environment; nothing else of it does."""
+    for name in [name for name in os.environ if name.startswith("FERRULE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("FERRULE_TARGET", target)
+
+
+def run(*arguments: str) -> int:
+    """Return the exit code of a command run in this process."""
+    try:
+        return cli.main(arguments)
+    except SystemExit as leaving:  # argparse
+        return int(leaving.code or 0)
+
+
+def test_health_tells_by_words_and_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    """0 when it serves."""
+    assert run("health") == 0
+    assert capsys.readouterr().out.startswith("serving: paged-reference, 0 live handles, ")
+    assert run("health", "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["serving"] is True
+    assert facts["instance"] == "test"
+
+
+def test_unreachable_server_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    """The flag wins over the environment."""
+    assert run("health", "--target", "127.0.0.1:1") == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.endswith("(CONNECTION_FAILED)\n")
+    assert captured.err.count("\n") == 1
+
+
+def test_caches_lists_live_handles(capsys: pytest.CaptureFixture[str], client: Client) -> None:
+    """By loggable id, as a table and as JSON."""
+    with client.prefill(range(40), policy=no_output()) as cache:
+        assert run("caches") == 0
+        table = capsys.readouterr().out
+        assert cache.handle.handle_id in table
+        assert "1 live handles" in table
+        assert "\x1b" not in table
+        assert run("caches", "--json") == 0
+        (line,) = json.loads(capsys.readouterr().out)["caches"]
+        assert (line["handle_id"], line["length"], line["num_blocks"]) == (cache.handle.handle_id, 40, 3)
+
+
+def test_table_without_rich_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base installation has no rich, and JSON does not need it."""
+    monkeypatch.setattr(cli_common.importlib.util, "find_spec", lambda name: None)
+    assert run("caches") == 1
+    assert "pip install 'ferrule[cli]'" in capsys.readouterr().err
+    assert run("caches", "--json") == 0
+    assert run("serve") == 1
+    assert "pip install 'ferrule[server]'" in capsys.readouterr().err
+
+
+def test_generate_streams_token_ids(capsys: pytest.CaptureFixture[str], client: Client) -> None:
+    """A model without a tokenizer takes and gives numbers; the same seed gives the same ones."""
+    options = ("generate", "--ids", "--max-tokens", "5", "--seed", "3", "1 2,3")
+    assert run(*options) == 0
+    plain = capsys.readouterr().out
+    assert run(*options, "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert plain.split() == [str(token) for token in facts["tokens"]]
+    assert (facts["seed"], facts["finish_reason"], facts["num_prompt_tokens"]) == (3, "max_tokens", 3)
+    assert list(client.list_caches()) == []
+
+
+def test_generate_streams_text(
+    fake: FakeServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt comes as an argument or on standard input."""
+    options = ("generate", "--target", fake.target, "--max-tokens", "6")
+    assert run(*options, "the") == 0
+    assert capsys.readouterr().out == " quick\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the quick"))
+    assert run(*options, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["text"] == " brown"
+    assert fake.sequences == {}
+
+
+def test_generate_says_what_is_missing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server without a tokenizer, a prompt that is none."""
+    assert run("generate", "def f(") == 1
+    assert capsys.readouterr().err.endswith("(FEATURE_UNSUPPORTED)\n")
+    assert run("generate", "--ids", "one two") == 2
+    assert capsys.readouterr().err.endswith("(PROMPT_NOT_IDS)\n")
+    monkeypatch.setattr(sys, "stdin", type("Terminal", (io.StringIO,), {"isatty": lambda self: True})())
+    assert run("generate") == 2
+    assert run("generate", "--ids", "") == 1
+    assert capsys.readouterr().err.endswith("(INVALID_FIELD)\n")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("polish",),
+        ("generate", "--max-tokens", "0", "x"),
+        ("generate", "--top-p", "1.5", "x"),
+        ("generate", "--seed", "-1", "x"),
+        ("health", "--timeout", "soon"),
+    ],
+)
+def test_wrong_use_is_exit_code_2(arguments: tuple[str, ...]) -> None:
+    """As everywhere."""
+    assert run(*arguments) == 2
+
+
+def test_wrong_environment_is_wrong_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings from the environment are checked as flags are."""
+    monkeypatch.setenv("FERRULE_TIMEOUT", "soon")
+    assert run("health") == 2
+    assert run("health", "--timeout", "5") == 0
+
+
+@pytest.mark.parametrize("command", ["", "demo", "generate", "health", "caches"])
+def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every command shows examples."""
+    assert run(*command.split(), "--help") == 0
+    assert "ferrule " + (command or "generate") in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """The version is that of the package."""
+    assert run("--version") == 0
+    assert capsys.readouterr().out == "ferrule 0.1.0\n"
+
+
+def test_token_comes_from_the_environment(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Secrets do not stand in process lists."""
+    monkeypatch.setenv("FERRULE_TOKEN", "s3cret")
+    seen: list[object] = []
+    fake.GetStatus = lambda request, context: (
+        seen.extend(context.invocation_metadata())
+        or context.abort(  # type: ignore[method-assign]
+            5, "no"
+        )
+    )
+    assert run("generate", "--target", fake.target, "x") == 1
+    assert ("authorization", "Bearer s3cret") in [tuple(item) for item in seen]  # type: ignore[call-overload]
+
+
+def test_plain_text_token_beyond_this_machine_warns() -> None:
+    """A token must not travel unprotected unnoticed."""
+    with pytest.warns(UserWarning, match="plain text"):
+        Client.connect("example.invalid:1", token="s3cret").close()
+    Client.connect("localhost:1", token="s3cret").close()
+    Client.connect("unix:/x", token="s3cret").close()
+    Client.connect("example.invalid:1", token="s3cret", tls=True).close()
+
+
+def test_serve_becomes_the_server() -> None:
+    """Help and exit codes are the server's own, and so is the process."""
+    command = [sys.executable, "-m", "ferrule_client.cli", "serve"]
+    done = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0
+    assert "--kv-memory" in done.stdout
+    assert subprocess.run([*command, "--nonsense"], capture_output=True, timeout=60, check=False).returncode == 2
+
+
+def test_serve_ends_by_sigterm(tmp_path: Path) -> None:
+    """SIGTERM reaches the server itself: no wrapper in between."""
+    command = [sys.executable, "-m", "ferrule_client.cli", "serve", "--executor", "paged-reference"]
+    listen = ["--listen", f"unix:{tmp_path}/s", "--kv-memory", "1MiB"]
+    with subprocess.Popen([*command, *listen], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(b"ready")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+
+
+def test_reader_that_leaves_early_is_no_traceback(target: str) -> None:
+    """``ferrule generate | head`` ends quietly."""
+    shell = f"{sys.executable} -m ferrule_client.cli generate --ids --max-tokens 200 1 | head -c 5"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == ""
+    with Client.connect(target) as client:
+        assert list(client.list_caches()) == []

@@ -1,0 +1,128 @@
+"""The demo, end to end, without a terminal and with one."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ferrule_client.demo_view import PlainView, PoolRow
+
+COMMAND = [sys.executable, "-m", "ferrule_client.cli", "demo"]
+PAGED = ["--executor", "paged-reference", "--max-tokens", "20"]
+MODEL = Path(__file__).resolve().parents[2] / "server" / "ferrule_server" / "demo_model" / "model.safetensors"
+
+
+def servers_below(folder: str) -> list[str]:
+    """Return the command lines of servers on a socket in that folder."""
+    lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    return [line.decode() for line in lines if b"ferrule_server" in line and folder.encode() in line]
+
+
+def test_demo_tells_the_whole_story_in_plain_text(tmp_path: Path) -> None:
+    """No terminal: plain lines, no control codes, every part, nothing left behind."""
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run([*COMMAND, *PAGED], capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    assert "\x1b" not in done.stdout
+    for part in ("1  Prefill", "2  Stream", "3  Fork", "4  Roll back", "5  Release", "Done"):
+        assert f"== {part} ==" in done.stdout
+    assert "branch 3  # # # # o o   4 shared + 2 own" in done.stdout
+    assert "without sharing it would be 24" in done.stdout
+    assert "branch 3 forgets 7 tokens" in done.stdout
+    assert "pool      all 8191 blocks free" in done.stdout
+    assert "ended with exit code 0" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+    assert servers_below(str(tmp_path)) == []
+
+
+def test_demo_prints_figures_for_scripts() -> None:
+    """JSON alone on standard output; the story goes to standard error."""
+    done = subprocess.run([*COMMAND, *PAGED, "--json"], capture_output=True, text=True, timeout=60, check=False)
+    figures = json.loads(done.stdout)
+    assert (figures["leaked_blocks"], figures["server_exit_code"]) == (0, 0)
+    assert figures["peak_blocks"] == 12
+    assert figures["prefill_tokens_per_s"] > 0
+    assert set(figures["texts"]) == {"trunk", "branch 1", "branch 2", "branch 3", "branch 3, again"}
+    assert len({*figures["texts"].values()}) == 5
+    assert "== 3  Fork ==" in done.stderr
+
+
+@pytest.mark.skipif(not MODEL.exists(), reason="the model that ships is not built")
+def test_demo_speaks_python_with_the_model_that_ships() -> None:
+    """Text, not numbers, within the promised time."""
+    start = time.monotonic()
+    done = subprocess.run([*COMMAND, "--max-tokens", "24"], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("  | def read_file(path):") == 6
+    assert "\ufffd" not in done.stdout
+    assert time.monotonic() - start < 60
+
+
+def test_failing_server_shows_its_last_words() -> None:
+    """The log's tail, then one line; the exit code says it failed."""
+    done = subprocess.run(
+        [*COMMAND, "--model", "/nowhere/model"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    *tail, last = done.stderr.splitlines()
+    assert any("/nowhere/model" in line for line in tail)
+    assert last.startswith("error: the server ended with exit code ")
+    assert last.endswith("(SERVER_ENDED)")
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_demo_ends_its_server(tmp_path: Path, number: signal.Signals, exit_code: int) -> None:
+    """Ctrl-C and SIGTERM take the child along."""
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    command = [*COMMAND, "--executor", "paged-reference", "--max-tokens", "400"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        assert any("2  Stream" in line for line in process.stdout)
+        process.send_signal(number)
+        assert process.wait(20) == exit_code
+    assert servers_below(str(tmp_path)) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_demo_draws_in_colour_on_a_terminal() -> None:
+    """With a terminal there are panels, a picture in colour, and the same ending."""
+    leader, follower = pty.openpty()
+    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "50"}
+    output = b""
+    with subprocess.Popen([*COMMAND, *PAGED], stdout=follower, stderr=follower, env=environment) as process:
+        os.close(follower)
+        while True:
+            try:
+                data = os.read(leader, 65536)
+            except OSError:  # the other end is closed
+                break
+            output += data
+        assert process.wait(20) == 0
+    os.close(leader)
+    text = output.decode()
+    assert "▣" in text
+    assert "╭─" in text
+    assert "\x1b[3" in text
+    assert "done" in text
+
+
+def test_plain_view_survives_narrow_encodings(tmp_path: Path) -> None:
+    """A log file in ASCII gets question marks, not an exception."""
+    path = tmp_path / "log"
+    with path.open("w", encoding="ascii") as out:
+        view = PlainView(out)
+        view.code("naïve")
+        view.pool([PoolRow("trunk", tuple(range(99)), (1,) * 99)], 1, 100)
+    assert "na?ve" in path.read_text()
+    assert path.read_text().count("o") < 60

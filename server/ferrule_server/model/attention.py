@@ -2,8 +2,8 @@
 
 Sequences with equally few rows (decode steps, verifies) are attended together: their blocks are gathered into one
 padded ``[2, num_seqs, num_kv_heads, length, head_dim]`` and their query heads stacked per KV head. Longer chunks are
-attended one by one. Padding repeats the sequence's own first block, and slots past its end are zeroed in the gathered
-copy: whatever other sequences left in the pool, infinities included, cannot reach a row.
+attended one by one, in tiles of rows. Padding repeats the sequence's own first block, and slots past its end are zeroed
+in the gathered copy: whatever other sequences left in the pool, infinities included, cannot reach a row.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ __all__ = ["GroupedAttention", "PlainAttention", "StepArrays", "StepAttention"]
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
-# A chunk of more query rows per KV head than this is attended alone, by the fused kernel.
+# A chunk of more query rows per KV head than this is attended alone.
 _MAX_GROUPED_ROWS = 32
-# Gathered elements of K (and as many of V) above which two batched products beat the fused kernel in bfloat16: it makes
-# one small product per head, the batched ones are one call for all.
-_BATCHED_ELEMENTS = 200_000
+# Rows of a chunk attended at a time, and how many scores at a time: float32 scores of 1 MiB stay in the L2 cache.
+_TILE_ROWS = 128
+_TILE_SCORES = 1 << 18
+# In bfloat16 torch's fused kernel makes many small products, which cost more than two large ones and a softmax once
+# there are many elements of K, times rows: (rows + 6) * elements, fitted to measurements with 2 to 32 rows.
+_FUSED_WORK = 2_000_000
 # A sequence joins a group when that pads it by at most this many blocks, or by this share of the longest.
 _PADDING_BLOCKS = 4
 _PADDING_SHARE = 4
@@ -201,9 +204,8 @@ class _Group:
         is_stale = np.arange(self._length) >= kv_lens[:, None]
         self._stale = _index(np.flatnonzero(_spread(is_stale, shape.num_kv_heads)), pool)
         self._is_chunk = self._q_len * shape.num_queries_per_kv > _MAX_GROUPED_ROWS
-        # Consecutive positions from 0 over exactly their own keys need no mask, and the fused kernel skips half.
-        self._is_causal = self._is_chunk and self._q_len == int(kv_lens[0])
-        self._mask = None if self._is_causal else self._make_mask(step.positions[rows], pool)
+        self._begin = int(step.positions[rows[0]])
+        self._mask = self._future_mask(pool) if self._is_chunk else self._make_mask(step.positions[rows], pool)
 
     def attend(self, query: Tensor, layer_pieces: Tensor) -> Tensor:
         """Return [rows, num_heads, head_dim] for query [rows, num_heads, head_dim]."""
@@ -212,50 +214,100 @@ class _Group:
         if len(self._stale):
             gathered.index_fill_(0, self._stale, 0)
         key, value = gathered.view(2, self._num_seqs, shape.num_kv_heads, self._length, shape.head_dim).unbind(0)
-        return self._attend_chunk(query, key, value) if self._is_chunk else self._attend_stacked(query, key, value)
+        return self._attend_chunk(query, key, value) if self._is_chunk else self._attend_short(query, key, value)
 
     def _attend_chunk(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        query = query.transpose(0, 1).unsqueeze(0)
-        if self._is_causal:
-            key, value = key[:, :, : self._q_len], value[:, :, : self._q_len]
-        out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=self._mask, is_causal=self._is_causal, enable_gqa=True
-        )
-        return out.squeeze(0).transpose(0, 1)
+        """Attend consecutive rows of one sequence tile by tile, each up to the last key it may see."""
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        for begin in range(0, self._q_len, _TILE_ROWS):
+            end = min(begin + _TILE_ROWS, self._q_len)
+            length = self._begin + end
+            tile = self._stack(query[begin:end], 1)
+            mask = self._mask[: tile.shape[2], : end - begin]
+            attended = _attend_tile(tile[0], key[0, :, :length], value[0, :, :length], mask)
+            out[begin:end] = self._unstack(attended.unsqueeze(0), 1)
+        return out
 
-    def _attend_stacked(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend with the rows and query heads of a KV head stacked as rows of one small matrix."""
-        shape = self._shape
-        split = (self._num_seqs, self._q_len, shape.num_kv_heads, shape.num_queries_per_kv, shape.head_dim)
-        stacked = query.view(split).transpose(1, 2).reshape(self._num_seqs, shape.num_kv_heads, -1, shape.head_dim)
-        if query.dtype == torch.bfloat16 and key.numel() > _BATCHED_ELEMENTS:
-            out = _attend_batched(stacked, key, value, self._mask)
+    def _attend_short(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend the few rows of many sequences at once."""
+        stacked = self._stack(query, self._num_seqs)
+        if query.dtype == torch.bfloat16 and (stacked.shape[2] + 6) * key.numel() > _FUSED_WORK:
+            out = _attend_by_products(stacked, key, value, self._mask)
         else:
             out = F.scaled_dot_product_attention(stacked, key, value, attn_mask=self._mask)
-        rows = out.view(self._num_seqs, shape.num_kv_heads, self._q_len, -1, shape.head_dim).transpose(1, 2)
-        return rows.reshape(-1, shape.num_heads, shape.head_dim)
+        return self._unstack(out, self._num_seqs)
+
+    def _stack(self, query: Tensor, num_seqs: int) -> Tensor:
+        """Return [num_seqs, num_kv_heads, rows * num_queries_per_kv, head_dim]: all that reads one KV head."""
+        shape = self._shape
+        heads = query.view(num_seqs, -1, shape.num_kv_heads, shape.num_queries_per_kv, shape.head_dim)
+        return heads.transpose(1, 2).reshape(num_seqs, shape.num_kv_heads, -1, shape.head_dim)
+
+    def _unstack(self, out: Tensor, num_seqs: int) -> Tensor:
+        """Undo :meth:`_stack`: return [rows of all sequences, num_heads, head_dim]."""
+        shape = self._shape
+        heads = out.view(num_seqs, shape.num_kv_heads, -1, shape.num_queries_per_kv, shape.head_dim)
+        return heads.transpose(1, 2).reshape(-1, shape.num_heads, shape.head_dim)
+
+    def _future_mask(self, pool: Tensor) -> Tensor:
+        """Return what is added to the scores of a tile's rows and its own keys: float32 [stacked rows, rows]."""
+        num_rows = min(self._q_len, _TILE_ROWS)
+        mask = torch.full((num_rows, num_rows), float("-inf"), device=pool.device).triu_(1)
+        return mask.repeat_interleave(self._shape.num_queries_per_kv, 0)
 
     def _make_mask(self, positions: Int32Array, pool: Tensor) -> Tensor:
-        """Return what is added to the scores, [num_seqs, 1, stacked rows or q_len, length], 0 or -inf."""
+        """Return what is added to the scores, [num_seqs, 1, rows * num_queries_per_kv, length], 0 or -inf."""
         is_hidden = np.arange(self._length) > positions.reshape(self._num_seqs, 1, self._q_len, 1)
-        if not self._is_chunk:
-            is_hidden = is_hidden.repeat(self._shape.num_queries_per_kv, axis=2)
+        is_hidden = is_hidden.repeat(self._shape.num_queries_per_kv, axis=2)
         mask = torch.zeros(is_hidden.shape, dtype=pool.dtype, device=pool.device)
         return mask.masked_fill_(torch.from_numpy(is_hidden).to(pool.device), float("-inf"))
 
 
-def _attend_batched(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Attend by two batched products; scores keep 16 bits although each product rounds to 8.
+def _attend_tile(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Attend one tile of a chunk, as many KV heads at a time as the cache holds scores of.
 
-    ``low`` is what rounding ``high`` lost, computed by the same product with ``high`` subtracted from its float32 sums.
+    Args:
+        query: [num_kv_heads, stacked rows, head_dim].
+        key: [num_kv_heads, length, head_dim].
+        value: Like ``key``.
+        mask: float32 [stacked rows, k], added to the scores of the last k keys.
+
+    Returns:
+        [num_kv_heads, stacked rows, head_dim].
     """
-    query, key, value = (part.flatten(0, 1) for part in (query, key, value))
+    if query.dtype != torch.bfloat16:
+        wide = F.pad(mask, (key.shape[1] - mask.shape[1], 0)).to(query.dtype)
+        return F.scaled_dot_product_attention(query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), wide).squeeze(0)
+    out = torch.empty_like(query)
+    num_heads = max(1, _TILE_SCORES // (query.shape[1] * key.shape[1]))
+    for begin in range(0, len(query), num_heads):
+        heads = slice(begin, begin + num_heads)
+        out[heads] = _attend_by_products(query[heads], key[heads], value[heads], mask)
+    return out
+
+
+def _attend_by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Attend by two batched products; scores keep 16 significant bits although each bfloat16 product rounds to 8.
+
+    ``low`` is what rounding lost from ``high``: the same product with ``high`` subtracted from its float32 sums.
+
+    Args:
+        query: [..., rows, head_dim].
+        key: [..., length, head_dim].
+        value: Like ``key``.
+        mask: Broadcasts to [..., rows, k], added to the scores of the last k keys.
+
+    Returns:
+        [..., rows, head_dim].
+    """
+    leading = query.shape[:-2]
+    query, key, value = (part.reshape(-1, *part.shape[-2:]) for part in (query, key, value))
     high = torch.bmm(query, key.transpose(1, 2))
     low = torch.baddbmm(high, query, key.transpose(1, 2), beta=-1)
-    scores = high.float().add_(low).mul_(query.shape[-1] ** -0.5)
-    if mask is not None:
-        scores.view(mask.shape[0], -1, *scores.shape[1:]).add_(mask)
-    return torch.bmm(torch.softmax(scores, dim=-1).to(value.dtype), value)
+    scores = high.float().add_(low).mul_(query.shape[-1] ** -0.5).view(*leading, *high.shape[-2:])
+    scores[..., scores.shape[-1] - mask.shape[-1] :].add_(mask)
+    weights = torch.softmax(scores, dim=-1).to(value.dtype)
+    return torch.bmm(weights.view_as(high), value).view(*leading, *query.shape[-2:])
 
 
 def _own_blocks(block_tables: Int32Array, kv_lens: Int32Array, shape: _Shape) -> Int32Array:

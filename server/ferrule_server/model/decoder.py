@@ -5,17 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ferrule_server.kernels import reference
 from ferrule_server.model.attention import StepAttention
 from ferrule_server.model.config import ModelConfig
-from ferrule_server.model.linear import Linear, MakeLinear, can_pack, packed_linear, plain_linear
+from ferrule_server.model.linear import (
+    Embed,
+    Linear,
+    MakeLinear,
+    can_pack,
+    packed_linear,
+    plain_embedding,
+    plain_linear,
+    tied_ends,
+)
 from ferrule_server.model.rope import inverse_frequencies
 from ferrule_server.model.weights import LayerWeights, ModelWeights
 
 __all__ = ["Decoder"]
+
+# Rows that go through the linears at a time: enough to be fast, few enough to bound what activations take.
+_TILE_ROWS = 512
+# Rows normalised and rotated at a time: their float32 copies stay in the L2 cache.
+_ROTATED_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +59,9 @@ class Decoder:
     ) -> None:
         self._config = config
         self._frequencies = inverse_frequencies(config).to(device)
-        self._embedding = weights.embedding.to(device)
         self._final_norm = weights.final_norm.to(device)
         make: MakeLinear = plain_linear if is_plain or not can_pack(self._final_norm.unsqueeze(0)) else packed_linear
-        head = self._embedding if weights.head is weights.embedding else weights.head.to(device)
-        self._head = plain_linear(head, None) if config.is_tied else make(head, None)
+        self._embed, self._head = _prepare_ends(weights, make, device)
         self._layers = []
         while weights.layers:
             self._layers.append(_prepare_layer(config, weights.layers.pop(0), make, device))
@@ -67,29 +78,73 @@ class Decoder:
         Returns:
             float32 [num_outputs, vocab_size].
         """
-        config = self._config
-        hidden = F.embedding(token_ids, self._embedding)
-        rotation = reference.rope_angles(positions, self._frequencies)
+        hidden = self._embed(token_ids)
+        rotation = _rotation(positions, self._frequencies)
         for index, layer in enumerate(self._layers):
             query, key, value = self._project(layer, hidden, rotation)
-            hidden = hidden + layer.attention_out(attention.attend(index, query, key, value))
-            normed = reference.rms_norm(hidden, layer.post_attention_norm, config.norm_eps)
-            hidden = hidden + layer.down(reference.swiglu(layer.gate_up(normed)))
+            attended = attention.attend(index, query, key, value)
+            for tile in _tiles(len(hidden), _TILE_ROWS):
+                self._feed_forward(layer, hidden[tile], attended[tile])
         rows = hidden.index_select(0, output_rows)
         if not len(rows):
-            return rows.new_empty((0, config.vocab_size), dtype=torch.float32)
-        return self._head(reference.rms_norm(rows, self._final_norm, config.norm_eps)).float()
+            return rows.new_empty((0, self._config.vocab_size), dtype=torch.float32)
+        return self._head(reference.rms_norm(rows, self._final_norm, self._config.norm_eps)).float()
 
-    def _project(self, layer: _Layer, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, layer: _Layer, hidden: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, key and value, each [rows, its heads, head_dim], the first two normalised and rotated."""
         config = self._config
-        qkv = layer.qkv(reference.rms_norm(hidden, layer.input_norm, config.norm_eps))
+        parts = [
+            layer.qkv(reference.rms_norm(hidden[tile], layer.input_norm, config.norm_eps))
+            for tile in _tiles(len(hidden), _TILE_ROWS)
+        ]
+        qkv = parts[0] if len(parts) == 1 else torch.cat(parts)
         heads = qkv.view(len(qkv), -1, config.head_dim)
-        rotated, value = torch.split(heads, [config.num_heads + config.num_kv_heads, config.num_kv_heads], dim=1)
-        if layer.qk_norm is not None:
-            rotated = reference.rms_norm(rotated, layer.qk_norm, config.norm_eps)
-        rotated = reference.apply_rope(rotated, *rotation)
+        num_rotated = config.num_heads + config.num_kv_heads
+        rotated, value = heads[:, :num_rotated], heads[:, num_rotated:]
+        if len(heads) <= _ROTATED_ROWS:
+            rotated = self._rotate(layer, rotated, rotation)
+        else:
+            for tile in _tiles(len(heads), _ROTATED_ROWS):
+                rotated[tile] = self._rotate(layer, rotated[tile], rotation[:, tile])
         return rotated[:, : config.num_heads], rotated[:, config.num_heads :], value
+
+    def _rotate(self, layer: _Layer, heads: Tensor, rotation: Tensor) -> Tensor:
+        """Return heads [rows, num_heads + num_kv_heads, head_dim] normalised (Qwen3) and rotated, all in float32.
+
+        ``roll`` swaps the halves; the sign of the first is in the sine.
+        """
+        wide = heads.float()
+        if layer.qk_norm is not None:
+            scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._config.norm_eps)
+            wide = (wide * scale).mul_(layer.qk_norm)
+        swapped = torch.roll(wide, wide.shape[-1] // 2, -1)
+        return torch.addcmul(wide * rotation[0], swapped, rotation[1]).to(heads.dtype)
+
+    def _feed_forward(self, layer: _Layer, hidden: Tensor, attended: Tensor) -> None:
+        """Add to the rows of ``hidden``, in place, what attention and then the feed-forward part give."""
+        hidden += layer.attention_out(attended)
+        normed = reference.rms_norm(hidden, layer.post_attention_norm, self._config.norm_eps)
+        hidden += layer.down(reference.swiglu(layer.gate_up(normed)))
+
+
+def _tiles(num_rows: int, size: int) -> list[slice]:
+    return [slice(begin, begin + size) for begin in range(0, num_rows, size)]
+
+
+def _rotation(positions: Tensor, frequencies: Tensor) -> Tensor:
+    """Return cosine and signed sine of every row for all of head_dim: float32 [2, rows, 1, head_dim]."""
+    cos, sin = reference.rope_angles(positions, frequencies)
+    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))).unsqueeze(2)
+
+
+def _prepare_ends(weights: ModelWeights, make: MakeLinear, device: torch.device) -> tuple[Embed, Linear]:
+    """Return embedding and output head; the plain matrices are removed from ``weights``."""
+    embedding, head = weights.embedding.to(device), weights.head
+    is_tied = head is weights.embedding
+    del weights.embedding, weights.head
+    if not is_tied:
+        return plain_embedding(embedding), make(head.to(device), None)
+    return (plain_embedding(embedding), plain_linear(embedding, None)) if make is plain_linear else tied_ends(embedding)
 
 
 def _prepare_layer(config: ModelConfig, weights: LayerWeights, make: MakeLinear, device: torch.device) -> _Layer:

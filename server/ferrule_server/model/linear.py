@@ -6,14 +6,32 @@ float32 batched rows and prefill gain a factor of 2. The packed weight replaces 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ferrule_server.kernels import reference
+from ferrule_server.model.memory import use_huge_pages
 
-__all__ = ["Linear", "MakeLinear", "can_pack", "packed_linear", "plain_linear"]
+__all__ = [
+    "Embed",
+    "Linear",
+    "MakeLinear",
+    "can_pack",
+    "packed_linear",
+    "plain_embedding",
+    "plain_linear",
+    "tied_ends",
+]
+
+_SMALL_BYTES = 32 << 20
+_PANEL_ROWS = 64
+
+Embed = Callable[[Tensor], Tensor]
+"""Maps token ids int64 [rows] to [rows, hidden_size]."""
 
 Linear = Callable[[Tensor], Tensor]
 """Maps [rows, in_features] to [rows, out_features], the same dtype."""
@@ -34,14 +52,77 @@ def packed_linear(weight: Tensor, bias: Tensor | None) -> Linear:
         weight: [out_features, in_features] on the CPU, where :func:`can_pack` holds.
         bias: [out_features], or None.
     """
-    run = torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001  (no public name; torch.compile emits it)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)  # noqa: SLF001
+    return _run_packed(_pack(weight), bias)
+
+
+def plain_embedding(weight: Tensor) -> Embed:
+    """Return the lookup in an embedding [vocab_size, hidden_size]."""
+    return lambda token_ids: F.embedding(token_ids, weight)
+
+
+def tied_ends(weight: Tensor) -> tuple[Embed, Linear]:
+    """Return lookup and output head of one matrix, the head packed.
+
+    A small matrix is kept twice. A large one is kept packed only, and its rows are looked up in the packed memory,
+    provided that oneDNN laid it out as expected, which is checked bit for bit; else it is kept plain only.
+
+    Args:
+        weight: [vocab_size, hidden_size] on the CPU, where :func:`can_pack` holds; the caller drops it.
+    """
+    packed = _pack(weight)
+    if weight.nbytes <= _SMALL_BYTES:
+        return plain_embedding(weight), _run_packed(packed, None)
+    lookup = _packed_lookup(packed, weight)
+    if lookup is None:
+        return plain_embedding(weight), plain_linear(weight, None)
+    return lookup, _run_packed(packed, None)
+
+
+def _pack(weight: Tensor) -> Tensor:
+    """Return an opaque packed copy, moved to huge pages."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 1)  # noqa: SLF001  (no public name exists)
+    use_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))  # noqa: SLF001
+    return packed
+
+
+def _run_packed(packed: Tensor, bias: Tensor | None) -> Linear:
+    run = torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001  (what torch.compile emits for linear layers)
 
     def apply(x: Tensor) -> Tensor:
         out: Tensor = run(x, packed, bias, "none", [], "")
         return out
 
     return apply
+
+
+def _packed_lookup(packed: Tensor, weight: Tensor) -> Embed | None:
+    """Return the lookup of rows in packed bfloat16 memory, or None where its layout is another.
+
+    The layout: panels of 64 rows, in each the pairs of columns one after the other, in each pair 64 times two values::
+
+        packed[panel][pair][row][2]  =  weight[64 * panel + row][2 * pair : 2 * pair + 2]
+    """
+    num_rows, num_columns = weight.shape
+    is_expected = weight.dtype == torch.bfloat16 and num_rows % _PANEL_ROWS == 0 and num_columns % 2 == 0
+    if not is_expected or torch.ops.mkldnn._nbytes(packed) != weight.nbytes:  # noqa: SLF001
+        return None
+    memory = (ctypes.c_char * weight.nbytes).from_address(torch.ops.mkldnn.data_ptr(packed))
+    panels = torch.frombuffer(memory, dtype=weight.dtype).view(-1, num_columns // 2, _PANEL_ROWS, 2)
+
+    def lookup(token_ids: Tensor) -> Tensor:
+        assert packed.is_mkldnn  # keeps the memory behind ``panels`` alive
+        return panels[token_ids // _PANEL_ROWS, :, token_ids % _PANEL_ROWS].flatten(1)
+
+    return lookup if _is_same(panels, weight) else None
+
+
+def _is_same(panels: Tensor, weight: Tensor) -> bool:
+    """Return whether every row of the packed panels is, bit for bit, the row of the plain weight."""
+    for index, panel in enumerate(panels.view(torch.int16)):
+        rows = weight[index * _PANEL_ROWS : (index + 1) * _PANEL_ROWS].view(torch.int16)
+        if not torch.equal(panel.transpose(0, 1).flatten(1), rows):
+            return False
+    return True
 
 
 def can_pack(weight: Tensor) -> bool:

@@ -37,6 +37,9 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
+_HEALTH_CHECK = "/grpc.health.v1.Health/Check"  # called with an empty request, bytes in and bytes out
+
+
 class UseDefault:
     """Says that a call takes the client's own timeout; None would mean no limit."""
 
@@ -79,9 +82,7 @@ class Connection:
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._model_info: ModelInfo | None = None
         self.channel = _open_channel(target, tls, has_token=bool(token))
-        self._probe: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(
-            "/grpc.health.v1.Health/Check"
-        )  # bytes in, bytes out
+        self._probe: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(_HEALTH_CHECK)
         self.executor = executor_pb2_grpc.ModelExecutorServiceStub(self.channel)
         self.tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(self.channel)
 

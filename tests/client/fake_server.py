@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import itertools
 import threading
 import time
@@ -61,6 +62,7 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
     Attributes:
         text: The token after a sequence of n tokens is ``text[n % len(text)]``.
         failures: What the next calls of an RPC fail with, in order.
+        metadata: What the last call carried besides its message.
         calls: Number of calls of each RPC, failed ones included.
         frames: Items of every frame that came on a stream.
         sequences: Tokens of every sequence by cache_id.
@@ -71,6 +73,7 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
     def __init__(self, text: list[int] | None = None) -> None:
         self.text = text or list(b"the quick brown fox ")
         self.failures: dict[str, list[Failure]] = defaultdict(list)
+        self.metadata: dict[str, str | bytes] = {}
         self.calls: Counter[str] = Counter()
         self.frames: list[list[executor_pb2.StreamItem]] = []
         self.sequences: dict[str, list[int]] = {}
@@ -99,6 +102,7 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
     def _run(self, rpc: str, context: grpc.ServicerContext, work: Callable[[], object]) -> object:
         """Count the call, fail it if that is its turn, else do the work."""
         self.calls[rpc] += 1
+        self.metadata = dict(context.invocation_metadata())
         failure = self.failures[rpc].pop(0) if self.failures[rpc] else None
         if failure is not None and not failure.after:
             self._abort(context, failure)
@@ -183,7 +187,7 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
     def StreamDecode(self, request_iterator, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
         self.calls["StreamDecode"] += 1
         for request in request_iterator:
-            yield self._run("frame", context, lambda request=request: self._frame(request))
+            yield self._run("frame", context, functools.partial(self._frame, request))
 
     def _frame(self, request: executor_pb2.StreamDecodeRequest) -> executor_pb2.StreamDecodeResponse:
         self.frames.append(list(request.items))

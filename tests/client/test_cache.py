@@ -225,7 +225,6 @@ def test_leaked_cache_warns(client: Client) -> None:
     handle = cache.handle
     with pytest.warns(ResourceWarning, match=handle.handle_id):
         del cache
-        gc.collect()
     client.release([handle])
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -114,7 +114,7 @@ def test_deadline_is_named(fake: FakeServer, fake_client: Client) -> None:
     """The timeout of a call is the caller's, and its error says so."""
     fake.sequences["x"] = [1]
     slow = threading.Event()
-    fake._outputs = lambda *_: slow.wait(2) and None  # type: ignore[assignment,method-assign,func-returns-value]
+    fake._outputs = lambda *_: slow.wait(2) and None  # type: ignore[assignment,method-assign]
     start = time.monotonic()
     with pytest.raises(DeadlineExceededError, match="timeout"):
         fake_client.prefill([1], timeout=0.2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import _thread
+import signal
 import threading
 from collections import Counter
 
@@ -148,7 +148,7 @@ def test_loop_drives_one_stream(fake: FakeServer, fake_client: Client) -> None:
         list(cache.generate(10))
     assert fake.calls["StreamDecode"] == 1
     assert Counter(len(frame) for frame in fake.frames) == {1: 10}
-    wait_for(lambda: not list(threads_named("ferrule-stream-watchdog")))
+    wait_for(lambda: not list(threads_named("ferrule-stream")))
 
 
 def test_text_never_holds_half_a_character(fake: FakeServer, fake_client: Client) -> None:
@@ -198,12 +198,13 @@ def test_interrupted_loop_leaves_a_usable_cache(fake: FakeServer, fake_client: C
     fake.delay_s = 0.05
     with fake_client.prefill(b"the", policy=no_output()) as cache:
         tokens: list[int] = []
+        loop = cache.generate()
+        tokens += [next(loop) for _ in range(3)]
+        fake.delay_s = 0.6
+        interrupt = (threading.main_thread().ident or 0, signal.SIGINT)
+        threading.Timer(0.2, signal.pthread_kill, interrupt).start()
         with pytest.raises(KeyboardInterrupt):
-            for token in cache.generate():
-                tokens.append(token)
-                if len(tokens) == 3:
-                    fake.delay_s = 0.6
-                    threading.Timer(0.2, _thread.interrupt_main).start()
+            next(loop)
         fake.delay_s = 0.0
         assert bytes(tokens) == b" qu"
         wait_for(lambda: len(fake.sequences[cache.handle.cache_id]) == 6)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 
@@ -77,7 +76,6 @@ def test_thread_ends_with_the_client(fake: FakeServer) -> None:
     assert num_threads() == 1
     with pytest.warns(ResourceWarning):
         del cache
-        gc.collect()
     wait_for(lambda: num_threads() == 0)
     client.close()
 

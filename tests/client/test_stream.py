@@ -103,7 +103,7 @@ def test_misuse_is_said_before_anything_is_sent(fake: FakeServer, fake_client: C
     with fake_client.prefill(b"abc", policy=no_output()) as cache, fake_client.stream() as stream:
         with pytest.raises(ValueError, match="once"):
             stream.decode([cache, cache], [1, 2])
-        with pytest.raises(ValueError, match="shorter|longer"):
+        with pytest.raises(ValueError, match=r"shorter|longer"):
             stream.decode([cache], [1, 2])
         with pytest.raises(ValueError, match="on_stale"):
             stream.decode([cache], [1], on_stale="panic")  # type: ignore[arg-type]
@@ -131,4 +131,4 @@ def test_forgotten_stream_leaves_no_thread(fake_client: Client) -> None:
         stream.decode([cache], [1], policy=no_output())
         del stream
         gc.collect()
-        wait_for(lambda: not list(threads_named("ferrule-stream-watchdog")))
+        wait_for(lambda: not list(threads_named("ferrule-stream")))

@@ -1,0 +1,182 @@
+"""The torch executor's pool and its edges; what it computes is in tests/model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.make_random_model import write_model
+from ferrule_server.errors import ConfigError, ModelError
+from ferrule_server.executor.base import Executor, OutputSpec, SampleSpec
+from ferrule_server.executor.torch_executor import TorchExecutor
+from ferrule_server.model.weights import LoadedModel, load_model
+from tests.model.stepping import Piece, PooledSequence, Stepper
+
+TOKENS = list(range(3, 40))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Qwen3."""
+    path = tmp_path_factory.mktemp("tiny")
+    write_model(path, "tiny")
+    return path
+
+
+@pytest.fixture
+def model(folder: Path) -> LoadedModel:
+    """The tiny model in float32, its weights not yet taken."""
+    return load_model(folder, dtype="float32")
+
+
+@pytest.fixture
+def executor(model: LoadedModel) -> Iterator[TorchExecutor]:
+    """An executor with 32 blocks."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    made = TorchExecutor(model, kv_memory_bytes=4 * TorchExecutor.min_kv_bytes(model), max_context=256)
+    yield made
+    made.close()
+    torch.set_num_threads(num_threads)
+
+
+def random_blocks(executor: Executor, num_blocks: int) -> np.ndarray:
+    """Return the bytes of as many random blocks of finite numbers."""
+    values = np.random.default_rng(0).normal(size=(num_blocks, executor.info.bytes_per_block // 4))
+    return values.astype(np.float32).view(np.uint8)
+
+
+def test_info_describes_model_and_pool(executor: TorchExecutor) -> None:
+    """Every figure follows from config.json and the settings."""
+    info = executor.info
+    assert (info.name, info.device, info.kv_dtype, info.block_size) == ("torch", "cpu", "float32", 16)
+    assert info.bytes_per_block == 2 * 2 * 2 * 16 * 32 * 4
+    assert info.num_blocks == 32
+    assert (info.model.vocab_size, info.model.max_context, info.model.dtype) == (1024, 256, "float32")
+    assert info.model.weights_bytes == 4 * info.model.num_parameters
+    assert len(info.model.fingerprint) == 32
+
+
+def test_blocks_written_are_read_back(executor: TorchExecutor) -> None:
+    """read_blocks returns what write_blocks was given, in the order asked, as a copy."""
+    data = random_blocks(executor, 3)
+    executor.write_blocks(np.array([7, 2, 30], np.int32), data)
+    back = executor.read_blocks(np.array([30, 7], np.int32))
+    np.testing.assert_array_equal(back, data[[2, 0]])
+    back[:] = 0
+    np.testing.assert_array_equal(executor.read_blocks(np.array([7], np.int32)), data[:1])
+
+
+def test_write_blocks_refuses_other_sizes(executor: TorchExecutor) -> None:
+    """A wrong shape or dtype writes nothing."""
+    before = executor.read_blocks(np.arange(32, dtype=np.int32))
+    data = random_blocks(executor, 2)
+    wrongs: list[Any] = [data[:1], data[:, 1:], data.astype(np.int8)]
+    for wrong in wrongs:
+        with pytest.raises(ValueError, match="block data"):
+            executor.write_blocks(np.array([1, 2], np.int32), wrong)
+    np.testing.assert_array_equal(executor.read_blocks(np.arange(32, dtype=np.int32)), before)
+
+
+def test_copy_blocks_copies_all_layers_and_nothing_else(executor: TorchExecutor) -> None:
+    """Destinations become their sources, one source may have several; all other blocks stay."""
+    all_blocks = np.arange(32, dtype=np.int32)
+    data = random_blocks(executor, 32)
+    executor.write_blocks(all_blocks, data)
+    executor.copy_blocks(np.array([[3, 9], [3, 10], [5, 1]], np.int32))
+    expected = data.copy()
+    expected[[9, 10, 1]] = data[[3, 3, 5]]
+    np.testing.assert_array_equal(executor.read_blocks(all_blocks), expected)
+
+
+def test_copy_slots_reads_every_source_before_writing(executor: TorchExecutor) -> None:
+    """A chain moves each slot by one (a tree commit), across blocks and in all layers."""
+    all_blocks = np.arange(32, dtype=np.int32)
+    data = random_blocks(executor, 32)
+    executor.write_blocks(all_blocks, data)
+    executor.copy_slots(np.array([[33, 32], [34, 33], [81, 34]], np.int32))
+    shape = (32, 2, 2, 2, 16, 32)
+    slots = data.view(np.float32).reshape(shape)
+    expected = slots.copy()
+    for source, destination in ((33, 32), (34, 33), (81, 34)):
+        to, of = divmod(destination, 16), divmod(source, 16)
+        expected[to[0], :, :, :, to[1]] = slots[of[0], :, :, :, of[1]]
+    np.testing.assert_array_equal(executor.read_blocks(all_blocks).view(np.float32).reshape(shape), expected)
+
+
+def test_empty_copies_and_steps_do_nothing(executor: TorchExecutor) -> None:
+    """No pairs, no blocks: no error, no change."""
+    before = executor.read_blocks(np.arange(32, dtype=np.int32))
+    executor.copy_blocks(np.empty((0, 2), np.int32))
+    executor.copy_slots(np.empty((0, 2), np.int32))
+    assert executor.read_blocks(np.empty(0, np.int32)).shape == (0, executor.info.bytes_per_block)
+    np.testing.assert_array_equal(executor.read_blocks(np.arange(32, dtype=np.int32)), before)
+
+
+def test_kv_moved_to_other_blocks_decodes_the_same(executor: TorchExecutor) -> None:
+    """A sequence exported and imported elsewhere gives the same logits."""
+    stepper, seq = Stepper(executor), PooledSequence()
+    stepper.run(Piece(seq, TOKENS))
+    data = executor.read_blocks(np.array(seq.blocks, np.int32))
+    moved = PooledSequence(seq.length, [stepper.free.pop() for _ in seq.blocks])
+    stepper.refcounts.update(dict.fromkeys(moved.blocks, 1))
+    executor.write_blocks(np.array(moved.blocks, np.int32), data)
+    logits = stepper.logits(Piece(seq, [1]), Piece(moved, [1]))
+    np.testing.assert_allclose(logits[0], logits[1], rtol=1e-5, atol=1e-6)
+
+
+def test_rows_get_what_their_specs_ask(executor: TorchExecutor) -> None:
+    """Positions are those of the predicted tokens; greedy, sampled and full rows share a step."""
+    stepper = Stepper(executor)
+    specs = [OutputSpec(greedy=True), OutputSpec(full_logits=True), OutputSpec(sample=SampleSpec(seed=3))]
+    rows = stepper.run(*(Piece(PooledSequence(), TOKENS[: 5 + n], spec=spec) for n, spec in enumerate(specs)))
+    assert [row.position for row in rows] == [5, 6, 7]
+    assert rows[0].token is not None
+    assert rows[0].logits is None
+    assert rows[1].logits is not None
+    assert rows[1].logits.shape == (1024,)
+    assert rows[1].logits.dtype == np.float32
+    assert rows[2].token is not None
+
+
+def test_rows_with_infinite_logits_are_flagged(folder: Path, tmp_path: Path) -> None:
+    """An infinite weight of the tied head shows in the row, and the step does not raise."""
+    write_model(tmp_path, "tiny")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][9] = float("inf")
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = load_model(tmp_path, dtype="float32")
+    stepper = Stepper(TorchExecutor(model, kv_memory_bytes=1 << 20, max_context=64))
+    rows = stepper.run(Piece(PooledSequence(), [9]))
+    assert not rows[0].is_finite
+    assert rows[0].logits is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"block_size": 12}, "power of two"),
+        ({"max_context": 0}, "max_context"),
+        ({"max_context": 4096}, "2048"),
+        ({"kv_memory_bytes": 1000}, "at least"),
+    ],
+)
+def test_settings_out_of_range_are_refused(model: LoadedModel, settings: dict[str, Any], named: str) -> None:
+    """The error names the limit, and the model can still be used."""
+    good: dict[str, Any] = {"kv_memory_bytes": 1 << 20, "max_context": 256, "block_size": 16}
+    with pytest.raises(ConfigError, match=named):
+        TorchExecutor(model, **{**good, **settings})
+    TorchExecutor(model, **good).close()
+
+
+def test_a_model_runs_in_one_executor(model: LoadedModel) -> None:
+    """The weights were moved; a second executor says so."""
+    TorchExecutor(model, kv_memory_bytes=1 << 20, max_context=256).close()
+    with pytest.raises(ModelError, match="taken already"):
+        TorchExecutor(model, kv_memory_bytes=1 << 20, max_context=256)

@@ -1,0 +1,92 @@
+"""Grouped attention against the plain one, over a pool full of NaN wherever a sequence has nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ferrule_server.model.attention import GroupedAttention, PlainAttention, StepArrays
+
+BLOCK_SIZE = 16
+Seq = tuple[int, int]  # tokens in the pool before the step, rows of the step
+
+
+def make_step(seqs: list[Seq], rng: np.random.Generator) -> tuple[StepArrays, int]:
+    """Return a step over sequences with scattered blocks, and the number of blocks of its pool."""
+    counts = [-(-(past + rows) // BLOCK_SIZE) for past, rows in seqs]
+    ids = rng.permutation(np.arange(1, 1 + sum(counts)))
+    tables = np.zeros((len(seqs), max(counts) + 2), np.int32)
+    for table, count, end in zip(tables, counts, np.cumsum(counts), strict=True):
+        table[:count] = ids[end - count : end]
+    positions = [np.arange(past, past + rows) for past, rows in seqs]
+    slots = [t[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for t, p in zip(tables, positions, strict=True)]
+    step = StepArrays(
+        positions=np.concatenate(positions).astype(np.int32),
+        slot_mapping=np.concatenate(slots).astype(np.int32),
+        cu_seqlens_q=np.concatenate(([0], np.cumsum([rows for _, rows in seqs]))).astype(np.int32),
+        kv_lens=np.array([past + rows for past, rows in seqs], np.int32),
+        block_tables=tables,
+    )
+    return step, 1 + sum(counts)
+
+
+def make_pool(step: StepArrays, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a pool with random K and V at every sequence's positions and NaN everywhere else."""
+    pool = torch.full(shape, float("nan"), dtype=dtype)
+    for table, kv_len in zip(step.block_tables, step.kv_lens, strict=True):
+        for index, block in enumerate(table[: -(-int(kv_len) // BLOCK_SIZE)]):
+            used = min(BLOCK_SIZE, int(kv_len) - index * BLOCK_SIZE)
+            pool[int(block), :, :, :, :used] = torch.randn(shape[1], 2, shape[3], used, shape[5]).to(dtype)
+    return pool
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(8, 2, 10), (3, 3, 16), (16, 8, 64)], ids=["4to1", "1to1", "2to1-wide"])
+@pytest.mark.parametrize(
+    "seqs",
+    [
+        [(0, 1)],
+        [(16, 1)] * 5,
+        [(200, 1)] * 16,
+        [(3, 1), (500, 1), (31, 1), (470, 1), (15, 1)],
+        [(30, 5), (40, 5), (2, 5)],
+        [(0, 300)],
+        [(37, 129), (0, 17), (90, 1), (8, 128), (91, 1)],
+    ],
+    ids=["first", "equal", "many", "uneven", "verify", "prefill", "mixed"],
+)
+def test_grouped_attention_equals_the_plain_one(
+    seqs: list[Seq], heads: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """Outputs agree to rounding and the pools to the last bit, NaN included."""
+    torch.manual_seed(4)
+    num_heads, num_kv_heads, head_dim = heads
+    step, num_blocks = make_step(seqs, np.random.default_rng(5))
+    pool = make_pool(step, (num_blocks, 2, 2, num_kv_heads, BLOCK_SIZE, head_dim), dtype)
+    pools = (pool, pool.clone())
+    num_rows = len(step.positions)
+    query = (3 * torch.randn(num_rows, num_heads, head_dim)).to(dtype)
+    key, value = torch.randn(2, num_rows, num_kv_heads, head_dim).to(dtype)
+    for layer in (0, 1):
+        plain = PlainAttention(pools[0], step).attend(layer, query, key, value)
+        grouped = GroupedAttention(pools[1], step, num_heads).attend(layer, query, key, value)
+        tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(grouped, plain, rtol=tolerance, atol=tolerance)
+        error = (grouped.float() - plain.float()).norm() / plain.float().norm()
+        assert error < (6e-3 if dtype == torch.bfloat16 else 2e-6)
+    assert torch.equal(pools[0].view(torch.uint8), pools[1].view(torch.uint8))
+
+
+def test_rows_without_a_slot_are_not_written() -> None:
+    """Of a batch where some rows are queries, only the others' slots change."""
+    torch.manual_seed(6)
+    step, num_blocks = make_step([(20, 1), (40, 1), (5, 1)], np.random.default_rng(7))
+    step.slot_mapping[1] = -1
+    pool = make_pool(step, (num_blocks, 1, 2, 2, BLOCK_SIZE, 8), torch.float32)
+    pools = (pool, pool.clone())
+    query, (key, value) = torch.randn(3, 4, 8), torch.randn(2, 3, 2, 8)
+    plain = PlainAttention(pools[0], step).attend(0, query, key, value)
+    grouped = GroupedAttention(pools[1], step, 4).attend(0, query, key, value)
+    torch.testing.assert_close(grouped, plain, rtol=1e-5, atol=1e-5)
+    assert torch.equal(pools[0].view(torch.uint8), pools[1].view(torch.uint8))

@@ -115,7 +115,7 @@ class ServerConfig:
         )
         _require(self.max_context is None or self.max_context >= 1, "--max-context must be at least 1")
         _require(_MIN_TTL_S <= self.max_ttl_s <= _MAX_TTL_S, "--max-ttl must be from 5s to 720h")
-        _require(1 <= self.max_step_rows <= 1 << 16, "--max-step-rows must be from 1 to 65536")
+        _require(2 <= self.max_step_rows <= 1 << 16, "--max-step-rows must be from 2 to 65536")
         _require(self.num_threads is None or 1 <= self.num_threads <= 1024, "--threads must be from 1 to 1024")
         _require(
             _INSTANCE.fullmatch(self.instance) is not None,

@@ -102,6 +102,7 @@ class Harness:
         self.engine.close()
         if kind is None:
             self.store.check_integrity()
+            self.engine._records.check_integrity()
 
     def submit(self, job: Job) -> Pending:
         """Submit one job alone."""

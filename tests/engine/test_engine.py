@@ -8,6 +8,7 @@ import time
 import pytest
 
 from ferrule_server.engine.jobs import (
+    AppendJob,
     CacheInfo,
     ForkJob,
     ForkResult,
@@ -508,7 +509,7 @@ def test_keep_alive_answers_each_handle_alone() -> None:
 def test_retained_logits_are_bounded_and_recomputed_on_demand() -> None:
     """Beyond the byte bound the oldest record loses its rows; a replay then runs them again."""
     output = OutputRequest(OutputSpec(full_logits=True))
-    with Harness(retained_bytes=4 * VOCAB) as harness:
+    with Harness(retained_bytes=600) as harness:  # one row of logits and its objects take 328
         first, second = harness.prefill(1, 2), harness.prefill(3, 4)
         once = harness.decode(first.handle, 5, output=output)
         assert not harness.decode(first.handle, 5, output=output).recomputed
@@ -518,6 +519,103 @@ def test_retained_logits_are_bounded_and_recomputed_on_demand() -> None:
         assert again.rows[0].logits is not None
         assert once.rows[0].logits is not None
         assert again.rows[0].logits.tolist() == once.rows[0].logits.tolist()
+
+
+def test_records_are_counted_as_long_as_they_are_held() -> None:
+    """Truncates to the tip, forks, releases and expiry leave no byte uncounted and no record behind."""
+    output = OutputRequest(OutputSpec(full_logits=True, num_top_logprobs=4), all_positions=True)
+    with Harness() as harness:
+        now = time.monotonic()
+        harness.store._clock = lambda: now
+        handles = [harness.decode(harness.prefill(i, 1).handle, 5, 6, 7, output=output).handle for i in range(4)]
+        records = harness.engine._records
+        assert records.used_bytes > 4 * 3 * (4 * VOCAB + 32)
+        harness.submit(TruncateJob("me", handles[0], 5)).outcome()
+        records.check_integrity()
+        harness.release(handles[0])
+        assert len(records) == 3
+        harness.store._clock = lambda: now + 61
+        deadline = time.monotonic() + 10
+        while harness.engine.snapshot().num_sequences and time.monotonic() < deadline:
+            harness.submit(ListJob("me")).outcome()
+            time.sleep(0.06)
+        assert (len(records), records.used_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", ["fork", "truncate", "append"])
+def test_cancelled_while_waiting_in_the_lane_changes_nothing(kind: str) -> None:
+    """Also a fork or a truncate whose caller left before its turn never happens."""
+    executor = FakeExecutor()
+    with Harness(executor, max_step_rows=4) as harness:
+        first = harness.prefill(1, 2, 3)
+        executor.gate = threading.Event()
+        running = harness.submit(append(first.handle, *([4] * 20)))
+        assert executor.is_waiting.wait(10)
+        job: ForkJob | TruncateJob | AppendJob = ForkJob("me", first.handle, 3, 5)
+        if kind == "truncate":
+            job = TruncateJob("me", first.handle, 2)
+        elif kind == "append":
+            job = append(first.handle, 9, on_stale=StalePolicy.REWIND)
+        waiting = harness.submit(job)
+        job.is_cancelled = True
+        executor.gate.set()
+        tip = running.result().handle
+        assert isinstance(waiting.error(), Cancelled)
+        assert harness.engine.snapshot().num_sequences == 1
+        assert not harness.decode(tip, 5).replayed
+
+
+def test_a_job_that_came_within_the_lease_is_served_after_it() -> None:
+    """What waits behind a long step, in the lane or in the inbox, does not lose its lease to the waiting."""
+    executor = FakeExecutor()
+    with Harness(executor, max_step_rows=4) as harness:
+        first, other = harness.prefill(1, 2, 3), harness.prefill(7, 8)
+        executor.gate = threading.Event()
+        gone = append(first.handle, *([4] * 20))
+        running = harness.submit(gone)
+        assert executor.is_waiting.wait(10)
+        waiting = harness.submit(append(first.handle, 5))
+        late = harness.submit(append(other.handle, 6))
+        now = time.monotonic()
+        harness.store._clock = lambda: now + 61
+        for job in (waiting, late):
+            assert not job.is_done
+        gone.is_cancelled = True
+        # the clock jumped, the wall did not: tell the engine that both came before the jump
+        harness.engine._arrival = lambda job: now  # type: ignore[method-assign]
+        executor.gate.set()
+        assert isinstance(running.error(), Cancelled)
+        assert waiting.result().handle.length == 4
+        assert late.result().handle.length == 3
+
+
+def test_prefill_is_not_starved_by_decodes_that_come_back_each_step() -> None:
+    """A share of every step is kept for it."""
+    executor = FakeExecutor()
+    with Harness(executor, max_step_rows=8) as harness:
+        handles = [harness.prefill(i, i).handle for i in range(12)]
+        num_steps = len(executor.batches)
+        prefill = harness.submit(append(None, *([3] * 30)))
+        while not prefill.is_done:
+            results = [each.result() for each in harness.submit_all(*(append(handle, 5) for handle in handles))]
+            handles = [result.handle for result in results]
+            assert len(executor.batches) - num_steps < 100
+        assert prefill.result().handle.length == 30
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    """Half of the room is the oldest prompt's, the rest goes to the shortest."""
+    executor = FakeExecutor(num_blocks=128)
+    with Harness(executor, max_step_rows=20) as harness:
+        executor.gate = threading.Event()
+        long = harness.submit(append(None, *([1] * 200)))
+        assert executor.is_waiting.wait(10)
+        middle, short = harness.submit_all(append(None, *([2] * 60)), append(None, *([3] * 12)))
+        executor.gate.set()
+        for pending in (short, middle, long):
+            pending.result()
+        sizes = [batch.cu_seqlens_q.tolist() for batch in executor.batches[1:4]]
+        assert sizes == [[0, 10, 20], [0, 2, 12, 20], [0, 10, 20]]
 
 
 def test_expired_sequences_are_freed_while_the_engine_idles() -> None:

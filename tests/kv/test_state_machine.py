@@ -37,7 +37,6 @@ from tests.kv.dense_model import FINGERPRINT, MAX_TTL_S, Append, DenseModel, Den
 PRINCIPALS = ("alice", "bob")
 MAX_APPENDS = 4
 MAX_LIVE = 20
-RECORD: object = object()
 
 # block_size, num_blocks, max_context: some where the pool is short, some where the context is.
 SHAPES = [(4, 16, 50), (4, 16, 50), (2, 24, 40), (1, 40, 30), (16, 10, 70), (4, 7, 40), (16, 30, 100), (4, 40, 22)]
@@ -187,14 +186,12 @@ class KvMachine(RuleBasedStateMachine):
             with pytest.raises(refusal):
                 ask()
             return
-        dense.real.record = RECORD
         append = Append(ask(), tokens, dense.tokens[:length])
         if kind is Verdict.FORK:
             append.source = dense
         else:
             append.target = dense
         if kind is Verdict.REWIND:
-            assert dense.real.record is None
             dense.tokens = dense.tokens[:length]
             dense.last_truncate = None
         self.model.appends.append(append)
@@ -320,9 +317,7 @@ class KvMachine(RuleBasedStateMachine):
             with pytest.raises(expected):
                 self.store.truncate(dense.real, issued.handle, new_length)
             return
-        dense.real.record = RECORD
         assert self.store.truncate(dense.real, issued.handle, new_length) == expected
-        assert (dense.real.record is None) == (new_length < len(dense.tokens))
         dense.tokens = dense.tokens[:new_length]
         dense.last_truncate = (issued.tokens, new_length, expected)
         dense.last_request = (issued.tokens, new_length)

@@ -20,7 +20,6 @@ from ferrule_server.kv.handle import StalePolicy
 from ferrule_server.kv.store import KvStore
 from tests.kv.conftest import Put
 
-RECORD: object = object()
 """What the engine keeps of the last append."""
 
 
@@ -254,23 +253,22 @@ def test_a_rewind_into_a_shared_block_copies_it(store: KvStore, put: Put) -> Non
 
 
 def test_an_aborted_rewind_leaves_the_shortened_sequence(store: KvStore, put: Put) -> None:
-    """(id, length) is good, the tail and the record of it are gone."""
+    """(id, length) is good, the tail is gone."""
     sequence = put([1, 2, 3, 4, 5, 6])
-    sequence.record, tip = RECORD, store.handle_at(sequence)
+    tip = store.handle_at(sequence)
     store.abort(store.reserve_rewind(sequence, 2, 9))
-    assert (list(sequence.token_ids), sequence.record, store.pool.num_used) == ([1, 2], None, 1)
+    assert (list(sequence.token_ids), store.pool.num_used) == ([1, 2], 1)
     assert store.judge(sequence, store.handle_at(sequence, 2), [3], StalePolicy.FAIL) is Verdict.APPEND
     with pytest.raises(HandleStale):
         store.judge(sequence, tip, [3], StalePolicy.FAIL)
 
 
 def test_truncate_frees_the_tail_at_once(store: KvStore, put: Put) -> None:
-    """Only blocks nobody else has count as freed; the record goes with the tokens."""
+    """Only blocks nobody else has count as freed."""
     sequence = put(list(range(14)))
     store.fork(sequence, 9, 1)
-    sequence.record = RECORD
     assert store.truncate(sequence, store.handle_at(sequence), 5) == 1
-    assert (sequence.length, len(sequence.block_ids), sequence.record) == (5, 2, None)
+    assert (sequence.length, len(sequence.block_ids)) == (5, 2)
     assert store.pool.num_used == 3
 
 
@@ -282,11 +280,11 @@ def test_truncate_takes_any_handle_up_to_the_tip(store: KvStore, put: Put) -> No
 
 
 def test_truncate_to_the_tip_keeps_everything(store: KvStore, put: Put) -> None:
-    """Nothing was dropped, so the last append can still be replayed from its record."""
+    """Nothing was dropped, so nothing moved."""
     sequence = put([1, 2, 3])
-    sequence.record = RECORD
+    block_ids = sequence.block_ids
     assert store.truncate(sequence, store.handle_at(sequence), 3) == 0
-    assert sequence.record is not None
+    assert (sequence.length, sequence.block_ids) == (3, block_ids)
 
 
 @pytest.mark.parametrize("new_length", [-1, 0, 6])

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from ferrule_server.engine.counters import EngineCounters
 from ferrule_server.engine.jobs import AppendJob, AppendResult, OutputRequest, Sink
-from ferrule_server.engine.running import AppendRecord, RunningAppend
+from ferrule_server.engine.records import ReplayRecords
+from ferrule_server.engine.running import RunningAppend
 from ferrule_server.errors import InvalidRequest
 from ferrule_server.executor.base import OutputSpec
 from ferrule_server.kv.append_rule import Verdict
@@ -23,10 +24,12 @@ class Admission:
 
     Args:
         store: The sequences; called from the engine thread only.
+        records: What was answered to the last append of each sequence.
         counters: Counts queries, replays and recomputed replays.
     """
 
     store: KvStore
+    records: ReplayRecords
     counters: EngineCounters
 
     def create(self, job: AppendJob, sink: Sink) -> RunningAppend:
@@ -73,10 +76,10 @@ class Admission:
     def _replay(self, job: AppendJob, sink: Sink, sequence: Sequence) -> RunningAppend | AppendResult:
         """Answer from the record, or have the rows run again without writing."""
         assert job.handle is not None
-        record = sequence.record
-        if isinstance(record, AppendRecord) and record.answers(job.handle.length, job):
+        answered = self.records.find(sequence.handle_id, job.handle.length, job)
+        if answered is not None:
             self.store.renew(sequence, job.ttl_s)
-            return dataclasses.replace(record.result, replayed=True)
+            return answered
         spec = job.output.spec
         if spec is not None and spec.sample is not None and not job.output.is_seeded:
             raise InvalidRequest(

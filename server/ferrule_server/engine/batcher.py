@@ -13,6 +13,9 @@ from ferrule_server.executor.base import NO_SLOT, NULL_BLOCK, Int32Array, Output
 DECODE_ROWS = 8
 """An append with at most this many rows left is scheduled like a decode: whole, before any prefill chunk."""
 
+PREFILL_SHARE = 8
+"""While a prefill waits, one row in this many is kept for it, however many decodes come back each step."""
+
 
 @dataclass(slots=True)
 class Chunk:
@@ -23,31 +26,46 @@ class Chunk:
 
 
 def plan_step(running: Iterable[RunningAppend], max_rows: int) -> list[Chunk]:
-    """Choose the rows of the next step: decodes first, then prefill chunks, each in order of arrival.
+    """Choose the rows of the next step: decodes first, then prefill chunks; neither can starve the other.
+
+    Decodes go in order of arrival. Of the room for prefills the oldest has at least half, so that it ends; the rest
+    goes to the shortest, so that a short prompt does not wait for a long one.
 
     Args:
         running: Appends with rows left, oldest first.
-        max_rows: Most rows in the step, at least 1.
+        max_rows: Most rows in the step, at least 2.
 
     Returns:
-        Chunks with at least one row each; their sum is at most ``max_rows``.
+        Chunks with at least one row each, one per append; their sum is at most ``max_rows``.
     """
-    room = max_rows
-    chunks: list[Chunk] = []
+    decodes: list[RunningAppend] = []
     prefills: list[RunningAppend] = []
     for run in running:
-        remaining = run.remaining
-        if remaining > DECODE_ROWS:
-            prefills.append(run)
-        elif room > 0:
-            chunks.append(Chunk(run, min(remaining, room)))
-            room -= chunks[-1].num_rows
-    for run in prefills:
+        (decodes if run.remaining <= DECODE_ROWS else prefills).append(run)
+    kept = max(1, max_rows // PREFILL_SHARE) if prefills else 0
+    chunks, room = _fill(decodes, max_rows - kept)
+    if prefills:
+        chunks += _plan_prefills(prefills, room + kept)
+    return chunks
+
+
+def _plan_prefills(prefills: list[RunningAppend], room: int) -> list[Chunk]:
+    """Share the room: half of it, or all that is left over, to the oldest, the rest to the shortest first."""
+    oldest, others = prefills[0], sorted(prefills[1:], key=lambda run: run.remaining)
+    chunks, room_left = _fill(others, room // 2)
+    return [Chunk(oldest, min(oldest.remaining, room - room // 2 + room_left)), *chunks]
+
+
+def _fill(runs: Iterable[RunningAppend], room: int) -> tuple[list[Chunk], int]:
+    """Give each append in turn as many rows as it has left and the room allows; returns the room left over."""
+    chunks: list[Chunk] = []
+    for run in runs:
         if room <= 0:
             break
-        chunks.append(Chunk(run, min(run.remaining, room)))
-        room -= chunks[-1].num_rows
-    return chunks
+        num_rows = min(run.remaining, room)
+        chunks.append(Chunk(run, num_rows))
+        room -= num_rows
+    return chunks, room
 
 
 def build_batch(chunks: Sequence[Chunk], block_size: int) -> StepBatch:

@@ -44,7 +44,8 @@ from ferrule_server.engine.jobs import (
     Sink,
     TruncateJob,
 )
-from ferrule_server.engine.running import AppendRecord, RetainedLogits, RunningAppend
+from ferrule_server.engine.records import ReplayRecords
+from ferrule_server.engine.running import RunningAppend
 from ferrule_server.engine.settings import EngineSettings
 from ferrule_server.errors import (
     Cancelled,
@@ -106,11 +107,11 @@ class Engine:
         self._running: dict[RunningAppend, None] = {}
         self._lanes: dict[Sequence, deque[tuple[LaneJob, Sink]]] = {}
         self._num_waiting = 0
-        self._admission = Admission(store, self.counters)
+        self._records = ReplayRecords(settings.retained_bytes)
+        self._admission = Admission(store, self._records, self.counters)
         self._host_jobs = HostJobs(store, self.info.bytes_per_block, settings.max_fork_count, self._num_pending)
         self._finished: list[tuple[Job, Sink, Outcome]] = []
         self._gather = GatherWindow(settings)
-        self._retained = RetainedLogits(settings.retained_bytes)
         self._is_stopping = False
         self._is_failed = False
         self._is_closed = False
@@ -160,11 +161,11 @@ class Engine:
         try:
             while not self._is_stopping:
                 self._take()
+                self._expire()
                 self._hand_over()
                 if self._running:
                     self._step()
-                self._expire()
-                self._hand_over()
+                    self._hand_over()
         except Exception:  # noqa: BLE001 - whatever it is, the server must say that nothing runs any more
             _LOG.exception("the engine failed; it cannot go on")
             self._is_failed = True
@@ -203,6 +204,7 @@ class Engine:
             self._next_expiry_check = now + 0.05
             for handle_id in self._store.expire():
                 self.counters.expired += 1
+                self._records.forget(handle_id)
                 _LOG.info("lease expired handle_id=%s", handle_id)
 
     def _hand_over(self) -> None:
@@ -240,7 +242,7 @@ class Engine:
             elif isinstance(job, ReleaseJob):
                 self._finish(job, sink, self._release(job))
             else:
-                self._finish(job, sink, self._host_jobs.run(job))
+                self._finish(job, sink, self._host_jobs.run(job, self._arrival(job)))
         except FerruleError as error:
             self._finish(job, sink, error)
         except Exception:  # noqa: BLE001 - a bug must end its own job only
@@ -251,26 +253,30 @@ class Engine:
         if len(self._running) + self._num_waiting >= self._settings.max_waiting_jobs:
             raise QueueFull(len(self._running) + self._num_waiting, self._settings.max_waiting_jobs)
         if job.handle is None:
+            if job.is_cancelled:
+                raise Cancelled
             self._start_append(job, sink, None)
             return
         self._gather.came_back(job.handle.cache_id, time.monotonic())
-        sequence = self._store.resolve(job.handle, job.principal)
+        sequence = self._store.resolve(job.handle, job.principal, self._arrival(job))
         if (lane := self._lanes.get(sequence)) is not None:
             lane.append((job, sink))
             self._num_waiting += 1
+            sequence.num_pins += 1  # it came within the lease, so the lease lasts until it is judged
         else:
             self._judge(job, sink, sequence)
 
     def _judge(self, job: LaneJob, sink: Sink, sequence: Sequence) -> None:
+        if job.is_cancelled:
+            raise Cancelled
         if isinstance(job, AppendJob):
             self._start_append(job, sink, sequence)
             return
-        self._finish(job, sink, self._host_jobs.run(job))
+        self._finish(job, sink, self._host_jobs.run(job, self._arrival(job)))
         if isinstance(job, ForkJob):
             self.counters.forks += 1
         else:
             self.counters.truncates += 1
-            self._retained.forget(sequence.cache_id)
 
     def _release(self, job: ReleaseJob) -> ReleaseResult:
         """Give back sequences at once; what is in flight or waiting on them is answered HANDLE_UNKNOWN."""
@@ -288,7 +294,7 @@ class Engine:
         except FerruleError:
             return
         self._gather.forget(sequence.cache_id)
-        self._retained.forget(sequence.cache_id)
+        self._records.forget(sequence.handle_id)
         waiting = self._lanes.pop(sequence, None)
         if waiting is None:
             return
@@ -296,13 +302,12 @@ class Engine:
             self._drop(run)
             self._finish(run.job, run.sink, HandleUnknown(sequence.handle_id))
         self._num_waiting -= len(waiting)
+        sequence.num_pins -= len(waiting)
         for job, sink in waiting:
             self._finish(job, sink, HandleUnknown(sequence.handle_id))
 
     def _start_append(self, job: AppendJob, sink: Sink, sequence: Sequence | None) -> None:
         """Let the append run, or answer it at once."""
-        if job.is_cancelled:
-            raise Cancelled
         admitted = (
             self._admission.create(job, sink) if sequence is None else self._admission.append(job, sink, sequence)
         )
@@ -405,7 +410,7 @@ class Engine:
             forked=run.verdict is Verdict.FORK,
         )
         if run.verdict is Verdict.APPEND or run.verdict is Verdict.REWIND:
-            self._keep_record(sequence, run, answer)
+            self._records.keep(sequence.handle_id, run.start, run.job, answer)
         self._leave(run)
         self._finish(run.job, run.sink, answer)
         self._count_append(run)
@@ -419,14 +424,6 @@ class Engine:
         run.sequence.num_pins -= 1
         self._store.renew(run.sequence, run.job.ttl_s)
         return run.sequence
-
-    def _keep_record(self, sequence: Sequence, run: RunningAppend, answer: AppendResult) -> None:
-        spec = run.job.output.spec
-        has_logits = spec is not None and spec.full_logits
-        retained = sum(row.logits.nbytes for row in answer.rows if row.logits is not None) if has_logits else 0
-        record = AppendRecord(run.start, len(run.token_ids), run.job.output, answer, retained)
-        sequence.record = record
-        self._retained.keep(sequence.cache_id, record)
 
     def _count_append(self, run: RunningAppend) -> None:
         if run.reservation is None:
@@ -465,19 +462,27 @@ class Engine:
         while waiting:
             job, sink = waiting.popleft()
             self._num_waiting -= 1
-            self._go_on(job, sink)
+            self._go_on(job, sink, run.sequence)
             if (lane := self._lanes.get(run.sequence)) is not None:
                 lane.extend(waiting)
                 return
 
-    def _go_on(self, job: LaneJob, sink: Sink) -> None:
-        assert job.handle is not None
+    def _go_on(self, job: LaneJob, sink: Sink, sequence: Sequence) -> None:
+        """Judge a job that waited; the pin of its waiting is what keeps the sequence until now."""
         try:
-            self._judge(job, sink, self._store.resolve(job.handle, job.principal))
+            if sequence.is_released:
+                raise HandleUnknown(sequence.handle_id)
+            self._judge(job, sink, sequence)
         except FerruleError as error:
             self._finish(job, sink, error)
         except Exception:  # noqa: BLE001 - a bug must end its own job only
             self._finish(job, sink, _fault(f"job failed kind={type(job).__name__}"))
+        finally:
+            sequence.num_pins -= 1
+
+    def _arrival(self, job: Job) -> float:
+        """When the job was submitted, on the store's clock: a step in between must not cost it its lease."""
+        return self._store.now() - (time.monotonic_ns() - job.submitted_ns) * 1e-9
 
     def _num_pending(self, sequence: Sequence) -> int:
         lane = self._lanes.get(sequence)
@@ -495,6 +500,7 @@ class Engine:
         self._is_stopping = True
         self._end_all(lambda job: HandleLost(job.handle.handle_id if job.handle else ""))
         self._store.lose_all()
+        self._records.clear()
         self._on_failure()
 
     def _end_all(self, why: Callable[[LaneJob], FerruleError]) -> None:

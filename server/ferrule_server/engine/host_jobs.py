@@ -44,8 +44,8 @@ class HostJobs:
     max_fork_count: int
     num_pending: Callable[[Sequence], int]
 
-    def run(self, job: HostJob) -> Result:
-        """Carry out one job.
+    def run(self, job: HostJob, at: float) -> Result:
+        """Carry out one job that arrived at ``at`` on the store's clock: the moment its leases are judged at.
 
         Raises:
             HandleUnknown, HandleExpired, EpochChanged, WrongInstance: The handle names nothing here.
@@ -53,42 +53,40 @@ class HostJobs:
         """
         match job:
             case ForkJob():
-                return self._fork(job)
+                return self._fork(job, at)
             case TruncateJob():
-                return self._truncate(job)
+                return self._truncate(job, at)
             case KeepAliveJob():
-                return KeepAliveResult(tuple(self._renew(job.principal, handle, job.ttl_s) for handle in job.handles))
+                return KeepAliveResult(tuple(self._renew(job, handle, at) for handle in job.handles))
             case InfoJob():
-                return self._info(job)
+                return self._info(job, at)
             case ListJob():
                 return self._list(job)
 
-    def _fork(self, job: ForkJob) -> ForkResult:
+    def _fork(self, job: ForkJob, at: float) -> ForkResult:
         if not 1 <= job.count <= self.max_fork_count:
             raise InvalidRequest("count", f"{job.count} is outside [1, {self.max_fork_count}]", count=job.count)
-        sequence = self.store.resolve(job.handle, job.principal)
+        sequence = self.store.resolve(job.handle, job.principal, at)
         check_handle(sequence, job.handle)
         if not 1 <= job.length <= job.handle.length:
             raise InvalidRequest("length", f"{job.length} is outside [1, {job.handle.length}]", length=job.length)
         branches = self.store.fork(sequence, job.length, job.count, job.ttl_s)
-        self.store.renew(sequence)
         return ForkResult(tuple(self.store.handle_at(branch) for branch in branches))
 
-    def _truncate(self, job: TruncateJob) -> TruncateResult:
-        sequence = self.store.resolve(job.handle, job.principal)
+    def _truncate(self, job: TruncateJob, at: float) -> TruncateResult:
+        sequence = self.store.resolve(job.handle, job.principal, at)
         freed_blocks = self.store.truncate(sequence, job.handle, job.new_length)
-        self.store.renew(sequence)
         return TruncateResult(self.store.handle_at(sequence), freed_blocks)
 
-    def _renew(self, principal: str, handle: Handle, ttl_s: float | None) -> Lease | FerruleError:
+    def _renew(self, job: KeepAliveJob, handle: Handle, at: float) -> Lease | FerruleError:
         try:
-            granted = self.store.renew(self.store.resolve(handle, principal), ttl_s)
+            granted = self.store.renew(self.store.resolve(handle, job.principal, at), job.ttl_s)
         except FerruleError as error:
             return error
         return Lease(granted, granted)
 
-    def _info(self, job: InfoJob) -> CacheInfo:
-        sequence = self.store.resolve(job.handle, job.principal)
+    def _info(self, job: InfoJob, at: float) -> CacheInfo:
+        sequence = self.store.resolve(job.handle, job.principal, at)
         self.store.renew(sequence)
         return self._describe(sequence, with_tip=True, with_token_ids=job.with_token_ids)
 

@@ -10,7 +10,8 @@ class EngineSettings:
     """How the engine forms steps and what it refuses.
 
     Attributes:
-        max_step_rows: Most rows (tokens) in one step; longer inputs are run in chunks.
+        max_step_rows: Most rows (tokens) in one step, at least 2: one for decodes and one for prefills; longer inputs
+            are run in chunks.
         max_waiting_jobs: Most appends accepted and not finished; beyond it QUEUE_FULL.
         max_fork_count: Most new handles of one ForkCache.
         gather_gap_s: The gather window closes when no row has come back for this long, in seconds.

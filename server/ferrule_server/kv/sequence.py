@@ -29,7 +29,7 @@ class Truncation:
 class Sequence:
     """One sequence: its tokens, its blocks, its lease. The one owner of length.
 
-    Only :class:`~ferrule_server.kv.store.KvStore` changes it; the engine may set ``record`` and count ``num_pins``.
+    Only :class:`~ferrule_server.kv.store.KvStore` changes it; the engine may count ``num_pins``.
 
     Attributes:
         cache_id: The secret name, never logged. handle_id: the loggable one.
@@ -42,7 +42,6 @@ class Sequence:
         num_pins: Pieces of work in flight; above 0 the lease does not run out.
         is_appending: An append is reserved on it and neither committed nor aborted.
         last_truncate: Set by truncate, forgotten as soon as the tip moves.
-        record: The engine's record of the last append, opaque here; None once its tokens are gone.
         is_released: Released, expired or lost: it owns no block any more.
         scheduled_at: When the lease heap looks at it next.
     """
@@ -59,7 +58,6 @@ class Sequence:
     num_pins: int = 0
     is_appending: bool = False
     last_truncate: Truncation | None = None
-    record: object | None = field(default=None, repr=False)
     is_released: bool = False
     scheduled_at: float = math.inf
 

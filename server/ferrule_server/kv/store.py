@@ -95,8 +95,13 @@ class KvStore:
         """Seconds on the clock that ``expires_at`` and ``created_at`` are told on."""
         return self._clock()
 
-    def resolve(self, handle: Handle, principal: str) -> Sequence:
+    def resolve(self, handle: Handle, principal: str, at: float | None = None) -> Sequence:
         """Return the principal's live sequence that the handle belongs to, whatever its length says.
+
+        Args:
+            handle: As the client sent it.
+            principal: Who sent it.
+            at: When it arrived, on the store's clock: the moment its lease is judged at. None: now.
 
         Raises:
             HandleUnknown: Malformed, never issued, released or foreign: identical answers.
@@ -105,10 +110,10 @@ class KvStore:
             EpochChanged: Of an earlier run of this server.
             WrongInstance: Of another server.
         """
-        now = self._clock()
+        now = self._clock() if at is None else at
         sequence = self._registry.get(handle.cache_id, principal)
         if sequence is None:
-            raise self._registry.why_missing(handle.cache_id, principal, now)
+            raise self._registry.why_missing(handle.cache_id, principal, self._clock())
         if sequence.expires_at <= now and not sequence.num_pins:
             raise HandleExpired(sequence.handle_id)
         return sequence
@@ -337,14 +342,13 @@ class KvStore:
         return sequence
 
     def _drop_tail(self, sequence: Sequence, length: int) -> int:
-        """Shorten the sequence and return the blocks freed; at the tip nothing changes, the record included."""
+        """Shorten the sequence and return the blocks freed; at the tip nothing changes."""
         if length == sequence.length:
             return 0
         num_kept = self.pool.num_blocks_for(length)
         tail_ids = sequence.block_ids[num_kept:]
         sequence.block_ids = sequence.block_ids[:num_kept]
         sequence.chain.truncate(length)
-        sequence.record = None
         sequence.last_truncate = None
         return self.pool.release(tail_ids)
 
@@ -352,7 +356,6 @@ class KvStore:
         """Take the blocks of a sequence that the registry no longer knows."""
         block_ids, sequence.block_ids = sequence.block_ids, []
         sequence.is_released = True
-        sequence.record = None
         return self.pool.release(block_ids)
 
     def _renew_source(self, source: Sequence | None) -> None:

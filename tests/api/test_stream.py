@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 import time
+from collections import Counter
 
 import grpc
 import pytest
@@ -235,3 +238,43 @@ def test_a_stream_that_a_client_only_opens_and_closes_ends_well(server: RunningS
     stream = StreamClient(server.stub)
     assert stream.rest() == []
     assert stream.call.code() is grpc.StatusCode.OK
+
+
+def _raw_stream(server: RunningServer, *frames: bytes) -> grpc.Call:
+    """Send frames as bytes, half-close and read to the end; returns the ended call."""
+    method = f"/{executor_pb2.DESCRIPTOR.services_by_name['ModelExecutorService'].full_name}/StreamDecode"
+    call = server.channel.stream_stream(method)(iter(frames), timeout=5)
+    with contextlib.suppress(grpc.RpcError):
+        list(call)
+    return call
+
+
+def test_a_stream_that_ends_while_its_first_frame_is_written_has_a_status(server: RunningServer) -> None:
+    """300 times: the half-close may be read before the write of the answer has returned."""
+    codes = Counter(_raw_stream(server, b"").code() for _ in range(300))
+    assert codes == {grpc.StatusCode.OK: 300}
+
+
+def test_a_stream_that_fails_while_its_first_frame_is_written_has_a_status(server: RunningServer) -> None:
+    """300 times: a frame that is answered at once, and right behind it one that ends the stream."""
+    bad_item = executor_pb2.StreamDecodeRequest(items=[executor_pb2.StreamItem(seq=1)]).SerializeToString()
+    codes = Counter(_raw_stream(server, bad_item, b"\xff\xff\xff\xff").code() for _ in range(300))
+    assert grpc.StatusCode.DEADLINE_EXCEEDED not in codes
+    assert grpc.StatusCode.OK not in codes
+
+
+def test_a_client_that_hangs_up_during_a_write_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+    """One line on the level DEBUG, nothing above."""
+    executor = FakeExecutor(vocab_size=32768, num_blocks=512, max_context=1024)
+    with RunningServer(executor) as server, caplog.at_level(logging.DEBUG, "ferrule_server.api"):
+        handle = server.prefill((1, 2, 3)).kv_cache
+        stream = server.open_stream()
+        for _ in range(16):  # 8 MiB: more than gRPC takes from the writer while nobody reads
+            stream.send(*(decode_item(handle, policy=FULL) for _ in range(4)))
+        wait_until(lambda: len(executor.batches) >= 16)
+        (open_stream,) = server.state.streams
+        wait_until(lambda: open_stream._queue)  # type: ignore[attr-defined]
+        stream.call.cancel()
+        wait_until(lambda: "hung up rpc=StreamDecode" in caplog.text)
+        assert not server.state.streams
+    assert [record for record in caplog.records if record.levelno > logging.DEBUG] == []

@@ -6,11 +6,16 @@
 
 The queue is bounded in bytes and nothing here ever makes the engine wait: a reader that falls behind loses its stream
 (SLOW_CONSUMER), not its sequences. Whatever was committed can be replayed on a new stream.
+
+A write in flight is never cancelled: grpc.aio notes that a batch was sent only when its write returns, so the status
+behind a cancelled one can be a batch that gRPC refuses, and the client would wait for ever. The write task alone
+decides when the stream is done, between two writes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from typing import Final
 
@@ -26,9 +31,15 @@ from ferrule_server.api.status import MAX_DETAILS_BYTES, fault_of, log_refused, 
 from ferrule_server.engine.jobs import AppendResult, Job, Outcome, ReleaseJob, ReleaseResult
 from ferrule_server.errors import FeatureUnsupported, FerruleError, InvalidRequest, SlowConsumer
 
+_LOG = logging.getLogger(__name__)
+
 _RPC: Final = "StreamDecode"
 _ERROR_BYTES: Final = MAX_DETAILS_BYTES
 _RELEASE_BYTES: Final = 32
+_LAST_WRITE_S: Final = 0.1
+"""How long the status waits for the write in flight; a status sent earlier still arrives behind it."""
+_HANG_UP_S: Final = 1.0
+"""When the client has hung up, gRPC cancels the call within this time of the write that failed."""
 
 
 class DecodeStream:
@@ -55,21 +66,26 @@ class DecodeStream:
         self._frames: list[tuple[executor_pb2.StreamDecodeResponse, int]] = []
         self._queue: deque[tuple[executor_pb2.StreamDecodeResponse, int]] = deque()
         self._queued_bytes = 0
-        self._has_frames = asyncio.Event()
+        self._has_news = asyncio.Event()
         self._is_half_closed = False
         self._is_ended = False
         self._ended: asyncio.Future[FerruleError | None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
-        """Serve the stream until the client has half-closed and everything is answered, or something ends it."""
+        """Serve the stream until the client has half-closed and everything is answered, or something ends it.
+
+        Where the client reads nothing at all, its status waits behind what it has not read, and so does this
+        coroutine: one frame and one call held until the client goes away or the server stops.
+        """
+        await self._context.send_initial_metadata(())  # not with the first write: a status may have to overtake that
         self._state.streams.add(self)
-        tasks = [asyncio.create_task(self._guarded_read()), asyncio.create_task(self._guarded_write())]
+        reader, writer = asyncio.create_task(self._guarded_read()), asyncio.create_task(self._guarded_write())
         try:
             error = await self._ended
+            await asyncio.wait([writer], timeout=_LAST_WRITE_S)
         finally:
             self._abandon()
-            for task in tasks:
-                task.cancel()
+            reader.cancel()
             self._state.streams.discard(self)
         if error is not None:
             await refuse(self._context, _RPC, error)
@@ -77,6 +93,7 @@ class DecodeStream:
     def end(self, error: FerruleError | None) -> None:
         """End the stream: with its own status ``error``, or None for OK. Later calls change nothing."""
         self._is_ended = True
+        self._has_news.set()
         if not self._ended.done():
             self._ended.set_result(error)
 
@@ -111,7 +128,7 @@ class DecodeStream:
             self._queued_bytes += num_bytes
         self._queue.extend(self._frames)
         self._frames.clear()
-        self._has_frames.set()
+        self._has_news.set()
 
     def _frame(self, num_bytes: int) -> executor_pb2.StreamDecodeResponse:
         """Return the frame that the next ``num_bytes`` of results go into."""
@@ -154,13 +171,25 @@ class DecodeStream:
             await self._read_frames()
         except FerruleError as error:
             self.end(error)
+        except grpc.aio.BaseError as failure:
+            await self._end_unless_hung_up(failure)
         except Exception as failure:  # noqa: BLE001  (fault_of logs it)
             self.end(fault_of(failure, _RPC))
 
     async def _guarded_write(self) -> None:
         try:
             await self._write_frames()
+        except grpc.aio.BaseError as failure:
+            await self._end_unless_hung_up(failure)
         except Exception as failure:  # noqa: BLE001  (fault_of logs it)
+            self.end(fault_of(failure, _RPC))
+
+    async def _end_unless_hung_up(self, failure: grpc.aio.BaseError) -> None:
+        """Judge a read or write that gRPC failed: a client that hung up is no fault, and its call is cancelled."""
+        await asyncio.wait([self._ended], timeout=_HANG_UP_S)
+        if self._ended.done():
+            _LOG.debug("hung up rpc=%s principal=%s", _RPC, self._principal)
+        else:
             self.end(fault_of(failure, _RPC))
 
     async def _read_frames(self) -> None:
@@ -168,22 +197,20 @@ class DecodeStream:
             self._state.use()
             self._accept(request)
         self._is_half_closed = True
-        self._end_if_done()
+        self._has_news.set()
 
     async def _write_frames(self) -> None:
-        while True:
-            while self._queue:
+        """Write what is queued; return once the stream has ended, or is done and so ends with OK."""
+        while not self._is_ended:
+            if self._queue:
                 frame, num_bytes = self._queue.popleft()
                 await self._context.write(frame)
                 self._queued_bytes -= num_bytes
-            self._end_if_done()
-            self._has_frames.clear()
-            await self._has_frames.wait()
-
-    def _end_if_done(self) -> None:
-        """End with OK once the client has half-closed and every answer was written."""
-        if self._is_half_closed and not (self._pending or self._num_releases or self._queued_bytes or self._frames):
-            self.end(None)
+            elif self._is_half_closed and not (self._pending or self._num_releases or self._frames):
+                self.end(None)
+            else:
+                self._has_news.clear()
+                await self._has_news.wait()
 
     def _accept(self, request: executor_pb2.StreamDecodeRequest) -> None:
         """Hand the frame's releases and items to the engine in one list; answer bad items at once."""
@@ -216,7 +243,7 @@ class DecodeStream:
 
     def _abandon(self) -> None:
         """Nobody reads any more: what has no step yet never runs."""
-        self._is_ended = True
+        self.end(None)
         for job in self._pending:
             cancel(job)
         self._pending.clear()

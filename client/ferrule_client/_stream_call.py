@@ -23,7 +23,7 @@ _Replies = SimpleQueue[executor_pb2.StreamDecodeResponse | grpc.RpcError | None]
 class StreamCall:
     """One open StreamDecode. Not safe to use from two threads at once.
 
-    The caller's thread touches two queues and nothing of gRPC; a thread of its own reads the call::
+    The caller's thread touches queues and, but for a cancel, nothing of gRPC; a thread opens and reads the call::
 
         caller  -> requests queue -> gRPC
         caller <-  replies queue <-  reader thread <- gRPC
@@ -39,12 +39,16 @@ class StreamCall:
     def __init__(self, connection: Connection) -> None:
         self._requests: _Requests = SimpleQueue()
         self._replies: _Replies = SimpleQueue()
-        self._call = connection.open_stream(_drain(self._requests))
         self._is_waiting = False
         self._is_closed = False
-        # The thread holds the call and the queue, not this object, so that forgetting a stream ends it.
-        arguments = (self._call, self._replies)
-        threading.Thread(target=_read, args=arguments, name="ferrule-stream", daemon=True).start()
+        opened: SimpleQueue[FrameReader | Exception] = SimpleQueue()
+        # The thread holds the queues and the call, not this object, so that forgetting a stream ends it.
+        arguments = (connection, self._requests, opened, self._replies)
+        threading.Thread(target=_run, args=arguments, name="ferrule-stream", daemon=True).start()
+        call = opened.get()
+        if isinstance(call, Exception):
+            raise call
+        self._call = call
 
     def send(self, frame: executor_pb2.StreamDecodeRequest) -> None:
         """Hand one frame over; it is on its way."""
@@ -103,7 +107,16 @@ def _drain(requests: _Requests) -> Iterator[executor_pb2.StreamDecodeRequest]:
         yield frame
 
 
-def _read(call: FrameReader, replies: _Replies) -> None:
+def _run(
+    connection: Connection, requests: _Requests, opened: SimpleQueue[FrameReader | Exception], replies: _Replies
+) -> None:
+    """Open the call and read it to its end."""
+    try:
+        call = connection.open_stream(_drain(requests))
+    except Exception as error:  # noqa: BLE001 - the caller's thread raises it
+        opened.put(error)
+        return
+    opened.put(call)
     try:
         while True:
             replies.put(next(call))

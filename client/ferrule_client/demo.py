@@ -47,6 +47,9 @@ class Settings:
 def read_file(path):'''
 
 _TEMPERATURE = 0.7
+_TRUNK_SEED = 5
+_BRANCH_SEEDS = (1, 8, 21)
+_RETRY_SEED = 15
 _NUM_KEPT = 12
 _LOAD_S = 120.0
 
@@ -160,7 +163,7 @@ class _Story:
             stack.enter_context(trunk)
             self._speak(trunk, ids)
             self._draw_pool([trunk])
-            branches = [stack.enter_context(branch) for branch in trunk.fork(3, length=len(ids))]
+            branches = [stack.enter_context(branch) for branch in trunk.fork(len(_BRANCH_SEEDS), length=len(ids))]
             self._speak_together(branches, ids)
             self._draw_pool([trunk, *branches])
             self._roll_back(branches[2], ids)
@@ -188,7 +191,7 @@ class _Story:
     def _speak(self, trunk: Cache, ids: Sequence[int]) -> None:
         self._view.heading("2  Stream", f"tokens drawn on the server at temperature {_TEMPERATURE}, text as it comes")
         read = self._reader(ids)
-        loop = trunk.generate(self._max_tokens, temperature=_TEMPERATURE, seed=1)
+        loop = trunk.generate(self._max_tokens, temperature=_TEMPERATURE, seed=_TRUNK_SEED)
         times_s: list[float] = []
         text = ""
         with loop, self._view.panels(["trunk"], [self._beginning]) as panels:
@@ -204,7 +207,7 @@ class _Story:
             "3  Fork", "three branches from the prompt's handle share its blocks; one packed frame per step moves all"
         )
         names = [f"branch {place + 1}" for place in range(len(branches))]
-        policies = [sample(temperature=_TEMPERATURE, seed=11 + place) for place in range(len(branches))]
+        policies = [sample(temperature=_TEMPERATURE, seed=seed) for seed in _BRANCH_SEEDS]
         texts = self._decode_together(branches, policies, names, ids)
         self._figures.texts |= dict(zip(names, texts, strict=True))
         self._view.note(f"together {self._figures.branches_tokens_per_s:.0f} tokens/s on one stream")
@@ -217,7 +220,7 @@ class _Story:
         texts = [""] * len(branches)
         alive = list(range(len(branches)))
         seconds, num_tokens = 0.0, 0
-        titles = [f"{name}, seed {11 + place}" for place, name in enumerate(names)]
+        titles = [f"{name}, seed {seed}" for name, seed in zip(names, _BRANCH_SEEDS, strict=True)]
         with self._client.stream() as stream, self._view.panels(titles, [self._beginning] * len(branches)) as panels:
             for _ in range(self._max_tokens):
                 start = time.perf_counter()
@@ -248,9 +251,9 @@ class _Story:
         old_reader = self._reader(ids)
         beginning = self._beginning + "".join(old_reader(token) for token in kept[len(ids) :])
         read = self._reader(kept)
-        with self._view.panels(["branch 3, seed 77"], [beginning]) as panels:
+        with self._view.panels([f"branch 3, seed {_RETRY_SEED}"], [beginning]) as panels:
             text = ""
-            for token in branch.generate(self._max_tokens, temperature=_TEMPERATURE, seed=77):
+            for token in branch.generate(self._max_tokens, temperature=_TEMPERATURE, seed=_RETRY_SEED):
                 text += (piece := read(token))
                 panels.add(0, piece)
         self._figures.texts["branch 3, again"] = text

@@ -266,19 +266,26 @@ class _LivePanels:
             self.draw()
 
     def draw(self) -> None:
-        from rich.panel import Panel
+        """Draw them as they are now, all as high as the highest."""
         from rich.table import Table
 
         grid = Table.grid(expand=True, padding=(0, 1))
         for _ in self._titles:
             grid.add_column(ratio=1)
-        cells = []
-        for title, text in zip(self._titles, self._texts.values, strict=True):
-            colour = next((colour for name, colour in _COLOURS.items() if title.startswith(name)), "blue")
-            cells.append(Panel(_as_code(text), title=f"[{colour}]{title}", title_align="left", border_style=colour))
-        grid.add_row(*cells)
+        codes = [_as_code(text) for text in self._texts.values]
+        width = self._live.console.width // len(codes) - 6  # borders and padding
+        options = self._live.console.options.update(width=width)
+        height = 2 + max(len(self._live.console.render_lines(code, options)) for code in codes)
+        grid.add_row(*(self._panel(*cell, height) for cell in zip(self._titles, codes, strict=True)))
         self._live.update(grid, refresh=True)
         self._drawn_at = time.monotonic()
+
+    @staticmethod
+    def _panel(title: str, code: RenderableType, height: int) -> RenderableType:
+        from rich.panel import Panel
+
+        colour = next((colour for name, colour in _COLOURS.items() if title.startswith(name)), "blue")
+        return Panel(code, title=f"[{colour}]{title}", title_align="left", border_style=colour, height=height)
 
 
 def _as_code(text: str) -> RenderableType:

@@ -16,7 +16,7 @@ from ferrule_client._retry import Attempts
 from ferrule_client._status import error_from_call, error_from_status
 from ferrule_client._stream_call import StreamCall
 from ferrule_client._tip import Tip
-from ferrule_client.errors import CallCancelledError, DeadlineExceededError, ExecutorError, UnavailableError
+from ferrule_client.errors import CallCancelledError, ExecutorError, UnavailableError
 from ferrule_client.policy import Policy
 from ferrule_client.types import OnStale, Output, Tokens
 
@@ -176,7 +176,7 @@ class Stream:
                 self._drop_call()
                 text = "the server ended the stream before it answered"
                 attempts.pause_or_raise(UnavailableError(grpc.StatusCode.UNAVAILABLE, "CONNECTION_LOST", text))
-            except (DeadlineExceededError, KeyboardInterrupt):
+            except BaseException:  # a timeout, or Ctrl-C: what is under way stays unread
                 self._drop_call()
                 raise
 

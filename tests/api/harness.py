@@ -229,6 +229,18 @@ class RunningServer:
         request = cache_pb2.GetCacheInfoRequest(kv_cache=handle, **fields)
         return self.stub.GetCacheInfo(request, timeout=20).info
 
+    def raw_unary(self, method: str, message: bytes) -> bytes:
+        """Call a method by its path below the package, with a message as bytes."""
+        call: Any = self.channel.unary_unary(f"/ferrule.v1.{method}")  # no serializers: bytes in, bytes out
+        reply: bytes = call(message, timeout=10)
+        return reply
+
+    def raw_stream(self, *frames: bytes) -> Iterator[bytes]:
+        """Send StreamDecode frames as bytes, half-close, and return the frames that come back."""
+        call: Any = self.channel.stream_stream("/ferrule.v1.ModelExecutorService/StreamDecode")
+        replies: Iterator[bytes] = call(iter(frames), timeout=10)
+        return replies
+
     def open_stream(self) -> StreamClient:
         """Open a StreamDecode call."""
         return StreamClient(self.stub)

@@ -230,3 +230,40 @@ def test_bad_fork_and_list_fields_are_named(server: RunningServer) -> None:
     for token in ("x", "====", "MTIz", "\u00fc", "M" * 24):
         page = cache_pb2.ListCachesRequest(page_token=token)
         assert _refusal(lambda page=page: server.stub.ListCaches(page)).fields == ("page_token",)  # type: ignore[misc]
+
+
+NOT_UTF8 = cache_pb2.GetCacheInfoRequest(kv_cache=types_pb2.KvCacheHandle(cache_id="abc")).SerializeToString()
+NOT_UTF8 = NOT_UTF8.replace(b"abc", b"\xff\xfe\xfd")
+GARBAGE = b"\xff\xff\xff\xff"
+
+
+@pytest.mark.parametrize(
+    ("method", "message", "name"),
+    [
+        ("ModelExecutorService/Prefill", GARBAGE, "ferrule.v1.PrefillRequest"),
+        ("ModelExecutorService/GetCacheInfo", NOT_UTF8, "ferrule.v1.GetCacheInfoRequest"),
+        ("ModelExecutorService/BatchDecode", GARBAGE, "ferrule.v1.BatchDecodeRequest"),
+        ("TokenizerService/Encode", GARBAGE, "ferrule.v1.EncodeRequest"),
+        ("AdminService/Drain", GARBAGE, "ferrule.v1.DrainRequest"),
+    ],
+)
+def test_what_is_no_message_is_a_bad_field(
+    server: RunningServer, caplog: pytest.LogCaptureFixture, method: str, message: bytes, name: str
+) -> None:
+    """Typed like every other error, one line in the log and no traceback."""
+    refusal = _refusal(lambda: server.raw_unary(method, message))
+    assert (refusal.code, refusal.reason, refusal.fields) == (Code.INVALID_ARGUMENT, "INVALID_FIELD", ("request",))
+    assert name in refusal.message
+    assert [(record.levelname, record.exc_info) for record in caplog.records] == [("WARNING", None)]
+    _goes_on(server)
+
+
+def test_what_is_no_message_ends_a_server_stream_and_a_decode_stream(
+    server: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The stream's own status says so, not a fault."""
+    generate: Any = server.channel.unary_stream("/ferrule.v1.ModelExecutorService/Generate")
+    for call in (lambda: list(generate(GARBAGE, timeout=10)), lambda: list(server.raw_stream(GARBAGE))):
+        refusal = _refusal(call)
+        assert (refusal.code, refusal.reason, refusal.fields) == (Code.INVALID_ARGUMENT, "INVALID_FIELD", ("request",))
+    assert [(record.levelname, record.exc_info) for record in caplog.records] == [("WARNING", None)] * 2

@@ -16,6 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from ferrule.v1 import admin_pb2, admin_pb2_grpc, executor_pb2, executor_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from ferrule_server.api.admin_service import AdminServicer
 from ferrule_server.api.executor_service import ModelExecutorServicer
+from ferrule_server.api.handlers import as_server
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.state import Phase, ServerState, Serving
 from ferrule_server.api.tokenizer_service import TokenizerServicer
@@ -66,10 +67,11 @@ class ApiServer:
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(options=server_options(state.limits))
         self._socket_path: SocketPath | None = None
-        executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(ModelExecutorServicer(state), self._server)
-        tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(TokenizerServicer(state), self._server)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(state), self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        typed = as_server(self._server)
+        executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(ModelExecutorServicer(state), typed)
+        tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(TokenizerServicer(state), typed)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(state), typed)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, typed)
         if has_reflection:
             _add_reflection(self._server)
 

@@ -23,6 +23,7 @@ import grpc
 
 from ferrule.v1 import executor_pb2
 from ferrule_server.api.calls import Context, cancel, refuse
+from ferrule_server.api.handlers import Malformed
 from ferrule_server.api.inputs import PlannedAppend, release_job
 from ferrule_server.api.outputs import fill_append, release_results
 from ferrule_server.api.principal import principal_of
@@ -194,6 +195,8 @@ class DecodeStream:
 
     async def _read_frames(self) -> None:
         while (request := await self._context.read()) is not grpc.aio.EOF:
+            if isinstance(request, Malformed):
+                raise request.error()
             self._state.use()
             self._accept(request)
         self._is_half_closed = True

@@ -267,3 +267,34 @@ def test_what_is_no_message_ends_a_server_stream_and_a_decode_stream(
         refusal = _refusal(call)
         assert (refusal.code, refusal.reason, refusal.fields) == (Code.INVALID_ARGUMENT, "INVALID_FIELD", ("request",))
     assert [(record.levelname, record.exc_info) for record in caplog.records] == [("WARNING", None)] * 2
+
+
+def test_lists_of_handles_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    """The limit itself is served, one more is one error and one line in the log."""
+    with RunningServer(limits=ApiLimits(max_handles_per_request=3)) as server:
+        handles = [types_pb2.KvCacheHandle(cache_id="x")] * 4
+        assert len(server.release(*handles[:3]).results) == 3
+        assert len(server.stub.KeepAlive(cache_pb2.KeepAliveRequest(kv_caches=handles[:3])).results) == 3
+        calls: list[Callable[[], object]] = [
+            lambda: server.release(*handles),
+            lambda: server.stub.KeepAlive(cache_pb2.KeepAliveRequest(kv_caches=handles)),
+        ]
+        for call in calls:
+            caplog.clear()
+            refusal = _refusal(call)
+            assert (refusal.reason, refusal.fields) == ("INVALID_FIELD", ("kv_caches",))
+            assert len(caplog.records) == 1
+
+
+def test_an_endless_cache_id_is_refused_wherever_it_stands(server: RunningServer) -> None:
+    """Before anything is made of it."""
+    good, endless = types_pb2.KvCacheHandle(cache_id="x"), types_pb2.KvCacheHandle(cache_id="x" * 129)
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: server.release(good, endless), "kv_caches[1].cache_id"),
+        (lambda: server.stub.KeepAlive(cache_pb2.KeepAliveRequest(kv_caches=[endless])), "kv_caches[0].cache_id"),
+        (lambda: server.info(endless), "kv_cache.cache_id"),
+        (lambda: server.fork(endless), "kv_cache.cache_id"),
+    ]
+    for call, path in calls:
+        refusal = _refusal(call)
+        assert (refusal.code, refusal.reason, refusal.fields) == (Code.INVALID_ARGUMENT, "INVALID_FIELD", (path,))

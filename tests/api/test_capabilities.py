@@ -127,6 +127,13 @@ def test_limits_are_those_that_hold(server: Server, capabilities: info_pb2.Execu
     assert capabilities.max_step_rows == 512
     assert (capabilities.min_ttl.seconds, capabilities.default_ttl.seconds) == (5, 60)
     assert capabilities.max_ttl.seconds == 3600
+    limits = server.limits
+    assert capabilities.max_handles_per_request == limits.max_handles_per_request
+    assert capabilities.max_items_per_frame == limits.max_items_per_frame
+    assert (capabilities.max_text_bytes, capabilities.max_text_tokens) == (
+        limits.max_text_bytes,
+        limits.max_text_tokens,
+    )
     assert info_pb2.ATTENTION_MECHANISM_PAGED in capabilities.attention_mechanisms
     handle = server.prefill().kv_cache
     assert len(server.fork(handle, capabilities.max_fork_count)) == capabilities.max_fork_count

@@ -18,6 +18,7 @@ from tests.api.harness import (
     decode_item,
     read_status,
     refusal_of,
+    refused,
     wait_until,
 )
 from tests.fakes import FakeExecutor, fake_next_token
@@ -276,3 +277,36 @@ def test_a_client_that_hangs_up_during_a_write_is_no_fault(caplog: pytest.LogCap
         wait_until(lambda: "hung up rpc=StreamDecode" in caplog.text)
         assert not server.state.streams
     assert [record for record in caplog.records if record.levelno > logging.DEBUG] == []
+
+
+def test_a_frame_with_too_much_in_it_ends_the_stream(caplog: pytest.LogCaptureFixture) -> None:
+    """With its own status, before anything of it is done, and in one line of the log."""
+    with RunningServer(limits=ApiLimits(max_items_per_frame=3, max_handles_per_request=3)) as server:
+        handle = server.prefill().kv_cache
+        for num_items, num_releases, field in ((4, 0, "items"), (0, 4, "release"), (4, 1, "items")):
+            caplog.clear()
+            stream = server.open_stream()
+            stream.send(*[decode_item(handle)] * 3, release=[types_pb2.KvCacheHandle(cache_id="x")] * 3)
+            num_results = 0
+            while num_results < 3:
+                num_results += len(stream.read().results)
+            stream.send(*[decode_item(handle)] * num_items, release=[handle] * num_releases)
+            with refused() as refusals:
+                list(stream.call)
+            assert (refusals[0].reason, refusals[0].fields) == ("INVALID_FIELD", (field,))
+            assert len(caplog.records) == 1
+        assert server.info(handle).kv_cache == handle
+
+
+def test_many_bad_items_of_a_frame_are_one_line_each_reason(
+    server: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The line says how many."""
+    stream = server.open_stream()
+    stream.send(*[None] * 500, *[executor_pb2.VerifyInput()] * 70)
+    assert len(stream.read().results) == 570
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2
+    assert "reason=INVALID_FIELD" in lines[0]
+    assert "count=500" in lines[0]
+    assert "count=70" in lines[1]

@@ -229,7 +229,8 @@ class ModelExecutorServiceServicer(object):
         come back in one frame. One bad item never ends the stream. Half-closing lets what is under way finish. A broken
         stream frees nothing: leases do; what it had under way may or may not have been appended, and sending it again on
         a new stream is safe by the append rule. Items as in Decode, ForwardVerify and UnifiedDecode.
-        Ends with RESOURCE_EXHAUSTED / SLOW_CONSUMER when the client does not read.
+        Ends with RESOURCE_EXHAUSTED / SLOW_CONSUMER when the client does not read, and with INVALID_ARGUMENT /
+        INVALID_FIELD after a frame that is no valid message or larger than the capabilities allow.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

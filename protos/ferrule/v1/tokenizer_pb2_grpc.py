@@ -59,14 +59,15 @@ class TokenizerServiceServicer(object):
     """
 
     def Encode(self, request, context):
-        """Turns text into token ids.
+        """Turns text into token ids. More than `max_text_bytes` of the capabilities: INVALID_ARGUMENT / INVALID_FIELD.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Decode(self, request, context):
-        """Turns token ids into text. Ids outside the vocabulary: INVALID_ARGUMENT / TOKEN_OUT_OF_VOCAB.
+        """Turns token ids into text. Ids outside the vocabulary: INVALID_ARGUMENT / TOKEN_OUT_OF_VOCAB; more than
+        `max_text_tokens` of the capabilities: INVALID_ARGUMENT / INVALID_FIELD.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

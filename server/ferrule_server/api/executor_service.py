@@ -5,7 +5,7 @@ from __future__ import annotations
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc
 from ferrule_server.api.calls import Context, not_served, refuse, run_job, unary
 from ferrule_server.api.describe import capabilities, model_info, status
-from ferrule_server.api.inputs import PlannedAppend, release_job, require
+from ferrule_server.api.inputs import PlannedAppend, require
 from ferrule_server.api.outputs import (
     cache_info,
     fill_append,
@@ -120,7 +120,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
     ) -> cache_pb2.ReleaseCacheResponse:
         """End sequences."""
         serving = self.state.use()
-        job = release_job(request.kv_caches, principal_of(context))
+        job = serving.inputs.release(request.kv_caches, "kv_caches", principal_of(context))
         result = await run_job(serving.engine, job)
         assert isinstance(result, ReleaseResult)
         freed_blocks = sum(freed or 0 for freed in result.freed_blocks)

@@ -124,12 +124,17 @@ class InputReader:
     def keep_alive(self, request: cache_pb2.KeepAliveRequest, principal: str) -> KeepAliveJob:
         """Return the job of a KeepAlive."""
         ttl_s = _seconds(request.ttl, "ttl") if request.HasField("ttl") else None
-        return KeepAliveJob(principal, named(request.kv_caches), ttl_s)
+        return KeepAliveJob(principal, self.named(request.kv_caches, "kv_caches"), ttl_s)
+
+    def release(self, handles: Sequence[types_pb2.KvCacheHandle], path: str, principal: str) -> ReleaseJob:
+        """Return the job that ends the sequences in the list ``path``; a handle that names nothing is no error."""
+        return ReleaseJob(principal, self.named(handles, path))
 
     def cache_info(self, request: cache_pb2.GetCacheInfoRequest, principal: str) -> InfoJob:
         """Return the job of a GetCacheInfo."""
         require(request, "kv_cache")
-        return InfoJob(principal, named([request.kv_cache])[0], request.include_token_ids)
+        handle = self._named(request.kv_cache, "kv_cache")
+        return InfoJob(principal, handle, request.include_token_ids)
 
     def list_caches(self, request: cache_pb2.ListCachesRequest, principal: str) -> ListJob:
         """Return the job of a ListCaches."""
@@ -143,14 +148,41 @@ class InputReader:
             InvalidRequest: No handle was ever given out that looks like this one.
         """
         cache_id, length, lineage = message.cache_id, message.length, message.lineage
-        if not cache_id or len(cache_id) > self._limits.max_cache_id_bytes:
-            limit = self._limits.max_cache_id_bytes
+        if not cache_id or len(cache_id) > self._limits.max_cache_id_chars:
+            limit = self._limits.max_cache_id_chars
             raise InvalidRequest(f"{at}kv_cache.cache_id", f"has {len(cache_id)} characters, not 1 to {limit}")
         if length < 1:
             raise InvalidRequest(f"{at}kv_cache.length", "must be at least 1, got 0")
         if len(lineage) != _LINEAGE_BYTES:
             raise InvalidRequest(f"{at}kv_cache.lineage", f"must have {_LINEAGE_BYTES} bytes, got {len(lineage)}")
         return Handle(cache_id, length, lineage)
+
+    def named(self, handles: Sequence[types_pb2.KvCacheHandle], path: str) -> tuple[Handle, ...]:
+        """Return the handles in the list ``path``, of which only the ``cache_id`` counts.
+
+        Raises:
+            InvalidRequest: There are too many, or one was never given out because it is too long.
+        """
+        limit = self._limits.max_handles_per_request
+        if len(handles) > limit:
+            raise InvalidRequest(path, f"has {len(handles)} handles, the limit is {limit}; send several requests")
+        return tuple(self._named(handle, f"{path}[{index}]") for index, handle in enumerate(handles))
+
+    def check_items(self, frame: executor_pb2.StreamDecodeRequest) -> None:
+        """Return if a stream frame has no more items than are taken.
+
+        Raises:
+            InvalidRequest: It has more.
+        """
+        num_items, limit = len(frame.items), self._limits.max_items_per_frame
+        if num_items > limit:
+            raise InvalidRequest("items", f"has {num_items} entries, the limit is {limit}; send several frames")
+
+    def _named(self, message: types_pb2.KvCacheHandle, path: str) -> Handle:
+        cache_id, limit = message.cache_id, self._limits.max_cache_id_chars
+        if len(cache_id) > limit:
+            raise InvalidRequest(f"{path}.cache_id", f"has {len(cache_id)} characters, the limit is {limit}")
+        return Handle(cache_id, message.length, message.lineage)
 
     def _append(
         self,
@@ -202,16 +234,6 @@ class InputReader:
         if options.HasField("reserve_length"):
             raise FeatureUnsupported("reserve_length")
         return _seconds(options.ttl, "input.cache.ttl") if options.HasField("ttl") else None
-
-
-def release_job(handles: Sequence[types_pb2.KvCacheHandle], principal: str) -> ReleaseJob:
-    """Return the job that ends sequences; a handle that names nothing is no error."""
-    return ReleaseJob(principal, named(handles))
-
-
-def named(handles: Sequence[types_pb2.KvCacheHandle]) -> tuple[Handle, ...]:
-    """Return handles of which only the ``cache_id`` counts."""
-    return tuple(Handle(handle.cache_id, handle.length, handle.lineage) for handle in handles)
 
 
 def page_token(handle_id: str) -> str:
@@ -280,4 +302,4 @@ def _seconds(ttl: _Duration, path: str) -> float:
     return seconds
 
 
-__all__ = ["InputReader", "PlannedAppend", "named", "page_token", "release_job", "require"]
+__all__ = ["InputReader", "PlannedAppend", "page_token", "require"]

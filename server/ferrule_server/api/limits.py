@@ -19,7 +19,12 @@ class ApiLimits:
         max_fork_count: Most sequences that one ForkCache makes.
         max_page_size: Largest page of ListCaches; default_page_size: page when the client names none.
         max_request_id_bytes: Longest ``request_id``, UTF-8.
-        max_cache_id_bytes: Longest ``cache_id``.
+        max_cache_id_chars: Longest ``cache_id``, in characters.
+        max_handles_per_request: Most handles in one KeepAlive or ReleaseCache, and to release in one stream frame.
+        max_items_per_frame: Most items in one frame of a stream. The event loop reads a frame, and the engine thread
+            takes it, without a pause: what a request may hold bounds how long everybody else waits.
+        max_text_bytes: Longest text that Encode takes, UTF-8: more than any context holds.
+        max_text_tokens: Most token ids that TokenizerService Decode takes.
         min_ttl_s, default_ttl_s, max_ttl_s: Leases, in seconds.
     """
 
@@ -32,7 +37,11 @@ class ApiLimits:
     max_page_size: int = 1000
     default_page_size: int = 100
     max_request_id_bytes: int = 128
-    max_cache_id_bytes: int = 128
+    max_cache_id_chars: int = 128
+    max_handles_per_request: int = 4096
+    max_items_per_frame: int = 4096
+    max_text_bytes: int = 4 << 20
+    max_text_tokens: int = 1 << 20
     min_ttl_s: float = 5.0
     default_ttl_s: float = 60.0
     max_ttl_s: float = 3600.0

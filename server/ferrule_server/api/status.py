@@ -77,15 +77,23 @@ def fault_of(failure: BaseException, rpc: str) -> errors.EngineFault:
     return errors.EngineFault(fault_id)
 
 
-def log_refused(rpc: str, error: errors.FerruleError, principal: str) -> None:
-    """Write the one line about a refused call: names and numbers, never token contents or cache ids."""
+def log_refused(rpc: str, error: errors.FerruleError, principal: str, count: int = 1) -> None:
+    """Write the one line about a refused call: names and numbers, never token contents or cache ids.
+
+    Args:
+        rpc: The method.
+        error: Why; the first one where several items of a stream are refused for one reason.
+        principal: Who asked.
+        count: How many items it is about.
+    """
     _LOG.warning(
-        "refused rpc=%s code=%s reason=%s handle_id=%s principal=%s",
+        "refused rpc=%s code=%s reason=%s handle_id=%s principal=%s count=%d",
         rpc,
         code_of(error).name,
         reason_of(error),
         error.metadata.get("handle_id", "-"),
         principal,
+        count,
     )
 
 

@@ -24,11 +24,11 @@ import grpc
 from ferrule.v1 import executor_pb2
 from ferrule_server.api.calls import Context, cancel, refuse
 from ferrule_server.api.handlers import Malformed
-from ferrule_server.api.inputs import PlannedAppend, release_job
+from ferrule_server.api.inputs import PlannedAppend
 from ferrule_server.api.outputs import fill_append, release_results
 from ferrule_server.api.principal import principal_of
 from ferrule_server.api.state import ServerState, Serving
-from ferrule_server.api.status import MAX_DETAILS_BYTES, fault_of, log_refused, to_status
+from ferrule_server.api.status import MAX_DETAILS_BYTES, fault_of, log_refused, reason_of, to_status
 from ferrule_server.engine.jobs import AppendResult, Job, Outcome, ReleaseJob, ReleaseResult
 from ferrule_server.errors import FeatureUnsupported, FerruleError, InvalidRequest, SlowConsumer
 
@@ -67,6 +67,7 @@ class DecodeStream:
         self._frames: list[tuple[executor_pb2.StreamDecodeResponse, int]] = []
         self._queue: deque[tuple[executor_pb2.StreamDecodeResponse, int]] = deque()
         self._queued_bytes = 0
+        self._refused: dict[str, tuple[FerruleError, int]] = {}
         self._has_news = asyncio.Event()
         self._is_half_closed = False
         self._is_ended = False
@@ -118,6 +119,7 @@ class DecodeStream:
 
     def flush(self) -> None:
         """Queue what was delivered for the writer; end the stream if its reader is too far behind."""
+        self._log_refused()
         if self._is_ended or not self._frames:
             return
         if self._queued_bytes > self._limits.max_stream_queue_bytes:
@@ -151,11 +153,18 @@ class DecodeStream:
         fill_append(result.decode, output, planned.plan, request_id)
 
     def _add_error(self, seq: int, request_id: str, error: FerruleError) -> None:
-        log_refused(_RPC, error, self._principal)
+        first, count = self._refused.get(reason_of(error), (error, 0))
+        self._refused[reason_of(error)] = (first, count + 1)
         result = self._frame(_ERROR_BYTES).results.add()
         result.seq = seq
         result.request_id = request_id
         result.error.CopyFrom(to_status(error))
+
+    def _log_refused(self) -> None:
+        """Write one line for each reason: a frame of bad items must not become thousands of lines."""
+        for error, count in self._refused.values():
+            log_refused(_RPC, error, self._principal, count)
+        self._refused.clear()
 
     def _add_releases(self, job: ReleaseJob, outcome: Outcome) -> None:
         self._num_releases -= 1
@@ -216,10 +225,15 @@ class DecodeStream:
                 await self._has_news.wait()
 
     def _accept(self, request: executor_pb2.StreamDecodeRequest) -> None:
-        """Hand the frame's releases and items to the engine in one list; answer bad items at once."""
+        """Hand the frame's releases and items to the engine in one list; answer bad items at once.
+
+        Raises:
+            InvalidRequest: The frame as a whole is not taken; nothing of it has been done.
+        """
+        self._inputs.check_items(request)
         entries: list[tuple[Job, DecodeStream]] = []
         if request.release:
-            entries.append((release_job(request.release, self._principal), self))
+            entries.append((self._inputs.release(request.release, "release", self._principal), self))
             self._num_releases += 1
         for index, item in enumerate(request.items):
             try:

@@ -19,6 +19,9 @@ _CLOSE_S = 2.0
 _Requests = SimpleQueue[executor_pb2.StreamDecodeRequest | None]
 _Replies = SimpleQueue[executor_pb2.StreamDecodeResponse | grpc.RpcError | None]
 
+# The call, or why there is none. Not one or the other: gRPC's call object is an exception too.
+_Opened = SimpleQueue[tuple[FrameReader | None, Exception | None]]
+
 
 class StreamCall:
     """One open StreamDecode. Not safe to use from two threads at once.
@@ -41,13 +44,14 @@ class StreamCall:
         self._replies: _Replies = SimpleQueue()
         self._is_waiting = False
         self._is_closed = False
-        opened: SimpleQueue[FrameReader | Exception] = SimpleQueue()
+        opened: _Opened = SimpleQueue()
         # The thread holds the queues and the call, not this object, so that forgetting a stream ends it.
         arguments = (connection, self._requests, opened, self._replies)
         threading.Thread(target=_run, args=arguments, name="ferrule-stream", daemon=True).start()
-        call = opened.get()
-        if isinstance(call, Exception):
-            raise call
+        call, error = opened.get()
+        if call is None:
+            assert error is not None  # the reader puts one of the two
+            raise error
         self._call = call
 
     def send(self, frame: executor_pb2.StreamDecodeRequest) -> None:
@@ -107,16 +111,14 @@ def _drain(requests: _Requests) -> Iterator[executor_pb2.StreamDecodeRequest]:
         yield frame
 
 
-def _run(
-    connection: Connection, requests: _Requests, opened: SimpleQueue[FrameReader | Exception], replies: _Replies
-) -> None:
+def _run(connection: Connection, requests: _Requests, opened: _Opened, replies: _Replies) -> None:
     """Open the call and read it to its end."""
     try:
         call = connection.open_stream(_drain(requests))
     except Exception as error:  # noqa: BLE001 - the caller's thread raises it
-        opened.put(error)
+        opened.put((None, error))
         return
-    opened.put(call)
+    opened.put((call, None))
     try:
         while True:
             replies.put(next(call))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -310,3 +311,43 @@ def test_many_bad_items_of_a_frame_are_one_line_each_reason(
     assert "reason=INVALID_FIELD" in lines[0]
     assert "count=500" in lines[0]
     assert "count=70" in lines[1]
+
+
+def test_an_id_that_is_too_long_is_not_sent_back(server: RunningServer) -> None:
+    """Whatever kind of item carries it: an echo nobody bounds is memory nobody counts."""
+    handle = server.prefill().kv_cache
+    endless = "x" * 10_000
+    stream = server.open_stream()
+    stream.send(
+        decode_item(handle, request_id=endless),
+        executor_pb2.VerifyInput(request_id=endless),
+        executor_pb2.UnifiedBatchItem(request_id=endless),
+        executor_pb2.VerifyInput(request_id="v"),
+    )
+    frame = stream.read()
+    assert frame.ByteSize() < 4096
+    assert [result.request_id for result in frame.results] == ["", "", "", "v"]
+    assert read_status(frame.results[0].error).fields == ("items[0].decode.request_id",)
+
+
+def test_errors_count_towards_the_bound_of_a_stream(caplog: pytest.LogCaptureFixture) -> None:
+    """A client that sends what is refused at once and reads nothing loses its stream."""
+    bad = executor_pb2.StreamDecodeRequest(items=[executor_pb2.StreamItem(seq=1)] * 100)
+    with RunningServer(limits=ApiLimits(max_stream_queue_bytes=64 << 10)) as server:
+        call = server.stub.StreamDecode(itertools.repeat(bad, 1000), timeout=20)
+        wait_until(lambda: "SLOW_CONSUMER" in caplog.text)
+        with refused() as refusals:
+            list(call)
+        assert refusals[0].reason == "SLOW_CONSUMER"
+
+
+@pytest.mark.parametrize("num_good", [0, 1])
+def test_releases_come_before_the_errors_of_their_frame(server: RunningServer, num_good: int) -> None:
+    """Each frame answers in order: what it ended, then what it ran or refused."""
+    handle, old = server.prefill().kv_cache, server.prefill((1, 2)).kv_cache
+    stream = server.open_stream()
+    stream.send(None, *[decode_item(handle)] * num_good, release=[old])
+    frames = stream.rest()
+    assert frames[0].releases
+    assert sum(len(frame.results) for frame in frames) == 1 + num_good
+    assert stream.call.code() is grpc.StatusCode.OK

@@ -168,6 +168,12 @@ class InputReader:
             raise InvalidRequest(path, f"has {len(handles)} handles, the limit is {limit}; send several requests")
         return tuple(self._named(handle, f"{path}[{index}]") for index, handle in enumerate(handles))
 
+    def echoed_id(self, item: executor_pb2.StreamItem) -> str:
+        """Return the id of whichever input an item has; empty where it is longer than ids may be."""
+        kind = item.WhichOneof("input")
+        request_id = getattr(item, kind).request_id if kind is not None else ""
+        return request_id if self._is_short(request_id) else ""
+
     def check_items(self, frame: executor_pb2.StreamDecodeRequest) -> None:
         """Return if a stream frame has no more items than are taken.
 
@@ -216,9 +222,11 @@ class InputReader:
         return TokenOutOfVocab(f"{at}input_ids[{index}]", token_id, self._vocab_size)
 
     def _check_request_id(self, request_id: str, at: str) -> None:
-        limit = self._limits.max_request_id_bytes
-        if len(request_id.encode()) > limit:
-            raise InvalidRequest(f"{at}request_id", f"is longer than {limit} bytes")
+        if not self._is_short(request_id):
+            raise InvalidRequest(f"{at}request_id", f"is longer than {self._limits.max_request_id_bytes} bytes")
+
+    def _is_short(self, request_id: str) -> bool:
+        return len(request_id.encode()) <= self._limits.max_request_id_bytes
 
     def _check_positions(self, message: executor_pb2.PrefillInput, handle: Handle | None) -> None:
         """Refuse anything but the trivial attention mask and positions: they are never silently ignored."""

@@ -28,14 +28,15 @@ from ferrule_server.api.inputs import PlannedAppend
 from ferrule_server.api.outputs import fill_append, release_results
 from ferrule_server.api.principal import principal_of
 from ferrule_server.api.state import ServerState, Serving
-from ferrule_server.api.status import MAX_DETAILS_BYTES, fault_of, log_refused, reason_of, to_status
+from ferrule_server.api.status import fault_of, log_refused, reason_of, to_status
 from ferrule_server.engine.jobs import AppendResult, Job, Outcome, ReleaseJob, ReleaseResult
 from ferrule_server.errors import FeatureUnsupported, FerruleError, InvalidRequest, SlowConsumer
 
 _LOG = logging.getLogger(__name__)
 
 _RPC: Final = "StreamDecode"
-_ERROR_BYTES: Final = MAX_DETAILS_BYTES
+_FRAME_BYTES: Final = 256
+"""What a queued frame costs besides its results, so that empty ones count too."""
 _RELEASE_BYTES: Final = 32
 _LAST_WRITE_S: Final = 0.1
 """How long the status waits for the write in flight; a status sent earlier still arrives behind it."""
@@ -46,8 +47,9 @@ _HANG_UP_S: Final = 1.0
 class DecodeStream:
     """One StreamDecode call; also the sink of its jobs and an ``Ending``.
 
-    Invariant: every item read is either in ``_pending`` or has its result in ``_frames``, ``_queue`` or sent, exactly
-    once, until the stream has ended; afterwards nothing is delivered any more.
+    Invariant: every item read is either in ``_pending`` or has its result in ``_releases`` (an error that waits for
+    the releases of its own client frame), ``_frames``, ``_queue`` or sent, exactly once, until the stream has ended;
+    afterwards nothing is delivered any more.
 
     Args:
         state: The server.
@@ -63,7 +65,7 @@ class DecodeStream:
         self._context = context
         self._principal = principal_of(context)
         self._pending: dict[Job, PlannedAppend] = {}
-        self._num_releases = 0
+        self._releases: dict[Job, list[executor_pb2.StreamResult]] = {}
         self._frames: list[tuple[executor_pb2.StreamDecodeResponse, int]] = []
         self._queue: deque[tuple[executor_pb2.StreamDecodeResponse, int]] = deque()
         self._queued_bytes = 0
@@ -113,7 +115,7 @@ class DecodeStream:
             else:
                 assert isinstance(outcome, FerruleError)
                 planned = self._pending.pop(job)
-                self._add_error(planned.seq, planned.job.request_id, outcome)
+                self._add_error(self._error_result(planned.seq, planned.job.request_id, outcome))
         except Exception as failure:  # noqa: BLE001  (fault_of logs it)
             self.end(fault_of(failure, _RPC))
 
@@ -128,7 +130,7 @@ class DecodeStream:
         free_blocks = self._engine.snapshot().free_blocks
         for frame, num_bytes in self._frames:
             frame.free_blocks = free_blocks
-            self._queued_bytes += num_bytes
+            self._queued_bytes += num_bytes + _FRAME_BYTES
         self._queue.extend(self._frames)
         self._frames.clear()
         self._has_news.set()
@@ -152,13 +154,13 @@ class DecodeStream:
             result.request_id = request_id
         fill_append(result.decode, output, planned.plan, request_id)
 
-    def _add_error(self, seq: int, request_id: str, error: FerruleError) -> None:
+    def _error_result(self, seq: int, request_id: str, error: FerruleError) -> executor_pb2.StreamResult:
         first, count = self._refused.get(reason_of(error), (error, 0))
         self._refused[reason_of(error)] = (first, count + 1)
-        result = self._frame(_ERROR_BYTES).results.add()
-        result.seq = seq
-        result.request_id = request_id
-        result.error.CopyFrom(to_status(error))
+        return executor_pb2.StreamResult(seq=seq, request_id=request_id, error=to_status(error))
+
+    def _add_error(self, result: executor_pb2.StreamResult) -> None:
+        self._frame(result.ByteSize()).results.append(result)
 
     def _log_refused(self) -> None:
         """Write one line for each reason: a frame of bad items must not become thousands of lines."""
@@ -167,12 +169,14 @@ class DecodeStream:
         self._refused.clear()
 
     def _add_releases(self, job: ReleaseJob, outcome: Outcome) -> None:
-        self._num_releases -= 1
+        held = self._releases.pop(job)
         if isinstance(outcome, FerruleError):  # a release has no error of its own: the server is going down
             self.end(outcome)
             return
         assert isinstance(outcome, ReleaseResult)
         self._frame(_RELEASE_BYTES * len(job.handles)).releases.extend(release_results(job, outcome))
+        for result in held:
+            self._add_error(result)
 
     # ---- client side ------------------------------------------------------------------------------------------------
 
@@ -217,8 +221,8 @@ class DecodeStream:
             if self._queue:
                 frame, num_bytes = self._queue.popleft()
                 await self._context.write(frame)
-                self._queued_bytes -= num_bytes
-            elif self._is_half_closed and not (self._pending or self._num_releases or self._frames):
+                self._queued_bytes -= num_bytes + _FRAME_BYTES
+            elif self._is_half_closed and not (self._pending or self._releases or self._frames):
                 self.end(None)
             else:
                 self._has_news.clear()
@@ -232,23 +236,36 @@ class DecodeStream:
         """
         self._inputs.check_items(request)
         entries: list[tuple[Job, DecodeStream]] = []
-        if request.release:
-            entries.append((self._inputs.release(request.release, "release", self._principal), self))
-            self._num_releases += 1
-        for index, item in enumerate(request.items):
-            try:
-                planned = self._plan(item, index)
-            except FerruleError as error:
-                self._add_error(item.seq, _request_id(item), error)
-                continue
-            planned.seq = item.seq
-            self._pending[planned.job] = planned
-            entries.append((planned.job, self))
+        release = self._inputs.release(request.release, "release", self._principal) if request.release else None
+        if release is not None:
+            entries.append((release, self))
+        bad_items = self._plan_items(request, entries)
+        if release is not None:
+            self._releases[release] = bad_items  # releases come no later than results of the same client frame
+        else:
+            for result in bad_items:
+                self._add_error(result)
         if entries:
             self._engine.submit(entries)  # type: ignore[arg-type]
         elif not self._frames:
             self._frame(0)
         self.flush()
+
+    def _plan_items(
+        self, request: executor_pb2.StreamDecodeRequest, entries: list[tuple[Job, DecodeStream]]
+    ) -> list[executor_pb2.StreamResult]:
+        """Add the jobs of a frame's good items to ``entries`` and return the results of its bad ones."""
+        bad_items: list[executor_pb2.StreamResult] = []
+        for index, item in enumerate(request.items):
+            try:
+                planned = self._plan(item, index)
+            except FerruleError as error:
+                bad_items.append(self._error_result(item.seq, self._inputs.echoed_id(item), error))
+                continue
+            planned.seq = item.seq
+            self._pending[planned.job] = planned
+            entries.append((planned.job, self))
+        return bad_items
 
     def _plan(self, item: executor_pb2.StreamItem, index: int) -> PlannedAppend:
         kind = item.WhichOneof("input")
@@ -266,15 +283,3 @@ class DecodeStream:
         self._pending.clear()
         self._queue.clear()
         self._frames.clear()
-
-
-def _request_id(item: executor_pb2.StreamItem) -> str:
-    """Return the id of whichever input an item has."""
-    match item.WhichOneof("input"):
-        case "decode":
-            return item.decode.request_id
-        case "verify":
-            return item.verify.request_id
-        case "unified":
-            return item.unified.request_id
-    return ""

@@ -67,6 +67,7 @@ class Stream:
         self._channel = grpc.aio.insecure_channel(target, options=OPTIONS)
         self._stub = executor_pb2_grpc.ModelExecutorServiceStub(self._channel)
         self._call = self._stub.StreamDecode()
+        self._frame = pb.StreamDecodeRequest()
 
     async def prefill(self, seed: int) -> Handle:
         """Make a sequence of PROMPT_TOKENS tokens."""
@@ -77,14 +78,8 @@ class Stream:
 
     async def decode(self, handles: list[Handle], token: int) -> tuple[list[Handle], int]:
         """Append ``token`` to each handle in one frame; returns the new handles and the step's run_ns."""
-        frame = pb.StreamDecodeRequest()
-        for seq, handle in enumerate(handles):
-            item = frame.items.add()
-            item.seq = seq
-            item.decode.input_ids.append(token)
-            item.decode.kv_cache.CopyFrom(handle)
-            item.decode.logits_policy.CopyFrom(GREEDY)
-        await self._call.write(frame)
+        self._fill(handles, token)
+        await self._call.write(self._frame)
         results: dict[int, pb.DecodeOutput] = {}
         while len(results) < len(handles):
             reply = await self._call.read()
@@ -95,6 +90,19 @@ class Stream:
                     raise RuntimeError(result.error.message)
                 results[result.seq] = result.decode
         return [results[i].kv_cache for i in range(len(handles))], max(r.timing.run_ns for r in results.values())
+
+    def _fill(self, handles: list[Handle], token: int) -> None:
+        """Write the next frame, over the last one where it has as many items."""
+        if len(self._frame.items) != len(handles):
+            self._frame = pb.StreamDecodeRequest(
+                items=[
+                    pb.StreamItem(seq=seq, decode=pb.DecodeInput(input_ids=[token], logits_policy=GREEDY))
+                    for seq in range(len(handles))
+                ]
+            )
+        for item, handle in zip(self._frame.items, handles, strict=True):
+            item.decode.input_ids[0] = token
+            item.decode.kv_cache.CopyFrom(handle)
 
     async def release(self, handles: list[Handle]) -> None:
         """Give the sequences back."""

@@ -582,7 +582,7 @@ def test_a_job_that_came_within_the_lease_is_served_after_it() -> None:
             assert not job.is_done
         gone.is_cancelled = True
         # the clock jumped, the wall did not: tell the engine that both came before the jump
-        harness.engine._arrival = lambda job: now  # type: ignore[method-assign]
+        harness.engine._arrival = lambda entries: now  # type: ignore[method-assign]
         executor.gate.set()
         assert isinstance(running.error(), Cancelled)
         assert waiting.result().handle.length == 4

@@ -129,6 +129,8 @@ class Engine:
 
         Never blocks and never raises: once the engine is closed, jobs are answered with DRAINING.
         """
+        if not entries:
+            return
         now_ns = time.monotonic_ns()
         for job, _ in entries:
             job.submitted_ns = now_ns
@@ -176,8 +178,9 @@ class Engine:
     def _take(self) -> None:
         """Carry out what is in the inbox; sleep for more only when there is nothing to run, or to gather."""
         while (entries := self._next_entries()) is not None:
+            at = self._arrival(entries)
             for job, sink in entries:
-                self._accept(job, sink)
+                self._accept(job, sink, at)
             if self._finished and not self._running:
                 return
 
@@ -232,23 +235,33 @@ class Engine:
 
     # ---- taking jobs ------------------------------------------------------------------------------------------------
 
-    def _accept(self, job: Job, sink: Sink) -> None:
-        """Carry out a host job, queue it behind its sequence, or start an append. Never raises."""
+    def _arrival(self, entries: list[Entry]) -> float:
+        """When they were submitted, on the store's clock: a step in between must not cost a job its lease."""
+        return self._store.now() - (time.monotonic_ns() - entries[0][0].submitted_ns) * 1e-9
+
+    def _accept(self, job: Job, sink: Sink, at: float) -> None:
+        """Carry out a host job, queue it behind its sequence, or start an append. Never raises.
+
+        Args:
+            job: What is asked.
+            sink: Who asked.
+            at: When, on the store's clock: the moment leases are judged at.
+        """
         try:
             if self._is_stopping:
                 raise Draining
             if isinstance(job, _LANE_JOBS):
-                self._enter_lane(job, sink)
+                self._enter_lane(job, sink, at)
             elif isinstance(job, ReleaseJob):
                 self._finish(job, sink, self._release(job))
             else:
-                self._finish(job, sink, self._host_jobs.run(job, self._arrival(job)))
+                self._finish(job, sink, self._host_jobs.run(job, at))
         except FerruleError as error:
             self._finish(job, sink, error)
         except Exception:  # noqa: BLE001 - a bug must end its own job only
             self._finish(job, sink, _fault(f"job failed kind={type(job).__name__}"))
 
-    def _enter_lane(self, job: LaneJob, sink: Sink) -> None:
+    def _enter_lane(self, job: LaneJob, sink: Sink, at: float) -> None:
         """Judge the job now, or after whatever is in flight on its sequence."""
         if len(self._running) + self._num_waiting >= self._settings.max_waiting_jobs:
             raise QueueFull(len(self._running) + self._num_waiting, self._settings.max_waiting_jobs)
@@ -258,21 +271,21 @@ class Engine:
             self._start_append(job, sink, None)
             return
         self._gather.came_back(job.handle.cache_id, time.monotonic())
-        sequence = self._store.resolve(job.handle, job.principal, self._arrival(job))
+        sequence = self._store.resolve(job.handle, job.principal, at)
         if (lane := self._lanes.get(sequence)) is not None:
             lane.append((job, sink))
             self._num_waiting += 1
             sequence.num_pins += 1  # it came within the lease, so the lease lasts until it is judged
         else:
-            self._judge(job, sink, sequence)
+            self._judge(job, sink, sequence, at)
 
-    def _judge(self, job: LaneJob, sink: Sink, sequence: Sequence) -> None:
+    def _judge(self, job: LaneJob, sink: Sink, sequence: Sequence, at: float) -> None:
         if job.is_cancelled:
             raise Cancelled
         if isinstance(job, AppendJob):
             self._start_append(job, sink, sequence)
             return
-        self._finish(job, sink, self._host_jobs.run(job, self._arrival(job)))
+        self._finish(job, sink, self._host_jobs.run(job, at))
         if isinstance(job, ForkJob):
             self.counters.forks += 1
         else:
@@ -472,17 +485,13 @@ class Engine:
         try:
             if sequence.is_released:
                 raise HandleUnknown(sequence.handle_id)
-            self._judge(job, sink, sequence)
+            self._judge(job, sink, sequence, self._store.now())
         except FerruleError as error:
             self._finish(job, sink, error)
         except Exception:  # noqa: BLE001 - a bug must end its own job only
             self._finish(job, sink, _fault(f"job failed kind={type(job).__name__}"))
         finally:
             sequence.num_pins -= 1
-
-    def _arrival(self, job: Job) -> float:
-        """When the job was submitted, on the store's clock: a step in between must not cost it its lease."""
-        return self._store.now() - (time.monotonic_ns() - job.submitted_ns) * 1e-9
 
     def _num_pending(self, sequence: Sequence) -> int:
         lane = self._lanes.get(sequence)

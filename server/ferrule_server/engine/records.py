@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Final
 
@@ -45,7 +44,7 @@ class ReplayRecords:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._records: OrderedDict[str, AppendRecord] = OrderedDict()
+        self._records: dict[str, AppendRecord] = {}  # the least recent append first
         self.used_bytes = 0
 
     def __len__(self) -> int:
@@ -54,12 +53,13 @@ class ReplayRecords:
     def keep(self, handle_id: str, start: int, job: AppendJob, result: AppendResult) -> None:
         """Remember the answer to ``job``, appended behind ``start``, in place of the sequence's previous one."""
         self.forget(handle_id)
-        num_bytes = sum(map(_bytes_of, result.rows))
+        num_bytes = 0
+        for row in result.rows:
+            num_bytes += _bytes_of(row)
         self._records[handle_id] = AppendRecord(start, len(job.token_ids), job.output, result, num_bytes)
         self.used_bytes += num_bytes
         while self.used_bytes > self._limit_bytes:
-            _, oldest = self._records.popitem(last=False)
-            self.used_bytes -= oldest.num_bytes
+            self.forget(next(iter(self._records)))
 
     def find(self, handle_id: str, start: int, job: AppendJob) -> AppendResult | None:
         """Return what was answered if the last append was ``job`` behind ``start``, marked as replayed, else None."""

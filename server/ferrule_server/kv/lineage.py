@@ -24,9 +24,10 @@ CHUNK_TOKENS = 16
 LINEAGE_BYTES = 16
 """Size of a lineage."""
 
-_PERSON_ROOT = b"ferrule.root"
-_PERSON_FULL = b"ferrule.full"
-_PERSON_PART = b"ferrule.part"
+# Hashes with nothing in them yet; copied for each use, which costs less than half of making one.
+_ROOT = hashlib.blake2b(digest_size=LINEAGE_BYTES, person=b"ferrule.root")
+_FULL = hashlib.blake2b(digest_size=LINEAGE_BYTES, person=b"ferrule.full")
+_PART = hashlib.blake2b(digest_size=LINEAGE_BYTES, person=b"ferrule.part")
 
 
 class LineageChain:
@@ -46,7 +47,7 @@ class LineageChain:
 
     def __init__(self, fingerprint: bytes) -> None:
         self.token_ids: array[int] = array("I")
-        self._links = [_digest(fingerprint, _PERSON_ROOT)]
+        self._links = [_digest(fingerprint, _ROOT)]
         # (length, lineage) answered last: the tip of one append is the handle that the next one comes with
         self._last_at = (0, self._links[0])
 
@@ -61,7 +62,7 @@ class LineageChain:
         """
         self.token_ids.extend(array("I", token_ids))
         while len(self.token_ids) >= (stop := CHUNK_TOKENS * len(self._links)):
-            self._links.append(self._link(stop - CHUNK_TOKENS, stop, _PERSON_FULL))
+            self._links.append(self._link(stop - CHUNK_TOKENS, stop, _FULL))
 
     def at(self, length: int) -> bytes:
         """Return the lineage of the first ``length`` tokens with at most one hash.
@@ -73,7 +74,7 @@ class LineageChain:
             return self._last_at[1]
         self._check_length(length)
         num_chunks, num_left = divmod(length, CHUNK_TOKENS)
-        lineage = self._link(length - num_left, length, _PERSON_PART) if num_left else self._links[num_chunks]
+        lineage = self._link(length - num_left, length, _PART) if num_left else self._links[num_chunks]
         self._last_at = (length, lineage)
         return lineage
 
@@ -114,12 +115,14 @@ class LineageChain:
         if not 0 <= length <= len(self.token_ids):
             raise ValueError(f"length {length} is outside [0, {len(self.token_ids)}]")
 
-    def _link(self, start: int, stop: int, person: bytes) -> bytes:
+    def _link(self, start: int, stop: int, kind: hashlib.blake2b) -> bytes:
         chunk = self.token_ids[start:stop]
         if sys.byteorder == "big":
             chunk.byteswap()
-        return _digest(self._links[start // CHUNK_TOKENS] + chunk.tobytes(), person)
+        return _digest(self._links[start // CHUNK_TOKENS] + chunk.tobytes(), kind)
 
 
-def _digest(data: bytes, person: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=LINEAGE_BYTES, person=person).digest()
+def _digest(data: bytes, kind: hashlib.blake2b) -> bytes:
+    hasher = kind.copy()
+    hasher.update(data)
+    return hasher.digest()

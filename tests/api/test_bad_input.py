@@ -12,7 +12,7 @@ from grpc_status import rpc_status
 
 from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, types_pb2
 from ferrule_server.api.limits import ApiLimits
-from tests.api.harness import PROMPT, Refusal, RunningServer, refused
+from tests.api.harness import PROMPT, Refusal, RunningServer, decode_item, read_status, refused
 from tests.fakes import FakeExecutor
 
 Code = grpc.StatusCode
@@ -298,3 +298,21 @@ def test_an_endless_cache_id_is_refused_wherever_it_stands(server: RunningServer
     for call, path in calls:
         refusal = _refusal(call)
         assert (refusal.code, refusal.reason, refusal.fields) == (Code.INVALID_ARGUMENT, "INVALID_FIELD", (path,))
+
+
+def test_fields_that_the_engine_refuses_have_their_path(server: RunningServer) -> None:
+    """A replay that must draw again needs its seed: named below the input it stands in, unary or on a stream."""
+    handle = server.prefill().kv_cache
+    server.prefill((3, 4), kv_cache=handle)
+    unseeded = Policy(sample=policy_pb2.Sample(temperature=2.0))
+    stream = server.open_stream()
+    stream.send(decode_item(handle), decode_item(handle, 3, policy=unseeded))
+    results = {result.seq: result for frame in stream.rest() for result in frame.results}
+    refusals = {
+        "input.": _refusal(lambda: server.decode(handle, 3, policy=unseeded)),
+        "items[1].decode.": read_status(results[1].error),
+    }
+    for at, refusal in refusals.items():
+        path = f"{at}logits_policy.sample.seed"
+        assert (refusal.reason, refusal.fields, refusal.metadata["field"]) == ("INVALID_FIELD", (path,), path)
+        assert refusal.message.startswith(f"{path}: ")

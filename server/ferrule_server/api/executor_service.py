@@ -5,7 +5,7 @@ from __future__ import annotations
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc
 from ferrule_server.api.calls import Context, not_served, refuse, run_job, unary
 from ferrule_server.api.describe import capabilities, model_info, status
-from ferrule_server.api.inputs import PlannedAppend, require
+from ferrule_server.api.inputs import PlannedAppend, placed, require
 from ferrule_server.api.outputs import (
     cache_info,
     fill_append,
@@ -27,7 +27,7 @@ from ferrule_server.engine.jobs import (
     ReleaseResult,
     TruncateResult,
 )
-from ferrule_server.errors import FerruleError
+from ferrule_server.errors import FerruleError, InvalidRequest
 
 
 class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
@@ -168,6 +168,9 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
 
 
 async def _append(serving: Serving, planned: PlannedAppend) -> AppendResult:
-    result = await run_job(serving.engine, planned.job)
+    try:
+        result = await run_job(serving.engine, planned.job)
+    except InvalidRequest as error:
+        raise placed(error, planned.at) from None
     assert isinstance(result, AppendResult)
     return result

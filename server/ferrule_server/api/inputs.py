@@ -20,7 +20,7 @@ from ferrule_server.engine.jobs import (
     ReleaseJob,
     TruncateJob,
 )
-from ferrule_server.errors import FeatureUnsupported, InvalidRequest, ReplyTooLarge, TokenOutOfVocab
+from ferrule_server.errors import FeatureUnsupported, FerruleError, InvalidRequest, ReplyTooLarge, TokenOutOfVocab
 from ferrule_server.kv.handle import Handle, StalePolicy
 
 _LINEAGE_BYTES: Final = 16
@@ -48,12 +48,14 @@ class PlannedAppend:
         job: For the engine.
         plan: For ``outputs``.
         reply_bytes: Upper bound of what the result takes on the wire.
+        at: Path of the input in its request, with a dot behind it.
         seq: The client's number of a stream item.
     """
 
     job: AppendJob
     plan: OutputPlan
     reply_bytes: int
+    at: str
     seq: int = 0
 
 
@@ -214,7 +216,7 @@ class InputReader:
         if reply_bytes > self._limits.max_reply_bytes:
             raise ReplyTooLarge(f"{at}logits_policy", reply_bytes, self._limits.max_reply_bytes)
         job = AppendJob(principal, token_ids, handle, plan.output, on_stale, None, request_id)
-        return PlannedAppend(job, plan, reply_bytes)
+        return PlannedAppend(job, plan, reply_bytes, at)
 
     def _out_of_vocab(self, token_ids: Sequence[int], at: str) -> TokenOutOfVocab:
         """Return the error that names the first bad token."""
@@ -242,6 +244,19 @@ class InputReader:
         if options.HasField("reserve_length"):
             raise FeatureUnsupported("reserve_length")
         return _seconds(options.ttl, "input.cache.ttl") if options.HasField("ttl") else None
+
+
+def placed(error: FerruleError, at: str) -> FerruleError:
+    """Return an error of the engine with its field, if it names one, below the path ``at`` of the input.
+
+    The engine knows the fields of an input and not where in its request that stood. The error belongs to one job, so
+    it is changed in place.
+    """
+    if isinstance(error, InvalidRequest):
+        error.field = f"{at}{error.field}"
+        error.message = f"{error.field}: {error.description}"
+        error.metadata["field"] = error.field
+    return error
 
 
 def page_token(handle_id: str) -> str:
@@ -310,4 +325,4 @@ def _seconds(ttl: _Duration, path: str) -> float:
     return seconds
 
 
-__all__ = ["InputReader", "PlannedAppend", "page_token", "require"]
+__all__ = ["InputReader", "PlannedAppend", "page_token", "placed", "require"]

@@ -24,7 +24,7 @@ import grpc
 from ferrule.v1 import executor_pb2
 from ferrule_server.api.calls import Context, cancel, refuse
 from ferrule_server.api.handlers import Malformed
-from ferrule_server.api.inputs import PlannedAppend
+from ferrule_server.api.inputs import PlannedAppend, placed
 from ferrule_server.api.outputs import fill_append, release_results
 from ferrule_server.api.principal import principal_of
 from ferrule_server.api.state import ServerState, Serving
@@ -115,7 +115,7 @@ class DecodeStream:
             else:
                 assert isinstance(outcome, FerruleError)
                 planned = self._pending.pop(job)
-                self._add_error(self._error_result(planned.seq, planned.job.request_id, outcome))
+                self._add_error(self._error_result(planned.seq, planned.job.request_id, placed(outcome, planned.at)))
         except Exception as failure:  # noqa: BLE001  (fault_of logs it)
             self.end(fault_of(failure, _RPC))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import stat
 import threading
+import time
 from pathlib import Path
 
 import grpc
@@ -12,13 +13,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from ferrule.v1 import executor_pb2, info_pb2, tokenizer_pb2
+from ferrule.v1 import executor_pb2, info_pb2, tokenizer_pb2, types_pb2
 from ferrule_server.api.serve import SERVICES
 from ferrule_server.api.unix_socket import SocketPath
 from ferrule_server.config import ListenAddress
 from ferrule_server.errors import ConfigError
 from ferrule_server.executor.base import DeviceLost
-from tests.api.harness import RunningServer, decode_item, refusal_of, refused, wait_until
+from tests.api.harness import Refusal, RunningServer, decode_item, refused, wait_until
 from tests.fakes import FakeExecutor
 
 Health = health_pb2.HealthCheckResponse
@@ -53,29 +54,84 @@ def test_while_loading_everything_but_status_and_health_is_refused() -> None:
         assert server.prefill().kv_cache.length > 0
 
 
-def test_draining_refuses_new_sequences_and_finishes_old_ones() -> None:
-    """Health turns, a decode still goes through, a prefill hears DRAINING, streams end with DRAINING at the end."""
+def test_draining_refuses_new_prompts_and_serves_live_handles() -> None:
+    """Health turns, decodes and forks still go through, a prompt hears DRAINING."""
+    with RunningServer() as server:
+        handle = server.prefill().kv_cache
+        server.state.num_active += 1  # a call that goes on, and the drain with it
+        drained = threading.Thread(target=lambda: server.run(server.server.drain(5.0)))
+        drained.start()
+        wait_until(lambda: _health(server, "") == Health.NOT_SERVING)
+        branch = server.fork(handle)[0]
+        assert server.decode(branch, 9).kv_cache.length == handle.length + 1
+        server.decode(handle, 7)
+        forked = server.decode(handle, 8, on_stale=types_pb2.STALE_POLICY_FORK).kv_cache
+        assert server.prefill((9,), kv_cache=forked).kv_cache.length == handle.length + 2
+        with refused() as refusals:
+            server.prefill()
+        assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+        status = server.stub.GetStatus(executor_pb2.GetStatusRequest()).status
+        assert (status.state, status.is_ready) == (info_pb2.EXECUTOR_STATE_DRAINING, False)
+        server.state.num_active -= 1
+        drained.join(timeout=5)
+        with refused() as refusals:
+            server.decode(branch, 1)
+        assert refusals[0].reason == "DRAINING"
+
+
+def test_a_drain_ends_an_idle_stream_at_once() -> None:
+    """It is told why, and the grace is not waited for."""
+    with RunningServer() as server:
+        stream = server.open_stream()
+        stream.send(decode_item(server.prefill().kv_cache, 7))
+        stream.read()
+        started = time.monotonic()
+        server.run(server.server.drain(15.0))
+        assert time.monotonic() - started < 5
+        with refused() as refusals:
+            stream.read()
+        assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+
+
+def test_a_drain_lets_a_decode_loop_on_a_stream_go_on() -> None:
+    """Until nothing more is taken; then the stream ends with DRAINING."""
     with RunningServer() as server:
         handle = server.prefill().kv_cache
         stream = server.open_stream()
-        stream.send(decode_item(handle, 7))
-        handle = stream.read().results[0].decode.kv_cache
         drained = threading.Thread(target=lambda: server.run(server.server.drain(1.0)))
         drained.start()
-        wait_until(lambda: _health(server, "") == Health.NOT_SERVING)
-        stream.send(decode_item(handle, 8))
-        handle = stream.read().results[0].decode.kv_cache
-        assert server.decode(handle, 9).kv_cache.length == handle.length + 1
-        for call in (server.prefill, lambda: server.fork(handle)):
-            with refused() as refusals:
-                call()
-            assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
-        status = server.stub.GetStatus(executor_pb2.GetStatusRequest()).status
-        assert (status.state, status.is_ready) == (info_pb2.EXECUTOR_STATE_DRAINING, False)
-        with pytest.raises(grpc.RpcError) as caught:
-            stream.read()
-        assert refusal_of(caught.value).reason == "DRAINING"
+        started = time.monotonic()
+        with refused() as refusals:
+            while time.monotonic() - started < 20:
+                stream.send(decode_item(handle))
+                assert stream.read().results[0].HasField("decode")
+        assert time.monotonic() - started > 0.5
+        assert refusals[0].reason == "DRAINING"
         drained.join()
+
+
+def test_a_drain_answers_every_call_it_has_taken() -> None:
+    """Clients that decode without end hear DRAINING when they ask, never for what they asked before."""
+    refusals: list[Refusal] = []
+
+    def decode_until_refused(handle: types_pb2.KvCacheHandle) -> None:
+        started = time.monotonic()
+        with refused() as caught:
+            while time.monotonic() - started < 20:
+                server.decode(handle)
+        refusals.extend(caught)
+
+    with RunningServer(FakeExecutor(step_time_s=0.02)) as server:
+        handles = [server.prefill((i, 2, 3)).kv_cache for i in range(4)]
+        clients = [threading.Thread(target=decode_until_refused, args=(handle,)) for handle in handles]
+        for client in clients:
+            client.start()
+        server.run(server.server.drain(0.6))
+        server.engine.close()
+        for client in clients:
+            client.join(timeout=10)
+    assert [refusal.reason for refusal in refusals] == ["DRAINING"] * 4
+    assert "DRAINING" not in server.engine.counters.refused
 
 
 def test_a_lost_device_is_told_and_later_calls_are_refused() -> None:

@@ -8,6 +8,7 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -92,8 +93,8 @@ def test_settings_come_from_the_environment_and_ctrl_c_ends_with_0(tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_open_stream_gets_its_grace_and_a_second_signal_does_not_wait() -> None:
-    """The first signal waits up to 2 s for the stream, the second one ends the process at once."""
+def test_an_idle_stream_does_not_hold_the_server() -> None:
+    """It ends with DRAINING at once, and the process long before its grace."""
     frames: queue.SimpleQueue[executor_pb2.StreamDecodeRequest | None] = queue.SimpleQueue()
     with (
         _running(*REFERENCE, "--listen", "127.0.0.1:0") as (process, values),
@@ -103,12 +104,34 @@ def test_an_open_stream_gets_its_grace_and_a_second_signal_does_not_wait() -> No
         call = stub.StreamDecode(iter(frames.get, None))
         frames.put(executor_pb2.StreamDecodeRequest())
         next(call)
-        process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
+        started = time.monotonic()
+        _end(process)
+        assert process.returncode == 0
+        assert time.monotonic() - started < 1.5
+        with pytest.raises(grpc.RpcError) as caught:
+            next(call)
+        assert "going down" in (caught.value.details() or "")
+        frames.put(None)
+
+
+def test_a_busy_stream_gets_its_grace_and_a_second_signal_does_not_wait() -> None:
+    """The first signal waits up to 2 s for the stream, the second one ends the process at once."""
+    is_over = threading.Event()
+    with (
+        _running(*REFERENCE, "--listen", "127.0.0.1:0") as (process, values),
+        grpc.insecure_channel(values["listen"]) as channel,
+    ):
+        stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
+        frames = iter(lambda: is_over.wait(0.02), True)  # one frame every 20 ms
+        call = stub.StreamDecode(executor_pb2.StreamDecodeRequest() for _ in frames)
+        next(call)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=1.5) == 128 + signal.SIGTERM
-        frames.put(None)
+        assert process.wait(timeout=1) == 128 + signal.SIGTERM
+        is_over.set()
 
 
 def test_while_it_loads_the_status_tells_the_stage_and_sigterm_ends_with_0(tmp_path: Path) -> None:

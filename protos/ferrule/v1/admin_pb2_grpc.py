@@ -65,7 +65,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Stops taking new sequences (UNAVAILABLE / DRAINING) and lets existing ones go on. Idempotent; a later grace
+        """Refuses new prompts (UNAVAILABLE / DRAINING) and serves live handles, forks of them too. Idempotent; a later grace
         replaces the earlier one. Health turns NOT_SERVING.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -138,7 +138,7 @@ def _fill_counters(message: info_pb2.ExecutorStatus, snapshot: EngineSnapshot) -
 def _executor_state(phase: Phase, snapshot: EngineSnapshot) -> info_pb2.ExecutorState:
     if snapshot.is_failed or phase is Phase.FAILED:
         return info_pb2.EXECUTOR_STATE_FAILED
-    if phase is Phase.DRAINING:
+    if phase in (Phase.DRAINING, Phase.CLOSING):
         return info_pb2.EXECUTOR_STATE_DRAINING
     is_busy = snapshot.num_running or snapshot.num_waiting
     return info_pb2.EXECUTOR_STATE_BUSY if is_busy else info_pb2.EXECUTOR_STATE_READY

@@ -101,7 +101,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
     @unary
     async def ForkCache(self, request: cache_pb2.ForkCacheRequest, context: Context) -> cache_pb2.ForkCacheResponse:
         """Branch a sequence."""
-        serving = self.state.use_for_new()
+        serving = self.state.use()
         result = await run_job(serving.engine, serving.inputs.fork(request, principal_of(context)))
         assert isinstance(result, ForkResult)
         return cache_pb2.ForkCacheResponse(kv_caches=[handle_message(handle) for handle in result.handles])

@@ -33,6 +33,11 @@ SERVICES: Final = (
 
 _REPLY_SLACK_BYTES: Final = 1 << 20
 _POLL_S: Final = 0.02
+_QUIET_S: Final = 0.2
+"""A stream that has had nothing to do for this long is ended when the server drains: longer than a client in the
+middle of a decode loop thinks between two tokens."""
+_SHARE_FOR_ANSWERS: Final = 0.25
+"""The last part of the grace, in which nothing more is taken and what was taken is answered."""
 
 
 def server_options(limits: ApiLimits) -> list[tuple[str, int]]:
@@ -100,18 +105,28 @@ class ApiServer:
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     async def drain(self, grace_s: float, *, has_failed: bool = False) -> None:
-        """Refuse new sequences with DRAINING and let calls and streams go on for up to ``grace_s`` seconds.
+        """Refuse new prompts with DRAINING and serve live handles for up to ``grace_s`` seconds; then nothing runs.
 
-        After a fault (``has_failed``) everything is refused.
+        Returns as soon as no call is under way; quiet streams are ended at once. In the last part of the grace
+        nothing more is taken, so that what was taken gets its answer. After a fault (``has_failed``) everything is
+        refused.
         """
         self.state.phase = Phase.FAILED if has_failed else Phase.DRAINING
         await self._health.enter_graceful_shutdown()
-        deadline = asyncio.get_running_loop().time() + grace_s
-        while self.state.num_active or self.state.streams:
-            if asyncio.get_running_loop().time() >= deadline:
-                break
-            await asyncio.sleep(_POLL_S)
+        await self._until_idle(grace_s * (1 - _SHARE_FOR_ANSWERS), _QUIET_S)
+        if not has_failed:
+            self.state.phase = Phase.CLOSING
+        await self._until_idle(grace_s * _SHARE_FOR_ANSWERS, 0.0)
         self.state.end_streams(Draining())
+
+    async def _until_idle(self, timeout_s: float, quiet_s: float) -> None:
+        """Wait until no call and no stream is left, ending streams once they are quiet."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        self.state.end_quiet_streams(quiet_s, Draining())
+        while (self.state.num_active or self.state.streams) and loop.time() < deadline:
+            await asyncio.sleep(_POLL_S)
+            self.state.end_quiet_streams(quiet_s, Draining())
 
     async def stop(self) -> None:
         """Close the listener, give last answers a moment to leave, and free the address; once is enough."""

@@ -47,16 +47,25 @@ class TextCodec(Protocol):
 
 
 class Phase(enum.Enum):
-    """Where the server is in its life."""
+    """Where the server is in its life.
+
+    DRAINING refuses new prompts and serves live handles, forks of them too. CLOSING takes nothing more and answers
+    what it has taken. FAILED has nothing left to answer.
+    """
 
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
+    CLOSING = "closing"
     FAILED = "failed"
 
 
 class Ending(Protocol):
     """Something long-lived that a draining server ends: an open stream."""
+
+    def is_quiet(self, quiet_s: float) -> bool:
+        """Whether nothing is under way or waits to be written, and nothing was for ``quiet_s`` seconds."""
+        ...
 
     def end(self, error: FerruleError) -> None:
         """End with ``error``; further calls change nothing."""
@@ -117,21 +126,21 @@ class ServerState:
 
         Raises:
             Starting: The model is not loaded yet.
-            Draining: The engine is gone.
+            Draining: The server takes nothing any more.
         """
         serving = self.serving
         if serving is None:
             raise Starting if self.phase is Phase.STARTING else Draining
-        if self.phase is Phase.FAILED:
+        if self.phase in (Phase.CLOSING, Phase.FAILED):
             raise Draining
         return serving
 
     def use_for_new(self) -> Serving:
-        """Return the parts that calls which make a sequence need.
+        """Return the parts that new prompts need. Branches of live sequences are none: they need :meth:`use`.
 
         Raises:
             Starting: The model is not loaded yet.
-            Draining: The server takes no new sequences any more.
+            Draining: The server takes no new prompts any more.
         """
         if self.phase is Phase.DRAINING:
             raise Draining
@@ -141,3 +150,9 @@ class ServerState:
         """End every open stream with ``error``."""
         for stream in list(self.streams):
             stream.end(error)
+
+    def end_quiet_streams(self, quiet_s: float, error: FerruleError) -> None:
+        """End the streams that have been quiet for ``quiet_s`` seconds with ``error``."""
+        for stream in list(self.streams):
+            if stream.is_quiet(quiet_s):
+                stream.end(error)

@@ -27,7 +27,7 @@ from ferrule_server.api.handlers import Malformed
 from ferrule_server.api.inputs import PlannedAppend, placed
 from ferrule_server.api.outputs import fill_append, release_results
 from ferrule_server.api.principal import principal_of
-from ferrule_server.api.state import ServerState, Serving
+from ferrule_server.api.state import Phase, ServerState, Serving
 from ferrule_server.api.status import fault_of, log_refused, reason_of, to_status
 from ferrule_server.engine.jobs import AppendResult, Job, Outcome, ReleaseJob, ReleaseResult
 from ferrule_server.errors import FeatureUnsupported, FerruleError, InvalidRequest, SlowConsumer
@@ -70,10 +70,13 @@ class DecodeStream:
         self._queue: deque[tuple[executor_pb2.StreamDecodeResponse, int]] = deque()
         self._queued_bytes = 0
         self._refused: dict[str, tuple[FerruleError, int]] = {}
+        self._loop = asyncio.get_running_loop()
+        self._last_use_s = self._loop.time()
+        self._is_writing = False
         self._has_news = asyncio.Event()
         self._is_half_closed = False
         self._is_ended = False
-        self._ended: asyncio.Future[FerruleError | None] = asyncio.get_running_loop().create_future()
+        self._ended: asyncio.Future[FerruleError | None] = self._loop.create_future()
 
     async def run(self) -> None:
         """Serve the stream until the client has half-closed and everything is answered, or something ends it.
@@ -100,6 +103,14 @@ class DecodeStream:
         self._has_news.set()
         if not self._ended.done():
             self._ended.set_result(error)
+
+    def is_quiet(self, quiet_s: float) -> bool:
+        """Whether nothing is under way or waits to be written, and nothing was for ``quiet_s`` seconds."""
+        return not self._is_busy() and self._loop.time() - self._last_use_s >= quiet_s
+
+    def _is_busy(self) -> bool:
+        """Whether an item or a release is not answered yet, or an answer not written."""
+        return bool(self._pending or self._releases or self._frames or self._queue or self._is_writing)
 
     # ---- engine side ------------------------------------------------------------------------------------------------
 
@@ -210,6 +221,8 @@ class DecodeStream:
         while (request := await self._context.read()) is not grpc.aio.EOF:
             if isinstance(request, Malformed):
                 raise request.error()
+            if self._state.phase is Phase.CLOSING:
+                return  # whoever drains ends the stream once it is quiet; this frame is among what is not taken
             self._state.use()
             self._accept(request)
         self._is_half_closed = True
@@ -220,9 +233,12 @@ class DecodeStream:
         while not self._is_ended:
             if self._queue:
                 frame, num_bytes = self._queue.popleft()
+                self._is_writing = True
                 await self._context.write(frame)
+                self._is_writing = False
                 self._queued_bytes -= num_bytes + _FRAME_BYTES
-            elif self._is_half_closed and not (self._pending or self._releases or self._frames):
+                self._last_use_s = self._loop.time()
+            elif self._is_half_closed and not self._is_busy():
                 self.end(None)
             else:
                 self._has_news.clear()

@@ -93,11 +93,25 @@ def test_a_drain_ends_an_idle_stream_at_once() -> None:
         assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
 
 
+def test_a_stream_that_opens_while_the_server_drains_ends() -> None:
+    """Whatever it meets first: it is refused, or ended with the others."""
+    for _ in range(20):
+        with RunningServer() as server:
+            stream = server.open_stream()
+            stream.send()
+            server.run(server.server.drain(0.1))
+            with refused() as refusals:
+                list(stream.call)
+            assert refusals[0].reason == "DRAINING"
+
+
 def test_a_drain_lets_a_decode_loop_on_a_stream_go_on() -> None:
     """Until nothing more is taken; then the stream ends with DRAINING."""
     with RunningServer() as server:
         handle = server.prefill().kv_cache
         stream = server.open_stream()
+        stream.send()
+        stream.read()
         drained = threading.Thread(target=lambda: server.run(server.server.drain(1.0)))
         drained.start()
         started = time.monotonic()

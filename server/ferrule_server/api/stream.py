@@ -84,18 +84,25 @@ class DecodeStream:
         Where the client reads nothing at all, its status waits behind what it has not read, and so does this
         coroutine: one frame and one call held until the client goes away or the server stops.
         """
+        self._state.streams.add(self)  # before the first await: from here on a drain knows of it
+        try:
+            error = await self._serve()
+        finally:
+            self._abandon()
+            self._state.streams.discard(self)
+        if error is not None:
+            await refuse(self._context, _RPC, error)
+
+    async def _serve(self) -> FerruleError | None:
+        """Read and write until the stream has ended; return why, None for OK."""
         await self._context.send_initial_metadata(())  # not with the first write: a status may have to overtake that
-        self._state.streams.add(self)
         reader, writer = asyncio.create_task(self._guarded_read()), asyncio.create_task(self._guarded_write())
         try:
             error = await self._ended
             await asyncio.wait([writer], timeout=_LAST_WRITE_S)
         finally:
-            self._abandon()
             reader.cancel()
-            self._state.streams.discard(self)
-        if error is not None:
-            await refuse(self._context, _RPC, error)
+        return error
 
     def end(self, error: FerruleError | None) -> None:
         """End the stream: with its own status ``error``, or None for OK. Later calls change nothing."""

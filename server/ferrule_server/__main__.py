@@ -51,8 +51,10 @@ def _set_up_process(config: ServerConfig) -> None:
     """Set what must be set before any library starts its threads.
 
     Compute threads that spin while they wait starve the event loop and each other: under one busy neighbour decoding
-    fell from 121 to 1.9 tokens/s. The short switch interval lets the event loop in while a step holds the interpreter.
+    fell from 121 to 1.9 tokens/s. The tokenizer gets no threads of its own: texts come one at a time, and those that
+    are long have a thread already. The short switch interval lets the event loop in while a step holds the interpreter.
     """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("KMP_BLOCKTIME", "0")
     if config.num_threads is not None:

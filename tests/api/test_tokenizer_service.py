@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import grpc
 import pytest
 
 from ferrule.v1 import executor_pb2, tokenizer_pb2
+from ferrule_server.api.limits import ApiLimits
 from ferrule_server.text.tokenizer import Tokenizer
 from tests.api.harness import DEMO_FOLDER, RunningServer, refused
 
@@ -63,3 +65,32 @@ def test_without_a_tokenizer_every_call_is_unsupported(server: RunningServer) ->
         with refused() as refusals:
             call()
         assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.UNIMPLEMENTED, "FEATURE_UNSUPPORTED")
+
+
+def test_long_texts_and_lists_are_bounded() -> None:
+    """By bytes of UTF-8 and by ids; the limits themselves are served."""
+    limits = ApiLimits(max_text_bytes=4000, max_text_tokens=2000)
+    with RunningServer(tokenizer=Tokenizer.load(DEMO_FOLDER), limits=limits) as server:
+        assert _encode(server, "\u00e9" * 2000)
+        assert len(_decode(server, [300] * 2000).text) >= 2000
+        calls = (
+            (lambda: _encode(server, "\u00e9" * 2001), "text"),
+            (lambda: _decode(server, [300] * 2001), "token_ids"),
+        )
+        for call, field in calls:
+            with refused() as refusals:
+                call()
+            assert (refusals[0].reason, refusals[0].fields) == ("INVALID_FIELD", (field,))
+
+
+def test_a_long_text_freezes_nobody_else(texts: RunningServer) -> None:
+    """While a text of 1 MiB is encoded, another caller is answered, again and again."""
+    text = "def f(x):\n  return x\n" * 60_000
+    encoding = texts.text.Encode.future(tokenizer_pb2.EncodeRequest(text=text), timeout=60)
+    worst_s, last = 0.0, time.monotonic()
+    while not encoding.done():
+        texts.stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=10)
+        last, before = time.monotonic(), last  # from reply to reply: this thread is frozen with the others
+        worst_s = max(worst_s, last - before)
+    assert len(encoding.result().token_ids) > 100_000
+    assert worst_s < 0.4

@@ -39,6 +39,8 @@ from ferrule_client.types import (
 __all__ = ["Client"]
 
 _POLL_S = 0.1
+_HANDLES_PER_REQUEST = 4096
+"""``max_handles_per_request`` of every server so far; a smaller list is always taken."""
 _NEVER_READY = ("draining", "failed")
 
 
@@ -400,12 +402,15 @@ class Client:
         Raises:
             ExecutorError: The call as a whole failed.
         """
-        request = cache_pb2.KeepAliveRequest(kv_caches=_handle_messages(caches), ttl=_convert.duration(ttl))
-        reply = self._connection.unary(self._connection.executor.KeepAlive, request, timeout=timeout)
-        return [
-            _convert.lease_from_message(result.lease) if result.HasField("lease") else error_from_status(result.error)
-            for result in reply.results
-        ]
+        leases: list[Lease | ExecutorError] = []
+        for handles in _batches(caches):
+            request = cache_pb2.KeepAliveRequest(kv_caches=handles, ttl=_convert.duration(ttl))
+            reply = self._connection.unary(self._connection.executor.KeepAlive, request, timeout=timeout)
+            leases += [
+                _convert.lease_from_message(one.lease) if one.HasField("lease") else error_from_status(one.error)
+                for one in reply.results
+            ]
+        return leases
 
     def release(self, caches: Iterable[Cache | Handle], *, timeout: Timeout = USE_DEFAULT) -> Released:
         """End sequences, many in one call, and free their blocks. What is gone already is no error.
@@ -427,9 +432,14 @@ class Client:
         for cache in ended:
             if isinstance(cache, Cache):
                 cache.give_up()
-        request = cache_pb2.ReleaseCacheRequest(kv_caches=_handle_messages(ended))
-        reply = self._connection.unary(self._connection.executor.ReleaseCache, request, timeout=timeout)
-        return Released(tuple(result.released for result in reply.results), reply.freed_blocks)
+        released: list[bool] = []
+        freed_blocks = 0
+        for handles in _batches(ended):
+            request = cache_pb2.ReleaseCacheRequest(kv_caches=handles)
+            reply = self._connection.unary(self._connection.executor.ReleaseCache, request, timeout=timeout)
+            released += [result.released for result in reply.results]
+            freed_blocks += reply.freed_blocks
+        return Released(tuple(released), freed_blocks)
 
     def _renew(self, handles: Sequence[Handle]) -> list[Lease | ExecutorError]:
         return self.keep_alive(handles, timeout=5.0)
@@ -440,6 +450,8 @@ def _not_ready(status: Status) -> UnavailableError:
     return StartingError(grpc.StatusCode.UNAVAILABLE, "STARTING", text)
 
 
-def _handle_messages(caches: Iterable[Cache | Handle]) -> list[types_pb2.KvCacheHandle]:
-    handles = (cache.handle if isinstance(cache, Cache) else cache for cache in caches)
-    return [_convert.handle_to_message(handle) for handle in handles]
+def _batches(caches: Iterable[Cache | Handle]) -> Iterator[list[types_pb2.KvCacheHandle]]:
+    """Yield the handles as messages, in lists that a server takes in one request; at least one list."""
+    handles = [cache.handle if isinstance(cache, Cache) else cache for cache in caches]
+    for start in range(0, max(1, len(handles)), _HANDLES_PER_REQUEST):
+        yield [_convert.handle_to_message(handle) for handle in handles[start : start + _HANDLES_PER_REQUEST]]

@@ -12,6 +12,7 @@ import pytest
 from ferrule_client import (
     Client,
     ContextExceededError,
+    Handle,
     HandleNotFoundError,
     HandleStaleError,
     InvalidRequestError,
@@ -261,3 +262,10 @@ def test_keep_alive_answers_for_each_handle(client: Client) -> None:
         lease, error = client.keep_alive([cache, gone.handle], ttl=100)
         assert getattr(lease, "ttl_s", 0) == pytest.approx(100, abs=1)
         assert isinstance(error, HandleNotFoundError)
+
+
+def test_long_lists_of_handles_are_sent_in_parts(client: Client) -> None:
+    """A server takes 4096 handles in a request; the client may be given more."""
+    strangers = [Handle(f"test.e1.{i:022d}", 1, bytes(16)) for i in range(4097)]
+    assert client.release(strangers).released == (False,) * 4097
+    assert len(client.keep_alive(strangers)) == 4097

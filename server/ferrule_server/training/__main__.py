@@ -171,7 +171,9 @@ def _keep(trainer: Trainer, data: _Data, out: Path) -> None:
 
 
 def _record(trainer: Trainer, data: _Data) -> TrainingRecord:
-    lengths = sorted(set(trainer.config.window_lengths))
+    trained = trainer.config.window_lengths
+    lengths = sorted({*trained, trainer.shape.max_positions})
+    losses = ((n, measure_loss(trainer.model, data.held_out, length=n)) for n in lengths if n < len(data.held_out))
     num_bytes = sum(len(document.text.encode()) for document in data.corpus.held_out)
     return TrainingRecord(
         num_train_files=len(data.corpus.train),
@@ -181,11 +183,9 @@ def _record(trainer: Trainer, data: _Data) -> TrainingRecord:
         num_steps=trainer.progress.step,
         used_compile=trainer.config.use_compile,
         minutes=trainer.progress.elapsed_s / 60.0,
-        longest_window=lengths[-1],
+        longest_window=max(trained),
         train_loss=trainer.progress.train_loss,
-        held_out_losses=tuple(
-            (length, measure_loss(trainer.model, data.held_out, length=length)) for length in lengths
-        ),
+        held_out_losses=tuple(losses),
         held_out_bytes_per_token=num_bytes / len(data.held_out),
     )
 

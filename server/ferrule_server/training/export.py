@@ -246,8 +246,9 @@ def _card_limits(record: TrainingRecord, shape: ModelShape) -> str:
     return f"""## Limits
 
 * What it writes looks like Python and means nothing; greedy decoding soon repeats itself, so sample at about 0.7.
-* Trained on windows of up to {record.longest_window} tokens. The configuration allows {shape.max_positions}; between
-  the two it still runs, with a rising loss.
+* Trained on windows of up to {record.longest_window} tokens. The configuration allows {shape.max_positions}; beyond
+  the first number it still runs, at a loss that rises with every few hundred tokens.
+* The training loss is well below the held-out loss: files it was trained on it partly knows by heart.
 * End prompts at the last visible character (`def f(x):`, not `def f(x):` and a newline): the newline and its
   indentation are one token, so a bare newline says that the next line is not indented.
 * English and Python only in the sense that the standard library is; names of its authors may appear.

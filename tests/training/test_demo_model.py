@@ -1,0 +1,62 @@
+"""The model folder that ships is complete, small and better than a short training run would be."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+from ferrule_server import training
+from ferrule_server.training.corpus import collect
+from ferrule_server.training.export import sample
+from ferrule_server.training.model import ModelShape, TrainingModel
+from ferrule_server.training.tokenizer import encode_documents, load_tokenizer
+from ferrule_server.training.train import measure_loss
+
+_FOLDER = Path(training.__file__).parent.parent / "demo_model"
+
+
+@pytest.fixture(scope="module")
+def model() -> TrainingModel:
+    """The shipped weights in float32, loaded strictly."""
+    model = TrainingModel(ModelShape())
+    model.load_state_dict({name: tensor.float() for name, tensor in load_file(_FOLDER / "model.safetensors").items()})
+    return model
+
+
+@pytest.fixture(scope="module")
+def shipped_tokenizer() -> Tokenizer:
+    """The shipped vocabulary."""
+    return load_tokenizer(_FOLDER / "tokenizer.json")
+
+
+def test_weights_take_at_most_eleven_megabytes() -> None:
+    """A checkout stays small."""
+    assert (_FOLDER / "model.safetensors").stat().st_size <= 11_000_000
+
+
+def test_config_says_what_the_recipe_builds(shipped_tokenizer: Tokenizer) -> None:
+    """The shape in config.json is the default shape, and the vocabulary fits it."""
+    config: dict[str, Any] = json.loads((_FOLDER / "config.json").read_text())
+    shape = ModelShape()
+    assert (config["num_hidden_layers"], config["hidden_size"]) == (shape.num_layers, shape.hidden_size)
+    assert (config["intermediate_size"], config["head_dim"]) == (shape.intermediate_size, shape.head_dim)
+    assert shipped_tokenizer.get_vocab_size() == config["vocab_size"] == dataclasses.asdict(shape)["vocab_size"]
+
+
+def test_held_out_loss_is_what_the_card_promises(model: TrainingModel, shipped_tokenizer: Tokenizer) -> None:
+    """Files of the standard library that training never saw cost below 2.47 nats per token."""
+    torch.set_num_threads(1)
+    texts = [document.text for document in collect().held_out]
+    tokens = encode_documents(shipped_tokenizer, texts)
+    assert measure_loss(model, tokens, length=256, max_windows=48) < 2.47
+
+
+def test_the_card_s_first_sample_is_what_the_weights_say(model: TrainingModel, shipped_tokenizer: Tokenizer) -> None:
+    """Card and weights belong to the same export; the first tokens leave no room for rounding to matter."""
+    text = sample(model, shipped_tokenizer, "def read_file(path):", num_tokens=8)
+    assert text.rstrip() in (_FOLDER / "MODEL_CARD.md").read_text(encoding="utf-8")

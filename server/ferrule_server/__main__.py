@@ -13,7 +13,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from ferrule_server import __version__
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # imported when the process is set up: they bring libraries t
     from ferrule_server.api.state import ServerState, Serving
     from ferrule_server.engine.engine import Engine
     from ferrule_server.executor.base import Executor
-    from ferrule_server.executor.select import LoadedExecutor
+    from ferrule_server.executor.select import LoadedExecutor, OnProgress
 
 _LOG = logging.getLogger("ferrule_server")
 _SWITCH_INTERVAL_S: Final = 0.0005
@@ -33,10 +33,14 @@ _GRACE_S: Final = 2.0
 _M_MMAP_THRESHOLD: Final = -3
 _EXIT_FAULT: Final = 1
 _EXIT_UNUSABLE: Final = 2
+_EXIT_INTERRUPTED: Final = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the server until a signal ends it; return the exit code: 0 as asked, 1 a fault, 2 unusable settings."""
+    """Run the server until a signal ends it; return the exit code: 0 as asked, 1 a fault, 2 unusable settings.
+
+    Ctrl-C before the server is ready leaves no such choice to whoever called: the process ends with 130.
+    """
     try:
         config = parse_config(sys.argv[1:] if arguments is None else arguments, os.environ)
         _set_up_process(config)
@@ -96,18 +100,19 @@ async def _serve(config: ServerConfig) -> int:
     state = ServerState(config.instance, secrets.token_hex(6), __version__, limits)
     server = ApiServer(state, has_reflection=config.has_reflection)
     address = server.bind(config.listen)
-    stopping = asyncio.create_task(_stop_signal().wait())
+    stopping = _stop_signal()
     await server.start()
     _LOG.info("listening address=%s instance=%s epoch=%s", address.target, state.instance, state.epoch)
     try:
-        loading = asyncio.create_task(_load(config, state))
-        await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
+        with _progress(state) as on_progress:  # left before the process ends, so that no bar stays on the terminal
+            loading = asyncio.create_task(_load(config, on_progress))
+            await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if stopping.done():
             await server.stop()
-            _exit_now(0)  # the thread that loads cannot be asked to stop
+            # The thread that loads cannot be asked to stop.
+            _exit_now(_EXIT_INTERRUPTED if stopping.result() is signal.SIGINT else 0)
         return await _run_engine(config, server, address, loading.result(), stopping)
     finally:
-        stopping.cancel()
         await server.stop()
 
 
@@ -116,7 +121,7 @@ async def _run_engine(
     server: ApiServer,
     address: ListenAddress,
     loaded: LoadedExecutor,
-    stopping: asyncio.Task[bool],
+    stopping: asyncio.Future[signal.Signals],
 ) -> int:
     """Put the engine together, serve until ``stopping`` is done or the device is lost, drain, close."""
     loop = asyncio.get_running_loop()
@@ -195,15 +200,15 @@ def _say_ready(address: ListenAddress, engine: Engine, config: ServerConfig) -> 
     _LOG.info("model loaded %s", line)
 
 
-def _stop_signal() -> asyncio.Event:
-    """Return an event that the first SIGTERM or SIGINT sets; a second one ends the process at once."""
-    stop = asyncio.Event()
+def _stop_signal() -> asyncio.Future[signal.Signals]:
+    """Return a future that the first SIGTERM or SIGINT becomes the result of; a second one ends the process at once."""
     loop = asyncio.get_running_loop()
+    stop: asyncio.Future[signal.Signals] = loop.create_future()
 
     def on_signal(number: signal.Signals) -> None:
-        if stop.is_set():
+        if stop.done():
             _exit_now(128 + number)
-        stop.set()
+        stop.set_result(number)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
@@ -219,7 +224,7 @@ def _exit_now(code: int) -> NoReturn:
 # ---- loading --------------------------------------------------------------------------------------------------------
 
 
-async def _load(config: ServerConfig, state: ServerState) -> LoadedExecutor:
+async def _load(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
     """Load the executor on a thread of its own, which does not keep the process alive, telling how far it is."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[LoadedExecutor] = loop.create_future()
@@ -237,8 +242,7 @@ async def _load(config: ServerConfig, state: ServerState) -> LoadedExecutor:
 
         result: LoadedExecutor | Exception
         try:
-            with _progress(state) as on_progress:
-                result = create_executor(config, on_progress)
+            result = create_executor(config, on_progress)
         except Exception as error:  # noqa: BLE001  (raised again by whoever waits)
             result = error
         loop.call_soon_threadsafe(finish, result)
@@ -248,7 +252,7 @@ async def _load(config: ServerConfig, state: ServerState) -> LoadedExecutor:
 
 
 @contextlib.contextmanager
-def _progress(state: ServerState) -> Iterator[Callable[[str, float], None]]:
+def _progress(state: ServerState) -> Iterator[OnProgress]:
     """Give a callable that shows progress: in GetStatus, and as a bar on a terminal or as lines in the log."""
     with _bar() if sys.stderr.isatty() else contextlib.nullcontext(_log_stage()) as show:
 
@@ -259,7 +263,7 @@ def _progress(state: ServerState) -> Iterator[Callable[[str, float], None]]:
         yield on_progress
 
 
-def _log_stage() -> Callable[[str, float], None]:
+def _log_stage() -> OnProgress:
     """Return a callable that logs each stage once."""
     seen: set[str] = set()
 
@@ -272,7 +276,7 @@ def _log_stage() -> Callable[[str, float], None]:
 
 
 @contextlib.contextmanager
-def _bar() -> Iterator[Callable[[str, float], None]]:
+def _bar() -> Iterator[OnProgress]:
     """Give a callable that moves a bar on stderr."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn

@@ -23,7 +23,7 @@ EXECUTORS: Final = ("auto", "torch", "paged-reference")
 DTYPES: Final = ("auto", "bfloat16", "float32")
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
-_SIZE_UNITS: Final = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_SIZE_UNITS: Final = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _TIME_UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _MIN_TTL_S: Final = 5.0
 _MAX_TTL_S: Final = 30 * 24 * 3600.0
@@ -205,7 +205,9 @@ def build_parser() -> argparse.ArgumentParser:
     model.add_argument("--threads", metavar="N", help="threads that compute (default: one per core)")
     memory = parser.add_argument_group("memory and limits")
     memory.add_argument(
-        "--kv-memory", metavar="SIZE", help="size of the KV pool, allocated at start: 512MiB, 4GiB (default: 1GiB)"
+        "--kv-memory",
+        metavar="SIZE",
+        help="size of the KV pool, allocated at start, in KiB, MiB, GiB or TiB: 512MiB (default: 1GiB)",
     )
     memory.add_argument("--max-context", metavar="N", help="longest sequence in tokens (default: the model's limit)")
     memory.add_argument(
@@ -246,7 +248,8 @@ examples:
   ferrule serve --listen 0.0.0.0:50051 --insecure      beyond this machine, on a trusted network
 
 When the model is loaded, one line starting 'ready' appears on stdout. SIGTERM or Ctrl-C ends the server: calls under
-way get 2 s. Exit codes: 0 ended as asked, 1 a fault, 2 a setting, address or model folder is unusable.
+way get 2 s, a second signal does not wait for them. Exit codes: 0 ended as asked, 1 a fault, 2 a setting, address
+or model folder is unusable, 130 Ctrl-C before the line 'ready', 128 + its number for a second signal.
 """
 
 
@@ -279,9 +282,9 @@ def parse_size(text: str) -> int:
     Raises:
         ValueError: The unit is missing or unknown.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB)", text.strip())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]iB)", text.strip())
     if match is None:
-        raise ValueError("must be a number with KiB, MiB or GiB, such as 512MiB")
+        raise ValueError("must be a number with KiB, MiB, GiB or TiB, such as 512MiB")
     return int(float(match[1]) * _SIZE_UNITS[match[2]])
 
 

@@ -29,6 +29,15 @@ def test_flags_win_over_the_environment() -> None:
     assert config.is_insecure
 
 
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("512KiB", 1 << 19), ("512MiB", 1 << 29), ("1.5 GiB", 3 << 29), ("2TiB", 1 << 41), ("0.5TiB", 1 << 39)],
+)
+def test_sizes_have_binary_units(text: str, size: int) -> None:
+    """From KiB to TiB, with or without a fraction."""
+    assert parse_config(["--kv-memory", text], {}).kv_memory_bytes == size
+
+
 def test_every_setting_has_a_flag_and_a_variable() -> None:
     """All at once, by either way, the same."""
     values = {
@@ -89,8 +98,10 @@ def test_other_addresses_need_insecure(text: str) -> None:
         (["--listen", ":50051"], "HOST:PORT"),
         (["--listen", "unix:"], "unix:/tmp/ferrule.sock"),
         (["--listen", f"unix:/{'x' * 120}"], "107 bytes"),
-        (["--kv-memory", "1GB"], "GiB"),
-        (["--kv-memory", "1024"], "GiB"),
+        (["--kv-memory", "1GB"], "KiB, MiB, GiB or TiB"),
+        (["--kv-memory", "4G"], "KiB, MiB, GiB or TiB"),
+        (["--kv-memory", "1024"], "KiB, MiB, GiB or TiB"),
+        (["--kv-memory", "1iB"], "KiB, MiB, GiB or TiB"),
         (["--kv-memory", "1KiB"], "64KiB"),
         (["--max-ttl", "60"], "30m"),
         (["--max-ttl", "1s"], "5s"),

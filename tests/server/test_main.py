@@ -134,33 +134,63 @@ def test_a_busy_stream_gets_its_grace_and_a_second_signal_does_not_wait() -> Non
         is_over.set()
 
 
-def test_while_it_loads_the_status_tells_the_stage_and_sigterm_ends_with_0(tmp_path: Path) -> None:
-    """The address is bound first; a signal does not wait for the thread that loads."""
+@pytest.fixture
+def slow_torch(tmp_path: Path) -> dict[str, str]:
+    """Variables with which importing torch takes a minute."""
     hidden = tmp_path / "torch"
     hidden.mkdir()
     (hidden / "__init__.py").write_text("import time; time.sleep(60)")
+    return _environment(PYTHONPATH=str(tmp_path))
+
+
+def _wait_until_it_loads(socket_path: Path) -> None:
+    with grpc.insecure_channel(f"unix:{socket_path}") as channel:
+        stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
+        stage = ""
+        while stage != "importing torch":
+            status = stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=20, wait_for_ready=True).status
+            assert status.state == info_pb2.EXECUTOR_STATE_STARTING
+            stage = status.load_stage
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_while_it_loads_the_status_tells_the_stage_and_a_signal_ends_it(
+    number: int, code: int, tmp_path: Path, slow_torch: dict[str, str]
+) -> None:
+    """The address is bound first; a signal does not wait for the thread that loads."""
     socket_path = tmp_path / "f.sock"
     with subprocess.Popen(
         _command("--listen", f"unix:{socket_path}"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=_environment(PYTHONPATH=str(tmp_path)),
+        env=slow_torch,
     ) as process:
-        with grpc.insecure_channel(f"unix:{socket_path}") as channel:
-            stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
-            stage = ""
-            while stage != "importing torch":
-                request = executor_pb2.GetStatusRequest()
-                status = stub.GetStatus(request, timeout=20, wait_for_ready=True).status
-                assert status.state == info_pb2.EXECUTOR_STATE_STARTING
-                stage = status.load_stage
+        _wait_until_it_loads(socket_path)
         started = time.monotonic()
-        out, err = _end(process)
-        assert process.returncode == 0, err
+        out, err = _end(process, number)
+        assert process.returncode == code, err
         assert out == ""
         assert time.monotonic() - started < 5
     assert not socket_path.exists()
+
+
+def test_ctrl_c_while_it_loads_leaves_the_terminal_as_it_was(tmp_path: Path, slow_torch: dict[str, str]) -> None:
+    """The bar is wiped, the cursor is back and stands at the start of a line."""
+    socket_path = tmp_path / "f.sock"
+    ours, theirs = os.openpty()
+    with os.fdopen(ours, "rb", buffering=0) as terminal:
+        command = _command("--listen", f"unix:{socket_path}")
+        with subprocess.Popen(command, stderr=theirs, env=slow_torch | {"TERM": "xterm"}) as process:
+            os.close(theirs)
+            _wait_until_it_loads(socket_path)
+            time.sleep(0.3)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=20) == 130
+        shown = terminal.read(1 << 16).decode()
+    assert "importing torch" in shown
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
+    assert shown[shown.rindex("importing torch") :].endswith("\x1b[2K")
 
 
 def test_a_port_in_use_ends_with_2_and_one_sentence() -> None:

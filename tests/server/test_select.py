@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,25 @@ from pathlib import Path
 import pytest
 
 from ferrule_server.config import ServerConfig
-from ferrule_server.errors import ModelError
+from ferrule_server.errors import ConfigError, ModelError
+from ferrule_server.executor import select
 from ferrule_server.executor.select import create_executor, has_bfloat16_instructions
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": 64,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
 
 
 def _ignore(stage: str, share: float) -> None:
@@ -62,3 +80,21 @@ def test_a_model_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no such folder"):
         create_executor(ServerConfig(model=str(tmp_path / "nothing")), lambda stage, _: stages.append(stage))
     assert stages == []
+
+
+def test_a_context_beyond_the_models_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    """The folder has none, and torch is not imported either."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    stages: list[str] = []
+    config = ServerConfig(model=str(tmp_path), max_context=129)
+    with pytest.raises(ConfigError, match="--max-context 129 is beyond the 128 tokens"):
+        create_executor(config, lambda stage, _: stages.append(stage))
+    assert stages == []
+
+
+def test_the_model_that_ships_is_no_folder_to_look_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its files the message says what to do, and no path that the user never typed."""
+    monkeypatch.setattr(select, "_DEMO_FOLDER", tmp_path)
+    with pytest.raises(ModelError, match="--model demo: this installation lacks") as caught:
+        create_executor(ServerConfig(), _ignore)
+    assert str(tmp_path) not in str(caught.value)

@@ -11,6 +11,7 @@ from ferrule_server.config import DEMO_MODEL, ServerConfig
 from ferrule_server.errors import ConfigError, ModelError
 from ferrule_server.executor.base import Executor
 from ferrule_server.executor.paged_reference import PagedReferenceExecutor
+from ferrule_server.model.config import read_config
 
 if TYPE_CHECKING:
     from ferrule_server.text.tokenizer import Tokenizer
@@ -63,6 +64,7 @@ def _paged_reference(config: ServerConfig) -> Executor:
 
 def _torch(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
     folder = _folder(config)
+    _check_context(config, folder)
     on_progress("importing torch", 0.0)
     import torch
 
@@ -93,10 +95,33 @@ def _torch(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
 def _folder(config: ServerConfig) -> Path:
     if config.model is None:
         raise ConfigError("--model is needed: demo, or a folder")
-    folder = _DEMO_FOLDER if config.model == DEMO_MODEL else Path(config.model).expanduser()
+    if config.model == DEMO_MODEL:
+        return _demo_folder()
+    folder = Path(config.model).expanduser()
     if not folder.is_dir():
         raise ModelError(f"--model {config.model}: there is no such folder")
     return folder
+
+
+def _demo_folder() -> Path:
+    if not (_DEMO_FOLDER / "model.safetensors").is_file():
+        raise ModelError(
+            "--model demo: this installation lacks the files of the model that ships; install ferrule again, "
+            "name a folder with --model, or run --executor paged-reference, which needs none"
+        )
+    return _DEMO_FOLDER
+
+
+def _check_context(config: ServerConfig, folder: Path) -> None:
+    """Refuse a context that the model does not have, before its weights are read.
+
+    Raises:
+        ConfigError: ``--max-context`` is beyond it.
+        ModelError: config.json is missing or unusable.
+    """
+    most = read_config(folder).max_positions
+    if config.max_context is not None and config.max_context > most:
+        raise ConfigError(f"--max-context {config.max_context} is beyond the {most} tokens that {config.model} knows")
 
 
 def _dtype(config: ServerConfig) -> Literal["float32", "bfloat16"]:

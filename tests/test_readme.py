@@ -20,40 +20,21 @@ from ferrule_client._status import error_from_call
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-MODEL = ROOT / "server" / "ferrule_server" / "demo_model" / "model.safetensors"
 SERVICES = [
     executor_pb2.DESCRIPTOR.services_by_name["ModelExecutorService"],
     tokenizer_pb2.DESCRIPTOR.services_by_name["TokenizerService"],
     admin_pb2.DESCRIPTOR.services_by_name["AdminService"],
 ]
 
-pytestmark = pytest.mark.skipif(not MODEL.exists(), reason="the model that ships is not built")
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a server with the model that ships."""
-    folder = tmp_path_factory.mktemp("readme")
-    address = f"unix:{folder}/ferrule.sock"
-    command = [sys.executable, "-m", "ferrule_client.cli", "serve", "--listen", address, "--kv-memory", "16MiB"]
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-    with process:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("ready"), (folder / "log").read_text()
-        yield address
-        process.terminate()
-        assert process.wait(20) == 0
-
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda text: text.splitlines()[2][:30])
-def test_examples_run(example: str, target: str) -> None:
+def test_examples_run(example: str, shipped_target: str) -> None:
     """Each block runs as it stands, against a real server, and leaves nothing behind."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        exec(compile(example.replace("127.0.0.1:50051", target), "README.md", "exec"), {})
+        exec(compile(example.replace("127.0.0.1:50051", shipped_target), "README.md", "exec"), {})
     assert len(out.getvalue()) > 5
-    with Client.connect(target) as client:
+    with Client.connect(shipped_target) as client:
         assert list(client.list_caches()) == []
 
 
@@ -69,7 +50,7 @@ def test_two_commands_come_first() -> None:
     assert first_block.splitlines()[2].startswith("make test")
 
 
-def test_table_of_calls_is_true(target: str) -> None:
+def test_table_of_calls_is_true(shipped_target: str) -> None:
     """Every call of the contract is in the table once; what is said to come later is refused, the rest is not."""
     promised: dict[str, str] = {}
     for names, status in re.findall(r"^\| ([A-Z][^|]+) \| (served|later) \|$", README, re.MULTILINE):
@@ -78,7 +59,7 @@ def test_table_of_calls_is_true(target: str) -> None:
             assert f"{service}.{name}" not in promised
             promised[f"{service}.{name}"] = status
     found: dict[str, str] = {}
-    with grpc.insecure_channel(target) as channel:
+    with grpc.insecure_channel(shipped_target) as channel:
         for service in SERVICES:
             for method in service.methods:
                 call: grpc.StreamStreamMultiCallable[bytes, bytes]

@@ -1,0 +1,30 @@
+"""One server with the model that ships, for every test that runs what the pages and examples say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+MODEL = Path(__file__).resolve().parents[1] / "server" / "ferrule_server" / "demo_model" / "model.safetensors"
+
+
+@pytest.fixture(scope="session")
+def shipped_target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a server with the model that ships; it ends with 0."""
+    if not MODEL.exists():
+        pytest.skip("the model that ships is not built")
+    folder = tmp_path_factory.mktemp("shipped")
+    address = f"unix:{folder}/ferrule.sock"
+    command = [sys.executable, "-m", "ferrule_client.cli", "serve", "--listen", address, "--kv-memory", "16MiB"]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("ready"), (folder / "log").read_text()
+        yield address
+        process.terminate()
+        assert process.wait(20) == 0

@@ -1,0 +1,160 @@
+"""The pages and examples keep their word: what they show runs, and what is not served yet says so."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from ferrule_client import Client, Policy, UnsupportedError, greedy, no_output
+
+ROOT = Path(__file__).resolve().parents[1]
+ADDRESS = "127.0.0.1:50051"
+README = (ROOT / "README.md").read_text()
+ABSENT = README[README.index("Also not there yet") :]
+HANDLES = (ROOT / "docs" / "handles.md").read_text()
+CONTRACT = (ROOT / "protos" / "README.md").read_text()
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def _blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def _run(code: str, target: str, names: dict[str, Any]) -> str:
+    """Return what a piece prints when it runs against a server."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(code.replace(ADDRESS, target), "page", "exec", dont_inherit=True), names)
+    return out.getvalue()
+
+
+def _run_example(path: Path, target: str) -> str:
+    """Return what an example prints; no cache may be forgotten on the way."""
+    command = [sys.executable, "-W", "error", str(path), "--target", target]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr == ""
+    return run.stdout
+
+
+def _import(path: Path) -> ModuleType:
+    module = ModuleType(path.stem)
+    sys.modules[path.stem] = module  # dataclasses look their module up
+    try:
+        exec(compile(path.read_text(), str(path), "exec", dont_inherit=True), module.__dict__)
+    finally:
+        del sys.modules[path.stem]
+    return module
+
+
+def _num_caches(target: str) -> int:
+    with Client.connect(target) as client:
+        return len(list(client.list_caches()))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_run_and_leave_nothing_behind(path: Path, shipped_target: str) -> None:
+    """A few lines each, and every sequence is released."""
+    assert 2 <= len(_run_example(path, shipped_target).splitlines()) <= 40
+    assert _num_caches(shipped_target) == 0
+
+
+def test_every_example_is_named_in_a_page() -> None:
+    """And each takes ``--target`` with the server's own default."""
+    assert len(EXAMPLES) >= 5
+    for path in EXAMPLES:
+        assert f"(../examples/{path.name})" in HANDLES
+        assert f'"--target", default="{ADDRESS}"' in path.read_text()
+
+
+def test_speculation_gives_the_text_of_plain_greedy_decoding(shipped_target: str) -> None:
+    """With more than a token per call."""
+    out = _run_example(ROOT / "examples" / "speculative.py", shipped_target)
+    assert "same as plain greedy: True" in out
+    rate = re.search(r"([\d.]+) tokens per call", out)
+    assert rate is not None
+    assert float(rate[1]) > 1
+
+
+def test_each_beam_is_as_likely_as_its_score_says(shipped_target: str) -> None:
+    """Every one scored again in one go, behind the prompt."""
+    search = _import(ROOT / "examples" / "beam_search.py")
+    with Client.connect(shipped_target) as client:
+        prompt = client.encode(search.PROMPT)
+        beams = search.beam_search(client, search.PROMPT)
+        assert len({beam.tokens for beam in beams}) == search.WIDTH
+        assert [beam.logprob for beam in beams] == sorted((beam.logprob for beam in beams), reverse=True)
+        for beam in beams:
+            ids = [*prompt, *beam.tokens]
+            with client.prefill(ids, policy=Policy(target_logprobs=True), all_positions=True) as cache:
+                assert cache.last is not None
+                assert cache.last.target_logprobs is not None
+                total = float(cache.last.target_logprobs[len(prompt) - 1 :].sum())
+            assert total == pytest.approx(beam.logprob, abs=0.2)
+
+
+def test_the_worst_completion_scores_worst(shipped_target: str) -> None:
+    """Bananas are no Python."""
+    out = _run_example(ROOT / "examples" / "score.py", shipped_target).splitlines()
+    per_token = [float(line.split()[2]) for line in out]
+    assert min(per_token) == per_token[-1]
+
+
+def test_the_pieces_of_handles_run_one_after_another(shipped_target: str) -> None:
+    """In the order of the page, in one namespace; nothing stays on the server."""
+    names: dict[str, Any] = {}
+    for piece in _blocks(HANDLES, "python"):
+        _run(piece, shipped_target, names)
+    names["client"].close()
+    assert _num_caches(shipped_target) == 0
+
+
+def test_the_contract_runs_with_the_stubs_alone(shipped_target: str) -> None:
+    """Prefill, stream decode, release."""
+    (piece,) = _blocks(CONTRACT, "python raw-stubs")
+    assert len(_run(piece, shipped_target, {}).strip()) > 3
+    assert _num_caches(shipped_target) == 0
+
+
+def test_handles_marks_every_call_that_comes_later() -> None:
+    """By the README's table, whose truth is tested against a server; a heading marks its whole recipe."""
+    rows = re.findall(r"^\| (?:\w+: )?([A-Z][^|]+) \| later \|$", README, re.MULTILINE)
+    later = {name for row in rows for name in row.split(", ")}
+    assert "ForwardVerify" in later
+    for section in HANDLES.split("\n## "):
+        if section.splitlines()[0].endswith("(later)"):
+            continue
+        for line in section.splitlines():
+            named = later & set(re.findall(r"[A-Z]\w+", line))
+            assert not named or "(later)" in line, line
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [Policy(entropy=True), Policy(hidden_state=True), Policy(logprob_token_ids=(1,))],
+    ids=["entropy", "hidden_state", "logprob_token_ids"],
+)
+def test_readme_names_the_outputs_that_are_refused(policy: Policy, shipped_target: str) -> None:
+    """What an argument of the client promises and this server does not serve is in the list."""
+    with Client.connect(shipped_target) as client, pytest.raises(UnsupportedError) as caught:
+        client.prefill([1, 2], policy=policy)
+    assert f"`{caught.value.metadata['feature']}`" in ABSENT
+
+
+def test_readme_names_the_calls_of_a_cache_that_are_refused(shipped_target: str) -> None:
+    """Room in advance, and drafts decided on the server."""
+    with Client.connect(shipped_target) as client:
+        with pytest.raises(UnsupportedError):
+            client.prefill([1, 2], reserve_length=64)
+        with client.prefill([1, 2], policy=no_output()) as cache, pytest.raises(UnsupportedError):
+            cache.verify([3], tokens=[4], policy=greedy())
+    assert "`reserve_length`" in ABSENT
+    assert "`Cache.verify`" in ABSENT

@@ -46,13 +46,25 @@ def main() -> None:
     args = _parse_arguments()
     os.environ["OMP_WAIT_POLICY"] = args.wait_policy  # OpenMP reads it once, when torch is imported
     if args.rss_child:
+        _set_threads(args.folders[0])
         print(json.dumps(_measure_rss(args.folders[0], args.dtype)))
         return
     for folder in args.folders:
+        _set_threads(folder)
         report = {**_environment(args), "model": folder.name, **_compare(folder, args.dtype, args.rounds)}
         report["memory"] = _spawn_rss_child(folder, args)
         _print_table(report)
         print(json.dumps(report), flush=True)
+
+
+def _set_threads(folder: Path) -> None:
+    """Let both sides use as many threads as the server would for this model."""
+    import torch
+
+    from ferrule_server.executor.select import suggested_threads
+
+    weights_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    torch.set_num_threads(suggested_threads(weights_bytes, os.cpu_count() or 1))
 
 
 def _parse_arguments() -> argparse.Namespace:

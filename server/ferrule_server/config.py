@@ -84,7 +84,7 @@ class ServerConfig:
         log_level: One of LOG_LEVELS.
         is_insecure: Listening beyond this machine without authentication is accepted.
         has_reflection: Serve gRPC reflection.
-        num_threads: Threads that compute; None: one per core.
+        num_threads: Threads that compute; None: one per core, one in all for a small model.
     """
 
     model: str | None = DEMO_MODEL
@@ -202,7 +202,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="of weights, activations and KV (default: auto = bfloat16 where the"
         " processor has instructions for it, else float32)",
     )
-    model.add_argument("--threads", metavar="N", help="threads that compute (default: one per core)")
+    model.add_argument("--threads", metavar="N", help="threads that compute (default: one per core; one in all below 128 MiB of weights)")
     memory = parser.add_argument_group("memory and limits")
     memory.add_argument(
         "--kv-memory",

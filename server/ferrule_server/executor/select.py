@@ -24,6 +24,7 @@ _DEMO_FOLDER: Final = Path(__file__).parent.parent / "demo_model"
 _CPUINFO: Final = Path("/proc/cpuinfo")
 _BFLOAT16_FLAGS: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _PAGED_REFERENCE_CONTEXT: Final = 512
+_SMALL_WEIGHTS_BYTES: Final = 128 << 20
 _WEIGHTS_SHARE: Final = 0.9
 """Part of the loading time, roughly, that reading weights takes."""
 
@@ -46,6 +47,15 @@ def create_executor(config: ServerConfig, on_progress: OnProgress) -> LoadedExec
     if config.executor == "paged-reference":
         return LoadedExecutor(_paged_reference(config), None)
     return _torch(config, on_progress)
+
+
+def suggested_threads(weights_bytes: int, num_cores: int) -> int:
+    """Return how many threads compute a model of this size fastest: one for a small one, else one per core.
+
+    Threads that do not spin while they wait are woken for every operation; a small model's operations are shorter than
+    that (the shipped model, 9 MB: batch 1 twice as fast with one thread, batch 16 and prefill faster too).
+    """
+    return 1 if weights_bytes < _SMALL_WEIGHTS_BYTES else num_cores
 
 
 def has_bfloat16_instructions(cpuinfo: str) -> bool:
@@ -72,9 +82,6 @@ def _torch(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
     from ferrule_server.model.weights import load_model
     from ferrule_server.text.tokenizer import Tokenizer
 
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-
     def on_bytes(done_bytes: int, total_bytes: int) -> None:
         on_progress("reading weights", 0.05 + _WEIGHTS_SHARE * done_bytes / max(1, total_bytes))
 
@@ -82,6 +89,7 @@ def _torch(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
     model = load_model(folder, dtype=_dtype(config), on_progress=on_bytes)
     if config.model == DEMO_MODEL:
         model.model_id = DEMO_MODEL
+    torch.set_num_threads(config.num_threads or suggested_threads(model.weights_bytes, torch.get_num_threads()))
     on_progress("allocating the KV pool", 0.05 + _WEIGHTS_SHARE)
     executor = TorchExecutor(
         model,

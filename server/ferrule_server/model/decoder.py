@@ -27,8 +27,8 @@ __all__ = ["Decoder"]
 
 # Rows that go through the linears at a time: enough to be fast, few enough to bound what activations take.
 _TILE_ROWS = 512
-# Rows normalised and rotated at a time: their float32 copies stay in the L2 cache.
-_ROTATED_ROWS = 64
+# Rows normalised and rotated at a time: bounds their float32 copies, without waking threads for too little each time.
+_ROTATED_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)

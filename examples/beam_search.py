@@ -27,7 +27,8 @@ def beam_search(client: Client, prompt: str) -> list[Beam]:
     """Return the beams, best first; all are released."""
     with contextlib.ExitStack() as stack, client.stream() as stream:
         root = stack.enter_context(client.prefill(client.encode(prompt), policy=POLICY))
-        beams, losers = _grow([Beam(root)]), []
+        beams = _grow([Beam(root)])
+        losers: list[Cache] = []
         for _ in range(NUM_TOKENS - 1):
             # A cache that several beams share moves with the first of them; the others get branches of it.
             parents, tokens = [beam.cache for beam in beams], [beam.tokens[-1] for beam in beams]

@@ -113,6 +113,7 @@ async def _serve(config: ServerConfig) -> int:
             _exit_now(_EXIT_INTERRUPTED if stopping.result() is signal.SIGINT else 0)
         return await _run_engine(config, server, address, loading.result(), stopping)
     finally:
+        stopping.cancel()
         await server.stop()
 
 
@@ -121,7 +122,7 @@ async def _run_engine(
     server: ApiServer,
     address: ListenAddress,
     loaded: LoadedExecutor,
-    stopping: asyncio.Future[signal.Signals],
+    stopping: asyncio.Task[signal.Signals],
 ) -> int:
     """Put the engine together, serve until ``stopping`` is done or the device is lost, drain, close."""
     loop = asyncio.get_running_loop()
@@ -200,19 +201,20 @@ def _say_ready(address: ListenAddress, engine: Engine, config: ServerConfig) -> 
     _LOG.info("model loaded %s", line)
 
 
-def _stop_signal() -> asyncio.Future[signal.Signals]:
-    """Return a future that the first SIGTERM or SIGINT becomes the result of; a second one ends the process at once."""
+def _stop_signal() -> asyncio.Task[signal.Signals]:
+    """Return a task that the first SIGTERM or SIGINT ends and is the result of; a second ends the process at once."""
     loop = asyncio.get_running_loop()
-    stop: asyncio.Future[signal.Signals] = loop.create_future()
+    first: asyncio.Queue[signal.Signals] = asyncio.Queue(1)
+    stopping = loop.create_task(first.get())
 
     def on_signal(number: signal.Signals) -> None:
-        if stop.done():
+        if stopping.done() or first.full():
             _exit_now(128 + number)
-        stop.set_result(number)
+        first.put_nowait(number)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
-    return stop
+    return stopping
 
 
 def _exit_now(code: int) -> NoReturn:

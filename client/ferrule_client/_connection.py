@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -11,11 +12,11 @@ from typing import Protocol, TypeVar
 import grpc
 
 from ferrule.v1 import executor_pb2, executor_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
-from ferrule_client import _convert
+from ferrule_client import _check, _convert
 from ferrule_client._retry import Attempts, RetrySettings
-from ferrule_client._status import error_from_call
-from ferrule_client.errors import CallCancelledError
-from ferrule_client.types import ModelInfo, TlsConfig
+from ferrule_client._status import error_from_call, no_server
+from ferrule_client.errors import CallCancelledError, ExecutorError, UnsupportedError
+from ferrule_client.types import Capabilities, ModelInfo, TlsConfig
 
 __all__ = ["CHANNEL_OPTIONS", "USE_DEFAULT", "Connection", "FrameReader", "Timeout", "UseDefault"]
 
@@ -70,25 +71,38 @@ class Connection:
         tls: True or a ``TlsConfig`` for TLS, None for plain text.
         timeout: Seconds a call may take unless it says otherwise; None means no limit.
         retry: When calls are tried again.
+
+    Raises:
+        TypeError: The target is no text.
+        ValueError: The target is malformed, or the timeout not more than 0.
     """
 
     def __init__(
         self, target: str, token: str | None, tls: bool | TlsConfig | None, timeout: float | None, retry: RetrySettings
     ) -> None:
-        self.target = target
-        self.timeout = timeout
+        self.target = _check.target(target)
+        _check.seconds("timeout", timeout)
+        self.timeout = None if timeout == math.inf else timeout
         self._retry = retry
         self.is_closed = False
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._model_info: ModelInfo | None = None
+        self._capabilities: Capabilities | None = None
         self.channel = _open_channel(target, tls, has_token=bool(token))
         self._probe: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(_HEALTH_CHECK)
         self.executor = executor_pb2_grpc.ModelExecutorServiceStub(self.channel)
         self.tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(self.channel)
 
     def resolve(self, timeout: Timeout) -> float | None:
-        """Return the seconds a call may take."""
-        return self.timeout if isinstance(timeout, UseDefault) else timeout
+        """Return the seconds a call may take.
+
+        Raises:
+            ValueError: They are not more than 0.
+        """
+        if isinstance(timeout, UseDefault):
+            return self.timeout
+        _check.seconds("timeout", timeout)
+        return None if timeout == math.inf else timeout
 
     def attempts(self, timeout: Timeout, *, creates: bool = False) -> Attempts:
         """Return the deadline and the retries of one call."""
@@ -132,11 +146,17 @@ class Connection:
         attempts = self.attempts(timeout, creates=creates)
         while True:
             if self.is_closed:
-                raise CallCancelledError(grpc.StatusCode.CANCELLED, "CANCELLED", "the client is closed")
+                text = "the client is closed; what it left on the server lives there until the leases end"
+                raise CallCancelledError(grpc.StatusCode.CANCELLED, "CANCELLED", text)
             try:
                 return method(request, timeout=attempts.remaining(), metadata=self._metadata)
             except grpc.RpcError as error:
-                attempts.pause_or_raise(error_from_call(error), error)
+                attempts.pause_or_raise(self.typed(error), error)
+
+    def typed(self, error: grpc.RpcError) -> ExecutorError:
+        """Return our error for one of gRPC's; where nobody listens, it names the address."""
+        ours = error_from_call(error)
+        return no_server(self.target, ours.message) if ours.reason == "CONNECTION_FAILED" else ours
 
     def open_stream(self, requests: Iterator[executor_pb2.StreamDecodeRequest]) -> FrameReader:
         """Open one StreamDecode, without a deadline of its own."""
@@ -148,6 +168,24 @@ class Connection:
             reply = self.unary(self.executor.GetModelInfo, executor_pb2.GetModelInfoRequest(), timeout=timeout)
             self._model_info = _convert.model_info_from_message(reply.info)
         return self._model_info
+
+    def capabilities(self, timeout: Timeout = USE_DEFAULT) -> Capabilities:
+        """Return what the server can do, asked for once."""
+        if self._capabilities is None:
+            reply = self.unary(self.executor.GetCapabilities, executor_pb2.GetCapabilitiesRequest(), timeout=timeout)
+            self._capabilities = _convert.capabilities_from_message(reply.capabilities)
+        return self._capabilities
+
+    def require(self, feature: str, timeout: Timeout = USE_DEFAULT) -> None:
+        """Make sure that the server has a feature.
+
+        Raises:
+            UnsupportedError: It has not.
+        """
+        if feature not in self.capabilities(timeout).features:
+            text = f"this server does not serve {feature}: it is not in client.capabilities().features"
+            metadata = {"feature": feature}
+            raise UnsupportedError(grpc.StatusCode.UNIMPLEMENTED, "FEATURE_UNSUPPORTED", text, metadata)
 
     def decode_text(self, token_ids: Sequence[int]) -> tuple[str, bool]:
         """Return the text of tokens without special ones, and whether it ends inside a character."""

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Sequence
 from datetime import UTC
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +14,15 @@ from google.protobuf import duration_pb2, timestamp_pb2
 from google.protobuf.message import Message
 
 from ferrule.v1 import cache_pb2, executor_pb2, info_pb2, policy_pb2, types_pb2
+from ferrule_client import _check
 from ferrule_client import types as t
-from ferrule_client.policy import DType, Greedy, Policy, Sampling
+from ferrule_client.policy import DType, Greedy, Policy, Sampling, check_policy
 
 __all__ = [
+    "acceptance_to_message",
     "cache_info_from_message",
     "capabilities_from_message",
+    "check_handle",
     "draft_probs_to_message",
     "duration",
     "handle_from_message",
@@ -32,7 +35,6 @@ __all__ = [
     "status_from_message",
     "summary_from_message",
     "tensor_to_array",
-    "token_list",
     "verification_from_message",
 ]
 
@@ -48,27 +50,39 @@ _STALE: dict[t.OnStale, types_pb2.StalePolicy] = {
     "fork": types_pb2.STALE_POLICY_FORK,
     "rewind": types_pb2.STALE_POLICY_REWIND,
 }
+_ACCEPTANCE: dict[t.Acceptance, executor_pb2.AcceptanceRule] = {
+    "none": executor_pb2.ACCEPTANCE_RULE_NONE,
+    "exact": executor_pb2.ACCEPTANCE_RULE_EXACT,
+    "rejection": executor_pb2.ACCEPTANCE_RULE_REJECTION,
+}
+_MAX_DURATION_S = 315_576_000_000.0
 
 AnyOutput = (
     executor_pb2.PrefillOutput | executor_pb2.DecodeOutput | executor_pb2.UnifiedOutput | executor_pb2.VerifyOutput
 )
 
 
-def token_list(tokens: t.Tokens) -> list[int]:
-    """Return one or several token ids as a list.
+def handle_to_message(handle: t.Handle) -> types_pb2.KvCacheHandle:
+    """Return the wire form of a handle.
 
     Raises:
-        ValueError: An id is negative; the server checks the upper bound.
+        TypeError: It is no handle.
     """
-    ids = [int(i) for i in tokens] if isinstance(tokens, (Sequence, np.ndarray)) else [int(tokens)]
-    if ids and min(ids) < 0:
-        raise ValueError(f"token ids must not be negative, got {min(ids)}")
-    return ids
-
-
-def handle_to_message(handle: t.Handle) -> types_pb2.KvCacheHandle:
-    """Return the wire form of a handle."""
+    check_handle(handle)
     return types_pb2.KvCacheHandle(cache_id=handle.cache_id, length=handle.length, lineage=handle.lineage)
+
+
+def check_handle(value: object) -> None:
+    """Make sure that an argument is a handle.
+
+    Raises:
+        TypeError: It is not.
+    """
+    if not isinstance(value, t.Handle):
+        hint = (
+            "; make it with Handle.from_string" if isinstance(value, str) else "; take cache.handle or cache.detach()"
+        )
+        raise TypeError(f"a Handle is needed, got {type(value).__name__}{hint}")
 
 
 def handle_from_message(message: types_pb2.KvCacheHandle) -> t.Handle:
@@ -77,27 +91,44 @@ def handle_from_message(message: types_pb2.KvCacheHandle) -> t.Handle:
 
 
 def duration(seconds: float | None) -> duration_pb2.Duration | None:
-    """Return seconds as a Duration; None stays None, which leaves a field unset."""
+    """Return a lease in seconds as a Duration; None stays None, which leaves a field unset.
+
+    Raises:
+        ValueError: It is negative, not a number, or longer than a Duration can be.
+    """
     if seconds is None:
         return None
+    _check.number("ttl", seconds, 0, _MAX_DURATION_S)
     message = duration_pb2.Duration()
     message.FromNanoseconds(round(seconds * 1e9))
     return message
 
 
 def stale_to_message(on_stale: t.OnStale) -> types_pb2.StalePolicy:
-    """Return the wire form of a stale policy.
+    """Return the wire form of a stale policy, written in any case.
 
     Raises:
         ValueError: It is none of the three.
     """
-    if on_stale not in _STALE:
-        raise ValueError(f"on_stale must be one of {', '.join(_STALE)}, got {on_stale!r}")
-    return _STALE[on_stale]
+    return _STALE[cast("t.OnStale", _check.choice("on_stale", on_stale, _STALE))]
+
+
+def acceptance_to_message(acceptance: t.Acceptance) -> executor_pb2.AcceptanceRule:
+    """Return the wire form of an acceptance rule, written in any case.
+
+    Raises:
+        ValueError: It is none of the three.
+    """
+    return _ACCEPTANCE[cast("t.Acceptance", _check.choice("acceptance", acceptance, _ACCEPTANCE))]
 
 
 def policy_to_message(policy: Policy | None) -> policy_pb2.LogitsReturnPolicy | None:
-    """Return the wire form of a policy; None stays None, which the contract reads as full logits."""
+    """Return the wire form of a policy; None stays None, which the contract reads as full logits.
+
+    Raises:
+        TypeError: It is no policy.
+    """
+    check_policy(policy)
     if policy is None:
         return None
     message = policy_pb2.LogitsReturnPolicy(
@@ -110,7 +141,7 @@ def policy_to_message(policy: Policy | None) -> policy_pb2.LogitsReturnPolicy | 
         hidden_state=policy.hidden_state,
     )
     if policy.logits is not None:
-        message.full_logits.dtype = _DTYPES[policy.logits]
+        message.full_logits.dtype = _DTYPES[cast("DType", policy.logits.lower())]
     if isinstance(policy.selection, Greedy):
         message.greedy_argmax.CopyFrom(_greedy_to_message(policy.selection))
     elif isinstance(policy.selection, Sampling):

@@ -66,18 +66,18 @@ class Attempts:
 
         Args:
             error: What the attempt failed with.
-            cause: The gRPC error behind it, chained when ``error`` is raised.
+            cause: The gRPC error behind it, chained when ``error`` is raised, unless nobody listened at all.
 
         Raises:
             ExecutorError: ``error``, if there is to be no further attempt.
         """
         if not self._is_worth_retrying(error):
-            raise error from cause
+            raise error from _worth_showing(error, cause)
         pause_s = self._backoff_s * random.uniform(0.5, 1.0)  # noqa: S311 - jitter needs no secrecy
         self._backoff_s = min(2 * self._backoff_s, self._settings.max_backoff_s)
         remaining = self.remaining()
         if remaining is not None and remaining <= pause_s:
-            raise error from cause
+            raise error from _worth_showing(error, cause)
         self._sleep(pause_s)
 
     def _is_worth_retrying(self, error: ExecutorError) -> bool:
@@ -87,3 +87,8 @@ class Attempts:
         if not is_transport_break(error) or self._num_retries > self._settings.max_retries:
             return False
         return not self._creates or error.reason == "CONNECTION_FAILED"
+
+
+def _worth_showing(error: ExecutorError, cause: grpc.RpcError | None) -> grpc.RpcError | None:
+    """Return the cause to chain; where there is no server, our one line says it and gRPC's thirty would hide it."""
+    return None if error.reason == "CONNECTION_FAILED" else cause

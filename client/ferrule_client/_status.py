@@ -8,7 +8,15 @@ from grpc_status import rpc_status
 
 from ferrule_client import errors as e
 
-__all__ = ["BY_CODE", "BY_REASON", "error_from_call", "error_from_status", "is_transport_break"]
+__all__ = [
+    "BY_CODE",
+    "BY_REASON",
+    "error_from_call",
+    "error_from_status",
+    "is_transport_break",
+    "may_have_happened",
+    "no_server",
+]
 
 BY_REASON: dict[str, type[e.ExecutorError]] = {
     "CANCELLED": e.CallCancelledError,
@@ -66,6 +74,18 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _NEVER_SENT = ("failed to connect to all addresses", "Connection refused", "connection refused", "resolution failed")
 
 
+_WHY_NOT = (
+    ("connection refused", "connection refused"),
+    ("no such file", "no such socket"),
+    ("permission denied", "permission denied"),
+    ("resolution failed", "name not found"),
+    ("domain name not found", "name not found"),
+    ("unreachable", "network unreachable"),
+    ("timed out", "timed out"),
+    ("ssl", "TLS handshake failed"),
+)
+
+
 def error_from_call(error: object) -> e.ExecutorError:
     """Return the typed error of a failed call; the gRPC error should be chained as its cause.
 
@@ -112,6 +132,26 @@ def is_transport_break(error: e.ExecutorError) -> bool:
     Directly a dead server is UNAVAILABLE without details; behind a proxy it is INTERNAL with RST_STREAM.
     """
     return error.reason in ("CONNECTION_FAILED", "CONNECTION_LOST")
+
+
+def may_have_happened(error: BaseException) -> bool:
+    """Tell whether a request that failed like this may still have been run: nobody said that it was not."""
+    if not isinstance(error, e.ExecutorError) or type(error) is e.ExecutorError:
+        return True
+    return isinstance(error, (e.CallCancelledError, e.DeadlineExceededError, e.InternalError, e.UnavailableError))
+
+
+def no_server(target: str, details: str) -> e.UnavailableError:
+    """Return the error for an address where nobody answers; gRPC's own text is in its metadata.
+
+    Args:
+        target: The address.
+        details: What gRPC says, often several hundred characters.
+    """
+    cause = next((short for text, short in _WHY_NOT if text in details.lower()), "cannot connect")
+    text = f'no server at {target} ({cause}); start one with "ferrule serve", or name another target'
+    metadata = {"target": target, "cause": cause, "details": details}
+    return e.UnavailableError(grpc.StatusCode.UNAVAILABLE, "CONNECTION_FAILED", text, metadata)
 
 
 def _class_of(code: grpc.StatusCode, reason: str) -> type[e.ExecutorError]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from ferrule.v1 import executor_pb2
 from ferrule_client import _convert
-from ferrule_client.policy import Policy
+from ferrule_client._status import may_have_happened
+from ferrule_client.policy import Policy, seeded
 from ferrule_client.types import Handle, OnStale, Output
 
 __all__ = ["Tip"]
@@ -24,19 +26,20 @@ class Tip:
         handle: Covers every token that is in the KV cache.
         pending: Tokens handed out by a generation or a verify and not appended yet.
         last: Output of the newest call, or None for an adopted handle.
-        is_in_doubt: True: an append of ``pending`` was cut off and may or may not have happened.
+        doubts: Tokens of appends whose answer never came: behind ``handle`` stands one of them, a beginning of one
+            (a verify that took some of its drafts), or nothing. An append that succeeds ends them.
         is_released: True: the sequence is gone, or no longer ours.
         recent: The newest token ids up to ``handle``, as far as they passed through here, at most 8. They give a
             detokenizer its left context.
     """
 
-    __slots__ = ("__weakref__", "handle", "is_in_doubt", "is_released", "last", "pending", "recent")
+    __slots__ = ("__weakref__", "doubts", "handle", "is_released", "last", "pending", "recent")
 
     def __init__(self, handle: Handle, *, last: Output | None = None, recent: Sequence[int] = ()) -> None:
         self.handle = handle
         self.last = last
         self.pending: tuple[int, ...] = ()
-        self.is_in_doubt = False
+        self.doubts: frozenset[tuple[int, ...]] = frozenset()
         self.is_released = False
         self.recent = tuple(recent[-_NUM_RECENT:])
 
@@ -59,9 +62,31 @@ class Tip:
         return executor_pb2.DecodeInput(
             input_ids=[*self.pending, *tokens],
             kv_cache=_convert.handle_to_message(self.handle),
-            logits_policy=_convert.policy_to_message(policy),
+            logits_policy=_convert.policy_to_message(seeded(policy)),
             on_stale=_convert.stale_to_message(on_stale),
         )
+
+    @contextmanager
+    def sending(self, sent: Sequence[int]) -> Iterator[None]:
+        """Remember tokens as doubtful when the body, which sends them, fails without a clear answer."""
+        try:
+            yield
+        except BaseException as error:
+            self.doubt(sent, error)
+            raise
+
+    def doubt(self, sent: Sequence[int], error: BaseException) -> None:
+        """Remember that an append failed, if it may have happened all the same."""
+        if sent and may_have_happened(error):
+            self.doubts |= {tuple(sent)}
+
+    def contradicts(self, tokens: Sequence[int]) -> bool:
+        """Tell whether tokens differ from a doubtful append, so that they are no repetition of it."""
+        return any(tuple(tokens) != doubt[: len(tokens)] for doubt in self.doubts)
+
+    def explains(self, beyond: tuple[int, ...]) -> bool:
+        """Tell whether what the server has behind the handle is nothing but a doubtful append of ours."""
+        return not beyond or any(beyond == doubt[: len(beyond)] for doubt in self.doubts)
 
     def moved(self, appended: Sequence[int], output: Output, *, pending: Sequence[int] = ()) -> Output:
         """Take over the state after an append and return its output.
@@ -71,10 +96,10 @@ class Tip:
             output: What the server answered.
             pending: Tokens handed out with this output.
         """
+        self.doubts = self._doubts_after(tuple(appended), output)
         self.handle = output.handle
         self.last = output
         self.pending = tuple(pending)
-        self.is_in_doubt = False
         self.recent = (*self.recent, *appended)[-_NUM_RECENT:]
         return output
 
@@ -83,5 +108,14 @@ class Tip:
         self.handle = handle
         self.last = None
         self.pending = ()
-        self.is_in_doubt = False
+        self.doubts = frozenset()
         self.recent = ()
+
+    def _doubts_after(self, appended: tuple[int, ...], output: Output) -> frozenset[tuple[int, ...]]:
+        """Return what is still in doubt: of appends that were repeated in part, the rest."""
+        if not appended:
+            return self.doubts
+        if not output.replayed or output.handle.cache_id != self.handle.cache_id:
+            return frozenset()
+        num, begins = output.handle.length - self.handle.length, len(appended)
+        return frozenset(one[num:] for one in self.doubts if len(one) > num and one[:begins] == appended)

@@ -6,33 +6,30 @@ import logging
 import warnings
 from collections.abc import Sequence
 from types import TracebackType
+from typing import NoReturn, get_args
 
+import grpc
 import numpy as np
 import numpy.typing as npt
 
 from ferrule.v1 import cache_pb2, executor_pb2, types_pb2
-from ferrule_client import _convert
+from ferrule_client import _check, _convert
 from ferrule_client._connection import USE_DEFAULT, Connection, Timeout
 from ferrule_client._lease import LeaseKeeper
 from ferrule_client._tip import Tip
 from ferrule_client.detokenizer import Detokenizer
-from ferrule_client.errors import ExecutorError
+from ferrule_client.errors import ExecutorError, TruncateBeyondError
 from ferrule_client.generation import Generation, TextGeneration
-from ferrule_client.policy import Policy, no_output, sample
+from ferrule_client.policy import Policy, check_policy, sample
 from ferrule_client.stream import Stream
 from ferrule_client.types import Acceptance, CacheInfo, Handle, OnStale, Output, Released, Tokens, Verification
 
-__all__ = ["Cache"]
+__all__ = ["Cache", "check_scoring"]
 
 _log = logging.getLogger(__name__)
 
 _EXIT_S = 5.0
-
-_ACCEPTANCE: dict[Acceptance, executor_pb2.AcceptanceRule] = {
-    "none": executor_pb2.ACCEPTANCE_RULE_NONE,
-    "exact": executor_pb2.ACCEPTANCE_RULE_EXACT,
-    "rejection": executor_pb2.ACCEPTANCE_RULE_REJECTION,
-}
+_FAIL, _FORK, _REWIND = (_convert.stale_to_message(one) for one in get_args(OnStale))
 
 
 class Cache:
@@ -50,6 +47,11 @@ class Cache:
         for token in cache.generate(): ...     # goes on after the question
 
     and a fork takes it along. ``truncate`` drops it. So never feed the last token of a loop back by hand.
+
+    **Doubt.** An append that raised did not happen, as far as the cache goes: ``handle`` and ``pending`` are as before.
+    After a timeout, a broken connection or Ctrl-C the server may have run it all the same. Then send the same tokens
+    again, which is answered as a replay and doubles nothing; or go on with others: the cache makes the server drop what
+    landed of the first ones, and nothing else. ``truncate(cache.length)`` drops it at once.
 
     Not safe to use from two threads at once (fork it instead); two caches of one client are.
 
@@ -69,6 +71,9 @@ class Cache:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._connection.is_closed and not self.is_released:
+            text = f"left {self!r} after its client was closed; its KV stays on the server until the lease ends"
+            warnings.warn(text, ResourceWarning, stacklevel=2)
         try:
             self.release(timeout=_EXIT_S)
         except ExecutorError as failure:  # the lease ends the sequence; the body's own error must stay visible
@@ -83,6 +88,9 @@ class Cache:
             self._keeper.remove(self.tip)
             text = f"{self!r} was never released; its KV stays on the server until the lease ends: use `with`"
             warnings.warn(text, ResourceWarning, source=self, stacklevel=1)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Cache cannot be pickled or copied: send cache.detach(), and client.adopt(handle) over there")
 
     @property
     def handle(self) -> Handle:
@@ -119,7 +127,8 @@ class Cache:
     ) -> Output:
         """Append tokens and return the row of the last one; the handle covers them afterwards.
 
-        A retry after a lost reply never appends twice: the server answers it as a replay.
+        A retry after a lost reply never appends twice: the server answers it as a replay. When this raises, also
+        after a timeout, the cache has not moved: send the same tokens again, or go on with others (see the class).
 
         Args:
             tokens: One token id, or several; what is pending is appended before them.
@@ -133,7 +142,10 @@ class Cache:
 
         Raises:
             HandleNotFoundError: The sequence is gone: prefill again.
-            HandleStaleError: The sequence has moved on.
+            HandleStaleError: Somebody else has moved the sequence on.
+            DeadlineExceededError: The timeout passed; send the same tokens again, or go on with others.
+            TypeError: The tokens are no ints, or the policy is none.
+            ValueError: Another argument is out of its range.
             InvalidRequestError: A token is out of the vocabulary, or the policy is not allowed.
             ContextExceededError: The context is full.
             ResourceExhaustedError: The pool or the queue is full now.
@@ -142,12 +154,11 @@ class Cache:
         Example:
             ``output = cache.decode(output.token, policy=greedy())``
         """
-        self.settle()
-        seeded = None if policy is None else policy.with_seed()
-        sent = self.tip.decode_input(_convert.token_list(tokens), seeded, on_stale)
+        sent = self.prepare(tokens, policy, on_stale, timeout=timeout)
         request = executor_pb2.DecodeRequest(input=sent)
-        creates = on_stale == "fork"
-        reply = self._connection.unary(self._connection.executor.Decode, request, timeout=timeout, creates=creates)
+        creates = sent.on_stale == _FORK
+        with self.tip.sending(sent.input_ids):
+            reply = self._connection.unary(self._connection.executor.Decode, request, timeout=timeout, creates=creates)
         return self.tip.moved(sent.input_ids, _convert.output_from_message(reply.output))
 
     def query(self, policy: Policy | None = None, *, timeout: Timeout = USE_DEFAULT) -> Output:
@@ -192,25 +203,26 @@ class Cache:
             The output.
 
         Raises:
+            ValueError: ``target_logprobs`` of several tokens without ``all_positions``; else as in ``decode``.
             ExecutorError: As in ``decode``.
 
         Example:
             ``scores = cache.prefill(ids, policy=Policy(target_logprobs=True), all_positions=True).target_logprobs``
         """
-        self.settle()
-        seeded = None if policy is None else policy.with_seed()
-        sent = self.tip.decode_input(_convert.token_list(tokens), seeded, on_stale)
+        sent = self.prepare(tokens, policy, on_stale, timeout=timeout)
+        check_scoring(policy, len(sent.input_ids), all_positions=all_positions)
         item = executor_pb2.PrefillInput(
             input_ids=sent.input_ids,
             kv_cache=sent.kv_cache,
-            logits_policy=sent.logits_policy if seeded else None,
+            logits_policy=sent.logits_policy if policy else None,
             logits_positions=types_pb2.LOGITS_POSITIONS_ALL if all_positions else types_pb2.LOGITS_POSITIONS_LAST,
             cache=executor_pb2.CacheOptions(ttl=_convert.duration(ttl)),
             on_stale=sent.on_stale,
         )
         request = executor_pb2.PrefillRequest(input=item)
-        creates = on_stale == "fork"
-        reply = self._connection.unary(self._connection.executor.Prefill, request, timeout=timeout, creates=creates)
+        creates = sent.on_stale == _FORK
+        with self.tip.sending(sent.input_ids):
+            reply = self._connection.unary(self._connection.executor.Prefill, request, timeout=timeout, creates=creates)
         return self.tip.moved(sent.input_ids, _convert.output_from_message(reply.output))
 
     def generate(
@@ -248,12 +260,14 @@ class Cache:
             An iterator with ``finish_reason``, ``output`` and ``close``. A token that ends the loop is yielded.
 
         Raises:
-            ValueError: The policy has no selection, or comes with sampling settings.
+            ValueError: The policy has no selection, or comes with sampling settings; ``max_tokens`` is no whole number.
             ExecutorError: While iterating, as in ``decode``; a full context ends the loop instead.
 
         Example:
             ``tokens = list(cache.generate(max_tokens=32, temperature=0.7, seed=1))``
         """
+        _check.whole("max_tokens", max_tokens)
+        check_policy(policy)
         drawn = sample(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
         if policy is not None and drawn != sample():
             raise ValueError("give either a policy or sampling settings, not both")
@@ -267,7 +281,7 @@ class Cache:
             chosen.with_seed(),
             max_tokens=max_tokens,
             eos_ids=frozenset() if ignore_eos else frozenset(info.eos_token_ids + info.stop_token_ids),
-            stop_ids=frozenset(stop_ids),
+            stop_ids=frozenset(_check.token_list(stop_ids)),
             timeout=timeout,
         )
 
@@ -361,35 +375,37 @@ class Cache:
             What became of the drafts.
 
         Raises:
-            ValueError: There is no certain token.
-            UnsupportedError: The server does not serve ForwardVerify (``forward_verify`` in its features).
+            UnsupportedError: The server does not serve ForwardVerify (``forward_verify`` in its features). Asked first.
+            ValueError: There is no certain token, or ``acceptance`` is none of the three.
             ExecutorError: As in ``decode``.
 
         Example:
             ``accepted = cache.verify(draft_model.propose(4), policy=greedy()).accepted_count``
         """
-        self.settle()
-        seeded = None if policy is None else policy.with_seed()
-        base = self.tip.decode_input(_convert.token_list(tokens), seeded, on_stale)
+        self._connection.require("forward_verify", timeout)
+        drafts = _check.token_list(draft)
+        base = self.prepare(tokens, policy, on_stale, drafts=drafts, timeout=timeout)
         if not base.input_ids:
-            raise ValueError("a verify needs a certain token: generate or decode first, or give `tokens`")
-        rule = acceptance or ("exact" if seeded is not None and seeded.selection is not None else "none")
+            text = "a verify needs a certain token, one that is not in the sequence yet: give `tokens`"
+            raise ValueError(f"{text} (after a generate or a verify it is pending and goes along by itself)")
+        rule = acceptance or ("exact" if policy is not None and policy.selection is not None else "none")
         item = executor_pb2.VerifyInput(
             input_ids=base.input_ids,
             kv_cache=base.kv_cache,
-            logits_policy=base.logits_policy if seeded else None,
+            logits_policy=base.logits_policy if policy else None,
             on_stale=base.on_stale,
-            draft_ids=_convert.token_list(draft),
+            draft_ids=drafts,
             parents=parents,
-            acceptance=_ACCEPTANCE[rule],
+            acceptance=_convert.acceptance_to_message(rule),
             draft_probs=None if draft_probs is None else _convert.draft_probs_to_message(draft_probs),
             return_row_handles=row_handles,
         )
         request = executor_pb2.ForwardVerifyRequest(input=item)
-        creates = on_stale == "fork"
-        reply = self._connection.unary(
-            self._connection.executor.ForwardVerify, request, timeout=timeout, creates=creates
-        )
+        creates = base.on_stale == _FORK
+        with self.tip.sending([*base.input_ids, *drafts]):
+            reply = self._connection.unary(
+                self._connection.executor.ForwardVerify, request, timeout=timeout, creates=creates
+            )
         verification = _convert.verification_from_message(reply.output)
         pending = () if verification.next_token is None else (verification.next_token,)
         self.tip.moved(base.input_ids, verification.output, pending=pending)
@@ -417,12 +433,15 @@ class Cache:
             The branches; each is a sequence of its own and wants to be released.
 
         Raises:
-            InvalidRequestError: ``n`` is above the server's limit, or ``length`` outside 1 to the cache's length.
+            InvalidRequestError: ``n`` is above the server's limit, or ``length`` above the cache's.
+            ValueError: ``n`` or ``length`` is below 1, or ``ttl`` negative.
             ExecutorError: As in ``decode``.
 
         Example:
             ``with contextlib.ExitStack() as stack: branches = [stack.enter_context(b) for b in cache.fork(3)]``
         """
+        _check.whole("n", n, 1)
+        _check.whole("length", length, 1)
         request = cache_pb2.ForkCacheRequest(
             kv_cache=_convert.handle_to_message(self._live_handle()),
             count=n,
@@ -432,7 +451,7 @@ class Cache:
         reply = self._connection.unary(self._connection.executor.ForkCache, request, timeout=timeout, creates=True)
         at_tip = length is None
         tips = [self.tip.branch(_convert.handle_from_message(one), at_tip=at_tip) for one in reply.kv_caches]
-        return [Cache(self._connection, self._keeper, tip, keep_alive=self._keep_alive) for tip in tips]
+        return [self.sibling(tip) for tip in tips]
 
     def truncate(self, length: int, *, timeout: Timeout = USE_DEFAULT) -> int:
         """Shorten the sequence to exactly ``length`` tokens and return the number of blocks that became free.
@@ -453,9 +472,13 @@ class Cache:
         Example:
             ``cache.truncate(cache.length - 3)``
         """
-        request = cache_pb2.TruncateKvRequest(
-            kv_cache=_convert.handle_to_message(self._live_handle()), new_length=max(0, length)
-        )
+        handle = self._live_handle()
+        if length < 0:  # what the server says of 0, in a number that the wire cannot hold
+            text = f"cannot truncate to {length} tokens: lengths go from 1 to {handle.length}"
+            metadata = {"handle_id": handle.handle_id, "new_length": str(length), "length": str(handle.length)}
+            raise TruncateBeyondError(grpc.StatusCode.OUT_OF_RANGE, "TRUNCATE_BEYOND", text, metadata)
+        _check.whole("length", length)
+        request = cache_pb2.TruncateKvRequest(kv_cache=_convert.handle_to_message(handle), new_length=length)
         reply = self._connection.unary(self._connection.executor.TruncateKv, request, timeout=timeout)
         self.tip.cut(_convert.handle_from_message(reply.kv_cache))
         return reply.freed_blocks
@@ -496,13 +519,12 @@ class Cache:
             What was freed.
 
         Raises:
-            ExecutorError: The server was not reached; the lease will end the sequence.
+            ExecutorError: The server was not reached, or the client is closed; the lease will end the sequence.
 
         Example:
             ``freed = cache.release().freed_blocks``
         """
-        if self.is_released or self._connection.is_closed:
-            self.give_up()
+        if self.is_released:
             return Released((False,), 0)
         self.give_up()
         request = cache_pb2.ReleaseCacheRequest(kv_caches=[_convert.handle_to_message(self.handle)])
@@ -520,15 +542,40 @@ class Cache:
         """
         return self.give_up().handle
 
-    def settle(self) -> None:
-        """Make an append certain that a cancelled loop left in doubt. Called before every append; rarely by hand."""
-        if self.tip.is_in_doubt:
-            self.tip.is_in_doubt = False
-            try:
-                self.decode((), policy=no_output())
-            except BaseException:
-                self.tip.is_in_doubt = True
-                raise
+    def prepare(
+        self,
+        tokens: Tokens,
+        policy: Policy | None,
+        on_stale: OnStale = "fail",
+        *,
+        drafts: Sequence[int] = (),
+        timeout: Timeout = USE_DEFAULT,
+    ) -> executor_pb2.DecodeInput:
+        """Return the message of the next append. For streams and loops; not for callers.
+
+        If an earlier append is in doubt and this one is no repetition of it, what landed is to be dropped: the append
+        rewinds, provided that nothing but our own doubtful tokens stands behind the handle. It rewinds also when they
+        have not landed (yet), because they may still be on their way; the server takes appends one by one.
+
+        Args:
+            tokens: As in ``decode``.
+            policy: As in ``decode``.
+            on_stale: As in ``decode``.
+            drafts: Tokens that are sent besides and may be appended too.
+            timeout: Seconds that a look at the sequence may take, if one is needed.
+        """
+        sent = self.tip.decode_input(_check.token_list(tokens), policy, on_stale)
+        is_new = bool(sent.input_ids) and self.tip.contradicts([*sent.input_ids, *drafts])
+        if sent.on_stale == _FAIL and is_new and self._holds_only_doubts(timeout):
+            sent.on_stale = _REWIND
+        return sent
+
+    def sibling(self, tip: Tip) -> Cache:
+        """Return a cache of its own for a branch of this one. For streams; not for callers."""
+        return Cache(self._connection, self._keeper, tip, keep_alive=self._keep_alive)
+
+    def _holds_only_doubts(self, timeout: Timeout) -> bool:
+        return self.tip.explains(self.info(token_ids=True, timeout=timeout).token_ids[self.length :])
 
     def give_up(self) -> Tip:
         """Mark the sequence as no longer ours and return its tip. For streams and the client; not for callers."""
@@ -540,3 +587,15 @@ class Cache:
         if self.tip.is_released:
             raise RuntimeError(f"the sequence of {self.handle!r} was released")
         return self.handle
+
+
+def check_scoring(policy: Policy | None, num_tokens: int, *, all_positions: bool) -> None:
+    """Make sure that a policy's ``target_logprobs`` has rows whose next token is known.
+
+    Raises:
+        TypeError: It is no policy.
+        ValueError: It has not: only the last of several tokens would have a row, and nothing follows that one.
+    """
+    check_policy(policy)
+    if policy is not None and policy.target_logprobs and num_tokens > 1 and not all_positions:
+        raise ValueError("target_logprobs of several tokens needs all_positions=True: nothing follows the last row")

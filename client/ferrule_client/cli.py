@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CommandError as error:
         return _fail(error, error.exit_code)
     except ExecutorError as error:
-        return _fail(error, 1)
+        return _fail(_for_users(error), 1)
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
@@ -96,12 +96,23 @@ def _serve(arguments: Sequence[str]) -> NoReturn:
         CommandError: The server is not installed.
     """
     if importlib.util.find_spec("ferrule_server") is None or importlib.util.find_spec("torch") is None:
-        raise CommandError("the server is not installed: pip install 'ferrule[server]'", "SERVER_MISSING")
+        text = (
+            "the server is not installed: install the server extra of ferrule (in a checkout: pip install '.[server]')"
+        )
+        raise CommandError(text, "SERVER_MISSING")
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "ferrule_server", *arguments])  # noqa: S606 - no shell wanted
 
 
-def _fail(error: Exception, exit_code: int) -> int:
+def _for_users(error: ExecutorError) -> object:
+    """Return what to print of an error: the advice in words of the command line."""
+    if error.reason != "CONNECTION_FAILED" or "target" not in error.metadata:
+        return error
+    advice = 'start one with "ferrule serve", or name another with --target'
+    return f"no server at {error.metadata['target']} ({error.metadata['cause']}); {advice} ({error.reason})"
+
+
+def _fail(error: object, exit_code: int) -> int:
     print("error:", " ".join(str(error).split()), file=sys.stderr)
     return exit_code
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from ferrule_client.cli_common import add_connection_options, connect, print_json, require_rich
+from ferrule_client.cli_common import add_connection_options, connect, print_json
 from ferrule_client.types import CacheSummary, Status
 
 __all__ = ["EXAMPLES", "add_options", "run"]
@@ -19,6 +21,8 @@ examples:
 Ids are the loggable ones, the same as in the server's logs; they cannot be used as handles.
 """
 
+_HEADINGS = ("handle", "tokens", "blocks", "shared", "lease", "age")
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
@@ -29,18 +33,18 @@ def run(args: argparse.Namespace) -> int:
     """Print the live handles and return 0.
 
     Raises:
-        CommandError: A table is wanted and rich is not installed.
         ExecutorError: The server does not answer.
     """
-    if not args.json:
-        require_rich("the table")
     with connect(args) as client:
         caches = list(client.list_caches())
         status = client.status()
     if args.json:
-        print_json({"caches": [_as_dict(cache) for cache in caches], "free_blocks": status.free_blocks})
-    else:
+        blocks = {"free_blocks": status.free_blocks, "total_blocks": status.total_blocks}
+        print_json({"caches": [_as_dict(cache) for cache in caches], **blocks})
+    elif sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
         _print_table(caches, status)
+    else:
+        _print_columns(caches, status)
     return 0
 
 
@@ -55,19 +59,37 @@ def _as_dict(cache: CacheSummary) -> dict[str, object]:
     }
 
 
+def _row(cache: CacheSummary) -> tuple[str, ...]:
+    blocks = (str(cache.num_blocks), str(cache.num_shared_blocks))
+    return (cache.handle_id, str(cache.length), *blocks, f"{cache.lease.ttl_s:.0f} s", _age(cache))
+
+
+def _total(caches: Sequence[CacheSummary], status: Status) -> str:
+    return f"{len(caches)} live handles, {status.free_blocks} of {status.total_blocks} blocks free"
+
+
+def _print_columns(caches: Sequence[CacheSummary], status: Status) -> None:
+    """Print the table for pipes, and where rich is not installed."""
+    rows = [_HEADINGS, *map(_row, caches)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
+        print("  ".join(cells))
+    print(_total(caches, status))
+
+
 def _print_table(caches: Sequence[CacheSummary], status: Status) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    pool = f"{status.free_blocks} of {status.total_blocks} blocks free"
-    table = Table(box=SIMPLE_HEAD, caption=f"{len(caches)} live handles, {pool}", caption_justify="left")
-    table.add_column("handle", style="cyan", no_wrap=True)
-    for name in ("tokens", "blocks", "shared", "lease", "age"):
+    table = Table(box=SIMPLE_HEAD, caption=_total(caches, status), caption_justify="left")
+    first, *others = _HEADINGS
+    table.add_column(first, style="cyan", no_wrap=True)
+    for name in others:
         table.add_column(name, justify="right", no_wrap=True)
     for cache in caches:
-        blocks = (str(cache.num_blocks), str(cache.num_shared_blocks))
-        table.add_row(cache.handle_id, str(cache.length), *blocks, f"{cache.lease.ttl_s:.0f} s", _age(cache))
+        table.add_row(*_row(cache))
     Console().print(table)
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import contextlib
 import json
 import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import NoReturn
 
-from ferrule_client.client import Client
+from ferrule_client.client import DEFAULT_TARGET, Client
 from ferrule_client.types import Status
 
 __all__ = [
@@ -17,13 +21,13 @@ __all__ = [
     "CommandError",
     "add_connection_options",
     "connect",
+    "ending_in_order",
     "number",
     "print_json",
-    "require_rich",
     "wait_for_model",
 ]
 
-DEFAULT_TARGET = "127.0.0.1:50051"
+_ENDINGS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 class CommandError(Exception):
@@ -41,16 +45,45 @@ class CommandError(Exception):
         self.exit_code = exit_code
 
 
-def number(kind: type[int] | type[float], low: float, high: float | None = None) -> Callable[[str], float]:
-    """Return a parser of option values within a range, for argparse."""
+@contextlib.contextmanager
+def ending_in_order() -> Iterator[None]:
+    """Leave the body by SystemExit when SIGTERM or SIGHUP comes, so that everything it holds is given back.
+
+    The exit code is 128 + N. Further ones are ignored meanwhile; one that was ignored before (nohup) stays ignored.
+    """
+    if threading.current_thread() is not threading.main_thread():  # Python lets no other one set handlers
+        yield
+        return
+    before = {one: signal.getsignal(one) for one in _ENDINGS}
+    caught = [one for one, handler in before.items() if handler is not signal.SIG_IGN]
+
+    def end(number: int, _: FrameType | None) -> NoReturn:
+        for one in caught:
+            signal.signal(one, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for one in caught:
+        signal.signal(one, end)
+    try:
+        yield
+    finally:
+        for one in caught:
+            signal.signal(one, before[one])
+
+
+def number(
+    kind: type[int] | type[float], low: float, high: float | None = None, *, above_low: bool = False
+) -> Callable[[str], float]:
+    """Return a parser of option values within a range, for argparse; ``above_low`` leaves the lower end itself out."""
 
     def parse(text: str) -> float:
         try:
             value = kind(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-        if not low <= value <= (float("inf") if high is None else high):
-            bounds = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
+        if not low <= value <= (float("inf") if high is None else high) or (above_low and value == low):
+            least = f"more than {low:g}" if above_low else f"at least {low:g}"
+            bounds = least if high is None else f"{least} and at most {high:g}"
             raise argparse.ArgumentTypeError(f"{text} is out of range, it must be {bounds}")
         return value
 
@@ -75,8 +108,15 @@ def add_connection_options(parser: argparse.ArgumentParser) -> None:
 
 
 def connect(args: argparse.Namespace) -> Client:
-    """Return a client by the connection options; a token comes from ``FERRULE_TOKEN`` only, out of sight of ``ps``."""
-    return Client.connect(args.target, token=os.environ.get("FERRULE_TOKEN"), timeout=args.timeout)
+    """Return a client by the connection options; a token comes from ``FERRULE_TOKEN`` only, out of sight of ``ps``.
+
+    Raises:
+        CommandError: The target is malformed.
+    """
+    try:
+        return Client.connect(args.target, token=os.environ.get("FERRULE_TOKEN"), timeout=args.timeout)
+    except ValueError as error:
+        raise CommandError(str(error), "TARGET_INVALID", exit_code=2) from None
 
 
 def wait_for_model(client: Client, args: argparse.Namespace) -> None:
@@ -97,16 +137,6 @@ def _show_loading(status: Status | None) -> None:
         done = 0.0 if status.load_progress is None else status.load_progress
         bar = ("=" * round(20 * done)).ljust(20)
         print(f"\r\x1b[Kloading [{bar}] {done:4.0%} {status.load_stage}", end="", file=sys.stderr, flush=True)
-
-
-def require_rich(what: str) -> None:
-    """Make sure that rich can be imported.
-
-    Raises:
-        CommandError: It is not installed.
-    """
-    if importlib.util.find_spec("rich") is None:
-        raise CommandError(f"{what} needs rich: pip install 'ferrule[cli]', or use --json", "RICH_MISSING")
 
 
 def print_json(value: object) -> None:

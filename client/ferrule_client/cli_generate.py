@@ -6,15 +6,19 @@ import argparse
 import sys
 import time
 
+from ferrule_client._check import token_list
 from ferrule_client.cache import Cache
 from ferrule_client.cli_common import (
     CommandError,
     add_connection_options,
     connect,
+    ending_in_order,
     number,
     print_json,
     wait_for_model,
 )
+from ferrule_client.client import Client
+from ferrule_client.errors import TokenOutOfVocabError
 from ferrule_client.generation import Generation, TextGeneration
 from ferrule_client.policy import no_output
 
@@ -38,7 +42,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--temperature", type=number(float, 0), default=0.7, metavar="T", help="0 is greedy, 1 as the model is (0.7)"
     )
     parser.add_argument("--top-k", type=number(int, 0), metavar="K", help="draw from the K most likely tokens")
-    parser.add_argument("--top-p", type=number(float, 0, 1), metavar="P", help="draw from the tokens that make up P")
+    parser.add_argument(
+        "--top-p", type=number(float, 0, 1, above_low=True), metavar="P", help="draw from the tokens that make up P"
+    )
     parser.add_argument(
         "--min-p", type=number(float, 0, 1), metavar="P", help="draw from tokens at least P times the most likely one"
     )
@@ -55,11 +61,12 @@ def run(args: argparse.Namespace) -> int:
         ExecutorError: A call failed.
     """
     prompt = _read_prompt(args)
-    with connect(args) as client:
+    ids = _parse_ids(prompt) if args.ids else []
+    with ending_in_order(), connect(args) as client:
         wait_for_model(client, args)
-        ids = _parse_ids(prompt) if args.ids else client.encode(prompt)
+        ids = ids or _encode(client, prompt)
         start = time.perf_counter()
-        with client.prefill(ids, policy=no_output()) as cache:
+        with _prefill(client, ids) as cache:
             prefill_s = time.perf_counter() - start
             loop, text, loop_s = _stream(cache, args)
     if args.json:
@@ -81,17 +88,52 @@ def run(args: argparse.Namespace) -> int:
 
 def _read_prompt(args: argparse.Namespace) -> str:
     if args.prompt is not None and args.prompt != "-":
-        return str(args.prompt)
-    if sys.stdin.isatty():
-        raise CommandError("give a PROMPT, or pipe one in", "PROMPT_MISSING", exit_code=2)
-    return sys.stdin.read()
+        prompt = str(args.prompt)
+    elif sys.stdin.isatty():
+        raise _misuse("give a PROMPT, or pipe one in", "PROMPT_MISSING")
+    else:
+        prompt = _read_stdin()
+    if not prompt or (args.ids and not prompt.replace(",", " ").split()):
+        raise _misuse("the prompt is empty", "PROMPT_EMPTY")
+    if any("\ud800" <= character <= "\udfff" for character in prompt):  # so Python keeps bytes that are no text
+        raise _misuse("the prompt is no text in UTF-8", "PROMPT_NOT_TEXT")
+    return prompt
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise _misuse(f"the prompt is no text in {error.encoding.upper()}", "PROMPT_NOT_TEXT") from None
+
+
+def _misuse(text: str, reason: str) -> CommandError:
+    return CommandError(text, reason, exit_code=2)
+
+
+def _prefill(client: Client, ids: list[int]) -> Cache:
+    try:
+        return client.prefill(ids, policy=no_output())
+    except TokenOutOfVocabError as error:
+        token, size = (error.metadata.get(name, "?") for name in ("token_id", "vocab_size"))
+        raise _misuse(f"token {token} is not in the vocabulary of {size} tokens", "PROMPT_NOT_IDS") from None
+
+
+def _encode(client: Client, prompt: str) -> list[int]:
+    ids = client.encode(prompt)
+    if not ids:
+        raise _misuse("the prompt has no tokens", "PROMPT_EMPTY")
+    return ids
 
 
 def _parse_ids(text: str) -> list[int]:
     words = text.replace(",", " ").split()
     if not all(word.isdecimal() for word in words):
-        raise CommandError("with --ids the prompt is token ids, such as '1 2 3'", "PROMPT_NOT_IDS", exit_code=2)
-    return [int(word) for word in words]
+        raise _misuse("with --ids the prompt is token ids, such as '1 2 3'", "PROMPT_NOT_IDS")
+    try:
+        return token_list([int(word) for word in words])
+    except ValueError as error:
+        raise _misuse(str(error), "PROMPT_NOT_IDS") from None
 
 
 def _stream(cache: Cache, args: argparse.Namespace) -> tuple[Generation | TextGeneration, str, float]:

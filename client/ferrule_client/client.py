@@ -11,16 +11,16 @@ from types import TracebackType
 import grpc
 
 from ferrule.v1 import cache_pb2, executor_pb2, tokenizer_pb2, types_pb2
-from ferrule_client import _convert
+from ferrule_client import _check, _convert
 from ferrule_client._connection import USE_DEFAULT, Connection, Timeout
 from ferrule_client._lease import LeaseKeeper
 from ferrule_client._retry import RetrySettings
 from ferrule_client._status import error_from_status
 from ferrule_client._tip import Tip
-from ferrule_client.cache import Cache
+from ferrule_client.cache import Cache, check_scoring
 from ferrule_client.detokenizer import Detokenizer
 from ferrule_client.errors import ExecutorError, StartingError, UnavailableError
-from ferrule_client.policy import Policy
+from ferrule_client.policy import Policy, seeded
 from ferrule_client.stream import Stream
 from ferrule_client.types import (
     CacheSummary,
@@ -36,7 +36,10 @@ from ferrule_client.types import (
     Tokens,
 )
 
-__all__ = ["Client"]
+__all__ = ["DEFAULT_TARGET", "Client"]
+
+DEFAULT_TARGET = "127.0.0.1:50051"
+"""Where ``ferrule serve`` listens unless told otherwise."""
 
 _POLL_S = 0.1
 _HANDLES_PER_REQUEST = 4096
@@ -63,12 +66,11 @@ class Client:
         self._keeper = LeaseKeeper(self._renew)
         self._lock = threading.Lock()
         self._stream: Stream | None = None
-        self._capabilities: Capabilities | None = None
 
     @classmethod
     def connect(
         cls,
-        target: str,
+        target: str = DEFAULT_TARGET,
         *,
         token: str | None = None,
         tls: bool | TlsConfig | None = None,
@@ -87,9 +89,14 @@ class Client:
         Returns:
             The client; close it, or use it in ``with``.
 
+        Raises:
+            TypeError: ``target`` is no text.
+            ValueError: ``target`` is malformed, or another argument out of its range.
+
         Example:
             ``with Client.connect("unix:/run/ferrule.sock") as client: ...``
         """
+        _check.whole("max_retries", max_retries)
         return cls(Connection(target, token, tls, timeout, RetrySettings(max_retries=max_retries)))
 
     def __enter__(self) -> Client:
@@ -104,7 +111,7 @@ class Client:
     def close(self) -> None:
         """Close the connection and end the keep-alive thread. Closing twice changes nothing.
 
-        Caches that were not released stay on the server until their lease ends.
+        Caches that were not released stay on the server until their lease ends; releasing them later raises.
         """
         if self._stream is not None:
             self._stream.close()
@@ -149,6 +156,8 @@ class Client:
 
         Raises:
             InvalidRequestError: The prompt is empty, or a token is out of the vocabulary.
+            TypeError: The tokens are no ints, for instance a text, or the policy is none.
+            ValueError: An argument is out of its range, or ``target_logprobs`` comes without ``all_positions``.
             ContextExceededError: The prompt is longer than the context.
             ResourceExhaustedError: The pool or the queue is full now.
             ExecutorError: Anything else, see ``errors``.
@@ -156,11 +165,13 @@ class Client:
         Example:
             ``with client.prefill(ids, policy=greedy()) as cache: print(cache.last.token)``
         """
-        seeded = None if policy is None else policy.with_seed()
+        ids = _check.token_list(tokens)
+        check_scoring(policy, len(ids), all_positions=all_positions)
+        _check.whole("reserve_length", reserve_length)
         item = executor_pb2.PrefillInput(
             request_id=request_id,
-            input_ids=_convert.token_list(tokens),
-            logits_policy=_convert.policy_to_message(seeded),
+            input_ids=ids,
+            logits_policy=_convert.policy_to_message(seeded(policy)),
             logits_positions=types_pb2.LOGITS_POSITIONS_ALL if all_positions else types_pb2.LOGITS_POSITIONS_LAST,
             cache=executor_pb2.CacheOptions(
                 ttl=_convert.duration(ttl),
@@ -184,9 +195,13 @@ class Client:
             handle: The handle, as somebody's ``cache.detach()`` or ``cache.handle`` gave it.
             keep_alive: False: its lease is not renewed in the background.
 
+        Raises:
+            TypeError: It is no handle.
+
         Example:
             ``with client.adopt(queue.get()) as cache: ...``
         """
+        _convert.check_handle(handle)
         return Cache(self._connection, self._keeper, Tip(handle), keep_alive=keep_alive)
 
     def stream(self) -> Stream:
@@ -240,11 +255,7 @@ class Client:
         Example:
             ``if "forward_verify" in client.capabilities().features: ...``
         """
-        if self._capabilities is None:
-            request = executor_pb2.GetCapabilitiesRequest()
-            reply = self._connection.unary(self._connection.executor.GetCapabilities, request, timeout=timeout)
-            self._capabilities = _convert.capabilities_from_message(reply.capabilities)
-        return self._capabilities
+        return self._connection.capabilities(timeout)
 
     def status(self, *, timeout: Timeout = USE_DEFAULT) -> Status:
         """Return how the server is doing now, also while it loads."""
@@ -325,12 +336,15 @@ class Client:
             timeout: Seconds this may take, retries included.
 
         Raises:
+            TypeError: It is no text.
+            ValueError: It cannot be written in UTF-8, because it holds half of a surrogate pair.
             UnsupportedError: The server has no tokenizer.
             ExecutorError: Anything else, see ``errors``.
 
         Example:
             ``ids = client.encode("def area(")``
         """
+        _check_text(text)
         request = tokenizer_pb2.EncodeRequest(
             text=text, add_special_tokens=add_special_tokens, parse_special_tokens=parse_special_tokens
         )
@@ -353,7 +367,7 @@ class Client:
             ExecutorError: Anything else, see ``errors``.
         """
         request = tokenizer_pb2.TokenizerServiceDecodeRequest(
-            token_ids=_convert.token_list(tokens), skip_special_tokens=skip_special_tokens
+            token_ids=_check.token_list(tokens), skip_special_tokens=skip_special_tokens
         )
         return self._connection.unary(self._connection.tokenizer.Decode, request, timeout=timeout).text
 
@@ -378,6 +392,7 @@ class Client:
         Raises:
             ExecutorError: While iterating, see ``errors``.
         """
+        _check.whole("page_size", page_size)
         request = cache_pb2.ListCachesRequest(page_size=page_size)
         while True:
             reply = self._connection.unary(self._connection.executor.ListCaches, request, timeout=timeout)
@@ -443,6 +458,17 @@ class Client:
 
     def _renew(self, handles: Sequence[Handle]) -> list[Lease | ExecutorError]:
         return self.keep_alive(handles, timeout=5.0)
+
+
+def _check_text(text: object) -> None:
+    if not isinstance(text, str):
+        hint = "; decode it first" if isinstance(text, (bytes, bytearray)) else ""
+        raise TypeError(f"the text must be a str, got {type(text).__name__}{hint}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = f"U+{ord(text[error.start]):04X}"
+        raise ValueError(f"the text is not valid Unicode: half a surrogate pair, {code}, at {error.start}") from None
 
 
 def _not_ready(status: Status) -> UnavailableError:

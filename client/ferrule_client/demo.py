@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ferrule_client.cache import Cache
-from ferrule_client.cli_common import CommandError, number, print_json
+from ferrule_client.cli_common import CommandError, ending_in_order, number, print_json
 from ferrule_client.client import Client
 from ferrule_client.demo_server import ServerProcess
 from ferrule_client.demo_view import PoolRow, View, select_view
@@ -98,19 +97,15 @@ def run(args: argparse.Namespace) -> int:
     view = select_view(as_json=args.json)
     figures = Figures()
     start = time.perf_counter()
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the child ends with us
-    try:
-        with ServerProcess(_server_arguments(args)) as server:
-            try:
-                with Client.connect(server.target, max_retries=0) as client:
-                    _wait(client, server, view, figures)
-                    _Story(client, view, figures, args.max_tokens).tell()
-            except (CommandError, ExecutorError):
-                print(server.log_tail(), file=sys.stderr)
-                raise
-            figures.server_exit_code = server.stop()
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with ending_in_order(), ServerProcess(_server_arguments(args)) as server:
+        try:
+            with Client.connect(server.target, max_retries=0) as client:
+                _wait(client, server, view, figures)
+                _Story(client, view, figures, args.max_tokens).tell()
+        except (CommandError, ExecutorError):
+            print(server.log_tail(), file=sys.stderr)
+            raise
+        figures.server_exit_code = server.stop()
     figures.total_s = time.perf_counter() - start
     view.summary(_summary(figures), is_good=figures.is_good)
     if args.json:

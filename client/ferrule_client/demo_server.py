@@ -1,4 +1,4 @@
-"""The demo's server: a child process on a local socket of its own."""
+"""The demo's server: a process on a local socket of its own, which does not outlive the demo."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from ferrule_client.cli_common import CommandError
 
 __all__ = ["ServerProcess"]
 
-_STOP_S = 10.0
+_STOP_S = 15.0  # more than the guardian itself waits
+_GUARDIAN = Path(__file__).with_name("demo_guardian.py")
 _TAIL_LINES = 15
 
 
 class ServerProcess:
     """A server that lives as long as the ``with`` around it; its output goes to a log file in a temporary folder.
+
+    Between the two stands a guardian, see ``demo_guardian``: it ends the server and removes the folder also when this
+    process is killed and can do neither.
 
     Args:
         arguments: Arguments of ``python -m ferrule_server``, without ``--listen``.
@@ -32,10 +36,13 @@ class ServerProcess:
         self.target = f"unix:{self._folder.name}/ferrule.sock"
 
     def __enter__(self) -> ServerProcess:
-        command = [sys.executable, "-m", "ferrule_server", "--listen", self.target, *self._arguments]
+        guardian = [sys.executable, "-I", "-S", str(_GUARDIAN), self._folder.name]
+        command = [*guardian, sys.executable, "-m", "ferrule_server", "--listen", self.target, *self._arguments]
         with self._log_path.open("wb") as log:
             # A session of its own: Ctrl-C in the terminal reaches the demo only, which then ends the server in order.
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)  # noqa: S603
+            self._process = subprocess.Popen(  # noqa: S603
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+            )
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -56,7 +63,8 @@ class ServerProcess:
         """End the server with SIGTERM and return its exit code; stopping twice changes nothing."""
         if self._process is None:
             return 0
-        self._process.terminate()
+        assert self._process.stdin is not None  # it is a pipe
+        self._process.stdin.close()  # the guardian sees it and ends the server
         try:
             return self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,8 @@
-"""Every error the client raises: one tree, so that ``except ExecutorError`` catches all of it.
+"""What can become of a call: one tree of errors, rooted in ``ExecutorError``.
+
+``except ExecutorError`` catches what a server, the way there, or a timeout can do to a call. Mistakes of the program
+are Python's own errors, raised before anything is sent: TypeError and ValueError for an argument, RuntimeError for a
+cache that was released or a stream used by two threads.
 
 ::
 
@@ -166,7 +170,10 @@ class WrongInstanceError(ExecutorError):
 
 
 class HandleStaleError(ExecutorError):
-    """The sequence moved on or was rewritten since the handle was made; nothing changed."""
+    """The sequence moved on or was rewritten since the handle was made, by somebody else; nothing changed.
+
+    ``cache.truncate(cache.length)`` or ``on_stale="rewind"`` drops what they appended, ``on_stale="fork"`` branches.
+    """
 
     @property
     def tip_length(self) -> int | None:
@@ -242,7 +249,11 @@ class NonFiniteLogitsError(ExecutorError):
 
 
 class DeadlineExceededError(ExecutorError):
-    """The timeout passed. An append may or may not have happened: sending it again is safe, it replays."""
+    """The timeout passed. An append may or may not have happened on the server; the cache stands where it was.
+
+    Send the same tokens again, which is safe, because it replays; or go on with other tokens, and the cache has the
+    server drop what landed. ``cache.truncate(cache.length)`` drops it at once.
+    """
 
 
 class CallCancelledError(ExecutorError):

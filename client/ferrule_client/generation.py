@@ -93,15 +93,11 @@ class Generation(Iterator[int]):
     def _step(self) -> Output:
         """Append what is pending, or query the newest row if nothing is, and take the drawn token as pending."""
         tip = self._cache.tip
-        self._cache.settle()
-        sent = tip.decode_input((), self._policy)
-        try:
+        sent = self._cache.prepare((), self._policy, timeout=self._timeout)
+        with tip.sending(sent.input_ids):
             result = self._stream.exchange([sent], timeout=self._timeout)[0]
-        except BaseException:
-            tip.is_in_doubt = bool(sent.input_ids)
-            raise
-        if isinstance(result, ExecutorError):
-            raise result
+            if isinstance(result, ExecutorError):
+                raise result
         output = _convert.output_from_message(result)
         return tip.moved(sent.input_ids, output, pending=output.tokens[-1:])
 

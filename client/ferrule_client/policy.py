@@ -16,9 +16,22 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
-__all__ = ["DType", "Greedy", "Policy", "Sampling", "full_logits", "greedy", "no_output", "sample"]
+from ferrule_client import _check
+
+__all__ = [
+    "DType",
+    "Greedy",
+    "Policy",
+    "Sampling",
+    "check_policy",
+    "full_logits",
+    "greedy",
+    "no_output",
+    "sample",
+    "seeded",
+]
 
 DType = Literal["float32", "bfloat16", "float16"]
 """Element type of logits on the wire. They always arrive as numpy float32."""
@@ -36,6 +49,9 @@ class Greedy:
     repetition_penalty: float | None = None
     allowed_ids: tuple[int, ...] | None = None
 
+    def __post_init__(self) -> None:
+        _check.number("repetition_penalty", self.repetition_penalty, 0, above_low=True)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
@@ -49,7 +65,7 @@ class Sampling:
         top_k: Keeps the k most likely tokens; None or 0 keeps all.
         top_p: Keeps the smallest set of most likely tokens that reaches this probability, in (0, 1].
         min_p: Keeps tokens at least this times as likely as the most likely one, in [0, 1].
-        seed: Key of the random generator, any 64-bit value.
+        seed: Key of the random generator, from 0 to 2**64 - 1.
         repetition_penalty: Divides positive and multiplies negative logits of tokens already there; more than 0.
         frequency_penalty: Subtracted from a token's logit once per occurrence.
         presence_penalty: Subtracted once from the logit of every token that occurred.
@@ -69,6 +85,17 @@ class Sampling:
     penalty_start: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_ids: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _check.number("temperature", self.temperature, 0)
+        _check.whole("top_k", self.top_k)
+        _check.number("top_p", self.top_p, 0, 1, above_low=True)
+        _check.number("min_p", self.min_p, 0, 1)
+        _check.whole("seed", self.seed, 0, 2**64 - 1)
+        _check.number("repetition_penalty", self.repetition_penalty, 0, above_low=True)
+        _check.number("frequency_penalty", self.frequency_penalty)
+        _check.number("presence_penalty", self.presence_penalty)
+        _check.whole("penalty_start", self.penalty_start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +126,11 @@ class Policy:
     entropy: bool = False
     hidden_state: bool = False
 
+    def __post_init__(self) -> None:
+        if self.logits is not None:
+            _check.choice("the dtype of logits", self.logits, get_args(DType))
+        _check.whole("top_logprobs", self.top_logprobs)
+
     def with_seed(self, seed: int | None = None) -> Policy:
         """Return this policy with a seed wherever a draw needs one, so that sending it twice draws the same token.
 
@@ -112,6 +144,29 @@ class Policy:
         if not isinstance(drawn, Sampling) or drawn.seed is not None or drawn.temperature == 0:
             return self
         return replace(self, selection=replace(drawn, seed=secrets.randbits(64) if seed is None else seed))
+
+
+def seeded(policy: Policy | None) -> Policy | None:
+    """Return a policy with a seed wherever a draw needs one; None, for full logits, passes.
+
+    Raises:
+        TypeError: It is no policy.
+    """
+    check_policy(policy)
+    return None if policy is None else policy.with_seed()
+
+
+def check_policy(value: object) -> None:
+    """Make sure that an argument is a policy or None.
+
+    Raises:
+        TypeError: It is not, for instance because the brackets of ``greedy()`` were forgotten.
+    """
+    if isinstance(value, Policy | None):
+        return
+    name = getattr(value, "__name__", type(value).__name__)
+    hint = f"call it: policy={name}()" if callable(value) else "make one with greedy(), sample() or full_logits()"
+    raise TypeError(f"the policy must be a Policy, got {name}; {hint}")
 
 
 def greedy(
@@ -245,4 +300,4 @@ def no_output() -> Policy:
 
 
 def _ids(ids: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if ids is None else tuple(int(i) for i in ids)
+    return None if ids is None else tuple(_check.token_list(ids))

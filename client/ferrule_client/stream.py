@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import threading
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -13,11 +15,11 @@ from ferrule.v1 import executor_pb2
 from ferrule_client import _convert
 from ferrule_client._connection import USE_DEFAULT, Connection, Timeout
 from ferrule_client._retry import Attempts
-from ferrule_client._status import error_from_call, error_from_status
+from ferrule_client._status import error_from_status
 from ferrule_client._stream_call import StreamCall
 from ferrule_client._tip import Tip
 from ferrule_client.errors import CallCancelledError, ExecutorError, UnavailableError
-from ferrule_client.policy import Policy
+from ferrule_client.policy import Policy, check_policy
 from ferrule_client.types import OnStale, Output, Tokens
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ class Stream:
         self._call: StreamCall | None = None
         self._seq = itertools.count(1)
         self._is_closed = False
+        self._in_use = threading.Lock()
         self.free_blocks: int | None = None
         self.num_frames = 0
 
@@ -128,18 +131,100 @@ class Stream:
             ValueError: The sizes differ, or a cache comes twice.
         """
         if len({id(cache) for cache in caches}) != len(caches):
-            raise ValueError("a cache can be in a frame only once; fork it to branch")
-        policies = [policy] * len(caches) if policy is None or isinstance(policy, Policy) else list(policy)
-        for cache in caches:
-            cache.settle()
-        tips = [cache.tip for cache in caches]
-        ids = [_convert.token_list(one) for one in tokens]
+            raise ValueError("a cache can be in a frame only once; stream.branch makes branches in one frame")
+        policies = _per_cache(policy, caches)
+        _check_sizes(caches, tokens, policies)
         inputs = [
-            tip.decode_input(one, None if wanted is None else wanted.with_seed(), on_stale)
-            for tip, one, wanted in zip(tips, ids, policies, strict=True)
+            cache.prepare(one, wanted, on_stale, timeout=timeout)
+            for cache, one, wanted in zip(caches, tokens, policies, strict=True)
         ]
-        results = self.exchange(inputs, release=[cache.give_up() for cache in release], timeout=timeout)
-        return [_take(tip, one, result) for tip, one, result in zip(tips, inputs, results, strict=True)]
+        results = self._send([cache.tip for cache in caches], inputs, release, timeout)
+        return [_take(cache.tip, one, result) for cache, one, result in zip(caches, inputs, results, strict=True)]
+
+    def branch(
+        self,
+        parents: Sequence[Cache],
+        tokens: Sequence[Tokens],
+        *,
+        policy: Policy | Sequence[Policy] | None = None,
+        release: Iterable[Cache] = (),
+        timeout: Timeout = USE_DEFAULT,
+    ) -> list[Cache]:
+        """Append to caches that may come several times, all in one frame: beam search.
+
+        Of the places that name one parent, the first appends to it and returns the parent itself, moved; each of the
+        others branches where the parent stood and returns a new cache. ``last`` of each is its own output. On the
+        wire the others are FORK items; such an item whose tokens repeat the first one's would be answered as a replay
+        of it, not with a branch, and is refused here: two sequences of the same tokens are made with ``Cache.fork``.
+
+        Args:
+            parents: The sequences to go on from, in any order, each as often as it has children.
+            tokens: For each place one token, or several; what is pending is appended before them.
+            policy: What to return for each row; one for all, or one for each place. None: full logits.
+            release: Caches to end in the same frame, before the others are judged: the losers.
+            timeout: Seconds this step may take. Retried only when the request certainly never ran.
+
+        Returns:
+            One cache per place; the new ones want to be released.
+
+        Raises:
+            ExecutorError: An item failed (the first one is raised, with a note that says which), or the stream did.
+                New branches of this call are released then, as far as their answers came; parents that succeeded
+                have moved.
+            ValueError: The sizes differ, or two places would be the same sequence.
+
+        Example:
+            ``beams = stream.branch([root, root, root], [a, b, c], policy=greedy(top_logprobs=6))``
+        """
+        policies = _per_cache(policy, parents)
+        _check_sizes(parents, tokens, policies)
+        firsts = {id(parent): place for place, parent in reversed(list(enumerate(parents)))}
+        inputs = [
+            parent.prepare(one, wanted, "fail" if firsts[id(parent)] == place else "fork", timeout=timeout)
+            for place, (parent, one, wanted) in enumerate(zip(parents, tokens, policies, strict=True))
+        ]
+        _check_branches([firsts[id(parent)] for parent in parents], inputs)
+        starts = [(parent.handle, parent.tip.recent) for parent in parents]
+        results = self._send([parent.tip for parent in parents], inputs, release, timeout)
+        children: list[Cache] = []
+        failure: ExecutorError | None = None
+        for place, result in enumerate(results):
+            parent, sent, (handle, recent) = parents[place], inputs[place], starts[place]
+            if isinstance(result, ExecutorError):
+                parent.tip.doubt(sent.input_ids, result)
+                result.add_note(f"this was place {place} of {len(results)}; new branches of this frame are released")
+                failure = failure or result
+            elif result.kv_cache.cache_id == handle.cache_id:
+                parent.tip.moved(sent.input_ids, _convert.output_from_message(result))
+                children.append(parent)
+            else:
+                output = _convert.output_from_message(result)
+                children.append(parent.sibling(Tip(output.handle, last=output, recent=(*recent, *sent.input_ids))))
+        if failure is not None:
+            self._forget([child for child in children if all(child is not parent for parent in parents)])
+            raise failure
+        return children
+
+    def _send(
+        self,
+        tips: Sequence[Tip],
+        inputs: Sequence[executor_pb2.DecodeInput],
+        release: Iterable[Cache],
+        timeout: Timeout,
+    ) -> list[executor_pb2.DecodeOutput | ExecutorError]:
+        """Exchange one frame; when the stream fails, every append of it is in doubt."""
+        try:
+            return self.exchange(inputs, release=[cache.give_up() for cache in release], timeout=timeout)
+        except BaseException as error:
+            for tip, sent in zip(tips, inputs, strict=True):
+                tip.doubt(sent.input_ids, error)
+            raise
+
+    def _forget(self, caches: Sequence[Cache]) -> None:
+        """Release branches that nobody will see; where that fails too, their leases end them."""
+        if caches:
+            with contextlib.suppress(ExecutorError):
+                self.exchange([], release=[cache.give_up() for cache in caches])
 
     def exchange(
         self,
@@ -160,7 +245,18 @@ class Stream:
 
         Raises:
             ExecutorError: The stream failed.
+            RuntimeError: Another thread is using the stream.
         """
+        if not self._in_use.acquire(blocking=False):
+            raise RuntimeError("this stream is used by two threads at once; open one for each with client.stream()")
+        try:
+            return self._exchange(inputs, release, timeout)
+        finally:
+            self._in_use.release()
+
+    def _exchange(
+        self, inputs: Sequence[executor_pb2.DecodeInput], release: Sequence[Tip], timeout: Timeout
+    ) -> list[executor_pb2.DecodeOutput | ExecutorError]:
         items = [executor_pb2.StreamItem(seq=next(self._seq), decode=one) for one in inputs]
         creates = any(one.on_stale == _convert.stale_to_message("fork") for one in inputs)
         attempts = self._connection.attempts(timeout, creates=creates)
@@ -171,7 +267,7 @@ class Stream:
                 return [done[item.seq] for item in items]
             except grpc.RpcError as error:
                 self._drop_call()
-                attempts.pause_or_raise(error_from_call(error), error)
+                attempts.pause_or_raise(self._connection.typed(error), error)
             except StopIteration:
                 self._drop_call()
                 text = "the server ended the stream before it answered"
@@ -226,5 +322,40 @@ def _take(
     tip: Tip, sent: executor_pb2.DecodeInput, result: executor_pb2.DecodeOutput | ExecutorError
 ) -> Output | ExecutorError:
     if isinstance(result, ExecutorError):
+        tip.doubt(sent.input_ids, result)
         return result
     return tip.moved(sent.input_ids, _convert.output_from_message(result))
+
+
+def _per_cache(policy: Policy | Sequence[Policy] | None, caches: Sequence[Cache]) -> list[Policy | None]:
+    if isinstance(policy, Sequence):
+        return list(policy)
+    check_policy(policy)
+    return [policy] * len(caches)
+
+
+def _check_sizes(caches: Sequence[Cache], tokens: Sequence[Tokens], policies: Sequence[Policy | None]) -> None:
+    for name, given in (("tokens", tokens), ("policy", policies)):
+        if len(given) != len(caches):
+            raise ValueError(
+                f"{name} needs one entry per cache: there are {len(caches)} caches and {len(given)} entries"
+            )
+
+
+def _check_branches(firsts: Sequence[int], inputs: Sequence[executor_pb2.DecodeInput]) -> None:
+    """Make sure that every place of a frame is a sequence of its own.
+
+    Args:
+        firsts: For each place the first place with the same parent.
+        inputs: What is sent for each place.
+
+    Raises:
+        ValueError: Two would be one.
+    """
+    for place, first in enumerate(firsts):
+        if place == first:
+            continue
+        ids, beside = list(inputs[place].input_ids), list(inputs[first].input_ids)
+        if not ids or not beside or ids == beside[: len(ids)]:
+            text = f"places {first} and {place} have the same parent and would be the same sequence"
+            raise ValueError(f"{text}: give them different tokens, or make the second one with cache.fork()")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,9 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+from google.protobuf.message import DecodeError
+
+from ferrule.v1 import types_pb2
 
 __all__ = [
     "Acceptance",
@@ -72,6 +76,37 @@ class Handle:
 
     def __repr__(self) -> str:
         return f"Handle({self.handle_id}, length={self.length})"
+
+    def to_string(self) -> str:
+        """Return the handle as text for files, environments and URLs. Keep it secret: it is all that access takes.
+
+        Example:
+            ``os.environ["TRUNK"] = cache.detach().to_string()``
+        """
+        from ferrule_client import _convert
+
+        return base64.urlsafe_b64encode(_convert.handle_to_message(self).SerializeToString()).decode().rstrip("=")
+
+    @classmethod
+    def from_string(cls, text: str) -> Handle:
+        """Return the handle that ``to_string`` wrote.
+
+        Raises:
+            ValueError: The text is none of its.
+
+        Example:
+            ``cache = client.adopt(Handle.from_string(os.environ["TRUNK"]))``
+        """
+        from ferrule_client import _convert
+
+        try:
+            data = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+            handle = _convert.handle_from_message(types_pb2.KvCacheHandle.FromString(data))
+        except (ValueError, DecodeError):
+            handle = cls("", 0, b"")
+        if not handle.cache_id or not handle.length:
+            raise ValueError("this is no handle that Handle.to_string() wrote")  # without the text: it may be a secret
+        return handle
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,7 +144,10 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
         if start + len(new) > self.max_length:
             return status_of(grpc.StatusCode.OUT_OF_RANGE, "CONTEXT_EXCEEDED", "the context is full")
         replayed = bool(new) and tokens[start : start + len(new)] == new
-        if start < len(tokens) and not replayed:
+        behind = bool(new) and start < len(tokens) and not replayed
+        if behind and item.on_stale == types_pb2.STALE_POLICY_REWIND:
+            del tokens[start:]
+        elif behind:
             return status_of(grpc.StatusCode.ABORTED, "HANDLE_STALE", "stale", tip_length=str(len(tokens)))
         if not replayed:
             tokens.extend(new)
@@ -158,6 +161,23 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
         info = info_pb2.ModelInfo(model_id="fake", vocab_size=VOCAB_SIZE, eos_token_ids=[EOS], has_tokenizer=True)
         reply = executor_pb2.GetModelInfoResponse(info=info)
         return self._run("GetModelInfo", context, lambda: reply)
+
+    def GetCapabilities(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
+        capabilities = info_pb2.ExecutorCapabilities(supports_forward_verify=True)
+        reply = executor_pb2.GetCapabilitiesResponse(capabilities=capabilities)
+        return self._run("GetCapabilities", context, lambda: reply)
+
+    def GetCacheInfo(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
+        cache_id = request.kv_cache.cache_id
+        info = cache_pb2.CacheInfo(kv_cache=self._handle(cache_id), token_ids=self.sequences[cache_id])
+        return self._run("GetCacheInfo", context, lambda: cache_pb2.GetCacheInfoResponse(info=info))
+
+    def TruncateKv(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
+        def work() -> cache_pb2.TruncateKvResponse:
+            del self.sequences[request.kv_cache.cache_id][request.new_length :]
+            return cache_pb2.TruncateKvResponse(kv_cache=self._handle(request.kv_cache.cache_id))
+
+        return self._run("TruncateKv", context, work)
 
     def GetStatus(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
         status = info_pb2.ExecutorStatus(state=info_pb2.EXECUTOR_STATE_READY, is_ready=True)

@@ -144,10 +144,12 @@ def test_fork_shares_blocks_and_truncate_frees_them(client: Client) -> None:
 def test_truncate_beyond_the_handle_is_refused(client: Client) -> None:
     """Lengths outside 1 to the cache's own change nothing."""
     with client.prefill(PROMPT, policy=no_output()) as cache:
-        for length in (0, 5):
+        for length in (-1, 0, 5):
             with pytest.raises(TruncateBeyondError):
                 cache.truncate(length)
         assert cache.length == 4
+        with pytest.raises(TruncateBeyondError, match="to -1 tokens: lengths go from 1 to 4"):
+            cache.truncate(-1)
 
 
 def test_release_is_idempotent_and_ends_the_cache(client: Client) -> None:
@@ -186,16 +188,21 @@ def test_verify_is_refused_truthfully(client: Client) -> None:
     if "forward_verify" in client.capabilities().features:
         pytest.skip("this server serves it")
     with client.prefill(PROMPT, policy=no_output()) as cache:
-        with pytest.raises(UnsupportedError):
+        with pytest.raises(UnsupportedError, match="forward_verify"):
             cache.verify([1, 2], tokens=9, policy=greedy())
+        with pytest.raises(UnsupportedError, match="forward_verify"):
+            cache.verify([1, 2])
         assert cache.length == 4
 
 
 def test_verify_loop_keeps_its_own_books(fake: FakeServer, fake_client: Client) -> None:
     """The next token of a verify is pending and certain in the next one."""
-    with fake_client.prefill(b"the quick", policy=greedy()) as cache:
-        with pytest.raises(ValueError, match="certain"):
+    with fake_client.prefill([*b"the quick"], policy=greedy()) as cache:
+        with pytest.raises(ValueError, match="certain") as caught:
             cache.verify([1])
+        assert "decode" not in str(caught.value)
+        with pytest.raises(ValueError, match="acceptance must be one of none, exact, rejection"):
+            cache.verify([1], tokens=2, acceptance="greedy")  # type: ignore[arg-type]
         first = cache.verify(list(b"bro?"), tokens=ord(" "), policy=greedy())
         assert first.accepted_count == 3
         assert first.accepted_indices == (1, 2, 3)
@@ -237,7 +244,7 @@ def test_leaving_with_survives_a_dead_server() -> None:
     """The error of the body stays visible when the release cannot be sent."""
     with FakeServer() as fake:
         client = Client.connect(fake.target, max_retries=0)
-        cache = client.prefill(b"abc", policy=no_output())
+        cache = client.prefill([*b"abc"], policy=no_output())
     with pytest.raises(ZeroDivisionError), cache:
         _ = 1 / 0
     assert cache.is_released

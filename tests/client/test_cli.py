@@ -47,8 +47,9 @@ def test_unreachable_server_is_one_line_and_exit_code_1(capsys: pytest.CaptureFi
     assert run("health", "--target", "127.0.0.1:1") == 1
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("error: ")
-    assert captured.err.endswith("(CONNECTION_FAILED)\n")
+    advice = 'start one with "ferrule serve", or name another with --target'
+    expected = f"error: no server at 127.0.0.1:1 (connection refused); {advice} (CONNECTION_FAILED)\n"
+    assert captured.err == expected
     assert captured.err.count("\n") == 1
 
 
@@ -59,22 +60,40 @@ def test_caches_lists_live_handles(capsys: pytest.CaptureFixture[str], client: C
         table = capsys.readouterr().out
         assert cache.handle.handle_id in table
         assert "1 live handles" in table
-        assert "\x1b" not in table
+        assert table.isascii()
+        assert all(line == line.rstrip() and line for line in table.splitlines())
+        assert table.split("\n")[1].split()[:4] == [cache.handle.handle_id, "40", "3", "0"]
         assert run("caches", "--json") == 0
-        (line,) = json.loads(capsys.readouterr().out)["caches"]
+        facts = json.loads(capsys.readouterr().out)
+        (line,) = facts["caches"]
+        assert facts["total_blocks"] - facts["free_blocks"] == 3
         assert (line["handle_id"], line["length"], line["num_blocks"]) == (cache.handle.handle_id, 40, 3)
 
 
-def test_table_without_rich_says_what_to_install(
+def test_base_installation_lists_and_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The base installation has no rich, and JSON does not need it."""
+    """Without rich there are plain columns, on a terminal too; without the server there is advice that works."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert run("caches") == 1
-    assert "pip install 'ferrule[cli]'" in capsys.readouterr().err
-    assert run("caches", "--json") == 0
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert run("caches") == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("handle  tokens  blocks  shared  lease  age\n0 live handles, ")
+    assert captured.err == ""
     assert run("serve") == 1
-    assert "pip install 'ferrule[server]'" in capsys.readouterr().err
+    assert "pip install '.[server]'" in capsys.readouterr().err
+
+
+def test_table_in_colour_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With rich and a terminal the table is drawn."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    with client.prefill(range(40), policy=no_output()) as cache:
+        assert run("caches") == 0
+        table = capsys.readouterr().out
+    assert cache.handle.handle_id in table
+    assert "─" in table
 
 
 def test_generate_streams_token_ids(capsys: pytest.CaptureFixture[str], client: Client) -> None:
@@ -110,8 +129,40 @@ def test_generate_says_what_is_missing(capsys: pytest.CaptureFixture[str], monke
     assert capsys.readouterr().err.endswith("(PROMPT_NOT_IDS)\n")
     monkeypatch.setattr(sys, "stdin", type("Terminal", (io.StringIO,), {"isatty": lambda self: True})())
     assert run("generate") == 2
-    assert run("generate", "--ids", "") == 1
-    assert capsys.readouterr().err.endswith("(INVALID_FIELD)\n")
+    capsys.readouterr()
+    for prompt in ("", "  ", ","):
+        assert run("generate", "--ids", prompt) == 2
+        assert capsys.readouterr().err == "error: the prompt is empty (PROMPT_EMPTY)\n"
+    assert run("generate", "--ids", "1 256") == 2
+    assert "token 256 is not in the vocabulary of 256 tokens" in capsys.readouterr().err
+    assert run("generate", "--ids", "99999999999") == 2
+    assert capsys.readouterr().err.endswith("(PROMPT_NOT_IDS)\n")
+
+
+def test_prompt_that_is_no_text_is_wrong_use(fake: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    """Stray bytes on standard input or in an argument are said in one line."""
+    command = [sys.executable, "-m", "ferrule_client.cli", "generate", "--target", fake.target]
+    for handling in ("strict", "surrogateescape"):  # which it is depends on the locale
+        environment = os.environ | {"PYTHONIOENCODING": f"utf-8:{handling}"}
+        done = subprocess.run(command, input=b"\xff\xfe", capture_output=True, timeout=60, check=False, env=environment)
+        assert done.returncode == 2
+        assert done.stderr == b"error: the prompt is no text in UTF-8 (PROMPT_NOT_TEXT)\n"
+    assert run("generate", "--target", fake.target, "a\udcff") == 2
+    assert "no text in UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_ended_generate_releases_its_cache(target: str, client: Client, number: signal.Signals) -> None:
+    """Whoever ends the command ends the sequence too."""
+    command = [sys.executable, "-m", "ferrule_client.cli", "generate", "--ids", "--max-tokens", "400", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=20)
+        assert process.returncode == 128 + number
+        assert errors == b""
+    assert list(client.list_caches()) == []
 
 
 @pytest.mark.parametrize(
@@ -121,6 +172,10 @@ def test_generate_says_what_is_missing(capsys: pytest.CaptureFixture[str], monke
         ("polish",),
         ("generate", "--max-tokens", "0", "x"),
         ("generate", "--top-p", "1.5", "x"),
+        ("generate", "--top-p", "0", "x"),
+        ("health", "--target", "localhost"),
+        ("health", "--target", "127.0.0.1:70000"),
+        ("health", "--target", "http://127.0.0.1:50051"),
         ("generate", "--seed", "-1", "x"),
         ("health", "--timeout", "soon"),
     ],

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ferrule_client.demo_view import PlainView, PoolRow
+from tests.client.fake_server import wait_for
 
 COMMAND = [sys.executable, "-m", "ferrule_client.cli", "demo"]
 PAGED = ["--executor", "paged-reference", "--max-tokens", "20"]
@@ -79,9 +80,11 @@ def test_failing_server_shows_its_last_words() -> None:
     assert last.endswith("(SERVER_ENDED)")
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)]
+)
 def test_interrupted_demo_ends_its_server(tmp_path: Path, number: signal.Signals, exit_code: int) -> None:
-    """Ctrl-C and SIGTERM take the child along."""
+    """Ctrl-C, SIGTERM, a closed terminal and even SIGKILL take the server and its folder along."""
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     command = [*COMMAND, "--executor", "paged-reference", "--max-tokens", "400"]
     with subprocess.Popen(
@@ -91,6 +94,25 @@ def test_interrupted_demo_ends_its_server(tmp_path: Path, number: signal.Signals
         assert any("2  Stream" in line for line in process.stdout)
         process.send_signal(number)
         assert process.wait(20) == exit_code
+    if number is signal.SIGKILL:
+        wait_for(lambda: not servers_below(str(tmp_path)) and not list(tmp_path.iterdir()))
+    assert servers_below(str(tmp_path)) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_closed_terminal_ends_the_demo(tmp_path: Path) -> None:
+    """The terminal goes away under the panels: nothing stays behind."""
+    environment = os.environ | {"TMPDIR": str(tmp_path), "TERM": "xterm-256color"}
+    leader, follower = pty.openpty()
+    command = [*COMMAND, "--executor", "paged-reference", "--max-tokens", "400"]
+    own = ["setsid", "--ctty", *command]  # the terminal is its own, so that its end sends SIGHUP
+    with subprocess.Popen(own, stdin=follower, stdout=follower, stderr=follower, env=environment) as process:
+        os.close(follower)
+        seen = b""
+        while b"Stream" not in seen:
+            seen += os.read(leader, 4096)
+        os.close(leader)
+        assert process.wait(20) != 0
     assert servers_below(str(tmp_path)) == []
     assert list(tmp_path.iterdir()) == []
 

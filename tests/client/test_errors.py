@@ -7,6 +7,7 @@ import pickle
 import re
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import grpc
@@ -19,6 +20,7 @@ from ferrule_client import (
     Client,
     DeadlineExceededError,
     ExecutorError,
+    Handle,
     HandleNotFoundError,
     HandleStaleError,
     InvalidRequestError,
@@ -129,12 +131,22 @@ def test_unreachable_server_is_named() -> None:
         client.status()
     assert caught.value.reason == "CONNECTION_FAILED"
     assert time.monotonic() - start < 10
+    assert str(caught.value).startswith("no server at 127.0.0.1:1 (connection refused); start one with ")
+    assert "failed to connect" in caught.value.metadata["details"]
+    assert "grpc" not in "".join(traceback.format_exception(caught.value)).replace("/grpc", "").lower()
+    with Client.connect("unix:/nowhere/x.sock", max_retries=0) as client, client.stream() as stream:
+        with pytest.raises(UnavailableError, match=r"no server at unix:/nowhere/x.sock \(no such socket\)"):
+            client.status()
+        cache = client.adopt(Handle("a.b.c", 1, bytes(16)), keep_alive=False)
+        with pytest.raises(UnavailableError, match="no server at unix:/nowhere"):
+            stream.decode([cache], [1])
+        cache.detach()
 
 
 def test_unknown_call_is_unsupported(fake_client: Client) -> None:
     """A server without an RPC, or without a service, is told from a broken one."""
     with pytest.raises(UnsupportedError) as caught:
-        fake_client.capabilities()
+        next(fake_client.list_caches())
     assert caught.value.reason == "RPC_UNKNOWN"
     with pytest.raises(UnsupportedError):
         fake_client.health()
@@ -148,6 +160,7 @@ def test_closing_the_client_cancels(fake: FakeServer) -> None:
         threading.Timer(0.2, client.close).start()
         with pytest.raises(CallCancelledError):
             list(cache.generate(3))
+        cache.detach()
 
 
 def test_rewritten_details_are_not_believed(fake: FakeServer, fake_client: Client) -> None:

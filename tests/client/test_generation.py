@@ -126,7 +126,7 @@ def test_loop_needs_a_policy_that_chooses(client: Client) -> None:
 def test_eos_ends_the_loop_and_is_yielded(fake: FakeServer, fake_client: Client) -> None:
     """The model's own end token is the last one; it can be ignored."""
     fake.text = [*b"abcd", EOS]
-    with fake_client.prefill(b"_____", policy=no_output()) as cache:
+    with fake_client.prefill([*b"_____"], policy=no_output()) as cache:
         loop = cache.generate()
         assert list(loop) == [*b"abcd", EOS]
         assert loop.finish_reason == "eos"
@@ -136,7 +136,7 @@ def test_eos_ends_the_loop_and_is_yielded(fake: FakeServer, fake_client: Client)
 
 def test_stop_ids_end_the_loop(fake: FakeServer, fake_client: Client) -> None:
     """So do the caller's own."""
-    with fake_client.prefill(b"the", policy=no_output()) as cache:
+    with fake_client.prefill([*b"the"], policy=no_output()) as cache:
         loop = cache.generate(stop_ids=[ord("k")])
         assert bytes(loop) == b" quick"
         assert loop.finish_reason == "stop_token"
@@ -144,7 +144,7 @@ def test_stop_ids_end_the_loop(fake: FakeServer, fake_client: Client) -> None:
 
 def test_loop_drives_one_stream(fake: FakeServer, fake_client: Client) -> None:
     """A loop costs one StreamDecode and one frame per token, and its threads end with it."""
-    with fake_client.prefill(b"the", policy=no_output()) as cache:
+    with fake_client.prefill([*b"the"], policy=no_output()) as cache:
         list(cache.generate(10))
     assert fake.calls["StreamDecode"] == 1
     assert Counter(len(frame) for frame in fake.frames) == {1: 10}
@@ -174,7 +174,7 @@ def test_text_never_holds_half_a_character(fake: FakeServer, fake_client: Client
 def test_end_token_is_not_text(fake: FakeServer, fake_client: Client) -> None:
     """What ends the text is in the tokens only."""
     fake.text = [*b"abcd", EOS]
-    with fake_client.prefill(b"_____", policy=no_output()) as cache, cache.generate_text() as loop:
+    with fake_client.prefill([*b"_____"], policy=no_output()) as cache, cache.generate_text() as loop:
         assert "".join(loop) == "abcd"
         assert loop.tokens[-1] == EOS
         assert loop.finish_reason == "eos"
@@ -187,7 +187,7 @@ def test_broken_stream_is_resumed_without_doubling(fake: FakeServer, fake_client
         Failure(grpc.StatusCode.UNAVAILABLE, after=True),
         Failure(grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2", after=True),
     ]
-    with fake_client.prefill(b"the", policy=no_output()) as cache:
+    with fake_client.prefill([*b"the"], policy=no_output()) as cache:
         assert bytes(cache.generate(12)) == b" quick brown"
         assert bytes(fake.sequences[cache.handle.cache_id]) == b"the quick brow"
     assert fake.calls["StreamDecode"] == 4
@@ -196,7 +196,7 @@ def test_broken_stream_is_resumed_without_doubling(fake: FakeServer, fake_client
 def test_interrupted_loop_leaves_a_usable_cache(fake: FakeServer, fake_client: Client) -> None:
     """Ctrl-C while a token is under way: the append that was cut off is made certain before the next one."""
     fake.delay_s = 0.05
-    with fake_client.prefill(b"the", policy=no_output()) as cache:
+    with fake_client.prefill([*b"the"], policy=no_output()) as cache:
         tokens: list[int] = []
         loop = cache.generate()
         tokens += [next(loop) for _ in range(3)]
@@ -214,7 +214,7 @@ def test_interrupted_loop_leaves_a_usable_cache(fake: FakeServer, fake_client: C
 
 def test_slow_step_meets_the_timeout(fake: FakeServer, fake_client: Client) -> None:
     """The timeout bounds each token, and the cache goes on afterwards."""
-    with fake_client.prefill(b"the", policy=no_output()) as cache:
+    with fake_client.prefill([*b"the"], policy=no_output()) as cache:
         loop = cache.generate(timeout=0.3)
         assert next(loop) == ord(" ")
         fake.delay_s = 0.8
@@ -227,7 +227,7 @@ def test_slow_step_meets_the_timeout(fake: FakeServer, fake_client: Client) -> N
 
 def test_failed_item_raises_and_loses_nothing(fake: FakeServer, fake_client: Client) -> None:
     """An item's own error ends the loop; what was yielded is still there to go on from."""
-    with fake_client.prefill(b"the", policy=no_output()) as cache:
+    with fake_client.prefill([*b"the"], policy=no_output()) as cache:
         fake.failures["frame"] = [Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "no block", reason="KV_BLOCKS_EXHAUSTED")]
         with pytest.raises(BlocksExhaustedError):
             list(cache.generate(5))

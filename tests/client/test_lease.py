@@ -8,7 +8,7 @@ import sys
 import grpc
 import pytest
 
-from ferrule_client import Client, _lease, no_output
+from ferrule_client import CallCancelledError, Client, _lease, no_output
 from tests.client.fake_server import Failure, FakeServer, threads_named, wait_for
 
 
@@ -27,14 +27,14 @@ def num_threads() -> int:
 def test_thread_lives_as_long_as_the_caches(fake: FakeServer, fake_client: Client) -> None:
     """It starts with the first cache and ends with the last one."""
     assert num_threads() == 0
-    with fake_client.prefill(b"ab", policy=no_output()):
-        with fake_client.prefill(b"ab", policy=no_output()):
+    with fake_client.prefill([*b"ab"], policy=no_output()):
+        with fake_client.prefill([*b"ab"], policy=no_output()):
             assert num_threads() == 1
         assert num_threads() == 1
     wait_for(lambda: num_threads() == 0)
-    with fake_client.prefill(b"ab", policy=no_output(), keep_alive=False):
+    with fake_client.prefill([*b"ab"], policy=no_output(), keep_alive=False):
         assert num_threads() == 0
-    with fake_client.prefill(b"ab", policy=no_output()) as cache:
+    with fake_client.prefill([*b"ab"], policy=no_output()) as cache:
         handle = cache.detach()
         wait_for(lambda: num_threads() == 0)
     fake_client.release([handle])
@@ -43,7 +43,7 @@ def test_thread_lives_as_long_as_the_caches(fake: FakeServer, fake_client: Clien
 def test_leases_are_renewed_together_at_a_third(fake: FakeServer, fake_client: Client) -> None:
     """One call for all caches; the granted lease sets the pace."""
     fake.ttl_s = 0.3
-    caches = [fake_client.prefill(b"ab", policy=no_output()) for _ in range(3)]
+    caches = [fake_client.prefill([*b"ab"], policy=no_output()) for _ in range(3)]
     wait_for(lambda: fake.kept.count(3) >= 3)
     fake.ttl_s = 300.0
     num_calls = fake.calls["KeepAlive"]
@@ -55,7 +55,7 @@ def test_leases_are_renewed_together_at_a_third(fake: FakeServer, fake_client: C
 def test_failures_do_not_end_the_keeping(fake: FakeServer) -> None:
     """A server that was away for a moment is asked again; a lease that is gone is not."""
     with Client.connect(fake.target, max_retries=0) as client:
-        cache, lost = (client.prefill(b"ab", policy=no_output()) for _ in range(2))
+        cache, lost = (client.prefill([*b"ab"], policy=no_output()) for _ in range(2))
         fake.ttl_s = 0.15
         fake.failures["KeepAlive"] = [Failure(grpc.StatusCode.UNAVAILABLE)] * 2
         wait_for(lambda: fake.kept.count(2) >= 1)
@@ -67,12 +67,14 @@ def test_failures_do_not_end_the_keeping(fake: FakeServer) -> None:
 def test_thread_ends_with_the_client(fake: FakeServer) -> None:
     """Closing the client ends it, though a cache was forgotten; so does the end of the last cache's object."""
     client = Client.connect(fake.target)
-    cache = client.prefill(b"ab", policy=no_output())
+    cache = client.prefill([*b"ab"], policy=no_output())
     client.close()
     assert num_threads() == 0
-    cache.release()
+    with pytest.raises(CallCancelledError, match="closed"):
+        cache.release()
+    assert cache.is_released
     client = Client.connect(fake.target)
-    cache = client.prefill(b"ab", policy=no_output())
+    cache = client.prefill([*b"ab"], policy=no_output())
     assert num_threads() == 1
     with pytest.warns(ResourceWarning):
         del cache

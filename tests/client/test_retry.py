@@ -27,9 +27,9 @@ def test_broken_connection_is_tried_again(fake: FakeServer, fake_client: Client)
 @pytest.mark.parametrize("failure", [GONE, LOST, RESET])
 def test_append_is_tried_again_and_replays(fake: FakeServer, fake_client: Client, failure: Failure) -> None:
     """Whether the request or the reply was lost, the token is there once."""
-    with fake_client.prefill(b"ab", policy=greedy()) as cache:
+    with fake_client.prefill([*b"ab"], policy=greedy()) as cache:
         fake.failures["Decode"] = [failure, failure]
-        output = cache.decode(b"cd", policy=greedy())
+        output = cache.decode([*b"cd"], policy=greedy())
         assert output.replayed == failure.after
         assert bytes(fake.sequences[cache.handle.cache_id]) == b"abcd"
         assert fake.calls["Decode"] == 3
@@ -37,7 +37,7 @@ def test_append_is_tried_again_and_replays(fake: FakeServer, fake_client: Client
 
 def test_retry_draws_with_the_seed_of_the_first_try(fake: FakeServer, fake_client: Client) -> None:
     """The client draws a missing seed before it sends, so a replay is exact."""
-    with fake_client.prefill(b"ab") as cache:
+    with fake_client.prefill([*b"ab"]) as cache:
         first = cache.decode(1, policy=sample(temperature=0.5)).seed
         second = cache.decode(1, policy=sample(temperature=0.5)).seed
         assert first is not None
@@ -50,10 +50,10 @@ def test_creation_is_not_tried_again(fake: FakeServer, fake_client: Client, fail
     """A prefill or fork that may have run is the caller's to repeat."""
     fake.failures["Prefill"] = [failure]
     with pytest.raises(UnavailableError if failure is not RESET else Exception, match=r"Socket|RST") as caught:
-        fake_client.prefill(b"ab")
+        fake_client.prefill([*b"ab"])
     assert getattr(caught.value, "reason", "") == "CONNECTION_LOST"
     assert fake.calls["Prefill"] == 1
-    with fake_client.prefill(b"ab") as cache:
+    with fake_client.prefill([*b"ab"]) as cache:
         fake.failures["ForkCache"] = [failure]
         with pytest.raises(Exception, match=r"Socket|RST"):
             cache.fork(2)
@@ -66,12 +66,12 @@ def test_creation_is_not_tried_again(fake: FakeServer, fake_client: Client, fail
 def test_starting_server_is_waited_for(fake: FakeServer, fake_client: Client) -> None:
     """A server that still loads did nothing, so even a prefill waits for it, up to the timeout."""
     fake.failures["Prefill"] = [STARTING] * 3
-    fake_client.prefill(b"ab").release()
+    fake_client.prefill([*b"ab"]).release()
     assert fake.calls["Prefill"] == 4
     fake.failures["Prefill"] = [STARTING] * 1000
     start = time.monotonic()
     with pytest.raises(StartingError):
-        fake_client.prefill(b"ab", timeout=0.5)
+        fake_client.prefill([*b"ab"], timeout=0.5)
     assert time.monotonic() - start < 2
 
 
@@ -82,7 +82,7 @@ def test_other_refusals_are_not_tried_again(fake: FakeServer, fake_client: Clien
         fake_client.status()
     fake.failures["Prefill"] = [Failure(CODES.RESOURCE_EXHAUSTED, "full", reason="KV_BLOCKS_EXHAUSTED")]
     with pytest.raises(BlocksExhaustedError):
-        fake_client.prefill(b"ab")
+        fake_client.prefill([*b"ab"])
     assert fake.calls == {"GetStatus": 1, "Prefill": 1}
 
 

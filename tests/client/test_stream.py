@@ -10,6 +10,7 @@ import pytest
 from ferrule_client import (
     CallCancelledError,
     Client,
+    ContextExceededError,
     ExecutorError,
     HandleNotFoundError,
     Output,
@@ -42,7 +43,7 @@ def test_packed_steps_equal_single_decodes(client: Client) -> None:
 
 def test_results_come_in_the_order_of_the_caches(fake: FakeServer, fake_client: Client) -> None:
     """The server may answer in any order; the fake answers backwards."""
-    caches = [fake_client.prefill(b"x" * n, policy=no_output()) for n in range(1, 6)]
+    caches = [fake_client.prefill([*b"x"] * n, policy=no_output()) for n in range(1, 6)]
     outputs = fake_client.decode_many(caches, [1, 2, 3, 4, [5, 5]], policy=greedy())
     assert [output.handle.length for output in outputs] == [2, 3, 4, 5, 7]
     assert [cache.length for cache in caches] == [2, 3, 4, 5, 7]
@@ -54,7 +55,7 @@ def test_results_come_in_the_order_of_the_caches(fake: FakeServer, fake_client: 
 
 def test_one_bad_item_leaves_its_neighbours_alone(fake: FakeServer, fake_client: Client) -> None:
     """The error says which cache it was; the others have moved."""
-    caches = [fake_client.prefill(b"abc", policy=no_output()) for _ in range(3)]
+    caches = [fake_client.prefill([*b"abc"], policy=no_output()) for _ in range(3)]
     del fake.sequences[caches[1].handle.cache_id]
     with fake_client.stream() as stream:
         first, second, third = stream.try_decode(caches, [1, 2, 3], policy=greedy())
@@ -81,7 +82,7 @@ def test_release_travels_with_the_frame(client: Client) -> None:
 
 def test_broken_stream_sends_only_what_was_not_answered(fake: FakeServer, fake_client: Client) -> None:
     """A frame whose reply was lost is sent again and replayed: nothing is doubled."""
-    caches = [fake_client.prefill(b"abc", policy=no_output()) for _ in range(2)]
+    caches = [fake_client.prefill([*b"abc"], policy=no_output()) for _ in range(2)]
     fake.failures["frame"] = [Failure(grpc.StatusCode.UNAVAILABLE, after=True)]
     outputs = fake_client.decode_many(caches, [1, 2], policy=greedy())
     assert [output.replayed for output in outputs] == [True, True]
@@ -91,7 +92,7 @@ def test_broken_stream_sends_only_what_was_not_answered(fake: FakeServer, fake_c
 
 def test_branching_appends_are_not_sent_twice(fake: FakeServer, fake_client: Client) -> None:
     """A fork whose reply was lost may have made a branch, so the caller hears of it."""
-    with fake_client.prefill(b"abc", policy=no_output()) as cache, fake_client.stream() as stream:
+    with fake_client.prefill([*b"abc"], policy=no_output()) as cache, fake_client.stream() as stream:
         fake.failures["frame"] = [Failure(grpc.StatusCode.UNAVAILABLE, after=True)]
         with pytest.raises(UnavailableError):
             stream.decode([cache], [1], on_stale="fork", policy=no_output())
@@ -100,10 +101,10 @@ def test_branching_appends_are_not_sent_twice(fake: FakeServer, fake_client: Cli
 
 def test_misuse_is_said_before_anything_is_sent(fake: FakeServer, fake_client: Client) -> None:
     """Sizes must agree, and a cache can be in a frame only once."""
-    with fake_client.prefill(b"abc", policy=no_output()) as cache, fake_client.stream() as stream:
+    with fake_client.prefill([*b"abc"], policy=no_output()) as cache, fake_client.stream() as stream:
         with pytest.raises(ValueError, match="once"):
             stream.decode([cache, cache], [1, 2])
-        with pytest.raises(ValueError, match=r"shorter|longer"):
+        with pytest.raises(ValueError, match="1 caches and 2 entries"):
             stream.decode([cache], [1, 2])
         with pytest.raises(ValueError, match="on_stale"):
             stream.decode([cache], [1], on_stale="panic")  # type: ignore[arg-type]
@@ -112,7 +113,7 @@ def test_misuse_is_said_before_anything_is_sent(fake: FakeServer, fake_client: C
 
 def test_closed_stream_refuses(fake_client: Client) -> None:
     """After close, and after the client's close, there is one clear error."""
-    with fake_client.prefill(b"abc", policy=no_output()) as cache:
+    with fake_client.prefill([*b"abc"], policy=no_output()) as cache:
         stream = fake_client.stream()
         stream.decode([cache], [1], policy=no_output())
         stream.close()
@@ -126,9 +127,63 @@ def test_closed_stream_refuses(fake_client: Client) -> None:
 
 def test_forgotten_stream_leaves_no_thread(fake_client: Client) -> None:
     """A stream that nobody closed ends with its object."""
-    with fake_client.prefill(b"abc", policy=no_output()) as cache:
+    with fake_client.prefill([*b"abc"], policy=no_output()) as cache:
         stream = fake_client.stream()
         stream.decode([cache], [1], policy=no_output())
         del stream
         gc.collect()
         wait_for(lambda: not list(threads_named("ferrule-stream")))
+
+
+def test_beams_branch_in_one_frame(client: Client) -> None:
+    """The first place moves the parent, the others are new caches, and each holds its own text."""
+    wanted = greedy(top_logprobs=6)
+    with client.prefill([5, 6, 7], policy=wanted) as root, client.stream() as stream:
+        beams = stream.branch([root, root, root], [1, 2, [3, 4]], policy=wanted)
+        assert beams[0] is root
+        texts = [list(beam.info(token_ids=True).token_ids) for beam in beams]
+        assert texts == [[5, 6, 7, 1], [5, 6, 7, 2], [5, 6, 7, 3, 4]]
+        assert all(beam.last is not None and len(beam.last.top_logprobs[0]) == 6 for beam in beams)
+        first, loser, third = beams
+        after = stream.branch([third, first, first], [9, 8, 7], policy=wanted, release=[loser])
+        assert after[:2] == [third, first]
+        assert loser.is_released
+        texts = [list(beam.info(token_ids=True).token_ids) for beam in after]
+        assert texts == [[5, 6, 7, 3, 4, 9], [5, 6, 7, 1, 8], [5, 6, 7, 1, 7]]
+        with client.prefill([5, 6, 7, 1, 7], policy=wanted) as alone:
+            assert alone.last is not None
+            assert after[2].last is not None
+            assert after[2].last.top_logprobs == alone.last.top_logprobs
+        client.release([third, after[2]])
+
+
+def test_branches_take_the_pending_token_along(client: Client) -> None:
+    """After a loop each child begins with the loop's last token."""
+    with client.prefill([5, 6, 7], policy=no_output()) as root, client.stream() as stream:
+        (said,) = root.generate(1, temperature=0)
+        _, other = stream.branch([root, root], [1, 2], policy=no_output())
+        with other:
+            assert list(other.info(token_ids=True).token_ids) == [5, 6, 7, said, 2]
+            assert list(root.info(token_ids=True).token_ids) == [5, 6, 7, said, 1]
+            assert other.pending == ()
+
+
+def test_branches_must_differ(fake: FakeServer, fake_client: Client) -> None:
+    """Equal tokens would be a replay and one sequence twice; so would a query."""
+    with fake_client.prefill([1, 2], policy=no_output()) as cache, fake_client.stream() as stream:
+        for tokens in ([3, 3], [[3, 4], 3], [(), 3], [3, ()]):
+            with pytest.raises(ValueError, match="places 0 and 1 have the same parent"):
+                stream.branch([cache, cache], tokens)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="2 caches and 1 entries"):
+            stream.branch([cache, cache], [3])
+        assert fake.frames == []
+
+
+def test_failed_branch_leaves_nothing_behind(client: Client) -> None:
+    """The branches that did come into being are released; the fixture counts the blocks."""
+    with client.prefill([1] * 510, policy=no_output()) as cache, client.stream() as stream:
+        with pytest.raises(ContextExceededError) as caught:
+            stream.branch([cache, cache, cache], [1, 2, [3, 4, 5]], policy=no_output())
+        assert "place 2 of 3" in caught.value.__notes__[0]
+        assert cache.length == 511
+        assert len(list(client.list_caches())) == 1

@@ -1,0 +1,141 @@
+"""Arguments checked by name where they enter, before anything is sent."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from typing import SupportsFloat, cast
+
+import numpy as np
+
+__all__ = ["choice", "number", "seconds", "target", "token_list", "whole"]
+
+_MAX_UINT32 = 2**32 - 1
+_SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:")
+
+
+def token_list(tokens: object) -> list[int]:
+    """Return one or several token ids as a list.
+
+    Args:
+        tokens: An int, or a sequence or numpy array of ints.
+
+    Raises:
+        TypeError: Something else: a text, bytes, floats.
+        ValueError: An id is negative or above 32 bits; the server checks it against the vocabulary.
+    """
+    try:
+        ids = _ints(tokens)
+    except TypeError:
+        text = "token ids must be integers; use client.encode(text) to make them of a text"
+        raise TypeError(f"{text} (got {_kind(tokens)})") from None
+    if ids and (min(ids) < 0 or max(ids) > _MAX_UINT32):
+        wrong = next(i for i in ids if not 0 <= i <= _MAX_UINT32)
+        raise ValueError(f"token ids must not be negative nor above {_MAX_UINT32}, got {wrong}")
+    return ids
+
+
+def _ints(tokens: object) -> list[int]:
+    if isinstance(tokens, np.ndarray):
+        if tokens.size and (tokens.dtype.kind not in "iu" or tokens.ndim > 1):
+            raise TypeError
+        return cast("list[int]", tokens.reshape(-1).tolist())
+    if isinstance(tokens, (str, bytes, bytearray, memoryview)):
+        raise TypeError
+    if isinstance(tokens, Sequence):
+        return [operator.index(i) for i in tokens]
+    return [operator.index(cast("int", tokens))]
+
+
+def _kind(tokens: object) -> str:
+    if isinstance(tokens, np.ndarray):
+        return f"an array of {tokens.dtype} in {tokens.ndim} dimensions"
+    wrong = (
+        next((i for i in tokens if not hasattr(i, "__index__")), None) if isinstance(tokens, (list, tuple)) else None
+    )
+    return type(tokens).__name__ if wrong is None else f"{type(tokens).__name__} with {wrong!r}"
+
+
+def whole(name: str, value: object, low: int = 0, high: int | None = None) -> None:
+    """Make sure that an argument is a whole number in its range; None, for "not given", passes.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if value is None:
+        return
+    try:
+        is_good = low <= operator.index(cast("int", value)) <= (math.inf if high is None else high)
+    except TypeError:
+        is_good = False
+    if not is_good:
+        bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
+        raise ValueError(f"{name} must be a whole number {bounds}, got {value!r}")
+
+
+def number(
+    name: str, value: object, low: float = -math.inf, high: float = math.inf, *, above_low: bool = False
+) -> None:
+    """Make sure that an argument is a finite number in its range; None, for "not given", passes.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if value is None:
+        return
+    try:
+        x = math.nan if isinstance(value, str) else float(cast("SupportsFloat", value))
+    except (TypeError, ValueError, OverflowError):
+        x = math.nan
+    if not (math.isfinite(x) and low <= x <= high and not (above_low and x == low)):
+        raise ValueError(f"{name} must be a number{_bounds(low, high, above_low)}, got {value!r}")
+
+
+def _bounds(low: float, high: float, above_low: bool) -> str:
+    parts = [] if low == -math.inf else [f"more than {low:g}" if above_low else f"at least {low:g}"]
+    return " of " + " and ".join([*parts, *([] if high == math.inf else [f"at most {high:g}"])]) if parts else ""
+
+
+def seconds(name: str, value: object) -> None:
+    """Make sure that a time limit is more than 0; None, for no limit, passes.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if value != math.inf:
+        number(name, value, 0, above_low=True)
+
+
+def choice(name: str, value: object, choices: Iterable[str]) -> str:
+    """Return which of the choices a word is, in any case.
+
+    Raises:
+        ValueError: It is none of them.
+    """
+    known = list(choices)
+    word = value.lower() if isinstance(value, str) else ""
+    if word not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+    return word
+
+
+def target(value: object) -> str:
+    """Return the address of a server as it was given.
+
+    Raises:
+        TypeError: It is no text.
+        ValueError: It is neither ``host:port`` nor ``unix:PATH`` nor another scheme of gRPC's.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"the target must be a text such as '127.0.0.1:50051' or 'unix:/run/x.sock', got {value!r}")
+    scheme = next((one for one in _SCHEMES if value.startswith(one)), None)
+    if scheme is not None and len(value) > len(scheme):
+        return value
+    host, _, port = value.rpartition(":")
+    is_host = bool(host) and not set(host) & set("/ \t\n") and (":" not in host or host.startswith("["))
+    if scheme is not None or not is_host or not (port.isascii() and port.isdecimal()):
+        raise ValueError(f"the target must be host:port, [IPv6]:port or unix:PATH, got {value!r}")
+    if not 1 <= int(port) <= 65535:
+        raise ValueError(f"the port of the target must be from 1 to 65535, got {value!r}")
+    return value

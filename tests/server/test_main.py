@@ -253,6 +253,7 @@ def test_a_missing_shard_is_named_and_ends_with_2(tmp_path: Path) -> None:
     [
         (("--kv-memory", "lots"), "--kv-memory 'lots'"),
         (("--listen", "0.0.0.0:50051"), "--insecure"),
+        (("--kv-memory", "512TiB", "--listen", "127.0.0.1:0", "--log-level", "error"), "no 524288.0 GiB"),
         (("--model", "/nowhere/at/all", "--listen", "127.0.0.1:0", "--log-level", "error"), "no such folder"),
         ((*REFERENCE[:2], "--kv-memory", "64KiB", "--listen", "unix:/nowhere/f.sock"), "No such file"),
     ],

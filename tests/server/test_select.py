@@ -92,6 +92,13 @@ def test_a_context_beyond_the_models_is_refused_before_its_weights_are_read(tmp_
     assert stages == []
 
 
+def test_a_pool_beyond_the_memory_names_its_flag() -> None:
+    """A refused allocation is a setting to change, no fault."""
+    config = ServerConfig(model=None, executor="paged-reference", kv_memory_bytes=1 << 49)
+    with pytest.raises(ConfigError, match=r"--kv-memory: this machine has no 524288\.0 GiB"):
+        create_executor(config, _ignore)
+
+
 def test_the_model_that_ships_is_no_folder_to_look_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its files the message says what to do, and no path that the user never typed."""
     monkeypatch.setattr(select, "_DEMO_FOLDER", tmp_path)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
@@ -65,11 +66,12 @@ def has_bfloat16_instructions(cpuinfo: str) -> bool:
 
 
 def _paged_reference(config: ServerConfig) -> Executor:
-    return PagedReferenceExecutor(
-        max_context=config.max_context or _PAGED_REFERENCE_CONTEXT,
-        block_size=_BLOCK_SIZE,
-        kv_memory_bytes=config.kv_memory_bytes,
-    )
+    with _allocating(config.kv_memory_bytes):
+        return PagedReferenceExecutor(
+            max_context=config.max_context or _PAGED_REFERENCE_CONTEXT,
+            block_size=_BLOCK_SIZE,
+            kv_memory_bytes=config.kv_memory_bytes,
+        )
 
 
 def _torch(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
@@ -91,13 +93,28 @@ def _torch(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
         model.model_id = DEMO_MODEL
     torch.set_num_threads(config.num_threads or suggested_threads(model.weights_bytes, torch.get_num_threads()))
     on_progress("allocating the KV pool", 0.05 + _WEIGHTS_SHARE)
-    executor = TorchExecutor(
-        model,
-        kv_memory_bytes=config.kv_memory_bytes,
-        max_context=config.max_context or model.config.max_positions,
-        block_size=_BLOCK_SIZE,
-    )
+    with _allocating(config.kv_memory_bytes):
+        executor = TorchExecutor(
+            model,
+            kv_memory_bytes=config.kv_memory_bytes,
+            max_context=config.max_context or model.config.max_positions,
+            block_size=_BLOCK_SIZE,
+        )
     return LoadedExecutor(executor, tokenizer)
+
+
+@contextlib.contextmanager
+def _allocating(num_bytes: int) -> Iterator[None]:
+    """Say which setting to change when the body, which allocates the KV pool, finds no memory for it.
+
+    Raises:
+        ConfigError: The system refused it.
+    """
+    try:
+        yield
+    except (MemoryError, OSError) as error:
+        text = f"--kv-memory: this machine has no {num_bytes / (1 << 30):.1f} GiB for the KV pool; ask for less"
+        raise ConfigError(text) from error
 
 
 def _folder(config: ServerConfig) -> Path:

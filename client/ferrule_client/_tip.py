@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from ferrule.v1 import executor_pb2
 from ferrule_client import _convert
 from ferrule_client._status import may_have_happened
+from ferrule_client.errors import DeadlineExceededError
 from ferrule_client.policy import Policy, seeded
 from ferrule_client.types import Handle, OnStale, Output
 
 __all__ = ["Tip"]
 
 _NUM_RECENT = 8
+_ADVICE = "the cache has not moved: send the same tokens again, which doubles nothing, or go on with others"
 
 
 class Tip:
@@ -79,6 +81,8 @@ class Tip:
         """Remember that an append failed, if it may have happened all the same."""
         if sent and may_have_happened(error):
             self.doubts |= {tuple(sent)}
+            if isinstance(error, DeadlineExceededError):
+                error.add_note(_ADVICE)
 
     def contradicts(self, tokens: Sequence[int]) -> bool:
         """Tell whether tokens differ from a doubtful append, so that they are no repetition of it."""

@@ -184,26 +184,16 @@ class Stream:
             for place, (parent, one, wanted) in enumerate(zip(parents, tokens, policies, strict=True))
         ]
         _check_branches([firsts[id(parent)] for parent in parents], inputs)
-        starts = [(parent.handle, parent.tip.recent) for parent in parents]
+        recents = [parent.tip.recent for parent in parents]
         results = self._send([parent.tip for parent in parents], inputs, release, timeout)
-        children: list[Cache] = []
-        failure: ExecutorError | None = None
-        for place, result in enumerate(results):
-            parent, sent, (handle, recent) = parents[place], inputs[place], starts[place]
-            if isinstance(result, ExecutorError):
-                parent.tip.doubt(sent.input_ids, result)
-                result.add_note(f"this was place {place} of {len(results)}; new branches of this frame are released")
-                failure = failure or result
-            elif result.kv_cache.cache_id == handle.cache_id:
-                parent.tip.moved(sent.input_ids, _convert.output_from_message(result))
-                children.append(parent)
-            else:
-                output = _convert.output_from_message(result)
-                children.append(parent.sibling(Tip(output.handle, last=output, recent=(*recent, *sent.input_ids))))
-        if failure is not None:
-            self._forget([child for child in children if all(child is not parent for parent in parents)])
-            raise failure
-        return children
+        children = list(map(_child, parents, inputs, recents, results))
+        for place, child in enumerate(children):
+            if isinstance(child, ExecutorError):
+                child.add_note(f"this was place {place} of {len(children)}; new branches of this frame are released")
+                born = [one for one in children if not isinstance(one, ExecutorError)]
+                self._forget([one for one in born if all(one is not parent for parent in parents)])
+                raise child
+        return [child for child in children if not isinstance(child, ExecutorError)]
 
     def _send(
         self,
@@ -325,6 +315,30 @@ def _take(
         tip.doubt(sent.input_ids, result)
         return result
     return tip.moved(sent.input_ids, _convert.output_from_message(result))
+
+
+def _child(
+    parent: Cache,
+    sent: executor_pb2.DecodeInput,
+    recent: Sequence[int],
+    result: executor_pb2.DecodeOutput | ExecutorError,
+) -> Cache | ExecutorError:
+    """Return what became of one place of a branching frame: the parent itself, a new cache, or the error.
+
+    Args:
+        parent: Its parent; it may have moved by an earlier place.
+        sent: What was sent.
+        recent: The parent's newest tokens before the frame.
+        result: The answer.
+    """
+    if isinstance(result, ExecutorError):
+        parent.tip.doubt(sent.input_ids, result)
+        return result
+    output = _convert.output_from_message(result)
+    if output.handle.cache_id == parent.handle.cache_id:
+        parent.tip.moved(sent.input_ids, output)
+        return parent
+    return parent.sibling(Tip(output.handle, last=output, recent=(*recent, *sent.input_ids)))
 
 
 def _per_cache(policy: Policy | Sequence[Policy] | None, caches: Sequence[Cache]) -> list[Policy | None]:

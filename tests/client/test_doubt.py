@@ -44,8 +44,9 @@ def test_same_tokens_again_are_there_once(
     """The retry after a timeout is a plain one."""
     with fake_client.prefill([1, 2], policy=no_output()) as cache:
         fake.failures[rpc] = [failure]
-        with pytest.raises(DeadlineExceededError):
+        with pytest.raises(DeadlineExceededError) as caught:
             append(fake_client, cache, [3, 4])
+        assert "send the same tokens again" in caught.value.__notes__[0]
         assert cache.length == 2
         append(fake_client, cache, [3, 4])
         append(fake_client, cache, [5])

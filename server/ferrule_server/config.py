@@ -202,7 +202,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="of weights, activations and KV (default: auto = bfloat16 where the"
         " processor has instructions for it, else float32)",
     )
-    model.add_argument("--threads", metavar="N", help="threads that compute (default: one per core; one in all below 128 MiB of weights)")
+    model.add_argument(
+        "--threads",
+        metavar="N",
+        help="threads that compute (default: one per core; one in all below 128 MiB of weights)",
+    )
     memory = parser.add_argument_group("memory and limits")
     memory.add_argument(
         "--kv-memory",

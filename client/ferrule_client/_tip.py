@@ -81,7 +81,7 @@ class Tip:
         """Remember that an append failed, if it may have happened all the same."""
         if sent and may_have_happened(error):
             self.doubts |= {tuple(sent)}
-            if isinstance(error, DeadlineExceededError):
+            if isinstance(error, DeadlineExceededError) and _ADVICE not in getattr(error, "__notes__", ()):
                 error.add_note(_ADVICE)
 
     def contradicts(self, tokens: Sequence[int]) -> bool:

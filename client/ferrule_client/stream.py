@@ -202,19 +202,24 @@ class Stream:
         release: Iterable[Cache],
         timeout: Timeout,
     ) -> list[executor_pb2.DecodeOutput | ExecutorError]:
-        """Exchange one frame; when the stream fails, every append of it is in doubt."""
+        """Exchange one frame; when the stream fails, its appends are in doubt and what was to go is still ours."""
+        losers = list(release)
         try:
-            return self.exchange(inputs, release=[cache.give_up() for cache in release], timeout=timeout)
+            results = self.exchange(inputs, release=[cache.tip for cache in losers], timeout=timeout)
         except BaseException as error:
             for tip, sent in zip(tips, inputs, strict=True):
                 tip.doubt(sent.input_ids, error)
             raise
+        for cache in losers:
+            cache.give_up()
+        return results
 
     def _forget(self, caches: Sequence[Cache]) -> None:
         """Release branches that nobody will see; where that fails too, their leases end them."""
-        if caches:
+        tips = [cache.give_up() for cache in caches]
+        if tips:
             with contextlib.suppress(ExecutorError):
-                self.exchange([], release=[cache.give_up() for cache in caches])
+                self.exchange([], release=tips)
 
     def exchange(
         self,

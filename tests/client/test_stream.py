@@ -80,6 +80,17 @@ def test_release_travels_with_the_frame(client: Client) -> None:
         assert len(list(client.list_caches())) == 1
 
 
+def test_failed_frame_leaves_the_losers_ours(fake: FakeServer, fake_client: Client) -> None:
+    """What was not certainly released is still released by its ``with``."""
+    with fake_client.prefill([1], policy=no_output()) as cache, fake_client.stream() as stream:
+        with fake_client.prefill([2], policy=no_output()) as loser:
+            fake.failures["frame"] = [Failure(grpc.StatusCode.DATA_LOSS)]
+            with pytest.raises(ExecutorError):
+                stream.decode([cache], [3], release=[loser])
+            assert not loser.is_released
+        assert len(fake.sequences) == 1
+
+
 def test_broken_stream_sends_only_what_was_not_answered(fake: FakeServer, fake_client: Client) -> None:
     """A frame whose reply was lost is sent again and replayed: nothing is doubled."""
     caches = [fake_client.prefill([*b"abc"], policy=no_output()) for _ in range(2)]

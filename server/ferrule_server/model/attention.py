@@ -29,9 +29,9 @@ Int64Array = npt.NDArray[np.int64]
 _MAX_GROUPED_ROWS = 32
 # Rows of a chunk attended at a time, and how many scores at a time. One thread is as fast with scores that fit its L2
 # cache (1 << 18); with more threads each call costs a wake-up, and fewer, larger ones win (0.6 B model, 512 rows, two
-# threads: 1.12 s with 1 << 18 and 128 rows, 0.88 s with these).
+# threads: 1.12 s with 1 << 18 and 128 rows, 0.93 s with these).
 _TILE_ROWS = 256
-_TILE_SCORES = 1 << 20
+_TILE_SCORES = 1 << 19
 # In bfloat16 torch's fused kernel makes many small products, which cost more than two large ones and a softmax once
 # there are many elements of K, times rows: (rows + 6) * elements, fitted to measurements with 2 to 32 rows.
 _FUSED_WORK = 2_000_000

@@ -14,7 +14,7 @@ import grpc
 from ferrule.v1 import executor_pb2, executor_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from ferrule_client import _check, _convert
 from ferrule_client._retry import Attempts, RetrySettings
-from ferrule_client._status import error_from_call, no_server
+from ferrule_client._status import error_from_call, no_answer, no_server
 from ferrule_client.errors import CallCancelledError, ExecutorError, UnsupportedError
 from ferrule_client.types import Capabilities, ModelInfo, TlsConfig
 
@@ -149,9 +149,14 @@ class Connection:
                 text = "the client is closed; what it left on the server lives there until the leases end"
                 raise CallCancelledError(grpc.StatusCode.CANCELLED, "CANCELLED", text)
             try:
-                return method(request, timeout=attempts.remaining(), metadata=self._metadata)
+                reply: _Reply | None = method(request, timeout=attempts.remaining(), metadata=self._metadata)
             except grpc.RpcError as error:
                 attempts.pause_or_raise(self.typed(error), error)
+                continue
+            if reply is not None:
+                return reply
+            # gRPC says OK and has no message: a call that was cut off by its deadline just as it ended.
+            attempts.pause_or_raise(no_answer(is_late=attempts.remaining() == 0))
 
     def typed(self, error: grpc.RpcError) -> ExecutorError:
         """Return our error for one of gRPC's; where nobody listens, it names the address."""

@@ -15,6 +15,7 @@ __all__ = [
     "error_from_status",
     "is_transport_break",
     "may_have_happened",
+    "no_answer",
     "no_server",
 ]
 
@@ -139,6 +140,12 @@ def may_have_happened(error: BaseException) -> bool:
     if not isinstance(error, e.ExecutorError) or type(error) is e.ExecutorError:
         return True
     return isinstance(error, (e.CallCancelledError, e.DeadlineExceededError, e.InternalError, e.UnavailableError))
+
+
+def no_answer(*, is_late: bool) -> e.ExecutorError:
+    """Return the error for a call that ended well but without its reply; late, if its deadline has passed."""
+    code = grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.UNAVAILABLE
+    return _without_details(code, "the call ended without an answer")
 
 
 def no_server(target: str, details: str) -> e.UnavailableError:

@@ -143,6 +143,20 @@ def test_unreachable_server_is_named() -> None:
         cache.detach()
 
 
+def test_call_without_an_answer_is_an_error(fake_client: Client) -> None:
+    """GRPC may report success without a message when a deadline strikes at the last moment."""
+
+    def silent(_: object, *, timeout: float | None, metadata: object) -> None:
+        time.sleep(0 if timeout is None else timeout)
+
+    unary = fake_client._connection.unary
+    with pytest.raises(DeadlineExceededError, match="without an answer"):
+        unary(silent, b"", timeout=0.01)  # type: ignore[arg-type]
+    with pytest.raises(UnavailableError, match="without an answer") as caught:
+        unary(silent, b"", timeout=None, creates=True)  # type: ignore[arg-type]
+    assert caught.value.reason == "CONNECTION_LOST"
+
+
 def test_unknown_call_is_unsupported(fake_client: Client) -> None:
     """A server without an RPC, or without a service, is told from a broken one."""
     with pytest.raises(UnsupportedError) as caught:

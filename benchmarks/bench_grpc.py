@@ -77,19 +77,28 @@ class Stream:
         return reply.output.kv_cache
 
     async def decode(self, handles: list[Handle], token: int) -> tuple[list[Handle], int]:
-        """Append ``token`` to each handle in one frame; returns the new handles and the step's run_ns."""
+        """Append ``token`` to each handle in one frame.
+
+        Returns:
+            The new handles, and the added cost in ns: from the first field written into the request until the last
+            reply is read and parsed, less the step's run_ns.
+        """
+        started_ns = time.perf_counter_ns()
         self._fill(handles, token)
         await self._call.write(self._frame)
-        results: dict[int, pb.DecodeOutput] = {}
+        results: list[pb.StreamResult] = []
         while len(results) < len(handles):
             reply = await self._call.read()
             if not isinstance(reply, pb.StreamDecodeResponse):
                 raise TypeError("the stream ended")
-            for result in reply.results:
-                if result.HasField("error"):
-                    raise RuntimeError(result.error.message)
-                results[result.seq] = result.decode
-        return [results[i].kv_cache for i in range(len(handles))], max(r.timing.run_ns for r in results.values())
+            results += reply.results
+        elapsed_ns = time.perf_counter_ns() - started_ns
+        for result in results:
+            if result.HasField("error"):
+                raise RuntimeError(result.error.message)
+        results.sort(key=lambda result: result.seq)
+        run_ns = max(result.decode.timing.run_ns for result in results)
+        return [result.decode.kv_cache for result in results], elapsed_ns - run_ns
 
     def _fill(self, handles: list[Handle], token: int) -> None:
         """Write the next frame, over the last one where it has as many items."""
@@ -140,10 +149,9 @@ async def measure_latency(target: str, num_handles: int, num_frames: int, num_ro
         first = list(handles)
         samples: list[float] = []
         for frame in range(num_frames):
-            started = time.perf_counter_ns()
-            handles, run_ns = await stream.decode(handles, frame % 250)
+            handles, added_ns = await stream.decode(handles, frame % 250)
             if frame >= num_frames // 10:
-                samples.append((time.perf_counter_ns() - started - run_ns) * 1e-6)
+                samples.append(added_ns * 1e-6)
         await stream.release(first)
         await stream.close()
         added_ms += samples

@@ -201,7 +201,8 @@ class InputReader:
         all_positions: bool = False,
     ) -> PlannedAppend:
         """Return the job of any append. Runs for every token decoded: what is usual costs no call of its own."""
-        token_ids = tuple(message.input_ids)
+        input_ids = message.input_ids
+        token_ids = (input_ids[0],) if len(input_ids) == 1 else tuple(input_ids)
         if token_ids and max(token_ids) >= self._vocab_size:
             raise self._out_of_vocab(token_ids, at)
         on_stale = _STALE_POLICIES.get(message.on_stale)

@@ -35,6 +35,7 @@ from ferrule_server.errors import FeatureUnsupported, FerruleError, InvalidReque
 _LOG = logging.getLogger(__name__)
 
 _RPC: Final = "StreamDecode"
+_ITEM_PATHS: Final = tuple(f"items[{index}].decode." for index in range(256))
 _FRAME_BYTES: Final = 256
 """What a queued frame costs besides its results, so that empty ones count too."""
 _RELEASE_BYTES: Final = 32
@@ -293,7 +294,7 @@ class DecodeStream:
     def _plan(self, item: executor_pb2.StreamItem, index: int) -> PlannedAppend:
         kind = item.WhichOneof("input")
         if kind == "decode":
-            return self._inputs.decode(item.decode, f"items[{index}].decode.", self._principal)
+            return self._inputs.decode(item.decode, _item_path(index), self._principal)
         if kind is None:
             raise InvalidRequest(f"items[{index}]", "one of decode, verify and unified must be set")
         raise FeatureUnsupported(f"stream {kind} items")
@@ -306,3 +307,8 @@ class DecodeStream:
         self._pending.clear()
         self._queue.clear()
         self._frames.clear()
+
+
+def _item_path(index: int) -> str:
+    """Return the path of a decode item in its frame; not put together anew for every token decoded."""
+    return _ITEM_PATHS[index] if index < len(_ITEM_PATHS) else f"items[{index}].decode."

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Handle:
-    """What a client holds. It never changes meaning.
+class Handle(NamedTuple):
+    """What a client holds. It never changes meaning. A named tuple: two are made for every token decoded.
 
     Attributes:
         cache_id: ``<instance>.<epoch>.<128 random bits>``, url-safe; a secret, never logged.
@@ -17,9 +16,12 @@ class Handle:
         lineage: 16 bytes over model and tokens (see ``kv/lineage.py``); never logged.
     """
 
-    cache_id: str = field(repr=False)
+    cache_id: str
     length: int
-    lineage: bytes = field(repr=False)
+    lineage: bytes
+
+    def __repr__(self) -> str:
+        return f"Handle(handle_id={self.handle_id}, length={self.length})"
 
     @property
     def handle_id(self) -> str:

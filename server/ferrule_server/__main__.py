@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # imported when the process is set up: they bring libraries t
 _LOG = logging.getLogger("ferrule_server")
 _SWITCH_INTERVAL_S: Final = 0.0005
 _GRACE_S: Final = 2.0
+_M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _EXIT_FAULT: Final = 1
 _EXIT_UNUSABLE: Final = 2
@@ -75,13 +76,16 @@ def _set_up_process(config: ServerConfig) -> None:
 
 
 def _return_large_temporaries() -> None:
-    """Have glibc give temporaries of 8 MiB and more back at once, instead of keeping ever larger ones in its heap.
+    """Have glibc give temporaries of 4 MiB and more back at once, and keep up to 16 MiB of smaller ones for the next step.
 
-    Peak memory over weights and pool on a 0.6 B model: 360 MB without, 341 MB with.
+    Left alone it keeps ever larger ones: peak memory over weights and pool on a 0.6 B model is 360 MB then, 340 MB so.
+    The second setting is needed with the first: without it every step takes its memory from the system anew, and
+    decoding 32 rows of the shipped model takes 12 ms rather than 5.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl and macOS have none, and no such habit
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 8 << 20)
+        mallopt(_M_MMAP_THRESHOLD, 4 << 20)
+        mallopt(_M_TRIM_THRESHOLD, 16 << 20)
 
 
 def _say(message: str) -> int:

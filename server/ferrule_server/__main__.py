@@ -76,7 +76,7 @@ def _set_up_process(config: ServerConfig) -> None:
 
 
 def _return_large_temporaries() -> None:
-    """Have glibc give temporaries of 4 MiB and more back at once, and keep up to 16 MiB of smaller ones for the next step.
+    """Have glibc give temporaries of 4 MiB and more back at once, and keep 16 MiB of smaller ones for the next step.
 
     Left alone it keeps ever larger ones: peak memory over weights and pool on a 0.6 B model is 360 MB then, 340 MB so.
     The second setting is needed with the first: without it every step takes its memory from the system anew, and

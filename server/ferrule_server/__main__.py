@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import logging
 import os
@@ -30,8 +29,6 @@ if TYPE_CHECKING:  # imported when the process is set up: they bring libraries t
 _LOG = logging.getLogger("ferrule_server")
 _SWITCH_INTERVAL_S: Final = 0.0005
 _GRACE_S: Final = 2.0
-_M_TRIM_THRESHOLD: Final = -1
-_M_MMAP_THRESHOLD: Final = -3
 _EXIT_FAULT: Final = 1
 _EXIT_UNUSABLE: Final = 2
 _EXIT_INTERRUPTED: Final = 130
@@ -67,25 +64,11 @@ def _set_up_process(config: ServerConfig) -> None:
     if config.num_threads is not None:
         os.environ.setdefault("OMP_NUM_THREADS", str(config.num_threads))
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    _return_large_temporaries()
     logging.basicConfig(
         stream=sys.stderr,
         level=config.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
-
-
-def _return_large_temporaries() -> None:
-    """Have glibc give temporaries of 4 MiB and more back at once, and keep 16 MiB of smaller ones for the next step.
-
-    Left alone it keeps ever larger ones: peak memory over weights and pool on a 0.6 B model is 360 MB then, 340 MB so.
-    The second setting is needed with the first: without it every step takes its memory from the system anew, and
-    decoding 32 rows of the shipped model takes 12 ms rather than 5.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl and macOS have none, and no such habit
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 4 << 20)
-        mallopt(_M_TRIM_THRESHOLD, 16 << 20)
 
 
 def _say(message: str) -> int:

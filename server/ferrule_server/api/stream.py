@@ -232,6 +232,8 @@ class DecodeStream:
 
     async def _read_frames(self) -> None:
         while (request := await self._context.read()) is not grpc.aio.EOF:
+            if self._is_ended:
+                return  # nothing more is taken once the stream has its status
             if isinstance(request, Malformed):
                 raise request.error()
             if self._state.phase is Phase.CLOSING:

@@ -87,28 +87,23 @@ class DecodeStream:
         """
         self._state.streams.add(self)  # before the first await: from here on a drain knows of it
         try:
-            await self._serve()
+            error = await self._serve()
         finally:
             self._abandon()
             self._state.streams.discard(self)
+        if error is not None:
+            await refuse(self._context, _RPC, error)
 
-    async def _serve(self) -> None:
-        """Read and write until the stream has ended, and give it its status.
-
-        The read in flight is left alone until the status is out: cancelled before, with a write stuck behind a reader
-        that stopped, the status was lost every other time.
-        """
+    async def _serve(self) -> FerruleError | None:
+        """Read and write until the stream has ended; return why, None for OK."""
         await self._context.send_initial_metadata(())  # not with the first write: a status may have to overtake that
         reader, writer = asyncio.create_task(self._guarded_read()), asyncio.create_task(self._guarded_write())
         try:
             error = await self._ended
             await asyncio.wait([writer], timeout=_LAST_WRITE_S)
-            self._abandon()
-            self._state.streams.discard(self)
-            if error is not None:
-                await refuse(self._context, _RPC, error)
         finally:
             reader.cancel()
+        return error
 
     def end(self, error: FerruleError | None) -> None:
         """End the stream: with its own status ``error``, or None for OK. Later calls change nothing."""
@@ -232,8 +227,6 @@ class DecodeStream:
 
     async def _read_frames(self) -> None:
         while (request := await self._context.read()) is not grpc.aio.EOF:
-            if self._is_ended:
-                return  # nothing more is taken once the stream has its status
             if isinstance(request, Malformed):
                 raise request.error()
             if self._state.phase is Phase.CLOSING:

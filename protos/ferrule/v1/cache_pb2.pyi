@@ -27,10 +27,14 @@ class ForkCacheRequest(_message.Message):
     def __init__(self, kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., count: _Optional[int] = ..., request_id: _Optional[str] = ..., length: _Optional[int] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class ForkCacheResponse(_message.Message):
-    __slots__ = ("kv_caches",)
+    __slots__ = ("kv_caches", "ttl", "replayed")
     KV_CACHES_FIELD_NUMBER: _ClassVar[int]
+    TTL_FIELD_NUMBER: _ClassVar[int]
+    REPLAYED_FIELD_NUMBER: _ClassVar[int]
     kv_caches: _containers.RepeatedCompositeFieldContainer[_types_pb2.KvCacheHandle]
-    def __init__(self, kv_caches: _Optional[_Iterable[_Union[_types_pb2.KvCacheHandle, _Mapping]]] = ...) -> None: ...
+    ttl: _duration_pb2.Duration
+    replayed: bool
+    def __init__(self, kv_caches: _Optional[_Iterable[_Union[_types_pb2.KvCacheHandle, _Mapping]]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., replayed: bool = ...) -> None: ...
 
 class TruncateKvRequest(_message.Message):
     __slots__ = ("kv_cache", "new_length")

@@ -80,7 +80,7 @@ class CacheOptions(_message.Message):
     def __init__(self, ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., reuse_prefix: bool = ..., publish_prefix: bool = ..., reserve_length: _Optional[int] = ...) -> None: ...
 
 class PrefillOutput(_message.Message):
-    __slots__ = ("request_id", "kv_cache", "outputs", "timing", "replayed", "recomputed", "cached_tokens")
+    __slots__ = ("request_id", "kv_cache", "outputs", "timing", "replayed", "recomputed", "cached_tokens", "ttl")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +88,7 @@ class PrefillOutput(_message.Message):
     REPLAYED_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTED_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TTL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     kv_cache: _types_pb2.KvCacheHandle
     outputs: _policy_pb2.Outputs
@@ -95,7 +96,8 @@ class PrefillOutput(_message.Message):
     replayed: bool
     recomputed: bool
     cached_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., outputs: _Optional[_Union[_policy_pb2.Outputs, _Mapping]] = ..., timing: _Optional[_Union[_types_pb2.Timing, _Mapping]] = ..., replayed: bool = ..., recomputed: bool = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    ttl: _duration_pb2.Duration
+    def __init__(self, request_id: _Optional[str] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., outputs: _Optional[_Union[_policy_pb2.Outputs, _Mapping]] = ..., timing: _Optional[_Union[_types_pb2.Timing, _Mapping]] = ..., replayed: bool = ..., recomputed: bool = ..., cached_tokens: _Optional[int] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class DecodeInput(_message.Message):
     __slots__ = ("request_id", "input_ids", "kv_cache", "logits_policy", "on_stale")

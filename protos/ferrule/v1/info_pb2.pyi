@@ -89,7 +89,7 @@ class ModelInfo(_message.Message):
     def __init__(self, model_id: _Optional[str] = ..., architecture: _Optional[str] = ..., num_parameters: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_sequence_length: _Optional[int] = ..., dtype: _Optional[_Union[_types_pb2.DataType, str]] = ..., kv_dtype: _Optional[_Union[_types_pb2.DataType, str]] = ..., device_type: _Optional[_Union[_types_pb2.DeviceType, str]] = ..., device_name: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., has_tokenizer: bool = ..., has_chat_template: bool = ...) -> None: ...
 
 class ExecutorCapabilities(_message.Message):
-    __slots__ = ("executor", "max_batch_size", "max_step_rows", "max_sequence_length", "max_fork_count", "max_top_logprobs", "max_draft_tokens", "max_page_size", "max_request_bytes", "max_reply_bytes", "block_size", "total_blocks", "min_ttl", "max_ttl", "default_ttl", "attention_mechanisms", "supported_dtypes", "supported_devices", "memory_requirements", "supports_batch_prefill", "supports_batch_decode", "supports_stream_decode", "supports_unified_decode", "supports_forward_verify", "supports_tree_verify", "supports_forward", "supports_generate", "supports_fork", "supports_truncate", "supports_reserve", "supports_token_masks", "supports_penalties", "supports_logit_bias", "supports_logprob_token_ids", "supports_target_logprobs", "supports_entropy", "supports_hidden_state", "supports_all_positions", "supports_prefix_cache", "supports_request_id", "supports_chat_template", "supports_deterministic", "supports_cache_metrics", "supports_admin", "max_handles_per_request", "max_items_per_frame", "max_text_bytes", "max_text_tokens")
+    __slots__ = ("executor", "max_batch_size", "max_step_rows", "max_sequence_length", "max_fork_count", "max_top_logprobs", "max_draft_tokens", "max_page_size", "max_request_bytes", "max_reply_bytes", "block_size", "total_blocks", "min_ttl", "max_ttl", "default_ttl", "attention_mechanisms", "supported_dtypes", "supported_devices", "memory_requirements", "supports_batch_prefill", "supports_batch_decode", "supports_stream_decode", "supports_unified_decode", "supports_forward_verify", "supports_tree_verify", "supports_forward", "supports_generate", "supports_fork", "supports_truncate", "supports_reserve", "supports_token_masks", "supports_penalties", "supports_logit_bias", "supports_logprob_token_ids", "supports_target_logprobs", "supports_entropy", "supports_hidden_state", "supports_all_positions", "supports_prefix_cache", "supports_request_id", "supports_chat_template", "supports_deterministic", "supports_cache_metrics", "supports_admin", "max_handles_per_request", "max_items_per_frame", "max_text_bytes", "max_text_tokens", "caller")
     EXECUTOR_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_STEP_ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +138,7 @@ class ExecutorCapabilities(_message.Message):
     MAX_ITEMS_PER_FRAME_FIELD_NUMBER: _ClassVar[int]
     MAX_TEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_TEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CALLER_FIELD_NUMBER: _ClassVar[int]
     executor: str
     max_batch_size: int
     max_step_rows: int
@@ -186,7 +187,32 @@ class ExecutorCapabilities(_message.Message):
     max_items_per_frame: int
     max_text_bytes: int
     max_text_tokens: int
-    def __init__(self, executor: _Optional[str] = ..., max_batch_size: _Optional[int] = ..., max_step_rows: _Optional[int] = ..., max_sequence_length: _Optional[int] = ..., max_fork_count: _Optional[int] = ..., max_top_logprobs: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., max_page_size: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_reply_bytes: _Optional[int] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., min_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., default_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., attention_mechanisms: _Optional[_Iterable[_Union[AttentionMechanism, str]]] = ..., supported_dtypes: _Optional[_Iterable[_Union[_types_pb2.DataType, str]]] = ..., supported_devices: _Optional[_Iterable[_Union[_types_pb2.DeviceType, str]]] = ..., memory_requirements: _Optional[_Union[MemoryRequirements, _Mapping]] = ..., supports_batch_prefill: bool = ..., supports_batch_decode: bool = ..., supports_stream_decode: bool = ..., supports_unified_decode: bool = ..., supports_forward_verify: bool = ..., supports_tree_verify: bool = ..., supports_forward: bool = ..., supports_generate: bool = ..., supports_fork: bool = ..., supports_truncate: bool = ..., supports_reserve: bool = ..., supports_token_masks: bool = ..., supports_penalties: bool = ..., supports_logit_bias: bool = ..., supports_logprob_token_ids: bool = ..., supports_target_logprobs: bool = ..., supports_entropy: bool = ..., supports_hidden_state: bool = ..., supports_all_positions: bool = ..., supports_prefix_cache: bool = ..., supports_request_id: bool = ..., supports_chat_template: bool = ..., supports_deterministic: bool = ..., supports_cache_metrics: bool = ..., supports_admin: bool = ..., max_handles_per_request: _Optional[int] = ..., max_items_per_frame: _Optional[int] = ..., max_text_bytes: _Optional[int] = ..., max_text_tokens: _Optional[int] = ...) -> None: ...
+    caller: CallerInfo
+    def __init__(self, executor: _Optional[str] = ..., max_batch_size: _Optional[int] = ..., max_step_rows: _Optional[int] = ..., max_sequence_length: _Optional[int] = ..., max_fork_count: _Optional[int] = ..., max_top_logprobs: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., max_page_size: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_reply_bytes: _Optional[int] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., min_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., default_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., attention_mechanisms: _Optional[_Iterable[_Union[AttentionMechanism, str]]] = ..., supported_dtypes: _Optional[_Iterable[_Union[_types_pb2.DataType, str]]] = ..., supported_devices: _Optional[_Iterable[_Union[_types_pb2.DeviceType, str]]] = ..., memory_requirements: _Optional[_Union[MemoryRequirements, _Mapping]] = ..., supports_batch_prefill: bool = ..., supports_batch_decode: bool = ..., supports_stream_decode: bool = ..., supports_unified_decode: bool = ..., supports_forward_verify: bool = ..., supports_tree_verify: bool = ..., supports_forward: bool = ..., supports_generate: bool = ..., supports_fork: bool = ..., supports_truncate: bool = ..., supports_reserve: bool = ..., supports_token_masks: bool = ..., supports_penalties: bool = ..., supports_logit_bias: bool = ..., supports_logprob_token_ids: bool = ..., supports_target_logprobs: bool = ..., supports_entropy: bool = ..., supports_hidden_state: bool = ..., supports_all_positions: bool = ..., supports_prefix_cache: bool = ..., supports_request_id: bool = ..., supports_chat_template: bool = ..., supports_deterministic: bool = ..., supports_cache_metrics: bool = ..., supports_admin: bool = ..., max_handles_per_request: _Optional[int] = ..., max_items_per_frame: _Optional[int] = ..., max_text_bytes: _Optional[int] = ..., max_text_tokens: _Optional[int] = ..., caller: _Optional[_Union[CallerInfo, _Mapping]] = ...) -> None: ...
+
+class CallerInfo(_message.Message):
+    __slots__ = ("principal", "is_admin", "quotas")
+    PRINCIPAL_FIELD_NUMBER: _ClassVar[int]
+    IS_ADMIN_FIELD_NUMBER: _ClassVar[int]
+    QUOTAS_FIELD_NUMBER: _ClassVar[int]
+    principal: str
+    is_admin: bool
+    quotas: QuotaLimits
+    def __init__(self, principal: _Optional[str] = ..., is_admin: bool = ..., quotas: _Optional[_Union[QuotaLimits, _Mapping]] = ...) -> None: ...
+
+class QuotaLimits(_message.Message):
+    __slots__ = ("handles", "kv_tokens", "queued_rows", "prefill_tokens_per_second", "retained_bytes")
+    HANDLES_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    handles: int
+    kv_tokens: int
+    queued_rows: int
+    prefill_tokens_per_second: int
+    retained_bytes: int
+    def __init__(self, handles: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., queued_rows: _Optional[int] = ..., prefill_tokens_per_second: _Optional[int] = ..., retained_bytes: _Optional[int] = ...) -> None: ...
 
 class MemoryRequirements(_message.Message):
     __slots__ = ("parameter_bytes", "activation_bytes_per_row", "kv_bytes_per_token", "kv_pool_bytes", "overhead_bytes")

@@ -21,7 +21,7 @@ SOURCES = (ROOT / "server", ROOT / "client")
 
 WIRE = ("ferrule.v1", "google", "grpc", "grpc_health", "grpc_reflection", "grpc_status")
 VERSION = "ferrule_server.__version__"
-HOST_ONLY = ("numpy", "ferrule_server.errors", "ferrule_server.executor.base")
+HOST_ONLY = ("numpy", "ferrule_server.errors", "ferrule_server.quotas", "ferrule_server.executor.base")
 DEVICE = ("numpy", "numba", "safetensors", "torch")
 
 # The longest matching name decides. `executor` is the device ring but for the modules that must start at once, and
@@ -33,8 +33,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "ferrule_server": (),
     "ferrule_server.__main__": ("ferrule_server", "rich"),
     "ferrule_server.errors": (),
-    "ferrule_server.config": ("ferrule_server.errors",),
-    "ferrule_server.kv": ("ferrule_server.kv", "ferrule_server.errors", "numpy"),
+    "ferrule_server.quotas": (),
+    "ferrule_server.config": ("ferrule_server.errors", "ferrule_server.quotas"),
+    "ferrule_server.kv": ("ferrule_server.kv", "ferrule_server.errors", "ferrule_server.quotas", "numpy"),
     "ferrule_server.engine": ("ferrule_server.engine", "ferrule_server.kv", *HOST_ONLY),
     "ferrule_server.api": (
         "ferrule_server.api",

@@ -17,6 +17,7 @@ from typing import Final, TypeVar
 
 from ferrule_server import __version__
 from ferrule_server.errors import ConfigError
+from ferrule_server.quotas import UNLIMITED, QuotaLimits
 
 DEMO_MODEL: Final = "demo"
 EXECUTORS: Final = ("auto", "torch", "paged-reference")
@@ -24,7 +25,7 @@ DTYPES: Final = ("auto", "bfloat16", "float32")
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
 _SIZE_UNITS: Final = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_TIME_UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_TIME_UNITS: Final = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _MIN_TTL_S: Final = 5.0
 _MAX_TTL_S: Final = 30 * 24 * 3600.0
 _MAX_UNIX_PATH_BYTES: Final = 107
@@ -85,6 +86,15 @@ class ServerConfig:
         is_insecure: Listening beyond this machine without authentication is accepted.
         has_reflection: Serve gRPC reflection.
         num_threads: Threads that compute; None: one per core, one in all for a small model.
+        token_file: Bearer tokens that are accepted; None: nobody needs one.
+        tls_cert, tls_key: PEM files of the server's certificate chain and key; None: plain text.
+        tls_client_ca: PEM file of the authorities whose client certificates are accepted, one being required.
+        admins: Principals with the role admin that a client certificate names.
+        quotas: What each principal may use, unless the token file says otherwise for it.
+        max_waiting_jobs: Most appends accepted and not finished, of all principals together.
+        max_step_time_s: Longest step that prefill rows may make, in seconds; None: twice a decode step.
+        drain_grace_s: How long live handles are served after SIGTERM.
+        failpoints: For tests: where to break on purpose, see ``engine/failpoints.py``; empty in production.
     """
 
     model: str | None = DEMO_MODEL
@@ -100,6 +110,16 @@ class ServerConfig:
     is_insecure: bool = False
     has_reflection: bool = False
     num_threads: int | None = None
+    token_file: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    admins: tuple[str, ...] = ()
+    quotas: QuotaLimits = UNLIMITED
+    max_waiting_jobs: int = 4096
+    max_step_time_s: float | None = None
+    drain_grace_s: float = 25.0
+    failpoints: str = ""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work.
@@ -116,6 +136,8 @@ class ServerConfig:
         _require(self.max_context is None or self.max_context >= 1, "--max-context must be at least 1")
         _require(_MIN_TTL_S <= self.max_ttl_s <= _MAX_TTL_S, "--max-ttl must be from 5s to 720h")
         _require(2 <= self.max_step_rows <= 1 << 16, "--max-step-rows must be from 2 to 65536")
+        _require(self.max_waiting_jobs >= 1, "--max-waiting-jobs must be at least 1")
+        _require(self.drain_grace_s <= _MAX_TTL_S, "--drain-grace must be at most 720h")
         _require(self.num_threads is None or 1 <= self.num_threads <= 1024, "--threads must be from 1 to 1024")
         _require(
             _INSTANCE.fullmatch(self.instance) is not None,
@@ -171,6 +193,22 @@ def parse_config(arguments: Sequence[str], environment: Mapping[str, str]) -> Se
         is_insecure=setting("insecure", _boolean, False),
         has_reflection=setting("reflection", _boolean, False),
         num_threads=setting("threads", _count, None),
+        token_file=setting("token_file", Path, None),
+        tls_cert=setting("tls_cert", Path, None),
+        tls_key=setting("tls_key", Path, None),
+        tls_client_ca=setting("tls_client_ca", Path, None),
+        admins=setting("admins", _names, ()),
+        quotas=QuotaLimits(
+            handles=setting("quota_handles", _count, None),
+            kv_tokens=setting("quota_kv_tokens", _count, None),
+            queued_rows=setting("quota_queued_rows", _count, None),
+            prefill_tokens_per_s=setting("quota_prefill_rate", _count, None),
+            retained_bytes=setting("quota_retained", parse_size, None),
+        ),
+        max_waiting_jobs=setting("max_waiting_jobs", _count, 4096),
+        max_step_time_s=setting("max_step_time", parse_duration, None),
+        drain_grace_s=setting("drain_grace", parse_duration, 25.0),
+        failpoints=setting("failpoints", str, ""),
     )
 
 
@@ -220,6 +258,20 @@ def build_parser() -> argparse.ArgumentParser:
     memory.add_argument(
         "--max-step-rows", metavar="N", help="most tokens in one step; longer prompts run in chunks (default: 512)"
     )
+    memory.add_argument(
+        "--max-step-time",
+        metavar="TIME",
+        help="longest step that prompts may make while others decode, such as 20ms (default: twice a decode step)",
+    )
+    memory.add_argument(
+        "--max-waiting-jobs", metavar="N", help="most requests waiting or running; beyond it QUEUE_FULL (default: 4096)"
+    )
+    quotas = parser.add_argument_group("quotas of each principal (default: none)")
+    quotas.add_argument("--quota-handles", metavar="N", help="live sequences")
+    quotas.add_argument("--quota-kv-tokens", metavar="N", help="tokens in the KV pool, shared blocks counted once")
+    quotas.add_argument("--quota-queued-rows", metavar="N", help="tokens waiting to be run")
+    quotas.add_argument("--quota-prefill-rate", metavar="N", help="prompt tokens per second")
+    quotas.add_argument("--quota-retained", metavar="SIZE", help="outputs kept for replay: 16MiB")
     network = parser.add_argument_group("network")
     network.add_argument(
         "--listen",
@@ -236,6 +288,20 @@ def build_parser() -> argparse.ArgumentParser:
     network.add_argument(
         "--instance", metavar="NAME", help="name of this server in its handles, for routing (default: the host name)"
     )
+    network.add_argument(
+        "--drain-grace", metavar="TIME", help="how long live handles are served after SIGTERM (default: 25s)"
+    )
+    access = parser.add_argument_group("who may connect")
+    access.add_argument(
+        "--token-file", metavar="FILE", help="bearer tokens to accept, one a line, re-read when the file changes"
+    )
+    access.add_argument("--tls-cert", metavar="FILE", help="PEM certificate chain, re-read when the file changes")
+    access.add_argument("--tls-key", metavar="FILE", help="PEM private key of --tls-cert")
+    access.add_argument(
+        "--tls-client-ca", metavar="FILE", help="PEM authorities; clients must show a certificate of one of them"
+    )
+    access.add_argument("--admins", metavar="NAME,...", help="client certificates with the role admin")
+    parser.add_argument("--failpoints", help=argparse.SUPPRESS)
     logs = parser.add_argument_group("logging")
     logs.add_argument("--log-level", metavar="|".join(LOG_LEVELS), help="of the log on stderr (default: info)")
     return parser
@@ -293,14 +359,14 @@ def parse_size(text: str) -> int:
 
 
 def parse_duration(text: str) -> float:
-    """Return the seconds of a time such as ``90s``, ``30m`` or ``1h``.
+    """Return the seconds of a time such as ``20ms``, ``90s``, ``30m`` or ``1h``.
 
     Raises:
         ValueError: The unit is missing or unknown.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", text.strip())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|[smh])", text.strip())
     if match is None:
-        raise ValueError("must be a number with s, m or h, such as 30m")
+        raise ValueError("must be a number with ms, s, m or h, such as 30m")
     return float(match[1]) * _TIME_UNITS[match[2]]
 
 
@@ -314,6 +380,10 @@ def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise ValueError("must be a whole number")
     return int(text)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name for name in (part.strip() for part in text.split(",")) if name)
 
 
 def _boolean(text: str) -> bool:

@@ -9,6 +9,7 @@ import pytest
 
 from ferrule_server.config import ListenAddress, ServerConfig, build_parser, instance_of_host, parse_config
 from ferrule_server.errors import ConfigError
+from ferrule_server.quotas import QuotaLimits
 
 
 def test_defaults_need_nothing() -> None:
@@ -160,7 +161,8 @@ def test_help_teaches_every_flag_with_its_default() -> None:
     for word in ("examples:", "FERRULE_KV_MEMORY", "default: 1GiB", "unix:", "ready", "Exit codes", "--insecure"):
         assert word in text
     actions = [action for action in build_parser()._actions if action.option_strings]
-    assert len(actions) == len(dataclasses.fields(ServerConfig)) + 2
+    one_flag_each = len(dataclasses.fields(ServerConfig)) - 1 + len(dataclasses.fields(QuotaLimits))
+    assert len(actions) == one_flag_each + 2  # --help and --version
     assert all(action.help for action in actions)
 
 

@@ -106,7 +106,7 @@ class Connection:
 
     def attempts(self, timeout: Timeout, *, creates: bool = False) -> Attempts:
         """Return the deadline and the retries of one call."""
-        return Attempts(self._retry, self.resolve(timeout), creates=creates, sleep=self.sleep)
+        return Attempts(self._retry, self.resolve(timeout), creates=creates)
 
     def sleep(self, seconds: float) -> None:
         """Wait, and let the channel go on connecting meanwhile.
@@ -151,12 +151,12 @@ class Connection:
             try:
                 reply: _Reply | None = method(request, timeout=attempts.remaining(), metadata=self._metadata)
             except grpc.RpcError as error:
-                attempts.pause_or_raise(self.typed(error), error)
+                self.sleep(attempts.pause_s(self.typed(error), error))
                 continue
             if reply is not None:
                 return reply
             # gRPC says OK and has no message: a call that was cut off by its deadline just as it ended.
-            attempts.pause_or_raise(no_answer(is_late=attempts.remaining() == 0))
+            self.sleep(attempts.pause_s(no_answer(is_late=attempts.remaining() == 0)))
 
     def typed(self, error: grpc.RpcError) -> ExecutorError:
         """Return our error for one of gRPC's; where nobody listens, it names the address."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
@@ -32,7 +31,7 @@ class RetrySettings:
 
 
 class Attempts:
-    """One call's deadline and its retries.
+    """One call's deadline and its retries: decides, and leaves the waiting to the caller, sync or async.
 
     Only two things are tried again: a connection that broke (UNAVAILABLE, or INTERNAL with RST_STREAM, which is what
     a proxy makes of a dead server, both without details of ours), and a server that is still starting. Both are safe
@@ -44,14 +43,10 @@ class Attempts:
         settings: When to try again.
         timeout: Seconds for all attempts together; None means no limit.
         creates: True: the call makes new sequences.
-        sleep: Waits that many seconds.
     """
 
-    def __init__(
-        self, settings: RetrySettings, timeout: float | None, *, creates: bool, sleep: Callable[[float], None]
-    ) -> None:
+    def __init__(self, settings: RetrySettings, timeout: float | None, *, creates: bool) -> None:
         self._settings = settings
-        self._sleep = sleep
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._creates = creates
         self._num_retries = 0
@@ -61,8 +56,8 @@ class Attempts:
         """Return the seconds left, at least 0, or None without a limit."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
-    def pause_or_raise(self, error: ExecutorError, cause: grpc.RpcError | None = None) -> None:
-        """Wait before the next attempt.
+    def pause_s(self, error: ExecutorError, cause: grpc.RpcError | None = None) -> float:
+        """Return the seconds to wait before the next attempt.
 
         Args:
             error: What the attempt failed with.
@@ -78,7 +73,7 @@ class Attempts:
         remaining = self.remaining()
         if remaining is not None and remaining <= pause_s:
             raise error from _worth_showing(error, cause)
-        self._sleep(pause_s)
+        return pause_s
 
     def _is_worth_retrying(self, error: ExecutorError) -> bool:
         if isinstance(error, StartingError):

@@ -262,11 +262,12 @@ class Stream:
                 return [done[item.seq] for item in items]
             except grpc.RpcError as error:
                 self._drop_call()
-                attempts.pause_or_raise(self._connection.typed(error), error)
+                self._connection.sleep(attempts.pause_s(self._connection.typed(error), error))
             except StopIteration:
                 self._drop_call()
                 text = "the server ended the stream before it answered"
-                attempts.pause_or_raise(UnavailableError(grpc.StatusCode.UNAVAILABLE, "CONNECTION_LOST", text))
+                lost = UnavailableError(grpc.StatusCode.UNAVAILABLE, "CONNECTION_LOST", text)
+                self._connection.sleep(attempts.pause_s(lost))
             except BaseException:  # a timeout, or Ctrl-C: what is under way stays unread
                 self._drop_call()
                 raise

@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 import grpc
 
 from ferrule.v1 import executor_pb2
-from ferrule_client._connection import Connection, FrameReader
+from ferrule_client._wire import FrameReader, Wire
 from ferrule_client.errors import DeadlineExceededError
 
 __all__ = ["StreamCall"]
@@ -36,17 +36,17 @@ class StreamCall:
     fly; the threads that need them then hang, the one that closes the channel too).
 
     Args:
-        connection: Where to open it.
+        wire: Where to open it.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, wire: Wire) -> None:
         self._requests: _Requests = SimpleQueue()
         self._replies: _Replies = SimpleQueue()
         self._is_waiting = False
         self._is_closed = False
         opened: _Opened = SimpleQueue()
         # The thread holds the queues and the call, not this object, so that forgetting a stream ends it.
-        arguments = (connection, self._requests, opened, self._replies)
+        arguments = (wire, self._requests, opened, self._replies)
         threading.Thread(target=_run, args=arguments, name="ferrule-stream", daemon=True).start()
         call, error = opened.get()
         if call is None:
@@ -111,10 +111,10 @@ def _drain(requests: _Requests) -> Iterator[executor_pb2.StreamDecodeRequest]:
         yield frame
 
 
-def _run(connection: Connection, requests: _Requests, opened: _Opened, replies: _Replies) -> None:
+def _run(wire: Wire, requests: _Requests, opened: _Opened, replies: _Replies) -> None:
     """Open the call and read it to its end."""
     try:
-        call = connection.open_stream(_drain(requests))
+        call = wire.open_stream(_drain(requests))
     except Exception as error:  # noqa: BLE001 - the caller's thread raises it
         opened.put((None, error))
         return

@@ -315,7 +315,7 @@ class Client:
         """
         from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-        stub = health_pb2_grpc.HealthStub(self._connection.channel)
+        stub = health_pb2_grpc.HealthStub(self._connection.wire.channel)
         reply = self._connection.unary(stub.Check, health_pb2.HealthCheckRequest(service=service), timeout=timeout)
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 

@@ -305,7 +305,7 @@ class Stream:
         if self._is_closed or self._connection.is_closed:
             raise CallCancelledError(grpc.StatusCode.CANCELLED, "CANCELLED", "the stream is closed")
         if self._call is None:
-            self._call = StreamCall(self._connection)
+            self._call = StreamCall(self._connection.wire)
         return self._call
 
     def _drop_call(self) -> None:

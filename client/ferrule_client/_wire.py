@@ -1,0 +1,124 @@
+"""What touches the network: the channel to one server, its calls and pauses, without retries or types of ours."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Protocol, TypeVar
+
+import grpc
+
+from ferrule.v1 import executor_pb2, executor_pb2_grpc, tokenizer_pb2_grpc
+from ferrule_client.types import TlsConfig
+
+__all__ = ["CHANNEL_OPTIONS", "HEALTH_CHECK", "FrameReader", "Wire", "secrets_of", "warn_of_plain_token"]
+
+_Request = TypeVar("_Request")
+_Reply = TypeVar("_Reply")
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    # What we may send is the server's to decide; what we take is bounded, as a guard against nonsense.
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", 256 << 20),
+    # Notice a dead peer while calls are open. Servers refuse pings more often than every 10 s.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # Retries are ours, where they can tell an append from a creation.
+    ("grpc.enable_retries", 0),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+
+HEALTH_CHECK = "/grpc.health.v1.Health/Check"
+"""Called with an empty request, bytes in and bytes out."""
+
+
+class FrameReader(Protocol):
+    """The reading side of one StreamDecode."""
+
+    def __next__(self) -> executor_pb2.StreamDecodeResponse: ...
+
+    def cancel(self) -> bool:
+        """End the call at once."""
+        ...
+
+
+class Wire:
+    """One channel and the stubs on it; safe to use from several threads.
+
+    Args:
+        target: ``host:port`` or ``unix:PATH``, checked.
+        token: Bearer token sent with every call, or None.
+        tls: True or a ``TlsConfig`` for TLS, None for plain text.
+    """
+
+    def __init__(self, target: str, token: str | None, tls: bool | TlsConfig | None) -> None:
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self.channel = _open_channel(target, tls, has_token=bool(token))
+        self._probe: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(HEALTH_CHECK)
+        self.executor = executor_pb2_grpc.ModelExecutorServiceStub(self.channel)
+        self.tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(self.channel)
+
+    def call(
+        self, method: grpc.UnaryUnaryMultiCallable[_Request, _Reply], request: _Request, timeout: float | None
+    ) -> _Reply | None:
+        """Run one call once and return the reply.
+
+        Returns:
+            The reply. None: gRPC said OK and had no message, for a call cut off by its deadline just as it ended.
+
+        Raises:
+            grpc.RpcError: The call failed.
+        """
+        return method(request, timeout=timeout, metadata=self._metadata)
+
+    def open_stream(self, requests: Iterator[executor_pb2.StreamDecodeRequest]) -> FrameReader:
+        """Open one StreamDecode, without a deadline of its own."""
+        return self.executor.StreamDecode(requests, metadata=self._metadata)
+
+    def pause(self, seconds: float) -> None:
+        """Wait, and let the channel go on connecting meanwhile.
+
+        A sync channel makes progress only while a call waits on it: between calls that fail at once, a server that
+        came up is found 5 to 10 s late (measured with grpcio 1.75). So a health check waits for it; its answer, if
+        there is one, does not matter.
+        """
+        end = time.monotonic() + seconds
+        # Not there in time, without a health service, or closed by another thread: all the same here.
+        with contextlib.suppress(grpc.RpcError, ValueError):
+            self._probe(b"", timeout=seconds, wait_for_ready=True)
+        time.sleep(max(0.0, end - time.monotonic()))
+
+    def close(self) -> None:
+        """Close the channel; calls under way are cancelled. Closing twice changes nothing."""
+        self.channel.close()
+
+
+def _open_channel(target: str, tls: bool | TlsConfig | None, *, has_token: bool) -> grpc.Channel:
+    if not tls:
+        if has_token:
+            warn_of_plain_token(target)
+        return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+    credentials, options = secrets_of(tls)
+    return grpc.secure_channel(target, credentials, options=options)
+
+
+def secrets_of(tls: bool | TlsConfig) -> tuple[grpc.ChannelCredentials, list[tuple[str, int | str]]]:
+    """Return the credentials of an encrypted channel, and all its options."""
+    config = tls if isinstance(tls, TlsConfig) else TlsConfig()
+    options: list[tuple[str, int | str]] = list(CHANNEL_OPTIONS)
+    if config.server_name:
+        options.append(("grpc.ssl_target_name_override", config.server_name))
+    keys = (config.root_certificates, config.private_key, config.certificate_chain)
+    return grpc.ssl_channel_credentials(*keys), options
+
+
+def warn_of_plain_token(target: str) -> None:
+    """Warn where ``connect`` was called, if the token would leave this machine unencrypted."""
+    host = target.rpartition(":")[0].strip("[]")
+    is_local = target.startswith("unix:") or host in ("localhost", "::1") or host.startswith("127.")
+    if not is_local:
+        warnings.warn(f"the token travels to {target} in plain text; use tls", stacklevel=6)

@@ -19,23 +19,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-import secrets
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import islice
 
-import numpy as np
-
 from ferrule_server.engine.admission import Admission
-from ferrule_server.engine.batcher import Chunk, build_batch, plan_step
+from ferrule_server.engine.batcher import Chunk, plan_step
+from ferrule_server.engine.commits import Commits
 from ferrule_server.engine.counters import EngineCounters, EngineSnapshot
+from ferrule_server.engine.faults import fault
 from ferrule_server.engine.gather import GatherWindow
 from ferrule_server.engine.host_jobs import HostJobs
 from ferrule_server.engine.jobs import (
     AppendJob,
-    AppendResult,
+    Entry,
     ForkJob,
     Job,
     Outcome,
@@ -44,21 +42,13 @@ from ferrule_server.engine.jobs import (
     Sink,
     TruncateJob,
 )
+from ferrule_server.engine.lanes import LaneJob, Lanes
 from ferrule_server.engine.records import ReplayRecords
 from ferrule_server.engine.running import RunningAppend
 from ferrule_server.engine.settings import EngineSettings
-from ferrule_server.errors import (
-    Cancelled,
-    Draining,
-    EngineFault,
-    FerruleError,
-    HandleLost,
-    HandleUnknown,
-    NonFiniteLogits,
-    QueueFull,
-)
-from ferrule_server.executor.base import DeviceLost, Executor, StepBatch, StepResult
-from ferrule_server.kv.append_rule import Verdict
+from ferrule_server.engine.steps import StepOutcome, StepRunner
+from ferrule_server.errors import Cancelled, Draining, FerruleError, HandleLost, QueueFull
+from ferrule_server.executor.base import DeviceLost, Executor
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.sequence import Sequence
 from ferrule_server.kv.store import KvStore
@@ -67,8 +57,6 @@ _LOG = logging.getLogger(__name__)
 _IDLE_S = 1.0
 """Longest sleep of an idle engine: leases are looked at this often at least."""
 
-Entry = tuple[Job, Sink]
-LaneJob = AppendJob | ForkJob | TruncateJob
 _LANE_JOBS = (AppendJob, ForkJob, TruncateJob)
 
 
@@ -104,12 +92,12 @@ class Engine:
         self._post = post
         self._on_failure = on_failure
         self._inbox: queue.SimpleQueue[list[Entry] | None] = queue.SimpleQueue()
-        self._running: dict[RunningAppend, None] = {}
-        self._lanes: dict[Sequence, deque[tuple[LaneJob, Sink]]] = {}
-        self._num_waiting = 0
         self._records = ReplayRecords(settings.retained_bytes)
-        self._admission = Admission(store, self._records, self.counters)
         self._host_jobs = HostJobs(store, self.info.bytes_per_block, settings.max_fork_count, self._num_pending)
+        admission = Admission(store, self._records, self.counters)
+        self._lanes = Lanes(store, admission, self._host_jobs, self.counters, self._finish)
+        self._steps = StepRunner(executor, self.counters)
+        self._commits = Commits(store, self._records, self.counters)
         self._finished: list[tuple[Job, Sink, Outcome]] = []
         self._gather = GatherWindow(settings)
         self._is_stopping = False
@@ -149,8 +137,8 @@ class Engine:
         pool = self._store.pool
         return EngineSnapshot(
             counters=self.counters,
-            num_running=len(self._running),
-            num_waiting=self._num_waiting,
+            num_running=len(self._lanes.running),
+            num_waiting=self._lanes.num_waiting,
             num_sequences=self._store.num_sequences,
             total_blocks=self.info.num_blocks - 1,
             free_blocks=pool.num_free,
@@ -165,7 +153,7 @@ class Engine:
                 self._take()
                 self._expire()
                 self._hand_over()
-                if self._running:
+                if self._lanes.running:
                     self._step()
                     self._hand_over()
         except Exception:  # noqa: BLE001 - whatever it is, the server must say that nothing runs any more
@@ -181,7 +169,7 @@ class Engine:
             at = self._arrival(entries)
             for job, sink in entries:
                 self._accept(job, sink, at)
-            if self._finished and not self._running:
+            if self._finished and not self._lanes.running:
                 return
 
     def _next_entries(self) -> list[Entry] | None:
@@ -196,7 +184,7 @@ class Engine:
 
     def _patience_s(self) -> float:
         """Seconds to wait for the next job: none when rows are ready to run and all that is awaited is back."""
-        if self._running:
+        if self._lanes.running:
             return self._gather.remaining_s(time.monotonic())
         expiry_s = self._store.next_expiry()
         return _IDLE_S if expiry_s is None else min(_IDLE_S, max(0.001, expiry_s))
@@ -217,7 +205,7 @@ class Engine:
             self._post(lambda: _deliver(finished))
 
     def _shut_down(self) -> None:
-        self._end_all(lambda _: Draining())
+        self._lanes.end_all(lambda _: Draining())
         self._is_closed = True
         with contextlib.suppress(RuntimeError):  # the event loop may be closed already: nobody waits any more
             self._hand_over()
@@ -259,37 +247,14 @@ class Engine:
         except FerruleError as error:
             self._finish(job, sink, error)
         except Exception:  # noqa: BLE001 - a bug must end its own job only
-            self._finish(job, sink, _fault(f"job failed kind={type(job).__name__}"))
+            self._finish(job, sink, fault(f"job failed kind={type(job).__name__}"))
 
     def _enter_lane(self, job: LaneJob, sink: Sink, at: float) -> None:
-        """Judge the job now, or after whatever is in flight on its sequence."""
-        if len(self._running) + self._num_waiting >= self._settings.max_waiting_jobs:
-            raise QueueFull(len(self._running) + self._num_waiting, self._settings.max_waiting_jobs)
-        if job.handle is None:
-            if job.is_cancelled:
-                raise Cancelled
-            self._start_append(job, sink, None)
-            return
-        self._gather.came_back(job.handle.cache_id, time.monotonic())
-        sequence = self._store.resolve(job.handle, job.principal, at)
-        if (lane := self._lanes.get(sequence)) is not None:
-            lane.append((job, sink))
-            self._num_waiting += 1
-            sequence.num_pins += 1  # it came within the lease, so the lease lasts until it is judged
-        else:
-            self._judge(job, sink, sequence, at)
-
-    def _judge(self, job: LaneJob, sink: Sink, sequence: Sequence, at: float) -> None:
-        if job.is_cancelled:
-            raise Cancelled
-        if isinstance(job, AppendJob):
-            self._start_append(job, sink, sequence)
-            return
-        self._finish(job, sink, self._host_jobs.run(job, at))
-        if isinstance(job, ForkJob):
-            self.counters.forks += 1
-        else:
-            self.counters.truncates += 1
+        if len(self._lanes) >= self._settings.max_waiting_jobs:
+            raise QueueFull(len(self._lanes), self._settings.max_waiting_jobs)
+        if job.handle is not None:
+            self._gather.came_back(job.handle.cache_id, time.monotonic())
+        self._lanes.enter(job, sink, at)
 
     def _release(self, job: ReleaseJob) -> ReleaseResult:
         """Give back sequences at once; what is in flight or waiting on them is answered HANDLE_UNKNOWN."""
@@ -308,36 +273,15 @@ class Engine:
             return
         self._gather.forget(sequence.cache_id)
         self._records.forget(sequence.handle_id)
-        waiting = self._lanes.pop(sequence, None)
-        if waiting is None:
-            return
-        for run in [run for run in self._running if run.sequence is sequence]:
-            self._drop(run)
-            self._finish(run.job, run.sink, HandleUnknown(sequence.handle_id))
-        self._num_waiting -= len(waiting)
-        sequence.num_pins -= len(waiting)
-        for job, sink in waiting:
-            self._finish(job, sink, HandleUnknown(sequence.handle_id))
-
-    def _start_append(self, job: AppendJob, sink: Sink, sequence: Sequence | None) -> None:
-        """Let the append run, or answer it at once."""
-        admitted = (
-            self._admission.create(job, sink) if sequence is None else self._admission.append(job, sink, sequence)
-        )
-        if isinstance(admitted, AppendResult):
-            self._finish(job, sink, admitted)
-            return
-        self._running[admitted] = None
-        if sequence is not None:
-            self._lanes[sequence] = deque()
+        self._lanes.end(sequence)
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
         """Run one step and commit what it finished. A failure ends only the appends that cause it."""
-        for run in [run for run in self._running if run.job.is_cancelled]:
-            self._fail(run, Cancelled())
-        chunks = plan_step(self._running, self._settings.max_step_rows)
+        for run in [run for run in self._lanes.running if run.job.is_cancelled]:
+            self._lanes.fail(run, Cancelled())
+        chunks = plan_step(self._lanes.running, self._settings.max_step_rows)
         if not chunks:
             return
         try:
@@ -348,19 +292,13 @@ class Engine:
             self._run_apart(chunks)
 
     def _run_chunks(self, chunks: list[Chunk]) -> None:
-        self._copy_on_write(chunks)
-        batch = build_batch(chunks, self.info.block_size)
-        started_ns = time.monotonic_ns()
-        result = self._executor.run(batch)
-        elapsed_ns = time.monotonic_ns() - started_ns
-        self._count_step(batch, elapsed_ns)
-        self._commit(chunks, result, started_ns, elapsed_ns, batch.num_rows)
+        self._commit(chunks, self._steps.run(chunks))
 
     def _run_apart(self, chunks: list[Chunk]) -> None:
         """Run each append of a failed step alone: only those that fail again are answered with ENGINE_FAULT."""
         _LOG.exception("step failed rows=%d, running its %d parts alone", sum(c.num_rows for c in chunks), len(chunks))
         for chunk in chunks:
-            if chunk.run not in self._running:
+            if chunk.run not in self._lanes.running:
                 continue
             try:
                 self._run_chunks([chunk])
@@ -368,134 +306,38 @@ class Engine:
                 self._lose_device()
                 return
             except Exception:  # noqa: BLE001 - a failing append must end alone
-                self._fail(chunk.run, _fault("append failed"))
+                self._lanes.fail(chunk.run, fault("append failed"))
 
-    def _copy_on_write(self, chunks: Iterable[Chunk]) -> None:
-        pairs = [
-            pair
-            for chunk in chunks
-            if chunk.run.reservation is not None and chunk.run.cursor == 0
-            for pair in chunk.run.reservation.copies
-        ]
-        if pairs:
-            self._executor.copy_blocks(np.array(pairs, np.int32))
-
-    def _count_step(self, batch: StepBatch, elapsed_ns: int) -> None:
-        counters, num_rows = self.counters, batch.num_rows
-        counters.steps += 1
-        counters.step_ns += elapsed_ns
-        counters.last_step_ns = elapsed_ns
-        counters.last_step_rows = num_rows
-        counters.last_step_seqs = batch.num_seqs
-        counters.last_step_unix_ns = time.time_ns()
-        counters.max_step_rows = max(counters.max_step_rows, num_rows)
-
-    def _commit(self, chunks: list[Chunk], result: StepResult, started_ns: int, elapsed_ns: int, num_rows: int) -> None:
+    def _commit(self, chunks: list[Chunk], outcome: StepOutcome) -> None:
         """Give each append its rows; those that are complete are committed and leave."""
-        rows = iter(result.rows)
+        rows = iter(outcome.rows)
         came: set[str] = set()
         for chunk in chunks:
             run = chunk.run
             run.outputs.extend(islice(rows, run.num_outputs(chunk.num_rows)))
             run.cursor += chunk.num_rows
-            run.first_step_ns = run.first_step_ns or started_ns
-            run.run_ns += elapsed_ns
-            run.step_rows = num_rows
+            run.first_step_ns = run.first_step_ns or outcome.started_ns
+            run.run_ns += outcome.elapsed_ns
+            run.step_rows = outcome.num_rows
             if run.remaining == 0:
                 came.add(self._complete(run))
         came.discard("")
-        self._gather.open(came, elapsed_ns * 1e-9, time.monotonic())
+        self._gather.open(came, outcome.elapsed_ns * 1e-9, time.monotonic())
 
     def _complete(self, run: RunningAppend) -> str:
         """Commit and answer an append whose rows have all been run; returns the cache_id it may come back with."""
-        for row in run.outputs:
-            if not row.is_finite:
-                self._fail(run, NonFiniteLogits(row.position))
-                return ""
-        sequence = self._commit_one(run)
-        answer = AppendResult(
-            handle=self._store.handle_at(sequence, run.length_after),
-            rows=tuple(run.outputs),
-            seed=run.seed,
-            timing=run.timing,
-            replayed=run.verdict is Verdict.REPLAY,
-            recomputed=run.verdict is Verdict.REPLAY,
-            forked=run.verdict is Verdict.FORK,
-        )
-        if run.verdict is Verdict.APPEND or run.verdict is Verdict.REWIND:
-            self._records.keep(sequence.handle_id, run.start, run.job, answer)
-        self._leave(run)
-        self._finish(run.job, run.sink, answer)
-        self._count_append(run)
-        self._next_in_lane(run)
-        return sequence.cache_id
-
-    def _commit_one(self, run: RunningAppend) -> Sequence:
-        if run.reservation is not None:
-            return self._store.commit(run.reservation, run.token_ids, run.job.ttl_s)
-        assert run.sequence is not None
-        run.sequence.num_pins -= 1
-        self._store.renew(run.sequence, run.job.ttl_s)
-        return run.sequence
-
-    def _count_append(self, run: RunningAppend) -> None:
-        if run.reservation is None:
-            return
-        if run.sequence is None or len(run.token_ids) > 1:
-            self.counters.prefills += 1
-            self.counters.prefill_tokens += len(run.token_ids)
-            self.counters.prefill_ns += run.run_ns
-        else:
-            self.counters.decodes += 1
-            self.counters.decode_ns += run.run_ns
+        try:
+            answer = self._commits.commit(run)
+        except FerruleError as error:
+            self._lanes.fail(run, error)
+            return ""
+        self._lanes.complete(run, answer)
+        return answer.handle.cache_id
 
     # ---- leaving ----------------------------------------------------------------------------------------------------
 
-    def _fail(self, run: RunningAppend, error: FerruleError) -> None:
-        """Take back what the append reserved and answer it with ``error``; its handle stays as it was."""
-        self._drop(run)
-        self._finish(run.job, run.sink, error)
-        self._next_in_lane(run)
-
-    def _drop(self, run: RunningAppend) -> None:
-        if run.reservation is not None:
-            self._store.abort(run.reservation)
-        elif run.sequence is not None:
-            run.sequence.num_pins -= 1
-        self._leave(run)
-
-    def _leave(self, run: RunningAppend) -> None:
-        self._running.pop(run, None)
-
-    def _next_in_lane(self, run: RunningAppend) -> None:
-        """Let the jobs that waited for ``run`` go on, until one of them is in flight."""
-        if run.sequence is None:
-            return
-        waiting = self._lanes.pop(run.sequence, None)
-        while waiting:
-            job, sink = waiting.popleft()
-            self._num_waiting -= 1
-            self._go_on(job, sink, run.sequence)
-            if (lane := self._lanes.get(run.sequence)) is not None:
-                lane.extend(waiting)
-                return
-
-    def _go_on(self, job: LaneJob, sink: Sink, sequence: Sequence) -> None:
-        """Judge a job that waited; the pin of its waiting is what keeps the sequence until now."""
-        try:
-            if sequence.is_released:
-                raise HandleUnknown(sequence.handle_id)
-            self._judge(job, sink, sequence, self._store.now())
-        except FerruleError as error:
-            self._finish(job, sink, error)
-        except Exception:  # noqa: BLE001 - a bug must end its own job only
-            self._finish(job, sink, _fault(f"job failed kind={type(job).__name__}"))
-        finally:
-            sequence.num_pins -= 1
-
     def _num_pending(self, sequence: Sequence) -> int:
-        lane = self._lanes.get(sequence)
-        return 0 if lane is None else 1 + len(lane)
+        return self._lanes.num_pending(sequence)
 
     def _finish(self, job: Job, sink: Sink, outcome: Outcome) -> None:
         if isinstance(outcome, FerruleError):
@@ -507,27 +349,10 @@ class Engine:
         _LOG.exception("device lost, every handle is lost")
         self._is_failed = True
         self._is_stopping = True
-        self._end_all(lambda job: HandleLost(job.handle.handle_id if job.handle else ""))
+        self._lanes.end_all(lambda job: HandleLost(job.handle.handle_id if job.handle else ""))
         self._store.lose_all()
         self._records.clear()
         self._on_failure()
-
-    def _end_all(self, why: Callable[[LaneJob], FerruleError]) -> None:
-        """Take back and answer everything in flight and everything that waits."""
-        for run in list(self._running):
-            self._drop(run)
-            self._finish(run.job, run.sink, why(run.job))
-        lanes, self._lanes, self._num_waiting = self._lanes, {}, 0
-        for waiting in lanes.values():
-            for job, sink in waiting:
-                self._finish(job, sink, why(job))
-
-
-def _fault(what: str) -> EngineFault:
-    """Log the exception being handled under a new id and return the error that carries it."""
-    fault_id = secrets.token_hex(4)
-    _LOG.exception("%s fault_id=%s", what, fault_id)
-    return EngineFault(fault_id)
 
 
 def _deliver(finished: list[tuple[Job, Sink, Outcome]]) -> None:

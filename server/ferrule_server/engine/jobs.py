@@ -249,3 +249,7 @@ class Sink(Protocol):
     def flush(self) -> None:
         """All outcomes of this step that go here have been delivered."""
         ...
+
+
+Entry = tuple[Job, Sink]
+"""A job and who asked for it."""

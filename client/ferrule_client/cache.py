@@ -21,7 +21,6 @@ from ferrule_client.detokenizer import Detokenizer
 from ferrule_client.errors import ExecutorError, TruncateBeyondError
 from ferrule_client.generation import Generation, TextGeneration
 from ferrule_client.policy import Policy, check_policy, sample
-from ferrule_client.stream import Stream
 from ferrule_client.types import Acceptance, CacheInfo, Handle, OnStale, Output, Released, Tokens, Verification
 
 __all__ = ["Cache", "check_scoring"]
@@ -274,14 +273,13 @@ class Cache:
         chosen = policy or drawn
         if chosen.selection is None:
             raise ValueError("generating needs a policy that chooses tokens, such as greedy() or sample()")
-        info = self._connection.model_info(timeout)
         return Generation(
             self,
-            Stream(self._connection),
+            self._connection,
             chosen.with_seed(),
             max_tokens=max_tokens,
-            eos_ids=frozenset() if ignore_eos else frozenset(info.eos_token_ids + info.stop_token_ids),
             stop_ids=frozenset(_check.token_list(stop_ids)),
+            ignore_eos=ignore_eos,
             timeout=timeout,
         )
 
@@ -320,7 +318,7 @@ class Cache:
             An iterator with ``tokens``, ``finish_reason`` and ``close``.
 
         Raises:
-            UnsupportedError: The server has no tokenizer.
+            UnsupportedError: While iterating: the server has no tokenizer.
             ExecutorError: While iterating, as in ``decode``.
 
         Example:

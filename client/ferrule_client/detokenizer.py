@@ -34,15 +34,22 @@ class Detokenizer:
     def __init__(self, decode: DecodeText, context: Sequence[int] = ()) -> None:
         self._decode = decode
         self._window = list(context[-_OVERLAP:])
-        self._num_out = self._length_of_window()
+        self._num_out: int | None = None  # characters of the window's text that are out; None: not asked for yet
+
+    def begin(self) -> int:
+        """Find out what the context says, which the first ``push`` does otherwise; return its length in characters."""
+        if self._num_out is None:
+            self._num_out = self._length_of_window()
+        return self._num_out
 
     def push(self, token: int) -> str:
         """Take one more token and return the text that is certain now, often one word, possibly empty."""
+        num_out = self.begin()
         self._window.append(token)
         text, ends_mid_character = self._decode(self._window)
         if ends_mid_character:
             return ""
-        new = text[self._num_out :]
+        new = text[num_out:]
         self._num_out = len(text)
         if len(self._window) >= _WINDOW:
             self._window = self._window[-_OVERLAP:]
@@ -51,11 +58,13 @@ class Detokenizer:
 
     def finish(self) -> str:
         """Return what was held back and is certain: all but the character that never got its end."""
-        text, ends_mid_character = self._decode(self._window) if self._window else ("", False)
+        if not self._window:
+            return ""
+        num_out = self.begin()
+        text, ends_mid_character = self._decode(self._window)
         certain = text.rstrip(_REPLACEMENT) if ends_mid_character else text
-        new = certain[self._num_out :]
-        self._num_out = max(self._num_out, len(certain))
-        return new
+        self._num_out = max(num_out, len(certain))
+        return certain[num_out:]
 
     def _length_of_window(self) -> int:
         """Return how much of the window's text is out: all but a character it ends in the middle of."""

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ferrule_client import _convert
-from ferrule_client._connection import Timeout
+from ferrule_client._connection import Connection, Timeout
 from ferrule_client.detokenizer import Detokenizer
 from ferrule_client.errors import ContextExceededError, ExecutorError
 from ferrule_client.policy import Policy
@@ -34,25 +34,24 @@ class Generation(Iterator[int]):
     def __init__(
         self,
         cache: Cache,
-        stream: Stream,
+        connection: Connection,
         policy: Policy,
         *,
         max_tokens: int | None,
-        eos_ids: frozenset[int],
         stop_ids: frozenset[int],
+        ignore_eos: bool,
         timeout: Timeout,
     ) -> None:
         self._cache = cache
-        self._stream = stream
+        self._connection = connection
+        self._stream = Stream(connection)
         self._policy = policy
         self._max_tokens = max_tokens
-        self._eos_ids = eos_ids
+        self._eos_ids: frozenset[int] | None = frozenset() if ignore_eos else None  # None: not asked for yet
         self._stop_ids = stop_ids
         self._timeout = timeout
         self.tokens: list[int] = []
-        self.finish_reason: FinishReason | None = None
-        if max_tokens == 0:
-            self._finish("max_tokens")
+        self.finish_reason: FinishReason | None = "max_tokens" if max_tokens == 0 else None
 
     def __enter__(self) -> Generation:
         return self
@@ -64,6 +63,7 @@ class Generation(Iterator[int]):
         if self.finish_reason is not None:
             raise StopIteration
         try:
+            eos_ids = self._find_eos_ids()
             output = self._step()
         except ContextExceededError:
             self._finish("context_full")
@@ -73,7 +73,7 @@ class Generation(Iterator[int]):
             raise
         assert output.token is not None, "the policy of a generation has a selection"  # checked in Cache.generate
         self.tokens.append(output.token)
-        self._judge(output.token)
+        self._judge(output.token, eos_ids)
         return output.token
 
     @property
@@ -101,8 +101,14 @@ class Generation(Iterator[int]):
         output = _convert.output_from_message(result)
         return tip.moved(sent.input_ids, output, pending=output.tokens[-1:])
 
-    def _judge(self, token: int) -> None:
-        if token in self._eos_ids:
+    def _find_eos_ids(self) -> frozenset[int]:
+        if self._eos_ids is None:
+            info = self._connection.model_info(self._timeout)
+            self._eos_ids = frozenset(info.eos_token_ids + info.stop_token_ids)
+        return self._eos_ids
+
+    def _judge(self, token: int, eos_ids: frozenset[int]) -> None:
+        if token in eos_ids:
             self._finish("eos")
         elif token in self._stop_ids:
             self._finish("stop_token")
@@ -156,6 +162,7 @@ class TextGeneration(Iterator[str]):
         self._generation.close()
 
     def _next_piece(self) -> str:
+        self._detokenizer.begin()  # a server without a tokenizer says so before a token is drawn
         token = next(self._generation, None)
         if token is None or self._generation.is_final:
             self._has_ended = True

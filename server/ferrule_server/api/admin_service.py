@@ -1,4 +1,7 @@
-"""AdminService: in the contract, not served yet; SIGTERM drains the server."""
+"""AdminService: in the contract, not served yet; SIGTERM drains the server.
+
+``handlers.ROLES`` names the role that every method of it needs: who lacks it learns nothing else.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from ferrule_server.api.state import ServerState
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """Refuses every operation until there are roles to check.
+    """Refuses every operation: none is served yet.
 
     Args:
         state: The server.

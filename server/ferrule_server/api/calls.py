@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -12,9 +13,11 @@ from grpc_status import rpc_status
 
 from ferrule_server.api.principal import principal_of
 from ferrule_server.api.state import EngineApi, ServerState
-from ferrule_server.api.status import fault_of, log_refused, to_status
+from ferrule_server.api.status import code_of, fault_of, log_refused, reason_of, to_status
 from ferrule_server.engine.jobs import AppendJob, ForkJob, Job, Outcome, Result, TruncateJob
 from ferrule_server.errors import FeatureUnsupported, FerruleError
+
+_LOG = logging.getLogger(__name__)
 
 
 class _Servicer(Protocol):
@@ -109,5 +112,15 @@ def not_served(rpc: str) -> Any:
 async def refuse(context: Context, rpc: str, error: FerruleError) -> NoReturn:
     """Log a refused call and end it with the status of ``error``."""
     log_refused(rpc, error, principal_of(context))
+    await _abort(context, error)
+
+
+async def refuse_unknown(context: Context, rpc: str, error: FerruleError) -> NoReturn:
+    """Log a call whose credentials are not accepted, by the address it comes from, and end it."""
+    _LOG.warning("refused rpc=%s code=%s reason=%s peer=%s", rpc, code_of(error).name, reason_of(error), context.peer())
+    await _abort(context, error)
+
+
+async def _abort(context: Context, error: FerruleError) -> NoReturn:
     await context.abort_with_status(rpc_status.to_status(to_status(error)))
     raise AssertionError("abort_with_status raises")

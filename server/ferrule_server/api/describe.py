@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Final
 
@@ -10,9 +11,11 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from ferrule.v1 import info_pb2, types_pb2
 from ferrule_server.api.limits import ApiLimits
+from ferrule_server.api.principal import Caller
 from ferrule_server.api.state import Phase, ServerState, Serving
 from ferrule_server.engine.counters import EngineSnapshot
 from ferrule_server.executor.base import ExecutorInfo
+from ferrule_server.quotas import QuotaLimits
 
 _DTYPES: Final = {
     "float32": types_pb2.DATA_TYPE_FLOAT32,
@@ -58,10 +61,11 @@ def model_info(serving: Serving) -> info_pb2.ModelInfo:
     )
 
 
-def capabilities(serving: Serving, limits: ApiLimits) -> info_pb2.ExecutorCapabilities:
+def capabilities(serving: Serving, limits: ApiLimits, caller: info_pb2.CallerInfo) -> info_pb2.ExecutorCapabilities:
     """Return what this server serves. A flag that is left out here is false: the call answers FEATURE_UNSUPPORTED."""
     info = serving.engine.info
     return info_pb2.ExecutorCapabilities(
+        caller=caller,
         executor=info.name,
         max_batch_size=serving.max_step_rows,
         max_step_rows=serving.max_step_rows,
@@ -90,6 +94,13 @@ def capabilities(serving: Serving, limits: ApiLimits) -> info_pb2.ExecutorCapabi
         supports_target_logprobs=True,
         supports_all_positions=True,
     )
+
+
+def caller_info(caller: Caller, quotas: QuotaLimits) -> info_pb2.CallerInfo:
+    """Return who the caller is to this server; no limit is written as 0."""
+    fields = {name: value for name, value in dataclasses.asdict(quotas).items() if value is not None}
+    limits = info_pb2.QuotaLimits(**fields)
+    return info_pb2.CallerInfo(principal=caller.principal, is_admin=caller.is_admin, quotas=limits)
 
 
 def status(state: ServerState) -> info_pb2.ExecutorStatus:

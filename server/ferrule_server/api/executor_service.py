@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc
 from ferrule_server.api.calls import Context, not_served, refuse, run_job, unary
-from ferrule_server.api.describe import capabilities, model_info, status
+from ferrule_server.api.describe import caller_info, capabilities, model_info, status
 from ferrule_server.api.inputs import PlannedAppend, placed, require
 from ferrule_server.api.outputs import (
     cache_info,
@@ -15,7 +15,7 @@ from ferrule_server.api.outputs import (
     prefill_output,
     release_results,
 )
-from ferrule_server.api.principal import principal_of
+from ferrule_server.api.principal import caller_of, principal_of
 from ferrule_server.api.state import ServerState, Serving
 from ferrule_server.api.stream import DecodeStream
 from ferrule_server.engine.jobs import (
@@ -54,7 +54,9 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         self, request: executor_pb2.GetCapabilitiesRequest, context: Context
     ) -> executor_pb2.GetCapabilitiesResponse:
         """Describe what is served, and the limits."""
-        return executor_pb2.GetCapabilitiesResponse(capabilities=capabilities(self.state.use(), self.state.limits))
+        serving, caller = self.state.use(), caller_of(context)
+        who = caller_info(caller, self.state.limits_of(caller.principal))
+        return executor_pb2.GetCapabilitiesResponse(capabilities=capabilities(serving, self.state.limits, who))
 
     @unary
     async def GetStatus(

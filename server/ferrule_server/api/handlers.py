@@ -1,27 +1,44 @@
-"""Registers servicers so that a message which is none ends in a typed error.
+"""Registers servicers so that every call has a caller, and a message which is none ends in a typed error.
+
+Every method of every service passes here, so none can be forgotten: nothing of ours runs before the call's credentials
+are accepted and its service's role is there. Health alone is open to all, since whoever asks for it has no secrets.
 
 gRPC answers a failed deserializer with UNKNOWN and a traceback in the log. Here deserializers never fail: what cannot
 be parsed becomes a :class:`Malformed`, refused before a method with one request sees it. A method that reads a stream
-of requests meets it there, and raises :meth:`Malformed.error` itself.
+of requests from its context meets it there, and raises :meth:`Malformed.error` itself.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Mapping
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from types import MappingProxyType
+from typing import Any, Final, cast
 
 import grpc
 from google.protobuf import descriptor_pool
 from google.protobuf.message import DecodeError
 
-from ferrule_server.api.calls import Context, refuse
-from ferrule_server.errors import InvalidRequest
+from ferrule_server.api.auth import Access
+from ferrule_server.api.calls import Context, refuse, refuse_unknown
+from ferrule_server.api.principal import ADMIN, Caller, enter
+from ferrule_server.errors import FerruleError, InvalidRequest
+
+OPEN_SERVICES: Final = frozenset({"grpc.health.v1.Health"})
+"""Services that need no credentials: probes and load balancers have none."""
+
+ROLES: Final[Mapping[str, str]] = MappingProxyType({"ferrule.v1.AdminService": ADMIN})
+"""Service: role that each of its methods needs."""
+
+ANYBODY: Final = "-"
+"""Principal of a call that needs no credentials; owns nothing."""
 
 _Deserializer = Callable[[bytes], object]
 _Behavior = Callable[[Any, Context], Awaitable[object]]
-"""A method with one request; Any, because every method takes its own."""
+"""A method; Any, because every method takes its own request, or an iterator of them."""
+_Admit = Callable[[Context, str], Awaitable[Caller]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +56,17 @@ class Malformed:
         return InvalidRequest("request", f"is no valid {self.message_name} message")
 
 
-class TypedErrors:
+class Registrar:
     """Stands in for the server in the generated ``add_*Servicer_to_server`` functions.
 
     Args:
         server: Gets the handlers, changed as described above.
+        access: Decides who may call.
     """
 
-    def __init__(self, server: grpc.aio.Server) -> None:
+    def __init__(self, server: grpc.aio.Server, access: Access) -> None:
         self._server = server
+        self._access = access
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: object) -> None:
         """Leave out the handlers as generated: the same ones follow by name."""
@@ -56,26 +75,49 @@ class TypedErrors:
         self, service_name: str, method_handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]]
     ) -> None:
         """Register the handlers of one service."""
-        handlers = {name: _typed(service_name, name, handler) for name, handler in method_handlers.items()}
+        admit = _admission(service_name, self._access)
+        handlers = {name: _guarded(service_name, name, handler, admit) for name, handler in method_handlers.items()}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service_name, handlers),))
 
 
-def as_server(server: grpc.aio.Server) -> grpc.aio.Server:
+def as_server(server: grpc.aio.Server, access: Access) -> grpc.aio.Server:
     """Return a stand-in for ``server`` that the generated functions can register servicers with."""
-    return cast("grpc.aio.Server", TypedErrors(server))
+    return cast("grpc.aio.Server", Registrar(server, access))
 
 
-def _typed(service: str, name: str, handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
-    """Return a handler whose deserializer never fails; Any, because the stubs do not know that it is a named tuple."""
+def _admission(service: str, access: Access) -> _Admit:
+    """Return what lets a call of a service in, or refuses it."""
+    role = ROLES.get(service)
+    anybody = Caller(ANYBODY) if service in OPEN_SERVICES else None
+
+    async def admit(context: Context, rpc: str) -> Caller:
+        try:
+            caller = anybody or access.admit(context)
+        except FerruleError as error:
+            await refuse_unknown(context, rpc, error)
+        enter(caller)
+        if role is not None:
+            try:
+                caller.require(role)
+            except FerruleError as error:
+                await refuse(context, rpc, error)
+        return caller
+
+    return admit
+
+
+def _guarded(service: str, name: str, handler: Any, admit: _Admit) -> grpc.RpcMethodHandler[Any, Any]:
+    """Return a handler that admits, then serves; Any, because the stubs do not know that it is a named tuple."""
     method = descriptor_pool.Default().FindMethodByName(f"{service}.{name}")
     changes: dict[str, Any] = {
         "request_deserializer": _never_failing(handler.request_deserializer, method.input_type.full_name)
     }
-    for kind in ("unary_unary", "unary_stream"):
+    for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
         if (behavior := getattr(handler, kind)) is not None:
-            changes[kind] = _refusing(behavior, name)
-    typed: grpc.RpcMethodHandler[Any, Any] = handler._replace(**changes)
-    return typed
+            wrap = _admitting_generator if inspect.isasyncgenfunction(behavior) else _admitting
+            changes[kind] = wrap(behavior, name, admit)
+    guarded: grpc.RpcMethodHandler[Any, Any] = handler._replace(**changes)
+    return guarded
 
 
 def _never_failing(deserialize: _Deserializer, message_name: str) -> _Deserializer:
@@ -90,13 +132,45 @@ def _never_failing(deserialize: _Deserializer, message_name: str) -> _Deserializ
     return deserialize_or_mark
 
 
-def _refusing(behavior: _Behavior, rpc: str) -> _Behavior:
-    """Return a method that refuses what is no message."""
+def _admitting(behavior: _Behavior, rpc: str, admit: _Admit) -> _Behavior:
+    """Return a method that refuses whoever may not call, and what is no message."""
 
     @functools.wraps(behavior)
     async def call(request: object, context: Context) -> object:
+        await admit(context, rpc)
         if isinstance(request, Malformed):
             await refuse(context, rpc, request.error())
         return await behavior(request, context)
 
     return call
+
+
+def _admitting_generator(behavior: Callable[..., AsyncIterator[object]], rpc: str, admit: _Admit) -> Any:
+    """Return the same for a method that yields its replies; the caller is checked again before each."""
+
+    @functools.wraps(behavior)
+    async def call(request: Any, context: Context) -> AsyncIterator[object]:
+        caller = await admit(context, rpc)
+        requests = _well_formed(request) if hasattr(request, "__aiter__") else request
+        try:
+            if isinstance(request, Malformed):
+                raise request.error()
+            async for reply in behavior(requests, context):
+                caller.check()
+                yield reply
+        except FerruleError as error:
+            await refuse(context, rpc, error)
+
+    return call
+
+
+async def _well_formed(requests: AsyncIterator[object]) -> AsyncIterator[object]:
+    """Give the requests of a stream up to the first that is no message.
+
+    Raises:
+        InvalidRequest: That one.
+    """
+    async for request in requests:
+        if isinstance(request, Malformed):
+            raise request.error()
+        yield request

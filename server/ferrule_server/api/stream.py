@@ -26,7 +26,7 @@ from ferrule_server.api.calls import Context, cancel, refuse
 from ferrule_server.api.handlers import Malformed
 from ferrule_server.api.inputs import PlannedAppend, placed
 from ferrule_server.api.outputs import fill_append, release_results
-from ferrule_server.api.principal import principal_of
+from ferrule_server.api.principal import caller_of
 from ferrule_server.api.state import Phase, ServerState, Serving
 from ferrule_server.api.status import fault_of, log_refused, reason_of, to_status
 from ferrule_server.engine.jobs import AppendResult, Job, Outcome, ReleaseJob, ReleaseResult
@@ -64,7 +64,8 @@ class DecodeStream:
         self._limits = state.limits
         self._state = state
         self._context = context
-        self._principal = principal_of(context)
+        self._caller = caller_of(context)
+        self._principal = self._caller.principal
         self._pending: dict[Job, PlannedAppend] = {}
         self._releases: dict[Job, list[executor_pb2.StreamResult]] = {}
         self._frames: list[tuple[executor_pb2.StreamDecodeResponse, int]] = []
@@ -229,6 +230,7 @@ class DecodeStream:
         while (request := await self._context.read()) is not grpc.aio.EOF:
             if isinstance(request, Malformed):
                 raise request.error()
+            self._caller.check()
             if self._state.phase is Phase.CLOSING:
                 return  # whoever drains ends the stream once it is quiet; this frame is among what is not taken
             self._state.use()

@@ -62,6 +62,11 @@ class FerruleError(Exception):
         self.message = message
         self.metadata = {key: str(value) for key, value in metadata.items()}
 
+    @property
+    def reason(self) -> str:
+        """The machine-readable reason, such as ``HANDLE_STALE`` or ``QUOTA_KV_TOKENS``."""
+        return self.REASON
+
 
 class InvalidRequest(FerruleError):
     """A field of the request is out of its range.
@@ -267,11 +272,25 @@ class QuotaExceeded(ResourceExhausted):
         quota: Which one: ``HANDLES``, ``KV_TOKENS``, ``QUEUED_ROWS`` or ``PREFILL_RATE``.
         used: The amount in use, in the unit of the quota.
         limit: The limit, in the same unit.
+        retry_after_s: When to try again at the earliest; None: waiting does not help, the request alone is too large.
+        needed: What the request needs on top, where that is known; above ``limit`` it can never be had.
     """
 
-    def __init__(self, quota: str, used: int, limit: int) -> None:
-        super().__init__(f"quota {quota}: {used} in use of {limit}", quota=quota, used=used, limit=limit)
+    def __init__(
+        self, quota: str, used: int, limit: int, retry_after_s: float | None = 1.0, needed: int | None = None
+    ) -> None:
+        message, more = f"quota {quota}: {used} in use of {limit}", {} if needed is None else {"needed": needed}
+        if needed is not None:
+            message += f", the request needs {needed}"
+            message += "; release handles" if needed <= limit else ", which is more than the quota; ask for less"
+        super().__init__(message, quota=quota, used=used, limit=limit, **more)
         self.quota = quota
+        self.retry_after_s = retry_after_s
+
+    @property
+    def reason(self) -> str:
+        """The reason names the quota."""
+        return f"QUOTA_{self.quota}"
 
 
 class BlocksExhausted(ResourceExhausted):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import base64
-import heapq
 import re
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from types import MappingProxyType
 
 from ferrule_server.errors import EpochChanged, HandleExpired, HandleLost, HandleUnknown, WrongInstance
@@ -22,6 +23,7 @@ MAX_TOMBSTONES = 100_000
 SECRET_BYTES = 16
 """Random bytes in a cache_id."""
 
+_HANDLE_ID = attrgetter("handle_id")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SECRET = re.compile(r"[A-Za-z0-9_-]{22}")
 
@@ -29,7 +31,8 @@ _SECRET = re.compile(r"[A-Za-z0-9_-]{22}")
 class Registry:
     """Sequences by cache_id, and tombstones of those that expired or were lost.
 
-    Invariant: a registered sequence is not released, is listed under its own cache_id, and has no tombstone;
+    Invariant: a registered sequence is not released, is listed under its own cache_id and among those of its
+    principal, which stand in order of handle_id (principals without any are not remembered), and has no tombstone;
     tombstones stand in order of their ends and number at most MAX_TOMBSTONES.
 
     Args:
@@ -40,7 +43,7 @@ class Registry:
         ValueError: A name has other characters or another length.
     """
 
-    __slots__ = ("_epoch", "_instance", "_lost", "_new_secret", "_sequences", "_tombstones")
+    __slots__ = ("_epoch", "_instance", "_lost", "_new_secret", "_own", "_sequences", "_tombstones")
 
     def __init__(self, instance: str, epoch: str, new_secret: Callable[[], bytes]) -> None:
         for name, value in (("instance", instance), ("epoch", epoch)):
@@ -50,6 +53,7 @@ class Registry:
         self._epoch = epoch
         self._new_secret = new_secret
         self._sequences: dict[str, Sequence] = {}
+        self._own: dict[str, list[Sequence]] = {}
         # cache_id -> (principal, end on the store's clock)
         self._tombstones: OrderedDict[str, tuple[str, float]] = OrderedDict()
         self._lost: dict[str, str] = {}
@@ -80,6 +84,7 @@ class Registry:
         """Make the sequence known under its cache_id."""
         assert sequence.cache_id not in self._sequences, "a secret came twice"
         self._sequences[sequence.cache_id] = sequence
+        insort(self._own.setdefault(sequence.principal, []), sequence, key=_HANDLE_ID)
 
     def get(self, cache_id: str, principal: str) -> Sequence | None:
         """Return the principal's own live sequence of that name, or None."""
@@ -89,6 +94,13 @@ class Registry:
     def remove(self, sequence: Sequence) -> None:
         """Forget the sequence: its handles are unknown from now on."""
         del self._sequences[sequence.cache_id]
+        own = self._own[sequence.principal]
+        index = bisect_left(own, sequence.handle_id, key=_HANDLE_ID)
+        while own[index] is not sequence:
+            index += 1
+        del own[index]
+        if not own:
+            del self._own[sequence.principal]
 
     def bury(self, sequence: Sequence, now: float) -> None:
         """Forget the sequence, but tell its owner for a while that it expired."""
@@ -100,6 +112,7 @@ class Registry:
         """Forget every sequence, and tell the owners for good that it was lost."""
         self._lost.update((cache_id, sequence.principal) for cache_id, sequence in self._sequences.items())
         self._sequences.clear()
+        self._own.clear()
 
     def why_missing(self, cache_id: str, principal: str, now: float) -> HandleUnknown | WrongInstance:
         """Return the error for a name that :meth:`get` does not find.
@@ -119,12 +132,13 @@ class Registry:
 
     def count(self, principal: str) -> int:
         """Return how many live sequences the principal owns."""
-        return sum(each.principal == principal for each in self)
+        return len(self._own.get(principal, ()))
 
     def page(self, principal: str, after_handle_id: str, limit: int) -> list[Sequence]:
         """Return up to ``limit`` of the principal's sequences with larger handle_ids, ascending."""
-        own = (each for each in self if each.principal == principal and each.handle_id > after_handle_id)
-        return heapq.nsmallest(limit, own, key=lambda each: each.handle_id)
+        own = self._own.get(principal, [])
+        start = bisect_right(own, after_handle_id, key=_HANDLE_ID)
+        return own[start : start + limit]
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the invariant of the class holds."""
@@ -133,6 +147,10 @@ class Registry:
             assert sequence.handle_id == handle_id_of(cache_id), "a handle_id is not that of its cache_id"
             assert not sequence.is_released, f"{sequence.handle_id} is released and still known"
             assert cache_id not in self._tombstones, f"{sequence.handle_id} lives and has a tombstone"
+        for principal, own in self._own.items():
+            expected = sorted((each for each in self if each.principal == principal), key=_HANDLE_ID)
+            assert own == expected != [], f"the sequences of {principal!r} are not listed as they should be"
+        assert sum(map(len, self._own.values())) == len(self), "a sequence is not listed under its principal"
         ends = [end for _, end in self._tombstones.values()]
         assert ends == sorted(ends), "tombstones are out of order"
         assert len(ends) <= MAX_TOMBSTONES, "too many tombstones"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ferrule_server.errors import BlocksExhausted, ContextExceeded, ExceedsPool, HandleUnknown
+from ferrule_server.errors import BlocksExhausted, ContextExceeded, ExceedsPool
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.lineage import LineageChain
-from ferrule_server.kv.sequence import Sequence
+from ferrule_server.kv.reserved_slots import ReservedSlots
+from ferrule_server.kv.sequence import Sequence, require_idle
+from ferrule_server.kv.usage import Usage
 
 
 @dataclass(eq=False, slots=True)
@@ -27,6 +30,7 @@ class Reservation:
         held_ids: Blocks of which the reservation itself is an owner: what abort gives back.
         chain: Tokens before ``start`` of the sequence to be created; None when there is one already.
         is_live: Neither committed nor aborted.
+        reserved_length: Of the sequence to be created; what ``held_ids`` has beyond the table becomes its spares.
     """
 
     sequence: Sequence | None
@@ -39,6 +43,7 @@ class Reservation:
     held_ids: list[int]
     chain: LineageChain | None = field(default=None, repr=False)
     is_live: bool = True
+    reserved_length: int = 0
 
     @property
     def pinned(self) -> Sequence | None:
@@ -49,35 +54,73 @@ class Reservation:
 class Reservations:
     """The live reservations, and the one place where appends get their blocks. A call that raises changes nothing.
 
+    What stands against a request is looked at in this order, from what never changes to what may be gone in a moment:
+    the context, the size of the pool, a quota that is too small for the request alone, the quotas as they are used
+    now, the free blocks. So a principal at its quota hears that, whether or not the pool is full as well.
+
     Invariant: a sequence is pinned at least as often as live reservations are on it, and is appending exactly when
     one of them will extend it; a live reservation's rows go to blocks with refcount 1 only, and the blocks it is to
     copy from are owned; a sequence does not move under a reservation that will extend it.
 
     Args:
-        pool: Where blocks come from.
+        pool: The blocks.
+        usage: Where they are allocated and given back.
+        slots: Blocks set aside for sequences.
         max_context: Longest sequence in tokens.
     """
 
-    __slots__ = ("_live", "_max_context", "_pool")
+    __slots__ = ("_live", "_max_context", "_pool", "_slots", "_usage")
 
-    def __init__(self, pool: BlockPool, max_context: int) -> None:
+    def __init__(self, pool: BlockPool, usage: Usage, slots: ReservedSlots, max_context: int) -> None:
         self._pool = pool
+        self._usage = usage
+        self._slots = slots
         self._max_context = max_context
         self._live: set[Reservation] = set()
 
-    def reserve_new(self, principal: str, num_tokens: int, chain: LineageChain) -> Reservation:
-        """Hold the blocks of a sequence to be created; ``chain`` is empty and becomes its own."""
-        self._check_need(0, num_tokens)
-        block_ids, fresh_ids, copies = self._grow([], 0, num_tokens, is_shared=False)
-        return self._open(Reservation(None, None, principal, 0, num_tokens, block_ids, copies, fresh_ids, chain))
+    @property
+    def live(self) -> Iterator[Reservation]:
+        """Those neither committed nor aborted."""
+        return iter(self._live)
 
-    def reserve_append(self, sequence: Sequence, num_tokens: int) -> Reservation:
-        """Hold the blocks for more tokens at the tip."""
+    def reserve_new(
+        self, principal: str, num_tokens: int, chain: LineageChain, reserved_length: int = 0
+    ) -> Reservation:
+        """Hold the blocks of a sequence to be created; ``chain`` is empty and becomes its own."""
+        self._check_need(0, num_tokens, reserved_length)
+        num_blocks = self._pool.num_blocks_for(max(num_tokens, reserved_length))
+        self._usage.check(principal, num_sequences=1, num_blocks=num_blocks)
+        held_ids = self._usage.allocate(principal, num_blocks)
+        self._usage.enter(principal)
+        table = held_ids[: self._pool.num_blocks_for(num_tokens)]
+        reservation = Reservation(None, None, principal, 0, num_tokens, table, [], held_ids, chain)
+        reservation.reserved_length = reserved_length
+        return self._open(reservation)
+
+    def reserve_append(self, sequence: Sequence, num_tokens: int, *, is_checked: bool = False) -> Reservation:
+        """Hold the blocks for more tokens at the tip: spares of the sequence first, then free ones of the pool.
+
+        Args:
+            sequence: One that nothing is in flight on.
+            num_tokens: Tokens to be written.
+            is_checked: :meth:`check_rewind` said that there is room.
+        """
         require_idle(sequence)
-        start, table = sequence.length, sequence.block_ids
-        self._check_need(start, num_tokens)
-        is_shared = self._pool.refcount(table[-1]) > 1
-        block_ids, fresh_ids, copies = self._grow(table, start, num_tokens, is_shared=is_shared)
+        start, table, fresh_ids = sequence.length, sequence.block_ids, []
+        if not is_checked:
+            self._check_need(start, num_tokens)
+        is_copied = self._pool.refcount(table[-1]) > 1 and self._is_partial(start)
+        num_fresh = self._pool.num_blocks_for(start + num_tokens) - len(table) + is_copied
+        if not num_fresh:
+            return self._open(Reservation(sequence, None, sequence.principal, start, num_tokens, table, [], fresh_ids))
+        # Spares stay the sequence's until commit, so that an abort has nothing to put back.
+        spare_ids = list(sequence.spare_ids[:num_fresh])
+        if num_more := num_fresh - len(spare_ids):
+            if not is_checked:
+                num_whole = self._pool.num_blocks_for(start + num_tokens)
+                self._usage.check(sequence.principal, num_blocks=num_more, num_whole=num_whole)
+            fresh_ids = self._usage.allocate(sequence.principal, num_more)
+        block_ids, copies = _extended(table, spare_ids + fresh_ids, is_copied=is_copied)
         return self._open(
             Reservation(sequence, None, sequence.principal, start, num_tokens, block_ids, copies, fresh_ids)
         )
@@ -87,9 +130,20 @@ class Reservations:
         require_idle(source)
         prefix = prefix_blocks(source, length, self._pool)
         # The source must outlive the copy, so its partial block counts as well: no waiting would spare it.
-        self._check_need(length, num_tokens, num_copies=self._is_partial(length))
-        block_ids, fresh_ids, copies = self._grow(prefix, length, num_tokens, is_shared=True)
+        is_copied = self._is_partial(length)
+        self._check_need(length, num_tokens, num_copies=is_copied)
+        num_whole = self._pool.num_blocks_for(length + num_tokens) + is_copied
+        num_fresh, num_spares = num_whole - len(prefix), self._slots.num_missing_to_share(source, length)
+        self._usage.check(
+            source.principal, num_sequences=1, num_blocks=num_fresh + num_spares, num_whole=num_whole + num_spares
+        )
+        if num_fresh + num_spares > self._pool.num_free:
+            raise BlocksExhausted(num_fresh + num_spares, self._pool.num_free)
+        self._slots.add_spares(source, num_spares)
+        fresh_ids = self._usage.allocate(source.principal, num_fresh)
+        self._usage.enter(source.principal)
         self._pool.share(prefix)
+        block_ids, copies = _extended(prefix, fresh_ids, is_copied=is_copied)
         held_ids, chain = prefix + fresh_ids, source.chain.copy(length)
         return self._open(
             Reservation(None, source, source.principal, length, num_tokens, block_ids, copies, held_ids, chain)
@@ -100,11 +154,16 @@ class Reservations:
         require_idle(sequence)
         prefix = prefix_blocks(sequence, length, self._pool)
         self._check_need(length, num_tokens)
-        num_free = self._pool.num_free + self._pool.count_sole(sequence.block_ids[len(prefix) :])
         is_copied = self._is_partial(length) and self._pool.refcount(prefix[-1]) > 1
-        num_fresh = self._num_fresh(prefix, length, num_tokens, is_copied=is_copied)
-        if num_fresh > num_free:
-            raise BlocksExhausted(num_fresh, num_free)
+        # What is reserved beyond the append must be there afterwards as well.
+        num_whole = self._pool.num_blocks_for(max(length + num_tokens, sequence.reserved_length))
+        num_needed = num_whole - len(prefix) + is_copied
+        num_own = self._pool.count_sole(sequence.block_ids[len(prefix) :]) + len(sequence.spare_ids)
+        if num_needed <= num_own:
+            return
+        self._usage.check(sequence.principal, num_blocks=num_needed - num_own, num_whole=num_whole)
+        if num_needed > num_own + self._pool.num_free:
+            raise BlocksExhausted(num_needed, num_own + self._pool.num_free)
 
     def close(self, reservation: Reservation) -> None:
         """End a live reservation; what becomes of the blocks it holds is the caller's to say."""
@@ -119,7 +178,9 @@ class Reservations:
         """Give back what was reserved and nothing else; a closed reservation is left alone."""
         if reservation.is_live:
             self.close(reservation)
-            self._pool.release(reservation.held_ids)
+            self._usage.release(reservation.principal, reservation.held_ids)
+            if reservation.sequence is None:
+                self._usage.leave(reservation.principal)
 
     def abort_all(self) -> None:
         """Abort every live reservation."""
@@ -153,41 +214,16 @@ class Reservations:
         for source_id, _ in reservation.copies:
             assert self._pool.refcount(source_id) > 0, f"block {source_id} is to be copied and is free"
 
-    def _check_need(self, start: int, num_tokens: int, *, num_copies: int = 0) -> None:
+    def _check_need(self, start: int, num_tokens: int, reserved_length: int = 0, *, num_copies: int = 0) -> None:
         """Raise if so many tokens from ``start`` on would not fit the context or the whole, else empty, pool."""
         if num_tokens < 1:
             raise ValueError(f"num_tokens must be at least 1, got {num_tokens}")
-        if start + num_tokens > self._max_context:
-            raise ContextExceeded(start + num_tokens, self._max_context)
-        num_blocks = self._pool.num_blocks_for(start + num_tokens) + num_copies
+        length = max(start + num_tokens, reserved_length)
+        if length > self._max_context:
+            raise ContextExceeded(length, self._max_context)
+        num_blocks = self._pool.num_blocks_for(length) + num_copies
         if num_blocks > self._pool.capacity:
             raise ExceedsPool(num_blocks, self._pool.capacity)
-
-    def _grow(
-        self, prefix: list[int], start: int, num_tokens: int, *, is_shared: bool
-    ) -> tuple[list[int], list[int], list[tuple[int, int]]]:
-        """Allocate for ``num_tokens`` tokens behind the ``start`` ones in ``prefix``; all or nothing.
-
-        Args:
-            prefix: Blocks of the first ``start`` tokens; not changed.
-            start: Tokens in them.
-            num_tokens: Tokens to make room for.
-            is_shared: The last block of ``prefix`` has other owners, so it is replaced by a copy if it has room::
-
-                prefix  [A A A A] [B B . .]          B is shared, start = 6, 4 more tokens
-                table   [A A A A] [C C c c] [d d . .]    copies = [(B, C)], allocated = [C, d]
-
-        Returns:
-            The whole table, the blocks allocated, and the copies to make.
-        """
-        is_copied = is_shared and self._is_partial(start)
-        fresh_ids = self._pool.allocate(self._num_fresh(prefix, start, num_tokens, is_copied=is_copied))
-        if is_copied:
-            return prefix[:-1] + fresh_ids, fresh_ids, [(prefix[-1], fresh_ids[0])]
-        return (prefix + fresh_ids if fresh_ids else prefix), fresh_ids, []
-
-    def _num_fresh(self, prefix: list[int], start: int, num_tokens: int, *, is_copied: bool) -> int:
-        return self._pool.num_blocks_for(start + num_tokens) - len(prefix) + is_copied
 
     def _is_partial(self, length: int) -> bool:
         return length % self._pool.block_size > 0
@@ -201,17 +237,20 @@ class Reservations:
         return reservation
 
 
-def require_idle(sequence: Sequence) -> None:
-    """Return if the sequence lives and no append is in flight on it.
+def _extended(prefix: list[int], fresh_ids: list[int], *, is_copied: bool) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the table of ``prefix`` with fresh blocks behind it, and the copies to make.
 
-    Raises:
-        HandleUnknown: It is released.
-        RuntimeError: An append is in flight (a bug of the caller's).
+    Args:
+        prefix: Blocks of the tokens before; not changed.
+        fresh_ids: Blocks with no other owner.
+        is_copied: The last block of ``prefix`` has room and other owners, so it is replaced by a copy::
+
+            prefix  [A A A A] [B B . .]          B is shared, 6 tokens, 4 more to come
+            table   [A A A A] [C C c c] [d d . .]    copies = [(B, C)], fresh = [C, d]
     """
-    if sequence.is_released:
-        raise HandleUnknown(sequence.handle_id)
-    if sequence.is_appending:
-        raise RuntimeError(f"an append is in flight on {sequence.handle_id}; queue behind it")
+    if is_copied:
+        return prefix[:-1] + fresh_ids, [(prefix[-1], fresh_ids[0])]
+    return prefix + fresh_ids, []
 
 
 def prefix_blocks(sequence: Sequence, length: int, pool: BlockPool) -> list[int]:

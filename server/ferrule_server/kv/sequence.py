@@ -6,6 +6,7 @@ import math
 from array import array
 from dataclasses import dataclass, field
 
+from ferrule_server.errors import HandleUnknown
 from ferrule_server.kv.lineage import LineageChain
 
 
@@ -39,6 +40,8 @@ class Sequence:
             changed in place, so tables may be kept by whoever read them.
         ttl_s: Length of the lease. expires_at: its end on the store's clock. created_at: on the same clock.
         parent_handle_id: The sequence it was branched from; empty when it was prefilled.
+        reserved_length: Tokens up to which appends are sure to find blocks; 0: nothing is reserved.
+        spare_ids: Blocks set aside for that, in no table yet (see ``kv/reserved_slots.py``). Replaced as a whole.
         num_pins: Pieces of work in flight; above 0 the lease does not run out.
         is_appending: An append is reserved on it and neither committed nor aborted.
         last_truncate: Set by truncate, forgotten as soon as the tip moves.
@@ -55,6 +58,8 @@ class Sequence:
     expires_at: float
     created_at: float
     parent_handle_id: str = ""
+    reserved_length: int = 0
+    spare_ids: tuple[int, ...] = ()
     num_pins: int = 0
     is_appending: bool = False
     last_truncate: Truncation | None = None
@@ -70,3 +75,21 @@ class Sequence:
     def length(self) -> int:
         """The tip: number of committed tokens."""
         return len(self.chain.token_ids)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks it holds, shared ones and those set aside included."""
+        return len(self.block_ids) + len(self.spare_ids)
+
+
+def require_idle(sequence: Sequence) -> None:
+    """Return if the sequence lives and no append is in flight on it.
+
+    Raises:
+        HandleUnknown: It is released.
+        RuntimeError: An append is in flight (a bug of the caller's).
+    """
+    if sequence.is_released:
+        raise HandleUnknown(sequence.handle_id)
+    if sequence.is_appending:
+        raise RuntimeError(f"an append is in flight on {sequence.handle_id}; queue behind it")

@@ -16,10 +16,13 @@ from ferrule_server.kv.handle import Handle, StalePolicy, handle_id_of
 from ferrule_server.kv.leases import LeaseHeap
 from ferrule_server.kv.lineage import LineageChain
 from ferrule_server.kv.registry import SECRET_BYTES, TOMBSTONE_S, Registry
-from ferrule_server.kv.reservation import Reservation, Reservations, prefix_blocks, require_idle
-from ferrule_server.kv.sequence import Sequence, Truncation
+from ferrule_server.kv.reservation import Reservation, Reservations, prefix_blocks
+from ferrule_server.kv.reserved_slots import ReservedSlots, SlotRequest, SlotReservation
+from ferrule_server.kv.sequence import Sequence, Truncation, require_idle
+from ferrule_server.kv.usage import Holding, Usage
+from ferrule_server.quotas import LimitsOf, unlimited
 
-__all__ = ["DEFAULT_TTL_S", "KvStore", "MIN_TTL_S", "Reservation", "TOMBSTONE_S"]
+__all__ = ["DEFAULT_TTL_S", "KvStore", "MIN_TTL_S", "Reservation", "SlotRequest", "SlotReservation", "TOMBSTONE_S"]
 
 MIN_TTL_S = 5.0
 """Shortest lease."""
@@ -36,9 +39,14 @@ class KvStore:
     """Sequences over a block pool. Called from one thread only; every call that raises has changed nothing.
 
     Invariant: the refcount of a block is the number of its owners, which are the sequences with it in their table
-    and the live reservations that hold it; a sequence has at least one token, and of n tokens exactly
-    ceil(n / block_size) blocks, each in its table once; its lineage at any length is that computed from its tokens;
-    its lease lasts between MIN_TTL_S and max_ttl_s.
+    or among their spares and the live reservations that hold it, all of one principal; a sequence has at least one
+    token, and of n tokens exactly ceil(n / block_size) blocks in its table, each once; its spares are what appends up
+    to its reserved length need (see ``kv/reserved_slots.py``); its lineage at any length is that computed from its
+    tokens; its lease lasts between MIN_TTL_S and max_ttl_s; what a principal is said to hold is what its sequences
+    and reservations hold.
+
+    Quotas are looked at before anything is allocated, all or nothing: HANDLES where sequences are created (one in
+    creation counts), KV_TOKENS where blocks are. The order of refusals stands at ``Reservations``.
 
     A committed slot is never written again: a write into a block with refcount above 1 is preceded by its copy, and
     while an append is reserved on a sequence nobody can come to share the blocks it writes to (fork, truncate and
@@ -52,6 +60,7 @@ class KvStore:
         max_ttl_s: Longest lease in seconds, at least MIN_TTL_S.
         clock: Monotonic seconds.
         new_secret: Returns 16 unguessable bytes.
+        limits_of: The quotas of a principal, asked whenever it wants more.
 
     Raises:
         ValueError: An argument is outside its range.
@@ -68,6 +77,7 @@ class KvStore:
         max_ttl_s: float,
         clock: Callable[[], float] = time.monotonic,
         new_secret: Callable[[], bytes] = _new_secret,
+        limits_of: LimitsOf = unlimited,
     ) -> None:
         if max_context < 1:
             raise ValueError(f"max_context must be at least 1, got {max_context}")
@@ -80,7 +90,9 @@ class KvStore:
         self._clock = clock
         self._registry = Registry(instance, epoch, new_secret)
         self._leases = LeaseHeap(self._registry.sequences)
-        self._reservations = Reservations(pool, max_context)
+        self._usage = Usage(pool, limits_of)
+        self._slots = ReservedSlots(pool, self._usage, max_context)
+        self._reservations = Reservations(pool, self._usage, self._slots, max_context)
 
     @property
     def num_sequences(self) -> int:
@@ -90,6 +102,10 @@ class KvStore:
     def num_sequences_of(self, principal: str) -> int:
         """Sequences of the principal alive."""
         return self._registry.count(principal)
+
+    def usage_of(self, principal: str) -> Holding:
+        """What counts in the principal's quotas HANDLES and, times block_size, KV_TOKENS."""
+        return self._usage.of(principal)
 
     def now(self) -> float:
         """Seconds on the clock that ``expires_at`` and ``created_at`` are told on."""
@@ -133,21 +149,28 @@ class KvStore:
         """Return up to ``limit`` of the principal's sequences after that handle_id, in order of handle_id."""
         return self._registry.page(principal, after_handle_id, limit)
 
-    def reserve_new(self, principal: str, num_tokens: int) -> Reservation:
+    def reserve_new(self, principal: str, num_tokens: int, reserved_length: int = 0) -> Reservation:
         """Hold the blocks of a sequence to be created with ``num_tokens`` tokens.
+
+        Args:
+            principal: Who will own it.
+            num_tokens: Tokens to be written.
+            reserved_length: Tokens up to which blocks are set aside, as by :meth:`reserve_slots`.
 
         Raises:
             ContextExceeded: Longer than the context.
             ExceedsPool: More blocks than the pool has.
+            QuotaExceeded: HANDLES or KV_TOKENS.
             BlocksExhausted: Too few are free now.
         """
-        return self._reservations.reserve_new(principal, num_tokens, LineageChain(self._fingerprint))
+        chain = LineageChain(self._fingerprint)
+        return self._reservations.reserve_new(principal, num_tokens, chain, reserved_length)
 
     def reserve_append(self, sequence: Sequence, num_tokens: int) -> Reservation:
         """Hold the blocks for ``num_tokens`` more tokens at the tip.
 
         Raises:
-            ContextExceeded, ExceedsPool, BlocksExhausted: As :meth:`reserve_new`.
+            ContextExceeded, ExceedsPool, QuotaExceeded, BlocksExhausted: As :meth:`reserve_new`.
             HandleUnknown: The sequence is released.
         """
         return self._reservations.reserve_append(sequence, num_tokens)
@@ -158,7 +181,7 @@ class KvStore:
         Full blocks are shared; a partly filled last one will be copied. The source is pinned, not changed.
 
         Raises:
-            ContextExceeded, ExceedsPool, BlocksExhausted: As :meth:`reserve_new`.
+            ContextExceeded, ExceedsPool, QuotaExceeded, BlocksExhausted: As :meth:`reserve_new`.
             HandleUnknown: The sequence is released.
             ValueError: It is shorter than ``length``.
         """
@@ -168,16 +191,32 @@ class KvStore:
         """Drop what lies beyond ``length`` and hold the blocks for ``num_tokens`` tokens there.
 
         The tail is dropped at once and for good, even if the reservation is aborted; but only when the blocks it
-        gives back together with the free ones are enough.
+        gives back together with the spares and the free ones are enough, and the quota is for the difference.
 
         Raises:
-            ContextExceeded, ExceedsPool, BlocksExhausted: As :meth:`reserve_new`.
+            ContextExceeded, ExceedsPool, QuotaExceeded, BlocksExhausted: As :meth:`reserve_new`.
             HandleUnknown: The sequence is released.
             ValueError: It is shorter than ``length``.
         """
         self._reservations.check_rewind(sequence, length, num_tokens)
         self._drop_tail(sequence, length)
-        return self._reservations.reserve_append(sequence, num_tokens)
+        return self._reservations.reserve_append(sequence, num_tokens, is_checked=True)
+
+    def reserve_slots(self, requests: SequenceOf[SlotRequest]) -> SlotReservation:
+        """Set blocks aside for sequences of one principal, all or nothing, and renew their leases.
+
+        Appends up to ``target_length`` find their blocks from now on, whatever is forked, truncated or rewound, until
+        the sequence ends; its forks do not inherit that. Lengths are absolute: asking for as much again, or for less,
+        changes nothing. Nothing is allocated for ``admission_target_length``, it only has to fit.
+
+        Raises:
+            ContextExceeded, ExceedsPool, QuotaExceeded, BlocksExhausted: As :meth:`reserve_new`, over all requests.
+            HandleUnknown: A sequence is released.
+        """
+        reservation = self._slots.reserve(requests)
+        for request in requests:
+            self.renew(request.sequence)
+        return reservation
 
     def commit(self, reservation: Reservation, token_ids: SequenceOf[int], ttl_s: float | None = None) -> Sequence:
         """Append the tokens whose KV was written; create the sequence where there was none; renew the lease.
@@ -204,10 +243,13 @@ class KvStore:
             sequence = self._create_reserved(reservation, token_ids)
         else:
             sequence.chain.extend(token_ids)
-            sequence.block_ids = reservation.block_ids
+            if sequence.spare_ids:
+                self._slots.settle(sequence, reservation.block_ids)
+            else:
+                sequence.block_ids = reservation.block_ids
         self._reservations.close(reservation)
         if reservation.copies:
-            self.pool.release([source_id for source_id, _ in reservation.copies])
+            self._usage.release(sequence.principal, [source_id for source_id, _ in reservation.copies])
         sequence.last_truncate = None
         self._renew_source(reservation.source)
         self.renew(sequence, ttl_s)
@@ -220,10 +262,13 @@ class KvStore:
     def fork(self, sequence: Sequence, length: int, count: int, ttl_s: float | None = None) -> list[Sequence]:
         """Return ``count`` new sequences on the first ``length`` tokens, sharing all their blocks.
 
-        No block is needed, none is copied: the first append into a shared block copies it. Each has a lease of its
-        own, as long as the forked one's unless ``ttl_s`` says otherwise; the forked one's is renewed.
+        No block is copied: the first append into a shared block copies it. None is needed either, but one where room
+        is reserved for ``sequence`` and its last block comes to be shared: that copy is part of the room. Each has a
+        lease of its own, as long as the forked one's unless ``ttl_s`` says otherwise; the forked one's is renewed.
 
         Raises:
+            QuotaExceeded: HANDLES, or KV_TOKENS for that one block.
+            BlocksExhausted: There is no such block.
             HandleUnknown: The sequence is released.
             ValueError: ``length`` is outside [1, its length], or ``count`` below 1.
         """
@@ -231,6 +276,10 @@ class KvStore:
         if count < 1:
             raise ValueError(f"count must be at least 1, got {count}")
         prefix = prefix_blocks(sequence, length, self.pool)
+        num_spares = self._slots.num_missing_to_share(sequence, length)
+        self._usage.check(sequence.principal, num_sequences=count, num_blocks=num_spares)
+        self._slots.add_spares(sequence, num_spares)
+        self._usage.enter(sequence.principal, count)
         branches = []
         for _ in range(count):
             self.pool.share(prefix)
@@ -243,11 +292,14 @@ class KvStore:
     def truncate(self, sequence: Sequence, handle: Handle, new_length: int) -> int:
         """Shorten the sequence to ``new_length`` tokens and return how many blocks that gave back.
 
+        What is reserved stays so; where forks share what is dropped of it, other blocks are set aside instead.
+
         An equal request succeeds again, with the same answer, while the tip still is ``new_length``. Renews the lease.
 
         Raises:
             TruncateBeyond: ``new_length`` is outside [1, length of the handle].
             HandleStale: The sequence does not hold the handle's tokens.
+            QuotaExceeded, BlocksExhausted: There are no such other blocks; nothing changed.
             HandleUnknown: The sequence is released.
         """
         require_idle(sequence)
@@ -310,17 +362,35 @@ class KvStore:
         owners = self._reservations.count_owners()
         for sequence in self._registry:
             owners.update(sequence.block_ids)
+            owners.update(sequence.spare_ids)
             self._check_sequence(sequence)
         self.pool.check_integrity(owners)
+        self._usage.check_integrity(self._count_holdings())
         self._registry.check_integrity()
         self._leases.check_integrity(self._clock())
         self._reservations.check_integrity()
+
+    def _count_holdings(self) -> dict[str, Holding]:
+        """Return what each principal holds, counted from scratch: a block on two accounts would count twice."""
+        holdings: dict[str, Holding] = {}
+        blocks: dict[str, set[int]] = {}
+        for each in self._registry:
+            holdings.setdefault(each.principal, Holding()).num_sequences += 1
+            blocks.setdefault(each.principal, set()).update(each.block_ids, each.spare_ids)
+        for reservation in self._reservations.live:
+            held = holdings.setdefault(reservation.principal, Holding())
+            held.num_sequences += reservation.sequence is None
+            blocks.setdefault(reservation.principal, set()).update(reservation.held_ids)
+        for principal, block_ids in blocks.items():
+            holdings[principal].num_blocks = len(block_ids)
+        return {principal: held for principal, held in holdings.items() if held != Holding()}
 
     def _check_sequence(self, sequence: Sequence) -> None:
         name = sequence.handle_id
         assert sequence.length > 0, f"{name} is empty"
         assert len(sequence.block_ids) == self.pool.num_blocks_for(sequence.length), f"{name} has a table of other size"
         assert len(set(sequence.block_ids)) == len(sequence.block_ids), f"{name} has a block twice"
+        self._slots.check_integrity(sequence)
         sequence.chain.check_integrity(self._fingerprint)
         assert MIN_TTL_S <= sequence.ttl_s <= self.max_ttl_s, f"{name} has a lease of {sequence.ttl_s} s"
         assert sequence.num_pins >= int(sequence.is_appending), f"{name} is appended to and not pinned"
@@ -328,7 +398,11 @@ class KvStore:
     def _create_reserved(self, reservation: Reservation, token_ids: SequenceOf[int]) -> Sequence:
         assert reservation.chain is not None, "a reservation without a sequence has a chain"
         reservation.chain.extend(token_ids)
-        return self._create(reservation.principal, reservation.chain, reservation.block_ids, reservation.source)
+        sequence = self._create(reservation.principal, reservation.chain, reservation.block_ids, reservation.source)
+        if reservation.reserved_length:
+            sequence.reserved_length = reservation.reserved_length
+            sequence.spare_ids = tuple(reservation.held_ids[len(reservation.block_ids) :])
+        return sequence
 
     def _create(self, principal: str, chain: LineageChain, block_ids: list[int], parent: Sequence | None) -> Sequence:
         """Register a sequence that takes over one owner's share of each block; its lease is not scheduled yet."""
@@ -345,18 +419,19 @@ class KvStore:
         """Shorten the sequence and return the blocks freed; at the tip nothing changes."""
         if length == sequence.length:
             return 0
-        num_kept = self.pool.num_blocks_for(length)
-        tail_ids = sequence.block_ids[num_kept:]
-        sequence.block_ids = sequence.block_ids[:num_kept]
+        freed_blocks = self._slots.drop_tail(sequence, length)
         sequence.chain.truncate(length)
         sequence.last_truncate = None
-        return self.pool.release(tail_ids)
+        return freed_blocks
 
     def _free_sequence(self, sequence: Sequence) -> int:
         """Take the blocks of a sequence that the registry no longer knows."""
-        block_ids, sequence.block_ids = sequence.block_ids, []
+        block_ids, sequence.block_ids = [*sequence.block_ids, *sequence.spare_ids], []
+        sequence.spare_ids = ()
         sequence.is_released = True
-        return self.pool.release(block_ids)
+        freed_blocks = self._usage.release(sequence.principal, block_ids)
+        self._usage.leave(sequence.principal)
+        return freed_blocks
 
     def _renew_source(self, source: Sequence | None) -> None:
         if source is not None and not source.is_released:

@@ -1,0 +1,200 @@
+"""Reserved slots: blocks set aside for a sequence, so that it can grow up to a length whatever others do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ferrule_server.errors import BlocksExhausted, ContextExceeded, ExceedsPool
+from ferrule_server.kv.block_pool import BlockPool
+from ferrule_server.kv.sequence import Sequence, require_idle
+from ferrule_server.kv.usage import Usage
+
+
+class SlotRequest(NamedTuple):
+    """Room wanted for one sequence.
+
+    Attributes:
+        sequence: Of the principal that asks.
+        target_length: Tokens up to which blocks are set aside; absolute.
+        admission_target_length: Tokens up to which blocks must be free now; above ``target_length`` or without effect.
+    """
+
+    sequence: Sequence
+    target_length: int
+    admission_target_length: int = 0
+
+    @property
+    def fit_length(self) -> int:
+        """Tokens up to which blocks must be there or free."""
+        return max(self.target_length, self.admission_target_length)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotAllocation:
+    """What one sequence got: blocks it held before and after, those set aside included."""
+
+    handle_id: str
+    blocks_before: int
+    blocks_after: int
+
+    @property
+    def new_blocks(self) -> int:
+        """Blocks taken from the pool."""
+        return self.blocks_after - self.blocks_before
+
+
+@dataclass(frozen=True, slots=True)
+class SlotReservation:
+    """The evidence of a reservation: free blocks of the pool around it, and what each request got, in their order."""
+
+    free_blocks_before: int
+    free_blocks_after: int
+    allocations: tuple[SlotAllocation, ...]
+
+
+class ReservedSlots:
+    """Sets blocks aside as the *spares* of a sequence, and keeps as many of them as its reservation needs.
+
+    A spare holds no token and stands in no table. Appends take the spares before the pool's free blocks::
+
+        reserved_length 14, block_size 4                    table            spares
+        5 tokens, nobody else has a part                    [A][B . . .]     c d
+        a fork of all 5 shares the partial block B          [A][B . . .]     c d e      e: B's copy, at the next append
+        2 more tokens                                       [A][c . .  ]     d e        B is the fork's alone
+        truncate to 3, while the fork shares A              [A]              c d e f    f: A's copy
+
+    So whatever is forked, truncated or rewound, an append up to ``reserved_length`` finds its blocks. What would
+    weaken that (a fork of the partial last block, a truncate into blocks that forks share) takes the missing blocks
+    first, or is refused and changes nothing.
+
+    Invariant: spares have one owner, their sequence; they are as many as appends up to ``reserved_length`` need, the
+    copy of a shared partial last block included, and at most that copy more; without a reservation there are none.
+
+    Args:
+        pool: The blocks.
+        usage: Where they are allocated and given back.
+        max_context: Longest sequence in tokens.
+    """
+
+    __slots__ = ("_max_context", "_pool", "_usage")
+
+    def __init__(self, pool: BlockPool, usage: Usage, max_context: int) -> None:
+        self._pool = pool
+        self._usage = usage
+        self._max_context = max_context
+
+    def reserve(self, requests: Iterable[SlotRequest]) -> SlotReservation:
+        """Set blocks aside for all requests or for none. See :meth:`KvStore.reserve_slots`."""
+        requests = list(requests)
+        self._check(requests)
+        free_blocks_before = self._pool.num_free
+        allocations = tuple(self._raise_to(request.sequence, request.target_length) for request in requests)
+        return SlotReservation(free_blocks_before, self._pool.num_free, allocations)
+
+    def num_missing_to_share(self, sequence: Sequence, length: int) -> int:
+        """Return how many spares (0 or 1) the sequence lacks before its first ``length`` tokens may be shared."""
+        is_tail_shared = self._pool.num_blocks_for(length) == len(sequence.block_ids)
+        return self._num_missing(sequence, sequence.reserved_length, is_tail_shared=is_tail_shared)
+
+    def add_spares(self, sequence: Sequence, count: int) -> None:
+        """Allocate so many spares.
+
+        Raises:
+            BlocksExhausted: Fewer blocks are free; nothing changed.
+        """
+        if count > 0:
+            sequence.spare_ids += tuple(self._usage.allocate(sequence.principal, count))
+
+    def drop_tail(self, sequence: Sequence, length: int) -> int:
+        """Shorten the table to ``length`` tokens, keep what is reserved, and return how many blocks became free.
+
+        Raises:
+            QuotaExceeded, BlocksExhausted: Forks share what is dropped, so that other blocks have to be set aside
+                for it, and there are none; nothing changed.
+        """
+        num_kept = self._pool.num_blocks_for(length)
+        kept_ids, tail_ids = sequence.block_ids[:num_kept], sequence.block_ids[num_kept:]
+        if not sequence.reserved_length:
+            sequence.block_ids = kept_ids
+            return self._usage.release(sequence.principal, tail_ids)
+        own_ids = [block_id for block_id in tail_ids if self._pool.refcount(block_id) == 1]
+        own_ids += sequence.spare_ids
+        is_shared = self._pool.refcount(kept_ids[-1]) > 1
+        num_needed = self._num_needed(length, sequence.reserved_length, is_tail_shared=is_shared)
+        num_missing = num_needed - len(own_ids)
+        if num_missing > 0:
+            self._usage.check(sequence.principal, num_blocks=num_missing)
+            own_ids += self._usage.allocate(sequence.principal, num_missing)
+        sequence.block_ids, sequence.spare_ids = kept_ids, tuple(own_ids[:num_needed])
+        shared_ids = [block_id for block_id in tail_ids if self._pool.refcount(block_id) > 1]
+        return self._usage.release(sequence.principal, shared_ids + own_ids[num_needed:])
+
+    def settle(self, sequence: Sequence, block_ids: list[int]) -> None:
+        """Give the sequence its table after an append; spares it took are spares no more, those left over go."""
+        if block_ids is not sequence.block_ids:
+            taken = set(block_ids)
+            sequence.spare_ids = tuple(each for each in sequence.spare_ids if each not in taken)
+            sequence.block_ids = block_ids
+        num_needed = max(0, self._pool.num_blocks_for(sequence.reserved_length) - len(block_ids))
+        extra_ids, sequence.spare_ids = sequence.spare_ids[num_needed:], sequence.spare_ids[:num_needed]
+        self._usage.release(sequence.principal, list(extra_ids))
+
+    def check_integrity(self, sequence: Sequence) -> None:
+        """Raise AssertionError unless the invariant of the class holds for this sequence."""
+        name, spares = sequence.handle_id, sequence.spare_ids
+        assert all(self._pool.refcount(block_id) == 1 for block_id in spares), f"a spare of {name} is shared"
+        assert not set(spares) & set(sequence.block_ids), f"a spare of {name} is in its table"
+        is_shared = self._pool.refcount(sequence.block_ids[-1]) > 1
+        least = self._num_needed(sequence.length, sequence.reserved_length, is_tail_shared=is_shared)
+        most = self._num_needed(sequence.length, sequence.reserved_length, is_tail_shared=True)
+        assert least <= len(spares) <= most, f"{name} has {len(spares)} spares, not {least} to {most}"
+
+    def _check(self, requests: list[SlotRequest]) -> None:
+        """Raise unless all fit together, each at its ``fit_length``."""
+        lengths: dict[Sequence, int] = {}
+        for request in requests:
+            require_idle(request.sequence)
+            if request.fit_length > self._max_context:
+                raise ContextExceeded(request.fit_length, self._max_context)
+            before = lengths.get(request.sequence, request.sequence.reserved_length)
+            lengths[request.sequence] = max(before, request.fit_length)
+        num_missing = sum(self._num_missing(each, length) for each, length in lengths.items())
+        if not num_missing:
+            return
+        (principal,) = {each.principal for each in lengths}
+        num_whole = self._num_whole(lengths)
+        if num_whole > self._pool.capacity:
+            raise ExceedsPool(num_whole, self._pool.capacity)
+        self._usage.check(principal, num_blocks=num_missing, num_whole=num_whole)
+        if num_missing > self._pool.num_free:
+            raise BlocksExhausted(num_missing, self._pool.num_free)
+
+    def _num_whole(self, lengths: dict[Sequence, int]) -> int:
+        """Return how many blocks sequences of these lengths hold at least, whatever others give up."""
+        held: set[int] = set()
+        for sequence in lengths:
+            held.update(sequence.block_ids, sequence.spare_ids)
+        grown = (self._pool.num_blocks_for(length) - each.num_blocks for each, length in lengths.items())
+        return len(held) + sum(max(0, count) for count in grown)
+
+    def _raise_to(self, sequence: Sequence, target_length: int) -> SlotAllocation:
+        """Set blocks aside up to ``target_length``, known to be free."""
+        blocks_before = sequence.num_blocks
+        sequence.reserved_length = max(sequence.reserved_length, target_length)
+        self.add_spares(sequence, self._num_missing(sequence, sequence.reserved_length))
+        return SlotAllocation(sequence.handle_id, blocks_before, sequence.num_blocks)
+
+    def _num_missing(self, sequence: Sequence, reserved_length: int, *, is_tail_shared: bool = False) -> int:
+        """Return how many spares the sequence lacks for a reservation of that length."""
+        is_tail_shared = is_tail_shared or self._pool.refcount(sequence.block_ids[-1]) > 1
+        num_needed = self._num_needed(sequence.length, reserved_length, is_tail_shared=is_tail_shared)
+        return max(0, num_needed - len(sequence.spare_ids))
+
+    def _num_needed(self, length: int, reserved_length: int, *, is_tail_shared: bool) -> int:
+        """Return how many blocks appends take from ``length`` to ``reserved_length``."""
+        if reserved_length <= length:
+            return 0
+        num_copies = is_tail_shared and length % self._pool.block_size > 0
+        return self._pool.num_blocks_for(reserved_length) - self._pool.num_blocks_for(length) + num_copies

@@ -126,7 +126,7 @@ class Stream:
 @contextmanager
 def server(*arguments: str) -> Iterator[str]:
     """Run a server as a child on a free port; yields its address."""
-    command = [sys.executable, "-m", "ferrule_server", "--listen", "127.0.0.1:0", *arguments]
+    command = [sys.executable, "-m", "ferrule_server", "--listen", "127.0.0.1:0", "--drain-grace", "0s", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert process.stdout is not None

@@ -20,6 +20,7 @@ def shipped_target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("shipped")
     address = f"unix:{folder}/ferrule.sock"
     command = [sys.executable, "-m", "ferrule_client.cli", "serve", "--listen", address, "--kv-memory", "16MiB"]
+    command += ["--drain-grace", "0s"]  # what a test left behind is not waited for
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
     with process:

@@ -37,7 +37,8 @@ class ServerProcess:
 
     def __enter__(self) -> ServerProcess:
         guardian = [sys.executable, "-I", "-S", str(_GUARDIAN), self._folder.name]
-        command = [*guardian, sys.executable, "-m", "ferrule_server", "--listen", self.target, *self._arguments]
+        command = [*guardian, sys.executable, "-m", "ferrule_server", "--listen", self.target]
+        command += ["--drain-grace", "0s", *self._arguments]  # all handles are the demo's: nobody is waited for
         with self._log_path.open("wb") as log:
             # A session of its own: Ctrl-C in the terminal reaches the demo only, which then ends the server in order.
             self._process = subprocess.Popen(  # noqa: S603

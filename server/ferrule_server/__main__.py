@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # imported when the process is set up: they bring libraries t
 
 _LOG = logging.getLogger("ferrule_server")
 _SWITCH_INTERVAL_S: Final = 0.0005
-_GRACE_S: Final = 2.0
 _EXIT_FAULT: Final = 1
 _EXIT_UNUSABLE: Final = 2
 _EXIT_INTERRUPTED: Final = 130
@@ -78,15 +77,18 @@ def _say(message: str) -> int:
 
 async def _serve(config: ServerConfig) -> int:
     """Bind, start, load, serve until a signal or a fault; return the exit code."""
+    from ferrule_server.api.auth import access_of
     from ferrule_server.api.limits import ApiLimits
     from ferrule_server.api.serve import ApiServer
     from ferrule_server.api.state import ServerState
+    from ferrule_server.api.tls import tls_of
     from ferrule_server.kv.store import DEFAULT_TTL_S, MIN_TTL_S
 
     limits = ApiLimits(min_ttl_s=MIN_TTL_S, default_ttl_s=DEFAULT_TTL_S, max_ttl_s=config.max_ttl_s)
-    state = ServerState(config.instance, secrets.token_hex(6), __version__, limits)
-    server = ApiServer(state, has_reflection=config.has_reflection)
-    address = server.bind(config.listen)
+    access, tls = access_of(config), tls_of(config)
+    state = ServerState(config.instance, secrets.token_hex(6), __version__, limits, access.limits_of)
+    server = ApiServer(state, access, has_reflection=config.has_reflection)
+    address = server.bind(config.listen, tls)
     stopping = _stop_signal()
     await server.start()
     _LOG.info("listening address=%s instance=%s epoch=%s", address.target, state.instance, state.epoch)
@@ -122,8 +124,8 @@ async def _run_engine(
         failing = asyncio.create_task(failed.wait())
         await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
         failing.cancel()
-        _LOG.info("draining grace_s=%.1f has_failed=%s", _GRACE_S, failed.is_set())
-        await server.drain(_GRACE_S, has_failed=failed.is_set())
+        _say_draining(server.state.num_sequences, config.drain_grace_s, has_failed=failed.is_set())
+        await server.drain(config.drain_grace_s, has_failed=failed.is_set())
     finally:
         await asyncio.to_thread(engine.close)
     _LOG.info("drained")
@@ -186,6 +188,14 @@ def _say_ready(address: ListenAddress, engine: Engine, config: ServerConfig) -> 
     sys.stdout.write(f"ready {line}\n")
     sys.stdout.flush()
     _LOG.info("model loaded %s", line)
+
+
+def _say_draining(num_sequences: int, grace_s: float, *, has_failed: bool) -> None:
+    """Log that the server drains; tell whoever sits at the terminal what it waits for, and how not to."""
+    _LOG.info("draining live_sequences=%d grace_s=%.1f has_failed=%s", num_sequences, grace_s, has_failed)
+    if sys.stderr.isatty() and num_sequences and not has_failed:
+        handles = "1 live handle" if num_sequences == 1 else f"{num_sequences} live handles"
+        sys.stderr.write(f"ferrule serve: serving {handles} for up to {grace_s:g} s more; Ctrl-C stops at once\n")
 
 
 def _stop_signal() -> asyncio.Task[signal.Signals]:

@@ -19,10 +19,12 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, policy_pb2, tokenizer_pb2_grpc, types_pb2
+from ferrule_server.api.auth import Access, OpenAccess
 from ferrule_server.api.inputs import InputReader
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.serve import ApiServer
 from ferrule_server.api.state import ServerState, Serving, TextCodec
+from ferrule_server.api.tls import TlsFiles
 from ferrule_server.config import ListenAddress
 from ferrule_server.engine.engine import Engine
 from ferrule_server.engine.settings import EngineSettings
@@ -123,6 +125,7 @@ class RunningServer:
     Attributes:
         executor: Owned from now on; the paged reference by default.
         is_loaded: False leaves the server in its STARTING phase.
+        access: Everybody may do everything, unless told otherwise.
     """
 
     executor: Executor = field(default_factory=lambda: PagedReferenceExecutor(kv_memory_bytes=4 << 20))
@@ -131,12 +134,14 @@ class RunningServer:
     tokenizer: TextCodec | None = None
     is_loaded: bool = True
     has_reflection: bool = False
+    access: Access = field(default_factory=lambda: OpenAccess(is_admin=True))
+    tls: TlsFiles | None = None
     listen: ListenAddress = field(default_factory=lambda: ListenAddress("127.0.0.1", 0))
     clock: FakeClock = field(default_factory=FakeClock)
 
     def __enter__(self) -> RunningServer:
         self.loop = _server_loop()
-        self.state = ServerState(INSTANCE, EPOCH, "0.0.0", self.limits)
+        self.state = ServerState(INSTANCE, EPOCH, "0.0.0", self.limits, self.access.limits_of)
         self.run(self._start())
         self.channel = grpc.insecure_channel(
             self.address.target,
@@ -150,7 +155,7 @@ class RunningServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.channel.close()
-        self.run(self.server.drain(0.5))
+        self.run(self.server.drain(0.0))
         self.engine.close()
         self.run(self.server.stop())
 
@@ -159,8 +164,8 @@ class RunningServer:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout=20)
 
     async def _start(self) -> None:
-        self.server = ApiServer(self.state, has_reflection=self.has_reflection)
-        self.address = self.server.bind(self.listen)
+        self.server = ApiServer(self.state, self.access, has_reflection=self.has_reflection)
+        self.address = self.server.bind(self.listen, self.tls)
         info = self.executor.info
         self.store = KvStore(
             BlockPool(info.num_blocks, info.block_size),
@@ -249,9 +254,9 @@ class RunningServer:
 class StreamClient:
     """A StreamDecode call that is written to and read from frame by frame."""
 
-    def __init__(self, stub: executor_pb2_grpc.ModelExecutorServiceStub) -> None:
+    def __init__(self, stub: executor_pb2_grpc.ModelExecutorServiceStub, timeout_s: float = 20.0) -> None:
         self._frames: queue.SimpleQueue[executor_pb2.StreamDecodeRequest | None] = queue.SimpleQueue()
-        self.call = stub.StreamDecode(iter(self._frames.get, None), timeout=20)
+        self.call = stub.StreamDecode(iter(self._frames.get, None), timeout=timeout_s)
 
     def send(
         self,

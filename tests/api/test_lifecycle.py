@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import stat
 import threading
@@ -13,13 +14,23 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from ferrule.v1 import executor_pb2, info_pb2, tokenizer_pb2, types_pb2
+from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, info_pb2, tokenizer_pb2, types_pb2
 from ferrule_server.api.serve import SERVICES
 from ferrule_server.api.unix_socket import SocketPath
 from ferrule_server.config import ListenAddress
 from ferrule_server.errors import ConfigError
 from ferrule_server.executor.base import DeviceLost
-from tests.api.harness import Refusal, RunningServer, decode_item, refused, wait_until
+from tests.api.harness import (
+    EPOCH,
+    INSTANCE,
+    Refusal,
+    RunningServer,
+    StreamClient,
+    decode_item,
+    read_status,
+    refused,
+    wait_until,
+)
 from tests.fakes import FakeExecutor
 
 Health = health_pb2.HealthCheckResponse
@@ -54,43 +65,207 @@ def test_while_loading_everything_but_status_and_health_is_refused() -> None:
         assert server.prefill().kv_cache.length > 0
 
 
+class _Drain:
+    """A drain under way; leave the block once it must have ended by itself."""
+
+    def __init__(self, server: RunningServer, grace_s: float) -> None:
+        self._drained = asyncio.run_coroutine_threadsafe(server.server.drain(grace_s), server.loop)
+        wait_until(lambda: _health(server, "") == Health.NOT_SERVING)
+
+    def goes_on(self) -> bool:
+        """Whether it still waits."""
+        return not self._drained.done()
+
+    def ends(self) -> None:
+        """Wait until it has ended, which must be long before its grace."""
+        self._drained.result(timeout=10)
+
+
 def test_draining_refuses_new_prompts_and_serves_live_handles() -> None:
-    """Health turns, decodes and forks still go through, a prompt hears DRAINING."""
+    """Health turns and a prompt hears DRAINING; all that goes on a live handle goes on until the last one is gone."""
     with RunningServer() as server:
         handle = server.prefill().kv_cache
-        server.state.num_active += 1  # a call that goes on, and the drain with it
-        drained = threading.Thread(target=lambda: server.run(server.server.drain(5.0)))
-        drained.start()
-        wait_until(lambda: _health(server, "") == Health.NOT_SERVING)
+        drain = _Drain(server, 60.0)
+        assert all(_health(server, name) == Health.NOT_SERVING for name in ("", *SERVICES))
         branch = server.fork(handle)[0]
         assert server.decode(branch, 9).kv_cache.length == handle.length + 1
         server.decode(handle, 7)
         forked = server.decode(handle, 8, on_stale=types_pb2.STALE_POLICY_FORK).kv_cache
         assert server.prefill((9,), kv_cache=forked).kv_cache.length == handle.length + 2
+        keep_alive = cache_pb2.KeepAliveRequest(kv_caches=[handle, branch])
+        assert all(result.HasField("lease") for result in server.stub.KeepAlive(keep_alive, timeout=10).results)
         with refused() as refusals:
             server.prefill()
         assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
         status = server.stub.GetStatus(executor_pb2.GetStatusRequest()).status
         assert (status.state, status.is_ready) == (info_pb2.EXECUTOR_STATE_DRAINING, False)
-        server.state.num_active -= 1
-        drained.join(timeout=5)
+        server.release(handle, forked)
+        assert drain.goes_on()
+        server.release(branch)
+        drain.ends()
         with refused() as refusals:
             server.decode(branch, 1)
-        assert refusals[0].reason == "DRAINING"
+        assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
 
 
-def test_a_drain_ends_an_idle_stream_at_once() -> None:
-    """It is told why, and the grace is not waited for."""
+def test_a_drain_takes_new_connections_and_streams_for_live_handles() -> None:
+    """A client that reconnects in the middle of a drain goes on where it was."""
     with RunningServer() as server:
+        handle = server.prefill().kv_cache
+        drain = _Drain(server, 60.0)
+        with grpc.insecure_channel(server.address.target, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+            stream = StreamClient(executor_pb2_grpc.ModelExecutorServiceStub(channel))
+            stream.send(decode_item(handle, 7))
+            assert stream.read().results[0].HasField("decode")
+            stream.send(release=[handle])
+            stream.read()
+            drain.ends()
+            with refused() as refusals:
+                stream.read()
+            assert refusals[0].reason == "DRAINING"
+
+
+def test_a_quiet_stream_is_kept_while_a_handle_lives_and_ended_with_the_last() -> None:
+    """Thinking is no reason to lose one's stream; nothing left to do is."""
+    with RunningServer() as server:
+        handle = server.prefill().kv_cache
         stream = server.open_stream()
-        stream.send(decode_item(server.prefill().kv_cache, 7))
+        stream.send(decode_item(handle, 7))
         stream.read()
-        started = time.monotonic()
-        server.run(server.server.drain(15.0))
-        assert time.monotonic() - started < 5
+        drain = _Drain(server, 60.0)
+        time.sleep(0.5)  # longer than what counts as quiet
+        assert drain.goes_on()
+        stream.send(decode_item(handle, 7))
+        assert stream.read().results[0].decode.replayed
+        server.release(handle)
+        drain.ends()
         with refused() as refusals:
             stream.read()
         assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+
+
+def test_an_expired_lease_ends_the_drain() -> None:
+    """A client that went away holds the server no longer than its lease."""
+    with RunningServer() as server:
+        server.prefill()
+        drain = _Drain(server, 60.0)
+        assert drain.goes_on()
+        server.clock.offset_s = 61.0
+        drain.ends()
+
+
+def test_when_the_grace_is_over_live_handles_are_refused() -> None:
+    """Then it is UNAVAILABLE, on streams too, and the drain has ended."""
+    with RunningServer() as server:
+        handle = server.prefill().kv_cache
+        stream = server.open_stream()
+        stream.send(decode_item(handle, 7))
+        stream.read()
+        server.run(server.server.drain(0.3))
+        for call in (stream.read, lambda: server.decode(handle, 8), lambda: server.fork(handle)):
+            with refused() as refusals:
+                call()
+            assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+
+
+def test_a_drain_without_handles_ends_an_idle_stream_at_once() -> None:
+    """It is told why, and the grace is not waited for."""
+    with RunningServer() as server:
+        stream = server.open_stream()
+        stream.send()
+        stream.read()
+        _Drain(server, 60.0).ends()
+        with refused() as refusals:
+            stream.read()
+        assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+
+
+class _Watch:
+    """A Health.Watch call, read frame by frame."""
+
+    def __init__(self, server: RunningServer, service: str) -> None:
+        self._frames = health_pb2_grpc.HealthStub(server.channel).Watch(
+            health_pb2.HealthCheckRequest(service=service), timeout=20
+        )
+
+    def next(self) -> int:
+        """Return the next status told."""
+        status: int = next(self._frames).status
+        return status
+
+    def cancel(self) -> None:
+        """Go away."""
+        self._frames.cancel()
+
+
+def test_watchers_see_every_phase_and_are_told_the_end() -> None:
+    """NOT_SERVING while it loads, SERVING, NOT_SERVING from the first moment of a drain, then UNAVAILABLE."""
+    with RunningServer(is_loaded=False) as server:
+        watches = [_Watch(server, name) for name in ("", *SERVICES)]
+        assert {watch.next() for watch in watches} == {Health.NOT_SERVING}
+        server.run(server.make_ready())
+        assert {watch.next() for watch in watches} == {Health.SERVING}
+        handle = server.prefill().kv_cache
+        drain = _Drain(server, 60.0)
+        assert {watch.next() for watch in watches} == {Health.NOT_SERVING}
+        server.release(handle)
+        drain.ends()
+        server.run(server.server.stop())
+        for watch in watches:
+            with refused() as refusals:
+                watch.next()
+            assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+
+
+def test_a_watcher_that_goes_away_takes_nobodys_news_with_it() -> None:
+    """The other watchers of the same service still hear of the drain."""
+    with RunningServer() as server:
+        first, second = _Watch(server, ""), _Watch(server, "")
+        assert (first.next(), second.next()) == (Health.SERVING, Health.SERVING)
+        num_watchers = len(server.server._health._watchers)
+        first.cancel()
+        wait_until(lambda: len(server.server._health._watchers) == num_watchers - 1)
+        _Drain(server, 60.0).ends()
+        assert second.next() == Health.NOT_SERVING
+
+
+def test_an_unknown_service_is_told_as_the_health_protocol_says() -> None:
+    """NOT_FOUND to Check, SERVICE_UNKNOWN to Watch."""
+    with RunningServer() as server:
+        with pytest.raises(grpc.RpcError) as caught:
+            _health(server, "x" * 5000)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        assert _Watch(server, "nobody").next() == Health.SERVICE_UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("cache_id", "code", "reason"),
+    [
+        (f"{INSTANCE}.0123456789ab.{'A' * 22}", grpc.StatusCode.NOT_FOUND, "EPOCH_CHANGED"),
+        (f"elsewhere.{EPOCH}.{'A' * 22}", grpc.StatusCode.ABORTED, "WRONG_INSTANCE"),
+    ],
+)
+def test_handles_of_another_run_say_so_to_every_call(
+    server: RunningServer, cache_id: str, code: grpc.StatusCode, reason: str
+) -> None:
+    """EPOCH_CHANGED after a restart, WRONG_INSTANCE at another server; a release has nothing to release."""
+    handle = types_pb2.KvCacheHandle(cache_id=cache_id, length=3, lineage=bytes(16))
+    for call in (
+        lambda: server.decode(handle, 1),
+        lambda: server.prefill((1,), kv_cache=handle),
+        lambda: server.fork(handle),
+        lambda: server.truncate(handle, 1),
+        lambda: server.info(handle),
+    ):
+        with refused() as refusals:
+            call()
+        assert (refusals[0].code, refusals[0].reason) == (code, reason)
+    stream = server.open_stream()
+    stream.send(decode_item(handle, 1))
+    assert read_status(stream.rest()[0].results[0].error).reason == reason
+    kept = server.stub.KeepAlive(cache_pb2.KeepAliveRequest(kv_caches=[handle]), timeout=10)
+    assert read_status(kept.results[0].error).reason == reason
+    assert not server.release(handle).results[0].released
 
 
 def test_a_stream_that_opens_while_the_server_drains_ends() -> None:

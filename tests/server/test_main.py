@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,11 +16,16 @@ from pathlib import Path
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
 
-from ferrule.v1 import executor_pb2, executor_pb2_grpc, info_pb2
+from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, info_pb2, types_pb2
 from ferrule_server import __version__
+from ferrule_server.config import parse_config
 
 REFERENCE = ("--executor", "paged-reference", "--kv-memory", "4MiB")
+QUIET = ("--log-level", "error")
 
 
 def _command(*arguments: str) -> list[str]:
@@ -115,23 +120,168 @@ def test_an_idle_stream_does_not_hold_the_server() -> None:
         frames.put(None)
 
 
-def test_a_busy_stream_gets_its_grace_and_a_second_signal_does_not_wait() -> None:
-    """The first signal waits up to 2 s for the stream, the second one ends the process at once."""
-    is_over = threading.Event()
+def _prefill(channel: grpc.Channel) -> types_pb2.KvCacheHandle:
+    message = executor_pb2.PrefillInput(input_ids=[1, 2, 3])
+    stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
+    return stub.Prefill(executor_pb2.PrefillRequest(input=message), timeout=10).output.kv_cache
+
+
+def _decode(channel: grpc.Channel, handle: types_pb2.KvCacheHandle) -> types_pb2.KvCacheHandle:
+    message = executor_pb2.DecodeInput(kv_cache=handle, input_ids=[7])
+    stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
+    return stub.Decode(executor_pb2.DecodeRequest(input=message), timeout=10).output.kv_cache
+
+
+def _decode_for_ever(channel: grpc.Channel, handle: types_pb2.KvCacheHandle) -> None:
+    while True:
+        handle = _decode(channel, handle)
+
+
+def _reason_of(error: grpc.RpcError) -> str:
+    status = rpc_status.from_call(error)
+    assert status is not None, str(error)
+    info = error_details_pb2.ErrorInfo()
+    assert status.details[0].Unpack(info)
+    return str(info.reason)
+
+
+def test_live_handles_are_served_after_sigterm_until_the_last_is_released() -> None:
+    """The process waits for them, over connections made meanwhile too, and ends with 0 as soon as none is left."""
+    with _running(*REFERENCE, "--listen", "127.0.0.1:0", "--drain-grace", "60s") as (process, values):
+        with grpc.insecure_channel(values["listen"]) as channel:
+            handle = _prefill(channel)
+            process.send_signal(signal.SIGTERM)
+            stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
+            while stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=10).status.is_ready:
+                handle = _decode(channel, handle)
+            with pytest.raises(grpc.RpcError) as caught:
+                _prefill(channel)
+            assert _reason_of(caught.value) == "DRAINING"
+        with grpc.insecure_channel(values["listen"], [("grpc.use_local_subchannel_pool", 1)]) as channel:
+            handle = _decode(channel, handle)
+            stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
+            assert process.poll() is None
+            stub.ReleaseCache(cache_pb2.ReleaseCacheRequest(kv_caches=[handle]), timeout=10)
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert "grace over" not in err
+    assert "Traceback" not in err
+
+
+def test_the_grace_ends_with_unavailable_and_0() -> None:
+    """Handles that are never given back cost no more than --drain-grace."""
+    with (
+        _running(*REFERENCE, "--listen", "127.0.0.1:0", "--drain-grace", "300ms") as (process, values),
+        grpc.insecure_channel(values["listen"]) as channel,
+    ):
+        handle = _prefill(channel)
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(grpc.RpcError) as caught:
+            _decode_for_ever(channel, handle)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert "grace over live_sequences=1" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_does_not_wait_for_live_handles(number: int) -> None:
+    """The first signal waits for the handle, the second one ends the process at once."""
     with (
         _running(*REFERENCE, "--listen", "127.0.0.1:0") as (process, values),
         grpc.insecure_channel(values["listen"]) as channel,
     ):
+        _prefill(channel)
+        process.send_signal(signal.SIGTERM)
         stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
-        frames = iter(lambda: is_over.wait(0.02), True)  # one frame every 20 ms
-        call = stub.StreamDecode(executor_pb2.StreamDecodeRequest() for _ in frames)
-        next(call)
-        process.send_signal(signal.SIGTERM)
-        time.sleep(0.5)
-        assert process.poll() is None
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=1) == 128 + signal.SIGTERM
-        is_over.set()
+        while stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=10).status.is_ready:
+            assert process.poll() is None
+        process.send_signal(number)
+        assert process.wait(timeout=5) == 128 + number
+
+
+def test_ctrl_c_at_a_terminal_says_what_it_waits_for() -> None:
+    """And that a second one stops at once."""
+    ours, theirs = os.openpty()
+    with os.fdopen(ours, "rb", buffering=0) as terminal:
+        command = _command(*REFERENCE, "--listen", "127.0.0.1:0", "--log-level", "error")
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True, env=_environment()) as process:
+            os.close(theirs)
+            assert process.stdout is not None
+            values = dict(part.split("=", 1) for part in process.stdout.readline().split()[1:])
+            with grpc.insecure_channel(values["listen"]) as channel:
+                _prefill(channel)
+            process.send_signal(signal.SIGINT)
+            shown = b""
+            while b"stops at once" not in shown:
+                shown += terminal.read(1 << 16)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=20) == 130
+    assert b"ferrule serve: serving 1 live handle for up to 25 s more; Ctrl-C stops at once" in shown
+
+
+def test_after_a_restart_old_handles_are_of_another_epoch_or_another_instance(tmp_path: Path) -> None:
+    """EPOCH_CHANGED where the name is the same, WRONG_INSTANCE where it is not."""
+    listen = f"unix:{tmp_path}/f.sock"
+    with _running(*REFERENCE, "--listen", listen, "--instance", "a") as (process, _):
+        with grpc.insecure_channel(listen) as channel:
+            handle = _prefill(channel)
+        process.kill()
+    for instance, reason in (("a", "EPOCH_CHANGED"), ("b", "WRONG_INSTANCE")):
+        with _running(*REFERENCE, "--listen", listen, "--instance", instance) as (process, _):
+            with grpc.insecure_channel(listen) as channel, pytest.raises(grpc.RpcError) as caught:
+                _decode(channel, handle)
+            assert _reason_of(caught.value) == reason
+            _end(process)
+
+
+_FAULTY = """
+import sys
+from ferrule_server.__main__ import main
+from ferrule_server.executor.base import DeviceLost
+from ferrule_server.executor.paged_reference import PagedReferenceExecutor
+
+run, num_runs = PagedReferenceExecutor.run, [0]
+
+def run_twice(self, batch):
+    num_runs[0] += 1
+    if num_runs[0] > 2:
+        raise DeviceLost("device gone")
+    return run(self, batch)
+
+PagedReferenceExecutor.run = run_twice
+sys.exit(main())
+"""
+
+
+def test_a_device_fault_loses_the_handles_turns_health_and_ends_with_1() -> None:
+    """HANDLE_LOST for what ran, NOT_SERVING to watchers, exit code 1, well before any grace."""
+    command = [sys.executable, "-W", "error", "-c", _FAULTY, *REFERENCE, "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environment()
+    ) as process:
+        assert process.stdout is not None
+        values = dict(part.split("=", 1) for part in process.stdout.readline().split()[1:])
+        with grpc.insecure_channel(values["listen"]) as channel:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=20)
+            assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+            handle = _decode(channel, _prefill(channel))
+            with pytest.raises(grpc.RpcError) as caught:
+                _decode(channel, handle)
+            assert _reason_of(caught.value) == "HANDLE_LOST"
+            assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            _, err = process.communicate(timeout=20)
+        assert process.returncode == 1
+        assert "every handle is lost" in err
+
+
+def test_compose_waits_longer_than_the_grace() -> None:
+    """Else docker kills the server while it serves live handles."""
+    compose = (Path(__file__).parents[2] / "docker-compose.yml").read_text()
+    periods = re.findall(r"stop_grace_period: (\d+)s", compose)
+    assert periods
+    assert all(int(period) >= parse_config([], {}).drain_grace_s + 5 for period in periods)
 
 
 @pytest.fixture
@@ -253,9 +403,9 @@ def test_a_missing_shard_is_named_and_ends_with_2(tmp_path: Path) -> None:
     [
         (("--kv-memory", "lots"), "--kv-memory 'lots'"),
         (("--listen", "0.0.0.0:50051"), "--insecure"),
-        (("--kv-memory", "512TiB", "--listen", "127.0.0.1:0", "--log-level", "error"), "no 524288.0 GiB"),
-        (("--model", "/nowhere/at/all", "--listen", "127.0.0.1:0", "--log-level", "error"), "no such folder"),
-        ((*REFERENCE[:2], "--kv-memory", "64KiB", "--listen", "unix:/nowhere/f.sock"), "No such file"),
+        (("--kv-memory", "512TiB", "--listen", "127.0.0.1:0", *QUIET), "no 524288.0 GiB"),
+        (("--model", "/nowhere/at/all", "--listen", "127.0.0.1:0", *QUIET), "no such folder"),
+        ((*REFERENCE[:2], "--kv-memory", "64KiB", "--listen", "unix:/nowhere/f.sock", *QUIET), "No such file"),
     ],
 )
 def test_unusable_settings_end_with_2_and_one_line(arguments: tuple[str, ...], hint: str) -> None:

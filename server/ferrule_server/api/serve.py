@@ -5,24 +5,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ferrule.v1 import admin_pb2, admin_pb2_grpc, executor_pb2, executor_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from ferrule_server.api.admin_service import AdminServicer
+from ferrule_server.api.auth import Access
 from ferrule_server.api.executor_service import ModelExecutorServicer
 from ferrule_server.api.handlers import as_server
+from ferrule_server.api.health import HealthServicer
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.state import Phase, ServerState, Serving
+from ferrule_server.api.tls import TlsFiles
 from ferrule_server.api.tokenizer_service import TokenizerServicer
 from ferrule_server.api.unix_socket import SocketPath
 from ferrule_server.config import ListenAddress
 from ferrule_server.errors import ConfigError, Draining
+
+_LOG = logging.getLogger(__name__)
 
 SERVICES: Final = (
     executor_pb2.DESCRIPTOR.services_by_name["ModelExecutorService"].full_name,
@@ -33,25 +39,29 @@ SERVICES: Final = (
 
 _REPLY_SLACK_BYTES: Final = 1 << 20
 _POLL_S: Final = 0.02
+_REFRESH_S: Final = 1.0
+"""How often the token file is looked at: what an operator withdraws is refused within about this time."""
 _QUIET_S: Final = 0.2
-"""A stream that has had nothing to do for this long is ended when the server drains: longer than a client in the
-middle of a decode loop thinks between two tokens."""
-_SHARE_FOR_ANSWERS: Final = 0.25
-"""The last part of the grace, in which nothing more is taken and what was taken is answered."""
+"""A stream that has had nothing to do for this long is ended once no live sequence is left: longer than a client in the
+middle of a loop thinks between two frames."""
+_ANSWERS_S: Final = 2.0
+"""How long what was taken is waited for when nothing more is taken."""
 
 
 def server_options(limits: ApiLimits) -> list[tuple[str, int]]:
     """Return the channel arguments of the server, each for a measured reason.
 
-    so_reuseport: two servers would share a port silently, and handles belong to one. ping_timeout: without it a
-    frozen client is noticed after 60 s. Pings of clients are taken every 10 s, also on idle connections.
+    so_reuseport: two servers would share a port silently, and handles belong to one. keepalive: the server asks every
+    5 s whether a client is there and waits 5 s for the answer, so that one that is frozen or cut off is noticed within
+    10 s rather than in minutes; ping_timeout: its own limit on the same answer, 60 s unless set. Pings of clients are
+    taken every 10 s, also on idle connections; who sends more is told ENHANCE_YOUR_CALM and disconnected.
     """
     return [
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", limits.max_request_bytes),
         ("grpc.max_send_message_length", limits.max_reply_bytes + _REPLY_SLACK_BYTES),
         ("grpc.max_concurrent_streams", 1024),
-        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_time_ms", 5_000),
         ("grpc.keepalive_timeout_ms", 5_000),
         ("grpc.http2.ping_timeout_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -64,24 +74,31 @@ class ApiServer:
 
     Args:
         state: Shared by all servicers.
+        access: Decides who may call.
         has_reflection: Serve gRPC reflection too.
     """
 
-    def __init__(self, state: ServerState, *, has_reflection: bool = False) -> None:
+    def __init__(self, state: ServerState, access: Access, *, has_reflection: bool = False) -> None:
         self.state = state
-        self._health = health.aio.HealthServicer()
+        self._access = access
+        self._refreshing: asyncio.Task[None] | None = None
+        self._health = HealthServicer(("", *SERVICES))
         self._server = grpc.aio.server(options=server_options(state.limits))
         self._socket_path: SocketPath | None = None
-        typed = as_server(self._server)
+        typed = as_server(self._server, access)
         executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(ModelExecutorServicer(state), typed)
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(TokenizerServicer(state), typed)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(state), typed)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, typed)
         if has_reflection:
-            _add_reflection(self._server)
+            _add_reflection(typed)
 
-    def bind(self, address: ListenAddress) -> ListenAddress:
+    def bind(self, address: ListenAddress, tls: TlsFiles | None = None) -> ListenAddress:
         """Take the address and return it, with the port chosen where it was 0. Nothing is accepted yet.
+
+        Args:
+            address: Where to listen.
+            tls: Certificates to serve with; None: plain text.
 
         Raises:
             ConfigError: The address is in use, or cannot be bound.
@@ -89,58 +106,79 @@ class ApiServer:
         if address.path is not None:
             self._socket_path = SocketPath(address.path)
             with _umask(0o177):  # the socket is the owner's from its first moment
-                self._add_port(address)
+                self._add_port(address, tls)
             return address
         _check_free(address)
-        return ListenAddress(host=address.host, port=self._add_port(address))
+        return ListenAddress(host=address.host, port=self._add_port(address, tls))
 
     async def start(self) -> None:
         """Accept calls; until :meth:`ready` all but GetStatus and health answer STARTING."""
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._server.start()
+        self._refreshing = asyncio.create_task(self._refresh_access())
 
     async def ready(self, serving: Serving) -> None:
         """Serve from now on, and say so."""
         self.state.ready(serving)
-        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        self._health.turn(health_pb2.HealthCheckResponse.SERVING)
 
     async def drain(self, grace_s: float, *, has_failed: bool = False) -> None:
         """Refuse new prompts with DRAINING and serve live handles for up to ``grace_s`` seconds; then nothing runs.
 
-        Returns as soon as no call is under way; quiet streams are ended at once. In the last part of the grace
-        nothing more is taken, so that what was taken gets its answer. After a fault (``has_failed``) everything is
-        refused.
+        Whatever goes on a live handle is served all that time: appends, forks, keep-alives, open streams and new ones,
+        new connections. Returns as soon as no live sequence and no call is left. When the grace is over nothing more
+        is taken, what was taken is answered, and open streams end with DRAINING. After a fault (``has_failed``) there
+        is nothing to serve.
         """
         self.state.phase = Phase.FAILED if has_failed else Phase.DRAINING
-        await self._health.enter_graceful_shutdown()
-        await self._until_idle(grace_s * (1 - _SHARE_FOR_ANSWERS), _QUIET_S)
+        self._health.turn(health_pb2.HealthCheckResponse.NOT_SERVING)
         if not has_failed:
+            await self._until(self._is_unused, grace_s)
             self.state.phase = Phase.CLOSING
-        await self._until_idle(grace_s * _SHARE_FOR_ANSWERS, 0.0)
+            if (num_sequences := self.state.num_sequences) > 0:
+                _LOG.warning("grace over live_sequences=%d grace_s=%.1f", num_sequences, grace_s)
+        await self._until(self._is_answered, _ANSWERS_S)
         self.state.end_streams(Draining())
 
-    async def _until_idle(self, timeout_s: float, quiet_s: float) -> None:
-        """Wait until no call and no stream is left, ending streams once they are quiet."""
+    async def _until(self, holds: Callable[[], bool], timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        self.state.end_quiet_streams(quiet_s, Draining())
-        while (self.state.num_active or self.state.streams) and loop.time() < deadline:
+        while not holds() and loop.time() < deadline:
             await asyncio.sleep(_POLL_S)
-            self.state.end_quiet_streams(quiet_s, Draining())
+
+    def _is_unused(self) -> bool:
+        """Whether nobody can want anything more; quiet streams are ended once no live sequence is left for them."""
+        state = self.state
+        if state.num_sequences or state.num_active:
+            return False
+        state.end_quiet_streams(_QUIET_S, Draining())
+        return not state.streams
+
+    def _is_answered(self) -> bool:
+        """Whether everything taken is answered; streams are ended as soon as that holds for them."""
+        self.state.end_quiet_streams(0.0, Draining())
+        return not (self.state.num_active or self.state.streams)
 
     async def stop(self) -> None:
         """Close the listener, give last answers a moment to leave, and free the address; once is enough."""
+        self._health.stop()
+        if self._refreshing is not None:
+            self._refreshing.cancel()
+            self._refreshing = None
         await self._server.stop(grace=0.2)
         if self._socket_path is not None:
             self._socket_path.release()
             self._socket_path = None
 
-    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-        for name in ("", *SERVICES):
-            await self._health.set(name, status)
+    async def _refresh_access(self) -> None:
+        """Take up changes of the token file, off the event loop: its file system may be slow."""
+        while True:
+            await asyncio.sleep(_REFRESH_S)
+            await asyncio.to_thread(self._access.refresh)
 
-    def _add_port(self, address: ListenAddress) -> int:
+    def _add_port(self, address: ListenAddress, tls: TlsFiles | None) -> int:
         try:
+            if tls is not None:
+                return self._server.add_secure_port(address.target, tls.credentials())
             port: int = self._server.add_insecure_port(address.target)
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {address.target}: {error}") from error
@@ -148,10 +186,10 @@ class ApiServer:
 
 
 def _add_reflection(server: grpc.aio.Server) -> None:
-    from grpc_reflection.v1alpha import reflection
+    from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
     names = (*SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
-    reflection.enable_server_reflection(names, server)
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflection.aio.ReflectionServicer(names), server)
 
 
 def _check_free(address: ListenAddress) -> None:

@@ -14,6 +14,7 @@ from ferrule_server.engine.counters import EngineSnapshot
 from ferrule_server.engine.jobs import Job, Sink
 from ferrule_server.errors import Draining, FerruleError, Starting
 from ferrule_server.executor.base import ExecutorInfo
+from ferrule_server.quotas import LimitsOf, unlimited
 
 
 class EngineApi(Protocol):
@@ -49,6 +50,7 @@ class TextCodec(Protocol):
 class Phase(enum.Enum):
     """Where the server is in its life.
 
+    STARTING, READY, DRAINING, CLOSING, in this order, then the process ends; FAILED in the place of any but the first.
     DRAINING refuses new prompts and serves live handles, forks of them too. CLOSING takes nothing more and answers
     what it has taken. FAILED has nothing left to answer.
     """
@@ -100,6 +102,7 @@ class ServerState:
         epoch: New with every run, second part of every ``cache_id``.
         version: Of the server.
         limits: Of the wire.
+        limits_of: Quotas of each principal.
         load_progress: From 0 to 1. load_stage: what is being loaded.
         num_active: Unary calls under way. streams: Streams under way.
     """
@@ -108,6 +111,7 @@ class ServerState:
     epoch: str
     version: str
     limits: ApiLimits
+    limits_of: LimitsOf = unlimited
     phase: Phase = Phase.STARTING
     serving: Serving | None = None
     load_progress: float = 0.0
@@ -115,6 +119,14 @@ class ServerState:
     start_ns: int = field(default_factory=time.time_ns)
     num_active: int = 0
     streams: set[Ending] = field(default_factory=set)
+
+    @property
+    def num_sequences(self) -> int:
+        """Live sequences; none after a fault, which has lost them all."""
+        if self.serving is None:
+            return 0
+        snapshot = self.serving.engine.snapshot()
+        return 0 if snapshot.is_failed else snapshot.num_sequences
 
     def ready(self, serving: Serving) -> None:
         """Take calls from now on."""

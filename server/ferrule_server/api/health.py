@@ -1,0 +1,80 @@
+"""grpc.health.v1.Health: NOT_SERVING, SERVING, NOT_SERVING, as the server goes through its life.
+
+Our own rather than the one of grpcio-health-checking 1.75: there, the first watcher of a service that goes away takes
+the others' news with it, and a watcher that reads nothing keeps every change of status waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Final
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+
+from ferrule_server.api.calls import Context
+from ferrule_server.api.status import to_status
+from ferrule_server.errors import Draining
+
+_Status = health_pb2.HealthCheckResponse
+_MAX_SHOWN_CHARS: Final = 80
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the package has no types
+    """Tells the status of the server and of each service, all the same. All methods run on the event loop.
+
+    Every watcher has news of its own, so that none can hold up another, nor a change of status.
+
+    Args:
+        services: Full names; ``""`` is the server as a whole. Others are unknown.
+    """
+
+    def __init__(self, services: Iterable[str]) -> None:
+        self._services = frozenset(services)
+        self._status: int = _Status.NOT_SERVING
+        self._is_stopped = False
+        self._watchers: set[asyncio.Event] = set()
+
+    def turn(self, status: int) -> None:
+        """Tell ``status`` from now on."""
+        self._status = status
+        self._wake()
+
+    def stop(self) -> None:
+        """End every Watch, now and later, with DRAINING: a watcher is not left to find out that nobody is there."""
+        self._is_stopped = True
+        self._wake()
+
+    async def Check(  # noqa: N802  (the protocol's name)
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> health_pb2.HealthCheckResponse:
+        """Tell the status of one service; NOT_FOUND, as the protocol says it, where there is none of that name."""
+        if request.service not in self._services:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service[:_MAX_SHOWN_CHARS]!r} here")
+        return _Status(status=self._status)
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:  # noqa: N802
+        """Tell the status of one service, now and whenever it changes; SERVICE_UNKNOWN for a name of none."""
+        news = asyncio.Event()
+        self._watchers.add(news)
+        try:
+            await self._watch(request.service, context, news)
+        finally:
+            self._watchers.discard(news)
+        await context.abort_with_status(rpc_status.to_status(to_status(Draining())))
+
+    async def _watch(self, service: str, context: Context, news: asyncio.Event) -> None:
+        told = None
+        while not self._is_stopped:
+            news.clear()
+            status = self._status if service in self._services else _Status.SERVICE_UNKNOWN
+            if status != told:
+                await context.write(_Status(status=status))
+                told = status
+            await news.wait()
+
+    def _wake(self) -> None:
+        for news in self._watchers:
+            news.set()

@@ -1,4 +1,4 @@
-"""The command ``ferrule``: serve, demo, generate, health, caches.
+"""The command ``ferrule``: serve, demo, generate, health, caches, token.
 
 Settings come from flags, then from ``FERRULE_*`` environment variables, then from defaults. Exit codes: 0 done,
 1 failed (one line ``error: ... (REASON)`` on standard error), 2 used wrongly, 130 interrupted.
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ferrule_client import __version__, cli_caches, cli_generate, cli_health, demo
+from ferrule_client import __version__, cli_caches, cli_generate, cli_health, cli_token, demo
 from ferrule_client.cli_common import CommandError
 from ferrule_client.errors import ExecutorError
 
@@ -29,6 +29,7 @@ environment:
   FERRULE_TARGET    server to use (127.0.0.1:50051)
   FERRULE_TIMEOUT   longest wait for an answer, in seconds (60)
   FERRULE_TOKEN     bearer token to send
+  FERRULE_TLS_CA    PEM authority of a server with TLS (FERRULE_TLS=1: one that the system trusts)
 """
 
 _COMMANDS = {
@@ -36,6 +37,7 @@ _COMMANDS = {
     "generate": (cli_generate, "go on from a prompt"),
     "health": (cli_health, "tell whether the server serves"),
     "caches": (cli_caches, "list the live handles"),
+    "token": (cli_token, "make a bearer token and its line for the server's token file"),
 }
 
 
@@ -106,7 +108,9 @@ def _serve(arguments: Sequence[str]) -> NoReturn:
 
 def _for_users(error: ExecutorError) -> object:
     """Return what to print of an error: the advice in words of the command line."""
-    if error.reason != "CONNECTION_FAILED" or "target" not in error.metadata:
+    if error.reason == "TOKEN_MISSING":
+        return f"the server wants a token: set FERRULE_TOKEN ({error.reason})"
+    if error.reason != "CONNECTION_FAILED" or "target" not in error.metadata or "advice" in error.metadata:
         return error
     advice = 'start one with "ferrule serve", or name another with --target'
     return f"no server at {error.metadata['target']} ({error.metadata['cause']}); {advice} ({error.reason})"

@@ -10,11 +10,12 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from ferrule_client.client import DEFAULT_TARGET, Client
-from ferrule_client.types import Status
+from ferrule_client.types import Status, TlsConfig
 
 __all__ = [
     "DEFAULT_TARGET",
@@ -27,6 +28,7 @@ __all__ = [
     "wait_for_model",
 ]
 
+_TRUE = ("1", "true", "yes", "on")
 _ENDINGS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
@@ -91,7 +93,7 @@ def number(
 
 
 def add_connection_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--target``, ``--timeout`` and ``--json``, with their defaults from the environment."""
+    """Add ``--target``, ``--timeout``, ``--json`` and those of TLS, with their defaults from the environment."""
     parser.add_argument(
         "--target",
         default=os.environ.get("FERRULE_TARGET", DEFAULT_TARGET),
@@ -105,18 +107,62 @@ def add_connection_options(parser: argparse.ArgumentParser) -> None:
         help="longest wait for an answer (default: $FERRULE_TIMEOUT or 60)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON for scripts")
+    _add_tls_options(parser)
+
+
+def _add_tls_options(parser: argparse.ArgumentParser) -> None:
+    tls = parser.add_argument_group("secured servers", "The token to send is taken from $FERRULE_TOKEN.")
+    tls.add_argument(
+        "--tls",
+        action="store_true",
+        default=os.environ.get("FERRULE_TLS", "").lower() in _TRUE,
+        help="use TLS and trust the system's authorities (default: $FERRULE_TLS)",
+    )
+    for flag, variable, text in (
+        ("--tls-ca", "FERRULE_TLS_CA", "use TLS and trust the authorities in this PEM file"),
+        ("--tls-cert", "FERRULE_CLIENT_CERT", "certificate chain to show to the server, PEM"),
+        ("--tls-key", "FERRULE_CLIENT_KEY", "private key of --tls-cert, PEM"),
+    ):
+        default = os.environ.get(variable)
+        tls.add_argument(flag, metavar="FILE", default=default, help=f"{text} (default: ${variable})")
+    tls.add_argument(
+        "--tls-server-name",
+        metavar="NAME",
+        default=os.environ.get("FERRULE_TLS_SERVER_NAME"),
+        help="name in the server's certificate, if it is not the target's (default: $FERRULE_TLS_SERVER_NAME)",
+    )
 
 
 def connect(args: argparse.Namespace) -> Client:
     """Return a client by the connection options; a token comes from ``FERRULE_TOKEN`` only, out of sight of ``ps``.
 
     Raises:
-        CommandError: The target is malformed.
+        CommandError: The target is malformed, or a file of TLS is unusable.
     """
+    token = os.environ.get("FERRULE_TOKEN", "").strip() or None
+    tls = _tls_config(args)
     try:
-        return Client.connect(args.target, token=os.environ.get("FERRULE_TOKEN"), timeout=args.timeout)
+        return Client.connect(args.target, token=token, tls=tls, timeout=args.timeout)
     except ValueError as error:
         raise CommandError(str(error), "TARGET_INVALID", exit_code=2) from None
+
+
+def _tls_config(args: argparse.Namespace) -> TlsConfig | None:
+    """Return the certificates that the options name; None: plain text."""
+    if not (args.tls or args.tls_ca or args.tls_cert or args.tls_key or args.tls_server_name):
+        return None
+    if bool(args.tls_cert) != bool(args.tls_key):
+        raise CommandError("--tls-cert and --tls-key go together", "TLS_INCOMPLETE", exit_code=2)
+    return TlsConfig(_pem(args.tls_ca), _pem(args.tls_key), _pem(args.tls_cert), args.tls_server_name)
+
+
+def _pem(path: str | None) -> bytes | None:
+    if not path:
+        return None
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise CommandError(f"{path}: {error.strerror}", "TLS_FILE_UNREADABLE", exit_code=2) from None
 
 
 def wait_for_model(client: Client, args: argparse.Namespace) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ferrule_client.cli_common import add_connection_options, connect, print_json
+from ferrule_client.errors import AuthError
 from ferrule_client.types import Status
 
 __all__ = ["EXAMPLES", "add_options", "run"]
@@ -23,14 +24,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the server's state and return 0 if it serves, 1 if it does not.
+    """Print the server's state and return 0 if it serves, 1 if it does not; that much needs no token.
 
     Raises:
         ExecutorError: Nobody answers.
     """
     with connect(args) as client:
         is_serving = client.health()
-        status = client.status()
+        try:
+            status = client.status()
+        except AuthError as error:
+            return _without_status(is_serving, error, is_json=args.json)
     if args.json:
         print_json(
             {
@@ -47,6 +51,14 @@ def run(args: argparse.Namespace) -> int:
         )
     else:
         print(_sentence(is_serving, status))
+    return 0 if is_serving else 1
+
+
+def _without_status(is_serving: bool, error: AuthError, *, is_json: bool) -> int:
+    if is_json:
+        print_json({"serving": is_serving, "reason": error.reason})
+    else:
+        print(f"{'serving' if is_serving else 'not serving'}; more is told with a token only ({error.reason})")
     return 0 if is_serving else 1
 
 

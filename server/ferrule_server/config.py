@@ -143,16 +143,37 @@ class ServerConfig:
             _INSTANCE.fullmatch(self.instance) is not None,
             f"--instance must be 1 to 64 of A-Z a-z 0-9 _ -, got {self.instance!r}",
         )
-        _require(
-            self.is_insecure or self.listen.is_local,
-            f"--listen {self.listen.target} can be reached from other machines and there is no authentication; "
-            "use 127.0.0.1, [::1] or unix:PATH, or add --insecure if the network is trusted",
-        )
+        self._check_access()
         if self.executor == "paged-reference":
             _require(self.model is None, "--executor paged-reference has no weights; leave --model out")
             _require(
                 self.dtype in ("auto", "float32"), "--executor paged-reference computes in float32; leave --dtype out"
             )
+
+    def _check_access(self) -> None:
+        """Refuse settings of access that contradict each other, or leave the server open to a network unasked."""
+        _require((self.tls_cert is None) == (self.tls_key is None), "--tls-cert and --tls-key go together")
+        _require(
+            self.tls_client_ca is None or self.tls_cert is not None,
+            "--tls-client-ca needs --tls-cert and --tls-key: client certificates come with TLS only",
+        )
+        if self.admins:
+            _require(self.tls_client_ca is not None, "--admins names client certificates: add --tls-client-ca")
+            _require(
+                self.token_file is None,
+                "--admins has no effect with --token-file, where tokens name principals: write admin on their lines",
+            )
+        _require(
+            self.is_insecure or self.listen.is_local or self.has_authentication,
+            f"--listen {self.listen.target} can be reached from other machines and there is no authentication; "
+            "use 127.0.0.1, [::1] or unix:PATH, or --token-file or --tls-client-ca, or add --insecure if the network "
+            "is trusted",
+        )
+
+    @property
+    def has_authentication(self) -> bool:
+        """Whether a caller needs credentials."""
+        return self.token_file is not None or self.tls_client_ca is not None
 
 
 def parse_config(arguments: Sequence[str], environment: Mapping[str, str]) -> ServerConfig:
@@ -199,10 +220,10 @@ def parse_config(arguments: Sequence[str], environment: Mapping[str, str]) -> Se
         tls_client_ca=setting("tls_client_ca", Path, None),
         admins=setting("admins", _names, ()),
         quotas=QuotaLimits(
-            handles=setting("quota_handles", _count, None),
-            kv_tokens=setting("quota_kv_tokens", _count, None),
-            queued_rows=setting("quota_queued_rows", _count, None),
-            prefill_tokens_per_s=setting("quota_prefill_rate", _count, None),
+            handles=setting("quota_handles", _positive, None),
+            kv_tokens=setting("quota_kv_tokens", _positive, None),
+            queued_rows=setting("quota_queued_rows", _positive, None),
+            prefill_tokens_per_s=setting("quota_prefill_rate", _positive, None),
             retained_bytes=setting("quota_retained", parse_size, None),
         ),
         max_waiting_jobs=setting("max_waiting_jobs", _count, 4096),
@@ -282,7 +303,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--insecure",
         action="store_const",
         const="1",
-        help="accept an address that other machines can reach: there is no authentication yet",
+        help="accept an address that other machines can reach without authentication; whoever reaches it may use it",
     )
     network.add_argument("--reflection", action="store_const", const="1", help="serve gRPC reflection, for buf curl")
     network.add_argument(
@@ -293,14 +314,22 @@ def build_parser() -> argparse.ArgumentParser:
     )
     access = parser.add_argument_group("who may connect")
     access.add_argument(
-        "--token-file", metavar="FILE", help="bearer tokens to accept, one a line, re-read when the file changes"
+        "--token-file",
+        metavar="FILE",
+        help="bearer tokens to accept, by their SHA-256, one a line as 'ferrule token NAME' prints it; every call then"
+        " needs one; re-read when the file changes",
     )
-    access.add_argument("--tls-cert", metavar="FILE", help="PEM certificate chain, re-read when the file changes")
-    access.add_argument("--tls-key", metavar="FILE", help="PEM private key of --tls-cert")
     access.add_argument(
-        "--tls-client-ca", metavar="FILE", help="PEM authorities; clients must show a certificate of one of them"
+        "--tls-cert", metavar="FILE", help="PEM certificate chain to serve with; re-read when it changes"
     )
-    access.add_argument("--admins", metavar="NAME,...", help="client certificates with the role admin")
+    access.add_argument("--tls-key", metavar="FILE", help="PEM private key of --tls-cert, without a password")
+    access.add_argument(
+        "--tls-client-ca",
+        metavar="FILE",
+        help="PEM authorities: clients must show a certificate of one of them; without --token-file its URI SAN or"
+        " common name is the principal",
+    )
+    access.add_argument("--admins", metavar="NAME,...", help="principals of client certificates with the role admin")
     parser.add_argument("--failpoints", help=argparse.SUPPRESS)
     logs = parser.add_argument_group("logging")
     logs.add_argument("--log-level", metavar="|".join(LOG_LEVELS), help="of the log on stderr (default: info)")
@@ -315,11 +344,16 @@ examples:
   ferrule serve                                        the demo model on 127.0.0.1:50051
   ferrule serve --model ~/models/Qwen3-0.6B --kv-memory 4GiB
   ferrule serve --executor paged-reference --listen unix:/tmp/ferrule.sock
+  ferrule serve --listen 0.0.0.0:50051 --token-file tokens --tls-cert cert.pem --tls-key key.pem
   ferrule serve --listen 0.0.0.0:50051 --insecure      beyond this machine, on a trusted network
 
-When the model is loaded, one line starting 'ready' appears on stdout. SIGTERM or Ctrl-C ends the server: calls under
-way get 2 s, a second signal does not wait for them. Exit codes: 0 ended as asked, 1 a fault, 2 a setting, address
-or model folder is unusable, 130 Ctrl-C before the line 'ready', 128 + its number for a second signal.
+Without --token-file and --tls-client-ca everybody who can reach the server is one principal, 'local', and handles are
+shared; that is allowed on 127.0.0.1, [::1] and unix sockets, elsewhere only with --insecure.
+
+When the model is loaded, one line starting 'ready' appears on stdout. SIGTERM or Ctrl-C ends the server: new
+prompts are refused, live handles are served until none is left or --drain-grace is over; a second signal ends it at
+once. Exit codes: 0 ended as asked, 1 a fault, 2 a setting, address or model folder is unusable, 130 Ctrl-C before the
+line 'ready', 128 + its number for a second signal.
 """
 
 
@@ -380,6 +414,12 @@ def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise ValueError("must be a whole number")
     return int(text)
+
+
+def _positive(text: str) -> int:
+    if (count := _count(text)) == 0:
+        raise ValueError("must be at least 1")
+    return count
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -141,7 +141,7 @@ def _fill_counters(message: info_pb2.ExecutorStatus, snapshot: EngineSnapshot) -
     message.num_decodes = counters.decodes
     message.num_prefill_tokens = counters.prefill_tokens
     message.num_decode_tokens = counters.decodes
-    message.num_errors = sum(counters.refused.values())
+    message.num_errors = sum(snapshot.refused().values())
     message.avg_prefill_ns = counters.prefill_ns // max(1, counters.prefills)
     message.avg_decode_ns = counters.decode_ns // max(1, counters.decodes)
 

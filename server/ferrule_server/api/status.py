@@ -59,7 +59,7 @@ def code_of(error: errors.FerruleError) -> grpc.StatusCode:
 
 def reason_of(error: errors.FerruleError) -> str:
     """Return the machine-readable reason, such as ``HANDLE_STALE`` or ``QUOTA_KV_TOKENS``."""
-    return f"QUOTA_{error.quota}" if isinstance(error, errors.QuotaExceeded) else error.REASON
+    return error.reason
 
 
 def to_status(error: errors.FerruleError) -> status_pb2.Status:

@@ -1,20 +1,26 @@
-"""Forms one mixed step out of the running appends. Pure: integers in, arrays out."""
+"""Forms one mixed step out of the running appends: who gets how many rows, then the arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from ferrule_server.engine.pace import Pace
 from ferrule_server.engine.running import RunningAppend
 from ferrule_server.executor.base import NO_SLOT, NULL_BLOCK, Int32Array, OutputSpec, StepBatch
 
 DECODE_ROWS = 8
-"""An append with at most this many rows left is scheduled like a decode: whole, before any prefill chunk."""
+"""An append to a sequence of at most this many tokens is a decode: scheduled whole, before any prefill chunk. New
+sequences are prefills whatever their length, or a flood of short prompts would not be one."""
 
 PREFILL_SHARE = 8
 """While a prefill waits, one row in this many is kept for it, however many decodes come back each step."""
+
+_CHUNK_ROWS = 8
+"""Room for prefills is not cut smaller than this between principals: they take turns instead."""
 
 
 @dataclass(slots=True)
@@ -25,31 +31,136 @@ class Chunk:
     num_rows: int
 
 
-def plan_step(running: Iterable[RunningAppend], max_rows: int) -> list[Chunk]:
-    """Choose the rows of the next step: decodes first, then prefill chunks; neither can starve the other.
+class Batcher:
+    """Chooses the rows of each step: decodes first, then prefill chunks; neither can starve the other.
 
-    Decodes go in order of arrival. Of the room for prefills the oldest has at least half, so that it ends; the rest
-    goes to the shortest, so that a short prompt does not wait for a long one.
+    Between principals rows are shared equally, decodes where they do not all fit and prefills always: what one does
+    not need goes to the others. Within a principal decodes go in order of arrival; of the room for its prefills the
+    oldest has at least half, so that it ends, and the rest goes to the shortest, so that a short prompt does not wait
+    for a long one. While somebody decodes, :class:`Pace` says how much room prefills have in all.
 
     Args:
-        running: Appends with rows left, oldest first.
-        max_rows: Most rows in the step, at least 2.
-
-    Returns:
-        Chunks with at least one row each, one per append; their sum is at most ``max_rows``.
+        max_rows: Most rows in a step, at least 2.
+        max_step_time_s: Longest step that prefill rows may make; None: twice a decode step.
+        clock: Monotonic nanoseconds, the clock of ``submitted_ns``.
     """
-    decodes: list[RunningAppend] = []
-    prefills: list[RunningAppend] = []
-    for run in running:
-        (decodes if run.remaining <= DECODE_ROWS else prefills).append(run)
-    kept = max(1, max_rows // PREFILL_SHARE) if prefills else 0
-    chunks, room = _fill(decodes, max_rows - kept)
-    if prefills:
-        chunks += _plan_prefills(prefills, room + kept)
-    return chunks
+
+    def __init__(
+        self, max_rows: int, max_step_time_s: float | None = None, clock: Callable[[], int] = time.monotonic_ns
+    ) -> None:
+        self._max_rows = max_rows
+        self._clock = clock
+        self._pace = Pace(max_step_time_s)
+        self._decode_turns = _Turns(1)
+        self._prefill_turns = _Turns(_CHUNK_ROWS)
+
+    def plan(self, running: Iterable[RunningAppend]) -> list[Chunk]:
+        """Choose the rows of the next step.
+
+        Args:
+            running: Appends with rows left, oldest first.
+
+        Returns:
+            Chunks with at least one row each, one per append; their sum is at most ``max_rows``.
+        """
+        decodes: list[RunningAppend] = []
+        prefills: list[RunningAppend] = []
+        for run in running:
+            (decodes if _is_decode(run) else prefills).append(run)
+        if not prefills:
+            return self._plan_decodes(decodes, self._max_rows)
+        chunks = self._plan_decodes(decodes, self._max_rows - max(1, self._max_rows // PREFILL_SHARE))
+        num_rows = sum(chunk.num_rows for chunk in chunks)
+        room = self._max_rows - num_rows
+        now_ns = self._clock()
+        limit = self._pace.prefill_rows(num_rows, _waited_s(chunks, now_ns), now_ns * 1e-9)
+        if limit is not None:
+            room = min(room, limit)
+        return chunks + self._plan_prefills(prefills, room) if room else chunks
+
+    def ran(self, chunks: Iterable[Chunk], elapsed_ns: int) -> None:
+        """Learn from a step of these chunks that took ``elapsed_ns``."""
+        decode_rows = prefill_rows = 0
+        for chunk in chunks:
+            if _is_decode(chunk.run):
+                decode_rows += chunk.num_rows
+            else:
+                prefill_rows += chunk.num_rows
+        self._pace.ran(decode_rows, prefill_rows, elapsed_ns * 1e-9, self._clock() * 1e-9)
+
+    def _plan_decodes(self, decodes: list[RunningAppend], room: int) -> list[Chunk]:
+        if sum(run.remaining for run in decodes) <= room:
+            return [Chunk(run, run.remaining) for run in decodes]
+        chunks: list[Chunk] = []
+        for runs, share in self._decode_turns.share(decodes, room):
+            chunks += _fill(runs, share)[0]
+        return chunks
+
+    def _plan_prefills(self, prefills: list[RunningAppend], room: int) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        for runs, share in self._prefill_turns.share(prefills, room):
+            chunks += _oldest_and_shortest(runs, share)
+        return chunks
 
 
-def _plan_prefills(prefills: list[RunningAppend], room: int) -> list[Chunk]:
+class _Turns:
+    """Shares room between principals equally, over the steps where one step has too little for all.
+
+    Invariant: ``_served`` has the principals of the last time, each with the rows it was given since it came; whoever
+    comes starts level with the one that was given least.
+
+    Args:
+        min_rows: The room is not cut into smaller shares than this.
+    """
+
+    def __init__(self, min_rows: int) -> None:
+        self._min_rows = min_rows
+        self._served: dict[str, int] = {}
+
+    def share(self, runs: Iterable[RunningAppend], room: int) -> list[tuple[list[RunningAppend], int]]:
+        """Return the appends of each principal whose turn it is, and its rows, at least one and at most all it has."""
+        by_principal: dict[str, list[RunningAppend]] = {}
+        for run in runs:
+            by_principal.setdefault(run.job.principal, []).append(run)
+        if len(by_principal) == 1:
+            self._served.clear()
+            return [(own, room) for own in by_principal.values()]
+        self._meet(by_principal)
+        chosen = sorted(by_principal, key=self._served.__getitem__)[: max(1, room // self._min_rows)]
+        wanted = {name: sum(run.remaining for run in by_principal[name]) for name in chosen}
+        shares = _equal_shares(wanted, room)
+        for name, share in shares.items():
+            self._served[name] += share
+        return [(by_principal[name], share) for name, share in shares.items()]
+
+    def _meet(self, principals: Iterable[str]) -> None:
+        """Forget who is gone and let those who are new in."""
+        served = {name: self._served[name] for name in principals if name in self._served}
+        least = min(served.values(), default=0)
+        self._served = {name: served.get(name, least) for name in principals}
+
+
+def _equal_shares(wanted: Mapping[str, int], room: int) -> dict[str, int]:
+    """Split the room equally; what one does not want goes to the others. Every share is at least 1."""
+    shares: dict[str, int] = {}
+    num_left = len(wanted)
+    for name in sorted(wanted, key=wanted.__getitem__):
+        shares[name] = min(wanted[name], -(-room // num_left))
+        room -= shares[name]
+        num_left -= 1
+    return shares
+
+
+def _is_decode(run: RunningAppend) -> bool:
+    return run.sequence is not None and len(run.token_ids) <= DECODE_ROWS
+
+
+def _waited_s(chunks: Iterable[Chunk], now_ns: int) -> float:
+    """How long the one that waits longest has waited."""
+    return (now_ns - min((chunk.run.job.submitted_ns for chunk in chunks), default=now_ns)) * 1e-9
+
+
+def _oldest_and_shortest(prefills: list[RunningAppend], room: int) -> list[Chunk]:
     """Share the room: half of it, or all that is left over, to the oldest, the rest to the shortest first."""
     oldest, others = prefills[0], sorted(prefills[1:], key=lambda run: run.remaining)
     chunks, room_left = _fill(others, room // 2)
@@ -72,7 +183,7 @@ def build_batch(chunks: Sequence[Chunk], block_size: int) -> StepBatch:
     """Turn chunks into the arrays of one step.
 
     Args:
-        chunks: What :func:`plan_step` chose, at least one.
+        chunks: What :meth:`Batcher.plan` chose, at least one.
         block_size: Slots per block of the pool.
     """
     token_ids: list[int] = []

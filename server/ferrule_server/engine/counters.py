@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -16,7 +17,7 @@ class EngineCounters:
         decodes: Appends of one token finished; decode_ns: their summed ``run_ns``.
         queries: Rows run again without an append. replays: Appends answered from what was committed before.
         recomputed: Replays whose rows had to be run again.
-        refused: Jobs refused, by reason (HANDLE_STALE among them).
+        refused: Jobs refused by the engine thread, by reason (HANDLE_STALE among them).
         expired: Sequences freed because their lease ran out. released: Sequences given back.
         last_step_rows: Rows of the newest step. last_step_seqs: its sequences. last_step_unix_ns: when it ended, by the
             wall clock; 0 before the first. max_step_rows: the most seen in one step.
@@ -56,6 +57,7 @@ class EngineSnapshot:
         num_running: Appends with rows in the next step. num_waiting: jobs queued behind another on their sequence.
         num_sequences: Live sequences. total_blocks, free_blocks: of the pool, the null block left out.
         is_failed: True after a device was lost; nothing runs any more.
+        refused_at_gate: Jobs refused before they reached the engine thread, by reason.
     """
 
     counters: EngineCounters
@@ -65,3 +67,11 @@ class EngineSnapshot:
     total_blocks: int
     free_blocks: int
     is_failed: bool
+    refused_at_gate: Mapping[str, int] = field(default_factory=dict)
+
+    def refused(self) -> dict[str, int]:
+        """Return how many jobs were refused, by reason, wherever it happened."""
+        total = dict(self.counters.refused)
+        for reason, count in self.refused_at_gate.items():
+            total[reason] = total.get(reason, 0) + count
+        return total

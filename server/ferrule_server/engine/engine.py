@@ -25,10 +25,11 @@ from collections.abc import Callable
 from itertools import islice
 
 from ferrule_server.engine.admission import Admission
-from ferrule_server.engine.batcher import Chunk, plan_step
+from ferrule_server.engine.batcher import Batcher, Chunk
 from ferrule_server.engine.commits import Commits
 from ferrule_server.engine.counters import EngineCounters, EngineSnapshot
 from ferrule_server.engine.faults import fault
+from ferrule_server.engine.gate import Finished, Gate
 from ferrule_server.engine.gather import GatherWindow
 from ferrule_server.engine.host_jobs import HostJobs
 from ferrule_server.engine.jobs import (
@@ -47,11 +48,12 @@ from ferrule_server.engine.records import ReplayRecords
 from ferrule_server.engine.running import RunningAppend
 from ferrule_server.engine.settings import EngineSettings
 from ferrule_server.engine.steps import StepOutcome, StepRunner
-from ferrule_server.errors import Cancelled, Draining, FerruleError, HandleLost, QueueFull
+from ferrule_server.errors import Cancelled, Draining, FerruleError, HandleLost
 from ferrule_server.executor.base import DeviceLost, Executor
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.sequence import Sequence
 from ferrule_server.kv.store import KvStore
+from ferrule_server.quotas import LimitsOf, unlimited
 
 _LOG = logging.getLogger(__name__)
 _IDLE_S = 1.0
@@ -74,6 +76,7 @@ class Engine:
         settings: Limits.
         post: Runs a callable on the event loop's thread, such as ``loop.call_soon_threadsafe``.
         on_failure: Called once, on the engine thread, when the device is lost.
+        limits_of: The quotas of a principal.
     """
 
     def __init__(
@@ -83,6 +86,8 @@ class Engine:
         settings: EngineSettings,
         post: Callable[[Callable[[], None]], object],
         on_failure: Callable[[], None] = lambda: None,
+        *,
+        limits_of: LimitsOf = unlimited,
     ) -> None:
         self.info = executor.info
         self.counters = EngineCounters()
@@ -100,6 +105,8 @@ class Engine:
         self._commits = Commits(store, self._records, self.counters)
         self._finished: list[tuple[Job, Sink, Outcome]] = []
         self._gather = GatherWindow(settings)
+        self._batcher = Batcher(settings.max_step_rows, settings.max_step_time_s)
+        self._gate = Gate(settings.max_waiting_jobs, limits_of)
         self._is_stopping = False
         self._is_failed = False
         self._is_closed = False
@@ -115,8 +122,12 @@ class Engine:
     def submit(self, entries: list[Entry]) -> None:
         """Hand over jobs that arrived together; they are judged in this order and share a step where they can.
 
-        Never blocks and never raises: once the engine is closed, jobs are answered with DRAINING.
+        Never blocks and never raises: what is too much is refused here, without waiting for a step, and once the engine
+        is closed, jobs are answered with DRAINING.
         """
+        entries, refused = self._gate.admit(entries)
+        if refused:
+            self._post(lambda: _deliver(refused))
         if not entries:
             return
         now_ns = time.monotonic_ns()
@@ -143,6 +154,7 @@ class Engine:
             total_blocks=self.info.num_blocks - 1,
             free_blocks=pool.num_free,
             is_failed=self._is_failed,
+            refused_at_gate=self._gate.refused,
         )
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
@@ -202,7 +214,7 @@ class Engine:
         """Deliver everything finished with one call on the event loop."""
         if self._finished:
             finished, self._finished = self._finished, []
-            self._post(lambda: _deliver(finished))
+            self._post(lambda: self._deliver(finished))
 
     def _shut_down(self) -> None:
         self._lanes.end_all(lambda _: Draining())
@@ -219,7 +231,11 @@ class Engine:
             while True:
                 refused.extend((job, sink, Draining()) for job, sink in self._inbox.get_nowait() or ())
         if refused:
-            self._post(lambda: _deliver(refused))
+            self._post(lambda: self._deliver(refused))
+
+    def _deliver(self, finished: list[Finished]) -> None:
+        self._gate.done(finished)
+        _deliver(finished)
 
     # ---- taking jobs ------------------------------------------------------------------------------------------------
 
@@ -250,8 +266,6 @@ class Engine:
             self._finish(job, sink, fault(f"job failed kind={type(job).__name__}"))
 
     def _enter_lane(self, job: LaneJob, sink: Sink, at: float) -> None:
-        if len(self._lanes) >= self._settings.max_waiting_jobs:
-            raise QueueFull(len(self._lanes), self._settings.max_waiting_jobs)
         if job.handle is not None:
             self._gather.came_back(job.handle.cache_id, time.monotonic())
         self._lanes.enter(job, sink, at)
@@ -281,7 +295,7 @@ class Engine:
         """Run one step and commit what it finished. A failure ends only the appends that cause it."""
         for run in [run for run in self._lanes.running if run.job.is_cancelled]:
             self._lanes.fail(run, Cancelled())
-        chunks = plan_step(self._lanes.running, self._settings.max_step_rows)
+        chunks = self._batcher.plan(self._lanes.running)
         if not chunks:
             return
         try:
@@ -292,7 +306,9 @@ class Engine:
             self._run_apart(chunks)
 
     def _run_chunks(self, chunks: list[Chunk]) -> None:
-        self._commit(chunks, self._steps.run(chunks))
+        outcome = self._steps.run(chunks)
+        self._batcher.ran(chunks, outcome.elapsed_ns)
+        self._commit(chunks, outcome)
 
     def _run_apart(self, chunks: list[Chunk]) -> None:
         """Run each append of a failed step alone: only those that fail again are answered with ENGINE_FAULT."""
@@ -316,6 +332,7 @@ class Engine:
             run = chunk.run
             run.outputs.extend(islice(rows, run.num_outputs(chunk.num_rows)))
             run.cursor += chunk.num_rows
+            run.job.rows_run += chunk.num_rows
             run.first_step_ns = run.first_step_ns or outcome.started_ns
             run.run_ns += outcome.elapsed_ns
             run.step_rows = outcome.num_rows
@@ -341,7 +358,7 @@ class Engine:
 
     def _finish(self, job: Job, sink: Sink, outcome: Outcome) -> None:
         if isinstance(outcome, FerruleError):
-            self.counters.refuse(outcome.REASON)
+            self.counters.refuse(outcome.reason)
         self._finished.append((job, sink, outcome))
 
     def _lose_device(self) -> None:

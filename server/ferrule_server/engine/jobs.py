@@ -43,7 +43,10 @@ class AppendJob:
         output: What comes back.
         on_stale: What to do behind the tip.
         ttl_s: Lease in seconds, clamped by the engine; None keeps the present one (60 s on a new sequence).
+        request_id: Where the job makes a sequence: the same one again makes nothing and gets the same answer.
         is_cancelled: Set (from any thread) when the caller is gone; honoured until the job's last chunk is run.
+        rows_run: Rows that steps were spent on so far, written by the engine.
+        is_repeat_only: A new sequence is not wanted: answered only if it repeats a creation, else DRAINING.
     """
 
     principal: str
@@ -55,17 +58,27 @@ class AppendJob:
     request_id: str = ""
     is_cancelled: bool = False
     submitted_ns: int = 0
+    rows_run: int = 0
+    is_repeat_only: bool = False
+
+    def branched_to(self, cache_id: str) -> bool:
+        """Return whether an answer in the sequence ``cache_id`` lies in a branch of the handle's own."""
+        return self.handle is not None and self.handle.cache_id != cache_id
 
 
 @dataclass(eq=False, slots=True)
 class ForkJob:
-    """``count`` new handles on the first ``length`` tokens (at most ``handle.length``), all or nothing."""
+    """``count`` new handles on the first ``length`` tokens (at most ``handle.length``), all or nothing.
+
+    With a ``request_id`` the same job again makes nothing and gets the same handles.
+    """
 
     principal: str
     handle: Handle
     length: int
     count: int
     ttl_s: float | None = None
+    request_id: str = ""
     is_cancelled: bool = False
     submitted_ns: int = 0
 
@@ -150,6 +163,7 @@ class AppendResult:
         replayed: True when these tokens were appended before and nothing was appended now.
         recomputed: True when a replay's rows had to be run again.
         forked: True when ``on_stale=FORK`` made a new sequence.
+        ttl_s: Seconds of the sequence's lease, as granted; it has just been renewed.
     """
 
     handle: Handle
@@ -160,13 +174,16 @@ class AppendResult:
     replayed: bool = False
     recomputed: bool = False
     forked: bool = False
+    ttl_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ForkResult:
-    """The new handles of a fork."""
+    """The new handles of a fork, the seconds of their leases, and whether they had been made before."""
 
     handles: tuple[Handle, ...]
+    ttl_s: float = 0.0
+    replayed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,9 @@ class EngineSettings:
     Attributes:
         max_step_rows: Most rows (tokens) in one step, at least 2: one for decodes and one for prefills; longer inputs
             are run in chunks.
-        max_waiting_jobs: Most appends accepted and not finished; beyond it QUEUE_FULL.
+        max_step_time_s: Longest step that prefill rows may make while somebody decodes, in seconds; None: twice a
+            decode step.
+        max_waiting_jobs: Most appends, forks and truncates accepted and not finished; beyond it QUEUE_FULL.
         max_fork_count: Most new handles of one ForkCache.
         gather_gap_s: The gather window closes when no row has come back for this long, in seconds.
         gather_share: Longest gather window, as a share of the last step's run time.
@@ -20,6 +22,7 @@ class EngineSettings:
     """
 
     max_step_rows: int = 512
+    max_step_time_s: float | None = None
     max_waiting_jobs: int = 4096
     max_fork_count: int = 256
     gather_gap_s: float = 0.001

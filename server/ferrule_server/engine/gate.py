@@ -1,0 +1,266 @@
+"""The gate: what is too much is refused before it reaches the engine thread, so that a refusal never waits for a step.
+
+A job that is let in stays counted until its outcome is delivered. Three bounds, tried in this order; a job that fails
+one has touched none::
+
+    QUEUE_FULL           jobs accepted and not finished, of everybody
+    QUOTA_QUEUED_ROWS    rows of them, of one principal
+    QUOTA_PREFILL_RATE   prompt tokens per second, of one principal
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from ferrule_server.engine.jobs import AppendJob, ForkJob, Job, Outcome, Sink, TruncateJob
+from ferrule_server.errors import QueueFull, QuotaExceeded, ResourceExhausted
+from ferrule_server.quotas import LimitsOf, QuotaLimits, unlimited
+
+COUNTED_JOBS: Final = (AppendJob, ForkJob, TruncateJob)
+"""Jobs that can wait, behind a step or behind each other. All others are carried out as they come, and free things."""
+
+BURST_S: Final = 1.0
+"""A principal that was idle may send this many seconds of its prefill rate at once."""
+
+_HEADROOM: Final = 8
+"""While others are about, a principal may hold this many times the places that are left."""
+_ABOUT_S: Final = 60.0
+"""Others are about when one of them was seen within this time."""
+_MIN_RETRY_S: Final = 0.02
+_MAX_RETRY_S: Final = 5.0
+_MIN_SWEEP: Final = 64
+
+Entry = tuple[Job, Sink]
+Finished = tuple[Job, Sink, Outcome]
+CountedJob = AppendJob | ForkJob | TruncateJob
+
+
+@dataclass(slots=True)
+class _Usage:
+    """What one principal has let in and not finished, and the tokens by which it is ahead of its prefill rate."""
+
+    num_jobs: int = 0
+    rows: int = 0
+    debt: float = 0.0
+    debt_at: float = 0.0
+    rate: int = 0
+
+    def settle(self, rate: int | None, now: float) -> None:
+        """Let the debt shrink by what the rate allowed since the last time."""
+        self.debt = 0.0 if rate is None else max(0.0, self.debt - rate * (now - self.debt_at))
+        self.debt_at, self.rate = now, rate or 0
+
+    def is_idle(self, now: float) -> bool:
+        """Whether forgetting it changes nothing."""
+        return not self.num_jobs and self.debt <= self.rate * (now - self.debt_at)
+
+
+class Gate:
+    """Counts jobs in and out, and refuses what is too much, at once and from any thread.
+
+    The places of the queue are shared by dynamic thresholds (Choudhury and Hahne, "Dynamic queue length thresholds for
+    shared-memory packet switches", 1998): while several principals are about, each may hold at most ``_HEADROOM``
+    times the places that are left, so whoever floods leaves some to whoever comes next. One alone may take them all.
+
+    The prefill rate is a bucket that may be overdrawn: a prompt is taken while the principal is less than a burst
+    ahead of its rate, whatever the length of the prompt, and the next ones wait until the debt is worked off. What was
+    charged and not run (refused later, cancelled, answered from a record, joined) is given back.
+
+    Invariant: ``num_jobs`` is the sum over principals, and every count is that of the jobs let in and not yet done.
+    Principals that have nothing under way and no debt are forgotten once there are many.
+
+    Args:
+        max_jobs: Most jobs accepted and not finished.
+        limits_of: The quotas of a principal; called with the gate's lock held.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self, max_jobs: int, limits_of: LimitsOf = unlimited, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._max_jobs = max_jobs
+        self._limits_of = limits_of
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._num_jobs = 0
+        self._usages: dict[str, _Usage] = {}
+        self._sweep_at = _MIN_SWEEP
+        self._last_principal: str | None = None
+        self._shared_until = -math.inf
+        self._finished_jobs = _Rate()
+        self._finished_rows = _Rate()
+        self._refused: Mapping[str, int] = {}
+
+    @property
+    def num_jobs(self) -> int:
+        """Jobs let in and not done."""
+        return self._num_jobs
+
+    @property
+    def num_principals(self) -> int:
+        """Principals that something is remembered of."""
+        return len(self._usages)
+
+    @property
+    def refused(self) -> Mapping[str, int]:
+        """Jobs refused here, by reason; a new mapping with each refusal, so that readers need no lock."""
+        return self._refused
+
+    def admit(self, entries: list[Entry]) -> tuple[list[Entry], list[Finished]]:
+        """Let in the jobs that arrived together, as far as there is room, in their order.
+
+        A job behind a refused one on the same sequence is refused for the same reason: letting it overtake would
+        append in another order than it was sent.
+
+        Returns:
+            What was let in, each to be reported to :meth:`done` once; and the refused ones with their errors.
+        """
+        refused: list[Finished] = []
+        blocked: dict[str, ResourceExhausted] = {}
+        with self._lock:
+            now = self._clock()
+            for job, sink in entries:
+                if not isinstance(job, COUNTED_JOBS):
+                    continue
+                cache_id = job.handle.cache_id if job.handle is not None else ""
+                error = blocked.get(cache_id) if blocked else None
+                if error is None and (error := self._enter(job, now)) is None:
+                    continue
+                if cache_id:
+                    blocked[cache_id] = error
+                self._refused = {**self._refused, error.reason: self._refused.get(error.reason, 0) + 1}
+                refused.append((job, sink, error))
+        if not refused:
+            return entries, refused
+        gone = {job for job, _, _ in refused}
+        return [entry for entry in entries if entry[0] not in gone], refused
+
+    def done(self, finished: Iterable[Finished]) -> None:
+        """Take back the places of jobs that were let in and whose outcome is delivered now."""
+        num_jobs = num_rows = 0
+        with self._lock:
+            now = self._clock()
+            for job, _, _ in finished:
+                if isinstance(job, COUNTED_JOBS):
+                    num_jobs += 1
+                    num_rows += self._leave(job, now)
+            self._num_jobs -= num_jobs
+            if num_jobs:
+                self._finished_jobs.add(num_jobs, now)
+                self._finished_rows.add(num_rows, now)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the invariant of the class holds."""
+        with self._lock:
+            total = sum(usage.num_jobs for usage in self._usages.values())
+            assert total == self._num_jobs >= 0, f"{total} jobs of principals, {self._num_jobs} counted"
+            for name, usage in self._usages.items():
+                assert min(usage.num_jobs, usage.rows) >= 0 <= usage.debt, f"{name} has {usage}"
+                assert usage.num_jobs or not usage.rows, f"{name} has rows of no job: {usage}"
+
+    # ---- with the lock held -----------------------------------------------------------------------------------------
+
+    def _enter(self, job: CountedJob, now: float) -> ResourceExhausted | None:
+        """Count one job in, or return why not."""
+        usage = self._usage_of(job.principal, now)
+        limits = self._limits_of(job.principal)
+        num_rows, num_tokens = _rows_of(job), _prefill_tokens(job)
+        if num_tokens:
+            usage.settle(limits.prefill_tokens_per_s, now)
+        error = self._too_many_jobs(usage, now) or self._too_much(usage, limits, num_rows, num_tokens, now)
+        if error is not None:
+            return error
+        self._num_jobs += 1
+        usage.num_jobs += 1
+        usage.rows += num_rows
+        if limits.prefill_tokens_per_s is not None:
+            usage.debt += num_tokens
+        return None
+
+    def _too_many_jobs(self, usage: _Usage, now: float) -> QueueFull | None:
+        """The bound on all jobs, and this principal's part of it while it is not alone."""
+        free = self._max_jobs - self._num_jobs
+        if free > 0 and (now >= self._shared_until or usage.num_jobs < _HEADROOM * free):
+            return None
+        num_jobs, limit = (self._num_jobs, self._max_jobs) if free <= 0 else (usage.num_jobs, _HEADROOM * free)
+        return QueueFull(num_jobs, limit, _clamped(self._num_jobs / self._finished_jobs.per_s(now)))
+
+    def _too_much(
+        self, usage: _Usage, limits: QuotaLimits, num_rows: int, num_tokens: int, now: float
+    ) -> QuotaExceeded | None:
+        """The quotas of one principal."""
+        max_rows, rate = limits.queued_rows, limits.prefill_tokens_per_s
+        if max_rows is not None and num_rows > max_rows:
+            return QuotaExceeded("QUEUED_ROWS", num_rows, max_rows, None)
+        if max_rows is not None and usage.rows + num_rows > max_rows:
+            wait_s = _clamped((usage.rows + num_rows - max_rows) / self._finished_rows.per_s(now))
+            return QuotaExceeded("QUEUED_ROWS", usage.rows, max_rows, wait_s)
+        if rate is not None and num_tokens and usage.debt >= rate * BURST_S:
+            wait_s = (usage.debt - rate * BURST_S) / rate + _MIN_RETRY_S if rate else None
+            return QuotaExceeded("PREFILL_RATE", math.ceil(usage.debt), rate, wait_s)
+        return None
+
+    def _leave(self, job: CountedJob, now: float) -> int:
+        """Count one job out; returns its rows."""
+        usage, num_rows = self._usages[job.principal], _rows_of(job)
+        usage.num_jobs -= 1
+        usage.rows -= num_rows
+        if usage.debt and isinstance(job, AppendJob):
+            usage.settle(usage.rate, now)
+            usage.debt = max(0.0, usage.debt - max(0, _prefill_tokens(job) - job.rows_run))
+        return num_rows
+
+    def _usage_of(self, principal: str, now: float) -> _Usage:
+        if principal != self._last_principal:
+            if self._last_principal is not None:
+                self._shared_until = now + _ABOUT_S
+            self._last_principal = principal
+        usage = self._usages.get(principal)
+        if usage is None:
+            self._sweep(now)
+            usage = self._usages[principal] = _Usage(debt_at=now)
+        return usage
+
+    def _sweep(self, now: float) -> None:
+        """Forget who is idle, each time there are twice as many as the last time left over."""
+        if len(self._usages) >= self._sweep_at:
+            self._usages = {name: usage for name, usage in self._usages.items() if not usage.is_idle(now)}
+            self._sweep_at = max(_MIN_SWEEP, 2 * len(self._usages))
+
+
+class _Rate:
+    """Something per second, over about the last second."""
+
+    def __init__(self) -> None:
+        self._level = 0.0
+        self._at = 0.0
+
+    def add(self, amount: int, now: float) -> None:
+        """Count ``amount`` at ``now``."""
+        self._level = self._level * math.exp(self._at - now) + amount
+        self._at = now
+
+    def per_s(self, now: float) -> float:
+        """Return the rate, never 0."""
+        return self._level * math.exp(min(0.0, self._at - now)) + 1e-3
+
+
+def _rows_of(job: CountedJob) -> int:
+    """Rows that the job may need; a query is one, a fork none."""
+    return max(1, len(job.token_ids)) if isinstance(job, AppendJob) else 0
+
+
+def _prefill_tokens(job: CountedJob) -> int:
+    """Tokens that count for the prefill rate: of new sequences and of appends of more than one token."""
+    if not isinstance(job, AppendJob) or (job.handle is not None and len(job.token_ids) == 1):
+        return 0
+    return len(job.token_ids)
+
+
+def _clamped(seconds: float) -> float:
+    return min(max(seconds, _MIN_RETRY_S), _MAX_RETRY_S)

@@ -1,0 +1,122 @@
+"""Pace: how many prefill rows fit the next step, so that who decodes does not pay for who prefills.
+
+Time of a step, as it is modelled and measured::
+
+    step_s = decode_s(decode rows) + row_s * prefill rows
+             -------------------     -----
+             steps without prefills  what the others took longer
+
+A decode waits for the step that runs when it arrives, then takes part in one. With ``prefill_s = budget - decode_s -
+waited`` the two together stay below the longest step plus a decode step, whatever the length of the prompts.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+MIN_PREFILL_ROWS: Final = 16
+"""Prefills get at least this many rows in a step, or a prompt would never end."""
+
+_ACTIVE_S: Final = 1.0
+"""Somebody decodes when a decode ran within this time; prefills that are alone are not held back."""
+_LATE_SHARE: Final = 0.25
+"""Part of the time for prefills that they keep however long a decode has waited."""
+_NUM_FIRST: Final = 2
+_NUM_MIXED: Final = 32
+_MAX_RISE: Final = 8.0
+_MIN_PREFILL_SHARE: Final = 0.125
+
+
+class Pace:
+    """Measures steps and says how many prefill rows the next one may have.
+
+    Both figures err towards short steps. ``decode_s`` falls to a faster step at once and rises slowly: it is what a
+    decode step takes when nothing disturbs it. ``row_s`` rises fast and falls slowly. One slow step (a page fault, the
+    first one) counts for at most ``_MAX_RISE`` times the figure so far, and is made good by the next few.
+
+    ``decode_s`` is kept for each power of two of decode rows. A mixed step tells nothing of it, so prefills are left
+    out of a step where it is not known yet, and of one in ``_NUM_MIXED``.
+
+    Args:
+        max_step_time_s: Longest step that prefill rows may make; None: twice a decode step.
+    """
+
+    def __init__(self, max_step_time_s: float | None) -> None:
+        self._max_step_time_s = max_step_time_s
+        self._decode_s: dict[int, float] = {}
+        self._num_alone: dict[int, int] = {}
+        self._num_mixed: dict[int, int] = {}
+        self._row_s: float | None = None
+        self._reach = MIN_PREFILL_ROWS
+        self._last_size = 0
+        self._active_until = 0.0
+
+    def prefill_rows(self, decode_rows: int, waited_s: float, now: float) -> int | None:
+        """Return the most prefill rows of the next step; None: as many as there is room for.
+
+        Args:
+            decode_rows: Rows that decode in it. 0 only where there are none: the answer is then at least 1.
+            waited_s: How long the one that waits longest has waited.
+            now: Monotonic seconds.
+        """
+        if not decode_rows and now >= self._active_until:
+            return None
+        size = decode_rows.bit_length() or self._last_size
+        if decode_rows and self._is_unsure(size):
+            return 0
+        decode_s = self._decode_s.get(size, 0.0)
+        spare_s = (2.0 * decode_s if self._max_step_time_s is None else self._max_step_time_s) - decode_s
+        prefill_s = max(spare_s - waited_s, spare_s * _LATE_SHARE)
+        return self._rows_in(prefill_s)
+
+    def ran(self, decode_rows: int, prefill_rows: int, step_s: float, now: float) -> None:
+        """Learn from a step that has just been run."""
+        size = decode_rows.bit_length()
+        if decode_rows:
+            self._last_size = size
+            self._active_until = now + _ACTIVE_S
+        if prefill_rows:
+            self._num_mixed[size] = self._num_mixed.get(size, 0) + 1
+            self._learn_row(self._base_s(size), prefill_rows, step_s)
+        else:
+            self._learn_decode(size, step_s)
+
+    def _is_unsure(self, size: int) -> bool:
+        """Whether the time of this many decodes alone has to be measured again."""
+        return self._num_alone.get(size, 0) < _NUM_FIRST or self._num_mixed.get(size, 0) >= _NUM_MIXED
+
+    def _rows_in(self, prefill_s: float) -> int:
+        """Rows that take ``prefill_s``; at most twice as many as were ever measured together."""
+        if self._row_s is None:
+            return MIN_PREFILL_ROWS
+        most = 2 * self._reach
+        if self._row_s * most <= prefill_s:
+            return most
+        return max(MIN_PREFILL_ROWS, int(prefill_s / self._row_s))
+
+    def _base_s(self, size: int) -> float:
+        """What the step would have taken without its prefill rows."""
+        if size:
+            return self._decode_s.get(size, 0.0)
+        return min(self._decode_s.values(), default=0.0)
+
+    def _learn_decode(self, size: int, step_s: float) -> None:
+        known = self._decode_s.get(size)
+        if not known or step_s <= known:
+            self._decode_s[size] = step_s
+        else:
+            self._decode_s[size] = known + (min(step_s, _MAX_RISE * known) - known) / 8
+        self._num_alone[size] = self._num_alone.get(size, 0) + 1
+        self._num_mixed[size] = 0
+
+    def _learn_row(self, base_s: float, num_rows: int, step_s: float) -> None:
+        sample = max(step_s - base_s, step_s * _MIN_PREFILL_SHARE) / num_rows
+        weight = min(1.0, num_rows / MIN_PREFILL_ROWS)  # of a few rows it is mostly noise
+        known = self._row_s
+        if not known:
+            self._row_s = sample
+        elif sample > known:
+            self._row_s = known + weight * (min(sample, _MAX_RISE * known) - known) / 2
+        else:
+            self._row_s = known + weight * (sample - known) / 4
+        self._reach = max(self._reach, num_rows)

@@ -152,13 +152,19 @@ def _make_engine(
         fingerprint=info.model.fingerprint,
         max_context=info.model.max_context,
         max_ttl_s=config.max_ttl_s,
+        limits_of=state.limits_of,
     )
-    settings = EngineSettings(max_step_rows=config.max_step_rows, max_fork_count=state.limits.max_fork_count)
+    settings = EngineSettings(
+        max_step_rows=config.max_step_rows,
+        max_step_time_s=config.max_step_time_s,
+        max_waiting_jobs=config.max_waiting_jobs,
+        max_fork_count=state.limits.max_fork_count,
+    )
 
     def on_failure() -> None:
         loop.call_soon_threadsafe(failed.set)
 
-    return Engine(executor, store, settings, loop.call_soon_threadsafe, on_failure)
+    return Engine(executor, store, settings, loop.call_soon_threadsafe, on_failure, limits_of=state.limits_of)
 
 
 def _serving(config: ServerConfig, state: ServerState, engine: Engine, loaded: LoadedExecutor) -> Serving:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import TypeVar
@@ -16,7 +17,12 @@ from ferrule_client._wire import Wire
 from ferrule_client.errors import CallCancelledError, ExecutorError, UnsupportedError
 from ferrule_client.types import Capabilities, ModelInfo, TlsConfig
 
-__all__ = ["USE_DEFAULT", "Connection", "Timeout", "UseDefault"]
+__all__ = ["REQUEST_IDS", "USE_DEFAULT", "Connection", "Timeout", "UseDefault"]
+
+_log = logging.getLogger(__name__)
+
+REQUEST_IDS = "request_id"
+"""The feature of a server that makes the sequences of one request id once."""
 
 _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")
@@ -72,9 +78,29 @@ class Connection:
         _check.seconds("timeout", timeout)
         return None if timeout == math.inf else timeout
 
-    def attempts(self, timeout: Timeout, *, creates: bool = False) -> Attempts:
+    def attempts(
+        self, timeout: Timeout, *, creates: bool = False, has_request_id: bool = False, is_patient: bool = False
+    ) -> Attempts:
         """Return the deadline and the retries of one call."""
-        return Attempts(self._retry, self.resolve(timeout), creates=creates)
+        limit_s = self.resolve(timeout)
+        return Attempts(self._retry, limit_s, creates=creates, has_request_id=has_request_id, is_patient=is_patient)
+
+    def wait(self, attempts: Attempts, error: ExecutorError, cause: grpc.RpcError | None = None) -> None:
+        """Wait before the next attempt.
+
+        Whether the server honours request ids is asked for only here, when a creation has broken, and once.
+
+        Args:
+            attempts: Those of the call.
+            error: What the last one failed with.
+            cause: The gRPC error behind it.
+
+        Raises:
+            ExecutorError: ``error``, if there is to be no further attempt.
+        """
+        if attempts.needs_to_know(error):
+            attempts.learn(has_request_ids=self._has_request_ids(attempts))
+        self.sleep(attempts.pause_s(error, cause))
 
     def sleep(self, seconds: float) -> None:
         """Wait before another attempt."""
@@ -87,6 +113,7 @@ class Connection:
         *,
         timeout: Timeout = USE_DEFAULT,
         creates: bool = False,
+        has_request_id: bool = False,
     ) -> _Reply:
         """Run one call, again if that is safe.
 
@@ -94,7 +121,8 @@ class Connection:
             method: A method of one of the stubs.
             request: Its request.
             timeout: Seconds for all attempts together.
-            creates: True: the call makes new sequences, so that only one that never ran may be tried again.
+            creates: True: the call makes new sequences.
+            has_request_id: True: such a call carries an id, the same in all its attempts.
 
         Returns:
             The reply.
@@ -102,7 +130,12 @@ class Connection:
         Raises:
             ExecutorError: The call failed for good.
         """
-        attempts = self.attempts(timeout, creates=creates)
+        return self.run(method, request, self.attempts(timeout, creates=creates, has_request_id=has_request_id))
+
+    def run(
+        self, method: grpc.UnaryUnaryMultiCallable[_Request, _Reply], request: _Request, attempts: Attempts
+    ) -> _Reply:
+        """Run one call as ``unary`` does, with attempts that may be under way already."""
         while True:
             if self.is_closed:
                 text = "the client is closed; what it left on the server lives there until the leases end"
@@ -110,30 +143,28 @@ class Connection:
             try:
                 reply = self.wire.call(method, request, attempts.remaining())
             except grpc.RpcError as error:
-                self.sleep(attempts.pause_s(self.typed(error), error))
+                self.wait(attempts, self.typed(error), error)
                 continue
             if reply is not None:
                 return reply
-            self.sleep(attempts.pause_s(no_answer(is_late=attempts.remaining() == 0)))
+            self.wait(attempts, no_answer(is_late=attempts.remaining() == 0))
 
     def typed(self, error: grpc.RpcError) -> ExecutorError:
         """Return our error for one of gRPC's; where nobody listens, it names the address."""
         ours = error_from_call(error)
         return no_server(self.target, ours.message) if ours.reason == "CONNECTION_FAILED" else ours
 
-    def model_info(self, timeout: Timeout = USE_DEFAULT) -> ModelInfo:
+    def model_info(self, timeout: Timeout = USE_DEFAULT, *, is_patient: bool = False) -> ModelInfo:
         """Return the model's description, asked for once: it does not change while the server runs."""
         if self._model_info is None:
-            reply = self.unary(self.executor.GetModelInfo, executor_pb2.GetModelInfoRequest(), timeout=timeout)
+            attempts = self.attempts(timeout, is_patient=is_patient)
+            reply = self.run(self.executor.GetModelInfo, executor_pb2.GetModelInfoRequest(), attempts)
             self._model_info = _convert.model_info_from_message(reply.info)
         return self._model_info
 
     def capabilities(self, timeout: Timeout = USE_DEFAULT) -> Capabilities:
         """Return what the server can do, asked for once."""
-        if self._capabilities is None:
-            reply = self.unary(self.executor.GetCapabilities, executor_pb2.GetCapabilitiesRequest(), timeout=timeout)
-            self._capabilities = _convert.capabilities_from_message(reply.capabilities)
-        return self._capabilities
+        return self._capabilities or self._ask_capabilities(self.attempts(timeout))
 
     def require(self, feature: str, timeout: Timeout = USE_DEFAULT) -> None:
         """Make sure that the server has a feature.
@@ -146,13 +177,27 @@ class Connection:
             metadata = {"feature": feature}
             raise UnsupportedError(grpc.StatusCode.UNIMPLEMENTED, "FEATURE_UNSUPPORTED", text, metadata)
 
-    def decode_text(self, token_ids: Sequence[int]) -> tuple[str, bool]:
+    def decode_text(self, token_ids: Sequence[int], *, is_patient: bool = False) -> tuple[str, bool]:
         """Return the text of tokens without special ones, and whether it ends inside a character."""
         request = tokenizer_pb2.TokenizerServiceDecodeRequest(token_ids=token_ids, skip_special_tokens=True)
-        reply = self.unary(self.tokenizer.Decode, request)
+        reply = self.run(self.tokenizer.Decode, request, self.attempts(USE_DEFAULT, is_patient=is_patient))
         return reply.text, reply.ends_mid_character
 
     def close(self) -> None:
         """Close the channel; calls under way are cancelled. Closing twice changes nothing."""
         self.is_closed = True
         self.wire.close()
+
+    def _ask_capabilities(self, attempts: Attempts) -> Capabilities:
+        reply = self.run(self.executor.GetCapabilities, executor_pb2.GetCapabilitiesRequest(), attempts)
+        self._capabilities = _convert.capabilities_from_message(reply.capabilities)
+        return self._capabilities
+
+    def _has_request_ids(self, attempts: Attempts) -> bool:
+        """Tell whether the server honours request ids; no, if it cannot be asked in the time that is left."""
+        try:
+            capabilities = self._capabilities or self._ask_capabilities(attempts.rest())
+        except ExecutorError as error:
+            _log.debug("capabilities unknown after a broken creation reason=%s", error.reason)
+            return False
+        return REQUEST_IDS in capabilities.features

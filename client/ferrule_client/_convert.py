@@ -25,6 +25,7 @@ __all__ = [
     "check_handle",
     "draft_probs_to_message",
     "duration",
+    "granted_ttl_s",
     "handle_from_message",
     "handle_to_message",
     "lease_from_message",
@@ -248,6 +249,11 @@ def verification_from_message(message: executor_pb2.VerifyOutput) -> t.Verificat
         next_token=message.next_token if message.HasField("next_token") else None,
         row_handles=tuple(handle_from_message(handle) for handle in message.row_handles),
     )
+
+
+def granted_ttl_s(message: executor_pb2.PrefillOutput | cache_pb2.ForkCacheResponse) -> float | None:
+    """Return the lease that a new sequence was granted, in seconds, or None if the server does not say."""
+    return message.ttl.ToNanoseconds() / 1e9 if message.HasField("ttl") else None
 
 
 def lease_from_message(message: cache_pb2.Lease) -> t.Lease:

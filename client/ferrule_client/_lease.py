@@ -12,20 +12,25 @@ from ferrule_client._tip import Tip
 from ferrule_client.errors import ExecutorError
 from ferrule_client.types import Handle, Lease
 
-__all__ = ["FIRST_RENEWAL_S", "LeaseKeeper"]
+__all__ = ["LeaseKeeper", "Renew", "call_timeout_s", "lease_s", "pause_s"]
 
 _log = logging.getLogger(__name__)
 
-# No lease is shorter than 5 s, so a first renewal after a third of that is early enough for each, and its answer
-# says how long the lease really is. What lives shorter than this never costs a call.
-FIRST_RENEWAL_S = 5.0 / 3
-_AFTER_FAILURE_S = 1.0
+# No lease is shorter than 5 s, so where the server has not said how long it is, a first renewal after a third of that
+# is early enough, and its answer says it. What lives shorter than this never costs a call.
+_MIN_LEASE_S = 5.0
+_MAX_CALL_S = 5.0
+_MIN_CALL_S = 0.5
+_MAX_PAUSE_S = 1.0
 
-Renew = Callable[[Sequence[Handle]], Sequence[Lease | ExecutorError]]
+Renew = Callable[[Sequence[Handle], float], Sequence[Lease | ExecutorError]]
+"""Renews leases in one call of at most so many seconds."""
 
 
 class LeaseKeeper:
     """Renews the lease of each registered sequence at a third of its length.
+
+    A renewal may take as long again, so one that hangs in a dead connection leaves a third of the lease for the next.
 
     Invariant: a thread runs if and only if a sequence is registered and the keeper is open (it may take a moment to
     end). It is a daemon and holds sequences weakly, so it keeps neither them nor the process alive.
@@ -42,11 +47,11 @@ class LeaseKeeper:
         self._is_closed = False
 
     def add(self, tip: Tip) -> None:
-        """Keep a sequence from now on."""
+        """Keep a sequence from now on, its lease being new. Adding it again only begins anew."""
         with self._condition:
             if self._is_closed:
                 return
-            self._due[tip] = time.monotonic() + FIRST_RENEWAL_S
+            self._due[tip] = time.monotonic() + lease_s(tip) / 3
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="ferrule-keep-alive", daemon=True)
                 self._thread.start()
@@ -87,18 +92,32 @@ class LeaseKeeper:
             return None
 
     def _renew_all(self, tips: Sequence[Tip]) -> None:
+        handles = [tip.handle for tip in tips]
         try:
-            results = self._renew([tip.handle for tip in tips])
+            results = self._renew(handles, call_timeout_s(tips))
         except ExecutorError as error:
             _log.debug("keep-alive failed reason=%s caches=%d", error.reason, len(tips))
-            self._schedule(dict.fromkeys(tips, _AFTER_FAILURE_S))
+            self._schedule(dict.fromkeys(tips, pause_s(tips)))
             return
-        lost = [tip for tip, result in zip(tips, results, strict=True) if isinstance(result, ExecutorError)]
-        self._schedule(
-            {tip: result.ttl_s / 3 for tip, result in zip(tips, results, strict=True) if isinstance(result, Lease)}
-        )
-        for tip in lost:  # the next call on it says why
-            _log.debug("keep-alive lost handle_id=%s", tip.handle.handle_id)
+        with self._condition:
+            for tip, handle, result in zip(tips, handles, results, strict=True):
+                self._take(tip, handle, result)
+
+    def _take(self, tip: Tip, handle: Handle, result: Lease | ExecutorError) -> None:
+        """Note what became of the renewal of one sequence; with the lock held, so that ``add`` comes before or after.
+
+        Args:
+            tip: Its tip now.
+            handle: What was renewed. The tip may have moved to another sequence meanwhile, and is due as it is.
+            result: The answer.
+        """
+        if tip.handle.cache_id != handle.cache_id:
+            return
+        if isinstance(result, Lease):
+            tip.ttl_s = result.ttl_s
+            self._schedule({tip: result.ttl_s / 3})
+        else:  # the next call on it says why
+            _log.debug("keep-alive lost handle_id=%s reason=%s", handle.handle_id, result.reason)
             self.remove(tip)
 
     def _schedule(self, waits_s: dict[Tip, float]) -> None:
@@ -107,3 +126,18 @@ class LeaseKeeper:
             for tip, wait_s in waits_s.items():
                 if tip in self._due:
                     self._due[tip] = now + wait_s
+
+
+def lease_s(tip: Tip) -> float:
+    """Return the length of a sequence's lease as far as it is known, in seconds."""
+    return _MIN_LEASE_S if tip.ttl_s is None else tip.ttl_s
+
+
+def call_timeout_s(tips: Sequence[Tip]) -> float:
+    """Return the seconds that one renewal may take, so that there is time for others after one that hangs."""
+    return max(_MIN_CALL_S, min(_MAX_CALL_S, min(map(lease_s, tips)) / 3))
+
+
+def pause_s(tips: Sequence[Tip]) -> float:
+    """Return the seconds to wait after a renewal that failed."""
+    return min(_MAX_PAUSE_S, min(map(lease_s, tips)) / 10)

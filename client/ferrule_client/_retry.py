@@ -9,9 +9,13 @@ from dataclasses import dataclass
 import grpc
 
 from ferrule_client._status import is_transport_break
-from ferrule_client.errors import ExecutorError, StartingError
+from ferrule_client.errors import DrainingError, ExecutorError, ResourceExhaustedError, StartingError
 
-__all__ = ["Attempts", "RetrySettings"]
+__all__ = ["Attempts", "RetrySettings", "wait_s"]
+
+# Refusals that pass by themselves, while the caller does nothing. The others of their kind (blocks, handles, KV
+# tokens) end when somebody releases something, and that is the caller's to decide.
+_PASSING = ("QUEUE_FULL", "QUOTA_PREFILL_RATE", "QUOTA_QUEUED_ROWS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +23,10 @@ class RetrySettings:
     """When to try again, and how fast.
 
     Attributes:
-        max_retries: Tries after the first that a broken connection is worth. A server that is still loading its
-            model is waited for until the deadline, whatever this says.
+        max_retries: Tries after the first that a broken connection or a full queue is worth. A server that is still
+            loading its model is waited for until the deadline, whatever this says.
         first_backoff_s: Wait before the first retry, in seconds; it doubles each time.
-        max_backoff_s: Longest wait, in seconds.
+        max_backoff_s: Longest wait, in seconds, but for one that the server itself asks for.
     """
 
     max_retries: int = 5
@@ -33,28 +37,60 @@ class RetrySettings:
 class Attempts:
     """One call's deadline and its retries: decides, and leaves the waiting to the caller, sync or async.
 
-    Only two things are tried again: a connection that broke (UNAVAILABLE, or INTERNAL with RST_STREAM, which is what
-    a proxy makes of a dead server, both without details of ours), and a server that is still starting. Both are safe
-    for everything that only reads, and for appends, truncates and releases, which replay. A call that makes a new
-    sequence is only tried again when it certainly never ran: the connection was refused, or the server says it is
-    starting.
+    Tried again are a connection that broke (UNAVAILABLE, or INTERNAL with RST_STREAM, which is what a proxy makes of
+    a dead server, both without details of ours), a server that is still starting, and a refusal that passes by itself
+    and says when (a full queue, a rate). The last two certainly did not run. After a break nobody knows, so what is
+    repeated must be safe to repeat: everything that only reads is, and so are appends, truncates and releases, which
+    replay. A call that makes new sequences is if it carries a request id and the server honours those; otherwise it
+    is repeated only if the connection was refused, so that it certainly never ran.
 
     Args:
         settings: When to try again.
         timeout: Seconds for all attempts together; None means no limit.
         creates: True: the call makes new sequences.
+        has_request_id: True: such a call carries an id, the same in all its attempts.
+        is_patient: True: a server that went away or goes down is waited for until the deadline.
     """
 
-    def __init__(self, settings: RetrySettings, timeout: float | None, *, creates: bool) -> None:
+    def __init__(
+        self,
+        settings: RetrySettings,
+        timeout: float | None,
+        *,
+        creates: bool = False,
+        has_request_id: bool = False,
+        is_patient: bool = False,
+    ) -> None:
         self._settings = settings
         self._deadline = None if timeout is None else time.monotonic() + timeout
-        self._creates = creates
+        self._is_repeatable: bool | None = (
+            None if creates and has_request_id else not creates
+        )  # None: the server decides
+        self.is_patient = is_patient
         self._num_retries = 0
         self._backoff_s = settings.first_backoff_s
 
     def remaining(self) -> float | None:
         """Return the seconds left, at least 0, or None without a limit."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
+    def rest(self, *, creates: bool = False, has_request_id: bool = False) -> Attempts:
+        """Return the retries of another call, as patient as this one, within the time that is left."""
+        return Attempts(
+            self._settings,
+            self.remaining(),
+            creates=creates,
+            has_request_id=has_request_id,
+            is_patient=self.is_patient,
+        )
+
+    def needs_to_know(self, error: ExecutorError) -> bool:
+        """Tell whether a retry hangs on one thing: whether the server honours request ids. Then ``learn`` it."""
+        return self._is_repeatable is None and _may_have_run(error)
+
+    def learn(self, *, has_request_ids: bool) -> None:
+        """Take note whether the server honours request ids."""
+        self._is_repeatable = has_request_ids
 
     def pause_s(self, error: ExecutorError, cause: grpc.RpcError | None = None) -> float:
         """Return the seconds to wait before the next attempt.
@@ -69,6 +105,7 @@ class Attempts:
         if not self._is_worth_retrying(error):
             raise error from _worth_showing(error, cause)
         pause_s = self._backoff_s * random.uniform(0.5, 1.0)  # noqa: S311 - jitter needs no secrecy
+        pause_s += wait_s(error) or 0.0
         self._backoff_s = min(2 * self._backoff_s, self._settings.max_backoff_s)
         remaining = self.remaining()
         if remaining is not None and remaining <= pause_s:
@@ -78,10 +115,25 @@ class Attempts:
     def _is_worth_retrying(self, error: ExecutorError) -> bool:
         if isinstance(error, StartingError):
             return True
-        self._num_retries += 1
-        if not is_transport_break(error) or self._num_retries > self._settings.max_retries:
+        if _may_have_run(error) and not self._is_repeatable:
             return False
-        return not self._creates or error.reason == "CONNECTION_FAILED"
+        if self.is_patient and (is_transport_break(error) or isinstance(error, DrainingError)):
+            return True
+        self._num_retries += 1
+        is_passing = is_transport_break(error) or wait_s(error) is not None
+        return is_passing and self._num_retries <= self._settings.max_retries
+
+
+def _may_have_run(error: ExecutorError) -> bool:
+    """Tell whether a connection broke after the request may have left."""
+    return is_transport_break(error) and error.reason != "CONNECTION_FAILED"
+
+
+def wait_s(result: object) -> float | None:
+    """Return the seconds after which a passing refusal asks to try again, or None where something is none."""
+    if isinstance(result, ResourceExhaustedError) and result.reason in _PASSING:
+        return result.retry_after_s
+    return None
 
 
 def _worth_showing(error: ExecutorError, cause: grpc.RpcError | None) -> grpc.RpcError | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import grpc
+import grpc.aio
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -68,6 +69,12 @@ BY_CODE: dict[grpc.StatusCode, type[e.ExecutorError]] = {
 }
 """Class for a reason this client does not know."""
 
+# SLOW_CONSUMER ends a whole stream: what was under way on it ran, and only its answers were thrown away.
+_UNCLEAR = (e.CallCancelledError, e.DeadlineExceededError, e.InternalError, e.SlowConsumerError, e.UnavailableError)
+
+# What a proxy makes of a dead server, and grpc.aio of a frame that could not be written any more.
+_BROKEN = ("RST_STREAM", "Internal error from Core")
+
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 # Texts of gRPC core for a call that never left this machine. They have been stable for years; were one to change,
@@ -83,8 +90,23 @@ _WHY_NOT = (
     ("domain name not found", "name not found"),
     ("unreachable", "network unreachable"),
     ("timed out", "timed out"),
+    ("certificate_verify_failed", "its certificate is not trusted"),
+    ("peer name", "its certificate is for another name"),
+    ("hostname verification", "its certificate is for another name"),
+    ("wrong_version_number", "it does not speak TLS"),
     ("ssl", "TLS handshake failed"),
+    ("socket closed", "it hung up"),
+    ("connection reset", "it hung up"),
 )
+
+# A server that refuses a TLS handshake tells gRPC nothing but that it hung up.
+_TLS_ADVICE = {
+    "its certificate is not trusted": "name the authority that signed it as root_certificates of TlsConfig, --tls-ca",
+    "its certificate is for another name": "connect by the name in it, or give that as server_name of TlsConfig",
+    "it does not speak TLS": "connect without tls",
+    "TLS handshake failed": "compare both sides' certificates",
+    "it hung up": "it may want TLS, or a client certificate that is valid and of an authority it trusts",
+}
 
 
 def error_from_call(error: object) -> e.ExecutorError:
@@ -97,7 +119,7 @@ def error_from_call(error: object) -> e.ExecutorError:
         An error whose class follows the ``ErrorInfo`` reason, or, where gRPC itself failed the call and there is
         none, a reason of the client's own.
     """
-    if not isinstance(error, grpc.Call):
+    if not isinstance(error, (grpc.Call, grpc.aio.AioRpcError)):
         return e.InternalError(grpc.StatusCode.UNKNOWN, "UNKNOWN", str(error))
     try:
         status = rpc_status.from_call(error)
@@ -139,7 +161,7 @@ def may_have_happened(error: BaseException) -> bool:
     """Tell whether a request that failed like this may still have been run: nobody said that it was not."""
     if not isinstance(error, e.ExecutorError) or type(error) is e.ExecutorError:
         return True
-    return isinstance(error, (e.CallCancelledError, e.DeadlineExceededError, e.InternalError, e.UnavailableError))
+    return isinstance(error, _UNCLEAR)
 
 
 def no_answer(*, is_late: bool) -> e.ExecutorError:
@@ -158,6 +180,9 @@ def no_server(target: str, details: str) -> e.UnavailableError:
     cause = next((short for text, short in _WHY_NOT if text in details.lower()), "cannot connect")
     text = f'no server at {target} ({cause}); start one with "ferrule serve", or name another target'
     metadata = {"target": target, "cause": cause, "details": details}
+    if (advice := _TLS_ADVICE.get(cause)) is not None:
+        text = f"the server at {target} cannot be used: {cause}; {advice}"
+        metadata["advice"] = advice
     return e.UnavailableError(grpc.StatusCode.UNAVAILABLE, "CONNECTION_FAILED", text, metadata)
 
 
@@ -172,7 +197,7 @@ def _without_details(code: grpc.StatusCode, message: str) -> e.ExecutorError:
     reason = code.name
     if code is grpc.StatusCode.UNAVAILABLE:
         reason = "CONNECTION_FAILED" if any(text in message for text in _NEVER_SENT) else "CONNECTION_LOST"
-    elif code is grpc.StatusCode.INTERNAL and "RST_STREAM" in message:
+    elif code is grpc.StatusCode.INTERNAL and any(text in message for text in _BROKEN):
         reason = "CONNECTION_LOST"
     elif code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in message:
         reason = "MESSAGE_TOO_LARGE"

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from ferrule.v1 import executor_pb2
+from ferrule.v1 import executor_pb2, types_pb2
 from ferrule_client import _convert
+from ferrule_client._messages import new_request_id
 from ferrule_client._status import may_have_happened
-from ferrule_client.errors import DeadlineExceededError
+from ferrule_client._token_log import TokenLog
+from ferrule_client.errors import DeadlineExceededError, ExecutorError, HandleNotFoundError
 from ferrule_client.policy import Policy, seeded
-from ferrule_client.types import Handle, OnStale, Output
+from ferrule_client.types import Handle, OnStale, Output, Verification
 
 __all__ = ["Tip"]
 
@@ -31,25 +33,62 @@ class Tip:
         doubts: Tokens of appends whose answer never came: behind ``handle`` stands one of them, a beginning of one
             (a verify that took some of its drafts), or nothing. An append that succeeds ends them.
         is_released: True: the sequence is gone, or no longer ours.
-        recent: The newest token ids up to ``handle``, as far as they passed through here, at most 8. They give a
-            detokenizer its left context.
+        log: The token ids up to ``handle``, as far as they are known.
+        ttl_s: The granted lease in seconds, or None if the server has not said it.
+        num_recoveries: Times the sequence was lost and its tokens were prefilled into a new one.
     """
 
-    __slots__ = ("__weakref__", "doubts", "handle", "is_released", "last", "pending", "recent")
+    __slots__ = (
+        "__weakref__",
+        "doubts",
+        "handle",
+        "is_released",
+        "last",
+        "log",
+        "num_recoveries",
+        "pending",
+        "ttl_s",
+    )
 
-    def __init__(self, handle: Handle, *, last: Output | None = None, recent: Sequence[int] = ()) -> None:
+    def __init__(
+        self, handle: Handle, *, last: Output | None = None, log: TokenLog | None = None, ttl_s: float | None = None
+    ) -> None:
         self.handle = handle
         self.last = last
         self.pending: tuple[int, ...] = ()
         self.doubts: frozenset[tuple[int, ...]] = frozenset()
         self.is_released = False
-        self.recent = tuple(recent[-_NUM_RECENT:])
+        self.log = TokenLog(start=handle.length) if log is None else log
+        self.ttl_s = ttl_s
+        self.num_recoveries = 0
 
-    def branch(self, handle: Handle, *, at_tip: bool) -> Tip:
+    @property
+    def recent(self) -> tuple[int, ...]:
+        """The newest token ids up to ``handle``, at most 8: the left context of a detokenizer."""
+        return self.log.tail(_NUM_RECENT)
+
+    @property
+    def token_ids(self) -> list[int] | None:
+        """The token ids that ``handle`` covers, or None if some of them never passed through here."""
+        return self.log.to_list() if self.log.is_whole else None
+
+    def branch(self, handle: Handle, *, at_tip: bool, ttl_s: float | None = None) -> Tip:
         """Return the tip of a branch; one that starts at the tip takes the pending tokens along."""
-        tip = Tip(handle, last=self.last if at_tip else None, recent=self.recent if at_tip else ())
+        log = self.log.branch(handle.length)
+        tip = Tip(handle, last=self.last if at_tip else None, log=log, ttl_s=ttl_s)
         tip.pending = self.pending if at_tip else ()
         return tip
+
+    def child(self, output: Output, log: TokenLog) -> Tip:
+        """Return the tip of a branch that an append made.
+
+        Args:
+            output: What the server answered.
+            log: Its token ids.
+        """
+        if log.end != output.handle.length:
+            log.forget(output.handle.length)
+        return Tip(output.handle, last=output, log=log, ttl_s=self.ttl_s)
 
     def decode_input(
         self, tokens: Sequence[int], policy: Policy | None, on_stale: OnStale = "fail"
@@ -59,14 +98,24 @@ class Tip:
         Raises:
             RuntimeError: The sequence was released.
         """
+        stale = _convert.stale_to_message(on_stale)
+        return executor_pb2.DecodeInput(
+            request_id=new_request_id() if stale == types_pb2.STALE_POLICY_FORK else "",
+            input_ids=[*self.pending, *tokens],
+            kv_cache=_convert.handle_to_message(self.live_handle()),
+            logits_policy=_convert.policy_to_message(seeded(policy)),
+            on_stale=stale,
+        )
+
+    def live_handle(self) -> Handle:
+        """Return the handle of a sequence that is still ours.
+
+        Raises:
+            RuntimeError: It was released.
+        """
         if self.is_released:
             raise RuntimeError(f"the sequence of {self.handle!r} was released")
-        return executor_pb2.DecodeInput(
-            input_ids=[*self.pending, *tokens],
-            kv_cache=_convert.handle_to_message(self.handle),
-            logits_policy=_convert.policy_to_message(seeded(policy)),
-            on_stale=_convert.stale_to_message(on_stale),
-        )
+        return self.handle
 
     @contextmanager
     def sending(self, sent: Sequence[int]) -> Iterator[None]:
@@ -104,8 +153,27 @@ class Tip:
         self.handle = output.handle
         self.last = output
         self.pending = tuple(pending)
-        self.recent = (*self.recent, *appended)[-_NUM_RECENT:]
+        self.log.extend(appended)
+        if self.log.end != output.handle.length:  # what the server holds decides; a text that differs is no text
+            self.log.forget(output.handle.length)
         return output
+
+    def verified(
+        self, certain: Sequence[int], drafts: Sequence[int], parents: Sequence[int], verification: Verification
+    ) -> Verification:
+        """Take over the state after a verify and return what it brought; its next token is pending from here on.
+
+        Args:
+            certain: The tokens that went into the sequence before the drafts.
+            drafts: The drafts.
+            parents: Row that each draft follows; empty: a chain.
+            verification: What the server answered.
+        """
+        output, next_token = verification.output, verification.next_token
+        num_held = max(0, output.handle.length - self.handle.length - len(certain))
+        path = [drafts[row - 1] for row in verification.accepted_indices] if parents else drafts
+        self.moved([*certain, *path[:num_held]], output, pending=() if next_token is None else (next_token,))
+        return verification
 
     def cut(self, handle: Handle) -> None:
         """Take over the state after a truncate: exactly the tokens of ``handle``, nothing pending."""
@@ -113,7 +181,25 @@ class Tip:
         self.last = None
         self.pending = ()
         self.doubts = frozenset()
-        self.recent = ()
+        self.log.cut(handle.length)
+
+    def learn(self, handle: Handle, token_ids: Sequence[int]) -> None:
+        """Take note of the tokens of a state that the server told; those of another state than ours say nothing."""
+        if handle == self.handle and not self.log.is_whole:
+            self.log = TokenLog(token_ids)
+
+    def revive(self, handle: Handle, ttl_s: float | None) -> None:
+        """Take over a new sequence of the very same tokens. What was pending still is."""
+        self.handle = handle
+        self.ttl_s = ttl_s
+        self.doubts = frozenset()
+        self.num_recoveries += 1
+
+    def tell(self, error: ExecutorError) -> None:
+        """Put on an error that says the sequence is gone what it takes to prefill it again."""
+        if isinstance(error, HandleNotFoundError):
+            error.token_ids = self.token_ids
+            error.pending = self.pending
 
     def _doubts_after(self, appended: tuple[int, ...], output: Output) -> frozenset[tuple[int, ...]]:
         """Return what is still in doubt: of appends that were repeated in part, the rest."""

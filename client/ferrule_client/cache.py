@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 import warnings
 from collections.abc import Sequence
 from types import TracebackType
-from typing import NoReturn, get_args
+from typing import NoReturn, TypeVar
 
 import grpc
 import numpy as np
 import numpy.typing as npt
 
 from ferrule.v1 import cache_pb2, executor_pb2, types_pb2
-from ferrule_client import _check, _convert
+from ferrule_client import _check, _convert, _messages
 from ferrule_client._connection import USE_DEFAULT, Connection, Timeout
 from ferrule_client._lease import LeaseKeeper
+from ferrule_client._messages import PromptOptions, SequenceRequest
+from ferrule_client._retry import Attempts
 from ferrule_client._tip import Tip
 from ferrule_client.detokenizer import Detokenizer
-from ferrule_client.errors import ExecutorError, TruncateBeyondError
+from ferrule_client.errors import ExecutorError, HandleNotFoundError
 from ferrule_client.generation import Generation, TextGeneration
-from ferrule_client.policy import Policy, check_policy, sample
+from ferrule_client.policy import Policy
 from ferrule_client.types import Acceptance, CacheInfo, Handle, OnStale, Output, Released, Tokens, Verification
 
-__all__ = ["Cache", "check_scoring"]
+__all__ = ["Cache"]
 
 _log = logging.getLogger(__name__)
 
 _EXIT_S = 5.0
-_FAIL, _FORK, _REWIND = (_convert.stale_to_message(one) for one in get_args(OnStale))
+_OTHER_MODEL = "the server runs another model now, for which the same tokens are another state: nothing was recovered"
+
+_Request = TypeVar("_Request", bound=SequenceRequest)
+_Reply = TypeVar("_Reply")
 
 
 class Cache:
@@ -52,16 +59,31 @@ class Cache:
     again, which is answered as a replay and doubles nothing; or go on with others: the cache makes the server drop what
     landed of the first ones, and nothing else. ``truncate(cache.length)`` drops it at once.
 
+    **Loss.** A sequence can be gone: its lease ran out, or the server was started anew. Calls then raise
+    ``HandleNotFoundError``, which has the ``token_ids`` to prefill again. A cache made with ``recover=True``, and every
+    fork of it, does that by itself in the middle of any call, a loop's too, and waits until the call's timeout for a
+    server that went away. Its tokens, ``pending`` and seeds stay, so a loop goes on with the draws it would have made;
+    handles kept from before the loss are no longer good.
+
     Not safe to use from two threads at once (fork it instead); two caches of one client are.
 
     Attributes:
         tip: The state shared with streams and generations; not for callers.
     """
 
-    def __init__(self, connection: Connection, keeper: LeaseKeeper, tip: Tip, *, keep_alive: bool = True) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        keeper: LeaseKeeper,
+        tip: Tip,
+        *,
+        keep_alive: bool = True,
+        recovery: PromptOptions | None = None,
+    ) -> None:
         self._connection = connection
         self._keeper = keeper
         self._keep_alive = keep_alive
+        self._recovery = recovery
         self.tip = tip
         if keep_alive:
             keeper.add(tip)
@@ -112,9 +134,27 @@ class Cache:
         return self.tip.last
 
     @property
+    def token_ids(self) -> list[int] | None:
+        """The tokens that ``handle`` covers, as this cache knows them, without asking the server.
+
+        None for an adopted handle, until ``info(token_ids=True)`` has told them.
+        """
+        return self.tip.token_ids
+
+    @property
     def is_released(self) -> bool:
         """True: the sequence was released or given away."""
         return self.tip.is_released
+
+    @property
+    def recovers(self) -> bool:
+        """True: a lost sequence is brought back by itself; see ``recover`` of ``Client.prefill``."""
+        return self._recovery is not None
+
+    @property
+    def num_recoveries(self) -> int:
+        """Times the sequence was lost and its tokens were prefilled into a new one."""
+        return self.tip.num_recoveries
 
     def decode(
         self,
@@ -155,9 +195,8 @@ class Cache:
         """
         sent = self.prepare(tokens, policy, on_stale, timeout=timeout)
         request = executor_pb2.DecodeRequest(input=sent)
-        creates = sent.on_stale == _FORK
         with self.tip.sending(sent.input_ids):
-            reply = self._connection.unary(self._connection.executor.Decode, request, timeout=timeout, creates=creates)
+            reply = self._call(self._connection.executor.Decode, request, timeout, creates=_branches(sent))
         return self.tip.moved(sent.input_ids, _convert.output_from_message(reply.output))
 
     def query(self, policy: Policy | None = None, *, timeout: Timeout = USE_DEFAULT) -> Output:
@@ -209,19 +248,10 @@ class Cache:
             ``scores = cache.prefill(ids, policy=Policy(target_logprobs=True), all_positions=True).target_logprobs``
         """
         sent = self.prepare(tokens, policy, on_stale, timeout=timeout)
-        check_scoring(policy, len(sent.input_ids), all_positions=all_positions)
-        item = executor_pb2.PrefillInput(
-            input_ids=sent.input_ids,
-            kv_cache=sent.kv_cache,
-            logits_policy=sent.logits_policy if policy else None,
-            logits_positions=types_pb2.LOGITS_POSITIONS_ALL if all_positions else types_pb2.LOGITS_POSITIONS_LAST,
-            cache=executor_pb2.CacheOptions(ttl=_convert.duration(ttl)),
-            on_stale=sent.on_stale,
-        )
-        request = executor_pb2.PrefillRequest(input=item)
-        creates = sent.on_stale == _FORK
+        request = _messages.prefill_request(sent, policy, all_positions=all_positions, ttl=ttl)
         with self.tip.sending(sent.input_ids):
-            reply = self._connection.unary(self._connection.executor.Prefill, request, timeout=timeout, creates=creates)
+            reply = self._call(self._connection.executor.Prefill, request, timeout, creates=_branches(sent))
+        self._lease_anew(ttl, _convert.granted_ttl_s(reply.output))
         return self.tip.moved(sent.input_ids, _convert.output_from_message(reply.output))
 
     def generate(
@@ -266,17 +296,13 @@ class Cache:
             ``tokens = list(cache.generate(max_tokens=32, temperature=0.7, seed=1))``
         """
         _check.whole("max_tokens", max_tokens)
-        check_policy(policy)
-        drawn = sample(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-        if policy is not None and drawn != sample():
-            raise ValueError("give either a policy or sampling settings, not both")
-        chosen = policy or drawn
-        if chosen.selection is None:
-            raise ValueError("generating needs a policy that chooses tokens, such as greedy() or sample()")
+        chosen = _messages.generation_policy(
+            policy, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+        )
         return Generation(
             self,
             self._connection,
-            chosen.with_seed(),
+            chosen,
             max_tokens=max_tokens,
             stop_ids=frozenset(_check.token_list(stop_ids)),
             ignore_eos=ignore_eos,
@@ -337,7 +363,8 @@ class Cache:
             timeout=timeout,
         )
         context = (*self.tip.recent, *self.pending)
-        return TextGeneration(generation, Detokenizer(self._connection.decode_text, context))
+        decode_text = functools.partial(self._connection.decode_text, is_patient=self.recovers)
+        return TextGeneration(generation, Detokenizer(decode_text, context))
 
     def verify(
         self,
@@ -383,31 +410,18 @@ class Cache:
         self._connection.require("forward_verify", timeout)
         drafts = _check.token_list(draft)
         base = self.prepare(tokens, policy, on_stale, drafts=drafts, timeout=timeout)
-        if not base.input_ids:
-            text = "a verify needs a certain token, one that is not in the sequence yet: give `tokens`"
-            raise ValueError(f"{text} (after a generate or a verify it is pending and goes along by itself)")
-        rule = acceptance or ("exact" if policy is not None and policy.selection is not None else "none")
-        item = executor_pb2.VerifyInput(
-            input_ids=base.input_ids,
-            kv_cache=base.kv_cache,
-            logits_policy=base.logits_policy if policy else None,
-            on_stale=base.on_stale,
-            draft_ids=drafts,
+        request = _messages.verify_request(
+            base,
+            policy,
+            drafts,
+            acceptance=acceptance,
             parents=parents,
-            acceptance=_convert.acceptance_to_message(rule),
-            draft_probs=None if draft_probs is None else _convert.draft_probs_to_message(draft_probs),
-            return_row_handles=row_handles,
+            draft_probs=draft_probs,
+            row_handles=row_handles,
         )
-        request = executor_pb2.ForwardVerifyRequest(input=item)
-        creates = base.on_stale == _FORK
         with self.tip.sending([*base.input_ids, *drafts]):
-            reply = self._connection.unary(
-                self._connection.executor.ForwardVerify, request, timeout=timeout, creates=creates
-            )
-        verification = _convert.verification_from_message(reply.output)
-        pending = () if verification.next_token is None else (verification.next_token,)
-        self.tip.moved(base.input_ids, verification.output, pending=pending)
-        return verification
+            reply = self._call(self._connection.executor.ForwardVerify, request, timeout, creates=_branches(base))
+        return self.tip.verified(base.input_ids, drafts, parents, _convert.verification_from_message(reply.output))
 
     def fork(
         self,
@@ -425,7 +439,7 @@ class Cache:
             n: Number of branches.
             length: Branch at this many tokens. None: at the tip.
             ttl: Lease of each branch in seconds. None: that of this sequence.
-            timeout: Seconds this may take. Retried only when the request certainly never ran.
+            timeout: Seconds this may take, retries included.
 
         Returns:
             The branches; each is a sequence of its own and wants to be released.
@@ -438,18 +452,11 @@ class Cache:
         Example:
             ``with contextlib.ExitStack() as stack: branches = [stack.enter_context(b) for b in cache.fork(3)]``
         """
-        _check.whole("n", n, 1)
-        _check.whole("length", length, 1)
-        request = cache_pb2.ForkCacheRequest(
-            kv_cache=_convert.handle_to_message(self._live_handle()),
-            count=n,
-            length=length,
-            ttl=_convert.duration(ttl),
-        )
-        reply = self._connection.unary(self._connection.executor.ForkCache, request, timeout=timeout, creates=True)
-        at_tip = length is None
-        tips = [self.tip.branch(_convert.handle_from_message(one), at_tip=at_tip) for one in reply.kv_caches]
-        return [self.sibling(tip) for tip in tips]
+        request = _messages.fork_request(self.tip.live_handle(), n, length, ttl)
+        reply = self._call(self._connection.executor.ForkCache, request, timeout, creates=True)
+        at_tip, ttl_s = length is None, _convert.granted_ttl_s(reply)
+        handles = map(_convert.handle_from_message, reply.kv_caches)
+        return [self.sibling(self.tip.branch(one, at_tip=at_tip, ttl_s=ttl_s), ttl=ttl) for one in handles]
 
     def truncate(self, length: int, *, timeout: Timeout = USE_DEFAULT) -> int:
         """Shorten the sequence to exactly ``length`` tokens and return the number of blocks that became free.
@@ -470,14 +477,8 @@ class Cache:
         Example:
             ``cache.truncate(cache.length - 3)``
         """
-        handle = self._live_handle()
-        if length < 0:  # what the server says of 0, in a number that the wire cannot hold
-            text = f"cannot truncate to {length} tokens: lengths go from 1 to {handle.length}"
-            metadata = {"handle_id": handle.handle_id, "new_length": str(length), "length": str(handle.length)}
-            raise TruncateBeyondError(grpc.StatusCode.OUT_OF_RANGE, "TRUNCATE_BEYOND", text, metadata)
-        _check.whole("length", length)
-        request = cache_pb2.TruncateKvRequest(kv_cache=_convert.handle_to_message(handle), new_length=length)
-        reply = self._connection.unary(self._connection.executor.TruncateKv, request, timeout=timeout)
+        request = _messages.truncate_request(self.tip.live_handle(), length)
+        reply = self._call(self._connection.executor.TruncateKv, request, timeout)
         self.tip.cut(_convert.handle_from_message(reply.kv_cache))
         return reply.freed_blocks
 
@@ -500,12 +501,15 @@ class Cache:
             ``shared = cache.info().num_shared_blocks``
         """
         request = cache_pb2.GetCacheInfoRequest(
-            kv_cache=_convert.handle_to_message(self._live_handle()),
+            kv_cache=_convert.handle_to_message(self.tip.live_handle()),
             include_token_ids=token_ids,
             include_blocks=blocks,
         )
-        reply = self._connection.unary(self._connection.executor.GetCacheInfo, request, timeout=timeout)
-        return _convert.cache_info_from_message(reply.info)
+        reply = self._call(self._connection.executor.GetCacheInfo, request, timeout)
+        info = _convert.cache_info_from_message(reply.info)
+        if token_ids:
+            self.tip.learn(info.handle, info.token_ids)
+        return info
 
     def release(self, *, timeout: Timeout = USE_DEFAULT) -> Released:
         """End the sequence and free its blocks. Leaving ``with`` does it; releasing twice changes nothing.
@@ -562,18 +566,24 @@ class Cache:
             drafts: Tokens that are sent besides and may be appended too.
             timeout: Seconds that a look at the sequence may take, if one is needed.
         """
-        sent = self.tip.decode_input(_check.token_list(tokens), policy, on_stale)
+        ids = _check.token_list(tokens)
+        sent = self.tip.decode_input(ids, policy, on_stale)
         is_new = bool(sent.input_ids) and self.tip.contradicts([*sent.input_ids, *drafts])
-        if sent.on_stale == _FAIL and is_new and self._holds_only_doubts(timeout):
-            sent.on_stale = _REWIND
+        if is_new and sent.on_stale == types_pb2.STALE_POLICY_FAIL and self._holds_only_doubts(timeout):
+            return self.tip.decode_input(ids, policy, "rewind")
         return sent
 
-    def sibling(self, tip: Tip) -> Cache:
-        """Return a cache of its own for a branch of this one. For streams; not for callers."""
-        return Cache(self._connection, self._keeper, tip, keep_alive=self._keep_alive)
+    def sibling(self, tip: Tip, *, ttl: float | None = None) -> Cache:
+        """Return a cache of its own for a branch of this one. For streams; not for callers.
 
-    def _holds_only_doubts(self, timeout: Timeout) -> bool:
-        return self.tip.explains(self.info(token_ids=True, timeout=timeout).token_ids[self.length :])
+        Args:
+            tip: The branch.
+            ttl: The lease in seconds that was asked for, if one was.
+        """
+        recovery = self._recovery and dataclasses.replace(
+            self._recovery, ttl=self._recovery.ttl if ttl is None else ttl, reserve_length=None
+        )
+        return Cache(self._connection, self._keeper, tip, keep_alive=self._keep_alive, recovery=recovery)
 
     def give_up(self) -> Tip:
         """Mark the sequence as no longer ours and return its tip. For streams and the client; not for callers."""
@@ -581,19 +591,92 @@ class Cache:
         self.tip.is_released = True
         return self.tip
 
-    def _live_handle(self) -> Handle:
-        if self.tip.is_released:
-            raise RuntimeError(f"the sequence of {self.handle!r} was released")
-        return self.handle
+    def revive(self, error: HandleNotFoundError, attempts: Attempts) -> None:
+        """Bring a lost sequence back, as a new one of the same tokens. For streams; not for callers.
+
+        Args:
+            error: What said that it is lost.
+            attempts: Those of the call that found out; the prefill has what is left of its time.
+
+        Raises:
+            ExecutorError: ``error``, if this cache does not recover or cannot, or what the prefill failed with.
+        """
+        token_ids = self.tip.token_ids
+        if self._recovery is None or token_ids is None:
+            raise error
+        request = _messages.recovery_request(token_ids, self._recovery)
+        rest = attempts.rest(creates=True, has_request_id=True)
+        output = self._connection.run(self._connection.executor.Prefill, request, rest).output
+        handle = _convert.handle_from_message(output.kv_cache)
+        if handle.lineage != self.handle.lineage:
+            self._end(handle)
+            error.add_note(_OTHER_MODEL)
+            raise error
+        ids = self.handle.handle_id, handle.handle_id
+        _log.info("recovered handle_id=%s as=%s reason=%s length=%d", *ids, error.reason, handle.length)
+        self.tip.revive(handle, _convert.granted_ttl_s(output))
+        if self._keep_alive:
+            self._keeper.add(self.tip)
+
+    def _call(
+        self,
+        method: grpc.UnaryUnaryMultiCallable[_Request, _Reply],
+        request: _Request,
+        timeout: Timeout,
+        *,
+        creates: bool = False,
+    ) -> _Reply:
+        """Run one call on this sequence; if it is lost and this cache recovers, once more on the one that replaces it.
+
+        Args:
+            method: A method of the stub.
+            request: Its request; aimed at the new sequence if need be.
+            timeout: Seconds for everything together.
+            creates: True: the call makes new sequences.
+
+        Raises:
+            ExecutorError: It failed; one that says the sequence is lost has its tokens.
+        """
+        has_id = bool(getattr(getattr(request, "input", request), "request_id", ""))
+        attempts = self._connection.attempts(timeout, creates=creates, has_request_id=has_id, is_patient=self.recovers)
+        try:
+            return self._connection.run(method, request, attempts)
+        except HandleNotFoundError as error:
+            self.tip.tell(error)
+            self.revive(error, attempts)
+        _messages.aim(request, self.handle)
+        try:
+            return self._connection.run(method, request, attempts)
+        except HandleNotFoundError as error:
+            self.tip.tell(error)
+            raise
+
+    def _holds_only_doubts(self, timeout: Timeout) -> bool:
+        return self.tip.explains(self.info(token_ids=True, timeout=timeout).token_ids[self.length :])
+
+    def _lease_anew(self, asked_s: float | None, granted_s: float | None) -> None:
+        """Keep the sequence by its new lease, if it got one.
+
+        Args:
+            asked_s: What was asked for, in seconds; None: no other lease than before.
+            granted_s: What the server granted, or None if it does not say.
+        """
+        if self._recovery is not None and asked_s is not None:
+            self._recovery = dataclasses.replace(self._recovery, ttl=asked_s)
+        if asked_s is not None or granted_s is not None:
+            self.tip.ttl_s = granted_s
+            if self._keep_alive:
+                self._keeper.add(self.tip)
+
+    def _end(self, handle: Handle) -> None:
+        """Release a sequence that nobody wants; if that fails, its lease ends it."""
+        request = cache_pb2.ReleaseCacheRequest(kv_caches=[_convert.handle_to_message(handle)])
+        try:
+            self._connection.unary(self._connection.executor.ReleaseCache, request, timeout=_EXIT_S)
+        except ExecutorError as failure:
+            _log.debug("release failed handle_id=%s reason=%s", handle.handle_id, failure.reason)
 
 
-def check_scoring(policy: Policy | None, num_tokens: int, *, all_positions: bool) -> None:
-    """Make sure that a policy's ``target_logprobs`` has rows whose next token is known.
-
-    Raises:
-        TypeError: It is no policy.
-        ValueError: It has not: only the last of several tokens would have a row, and nothing follows that one.
-    """
-    check_policy(policy)
-    if policy is not None and policy.target_logprobs and num_tokens > 1 and not all_positions:
-        raise ValueError("target_logprobs of several tokens needs all_positions=True: nothing follows the last row")
+def _branches(sent: executor_pb2.DecodeInput) -> bool:
+    """Tell whether an append may make a new sequence."""
+    return sent.on_stale == types_pb2.STALE_POLICY_FORK

@@ -11,16 +11,18 @@ from types import TracebackType
 import grpc
 
 from ferrule.v1 import cache_pb2, executor_pb2, tokenizer_pb2, types_pb2
-from ferrule_client import _check, _convert
+from ferrule_client import _check, _convert, _messages
 from ferrule_client._connection import USE_DEFAULT, Connection, Timeout
 from ferrule_client._lease import LeaseKeeper
+from ferrule_client._messages import PromptOptions
 from ferrule_client._retry import RetrySettings
 from ferrule_client._status import error_from_status
 from ferrule_client._tip import Tip
-from ferrule_client.cache import Cache, check_scoring
+from ferrule_client._token_log import TokenLog
+from ferrule_client.cache import Cache
 from ferrule_client.detokenizer import Detokenizer
 from ferrule_client.errors import ExecutorError, StartingError, UnavailableError
-from ferrule_client.policy import Policy, seeded
+from ferrule_client.policy import Policy
 from ferrule_client.stream import Stream
 from ferrule_client.types import (
     CacheSummary,
@@ -130,12 +132,14 @@ class Client:
         publish_prefix: bool = True,
         request_id: str = "",
         keep_alive: bool = True,
+        recover: bool = False,
         timeout: Timeout = USE_DEFAULT,
     ) -> Cache:
         """Run a prompt into a new sequence and return its cache; ``cache.last`` is the prefill's own output.
 
-        Tried again only when the request certainly never ran (the connection was refused, or the server is still
-        loading): a prefill whose reply was lost would leave a second sequence behind until its lease ends.
+        Tried again after a broken connection where the server has the feature ``request_id``, which makes that safe.
+        Elsewhere only when the request certainly never ran: the connection was refused, or the server is still
+        loading. A prefill whose reply was lost would leave a second sequence behind until its lease ends.
 
         Args:
             tokens: Token ids, at least one.
@@ -146,10 +150,12 @@ class Client:
             reserve_length: Length in tokens up to which room is reserved now, so that appends cannot run out of it.
             reuse_prefix: False: do not look for the prompt in the prefix cache.
             publish_prefix: False: do not keep its blocks for later prompts.
-            request_id: Id of your own, echoed in the output; makes the call idempotent where the server has the
-                feature ``request_id``.
+            request_id: Id of your own, echoed in the output: where the server has the feature ``request_id``, the
+                same prompt with the same id is the same sequence, also from another process. Left out, one is made.
             keep_alive: False: the lease is not renewed in the background; every call on the cache still renews it.
-            timeout: Seconds this may take.
+            recover: True: when the sequence is lost later on (its lease ran out, the server was started anew), the
+                cache and its forks prefill their tokens again by themselves and go on; see ``Cache``.
+            timeout: Seconds this may take, retries included.
 
         Returns:
             The cache. Use it in ``with``, which releases the sequence at the end.
@@ -166,25 +172,16 @@ class Client:
             ``with client.prefill(ids, policy=greedy()) as cache: print(cache.last.token)``
         """
         ids = _check.token_list(tokens)
-        check_scoring(policy, len(ids), all_positions=all_positions)
-        _check.whole("reserve_length", reserve_length)
-        item = executor_pb2.PrefillInput(
-            request_id=request_id,
-            input_ids=ids,
-            logits_policy=_convert.policy_to_message(seeded(policy)),
-            logits_positions=types_pb2.LOGITS_POSITIONS_ALL if all_positions else types_pb2.LOGITS_POSITIONS_LAST,
-            cache=executor_pb2.CacheOptions(
-                ttl=_convert.duration(ttl),
-                reuse_prefix=reuse_prefix,
-                publish_prefix=publish_prefix,
-                reserve_length=reserve_length,
-            ),
+        options = PromptOptions(ttl, reserve_length, reuse_prefix, publish_prefix)
+        request = _messages.prompt_request(
+            ids, options, policy=policy, all_positions=all_positions, request_id=request_id
         )
-        request = executor_pb2.PrefillRequest(input=item)
-        reply = self._connection.unary(self._connection.executor.Prefill, request, timeout=timeout, creates=True)
+        attempts = self._connection.attempts(timeout, creates=True, has_request_id=True, is_patient=recover)
+        reply = self._connection.run(self._connection.executor.Prefill, request, attempts)
         output = _convert.output_from_message(reply.output)
-        tip = Tip(output.handle, last=output, recent=item.input_ids)
-        return Cache(self._connection, self._keeper, tip, keep_alive=keep_alive)
+        tip = Tip(output.handle, last=output, log=TokenLog(ids), ttl_s=_convert.granted_ttl_s(reply.output))
+        recovery = options if recover else None
+        return Cache(self._connection, self._keeper, tip, keep_alive=keep_alive, recovery=recovery)
 
     def adopt(self, handle: Handle, *, keep_alive: bool = True) -> Cache:
         """Return a cache for a handle that came from elsewhere; it owns the sequence from now on.
@@ -456,8 +453,8 @@ class Client:
             freed_blocks += reply.freed_blocks
         return Released(tuple(released), freed_blocks)
 
-    def _renew(self, handles: Sequence[Handle]) -> list[Lease | ExecutorError]:
-        return self.keep_alive(handles, timeout=5.0)
+    def _renew(self, handles: Sequence[Handle], timeout_s: float) -> list[Lease | ExecutorError]:
+        return self.keep_alive(handles, timeout=timeout_s)
 
 
 def _check_text(text: object) -> None:

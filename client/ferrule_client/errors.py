@@ -12,7 +12,7 @@ cache that was released or a stream used by two threads.
     |  +- RequestIdReusedError      REQUEST_ID_REUSED
     |  +- ReplyTooLargeError        REPLY_TOO_LARGE
     +- AuthError                    TOKEN_MISSING, TOKEN_INVALID, ROLE_REQUIRED
-    +- HandleNotFoundError          HANDLE_UNKNOWN; the rule: prefill again
+    +- HandleNotFoundError          HANDLE_UNKNOWN; the rule: prefill again .token_ids
     |  +- HandleExpiredError        HANDLE_EXPIRED
     |  +- EpochChangedError         EPOCH_CHANGED
     |  +- HandleLostError           HANDLE_LOST
@@ -24,7 +24,7 @@ cache that was released or a stream used by two threads.
     |  +- ContextExceededError      CONTEXT_EXCEEDED
     |  +- ExceedsPoolError          EXCEEDS_POOL
     +- ResourceExhaustedError       .retry_after_s
-    |  +- QuotaExceededError        QUOTA_*
+    |  +- QuotaExceededError        QUOTA_*; .quota, .used and .limit
     |  +- BlocksExhaustedError      KV_BLOCKS_EXHAUSTED
     |  +- QueueFullError            QUEUE_FULL
     |  +- SlowConsumerError         SLOW_CONSUMER
@@ -84,6 +84,11 @@ __all__ = [
 ]
 
 
+def _number(text: str | None) -> int | None:
+    """Return a whole number of an error's metadata, or None where there is none."""
+    return int(text) if text is not None and text.isdecimal() else None
+
+
 class ExecutorError(Exception):
     """A call failed. Root of all errors of this package.
 
@@ -107,7 +112,7 @@ class ExecutorError(Exception):
         return f"{self.message} ({self.reason})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.code, self.reason, self.message, self.metadata)
+        return type(self), (self.code, self.reason, self.message, self.metadata), self.__dict__
 
     @property
     def handle_id(self) -> str | None:
@@ -141,7 +146,23 @@ class AuthError(ExecutorError):
 
 
 class HandleNotFoundError(ExecutorError):
-    """The handle names nothing: never issued, released, or another principal's. The one rule: prefill again."""
+    """The handle names nothing: never issued, released, or another principal's. The one rule: prefill again.
+
+    Where a ``Cache`` raises it, or a stream for one, the error has what that takes::
+
+        except HandleNotFoundError as error:
+            cache = client.prefill([*error.token_ids, *error.pending])
+
+    A cache of ``client.prefill(..., recover=True)`` does it by itself.
+
+    Attributes:
+        token_ids: Token ids that the lost handle covered. None: some never passed through this cache, because it was
+            adopted (``cache.info(token_ids=True)`` in time makes them known), or the error is of no cache.
+        pending: Tokens that a loop had handed out and that were not in the KV cache yet: none, or one.
+    """
+
+    token_ids: list[int] | None = None
+    pending: tuple[int, ...] = ()
 
 
 class HandleExpiredError(HandleNotFoundError):
@@ -178,8 +199,7 @@ class HandleStaleError(ExecutorError):
     @property
     def tip_length(self) -> int | None:
         """Length of the sequence now, in tokens."""
-        value = self.metadata.get("tip_length", "")
-        return int(value) if value.isdecimal() else None
+        return _number(self.metadata.get("tip_length"))
 
 
 class OutOfRangeError(ExecutorError):
@@ -209,7 +229,26 @@ class ResourceExhaustedError(ExecutorError):
 
 
 class QuotaExceededError(ResourceExhaustedError):
-    """A quota of the caller is used up."""
+    """A quota of the caller is used up.
+
+    QUEUED_ROWS and PREFILL_RATE pass by themselves, so the client waits and tries again, within its timeout. HANDLES
+    and KV_TOKENS do when the caller releases something.
+    """
+
+    @property
+    def quota(self) -> str:
+        """Which one: ``HANDLES``, ``KV_TOKENS``, ``QUEUED_ROWS`` or ``PREFILL_RATE``."""
+        return self.metadata.get("quota", self.reason.removeprefix("QUOTA_"))
+
+    @property
+    def used(self) -> int | None:
+        """The amount in use, in the unit of the quota, or None if the server does not say."""
+        return _number(self.metadata.get("used"))
+
+    @property
+    def limit(self) -> int | None:
+        """The most that may be in use, in the same unit, or None if the server does not say."""
+        return _number(self.metadata.get("limit"))
 
 
 class BlocksExhaustedError(ResourceExhaustedError):
@@ -221,7 +260,10 @@ class QueueFullError(ResourceExhaustedError):
 
 
 class SlowConsumerError(ResourceExhaustedError):
-    """The server ended a stream because its replies were not read."""
+    """The server ended a stream because its replies were not read; what was under way on it ran.
+
+    Not tried again: what was too slow once would be too slow again. The next call on the stream opens it anew.
+    """
 
 
 class MessageTooLargeError(ResourceExhaustedError):
@@ -237,7 +279,10 @@ class StartingError(UnavailableError):
 
 
 class DrainingError(UnavailableError):
-    """The server is going down and takes no new sequences."""
+    """The server is going down and takes no new sequences; on a live one, its time for those is over too.
+
+    Not tried again, unless for a cache that recovers, which waits for the server's next run until the timeout.
+    """
 
 
 class UnsupportedError(ExecutorError):

@@ -92,18 +92,18 @@ class Generation(Iterator[int]):
 
     def _step(self) -> Output:
         """Append what is pending, or query the newest row if nothing is, and take the drawn token as pending."""
-        tip = self._cache.tip
-        sent = self._cache.prepare((), self._policy, timeout=self._timeout)
-        with tip.sending(sent.input_ids):
-            result = self._stream.exchange([sent], timeout=self._timeout)[0]
-            if isinstance(result, ExecutorError):
-                raise result
+        cache = self._cache
+        sent = cache.prepare((), self._policy, timeout=self._timeout)
+        result = self._stream.append([cache], [sent], timeout=self._timeout)[0]
+        if isinstance(result, ExecutorError):
+            cache.tip.doubt(sent.input_ids, result)
+            raise result
         output = _convert.output_from_message(result)
-        return tip.moved(sent.input_ids, output, pending=output.tokens[-1:])
+        return cache.tip.moved(sent.input_ids, output, pending=output.tokens[-1:])
 
     def _find_eos_ids(self) -> frozenset[int]:
         if self._eos_ids is None:
-            info = self._connection.model_info(self._timeout)
+            info = self._connection.model_info(self._timeout, is_patient=self._cache.recovers)
             self._eos_ids = frozenset(info.eos_token_ids + info.stop_token_ids)
         return self._eos_ids
 

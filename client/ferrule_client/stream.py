@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from ferrule.v1 import executor_pb2
-from ferrule_client import _convert
+from ferrule.v1 import executor_pb2, types_pb2
+from ferrule_client import _convert, _messages
 from ferrule_client._connection import USE_DEFAULT, Connection, Timeout
-from ferrule_client._retry import Attempts
+from ferrule_client._retry import Attempts, wait_s
 from ferrule_client._status import error_from_status
 from ferrule_client._stream_call import StreamCall
 from ferrule_client._tip import Tip
-from ferrule_client.errors import CallCancelledError, ExecutorError, UnavailableError
+from ferrule_client._token_log import TokenLog
+from ferrule_client.errors import CallCancelledError, ExecutorError, HandleNotFoundError, UnavailableError
 from ferrule_client.policy import Policy, check_policy
 from ferrule_client.types import OnStale, Output, Tokens
 
@@ -138,7 +139,7 @@ class Stream:
             cache.prepare(one, wanted, on_stale, timeout=timeout)
             for cache, one, wanted in zip(caches, tokens, policies, strict=True)
         ]
-        results = self._send([cache.tip for cache in caches], inputs, release, timeout)
+        results = self.append(caches, inputs, release=release, timeout=timeout)
         return [_take(cache.tip, one, result) for cache, one, result in zip(caches, inputs, results, strict=True)]
 
     def branch(
@@ -162,7 +163,7 @@ class Stream:
             tokens: For each place one token, or several; what is pending is appended before them.
             policy: What to return for each row; one for all, or one for each place. None: full logits.
             release: Caches to end in the same frame, before the others are judged: the losers.
-            timeout: Seconds this step may take. Retried only when the request certainly never ran.
+            timeout: Seconds this step may take, retries included.
 
         Returns:
             One cache per place; the new ones want to be released.
@@ -184,9 +185,9 @@ class Stream:
             for place, (parent, one, wanted) in enumerate(zip(parents, tokens, policies, strict=True))
         ]
         _check_branches([firsts[id(parent)] for parent in parents], inputs)
-        recents = [parent.tip.recent for parent in parents]
-        results = self._send([parent.tip for parent in parents], inputs, release, timeout)
-        children = list(map(_child, parents, inputs, recents, results))
+        logs = [parent.tip.log.branch() for parent in parents]
+        results = self.append(parents, inputs, release=release, timeout=timeout)
+        children = list(map(_child, parents, inputs, logs, results))
         for place, child in enumerate(children):
             if isinstance(child, ExecutorError):
                 child.add_note(f"this was place {place} of {len(children)}; new branches of this frame are released")
@@ -195,24 +196,74 @@ class Stream:
                 raise child
         return [child for child in children if not isinstance(child, ExecutorError)]
 
-    def _send(
+    def append(
         self,
-        tips: Sequence[Tip],
+        caches: Sequence[Cache],
         inputs: Sequence[executor_pb2.DecodeInput],
-        release: Iterable[Cache],
-        timeout: Timeout,
+        *,
+        release: Iterable[Cache] = (),
+        timeout: Timeout = USE_DEFAULT,
     ) -> list[executor_pb2.DecodeOutput | ExecutorError]:
-        """Exchange one frame; when the stream fails, its appends are in doubt and what was to go is still ours."""
+        """Exchange the appends of caches, which do not move by it. For ``branch`` and loops; not for callers.
+
+        When the stream fails, its appends are in doubt and what was to go is still ours. Sequences that are lost are
+        brought back where their caches do that, and their appends are sent once more.
+        """
         losers = list(release)
+        attempts = self._attempts(inputs, timeout, is_patient=bool(caches) and all(one.recovers for one in caches))
         try:
-            results = self.exchange(inputs, release=[cache.tip for cache in losers], timeout=timeout)
+            results = self._exchange(inputs, [cache.tip for cache in losers], attempts)
+            self._recover(caches, inputs, results, attempts)
         except BaseException as error:
-            for tip, sent in zip(tips, inputs, strict=True):
-                tip.doubt(sent.input_ids, error)
+            for cache, sent in zip(caches, inputs, strict=True):
+                cache.tip.doubt(sent.input_ids, error)
             raise
         for cache in losers:
             cache.give_up()
         return results
+
+    def _recover(
+        self,
+        caches: Sequence[Cache],
+        inputs: Sequence[executor_pb2.DecodeInput],
+        results: list[executor_pb2.DecodeOutput | ExecutorError],
+        attempts: Attempts,
+    ) -> None:
+        """Bring lost sequences back, send their appends once more, and put what became of them into ``results``."""
+        again: list[int] = []
+        for place, error in enumerate(results):
+            if not isinstance(error, HandleNotFoundError):
+                continue
+            cache, sent = caches[place], inputs[place]
+            cache.tip.tell(error)
+            try:
+                if sent.kv_cache.cache_id == cache.handle.cache_id:  # else an earlier place has brought it back
+                    cache.revive(error, attempts)
+            except ExecutorError as failure:
+                results[place] = failure
+                continue
+            _messages.aim(sent, cache.handle)
+            again.append(place)
+        if again:
+            self._repeat(again, caches, inputs, results, attempts)
+
+    def _repeat(
+        self,
+        places: Sequence[int],
+        caches: Sequence[Cache],
+        inputs: Sequence[executor_pb2.DecodeInput],
+        results: list[executor_pb2.DecodeOutput | ExecutorError],
+        attempts: Attempts,
+    ) -> None:
+        """Send the appends of some places again, once; when the stream fails, those of the others stay answered."""
+        try:
+            answers = self._exchange([inputs[place] for place in places], (), attempts)
+        except ExecutorError as failure:
+            answers = [failure] * len(places)
+        for place, answer in zip(places, answers, strict=True):
+            results[place] = answer
+            if isinstance(answer, ExecutorError):
+                caches[place].tip.tell(answer)
 
     def _forget(self, caches: Sequence[Cache]) -> None:
         """Release branches that nobody will see; where that fails too, their leases end them."""
@@ -242,35 +293,65 @@ class Stream:
             ExecutorError: The stream failed.
             RuntimeError: Another thread is using the stream.
         """
+        return self._exchange(inputs, release, self._attempts(inputs, timeout))
+
+    def _attempts(
+        self, inputs: Sequence[executor_pb2.DecodeInput], timeout: Timeout, *, is_patient: bool = False
+    ) -> Attempts:
+        forks = [one for one in inputs if one.on_stale == types_pb2.STALE_POLICY_FORK]
+        has_ids = all(one.request_id for one in forks)
+        return self._connection.attempts(timeout, creates=bool(forks), has_request_id=has_ids, is_patient=is_patient)
+
+    def _exchange(
+        self, inputs: Sequence[executor_pb2.DecodeInput], release: Sequence[Tip], attempts: Attempts
+    ) -> list[executor_pb2.DecodeOutput | ExecutorError]:
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError("this stream is used by two threads at once; open one for each with client.stream()")
         try:
-            return self._exchange(inputs, release, timeout)
+            done: dict[int, executor_pb2.DecodeOutput | ExecutorError] = {}
+            while True:
+                self._answer(inputs, release, done, attempts)
+                if not self._waited_for_room(done, attempts):
+                    return [done[place] for place in range(len(inputs))]
         finally:
             self._in_use.release()
 
-    def _exchange(
-        self, inputs: Sequence[executor_pb2.DecodeInput], release: Sequence[Tip], timeout: Timeout
-    ) -> list[executor_pb2.DecodeOutput | ExecutorError]:
-        items = [executor_pb2.StreamItem(seq=next(self._seq), decode=one) for one in inputs]
-        creates = any(one.on_stale == _convert.stale_to_message("fork") for one in inputs)
-        attempts = self._connection.attempts(timeout, creates=creates)
-        done: dict[int, executor_pb2.DecodeOutput | ExecutorError] = {}
+    def _answer(
+        self,
+        inputs: Sequence[executor_pb2.DecodeInput],
+        release: Sequence[Tip],
+        done: dict[int, executor_pb2.DecodeOutput | ExecutorError],
+        attempts: Attempts,
+    ) -> None:
+        """Send frames until every input has its answer in ``done``, by place; on a new call when one breaks."""
         while True:
             try:
-                self._run([item for item in items if item.seq not in done], release, done, attempts)
-                return [done[item.seq] for item in items]
+                self._run(inputs, release, done, attempts)
+                return
             except grpc.RpcError as error:
                 self._drop_call()
-                self._connection.sleep(attempts.pause_s(self._connection.typed(error), error))
+                self._connection.wait(attempts, self._connection.typed(error), error)
             except StopIteration:
                 self._drop_call()
                 text = "the server ended the stream before it answered"
                 lost = UnavailableError(grpc.StatusCode.UNAVAILABLE, "CONNECTION_LOST", text)
-                self._connection.sleep(attempts.pause_s(lost))
+                self._connection.wait(attempts, lost)
             except BaseException:  # a timeout, or Ctrl-C: what is under way stays unread
                 self._drop_call()
                 raise
+
+    def _waited_for_room(self, done: dict[int, executor_pb2.DecodeOutput | ExecutorError], attempts: Attempts) -> bool:
+        """Wait as long as the items refused for the moment ask for, take them out of ``done``, and tell if any are."""
+        refused = {place: one for place, one in done.items() if isinstance(one, ExecutorError) and _is_passing(one)}
+        if not refused:
+            return False
+        try:
+            self._connection.wait(attempts, max(refused.values(), key=lambda error: wait_s(error) or 0.0))
+        except ExecutorError:  # no further attempt: the refusals are the answers
+            return False
+        for place in refused:
+            del done[place]
+        return True
 
     def close(self) -> None:
         """End the stream. The caches stay as they are. Closing twice changes nothing."""
@@ -281,16 +362,17 @@ class Stream:
 
     def _run(
         self,
-        items: Sequence[executor_pb2.StreamItem],
+        inputs: Sequence[executor_pb2.DecodeInput],
         release: Sequence[Tip],
         done: dict[int, executor_pb2.DecodeOutput | ExecutorError],
         attempts: Attempts,
     ) -> None:
-        """Send one frame and read until every item of it is answered."""
+        """Send one frame with what is not answered yet and read until it is."""
         call = self._open_call()
+        waiting = {next(self._seq): place for place in range(len(inputs)) if place not in done}
+        items = [executor_pb2.StreamItem(seq=seq, decode=inputs[place]) for seq, place in waiting.items()]
         handles = [_convert.handle_to_message(tip.handle) for tip in release]
         call.send(executor_pb2.StreamDecodeRequest(items=items, release=handles))
-        waiting = {item.seq for item in items}
         num_releases = len(handles)
         while waiting or num_releases > 0:
             frame = call.receive(attempts.remaining())
@@ -298,8 +380,8 @@ class Stream:
             self.free_blocks = frame.free_blocks
             num_releases -= len(frame.releases)
             for result in frame.results:
-                done[result.seq] = result.decode if result.HasField("decode") else error_from_status(result.error)
-                waiting.discard(result.seq)
+                place = waiting.pop(result.seq)
+                done[place] = result.decode if result.HasField("decode") else error_from_status(result.error)
 
     def _open_call(self) -> StreamCall:
         if self._is_closed or self._connection.is_closed:
@@ -323,10 +405,14 @@ def _take(
     return tip.moved(sent.input_ids, _convert.output_from_message(result))
 
 
+def _is_passing(error: ExecutorError) -> bool:
+    return wait_s(error) is not None
+
+
 def _child(
     parent: Cache,
     sent: executor_pb2.DecodeInput,
-    recent: Sequence[int],
+    log: TokenLog,
     result: executor_pb2.DecodeOutput | ExecutorError,
 ) -> Cache | ExecutorError:
     """Return what became of one place of a branching frame: the parent itself, a new cache, or the error.
@@ -334,7 +420,7 @@ def _child(
     Args:
         parent: Its parent; it may have moved by an earlier place.
         sent: What was sent.
-        recent: The parent's newest tokens before the frame.
+        log: The parent's tokens before the frame, for this child alone.
         result: The answer.
     """
     if isinstance(result, ExecutorError):
@@ -344,7 +430,8 @@ def _child(
     if output.handle.cache_id == parent.handle.cache_id:
         parent.tip.moved(sent.input_ids, output)
         return parent
-    return parent.sibling(Tip(output.handle, last=output, recent=(*recent, *sent.input_ids)))
+    log.extend(sent.input_ids)
+    return parent.sibling(parent.tip.child(output, log))
 
 
 def _per_cache(policy: Policy | Sequence[Policy] | None, caches: Sequence[Cache]) -> list[Policy | None]:

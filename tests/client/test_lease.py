@@ -15,8 +15,8 @@ from tests.client.fake_server import Failure, FakeServer, threads_named, wait_fo
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Renew after moments instead of seconds."""
-    monkeypatch.setattr(_lease, "FIRST_RENEWAL_S", 0.05)
-    monkeypatch.setattr(_lease, "_AFTER_FAILURE_S", 0.05)
+    monkeypatch.setattr(_lease, "_MIN_LEASE_S", 0.15)
+    monkeypatch.setattr(_lease, "_MAX_PAUSE_S", 0.05)
 
 
 def num_threads() -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ferrule_server.engine.counters import EngineCounters
+from ferrule_server.engine.creations import Creations
+from ferrule_server.engine.failpoints import Failpoints
 from ferrule_server.engine.jobs import AppendResult
 from ferrule_server.engine.records import ReplayRecords
 from ferrule_server.engine.running import RunningAppend
@@ -21,15 +23,22 @@ class Commits:
     Args:
         store: The sequences; called from the engine thread only.
         records: Told what was answered to each append.
+        creations: Told what was made.
         counters: Counts prefills and decodes.
+        failpoints: For tests.
     """
 
     store: KvStore
     records: ReplayRecords
+    creations: Creations
     counters: EngineCounters
+    failpoints: Failpoints | None = None
 
     def commit(self, run: RunningAppend) -> AppendResult:
         """Move the tip, renew the lease, keep the record; return the answer.
+
+        Should anything fail once the tip has moved, the append stays committed: a retry is answered as a replay. A new
+        sequence that no request_id finds again is given back, since nobody will ever hear of it.
 
         Raises:
             NonFiniteLogits: A row holds NaN or infinity; nothing was committed.
@@ -38,27 +47,43 @@ class Commits:
             if not row.is_finite:
                 raise NonFiniteLogits(row.position)
         sequence = self._write(run)
-        answer = AppendResult(
-            handle=self.store.handle_at(sequence, run.length_after),
-            rows=tuple(run.outputs),
-            seed=run.seed,
-            timing=run.timing,
-            replayed=run.verdict is Verdict.REPLAY,
-            recomputed=run.verdict is Verdict.REPLAY,
-            forked=run.verdict is Verdict.FORK,
-        )
-        if run.verdict is Verdict.APPEND or run.verdict is Verdict.REWIND:
-            self.records.keep(sequence.handle_id, run.start, run.job, answer)
-        self._count(run)
-        return answer
+        try:
+            return self._settle(run, sequence)
+        except Exception:
+            if run.reservation is not None and run.reservation.sequence is None and run.creation is None:
+                self.store.release(self.store.handle_at(sequence), sequence.principal)
+                self.records.forget(sequence.handle_id)
+            raise
 
     def _write(self, run: RunningAppend) -> Sequence:
         if run.reservation is not None:
-            return self.store.commit(run.reservation, run.token_ids, run.job.ttl_s)
+            return self.store.commit(run.reservation, run.token_ids, run.ttl_s)
         assert run.sequence is not None
-        run.sequence.num_pins -= 1
-        self.store.renew(run.sequence, run.job.ttl_s)
+        self.store.renew(run.sequence, run.ttl_s)
         return run.sequence
+
+    def _settle(self, run: RunningAppend, sequence: Sequence) -> AppendResult:
+        """Remember the append that is committed, and return its answer."""
+        handle = self.store.handle_at(sequence, run.length_after)
+        if run.creation is not None:
+            self.creations.finish(run.creation, (handle,), run.start, run.seed)
+        is_replay = run.verdict is Verdict.REPLAY
+        answer = AppendResult(
+            handle=handle,
+            rows=tuple(run.outputs),
+            seed=run.seed,
+            timing=run.timing,
+            replayed=is_replay,
+            recomputed=is_replay,
+            forked=run.job.branched_to(handle.cache_id),
+            ttl_s=sequence.ttl_s,
+        )
+        if run.verdict is Verdict.APPEND or run.verdict is Verdict.REWIND or run.creation is not None:
+            self.records.keep(sequence.handle_id, run.start, run.job, answer)
+        self._count(run)
+        if self.failpoints is not None:
+            self.failpoints.hit("after_commit")
+        return answer
 
     def _count(self, run: RunningAppend) -> None:
         if run.reservation is None:

@@ -17,6 +17,7 @@ class EngineCounters:
         decodes: Appends of one token finished; decode_ns: their summed ``run_ns``.
         queries: Rows run again without an append. replays: Appends answered from what was committed before.
         recomputed: Replays whose rows had to be run again.
+        joined: Jobs answered together with an equal one that was in flight.
         refused: Jobs refused by the engine thread, by reason (HANDLE_STALE among them).
         expired: Sequences freed because their lease ran out. released: Sequences given back.
         last_step_rows: Rows of the newest step. last_step_seqs: its sequences. last_step_unix_ns: when it ended, by the
@@ -33,6 +34,7 @@ class EngineCounters:
     queries: int = 0
     replays: int = 0
     recomputed: int = 0
+    joined: int = 0
     expired: int = 0
     released: int = 0
     forks: int = 0

@@ -4,14 +4,14 @@ The life of a request::
 
     event loop                                engine thread
     ----------                                -------------
-    submit([(job, sink), ...]) -- inbox -->   take: host jobs are carried out, appends judged and reserved
+    submit([(job, sink), ...]) -- inbox -->   take: host jobs are carried out, appends judged and reserved   lanes
                                               gather: a moment for the rows of the last step to come back
-                                              step: plan, copy-on-write copies, executor.run
-                                              commit: tips move, leases renew, records are kept
+                                              step: plan, copy-on-write copies, executor.run                 steps
+                                              commit: tips move, leases renew, records are kept              commits
     sink.deliver, sink.flush  <-- one call -- hand over everything finished, once per step
 
-Order on one sequence: at most one append is in flight; other appends, forks and truncates wait in its *lane* in order
-of arrival and are judged when their turn comes. Release acts at once and ends what is in flight.
+Cancelled before its step, an append never happened. Once its last rows are planned it is committed whatever becomes
+of its caller, and a retry is answered as a replay.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from ferrule_server.engine.admission import Admission
 from ferrule_server.engine.batcher import Batcher, Chunk
 from ferrule_server.engine.commits import Commits
 from ferrule_server.engine.counters import EngineCounters, EngineSnapshot
+from ferrule_server.engine.creations import Creations
+from ferrule_server.engine.failpoints import Failpoints
 from ferrule_server.engine.faults import fault
 from ferrule_server.engine.gate import Finished, Gate
 from ferrule_server.engine.gather import GatherWindow
@@ -43,9 +45,9 @@ from ferrule_server.engine.jobs import (
     Sink,
     TruncateJob,
 )
-from ferrule_server.engine.lanes import LaneJob, Lanes
+from ferrule_server.engine.lanes import Lanes
 from ferrule_server.engine.records import ReplayRecords
-from ferrule_server.engine.running import RunningAppend
+from ferrule_server.engine.running import LaneJob, RunningAppend
 from ferrule_server.engine.settings import EngineSettings
 from ferrule_server.engine.steps import StepOutcome, StepRunner
 from ferrule_server.errors import Cancelled, Draining, FerruleError, HandleLost
@@ -68,6 +70,7 @@ class Engine:
     Invariants:
         * every accepted job is delivered to its sink exactly once;
         * a sequence has at most one append in flight, and a lane exactly while one is;
+        * what a request_id made is made once, and told the same to everybody who asks with it;
         * between steps ``store.check_integrity()`` holds, whatever failed.
 
     Args:
@@ -77,6 +80,7 @@ class Engine:
         post: Runs a callable on the event loop's thread, such as ``loop.call_soon_threadsafe``.
         on_failure: Called once, on the engine thread, when the device is lost.
         limits_of: The quotas of a principal.
+        failpoints: For tests: where to break on purpose.
     """
 
     def __init__(
@@ -88,6 +92,7 @@ class Engine:
         on_failure: Callable[[], None] = lambda: None,
         *,
         limits_of: LimitsOf = unlimited,
+        failpoints: Failpoints | None = None,
     ) -> None:
         self.info = executor.info
         self.counters = EngineCounters()
@@ -97,12 +102,22 @@ class Engine:
         self._post = post
         self._on_failure = on_failure
         self._inbox: queue.SimpleQueue[list[Entry] | None] = queue.SimpleQueue()
-        self._records = ReplayRecords(settings.retained_bytes)
+        self._failpoints = failpoints
+        self._records = ReplayRecords(settings.retained_bytes, limits_of)
+        self._creations = Creations()
         self._host_jobs = HostJobs(store, self.info.bytes_per_block, settings.max_fork_count, self._num_pending)
-        admission = Admission(store, self._records, self.counters)
-        self._lanes = Lanes(store, admission, self._host_jobs, self.counters, self._finish)
-        self._steps = StepRunner(executor, self.counters)
-        self._commits = Commits(store, self._records, self.counters)
+        admission = Admission(store, self._records, self._creations, self.counters)
+        self._lanes = Lanes(
+            store,
+            admission,
+            self._host_jobs,
+            creations=self._creations,
+            counters=self.counters,
+            finish=self._finish,
+            failpoints=failpoints,
+        )
+        self._steps = StepRunner(executor, self.counters, failpoints)
+        self._commits = Commits(store, self._records, self._creations, self.counters, failpoints)
         self._finished: list[tuple[Job, Sink, Outcome]] = []
         self._gather = GatherWindow(settings)
         self._batcher = Batcher(settings.max_step_rows, settings.max_step_time_s)
@@ -202,13 +217,22 @@ class Engine:
         return _IDLE_S if expiry_s is None else min(_IDLE_S, max(0.001, expiry_s))
 
     def _expire(self) -> None:
+        """Free what has outlived its lease. Should that fail it is tried again: no sequence may stay for ever."""
         now = time.monotonic()
-        if now >= self._next_expiry_check:
-            self._next_expiry_check = now + 0.05
-            for handle_id in self._store.expire():
-                self.counters.expired += 1
-                self._records.forget(handle_id)
-                _LOG.info("lease expired handle_id=%s", handle_id)
+        if now < self._next_expiry_check:
+            return
+        self._next_expiry_check = now + 0.05
+        try:
+            if self._failpoints is not None and self._store.next_expiry() == 0.0:
+                self._failpoints.hit("during_free")
+            expired = self._store.expire()
+        except Exception:  # noqa: BLE001 - the next check tries again
+            fault("leases could not be ended")
+            return
+        for handle_id in expired:
+            self.counters.expired += 1
+            self._forget(handle_id)
+            _LOG.info("lease expired handle_id=%s", handle_id)
 
     def _hand_over(self) -> None:
         """Deliver everything finished with one call on the event loop."""
@@ -274,55 +298,74 @@ class Engine:
         """Give back sequences at once; what is in flight or waiting on them is answered HANDLE_UNKNOWN."""
         freed_blocks: list[int | None] = []
         for handle in job.handles:
-            self._end_lane(handle, job.principal)
-            freed = self._store.release(handle, job.principal)
+            if self._failpoints is not None:
+                self._failpoints.hit("during_free")
+            freed = self._release_one(handle, job.principal)
             freed_blocks.append(freed)
             self.counters.released += freed is not None
         return ReleaseResult(tuple(freed_blocks))
 
-    def _end_lane(self, handle: Handle, principal: str) -> None:
-        try:
-            sequence = self._store.resolve(handle, principal)
-        except FerruleError:
-            return
-        self._gather.forget(sequence.cache_id)
-        self._records.forget(sequence.handle_id)
-        self._lanes.end(sequence)
+    def _release_one(self, handle: Handle, principal: str) -> int | None:
+        stopped = self._lanes.stop(handle, principal)
+        freed = self._store.release(handle, principal)
+        if freed is not None:
+            self._gather.forget(handle.cache_id)
+            self._forget(handle.handle_id)
+        if stopped is not None:
+            self._lanes.go_on(stopped)
+        return freed
+
+    def _forget(self, handle_id: str) -> None:
+        """A sequence has ended."""
+        self._records.forget(handle_id)
+        self._creations.end(handle_id, self._store.now())
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
         """Run one step and commit what it finished. A failure ends only the appends that cause it."""
-        for run in [run for run in self._lanes.running if run.job.is_cancelled]:
-            self._lanes.fail(run, Cancelled())
-        chunks = self._batcher.plan(self._lanes.running)
+        try:
+            chunks = self._plan()
+        except Exception:  # noqa: BLE001 - rather these all fail than the same again for ever
+            self._fail_all(fault("no step could be planned"))
+            return
         if not chunks:
             return
         try:
-            self._run_chunks(chunks)
+            outcome = self._run_chunks(chunks)
         except DeviceLost:
             self._lose_device()
         except Exception:  # noqa: BLE001 - the parts are run alone to find whose fault it is
             self._run_apart(chunks)
+        else:
+            self._commit(chunks, outcome)
 
-    def _run_chunks(self, chunks: list[Chunk]) -> None:
+    def _plan(self) -> list[Chunk]:
+        """Choose the rows of the next step. Who is cancelled by now leaves; from here on cancelling comes too late."""
+        if self._failpoints is not None:
+            self._failpoints.hit("before_schedule")
+        for run in [run for run in self._lanes.running if run.job.is_cancelled and run.is_abandoned]:
+            self._lanes.fail(run, Cancelled())
+        return self._batcher.plan(self._lanes.running)
+
+    def _run_chunks(self, chunks: list[Chunk]) -> StepOutcome:
         outcome = self._steps.run(chunks)
         self._batcher.ran(chunks, outcome.elapsed_ns)
-        self._commit(chunks, outcome)
+        return outcome
 
     def _run_apart(self, chunks: list[Chunk]) -> None:
         """Run each append of a failed step alone: only those that fail again are answered with ENGINE_FAULT."""
         _LOG.exception("step failed rows=%d, running its %d parts alone", sum(c.num_rows for c in chunks), len(chunks))
         for chunk in chunks:
-            if chunk.run not in self._lanes.running:
-                continue
             try:
-                self._run_chunks([chunk])
+                outcome = self._run_chunks([chunk])
             except DeviceLost:
                 self._lose_device()
                 return
             except Exception:  # noqa: BLE001 - a failing append must end alone
                 self._lanes.fail(chunk.run, fault("append failed"))
+            else:
+                self._commit([chunk], outcome)
 
     def _commit(self, chunks: list[Chunk], outcome: StepOutcome) -> None:
         """Give each append its rows; those that are complete are committed and leave."""
@@ -348,10 +391,17 @@ class Engine:
         except FerruleError as error:
             self._lanes.fail(run, error)
             return ""
+        except Exception:  # noqa: BLE001 - its neighbours have rows to commit
+            self._lanes.fail(run, fault("append could not be committed"))
+            return ""
         self._lanes.complete(run, answer)
         return answer.handle.cache_id
 
     # ---- leaving ----------------------------------------------------------------------------------------------------
+
+    def _fail_all(self, error: FerruleError) -> None:
+        for run in list(self._lanes.running):
+            self._lanes.fail(run, error)
 
     def _num_pending(self, sequence: Sequence) -> int:
         return self._lanes.num_pending(sequence)
@@ -369,6 +419,7 @@ class Engine:
         self._lanes.end_all(lambda job: HandleLost(job.handle.handle_id if job.handle else ""))
         self._store.lose_all()
         self._records.clear()
+        self._creations.clear()
         self._on_failure()
 
 

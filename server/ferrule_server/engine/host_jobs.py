@@ -63,6 +63,23 @@ class HostJobs:
             case ListJob():
                 return self._list(job)
 
+    def repeat_fork(self, job: ForkJob, handles: tuple[Handle, ...], at: float) -> ForkResult:
+        """Answer a fork again, with the handles that it made, and renew the leases of those that live, as they are.
+
+        Raises:
+            HandleUnknown, HandleExpired, HandleLost: None of them lives; this is why the first one does not.
+        """
+        granted: list[float] = []
+        gone: list[FerruleError] = []
+        for handle in handles:
+            try:
+                granted.append(self.store.renew(self.store.resolve(handle, job.principal, at)))
+            except FerruleError as error:
+                gone.append(error)
+        if not granted:
+            raise gone[0]
+        return ForkResult(handles, min(granted), replayed=True)
+
     def _fork(self, job: ForkJob, at: float) -> ForkResult:
         if not 1 <= job.count <= self.max_fork_count:
             raise InvalidRequest("count", f"{job.count} is outside [1, {self.max_fork_count}]", count=job.count)
@@ -71,7 +88,7 @@ class HostJobs:
         if not 1 <= job.length <= job.handle.length:
             raise InvalidRequest("length", f"{job.length} is outside [1, {job.handle.length}]", length=job.length)
         branches = self.store.fork(sequence, job.length, job.count, job.ttl_s)
-        return ForkResult(tuple(self.store.handle_at(branch) for branch in branches))
+        return ForkResult(tuple(self.store.handle_at(branch) for branch in branches), branches[0].ttl_s)
 
     def _truncate(self, job: TruncateJob, at: float) -> TruncateResult:
         sequence = self.store.resolve(job.handle, job.principal, at)

@@ -8,7 +8,7 @@ once, so that a stream sends one frame per step.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import OutputSpec, RowOutput
@@ -85,7 +85,9 @@ class ForkJob:
 
 @dataclass(eq=False, slots=True)
 class TruncateJob:
-    """Shorten a sequence to ``new_length`` tokens, an absolute length."""
+    """Shorten a sequence to ``new_length`` tokens, an absolute length: idempotent without a request_id."""
+
+    request_id: ClassVar[str] = ""
 
     principal: str
     handle: Handle

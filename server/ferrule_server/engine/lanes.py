@@ -2,25 +2,36 @@
 
 At most one append is in flight on a sequence; other appends, forks and truncates wait behind it and are judged when
 their turn comes. Release acts at once and ends what is in flight.
+
+A job that is sent again while the first one is in flight joins it: it is run once, both are answered, and it goes on
+as long as one of them waits for it. Only what stands next in line may join, so that the order in which jobs are
+judged stays the order of arrival::
+
+    lane of a sequence:   append A  <-  append A  <-  truncate  <-  append A
+                          in flight     joins         waits         waits, is judged after the truncate
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable
 
 from ferrule_server.engine.admission import Admission
 from ferrule_server.engine.counters import EngineCounters
+from ferrule_server.engine.creations import Creations
+from ferrule_server.engine.failpoints import Failpoints
 from ferrule_server.engine.faults import fault
 from ferrule_server.engine.host_jobs import HostJobs
-from ferrule_server.engine.jobs import AppendJob, AppendResult, ForkJob, Job, Outcome, Sink, TruncateJob
-from ferrule_server.engine.running import RunningAppend
-from ferrule_server.errors import Cancelled, FerruleError, HandleUnknown
+from ferrule_server.engine.jobs import AppendJob, AppendResult, ForkJob, ForkResult, Job, Outcome, Sink
+from ferrule_server.engine.running import LaneJob, RunningAppend
+from ferrule_server.errors import Cancelled, Draining, FerruleError, HandleUnknown
+from ferrule_server.kv.append_rule import Verdict
+from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.sequence import Sequence
 from ferrule_server.kv.store import KvStore
 
-LaneJob = AppendJob | ForkJob | TruncateJob
-"""A job that is judged by the state of its sequence."""
+LaneEntry = tuple[LaneJob, Sink]
 
 
 class Lanes:
@@ -33,8 +44,10 @@ class Lanes:
         store: The sequences; called from the engine thread only.
         admission: Turns jobs into running appends.
         host_jobs: Carries out forks and truncates.
-        counters: Counts forks and truncates.
+        creations: What was made for each request_id.
+        counters: Counts forks, truncates and joins.
         finish: Takes the outcome of each job, once.
+        failpoints: For tests.
 
     Attributes:
         running: The appends in flight, oldest first.
@@ -45,134 +58,244 @@ class Lanes:
         store: KvStore,
         admission: Admission,
         host_jobs: HostJobs,
+        *,
+        creations: Creations,
         counters: EngineCounters,
         finish: Callable[[Job, Sink, Outcome], None],
+        failpoints: Failpoints | None = None,
     ) -> None:
         self.running: dict[RunningAppend, None] = {}
         self.num_waiting = 0
-        self._lanes: dict[Sequence, deque[tuple[LaneJob, Sink]]] = {}
+        self._lanes: dict[Sequence, RunningAppend] = {}
         self._store = store
         self._admission = admission
         self._host_jobs = host_jobs
+        self._creations = creations
         self._counters = counters
         self._finish = finish
+        self._failpoints = failpoints
 
-    def __len__(self) -> int:
-        """Jobs in flight and waiting."""
-        return len(self.running) + self.num_waiting
+    # ---- coming -----------------------------------------------------------------------------------------------------
 
     def enter(self, job: LaneJob, sink: Sink, at: float) -> None:
         """Judge the job now, or after whatever is in flight on its sequence.
 
+        Args:
+            job: What is asked.
+            sink: Who asked.
+            at: When, on the store's clock: the moment leases are judged at.
+
         Raises:
             FerruleError: It is refused; nothing happened.
         """
+        if job.request_id and self._is_repeated(job, sink, at):
+            return
         if job.handle is None:
-            if job.is_cancelled:
-                raise Cancelled
-            self._start(job, sink, None)
+            self._create(job, sink)
             return
         sequence = self._store.resolve(job.handle, job.principal, at)
-        if (lane := self._lanes.get(sequence)) is not None:
-            lane.append((job, sink))
-            self.num_waiting += 1
-            sequence.num_pins += 1  # it came within the lease, so the lease lasts until it is judged
-        else:
+        run = self._lanes.get(sequence)
+        if run is None:
             self._judge(job, sink, sequence, at)
-
-    def end(self, sequence: Sequence) -> None:
-        """The sequence is being released: what is in flight or waiting on it is answered HANDLE_UNKNOWN."""
-        waiting = self._lanes.pop(sequence, None)
-        if waiting is None:
-            return
-        for run in [run for run in self.running if run.sequence is sequence]:
-            self._drop(run)
-            self._finish(run.job, run.sink, HandleUnknown(sequence.handle_id))
-        self.num_waiting -= len(waiting)
-        sequence.num_pins -= len(waiting)
-        for job, sink in waiting:
-            self._finish(job, sink, HandleUnknown(sequence.handle_id))
-
-    def complete(self, run: RunningAppend, answer: AppendResult) -> None:
-        """The append is committed: answer it and let the next in its lane go on."""
-        self.running.pop(run, None)
-        self._finish(run.job, run.sink, answer)
-        self._go_on(run)
-
-    def fail(self, run: RunningAppend, error: FerruleError) -> None:
-        """Take back what the append reserved and answer it with ``error``; its handle stays as it was."""
-        self._drop(run)
-        self._finish(run.job, run.sink, error)
-        self._go_on(run)
-
-    def end_all(self, why: Callable[[LaneJob], FerruleError]) -> None:
-        """Take back and answer everything in flight and everything that waits."""
-        for run in list(self.running):
-            self._drop(run)
-            self._finish(run.job, run.sink, why(run.job))
-        lanes, self._lanes, self.num_waiting = self._lanes, {}, 0
-        for waiting in lanes.values():
-            for job, sink in waiting:
-                self._finish(job, sink, why(job))
+        elif not run.waiting and self._may_join(job, run):
+            self._join(job, sink, run)
+        else:
+            self._wait(job, sink, run, sequence)
 
     def num_pending(self, sequence: Sequence) -> int:
-        """Return how many jobs are in flight or waiting on the sequence."""
-        lane = self._lanes.get(sequence)
-        return 0 if lane is None else 1 + len(lane)
+        """Return how many jobs are in flight or waiting on the sequence, those that joined left out."""
+        run = self._lanes.get(sequence)
+        return 0 if run is None else 1 + len(run.waiting or ())
+
+    def _is_repeated(self, job: LaneJob, sink: Sink, at: float) -> bool:
+        """Whether the job asks for a creation that is in flight or done; it is then dealt with.
+
+        Raises:
+            RequestIdReused: Its request_id made something else.
+            HandleUnknown, HandleExpired, HandleLost: Every sequence that was made has ended.
+            HandleStale: What was answered is not there any more.
+        """
+        creation = self._creations.find(job)
+        if creation is None:
+            return False
+        if job.is_cancelled:
+            raise Cancelled
+        if isinstance(job, ForkJob):
+            self._counters.replays += 1
+            self._finish(job, sink, self._host_jobs.repeat_fork(job, creation.handles, at))
+            return True
+        assert isinstance(job, AppendJob)
+        if creation.run is not None:
+            self._join(job, sink, creation.run)
+            return True
+        sequence = self._store.resolve(creation.handles[0], job.principal, at)
+        if (run := self._lanes.get(sequence)) is not None:
+            self._wait(job, sink, run, sequence)
+        else:
+            self._start(self._admission.repeat(job, sink, sequence, creation), job, sink)
+        return True
+
+    def _create(self, job: AppendJob, sink: Sink) -> None:
+        if job.is_cancelled:
+            raise Cancelled
+        if job.is_repeat_only:
+            raise Draining
+        self._start(self._admission.create(job, sink), job, sink)
 
     def _judge(self, job: LaneJob, sink: Sink, sequence: Sequence, at: float) -> None:
+        """Carry out or start a job whose turn it is: nothing is in flight on the sequence."""
         if job.is_cancelled:
             raise Cancelled
         if isinstance(job, AppendJob):
-            self._start(job, sink, sequence)
+            self._start(self._admission.append(job, sink, sequence), job, sink)
             return
-        self._finish(job, sink, self._host_jobs.run(job, at))
+        result = self._host_jobs.run(job, at)
         if isinstance(job, ForkJob):
+            assert isinstance(result, ForkResult)
             self._counters.forks += 1
+            if job.request_id:
+                self._creations.finish(self._creations.begin(job), result.handles)
         else:
             self._counters.truncates += 1
+        if self._failpoints is not None:
+            self._failpoints.hit("after_commit")
+        self._finish(job, sink, result)
 
-    def _start(self, job: AppendJob, sink: Sink, sequence: Sequence | None) -> None:
+    def _start(self, admitted: RunningAppend | AppendResult, job: AppendJob, sink: Sink) -> None:
         """Let the append run, or answer it at once."""
-        admitted = (
-            self._admission.create(job, sink) if sequence is None else self._admission.append(job, sink, sequence)
-        )
         if isinstance(admitted, AppendResult):
             self._finish(job, sink, admitted)
             return
         self.running[admitted] = None
-        if sequence is not None:
-            self._lanes[sequence] = deque()
+        if admitted.sequence is not None:
+            self._lanes[admitted.sequence] = admitted
 
-    def _drop(self, run: RunningAppend) -> None:
-        if run.reservation is not None:
-            self._store.abort(run.reservation)
-        elif run.sequence is not None:
-            run.sequence.num_pins -= 1
-        self.running.pop(run, None)
+    def _wait(self, job: LaneJob, sink: Sink, run: RunningAppend, sequence: Sequence) -> None:
+        if run.waiting is None:
+            run.waiting = deque()
+        run.waiting.append((job, sink))
+        self.num_waiting += 1
+        sequence.num_pins += 1  # it came within the lease, so the lease lasts until it is judged
 
-    def _go_on(self, run: RunningAppend) -> None:
-        """Let the jobs that waited for ``run`` go on, until one of them is in flight."""
-        if run.sequence is None:
+    def _join(self, job: LaneJob, sink: Sink, run: RunningAppend) -> None:
+        if job.is_cancelled:
+            raise Cancelled
+        assert isinstance(job, AppendJob)
+        self._counters.joined += 1
+        run.joined += ((job, sink),)
+
+    # ---- leaving ----------------------------------------------------------------------------------------------------
+
+    def complete(self, run: RunningAppend, answer: AppendResult) -> None:
+        """The append is committed: answer everybody who asked for it and let the next in its lane go on."""
+        self._leave(run)
+        self._finish(run.job, run.sink, answer)
+        for job, sink in run.joined:
+            self._finish(job, sink, dataclasses.replace(answer, replayed=True))
+        self.go_on(run)
+
+    def fail(self, run: RunningAppend, error: FerruleError) -> None:
+        """Take back what the append reserved and answer it with ``error``; its handle stays as it was."""
+        self._drop(run, error)
+        self.go_on(run)
+
+    def stop(self, handle: Handle, principal: str) -> RunningAppend | None:
+        """A sequence is about to be released: end what is in flight on it with HANDLE_UNKNOWN.
+
+        Returns:
+            What held its lane, for :meth:`go_on` once the sequence is released; None where nothing did.
+        """
+        try:
+            sequence = self._store.resolve(handle, principal)
+        except FerruleError:  # nothing is in flight on what is not there, or past its lease
+            return None
+        run = self._lanes.get(sequence)
+        if run is not None:
+            self._drop(run, HandleUnknown(sequence.handle_id))
+        return run
+
+    def go_on(self, run: RunningAppend) -> None:
+        """Let the jobs that waited for ``run`` have their turns, until one of them is in flight."""
+        sequence = run.sequence
+        if sequence is None:
             return
-        waiting = self._lanes.pop(run.sequence, None)
+        del self._lanes[sequence]
+        waiting, run.waiting = run.waiting, None
         while waiting:
-            job, sink = waiting.popleft()
             self.num_waiting -= 1
-            self._take_turn(job, sink, run.sequence)
-            if (lane := self._lanes.get(run.sequence)) is not None:
-                lane.extend(waiting)
+            self._take_turn(*waiting.popleft(), sequence)
+            if (successor := self._lanes.get(sequence)) is not None:
+                self._hand_on(waiting, successor, sequence)
                 return
 
+    def end_all(self, why: Callable[[LaneJob], FerruleError]) -> None:
+        """Take back and answer everything in flight and everything that waits."""
+        self._lanes.clear()
+        for run in list(self.running):
+            self._drop(run, why(run.job))
+            for job, sink in run.waiting or ():
+                self._finish(job, sink, why(job))
+        self.num_waiting = 0
+
+    def _drop(self, run: RunningAppend, error: FerruleError) -> None:
+        """Take back what the append holds and tell everybody who asked for it."""
+        if run.reservation is not None:
+            self._store.abort(run.reservation)
+        if run.creation is not None:
+            self._creations.abandon(run.creation)
+        self._leave(run)
+        self._finish(run.job, run.sink, error)
+        for job, sink in run.joined:
+            self._finish(job, sink, error)
+
+    def _leave(self, run: RunningAppend) -> None:
+        del self.running[run]
+        if run.reservation is None:
+            assert run.sequence is not None
+            run.sequence.num_pins -= 1
+
+    def _hand_on(self, waiting: deque[LaneEntry], run: RunningAppend, sequence: Sequence) -> None:
+        """``run`` is in flight now: what stands next and asks for the same joins it, the rest waits behind it."""
+        while waiting and not waiting[0][0].is_cancelled and self._may_join(waiting[0][0], run):
+            self.num_waiting -= 1
+            sequence.num_pins -= 1
+            self._join(*waiting.popleft(), run)
+        run.waiting = waiting
+
     def _take_turn(self, job: LaneJob, sink: Sink, sequence: Sequence) -> None:
-        """Judge a job that waited; the pin of its waiting is what keeps the sequence until now."""
+        """Judge a job that waited; the pin of its waiting is what keeps the sequence until now. Never raises."""
+        at = self._store.now()
         try:
+            if job.request_id and self._is_repeated(job, sink, at):
+                return
             if sequence.is_released:
                 raise HandleUnknown(sequence.handle_id)
-            self._judge(job, sink, sequence, self._store.now())
+            self._judge(job, sink, sequence, at)
         except FerruleError as error:
             self._finish(job, sink, error)
         except Exception:  # noqa: BLE001 - a bug must end its own job only
             self._finish(job, sink, fault(f"job failed kind={type(job).__name__}"))
         finally:
             sequence.num_pins -= 1
+
+    def _may_join(self, job: LaneJob, run: RunningAppend) -> bool:
+        """Whether the job asks for just what ``run`` does, so that one answer does for both.
+
+        A query never does: two that draw tokens want two draws. Nor does a branch, of which everybody may want one of
+        their own, unless the request_id says that it is the same.
+        """
+        if not isinstance(job, AppendJob) or not job.token_ids:
+            return False
+        if run.verdict is Verdict.FORK:
+            return run.creation is not None and self._creations.find(job) is run.creation
+        return _is_equal(job, run.job)
+
+
+def _is_equal(job: AppendJob, other: AppendJob) -> bool:
+    return (
+        job.token_ids == other.token_ids
+        and job.handle == other.handle
+        and job.output == other.output
+        and job.on_stale is other.on_stale
+        and job.ttl_s == other.ttl_s
+    )

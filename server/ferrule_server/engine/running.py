@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
-from ferrule_server.engine.jobs import AppendJob, Sink, StepTiming
+from ferrule_server.engine.creations import Creation
+from ferrule_server.engine.jobs import AppendJob, ForkJob, Sink, StepTiming, TruncateJob
 from ferrule_server.executor.base import OutputSpec, RowOutput
 from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.reservation import Reservation
 from ferrule_server.kv.sequence import Sequence
+
+LaneJob = AppendJob | ForkJob | TruncateJob
+"""A job that is judged by the state of its sequence, and waits for its turn."""
 
 
 @dataclass(eq=False, slots=True)
@@ -19,12 +24,17 @@ class RunningAppend:
     a recomputed replay), and then the sequence is pinned instead.
 
     Attributes:
+        job: The first that asked. sink: where its answer goes.
         verdict: What the append rule said; None for a new sequence.
         sequence: The sequence whose lane is held; None for a new sequence.
         token_ids: The rows' tokens. start: position of the first one.
         block_ids: Block table that covers all of them.
         length_after: Length the answered handle names.
         specs: Row index -> what it returns; rows without an entry return nothing.
+        ttl_s: The lease to set at the end; None keeps the sequence's own.
+        creation: What its request_id is remembered by, where it makes a sequence.
+        joined: Jobs that asked for the same, answered together with ``job``.
+        waiting: Jobs that wait behind it in the lane of ``sequence``.
         outputs: Results so far, in row order.
     """
 
@@ -39,11 +49,20 @@ class RunningAppend:
     length_after: int
     specs: dict[int, OutputSpec]
     seed: int | None
+    ttl_s: float | None
+    creation: Creation | None = None
+    joined: tuple[tuple[AppendJob, Sink], ...] = ()
+    waiting: deque[tuple[LaneJob, Sink]] | None = None
     cursor: int = 0
     outputs: list[RowOutput] = field(default_factory=list)
     first_step_ns: int = 0
     run_ns: int = 0
     step_rows: int = 0
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether everybody who asked for it is gone."""
+        return self.job.is_cancelled and all(job.is_cancelled for job, _ in self.joined)
 
     @property
     def remaining(self) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 
 from ferrule_server.engine.batcher import Chunk, build_batch
 from ferrule_server.engine.counters import EngineCounters
+from ferrule_server.engine.failpoints import Failpoints
 from ferrule_server.executor.base import Executor, RowOutput, StepBatch
 
 
@@ -29,20 +30,26 @@ class StepRunner:
     Args:
         executor: Called from the engine thread only.
         counters: Told of each step.
+        failpoints: For tests.
     """
 
-    def __init__(self, executor: Executor, counters: EngineCounters) -> None:
+    def __init__(self, executor: Executor, counters: EngineCounters, failpoints: Failpoints | None = None) -> None:
         self._executor = executor
         self._block_size = executor.info.block_size
         self._counters = counters
+        self._failpoints = failpoints
 
     def run(self, chunks: list[Chunk]) -> StepOutcome:
         """Make the copies that the chunks need and run their rows as one batch; raises what the executor raises."""
+        if self._failpoints is not None:
+            self._failpoints.hit("after_schedule")
         self._copy_on_write(chunks)
         batch = build_batch(chunks, self._block_size)
         started_ns = time.monotonic_ns()
         result = self._executor.run(batch)
         elapsed_ns = time.monotonic_ns() - started_ns
+        if len(result.rows) != len(batch.output_specs):
+            raise RuntimeError(f"the executor gave {len(result.rows)} rows for {len(batch.output_specs)} asked for")
         self._count(batch, elapsed_ns)
         return StepOutcome(result.rows, started_ns, elapsed_ns, batch.num_rows)
 
@@ -53,6 +60,14 @@ class StepRunner:
             if chunk.run.reservation is not None and chunk.run.cursor == 0
             for pair in chunk.run.reservation.copies
         ]
+        if pairs and self._failpoints is not None:
+            num_first = len(pairs) // 2
+            self._copy(pairs[:num_first])
+            self._failpoints.hit("during_copy")
+            pairs = pairs[num_first:]
+        self._copy(pairs)
+
+    def _copy(self, pairs: list[tuple[int, int]]) -> None:
         if pairs:
             self._executor.copy_blocks(np.array(pairs, np.int32))
 

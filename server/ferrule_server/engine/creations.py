@@ -1,0 +1,181 @@
+"""Creations: what was made for each request_id, so that a repeated request is answered with what the first one made.
+
+A request that makes sequences has no handle that would tell a retry from a new wish; its ``request_id`` does, per
+principal: a Prefill without a handle, a ForkCache, and an append that ``on_stale=FORK`` turns into a branch.
+
+    begin ----> in flight ---- finish ----> done ---- the last sequence ends ----> dead ---- TOMBSTONE_S ----> forgotten
+                    |                        |                                      |
+                 abandon: the id is free     answered with the same handles         answered with why they are gone
+
+A repeated request never makes anything, whatever became of what the first one made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from ferrule_server.engine.jobs import AppendJob, ForkJob, Job
+from ferrule_server.errors import RequestIdReused
+from ferrule_server.kv.handle import Handle, StalePolicy
+from ferrule_server.kv.store import TOMBSTONE_S
+
+if TYPE_CHECKING:
+    from ferrule_server.engine.running import RunningAppend
+
+MAX_DEAD: Final = 100_000
+"""Creations remembered of which every sequence has ended; those that ended first go first."""
+
+CreatingJob = AppendJob | ForkJob
+
+
+@dataclass(eq=False, slots=True)
+class Creation:
+    """What one request made.
+
+    Attributes:
+        key: Principal and request_id.
+        content: Digest of everything else that was asked.
+        run: The append that makes it; None when it is done (a ForkCache is done at once).
+        handles: What was answered, in order; empty while in flight; only the first one when dead.
+        start: Length before the tokens of the request. seed: what its rows were drawn with, None when nothing was.
+        num_live: Sequences it made that have not ended.
+        died_at: When the last of them ended, on the store's clock.
+    """
+
+    key: tuple[str, str]
+    content: bytes
+    run: RunningAppend | None = None
+    handles: tuple[Handle, ...] = ()
+    start: int = 0
+    seed: int | None = None
+    num_live: int = 0
+    died_at: float = 0.0
+
+
+class Creations:
+    """Creations by principal and request_id. Called from the engine thread only.
+
+    Invariant: a creation is in flight (it has a run and no handle) or done (no run, at least one handle); every
+    sequence made by a creation is counted in its ``num_live`` until it ends; creations without a live sequence stand
+    in order of their ends and number at most MAX_DEAD.
+    """
+
+    def __init__(self) -> None:
+        self._creations: dict[tuple[str, str], Creation] = {}
+        self._makers: dict[str, Creation] = {}  # by handle_id of each live sequence
+        self._dead: OrderedDict[tuple[str, str], Creation] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._creations)
+
+    def find(self, job: Job) -> Creation | None:
+        """Return the creation that ``job`` repeats, or None where it repeats none.
+
+        Raises:
+            RequestIdReused: The request_id made something else. An append with a handle is let through instead:
+                whether it makes anything is not known yet.
+        """
+        if not (isinstance(job, CreatingJob) and job.request_id and _may_create(job)):
+            return None
+        creation = self._creations.get((job.principal, job.request_id))
+        if creation is None or creation.content == _content_of(job):
+            return creation
+        if isinstance(job, AppendJob) and job.handle is not None:
+            return None
+        raise RequestIdReused(job.request_id)
+
+    def check_free(self, job: CreatingJob) -> None:
+        """Return if nothing was made for the job's request_id yet; it is about to be.
+
+        Raises:
+            RequestIdReused: Something was.
+        """
+        if job.request_id and (job.principal, job.request_id) in self._creations:
+            raise RequestIdReused(job.request_id)
+
+    def begin(self, job: CreatingJob, run: RunningAppend | None = None) -> Creation:
+        """Remember that ``run`` makes what ``job`` asks for; its request_id must be free."""
+        creation = Creation((job.principal, job.request_id), _content_of(job), run)
+        assert creation.key not in self._creations, "a request_id was used twice"
+        self._creations[creation.key] = creation
+        return creation
+
+    def finish(self, creation: Creation, handles: tuple[Handle, ...], start: int = 0, seed: int | None = None) -> None:
+        """The sequences are made: ``handles`` answer the request from now on."""
+        creation.run = None
+        creation.handles, creation.start, creation.seed = handles, start, seed
+        creation.num_live = len(handles)
+        self._makers.update((handle.handle_id, creation) for handle in handles)
+
+    def abandon(self, creation: Creation) -> None:
+        """The creation in flight failed or was given up: its request_id is free again. One that is done stays."""
+        if creation.run is not None:
+            creation.run = None
+            del self._creations[creation.key]
+
+    def end(self, handle_id: str, now: float) -> None:
+        """A sequence has ended, whoever made it."""
+        creation = self._makers.pop(handle_id, None)
+        if creation is None:
+            return
+        creation.num_live -= 1
+        if not creation.num_live:
+            creation.handles = creation.handles[:1]
+            creation.died_at = now
+            self._dead[creation.key] = creation
+            self._forget_dead(now)
+
+    def clear(self) -> None:
+        """Every sequence is gone, and nothing can be made any more."""
+        self._creations.clear()
+        self._makers.clear()
+        self._dead.clear()
+
+    def check_integrity(self, handle_ids: Collection[str]) -> None:
+        """Raise AssertionError unless the invariant of the class holds.
+
+        Args:
+            handle_ids: Of the live sequences.
+        """
+        num_live: dict[tuple[str, str], int] = {}
+        for handle_id, maker in self._makers.items():
+            assert handle_id in handle_ids, f"{handle_id} has ended and still counts as made"
+            num_live[maker.key] = num_live.get(maker.key, 0) + 1
+        for key, creation in self._creations.items():
+            assert creation.key == key, "a creation is listed under another request_id"
+            assert (creation.run is None) == bool(creation.handles), "a creation is neither in flight nor done"
+            assert creation.num_live == num_live.get(key, 0), f"{creation.num_live} live, {num_live.get(key, 0)} known"
+            is_dead = creation.run is None and not creation.num_live
+            assert is_dead == (key in self._dead), "a creation without sequences is not listed so"
+        ends = [creation.died_at for creation in self._dead.values()]
+        assert ends == sorted(ends), "dead creations are out of order"
+        assert len(ends) <= MAX_DEAD, "too many dead creations"
+
+    def _forget_dead(self, now: float) -> None:
+        while self._dead:
+            key, creation = next(iter(self._dead.items()))
+            if now < creation.died_at + TOMBSTONE_S and len(self._dead) <= MAX_DEAD:
+                return
+            del self._dead[key], self._creations[key]
+
+
+def _may_create(job: CreatingJob) -> bool:
+    """Whether the job may make a sequence; of an append with a handle only the append rule can tell for sure."""
+    return isinstance(job, ForkJob) or job.handle is None or job.on_stale is StalePolicy.FORK
+
+
+def _content_of(job: CreatingJob) -> bytes:
+    """Return a digest of what is asked, the request_id left out: equal for a repeated request, and for no other."""
+    digest = hashlib.blake2b(digest_size=16)
+    if isinstance(job, ForkJob):
+        digest.update(repr(("fork", tuple(job.handle), job.length, job.count, job.ttl_s)).encode())
+    else:
+        handle = None if job.handle is None else tuple(job.handle)
+        digest.update(repr(("append", handle, job.output, job.on_stale, job.ttl_s, len(job.token_ids))).encode())
+        digest.update(array("I", job.token_ids).tobytes())
+    return digest.digest()

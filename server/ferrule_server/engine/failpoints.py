@@ -1,0 +1,99 @@
+"""Failpoints: places where a test breaks the engine on purpose. Not armed, each costs one test for None.
+
+=================  =====================================================================================
+place              where the engine is
+=================  =====================================================================================
+before_schedule    appends are in flight, the rows of the next step are not chosen: nothing of it has happened
+after_schedule     the rows are chosen and cancelling no longer stops them; nothing of the step has run
+during_copy        some blocks of the step's copy-on-write are copied, others not (with one block: before it)
+after_commit       appended, created, forked or truncated, and recorded; not answered
+during_free        a sequence is about to be released, or some are about to expire; earlier ones of the list are gone
+=================  =====================================================================================
+
+As text, for ``--failpoints``: ``after_commit=exit@3;during_free=sleep(50)``. The actions are ``error`` (raises
+:class:`FailpointHit`), ``sleep(milliseconds)`` and ``exit`` (the process ends at once with 137, as if killed);
+``@n`` acts at the n-th hit only, otherwise every hit counts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+Place = Literal["before_schedule", "after_schedule", "during_copy", "after_commit", "during_free"]
+PLACES: Final[tuple[Place, ...]] = get_args(Place)
+
+EXIT_CODE: Final = 137
+"""Exit code of the action ``exit``: what a shell shows for a process that was killed."""
+
+_TERM: Final = re.compile(r"(?P<place>\w+)=(?P<action>error|exit|sleep\((?P<ms>\d{1,6})\))(@(?P<nth>[1-9]\d{0,8}))?")
+
+
+class FailpointHit(Exception):
+    """Raised on purpose by a failpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Armed:
+    act: Callable[[], object]
+    nth: int | None
+
+
+class Failpoints:
+    """What happens at which place. Armed before the engine starts, hit on its thread."""
+
+    def __init__(self) -> None:
+        self._armed: dict[Place, list[_Armed]] = {}
+        self._num_hits: dict[Place, int] = dict.fromkeys(PLACES, 0)
+
+    @classmethod
+    def parse(cls, text: str) -> Failpoints:
+        """Return the failpoints that ``text`` arms.
+
+        Raises:
+            ValueError: It is not in the form that the module describes.
+        """
+        failpoints = cls()
+        for term in filter(None, (part.strip() for part in text.split(";"))):
+            match = _TERM.fullmatch(term)
+            place = next((each for each in PLACES if match is not None and each == match["place"]), None)
+            if match is None or place is None:
+                raise ValueError(
+                    f"{term!r} is no failpoint; write PLACE=ACTION or PLACE=ACTION@N, with a place out of "
+                    f"{', '.join(PLACES)} and an action out of error, sleep(MS), exit"
+                )
+            failpoints.arm(place, _action(match), None if match["nth"] is None else int(match["nth"]))
+        return failpoints
+
+    def arm(self, place: Place, act: Callable[[], object], nth: int | None = None) -> None:
+        """Call ``act`` on the engine thread at every hit of ``place``, or at the ``nth`` only (1 is the first)."""
+        self._armed.setdefault(place, []).append(_Armed(act, nth))
+
+    def hit(self, place: Place) -> None:
+        """The engine is at ``place``; raises what its action raises."""
+        self._num_hits[place] += 1
+        for armed in self._armed.get(place, ()):
+            if armed.nth is None or armed.nth == self._num_hits[place]:
+                armed.act()
+
+    def num_hits(self, place: Place) -> int:
+        """Return how often the engine has been at ``place``."""
+        return self._num_hits[place]
+
+
+def fail() -> None:
+    """Raise what the action ``error`` raises."""
+    raise FailpointHit("a failpoint was hit")
+
+
+def _action(match: re.Match[str]) -> Callable[[], object]:
+    if match["action"] == "error":
+        return fail
+    if match["action"] == "exit":
+        return lambda: os._exit(EXIT_CODE)
+    seconds = int(match["ms"]) / 1000
+    return lambda: time.sleep(seconds)

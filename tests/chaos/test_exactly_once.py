@@ -1,0 +1,281 @@
+"""However often connections break, every append happens once: none is lost, none doubled, no token differs.
+
+Clients made of the stubs alone run through the cutting proxy and send again whatever was not answered. What the server
+holds afterwards is compared with what they sent, and the tokens it drew with those of a run that nothing disturbed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from ferrule.v1 import policy_pb2
+from ferrule_server.executor.base import Executor
+from ferrule_server.executor.paged_reference import PagedReferenceExecutor
+from ferrule_server.kv.append_rule import Verdict
+from tests.api.harness import RunningServer
+from tests.chaos.cutting_proxy import CuttingProxy
+from tests.chaos.figures import report, seed_of_run
+from tests.chaos.raw_clients import Appender, Breaks, Session, StreamAppender, UnaryAppender, run_session
+
+NUM_APPENDS = int(os.environ.get("FERRULE_CHAOS_APPENDS", "10400"))
+MIN_CUTS = NUM_APPENDS // 10
+CLIENTS: dict[str, Callable[[str, Breaks], Appender]] = {"unary": UnaryAppender, "stream": StreamAppender}
+BYTES_PER_CUT = {"unary": 1500.0, "stream": 1500.0}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Size of a run.
+
+    Attributes:
+        num_clients: Clients at the same time, each with a connection of its own.
+        num_rounds: How often each of them begins new sequences.
+        width: Sequences of each client.
+        length: Appends to each sequence.
+    """
+
+    num_clients: int
+    num_rounds: int
+    width: int
+    length: int
+
+    @property
+    def num_appends(self) -> int:
+        """Appends in all."""
+        return self.num_clients * self.num_rounds * self.width * self.length
+
+
+@dataclass
+class Outcome:
+    """What a disturbed run left behind, compared with an undisturbed one.
+
+    Attributes:
+        sent: Appends that clients wanted. applied: appends that the server counted.
+        doubled, lost: Tokens too many and too few in the sequences.
+        different: Sessions whose tokens differ from the undisturbed run, or whose sequence from what was sent.
+    """
+
+    sent: int = 0
+    applied: int = 0
+    doubled: int = 0
+    lost: int = 0
+    different: list[str] = field(default_factory=list)
+    replayed: int = 0
+    cuts: int = 0
+    connections: int = 0
+    breaks: dict[str, int] = field(default_factory=dict)
+    smallest_gap: float | None = None
+    seconds: float = 0.0
+
+    def check(self) -> None:
+        """Raise AssertionError unless every append happened exactly once."""
+        assert not self.different, self.different[:3]
+        assert (self.doubled, self.lost) == (0, 0)
+        assert self.applied == self.sent
+
+
+def make_sessions(seed: int, shape: Shape, vocab_size: int) -> list[list[list[Session]]]:
+    """Return fresh sessions by client and round: random prompts, each with a sampling seed of its own."""
+    chance = random.Random(seed)
+
+    def session() -> Session:
+        prompt = tuple(chance.randrange(vocab_size) for _ in range(chance.randint(1, 40)))
+        sampled = policy_pb2.Sample(temperature=0.9, top_p=0.95, seed=chance.getrandbits(64))
+        return Session(prompt, policy_pb2.LogitsReturnPolicy(sample=sampled, top_logprobs=2))
+
+    return [
+        [[session() for _ in range(shape.width)] for _ in range(shape.num_rounds)] for _ in range(shape.num_clients)
+    ]
+
+
+def run_clients(
+    server: RunningServer,
+    target: str,
+    clients: Sequence[Sequence[Sequence[Session]]],
+    kinds: Sequence[str],
+    length: int,
+) -> Breaks:
+    """Run every client's sessions to their end, side by side; returns what broke."""
+    met = [Breaks() for _ in clients]
+    failures: list[BaseException] = []
+
+    def run_client(rounds: Sequence[Sequence[Session]], kind: str, breaks: Breaks) -> None:
+        appender = CLIENTS[kind](target, breaks)
+        try:
+            for sessions in rounds:
+                for session in sessions:
+                    session.begin(server.stub)
+                run_session(appender, sessions, length)
+        except BaseException as failure:  # noqa: BLE001 - raised again below, where the test sees it
+            failures.append(failure)
+        finally:
+            appender.close()
+
+    threads = [
+        threading.Thread(target=run_client, args=(rounds, kinds[index % len(kinds)], met[index]))
+        for index, rounds in enumerate(clients)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    total = Breaks()
+    for breaks in met:
+        total.add(breaks)
+    return total
+
+
+def run_disturbed(server: RunningServer, shape: Shape, kinds: Sequence[str], seed: int) -> Outcome:
+    """Run sessions with and without the proxy and compare."""
+    vocab_size = server.executor.info.model.vocab_size
+    plain = make_sessions(seed, shape, vocab_size)
+    run_clients(server, server.address.target, plain, kinds, shape.length)
+    release(server, plain)
+    disturbed = make_sessions(seed, shape, vocab_size)
+    decodes = server.engine.counters.decodes
+    started = time.monotonic()
+    mean_bytes = sum(BYTES_PER_CUT[kind] for kind in kinds) / len(kinds) * (1 + shape.width) / 2
+    with CuttingProxy(server.address.port, seed=seed, mean_bytes=mean_bytes) as proxy:
+        breaks = run_clients(server, proxy.target, disturbed, kinds, shape.length)
+    outcome = Outcome(
+        sent=shape.num_appends,
+        applied=server.engine.counters.decodes - decodes,
+        replayed=breaks.replayed,
+        cuts=proxy.num_cuts,
+        connections=proxy.num_connections,
+        breaks=dict(breaks.codes),
+        seconds=round(time.monotonic() - started, 1),
+    )
+    compare(server, outcome, plain, disturbed)
+    release(server, disturbed)
+    return outcome
+
+
+def compare(
+    server: RunningServer,
+    outcome: Outcome,
+    plain: Sequence[Sequence[Sequence[Session]]],
+    disturbed: Sequence[Sequence[Sequence[Session]]],
+) -> None:
+    """Note every sequence that is not what it would have been."""
+    gaps = []
+    for (name, one), (_, other) in zip(each(plain), each(disturbed), strict=True):
+        held = list(server.info(other.handle, include_token_ids=True).token_ids)
+        outcome.doubled += max(0, len(held) - len(other.sent))
+        outcome.lost += max(0, len(other.sent) - len(held))
+        gaps += other.gaps
+        if held != other.sent or one.tokens != other.tokens:
+            at = next((i for i, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=True)) if a != b), None)
+            gap = None if at is None else (one.gaps[at], other.gaps[at])
+            outcome.different.append(
+                f"session {name}: sent {len(other.sent)}, held {len(held)}, first other token at {at}, gaps {gap}"
+            )
+    outcome.smallest_gap = min(gaps, default=None)
+
+
+def each(clients: Sequence[Sequence[Sequence[Session]]]) -> Iterator[tuple[str, Session]]:
+    """Return every session with its name: client, round and place."""
+    for client, rounds in enumerate(clients):
+        for number, sessions in enumerate(rounds):
+            for place, session in enumerate(sessions):
+                yield f"{client}.{number}.{place}", session
+
+
+def release(server: RunningServer, clients: Sequence[Sequence[Sequence[Session]]]) -> None:
+    """Release every sequence."""
+    server.release(*(session.handle for _, session in each(clients)))
+
+
+@contextmanager
+def replay_check_off(server: RunningServer) -> Iterator[None]:
+    """Make this server append at the tip whatever the handle's length says, as one without the check would."""
+    judge = server.store.judge
+
+    def careless(*arguments: object, **named: object) -> Verdict:
+        verdict = judge(*arguments, **named)  # type: ignore[arg-type]
+        return Verdict.APPEND if verdict is Verdict.REPLAY else verdict
+
+    server.store.judge = careless  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        server.store.judge = judge  # type: ignore[method-assign]
+
+
+def reference() -> Executor:
+    """Return the executor whose logits are the same bits whatever shares the step."""
+    return PagedReferenceExecutor(kv_memory_bytes=8 << 20)
+
+
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_a_few_cuts_double_and_lose_nothing(kind: str) -> None:
+    """The campaign below in small, on every run."""
+    with RunningServer(reference()) as server:
+        outcome = run_disturbed(server, Shape(num_clients=2, num_rounds=1, width=2, length=30), [kind], seed=1)
+    outcome.check()
+    assert outcome.cuts >= 5
+
+
+def test_without_the_replay_check_a_few_cuts_double_tokens() -> None:
+    """The comparison can fail: it sees what the check prevents."""
+    with RunningServer(reference()) as server, replay_check_off(server):
+        outcome = run_disturbed(server, Shape(num_clients=2, num_rounds=1, width=2, length=30), ["unary"], seed=1)
+    assert outcome.doubled > 0
+    with pytest.raises(AssertionError):
+        outcome.check()
+
+
+def figures_of(outcome: Outcome) -> dict[str, object]:
+    """Return what is worth reporting of a run."""
+    return {name: value for name, value in vars(outcome).items() if name != "different"} | {
+        "different_sessions": len(outcome.different)
+    }
+
+
+def campaign_shape(width: int, num_appends: int = NUM_APPENDS) -> Shape:
+    """Return eight clients that together append so often."""
+    num_clients, length = 8, 325
+    return Shape(num_clients, -(-num_appends // (num_clients * width * length)), width, length)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kinds", [["unary"], ["stream"], ["unary", "stream"]], ids="-".join)
+def test_a_thousand_cuts_double_and_lose_nothing(kinds: list[str]) -> None:
+    """Ten thousand appends, a thousand cuts: applied is sent, and every token is that of the undisturbed run."""
+    seed = seed_of_run()
+    shape = campaign_shape(width=1 if kinds == ["unary"] else 2)
+    with RunningServer(reference()) as server:
+        outcome = run_disturbed(server, shape, kinds, seed)
+    report(
+        "exactly-once", executor="paged-reference", clients="raw " + "+".join(kinds), seed=seed, **figures_of(outcome)
+    )
+    outcome.check()
+    assert outcome.sent >= NUM_APPENDS
+    assert outcome.cuts >= MIN_CUTS
+    assert outcome.replayed >= MIN_CUTS // 20, "hardly a reply was lost: the cuts fell beside the appends"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_same_cuts_without_the_replay_check_double_tokens() -> None:
+    """The ablation: the run of above must fail, and says how many tokens the check saves from being doubled."""
+    seed = seed_of_run()
+    shape = campaign_shape(width=1)
+    with RunningServer(reference()) as server, replay_check_off(server):
+        outcome = run_disturbed(server, shape, ["unary"], seed)
+    report(
+        "ablation: replay check off", executor="paged-reference", clients="raw unary", seed=seed, **figures_of(outcome)
+    )
+    assert outcome.doubled > 0
+    assert outcome.different

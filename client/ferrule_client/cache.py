@@ -606,7 +606,11 @@ class Cache:
             raise error
         request = _messages.recovery_request(token_ids, self._recovery)
         rest = attempts.rest(creates=True, has_request_id=True)
-        output = self._connection.run(self._connection.executor.Prefill, request, rest).output
+        try:
+            output = self._connection.run(self._connection.executor.Prefill, request, rest).output
+        except ExecutorError as failure:
+            failure.add_note(f"the sequence is lost ({error.reason}), and this is what prefilling it again failed with")
+            raise
         handle = _convert.handle_from_message(output.kv_cache)
         if handle.lineage != self.handle.lineage:
             self._end(handle)

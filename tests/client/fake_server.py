@@ -41,12 +41,24 @@ class Failure:
         message: Its message.
         reason: Reason of the ErrorInfo; empty: an error of gRPC's own, without details.
         after: True: the work is done first and only the reply is lost.
+        retry_after_s: Seconds that its RetryInfo asks for, if it has one.
     """
 
     code: grpc.StatusCode
     message: str = "it broke"
     reason: str = ""
     after: bool = False
+    retry_after_s: float | None = None
+
+    @property
+    def status(self) -> status_pb2.Status:
+        """The failure as a status with details."""
+        status = status_of(self.code, self.reason, self.message)
+        if self.retry_after_s is not None:
+            retry = error_details_pb2.RetryInfo()
+            retry.retry_delay.FromNanoseconds(int(1e9 * self.retry_after_s))
+            status.details.add().Pack(retry)
+        return status
 
 
 def status_of(code: grpc.StatusCode, reason: str, message: str = "text", **metadata: str) -> status_pb2.Status:
@@ -56,18 +68,26 @@ def status_of(code: grpc.StatusCode, reason: str, message: str = "text", **metad
     return status_pb2.Status(code=code.value[0], message=message, details=[detail])
 
 
+GONE = status_of(grpc.StatusCode.NOT_FOUND, "HANDLE_UNKNOWN", "no such handle", handle_id="0123")
+"""What a call on a sequence that is not there is answered."""
+
+
 class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_grpc.TokenizerServiceServicer):
     """Serves on a free port of this machine while its ``with`` lasts.
 
     Attributes:
         text: The token after a sequence of n tokens is ``text[n % len(text)]``.
-        failures: What the next calls of an RPC fail with, in order.
+        failures: What the next calls of an RPC fail with, in order; those of "item" are answers to items of a stream.
         metadata: What the last call carried besides its message.
         calls: Number of calls of each RPC, failed ones included.
         frames: Items of every frame that came on a stream.
         sequences: Tokens of every sequence by cache_id.
         ttl_s: Lease that KeepAlive grants.
         delay_s: Seconds that a stream waits before it answers a frame.
+        has_request_ids: True: what one request id creates is created once.
+        granted_ttl_s: Lease that creations are told to have got; None: they are told nothing, as by older servers.
+        lineage: Fingerprint of every handle; another one stands for another model.
+        prompts: What was prefilled into new sequences, in order.
     """
 
     def __init__(self, text: list[int] | None = None) -> None:
@@ -81,6 +101,11 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
         self.ttl_s = 60.0
         self.delay_s = 0.0
         self.max_length = 10_000
+        self.has_request_ids = False
+        self.granted_ttl_s: float | None = None
+        self.lineage = b"l" * 16
+        self.prompts: list[executor_pb2.PrefillInput] = []
+        self._made: dict[str, list[types_pb2.KvCacheHandle]] = {}
         self._ids = itertools.count()
         self._lock = threading.Lock()
         self._server = grpc.server(
@@ -114,16 +139,34 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
     @staticmethod
     def _abort(context: grpc.ServicerContext, failure: Failure) -> None:
         if failure.reason:
-            context.abort_with_status(rpc_status.to_status(status_of(failure.code, failure.reason, failure.message)))
+            context.abort_with_status(rpc_status.to_status(failure.status))
         context.abort(failure.code, failure.message)
 
     def _handle(self, cache_id: str) -> types_pb2.KvCacheHandle:
-        return types_pb2.KvCacheHandle(cache_id=cache_id, length=len(self.sequences[cache_id]), lineage=b"l" * 16)
+        return types_pb2.KvCacheHandle(cache_id=cache_id, length=len(self.sequences[cache_id]), lineage=self.lineage)
 
-    def _create(self, tokens: list[int]) -> types_pb2.KvCacheHandle:
-        cache_id = f"fake.epoch.{next(self._ids):022d}"
-        self.sequences[cache_id] = list(tokens)
-        return self._handle(cache_id)
+    def lose_all(self) -> None:
+        """Forget every sequence, as a new run of the server has."""
+        self.sequences.clear()
+        self._made.clear()
+
+    def _create(self, tokens: list[int], request_id: str = "", count: int = 1) -> list[types_pb2.KvCacheHandle]:
+        """Return the handles of new sequences, or of those that this request id has made before."""
+        if self.has_request_ids and request_id in self._made:
+            return self._made[request_id]
+        ids = [f"fake.epoch.{next(self._ids):022d}" for _ in range(count)]
+        self.sequences.update((cache_id, list(tokens)) for cache_id in ids)
+        return self._made.setdefault(request_id or ids[0], [self._handle(cache_id) for cache_id in ids])
+
+    def _find(self, handle: types_pb2.KvCacheHandle, context: grpc.ServicerContext) -> list[int]:
+        """Return the tokens of a sequence, or end the call as the contract says."""
+        if handle.cache_id not in self.sequences:
+            context.abort_with_status(rpc_status.to_status(GONE))
+        return self.sequences[handle.cache_id]
+
+    def _grant(self, reply: executor_pb2.PrefillOutput | cache_pb2.ForkCacheResponse) -> None:
+        if self.granted_ttl_s is not None:
+            reply.ttl.FromNanoseconds(int(1e9 * self.granted_ttl_s))
 
     def _outputs(self, length: int, policy: policy_pb2.LogitsReturnPolicy) -> policy_pb2.Outputs | None:
         if policy.none:
@@ -135,25 +178,28 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
             outputs.seed = policy.sample.seed
         return outputs
 
-    def _decode(self, item: executor_pb2.DecodeInput) -> executor_pb2.DecodeOutput | status_pb2.Status:
+    def _decode(
+        self, item: executor_pb2.DecodeInput | executor_pb2.PrefillInput
+    ) -> executor_pb2.DecodeOutput | status_pb2.Status:
         """Append by the contract's append rule, without its finer points."""
         tokens, start = self.sequences.get(item.kv_cache.cache_id), item.kv_cache.length
         new = list(item.input_ids)
         if tokens is None:
-            return status_of(grpc.StatusCode.NOT_FOUND, "HANDLE_UNKNOWN", "no such handle", handle_id="0123")
+            return GONE
         if start + len(new) > self.max_length:
             return status_of(grpc.StatusCode.OUT_OF_RANGE, "CONTEXT_EXCEEDED", "the context is full")
         replayed = bool(new) and tokens[start : start + len(new)] == new
         behind = bool(new) and start < len(tokens) and not replayed
+        if behind and item.on_stale == types_pb2.STALE_POLICY_FORK:
+            (handle,) = self._create(tokens[:start] + new, item.request_id)
+            return executor_pb2.DecodeOutput(kv_cache=handle, outputs=self._outputs(handle.length, item.logits_policy))
         if behind and item.on_stale == types_pb2.STALE_POLICY_REWIND:
             del tokens[start:]
         elif behind:
             return status_of(grpc.StatusCode.ABORTED, "HANDLE_STALE", "stale", tip_length=str(len(tokens)))
         if not replayed:
             tokens.extend(new)
-        handle = types_pb2.KvCacheHandle(
-            cache_id=item.kv_cache.cache_id, length=start + len(new), lineage=item.kv_cache.lineage
-        )
+        handle = types_pb2.KvCacheHandle(cache_id=item.kv_cache.cache_id, length=start + len(new), lineage=self.lineage)
         outputs = self._outputs(handle.length, item.logits_policy)
         return executor_pb2.DecodeOutput(kv_cache=handle, outputs=outputs, replayed=replayed)
 
@@ -163,18 +209,20 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
         return self._run("GetModelInfo", context, lambda: reply)
 
     def GetCapabilities(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
-        capabilities = info_pb2.ExecutorCapabilities(supports_forward_verify=True)
+        capabilities = info_pb2.ExecutorCapabilities(
+            supports_forward_verify=True, supports_request_id=self.has_request_ids
+        )
         reply = executor_pb2.GetCapabilitiesResponse(capabilities=capabilities)
         return self._run("GetCapabilities", context, lambda: reply)
 
     def GetCacheInfo(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
-        cache_id = request.kv_cache.cache_id
-        info = cache_pb2.CacheInfo(kv_cache=self._handle(cache_id), token_ids=self.sequences[cache_id])
+        tokens = self._find(request.kv_cache, context)
+        info = cache_pb2.CacheInfo(kv_cache=self._handle(request.kv_cache.cache_id), token_ids=tokens)
         return self._run("GetCacheInfo", context, lambda: cache_pb2.GetCacheInfoResponse(info=info))
 
     def TruncateKv(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
         def work() -> cache_pb2.TruncateKvResponse:
-            del self.sequences[request.kv_cache.cache_id][request.new_length :]
+            del self._find(request.kv_cache, context)[request.new_length :]
             return cache_pb2.TruncateKvResponse(kv_cache=self._handle(request.kv_cache.cache_id))
 
         return self._run("TruncateKv", context, work)
@@ -185,9 +233,19 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
 
     def Prefill(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
         def work() -> executor_pb2.PrefillResponse:
-            handle = self._create(request.input.input_ids)
-            outputs = self._outputs(handle.length, request.input.logits_policy)
-            return executor_pb2.PrefillResponse(output=executor_pb2.PrefillOutput(kv_cache=handle, outputs=outputs))
+            if request.input.HasField("kv_cache"):
+                result = self._decode(request.input)
+                if isinstance(result, status_pb2.Status):
+                    context.abort_with_status(rpc_status.to_status(result))
+                    raise AssertionError("abort raises")
+                output = executor_pb2.PrefillOutput(kv_cache=result.kv_cache, outputs=result.outputs)
+            else:
+                self.prompts.append(request.input)
+                (handle,) = self._create(request.input.input_ids, request.input.request_id)
+                outputs = self._outputs(handle.length, request.input.logits_policy)
+                output = executor_pb2.PrefillOutput(kv_cache=handle, outputs=outputs)
+            self._grant(output)
+            return executor_pb2.PrefillResponse(output=output)
 
         return self._run("Prefill", context, work)
 
@@ -215,20 +273,23 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
         for handle in request.release:
             released = self.sequences.pop(handle.cache_id, None) is not None
             reply.releases.add(handle_id="x", released=released)
-        for item in reversed(request.items):  # the order of results is the server's to choose
+        results = []
+        for item in request.items:
             with self._lock:
-                result = self._decode(item.decode)
-            if isinstance(result, status_pb2.Status):
-                reply.results.add(seq=item.seq, error=result)
-            else:
-                reply.results.add(seq=item.seq, decode=result)
+                refused = self.failures["item"].pop(0).status if self.failures["item"] else None
+                result = refused or self._decode(item.decode)
+            is_error = isinstance(result, status_pb2.Status)
+            results.append(executor_pb2.StreamResult(seq=item.seq, **{"error" if is_error else "decode": result}))
+        reply.results.extend(reversed(results))  # their order is the server's to choose
         time.sleep(self.delay_s)
         return reply
 
     def ForkCache(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
         def work() -> cache_pb2.ForkCacheResponse:
-            tokens = self.sequences[request.kv_cache.cache_id][: request.length or request.kv_cache.length]
-            return cache_pb2.ForkCacheResponse(kv_caches=[self._create(tokens) for _ in range(request.count)])
+            tokens = self._find(request.kv_cache, context)[: request.length or request.kv_cache.length]
+            reply = cache_pb2.ForkCacheResponse(kv_caches=self._create(tokens, request.request_id, request.count))
+            self._grant(reply)
+            return reply
 
         return self._run("ForkCache", context, work)
 
@@ -236,7 +297,7 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
         def work() -> executor_pb2.ForwardVerifyResponse:
             item = request.input
             certain, drafts = list(item.input_ids), list(item.draft_ids)
-            tokens = self.sequences[item.kv_cache.cache_id]
+            tokens = self._find(item.kv_cache, context)
             tokens.extend(certain)
             held = []
             for draft in drafts:

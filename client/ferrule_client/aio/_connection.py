@@ -1,0 +1,195 @@
+# Written by client/generate_aio.py from client/ferrule_client/_connection.py: change that, then run it again.
+"""Calls to one server with a deadline, retries and typed errors."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+
+from ferrule.v1 import executor_pb2, tokenizer_pb2
+from ferrule_client import _check, _convert
+from ferrule_client._connection import REQUEST_IDS, USE_DEFAULT, Timeout, UseDefault
+from ferrule_client._retry import Attempts, RetrySettings
+from ferrule_client._status import error_from_call, no_answer, no_server
+from ferrule_client.aio._wire import Wire
+from ferrule_client.errors import CallCancelledError, ExecutorError, UnsupportedError
+from ferrule_client.types import Capabilities, ModelInfo, TlsConfig
+
+__all__ = ["REQUEST_IDS", "USE_DEFAULT", "Connection", "Timeout", "UseDefault"]
+
+_log = logging.getLogger(__name__)
+
+
+"""The feature of a server that makes the sequences of one request id once."""
+
+_Request = TypeVar("_Request")
+_Reply = TypeVar("_Reply")
+
+
+class Connection:
+    """One channel, shared by a client and everything it makes; safe to use from several tasks.
+
+    Args:
+        target: ``host:port`` or ``unix:PATH``.
+        token: Bearer token sent with every call, or None.
+        tls: True or a ``TlsConfig`` for TLS, None for plain text.
+        timeout: Seconds a call may take unless it says otherwise; None means no limit.
+        retry: When calls are tried again.
+
+    Raises:
+        TypeError: The target is no text.
+        ValueError: The target is malformed, or the timeout not more than 0.
+    """
+
+    def __init__(
+        self, target: str, token: str | None, tls: bool | TlsConfig | None, timeout: float | None, retry: RetrySettings
+    ) -> None:
+        self.target = _check.target(target)
+        _check.seconds("timeout", timeout)
+        self.timeout = None if timeout == math.inf else timeout
+        self._retry = retry
+        self.is_closed = False
+        self._model_info: ModelInfo | None = None
+        self._capabilities: Capabilities | None = None
+        self.wire = Wire(target, token, tls)
+        self.executor, self.tokenizer = self.wire.executor, self.wire.tokenizer
+
+    def resolve(self, timeout: Timeout) -> float | None:
+        """Return the seconds a call may take.
+
+        Raises:
+            ValueError: They are not more than 0.
+        """
+        if isinstance(timeout, UseDefault):
+            return self.timeout
+        _check.seconds("timeout", timeout)
+        return None if timeout == math.inf else timeout
+
+    def attempts(
+        self, timeout: Timeout, *, creates: bool = False, has_request_id: bool = False, is_patient: bool = False
+    ) -> Attempts:
+        """Return the deadline and the retries of one call."""
+        limit_s = self.resolve(timeout)
+        return Attempts(self._retry, limit_s, creates=creates, has_request_id=has_request_id, is_patient=is_patient)
+
+    async def wait(self, attempts: Attempts, error: ExecutorError, cause: grpc.RpcError | None = None) -> None:
+        """Wait before the next attempt.
+
+        Whether the server honours request ids is asked for only here, when a creation has broken, and once.
+
+        Args:
+            attempts: Those of the call.
+            error: What the last one failed with.
+            cause: The gRPC error behind it.
+
+        Raises:
+            ExecutorError: ``error``, if there is to be no further attempt.
+        """
+        if attempts.needs_to_know(error):
+            attempts.learn(has_request_ids=await self._has_request_ids(attempts))
+        await self.sleep(attempts.pause_s(error, cause))
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait before another attempt."""
+        await self.wire.pause(seconds)
+
+    async def unary(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Reply],
+        request: _Request,
+        *,
+        timeout: Timeout = USE_DEFAULT,
+        creates: bool = False,
+        has_request_id: bool = False,
+    ) -> _Reply:
+        """Run one call, again if that is safe.
+
+        Args:
+            method: A method of one of the stubs.
+            request: Its request.
+            timeout: Seconds for all attempts together.
+            creates: True: the call makes new sequences.
+            has_request_id: True: such a call carries an id, the same in all its attempts.
+
+        Returns:
+            The reply.
+
+        Raises:
+            ExecutorError: The call failed for good.
+        """
+        return await self.run(method, request, self.attempts(timeout, creates=creates, has_request_id=has_request_id))
+
+    async def run(
+        self, method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Reply], request: _Request, attempts: Attempts
+    ) -> _Reply:
+        """Run one call as ``unary`` does, with attempts that may be under way already."""
+        while True:
+            if self.is_closed:
+                text = "the client is closed; what it left on the server lives there until the leases end"
+                raise CallCancelledError(grpc.StatusCode.CANCELLED, "CANCELLED", text)
+            try:
+                reply = await self.wire.call(method, request, attempts.remaining())
+            except grpc.RpcError as error:
+                await self.wait(attempts, self.typed(error), error)
+                continue
+            if reply is not None:
+                return reply
+            await self.wait(attempts, no_answer(is_late=attempts.remaining() == 0))
+
+    def typed(self, error: grpc.RpcError) -> ExecutorError:
+        """Return our error for one of gRPC's; where nobody listens, it names the address."""
+        ours = error_from_call(error)
+        return no_server(self.target, ours.message) if ours.reason == "CONNECTION_FAILED" else ours
+
+    async def model_info(self, timeout: Timeout = USE_DEFAULT, *, is_patient: bool = False) -> ModelInfo:
+        """Return the model's description, asked for once: it does not change while the server runs."""
+        if self._model_info is None:
+            attempts = self.attempts(timeout, is_patient=is_patient)
+            reply = await self.run(self.executor.GetModelInfo, executor_pb2.GetModelInfoRequest(), attempts)
+            self._model_info = _convert.model_info_from_message(reply.info)
+        return self._model_info
+
+    async def capabilities(self, timeout: Timeout = USE_DEFAULT) -> Capabilities:
+        """Return what the server can do, asked for once."""
+        return self._capabilities or await self._ask_capabilities(self.attempts(timeout))
+
+    async def require(self, feature: str, timeout: Timeout = USE_DEFAULT) -> None:
+        """Make sure that the server has a feature.
+
+        Raises:
+            UnsupportedError: It has not.
+        """
+        if feature not in (await self.capabilities(timeout)).features:
+            text = f"this server does not serve {feature}: it is not in client.capabilities().features"
+            metadata = {"feature": feature}
+            raise UnsupportedError(grpc.StatusCode.UNIMPLEMENTED, "FEATURE_UNSUPPORTED", text, metadata)
+
+    async def decode_text(self, token_ids: Sequence[int], *, is_patient: bool = False) -> tuple[str, bool]:
+        """Return the text of tokens without special ones, and whether it ends inside a character."""
+        request = tokenizer_pb2.TokenizerServiceDecodeRequest(token_ids=token_ids, skip_special_tokens=True)
+        reply = await self.run(self.tokenizer.Decode, request, self.attempts(USE_DEFAULT, is_patient=is_patient))
+        return reply.text, reply.ends_mid_character
+
+    async def close(self) -> None:
+        """Close the channel; calls under way are cancelled. Closing twice changes nothing."""
+        self.is_closed = True
+        await self.wire.close()
+
+    async def _ask_capabilities(self, attempts: Attempts) -> Capabilities:
+        reply = await self.run(self.executor.GetCapabilities, executor_pb2.GetCapabilitiesRequest(), attempts)
+        self._capabilities = _convert.capabilities_from_message(reply.capabilities)
+        return self._capabilities
+
+    async def _has_request_ids(self, attempts: Attempts) -> bool:
+        """Tell whether the server honours request ids; no, if it cannot be asked in the time that is left."""
+        try:
+            capabilities = self._capabilities or await self._ask_capabilities(attempts.rest())
+        except ExecutorError as error:
+            _log.debug("capabilities unknown after a broken creation reason=%s", error.reason)
+            return False
+        return REQUEST_IDS in capabilities.features

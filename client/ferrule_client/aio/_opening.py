@@ -1,0 +1,71 @@
+"""A call that is both awaited for its object and entered with ``async with``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Coroutine, Generator
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+__all__ = ["Opening", "opening"]
+
+_P = ParamSpec("_P")
+
+
+class _Enterable(Protocol):
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None: ...
+
+
+_T = TypeVar("_T", bound=_Enterable)
+
+
+class Opening(Coroutine[Any, Any, _T], AbstractAsyncContextManager[_T]):  # Any: what a loop and its tasks exchange
+    """What a call returns that opens something: ``x = await call`` or ``async with call as x``.
+
+    Nothing runs before one of the two. It is a coroutine in every respect, so tasks can be made of it.
+
+    Args:
+        coroutine: Returns the object.
+    """
+
+    __slots__ = ("_coroutine", "_opened")
+
+    def __init__(self, coroutine: Coroutine[Any, Any, _T]) -> None:
+        self._coroutine = coroutine
+
+    def __await__(self) -> Generator[Any, Any, _T]:
+        return self._coroutine.__await__()
+
+    async def __aenter__(self) -> _T:
+        self._opened: _T = await self._coroutine
+        return self._opened
+
+    def __aexit__(  # no coroutine of its own, so that a warning names the caller's line
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> Coroutine[Any, Any, None]:
+        return self._opened.__aexit__(kind, error, tb)
+
+    def send(self, value: Any) -> Any:
+        """Go on with the coroutine; for the event loop."""
+        return self._coroutine.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        """Go on with the coroutine by an error; for the event loop."""
+        return self._coroutine.throw(*error)
+
+    def close(self) -> None:
+        """End the coroutine before its end; for the event loop."""
+        self._coroutine.close()
+
+
+def opening(method: Callable[_P, Coroutine[Any, Any, _T]]) -> Callable[_P, Opening[_T]]:
+    """Make what a coroutine function returns usable in ``async with`` too."""
+
+    @functools.wraps(method)
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> Opening[_T]:
+        return Opening(method(*args, **kwargs))
+
+    return wrapper

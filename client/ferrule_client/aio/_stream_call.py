@@ -1,0 +1,94 @@
+"""One StreamDecode call for asyncio: frames out, frames in, and a limit on the wait between them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import grpc.aio
+
+from ferrule.v1 import executor_pb2
+from ferrule_client.aio._wire import OwnCancellation, Wire
+from ferrule_client.errors import DeadlineExceededError, ExecutorError
+
+__all__ = ["StreamCall"]
+
+_CLOSE_S = 2.0
+
+
+class StreamCall:
+    """One open StreamDecode. Not safe to use from two tasks at once; no task of its own runs.
+
+    Args:
+        wire: Where to open it.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        self._call = wire.open_stream()
+        self._unsent: list[executor_pb2.StreamDecodeRequest] = []
+        self._is_waiting = False
+        self._is_closed = False
+
+    def send(self, frame: executor_pb2.StreamDecodeRequest) -> None:
+        """Take one frame; ``receive`` writes it, so that its limit covers the writing too."""
+        self._unsent.append(frame)
+
+    async def receive(self, timeout: float | None) -> executor_pb2.StreamDecodeResponse:
+        """Return the next frame.
+
+        Args:
+            timeout: Seconds to wait; None means no limit.
+
+        Raises:
+            DeadlineExceededError: Nothing came in time.
+            grpc.RpcError: The call failed.
+            CallCancelledError: The stream or the client was closed meanwhile.
+            StopAsyncIteration: The server ended the call.
+        """
+        self._is_waiting = True
+        try:
+            with OwnCancellation():
+                async with asyncio.timeout(timeout):
+                    await self._write()
+                    reply = await self._call.read()
+        except TimeoutError:
+            text = f"no frame came on the stream within {timeout:.3g} s; give the call a longer timeout"
+            raise DeadlineExceededError(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", text) from None
+        if not isinstance(reply, executor_pb2.StreamDecodeResponse):
+            raise StopAsyncIteration
+        self._is_waiting = False
+        return reply
+
+    async def close(self) -> None:
+        """End the call: in order when nothing is under way, at once otherwise. Closing twice changes nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            if not self._is_waiting:
+                await self._wait_for_end()
+        finally:
+            self._call.cancel()
+
+    def cancel(self) -> None:
+        """End the call at once, whatever is under way; a finaliser may do it, on a loop that is closed."""
+        self._is_closed = True
+        self._call.cancel()
+
+    async def _write(self) -> None:
+        while self._unsent:
+            try:
+                await self._call.write(self._unsent.pop(0))
+            except asyncio.InvalidStateError:  # the call has ended; reading says why
+                return
+
+    async def _wait_for_end(self) -> None:
+        """Wait a moment for the server's own end of the call, so that it does not see a cancel."""
+        try:
+            with OwnCancellation():
+                async with asyncio.timeout(_CLOSE_S):
+                    await self._call.done_writing()
+                    while isinstance(await self._call.read(), executor_pb2.StreamDecodeResponse):
+                        pass
+        except (TimeoutError, grpc.RpcError, ExecutorError):  # whichever way, it is over
+            return

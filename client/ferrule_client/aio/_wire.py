@@ -1,0 +1,112 @@
+"""What touches the network, for asyncio: the channel to one server, its calls and pauses; the twin of the sync one."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+
+from ferrule.v1 import executor_pb2, executor_pb2_grpc, tokenizer_pb2_grpc
+from ferrule_client._wire import CHANNEL_OPTIONS, secrets_of, warn_of_plain_token
+from ferrule_client.errors import CallCancelledError
+from ferrule_client.types import TlsConfig
+
+__all__ = ["OwnCancellation", "StreamStreamCall", "Wire"]
+
+_Request = TypeVar("_Request")
+_Reply = TypeVar("_Reply")
+
+StreamStreamCall = grpc.aio.StreamStreamCall[executor_pb2.StreamDecodeRequest, executor_pb2.StreamDecodeResponse]
+
+
+class Wire:
+    """One channel and the stubs on it, for the tasks of one event loop.
+
+    Args:
+        target: ``host:port`` or ``unix:PATH``, checked.
+        token: Bearer token sent with every call, or None.
+        tls: True or a ``TlsConfig`` for TLS, None for plain text.
+
+    Raises:
+        RuntimeError: No event loop runs.
+    """
+
+    def __init__(self, target: str, token: str | None, tls: bool | TlsConfig | None) -> None:
+        try:
+            self._loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise RuntimeError("AsyncClient.connect needs a running event loop: call it in a coroutine") from None
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self.channel = _open_channel(target, tls, has_token=bool(token))
+        self.executor = executor_pb2_grpc.ModelExecutorServiceStub(self.channel)
+        self.tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(self.channel)
+
+    async def call(
+        self, method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Reply], request: _Request, timeout: float | None
+    ) -> _Reply | None:
+        """Run one call once and return the reply; cancelling the task cancels it.
+
+        Raises:
+            grpc.RpcError: The call failed.
+            CallCancelledError: The channel was closed meanwhile.
+        """
+        self._check_loop()
+        with OwnCancellation():
+            return await method(request, timeout=timeout, metadata=self._metadata)
+
+    def open_stream(self) -> StreamStreamCall:
+        """Open one StreamDecode, without a deadline of its own."""
+        self._check_loop()
+        return self.executor.StreamDecode(metadata=self._metadata)
+
+    async def pause(self, seconds: float) -> None:
+        """Wait. A channel of grpc.aio goes on connecting by itself meanwhile."""
+        await asyncio.sleep(seconds)
+
+    async def close(self) -> None:
+        """Close the channel; calls under way are cancelled. Closing twice changes nothing."""
+        await self.channel.close()
+
+    def _check_loop(self) -> None:
+        """Say plainly what grpc.aio would otherwise answer with a hang."""
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError("this client belongs to another event loop; connect one in each")
+
+
+class OwnCancellation:
+    """Within it, ``CancelledError`` means that the running task was cancelled, and a task that was always gets it.
+
+    gRPC breaks both directions. A call that somebody else ends, by closing its channel, raises ``CancelledError`` in a
+    task that nobody cancelled; that becomes ``CallCancelledError``. And a call that is cancelled just as it ends by
+    itself may swallow the cancellation, and the task, or a timeout around it, would never hear of it.
+    """
+
+    __slots__ = ("_num_before", "_task")
+
+    def __enter__(self) -> None:
+        self._task = asyncio.current_task()
+        self._num_before = self._num_cancellations()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        is_cancelled = self._num_cancellations() > self._num_before
+        if isinstance(error, asyncio.CancelledError):
+            if not is_cancelled:
+                text = "the call was ended from outside: the client or the stream was closed"
+                raise CallCancelledError(grpc.StatusCode.CANCELLED, "CANCELLED", text) from None
+        elif is_cancelled and (error is None or isinstance(error, Exception)):
+            raise asyncio.CancelledError from None
+
+    def _num_cancellations(self) -> int:
+        return 0 if self._task is None else self._task.cancelling()
+
+
+def _open_channel(target: str, tls: bool | TlsConfig | None, *, has_token: bool) -> grpc.aio.Channel:
+    if not tls:
+        if has_token:
+            warn_of_plain_token(target)
+        return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+    credentials, options = secrets_of(tls)
+    return grpc.aio.secure_channel(target, credentials, options=options)

@@ -1,0 +1,692 @@
+# Written by client/generate_aio.py from client/ferrule_client/cache.py: change that, then run it again.
+"""The cache: the object that moves along one sequence on the server."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import warnings
+from collections.abc import Sequence
+from types import TracebackType
+from typing import NoReturn, TypeVar
+
+import grpc
+import grpc.aio
+import numpy as np
+import numpy.typing as npt
+
+from ferrule.v1 import cache_pb2, executor_pb2, types_pb2
+from ferrule_client import _check, _convert, _messages
+from ferrule_client._messages import PromptOptions, SequenceRequest
+from ferrule_client._retry import Attempts
+from ferrule_client._tip import Tip
+from ferrule_client.aio._connection import USE_DEFAULT, Connection, Timeout
+from ferrule_client.aio._lease import LeaseKeeper
+from ferrule_client.aio.detokenizer import AsyncDetokenizer
+from ferrule_client.aio.generation import AsyncGeneration, AsyncTextGeneration
+from ferrule_client.cache import _branches
+from ferrule_client.errors import ExecutorError, HandleNotFoundError
+from ferrule_client.policy import Policy
+from ferrule_client.types import Acceptance, CacheInfo, Handle, OnStale, Output, Released, Tokens, Verification
+
+__all__ = ["AsyncCache"]
+
+_log = logging.getLogger(__name__)
+
+_EXIT_S = 5.0
+_OTHER_MODEL = "the server runs another model now, for which the same tokens are another state: nothing was recovered"
+
+_Request = TypeVar("_Request", bound=SequenceRequest)
+_Reply = TypeVar("_Reply")
+
+
+class AsyncCache:
+    """One sequence on the server, and the handle at its newest state.
+
+    Made by ``AsyncClient.prefill``, ``AsyncCache.fork`` or ``AsyncClient.adopt``. A handle is a value and never
+    changes; a cache is the thing that moves: each call that appends replaces ``handle``. Leaving ``with`` releases the
+    sequence.
+
+    **Pending.** A token that the model has drawn is not in its KV cache until it is sent back. ``decode`` leaves that
+    to you: it appends exactly the tokens you give. The loops, ``generate`` and ``verify``, hand tokens out and keep
+    the newest in ``pending``. Whatever comes next sends it first, so that these just work::
+
+        async for token in cache.generate(max_tokens=20): ...
+        await cache.decode(question_ids)             # appends the last token of the loop, then the question
+        async for token in cache.generate(): ...     # goes on after the question
+
+    and a fork takes it along. ``truncate`` drops it. So never feed the last token of a loop back by hand.
+
+    **Doubt.** An append that raised did not happen, as far as the cache goes: ``handle`` and ``pending`` are as before.
+    After a timeout, a broken connection or a cancellation the server may have run it all the same. Then send the same
+    tokens again, which is answered as a replay and doubles nothing; or go on with others: the cache makes the server
+    drop what landed of the first ones, and nothing else. ``truncate(cache.length)`` drops it at once.
+
+    **Loss.** A sequence can be gone: its lease ran out, or the server was started anew. Calls then raise
+    ``HandleNotFoundError``, which has the ``token_ids`` to prefill again. A cache made with ``recover=True``, and every
+    fork of it, does that by itself in the middle of any call, a loop's too, and waits until the call's timeout for a
+    server that went away. Its tokens, ``pending`` and seeds stay, so a loop goes on with the draws it would have made;
+    handles kept from before the loss are no longer good.
+
+    Not safe to use from two tasks at once (fork it instead); two caches of one client are.
+
+    Attributes:
+        tip: The state shared with streams and generations; not for callers.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        keeper: LeaseKeeper,
+        tip: Tip,
+        *,
+        keep_alive: bool = True,
+        recovery: PromptOptions | None = None,
+    ) -> None:
+        self._connection = connection
+        self._keeper = keeper
+        self._keep_alive = keep_alive
+        self._recovery = recovery
+        self.tip = tip
+        if keep_alive:
+            keeper.add(tip)
+
+    async def __aenter__(self) -> AsyncCache:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if self._connection.is_closed and not self.is_released:
+            text = f"left {self!r} after its client was closed; its KV stays on the server until the lease ends"
+            warnings.warn(text, ResourceWarning, stacklevel=2)
+        try:
+            await self.release(timeout=_EXIT_S)
+        except ExecutorError as failure:  # the lease ends the sequence; the body's own error must stay visible
+            _log.debug("release failed handle_id=%s reason=%s", self.handle.handle_id, failure.reason)
+
+    def __repr__(self) -> str:
+        state = "released" if self.tip.is_released else f"length={self.length}, pending={len(self.pending)}"
+        return f"AsyncCache({self.handle.handle_id}, {state})"
+
+    def __del__(self) -> None:
+        if "tip" in self.__dict__ and not self.tip.is_released:
+            self._keeper.remove(self.tip)
+            text = f"{self!r} was never released; its KV stays on the server until the lease ends: use `with`"
+            warnings.warn(text, ResourceWarning, source=self, stacklevel=1)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an AsyncCache cannot be pickled or copied: send cache.detach(), and client.adopt(handle) over there"
+        )
+
+    @property
+    def handle(self) -> Handle:
+        """The handle at the tip: a value to keep, compare or send elsewhere."""
+        return self.tip.handle
+
+    @property
+    def length(self) -> int:
+        """Tokens in the KV cache; ``pending`` does not count."""
+        return self.tip.handle.length
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """Tokens handed out by a loop and not in the KV cache yet: none, or one. The next append sends them first."""
+        return self.tip.pending
+
+    @property
+    def last(self) -> Output | None:
+        """The newest output, at first the prefill's own. None for an adopted handle and after a truncate."""
+        return self.tip.last
+
+    @property
+    def token_ids(self) -> list[int] | None:
+        """The tokens that ``handle`` covers, as this cache knows them, without asking the server.
+
+        None for an adopted handle, until ``info(token_ids=True)`` has told them.
+        """
+        return self.tip.token_ids
+
+    @property
+    def is_released(self) -> bool:
+        """True: the sequence was released or given away."""
+        return self.tip.is_released
+
+    @property
+    def recovers(self) -> bool:
+        """True: a lost sequence is brought back by itself; see ``recover`` of ``AsyncClient.prefill``."""
+        return self._recovery is not None
+
+    @property
+    def num_recoveries(self) -> int:
+        """Times the sequence was lost and its tokens were prefilled into a new one."""
+        return self.tip.num_recoveries
+
+    async def decode(
+        self,
+        tokens: Tokens,
+        *,
+        policy: Policy | None = None,
+        on_stale: OnStale = "fail",
+        timeout: Timeout = USE_DEFAULT,
+    ) -> Output:
+        """Append tokens and return the row of the last one; the handle covers them afterwards.
+
+        A retry after a lost reply never appends twice: the server answers it as a replay. When this raises, also
+        after a timeout, the cache has not moved: send the same tokens again, or go on with others (see the class).
+
+        Args:
+            tokens: One token id, or several; what is pending is appended before them.
+            policy: What to return for the row. None: full logits in float32.
+            on_stale: What to do if somebody else appended to this sequence meanwhile. ``fork`` makes this cache
+                follow the new branch.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            The output. A token that the policy chose is yours to append, or not.
+
+        Raises:
+            HandleNotFoundError: The sequence is gone: prefill again.
+            HandleStaleError: Somebody else has moved the sequence on.
+            DeadlineExceededError: The timeout passed; send the same tokens again, or go on with others.
+            TypeError: The tokens are no ints, or the policy is none.
+            ValueError: Another argument is out of its range.
+            InvalidRequestError: A token is out of the vocabulary, or the policy is not allowed.
+            ContextExceededError: The context is full.
+            ResourceExhaustedError: The pool or the queue is full now.
+            ExecutorError: Anything else, see ``errors``.
+
+        Example:
+            ``output = await cache.decode(output.token, policy=greedy())``
+        """
+        sent = await self.prepare(tokens, policy, on_stale, timeout=timeout)
+        request = executor_pb2.DecodeRequest(input=sent)
+        with self.tip.sending(sent.input_ids):
+            reply = await self._call(self._connection.executor.Decode, request, timeout, creates=_branches(sent))
+        return self.tip.moved(sent.input_ids, _convert.output_from_message(reply.output))
+
+    async def query(self, policy: Policy | None = None, *, timeout: Timeout = USE_DEFAULT) -> Output:
+        """Return the newest row again, under another policy; nothing is appended but what was pending.
+
+        Args:
+            policy: What to return for the row. None: full logits in float32.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            The output.
+
+        Raises:
+            ExecutorError: As in ``decode``.
+
+        Example:
+            ``best = (await cache.query(greedy(top_logprobs=5))).top_logprobs[0]``
+        """
+        return await self.decode((), policy=policy, timeout=timeout)
+
+    async def prefill(
+        self,
+        tokens: Tokens,
+        *,
+        policy: Policy | None = None,
+        all_positions: bool = False,
+        ttl: float | None = None,
+        on_stale: OnStale = "fail",
+        timeout: Timeout = USE_DEFAULT,
+    ) -> Output:
+        """Append many tokens, in chunks if need be, optionally with a row for each of them.
+
+        Args:
+            tokens: Token ids; what is pending is appended before them.
+            policy: What to return for the rows. None: full logits in float32.
+            all_positions: True: a row for every token, not only the last one.
+            ttl: New lease in seconds; None keeps the sequence's own.
+            on_stale: As in ``decode``.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            The output.
+
+        Raises:
+            ValueError: ``target_logprobs`` of several tokens without ``all_positions``; else as in ``decode``.
+            ExecutorError: As in ``decode``.
+
+        Example:
+            ``scores = (await cache.prefill(ids, policy=Policy(target_logprobs=True),
+            all_positions=True)).target_logprobs``
+        """
+        sent = await self.prepare(tokens, policy, on_stale, timeout=timeout)
+        request = _messages.prefill_request(sent, policy, all_positions=all_positions, ttl=ttl)
+        with self.tip.sending(sent.input_ids):
+            reply = await self._call(self._connection.executor.Prefill, request, timeout, creates=_branches(sent))
+        self._lease_anew(ttl, _convert.granted_ttl_s(reply.output))
+        return self.tip.moved(sent.input_ids, _convert.output_from_message(reply.output))
+
+    def generate(
+        self,
+        max_tokens: int | None = None,
+        *,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int | None = None,
+        stop_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        policy: Policy | None = None,
+        timeout: Timeout = USE_DEFAULT,
+    ) -> AsyncGeneration:
+        """Return an iterator over tokens drawn by the server, on one stream.
+
+        Nothing runs before the first ``next``. After each token the handle covers every token before it and
+        ``pending`` is the token itself; see the class for how to go on. Cancelling and ``break`` leave the cache
+        usable.
+
+        Args:
+            max_tokens: Most tokens to draw; None: until a stop token or the end of the context.
+            temperature: Divides the logits; 0 is greedy, None is 1.
+            top_k: Keeps the k most likely tokens.
+            top_p: Keeps the smallest set of most likely tokens that reaches this probability.
+            min_p: Keeps tokens at least this times as likely as the most likely one.
+            seed: Seed of the draws; None draws one, to be read from ``last.seed``. Branches want different ones.
+            stop_ids: Tokens that end the loop, besides the model's own.
+            ignore_eos: True: do not stop at the model's own stop tokens.
+            policy: Any policy with a selection, in place of the sampling settings above.
+            timeout: Seconds one token may take, retries included.
+
+        Returns:
+            An iterator with ``finish_reason``, ``output`` and ``close``. A token that ends the loop is yielded.
+
+        Raises:
+            ValueError: The policy has no selection, or comes with sampling settings; ``max_tokens`` is no whole number.
+            ExecutorError: While iterating, as in ``decode``; a full context ends the loop instead.
+
+        Example:
+            ``tokens = [token async for token in cache.generate(max_tokens=32, temperature=0.7, seed=1)]``
+        """
+        _check.whole("max_tokens", max_tokens)
+        chosen = _messages.generation_policy(
+            policy, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+        )
+        return AsyncGeneration(
+            self,
+            self._connection,
+            chosen,
+            max_tokens=max_tokens,
+            stop_ids=frozenset(_check.token_list(stop_ids)),
+            ignore_eos=ignore_eos,
+            timeout=timeout,
+        )
+
+    def generate_text(
+        self,
+        max_tokens: int | None = None,
+        *,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int | None = None,
+        stop_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        policy: Policy | None = None,
+        timeout: Timeout = USE_DEFAULT,
+    ) -> AsyncTextGeneration:
+        """Return an iterator over pieces of text, never half a character; the loop is that of ``generate``.
+
+        The text comes from the server's tokenizer. Special tokens, the one that ends the text among them, are not
+        written out; ``tokens`` of the iterator has every id.
+
+        Args:
+            max_tokens: As in ``generate``.
+            temperature: As in ``generate``.
+            top_k: As in ``generate``.
+            top_p: As in ``generate``.
+            min_p: As in ``generate``.
+            seed: As in ``generate``.
+            stop_ids: As in ``generate``.
+            ignore_eos: As in ``generate``.
+            policy: As in ``generate``.
+            timeout: As in ``generate``.
+
+        Returns:
+            An iterator with ``tokens``, ``finish_reason`` and ``close``.
+
+        Raises:
+            UnsupportedError: While iterating: the server has no tokenizer.
+            ExecutorError: While iterating, as in ``decode``.
+
+        Example:
+            ``print("".join([piece async for piece in cache.generate_text(max_tokens=32)]))``
+        """
+        generation = self.generate(
+            max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            stop_ids=stop_ids,
+            ignore_eos=ignore_eos,
+            policy=policy,
+            timeout=timeout,
+        )
+        context = (*self.tip.recent, *self.pending)
+        decode_text = functools.partial(self._connection.decode_text, is_patient=self.recovers)
+        return AsyncTextGeneration(generation, AsyncDetokenizer(decode_text, context))
+
+    async def verify(
+        self,
+        draft: Sequence[int],
+        *,
+        tokens: Tokens = (),
+        policy: Policy | None = None,
+        acceptance: Acceptance | None = None,
+        parents: Sequence[int] = (),
+        draft_probs: npt.NDArray[np.floating] | None = None,
+        row_handles: bool = False,
+        on_stale: OnStale = "fail",
+        timeout: Timeout = USE_DEFAULT,
+    ) -> Verification:
+        """Run draft tokens, keep those that hold, and return how many did.
+
+        Afterwards the handle covers the certain tokens and the accepted drafts, and ``next_token``, if there is one,
+        is ``pending``: a loop of ``verify`` calls needs no other bookkeeping.
+
+        Args:
+            draft: Draft token ids, a chain or a tree; may be empty.
+            tokens: Certain tokens that are not in the sequence yet, appended after what is pending. Together at
+                least one.
+            policy: What to return for the rows, and the law that the acceptance works with.
+            acceptance: Who decides. None: ``exact`` if the policy chooses tokens, else ``none``.
+            parents: Row that each draft follows (row 0 is the last certain token, row r is draft r). Empty: a chain.
+            draft_probs: Laws the drafts were drawn from, [drafts, vocab_size], for ``rejection``.
+            row_handles: True: return a handle at row 0 and at each appended draft.
+            on_stale: As in ``decode``.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            What became of the drafts.
+
+        Raises:
+            UnsupportedError: The server does not serve ForwardVerify (``forward_verify`` in its features). Asked first.
+            ValueError: There is no certain token, or ``acceptance`` is none of the three.
+            ExecutorError: As in ``decode``.
+
+        Example:
+            ``accepted = (await cache.verify(draft_model.propose(4), policy=greedy())).accepted_count``
+        """
+        await self._connection.require("forward_verify", timeout)
+        drafts = _check.token_list(draft)
+        base = await self.prepare(tokens, policy, on_stale, drafts=drafts, timeout=timeout)
+        request = _messages.verify_request(
+            base,
+            policy,
+            drafts,
+            acceptance=acceptance,
+            parents=parents,
+            draft_probs=draft_probs,
+            row_handles=row_handles,
+        )
+        with self.tip.sending([*base.input_ids, *drafts]):
+            reply = await self._call(self._connection.executor.ForwardVerify, request, timeout, creates=_branches(base))
+        return self.tip.verified(base.input_ids, drafts, parents, _convert.verification_from_message(reply.output))
+
+    async def fork(
+        self,
+        n: int = 1,
+        *,
+        length: int | None = None,
+        ttl: float | None = None,
+        timeout: Timeout = USE_DEFAULT,
+    ) -> list[AsyncCache]:
+        """Return ``n`` new caches that share this one's blocks; nothing is copied until a branch writes.
+
+        Branches that start at the tip take the pending token along. Give each branch its own seed.
+
+        Args:
+            n: Number of branches.
+            length: Branch at this many tokens. None: at the tip.
+            ttl: Lease of each branch in seconds. None: that of this sequence.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            The branches; each is a sequence of its own and wants to be released.
+
+        Raises:
+            InvalidRequestError: ``n`` is above the server's limit, or ``length`` above the cache's.
+            ValueError: ``n`` or ``length`` is below 1, or ``ttl`` negative.
+            ExecutorError: As in ``decode``.
+
+        Example:
+            ``async with contextlib.AsyncExitStack() as stack: branches = [await stack.enter_async_context(b) for b in
+            await cache.fork(3)]``
+        """
+        request = _messages.fork_request(self.tip.live_handle(), n, length, ttl)
+        reply = await self._call(self._connection.executor.ForkCache, request, timeout, creates=True)
+        at_tip, ttl_s = length is None, _convert.granted_ttl_s(reply)
+        handles = map(_convert.handle_from_message, reply.kv_caches)
+        return [self.sibling(self.tip.branch(one, at_tip=at_tip, ttl_s=ttl_s), ttl=ttl) for one in handles]
+
+    async def truncate(self, length: int, *, timeout: Timeout = USE_DEFAULT) -> int:
+        """Shorten the sequence to exactly ``length`` tokens and return the number of blocks that became free.
+
+        What was pending is dropped; ``truncate(cache.length)`` does only that.
+
+        Args:
+            length: Tokens to keep, from 1 to ``cache.length``.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            Blocks that went back to the pool; those shared with other sequences do not count.
+
+        Raises:
+            TruncateBeyondError: ``length`` is out of that range.
+            ExecutorError: As in ``decode``.
+
+        Example:
+            ``await cache.truncate(cache.length - 3)``
+        """
+        request = _messages.truncate_request(self.tip.live_handle(), length)
+        reply = await self._call(self._connection.executor.TruncateKv, request, timeout)
+        self.tip.cut(_convert.handle_from_message(reply.kv_cache))
+        return reply.freed_blocks
+
+    async def info(self, *, token_ids: bool = False, blocks: bool = False, timeout: Timeout = USE_DEFAULT) -> CacheInfo:
+        """Return the server's state of the sequence; renews its lease and changes nothing else.
+
+        Args:
+            token_ids: True: with all token ids.
+            blocks: True: with block ids and reference counts.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            The state, with the handle at the sequence's own tip.
+
+        Raises:
+            HandleNotFoundError: The sequence is gone.
+            ExecutorError: Anything else, see ``errors``.
+
+        Example:
+            ``shared = (await cache.info()).num_shared_blocks``
+        """
+        request = cache_pb2.GetCacheInfoRequest(
+            kv_cache=_convert.handle_to_message(self.tip.live_handle()),
+            include_token_ids=token_ids,
+            include_blocks=blocks,
+        )
+        reply = await self._call(self._connection.executor.GetCacheInfo, request, timeout)
+        info = _convert.cache_info_from_message(reply.info)
+        if token_ids:
+            self.tip.learn(info.handle, info.token_ids)
+        return info
+
+    async def release(self, *, timeout: Timeout = USE_DEFAULT) -> Released:
+        """End the sequence and free its blocks. Leaving ``with`` does it; releasing twice changes nothing.
+
+        Args:
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            What was freed.
+
+        Raises:
+            ExecutorError: The server was not reached, or the client is closed; the lease will end the sequence.
+
+        Example:
+            ``freed = (await cache.release()).freed_blocks``
+        """
+        if self.is_released:
+            return Released((False,), 0)
+        self.give_up()
+        request = cache_pb2.ReleaseCacheRequest(kv_caches=[_convert.handle_to_message(self.handle)])
+        reply = await self._connection.unary(self._connection.executor.ReleaseCache, request, timeout=timeout)
+        return Released(tuple(result.released for result in reply.results), reply.freed_blocks)
+
+    def detach(self) -> Handle:
+        """Give the sequence away and return its handle: no release, no keep-alive, no warning from here on.
+
+        Whoever gets the handle goes on with ``AsyncClient.adopt``; until then the lease runs. A pending token is not in
+        the handle: pass it on too, or append it first.
+
+        Example:
+            ``queue.put(cache.detach())``
+        """
+        return self.give_up().handle
+
+    async def prepare(
+        self,
+        tokens: Tokens,
+        policy: Policy | None,
+        on_stale: OnStale = "fail",
+        *,
+        drafts: Sequence[int] = (),
+        timeout: Timeout = USE_DEFAULT,
+    ) -> executor_pb2.DecodeInput:
+        """Return the message of the next append. For streams and loops; not for callers.
+
+        If an earlier append is in doubt and this one is no repetition of it, what landed is to be dropped: the append
+        rewinds, provided that nothing but our own doubtful tokens stands behind the handle. It rewinds also when they
+        have not landed (yet), because they may still be on their way; the server takes appends one by one.
+
+        Args:
+            tokens: As in ``decode``.
+            policy: As in ``decode``.
+            on_stale: As in ``decode``.
+            drafts: Tokens that are sent besides and may be appended too.
+            timeout: Seconds that a look at the sequence may take, if one is needed.
+        """
+        ids = _check.token_list(tokens)
+        sent = self.tip.decode_input(ids, policy, on_stale)
+        is_new = bool(sent.input_ids) and self.tip.contradicts([*sent.input_ids, *drafts])
+        if is_new and sent.on_stale == types_pb2.STALE_POLICY_FAIL and await self._holds_only_doubts(timeout):
+            return self.tip.decode_input(ids, policy, "rewind")
+        return sent
+
+    def sibling(self, tip: Tip, *, ttl: float | None = None) -> AsyncCache:
+        """Return a cache of its own for a branch of this one. For streams; not for callers.
+
+        Args:
+            tip: The branch.
+            ttl: The lease in seconds that was asked for, if one was.
+        """
+        recovery = self._recovery and dataclasses.replace(
+            self._recovery, ttl=self._recovery.ttl if ttl is None else ttl, reserve_length=None
+        )
+        return AsyncCache(self._connection, self._keeper, tip, keep_alive=self._keep_alive, recovery=recovery)
+
+    def give_up(self) -> Tip:
+        """Mark the sequence as no longer ours and return its tip. For streams and the client; not for callers."""
+        self._keeper.remove(self.tip)
+        self.tip.is_released = True
+        return self.tip
+
+    async def revive(self, error: HandleNotFoundError, attempts: Attempts) -> None:
+        """Bring a lost sequence back, as a new one of the same tokens. For streams; not for callers.
+
+        Args:
+            error: What said that it is lost.
+            attempts: Those of the call that found out; the prefill has what is left of its time.
+
+        Raises:
+            ExecutorError: ``error``, if this cache does not recover or cannot, or what the prefill failed with.
+        """
+        token_ids = self.tip.token_ids
+        if self._recovery is None or token_ids is None:
+            raise error
+        request = _messages.recovery_request(token_ids, self._recovery)
+        rest = attempts.rest(creates=True, has_request_id=True)
+        try:
+            output = (await self._connection.run(self._connection.executor.Prefill, request, rest)).output
+        except ExecutorError as failure:
+            failure.add_note(f"the sequence is lost ({error.reason}), and this is what prefilling it again failed with")
+            raise
+        handle = _convert.handle_from_message(output.kv_cache)
+        if handle.lineage != self.handle.lineage:
+            await self._end(handle)
+            error.add_note(_OTHER_MODEL)
+            raise error
+        ids = self.handle.handle_id, handle.handle_id
+        _log.info("recovered handle_id=%s as=%s reason=%s length=%d", *ids, error.reason, handle.length)
+        self.tip.revive(handle, _convert.granted_ttl_s(output))
+        if self._keep_alive:
+            self._keeper.add(self.tip)
+
+    async def _call(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Reply],
+        request: _Request,
+        timeout: Timeout,
+        *,
+        creates: bool = False,
+    ) -> _Reply:
+        """Run one call on this sequence; if it is lost and this cache recovers, once more on the one that replaces it.
+
+        Args:
+            method: A method of the stub.
+            request: Its request; aimed at the new sequence if need be.
+            timeout: Seconds for everything together.
+            creates: True: the call makes new sequences.
+
+        Raises:
+            ExecutorError: It failed; one that says the sequence is lost has its tokens.
+        """
+        has_id = bool(getattr(getattr(request, "input", request), "request_id", ""))
+        attempts = self._connection.attempts(timeout, creates=creates, has_request_id=has_id, is_patient=self.recovers)
+        try:
+            return await self._connection.run(method, request, attempts)
+        except HandleNotFoundError as error:
+            self.tip.tell(error)
+            await self.revive(error, attempts)
+        _messages.aim(request, self.handle)
+        try:
+            return await self._connection.run(method, request, attempts)
+        except HandleNotFoundError as error:
+            self.tip.tell(error)
+            raise
+
+    async def _holds_only_doubts(self, timeout: Timeout) -> bool:
+        return self.tip.explains((await self.info(token_ids=True, timeout=timeout)).token_ids[self.length :])
+
+    def _lease_anew(self, asked_s: float | None, granted_s: float | None) -> None:
+        """Keep the sequence by its new lease, if it got one.
+
+        Args:
+            asked_s: What was asked for, in seconds; None: no other lease than before.
+            granted_s: What the server granted, or None if it does not say.
+        """
+        if self._recovery is not None and asked_s is not None:
+            self._recovery = dataclasses.replace(self._recovery, ttl=asked_s)
+        if asked_s is not None or granted_s is not None:
+            self.tip.ttl_s = granted_s
+            if self._keep_alive:
+                self._keeper.add(self.tip)
+
+    async def _end(self, handle: Handle) -> None:
+        """Release a sequence that nobody wants; if that fails, its lease ends it."""
+        request = cache_pb2.ReleaseCacheRequest(kv_caches=[_convert.handle_to_message(handle)])
+        try:
+            await self._connection.unary(self._connection.executor.ReleaseCache, request, timeout=_EXIT_S)
+        except ExecutorError as failure:
+            _log.debug("release failed handle_id=%s reason=%s", handle.handle_id, failure.reason)

@@ -1,0 +1,471 @@
+# Written by client/generate_aio.py from client/ferrule_client/client.py: change that, then run it again.
+"""The client: one connection to one server, and everything that begins there."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+
+from ferrule.v1 import cache_pb2, executor_pb2, tokenizer_pb2, types_pb2
+from ferrule_client import _check, _convert, _messages
+from ferrule_client._messages import PromptOptions
+from ferrule_client._retry import RetrySettings
+from ferrule_client._status import error_from_status
+from ferrule_client._tip import Tip
+from ferrule_client._token_log import TokenLog
+from ferrule_client.aio._connection import USE_DEFAULT, Connection, Timeout
+from ferrule_client.aio._lease import LeaseKeeper
+from ferrule_client.aio._opening import opening
+from ferrule_client.aio.cache import AsyncCache
+from ferrule_client.aio.detokenizer import AsyncDetokenizer
+from ferrule_client.aio.stream import AsyncStream
+from ferrule_client.client import DEFAULT_TARGET, _check_text, _not_ready
+from ferrule_client.errors import ExecutorError, UnavailableError
+from ferrule_client.policy import Policy
+from ferrule_client.types import (
+    CacheSummary,
+    Capabilities,
+    Handle,
+    Lease,
+    ModelInfo,
+    OnStale,
+    Output,
+    Released,
+    Status,
+    TlsConfig,
+    Tokens,
+)
+
+__all__ = ["DEFAULT_TARGET", "AsyncClient"]
+
+
+"""Where ``ferrule serve`` listens unless told otherwise."""
+
+_POLL_S = 0.1
+_HANDLES_PER_REQUEST = 4096
+"""``max_handles_per_request`` of every server so far; a smaller list is always taken."""
+_NEVER_READY = ("draining", "failed")
+
+
+class AsyncClient:
+    """A connection to one Ferrule server. Safe to use from several tasks; the caches it makes are not.
+
+    Make one with ``AsyncClient.connect`` and use it in ``with``::
+
+        async with AsyncClient.connect("127.0.0.1:50051") as client:
+            async with client.prefill(await client.encode("def area(")) as cache:
+                print("".join([piece async for piece in cache.generate_text(max_tokens=20)]))
+
+    Every method takes ``timeout``: seconds for the call with all its retries; None means no limit, and left out it is
+    the client's own. What is tried again is said at ``Attempts`` in ``_retry.py``: broken connections, where that is
+    safe, and a server that is still loading.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._keeper = LeaseKeeper(self._renew)
+        self._lock = asyncio.Lock()
+        self._stream: AsyncStream | None = None
+
+    @classmethod
+    def connect(
+        cls,
+        target: str = DEFAULT_TARGET,
+        *,
+        token: str | None = None,
+        tls: bool | TlsConfig | None = None,
+        timeout: float | None = 60.0,
+        max_retries: int = 5,
+    ) -> AsyncClient:
+        """Return a client of the server at ``target``. Nothing is sent yet: the first call connects.
+
+        Args:
+            target: ``host:port`` or ``unix:PATH``.
+            token: Bearer token to send with every call.
+            tls: True for TLS with the system's authorities, a ``TlsConfig`` for your own, None for plain text.
+            timeout: Seconds a call may take with its retries, unless it says otherwise; None means no limit.
+            max_retries: Times a call is tried again after a broken connection.
+
+        Returns:
+            The client; close it, or use it in ``with``.
+
+        Raises:
+            TypeError: ``target`` is no text.
+            ValueError: ``target`` is malformed, or another argument out of its range.
+
+        Example:
+            ``async with AsyncClient.connect("unix:/run/ferrule.sock") as client: ...``
+        """
+        _check.whole("max_retries", max_retries)
+        return cls(Connection(target, token, tls, timeout, RetrySettings(max_retries=max_retries)))
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return f"AsyncClient({self._connection.target!r}{', closed' if self._connection.is_closed else ''})"
+
+    async def close(self) -> None:
+        """Close the connection and end the keep-alive task. Closing twice changes nothing.
+
+        Caches that were not released stay on the server until their lease ends; releasing them later raises.
+        """
+        if self._stream is not None:
+            await self._stream.close()
+        await self._connection.close()
+        await self._keeper.close()
+
+    @opening
+    async def prefill(
+        self,
+        tokens: Tokens,
+        *,
+        policy: Policy | None = None,
+        ttl: float | None = None,
+        all_positions: bool = False,
+        reserve_length: int | None = None,
+        reuse_prefix: bool = True,
+        publish_prefix: bool = True,
+        request_id: str = "",
+        keep_alive: bool = True,
+        recover: bool = False,
+        timeout: Timeout = USE_DEFAULT,
+    ) -> AsyncCache:
+        """Run a prompt into a new sequence and return its cache; ``cache.last`` is the prefill's own output.
+
+        Tried again after a broken connection where the server has the feature ``request_id``, which makes that safe.
+        Elsewhere only when the request certainly never ran: the connection was refused, or the server is still
+        loading. A prefill whose reply was lost would leave a second sequence behind until its lease ends.
+
+        Args:
+            tokens: Token ids, at least one.
+            policy: What to return for the last row. None: full logits in float32; with ``no_output()`` nothing
+                is computed for it.
+            ttl: Lease in seconds, clamped by the server. None: the server's default.
+            all_positions: True: a row for every token, for scoring.
+            reserve_length: Length in tokens up to which room is reserved now, so that appends cannot run out of it.
+            reuse_prefix: False: do not look for the prompt in the prefix cache.
+            publish_prefix: False: do not keep its blocks for later prompts.
+            request_id: Id of your own, echoed in the output: where the server has the feature ``request_id``, the
+                same prompt with the same id is the same sequence, also from another process. Left out, one is made.
+            keep_alive: False: the lease is not renewed in the background; every call on the cache still renews it.
+            recover: True: when the sequence is lost later on (its lease ran out, the server was started anew), the
+                cache and its forks prefill their tokens again by themselves and go on; see ``AsyncCache``.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            The cache. Use it in ``with``, which releases the sequence at the end.
+
+        Raises:
+            InvalidRequestError: The prompt is empty, or a token is out of the vocabulary.
+            TypeError: The tokens are no ints, for instance a text, or the policy is none.
+            ValueError: An argument is out of its range, or ``target_logprobs`` comes without ``all_positions``.
+            ContextExceededError: The prompt is longer than the context.
+            ResourceExhaustedError: The pool or the queue is full now.
+            ExecutorError: Anything else, see ``errors``.
+
+        Example:
+            ``async with client.prefill(ids, policy=greedy()) as cache: print(cache.last.token)``
+        """
+        ids = _check.token_list(tokens)
+        options = PromptOptions(ttl, reserve_length, reuse_prefix, publish_prefix)
+        request = _messages.prompt_request(
+            ids, options, policy=policy, all_positions=all_positions, request_id=request_id
+        )
+        attempts = self._connection.attempts(timeout, creates=True, has_request_id=True, is_patient=recover)
+        reply = await self._connection.run(self._connection.executor.Prefill, request, attempts)
+        output = _convert.output_from_message(reply.output)
+        tip = Tip(output.handle, last=output, log=TokenLog(ids), ttl_s=_convert.granted_ttl_s(reply.output))
+        recovery = options if recover else None
+        return AsyncCache(self._connection, self._keeper, tip, keep_alive=keep_alive, recovery=recovery)
+
+    def adopt(self, handle: Handle, *, keep_alive: bool = True) -> AsyncCache:
+        """Return a cache for a handle that came from elsewhere; it owns the sequence from now on.
+
+        Nothing is sent: a handle that is no longer good shows at the first call.
+
+        Args:
+            handle: The handle, as somebody's ``cache.detach()`` or ``cache.handle`` gave it.
+            keep_alive: False: its lease is not renewed in the background.
+
+        Raises:
+            TypeError: It is no handle.
+
+        Example:
+            ``async with client.adopt(queue.get()) as cache: ...``
+        """
+        _convert.check_handle(handle)
+        return AsyncCache(self._connection, self._keeper, Tip(handle), keep_alive=keep_alive)
+
+    def stream(self) -> AsyncStream:
+        """Return a new stream, for decoding many caches together, a frame per step.
+
+        Example:
+            ``async with client.stream() as stream: outputs = await stream.decode(caches, tokens)``
+        """
+        return AsyncStream(self._connection)
+
+    async def decode_many(
+        self,
+        caches: Sequence[AsyncCache],
+        tokens: Sequence[Tokens],
+        *,
+        policy: Policy | Sequence[Policy] | None = None,
+        on_stale: OnStale = "fail",
+        timeout: Timeout = USE_DEFAULT,
+    ) -> list[Output]:
+        """Append to several caches together, on a stream that the client keeps open.
+
+        Args:
+            caches: The sequences, each at most once.
+            tokens: For each cache one token, several, or none (a query).
+            policy: One for all, or one for each cache. None: full logits.
+            on_stale: What to do with handles that lie behind their tip.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            One output per cache.
+
+        Raises:
+            ExecutorError: As in ``AsyncStream.decode``.
+            ValueError: The sizes differ, or a cache comes twice.
+
+        Example:
+            ``outputs = await client.decode_many(branches, [7, 8, 9], policy=greedy())``
+        """
+        async with self._lock:
+            if self._stream is None:
+                self._stream = self.stream()
+            return await self._stream.decode(caches, tokens, policy=policy, on_stale=on_stale, timeout=timeout)
+
+    async def model_info(self, *, timeout: Timeout = USE_DEFAULT) -> ModelInfo:
+        """Return the model's description; asked for once, since it does not change while the server runs."""
+        return await self._connection.model_info(timeout)
+
+    async def capabilities(self, *, timeout: Timeout = USE_DEFAULT) -> Capabilities:
+        """Return what the server can do and its limits; asked for once.
+
+        Example:
+            ``if "forward_verify" in (await client.capabilities()).features: ...``
+        """
+        return await self._connection.capabilities(timeout)
+
+    async def status(self, *, timeout: Timeout = USE_DEFAULT) -> Status:
+        """Return how the server is doing now, also while it loads."""
+        request = executor_pb2.GetStatusRequest()
+        reply = await self._connection.unary(self._connection.executor.GetStatus, request, timeout=timeout)
+        return _convert.status_from_message(reply.status)
+
+    async def wait_until_ready(
+        self, *, on_progress: Callable[[Status | None], object] | None = None, timeout: Timeout = USE_DEFAULT
+    ) -> Status:
+        """Return as soon as the server accepts requests; until then poll its status, also while nobody listens yet.
+
+        Args:
+            on_progress: Called with each status on the way, and with None while nobody listens.
+            timeout: Seconds to wait.
+
+        Returns:
+            The first status that is ready.
+
+        Raises:
+            UnavailableError: It did not get ready in time, or never will (it is draining, or has failed); the
+                message says what was last seen.
+
+        Example:
+            ``await client.wait_until_ready(on_progress=lambda status: print(status and status.load_progress))``
+        """
+        limit_s = self._connection.resolve(timeout)
+        end = math.inf if limit_s is None else time.monotonic() + limit_s
+        while True:
+            status, reason = await self._poll_status(end - time.monotonic())
+            if status is not None and status.is_ready:
+                return status
+            if on_progress is not None:
+                on_progress(status)
+            if time.monotonic() + _POLL_S > end or (status is not None and status.state in _NEVER_READY):
+                raise reason
+            await self._connection.sleep(_POLL_S)
+
+    async def _poll_status(self, left_s: float) -> tuple[Status | None, UnavailableError]:
+        """Return the status, or None while nobody answers, and the error to raise if this was the last look."""
+        try:
+            status = await self.status(timeout=max(0.05, min(5.0, left_s)))
+        except UnavailableError as error:
+            return None, error
+        return status, _not_ready(status)
+
+    async def health(self, service: str = "", *, timeout: Timeout = USE_DEFAULT) -> bool:
+        """Return True if the server serves, by the standard gRPC health service.
+
+        Args:
+            service: Full name of a service, or empty for the server as a whole.
+            timeout: Seconds this may take, retries included.
+
+        Raises:
+            UnavailableError: Nobody answers.
+            ExecutorError: Anything else, see ``errors``.
+        """
+        from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+        stub = health_pb2_grpc.HealthStub(self._connection.wire.channel)
+        reply = await self._connection.unary(
+            stub.Check, health_pb2.HealthCheckRequest(service=service), timeout=timeout
+        )
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def encode(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = False,
+        parse_special_tokens: bool = True,
+        timeout: Timeout = USE_DEFAULT,
+    ) -> list[int]:
+        """Return the token ids of a text, by the model's own tokenizer.
+
+        Args:
+            text: The text.
+            add_special_tokens: True: with what the model expects around a text, such as a begin token.
+            parse_special_tokens: False: text that looks like a special token stays ordinary; for text from others.
+            timeout: Seconds this may take, retries included.
+
+        Raises:
+            TypeError: It is no text.
+            ValueError: It cannot be written in UTF-8, because it holds half of a surrogate pair.
+            UnsupportedError: The server has no tokenizer.
+            ExecutorError: Anything else, see ``errors``.
+
+        Example:
+            ``ids = await client.encode("def area(")``
+        """
+        _check_text(text)
+        request = tokenizer_pb2.EncodeRequest(
+            text=text, add_special_tokens=add_special_tokens, parse_special_tokens=parse_special_tokens
+        )
+        reply = await self._connection.unary(self._connection.tokenizer.Encode, request, timeout=timeout)
+        return list(reply.token_ids)
+
+    async def decode_tokens(
+        self, tokens: Tokens, *, skip_special_tokens: bool = False, timeout: Timeout = USE_DEFAULT
+    ) -> str:
+        """Return the text of token ids. A last character without its end comes out as U+FFFD.
+
+        Args:
+            tokens: Token ids.
+            skip_special_tokens: True: leave special tokens out.
+            timeout: Seconds this may take, retries included.
+
+        Raises:
+            UnsupportedError: The server has no tokenizer.
+            TokenOutOfVocabError: A token is not in the vocabulary.
+            ExecutorError: Anything else, see ``errors``.
+        """
+        request = tokenizer_pb2.TokenizerServiceDecodeRequest(
+            token_ids=_check.token_list(tokens), skip_special_tokens=skip_special_tokens
+        )
+        return (await self._connection.unary(self._connection.tokenizer.Decode, request, timeout=timeout)).text
+
+    def detokenizer(self, context: Sequence[int] = ()) -> AsyncDetokenizer:
+        """Return what turns the tokens of a loop of your own into text, never half a character.
+
+        Args:
+            context: The tokens before the first one, such as the prompt; the last few are enough.
+
+        Example:
+            ``text = client.detokenizer(ids); print(text.push(token), end="")``
+        """
+        return AsyncDetokenizer(self._connection.decode_text, context)
+
+    async def list_caches(self, *, page_size: int = 0, timeout: Timeout = USE_DEFAULT) -> AsyncIterator[CacheSummary]:
+        """Yield the caller's live sequences by loggable id, asking for the next page when it is needed.
+
+        Args:
+            page_size: Entries per page; 0 lets the server choose.
+            timeout: Seconds each page may take.
+
+        Raises:
+            ExecutorError: While iterating, see ``errors``.
+        """
+        _check.whole("page_size", page_size)
+        request = cache_pb2.ListCachesRequest(page_size=page_size)
+        while True:
+            reply = await self._connection.unary(self._connection.executor.ListCaches, request, timeout=timeout)
+            for one in map(_convert.summary_from_message, reply.caches):
+                yield one
+            if not reply.next_page_token:
+                return
+            request.page_token = reply.next_page_token
+
+    async def keep_alive(
+        self, caches: Iterable[AsyncCache | Handle], *, ttl: float | None = None, timeout: Timeout = USE_DEFAULT
+    ) -> list[Lease | ExecutorError]:
+        """Renew leases, many in one call. Live caches do this by themselves; plain handles do not.
+
+        Args:
+            caches: Caches or handles.
+            ttl: Lease from now on in seconds, clamped by the server. None: each one's own.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            For each the new lease, or the error that says why there is none.
+
+        Raises:
+            ExecutorError: The call as a whole failed.
+        """
+        leases: list[Lease | ExecutorError] = []
+        for handles in _batches(caches):
+            request = cache_pb2.KeepAliveRequest(kv_caches=handles, ttl=_convert.duration(ttl))
+            reply = await self._connection.unary(self._connection.executor.KeepAlive, request, timeout=timeout)
+            leases += [
+                _convert.lease_from_message(one.lease) if one.HasField("lease") else error_from_status(one.error)
+                for one in reply.results
+            ]
+        return leases
+
+    async def release(self, caches: Iterable[AsyncCache | Handle], *, timeout: Timeout = USE_DEFAULT) -> Released:
+        """End sequences, many in one call, and free their blocks. What is gone already is no error.
+
+        Args:
+            caches: Caches or handles.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            What was freed.
+
+        Raises:
+            ExecutorError: The server was not reached; the leases will end the sequences.
+
+        Example:
+            ``await client.release(losers)``
+        """
+        ended = list(caches)
+        for cache in ended:
+            if isinstance(cache, AsyncCache):
+                cache.give_up()
+        released: list[bool] = []
+        freed_blocks = 0
+        for handles in _batches(ended):
+            request = cache_pb2.ReleaseCacheRequest(kv_caches=handles)
+            reply = await self._connection.unary(self._connection.executor.ReleaseCache, request, timeout=timeout)
+            released += [result.released for result in reply.results]
+            freed_blocks += reply.freed_blocks
+        return Released(tuple(released), freed_blocks)
+
+    async def _renew(self, handles: Sequence[Handle], timeout_s: float) -> list[Lease | ExecutorError]:
+        return await self.keep_alive(handles, timeout=timeout_s)
+
+
+def _batches(caches: Iterable[AsyncCache | Handle]) -> Iterator[list[types_pb2.KvCacheHandle]]:
+    """Yield the handles as messages, in lists that a server takes in one request; at least one list."""
+    handles = [cache.handle if isinstance(cache, AsyncCache) else cache for cache in caches]
+    for start in range(0, max(1, len(handles)), _HANDLES_PER_REQUEST):
+        yield [_convert.handle_to_message(handle) for handle in handles[start : start + _HANDLES_PER_REQUEST]]

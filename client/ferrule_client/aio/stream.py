@@ -1,0 +1,445 @@
+# Written by client/generate_aio.py from client/ferrule_client/stream.py: change that, then run it again.
+"""Decoding several caches together over one open stream."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import grpc
+
+from ferrule.v1 import executor_pb2, types_pb2
+from ferrule_client import _convert, _messages
+from ferrule_client._retry import Attempts, wait_s
+from ferrule_client._status import error_from_status
+from ferrule_client._tip import Tip
+from ferrule_client._token_log import TokenLog
+from ferrule_client.aio._connection import USE_DEFAULT, Connection, Timeout
+from ferrule_client.aio._stream_call import StreamCall
+from ferrule_client.errors import CallCancelledError, ExecutorError, HandleNotFoundError, UnavailableError
+from ferrule_client.policy import Policy, check_policy
+from ferrule_client.stream import _check_branches, _is_passing, _take
+from ferrule_client.types import OnStale, Output, Tokens
+
+if TYPE_CHECKING:
+    from ferrule_client.aio.cache import AsyncCache
+
+__all__ = ["AsyncStream"]
+
+
+class AsyncStream:
+    """One open StreamDecode: each ``decode`` is one frame out and, as a rule, one frame back.
+
+    Opened at the first use, and opened again when the connection breaks: what was under way is then sent once more,
+    which is safe, because an append that already happened is answered as a replay. Not safe to use from two tasks
+    at once; open a stream per task.
+
+    Attributes:
+        free_blocks: Free blocks in the server's KV pool after the newest step, or None before the first.
+        num_frames: Frames received so far.
+
+    Example::
+
+        async with client.stream() as stream:
+            outputs = await stream.decode(branches, tokens, policy=greedy())
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._call: StreamCall | None = None
+        self._seq = itertools.count(1)
+        self._is_closed = False
+        self._in_use = threading.Lock()
+        self.free_blocks: int | None = None
+        self.num_frames = 0
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_call", None) is not None:
+            self._drop_call()
+
+    async def decode(
+        self,
+        caches: Sequence[AsyncCache],
+        tokens: Sequence[Tokens],
+        *,
+        policy: Policy | Sequence[Policy] | None = None,
+        on_stale: OnStale = "fail",
+        release: Iterable[AsyncCache] = (),
+        timeout: Timeout = USE_DEFAULT,
+    ) -> list[Output]:
+        """Append to every cache, all in one frame, and return the outputs in the order of the caches.
+
+        Every cache whose append succeeded has moved, also when this raises for another one.
+
+        Args:
+            caches: The sequences, each at most once.
+            tokens: For each cache one token, several, or none (a query of its newest row).
+            policy: What to return for each row; one for all, or one for each cache. None: full logits.
+            on_stale: What to do with handles that lie behind their tip.
+            release: Caches to end in the same frame, before the others are judged: their blocks serve these.
+            timeout: Seconds this step may take, retries included.
+
+        Returns:
+            One output per cache.
+
+        Raises:
+            ExecutorError: An item failed (the first one is raised, with a note that says which), or the stream did.
+            ValueError: The sizes differ, or a cache comes twice.
+
+        Example:
+            ``outputs = await stream.decode(branches, [out.token for out in outputs], policy=greedy())``
+        """
+        results = await self.try_decode(
+            caches, tokens, policy=policy, on_stale=on_stale, release=release, timeout=timeout
+        )
+        for place, result in enumerate(results):
+            if isinstance(result, ExecutorError):
+                result.add_note(f"this was cache {place} of {len(results)}; each one that succeeded has moved on")
+                raise result
+        return [result for result in results if isinstance(result, Output)]
+
+    async def try_decode(
+        self,
+        caches: Sequence[AsyncCache],
+        tokens: Sequence[Tokens],
+        *,
+        policy: Policy | Sequence[Policy] | None = None,
+        on_stale: OnStale = "fail",
+        release: Iterable[AsyncCache] = (),
+        timeout: Timeout = USE_DEFAULT,
+    ) -> list[Output | ExecutorError]:
+        """Append as ``decode`` does, and return the error of each cache that failed in its place.
+
+        Args:
+            caches: As in ``decode``.
+            tokens: As in ``decode``.
+            policy: As in ``decode``.
+            on_stale: As in ``decode``.
+            release: As in ``decode``.
+            timeout: As in ``decode``.
+
+        Returns:
+            An output or an error per cache, in the order of the caches.
+
+        Raises:
+            ExecutorError: The stream failed; each append may or may not have happened, and repeating it is safe.
+            ValueError: The sizes differ, or a cache comes twice.
+        """
+        if len({id(cache) for cache in caches}) != len(caches):
+            raise ValueError("a cache can be in a frame only once; stream.branch makes branches in one frame")
+        policies = _per_cache(policy, caches)
+        _check_sizes(caches, tokens, policies)
+        inputs = [
+            await cache.prepare(one, wanted, on_stale, timeout=timeout)
+            for cache, one, wanted in zip(caches, tokens, policies, strict=True)
+        ]
+        results = await self.append(caches, inputs, release=release, timeout=timeout)
+        return [_take(cache.tip, one, result) for cache, one, result in zip(caches, inputs, results, strict=True)]
+
+    async def branch(
+        self,
+        parents: Sequence[AsyncCache],
+        tokens: Sequence[Tokens],
+        *,
+        policy: Policy | Sequence[Policy] | None = None,
+        release: Iterable[AsyncCache] = (),
+        timeout: Timeout = USE_DEFAULT,
+    ) -> list[AsyncCache]:
+        """Append to caches that may come several times, all in one frame: beam search.
+
+        Of the places that name one parent, the first appends to it and returns the parent itself, moved; each of the
+        others branches where the parent stood and returns a new cache. ``last`` of each is its own output. On the
+        wire the others are FORK items; such an item whose tokens repeat the first one's would be answered as a replay
+        of it, not with a branch, and is refused here: two sequences of the same tokens are made with
+        ``AsyncCache.fork``.
+
+        Args:
+            parents: The sequences to go on from, in any order, each as often as it has children.
+            tokens: For each place one token, or several; what is pending is appended before them.
+            policy: What to return for each row; one for all, or one for each place. None: full logits.
+            release: Caches to end in the same frame, before the others are judged: the losers.
+            timeout: Seconds this step may take, retries included.
+
+        Returns:
+            One cache per place; the new ones want to be released.
+
+        Raises:
+            ExecutorError: An item failed (the first one is raised, with a note that says which), or the stream did.
+                New branches of this call are released then, as far as their answers came; parents that succeeded
+                have moved.
+            ValueError: The sizes differ, or two places would be the same sequence.
+
+        Example:
+            ``beams = await stream.branch([root, root, root], [a, b, c], policy=greedy(top_logprobs=6))``
+        """
+        policies = _per_cache(policy, parents)
+        _check_sizes(parents, tokens, policies)
+        firsts = {id(parent): place for place, parent in reversed(list(enumerate(parents)))}
+        inputs = [
+            await parent.prepare(one, wanted, "fail" if firsts[id(parent)] == place else "fork", timeout=timeout)
+            for place, (parent, one, wanted) in enumerate(zip(parents, tokens, policies, strict=True))
+        ]
+        _check_branches([firsts[id(parent)] for parent in parents], inputs)
+        logs = [parent.tip.log.branch() for parent in parents]
+        results = await self.append(parents, inputs, release=release, timeout=timeout)
+        children = list(map(_child, parents, inputs, logs, results))
+        for place, child in enumerate(children):
+            if isinstance(child, ExecutorError):
+                child.add_note(f"this was place {place} of {len(children)}; new branches of this frame are released")
+                born = [one for one in children if not isinstance(one, ExecutorError)]
+                await self._forget([one for one in born if all(one is not parent for parent in parents)])
+                raise child
+        return [child for child in children if not isinstance(child, ExecutorError)]
+
+    async def append(
+        self,
+        caches: Sequence[AsyncCache],
+        inputs: Sequence[executor_pb2.DecodeInput],
+        *,
+        release: Iterable[AsyncCache] = (),
+        timeout: Timeout = USE_DEFAULT,
+    ) -> list[executor_pb2.DecodeOutput | ExecutorError]:
+        """Exchange the appends of caches, which do not move by it. For ``branch`` and loops; not for callers.
+
+        When the stream fails, its appends are in doubt and what was to go is still ours. Sequences that are lost are
+        brought back where their caches do that, and their appends are sent once more.
+        """
+        losers = list(release)
+        attempts = self._attempts(inputs, timeout, is_patient=bool(caches) and all(one.recovers for one in caches))
+        try:
+            results = await self._exchange(inputs, [cache.tip for cache in losers], attempts)
+            await self._recover(caches, inputs, results, attempts)
+        except BaseException as error:
+            for cache, sent in zip(caches, inputs, strict=True):
+                cache.tip.doubt(sent.input_ids, error)
+            raise
+        for cache in losers:
+            cache.give_up()
+        return results
+
+    async def _recover(
+        self,
+        caches: Sequence[AsyncCache],
+        inputs: Sequence[executor_pb2.DecodeInput],
+        results: list[executor_pb2.DecodeOutput | ExecutorError],
+        attempts: Attempts,
+    ) -> None:
+        """Bring lost sequences back, send their appends once more, and put what became of them into ``results``."""
+        again: list[int] = []
+        for place, error in enumerate(results):
+            if not isinstance(error, HandleNotFoundError):
+                continue
+            cache, sent = caches[place], inputs[place]
+            cache.tip.tell(error)
+            try:
+                if sent.kv_cache.cache_id == cache.handle.cache_id:  # else an earlier place has brought it back
+                    await cache.revive(error, attempts)
+            except ExecutorError as failure:
+                results[place] = failure
+                continue
+            _messages.aim(sent, cache.handle)
+            again.append(place)
+        if again:
+            await self._repeat(again, caches, inputs, results, attempts)
+
+    async def _repeat(
+        self,
+        places: Sequence[int],
+        caches: Sequence[AsyncCache],
+        inputs: Sequence[executor_pb2.DecodeInput],
+        results: list[executor_pb2.DecodeOutput | ExecutorError],
+        attempts: Attempts,
+    ) -> None:
+        """Send the appends of some places again, once; when the stream fails, those of the others stay answered."""
+        try:
+            answers = await self._exchange([inputs[place] for place in places], (), attempts)
+        except ExecutorError as failure:
+            answers = [failure] * len(places)
+        for place, answer in zip(places, answers, strict=True):
+            results[place] = answer
+            if isinstance(answer, ExecutorError):
+                caches[place].tip.tell(answer)
+
+    async def _forget(self, caches: Sequence[AsyncCache]) -> None:
+        """Release branches that nobody will see; where that fails too, their leases end them."""
+        tips = [cache.give_up() for cache in caches]
+        if tips:
+            with contextlib.suppress(ExecutorError):
+                await self.exchange([], release=tips)
+
+    async def exchange(
+        self,
+        inputs: Sequence[executor_pb2.DecodeInput],
+        *,
+        release: Sequence[Tip] = (),
+        timeout: Timeout = USE_DEFAULT,
+    ) -> list[executor_pb2.DecodeOutput | ExecutorError]:
+        """Send inputs as one frame and return their results, in their order. The level below ``decode``.
+
+        Args:
+            inputs: Messages of the contract; with seeds, so that a retry draws the same tokens.
+            release: Sequences to end in the same frame.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            The output or the error of each input.
+
+        Raises:
+            ExecutorError: The stream failed.
+            RuntimeError: Another task is using the stream.
+        """
+        return await self._exchange(inputs, release, self._attempts(inputs, timeout))
+
+    def _attempts(
+        self, inputs: Sequence[executor_pb2.DecodeInput], timeout: Timeout, *, is_patient: bool = False
+    ) -> Attempts:
+        forks = [one for one in inputs if one.on_stale == types_pb2.STALE_POLICY_FORK]
+        has_ids = all(one.request_id for one in forks)
+        return self._connection.attempts(timeout, creates=bool(forks), has_request_id=has_ids, is_patient=is_patient)
+
+    async def _exchange(
+        self, inputs: Sequence[executor_pb2.DecodeInput], release: Sequence[Tip], attempts: Attempts
+    ) -> list[executor_pb2.DecodeOutput | ExecutorError]:
+        if not self._in_use.acquire(blocking=False):
+            raise RuntimeError("this stream is used by two tasks at once; open one for each with client.stream()")
+        try:
+            done: dict[int, executor_pb2.DecodeOutput | ExecutorError] = {}
+            while True:
+                await self._answer(inputs, release, done, attempts)
+                if not await self._waited_for_room(done, attempts):
+                    return [done[place] for place in range(len(inputs))]
+        finally:
+            self._in_use.release()
+
+    async def _answer(
+        self,
+        inputs: Sequence[executor_pb2.DecodeInput],
+        release: Sequence[Tip],
+        done: dict[int, executor_pb2.DecodeOutput | ExecutorError],
+        attempts: Attempts,
+    ) -> None:
+        """Send frames until every input has its answer in ``done``, by place; on a new call when one breaks."""
+        while True:
+            try:
+                await self._run(inputs, release, done, attempts)
+                return
+            except grpc.RpcError as error:
+                self._drop_call()
+                await self._connection.wait(attempts, self._connection.typed(error), error)
+            except StopAsyncIteration:
+                self._drop_call()
+                text = "the server ended the stream before it answered"
+                lost = UnavailableError(grpc.StatusCode.UNAVAILABLE, "CONNECTION_LOST", text)
+                await self._connection.wait(attempts, lost)
+            except BaseException:  # a timeout, or a cancellation: what is under way stays unread
+                self._drop_call()
+                raise
+
+    async def _waited_for_room(
+        self, done: dict[int, executor_pb2.DecodeOutput | ExecutorError], attempts: Attempts
+    ) -> bool:
+        """Wait as long as the items refused for the moment ask for, take them out of ``done``, and tell if any are."""
+        refused = {place: one for place, one in done.items() if isinstance(one, ExecutorError) and _is_passing(one)}
+        if not refused:
+            return False
+        try:
+            await self._connection.wait(attempts, max(refused.values(), key=lambda error: wait_s(error) or 0.0))
+        except ExecutorError:  # no further attempt: the refusals are the answers
+            return False
+        for place in refused:
+            del done[place]
+        return True
+
+    async def close(self) -> None:
+        """End the stream. The caches stay as they are. Closing twice changes nothing."""
+        self._is_closed = True
+        call, self._call = self._call, None
+        if call is not None:
+            await call.close()
+
+    async def _run(
+        self,
+        inputs: Sequence[executor_pb2.DecodeInput],
+        release: Sequence[Tip],
+        done: dict[int, executor_pb2.DecodeOutput | ExecutorError],
+        attempts: Attempts,
+    ) -> None:
+        """Send one frame with what is not answered yet and read until it is."""
+        call = self._open_call()
+        waiting = {next(self._seq): place for place in range(len(inputs)) if place not in done}
+        items = [executor_pb2.StreamItem(seq=seq, decode=inputs[place]) for seq, place in waiting.items()]
+        handles = [_convert.handle_to_message(tip.handle) for tip in release]
+        call.send(executor_pb2.StreamDecodeRequest(items=items, release=handles))
+        num_releases = len(handles)
+        while waiting or num_releases > 0:
+            frame = await call.receive(attempts.remaining())
+            self.num_frames += 1
+            self.free_blocks = frame.free_blocks
+            num_releases -= len(frame.releases)
+            for result in frame.results:
+                place = waiting.pop(result.seq)
+                done[place] = result.decode if result.HasField("decode") else error_from_status(result.error)
+
+    def _open_call(self) -> StreamCall:
+        if self._is_closed or self._connection.is_closed:
+            raise CallCancelledError(grpc.StatusCode.CANCELLED, "CANCELLED", "the stream is closed")
+        if self._call is None:
+            self._call = StreamCall(self._connection.wire)
+        return self._call
+
+    def _drop_call(self) -> None:
+        call, self._call = self._call, None
+        if call is not None:
+            call.cancel()
+
+
+def _child(
+    parent: AsyncCache,
+    sent: executor_pb2.DecodeInput,
+    log: TokenLog,
+    result: executor_pb2.DecodeOutput | ExecutorError,
+) -> AsyncCache | ExecutorError:
+    """Return what became of one place of a branching frame: the parent itself, a new cache, or the error.
+
+    Args:
+        parent: Its parent; it may have moved by an earlier place.
+        sent: What was sent.
+        log: The parent's tokens before the frame, for this child alone.
+        result: The answer.
+    """
+    if isinstance(result, ExecutorError):
+        parent.tip.doubt(sent.input_ids, result)
+        return result
+    output = _convert.output_from_message(result)
+    if output.handle.cache_id == parent.handle.cache_id:
+        parent.tip.moved(sent.input_ids, output)
+        return parent
+    log.extend(sent.input_ids)
+    return parent.sibling(parent.tip.child(output, log))
+
+
+def _per_cache(policy: Policy | Sequence[Policy] | None, caches: Sequence[AsyncCache]) -> list[Policy | None]:
+    if isinstance(policy, Sequence):
+        return list(policy)
+    check_policy(policy)
+    return [policy] * len(caches)
+
+
+def _check_sizes(caches: Sequence[AsyncCache], tokens: Sequence[Tokens], policies: Sequence[Policy | None]) -> None:
+    for name, given in (("tokens", tokens), ("policy", policies)):
+        if len(given) != len(caches):
+            raise ValueError(
+                f"{name} needs one entry per cache: there are {len(caches)} caches and {len(given)} entries"
+            )

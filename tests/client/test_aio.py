@@ -1,0 +1,476 @@
+"""The asyncio client: many tasks, cancellation at any point, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+import subprocess
+import sys
+import time
+import warnings
+
+import grpc
+import pytest
+
+from ferrule_client import (
+    CallCancelledError,
+    ContextExceededError,
+    DeadlineExceededError,
+    HandleNotFoundError,
+    HandleStaleError,
+    Output,
+    StartingError,
+    UnavailableError,
+    greedy,
+    no_output,
+    sample,
+)
+from ferrule_client.aio import AsyncCache, AsyncClient
+from tests.client.aio_harness import Hold, run, until
+from tests.client.fake_server import Failure, FakeServer
+
+CODES = grpc.StatusCode
+
+
+def tokens_of(fake: FakeServer, cache: AsyncCache) -> list[int]:
+    """Return what the server holds."""
+    return fake.sequences[cache.handle.cache_id]
+
+
+def test_first_lines_of_a_program(fake: FakeServer) -> None:
+    """Connect, prefill, loops over tokens and text, a decode; leaving the blocks releases all."""
+
+    async def main() -> None:
+        async with AsyncClient.connect(fake.target) as client, client.prefill([*b"the"], policy=greedy()) as cache:
+            assert cache.last is not None
+            assert cache.last.token == ord(" ")
+            assert bytes([token async for token in cache.generate(6)]) == b" quick"
+            assert cache.pending == (ord("k"),)
+            assert "".join([piece async for piece in cache.generate_text(6)]) == " brown"
+            output = await cache.decode(await client.encode("!"), policy=greedy())
+            assert output.handle.length == cache.length == 3 + 12 + 1
+            assert (await client.model_info()).model_id == "fake"
+            assert "forward_verify" in (await client.capabilities()).features
+            assert (await client.status()).is_ready
+            assert await client.decode_tokens([*b"the"]) == "the"
+            text = client.detokenizer([*b"the"])
+            assert await text.push(ord("!")) + await text.finish() == "!"
+        assert repr(client).endswith("closed)")
+        assert repr(cache).endswith("released)")
+
+    run(main())
+    assert fake.sequences == {}
+
+
+def test_prefill_is_awaited_entered_or_made_a_task(fake: FakeServer) -> None:
+    """What it returns is a coroutine in every respect; nothing is sent before one of the three."""
+
+    async def main() -> None:
+        async with AsyncClient.connect(fake.target) as client:
+            calls = [client.prefill([1, 2], policy=no_output()) for _ in range(3)]
+            assert fake.calls["Prefill"] == 0
+            first = await calls[0]
+            async with calls[1] as second, asyncio.TaskGroup() as group:
+                task = group.create_task(calls[2])
+            assert second.is_released
+            third = task.result()
+            assert [first.length, third.length] == [2, 2]
+            await client.release([first, third])
+            client.prefill([1, 2]).close()
+
+    run(main())
+
+
+def test_each_of_many_tasks_says_what_it_says_alone(target: str) -> None:
+    """64 branches decoded at once, each by a task of its own, on one client."""
+
+    async def main() -> None:
+        async with AsyncClient.connect(target) as client, client.prefill([5, 6, 7], policy=no_output()) as trunk:
+            branches, alone = await trunk.fork(32), await trunk.fork(4)
+            branches += await trunk.fork(32)
+
+            async def say(branch: AsyncCache, seed: int) -> list[int]:
+                return [token async for token in branch.generate(6, seed=seed % 4)]
+
+            said = await asyncio.gather(*(say(branch, seed) for seed, branch in enumerate(branches)))
+            expected = [await say(branch, seed) for seed, branch in enumerate(alone)]
+            assert said == [expected[seed % 4] for seed in range(64)]
+            outputs = await asyncio.gather(*(branch.decode((), policy=greedy()) for branch in branches))
+            assert [output.handle.length for output in outputs] == [9] * 64
+            await client.release([*branches, *alone])
+
+    run(main())
+
+
+def test_cancelled_appends_are_there_once_or_not_at_all(target: str) -> None:
+    """Cancellation at any moment of an append, then the same tokens again or others; unary and on the stream."""
+
+    async def main() -> None:
+        async with AsyncClient.connect(target) as client, client.prefill([1, 2], policy=no_output()) as cache:
+            expected, num_cancelled = [1, 2], 0
+            for number in range(80):
+                token = number % 250
+                if number % 4 < 2:
+                    task = asyncio.create_task(cache.decode(token, policy=greedy()))
+                else:
+                    task = asyncio.create_task(client.decode_many([cache], [token], policy=greedy()))  # type: ignore[arg-type]
+                asyncio.get_running_loop().call_later(1e-4 * (number % 20), task.cancel)
+                try:
+                    await task
+                    expected.append(token)
+                except asyncio.CancelledError:
+                    num_cancelled += 1
+                    if number % 2:
+                        await cache.decode(token, policy=no_output())
+                        expected.append(token)
+            await cache.decode(251, policy=no_output())
+            info = await cache.info(token_ids=True)
+            assert list(info.token_ids) == [*expected, 251]
+            assert num_cancelled > 10
+
+    run(main())
+
+
+@pytest.mark.parametrize("rpc", ["Decode", "frame"])
+def test_a_cancelled_append_is_in_doubt(fake: FakeServer, rpc: str) -> None:
+    """What landed is replaced when the cache goes on in another way, and only what is ours."""
+
+    async def append(client: AsyncClient, cache: AsyncCache, tokens: list[int]) -> None:
+        if rpc == "Decode":
+            await cache.decode(tokens, policy=no_output())
+        else:
+            await client.decode_many([cache], [tokens], policy=no_output())
+
+    async def main() -> None:
+        async with AsyncClient.connect(fake.target) as client, client.prefill([1, 2], policy=no_output()) as cache:
+            hold = Hold(fake)
+            task = asyncio.create_task(append(client, cache, [3, 4]))
+            await until(hold.is_reached.is_set)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            hold.let_go()
+            assert cache.length == 2
+            assert cache.tip.doubts == {(3, 4)}
+            await append(client, cache, [9])
+            assert tokens_of(fake, cache) == [1, 2, 9]
+            assert cache.tip.doubts == frozenset()
+            tokens_of(fake, cache).append(7)
+            with pytest.raises(HandleStaleError):
+                await append(client, cache, [8])
+
+    run(main())
+
+
+def test_two_tasks_on_a_stream_are_told(fake: FakeServer) -> None:
+    """At once, instead of taking each other's answers; the first is not disturbed."""
+
+    async def main() -> None:
+        async with AsyncClient.connect(fake.target) as client, client.stream() as stream:
+            first, second = [await client.prefill([1, 2], policy=no_output()) for _ in range(2)]
+            hold = Hold(fake)
+            task = asyncio.create_task(stream.decode([first], [3]))
+            await until(hold.is_reached.is_set)
+            with pytest.raises(RuntimeError, match="used by two tasks"):
+                await stream.decode([second], [4])
+            hold.let_go()
+            await task
+            assert first.length == 3
+            await client.release([first, second])
+
+    run(main())
+
+
+def test_a_frame_has_its_own_limit_and_obeys_those_around_it(fake: FakeServer) -> None:
+    """The call's timeout is an error of ours, ``asyncio.timeout`` is the caller's; the cache is good after both."""
+
+    async def main() -> None:
+        async with AsyncClient.connect(fake.target) as client, client.prefill([1, 2], policy=no_output()) as cache:
+            async with client.stream() as stream:
+                await stream.decode([cache], [3], policy=no_output())
+                hold = Hold(fake)
+                with pytest.raises(DeadlineExceededError, match="no frame came"):
+                    await stream.decode([cache], [4], timeout=0.05)
+                with pytest.raises(DeadlineExceededError):
+                    await cache.decode(4, timeout=0.05)
+                for call in (stream.decode([cache], [4]), cache.decode(4)):
+                    with pytest.raises(TimeoutError):
+                        async with asyncio.timeout(0.05):
+                            await call
+                hold.let_go()
+                await stream.decode([cache], [4], policy=no_output())
+            assert tokens_of(fake, cache) == [1, 2, 3, 4]
+
+    run(main())
+
+
+def test_broken_connections_are_resumed(fake: FakeServer) -> None:
+    """A frame and a call whose replies were lost are sent again and replayed: nothing is doubled."""
+
+    async def main() -> None:
+        async with AsyncClient.connect(fake.target) as client, client.prefill([1, 2], policy=no_output()) as cache:
+            fake.failures["frame"] = [Failure(CODES.UNAVAILABLE, "Socket closed", after=True)]
+            (output,) = await client.decode_many([cache], [3], policy=greedy())
+            assert output.replayed
+            fake.failures["Decode"] = [Failure(CODES.INTERNAL, "RST_STREAM with error code 2", after=True)]
+            assert (await cache.decode(4, policy=greedy())).replayed
+            fake.failures["frame"] = [Failure(CODES.UNAVAILABLE, "Socket closed")]
+            assert len([token async for token in cache.generate(5)]) == 5
+            assert tokens_of(fake, cache)[:4] == [1, 2, 3, 4]
+            assert cache.length == len(tokens_of(fake, cache)) == 8
+
+    run(main())
+
+
+def test_one_bad_item_leaves_its_neighbours_alone(fake: FakeServer) -> None:
+    """Errors stand in the place of their cache; those that succeeded have moved."""
+
+    async def main() -> None:
+        async with AsyncClient.connect(fake.target) as client, client.stream() as stream:
+            caches = [await client.prefill([*b"abc"], policy=no_output()) for _ in range(3)]
+            del fake.sequences[caches[1].handle.cache_id]
+            first, second, third = await stream.try_decode(caches, [1, 2, 3], policy=greedy())
+            assert isinstance(first, Output)
+            assert isinstance(second, HandleNotFoundError)
+            assert isinstance(third, Output)
+            assert [cache.length for cache in caches] == [4, 3, 4]
+            await client.release(caches)
+
+    run(main())
+
+
+def test_beams_branch_in_one_frame(target: str) -> None:
+    """The first place moves the parent, the others are new caches; a failed frame leaves nothing behind."""
+
+    async def main() -> None:
+        async with AsyncClient.connect(target) as client, client.stream() as stream:
+            async with client.prefill([5, 6, 7], policy=no_output()) as root:
+                beams = await stream.branch([root, root], [1, [2, 3]], policy=no_output())
+                assert beams[0] is root
+                texts = [list((await beam.info(token_ids=True)).token_ids) for beam in beams]
+                assert texts == [[5, 6, 7, 1], [5, 6, 7, 2, 3]]
+                await stream.decode([root], [4], policy=no_output(), release=[beams[1]])
+                assert beams[1].is_released
+            async with client.prefill([1] * 510, policy=no_output()) as cache:
+                with pytest.raises(ContextExceededError):
+                    await stream.branch([cache, cache, cache], [1, 2, [3, 4, 5]], policy=no_output())
+            assert [summary async for summary in client.list_caches()] == []
+
+    run(main())
+
+
+def test_closing_ends_calls_with_an_error_of_ours(fake: FakeServer) -> None:
+    """A task that waits while another closes the client was not cancelled, and does not look like it."""
+
+    async def main() -> None:
+        hold = Hold(fake)
+        client = AsyncClient.connect(fake.target)
+        async with client.prefill([1, 2], policy=no_output(), keep_alive=False) as cache:
+            cache.detach()
+            other = client.adopt(cache.handle, keep_alive=False)
+            task = asyncio.create_task(client.stream().decode([other], [3]))
+            await until(hold.is_reached.is_set)
+            await client.close()
+            with pytest.raises(CallCancelledError):
+                await task
+            hold.let_go()
+            with pytest.raises(CallCancelledError, match="closed"):
+                await other.decode(4)
+            other.detach()
+            await client.close()
+
+    run(main())
+
+
+def test_leaving_a_loop_early_leaves_the_cache_usable(fake: FakeServer) -> None:
+    """``break``, an error and a cancellation inside ``async for``."""
+
+    async def main() -> None:
+        async with AsyncClient.connect(fake.target) as client, client.prefill([*b"the"], policy=no_output()) as cache:
+            async for token in cache.generate():
+                if token == ord("u"):
+                    break
+            async with cache.generate() as loop:
+                assert [await anext(loop) for _ in range(3)] == [*b"ick"]
+            assert loop.finish_reason == "closed"
+
+            async def go_on() -> None:
+                async for _ in cache.generate(policy=sample(seed=1)):
+                    pass
+
+            hold = Hold(fake)
+            task = asyncio.create_task(go_on())
+            await until(hold.is_reached.is_set)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            hold.let_go()
+            assert bytes([token async for token in cache.generate(6)]) == b" brown"
+            assert bytes([*tokens_of(fake, cache), *cache.pending]) == b"the quick brown"
+
+    run(main())
+
+
+def test_waiting_for_a_server_blocks_no_other_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retries and polls sleep on the loop, and a server that comes up is found."""
+
+    def never(_: float) -> None:
+        raise AssertionError("a blocking sleep on the event loop")
+
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as place:
+            target = f"127.0.0.1:{place.getsockname()[1]}"
+        seen: list[object] = []
+        async with AsyncClient.connect(target) as client:
+            task = asyncio.create_task(client.wait_until_ready(on_progress=seen.append, timeout=20))
+            await until(lambda: len(seen) >= 2)
+            server = FakeServer()
+            server._server.add_insecure_port(target)
+            await asyncio.to_thread(server.__enter__)
+            try:
+                assert (await task).is_ready
+                server.failures["Prefill"] = [Failure(CODES.UNAVAILABLE, reason="STARTING")] * 2
+                monkeypatch.setattr(time, "sleep", never)
+                await (await client.prefill([1, 2], policy=no_output())).release()
+                assert server.calls["Prefill"] == 3
+                server.failures["GetStatus"] = [Failure(CODES.UNAVAILABLE, reason="STARTING")] * 99
+                with pytest.raises(StartingError):
+                    await client.status(timeout=0.2)
+            finally:
+                monkeypatch.undo()
+                await asyncio.to_thread(server.__exit__)
+            with pytest.raises(UnavailableError, match="no server at"):
+                await client.status(timeout=0.2)
+
+    run(main())
+
+
+def is_keeping(client: AsyncClient) -> tuple[bool, bool]:
+    """Tell whether a renewal is planned, and whether one is under way."""
+    return client._keeper._timer is not None, client._keeper._task is not None
+
+
+def test_leases_are_renewed_while_a_cache_needs_it(fake: FakeServer) -> None:
+    """One call for all caches at a third of the lease; none when there is no cache; what is lost is let go."""
+
+    async def main() -> None:
+        fake.ttl_s = 0.3
+        async with AsyncClient.connect(fake.target, max_retries=0) as client:
+            caches = [await client.prefill([1, 2], policy=no_output()) for _ in range(3)]
+            for cache in caches:
+                cache.tip.ttl_s = 0.3  # as if granted by the prefill
+                client._keeper.add(cache.tip)
+            await until(lambda: fake.kept.count(3) >= 2)
+            fake.failures["KeepAlive"] = [Failure(CODES.UNAVAILABLE)] * 2
+            await until(lambda: not fake.failures["KeepAlive"])
+            del fake.sequences[caches[0].handle.cache_id]
+            await until(lambda: fake.kept.count(2) >= 2)
+            await client.release(caches)
+            await until(lambda: is_keeping(client) == (False, False))
+            async with client.prefill([1, 2], policy=no_output(), keep_alive=False):
+                assert is_keeping(client) == (False, False)
+            async with client.prefill([1, 2], policy=no_output()) as cache:
+                assert is_keeping(client) == (True, False)
+                cache.tip.ttl_s = 0.0
+                client._keeper.add(cache.tip)
+                await until(lambda: is_keeping(client) == (False, True))
+        assert is_keeping(client) == (False, False)
+
+    run(main())
+
+
+def test_forgotten_cache_warns_and_is_kept_no_longer(fake: FakeServer) -> None:
+    """Whichever thread finds it; and so does one that is left after its client."""
+
+    async def main() -> None:
+        client = AsyncClient.connect(fake.target)
+        held = [await client.prefill([1, 2], policy=no_output()) for _ in range(2)]
+        with pytest.warns(ResourceWarning, match="never released"):
+            held.pop()
+
+        def forget() -> None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ResourceWarning)
+                held.clear()
+
+        await asyncio.to_thread(forget)
+        await until(lambda: is_keeping(client) == (False, False))
+        with pytest.warns(ResourceWarning, match="after its client was closed") as caught:
+            async with client.prefill([1, 2], policy=no_output()):
+                await client.close()
+        assert caught[0].filename == __file__
+
+    run(main())
+
+
+def test_forgotten_stream_ends_its_call(fake: FakeServer) -> None:
+    """A stream that nobody closed leaves no task, though it was in use."""
+
+    async def main() -> None:
+        async with AsyncClient.connect(fake.target) as client, client.prefill([1, 2], policy=no_output()) as cache:
+            await client.stream().decode([cache], [3], policy=no_output())
+            gc.collect()
+            await until(lambda: len(asyncio.all_tasks()) == 1)
+
+    run(main())
+
+
+def test_a_client_belongs_to_its_loop(fake: FakeServer) -> None:
+    """Without a loop, and on another one, it says so; closing it from there is fine."""
+    with pytest.raises(RuntimeError, match="needs a running event loop"):
+        AsyncClient.connect(fake.target)
+
+    async def connect() -> AsyncClient:
+        client = AsyncClient.connect(fake.target)
+        await client.status()
+        return client
+
+    async def use_elsewhere(client: AsyncClient) -> None:
+        with pytest.raises(RuntimeError, match="another event loop"):
+            await client.status()
+        await client.close()
+        with pytest.raises(CallCancelledError, match="closed"):
+            await client.status()
+
+    client = asyncio.run(connect())
+    run(use_elsewhere(client))
+
+
+def test_programs_that_forget_everything_end(target: str) -> None:
+    """The loop is closed before client, stream and cache are; the leak is said, nothing hangs or crashes."""
+    script = f"""
+import asyncio
+from ferrule_client import no_output
+from ferrule_client.aio import AsyncClient
+async def main():
+    client = AsyncClient.connect({target!r})
+    cache = await client.prefill([1, 2, 3], policy=no_output(), ttl=5)
+    loop = cache.generate(20)
+    await anext(loop)
+    stream = client.stream()
+    await stream.decode([cache], [4])
+    await client.release([cache.handle])
+    return client, cache, loop, stream
+kept = asyncio.run(main())
+del kept
+print("end of script", flush=True)
+"""
+    command = [sys.executable, "-X", "dev", "-c", script]
+    done = subprocess.run(command, timeout=30, capture_output=True, text=True, check=False)
+    assert done.stdout == "end of script\n"
+    assert done.returncode == 0, done.stderr
+    assert "ResourceWarning: AsyncCache" in done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+
+
+def test_importing_loads_what_is_used() -> None:
+    """The sync client loads nothing of the asyncio one, and neither loads a framework."""
+    script = """
+import sys
+import ferrule_client
+assert not [name for name in sys.modules if name.startswith("ferrule_client.aio")]
+import ferrule_client.aio
+assert not {"torch", "numba", "ferrule_server", "rich"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", script], timeout=30, check=True)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # imported when the process is set up: they bring libraries t
     from ferrule_server.api.serve import ApiServer
     from ferrule_server.api.state import ServerState, Serving
     from ferrule_server.engine.engine import Engine
+    from ferrule_server.engine.failpoints import Failpoints
     from ferrule_server.executor.base import Executor
     from ferrule_server.executor.select import LoadedExecutor, OnProgress
 
@@ -85,6 +86,7 @@ async def _serve(config: ServerConfig) -> int:
     from ferrule_server.kv.store import DEFAULT_TTL_S, MIN_TTL_S
 
     limits = ApiLimits(min_ttl_s=MIN_TTL_S, default_ttl_s=DEFAULT_TTL_S, max_ttl_s=config.max_ttl_s)
+    failpoints = _failpoints(config)
     access, tls = access_of(config), tls_of(config)
     state = ServerState(config.instance, secrets.token_hex(6), __version__, limits, access.limits_of)
     server = ApiServer(state, access, has_reflection=config.has_reflection)
@@ -100,7 +102,7 @@ async def _serve(config: ServerConfig) -> int:
             await server.stop()
             # The thread that loads cannot be asked to stop.
             _exit_now(_EXIT_INTERRUPTED if stopping.result() is signal.SIGINT else 0)
-        return await _run_engine(config, server, address, loading.result(), stopping)
+        return await _run_engine(config, server, address, loading.result(), stopping, failpoints=failpoints)
     finally:
         stopping.cancel()
         await server.stop()
@@ -112,11 +114,13 @@ async def _run_engine(
     address: ListenAddress,
     loaded: LoadedExecutor,
     stopping: asyncio.Task[signal.Signals],
+    *,
+    failpoints: Failpoints | None,
 ) -> int:
     """Put the engine together, serve until ``stopping`` is done or the device is lost, drain, close."""
     loop = asyncio.get_running_loop()
     failed = asyncio.Event()
-    engine = _make_engine(config, server.state, loaded.executor, loop, failed)
+    engine = _make_engine(config, server.state, loaded.executor, loop, failed, failpoints=failpoints)
     engine.start()
     try:
         await server.ready(_serving(config, server.state, engine, loaded))
@@ -138,6 +142,8 @@ def _make_engine(
     executor: Executor,
     loop: asyncio.AbstractEventLoop,
     failed: asyncio.Event,
+    *,
+    failpoints: Failpoints | None,
 ) -> Engine:
     from ferrule_server.engine.engine import Engine
     from ferrule_server.engine.settings import EngineSettings
@@ -164,7 +170,29 @@ def _make_engine(
     def on_failure() -> None:
         loop.call_soon_threadsafe(failed.set)
 
-    return Engine(executor, store, settings, loop.call_soon_threadsafe, on_failure, limits_of=state.limits_of)
+    return Engine(
+        executor,
+        store,
+        settings,
+        loop.call_soon_threadsafe,
+        on_failure,
+        limits_of=state.limits_of,
+        failpoints=failpoints,
+    )
+
+
+def _failpoints(config: ServerConfig) -> Failpoints | None:
+    """Return where to break on purpose, None in production; said loudly, so that nobody wonders why it breaks."""
+    from ferrule_server.engine.failpoints import Failpoints
+
+    if not config.failpoints:
+        return None
+    try:
+        failpoints = Failpoints.parse(config.failpoints)
+    except ValueError as error:
+        raise ConfigError(f"--failpoints: {error}") from None
+    _LOG.warning("failpoints are armed, this server breaks on purpose: %s", config.failpoints)
+    return failpoints
 
 
 def _serving(config: ServerConfig, state: ServerState, engine: Engine, loaded: LoadedExecutor) -> Serving:

@@ -110,11 +110,12 @@ def _reason_of_refusal(call: Callable[[], object]) -> str | None:
 
 
 def test_flags_about_what_a_call_does(server: Server, capabilities: info_pb2.ExecutorCapabilities) -> None:
-    """No prefix cache, no creation by request_id, nothing deterministic beyond what executors are."""
+    """Creation by request_id; no prefix cache, nothing deterministic beyond what executors are."""
     assert not capabilities.supports_prefix_cache
     assert not capabilities.supports_deterministic
     first, second = server.prefill(request_id="same"), server.prefill(request_id="same")
-    assert (first.kv_cache.cache_id == second.kv_cache.cache_id) is capabilities.supports_request_id
+    assert capabilities.supports_request_id
+    assert first.kv_cache == second.kv_cache
 
 
 def test_limits_are_those_that_hold(server: Server, capabilities: info_pb2.ExecutorCapabilities) -> None:

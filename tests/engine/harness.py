@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from ferrule_server.engine.engine import Engine
+from ferrule_server.engine.failpoints import Failpoints
 from ferrule_server.engine.jobs import AppendJob, AppendResult, Job, Outcome, OutputRequest, ReleaseJob
 from ferrule_server.engine.settings import EngineSettings
 from ferrule_server.errors import FerruleError
@@ -14,6 +15,7 @@ from ferrule_server.executor.base import OutputSpec
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.store import KvStore
+from ferrule_server.quotas import LimitsOf, unlimited
 from tests.fakes import FakeExecutor
 
 GREEDY = OutputRequest(OutputSpec(greedy=True))
@@ -66,7 +68,14 @@ class Pending:
 class Harness:
     """An engine over a :class:`FakeExecutor`; ``post`` runs at once on the engine's thread."""
 
-    def __init__(self, executor: FakeExecutor | None = None, **settings: float) -> None:
+    def __init__(
+        self,
+        executor: FakeExecutor | None = None,
+        *,
+        limits_of: LimitsOf = unlimited,
+        failpoints: Failpoints | None = None,
+        **settings: float,
+    ) -> None:
         self.executor = executor or FakeExecutor()
         info = self.executor.info
         self.store = KvStore(
@@ -76,6 +85,7 @@ class Harness:
             fingerprint=info.model.fingerprint,
             max_context=info.model.max_context,
             max_ttl_s=3600,
+            limits_of=limits_of,
         )
         self.num_failures = 0
         self.engine = Engine(
@@ -84,6 +94,8 @@ class Harness:
             EngineSettings(**settings),  # type: ignore[arg-type]
             self._post,
             self._fail,
+            limits_of=limits_of,
+            failpoints=failpoints,
         )
 
     def _post(self, call: Callable[[], None]) -> None:
@@ -101,8 +113,15 @@ class Harness:
     ) -> None:
         self.engine.close()
         if kind is None:
-            self.store.check_integrity()
-            self.engine._records.check_integrity()
+            self.check_integrity()
+
+    def check_integrity(self) -> None:
+        """Check everything the engine owns; only while it stands still."""
+        self.store.check_integrity()
+        self.engine._records.check_integrity()
+        self.engine._creations.check_integrity({each.handle_id for each in self.store._registry})
+        waiting = [run.waiting or () for run in self.engine._lanes._lanes.values()]
+        assert sum(map(len, waiting)) == self.engine._lanes.num_waiting
 
     def submit(self, job: Job) -> Pending:
         """Submit one job alone."""
@@ -132,6 +151,7 @@ def append(
     *token_ids: int,
     output: OutputRequest = GREEDY,
     on_stale: StalePolicy = StalePolicy.FAIL,
+    request_id: str = "",
 ) -> AppendJob:
     """An append job of the principal ``me``."""
-    return AppendJob("me", token_ids, handle, output, on_stale)
+    return AppendJob("me", token_ids, handle, output, on_stale, request_id=request_id)

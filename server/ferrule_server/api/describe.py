@@ -93,6 +93,7 @@ def capabilities(serving: Serving, limits: ApiLimits, caller: info_pb2.CallerInf
         supports_truncate=True,
         supports_target_logprobs=True,
         supports_all_positions=True,
+        supports_request_id=True,
     )
 
 

@@ -9,6 +9,7 @@ from ferrule_server.api.inputs import PlannedAppend, placed, require
 from ferrule_server.api.outputs import (
     cache_info,
     fill_append,
+    fork_response,
     handle_message,
     keep_alive_response,
     list_response,
@@ -16,7 +17,7 @@ from ferrule_server.api.outputs import (
     release_results,
 )
 from ferrule_server.api.principal import caller_of, principal_of
-from ferrule_server.api.state import ServerState, Serving
+from ferrule_server.api.state import Phase, ServerState, Serving
 from ferrule_server.api.stream import DecodeStream
 from ferrule_server.engine.jobs import (
     AppendResult,
@@ -70,10 +71,13 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
     @unary
     async def Prefill(self, request: executor_pb2.PrefillRequest, context: Context) -> executor_pb2.PrefillResponse:
         """Run a prompt into a new sequence, or more tokens into an existing one."""
-        serving = self.state.use() if request.input.HasField("kv_cache") else self.state.use_for_new()
+        is_new, request_id = not request.input.HasField("kv_cache"), request.input.request_id
+        # While the server drains, a prompt that was run before is still answered; the engine knows which were.
+        serving = self.state.use_for_new() if is_new and not request_id else self.state.use()
         planned = serving.inputs.prefill(request, principal_of(context))
+        planned.job.is_repeat_only = is_new and self.state.phase is Phase.DRAINING
         result = await _append(serving, planned)
-        output = prefill_output(result, planned.plan, request.input.request_id)
+        output = prefill_output(result, planned.plan, request_id)
         return executor_pb2.PrefillResponse(output=output)
 
     @unary
@@ -106,7 +110,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         serving = self.state.use()
         result = await run_job(serving.engine, serving.inputs.fork(request, principal_of(context)))
         assert isinstance(result, ForkResult)
-        return cache_pb2.ForkCacheResponse(kv_caches=[handle_message(handle) for handle in result.handles])
+        return fork_response(result)
 
     @unary
     async def TruncateKv(self, request: cache_pb2.TruncateKvRequest, context: Context) -> cache_pb2.TruncateKvResponse:

@@ -116,7 +116,7 @@ class InputReader:
         if not 1 <= length <= handle.length:
             raise InvalidRequest("length", f"{length} is outside [1, {handle.length}], the handle's length")
         ttl_s = _seconds(request.ttl, "ttl") if request.HasField("ttl") else None
-        return ForkJob(principal, handle, length, count, ttl_s)
+        return ForkJob(principal, handle, length, count, ttl_s, request.request_id)
 
     def truncate(self, request: cache_pb2.TruncateKvRequest, principal: str) -> TruncateJob:
         """Return the job of a TruncateKv; the engine judges ``new_length``."""

@@ -18,6 +18,7 @@ from ferrule_server.api.status import to_status
 from ferrule_server.engine.jobs import (
     AppendResult,
     CacheInfo,
+    ForkResult,
     KeepAliveJob,
     KeepAliveResult,
     Lease,
@@ -36,9 +37,15 @@ _LITTLE_ENDIAN_UINT16: Final = np.dtype("<u2")
 
 def prefill_output(result: AppendResult, plan: OutputPlan, request_id: str) -> executor_pb2.PrefillOutput:
     """Return the output of a Prefill."""
-    output = executor_pb2.PrefillOutput(cached_tokens=result.cached_tokens)
+    output = executor_pb2.PrefillOutput(cached_tokens=result.cached_tokens, ttl=_duration(result.ttl_s))
     fill_append(output, result, plan, request_id)
     return output
+
+
+def fork_response(result: ForkResult) -> cache_pb2.ForkCacheResponse:
+    """Return the branches of a ForkCache."""
+    handles = [handle_message(handle) for handle in result.handles]
+    return cache_pb2.ForkCacheResponse(kv_caches=handles, ttl=_duration(result.ttl_s), replayed=result.replayed)
 
 
 def handle_message(handle: Handle) -> types_pb2.KvCacheHandle:
@@ -191,9 +198,13 @@ def _num_shared(info: CacheInfo) -> int:
 
 def _lease(lease: Lease) -> cache_pb2.Lease:
     left_s = max(0.0, lease.expires_in_s)
-    ttl = Duration()
-    ttl.FromNanoseconds(round(left_s * 1e9))
-    return cache_pb2.Lease(ttl=ttl, expire_time=_wall_clock(left_s))
+    return cache_pb2.Lease(ttl=_duration(left_s), expire_time=_wall_clock(left_s))
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(round(seconds * 1e9))
+    return duration
 
 
 def _wall_clock(offset_s: float) -> Timestamp:

@@ -278,8 +278,10 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
             with self._lock:
                 refused = self.failures["item"].pop(0).status if self.failures["item"] else None
                 result = refused or self._decode(item.decode)
-            is_error = isinstance(result, status_pb2.Status)
-            results.append(executor_pb2.StreamResult(seq=item.seq, **{"error" if is_error else "decode": result}))
+            if isinstance(result, status_pb2.Status):
+                results.append(executor_pb2.StreamResult(seq=item.seq, error=result))
+            else:
+                results.append(executor_pb2.StreamResult(seq=item.seq, decode=result))
         reply.results.extend(reversed(results))  # their order is the server's to choose
         time.sleep(self.delay_s)
         return reply

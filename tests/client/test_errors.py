@@ -77,7 +77,13 @@ def test_values_of_errors_are_typed() -> None:
     assert isinstance(instance, WrongInstanceError)
     assert instance.instance == "b"
     assert isinstance(error_from_status(status_of(CODES.NOT_FOUND, "EPOCH_CHANGED")), HandleNotFoundError)
-    assert isinstance(error_from_status(status_of(CODES.RESOURCE_EXHAUSTED, "QUOTA_HANDLES")), QuotaExceededError)
+    numbers = {"quota": "KV_TOKENS", "used": "96", "limit": "128"}
+    quota = error_from_status(status_of(CODES.RESOURCE_EXHAUSTED, "QUOTA_KV_TOKENS", **numbers))
+    assert isinstance(quota, QuotaExceededError)
+    assert (quota.quota, quota.used, quota.limit) == ("KV_TOKENS", 96, 128)
+    bare = error_from_status(status_of(CODES.RESOURCE_EXHAUSTED, "QUOTA_HANDLES"))
+    assert isinstance(bare, QuotaExceededError)
+    assert (bare.quota, bare.used, bare.limit) == ("HANDLES", None, None)
 
 
 def test_retry_and_field_details_are_read() -> None:
@@ -92,6 +98,7 @@ def test_retry_and_field_details_are_read() -> None:
     error = error_from_status(status)
     assert isinstance(error, ResourceExhaustedError)
     assert error.retry_after_s == 0.25
+    assert pickle.loads(pickle.dumps(error)).retry_after_s == 0.25
     assert error.metadata["field"] == "input.ids"
 
 

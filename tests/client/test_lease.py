@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 
 import grpc
 import pytest
 
-from ferrule_client import CallCancelledError, Client, _lease, no_output
+from ferrule_client import (
+    CallCancelledError,
+    Client,
+    DeadlineExceededError,
+    ExecutorError,
+    Handle,
+    HandleNotFoundError,
+    Lease,
+    _lease,
+    no_output,
+)
+from ferrule_client._lease import LeaseKeeper
+from ferrule_client._tip import Tip
 from tests.client.fake_server import Failure, FakeServer, threads_named, wait_for
 
 
@@ -50,6 +64,55 @@ def test_leases_are_renewed_together_at_a_third(fake: FakeServer, fake_client: C
     wait_for(lambda: fake.calls["KeepAlive"] > num_calls)
     fake_client.release(caches)
     wait_for(lambda: num_threads() == 0)
+
+
+def test_granted_lease_sets_the_pace_from_the_start(fake: FakeServer, fake_client: Client) -> None:
+    """A server that says what it granted is not asked again before a third of that; forks and new leases count too."""
+    fake.granted_ttl_s = 300.0
+    with fake_client.prefill([*b"ab"], policy=no_output()) as cache, cache.fork()[0] as branch:
+        assert cache.tip.ttl_s == branch.tip.ttl_s == 300.0
+        time.sleep(0.2)  # the shortest lease of these tests has come and gone
+        assert fake.calls["KeepAlive"] == 0
+        fake.granted_ttl_s = fake.ttl_s = 0.2
+        cache.prefill([1], policy=no_output(), ttl=0.2)
+        wait_for(lambda: fake.calls["KeepAlive"] > 1)
+
+
+def test_keeping_survives_a_connection_that_hangs() -> None:
+    """A renewal that gets no answer is given up while there is time in the lease for another one."""
+    calls: list[float] = []
+
+    def renew(handles: Sequence[Handle], timeout_s: float) -> list[Lease | ExecutorError]:
+        calls.append(time.monotonic())
+        if len(calls) == 1:
+            time.sleep(timeout_s)
+            raise DeadlineExceededError(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "hung")
+        return [Lease(300.0, None) for _ in handles]
+
+    keeper = LeaseKeeper(renew)
+    tip = Tip(Handle("a.b.c", 1, bytes(16)), ttl_s=1.5)
+    began = time.monotonic()
+    keeper.add(tip)
+    wait_for(lambda: tip.ttl_s == 300.0)
+    keeper.close()
+    assert calls[0] - began >= 0.5
+    assert calls[1] - began < 1.5
+
+
+def test_lease_of_a_sequence_left_behind_changes_nothing() -> None:
+    """The cache moved to another sequence while the old one's renewal was under way."""
+    tip = Tip(Handle("a.b.old", 1, bytes(16)))
+
+    def renew(handles: Sequence[Handle], timeout_s: float) -> list[Lease | ExecutorError]:
+        if handles[0].cache_id == "a.b.new":
+            return [Lease(300.0, None)]
+        tip.revive(Handle("a.b.new", 1, bytes(16)), ttl_s=None)
+        return [HandleNotFoundError(grpc.StatusCode.NOT_FOUND, "EPOCH_CHANGED", "gone")]
+
+    keeper = LeaseKeeper(renew)
+    keeper.add(tip)
+    wait_for(lambda: tip.ttl_s == 300.0)
+    keeper.close()
 
 
 def test_failures_do_not_end_the_keeping(fake: FakeServer) -> None:

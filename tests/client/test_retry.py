@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 
 import grpc
 import pytest
 
-from ferrule_client import BlocksExhaustedError, Client, DrainingError, StartingError, UnavailableError, greedy, sample
+from ferrule_client import (
+    BlocksExhaustedError,
+    Cache,
+    Client,
+    DrainingError,
+    ExecutorError,
+    ResourceExhaustedError,
+    SlowConsumerError,
+    StartingError,
+    UnavailableError,
+    greedy,
+    no_output,
+    sample,
+)
 from tests.client.fake_server import Failure, FakeServer
 
 CODES = grpc.StatusCode
@@ -45,22 +59,159 @@ def test_retry_draws_with_the_seed_of_the_first_try(fake: FakeServer, fake_clien
         assert cache.decode(1, policy=sample(temperature=0, seed=None)).seed is None
 
 
+def branch(client: Client, cache: Cache) -> Cache:
+    """Return a child that one frame made beside the parent."""
+    with client.stream() as stream:
+        return stream.branch([cache, cache], [2, 3], policy=no_output())[1]
+
+
+Create = Callable[[Client, Cache], object]
+CREATIONS: list[tuple[str, Create]] = [
+    ("Prefill", lambda client, _: client.prefill([*b"xy"], policy=no_output())),
+    ("ForkCache", lambda _, cache: cache.fork()[0]),
+    ("Decode", lambda _, cache: cache.decode([1], policy=no_output(), on_stale="fork")),
+    ("Prefill", lambda _, cache: cache.prefill([1], policy=no_output(), on_stale="fork")),
+    ("frame", branch),
+]
+
+
+@pytest.fixture
+def behind(fake: FakeServer, fake_client: Client) -> Iterator[Cache]:
+    """A cache whose handle somebody else has left behind, so that FORK makes a branch."""
+    with fake_client.prefill([*b"ab"], policy=no_output()) as cache:
+        fake.sequences[cache.handle.cache_id].append(9)
+        yield cache
+
+
 @pytest.mark.parametrize("failure", [GONE, LOST, RESET])
-def test_creation_is_not_tried_again(fake: FakeServer, fake_client: Client, failure: Failure) -> None:
-    """A prefill or fork that may have run is the caller's to repeat."""
-    fake.failures["Prefill"] = [failure]
-    with pytest.raises(UnavailableError if failure is not RESET else Exception, match=r"Socket|RST") as caught:
-        fake_client.prefill([*b"ab"])
-    assert getattr(caught.value, "reason", "") == "CONNECTION_LOST"
-    assert fake.calls["Prefill"] == 1
-    with fake_client.prefill([*b"ab"]) as cache:
-        fake.failures["ForkCache"] = [failure]
-        with pytest.raises(Exception, match=r"Socket|RST"):
-            cache.fork(2)
-        assert fake.calls["ForkCache"] == 1
-        fake.failures["Decode"] = [failure]
-        with pytest.raises(Exception, match=r"Socket|RST"):
-            cache.decode(1, on_stale="fork")
+@pytest.mark.parametrize("creation", CREATIONS)
+def test_creation_is_tried_again_by_its_request_id(
+    fake: FakeServer, fake_client: Client, behind: Cache, creation: tuple[str, Create], failure: Failure
+) -> None:
+    """Whether the request or the reply was lost, the sequence is there once; the server is asked once if it can."""
+    rpc, create = creation
+    fake.has_request_ids = True
+    if rpc == "frame":
+        fake.sequences[behind.handle.cache_id].pop()
+    num_before, num_calls = len(fake.sequences), fake.calls[rpc]
+    fake.failures[rpc] = [failure, failure]
+    made = create(fake_client, behind)
+    assert len(fake.sequences) == num_before + 1
+    assert fake.calls[rpc] == num_calls + 3
+    assert fake.calls["GetCapabilities"] == 1
+    if isinstance(made, Cache):
+        made.detach()
+
+
+def test_server_is_asked_once_what_it_can_do(fake: FakeServer, fake_client: Client) -> None:
+    """Every later creation that breaks knows it."""
+    fake.has_request_ids = True
+    for _ in range(3):
+        fake.failures["Prefill"] = [LOST]
+        fake_client.prefill([*b"ab"], policy=no_output()).detach()
+    assert len(fake.sequences) == 3
+    assert fake.calls == {"Prefill": 6, "GetCapabilities": 1}
+
+
+def test_creation_costs_no_call_besides(fake: FakeServer, fake_client: Client) -> None:
+    """What the server can do is asked for when a creation broke, not before."""
+    with fake_client.prefill([*b"ab"], policy=no_output()) as cache:
+        cache.fork()[0].release()
+    assert set(fake.calls) == {"Prefill", "ForkCache", "ReleaseCache"}
+
+
+def test_request_ids_are_new_for_every_call(fake: FakeServer, fake_client: Client) -> None:
+    """And the caller's own is sent as it is."""
+    for given in ("", "", "mine"):
+        fake_client.prefill([*b"ab"], policy=no_output(), request_id=given).release()
+    first, second, own = (prompt.request_id for prompt in fake.prompts)
+    assert own == "mine"
+    assert first != second
+    assert len(first) == len(second) == 32
+
+
+@pytest.mark.parametrize("failure", [GONE, LOST, RESET])
+@pytest.mark.parametrize("creation", CREATIONS)
+def test_creation_is_not_tried_again_where_it_would_double(
+    fake: FakeServer, fake_client: Client, behind: Cache, creation: tuple[str, Create], failure: Failure
+) -> None:
+    """On a server that does not honour request ids, one that may have run is the caller's to repeat."""
+    rpc, create = creation
+    num_calls = fake.calls[rpc]
+    fake.failures[rpc] = [failure]
+    with pytest.raises(ExecutorError, match=r"Socket|RST") as caught:
+        create(fake_client, behind)
+    assert caught.value.reason == "CONNECTION_LOST"
+    assert fake.calls[rpc] == num_calls + 1
+
+
+def test_creation_is_not_tried_again_where_nobody_can_be_asked(fake: FakeServer) -> None:
+    """A server that is gone for good ends the call with the error of the creation."""
+    with Client.connect(fake.target, max_retries=1) as client:
+        fake.has_request_ids = True
+        fake.failures["Prefill"] = [LOST]
+        fake.failures["GetCapabilities"] = [GONE] * 10
+        with pytest.raises(UnavailableError, match="Socket closed"):
+            client.prefill([*b"ab"])
+    assert fake.calls == {"Prefill": 1, "GetCapabilities": 2}
+
+
+@pytest.mark.parametrize("reason", ["QUEUE_FULL", "QUOTA_QUEUED_ROWS", "QUOTA_PREFILL_RATE"])
+@pytest.mark.parametrize("rpc", ["Decode", "item", "Prefill"])
+def test_passing_refusal_is_waited_out(fake: FakeServer, fake_client: Client, rpc: str, reason: str) -> None:
+    """At least as long as the server asks for; the neighbours in a frame are not sent again."""
+    full = Failure(CODES.RESOURCE_EXHAUSTED, "full", reason=reason, retry_after_s=0.15)
+    caches = [fake_client.prefill([*b"ab"], policy=no_output()) for _ in range(3)]
+    fake.failures[rpc] = [full, full]
+    start = time.monotonic()
+    if rpc == "Decode":
+        caches[0].decode(1, policy=no_output())
+    elif rpc == "Prefill":
+        caches.append(fake_client.prefill([*b"ab"], policy=no_output()))
+    else:
+        fake_client.decode_many(caches, [1, 2, 3], policy=no_output())
+        assert [len(frame) for frame in fake.frames] == [3, 2]
+        assert [cache.length for cache in caches] == [3, 3, 3]
+    assert time.monotonic() - start > (0.15 if rpc == "item" else 0.3)
+    fake_client.release(caches)
+
+
+@pytest.mark.parametrize("rpc", ["Decode", "item"])
+@pytest.mark.parametrize(
+    ("reason", "retry_after_s", "num_tries"),
+    [
+        ("QUEUE_FULL", 0.0, 3),  # and no more than the retries allow
+        ("QUEUE_FULL", 99.0, 1),  # longer than the timeout
+        ("QUEUE_FULL", None, 1),  # nobody says when
+        ("KV_BLOCKS_EXHAUSTED", 0.0, 1),
+        ("QUOTA_HANDLES", 0.0, 1),
+        ("QUOTA_KV_TOKENS", 0.0, 1),
+    ],
+)
+def test_other_refusals_are_the_callers(
+    fake: FakeServer, rpc: str, reason: str, retry_after_s: float | None, num_tries: int
+) -> None:
+    """What ends only when somebody releases something is said at once."""
+    full = Failure(CODES.RESOURCE_EXHAUSTED, "full", reason=reason, retry_after_s=retry_after_s)
+    with Client.connect(fake.target, max_retries=2) as client, client.prefill([*b"ab"], policy=no_output()) as cache:
+        fake.failures[rpc] = [full] * 50
+        with pytest.raises(ResourceExhaustedError) as caught:
+            cache.decode(1) if rpc == "Decode" else client.decode_many([cache], [1])
+        assert (caught.value.reason, caught.value.retry_after_s) == (reason, retry_after_s)
+        assert 50 - len(fake.failures[rpc]) == num_tries
+        assert cache.length == 2
+
+
+def test_slow_consumer_is_told_and_its_append_is_in_doubt(fake: FakeServer, fake_client: Client) -> None:
+    """What was under way on the stream ran; the same tokens again replay, on a stream opened anew."""
+    with fake_client.prefill([*b"ab"], policy=no_output()) as cache, fake_client.stream() as stream:
+        fake.failures["frame"] = [Failure(CODES.RESOURCE_EXHAUSTED, "slow", reason="SLOW_CONSUMER", after=True)]
+        with pytest.raises(SlowConsumerError):
+            stream.decode([cache], [1], policy=no_output())
+        assert cache.tip.doubts == {(1,)}
+        assert stream.decode([cache], [1], policy=no_output())[0].replayed
+        assert fake.sequences[cache.handle.cache_id] == [*b"ab", 1]
+        assert fake.calls["StreamDecode"] == 2
 
 
 def test_starting_server_is_waited_for(fake: FakeServer, fake_client: Client) -> None:

@@ -17,12 +17,14 @@ from ferrule_server.errors import (
     HandleExpired,
     HandleStale,
     HandleUnknown,
+    QuotaExceeded,
 )
 from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.reservation import Reservation
 from ferrule_server.kv.sequence import Sequence
 from ferrule_server.kv.store import MIN_TTL_S, TOMBSTONE_S
+from ferrule_server.quotas import UNLIMITED, QuotaLimits
 
 FINGERPRINT = b"the model"
 MAX_TTL_S = 80.0
@@ -53,6 +55,7 @@ class DenseSequence:
     expires_at: float
     not_before: float = 0.0
     """An overdue sequence seen while pinned is not looked at again before this."""
+    reserved_length: int = 0
     died: str = ""
     died_at: float = 0.0
     last_truncate: tuple[Tokens, int, int] | None = None
@@ -69,6 +72,7 @@ class Append:
     before: Tokens
     target: DenseSequence | None = None
     source: DenseSequence | None = None
+    reserved_length: int = 0
     num_written: int = 0
     is_copied: bool = False
 
@@ -99,6 +103,7 @@ class DenseModel:
         clock_s: The time; moved by the machine.
         slots: int64 [num_blocks, block_size], the simulated pool: a token id per slot, or EMPTY_SLOT.
         sequences: All there ever were. appends: those in flight. issued: all handles given out.
+        limits: Quotas by principal; who is not there has none.
     """
 
     def __init__(self, block_size: int, num_blocks: int, max_context: int) -> None:
@@ -110,6 +115,7 @@ class DenseModel:
         self.sequences: list[DenseSequence] = []
         self.appends: list[Append] = []
         self.issued: list[Issued] = []
+        self.limits: dict[str, QuotaLimits] = {}
 
     @property
     def live(self) -> list[DenseSequence]:
@@ -118,9 +124,41 @@ class DenseModel:
 
     def owners(self) -> Counter[int]:
         """Count the owners of each block from the tables."""
-        owners = Counter(block for each in self.live for block in each.real.block_ids)
+        owners = Counter(block for each in self.live for block in self.held(each))
         owners.update(block for each in self.appends for block in each.reservation.held_ids)
         return owners
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody owns."""
+        return self.num_blocks - 1 - len(self.owners())
+
+    def held(self, dense: DenseSequence) -> list[int]:
+        """Return the blocks of a sequence, those set aside last."""
+        return [*dense.real.block_ids, *dense.real.spare_ids]
+
+    def usage(self, principal: str) -> tuple[int, int]:
+        """Count the principal's sequences (those in creation too) and its blocks."""
+        own = [each for each in self.live if each.principal == principal]
+        appends = [each for each in self.appends if each.reservation.principal == principal]
+        blocks = {block for each in own for block in self.held(each)}
+        blocks.update(block for each in appends for block in each.reservation.held_ids)
+        return len(own) + sum(each.target is None for each in appends), len(blocks)
+
+    def num_spares(self, dense: DenseSequence, length: int, reserved_length: int, owners: Counter[int]) -> int:
+        """Return how many blocks appends from ``length`` to ``reserved_length`` take, the copy of a block included."""
+        if reserved_length <= length:
+            return 0
+        last_block = dense.real.block_ids[(length - 1) // self.block_size]
+        is_copied = length % self.block_size > 0 and owners[last_block] > 1
+        return self.blocks_for(reserved_length) - self.blocks_for(length) + is_copied
+
+    def num_spares_to_share(self, dense: DenseSequence, length: int) -> int:
+        """Return how many blocks are missing before a prefix may be shared."""
+        shared = self.owners()
+        shared.update(dense.real.block_ids[: self.blocks_for(length)])
+        needed = self.num_spares(dense, len(dense.tokens), dense.reserved_length, shared)
+        return max(0, needed - len(dense.real.spare_ids))
 
     def is_busy(self, dense: DenseSequence) -> bool:
         """Return whether an append is in flight on it."""
@@ -155,22 +193,52 @@ class DenseModel:
         return HandleExpired if self.is_overdue(dense) else None
 
     def shortage(
-        self, dense: DenseSequence | None, start: int, num_tokens: int, kind: Verdict
+        self,
+        principal: str,
+        dense: DenseSequence | None,
+        start: int,
+        num_tokens: int,
+        kind: Verdict,
+        *,
+        reserved_length: int = 0,
     ) -> type[FerruleError] | None:
         """Return what a reservation must raise."""
         owners = self.owners()
-        num_free = self.num_blocks - 1 - len(owners)
-        num_blocks = self.blocks_for(start + num_tokens)
-        is_copied = False
-        if dense is not None and start % self.block_size:
-            is_copied = kind is Verdict.FORK or owners[dense.real.block_ids[start // self.block_size]] > 1
-        if dense is not None and kind is Verdict.REWIND:
-            num_free += sum(owners[block] == 1 for block in dense.real.block_ids[self.blocks_for(start) :])
-        if start + num_tokens > self.max_context:
+        stop = max(start + num_tokens, reserved_length)
+        is_copied = num_spares = num_own = 0
+        if dense is not None:
+            last_block = dense.real.block_ids[(start - 1) // self.block_size]
+            is_copied = start % self.block_size > 0 and (kind is Verdict.FORK or owners[last_block] > 1)
+        if dense is not None and kind is Verdict.FORK:
+            num_spares = self.num_spares_to_share(dense, start)
+        elif dense is not None:
+            num_own = len(dense.real.spare_ids)
+        if stop > self.max_context:
             return ContextExceeded
-        if num_blocks + (is_copied and kind is Verdict.FORK) > self.num_blocks - 1:
+        num_whole = self.blocks_for(stop)
+        if num_whole + (is_copied and kind is Verdict.FORK) > self.num_blocks - 1:
             return ExceedsPool
-        return BlocksExhausted if num_blocks - self.blocks_for(start) + is_copied > num_free else None
+        if dense is not None and kind is Verdict.REWIND:
+            num_own += sum(owners[block] == 1 for block in dense.real.block_ids[self.blocks_for(start) :])
+            num_whole = self.blocks_for(max(stop, dense.reserved_length))
+        num_needed = num_whole - self.blocks_for(start) + is_copied + num_spares
+        if kind is Verdict.FORK:
+            num_whole += is_copied + num_spares
+        is_new = dense is None or kind is Verdict.FORK
+        return self.refusal_of_more(principal, int(is_new), max(0, num_needed - num_own), num_whole)
+
+    def refusal_of_more(
+        self, principal: str, num_sequences: int, num_blocks: int, num_whole: int = 0
+    ) -> type[FerruleError] | None:
+        """Return what wanting so much more must raise."""
+        limits = self.limits.get(principal, UNLIMITED)
+        used_sequences, used_blocks = self.usage(principal)
+        if num_sequences and limits.handles is not None and used_sequences + num_sequences > limits.handles:
+            return QuotaExceeded
+        num_slots = max(used_blocks + num_blocks, num_whole) * self.block_size
+        if num_blocks and limits.kv_tokens is not None and num_slots > limits.kv_tokens:
+            return QuotaExceeded
+        return BlocksExhausted if num_blocks > self.num_free else None
 
     def verdict(self, issued: Issued, tokens: Tokens, policy: StalePolicy) -> Verdict | type[FerruleError]:
         """Return what the append rule says, from the tokens alone."""

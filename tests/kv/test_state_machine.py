@@ -20,6 +20,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ferrule_server.errors import (
+    ContextExceeded,
+    ExceedsPool,
     HandleLost,
     HandleStale,
     HandleUnknown,
@@ -31,7 +33,9 @@ from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.leases import PIN_RECHECK_S
 from ferrule_server.kv.reservation import Reservation
 from ferrule_server.kv.sequence import Sequence
-from ferrule_server.kv.store import DEFAULT_TTL_S, TOMBSTONE_S, KvStore
+from ferrule_server.kv.store import DEFAULT_TTL_S, TOMBSTONE_S, KvStore, SlotRequest
+from ferrule_server.kv.usage import Holding
+from ferrule_server.quotas import UNLIMITED, QuotaLimits
 from tests.kv.dense_model import FINGERPRINT, MAX_TTL_S, Append, DenseModel, DenseSequence, Issued, Tokens, lineage_of
 
 PRINCIPALS = ("alice", "bob")
@@ -51,6 +55,12 @@ cut_st = st.one_of(st.just(0), st.integers(0, 12))
 at_once_st = st.sampled_from([True, True, False])
 ttl_st = st.sampled_from([None, None, 0.5, 7.0, 30.0, 1000.0])
 principal_st = st.sampled_from(PRINCIPALS)
+reserve_st = st.one_of(st.just(0), st.just(0), st.integers(1, 60))
+limits_st = st.one_of(
+    st.just(UNLIMITED),
+    st.just(UNLIMITED),
+    st.builds(QuotaLimits, handles=st.integers(0, 8), kv_tokens=st.one_of(st.none(), st.integers(0, 60))),
+)
 
 
 class KvMachine(RuleBasedStateMachine):
@@ -72,6 +82,7 @@ class KvMachine(RuleBasedStateMachine):
             max_ttl_s=MAX_TTL_S,
             clock=lambda: self.model.clock_s,
             new_secret=lambda: hashlib.blake2b(next(secrets).to_bytes(8, "little"), digest_size=16).digest(),
+            limits_of=lambda principal: self.model.limits.get(principal, UNLIMITED),
         )
         for prompt in prompts:
             self.prefill(PRINCIPALS[0], prompt)
@@ -83,11 +94,19 @@ class KvMachine(RuleBasedStateMachine):
         assert (handle.length, handle.lineage) == (len(tokens), lineage_of(tokens))
         self.model.issued.append(Issued(handle, dense, tokens))
 
-    def born(self, real: Sequence, tokens: Tokens, parent: DenseSequence | None, ttl_s: float | None) -> None:
+    def born(
+        self,
+        real: Sequence,
+        tokens: Tokens,
+        parent: DenseSequence | None,
+        ttl_s: float | None,
+        reserved_length: int = 0,
+    ) -> None:
         """Follow a creation."""
         principal = real.principal
         dense = DenseSequence(real, principal, tokens, DEFAULT_TTL_S if parent is None else parent.ttl_s, 0.0)
         assert parent is None or (principal, real.parent_handle_id) == (parent.principal, parent.real.handle_id)
+        dense.reserved_length = reserved_length
         self.model.renewed(dense, ttl_s)
         self.model.sequences.append(dense)
         self.issue(dense)
@@ -113,15 +132,16 @@ class KvMachine(RuleBasedStateMachine):
         return None
 
     @precondition(lambda self: len(self.model.appends) < MAX_APPENDS)
-    @rule(principal=principal_st, tokens=tokens_st, at_once=at_once_st)
-    def prefill(self, principal: str, tokens: Tokens, at_once: bool = True) -> None:
-        """Start a new sequence, sometimes finishing it at once."""
-        shortage = self.model.shortage(None, 0, len(tokens), Verdict.APPEND)
+    @rule(principal=principal_st, tokens=tokens_st, reserved_length=reserve_st, at_once=at_once_st)
+    def prefill(self, principal: str, tokens: Tokens, reserved_length: int = 0, at_once: bool = True) -> None:
+        """Start a new sequence, sometimes with room to grow, sometimes finishing it at once."""
+        shortage = self.model.shortage(principal, None, 0, len(tokens), Verdict.APPEND, reserved_length=reserved_length)
         if shortage is not None:
             with pytest.raises(shortage):
-                self.store.reserve_new(principal, len(tokens))
+                self.store.reserve_new(principal, len(tokens), reserved_length)
             return
-        self.model.appends.append(Append(self.store.reserve_new(principal, len(tokens)), tokens, ()))
+        reservation = self.store.reserve_new(principal, len(tokens), reserved_length)
+        self.model.appends.append(Append(reservation, tokens, (), reserved_length=reserved_length))
         if at_once:
             self.write(self.model.appends[-1], len(tokens))
             self.finish(self.model.appends.pop())
@@ -181,7 +201,7 @@ class KvMachine(RuleBasedStateMachine):
 
         refusal: type[Exception] | None = RuntimeError
         if not self.model.is_busy(dense):
-            refusal = self.model.shortage(dense, length, len(tokens), kind)
+            refusal = self.model.shortage(dense.principal, dense, length, len(tokens), kind)
         if refusal is not None:
             with pytest.raises(refusal):
                 ask()
@@ -243,7 +263,7 @@ class KvMachine(RuleBasedStateMachine):
         if append.source is not None and not append.source.died:
             self.model.renewed(append.source)
         if append.target is None:
-            self.born(real, append.before + append.tokens, append.source, ttl_s)
+            self.born(real, append.before + append.tokens, append.source, ttl_s, append.reserved_length)
             return
         assert real is append.target.real
         append.target.tokens += append.tokens
@@ -273,9 +293,14 @@ class KvMachine(RuleBasedStateMachine):
             with pytest.raises(RuntimeError):
                 self.store.fork(dense.real, length, count, ttl_s)
             return
-        num_free = self.pool.num_free
+        num_free, num_spares = self.pool.num_free, self.model.num_spares_to_share(dense, length)
+        refusal = self.model.refusal_of_more(dense.principal, count, num_spares)
+        if refusal is not None:
+            with pytest.raises(refusal):
+                self.store.fork(dense.real, length, count, ttl_s)
+            return
         branches = self.store.fork(dense.real, length, count, ttl_s)
-        assert self.pool.num_free == num_free
+        assert self.pool.num_free == num_free - num_spares
         assert len(branches) == count
         self.model.renewed(dense)
         for branch in branches:
@@ -311,8 +336,14 @@ class KvMachine(RuleBasedStateMachine):
             expected = last[2]
         elif dense.tokens[: len(issued.tokens)] != issued.tokens:
             expected = HandleStale
+        elif new_length == len(dense.tokens):
+            expected = 0
         else:
-            expected = sum(owners[block] == 1 for block in dense.real.block_ids[self.model.blocks_for(new_length) :])
+            tail = self.model.held(dense)[self.model.blocks_for(new_length) :]
+            num_own = sum(owners[block] == 1 for block in tail)
+            num_spares = self.model.num_spares(dense, new_length, dense.reserved_length, owners)
+            refusal = self.model.refusal_of_more(dense.principal, 0, max(0, num_spares - num_own))
+            expected = refusal or max(0, num_own - num_spares)
         if not isinstance(expected, int):
             with pytest.raises(expected):
                 self.store.truncate(dense.real, issued.handle, new_length)
@@ -333,9 +364,67 @@ class KvMachine(RuleBasedStateMachine):
             assert self.store.release(issued.handle, principal) is None
             return
         owners = self.model.owners()
-        expected = sum(owners[block] == 1 for block in dense.real.block_ids)
+        expected = sum(owners[block] == 1 for block in self.model.held(dense))
         assert self.store.release(issued.handle, dense.principal) == expected
         dense.died = "released"
+
+    @rule(
+        principal=principal_st,
+        wanted=st.lists(st.tuples(index_st, reserve_st, reserve_st), min_size=1, max_size=3),
+    )
+    def reserve_slots(self, principal: str, wanted: list[tuple[int, int, int]]) -> None:
+        """Set blocks aside for some sequences at once, sometimes for one of them twice."""
+        own = [each for each in self.model.live if each.principal == principal and not self.model.is_overdue(each)]
+        if not own:
+            return
+        pairs = [(own[index % len(own)], *lengths) for index, *lengths in wanted]
+        requests = [SlotRequest(dense.real, target, admission) for dense, target, admission in pairs]
+        refusal = self.refusal_of_slots(pairs)
+        if refusal is not None:
+            with pytest.raises(refusal):
+                self.store.reserve_slots(requests)
+            return
+        num_free, before = self.model.num_free, [len(self.model.held(dense)) for dense, _, _ in pairs]
+        evidence = self.store.reserve_slots(requests)
+        assert (evidence.free_blocks_before, evidence.free_blocks_after) == (num_free, self.model.num_free)
+        assert sum(each.new_blocks for each in evidence.allocations) == num_free - self.model.num_free
+        assert evidence.allocations[0].blocks_before == before[0]
+        for dense, target, _ in pairs:
+            dense.reserved_length = max(dense.reserved_length, target)
+            self.model.renewed(dense)
+        num_free = self.model.num_free
+        assert not any(
+            each.new_blocks
+            for each in self.store.reserve_slots(
+                [SlotRequest(each.sequence, each.target_length) for each in requests]
+            ).allocations
+        )
+        assert self.model.num_free == num_free
+
+    def refusal_of_slots(self, pairs: list[tuple[DenseSequence, int, int]]) -> type[Exception] | None:
+        """Return what a reservation of slots must raise."""
+        owners = self.model.owners()
+        lengths = {dense: dense.reserved_length for dense, _, _ in pairs}
+        for dense, target, admission in pairs:
+            if self.model.is_busy(dense):
+                return RuntimeError
+            if max(target, admission) > self.model.max_context:
+                return ContextExceeded
+            lengths[dense] = max(lengths[dense], target, admission)
+        num_missing, num_whole = 0, len({block for dense in lengths for block in self.model.held(dense)})
+        for dense, length in lengths.items():
+            num_held = len(self.model.held(dense))
+            needed = self.model.num_spares(dense, len(dense.tokens), length, owners)
+            num_missing += max(0, needed - len(dense.real.spare_ids))
+            num_whole += max(0, self.model.blocks_for(length) - num_held)
+        if num_missing and num_whole > self.model.num_blocks - 1:
+            return ExceedsPool
+        return self.model.refusal_of_more(pairs[0][0].principal, 0, num_missing, num_whole)
+
+    @rule(principal=principal_st, limits=limits_st)
+    def set_limits(self, principal: str, limits: QuotaLimits) -> None:
+        """Change the quotas of a principal, also to less than it uses."""
+        self.model.limits[principal] = limits
 
     @rule(index=index_st, ttl_s=ttl_st)
     def renew(self, index: int, ttl_s: float | None) -> None:
@@ -390,6 +479,20 @@ class KvMachine(RuleBasedStateMachine):
         """Test the sentences of the class docstrings."""
         self.store.check_integrity()
         assert self.pool.num_used == len(self.model.owners())
+        for principal in PRINCIPALS:
+            assert self.store.usage_of(principal) == Holding(*self.model.usage(principal))
+
+    @invariant()
+    def reserved_room_is_there(self) -> None:
+        """Appends up to the reserved length succeed at any moment and take nothing from the pool."""
+        num_free = self.pool.num_free
+        for dense in self.model.live:
+            assert dense.real.reserved_length == dense.reserved_length
+            num_tokens = dense.reserved_length - len(dense.tokens)
+            if num_tokens > 0 and not self.model.is_busy(dense):
+                reservation = self.store.reserve_append(dense.real, num_tokens)
+                assert self.pool.num_free == num_free
+                self.store.abort(reservation)
 
     @invariant()
     def sequences_read_their_own_tokens_back(self) -> None:

@@ -126,6 +126,7 @@ class RunningServer:
         executor: Owned from now on; the paged reference by default.
         is_loaded: False leaves the server in its STARTING phase.
         access: Everybody may do everything, unless told otherwise.
+        clock: What leases are told on. epoch: name of this run.
     """
 
     executor: Executor = field(default_factory=lambda: PagedReferenceExecutor(kv_memory_bytes=4 << 20))
@@ -138,10 +139,11 @@ class RunningServer:
     tls: TlsFiles | None = None
     listen: ListenAddress = field(default_factory=lambda: ListenAddress("127.0.0.1", 0))
     clock: FakeClock = field(default_factory=FakeClock)
+    epoch: str = EPOCH
 
     def __enter__(self) -> RunningServer:
         self.loop = _server_loop()
-        self.state = ServerState(INSTANCE, EPOCH, "0.0.0", self.limits, self.access.limits_of)
+        self.state = ServerState(INSTANCE, self.epoch, "0.0.0", self.limits, self.access.limits_of)
         self.run(self._start())
         self.channel = grpc.insecure_channel(
             self.address.target,
@@ -170,7 +172,7 @@ class RunningServer:
         self.store = KvStore(
             BlockPool(info.num_blocks, info.block_size),
             instance=INSTANCE,
-            epoch=EPOCH,
+            epoch=self.epoch,
             fingerprint=info.model.fingerprint,
             max_context=info.model.max_context,
             max_ttl_s=self.limits.max_ttl_s,
@@ -184,7 +186,8 @@ class RunningServer:
 
     async def make_ready(self) -> None:
         """Leave the STARTING phase."""
-        inputs = InputReader(self.executor.info.model.vocab_size, self.limits)
+        model = self.executor.info.model
+        inputs = InputReader(model.vocab_size, model.max_context, self.limits)
         await self.server.ready(Serving(self.engine, inputs, self.tokenizer, self.settings.max_step_rows))
 
     @property

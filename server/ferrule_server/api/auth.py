@@ -22,7 +22,7 @@ _LOG = logging.getLogger(__name__)
 
 _HEADER: Final = "authorization"
 _SCHEME: Final = "bearer"
-_SAFE_IN_NAMES: Final = "/:@.-_~+"
+_SAFE_IN_NAMES: Final = "/@.-_~+"
 _MAX_NAME_BYTES: Final = 512
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -146,12 +146,13 @@ def principal_of_certificate(properties: Mapping[str, Iterable[bytes]]) -> str:
     """
     uris = list(properties.get("peer_uri", ()))
     names = uris or [name for name in properties.get("x509_common_name", ()) if name]
+    safe = f"{_SAFE_IN_NAMES}:" if uris else _SAFE_IN_NAMES  # so that no common name passes for a URI
     if len(names) != 1 or len(names[0]) > _MAX_NAME_BYTES:
         raise TokenInvalid(
             "the client certificate must name one principal, by one URI as subject alternative name or, without any, "
             f"by its common name, of at most {_MAX_NAME_BYTES} bytes"
         )
-    return quote_from_bytes(names[0], _SAFE_IN_NAMES)
+    return quote_from_bytes(names[0], safe)
 
 
 def _bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str:

@@ -56,9 +56,9 @@ class TokenTable:
         lines: By digest: the number of its line.
     """
 
-    callers: dict[bytes, Caller] = field(default_factory=dict)
+    callers: dict[bytes, Caller] = field(default_factory=dict, repr=False)
     quotas: dict[str, dict[str, int | None]] = field(default_factory=dict)
-    lines: dict[bytes, int] = field(default_factory=dict)
+    lines: dict[bytes, int] = field(default_factory=dict, repr=False)
 
 
 class TokenFile:

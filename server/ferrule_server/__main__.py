@@ -199,7 +199,8 @@ def _serving(config: ServerConfig, state: ServerState, engine: Engine, loaded: L
     from ferrule_server.api.inputs import InputReader
     from ferrule_server.api.state import Serving
 
-    inputs = InputReader(engine.info.model.vocab_size, state.limits)
+    model = engine.info.model
+    inputs = InputReader(model.vocab_size, model.max_context, state.limits)
     return Serving(engine, inputs, loaded.tokenizer, config.max_step_rows)
 
 

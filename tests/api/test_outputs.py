@@ -50,7 +50,7 @@ def test_a_reply_never_passes_its_bound(dtype: types_pb2.DataType, num_rows: int
         logits_policy=policy,
         logits_positions=types_pb2.LOGITS_POSITIONS_ALL,
     )
-    planned = InputReader(VOCAB_SIZE, ApiLimits()).prefill(executor_pb2.PrefillRequest(input=message), "p")
+    planned = InputReader(VOCAB_SIZE, 512, ApiLimits()).prefill(executor_pb2.PrefillRequest(input=message), "p")
     output = prefill_output(_result(num_rows, np.ones(VOCAB_SIZE, np.float32)), planned.plan, message.request_id)
     frame = executor_pb2.StreamDecodeResponse(free_blocks=2**32 - 1)
     result = frame.results.add(seq=2**64 - 1, request_id=message.request_id)
@@ -63,7 +63,7 @@ def test_a_reply_never_passes_its_bound(dtype: types_pb2.DataType, num_rows: int
 def test_bfloat16_rounds_to_nearest_with_ties_to_even() -> None:
     """As hardware does it: halves go to the even neighbour."""
     bits = np.array([0x3F800000, 0x3F808000, 0x3F818000, 0x3F808001, 0xBF808000, 0x00000000, 0x7F7F8000], np.uint32)
-    planned = InputReader(len(bits), ApiLimits()).prefill(
+    planned = InputReader(len(bits), 512, ApiLimits()).prefill(
         executor_pb2.PrefillRequest(
             input=executor_pb2.PrefillInput(
                 input_ids=[1],
@@ -84,4 +84,4 @@ def test_bfloat16_rounds_to_nearest_with_ties_to_even() -> None:
 def test_a_handle_is_sent_as_it_is() -> None:
     """And read back as the same value."""
     message = handle_message(HANDLE)
-    assert InputReader(8, ApiLimits()).handle(message, "") == HANDLE
+    assert InputReader(8, 512, ApiLimits()).handle(message, "") == HANDLE

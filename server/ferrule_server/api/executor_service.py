@@ -139,7 +139,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         job = serving.inputs.keep_alive(request, principal_of(context))
         result = await run_job(serving.engine, job)
         assert isinstance(result, KeepAliveResult)
-        return keep_alive_response(job, result)
+        return await keep_alive_response(job, result)
 
     @unary
     async def GetCacheInfo(

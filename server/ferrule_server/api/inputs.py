@@ -20,7 +20,14 @@ from ferrule_server.engine.jobs import (
     ReleaseJob,
     TruncateJob,
 )
-from ferrule_server.errors import FeatureUnsupported, FerruleError, InvalidRequest, ReplyTooLarge, TokenOutOfVocab
+from ferrule_server.errors import (
+    ContextExceeded,
+    FeatureUnsupported,
+    FerruleError,
+    InvalidRequest,
+    ReplyTooLarge,
+    TokenOutOfVocab,
+)
 from ferrule_server.kv.handle import Handle, StalePolicy
 
 _LINEAGE_BYTES: Final = 16
@@ -67,11 +74,13 @@ class InputReader:
 
     Args:
         vocab_size: Token ids of the model; every id sent is below it.
+        max_context: Longest sequence in tokens; an input that holds more is not even looked at.
         limits: What a message may hold.
     """
 
-    def __init__(self, vocab_size: int, limits: ApiLimits) -> None:
+    def __init__(self, vocab_size: int, max_context: int, limits: ApiLimits) -> None:
         self._vocab_size = vocab_size
+        self._max_context = max_context
         self._limits = limits
         self._policies = PolicyReader(vocab_size, limits.max_top_logprobs)
 
@@ -79,7 +88,7 @@ class InputReader:
         """Return the job of a Prefill.
 
         Raises:
-            InvalidRequest, TokenOutOfVocab, ReplyTooLarge: A field is out of its range.
+            InvalidRequest, TokenOutOfVocab, ReplyTooLarge, ContextExceeded: A field is out of its range.
             FeatureUnsupported: It asks for something not served here.
         """
         require(request, "input")
@@ -87,7 +96,6 @@ class InputReader:
         handle = self.handle(message.kv_cache, "input.") if message.HasField("kv_cache") else None
         if handle is None and not message.input_ids:
             raise InvalidRequest("input.input_ids", "a new sequence needs at least one token")
-        self._check_positions(message, handle)
         planned = self._append(
             message,
             "input.",
@@ -95,6 +103,7 @@ class InputReader:
             handle,
             all_positions=_wants_all_positions(message.logits_positions, "input.logits_positions"),
         )
+        self._check_positions(message, handle)
         planned.job.ttl_s = self._cache_options(message.cache)
         return planned
 
@@ -202,6 +211,8 @@ class InputReader:
     ) -> PlannedAppend:
         """Return the job of any append. Runs for every token decoded: what is usual costs no call of its own."""
         input_ids = message.input_ids
+        if len(input_ids) > self._max_context:  # 16 MiB hold 16 million: 1.5 s of the event loop, if they were read
+            raise ContextExceeded((handle.length if handle is not None else 0) + len(input_ids), self._max_context)
         token_ids = (input_ids[0],) if len(input_ids) == 1 else tuple(input_ids)
         if token_ids and max(token_ids) >= self._vocab_size:
             raise self._out_of_vocab(token_ids, at)
@@ -320,6 +331,8 @@ def _check_equal(given: Sequence[int], expected: Sequence[int], path: str) -> No
 
 def _seconds(ttl: _Duration, path: str) -> float:
     """Return a lease in seconds; the engine clamps it."""
+    if abs(ttl.nanos) >= 1_000_000_000:
+        raise InvalidRequest(path, f"is no Duration: {ttl.nanos} nanos are a second or more")
     seconds = ttl.seconds + ttl.nanos * 1e-9
     if seconds < 0.0:
         raise InvalidRequest(path, f"must not be negative, got {seconds} s")

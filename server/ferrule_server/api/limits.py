@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+LOOP_SLICE = 256
+"""Entries of one request that are worked on before others get their turn on the event loop: a few milliseconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class ApiLimits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from typing import Final
@@ -13,6 +14,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, types_pb2
 from ferrule_server.api.inputs import page_token
+from ferrule_server.api.limits import LOOP_SLICE
 from ferrule_server.api.policy import OutputPlan
 from ferrule_server.api.status import to_status
 from ferrule_server.engine.jobs import (
@@ -61,10 +63,12 @@ def release_results(job: ReleaseJob, result: ReleaseResult) -> list[cache_pb2.Re
     ]
 
 
-def keep_alive_response(job: KeepAliveJob, result: KeepAliveResult) -> cache_pb2.KeepAliveResponse:
-    """Return the renewed leases."""
+async def keep_alive_response(job: KeepAliveJob, result: KeepAliveResult) -> cache_pb2.KeepAliveResponse:
+    """Return the renewed leases; lets others run on the event loop meanwhile, since there may be thousands."""
     response = cache_pb2.KeepAliveResponse()
-    for handle, lease in zip(job.handles, result.leases, strict=True):
+    for index, (handle, lease) in enumerate(zip(job.handles, result.leases, strict=True), start=1):
+        if index % LOOP_SLICE == 0:
+            await asyncio.sleep(0)
         entry = response.results.add(handle_id=handle.handle_id)
         if isinstance(lease, FerruleError):
             entry.error.CopyFrom(to_status(lease))

@@ -134,7 +134,7 @@ class ApiServer:
         if not has_failed:
             await self._until(self._is_unused, grace_s)
             self.state.phase = Phase.CLOSING
-            if (num_sequences := self.state.num_sequences) > 0:
+            if grace_s and (num_sequences := self.state.num_sequences):
                 _LOG.warning("grace over live_sequences=%d grace_s=%.1f", num_sequences, grace_s)
         await self._until(self._is_answered, _ANSWERS_S)
         self.state.end_streams(Draining())

@@ -25,6 +25,7 @@ from ferrule.v1 import executor_pb2
 from ferrule_server.api.calls import Context, cancel, refuse
 from ferrule_server.api.handlers import Malformed
 from ferrule_server.api.inputs import PlannedAppend, placed
+from ferrule_server.api.limits import LOOP_SLICE
 from ferrule_server.api.outputs import fill_append, release_results
 from ferrule_server.api.principal import caller_of
 from ferrule_server.api.state import Phase, ServerState, Serving
@@ -234,7 +235,7 @@ class DecodeStream:
             if self._state.phase is Phase.CLOSING:
                 return  # whoever drains ends the stream once it is quiet; this frame is among what is not taken
             self._state.use()
-            self._accept(request)
+            await self._accept(request)
         self._is_half_closed = True
         self._has_news.set()
 
@@ -254,7 +255,7 @@ class DecodeStream:
                 self._has_news.clear()
                 await self._has_news.wait()
 
-    def _accept(self, request: executor_pb2.StreamDecodeRequest) -> None:
+    async def _accept(self, request: executor_pb2.StreamDecodeRequest) -> None:
         """Hand the frame's releases and items to the engine in one list; answer bad items at once.
 
         Raises:
@@ -265,7 +266,7 @@ class DecodeStream:
         release = self._inputs.release(request.release, "release", self._principal) if request.release else None
         if release is not None:
             entries.append((release, self))
-        bad_items = self._plan_items(request, entries)
+        bad_items = await self._plan_items(request, entries)
         if release is not None:
             self._releases[release] = bad_items  # releases come no later than results of the same client frame
         else:
@@ -277,12 +278,17 @@ class DecodeStream:
             self._frame(0)
         self.flush()
 
-    def _plan_items(
+    async def _plan_items(
         self, request: executor_pb2.StreamDecodeRequest, entries: list[tuple[Job, DecodeStream]]
     ) -> list[executor_pb2.StreamResult]:
-        """Add the jobs of a frame's good items to ``entries`` and return the results of its bad ones."""
+        """Add the jobs of a frame's good items to ``entries`` and return the results of its bad ones.
+
+        Lets others run on the event loop now and then: a frame may have thousands of items.
+        """
         bad_items: list[executor_pb2.StreamResult] = []
         for index, item in enumerate(request.items):
+            if index % LOOP_SLICE == LOOP_SLICE - 1:
+                await asyncio.sleep(0)
             try:
                 planned = self._plan(item, index)
             except FerruleError as error:

@@ -1,0 +1,384 @@
+"""Attacks by name: what each is answered, and that the others are served meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from grpc_status import rpc_status
+
+from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, types_pb2
+from tests.api.harness import (
+    GREEDY,
+    PROMPT,
+    Refusal,
+    RunningServer,
+    decode_item,
+    read_status,
+    refused,
+    wait_until,
+)
+from tests.api.hostile import http2
+
+Code = grpc.StatusCode
+Policy = policy_pb2.LogitsReturnPolicy
+_GET_STATUS = "/ferrule.v1.ModelExecutorService/GetStatus"
+
+
+def _refusal(call: Callable[[], object]) -> Refusal:
+    with refused() as refusals:
+        call()
+    return refusals[0]
+
+
+def _core_error(call: Callable[[], object]) -> tuple[grpc.StatusCode, str]:
+    """Return code and text of an error that gRPC itself answers, without an ErrorInfo, as documented."""
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    assert rpc_status.from_call(caught.value) is None
+    return caught.value.code(), caught.value.details() or ""
+
+
+def _goes_on(server: RunningServer) -> None:
+    """The server still answers on other connections."""
+    handle = server.prefill().kv_cache
+    assert server.decode(handle, 7).kv_cache.length == len(PROMPT) + 1
+    server.release(handle)
+
+
+@contextlib.contextmanager
+def _longest_pause(server: RunningServer) -> Iterator[list[float]]:
+    """The list holds, afterwards, the longest time that the event loop did nothing else, in seconds."""
+    longest = [0.0]
+
+    async def watch() -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(0)
+            now = time.monotonic()
+            longest[0] = max(longest[0], now - last)
+            last = now
+
+    watching = asyncio.run_coroutine_threadsafe(watch(), server.loop)
+    try:
+        yield longest
+    finally:
+        watching.cancel()
+
+
+# ---- the connection -------------------------------------------------------------------------------------------------
+
+
+def test_a_gzip_bomb_is_not_unpacked(server: RunningServer) -> None:
+    """64 MB of zeros in 64 KB: RESOURCE_EXHAUSTED by gRPC, long before it is all in memory."""
+    message = executor_pb2.PrefillRequest(input=executor_pb2.PrefillInput(request_id="\0" * (64 << 20)))
+    code, text = _core_error(lambda: server.stub.Prefill(message, timeout=20, compression=grpc.Compression.Gzip))
+    assert code is Code.RESOURCE_EXHAUSTED
+    assert "larger than max" in text
+    _goes_on(server)
+
+
+@pytest.mark.parametrize("num_bytes", [16 << 10, 32 << 10])
+def test_metadata_beyond_16_kb_is_refused(server: RunningServer, num_bytes: int) -> None:
+    """RESOURCE_EXHAUSTED by gRPC; 4 KB are taken."""
+    request = executor_pb2.GetStatusRequest()
+    assert server.stub.GetStatus(request, timeout=10, metadata=[("x-some", "y" * 4096)]).status.is_ready
+    code, _ = _core_error(lambda: server.stub.GetStatus(request, timeout=10, metadata=[("x-some", "y" * num_bytes)]))
+    assert code is Code.RESOURCE_EXHAUSTED
+    _goes_on(server)
+
+
+def test_many_small_metadata_fields_are_refused(server: RunningServer) -> None:
+    """It is the sum that counts."""
+    metadata = [(f"x-{index}", "y") for index in range(2000)]
+    code, _ = _core_error(lambda: server.stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=10, metadata=metadata))
+    assert code is Code.RESOURCE_EXHAUSTED
+    _goes_on(server)
+
+
+def test_a_ping_flood_is_told_to_calm_down(server: RunningServer) -> None:
+    """GOAWAY with ENHANCE_YOUR_CALM after a few, and the connection is closed."""
+    with http2.peer(server.address.host, server.address.port) as peer:
+        peer.send(*[http2.frame(http2.PING, payload=bytes(8))] * 1000)
+        goaways = [payload for kind, _, _, payload in peer.frames() if kind == http2.GOAWAY]
+    assert int.from_bytes(goaways[-1][4:8], "big") == http2.ENHANCE_YOUR_CALM
+    assert goaways[-1][8:] == b"too_many_pings"
+    _goes_on(server)
+
+
+def test_a_settings_flood_is_only_answered(server: RunningServer) -> None:
+    """Each is acknowledged, or the connection closed; the others are served."""
+    with http2.peer(server.address.host, server.address.port) as peer:
+        peer.send(*[http2.settings()] * 2000)
+        _goes_on(server)
+
+
+def test_rapid_reset_leaves_nothing_behind(server: RunningServer) -> None:
+    """Thousands of calls that are cancelled as soon as they are made (CVE-2023-44487)."""
+    with http2.peer(server.address.host, server.address.port) as peer:
+        headers = http2.call_headers(_GET_STATUS)
+        for index in range(2000):
+            stream = 2 * index + 1
+            peer.send(
+                http2.frame(http2.HEADERS, http2.END_HEADERS, stream, headers),
+                http2.frame(http2.RST_STREAM, 0, stream, http2.CANCEL.to_bytes(4, "big")),
+            )
+        _goes_on(server)
+    wait_until(lambda: server.state.num_active == 0 and not server.state.streams)
+    _goes_on(server)
+
+
+def test_a_watcher_that_takes_nothing_holds_up_no_drain() -> None:
+    """With a window of 0 not even the first status can be sent to it."""
+    with RunningServer() as server, http2.peer(server.address.host, server.address.port, window=0) as peer:
+        peer.send(
+            http2.frame(http2.HEADERS, http2.END_HEADERS, 1, http2.call_headers("/grpc.health.v1.Health/Watch")),
+            http2.frame(http2.DATA, http2.END_STREAM, 1, http2.grpc_message(b"")),
+        )
+        wait_until(lambda: len(server.server._health._watchers) == 1)
+        server.run(server.server.drain(60.0))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"POST /ferrule.v1.ModelExecutorService/GetStatus HTTP/1.1\r\nContent-Length: 4\r\n\r\nabcd",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)),
+        bytes(100_000),
+        b"\xff" * 100_000,
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 100_000,
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + http2.settings() + http2.frame(http2.HEADERS, 4, 1, b"\xff" * 1000),
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + http2.settings() + http2.frame(http2.DATA, 0, 7, b"no such stream"),
+    ],
+    ids=["http1-get", "http1-post", "tls", "zeros", "ones", "no-frames", "no-headers", "no-stream"],
+)
+def test_what_is_no_grpc_is_hung_up_on(server: RunningServer, data: bytes) -> None:
+    """Garbage, HTTP/1, TLS to a plain port, broken frames."""
+    with (
+        socket.create_connection((server.address.host, server.address.port), timeout=10) as client,
+        contextlib.suppress(OSError),  # it has hung up, before all was sent perhaps
+    ):
+        client.sendall(data)
+        client.shutdown(socket.SHUT_WR)
+        while client.recv(1 << 16):
+            pass
+    _goes_on(server)
+
+
+def test_connections_that_say_nothing_cost_nobody_else(server: RunningServer) -> None:
+    """300 of them, half of a handshake each."""
+    with contextlib.ExitStack() as open_ones:
+        for _ in range(300):
+            client = socket.create_connection((server.address.host, server.address.port), timeout=10)
+            open_ones.enter_context(client)
+            client.sendall(b"PRI * HTTP/2.0\r\n")
+        _goes_on(server)
+
+
+def test_a_call_beyond_the_streams_of_a_connection_waits_for_its_deadline() -> None:
+    """Its client queues it, silently: DEADLINE_EXCEEDED. Other connections are served."""
+    with RunningServer() as server:
+        streams = [server.open_stream() for _ in range(1024)]
+        for stream in streams:
+            stream.send()
+            stream.read()
+        code, _ = _core_error(lambda: server.stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=0.3))
+        assert code is Code.DEADLINE_EXCEEDED
+        with grpc.insecure_channel(server.address.target, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+            call = channel.unary_unary(_GET_STATUS)
+            assert call(b"", timeout=10)  # type: ignore[arg-type]
+        for stream in streams:
+            stream.half_close()
+
+
+# ---- the message ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [90, 101, 100_000])
+def test_groups_within_groups_are_refused_not_followed(server: RunningServer, depth: int) -> None:
+    """No message of the contract contains itself, so only unknown fields can nest; the parser stops at 100."""
+    data = b"\x9b\x06" * depth + b"\x9c\x06" * depth
+    if depth < 100:
+        assert server.raw_unary("ModelExecutorService/GetStatus", data)
+    else:
+        refusal = _refusal(lambda: server.raw_unary("ModelExecutorService/GetStatus", data))
+        assert (refusal.code, refusal.reason) == (Code.INVALID_ARGUMENT, "INVALID_FIELD")
+    _goes_on(server)
+
+
+@pytest.mark.parametrize("num_tokens", [513, 1_000_000, 16_000_000])
+def test_a_huge_prompt_is_refused_without_a_long_pause(server: RunningServer, num_tokens: int) -> None:
+    """CONTEXT_EXCEEDED, for a new sequence and behind a handle; the tokens are not even looked at."""
+    handle = server.prefill().kv_cache
+    prompt = executor_pb2.PrefillInput(input_ids=[1] * num_tokens, logits_policy=GREEDY)
+    behind = executor_pb2.DecodeInput(input_ids=[1] * num_tokens, logits_policy=GREEDY, kv_cache=handle)
+    prefill = executor_pb2.PrefillRequest(input=prompt).SerializeToString()
+    decode = executor_pb2.DecodeRequest(input=behind).SerializeToString()
+    with _longest_pause(server) as longest:
+        for call in (
+            lambda: server.raw_unary("ModelExecutorService/Prefill", prefill),
+            lambda: server.raw_unary("ModelExecutorService/Decode", decode),
+        ):
+            refusal = _refusal(call)
+            assert (refusal.code, refusal.reason) == (Code.OUT_OF_RANGE, "CONTEXT_EXCEEDED")
+            assert refusal.metadata["max_context"] == "512"
+    print(f"{num_tokens} tokens: longest pause {longest[0] * 1000:.0f} ms")
+    assert longest[0] < 1.0
+    _goes_on(server)
+
+
+_SAMPLE = policy_pb2.Sample
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0])
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "repetition_penalty"])
+def test_a_sampling_number_that_is_none_is_named(server: RunningServer, name: str, value: float) -> None:
+    """NaN, infinity and less than nothing, in every place."""
+    refusal = _refusal(lambda: server.prefill(policy=Policy(sample=_SAMPLE(**{name: value}))))
+    assert (refusal.code, refusal.reason) == (Code.INVALID_ARGUMENT, "INVALID_FIELD")
+    assert refusal.fields == (f"input.logits_policy.sample.{name}",)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-30, 3e38])
+def test_extreme_temperatures_draw_a_token(server: RunningServer, temperature: float) -> None:
+    """So small that logits / temperature overflows, or so large that all are alike: never NaN, never a fault."""
+    output = server.prefill(policy=Policy(sample=_SAMPLE(temperature=temperature, seed=1), logprobs=True))
+    assert output.outputs.tokens[0] < 256
+    assert not math.isnan(output.outputs.sampled_logprobs[0])
+
+
+@pytest.mark.parametrize("top_k", [256, 257, 2**31, 2**32 - 1])
+def test_top_k_beyond_the_vocabulary_keeps_it_all(server: RunningServer, top_k: int) -> None:
+    """The same as no top-k."""
+    unlimited = server.prefill(policy=Policy(sample=_SAMPLE(seed=5))).outputs.tokens[0]
+    assert server.prefill(policy=Policy(sample=_SAMPLE(seed=5, top_k=top_k))).outputs.tokens[0] == unlimited
+
+
+def test_token_masks_of_any_size_are_not_served_yet(server: RunningServer) -> None:
+    """FEATURE_UNSUPPORTED, in a policy and registered; never silently ignored."""
+    for bits in (b"", b"x", bytes(31), bytes(32), bytes(33), bytes(1 << 20)):
+        mask = policy_pb2.TokenMask(inline_bits=bits)
+        for policy in (
+            Policy(greedy_argmax=policy_pb2.GreedyArgmax(token_mask=mask)),
+            Policy(sample=_SAMPLE(token_mask=mask)),
+        ):
+            refusal = _refusal(lambda policy=policy: server.prefill(policy=policy))  # type: ignore[misc]
+            assert (refusal.code, refusal.reason) == (Code.UNIMPLEMENTED, "FEATURE_UNSUPPORTED")
+        request = cache_pb2.RegisterTokenMaskRequest(masks=[bits])
+        refusal = _refusal(lambda request=request: server.stub.RegisterTokenMask(request, timeout=10))  # type: ignore[misc]
+        assert (refusal.code, refusal.reason) == (Code.UNIMPLEMENTED, "FEATURE_UNSUPPORTED")
+
+
+@pytest.mark.parametrize("mask", [[1], [1, 1, 1, 1], [1, 0, 1], [2, 1, 1], [1] * 4096])
+def test_attention_masks_of_the_wrong_size_or_content_are_refused(server: RunningServer, mask: list[int]) -> None:
+    """Only the trivial mask is served: INVALID_FIELD."""
+    refusal = _refusal(lambda: server.prefill((1, 2, 3), attention_mask=mask))
+    assert (refusal.code, refusal.reason) == (Code.INVALID_ARGUMENT, "INVALID_FIELD")
+    assert refusal.fields[0].startswith("input.attention_mask")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "nanos"), [(-1, 0), (-(2**63), 0), (2**63 - 1, 0), (0, -1), (0, 2**31 - 1), (1, -(2**31))]
+)
+def test_durations_out_of_their_range_are_refused_or_clamped(server: RunningServer, seconds: int, nanos: int) -> None:
+    """One that is negative or no Duration is named; one of ages is the longest lease."""
+    ttl = Duration(seconds=seconds, nanos=nanos)
+    cache = executor_pb2.CacheOptions(ttl=ttl)
+    if seconds < 0 or not 0 <= nanos < 10**9:
+        refusal = _refusal(lambda: server.prefill(cache=cache))
+        assert (refusal.code, refusal.reason) == (Code.INVALID_ARGUMENT, "INVALID_FIELD")
+        assert refusal.fields == ("input.cache.ttl",)
+    else:
+        assert server.prefill(cache=cache).ttl == Duration(seconds=3600)
+
+
+def test_huge_lists_in_a_policy_are_refused_without_a_long_pause(server: RunningServer) -> None:
+    """Four million allowed tokens, two million biases, and as many ids to be scored: not served, so not looked at."""
+    many = policy_pb2.TokenMask(allowed_ids=policy_pb2.TokenIdList(token_ids=[1] * 4_000_000))
+    policies = (
+        Policy(greedy_argmax=policy_pb2.GreedyArgmax(token_mask=many)),
+        Policy(sample=_SAMPLE(logit_bias=dict.fromkeys(range(200_000), 1.0))),
+        Policy(logprob_token_ids=[1] * 4_000_000),
+    )
+    inputs = (executor_pb2.PrefillInput(input_ids=[1], logits_policy=policy) for policy in policies)
+    requests = [executor_pb2.PrefillRequest(input=message).SerializeToString() for message in inputs]
+    with _longest_pause(server) as longest:
+        for data in requests:
+            refusal = _refusal(lambda data=data: server.raw_unary("ModelExecutorService/Prefill", data))  # type: ignore[misc]
+            assert (refusal.code, refusal.reason) == (Code.UNIMPLEMENTED, "FEATURE_UNSUPPORTED")
+    print(f"longest pause {longest[0] * 1000:.0f} ms")
+    assert longest[0] < 1.0
+
+
+# ---- many at once ---------------------------------------------------------------------------------------------------
+
+
+def _unknown(count: int) -> list[types_pb2.KvCacheHandle]:
+    """Handles of this server's form that it never gave out."""
+    names = (f"test.feedc0ffee00.{index:022d}" for index in range(count))
+    return [types_pb2.KvCacheHandle(cache_id=name, length=1, lineage=bytes(16)) for name in names]
+
+
+def test_4096_unknown_handles_are_answered_without_a_long_pause(server: RunningServer) -> None:
+    """Each with its own reason, by KeepAlive and ReleaseCache."""
+    handles = _unknown(4096)
+    with _longest_pause(server) as longest:
+        kept = server.stub.KeepAlive(cache_pb2.KeepAliveRequest(kv_caches=handles), timeout=20)
+        released = server.release(*handles)
+    assert len(released.results) == 4096
+    assert {read_status(result.error).reason for result in kept.results} == {"HANDLE_UNKNOWN"}
+    assert len({result.handle_id for result in kept.results}) == 4096
+    print(f"longest pause {longest[0] * 1000:.0f} ms")
+    assert longest[0] < 0.5
+
+
+def test_a_frame_of_4096_bad_items_is_answered_item_by_item(server: RunningServer) -> None:
+    """In one or several frames, in order of nothing but their numbers; the stream goes on."""
+    stream = server.open_stream()
+    with _longest_pause(server) as longest:
+        stream.send(*(decode_item(handle, 1) for handle in _unknown(4096)))
+        seqs: set[int] = set()
+        while len(seqs) < 4096:
+            for result in stream.read().results:
+                assert read_status(result.error).reason == "HANDLE_UNKNOWN"
+                seqs.add(result.seq)
+    print(f"longest pause {longest[0] * 1000:.0f} ms")
+    assert longest[0] < 1.0
+    handle = server.prefill().kv_cache
+    stream.send(decode_item(handle, 7))
+    assert stream.read().results[0].HasField("decode")
+    assert stream.rest() == []
+
+
+def test_a_frame_of_4096_good_items_on_one_handle_is_one_append(server: RunningServer) -> None:
+    """The first appends, the others are replays or joins of it."""
+    handle = server.prefill().kv_cache
+    stream = server.open_stream()
+    stream.send(*[decode_item(handle, 7)] * 4096)
+    results = []
+    while len(results) < 4096:
+        results += stream.read().results
+    assert {result.decode.kv_cache.length for result in results} == {len(PROMPT) + 1}
+    assert server.info(handle).kv_cache.length == len(PROMPT) + 1
+
+
+def test_lists_beyond_their_limits_are_refused_whole(server: RunningServer) -> None:
+    """One more than the 4096 that are taken."""
+    handles = _unknown(4097)
+    for call in (
+        lambda: server.release(*handles),
+        lambda: server.stub.KeepAlive(cache_pb2.KeepAliveRequest(kv_caches=handles), timeout=10),
+    ):
+        refusal = _refusal(call)
+        assert (refusal.code, refusal.reason) == (Code.INVALID_ARGUMENT, "INVALID_FIELD")
+    stream = server.open_stream()
+    stream.send(*(decode_item(handle, 1) for handle in handles))
+    assert _refusal(stream.read).reason == "INVALID_FIELD"

@@ -14,10 +14,30 @@ from ferrule_client.errors import DeadlineExceededError, ExecutorError, HandleNo
 from ferrule_client.policy import Policy, seeded
 from ferrule_client.types import Handle, OnStale, Output, Verification
 
-__all__ = ["Tip"]
+__all__ = ["Tip", "using"]
 
 _NUM_RECENT = 8
 _ADVICE = "the cache has not moved: send the same tokens again, which doubles nothing, or go on with others"
+
+
+@contextmanager
+def using(*tips: Tip) -> Iterator[None]:
+    """Keep other calls away from sequences while the body moves them; one may be named several times.
+
+    Raises:
+        RuntimeError: Another call is moving one of them.
+    """
+    for tip in tips:
+        if tip.is_in_use:
+            text = f"two calls at once on the cache of {tip.handle!r}"
+            raise RuntimeError(f"{text}: wait for the first, or give each a fork of its own")
+    try:
+        for tip in tips:
+            tip.is_in_use = True
+        yield
+    finally:
+        for tip in tips:
+            tip.is_in_use = False
 
 
 class Tip:
@@ -33,6 +53,7 @@ class Tip:
         doubts: Tokens of appends whose answer never came: behind ``handle`` stands one of them, a beginning of one
             (a verify that took some of its drafts), or nothing. An append that succeeds ends them.
         is_released: True: the sequence is gone, or no longer ours.
+        is_in_use: True: a call is moving it; a second one meanwhile would go by a state that is about to pass.
         log: The token ids up to ``handle``, as far as they are known.
         ttl_s: The granted lease in seconds, or None if the server has not said it.
         num_recoveries: Times the sequence was lost and its tokens were prefilled into a new one.
@@ -42,6 +63,7 @@ class Tip:
         "__weakref__",
         "doubts",
         "handle",
+        "is_in_use",
         "is_released",
         "last",
         "log",
@@ -58,6 +80,7 @@ class Tip:
         self.pending: tuple[int, ...] = ()
         self.doubts: frozenset[tuple[int, ...]] = frozenset()
         self.is_released = False
+        self.is_in_use = False
         self.log = TokenLog(start=handle.length) if log is None else log
         self.ttl_s = ttl_s
         self.num_recoveries = 0
@@ -119,12 +142,17 @@ class Tip:
 
     @contextmanager
     def sending(self, sent: Sequence[int]) -> Iterator[None]:
-        """Remember tokens as doubtful when the body, which sends them, fails without a clear answer."""
-        try:
-            yield
-        except BaseException as error:
-            self.doubt(sent, error)
-            raise
+        """Remember tokens as doubtful when the body, which sends them, fails without a clear answer.
+
+        Raises:
+            RuntimeError: Another call is moving the sequence.
+        """
+        with using(self):
+            try:
+                yield
+            except BaseException as error:
+                self.doubt(sent, error)
+                raise
 
     def doubt(self, sent: Sequence[int], error: BaseException) -> None:
         """Remember that an append failed, if it may have happened all the same."""

@@ -20,7 +20,7 @@ from ferrule_client._connection import USE_DEFAULT, Connection, Timeout
 from ferrule_client._lease import LeaseKeeper
 from ferrule_client._messages import PromptOptions, SequenceRequest
 from ferrule_client._retry import Attempts
-from ferrule_client._tip import Tip
+from ferrule_client._tip import Tip, using
 from ferrule_client.detokenizer import Detokenizer
 from ferrule_client.errors import ExecutorError, HandleNotFoundError
 from ferrule_client.generation import Generation, TextGeneration
@@ -65,7 +65,8 @@ class Cache:
     server that went away. Its tokens, ``pending`` and seeds stay, so a loop goes on with the draws it would have made;
     handles kept from before the loss are no longer good.
 
-    Not safe to use from two threads at once (fork it instead); two caches of one client are.
+    Not safe to use from two threads at once (fork it instead); two caches of one client are. A call that would move
+    the sequence while another one does is refused with a RuntimeError.
 
     Attributes:
         tip: The state shared with streams and generations; not for callers.
@@ -478,7 +479,8 @@ class Cache:
             ``cache.truncate(cache.length - 3)``
         """
         request = _messages.truncate_request(self.tip.live_handle(), length)
-        reply = self._call(self._connection.executor.TruncateKv, request, timeout)
+        with using(self.tip):
+            reply = self._call(self._connection.executor.TruncateKv, request, timeout)
         self.tip.cut(_convert.handle_from_message(reply.kv_cache))
         return reply.freed_blocks
 
@@ -656,7 +658,8 @@ class Cache:
             raise
 
     def _holds_only_doubts(self, timeout: Timeout) -> bool:
-        return self.tip.explains(self.info(token_ids=True, timeout=timeout).token_ids[self.length :])
+        with using(self.tip):
+            return self.tip.explains(self.info(token_ids=True, timeout=timeout).token_ids[self.length :])
 
     def _lease_anew(self, asked_s: float | None, granted_s: float | None) -> None:
         """Keep the sequence by its new lease, if it got one.

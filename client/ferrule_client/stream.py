@@ -17,7 +17,7 @@ from ferrule_client._connection import USE_DEFAULT, Connection, Timeout
 from ferrule_client._retry import Attempts, wait_s
 from ferrule_client._status import error_from_status
 from ferrule_client._stream_call import StreamCall
-from ferrule_client._tip import Tip
+from ferrule_client._tip import Tip, using
 from ferrule_client._token_log import TokenLog
 from ferrule_client.errors import CallCancelledError, ExecutorError, HandleNotFoundError, UnavailableError
 from ferrule_client.policy import Policy, check_policy
@@ -211,13 +211,14 @@ class Stream:
         """
         losers = list(release)
         attempts = self._attempts(inputs, timeout, is_patient=bool(caches) and all(one.recovers for one in caches))
-        try:
-            results = self._exchange(inputs, [cache.tip for cache in losers], attempts)
-            self._recover(caches, inputs, results, attempts)
-        except BaseException as error:
-            for cache, sent in zip(caches, inputs, strict=True):
-                cache.tip.doubt(sent.input_ids, error)
-            raise
+        with using(*(cache.tip for cache in caches)):
+            try:
+                results = self._exchange(inputs, [cache.tip for cache in losers], attempts)
+                self._recover(caches, inputs, results, attempts)
+            except BaseException as error:
+                for cache, sent in zip(caches, inputs, strict=True):
+                    cache.tip.doubt(sent.input_ids, error)
+                raise
         for cache in losers:
             cache.give_up()
         return results

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import socket
 import subprocess
@@ -182,6 +183,29 @@ def test_two_tasks_on_a_stream_are_told(fake: FakeServer) -> None:
     run(main())
 
 
+def test_two_tasks_on_a_cache_are_told(fake: FakeServer) -> None:
+    """Whatever way the second would move it; what only reads is served, and the first is not disturbed."""
+
+    async def main() -> None:
+        async with AsyncClient.connect(fake.target) as client, client.prefill([1, 2], policy=no_output()) as cache:
+            hold = Hold(fake)
+            task = asyncio.create_task(client.decode_many([cache], [3], policy=no_output()))
+            await until(hold.is_reached.is_set)
+            for call in (cache.decode(4), cache.prefill([4]), cache.truncate(1), anext(cache.generate())):
+                with pytest.raises(RuntimeError, match="two calls at once"):
+                    await call
+            assert (await cache.info()).handle.cache_id == cache.handle.cache_id
+            await client.release(await cache.fork())
+            hold.let_go()
+            await task
+            assert tokens_of(fake, cache) == [1, 2, 3]
+            async with contextlib.AsyncExitStack() as stack:
+                branches = [await stack.enter_async_context(branch) for branch in await cache.fork(2)]
+                await asyncio.gather(*(branch.decode(5, policy=no_output()) for branch in branches))
+
+    run(main())
+
+
 def test_a_frame_has_its_own_limit_and_obeys_those_around_it(fake: FakeServer) -> None:
     """The call's timeout is an error of ours, ``asyncio.timeout`` is the caller's; the cache is good after both."""
 
@@ -322,7 +346,7 @@ def test_waiting_for_a_server_blocks_no_other_task(monkeypatch: pytest.MonkeyPat
         with socket.create_server(("127.0.0.1", 0)) as place:
             target = f"127.0.0.1:{place.getsockname()[1]}"
         seen: list[object] = []
-        async with AsyncClient.connect(target) as client:
+        async with AsyncClient.connect(target, max_retries=0) as client:
             task = asyncio.create_task(client.wait_until_ready(on_progress=seen.append, timeout=20))
             await until(lambda: len(seen) >= 2)
             server = FakeServer()

@@ -16,7 +16,7 @@ from ferrule.v1 import executor_pb2, types_pb2
 from ferrule_client import _convert, _messages
 from ferrule_client._retry import Attempts, wait_s
 from ferrule_client._status import error_from_status
-from ferrule_client._tip import Tip
+from ferrule_client._tip import Tip, using
 from ferrule_client._token_log import TokenLog
 from ferrule_client.aio._connection import USE_DEFAULT, Connection, Timeout
 from ferrule_client.aio._stream_call import StreamCall
@@ -218,13 +218,14 @@ class AsyncStream:
         """
         losers = list(release)
         attempts = self._attempts(inputs, timeout, is_patient=bool(caches) and all(one.recovers for one in caches))
-        try:
-            results = await self._exchange(inputs, [cache.tip for cache in losers], attempts)
-            await self._recover(caches, inputs, results, attempts)
-        except BaseException as error:
-            for cache, sent in zip(caches, inputs, strict=True):
-                cache.tip.doubt(sent.input_ids, error)
-            raise
+        with using(*(cache.tip for cache in caches)):
+            try:
+                results = await self._exchange(inputs, [cache.tip for cache in losers], attempts)
+                await self._recover(caches, inputs, results, attempts)
+            except BaseException as error:
+                for cache, sent in zip(caches, inputs, strict=True):
+                    cache.tip.doubt(sent.input_ids, error)
+                raise
         for cache in losers:
             cache.give_up()
         return results

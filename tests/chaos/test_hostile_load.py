@@ -1,0 +1,113 @@
+"""Attacks by sheer number, from a process of their own: ten thousand streams, a hundred thousand calls thrown away."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from tests.api.harness import GREEDY, RunningServer, wait_until
+from tests.api.hostile import http2
+
+_NUM_STREAMS = 10_000
+_NUM_RESETS = 100_000
+
+_CLIENT = """
+import asyncio, sys
+import grpc
+from ferrule.v1 import executor_pb2, executor_pb2_grpc
+
+async def hold(target, num_streams):
+    channels = [
+        grpc.aio.insecure_channel(target, [("grpc.use_local_subchannel_pool", 1)]) for _ in range(num_streams // 1000)
+    ]
+    calls = []
+    for channel in channels:
+        stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
+        for _ in range(1000):
+            call = stub.StreamDecode()
+            await call.write(executor_pb2.StreamDecodeRequest())
+            calls.append(call)
+        await asyncio.gather(*(call.read() for call in calls[-1000:]))
+    print("open", flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(hold(sys.argv[1], int(sys.argv[2])))
+"""
+
+
+@contextmanager
+def _streams(server: RunningServer) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-c", _CLIENT, server.address.target, str(_NUM_STREAMS)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as client:
+        assert client.stdout is not None
+        try:
+            assert client.stdout.readline() == b"open\n"
+            yield client
+        finally:
+            client.kill()
+
+
+def _decode_ms(server: RunningServer, count: int) -> float:
+    """Return the median time of a unary decode."""
+    handle = server.prefill((1, 2, 3)).kv_cache
+    took = []
+    for _ in range(count):
+        started = time.perf_counter()
+        server.decode(handle, policy=GREEDY)
+        took.append(time.perf_counter() - started)
+    server.release(handle)
+    return statistics.median(took) * 1000
+
+
+@pytest.mark.slow
+def test_ten_thousand_streams_leave_the_others_served_and_nothing_behind() -> None:
+    """They cost memory while they last; a decode goes on at the same pace; when their client is killed all is back."""
+    process = psutil.Process()
+    with RunningServer() as server:
+        before_ms, before_bytes = _decode_ms(server, 200), process.memory_info().rss
+        with _streams(server):
+            wait_until(lambda: len(server.state.streams) == _NUM_STREAMS)
+            during_ms, during_bytes = _decode_ms(server, 200), process.memory_info().rss
+            num_files = process.num_fds()
+        wait_until(lambda: not server.state.streams, timeout_s=60)
+        after_ms = _decode_ms(server, 200)
+        wait_until(lambda: process.num_fds() <= num_files - 10, timeout_s=60)
+        server.store.check_integrity()
+    each = (during_bytes - before_bytes) / _NUM_STREAMS / 1024
+    sys.stderr.write(f"decode {before_ms:.2f} / {during_ms:.2f} / {after_ms:.2f} ms, {each:.1f} KiB a stream\n")
+    assert during_ms < 10 * before_ms
+    assert each < 200
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_calls_thrown_away_leave_nothing_behind() -> None:
+    """HEADERS and RST_STREAM, again and again, over as many connections as the server asks for (CVE-2023-44487)."""
+    headers = http2.call_headers("/ferrule.v1.ModelExecutorService/StreamDecode")
+    process = psutil.Process()
+    with RunningServer() as server:
+        _decode_ms(server, 100)
+        num_files, num_sent = process.num_fds(), 0
+        started = time.monotonic()
+        while num_sent < _NUM_RESETS:
+            with http2.peer(server.address.host, server.address.port) as peer:
+                for index in range(5000):
+                    stream = 2 * index + 1
+                    peer.send(
+                        http2.frame(http2.HEADERS, http2.END_HEADERS, stream, headers),
+                        http2.frame(http2.RST_STREAM, 0, stream, http2.CANCEL.to_bytes(4, "big")),
+                    )
+                num_sent += 5000
+                during_ms = _decode_ms(server, 20)
+        elapsed_s = time.monotonic() - started
+        wait_until(lambda: not server.state.streams and not server.state.num_active, timeout_s=60)
+        wait_until(lambda: process.num_fds() <= num_files + 2, timeout_s=60)
+        server.store.check_integrity()
+        _decode_ms(server, 100)
+    sys.stderr.write(f"{num_sent / elapsed_s:.0f} resets/s, decode meanwhile {during_ms:.2f} ms\n")

@@ -1,0 +1,218 @@
+"""One script, both clients, the same server: the same tokens, numbers, lengths and lineages, and the same errors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Generator, Iterator
+from typing import Any
+
+import pytest
+
+from ferrule_client import (
+    Client,
+    ExecutorError,
+    Handle,
+    Output,
+    Policy,
+    TokenOutOfVocabError,
+    TruncateBeyondError,
+    UnsupportedError,
+    greedy,
+    no_output,
+    sample,
+)
+from ferrule_client.aio import AsyncClient
+from tests.client.aio_harness import run
+
+# A script yields each call, which is a value or to be awaited, and gets what came of it; it returns what it saw.
+Script = Generator[Any, Any, list[Any]]
+
+
+def seen(output: Output) -> tuple[Any, ...]:
+    """Return what must be equal of an output: all but the sequence's secret name and the time it took."""
+    logits = None if output.all_logits is None else output.all_logits.tobytes()
+    scores = None if output.target_logprobs is None else output.target_logprobs.tobytes()
+    place = output.handle.length, output.handle.lineage
+    return (*place, output.tokens, output.logprobs, output.top_logprobs, output.seed, output.replayed, logits, scores)
+
+
+def place(handle: Handle) -> tuple[int, bytes]:
+    """Return what must be equal of a handle."""
+    return handle.length, handle.lineage
+
+
+def decoding(client: Any) -> Script:
+    """Prefill, appends, queries, scores, forks, truncates, loops, and a cache that goes from hand to hand."""
+    facts: list[Any] = []
+    cache = yield client.prefill([5, 6, 7], policy=greedy(logprobs=True, top_logprobs=3))
+    facts.append(seen(cache.last))
+    facts.append(seen((yield cache.decode([8, 9]))))
+    facts.append(seen((yield cache.query(sample(seed=4)))))
+    scores = yield cache.prefill([1, 2, 3, 4], policy=Policy(target_logprobs=True), all_positions=True)
+    facts.append(seen(scores))
+    facts.append((yield collected(cache.generate(6, seed=11))))
+    facts.append((yield cache.truncate(cache.length - 2)))
+    facts.append(place(cache.handle))
+    branches = yield cache.fork(3)
+    branches += yield cache.fork(length=4)
+    for number, branch in enumerate(branches):
+        facts.append((yield collected(branch.generate(4, temperature=0.9, top_k=20, seed=number))))
+        facts.append((place(branch.handle), branch.pending, branch.token_ids))
+    info = yield cache.info(token_ids=True)
+    facts.append((place(info.handle), info.token_ids, info.num_blocks, info.num_shared_blocks))
+    branch = client.adopt((branches.pop()).detach())
+    facts.append(seen((yield branch.decode(3, policy=greedy()))))
+    freed = yield client.release([cache, branch, *branches])
+    facts.append(freed)
+    return facts
+
+
+def streaming(client: Any) -> Script:
+    """Frames of many caches, branches in a frame, losers that go with one, and a step on the client's own stream."""
+    facts: list[Any] = []
+    caches = []
+    for number in range(4):
+        caches.append((yield client.prefill([5 + number, 6, 7], policy=no_output())))  # noqa: PERF401 - a yield cannot be in a comprehension
+    stream = client.stream()
+    policies = [sample(seed=number) for number in range(4)]
+    outputs = yield stream.decode(caches, [()] * 4, policy=policies)
+    for _ in range(5):
+        outputs = yield stream.decode(caches, [output.token for output in outputs], policy=policies)
+        facts += [seen(output) for output in outputs]
+    loser = caches.pop()
+    children = yield stream.branch([caches[0], caches[0]], [1, 2], policy=greedy(top_logprobs=2), release=[loser])
+    facts += [(seen(child.last), child.token_ids) for child in children]
+    facts.append((stream.num_frames, loser.is_released))
+    facts += [seen(output) for output in (yield client.decode_many(caches, [1, [2, 3], ()], policy=greedy()))]
+    yield client.release([*caches, children[1]])
+    yield stream.close()
+    return facts
+
+
+def mistakes(client: Any) -> Script:
+    """Errors of arguments, of the server and of the client come in the same words."""
+    facts: list[Any] = []
+    cache = yield client.prefill([1, 2, 3], policy=no_output())
+    other = yield client.prefill([1, 2, 3], policy=no_output())
+    for make in (
+        lambda: client.prefill([999]),
+        lambda: client.prefill("text"),
+        lambda: client.prefill([1], ttl=-1),
+        lambda: cache.decode([999]),
+        lambda: cache.decode(1, on_stale="panic"),
+        lambda: cache.truncate(9),
+        lambda: cache.truncate(-1),
+        lambda: cache.fork(0),
+        lambda: cache.verify([1], tokens=[2]),
+        lambda: collected(cache.generate(policy=no_output())),
+        lambda: collected(cache.generate(-1)),
+        lambda: client.decode_many([cache, cache], [1, 2]),
+        lambda: client.decode_many([cache, other], [1]),
+        lambda: client.encode("text"),
+        lambda: client.status(timeout=0),
+    ):
+        facts.append((yield make))  # noqa: PERF401
+    yield client.release([cache, other])
+    facts.append((yield lambda: cache.decode(1)))
+    return facts
+
+
+def collected(loop: Any) -> Any:
+    """Return everything an iterator yields, to be awaited if it is an asyncio one."""
+    if isinstance(loop, Iterator):
+        return list(loop)
+
+    async def collect(loop: AsyncIterator[Any]) -> list[Any]:
+        return [one async for one in loop]
+
+    return collect(loop)
+
+
+def told(error: Exception) -> tuple[Any, ...]:
+    """Return what an error says, without the names that differ from sequence to sequence."""
+    reason = error.reason if isinstance(error, ExecutorError) else ""
+    metadata = error.metadata if isinstance(error, ExecutorError) else {}
+    words = [word for word in str(error).split() if not any(letter.isdigit() for letter in word)]
+    return type(error), reason, sorted(set(metadata) - {"handle_id"}), words
+
+
+def run_sync(script: Script) -> list[Any]:
+    """Run a script by the sync client; what it yields as a function may fail, and the error is the answer."""
+    answer: Any = None
+    while True:
+        try:
+            call = script.send(answer)
+        except StopIteration as end:
+            facts: list[Any] = end.value
+            return facts
+        try:
+            answer = call() if inspect.isfunction(call) else call
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other client must raise it too
+            answer = told(error)
+
+
+async def run_async(script: Script) -> list[Any]:
+    """Run a script by the asyncio client."""
+    answer: Any = None
+    while True:
+        try:
+            call = script.send(answer)
+        except StopIteration as end:
+            facts: list[Any] = end.value
+            return facts
+        may_fail = inspect.isfunction(call)
+        try:
+            answer = call() if may_fail else call
+            answer = await answer if inspect.isawaitable(answer) else answer
+        except Exception as error:
+            if not may_fail:
+                raise
+            answer = told(error)
+
+
+@pytest.mark.parametrize("script", [decoding, streaming, mistakes], ids=lambda script: script.__name__)
+def test_the_same_script_sees_the_same(target: str, script: Any) -> None:
+    """With the paged reference, bit by bit."""
+    with Client.connect(target, timeout=20) as client:
+        expected = run_sync(script(client))
+
+    async def main() -> list[Any]:
+        async with AsyncClient.connect(target, timeout=20) as client:
+            return await run_async(script(client))
+
+    assert run(main()) == expected
+    assert len(expected) >= 8
+
+
+def test_the_model_that_ships_says_the_same(shipped_target: str) -> None:
+    """Text, special tokens and seeds: one generation by each client, and one over many."""
+
+    def script(client: Any) -> Script:
+        ids = yield client.encode("def read_file(path):")
+        cache = yield client.prefill(ids, policy=greedy())
+        facts: list[Any] = [ids, seen(cache.last)]
+        facts.append((yield collected(cache.generate_text(12, temperature=0.7, seed=3))))
+        facts.append((cache.pending, place(cache.handle), cache.token_ids))
+        facts.append((yield client.decode_tokens(cache.token_ids)))
+        text = client.detokenizer(ids)
+        facts.append((yield text.push(facts[1][2][0])))
+        yield cache.release()
+        return facts
+
+    with Client.connect(shipped_target) as client:
+        expected = run_sync(script(client))
+
+    async def main() -> list[Any]:
+        async with AsyncClient.connect(shipped_target) as client:
+            return await run_async(script(client))
+
+    assert run(main()) == expected
+
+
+def test_the_errors_of_the_script_are_those_meant(target: str) -> None:
+    """So that equality proves something."""
+    with Client.connect(target, timeout=20) as client:
+        kinds = [told[0] for told in run_sync(mistakes(client))]
+    assert {TokenOutOfVocabError, TypeError, ValueError, TruncateBeyondError, UnsupportedError, RuntimeError} <= set(
+        kinds
+    )

@@ -88,7 +88,9 @@ class Lanes:
         Raises:
             FerruleError: It is refused; nothing happened.
         """
-        if job.request_id and self._is_repeated(job, sink, at):
+        if job.is_cancelled:
+            raise Cancelled
+        if job.request_id and self._take_repeat(job, sink, at):
             return
         if job.handle is None:
             self._create(job, sink)
@@ -107,8 +109,8 @@ class Lanes:
         run = self._lanes.get(sequence)
         return 0 if run is None else 1 + len(run.waiting or ())
 
-    def _is_repeated(self, job: LaneJob, sink: Sink, at: float) -> bool:
-        """Whether the job asks for a creation that is in flight or done; it is then dealt with.
+    def _take_repeat(self, job: LaneJob, sink: Sink, at: float) -> bool:
+        """Deal with a job that asks for a creation in flight or done; False: it repeats none.
 
         Raises:
             RequestIdReused: Its request_id made something else.
@@ -118,8 +120,6 @@ class Lanes:
         creation = self._creations.find(job)
         if creation is None:
             return False
-        if job.is_cancelled:
-            raise Cancelled
         if isinstance(job, ForkJob):
             self._counters.replays += 1
             self._finish(job, sink, self._host_jobs.repeat_fork(job, creation.handles, at))
@@ -136,16 +136,12 @@ class Lanes:
         return True
 
     def _create(self, job: AppendJob, sink: Sink) -> None:
-        if job.is_cancelled:
-            raise Cancelled
         if job.is_repeat_only:
             raise Draining
         self._start(self._admission.create(job, sink), job, sink)
 
     def _judge(self, job: LaneJob, sink: Sink, sequence: Sequence, at: float) -> None:
         """Carry out or start a job whose turn it is: nothing is in flight on the sequence."""
-        if job.is_cancelled:
-            raise Cancelled
         if isinstance(job, AppendJob):
             self._start(self._admission.append(job, sink, sequence), job, sink)
             return
@@ -178,8 +174,6 @@ class Lanes:
         sequence.num_pins += 1  # it came within the lease, so the lease lasts until it is judged
 
     def _join(self, job: LaneJob, sink: Sink, run: RunningAppend) -> None:
-        if job.is_cancelled:
-            raise Cancelled
         assert isinstance(job, AppendJob)
         self._counters.joined += 1
         run.joined += ((job, sink),)
@@ -256,7 +250,7 @@ class Lanes:
 
     def _hand_on(self, waiting: deque[LaneEntry], run: RunningAppend, sequence: Sequence) -> None:
         """``run`` is in flight now: what stands next and asks for the same joins it, the rest waits behind it."""
-        while waiting and not waiting[0][0].is_cancelled and self._may_join(waiting[0][0], run):
+        while waiting and self._may_join(waiting[0][0], run):
             self.num_waiting -= 1
             sequence.num_pins -= 1
             self._join(*waiting.popleft(), run)
@@ -266,7 +260,9 @@ class Lanes:
         """Judge a job that waited; the pin of its waiting is what keeps the sequence until now. Never raises."""
         at = self._store.now()
         try:
-            if job.request_id and self._is_repeated(job, sink, at):
+            if job.is_cancelled:
+                raise Cancelled
+            if job.request_id and self._take_repeat(job, sink, at):
                 return
             if sequence.is_released:
                 raise HandleUnknown(sequence.handle_id)

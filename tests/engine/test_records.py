@@ -1,0 +1,113 @@
+"""Replay records: what is small stays as long as the sequence, what is bulky is bounded for all and for each."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ferrule_server.engine.jobs import AppendJob, AppendResult, OutputRequest
+from ferrule_server.engine.records import ReplayRecords
+from ferrule_server.executor.base import OutputSpec, RowOutput, SampleSpec
+from ferrule_server.kv.handle import Handle
+from ferrule_server.quotas import QuotaLimits
+from tests.engine.harness import Harness, append
+
+SPEC = OutputRequest(OutputSpec(full_logits=True))
+ROW_BYTES = 200 + 400
+UNSEEDED_LOGITS = OutputRequest(OutputSpec(full_logits=True, sample=SampleSpec()), is_seeded=False)
+UNSEEDED_ROWS = OutputRequest(OutputSpec(sample=SampleSpec()), all_positions=True, is_seeded=False)
+
+
+def keep(
+    records: ReplayRecords, handle_id: str, principal: str = "me", num_rows: int = 1, *, bulky: bool = True
+) -> None:
+    """Record an append of one token behind length 1, with rows of 100 logits each."""
+    logits = np.zeros(100, np.float32) if bulky else None
+    rows = tuple(RowOutput(2, token=7, logits=logits) for _ in range(num_rows))
+    job = AppendJob(principal, (5,), Handle("x", 1, bytes(16)), SPEC)
+    records.keep(handle_id, 1, job, AppendResult(Handle("x", 2, bytes(16)), rows, seed=11))
+    records.check_integrity()
+
+
+def has_rows(records: ReplayRecords, handle_id: str) -> bool:
+    """Whether the rows are still there; the record itself must be."""
+    record = records.find(handle_id, 1, 1, SPEC)
+    assert record is not None
+    assert record.seed == 11
+    return record.result is not None
+
+
+def test_bulky_rows_are_dropped_beyond_the_bound_the_oldest_first() -> None:
+    """The seed stays, and so does the record itself."""
+    records = ReplayRecords(3 * ROW_BYTES)
+    for name in "abcd":
+        keep(records, name)
+    assert [has_rows(records, name) for name in "abcd"] == [False, True, True, True]
+    keep(records, "b")  # appended again: the youngest now
+    keep(records, "e")
+    assert [has_rows(records, name) for name in "abcde"] == [False, True, False, True, True]
+    assert len(records) == 5
+
+
+def test_a_principal_has_a_bound_of_its_own() -> None:
+    """Its own oldest go; those of others stay."""
+    limits = {"small": QuotaLimits(retained_bytes=2 * ROW_BYTES), "large": QuotaLimits()}
+    records = ReplayRecords(100 * ROW_BYTES, limits.__getitem__)
+    keep(records, "x", "large")
+    for name in "abc":
+        keep(records, name, "small")
+    assert [has_rows(records, name) for name in "xabc"] == [True, False, True, True]
+    assert records.used_bytes_of("small") == 2 * ROW_BYTES
+    keep(records, "d", "small", num_rows=3)
+    assert records.used_bytes_of("small") == 0
+    assert not has_rows(records, "d")
+
+
+def test_a_single_row_of_numbers_costs_nothing_and_stays() -> None:
+    """Tokens and log-probabilities are kept as long as the sequence, whatever the bound."""
+    records = ReplayRecords(0)
+    keep(records, "small", bulky=False)
+    keep(records, "rows", num_rows=2, bulky=False)
+    assert has_rows(records, "small")
+    assert not has_rows(records, "rows")
+    assert records.used_bytes == 0
+
+
+def test_nothing_is_left_of_what_is_forgotten() -> None:
+    """Forgetting twice, or what never was, changes nothing."""
+    records = ReplayRecords(10 * ROW_BYTES)
+    keep(records, "a")
+    keep(records, "b", bulky=False)
+    for name in ("a", "a", "b", "nobody"):
+        records.forget(name)
+        records.check_integrity()
+    assert (len(records), records.used_bytes) == (0, 0)
+    keep(records, "a")
+    records.clear()
+    records.check_integrity()
+    assert (len(records), records.used_bytes) == (0, 0)
+
+
+def test_only_the_append_that_was_recorded_is_found() -> None:
+    """Another start, number of tokens or policy is another append."""
+    records = ReplayRecords(10 * ROW_BYTES)
+    keep(records, "a")
+    assert records.find("a", 1, 1, SPEC) is not None
+    assert records.find("a", 2, 1, SPEC) is None
+    assert records.find("a", 1, 2, SPEC) is None
+    assert records.find("a", 1, 1, UNSEEDED_LOGITS) is None
+
+
+@pytest.mark.parametrize("output", [UNSEEDED_LOGITS, UNSEEDED_ROWS])
+def test_an_exact_retry_needs_no_seed_though_its_rows_were_dropped(output: OutputRequest) -> None:
+    """The seed that was drawn is remembered, so the same tokens come out again."""
+    with Harness(retained_bytes=0) as harness:
+        first = harness.prefill(1, 2, 3)
+        once = harness.decode(first.handle, 4, 5, output=output)
+        again = harness.decode(first.handle, 4, 5, output=output)
+        assert again.replayed
+        assert again.recomputed
+        assert again.seed == once.seed
+        assert [row.token for row in again.rows] == [row.token for row in once.rows]
+        third = harness.submit(append(first.handle, 4, 5, output=output)).result()
+        assert [row.token for row in third.rows] == [row.token for row in once.rows]

@@ -72,7 +72,7 @@ def streaming(client: Any) -> Script:
     facts: list[Any] = []
     caches = []
     for number in range(4):
-        caches.append((yield client.prefill([5 + number, 6, 7], policy=no_output())))  # noqa: PERF401 - a yield cannot be in a comprehension
+        caches.append((yield client.prefill([5 + number, 6, 7], policy=no_output())))  # noqa: PERF401
     stream = client.stream()
     policies = [sample(seed=number) for number in range(4)]
     outputs = yield stream.decode(caches, [()] * 4, policy=policies)

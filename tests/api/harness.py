@@ -177,8 +177,10 @@ class RunningServer:
             max_context=info.model.max_context,
             max_ttl_s=self.limits.max_ttl_s,
             clock=self.clock,
+            limits_of=self.access.limits_of,
         )
-        self.engine = Engine(self.executor, self.store, self.settings, self.loop.call_soon_threadsafe)
+        post = self.loop.call_soon_threadsafe
+        self.engine = Engine(self.executor, self.store, self.settings, post, limits_of=self.access.limits_of)
         self.engine.start()
         await self.server.start()
         if self.is_loaded:

@@ -505,6 +505,21 @@ def test_request_ids_of_two_principals_do_not_meet(secured: Secured) -> None:
     assert bob.release(his) == [True]
 
 
+def test_quotas_hold_for_a_principal_and_follow_the_file(changing: Secured) -> None:
+    """All its tokens together, nobody else's; a limit that is raised is there at once."""
+    alice, handle = changing.as_(ALICE), changing.as_(ALICE).prefill()
+    request = cache_pb2.ForkCacheRequest(kv_cache=handle, count=39)
+    changing.server.stub.ForkCache(request, metadata=_bearer(ALICE_TOO), timeout=20)
+    for client in (alice, changing.as_(ALICE_TOO)):
+        with refused() as refusals:
+            client.prefill()
+        assert (refusals[0].reason, refusals[0].metadata["limit"]) == ("QUOTA_HANDLES", "40")
+    changing.as_(BOB).prefill()
+    changing.path.write_text(changing.path.read_text().replace("handles=40", "handles=41"))
+    changing.tokens.refresh()
+    alice.prefill()
+
+
 # ---- tokens that go -------------------------------------------------------------------------------------------------
 
 

@@ -47,8 +47,9 @@ def main() -> None:
     parser.add_argument("--target", default="127.0.0.1:50051")
     with (
         Client.connect(parser.parse_args().target) as client,
-        # A tool may take its time: the lease is renewed in the background while `with` lasts, and 600 s besides.
-        client.prefill(client.encode(PROMPT), policy=no_output(), ttl=600) as cache,
+        # A tool may take its time: the lease is renewed in the background while `with` lasts, and 600 s besides. Should
+        # the server be started anew meanwhile, the text so far is run again and the loop goes on.
+        client.prefill(client.encode(PROMPT), policy=no_output(), ttl=600, recover=True) as cache,
     ):
         for number in range(NUM_TURNS):
             line = turn(cache, seed=number * NUM_TRIES)

@@ -1,0 +1,146 @@
+"""The Python client when its server is killed, and when every connection to it breaks sooner or later."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from ferrule_client import Cache, Client, no_output
+from tests.api.harness import RunningServer
+from tests.chaos.cutting_proxy import CuttingProxy
+from tests.chaos.figures import report, seed_of_run
+from tests.chaos.server_process import ServerProcess
+
+PROMPT = list(range(1, 40))
+NUM_TOKENS = 200
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    """A server of the paged reference in a process of its own."""
+    arguments = ("--executor", "paged-reference", "--kv-memory", "4MiB", "--instance", "chaos")
+    with ServerProcess(tmp_path / "server.log", *arguments) as server:
+        yield server
+
+
+def loops(client: Client, seeds: list[int | None], *, recover: bool) -> Iterator[tuple[Cache, Iterator[int]]]:
+    """Yield a cache and a loop on it for each seed; None is greedy."""
+    for seed in seeds:
+        cache = client.prefill(PROMPT, policy=no_output(), recover=recover)
+        yield cache, cache.generate(NUM_TOKENS, temperature=0.0 if seed is None else 0.9, seed=seed)
+
+
+def start_later(server: ServerProcess, delay_s: float, ready_at: list[float]) -> threading.Timer:
+    """Start the server again after a while, on its port, and put down when it was ready."""
+
+    def start() -> None:
+        server.start()
+        ready_at.append(time.monotonic())
+
+    timer = threading.Timer(delay_s, start)
+    timer.start()
+    return timer
+
+
+@pytest.mark.slow
+def test_loops_say_the_same_over_a_kill_and_a_restart(server: ServerProcess) -> None:
+    """Greedy and seeded: SIGKILL between two tokens, the same port again after a while, and no token differs."""
+    seeds = [None, 7, 2**63]
+    with Client.connect(server.target) as client:
+        expected = []
+        for cache, loop in loops(client, seeds, recover=False):
+            expected.append(list(loop))
+            cache.release()
+        pairs = list(loops(client, seeds, recover=True))
+        said = [[next(loop) for _ in range(NUM_TOKENS // 3 + place)] for place, (_, loop) in enumerate(pairs)]
+        server.kill()
+        start_later(server, 1.0, [])
+        for place, (_, loop) in enumerate(pairs):
+            said[place] += loop
+        assert said == expected
+        assert [cache.num_recoveries for cache, _ in pairs] == [1, 1, 1]
+        client.release([cache for cache, _ in pairs])
+        assert server.used_blocks == 0
+
+
+@pytest.mark.slow
+def test_client_is_back_soon_after_a_kill(server: ServerProcess) -> None:
+    """Killed at any moment, also in the middle of a step: the wait is the server's start and little more."""
+    rng = random.Random(seed_of_run())
+    waits_s = []
+    with Client.connect(server.target) as client:
+        with client.prefill(PROMPT, policy=no_output()) as cache:
+            expected = list(cache.generate(400, temperature=0.9, seed=3))
+        with client.prefill(PROMPT, policy=no_output(), recover=True) as cache:
+            said: list[int] = []
+            loop = cache.generate(400, temperature=0.9, seed=3)
+            for number in range(5):
+                said += [next(loop) for _ in range(50)]
+                threading.Timer(rng.uniform(0.0, 0.02), server.kill).start()
+                ready_at: list[float] = []
+                restart = start_later(server, 0.5, ready_at)
+                while cache.num_recoveries == number:
+                    said.append(next(loop))
+                waits_s.append(time.monotonic() - (ready_at or [time.monotonic()])[0])
+                restart.join()
+            said += loop
+        assert said == expected
+    report("client-after-kill", kills=len(waits_s), worst_wait_after_ready_s=round(max(waits_s), 3))
+    assert max(waits_s) < 5.0
+
+
+def work(client: Client, seed: int) -> list[list[int]]:
+    """Prefill, loop, fork, branch, roll back and loop again; return what every sequence held at its end."""
+    rng = random.Random(seed)
+    held = []
+    with ExitStack() as stack:
+        root = stack.enter_context(client.prefill(PROMPT, policy=no_output()))
+        list(root.generate(10, temperature=0.9, seed=seed))
+        branches = [stack.enter_context(one) for one in root.fork(3)]
+        list(branches[0].generate(10, temperature=0.0))
+        branches[1].decode([rng.randrange(256) for _ in range(5)], policy=no_output())
+        branches[1].truncate(branches[1].length - 3)
+        with client.stream() as stream:
+            for _ in range(3):
+                tokens = rng.sample(range(256), 3)
+                born = stream.branch([branches[2], branches[2], root], tokens, policy=no_output())
+                stack.enter_context(born[1])
+                branches.append(born[1])
+        for cache in (root, *branches):
+            info = cache.info(token_ids=True)
+            assert list(info.token_ids) == cache.token_ids
+            held.append([*info.token_ids, *cache.pending])
+    return held
+
+
+def run_with_cuts(num_rounds: int, mean_bytes: float) -> tuple[int, int]:
+    """Do the work again and again over connections that break; returns the number of cuts and sequences left over."""
+    with RunningServer() as server, Client.connect(server.address.target) as client:
+        expected = [work(client, seed) for seed in range(num_rounds)]
+        proxy = CuttingProxy(server.address.port, seed=seed_of_run(), mean_bytes=mean_bytes)
+        with proxy, Client.connect(proxy.target, max_retries=50) as disturbed:
+            assert [work(disturbed, seed) for seed in range(num_rounds)] == expected
+        return proxy.num_cuts, len(list(client.list_caches()))
+
+
+def test_client_makes_and_appends_once_over_cut_connections() -> None:
+    """Prefills, forks, branches, appends and rollbacks: the same sequences as without cuts, and none besides."""
+    num_cuts, num_left = run_with_cuts(1, 2500.0)
+    assert num_cuts > 2
+    assert num_left == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_client_makes_and_appends_once_over_a_thousand_cuts() -> None:
+    """The same, for long."""
+    num_cuts, num_left = run_with_cuts(75, 1500.0)
+    report("client-cuts", cuts=num_cuts, left=num_left)
+    assert num_cuts > 1000
+    assert num_left == 0

@@ -53,6 +53,18 @@ def test_every_setting_has_a_flag_and_a_variable() -> None:
         "--instance": "gpu-3",
         "--log-level": "debug",
         "--threads": "4",
+        "--token-file": "/etc/ferrule/tokens",
+        "--tls-cert": "/etc/ferrule/cert.pem",
+        "--tls-key": "/etc/ferrule/key.pem",
+        "--tls-client-ca": "/etc/ferrule/ca.pem",
+        "--max-step-time": "20ms",
+        "--max-waiting-jobs": "77",
+        "--drain-grace": "3s",
+        "--quota-handles": "1",
+        "--quota-kv-tokens": "2",
+        "--quota-queued-rows": "3",
+        "--quota-prefill-rate": "4",
+        "--quota-retained": "5KiB",
     }
     switches = ["--insecure", "--reflection"]
     by_flag = parse_config([*(part for pair in values.items() for part in pair), *switches], {})
@@ -64,6 +76,8 @@ def test_every_setting_has_a_flag_and_a_variable() -> None:
     assert by_flag.listen == ListenAddress("0.0.0.0", 7000)
     assert by_flag.num_threads == 4
     assert by_flag.has_reflection
+    assert by_flag.token_file == Path("/etc/ferrule/tokens")
+    assert by_flag.quotas == QuotaLimits(1, 2, 3, 4, 5 << 10)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +138,46 @@ def test_an_unusable_value_is_answered_with_what_would_do(arguments: list[str], 
     with pytest.raises(ConfigError, match=hint) as caught:
         parse_config(arguments, {})
     assert arguments[0] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        ("--listen 0.0.0.0:1", "no authentication; use 127.0.0.1, .* or --token-file or --tls-client-ca, or add --ins"),
+        ("--listen 0.0.0.0:1 --tls-cert C --tls-key K", "there is no authentication"),
+        ("--tls-cert C", "--tls-cert and --tls-key go together"),
+        ("--tls-key K", "--tls-cert and --tls-key go together"),
+        ("--tls-client-ca A", "--tls-client-ca needs --tls-cert and --tls-key"),
+        ("--admins ops", "--admins names client certificates: add --tls-client-ca"),
+        ("--admins ops --token-file T", "--admins names client certificates: add --tls-client-ca"),
+        (
+            "--admins ops --token-file T --tls-cert C --tls-key K --tls-client-ca A",
+            "--admins has no effect with --token-file.* write admin on their lines",
+        ),
+        ("--quota-handles 0", "must be at least 1"),
+    ],
+)
+def test_settings_of_access_must_fit_together(arguments: str, hint: str) -> None:
+    """A server is never more open than its operator has said."""
+    with pytest.raises(ConfigError, match=hint):
+        parse_config(arguments.split(), {})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--listen 0.0.0.0:1 --insecure",
+        "--listen 0.0.0.0:1 --token-file T",
+        "--listen 0.0.0.0:1 --token-file T --tls-cert C --tls-key K",
+        "--listen 0.0.0.0:1 --tls-cert C --tls-key K --tls-client-ca A --admins ops,spiffe://x/y",
+        "--listen 127.0.0.1:1 --tls-cert C --tls-key K",
+        "--listen unix:/tmp/f.sock --token-file T",
+    ],
+)
+def test_what_is_authenticated_or_local_needs_no_insecure(arguments: str) -> None:
+    """Files are looked at when the server starts, not here."""
+    config = parse_config(arguments.split(), {})
+    assert config.has_authentication is ("T" in arguments or "A" in arguments.split())
 
 
 def test_an_unusable_variable_is_named() -> None:

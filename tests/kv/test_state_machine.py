@@ -66,9 +66,13 @@ limits_st = st.one_of(
 class KvMachine(RuleBasedStateMachine):
     """One store, one model of it, and every operation the engine has."""
 
-    @initialize(shape=st.sampled_from(SHAPES), prompts=st.lists(prompt_st, min_size=1, max_size=3))
-    def start(self, shape: tuple[int, int, int], prompts: list[Tokens]) -> None:
-        """Begin with a pool of some shape and a few sequences in it."""
+    @initialize(
+        shape=st.sampled_from(SHAPES),
+        prompts=st.lists(prompt_st, min_size=1, max_size=3),
+        num_reserved=st.sampled_from([-30, -2, 0, 3, 9]),
+    )
+    def start(self, shape: tuple[int, int, int], prompts: list[Tokens], num_reserved: int) -> None:
+        """Begin with a pool of some shape and a few sequences in it, as a rule with room to grow or to come back."""
         block_size, num_blocks, max_context = shape
         self.model = DenseModel(block_size, num_blocks, max_context)
         self.pool = BlockPool(num_blocks, block_size)
@@ -85,7 +89,8 @@ class KvMachine(RuleBasedStateMachine):
             limits_of=lambda principal: self.model.limits.get(principal, UNLIMITED),
         )
         for prompt in prompts:
-            self.prefill(PRINCIPALS[0], prompt)
+            fitting = min(len(prompt) + num_reserved, max_context, (num_blocks - 1) * block_size)
+            self.prefill(PRINCIPALS[0], prompt, max(0, fitting))
 
     def issue(self, dense: DenseSequence, length: int | None = None) -> None:
         """Take a handle and check it."""
@@ -406,8 +411,6 @@ class KvMachine(RuleBasedStateMachine):
         owners = self.model.owners()
         lengths = {dense: dense.reserved_length for dense, _, _ in pairs}
         for dense, target, admission in pairs:
-            if self.model.is_busy(dense):
-                return RuntimeError
             if max(target, admission) > self.model.max_context:
                 return ContextExceeded
             lengths[dense] = max(lengths[dense], target, admission)

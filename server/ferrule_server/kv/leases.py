@@ -8,8 +8,9 @@ from collections.abc import Mapping
 
 from ferrule_server.kv.sequence import Sequence
 
-PIN_RECHECK_S = 1.0
-"""A pinned sequence past its lease is looked at again after this many seconds."""
+PIN_RECHECK_S = 0.25
+"""A pinned sequence past its lease is looked at again after this many seconds: so much later at most it is collected
+once nothing pins it any more, which leaves most of a second for the step that may be running then."""
 
 _SPARE_ENTRIES = 64
 

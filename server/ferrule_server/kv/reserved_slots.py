@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ferrule_server.errors import BlocksExhausted, ContextExceeded, ExceedsPool
+from ferrule_server.errors import BlocksExhausted, ContextExceeded, ExceedsPool, HandleUnknown
 from ferrule_server.kv.block_pool import BlockPool
-from ferrule_server.kv.sequence import Sequence, require_idle
+from ferrule_server.kv.sequence import Sequence
 from ferrule_server.kv.usage import Usage
 
 
@@ -67,7 +67,9 @@ class ReservedSlots:
 
     So whatever is forked, truncated or rewound, an append up to ``reserved_length`` finds its blocks. What would
     weaken that (a fork of the partial last block, a truncate into blocks that forks share) takes the missing blocks
-    first, or is refused and changes nothing.
+    first, or is refused and changes nothing. While an append is in flight, spares are counted from the tip as it is, as
+    if the append had nothing of its own: so the room is there whether it is committed or aborted, and what is too much
+    goes back at its commit.
 
     Invariant: spares have one owner, their sequence; they are as many as appends up to ``reserved_length`` need, the
     copy of a shared partial last block included, and at most that copy more; without a reservation there are none.
@@ -155,7 +157,8 @@ class ReservedSlots:
         """Raise unless all fit together, each at its ``fit_length``."""
         lengths: dict[Sequence, int] = {}
         for request in requests:
-            require_idle(request.sequence)
+            if request.sequence.is_released:
+                raise HandleUnknown(request.sequence.handle_id)
             if request.fit_length > self._max_context:
                 raise ContextExceeded(request.fit_length, self._max_context)
             before = lengths.get(request.sequence, request.sequence.reserved_length)

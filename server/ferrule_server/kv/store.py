@@ -207,7 +207,8 @@ class KvStore:
 
         Appends up to ``target_length`` find their blocks from now on, whatever is forked, truncated or rewound, until
         the sequence ends; its forks do not inherit that. Lengths are absolute: asking for as much again, or for less,
-        changes nothing. Nothing is allocated for ``admission_target_length``, it only has to fit.
+        changes nothing. Nothing is allocated for ``admission_target_length``, it only has to fit. Appends in flight are
+        no hindrance: they keep what they have reserved themselves.
 
         Raises:
             ContextExceeded, ExceedsPool, QuotaExceeded, BlocksExhausted: As :meth:`reserve_new`, over all requests.

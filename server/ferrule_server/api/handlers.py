@@ -137,12 +137,26 @@ def _admitting(behavior: _Behavior, rpc: str, admit: _Admit) -> _Behavior:
 
     @functools.wraps(behavior)
     async def call(request: object, context: Context) -> object:
-        await admit(context, rpc)
-        if isinstance(request, Malformed):
-            await refuse(context, rpc, request.error())
-        return await behavior(request, context)
+        try:
+            await admit(context, rpc)
+            if isinstance(request, Malformed):
+                await refuse(context, rpc, request.error())
+            return await behavior(request, context)
+        except grpc.aio.AbortError as abort:
+            del request
+            raise _forgetful(abort) from None
 
     return call
+
+
+def _forgetful(abort: grpc.aio.AbortError) -> grpc.aio.AbortError:
+    """Return what ends a refused call, without the frames and errors that it has come by.
+
+    gRPC keeps it in a reference cycle, so all it refers to would stay until the garbage collector comes by: the request
+    too, which may have hundreds of megabytes once it is parsed.
+    """
+    abort.__context__ = None
+    return abort.with_traceback(None)
 
 
 def _admitting_generator(behavior: Callable[..., AsyncIterator[object]], rpc: str, admit: _Admit) -> Any:

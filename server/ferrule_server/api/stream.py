@@ -205,7 +205,7 @@ class DecodeStream:
         try:
             await self._read_frames()
         except FerruleError as error:
-            self.end(error)
+            self.end(error.with_traceback(None))  # which would keep the frame, and this stream, in a cycle
         except grpc.aio.BaseError as failure:
             await self._end_unless_hung_up(failure)
         except Exception as failure:  # noqa: BLE001  (fault_of logs it)

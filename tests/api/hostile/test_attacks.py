@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import math
 import socket
 import time
@@ -77,8 +78,8 @@ def _longest_pause(server: RunningServer) -> Iterator[list[float]]:
 
 
 def test_a_gzip_bomb_is_not_unpacked(server: RunningServer) -> None:
-    """64 MB of zeros in 64 KB: RESOURCE_EXHAUSTED by gRPC, long before it is all in memory."""
-    message = executor_pb2.PrefillRequest(input=executor_pb2.PrefillInput(request_id="\0" * (64 << 20)))
+    """20 MB of zeros in 20 KB: RESOURCE_EXHAUSTED by gRPC, long before it is all in memory."""
+    message = executor_pb2.PrefillRequest(input=executor_pb2.PrefillInput(request_id="\0" * (20 << 20)))
     code, text = _core_error(lambda: server.stub.Prefill(message, timeout=20, compression=grpc.Compression.Gzip))
     assert code is Code.RESOURCE_EXHAUSTED
     assert "larger than max" in text
@@ -316,6 +317,28 @@ def test_huge_lists_in_a_policy_are_refused_without_a_long_pause(server: Running
             assert (refusal.code, refusal.reason) == (Code.UNIMPLEMENTED, "FEATURE_UNSUPPORTED")
     print(f"longest pause {longest[0] * 1000:.0f} ms")
     assert longest[0] < 1.0
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["unary", "stream"])
+def test_a_refused_request_is_not_kept_until_the_garbage_collector_comes(
+    server: RunningServer, is_stream: bool
+) -> None:
+    """16 MB of empty handles are 500 MB once parsed; refused a few times a second they must not add up."""
+    handles = cache_pb2.KeepAliveRequest(kv_caches=_unknown(5000)).SerializeToString()
+    kind = executor_pb2.StreamDecodeRequest if is_stream else cache_pb2.KeepAliveRequest
+    frame = executor_pb2.StreamDecodeRequest(release=_unknown(5000)).SerializeToString()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            if is_stream:
+                refusal = _refusal(lambda: list(server.raw_stream(frame)))
+            else:
+                refusal = _refusal(lambda: server.raw_unary("ModelExecutorService/KeepAlive", handles))
+            assert refusal.reason == "INVALID_FIELD"
+        wait_until(lambda: not any(type(each) is kind for each in gc.get_objects()))
+    finally:
+        gc.enable()
 
 
 # ---- many at once ---------------------------------------------------------------------------------------------------

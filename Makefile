@@ -6,7 +6,7 @@ PY ?= python3
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types proto bench clean
+.PHONY: help demo test lint types proto aio bench clean
 
 help:             ## this list
 	@sed -n 's/^\([a-z]*\):.*## */  make \1\t/p' Makefile | expand -t 16
@@ -25,6 +25,9 @@ types: $(VENV)/.ok ## mypy, strict
 
 proto: $(VENV)/.ok ## regenerate the committed stubs from protos/
 	@$(BIN)/python protos/generate_stubs.py
+
+aio: $(VENV)/.ok   ## write the asyncio client anew from the sync one
+	@$(BIN)/python client/generate_aio.py
 
 bench: $(VENV)/.ok ## run every benchmark: a table for people, then one JSON line
 	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script"; done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from ferrule_server.config import ListenAddress, ServerConfig, build_parser, instance_of_host, parse_config
 from ferrule_server.errors import ConfigError
 from ferrule_server.quotas import QuotaLimits
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_defaults_need_nothing() -> None:
@@ -161,6 +164,20 @@ def test_settings_of_access_must_fit_together(arguments: str, hint: str) -> None
     """A server is never more open than its operator has said."""
     with pytest.raises(ConfigError, match=hint):
         parse_config(arguments.split(), {})
+
+
+def test_the_compose_files_give_settings_that_fit_together() -> None:
+    """The plain one listens in its container only, the secured one wants tokens."""
+    plain = (ROOT / "docker-compose.yml").read_text()
+    arguments = re.search(r"command: \[(.*)\]", plain)
+    assert arguments is not None
+    assert parse_config(re.findall(r'"([^"]+)"', arguments[1]), {}).is_insecure
+    assert '"127.0.0.1:50051:50051"' in plain
+    secured = (ROOT / "deploy" / "compose.secured.yml").read_text()
+    config = parse_config(re.findall(r"- (--\S+)", secured), {})
+    assert config.token_file == Path("/run/ferrule/tokens")
+    assert config.tls_key == Path("/run/ferrule/key.pem")
+    assert not config.is_insecure
 
 
 @pytest.mark.parametrize(

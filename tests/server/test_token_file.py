@@ -13,6 +13,7 @@ from ferrule_server.api.token_file import TokenFile, parse_tokens
 from ferrule_server.errors import ConfigError
 from ferrule_server.quotas import UNLIMITED, QuotaLimits
 
+OPERATIONS = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
 TOKENS = ("ferrule_alpha", "ferrule_beta", "ferrule_gamma")
 DIGESTS = tuple(hashlib.sha256(token.encode()).hexdigest() for token in TOKENS)
 
@@ -54,6 +55,14 @@ def test_a_line_names_a_principal_its_role_and_its_quotas(path: Path) -> None:
     assert file.limits_of("ops@example.org") == QuotaLimits(handles=4, kv_tokens=99, retained_bytes=16 << 20)
     assert file.limits_of(batch.principal) == QuotaLimits(9, 100, 20, 30)
     assert file.limits_of("nobody") == QuotaLimits(handles=9, kv_tokens=99)
+
+
+def test_the_example_of_the_page_is_one() -> None:
+    """The server reads it as it stands."""
+    (example,) = (block for block in OPERATIONS.split("```\n") if block.startswith("# sha256"))
+    table = parse_tokens(example)
+    assert [caller.principal for caller in table.callers.values()] == ["alice", "ops", "batch"]
+    assert table.quotas["batch"] == {"handles": 8, "kv_tokens": 200_000, "retained_bytes": 16 << 20}
 
 
 def test_none_lifts_a_limit(path: Path) -> None:

@@ -3,6 +3,9 @@
 Every method of every service passes here, so none can be forgotten: nothing of ours runs before the call's credentials
 are accepted and its service's role is there. Health alone is open to all, since whoever asks for it has no secrets.
 
+A method with one request gets its bytes from gRPC, and they are parsed once the caller is let in: 16 MB of empty
+messages take a second and 500 MB to parse, which is nothing for strangers.
+
 gRPC answers a failed deserializer with UNKNOWN and a traceback in the log. Here deserializers never fail: what cannot
 be parsed becomes a :class:`Malformed`, refused before a method with one request sees it. A method that reads a stream
 of requests from its context meets it there, and raises :meth:`Malformed.error` itself.
@@ -109,13 +112,12 @@ def _admission(service: str, access: Access) -> _Admit:
 def _guarded(service: str, name: str, handler: Any, admit: _Admit) -> grpc.RpcMethodHandler[Any, Any]:
     """Return a handler that admits, then serves; Any, because the stubs do not know that it is a named tuple."""
     method = descriptor_pool.Default().FindMethodByName(f"{service}.{name}")
-    changes: dict[str, Any] = {
-        "request_deserializer": _never_failing(handler.request_deserializer, method.input_type.full_name)
-    }
+    parse = _never_failing(handler.request_deserializer, method.input_type.full_name)
+    changes: dict[str, Any] = {"request_deserializer": parse if handler.request_streaming else None}
     for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
         if (behavior := getattr(handler, kind)) is not None:
             wrap = _admitting_generator if inspect.isasyncgenfunction(behavior) else _admitting
-            changes[kind] = wrap(behavior, name, admit)
+            changes[kind] = wrap(behavior, name, admit, None if handler.request_streaming else parse)
     guarded: grpc.RpcMethodHandler[Any, Any] = handler._replace(**changes)
     return guarded
 
@@ -132,13 +134,22 @@ def _never_failing(deserialize: _Deserializer, message_name: str) -> _Deserializ
     return deserialize_or_mark
 
 
-def _admitting(behavior: _Behavior, rpc: str, admit: _Admit) -> _Behavior:
-    """Return a method that refuses whoever may not call, and what is no message."""
+def _admitting(behavior: _Behavior, rpc: str, admit: _Admit, parse: _Deserializer | None) -> _Behavior:
+    """Return a method that refuses whoever may not call, and what is no message.
+
+    Args:
+        behavior: The method as it is.
+        rpc: Its name.
+        admit: Lets the caller in.
+        parse: Reads its one request; None where requests come as a stream.
+    """
 
     @functools.wraps(behavior)
-    async def call(request: object, context: Context) -> object:
+    async def call(request: Any, context: Context) -> object:
         try:
             await admit(context, rpc)
+            if parse is not None:
+                request = parse(request)
             if isinstance(request, Malformed):
                 await refuse(context, rpc, request.error())
             return await behavior(request, context)
@@ -159,16 +170,18 @@ def _forgetful(abort: grpc.aio.AbortError) -> grpc.aio.AbortError:
     return abort.with_traceback(None)
 
 
-def _admitting_generator(behavior: Callable[..., AsyncIterator[object]], rpc: str, admit: _Admit) -> Any:
+def _admitting_generator(
+    behavior: Callable[..., AsyncIterator[object]], rpc: str, admit: _Admit, parse: _Deserializer | None
+) -> Any:
     """Return the same for a method that yields its replies; the caller is checked again before each."""
 
     @functools.wraps(behavior)
     async def call(request: Any, context: Context) -> AsyncIterator[object]:
         caller = await admit(context, rpc)
-        requests = _well_formed(request) if hasattr(request, "__aiter__") else request
+        requests = _well_formed(request) if parse is None else parse(request)
         try:
-            if isinstance(request, Malformed):
-                raise request.error()
+            if isinstance(requests, Malformed):
+                raise requests.error()
             async for reply in behavior(requests, context):
                 caller.check()
                 yield reply

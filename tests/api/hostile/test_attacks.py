@@ -9,13 +9,17 @@ import math
 import socket
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from grpc_status import rpc_status
 
-from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, types_pb2
+from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, policy_pb2, types_pb2
+from ferrule_server.api.auth import OpenAccess
+from ferrule_server.api.handlers import as_server
 from tests.api.harness import (
     GREEDY,
     PROMPT,
@@ -339,6 +343,31 @@ def test_a_refused_request_is_not_kept_until_the_garbage_collector_comes(
         wait_until(lambda: not any(type(each) is kind for each in gc.get_objects()))
     finally:
         gc.enable()
+
+
+class _Handlers:
+    """Stands in for a grpc.aio server: keeps the handlers that are registered."""
+
+    def __init__(self) -> None:
+        self.handlers: list[Any] = []
+
+    def add_generic_rpc_handlers(self, handlers: Any) -> None:
+        """Take them."""
+        self.handlers.extend(handlers)
+
+
+def test_nothing_a_stranger_sends_is_parsed() -> None:
+    """Parsing 16 MB of empty messages takes a second and 500 MB: first the credentials, then the message."""
+    kept = _Handlers()
+    registrar = as_server(kept, OpenAccess(is_admin=True))  # type: ignore[arg-type]
+    executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(
+        executor_pb2_grpc.ModelExecutorServiceServicer(), registrar
+    )
+    service = executor_pb2.DESCRIPTOR.services_by_name["ModelExecutorService"]
+    for method in service.methods:
+        details = SimpleNamespace(method=f"/{service.full_name}/{method.name}", invocation_metadata=())
+        handler = kept.handlers[0].service(details)
+        assert (handler.request_deserializer is None) == (not method.client_streaming), method.name
 
 
 # ---- many at once ---------------------------------------------------------------------------------------------------

@@ -1,22 +1,40 @@
-"""The engine against a sequential model: random frames of jobs, every outcome predicted by plain lists of tokens."""
+"""The engine against a sequential model: random frames of jobs, every outcome predicted by plain lists of tokens.
+
+Whatever is sent twice, joined, cancelled or branched, each sequence must hold what the answers say: nothing doubled,
+nothing lost, and every creation made once.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from ferrule_server.engine.jobs import AppendJob, AppendResult, ForkJob, ForkResult, TruncateJob, TruncateResult
-from ferrule_server.errors import FerruleError
+from ferrule_server.engine.failpoints import Failpoints
+from ferrule_server.engine.jobs import (
+    AppendJob,
+    AppendResult,
+    CacheInfo,
+    ForkJob,
+    ForkResult,
+    InfoJob,
+    Outcome,
+    TruncateJob,
+    TruncateResult,
+)
+from ferrule_server.errors import Cancelled, FerruleError
 from ferrule_server.kv.handle import Handle, StalePolicy
-from tests.engine.harness import Harness, Pending, append
+from tests.engine.harness import Harness, append
 from tests.fakes import FakeExecutor, fake_next_token
 
 VOCAB = 32
 TOKENS = st.lists(st.integers(1, 2), min_size=0, max_size=6)
 STALE = st.sampled_from(StalePolicy)
+ACTIONS = ("append", "append", "append", "append", "fork", "truncate", "prefill", "again", "again", "repeat", "clash")
+
+LaneJob = AppendJob | ForkJob | TruncateJob
 
 
 @dataclass(eq=False)
@@ -37,33 +55,81 @@ class Known:
     prefix: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Made:
+    """What a request_id made."""
+
+    content: object
+    known: list[Known]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One job of a frame as it is drawn."""
+
+    action: str
+    pick: int
+    tokens: list[int]
+    on_stale: StalePolicy
+    has_id: bool
+    is_cancelled: bool
+
+
+@dataclass(eq=False)
+class Asked:
+    """One job of a frame, and the handle it stands on."""
+
+    known: Known | None
+    job: LaneJob
+    may_be_cancelled: bool = field(default=False)
+
+
+DRAWS = st.builds(
+    Draw,
+    st.sampled_from(ACTIONS),
+    st.integers(0, 1000),
+    TOKENS,
+    STALE,
+    st.booleans(),
+    st.integers(0, 4).map(lambda n: n == 0),
+)
+
+
 class EngineMachine(RuleBasedStateMachine):
-    """Frames of appends, forks and truncates on any handle ever issued; releases in between."""
+    """Frames of creations, appends, forks and truncates on any handle ever issued; releases in between."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.harness = Harness(FakeExecutor(num_blocks=4096), max_step_rows=5)
+        failpoints = Failpoints()
+        failpoints.arm("before_schedule", self.cancel)
+        self.harness = Harness(FakeExecutor(num_blocks=4096), failpoints=failpoints, max_step_rows=5)
         self.harness.engine.start()
         self.known: list[Known] = []
+        self.made: dict[str, Made] = {}
+        self.creating: list[Asked] = []
+        self.to_cancel: list[LaneJob] = []
+        self.num_ids = 0
 
     def teardown(self) -> None:
-        """Release everything: not a block may be left in use."""
+        """Every sequence holds what the answers said; released, not a block is left in use."""
         for known in self.known:
+            self.check_tip(known.model, known.handle)
             self.harness.release(known.handle)
+            known.model.is_released = True
         self.harness.engine.close()
-        self.harness.store.check_integrity()
+        self.harness.check_integrity()
         snapshot = self.harness.engine.snapshot()
         assert snapshot.free_blocks == snapshot.total_blocks
+
+    def cancel(self) -> None:
+        """Runs on the engine thread before each step: some callers go away."""
+        while self.to_cancel:
+            self.to_cancel.pop().is_cancelled = True
 
     @initialize(tokens=TOKENS)
     def first(self, tokens: list[int]) -> None:
         """There is one sequence to begin with."""
-        self.create((*tokens, 1))
-
-    @rule(tokens=TOKENS)
-    def prefill(self, tokens: list[int]) -> None:
-        """A new sequence."""
-        self.create((*tokens, 2))
+        self.run_frame([Draw("prefill", 0, tokens, StalePolicy.FAIL, has_id=True, is_cancelled=False)])
 
     @precondition(lambda self: self.known)
     @rule(pick=st.integers(0, 1000))
@@ -72,34 +138,98 @@ class EngineMachine(RuleBasedStateMachine):
         known = self.known[pick % len(self.known)]
         self.harness.release(known.handle)
         known.model.is_released = True
+        self.harness.check_integrity()
 
-    @precondition(lambda self: self.known)
-    @rule(frame=st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 5), TOKENS, STALE), min_size=1, max_size=5))
-    def run_frame(self, frame: list[tuple[int, int, list[int], StalePolicy]]) -> None:
+    @rule(frame=st.lists(DRAWS, min_size=1, max_size=6))
+    def run_frame(self, frame: list[Draw]) -> None:
         """Submit jobs together; on each sequence they must behave as if sent one after another."""
-        asked = []
-        for pick, kind, tokens, on_stale in frame:
-            known = self.known[pick % len(self.known)]
-            job: AppendJob | ForkJob | TruncateJob = append(known.handle, *tokens, on_stale=on_stale)
-            if kind == 4:
-                job = ForkJob("me", known.handle, known.handle.length, 2)
-            elif kind == 5:
-                job = TruncateJob("me", known.handle, min(known.handle.length, len(tokens) + 1))
-            asked.append((known, job))
-        pending = self.harness.submit_all(*(job for _, job in asked))
-        for (known, job), each in zip(asked, pending, strict=True):
-            if isinstance(job, AppendJob):
-                self.check_append(known, job, each)
-            elif isinstance(job, ForkJob):
-                self.check_fork(known, each)
-            else:
-                self.check_truncate(known, job, each)
+        asked: list[Asked] = []
+        for draw in frame:
+            asked.append(self.ask(draw, asked))
+        self.to_cancel = [each.job for each in asked if each.may_be_cancelled]
+        pending = self.harness.submit_all(*(each.job for each in asked))
+        outcomes = [each.outcome() for each in pending]
+        for each, outcome in zip(asked, outcomes, strict=True):
+            self.check(each, outcome)
+        self.harness.check_integrity()
 
-    def create(self, tokens: tuple[int, ...]) -> None:
-        """Prefill and remember."""
-        result = self.harness.prefill(*tokens)
-        assert result.rows[0].token == fake_next_token(tokens, VOCAB)
-        self.known.append(Known(result.handle, Model(tokens), tokens))
+    # ---- asking -----------------------------------------------------------------------------------------------------
+
+    def ask(self, draw: Draw, before: list[Asked]) -> Asked:
+        """Turn a draw into a job: a new one, one sent again, or one with an id that is taken."""
+        known = self.known[draw.pick % len(self.known)] if self.known else None
+        source = before if draw.action == "again" else self.creating if draw.action == "repeat" else []
+        if source:
+            first = source[draw.pick % len(source)]
+            asked = Asked(first.known, _copy_of(first.job))
+        elif known is None or draw.action == "prefill":
+            asked = Asked(None, append(None, *draw.tokens, 1, request_id=self.new_id(draw)))
+        elif draw.action == "clash" and self.creating:
+            taken = self.creating[draw.pick % len(self.creating)].job.request_id
+            asked = Asked(None, append(None, *draw.tokens, 9, request_id=taken))
+        elif draw.action == "fork":
+            asked = Asked(known, ForkJob("me", known.handle, known.handle.length, 2, request_id=self.new_id(draw)))
+        elif draw.action == "truncate":
+            asked = Asked(known, TruncateJob("me", known.handle, min(known.handle.length, len(draw.tokens) + 1)))
+        else:
+            job = append(known.handle, *draw.tokens, on_stale=draw.on_stale, request_id=self.new_id(draw))
+            asked = Asked(known, job)
+        # A rewind that is cancelled may have dropped the tail already: that is told apart elsewhere.
+        is_rewind = isinstance(asked.job, AppendJob) and asked.job.on_stale is StalePolicy.REWIND
+        asked.may_be_cancelled = draw.is_cancelled and not is_rewind
+        return asked
+
+    def new_id(self, draw: Draw) -> str:
+        """A request_id that was never used, or none."""
+        self.num_ids += 1
+        return f"r{self.num_ids}" if draw.has_id else ""
+
+    # ---- checking ---------------------------------------------------------------------------------------------------
+
+    def check(self, asked: Asked, outcome: Outcome) -> None:
+        """Compare an outcome with what the model says, and remember what it made."""
+        if isinstance(outcome, Cancelled):
+            assert asked.may_be_cancelled
+            return
+        job, made = asked.job, self.made.get(asked.job.request_id)
+        if made is not None and made.content == _content_of(job):
+            self.check_repeat(made, job, outcome)
+            return
+        is_taken = made is not None
+        if is_taken and (isinstance(job, ForkJob) or job.handle is None):
+            self.check_refused(outcome, "REQUEST_ID_REUSED")
+            return
+        created: list[Known] = []
+        if isinstance(job, ForkJob):
+            assert asked.known is not None
+            created = self.check_fork(asked.known, outcome)
+        elif isinstance(job, TruncateJob):
+            assert asked.known is not None
+            self.check_truncate(asked.known, job, outcome)
+        elif asked.known is None:
+            created = [self.check_answer(outcome, Model(job.token_ids), job.token_ids)]
+        else:
+            created = self.check_append(asked.known, job, outcome, is_taken=is_taken)
+        if created and job.request_id:
+            self.made[job.request_id] = Made(_content_of(job), created)
+            self.creating.append(asked)
+
+    def check_repeat(self, made: Made, job: LaneJob, outcome: Outcome) -> None:
+        """Sent again: the same handles while they last, else why not; never anything new."""
+        if all(known.model.is_released for known in made.known):
+            self.check_refused(outcome, "HANDLE_UNKNOWN")
+        elif isinstance(job, ForkJob):
+            assert isinstance(outcome, ForkResult), outcome
+            assert outcome.replayed
+            assert list(outcome.handles) == [known.handle for known in made.known]
+        else:
+            (known,) = made.known
+            if (reason := self.refusal(known)) is not None:
+                self.check_refused(outcome, reason)
+                return
+            self.check_answer(outcome, known.model, known.prefix, is_replay=True)
+            assert isinstance(outcome, AppendResult)
+            assert outcome.handle == known.handle
 
     def refusal(self, known: Known) -> str | None:
         """Why a handle cannot be used at all."""
@@ -109,62 +239,101 @@ class EngineMachine(RuleBasedStateMachine):
             return "HANDLE_STALE"
         return None
 
-    def check_append(self, known: Known, job: AppendJob, pending: Pending) -> None:
-        """The table of the append rule."""
+    def check_refused(self, outcome: Outcome, reason: str) -> None:
+        """The outcome is this refusal."""
+        assert isinstance(outcome, FerruleError), outcome
+        assert reason == outcome.REASON
+
+    def check_append(self, known: Known, job: AppendJob, outcome: Outcome, *, is_taken: bool) -> list[Known]:
+        """The table of the append rule; returns the branch it made."""
         model, prefix, tokens = known.model, known.prefix, job.token_ids
         reason = self.refusal(known)
         tail = model.tokens[len(prefix) :]
         is_replay = bool(tokens) and bool(tail) and tail[: len(tokens)] == tokens
-        if reason is None and tokens and tail and not is_replay and job.on_stale is StalePolicy.FAIL:
+        is_stale = bool(tokens) and bool(tail) and not is_replay
+        is_fork = is_stale and job.on_stale is StalePolicy.FORK
+        if reason is None and is_stale and job.on_stale is StalePolicy.FAIL:
             reason = "HANDLE_STALE"
-        outcome = pending.outcome()
+        if reason is None and is_fork and is_taken:
+            reason = "REQUEST_ID_REUSED"
         if reason is not None:
-            assert isinstance(outcome, FerruleError)
-            assert reason == outcome.REASON
-            return
-        assert isinstance(outcome, AppendResult), outcome
+            self.check_refused(outcome, reason)
+            return []
         after = prefix + tokens
-        assert outcome.rows[0].token == fake_next_token(after, VOCAB)
-        assert outcome.replayed == is_replay
-        assert outcome.handle.length == len(after)
-        is_fork = bool(tokens) and bool(tail) and not is_replay and job.on_stale is StalePolicy.FORK
-        assert outcome.forked == is_fork
         if is_fork:
             model = Model(after)
         elif tokens and not is_replay:
             model.tokens, model.last_truncate = after, None
-        self.known.append(Known(outcome.handle, model, after))
+        answered = self.check_answer(outcome, model, after, is_replay=is_replay)
+        assert isinstance(outcome, AppendResult)
+        assert outcome.forked == is_fork
+        return [answered] if is_fork else []
 
-    def check_fork(self, known: Known, pending: Pending) -> None:
+    def check_answer(
+        self, outcome: Outcome, model: Model, tokens: tuple[int, ...], *, is_replay: bool = False
+    ) -> Known:
+        """The answer of an append that ends with ``tokens``."""
+        assert isinstance(outcome, AppendResult), outcome
+        assert outcome.rows[0].token == fake_next_token(tokens, VOCAB)
+        assert outcome.replayed == is_replay
+        assert outcome.handle.length == len(tokens)
+        assert outcome.ttl_s == 60
+        self.known.append(Known(outcome.handle, model, tokens))
+        return self.known[-1]
+
+    def check_fork(self, known: Known, outcome: Outcome) -> list[Known]:
         """Both branches hold the prefix, whatever the source holds by now."""
-        outcome = pending.outcome()
         reason = self.refusal(known)
         if reason is not None:
-            assert isinstance(outcome, FerruleError)
-            assert reason == outcome.REASON
-            return
-        assert isinstance(outcome, ForkResult)
-        self.known += [Known(handle, Model(known.prefix), known.prefix) for handle in outcome.handles]
+            self.check_refused(outcome, reason)
+            return []
+        assert isinstance(outcome, ForkResult), outcome
+        assert not outcome.replayed
+        made = [Known(handle, Model(known.prefix), known.prefix) for handle in outcome.handles]
+        self.known += made
+        return made
 
-    def check_truncate(self, known: Known, job: TruncateJob, pending: Pending) -> None:
+    def check_truncate(self, known: Known, job: TruncateJob, outcome: Outcome) -> None:
         """Absolute; the equal request succeeds again while the tip still is where it put it."""
-        outcome = pending.outcome()
         model, asked = known.model, (known.prefix, job.new_length)
         is_again = model.last_truncate == asked and len(model.tokens) == job.new_length
         reason = None if is_again and not model.is_released else self.refusal(known)
         if reason is not None:
-            assert isinstance(outcome, FerruleError)
-            assert reason == outcome.REASON
+            self.check_refused(outcome, reason)
             return
         assert isinstance(outcome, TruncateResult), outcome
         model.tokens, model.last_truncate = known.prefix[: job.new_length], asked
         self.known.append(Known(outcome.handle, model, model.tokens))
 
+    def check_tip(self, model: Model, handle: Handle) -> None:
+        """The sequence holds what was applied: nothing doubled, nothing lost."""
+        info = self.harness.submit(InfoJob("me", handle, with_token_ids=True)).outcome()
+        if model.is_released:
+            self.check_refused(info, "HANDLE_UNKNOWN")
+        else:
+            assert isinstance(info, CacheInfo), info
+            assert info.token_ids == model.tokens
+
+
+def _copy_of(job: LaneJob) -> LaneJob:
+    """The same request, as a retry sends it."""
+    if isinstance(job, AppendJob):
+        return append(job.handle, *job.token_ids, on_stale=job.on_stale, request_id=job.request_id)
+    if isinstance(job, ForkJob):
+        return ForkJob("me", job.handle, job.length, job.count, request_id=job.request_id)
+    return TruncateJob("me", job.handle, job.new_length)
+
+
+def _content_of(job: LaneJob) -> object:
+    if isinstance(job, AppendJob):
+        return (job.handle, job.token_ids, job.on_stale)
+    return (job.handle, job.length, job.count) if isinstance(job, ForkJob) else None
+
 
 TestEngineModel = EngineMachine.TestCase
 TestEngineModel.settings = settings(
-    max_examples=60,
-    stateful_step_count=30,
+    max_examples=40,
+    stateful_step_count=25,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],

@@ -25,7 +25,7 @@ from pathlib import Path
 SOURCES = Path(__file__).resolve().parent / "ferrule_client"
 TARGET = SOURCES / "aio"
 
-GENERATED = ("_connection", "cache", "client", "detokenizer", "generation", "stream")
+GENERATED = ("_calls", "_connection", "cache", "client", "detokenizer", "generation", "stream")
 BY_HAND = ("_lease", "_stream_call", "_wire")
 
 RENAMED = ("Cache", "Client", "Detokenizer", "Generation", "Stream", "TextGeneration")

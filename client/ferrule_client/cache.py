@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import warnings
 from collections.abc import Sequence
 from types import TracebackType
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
-import grpc
 import numpy as np
 import numpy.typing as npt
 
 from ferrule.v1 import cache_pb2, executor_pb2, types_pb2
 from ferrule_client import _check, _convert, _messages
+from ferrule_client._calls import SequenceCalls
 from ferrule_client._connection import USE_DEFAULT, Connection, Timeout
-from ferrule_client._lease import LeaseKeeper
-from ferrule_client._messages import PromptOptions, SequenceRequest
 from ferrule_client._retry import Attempts
 from ferrule_client._tip import Tip, using
 from ferrule_client.detokenizer import Detokenizer
 from ferrule_client.errors import ExecutorError, HandleNotFoundError
 from ferrule_client.generation import Generation, TextGeneration
 from ferrule_client.policy import Policy
-from ferrule_client.types import Acceptance, CacheInfo, Handle, OnStale, Output, Released, Tokens, Verification
+from ferrule_client.types import Acceptance, CacheInfo, Handle, Lease, OnStale, Output, Released, Tokens, Verification
 
 __all__ = ["Cache"]
 
 _log = logging.getLogger(__name__)
 
 _EXIT_S = 5.0
-_OTHER_MODEL = "the server runs another model now, for which the same tokens are another state: nothing was recovered"
-
-_Request = TypeVar("_Request", bound=SequenceRequest)
-_Reply = TypeVar("_Reply")
 
 
 class Cache:
@@ -72,22 +65,10 @@ class Cache:
         tip: The state shared with streams and generations; not for callers.
     """
 
-    def __init__(
-        self,
-        connection: Connection,
-        keeper: LeaseKeeper,
-        tip: Tip,
-        *,
-        keep_alive: bool = True,
-        recovery: PromptOptions | None = None,
-    ) -> None:
+    def __init__(self, connection: Connection, calls: SequenceCalls) -> None:
         self._connection = connection
-        self._keeper = keeper
-        self._keep_alive = keep_alive
-        self._recovery = recovery
-        self.tip = tip
-        if keep_alive:
-            keeper.add(tip)
+        self._calls = calls
+        self.tip = calls.tip
 
     def __enter__(self) -> Cache:
         return self
@@ -107,8 +88,8 @@ class Cache:
 
     def __del__(self) -> None:
         if "tip" in self.__dict__ and not self.tip.is_released:
-            self._keeper.remove(self.tip)
             text = f"{self!r} was never released; its KV stays on the server until the lease ends: use `with`"
+            self._calls.give_up()
             warnings.warn(text, ResourceWarning, source=self, stacklevel=1)
 
     def __reduce__(self) -> NoReturn:
@@ -150,7 +131,7 @@ class Cache:
     @property
     def recovers(self) -> bool:
         """True: a lost sequence is brought back by itself; see ``recover`` of ``Client.prefill``."""
-        return self._recovery is not None
+        return self._calls.recovers
 
     @property
     def num_recoveries(self) -> int:
@@ -197,7 +178,9 @@ class Cache:
         sent = self.prepare(tokens, policy, on_stale, timeout=timeout)
         request = executor_pb2.DecodeRequest(input=sent)
         with self.tip.sending(sent.input_ids):
-            reply = self._call(self._connection.executor.Decode, request, timeout, creates=_branches(sent))
+            reply = self._calls.call_once_more(
+                self._connection.executor.Decode, request, timeout, creates=_branches(sent)
+            )
         return self.tip.moved(sent.input_ids, _convert.output_from_message(reply.output))
 
     def query(self, policy: Policy | None = None, *, timeout: Timeout = USE_DEFAULT) -> Output:
@@ -251,8 +234,10 @@ class Cache:
         sent = self.prepare(tokens, policy, on_stale, timeout=timeout)
         request = _messages.prefill_request(sent, policy, all_positions=all_positions, ttl=ttl)
         with self.tip.sending(sent.input_ids):
-            reply = self._call(self._connection.executor.Prefill, request, timeout, creates=_branches(sent))
-        self._lease_anew(ttl, _convert.granted_ttl_s(reply.output))
+            reply = self._calls.call_once_more(
+                self._connection.executor.Prefill, request, timeout, creates=_branches(sent)
+            )
+        self._calls.lease_anew(ttl, _convert.granted_ttl_s(reply.output))
         return self.tip.moved(sent.input_ids, _convert.output_from_message(reply.output))
 
     def generate(
@@ -421,7 +406,9 @@ class Cache:
             row_handles=row_handles,
         )
         with self.tip.sending([*base.input_ids, *drafts]):
-            reply = self._call(self._connection.executor.ForwardVerify, request, timeout, creates=_branches(base))
+            reply = self._calls.call_once_more(
+                self._connection.executor.ForwardVerify, request, timeout, creates=_branches(base)
+            )
         return self.tip.verified(base.input_ids, drafts, parents, _convert.verification_from_message(reply.output))
 
     def fork(
@@ -454,7 +441,7 @@ class Cache:
             ``with contextlib.ExitStack() as stack: branches = [stack.enter_context(b) for b in cache.fork(3)]``
         """
         request = _messages.fork_request(self.tip.live_handle(), n, length, ttl)
-        reply = self._call(self._connection.executor.ForkCache, request, timeout, creates=True)
+        reply = self._calls.call_once_more(self._connection.executor.ForkCache, request, timeout, creates=True)
         at_tip, ttl_s = length is None, _convert.granted_ttl_s(reply)
         handles = map(_convert.handle_from_message, reply.kv_caches)
         return [self.sibling(self.tip.branch(one, at_tip=at_tip, ttl_s=ttl_s), ttl=ttl) for one in handles]
@@ -480,7 +467,7 @@ class Cache:
         """
         request = _messages.truncate_request(self.tip.live_handle(), length)
         with using(self.tip):
-            reply = self._call(self._connection.executor.TruncateKv, request, timeout)
+            reply = self._calls.call_once_more(self._connection.executor.TruncateKv, request, timeout)
         self.tip.cut(_convert.handle_from_message(reply.kv_cache))
         return reply.freed_blocks
 
@@ -507,7 +494,7 @@ class Cache:
             include_token_ids=token_ids,
             include_blocks=blocks,
         )
-        reply = self._call(self._connection.executor.GetCacheInfo, request, timeout)
+        reply = self._calls.call_once_more(self._connection.executor.GetCacheInfo, request, timeout)
         info = _convert.cache_info_from_message(reply.info)
         if token_ids:
             self.tip.learn(info.handle, info.token_ids)
@@ -582,15 +569,11 @@ class Cache:
             tip: The branch.
             ttl: The lease in seconds that was asked for, if one was.
         """
-        recovery = self._recovery and dataclasses.replace(
-            self._recovery, ttl=self._recovery.ttl if ttl is None else ttl, reserve_length=None
-        )
-        return Cache(self._connection, self._keeper, tip, keep_alive=self._keep_alive, recovery=recovery)
+        return Cache(self._connection, self._calls.of_branch(tip, ttl))
 
     def give_up(self) -> Tip:
         """Mark the sequence as no longer ours and return its tip. For streams and the client; not for callers."""
-        self._keeper.remove(self.tip)
-        self.tip.is_released = True
+        self._calls.give_up()
         return self.tip
 
     def revive(self, error: HandleNotFoundError, attempts: Attempts) -> None:
@@ -603,85 +586,21 @@ class Cache:
         Raises:
             ExecutorError: ``error``, if this cache does not recover or cannot, or what the prefill failed with.
         """
-        token_ids = self.tip.token_ids
-        if self._recovery is None or token_ids is None:
-            raise error
-        request = _messages.recovery_request(token_ids, self._recovery)
-        rest = attempts.rest(creates=True, has_request_id=True)
-        try:
-            output = self._connection.run(self._connection.executor.Prefill, request, rest).output
-        except ExecutorError as failure:
-            failure.add_note(f"the sequence is lost ({error.reason}), and this is what prefilling it again failed with")
-            raise
-        handle = _convert.handle_from_message(output.kv_cache)
-        if handle.lineage != self.handle.lineage:
-            self._end(handle)
-            error.add_note(_OTHER_MODEL)
-            raise error
-        ids = self.handle.handle_id, handle.handle_id
-        _log.info("recovered handle_id=%s as=%s reason=%s length=%d", *ids, error.reason, handle.length)
-        self.tip.revive(handle, _convert.granted_ttl_s(output))
-        if self._keep_alive:
-            self._keeper.add(self.tip)
+        self._calls.revive(error, attempts)
 
-    def _call(
-        self,
-        method: grpc.UnaryUnaryMultiCallable[_Request, _Reply],
-        request: _Request,
-        timeout: Timeout,
-        *,
-        creates: bool = False,
-    ) -> _Reply:
-        """Run one call on this sequence; if it is lost and this cache recovers, once more on the one that replaces it.
+    def lease_anew(self, lease: Lease | ExecutorError, ttl: float | None) -> None:
+        """Take over a lease that was renewed apart from the cache. For the client; not for callers.
 
         Args:
-            method: A method of the stub.
-            request: Its request; aimed at the new sequence if need be.
-            timeout: Seconds for everything together.
-            creates: True: the call makes new sequences.
-
-        Raises:
-            ExecutorError: It failed; one that says the sequence is lost has its tokens.
+            lease: What became of it.
+            ttl: What was asked for, in seconds, if another one was.
         """
-        has_id = bool(getattr(getattr(request, "input", request), "request_id", ""))
-        attempts = self._connection.attempts(timeout, creates=creates, has_request_id=has_id, is_patient=self.recovers)
-        try:
-            return self._connection.run(method, request, attempts)
-        except HandleNotFoundError as error:
-            self.tip.tell(error)
-            self.revive(error, attempts)
-        _messages.aim(request, self.handle)
-        try:
-            return self._connection.run(method, request, attempts)
-        except HandleNotFoundError as error:
-            self.tip.tell(error)
-            raise
+        if isinstance(lease, Lease):
+            self._calls.lease_anew(ttl, lease.ttl_s)
 
     def _holds_only_doubts(self, timeout: Timeout) -> bool:
         with using(self.tip):
             return self.tip.explains(self.info(token_ids=True, timeout=timeout).token_ids[self.length :])
-
-    def _lease_anew(self, asked_s: float | None, granted_s: float | None) -> None:
-        """Keep the sequence by its new lease, if it got one.
-
-        Args:
-            asked_s: What was asked for, in seconds; None: no other lease than before.
-            granted_s: What the server granted, or None if it does not say.
-        """
-        if self._recovery is not None and asked_s is not None:
-            self._recovery = dataclasses.replace(self._recovery, ttl=asked_s)
-        if asked_s is not None or granted_s is not None:
-            self.tip.ttl_s = granted_s
-            if self._keep_alive:
-                self._keeper.add(self.tip)
-
-    def _end(self, handle: Handle) -> None:
-        """Release a sequence that nobody wants; if that fails, its lease ends it."""
-        request = cache_pb2.ReleaseCacheRequest(kv_caches=[_convert.handle_to_message(handle)])
-        try:
-            self._connection.unary(self._connection.executor.ReleaseCache, request, timeout=_EXIT_S)
-        except ExecutorError as failure:
-            _log.debug("release failed handle_id=%s reason=%s", handle.handle_id, failure.reason)
 
 
 def _branches(sent: executor_pb2.DecodeInput) -> bool:

@@ -12,6 +12,7 @@ import grpc
 
 from ferrule.v1 import cache_pb2, executor_pb2, tokenizer_pb2, types_pb2
 from ferrule_client import _check, _convert, _messages
+from ferrule_client._calls import SequenceCalls
 from ferrule_client._connection import USE_DEFAULT, Connection, Timeout
 from ferrule_client._lease import LeaseKeeper
 from ferrule_client._messages import PromptOptions
@@ -180,8 +181,7 @@ class Client:
         reply = self._connection.run(self._connection.executor.Prefill, request, attempts)
         output = _convert.output_from_message(reply.output)
         tip = Tip(output.handle, last=output, log=TokenLog(ids), ttl_s=_convert.granted_ttl_s(reply.output))
-        recovery = options if recover else None
-        return Cache(self._connection, self._keeper, tip, keep_alive=keep_alive, recovery=recovery)
+        return self._follow(tip, keep_alive=keep_alive, recovery=options if recover else None)
 
     def adopt(self, handle: Handle, *, keep_alive: bool = True) -> Cache:
         """Return a cache for a handle that came from elsewhere; it owns the sequence from now on.
@@ -199,7 +199,7 @@ class Client:
             ``with client.adopt(queue.get()) as cache: ...``
         """
         _convert.check_handle(handle)
-        return Cache(self._connection, self._keeper, Tip(handle), keep_alive=keep_alive)
+        return self._follow(Tip(handle), keep_alive=keep_alive)
 
     def stream(self) -> Stream:
         """Return a new stream, for decoding many caches together, a frame per step.
@@ -415,13 +415,17 @@ class Client:
             ExecutorError: The call as a whole failed.
         """
         leases: list[Lease | ExecutorError] = []
-        for handles in _batches(caches):
+        kept = list(caches)
+        for handles in _batches(kept):
             request = cache_pb2.KeepAliveRequest(kv_caches=handles, ttl=_convert.duration(ttl))
             reply = self._connection.unary(self._connection.executor.KeepAlive, request, timeout=timeout)
             leases += [
                 _convert.lease_from_message(one.lease) if one.HasField("lease") else error_from_status(one.error)
                 for one in reply.results
             ]
+        for cache, lease in zip(kept, leases, strict=True):
+            if isinstance(cache, Cache):
+                cache.lease_anew(lease, ttl)
         return leases
 
     def release(self, caches: Iterable[Cache | Handle], *, timeout: Timeout = USE_DEFAULT) -> Released:
@@ -452,6 +456,11 @@ class Client:
             released += [result.released for result in reply.results]
             freed_blocks += reply.freed_blocks
         return Released(tuple(released), freed_blocks)
+
+    def _follow(self, tip: Tip, *, keep_alive: bool, recovery: PromptOptions | None = None) -> Cache:
+        """Return the cache that follows a sequence from here on."""
+        calls = SequenceCalls(self._connection, self._keeper, tip, keep_alive=keep_alive, recovery=recovery)
+        return Cache(self._connection, calls)
 
     def _renew(self, handles: Sequence[Handle], timeout_s: float) -> list[Lease | ExecutorError]:
         return self.keep_alive(handles, timeout=timeout_s)

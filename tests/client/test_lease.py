@@ -163,3 +163,13 @@ print("end of script", flush=True)
     done = subprocess.run([sys.executable, "-c", script], timeout=30, capture_output=True, text=True, check=False)
     assert done.stdout == "end of script\n"
     assert done.returncode == 0, done.stderr
+
+
+def test_lease_renewed_by_hand_is_kept_from_then_on(fake: FakeServer, fake_client: Client) -> None:
+    """A shorter one too: it would run out if the keeper went on by the old one."""
+    fake.granted_ttl_s = 300.0
+    with fake_client.prefill([*b"ab"], policy=no_output()) as cache:
+        fake.ttl_s = 0.15
+        fake_client.keep_alive([cache], ttl=0.15)
+        assert cache.tip.ttl_s == 0.15
+        wait_for(lambda: fake.calls["KeepAlive"] > 2)

@@ -16,6 +16,7 @@ from ferrule_client._retry import RetrySettings
 from ferrule_client._status import error_from_status
 from ferrule_client._tip import Tip
 from ferrule_client._token_log import TokenLog
+from ferrule_client.aio._calls import SequenceCalls
 from ferrule_client.aio._connection import USE_DEFAULT, Connection, Timeout
 from ferrule_client.aio._lease import LeaseKeeper
 from ferrule_client.aio._opening import opening
@@ -184,8 +185,7 @@ class AsyncClient:
         reply = await self._connection.run(self._connection.executor.Prefill, request, attempts)
         output = _convert.output_from_message(reply.output)
         tip = Tip(output.handle, last=output, log=TokenLog(ids), ttl_s=_convert.granted_ttl_s(reply.output))
-        recovery = options if recover else None
-        return AsyncCache(self._connection, self._keeper, tip, keep_alive=keep_alive, recovery=recovery)
+        return self._follow(tip, keep_alive=keep_alive, recovery=options if recover else None)
 
     def adopt(self, handle: Handle, *, keep_alive: bool = True) -> AsyncCache:
         """Return a cache for a handle that came from elsewhere; it owns the sequence from now on.
@@ -203,7 +203,7 @@ class AsyncClient:
             ``async with client.adopt(queue.get()) as cache: ...``
         """
         _convert.check_handle(handle)
-        return AsyncCache(self._connection, self._keeper, Tip(handle), keep_alive=keep_alive)
+        return self._follow(Tip(handle), keep_alive=keep_alive)
 
     def stream(self) -> AsyncStream:
         """Return a new stream, for decoding many caches together, a frame per step.
@@ -422,13 +422,17 @@ class AsyncClient:
             ExecutorError: The call as a whole failed.
         """
         leases: list[Lease | ExecutorError] = []
-        for handles in _batches(caches):
+        kept = list(caches)
+        for handles in _batches(kept):
             request = cache_pb2.KeepAliveRequest(kv_caches=handles, ttl=_convert.duration(ttl))
             reply = await self._connection.unary(self._connection.executor.KeepAlive, request, timeout=timeout)
             leases += [
                 _convert.lease_from_message(one.lease) if one.HasField("lease") else error_from_status(one.error)
                 for one in reply.results
             ]
+        for cache, lease in zip(kept, leases, strict=True):
+            if isinstance(cache, AsyncCache):
+                cache.lease_anew(lease, ttl)
         return leases
 
     async def release(self, caches: Iterable[AsyncCache | Handle], *, timeout: Timeout = USE_DEFAULT) -> Released:
@@ -459,6 +463,11 @@ class AsyncClient:
             released += [result.released for result in reply.results]
             freed_blocks += reply.freed_blocks
         return Released(tuple(released), freed_blocks)
+
+    def _follow(self, tip: Tip, *, keep_alive: bool, recovery: PromptOptions | None = None) -> AsyncCache:
+        """Return the cache that follows a sequence from here on."""
+        calls = SequenceCalls(self._connection, self._keeper, tip, keep_alive=keep_alive, recovery=recovery)
+        return AsyncCache(self._connection, calls)
 
     async def _renew(self, handles: Sequence[Handle], timeout_s: float) -> list[Lease | ExecutorError]:
         return await self.keep_alive(handles, timeout=timeout_s)

@@ -116,10 +116,12 @@ class Client:
 
         Caches that were not released stay on the server until their lease ends; releasing them later raises.
         """
-        if self._stream is not None:
-            self._stream.close()
-        self._connection.close()
-        self._keeper.close()
+        try:
+            if self._stream is not None:
+                self._stream.close()
+        finally:
+            self._connection.close()
+            self._keeper.close()
 
     def prefill(
         self,

@@ -247,6 +247,30 @@ def test_broken_connections_are_resumed(fake: FakeServer) -> None:
     run(main())
 
 
+def test_a_lost_sequence_is_brought_back(fake: FakeServer) -> None:
+    """In a call, in a frame and in a loop; one that does not recover says what it takes."""
+
+    async def main() -> None:
+        async with AsyncClient.connect(fake.target) as client:
+            async with client.prefill([*b"the"], policy=no_output(), recover=True) as cache:
+                del fake.sequences[cache.handle.cache_id]
+                await cache.decode([*b" "], policy=no_output())
+                del fake.sequences[cache.handle.cache_id]
+                await client.decode_many([cache], [[*b"qu"]], policy=no_output())
+                async for token in cache.generate(6):
+                    if token == ord("i"):
+                        del fake.sequences[cache.handle.cache_id]
+                assert bytes([*tokens_of(fake, cache), *cache.pending]) == b"the quick br"
+                assert cache.num_recoveries == 3
+            async with client.prefill([*b"the"], policy=no_output()) as plain:
+                del fake.sequences[plain.handle.cache_id]
+                with pytest.raises(HandleNotFoundError) as caught:
+                    await plain.decode(1)
+                assert caught.value.token_ids == [*b"the"]
+
+    run(main())
+
+
 def test_one_bad_item_leaves_its_neighbours_alone(fake: FakeServer) -> None:
     """Errors stand in the place of their cache; those that succeeded have moved."""
 
@@ -433,7 +457,12 @@ def test_forgotten_stream_ends_its_call(fake: FakeServer) -> None:
 
     async def main() -> None:
         async with AsyncClient.connect(fake.target) as client, client.prefill([1, 2], policy=no_output()) as cache:
-            await client.stream().decode([cache], [3], policy=no_output())
+            streams = [client.stream() for _ in range(2)]
+            for token, stream in zip([3, 4], streams, strict=True):
+                await stream.decode([cache], [token], policy=no_output())
+            del stream
+            streams.pop()
+            await asyncio.to_thread(streams.clear)  # a finaliser on another thread
             gc.collect()
             await until(lambda: len(asyncio.all_tasks()) == 1)
 

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from ferrule_client._lease import call_timeout_s, lease_s, pause_s
 from ferrule_client._tip import Tip
+from ferrule_client.aio._wire import is_running
 from ferrule_client.errors import ExecutorError
 from ferrule_client.types import Handle, Lease
 
@@ -50,7 +51,7 @@ class LeaseKeeper:
 
     def remove(self, tip: Tip) -> None:
         """Keep a sequence no longer. Removing twice changes nothing. Finalisers may call in, from any thread."""
-        if self._loop.is_closed() or _is_running(self._loop):
+        if self._loop.is_closed() or is_running(self._loop):
             self._forget(tip)
         else:
             with contextlib.suppress(RuntimeError):  # the loop was closed at this very moment
@@ -61,7 +62,7 @@ class LeaseKeeper:
         self._is_closed = True
         self._stop_timer()
         task = self._task
-        if task is not None and _is_running(self._loop):
+        if task is not None and is_running(self._loop):
             task.cancel()
             await asyncio.wait([task])
 
@@ -131,11 +132,3 @@ class LeaseKeeper:
         for tip, wait_s in waits_s.items():
             if tip in self._due:
                 self._due[tip] = now + wait_s
-
-
-def _is_running(loop: asyncio.AbstractEventLoop) -> bool:
-    """Tell whether the caller stands on that loop."""
-    try:
-        return asyncio.get_running_loop() is loop
-    except RuntimeError:
-        return False

@@ -24,6 +24,7 @@ class StreamCall:
     """
 
     def __init__(self, wire: Wire) -> None:
+        self._wire = wire
         self._call = wire.open_stream()
         self._unsent: list[executor_pb2.StreamDecodeRequest] = []
         self._is_waiting = False
@@ -71,9 +72,9 @@ class StreamCall:
             self._call.cancel()
 
     def cancel(self) -> None:
-        """End the call at once, whatever is under way; a finaliser may do it, on a loop that is closed."""
+        """End the call at once, whatever is under way. Finalisers may call in, from any thread."""
         self._is_closed = True
-        self._call.cancel()
+        self._wire.on_loop(self._call.cancel)
 
     async def _write(self) -> None:
         while self._unsent:

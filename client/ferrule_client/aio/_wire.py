@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Callable
 from types import TracebackType
 from typing import TypeVar
 
@@ -14,7 +16,7 @@ from ferrule_client._wire import CHANNEL_OPTIONS, secrets_of, warn_of_plain_toke
 from ferrule_client.errors import CallCancelledError
 from ferrule_client.types import TlsConfig
 
-__all__ = ["OwnCancellation", "StreamStreamCall", "Wire"]
+__all__ = ["OwnCancellation", "StreamStreamCall", "Wire", "is_running"]
 
 _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")
@@ -62,6 +64,14 @@ class Wire:
         self._check_loop()
         return self.executor.StreamDecode(metadata=self._metadata)
 
+    def on_loop(self, callback: Callable[[], object]) -> None:
+        """Run a callback on the loop: now, if the caller stands on it, else soon; never, if it is closed."""
+        if is_running(self._loop):
+            callback()
+        else:
+            with contextlib.suppress(RuntimeError):  # closed: what was to be ended has ended with it
+                self._loop.call_soon_threadsafe(callback)
+
     async def pause(self, seconds: float) -> None:
         """Wait. A channel of grpc.aio goes on connecting by itself meanwhile."""
         await asyncio.sleep(seconds)
@@ -72,7 +82,7 @@ class Wire:
 
     def _check_loop(self) -> None:
         """Say plainly what grpc.aio would otherwise answer with a hang."""
-        if asyncio.get_running_loop() is not self._loop:
+        if not is_running(self._loop):
             raise RuntimeError("this client belongs to another event loop; connect one in each")
 
 
@@ -101,6 +111,14 @@ class OwnCancellation:
 
     def _num_cancellations(self) -> int:
         return 0 if self._task is None else self._task.cancelling()
+
+
+def is_running(loop: asyncio.AbstractEventLoop) -> bool:
+    """Tell whether the caller stands on that loop."""
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
 
 
 def _open_channel(target: str, tls: bool | TlsConfig | None, *, has_token: bool) -> grpc.aio.Channel:

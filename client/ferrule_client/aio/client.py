@@ -119,10 +119,12 @@ class AsyncClient:
 
         Caches that were not released stay on the server until their lease ends; releasing them later raises.
         """
-        if self._stream is not None:
-            await self._stream.close()
-        await self._connection.close()
-        await self._keeper.close()
+        try:
+            if self._stream is not None:
+                await self._stream.close()
+        finally:
+            await self._connection.close()
+            await self._keeper.close()
 
     @opening
     async def prefill(

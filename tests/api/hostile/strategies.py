@@ -116,8 +116,8 @@ def _scalars(field: FieldDescriptor, is_small: bool) -> st.SearchStrategy[Any]:
     if kind == FieldDescriptor.CPPTYPE_ENUM:
         return _enums(field.enum_type)
     if kind in (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE):
-        width = 32 if kind == FieldDescriptor.CPPTYPE_FLOAT else 64
-        return st.one_of(st.floats(0.0, 1.0, width=32), st.sampled_from(_FLOATS), st.floats(width=width))
+        any_float = st.floats(width=32) if kind == FieldDescriptor.CPPTYPE_FLOAT else st.floats()
+        return st.one_of(st.floats(0.0, 1.0, width=32), st.sampled_from(_FLOATS), any_float)
     if kind == FieldDescriptor.CPPTYPE_STRING:
         return _bytes(is_small) if field.type == FieldDescriptor.TYPE_BYTES else _texts(is_small)
     return _integers(kind)
@@ -141,7 +141,8 @@ def _integers(kind: int) -> st.SearchStrategy[int]:
     return st.one_of(st.integers(0, 20), st.sampled_from(usual), st.integers(low, high))
 
 
-def _enums(enum: EnumDescriptor) -> st.SearchStrategy[int]:
+def _enums(enum: EnumDescriptor | None) -> st.SearchStrategy[int]:
+    assert enum is not None
     known = [value.number for value in enum.values]
     return st.sampled_from([*known, *known, -1, 99, 2**31 - 1, -(2**31)])
 

@@ -94,15 +94,15 @@ def test_a_gzip_bomb_is_not_unpacked(server: RunningServer) -> None:
 def test_metadata_beyond_16_kb_is_refused(server: RunningServer, num_bytes: int) -> None:
     """RESOURCE_EXHAUSTED by gRPC; 4 KB are taken."""
     request = executor_pb2.GetStatusRequest()
-    assert server.stub.GetStatus(request, timeout=10, metadata=[("x-some", "y" * 4096)]).status.is_ready
-    code, _ = _core_error(lambda: server.stub.GetStatus(request, timeout=10, metadata=[("x-some", "y" * num_bytes)]))
+    assert server.stub.GetStatus(request, timeout=10, metadata=(("x-some", "y" * 4096),)).status.is_ready
+    code, _ = _core_error(lambda: server.stub.GetStatus(request, timeout=10, metadata=(("x-some", "y" * num_bytes),)))
     assert code is Code.RESOURCE_EXHAUSTED
     _goes_on(server)
 
 
 def test_many_small_metadata_fields_are_refused(server: RunningServer) -> None:
     """It is the sum that counts."""
-    metadata = [(f"x-{index}", "y") for index in range(2000)]
+    metadata = tuple((f"x-{index}", "y") for index in range(2000))
     code, _ = _core_error(lambda: server.stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=10, metadata=metadata))
     assert code is Code.RESOURCE_EXHAUSTED
     _goes_on(server)
@@ -198,8 +198,8 @@ def test_a_call_beyond_the_streams_of_a_connection_waits_for_its_deadline() -> N
         code, _ = _core_error(lambda: server.stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=0.3))
         assert code is Code.DEADLINE_EXCEEDED
         with grpc.insecure_channel(server.address.target, [("grpc.use_local_subchannel_pool", 1)]) as channel:
-            call = channel.unary_unary(_GET_STATUS)
-            assert call(b"", timeout=10)  # type: ignore[arg-type]
+            call: Any = channel.unary_unary(_GET_STATUS)  # no serializers: bytes in, bytes out
+            assert call(b"", timeout=10)
         for stream in streams:
             stream.half_close()
 
@@ -243,11 +243,17 @@ def test_a_huge_prompt_is_refused_without_a_long_pause(server: RunningServer, nu
 _SAMPLE = policy_pb2.Sample
 
 
+def _sample_with(name: str, value: float) -> policy_pb2.Sample:
+    sample = _SAMPLE()
+    setattr(sample, name, value)
+    return sample
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0])
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "repetition_penalty"])
 def test_a_sampling_number_that_is_none_is_named(server: RunningServer, name: str, value: float) -> None:
     """NaN, infinity and less than nothing, in every place."""
-    refusal = _refusal(lambda: server.prefill(policy=Policy(sample=_SAMPLE(**{name: value}))))
+    refusal = _refusal(lambda: server.prefill(policy=Policy(sample=_sample_with(name, value))))
     assert (refusal.code, refusal.reason) == (Code.INVALID_ARGUMENT, "INVALID_FIELD")
     assert refusal.fields == (f"input.logits_policy.sample.{name}",)
 
@@ -415,7 +421,7 @@ def test_a_frame_of_4096_good_items_on_one_handle_is_one_append(server: RunningS
     handle = server.prefill().kv_cache
     stream = server.open_stream()
     stream.send(*[decode_item(handle, 7)] * 4096)
-    results = []
+    results: list[executor_pb2.StreamResult] = []
     while len(results) < 4096:
         results += stream.read().results
     assert {result.decode.kv_cache.length for result in results} == {len(PROMPT) + 1}

@@ -123,6 +123,20 @@ def test_a_fork_is_refused_where_the_room_of_its_source_would_not_hold(store: Kv
     assert len(store.fork(sequence, 4, 2)) == 2
 
 
+def test_a_branch_in_flight_shares_like_a_fork(store: KvStore, put: Put) -> None:
+    """The source's room holds meanwhile, and what was only for that time goes back at its next append."""
+    sequence = put([1, 2, 3, 4, 5])
+    reserve(store, sequence, 8)
+    branching = store.reserve_branch(sequence, 5, 1)
+    assert (len(sequence.spare_ids), store.pool.num_used) == (1, 4)
+    filler = fill(store, put)
+    appending = store.reserve_append(sequence, 3)
+    assert appending.copies[0][0] == branching.copies[0][0]
+    store.commit(appending, [6, 7, 8])
+    store.commit(branching, [9])
+    assert (sequence.spare_ids, store.pool.num_free, len(filler)) == ((), 1, 11)
+
+
 def test_a_spare_that_is_no_longer_needed_goes_back(store: KvStore, put: Put) -> None:
     """The fork left before the copy was made, so the append writes in place."""
     sequence = put([1, 2, 3, 4, 5])

@@ -91,6 +91,7 @@ def capabilities(serving: Serving, limits: ApiLimits, caller: info_pb2.CallerInf
         supports_stream_decode=True,
         supports_fork=True,
         supports_truncate=True,
+        supports_reserve=True,
         supports_target_logprobs=True,
         supports_all_positions=True,
         supports_request_id=True,

@@ -15,6 +15,7 @@ from ferrule_server.api.outputs import (
     list_response,
     prefill_output,
     release_results,
+    slot_reservation,
 )
 from ferrule_server.api.principal import caller_of, principal_of
 from ferrule_server.api.state import Phase, ServerState, Serving
@@ -29,6 +30,7 @@ from ferrule_server.engine.jobs import (
     TruncateResult,
 )
 from ferrule_server.errors import FerruleError, InvalidRequest
+from ferrule_server.kv.reserved_slots import SlotReservation
 
 
 class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
@@ -121,6 +123,18 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         return cache_pb2.TruncateKvResponse(kv_cache=handle_message(result.handle), freed_blocks=result.freed_blocks)
 
     @unary
+    async def ReserveKvSlots(
+        self, request: cache_pb2.ReserveKvSlotsRequest, context: Context
+    ) -> cache_pb2.ReserveKvSlotsResponse:
+        """Reserve room for sequences."""
+        serving = self.state.use()
+        result = await run_job(serving.engine, serving.inputs.reserve(request, principal_of(context)))
+        assert isinstance(result, SlotReservation)
+        info = serving.engine.info
+        reservation = slot_reservation(result, info.block_size, info.num_blocks - 1)
+        return cache_pb2.ReserveKvSlotsResponse(reservation=reservation)
+
+    @unary
     async def ReleaseCache(
         self, request: cache_pb2.ReleaseCacheRequest, context: Context
     ) -> cache_pb2.ReleaseCacheResponse:
@@ -168,7 +182,6 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
     ForwardVerify = not_served("ForwardVerify")
     Forward = not_served("Forward")
     Generate = not_served("Generate")
-    ReserveKvSlots = not_served("ReserveKvSlots")
     RegisterTokenMask = not_served("RegisterTokenMask")
     GetCacheMetrics = not_served("GetCacheMetrics")
 

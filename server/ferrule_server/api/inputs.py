@@ -18,11 +18,12 @@ from ferrule_server.engine.jobs import (
     KeepAliveJob,
     ListJob,
     ReleaseJob,
+    ReserveJob,
+    SlotsWanted,
     TruncateJob,
 )
 from ferrule_server.errors import (
     ContextExceeded,
-    FeatureUnsupported,
     FerruleError,
     InvalidRequest,
     ReplyTooLarge,
@@ -104,7 +105,11 @@ class InputReader:
             all_positions=_wants_all_positions(message.logits_positions, "input.logits_positions"),
         )
         self._check_positions(message, handle)
-        planned.job.ttl_s = self._cache_options(message.cache)
+        options = message.cache  # reuse_prefix and publish_prefix are hints that change no answer
+        if options.HasField("ttl"):
+            planned.job.ttl_s = _seconds(options.ttl, "input.cache.ttl")
+        if handle is None and options.HasField("reserve_length"):
+            planned.job.reserved_length = _reserve_length(options.reserve_length, len(message.input_ids))
         return planned
 
     def decode(self, message: executor_pb2.DecodeInput, at: str, principal: str) -> PlannedAppend:
@@ -131,6 +136,13 @@ class InputReader:
         """Return the job of a TruncateKv; the engine judges ``new_length``."""
         require(request, "kv_cache")
         return TruncateJob(principal, self.handle(request.kv_cache, ""), request.new_length)
+
+    def reserve(self, request: cache_pb2.ReserveKvSlotsRequest, principal: str) -> ReserveJob:
+        """Return the job of a ReserveKvSlots."""
+        num_requests, limit = len(request.requests), self._limits.max_handles_per_request
+        if num_requests > limit:
+            raise InvalidRequest("requests", f"has {num_requests} entries, the limit is {limit}; send several requests")
+        return ReserveJob(principal, tuple(self._wanted(each, index) for index, each in enumerate(request.requests)))
 
     def keep_alive(self, request: cache_pb2.KeepAliveRequest, principal: str) -> KeepAliveJob:
         """Return the job of a KeepAlive."""
@@ -195,6 +207,12 @@ class InputReader:
         if num_items > limit:
             raise InvalidRequest("items", f"has {num_items} entries, the limit is {limit}; send several frames")
 
+    def _wanted(self, message: cache_pb2.KvSlotRequest, index: int) -> SlotsWanted:
+        path = f"requests[{index}].kv_cache"
+        if not message.HasField("kv_cache"):
+            raise InvalidRequest(path, "must be set")
+        return SlotsWanted(self._named(message.kv_cache, path), message.target_length, message.admission_target_length)
+
     def _named(self, message: types_pb2.KvCacheHandle, path: str) -> Handle:
         cache_id, limit = message.cache_id, self._limits.max_cache_id_chars
         if len(cache_id) > limit:
@@ -250,12 +268,6 @@ class InputReader:
         if message.position_ids:
             start = handle.length if handle is not None else 0
             _check_equal(message.position_ids, range(start, start + num_tokens), "input.position_ids")
-
-    def _cache_options(self, options: executor_pb2.CacheOptions) -> float | None:
-        """Return the lease asked for. ``reuse_prefix`` and ``publish_prefix`` are hints that change no answer."""
-        if options.HasField("reserve_length"):
-            raise FeatureUnsupported("reserve_length")
-        return _seconds(options.ttl, "input.cache.ttl") if options.HasField("ttl") else None
 
 
 def placed(error: FerruleError, at: str) -> FerruleError:
@@ -327,6 +339,13 @@ def _check_equal(given: Sequence[int], expected: Sequence[int], path: str) -> No
     raise InvalidRequest(
         f"{path}[{index}]", f"is {given[index]}, only {expected[index]}, the trivial value, is served here"
     )
+
+
+def _reserve_length(length: int, num_tokens: int) -> int:
+    """Return the length up to which room is reserved with a new sequence of ``num_tokens`` tokens."""
+    if length < num_tokens:
+        raise InvalidRequest("input.cache.reserve_length", f"{length} is below the {num_tokens} tokens of the input")
+    return length
 
 
 def _seconds(ttl: _Duration, path: str) -> float:

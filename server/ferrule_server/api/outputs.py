@@ -31,6 +31,7 @@ from ferrule_server.engine.jobs import (
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import Float32Array, RowOutput
 from ferrule_server.kv.handle import Handle
+from ferrule_server.kv.reserved_slots import SlotReservation
 
 _LITTLE_ENDIAN_FLOAT32: Final = np.dtype("<f4")
 _LITTLE_ENDIAN_FLOAT16: Final = np.dtype("<f2")
@@ -83,8 +84,9 @@ def cache_info(info: CacheInfo, block_size: int, *, with_blocks: bool) -> cache_
         handle_id=info.handle_id,
         token_ids=info.token_ids or (),
         block_size=block_size,
-        num_blocks=len(info.block_ids),
+        num_blocks=info.num_blocks,
         num_shared_blocks=_num_shared(info),
+        reserved_length=info.reserved_length,
         kv_bytes=info.kv_bytes,
         lease=_lease(info.lease),
         create_time=_wall_clock(-info.age_s),
@@ -104,7 +106,7 @@ def list_response(result: ListResult) -> cache_pb2.ListCachesResponse:
             cache_pb2.CacheSummary(
                 handle_id=info.handle_id,
                 length=info.length,
-                num_blocks=len(info.block_ids),
+                num_blocks=info.num_blocks,
                 num_shared_blocks=_num_shared(info),
                 lease=_lease(info.lease),
                 create_time=_wall_clock(-info.age_s),
@@ -112,6 +114,25 @@ def list_response(result: ListResult) -> cache_pb2.ListCachesResponse:
             for info in result.caches
         ],
         next_page_token=page_token(result.next_after),
+    )
+
+
+def slot_reservation(evidence: SlotReservation, block_size: int, total_blocks: int) -> cache_pb2.KvSlotReservation:
+    """Return what a reservation took."""
+    return cache_pb2.KvSlotReservation(
+        block_size=block_size,
+        total_blocks=total_blocks,
+        free_blocks_before=evidence.free_blocks_before,
+        free_blocks_after=evidence.free_blocks_after,
+        allocations=[
+            cache_pb2.KvSlotAllocation(
+                handle_id=each.handle_id,
+                blocks_before=each.blocks_before,
+                blocks_after=each.blocks_after,
+                new_blocks=each.new_blocks,
+            )
+            for each in evidence.allocations
+        ],
     )
 
 

@@ -41,7 +41,7 @@ class Admission:
         Raises:
             ContextExceeded, ExceedsPool, BlocksExhausted, QuotaExceeded: There is no room; nothing was reserved.
         """
-        reservation = self.store.reserve_new(job.principal, len(job.token_ids))
+        reservation = self.store.reserve_new(job.principal, len(job.token_ids), job.reserved_length)
         return self._creating(_writing(job, sink, reservation))
 
     def append(self, job: AppendJob, sink: Sink, sequence: Sequence) -> RunningAppend | AppendResult:

@@ -176,6 +176,7 @@ def _content_of(job: CreatingJob) -> bytes:
         digest.update(repr(("fork", tuple(job.handle), job.length, job.count, job.ttl_s)).encode())
     else:
         handle = None if job.handle is None else tuple(job.handle)
-        digest.update(repr(("append", handle, job.output, job.on_stale, job.ttl_s, len(job.token_ids))).encode())
+        asked = (handle, job.output, job.on_stale, job.ttl_s, job.reserved_length, len(job.token_ids))
+        digest.update(repr(("append", *asked)).encode())
         digest.update(array("I", job.token_ids).tobytes())
     return digest.digest()

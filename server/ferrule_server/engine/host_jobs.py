@@ -1,4 +1,4 @@
-"""Jobs that touch no device: fork, truncate, keep-alive, info, list. Run on the engine thread between steps."""
+"""Jobs that touch no device: fork, truncate, reserve, keep-alive, info, list. Run on the engine thread."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ferrule_server.engine.jobs import (
     Lease,
     ListJob,
     ListResult,
+    ReserveJob,
     Result,
     TruncateJob,
     TruncateResult,
@@ -23,9 +24,9 @@ from ferrule_server.errors import FerruleError, InvalidRequest
 from ferrule_server.kv.append_rule import check_handle
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.sequence import Sequence
-from ferrule_server.kv.store import KvStore
+from ferrule_server.kv.store import KvStore, SlotRequest, SlotReservation
 
-HostJob = ForkJob | TruncateJob | KeepAliveJob | InfoJob | ListJob
+HostJob = ForkJob | TruncateJob | ReserveJob | KeepAliveJob | InfoJob | ListJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +51,15 @@ class HostJobs:
         Raises:
             HandleUnknown, HandleExpired, EpochChanged, WrongInstance: The handle names nothing here.
             HandleStale, TruncateBeyond, InvalidRequest: It does, but the request does not fit it.
+            ContextExceeded, ExceedsPool, QuotaExceeded, BlocksExhausted: There is no room; nothing changed.
         """
         match job:
             case ForkJob():
                 return self._fork(job, at)
             case TruncateJob():
                 return self._truncate(job, at)
+            case ReserveJob():
+                return self._reserve(job, at)
             case KeepAliveJob():
                 return KeepAliveResult(tuple(self._renew(job, handle, at) for handle in job.handles))
             case InfoJob():
@@ -95,6 +99,10 @@ class HostJobs:
         freed_blocks = self.store.truncate(sequence, job.handle, job.new_length)
         return TruncateResult(self.store.handle_at(sequence), freed_blocks)
 
+    def _reserve(self, job: ReserveJob, at: float) -> SlotReservation:
+        requests = [SlotRequest(self.store.resolve(each.handle, job.principal, at), *each[1:]) for each in job.wanted]
+        return self.store.reserve_slots(requests)
+
     def _renew(self, job: KeepAliveJob, handle: Handle, at: float) -> Lease | FerruleError:
         try:
             granted = self.store.renew(self.store.resolve(handle, job.principal, at), job.ttl_s)
@@ -121,10 +129,12 @@ class HostJobs:
             tip=self.store.handle_at(sequence) if with_tip else None,
             block_ids=tuple(sequence.block_ids),
             block_refcounts=tuple(self.store.pool.refcount(block_id) for block_id in sequence.block_ids),
-            kv_bytes=len(sequence.block_ids) * self.bytes_per_block,
+            kv_bytes=sequence.num_blocks * self.bytes_per_block,
             age_s=now - sequence.created_at,
             lease=Lease(sequence.ttl_s, max(0.0, sequence.expires_at - now)),
             parent_handle_id=sequence.parent_handle_id,
             num_pending=self.num_pending(sequence),
             token_ids=tuple(sequence.token_ids) if with_token_ids else None,
+            reserved_length=sequence.reserved_length,
+            num_spare_blocks=len(sequence.spare_ids),
         )

@@ -8,11 +8,12 @@ once, so that a stream sends one frame per step.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import OutputSpec, RowOutput
 from ferrule_server.kv.handle import Handle, StalePolicy
+from ferrule_server.kv.reserved_slots import SlotReservation
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class AppendJob:
         is_cancelled: Set (from any thread) when the caller is gone; honoured until the job's last chunk is run.
         rows_run: Rows that steps were spent on so far, written by the engine.
         is_repeat_only: A new sequence is not wanted: answered only if it repeats a creation, else DRAINING.
+        reserved_length: Of a new sequence: tokens up to which room is reserved with it; 0: its own need.
     """
 
     principal: str
@@ -60,6 +62,7 @@ class AppendJob:
     submitted_ns: int = 0
     rows_run: int = 0
     is_repeat_only: bool = False
+    reserved_length: int = 0
 
     def branched_to(self, cache_id: str) -> bool:
         """Return whether an answer in the sequence ``cache_id`` lies in a branch of the handle's own."""
@@ -93,6 +96,23 @@ class TruncateJob:
     handle: Handle
     new_length: int
     is_cancelled: bool = False
+    submitted_ns: int = 0
+
+
+class SlotsWanted(NamedTuple):
+    """Room wanted for one sequence, whatever the length of the handle: see ``kv/reserved_slots.py``."""
+
+    handle: Handle
+    target_length: int
+    admission_target_length: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class ReserveJob:
+    """Reserve room for sequences, all or nothing; carried out as it comes, also while appends are in flight."""
+
+    principal: str
+    wanted: tuple[SlotsWanted, ...]
     submitted_ns: int = 0
 
 
@@ -135,7 +155,7 @@ class ListJob:
     submitted_ns: int = 0
 
 
-Job = AppendJob | ForkJob | TruncateJob | ReleaseJob | KeepAliveJob | InfoJob | ListJob
+Job = AppendJob | ForkJob | TruncateJob | ReserveJob | ReleaseJob | KeepAliveJob | InfoJob | ListJob
 
 
 @dataclass(slots=True)
@@ -224,12 +244,14 @@ class CacheInfo:
 
     Attributes:
         tip: The newest handle (``None`` in lists, which never carry secrets).
-        block_ids: Blocks in order; block_refcounts: how many sequences use each (1 = own, more = shared).
-        kv_bytes: Bytes of these blocks, shared ones counted whole.
+        block_ids: Blocks of its tokens in order; block_refcounts: how many sequences use each (1 = own, more = shared).
+        num_spare_blocks: Blocks reserved for tokens to come.
+        kv_bytes: Bytes of all its blocks, shared ones counted whole.
         age_s: Seconds since it was made.
         parent_handle_id: The sequence it was forked from; empty when prefilled.
         num_pending: Jobs in flight or waiting on it.
         token_ids: None unless asked for.
+        reserved_length: Tokens up to which room is reserved; 0: nothing is.
     """
 
     handle_id: str
@@ -243,6 +265,13 @@ class CacheInfo:
     parent_handle_id: str = ""
     num_pending: int = 0
     token_ids: tuple[int, ...] | None = None
+    reserved_length: int = 0
+    num_spare_blocks: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks it holds."""
+        return len(self.block_ids) + self.num_spare_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +283,16 @@ class ListResult:
     total: int
 
 
-Result = AppendResult | ForkResult | TruncateResult | ReleaseResult | KeepAliveResult | CacheInfo | ListResult
+Result = (
+    AppendResult
+    | ForkResult
+    | TruncateResult
+    | SlotReservation
+    | ReleaseResult
+    | KeepAliveResult
+    | CacheInfo
+    | ListResult
+)
 Outcome = Result | FerruleError
 
 

@@ -17,6 +17,9 @@ __all__ = ["Attempts", "RetrySettings", "wait_s"]
 # tokens) end when somebody releases something, and that is the caller's to decide.
 _PASSING = ("QUEUE_FULL", "QUOTA_PREFILL_RATE", "QUOTA_QUEUED_ROWS")
 
+# Looking whether a server is back costs nothing while nobody listens; the channel itself knocks once a second at most.
+_LOOKOUT_S = 0.2
+
 
 @dataclass(frozen=True, slots=True)
 class RetrySettings:
@@ -104,7 +107,9 @@ class Attempts:
         """
         if not self._is_worth_retrying(error):
             raise error from _worth_showing(error, cause)
-        pause_s = self._backoff_s * random.uniform(0.5, 1.0)  # noqa: S311 - jitter needs no secrecy
+        is_lookout = self.is_patient and error.reason == "CONNECTION_FAILED"
+        longest_s = min(self._backoff_s, _LOOKOUT_S) if is_lookout else self._backoff_s
+        pause_s = longest_s * random.uniform(0.5, 1.0)  # noqa: S311 - jitter needs no secrecy
         pause_s += wait_s(error) or 0.0
         self._backoff_s = min(2 * self._backoff_s, self._settings.max_backoff_s)
         remaining = self.remaining()

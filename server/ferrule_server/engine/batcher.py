@@ -163,8 +163,9 @@ def _waited_s(chunks: Iterable[Chunk], now_ns: int) -> float:
 def _oldest_and_shortest(prefills: list[RunningAppend], room: int) -> list[Chunk]:
     """Share the room: half of it, or all that is left over, to the oldest, the rest to the shortest first."""
     oldest, others = prefills[0], sorted(prefills[1:], key=lambda run: run.remaining)
-    chunks, room_left = _fill(others, room // 2)
-    return [Chunk(oldest, min(oldest.remaining, room - room // 2 + room_left)), *chunks]
+    kept = min(oldest.remaining, room - room // 2)
+    chunks, room_left = _fill(others, room - kept)
+    return [Chunk(oldest, min(oldest.remaining, kept + room_left)), *chunks]
 
 
 def _fill(runs: Iterable[RunningAppend], room: int) -> tuple[list[Chunk], int]:

@@ -6,8 +6,13 @@ Time of a step, as it is modelled and measured::
              -------------------     -----
              steps without prefills  what the others took longer
 
-A decode waits for the step that runs when it arrives, then takes part in one. With ``prefill_s = budget - decode_s -
-waited`` the two together stay below the longest step plus a decode step, whatever the length of the prompts.
+A decode waits for the step that runs when it arrives, then takes part in the next one. Its promise: both together take
+no longer than the longest step and a decode step::
+
+    waited + decode_s + prefill_s <= decode_s + (decode_s + spare_s)        spare_s = budget - decode_s
+
+So prefills have ``spare_s`` while no decode has waited for longer than a decode step, and less behind a step that
+prefills made long: where decodes always come late, prefills get every second step.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ MIN_PREFILL_ROWS: Final = 16
 _ACTIVE_S: Final = 1.0
 """Somebody decodes when a decode ran within this time; prefills that are alone are not held back."""
 _LATE_SHARE: Final = 0.25
-"""Part of the time for prefills that they keep however long a decode has waited."""
+"""Part of ``spare_s`` that prefills have in one of two steps at least, however long a decode has waited."""
 _NUM_FIRST: Final = 2
 _NUM_MIXED: Final = 32
 _MAX_RISE: Final = 8.0
@@ -49,6 +54,7 @@ class Pace:
         self._row_s: float | None = None
         self._reach = MIN_PREFILL_ROWS
         self._last_size = 0
+        self._had_prefills = False
         self._active_until = 0.0
 
     def prefill_rows(self, decode_rows: int, waited_s: float, now: float) -> int | None:
@@ -65,13 +71,18 @@ class Pace:
         if decode_rows and self._is_unsure(size):
             return 0
         decode_s = self._decode_s.get(size, 0.0)
-        spare_s = (2.0 * decode_s if self._max_step_time_s is None else self._max_step_time_s) - decode_s
-        prefill_s = max(spare_s - waited_s, spare_s * _LATE_SHARE)
+        spare_s = decode_s if self._max_step_time_s is None else max(0.0, self._max_step_time_s - decode_s)
+        prefill_s = spare_s - max(0.0, waited_s - decode_s)
+        if prefill_s < spare_s * _LATE_SHARE:
+            if decode_rows and self._had_prefills:
+                return 0
+            prefill_s = spare_s * _LATE_SHARE
         return self._rows_in(prefill_s)
 
     def ran(self, decode_rows: int, prefill_rows: int, step_s: float, now: float) -> None:
         """Learn from a step that has just been run."""
         size = decode_rows.bit_length()
+        self._had_prefills = prefill_rows > 0
         if decode_rows:
             self._last_size = size
             self._active_until = now + _ACTIVE_S

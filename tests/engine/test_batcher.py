@@ -1,0 +1,224 @@
+"""The batcher: who gets how many rows of a step, within a principal and between them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from ferrule_server.engine.batcher import DECODE_ROWS, Batcher, Chunk
+from ferrule_server.engine.jobs import AppendJob, OutputRequest
+from ferrule_server.engine.running import RunningAppend
+from ferrule_server.kv.append_rule import Verdict
+from ferrule_server.kv.handle import Handle
+from ferrule_server.kv.sequence import Sequence
+from tests.engine.harness import Pending
+
+SINK = Pending()
+SEQUENCE = object.__new__(Sequence)
+"""Some sequence: the batcher asks only whether there is one."""
+
+
+class Clock:
+    """Nanoseconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now_ns = 10**12
+
+    def __call__(self) -> int:
+        """Return the time."""
+        return self.now_ns
+
+
+def running(num_tokens: int, principal: str, sequence: Sequence | None) -> RunningAppend:
+    """An append of which nothing has been run."""
+    handle = None if sequence is None else Handle("id", 4, bytes(16))
+    job = AppendJob(principal, (1,) * num_tokens, handle, OutputRequest(None))
+    return RunningAppend(
+        job=job,
+        sink=SINK,
+        verdict=None if sequence is None else Verdict.APPEND,
+        sequence=sequence,
+        reservation=None,
+        token_ids=job.token_ids,
+        start=0,
+        block_ids=[],
+        length_after=num_tokens,
+        specs={},
+        seed=None,
+        ttl_s=None,
+    )
+
+
+def prompt(num_tokens: int, principal: str = "me") -> RunningAppend:
+    """A new sequence."""
+    return running(num_tokens, principal, None)
+
+
+def decode(principal: str = "me", num_tokens: int = 1) -> RunningAppend:
+    """An append to a sequence."""
+    return running(num_tokens, principal, SEQUENCE)
+
+
+def batcher(max_rows: int) -> Batcher:
+    """A batcher for which no time passes."""
+    return Batcher(max_rows, None, Clock())
+
+
+def rows_of(chunks: list[Chunk]) -> list[int]:
+    """Rows of each chunk, in their order."""
+    return [chunk.num_rows for chunk in chunks]
+
+
+def by_principal(chunks: list[Chunk]) -> dict[str, int]:
+    """Rows of each principal."""
+    counts: Counter[str] = Counter()
+    for chunk in chunks:
+        counts[chunk.run.job.principal] += chunk.num_rows
+    return dict(counts)
+
+
+def advance(chunks: list[Chunk], runs: list[RunningAppend]) -> list[RunningAppend]:
+    """Run the chunks and return what has rows left."""
+    for chunk in chunks:
+        chunk.run.cursor += chunk.num_rows
+    return [run for run in runs if run.remaining]
+
+
+def test_decodes_that_fit_are_all_run_in_their_order() -> None:
+    """Nothing is shared out while there is enough."""
+    runs = [decode("a"), decode("b", 3), decode("a", DECODE_ROWS)]
+    chunks = batcher(64).plan(runs)
+    assert [chunk.run for chunk in chunks] == runs
+    assert rows_of(chunks) == [1, 3, 8]
+
+
+def test_one_alone_has_the_whole_step() -> None:
+    """The oldest prompt at least half, the rest to the shortest first."""
+    runs = [prompt(200), prompt(60), prompt(12)]
+    chunks = batcher(40).plan(runs)
+    assert [(chunk.run, chunk.num_rows) for chunk in chunks] == [(runs[0], 20), (runs[2], 12), (runs[1], 8)]
+
+
+def test_prefill_rows_are_shared_equally_between_principals() -> None:
+    """However many prompts one of them sends, and however long."""
+    runs = [*(prompt(1000, "flood") for _ in range(50)), prompt(300, "calm")]
+    assert by_principal(batcher(64).plan(runs)) == {"flood": 32, "calm": 32}
+
+
+def test_what_one_does_not_need_goes_to_the_others() -> None:
+    """A short prompt takes what it has, two long ones share the rest."""
+    runs = [prompt(1000, "a"), prompt(10, "b"), prompt(1000, "c")]
+    assert by_principal(batcher(100).plan(runs)) == {"a": 45, "b": 10, "c": 45}
+
+
+def test_principals_take_turns_where_there_is_no_room_for_all() -> None:
+    """16 rows for 30 principals: two at a time, and after a round all have had the same."""
+    each = batcher(16)
+    runs = [prompt(10_000, f"p{i}") for i in range(30)]
+    served: Counter[str] = Counter()
+    for _ in range(30):
+        chunks = each.plan(runs)
+        assert len(chunks) == 2
+        served.update(by_principal(chunks))
+        advance(chunks, runs)
+    assert set(served.values()) == {16}
+
+
+def test_who_comes_later_has_no_credit_for_its_absence() -> None:
+    """A newcomer starts level: it neither waits nor goes first for long."""
+    each = batcher(8)
+    old = [prompt(10_000, "a"), prompt(10_000, "b")]
+    for _ in range(100):
+        advance(each.plan(old), old)
+    runs = [*old, prompt(10_000, "new")]
+    served: Counter[str] = Counter()
+    for _ in range(30):
+        chunks = each.plan(runs)
+        served.update(by_principal(chunks))
+        advance(chunks, runs)
+    assert set(served.values()) == {80}
+
+
+def test_decodes_that_do_not_fit_are_shared_between_principals() -> None:
+    """One principal's thousand decodes do not hold up another's one, nor do they starve."""
+    each = batcher(64)
+    many = [decode("many") for _ in range(1000)]
+    chunks = each.plan([*many, decode("few"), decode("few")])
+    assert by_principal(chunks) == {"many": 62, "few": 2}
+    left = advance(chunks, many)
+    num_steps = 1
+    while left:
+        left = advance(each.plan([*left, decode("few"), decode("few")]), left)
+        num_steps += 1
+    assert num_steps == 17
+
+
+def test_more_principals_than_rows_take_turns() -> None:
+    """Everyone's decode is run within so many steps as it takes to serve all once."""
+    each = batcher(4)
+    runs = [decode(f"p{i}") for i in range(10)]
+    num_steps = 0
+    left = runs
+    while left:
+        left = advance(each.plan(left), left)
+        num_steps += 1
+    assert num_steps == 3
+
+
+def test_a_prompt_is_not_starved_by_decodes_that_fill_every_step() -> None:
+    """One row in eight is kept for prefills, once it is known what decodes alone take."""
+    each = batcher(64)
+    waiting = prompt(400)
+    for _ in range(200):
+        chunks = each.plan([*(decode() for _ in range(100)), waiting])
+        assert sum(rows_of(chunks)) <= 64
+        each.ran(chunks, 10_000_000)
+        if not advance(chunks, [waiting]):
+            break
+    assert waiting.remaining == 0
+
+
+def test_a_flood_of_short_prompts_is_a_flood_of_prompts() -> None:
+    """New sequences are prefills however short they are, so they do not crowd out the decodes."""
+    each = batcher(512)
+    for _ in range(10):
+        each.ran(each.plan([decode()]), 10_000_000)
+    chunks = each.plan([decode("calm"), *(prompt(2, "flood") for _ in range(400))])
+    assert chunks[0].run.job.principal == "calm"
+    assert by_principal(chunks) == {"calm": 1, "flood": 16}
+
+
+def test_prefills_are_held_back_only_while_somebody_decodes() -> None:
+    """A decode step takes 10 ms, so do 200 prefill rows; without decodes 512 are run."""
+    clock = Clock()
+    each = Batcher(512, None, clock)
+    calm, flood = decode("calm"), prompt(10**6, "flood")
+    for _ in range(50):
+        for runs in ([calm], [calm, flood]):
+            calm.job.submitted_ns = clock.now_ns
+            chunks = each.plan(runs)
+            step_ns = 10_000_000 + 50_000 * sum(chunk.num_rows for chunk in chunks if chunk.run is flood)
+            clock.now_ns += step_ns
+            each.ran(chunks, step_ns)
+    calm.job.submitted_ns = clock.now_ns
+    assert 180 <= by_principal(each.plan([calm, flood]))["flood"] <= 200
+    clock.now_ns += 2 * 10**9
+    assert by_principal(each.plan([flood])) == {"flood": 512}
+
+
+def test_every_plan_makes_progress() -> None:
+    """Whatever runs, in whatever room, is ended by steps of at least one row, none above the bound."""
+    for max_rows in (2, 3, 16, 17, 512):
+        each = batcher(max_rows)
+        runs = [prompt(33, "a"), decode("b"), prompt(1, "b"), decode("a", 8), prompt(70, "c"), decode("c", 5)]
+        runs = [replace(run) for run in runs]
+        left, num_steps = runs, 0
+        while left:
+            chunks = each.plan(left)
+            assert len({id(chunk.run) for chunk in chunks}) == len(chunks)
+            assert all(1 <= chunk.num_rows <= chunk.run.remaining for chunk in chunks)
+            assert 1 <= sum(rows_of(chunks)) <= max_rows
+            each.ran(chunks, 1_000_000)
+            left = advance(chunks, left)
+            num_steps += 1
+            assert num_steps < 500

@@ -49,6 +49,8 @@ PHRASES = (
     ("with contextlib.ExitStack", "with contextlib.AsyncExitStack"),
     ("stack.enter_context(", "await stack.enter_async_context("),
     ("a Cache cannot be", "an AsyncCache cannot be"),
+    ("``with``", "``async with``"),
+    ("use `with`", "use `async with`"),
     ("Ctrl-C and ``break`` leave", "Cancelling and ``break`` leave"),
     ("Ctrl-C", "a cancellation"),
     ("StopIteration", "StopAsyncIteration"),

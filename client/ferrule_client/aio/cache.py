@@ -37,8 +37,8 @@ class AsyncCache:
     """One sequence on the server, and the handle at its newest state.
 
     Made by ``AsyncClient.prefill``, ``AsyncCache.fork`` or ``AsyncClient.adopt``. A handle is a value and never
-    changes; a cache is the thing that moves: each call that appends replaces ``handle``. Leaving ``with`` releases the
-    sequence.
+    changes; a cache is the thing that moves: each call that appends replaces ``handle``. Leaving ``async with``
+    releases the sequence.
 
     **Pending.** A token that the model has drawn is not in its KV cache until it is sent back. ``decode`` leaves that
     to you: it appends exactly the tokens you give. The loops, ``generate`` and ``verify``, hand tokens out and keep
@@ -93,7 +93,7 @@ class AsyncCache:
 
     def __del__(self) -> None:
         if "tip" in self.__dict__ and not self.tip.is_released:
-            text = f"{self!r} was never released; its KV stays on the server until the lease ends: use `with`"
+            text = f"{self!r} was never released; its KV stays on the server until the lease ends: use `async with`"
             self._calls.give_up()
             warnings.warn(text, ResourceWarning, source=self, stacklevel=1)
 
@@ -511,7 +511,7 @@ class AsyncCache:
         return info
 
     async def release(self, *, timeout: Timeout = USE_DEFAULT) -> Released:
-        """End the sequence and free its blocks. Leaving ``with`` does it; releasing twice changes nothing.
+        """End the sequence and free its blocks. Leaving ``async with`` does it; releasing twice changes nothing.
 
         Args:
             timeout: Seconds this may take, retries included.

@@ -54,7 +54,7 @@ _NEVER_READY = ("draining", "failed")
 class AsyncClient:
     """A connection to one Ferrule server. Safe to use from several tasks; the caches it makes are not.
 
-    Make one with ``AsyncClient.connect`` and use it in ``with``::
+    Make one with ``AsyncClient.connect`` and use it in ``async with``::
 
         async with AsyncClient.connect("127.0.0.1:50051") as client:
             async with client.prefill(await client.encode("def area(")) as cache:
@@ -91,7 +91,7 @@ class AsyncClient:
             max_retries: Times a call is tried again after a broken connection.
 
         Returns:
-            The client; close it, or use it in ``with``.
+            The client; close it, or use it in ``async with``.
 
         Raises:
             TypeError: ``target`` is no text.
@@ -165,7 +165,7 @@ class AsyncClient:
             timeout: Seconds this may take, retries included.
 
         Returns:
-            The cache. Use it in ``with``, which releases the sequence at the end.
+            The cache. Use it in ``async with``, which releases the sequence at the end.
 
         Raises:
             InvalidRequestError: The prompt is empty, or a token is out of the vocabulary.

@@ -87,7 +87,7 @@ async def _serve(config: ServerConfig) -> int:
 
     limits = ApiLimits(min_ttl_s=MIN_TTL_S, default_ttl_s=DEFAULT_TTL_S, max_ttl_s=config.max_ttl_s)
     failpoints = _failpoints(config)
-    access, tls = access_of(config), tls_of(config)
+    tls, access = tls_of(config), access_of(config)
     state = ServerState(config.instance, secrets.token_hex(6), __version__, limits, access.limits_of)
     server = ApiServer(state, access, has_reflection=config.has_reflection)
     address = server.bind(config.listen, tls)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import hashlib
 import logging
+import os
 import secrets
+import string
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +31,7 @@ from ferrule_server.api.handlers import OPEN_SERVICES, ROLES
 from ferrule_server.api.token_file import TokenFile
 from ferrule_server.config import ServerConfig, parse_config
 from ferrule_server.errors import ConfigError, TokenInvalid
+from ferrule_server.kv import store
 from ferrule_server.kv.handle import handle_id_of
 from ferrule_server.quotas import QuotaLimits
 from tests.api.harness import (
@@ -463,6 +468,50 @@ def test_its_owner_gets_another_answer(secured: Secured, name: str) -> None:
     assert ("HANDLE_UNKNOWN" in str(answers[0])) is False
 
 
+def test_a_handle_with_one_character_changed_is_refused(secured: Secured) -> None:
+    """Wherever it is changed: nobody comes by a handle but by being given it."""
+    alice = secured.as_(ALICE)
+    handle = alice.prefill()
+    for index, character in enumerate(handle.cache_id):
+        for other in ({"A", "z", "0", "_", ".", chr(ord(character) ^ 1)} - {character}) & set(string.printable):
+            cache_id = handle.cache_id[:index] + other + handle.cache_id[index + 1 :]
+            changed = types_pb2.KvCacheHandle(cache_id=cache_id, length=handle.length, lineage=handle.lineage)
+            with refused() as refusals:
+                alice.decode(changed, 7)
+            expected = {"HANDLE_UNKNOWN", "EPOCH_CHANGED", "WRONG_INSTANCE", "INVALID_FIELD"}
+            assert refusals[0].reason in expected, cache_id
+    for index in range(len(handle.lineage)):
+        lineage = bytearray(handle.lineage)
+        lineage[index] ^= 1
+        changed = types_pb2.KvCacheHandle(cache_id=handle.cache_id, length=handle.length, lineage=bytes(lineage))
+        with refused() as refusals:
+            alice.decode(changed, 7)
+        assert refusals[0].reason == "HANDLE_STALE"
+    assert alice.decode(handle) == handle
+
+
+def test_ids_are_drawn_from_the_random_numbers_of_the_system(secured: Secured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 bits of them and nothing else; as many ones as zeros, none seen twice."""
+    alice, drawn = secured.as_(ALICE), []
+
+    def token_bytes(num_bytes: int) -> bytes:
+        drawn.append(os.urandom(num_bytes))
+        return drawn[-1]
+
+    monkeypatch.setattr(secrets, "token_bytes", token_bytes)
+    handles = [alice.prefill() for _ in range(3)]
+    secret_parts = [handle.cache_id.rpartition(".")[2] for handle in handles]
+    assert [base64.urlsafe_b64decode(part + "==") for part in secret_parts] == drawn
+    monkeypatch.undo()
+    assert alice.release(*handles) == [True] * 3
+    sample = [store._new_secret() for _ in range(20_000)]
+    assert {len(secret) for secret in sample} == {16}
+    assert len(set(sample)) == len(sample)
+    num_ones = sum(int.from_bytes(secret).bit_count() for secret in sample)
+    num_bits = 128 * len(sample)
+    assert abs(num_ones - num_bits / 2) < 5 * (num_bits / 4) ** 0.5  # five standard deviations
+
+
 def test_foreign_calls_changed_nothing(secured: Secured, theirs: dict[str, types_pb2.KvCacheHandle]) -> None:
     """Alice's sequences are where she left them, whatever Bob tried on them."""
     alice = secured.as_(ALICE)
@@ -574,6 +623,41 @@ def test_a_stream_ends_when_its_token_goes_and_its_sequences_live_on(changing: S
     assert moved.length == handle.length + 1
     stream.close()
     other.close()
+
+
+def test_a_quiet_stream_ends_too_when_its_token_goes(
+    changing: Secured, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a frame of the client's; the streams of others go on. A fault on the way is logged and passes."""
+    handle = changing.as_(BOB).prefill()
+    quiet, other = _Stream(changing.server, ALICE), _Stream(changing.server, BOB)
+    quiet.exchange(changing.as_(ALICE).prefill(), 7)
+    other.exchange(handle, 7)
+    _write(changing.path, BOB)
+    faults = [RuntimeError("a bug")]
+
+    def refresh() -> None:
+        if faults:
+            raise faults.pop()
+        changing.tokens.refresh()
+
+    monkeypatch.setattr(changing.server.access, "refresh", refresh)
+    monkeypatch.setattr(serve, "_REFRESH_S", 0.01)
+    changing.server.run(_restarted(changing.server.server))
+    with refused() as refusals:
+        next(quiet.call)
+    assert "tokens not read" in caplog.text
+    assert refusals[0].reason == "TOKEN_INVALID"
+    assert other.exchange(handle, 7) == other.exchange(handle, 7)
+    quiet.close()
+    other.close()
+
+
+async def _restarted(server: serve.ApiServer) -> None:
+    """Look at the token file at the pace set now."""
+    assert server._refreshing is not None
+    server._refreshing.cancel()
+    server._refreshing = asyncio.create_task(server._refresh_access())
 
 
 def test_a_reflection_stream_ends_when_its_token_goes(changing: Secured) -> None:

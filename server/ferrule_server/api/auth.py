@@ -124,12 +124,15 @@ def access_of(config: ServerConfig) -> Access:
     Raises:
         ConfigError: The token file is unusable.
     """
-    _warn_of_exposure(config)
+    access: Access
     if config.token_file is not None:
-        return TokenAccess(TokenFile(config.token_file, config.quotas))
-    if config.tls_client_ca is not None:
-        return CertificateAccess(config.admins, config.quotas)
-    return OpenAccess(is_admin=config.listen.is_local, quotas=config.quotas)
+        access = TokenAccess(TokenFile(config.token_file, config.quotas))
+    elif config.tls_client_ca is not None:
+        access = CertificateAccess(config.admins, config.quotas)
+    else:
+        access = OpenAccess(is_admin=config.listen.is_local, quotas=config.quotas)
+    _warn_of_exposure(config)
+    return access
 
 
 def principal_of_certificate(properties: Mapping[str, Iterable[bytes]]) -> str:

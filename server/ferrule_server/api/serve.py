@@ -170,10 +170,14 @@ class ApiServer:
             self._socket_path = None
 
     async def _refresh_access(self) -> None:
-        """Take up changes of the token file, off the event loop: its file system may be slow."""
+        """Take up changes of the token file, off the event loop: its file system may be slow. Never ends by itself."""
         while True:
             await asyncio.sleep(_REFRESH_S)
-            await asyncio.to_thread(self._access.refresh)
+            try:
+                await asyncio.to_thread(self._access.refresh)
+            except Exception:  # noqa: BLE001  (logged; what is withdrawn later must still be refused)
+                _LOG.exception("tokens not read")
+            self.state.end_withdrawn_streams()
 
     def _add_port(self, address: ListenAddress, tls: TlsFiles | None) -> int:
         try:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from ferrule_server.api.inputs import InputReader
 from ferrule_server.api.limits import ApiLimits
+from ferrule_server.api.principal import Caller
 from ferrule_server.engine.counters import EngineSnapshot
 from ferrule_server.engine.jobs import Job, Sink
 from ferrule_server.errors import Draining, FerruleError, Starting
@@ -63,7 +64,13 @@ class Phase(enum.Enum):
 
 
 class Ending(Protocol):
-    """Something long-lived that a draining server ends: an open stream."""
+    """Something long-lived that the server may have to end: an open stream.
+
+    Attributes:
+        caller: Who opened it.
+    """
+
+    caller: Caller
 
     def is_quiet(self, quiet_s: float) -> bool:
         """Whether nothing is under way or waits to be written, and nothing was for ``quiet_s`` seconds."""
@@ -157,6 +164,14 @@ class ServerState:
         if self.phase is Phase.DRAINING:
             raise Draining
         return self.use()
+
+    def end_withdrawn_streams(self) -> None:
+        """End the streams whose callers' credentials have been withdrawn, also those that nothing happens on."""
+        for stream in list(self.streams):
+            try:
+                stream.caller.check()
+            except FerruleError as error:
+                stream.end(error)
 
     def end_streams(self, error: FerruleError) -> None:
         """End every open stream with ``error``."""

@@ -65,8 +65,8 @@ class DecodeStream:
         self._limits = state.limits
         self._state = state
         self._context = context
-        self._caller = caller_of(context)
-        self._principal = self._caller.principal
+        self.caller = caller_of(context)
+        self._principal = self.caller.principal
         self._pending: dict[Job, PlannedAppend] = {}
         self._releases: dict[Job, list[executor_pb2.StreamResult]] = {}
         self._frames: list[tuple[executor_pb2.StreamDecodeResponse, int]] = []
@@ -231,7 +231,7 @@ class DecodeStream:
         while (request := await self._context.read()) is not grpc.aio.EOF:
             if isinstance(request, Malformed):
                 raise request.error()
-            self._caller.check()
+            self.caller.check()
             if self._state.phase is Phase.CLOSING:
                 return  # whoever drains ends the stream once it is quiet; this frame is among what is not taken
             self._state.use()

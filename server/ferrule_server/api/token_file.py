@@ -129,13 +129,14 @@ class TokenFile:
     def _read(self) -> TokenTable:
         try:
             text = read_small(self._path).decode("utf-8-sig")
+            mode = stat.S_IMODE(self._path.stat().st_mode)
         except OSError as error:
             raise ConfigError(f"{self._named}: {error.strerror or error}") from None
         except UnicodeDecodeError:
             raise ConfigError(f"{self._named}: is no text in UTF-8") from None
         if not text.strip():  # what a file looks like while it is written anew; comments alone do withdraw everything
             raise self._empty()
-        self._warn_of_mode()
+        self._warn_of_mode(mode)
         try:
             return parse_tokens(text)
         except ConfigError as error:
@@ -164,9 +165,8 @@ class TokenFile:
             len(withdrawn),
         )
 
-    def _warn_of_mode(self) -> None:
+    def _warn_of_mode(self, mode: int) -> None:
         """Say once that others than the owner can get at the file."""
-        mode = stat.S_IMODE(self._path.stat().st_mode)
         is_open = bool(mode & 0o077)
         if is_open and not self._is_open_to_others:
             what = "change" if mode & 0o022 else "read"

@@ -18,6 +18,7 @@ from ferrule_client import (
     ExecutorError,
     HandleNotFoundError,
     Output,
+    RequestIdReusedError,
     UnavailableError,
     greedy,
     no_output,
@@ -314,3 +315,36 @@ def test_loop_survives_the_end_of_its_server(port: int, seed: int | None) -> Non
                 assert cache.num_recoveries == 1
                 assert [one.length for one in client.list_caches()] == [cache.length]
                 cache.release()
+
+
+def test_expired_sequence_of_a_real_server_comes_back() -> None:
+    """The lease was granted, ran out, and the next call says so, or goes on."""
+    with RunningServer() as server, Client.connect(server.address.target) as client:
+        plain = client.prefill([1, 2, 3], policy=no_output(), ttl=7, keep_alive=False)
+        (branch,) = plain.fork(ttl=9)
+        cache = client.prefill([1, 2, 3], policy=no_output(), ttl=7, keep_alive=False, recover=True)
+        assert [one.tip.ttl_s for one in (plain, branch, cache)] == [7.0, 9.0, 7.0]
+        expected = client.decode_many([plain, cache], [4, 4], policy=greedy())[1].token
+        server.clock.offset_s += 30.0
+        with pytest.raises(HandleNotFoundError) as caught:
+            plain.query(greedy())
+        assert (caught.value.reason, caught.value.token_ids) == ("HANDLE_EXPIRED", [1, 2, 3, 4])
+        assert cache.query(greedy()).token == expected
+        assert (cache.num_recoveries, cache.tip.ttl_s) == (1, 7.0)
+        assert cache.info(token_ids=True).token_ids == (1, 2, 3, 4)
+        client.release([plain, branch, cache])
+
+
+def test_request_id_of_ones_own_names_one_sequence() -> None:
+    """Asked for twice, by two clients, it is made once; with another prompt the server refuses it."""
+    with RunningServer() as server, Client.connect(server.address.target) as client:
+        other = Client.connect(server.address.target)
+        cache = client.prefill([1, 2], request_id="mine")
+        again = other.prefill([1, 2], request_id="mine")
+        assert again.last is not None
+        assert again.last.replayed
+        assert again.detach() == cache.handle
+        with pytest.raises(RequestIdReusedError):
+            other.prefill([1, 3], request_id="mine")
+        cache.release()
+        other.close()

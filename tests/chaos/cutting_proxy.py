@@ -142,7 +142,8 @@ class CuttingProxy:
         link = Link(chance, None if self.mean_bytes is None else chance.expovariate(1 / self.mean_bytes), [writer])
         self._links.add(link)
         try:
-            await self._serve(link, reader, writer)
+            with contextlib.suppress(asyncio.CancelledError):  # by _close; Python 3.11's streams would log it
+                await self._serve(link, reader, writer)
         finally:
             _end(link, is_reset=False)
             self._links.discard(link)

@@ -30,7 +30,6 @@ _PAUSE_S = 0.005
 CHANNEL_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 10),
-    ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 100),
 ]
 """Connections of one's own, and back within milliseconds: gRPC's default waits a second and more."""

@@ -1,0 +1,124 @@
+"""Clients that come to a bad end, many to a process: ``python -m tests.chaos.churn_clients``.
+
+Each has a connection of its own, makes sequences with the shortest lease, works on them by every kind of call, and
+leaves some of them behind. It prints ``up`` once every client has its first sequence. What ends it is its parent's
+affair (SIGKILL, SIGSTOP, a partition), or its own: calls cancelled under way, or given too little time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import os
+import random
+import sys
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+
+from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, policy_pb2, types_pb2
+
+TTL_S = 5
+SELF_ENDING = ("cancel", "timeout")
+GREEDY = policy_pb2.LogitsReturnPolicy(greedy_argmax=policy_pb2.GreedyArgmax())
+_OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 50)]
+_CALL_S = 20.0
+
+
+class Client:
+    """One client.
+
+    Args:
+        target: Where to connect to.
+        fate: ``cancel`` and ``timeout`` spoil its own calls; with any other it behaves.
+        seed: Of all it does.
+    """
+
+    def __init__(self, target: str, fate: str, seed: str) -> None:
+        self._channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
+        self._stub = executor_pb2_grpc.ModelExecutorServiceStub(self._channel)
+        self._fate = fate
+        self._chance = random.Random(seed)
+
+    async def run(self, up: asyncio.Semaphore) -> None:
+        """Work for ever."""
+        for number in itertools.count():
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
+                await self._live(number, up)
+
+    async def _live(self, number: int, up: asyncio.Semaphore) -> None:
+        """One sequence: prefill, work, and release it or not."""
+        prompt = [self._chance.randrange(256) for _ in range(self._chance.randint(1, 60))]
+        options = executor_pb2.CacheOptions(ttl=Duration(seconds=TTL_S))
+        message = executor_pb2.PrefillInput(input_ids=prompt, logits_policy=GREEDY, cache=options)
+        reply = await self._stub.Prefill(executor_pb2.PrefillRequest(input=message), timeout=_CALL_S)
+        if number == 0:
+            up.release()
+        handle = reply.output.kv_cache
+        for _ in range(self._chance.randint(1, 12)):
+            work = self._chance.choice((self._decode, self._decode, self._stream, self._fork))
+            handle = await work(handle)
+        if self._chance.random() < 0.8:
+            await self._stub.ReleaseCache(cache_pb2.ReleaseCacheRequest(kv_caches=[handle]), timeout=_CALL_S)
+
+    async def _decode(self, handle: types_pb2.KvCacheHandle) -> types_pb2.KvCacheHandle:
+        request = executor_pb2.DecodeRequest(input=self._item(handle))
+        call = self._stub.Decode(request, timeout=self._patience())
+        self._spoil(call)
+        return (await call).output.kv_cache
+
+    async def _stream(self, handle: types_pb2.KvCacheHandle) -> types_pb2.KvCacheHandle:
+        call = self._stub.StreamDecode(timeout=self._patience())
+        self._spoil(call)
+        for seq in range(self._chance.randint(1, 8)):
+            item = executor_pb2.StreamItem(seq=seq, decode=self._item(handle))
+            await call.write(executor_pb2.StreamDecodeRequest(items=[item]))
+            frame = await call.read()
+            if not isinstance(frame, executor_pb2.StreamDecodeResponse) or frame.results[0].HasField("error"):
+                break
+            handle = frame.results[0].decode.kv_cache
+        call.cancel()
+        return handle
+
+    async def _fork(self, handle: types_pb2.KvCacheHandle) -> types_pb2.KvCacheHandle:
+        request = cache_pb2.ForkCacheRequest(kv_cache=handle, count=1)
+        branch = (await self._stub.ForkCache(request, timeout=_CALL_S)).kv_caches[0]
+        if self._chance.random() < 0.8:
+            await self._stub.ReleaseCache(cache_pb2.ReleaseCacheRequest(kv_caches=[handle]), timeout=_CALL_S)
+        return branch
+
+    def _item(self, handle: types_pb2.KvCacheHandle) -> executor_pb2.DecodeInput:
+        token = self._chance.randrange(256)
+        return executor_pb2.DecodeInput(input_ids=[token], kv_cache=handle, logits_policy=GREEDY)
+
+    def _patience(self) -> float:
+        return self._chance.uniform(0.0005, 0.01) if self._fate == "timeout" else _CALL_S
+
+    def _spoil(self, call: grpc.aio.Call) -> None:
+        """Cancel the call in a moment, if that is this client's fate."""
+        if self._fate == "cancel":
+            asyncio.get_running_loop().call_later(self._chance.uniform(0, 0.008), call.cancel)
+
+
+async def _main(target: str, fate: str, num_clients: int, seed: str, seconds: float) -> None:
+    up = asyncio.Semaphore(0)
+    clients = [Client(target, fate, f"{seed}:{index}") for index in range(num_clients)]
+    tasks = [asyncio.create_task(client.run(up)) for client in clients]
+    for _ in clients:
+        await up.acquire()
+    sys.stdout.write("up\n")
+    sys.stdout.flush()
+    await asyncio.wait(tasks, timeout=seconds)
+    os._exit(0)  # as a crash does: nothing is released, no connection closed in order
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("target")
+    parser.add_argument("fate")
+    parser.add_argument("num_clients", type=int)
+    parser.add_argument("seed")
+    parser.add_argument("seconds", type=float)
+    asyncio.run(_main(**vars(parser.parse_args())))

@@ -1,0 +1,224 @@
+"""Clients die, freeze, hang up, lose patience and fall behind a partition; the server forgets them all.
+
+The clients are processes of many each, so that what kills and freezes them is the system. Their leases are the shortest
+there are; nothing but leases gives back what they leave.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.chaos.churn_clients import SELF_ENDING, TTL_S
+from tests.chaos.cutting_proxy import CuttingProxy
+from tests.chaos.figures import report, seed_of_run
+from tests.chaos.server_process import ServerProcess, wait_for
+
+MINUTES = float(os.environ.get("FERRULE_CHAOS_MINUTES", "10"))
+FATES = ("kill", "freeze", "partition", *SELF_ENDING)
+CLIENTS_PER_PROCESS = 20
+MIN_CLIENTS = 1000
+MIN_OPERATIONS_PER_S = 100.0
+NUM_AT_ONCE = 4
+LIFE_S = (1.0, 4.0)
+BURIED_AFTER_S = 12.0
+WARM_UP_SHARE = 0.3
+MAX_GROWTH_BYTES = 16 << 20
+"""In ten minutes; tombstones, a few hundred bytes for each sequence that expired, are kept as long and are among it."""
+MIN_MINUTES_FOR_GROWTH = 5.0
+
+
+@dataclass(eq=False)
+class Group:
+    """Clients of one process and what becomes of them.
+
+    Attributes:
+        due_at: When it happens. buried_at: when the process is killed at the latest.
+    """
+
+    fate: str
+    process: subprocess.Popen[bytes]
+    proxy: CuttingProxy | None
+    due_at: float
+    buried_at: float = 0.0
+
+    def strike(self) -> None:
+        """Let its fate come; the process of a frozen or partitioned group stays for a while."""
+        now = time.monotonic()
+        self.buried_at = now
+        if self.fate == "freeze":
+            self.process.send_signal(signal.SIGSTOP)
+            self.buried_at = now + BURIED_AFTER_S
+        elif self.proxy is not None:
+            self.proxy.freeze()
+            self.process.kill()  # the ends of its connections never reach the server
+            self.buried_at = now + BURIED_AFTER_S
+        elif self.fate == "kill":
+            self.process.kill()
+        else:
+            self.process.wait(30)
+
+    def bury(self) -> None:
+        """Take away what is left of it."""
+        self.process.kill()
+        self.process.wait()
+        if self.proxy is not None:
+            self.proxy.__exit__(None, None, None)
+
+
+@dataclass
+class Churn:
+    """Groups of clients that come and go.
+
+    Attributes:
+        ended: Clients by what became of them.
+    """
+
+    server: ServerProcess
+    chance: random.Random
+    ended: Counter[str] = field(default_factory=Counter)
+    _living: list[Group] = field(default_factory=list)
+    _dying: list[Group] = field(default_factory=list)
+    _fates: itertools.cycle[str] = field(default_factory=lambda: itertools.cycle(FATES))
+
+    def turn(self) -> None:
+        """Begin groups where some are missing, let fates come that are due, bury the dead."""
+        while len(self._living) < NUM_AT_ONCE:
+            self._living.append(self._begin(next(self._fates)))
+        now = time.monotonic()
+        for group in [group for group in self._living if group.due_at <= now]:
+            self._strike(group)
+        for group in [group for group in self._dying if group.buried_at <= now]:
+            self._dying.remove(group)
+            group.bury()
+
+    def finish(self) -> None:
+        """Let every fate come now."""
+        for group in list(self._living):
+            self._strike(group)
+
+    def bury_all(self) -> None:
+        """Take away every process."""
+        for group in self._living + self._dying:
+            group.bury()
+        self._living, self._dying = [], []
+
+    def _begin(self, fate: str) -> Group:
+        proxy = CuttingProxy(self.server.port).__enter__() if fate == "partition" else None
+        target = self.server.target if proxy is None else proxy.target
+        life_s = self.chance.uniform(*LIFE_S)
+        seed = str(self.chance.getrandbits(32))
+        command = [sys.executable, "-m", "tests.chaos.churn_clients", target, fate, str(CLIENTS_PER_PROCESS), seed]
+        seconds = life_s if fate in SELF_ENDING else 600
+        process = subprocess.Popen([*command, str(seconds)], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        process.stdout.close()
+        return Group(fate, process, proxy, time.monotonic() + life_s)
+
+    def _strike(self, group: Group) -> None:
+        self._living.remove(group)
+        self._dying.append(group)
+        group.strike()
+        self.ended[group.fate] += CLIENTS_PER_PROCESS
+
+
+def num_operations(server: ServerProcess) -> int:
+    """Return how many appends the server has carried out."""
+    status = server.status()
+    return status.num_prefills + status.num_decodes
+
+
+def held(process: psutil.Process) -> tuple[int, int]:
+    """Return its file descriptors and threads."""
+    return process.num_fds(), process.num_threads()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60 * (MINUTES + 5))
+def test_a_thousand_clients_come_to_bad_ends_and_leave_nothing(tmp_path: Path) -> None:
+    """Pool empty within TTL + 1 s, no descriptor, no thread left, memory flat while it lasts."""
+    seed = seed_of_run()
+    arguments = ("--executor", "paged-reference", "--kv-memory", "32MiB", "--log-level", "error")
+    with ServerProcess(tmp_path / "log", *arguments) as server:
+        churn = Churn(server, random.Random(seed))
+        try:
+            figures = run_churn(server, churn)
+        finally:
+            churn.bury_all()
+    report("churn", seed=seed, ttl_s=TTL_S, clients=churn.ended.total(), ended=dict(churn.ended), **figures)
+    assert churn.ended.total() >= MIN_CLIENTS * min(1.0, MINUTES / 3)
+    assert set(churn.ended) == set(FATES)
+    assert figures["operations_per_s"] >= MIN_OPERATIONS_PER_S, "too quiet a run proves nothing"
+    assert figures["pool_empty_after_s"] <= TTL_S + 1
+    grown = figures["rss_growth_per_10_min_bytes"]
+    assert MINUTES < MIN_MINUTES_FOR_GROWTH or grown <= MAX_GROWTH_BYTES, f"{grown} bytes in 10 minutes"
+
+
+def run_churn(server: ServerProcess, churn: Churn) -> dict[str, float]:
+    """Let clients come and go, then let all of them come to their ends; returns what was measured."""
+    watched = server.watched
+    for _ in FATES:  # the threads and buffers that the first clients bring are there for those that follow
+        churn.turn()
+    settle(server, churn)
+    before = held(watched)
+    started, first_count = time.monotonic(), num_operations(server)
+    samples: list[tuple[float, int]] = []
+    while (now := time.monotonic()) < started + 60 * MINUTES:
+        churn.turn()
+        samples.append((now - started, watched.memory_info().rss))
+        time.sleep(0.05)
+    elapsed_s, count = time.monotonic() - started, num_operations(server) - first_count
+    churn.finish()
+    empty_after_s = wait_for("pool not empty", lambda: server.used_blocks == 0, TTL_S + 1)
+    # The frozen are still frozen and the partition stands: the server itself has to give these connections up.
+    quiet_after_s = empty_after_s + wait_for(f"more than {before}", lambda: is_within(held(watched), before), 30)
+    churn.bury_all()
+    slope = rss_slope(samples)
+    status = server.status()
+    assert status.live_sequences == 0
+    return {
+        "minutes": round(elapsed_s / 60, 2),
+        "operations": count,
+        "operations_per_s": round(count / elapsed_s, 1),
+        "pool_empty_after_s": round(empty_after_s, 2),
+        "descriptors_and_threads_back_after_s": round(quiet_after_s, 2),
+        "descriptors_before": before[0],
+        "descriptors_after": held(watched)[0],
+        "threads_before": before[1],
+        "threads_after": held(watched)[1],
+        "rss_mib": round(samples[-1][1] / 2**20, 1),
+        "rss_growth_per_10_min_bytes": round(600 * slope),
+    }
+
+
+def settle(server: ServerProcess, churn: Churn) -> None:
+    """End every client there is and wait until the server has nothing of them any more."""
+    churn.finish()
+    churn.bury_all()
+    wait_for("pool not empty", lambda: server.used_blocks == 0, TTL_S + 1)
+    time.sleep(2.0)  # connections close within milliseconds; nothing says when the last has
+    churn.ended.clear()
+
+
+def is_within(now: tuple[int, int], before: tuple[int, int]) -> bool:
+    """Whether neither descriptors nor threads have become more."""
+    return now[0] <= before[0] and now[1] <= before[1]
+
+
+def rss_slope(samples: list[tuple[float, int]]) -> float:
+    """Return the slope of the resident size in bytes per second, the warm-up left out."""
+    kept = np.array(samples[int(len(samples) * WARM_UP_SHARE) :], float)
+    return float(np.polyfit(kept[:, 0], kept[:, 1], 1)[0])

@@ -111,8 +111,8 @@ class DecodeStream:
         """End the stream: with its own status ``error``, or None for OK. Later calls change nothing."""
         self._is_ended = True
         self._has_news.set()
-        if not self._ended.done():
-            self._ended.set_result(error)
+        if not self._ended.done():  # a traceback would keep the client's frame, and this stream, in a cycle
+            self._ended.set_result(None if error is None else error.with_traceback(None))
 
     def is_quiet(self, quiet_s: float) -> bool:
         """Whether nothing is under way or waits to be written, and nothing was for ``quiet_s`` seconds."""
@@ -205,7 +205,7 @@ class DecodeStream:
         try:
             await self._read_frames()
         except FerruleError as error:
-            self.end(error.with_traceback(None))  # which would keep the frame, and this stream, in a cycle
+            self.end(error)
         except grpc.aio.BaseError as failure:
             await self._end_unless_hung_up(failure)
         except Exception as failure:  # noqa: BLE001  (fault_of logs it)

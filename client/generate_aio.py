@@ -18,9 +18,12 @@ import ast
 import re
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from source_edits import Edits, Module, last_name
 
 SOURCES = Path(__file__).resolve().parent / "ferrule_client"
 TARGET = SOURCES / "aio"
@@ -35,11 +38,11 @@ DUNDERS = {"__enter__": "__aenter__", "__exit__": "__aexit__", "__next__": "__an
 SEEDS = frozenset({"call", "pause", "receive", "_decode"})
 # Where a name that waits means something else: the last part of what it is called on.
 NEVER_WAIT_ON = frozenset({"_in_use", "_log", "log", "text", "tip"})
+# And the other way round: a name that waits and that much else has, too, with what ours is called on.
+ONLY_WAIT_ON = {"append": ("self", "_stream", "stream")}
+
 # Objects of the examples in docstrings; there, every `with` is about one of them.
 ACTORS = frozenset({"branch", "cache", "client", "stream", "text"})
-
-# And the other way round: names of methods that wait and that much else has, too, with what ours are called on.
-ONLY_WAIT_ON = {"append": ("self", "_stream", "stream")}
 
 # What no rule can know. Each must be found at least once, so that none outlives the text it is about.
 PHRASES = (
@@ -62,76 +65,6 @@ _HEADER = "# Written by client/generate_aio.py from client/ferrule_client/{name}
 
 _FUTURE = "from __future__ import annotations\n"
 _SYNC = "<the sync client>"  # stands for its package until the imports of twins are turned to the new one
-
-_Functions = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-class Module:
-    """One source module: its text, its syntax tree, and who is whose parent in it."""
-
-    def __init__(self, name: str, text: str) -> None:
-        self.name = name
-        self.text = text
-        self.tree = ast.parse(text)
-        self.public = _public_names(self.tree)
-        self.parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
-        self._starts = [0]
-        for line in text.encode().splitlines(keepends=True):
-            self._starts.append(self._starts[-1] + len(line))
-
-    def offset(self, line: int, column: int) -> int:
-        """Return the byte that a position of the tree stands for."""
-        return self._starts[line - 1] + column
-
-    def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
-        """Return the bytes of a node, first and behind the last."""
-        assert node.end_lineno is not None
-        assert node.end_col_offset is not None
-        return self.offset(node.lineno, node.col_offset), self.offset(node.end_lineno, node.end_col_offset)
-
-    def function_of(self, node: ast.AST) -> _Functions | None:
-        """Return the function that a node stands in, or None at the top."""
-        while (parent := self.parents.get(node)) is not None:
-            if isinstance(parent, _Functions):
-                return parent
-            if isinstance(parent, ast.Lambda):
-                return None
-            node = parent
-        return None
-
-    def functions(self) -> Iterator[ast.FunctionDef]:
-        """Yield every function."""
-        return (node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef))
-
-
-def _public_names(tree: ast.Module) -> list[str]:
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and _last_name(node.targets[0]) == "__all__":
-            return list(ast.literal_eval(node.value))
-    return []
-
-
-class Edits:
-    """Changes of a text, by byte; applied together, so that none moves another."""
-
-    def __init__(self) -> None:
-        self._changes: list[tuple[int, int, str]] = []
-
-    def replace(self, start: int, end: int, text: str) -> None:
-        """Put a text in the place of some bytes; none of them: insert it."""
-        self._changes.append((start, end, text))
-
-    def drop(self, start: int, end: int) -> None:
-        """Take some bytes out, with all changes within."""
-        self._changes = [one for one in self._changes if not start <= one[0] <= one[1] <= end]
-        self._changes.append((start, end, ""))
-
-    def apply(self, text: str) -> str:
-        """Return the changed text."""
-        data = text.encode()
-        for start, end, new in sorted(self._changes, reverse=True):
-            data = data[:start] + new.encode() + data[end:]
-        return data.decode()
 
 
 def waiting_names(modules: Iterable[Module]) -> frozenset[str]:
@@ -157,14 +90,8 @@ def is_waiting(call: ast.Call, names: Iterable[str]) -> bool:
         return call.func.id in names and call.func.id.startswith("_")
     if not isinstance(call.func, ast.Attribute) or call.func.attr not in names:
         return False
-    actor, name = _last_name(call.func.value), call.func.attr
+    actor, name = last_name(call.func.value), call.func.attr
     return actor in ONLY_WAIT_ON[name] if name in ONLY_WAIT_ON else actor not in NEVER_WAIT_ON
-
-
-def _last_name(node: ast.expr) -> str:
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _yields(function: ast.FunctionDef) -> bool:
@@ -186,7 +113,7 @@ def translate(module: Module, names: frozenset[str]) -> str:
     for function in waits:
         _make_async(module, function, edits)
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.With) and any(_last_name(item.context_expr) == "_lock" for item in node.items):
+        if isinstance(node, ast.With) and any(last_name(item.context_expr) == "_lock" for item in node.items):
             _prefix_async(module, node, edits)
         if isinstance(node, ast.ClassDef):
             for base in node.bases:
@@ -215,7 +142,7 @@ def _shared(module: Module, waits: set[ast.FunctionDef]) -> Iterator[tuple[ast.s
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 if not node.decorator_list:
                     yield node, node.name
-            elif (name := _last_name(_target(node))) in module.public:
+            elif (name := last_name(_target(node))) in module.public:
                 yield node, name
 
 
@@ -267,7 +194,7 @@ def _prefix_async(module: Module, node: ast.stmt, edits: Edits) -> None:
 
 
 def _rename_iterator(module: Module, node: ast.expr, edits: Edits) -> None:
-    if isinstance(node, ast.Subscript) and _last_name(node.value) == "Iterator":
+    if isinstance(node, ast.Subscript) and last_name(node.value) == "Iterator":
         start, end = module.span(node.value)
         edits.replace(start, end, "AsyncIterator")
 
@@ -374,7 +301,7 @@ def generate() -> dict[str, str]:
     stale = [old for old, _ in PHRASES if old not in used]
     if stale:
         raise ValueError(f"these are in no source any more, see PHRASES: {stale}")
-    return {name: _wrap(_format(name, text)) for name, text in texts.items()}
+    return {name: _wrap(text) for name, text in _format(texts).items()}
 
 
 def _wrap(text: str) -> str:
@@ -398,12 +325,16 @@ def _wrap(text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _format(name: str, text: str) -> str:
-    """Return the text as ruff writes it: imports sorted, without those that are not needed any more."""
-    for command in (["check", "--quiet", "--fix-only", "--select", "F401,I", "--exit-zero"], ["format", "--quiet"]):
-        ruff = [sys.executable, "-m", "ruff", *command, "--stdin-filename", str(TARGET / name), "-"]
-        text = subprocess.run(ruff, input=text, capture_output=True, text=True, check=True).stdout  # noqa: S603
-    return text
+def _format(texts: dict[str, str]) -> dict[str, str]:
+    """Return the modules as ruff writes them: imports sorted, without those that are not needed any more."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in texts.items():
+            Path(folder, name).write_text(text, "utf-8")
+        options = ["--quiet", "--no-cache", "--config", "pyproject.toml", folder]
+        for command in (["check", "--fix-only", "--select", "F401,I", "--exit-zero"], ["format"]):
+            ruff = [sys.executable, "-m", "ruff", *command, *options]
+            subprocess.run(ruff, cwd=SOURCES.parents[1], check=True)  # noqa: S603
+        return {name: Path(folder, name).read_text("utf-8") for name in texts}
 
 
 def drifted() -> list[str]:

@@ -28,7 +28,8 @@ DEVICE = ("numpy", "numba", "safetensors", "torch")
 # `executor.select`, which composes it. The server's version is open to all of the server.
 ALLOWED: dict[str, tuple[str, ...]] = {
     "ferrule_client": ("ferrule_client", "numpy", *WIRE),
-    "generate_aio": (),
+    "generate_aio": ("source_edits",),
+    "source_edits": (),
     "ferrule_client.cli*": ("ferrule_client", "numpy", "rich", *WIRE),
     "ferrule_client.demo*": ("ferrule_client", "numpy", "rich", *WIRE),
     "ferrule_server": (),

@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from ferrule_server.errors import HandleExpired
+from ferrule_server.errors import HandleExpired, HandleLost, HandleUnknown
+from ferrule_server.kv import registry
+from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.leases import PIN_RECHECK_S
-from ferrule_server.kv.store import DEFAULT_TTL_S, MIN_TTL_S, KvStore
+from ferrule_server.kv.store import DEFAULT_TTL_S, MIN_TTL_S, TOMBSTONE_S, KvStore
 from tests.kv.conftest import Put
 
 Advance = Callable[[float], None]
@@ -90,6 +92,90 @@ def test_work_in_flight_keeps_a_sequence_alive(store: KvStore, put: Put, advance
     store.abort(reservation)
     advance(PIN_RECHECK_S)
     assert store.expire() == [sequence.handle_id]
+
+
+@pytest.mark.parametrize("ended_s", [0.0, 0.1, 0.2, 0.3, 0.9, 1.0, 7.3])
+@pytest.mark.parametrize("kind", ["append", "branch", "pin"])
+def test_everything_is_back_within_a_second_of_the_last_pin(
+    store: KvStore, put: Put, advance: Advance, kind: str, ended_s: float
+) -> None:
+    """Whenever work on an overdue sequence fails, and however it had been pinned and looked at before."""
+    sequence = put([1, 2], ttl_s=5.0)
+    reservation = None
+    if kind == "append":
+        reservation = store.reserve_append(sequence, 9)
+    elif kind == "branch":
+        reservation = store.reserve_branch(sequence, 1, 9)
+    else:
+        sequence.num_pins += 1
+    advance(5.0)
+    for _ in range(round(ended_s * 10)):
+        assert store.expire() == []
+        advance(0.1)
+    if reservation is None:
+        sequence.num_pins -= 1
+    else:
+        store.abort(reservation)
+    waited_s = 0.0
+    while not store.expire():
+        wait_s = store.next_expiry()
+        assert wait_s is not None
+        advance(wait_s)
+        waited_s += wait_s
+    assert waited_s <= PIN_RECHECK_S < 0.5
+    assert (store.pool.num_used, store.next_expiry()) == (0, None)
+
+
+def test_a_renewal_under_a_pin_counts(store: KvStore, put: Put, advance: Advance) -> None:
+    """An overdue sequence that was kept alive meanwhile lives on for as long as that says, not until the next look."""
+    sequence = put([1], ttl_s=5.0)
+    reservation = store.reserve_append(sequence, 1)
+    advance(6.0)
+    assert store.expire() == []
+    store.renew(sequence, 20.0)
+    store.abort(reservation)
+    advance(19.75)
+    assert (store.expire(), store.next_expiry()) == ([], 0.25)
+    advance(0.25)
+    assert store.expire() == [sequence.handle_id]
+
+
+def test_tombstones_tell_the_truth(store: KvStore, put: Put, advance: Advance, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why a handle is gone, to its owner and to others; a reason ends with its time though nothing else happens."""
+    monkeypatch.setattr(registry, "MAX_TOMBSTONES", 2)
+    expired, foreign = put([1]), put([2], principal="bob")
+    released = put([3])
+    handles = {name: store.handle_at(each) for name, each in (("expired", expired), ("foreign", foreign))}
+    handles["released"] = store.handle_at(released)
+    store.release(handles["released"], "alice")
+    advance(DEFAULT_TTL_S)
+    assert len(store.expire()) == 2
+
+    def answer(handle: Handle, principal: str = "alice") -> type[Exception]:
+        with pytest.raises(HandleUnknown) as caught:
+            store.resolve(handle, principal)
+        return caught.type
+
+    assert [answer(handles[name]) for name in ("expired", "foreign", "released")] == [
+        HandleExpired,
+        HandleUnknown,
+        HandleUnknown,
+    ]
+    assert (answer(handles["foreign"], "bob"), answer(handles["expired"], "bob")) == (HandleExpired, HandleUnknown)
+    assert store.release(handles["expired"], "alice") is None
+    assert answer(handles["expired"]) is HandleExpired
+    advance(TOMBSTONE_S)
+    assert [answer(handles["expired"]), answer(handles["foreign"], "bob")] == [HandleUnknown, HandleUnknown]
+    assert store._registry.num_tombstones == 2
+
+    later = [store.handle_at(put([index])) for index in range(3)]
+    lost = put([9], ttl_s=100.0)
+    advance(DEFAULT_TTL_S)
+    store.expire()
+    assert [answer(each) for each in later].count(HandleExpired) == 2
+    handle = store.handle_at(lost)
+    store.lose_all()
+    assert (answer(handle), answer(handle, "bob")) == (HandleLost, HandleUnknown)
 
 
 def test_the_source_of_a_branch_is_kept_alive(store: KvStore, put: Put, advance: Advance) -> None:

@@ -1,0 +1,210 @@
+"""Leases while work is in flight: what renews, what does not, and that everything comes back in time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ferrule_server.engine.jobs import (
+    AppendJob,
+    ForkJob,
+    InfoJob,
+    Job,
+    KeepAliveJob,
+    ListJob,
+    OutputRequest,
+    ReserveJob,
+    SlotsWanted,
+    TruncateJob,
+)
+from ferrule_server.errors import FerruleError
+from ferrule_server.executor.base import OutputSpec
+from ferrule_server.kv.handle import Handle, StalePolicy
+from ferrule_server.kv.store import DEFAULT_TTL_S, MIN_TTL_S
+from tests.engine.harness import Harness, Pending, append
+from tests.fakes import FakeExecutor
+
+ALL_LOGITS = OutputRequest(OutputSpec(full_logits=True), all_positions=True)
+ALL_TOKENS = OutputRequest(OutputSpec(greedy=True), all_positions=True)
+
+
+class LeaseHarness(Harness):
+    """An engine whose leases are told on a clock that stands still."""
+
+    def __init__(self, executor: FakeExecutor | None = None, **settings: float) -> None:
+        super().__init__(executor, **settings)
+        self.now_s = 1000.0
+        self.store._clock = lambda: self.now_s
+
+    def left_s(self, handle: Handle) -> float:
+        """Return what is left of the lease."""
+        return self.store.resolve(handle, "me").expires_at - self.now_s
+
+    def look(self) -> None:
+        """Have the engine go round once."""
+        self.submit(ListJob("me")).outcome()
+
+    def is_empty(self) -> bool:
+        """Whether everything is back by now; the engine looks at leases twenty times a second."""
+        deadline = time.monotonic() + 5
+        while self.store.pool.num_used and time.monotonic() < deadline:
+            self.look()
+            time.sleep(0.01)
+        return not self.store.pool.num_used and not self.store.num_sequences
+
+
+@pytest.fixture
+def harness() -> Iterator[LeaseHarness]:
+    """A running engine."""
+    with LeaseHarness() as harness:
+        yield harness
+
+
+OPERATIONS: dict[str, Callable[[Handle, Handle], Job]] = {
+    "append": lambda tip, _: append(tip, 9),
+    "query": lambda tip, _: append(tip),
+    "query without rows": lambda tip, _: append(tip, output=OutputRequest(None)),
+    "replay from the record": lambda _, behind: append(behind, 4),
+    "replay without rows": lambda _, behind: append(behind, 4, output=OutputRequest(None)),
+    "recomputed replay": lambda _, behind: append(behind, 4, output=ALL_LOGITS),
+    "rewind": lambda _, behind: append(behind, 9, on_stale=StalePolicy.REWIND),
+    "branch": lambda _, behind: append(behind, 9, on_stale=StalePolicy.FORK),
+    "fork": lambda tip, _: ForkJob("me", tip, 2, 1),
+    "truncate": lambda tip, _: TruncateJob("me", tip, 2),
+    "reserve": lambda tip, _: ReserveJob("me", (SlotsWanted(tip, 20),)),
+    "keep-alive": lambda tip, _: KeepAliveJob("me", (tip,)),
+    "info": lambda tip, _: InfoJob("me", tip),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_successful_operation_renews(harness: LeaseHarness, operation: str) -> None:
+    """From the moment it is done on, for as long as the lease was."""
+    behind = harness.prefill(1, 2, 3).handle
+    tip = harness.decode(behind, 4).handle
+    harness.now_s += 10.0
+    assert harness.left_s(tip) == DEFAULT_TTL_S - 10.0
+    outcome = harness.submit(OPERATIONS[operation](tip, behind)).outcome()
+    assert not isinstance(outcome, FerruleError)
+    assert harness.left_s(tip) == DEFAULT_TTL_S
+
+
+def test_what_is_refused_does_not_renew(harness: LeaseHarness) -> None:
+    """Nor does a list: it names no sequence in particular."""
+    behind = harness.prefill(1, 2, 3).handle
+    tip = harness.decode(behind, 4).handle
+    harness.now_s += 10.0
+    harness.executor.bad_token_ids = {9}
+    for job in (
+        append(behind, 7),
+        append(tip, *[1] * 300),
+        append(tip, 9),
+        TruncateJob("me", tip, 0),
+        ForkJob("me", tip, 2, 10_000),
+        ReserveJob("me", (SlotsWanted(tip, 300),)),
+        KeepAliveJob("you", (tip,)),
+    ):
+        harness.submit(job).outcome()
+    harness.look()
+    assert harness.left_s(tip) == DEFAULT_TTL_S - 10.0
+
+
+def _start(harness: LeaseHarness) -> tuple[Handle, AppendJob, Pending]:
+    """Put an append of several steps in flight, stop it in its first, and let its lease end meanwhile."""
+    made = harness.submit(_short(append(None, 1, 2, 3))).result()
+    harness.executor.gate = threading.Event()
+    job = append(made.handle, *[4] * 20, output=ALL_TOKENS)
+    pending = harness.submit(job)
+    assert harness.executor.is_waiting.wait(10)
+    harness.now_s += MIN_TTL_S + 1.0
+    return made.handle, job, pending
+
+
+def _short(job: AppendJob) -> AppendJob:
+    job.ttl_s = MIN_TTL_S
+    return job
+
+
+def _step_fails(harness: LeaseHarness, _: AppendJob, handle: Handle) -> list[Pending]:
+    harness.executor.errors = dict.fromkeys(range(1, 20), RuntimeError("no"))
+    return []
+
+
+def _row_is_not_finite(harness: LeaseHarness, _: AppendJob, handle: Handle) -> list[Pending]:
+    harness.executor.bad_token_ids = {4}
+    return []
+
+
+def _cancelled(harness: LeaseHarness, job: AppendJob, handle: Handle) -> list[Pending]:
+    job.is_cancelled = True
+    return []
+
+
+def _joined_and_cancelled(harness: LeaseHarness, job: AppendJob, handle: Handle) -> list[Pending]:
+    twin = append(job.handle, *job.token_ids, output=job.output)
+    pending = harness.submit(twin)
+    job.is_cancelled = twin.is_cancelled = True
+    return [pending]
+
+
+def _waiting_ones_fail_too(harness: LeaseHarness, job: AppendJob, handle: Handle) -> list[Pending]:
+    stale, cancelled, beyond = (
+        append(Handle(handle.cache_id, 9, b"x" * 16), 1),
+        append(handle, 5),
+        append(handle, *[6] * 300),
+    )
+    pending = harness.submit_all(stale, cancelled, TruncateJob("me", handle, 0), ForkJob("me", handle, 1, 999), beyond)
+    job.is_cancelled = cancelled.is_cancelled = True
+    return pending
+
+
+@pytest.mark.parametrize(
+    "end", [_step_fails, _row_is_not_finite, _cancelled, _joined_and_cancelled, _waiting_ones_fail_too]
+)
+def test_work_that_ends_without_success_holds_nothing_any_longer(
+    end: Callable[[LeaseHarness, AppendJob, Handle], list[Pending]],
+) -> None:
+    """The lease ended while a slow step ran: a second after the work is over at the latest everything is back."""
+    with LeaseHarness(max_step_rows=4) as harness:
+        handle, job, pending = _start(harness)
+        others = end(harness, job, handle)
+        assert harness.executor.gate is not None
+        harness.executor.gate.set()
+        for each in (pending, *others):
+            each.error()
+        harness.now_s += 1.0
+        assert harness.is_empty()
+        assert harness.submit(append(handle, 1)).error().REASON == "HANDLE_EXPIRED"
+
+
+def test_work_in_flight_is_not_cut_by_the_end_of_its_lease() -> None:
+    """What came in time is done, and its success renews; a neighbour that nothing pins goes meanwhile."""
+    with LeaseHarness(max_step_rows=4) as harness:
+        neighbour = harness.submit(_short(append(None, 5, 6, 7))).result().handle
+        handle, _, pending = _start(harness)
+        waiting = harness.submit(append(handle, 9, on_stale=StalePolicy.REWIND))
+        assert harness.executor.gate is not None
+        harness.executor.gate.set()
+        pending.result()
+        tip = waiting.result().handle
+        assert harness.left_s(tip) == MIN_TTL_S
+        assert harness.submit(append(neighbour, 1)).error().REASON == "HANDLE_EXPIRED"
+        harness.now_s += MIN_TTL_S
+        assert harness.is_empty()
+
+
+def test_a_release_under_a_step_gives_everything_back_at_once() -> None:
+    """Not when the lease ends."""
+    with LeaseHarness(max_step_rows=4) as harness:
+        handle, _, pending = _start(harness)
+        harness.now_s -= MIN_TTL_S + 1.0
+        waiting = harness.submit(append(handle, 9))
+        assert harness.executor.gate is not None
+        harness.executor.gate.set()
+        harness.release(handle)
+        for each in (pending, waiting):
+            assert each.error().REASON == "HANDLE_UNKNOWN"
+        assert harness.is_empty()

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import grpc
+from google.protobuf.duration_pb2 import Duration
 from grpc_status import rpc_status
 
 from ferrule.v1 import executor_pb2, executor_pb2_grpc, policy_pb2, types_pb2
@@ -26,6 +27,9 @@ _ATTEMPT_S = 1.0
 _STREAM_S = 3.0
 _APPEND_S = 60.0
 _PAUSE_S = 0.005
+
+LASTING = executor_pb2.CacheOptions(ttl=Duration(seconds=1200))
+"""A lease that outlives a campaign, on a slow machine too."""
 
 CHANNEL_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
@@ -199,7 +203,7 @@ class Session:
 
     def begin(self, stub: executor_pb2_grpc.ModelExecutorServiceStub) -> None:
         """Run the prompt."""
-        message = executor_pb2.PrefillInput(input_ids=self.prompt, logits_policy=self.policy)
+        message = executor_pb2.PrefillInput(input_ids=self.prompt, logits_policy=self.policy, cache=LASTING)
         self.take(stub.Prefill(executor_pb2.PrefillRequest(input=message), timeout=_PREFILL_S).output)
 
     def next_input(self) -> executor_pb2.DecodeInput:

@@ -1,0 +1,509 @@
+"""Random traffic on the engine with everything that can go wrong: lost replies, retries, joins, cancels, faults.
+
+Sessions own a sequence each and drive it as a client would: one operation at a time, sent again, and again while the
+first attempt is still in flight, until one answer is read. Replies are lost, callers go away, failpoints raise,
+executor runs fail, the pool runs out, leases end. Whatever happens, each sequence holds in the end what its session
+meant it to hold, all attempts of one operation were answered alike, and not a block is left behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+
+from ferrule_server.engine.engine import Engine
+from ferrule_server.engine.failpoints import PLACES, Failpoints, fail
+from ferrule_server.engine.jobs import (
+    AppendJob,
+    AppendResult,
+    ForkJob,
+    ForkResult,
+    Job,
+    Outcome,
+    OutputRequest,
+    ReleaseJob,
+    TruncateJob,
+    TruncateResult,
+)
+from ferrule_server.engine.settings import EngineSettings
+from ferrule_server.errors import FerruleError
+from ferrule_server.executor.base import OutputSpec, SampleSpec
+from ferrule_server.kv.block_pool import BlockPool
+from ferrule_server.kv.handle import Handle, StalePolicy
+from ferrule_server.kv.store import KvStore
+from tests.chaos.figures import report, seed_of_run
+from tests.fakes import FakeExecutor, fake_next_token
+
+NUM_JOBS = int(os.environ.get("FERRULE_CHAOS_JOBS", "20000"))
+MIN_JOBS_PER_S = 100
+"""A campaign that runs slower proves too little in its time, so it fails."""
+
+VOCAB = 32
+OUTPUTS = (
+    OutputRequest(OutputSpec(greedy=True)),
+    OutputRequest(OutputSpec(sample=SampleSpec()), is_seeded=False),
+    OutputRequest(OutputSpec(greedy=True, full_logits=True)),
+    OutputRequest(OutputSpec(full_logits=True, sample=SampleSpec()), all_positions=True, is_seeded=False),
+    OutputRequest(None),
+)
+MAX_SESSIONS = 16
+SHORT_TTL_S, LONG_TTL_S = 5.0, 3600.0
+RETRIED = {"ENGINE_FAULT", "CANCELLED", "KV_BLOCKS_EXHAUSTED"}
+ENDED = {"HANDLE_UNKNOWN", "HANDLE_EXPIRED"}
+
+LaneJob = AppendJob | ForkJob | TruncateJob
+
+
+@dataclass(eq=False)
+class Attempt:
+    """One sending of an operation; also its sink."""
+
+    job: LaneJob | ReleaseJob
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def deliver(self, job: Job, outcome: Outcome) -> None:
+        """Take the outcome."""
+        assert job is self.job
+        self.outcomes.append(outcome)
+
+    def flush(self) -> None:
+        """Nothing is left to do."""
+
+
+@dataclass(eq=False)
+class Operation:
+    """What a session wants, until it has read one answer.
+
+    Attributes:
+        after: The tokens of its sequence, or of what it makes, afterwards.
+        is_alone: No attempt of another operation may be on its way before or after it: it would undo that.
+        answer: The first success of any attempt, read or not: what every other must equal.
+    """
+
+    job: LaneJob
+    after: tuple[int, ...]
+    is_alone: bool = False
+    attempts: list[Attempt] = field(default_factory=list)
+    answer: Outcome | None = None
+    is_done: bool = False
+
+    @property
+    def makes_others(self) -> bool:
+        """Whether its answer lies in other sequences than its session's."""
+        job = self.job
+        return isinstance(job, ForkJob) or (isinstance(job, AppendJob) and job.on_stale is StalePolicy.FORK)
+
+
+@dataclass(eq=False)
+class Session:
+    """One sequence and who drives it; ``tokens`` is what it must hold once nothing is on its way."""
+
+    ttl_s: float
+    handle: Handle | None = None
+    tokens: tuple[int, ...] = ()
+    old: list[Handle] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+    is_ended: bool = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the newest operation has not been answered, as far as the session knows."""
+        return bool(self.operations) and not self.operations[-1].is_done
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no attempt is on its way."""
+        return not any(operation.attempts for operation in self.operations)
+
+
+class Campaign:
+    """The engine without its thread, so that a run depends on nothing but its seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.now = 1000.0
+        self.count: Counter[str] = Counter()
+        self.executor = FakeExecutor(num_blocks=self.random.choice([40, 100, 400]), max_context=64)
+        self.failpoints = Failpoints()
+        for place in PLACES:
+            self.failpoints.arm(place, self.maybe_fail)
+        info = self.executor.info
+        self.store = KvStore(
+            BlockPool(info.num_blocks, info.block_size),
+            instance="chaos",
+            epoch="e1",
+            fingerprint=info.model.fingerprint,
+            max_context=info.model.max_context,
+            max_ttl_s=LONG_TTL_S,
+            clock=lambda: self.now,
+        )
+        retained = self.random.choice([0, 5000, 1 << 20])
+        settings = EngineSettings(
+            max_step_rows=self.random.choice([2, 5, 64]), gather_share=0.0, retained_bytes=retained
+        )
+        self.engine = Engine(self.executor, self.store, settings, lambda call: call(), failpoints=self.failpoints)
+        self.sessions: list[Session] = []
+        self.num_ids = 0
+        self.is_calm = False
+
+    def maybe_fail(self) -> None:
+        """A failpoint: raises now and then."""
+        if not self.is_calm and self.random.random() < 0.01:
+            self.count["failpoints"] += 1
+            fail()
+
+    # ---- what sessions do -------------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Let some sessions act, run one step, read what came back."""
+        self.now += self.random.random() * 0.2
+        if len(self.sessions) < 8:
+            self.sessions.append(Session(self.random.choice([SHORT_TTL_S, LONG_TTL_S, LONG_TTL_S])))
+        frame: list[Attempt] = []
+        for session in self.random.sample(self.sessions, self.random.randint(1, len(self.sessions))):
+            frame += self.act(session)
+        self.run(frame)
+
+    def run(self, frame: list[Attempt]) -> None:
+        """Submit a frame, run one step, deliver, check."""
+        self.count["jobs"] += len(frame)
+        if frame:
+            self.engine.submit([(attempt.job, attempt) for attempt in frame])  # type: ignore[misc]
+        if frame or self.engine._lanes.running:
+            self.engine._take()
+        self.engine._next_expiry_check = 0.0
+        self.engine._expire()
+        if self.engine._lanes.running:
+            if not self.is_calm and self.random.random() < 0.01:
+                self.count["failed_runs"] += 1
+                self.executor.errors[len(self.executor.batches) + 1] = RuntimeError("chaos")
+            self.engine._step()
+        self.engine._hand_over()
+        self.executor.copied_blocks.clear()
+        self.check_integrity()
+        for session in list(self.sessions):
+            self.read(session)
+            if session.is_ended and session.is_quiet:
+                self.sessions.remove(session)
+            elif session.handle is not None and session.is_quiet and not session.is_waiting:
+                self.check_tip(session)
+
+    def act(self, session: Session) -> list[Attempt]:
+        """Send an operation, for the first time or again, or let a caller go away."""
+        if session.is_ended:
+            return []
+        current = session.operations[-1] if session.operations else None
+        if current is not None and not current.is_done:
+            return self.retry(current)
+        if current is not None and self.random.random() < 0.3:
+            return self.repeat(session)
+        if current is not None and current.is_alone and not session.is_quiet:
+            return []
+        operation = self.new_operation(session)
+        if operation is None:
+            return []
+        session.operations.append(operation)
+        self.count["operations"] += 1
+        return [self.send(operation)]
+
+    def repeat(self, session: Session) -> list[Attempt]:
+        """An attempt that the network has kept for long, of an operation that was answered."""
+        done = [operation for operation in session.operations if not operation.is_alone]
+        if not done:
+            return []
+        self.count["late_duplicates"] += 1
+        return [self.send(self.random.choice(done))]
+
+    def retry(self, operation: Operation) -> list[Attempt]:
+        """The answer is not there yet: wait, send again, or give an attempt up."""
+        draw = self.random.random()
+        if draw < 0.15 and operation.attempts:
+            attempt = self.random.choice(operation.attempts)
+            if not operation.is_alone:
+                attempt.job.is_cancelled = True  # type: ignore[union-attr]
+        elif (draw < 0.5 and not operation.is_alone) or not operation.attempts:
+            self.count["sent_again"] += 1
+            return [self.send(operation)]
+        return []
+
+    def send(self, operation: Operation) -> Attempt:
+        """One more attempt."""
+        job = dataclasses.replace(operation.job, is_cancelled=False)
+        attempt = Attempt(job)
+        operation.attempts.append(attempt)
+        return attempt
+
+    def new_operation(self, session: Session) -> Operation | None:
+        """Choose what the session wants next."""
+        output = self.random.choice(OUTPUTS)
+        tokens = tuple(self.random.randrange(3) for _ in range(self.random.choice([1, 1, 1, 2, 5, 13])))
+        handle, draw = session.handle, self.random.random()
+        if handle is None:
+            job: LaneJob = AppendJob("p", tokens, None, output, StalePolicy.FAIL, session.ttl_s, self.new_id())
+            return Operation(job, tokens)
+        if draw < 0.6:
+            fits = len(session.tokens) + len(tokens) <= 64
+            return Operation(AppendJob("p", tokens, handle, output), session.tokens + tokens) if fits else None
+        if draw < 0.8:
+            return self.branching(session, tokens, output) if len(self.sessions) < MAX_SESSIONS else None
+        return self.shortening(session, tokens, output) if session.is_quiet else None
+
+    def branching(self, session: Session, tokens: tuple[int, ...], output: OutputRequest) -> Operation | None:
+        """New sequences beside the session's own."""
+        handle = session.handle
+        assert handle is not None
+        if self.random.random() < 0.5:
+            return self.stale_append(session, tokens, output, StalePolicy.FORK)
+        return Operation(ForkJob("p", handle, handle.length, 2, None, self.new_id()), session.tokens)
+
+    def shortening(self, session: Session, tokens: tuple[int, ...], output: OutputRequest) -> Operation | None:
+        """A rewind, a truncate, or the end."""
+        handle, draw = session.handle, self.random.random()
+        assert handle is not None
+        if draw < 0.5:
+            return self.stale_append(session, tokens, output, StalePolicy.REWIND)
+        if draw < 0.75:
+            length = self.random.randint(1, handle.length)
+            return Operation(TruncateJob("p", handle, length), session.tokens[:length], is_alone=True)
+        self.release(session)
+        return None
+
+    def stale_append(
+        self, session: Session, tokens: tuple[int, ...], output: OutputRequest, on_stale: StalePolicy
+    ) -> Operation | None:
+        """Other tokens behind a handle that lies behind the tip."""
+        if not session.old:
+            return None
+        older = self.random.choice(session.old)
+        length = older.length
+        if length + len(tokens) > 64 or session.tokens[length:][: len(tokens)] == tokens:
+            return None
+        is_fork = on_stale is StalePolicy.FORK
+        job = AppendJob("p", tokens, older, output, on_stale, None, self.new_id() if is_fork else "")
+        return Operation(job, session.tokens[:length] + tokens, is_alone=not is_fork)
+
+    def new_id(self) -> str:
+        """A request_id that was never used."""
+        self.num_ids += 1
+        return str(self.num_ids)
+
+    def release(self, session: Session, *, is_checked: bool = True) -> None:
+        """End the session, and whatever it made without reading of it."""
+        session.is_ended = True
+        if session.handle is not None:
+            if is_checked:
+                self.check_tip(session)
+            self.give_back(session.handle)
+        for operation in session.operations:
+            if operation.answer is not None and not operation.is_done:
+                self.give_back(*_handles_of(operation.answer))
+
+    def give_back(self, *handles: Handle) -> None:
+        """Release, however often that fails."""
+        outcome: Outcome | None = None
+        while outcome is None or isinstance(outcome, FerruleError):
+            job = ReleaseJob("p", handles)
+            attempt = Attempt(job)
+            self.engine.submit([(job, attempt)])
+            self.engine._take()
+            self.engine._hand_over()
+            (outcome,) = attempt.outcomes
+
+    # ---- what comes back --------------------------------------------------------------------------------------------
+
+    def read(self, session: Session) -> None:
+        """Take the outcomes that are there; some of them are lost on their way."""
+        for operation in session.operations:
+            for attempt in list(operation.attempts):
+                if not attempt.outcomes:
+                    continue
+                assert len(attempt.outcomes) == 1, "an attempt was answered twice"
+                operation.attempts.remove(attempt)
+                self.check(session, operation, attempt.outcomes[0])
+        on_their_way = [each for each in session.operations[:-8] if each.attempts or not each.is_done]
+        session.operations = on_their_way + session.operations[-8:]
+
+    def check(self, session: Session, operation: Operation, outcome: Outcome) -> None:
+        """Every success of an operation is the same success; a failure is one that may happen."""
+        if isinstance(outcome, FerruleError):
+            self.count[outcome.REASON] += 1
+            self.check_failure(session, operation, outcome.REASON)
+            return
+        self.count["answers"] += 1
+        if operation.answer is None:
+            operation.answer = outcome
+            self.check_first(operation, outcome)
+        else:
+            self.check_alike(operation.answer, outcome)
+        if session.is_ended:
+            if not operation.is_done:  # nobody else has it
+                self.give_back(*_handles_of(outcome))
+            return
+        is_lost = not self.is_calm and self.random.random() < 0.3
+        self.count["lost_replies"] += is_lost
+        if not operation.is_done and not is_lost:
+            operation.is_done = True
+            self.count["applied"] += 1
+            self.go_on(session, operation, outcome)
+
+    def check_failure(self, session: Session, operation: Operation, reason: str) -> None:
+        """Retried, or the end of the session; a late attempt may also find that time went on."""
+        if reason in RETRIED:
+            if reason == "KV_BLOCKS_EXHAUSTED" and not operation.is_done and self.random.random() < 0.3:
+                self.count["given_up"] += 1
+                self.release(session, is_checked=False)
+            return
+        if reason in ENDED and operation.is_done and operation.makes_others:
+            return  # what it made has ended since
+        if reason in ENDED:
+            assert session.is_ended or session.ttl_s == SHORT_TTL_S, reason
+            session.is_ended = True
+            return
+        is_late = operation.is_done
+        assert is_late, f"{reason} for an operation that is not done"
+        assert reason in ("HANDLE_STALE", "INVALID_FIELD"), reason
+
+    def check_first(self, operation: Operation, outcome: Outcome) -> None:
+        """The answer says what was asked for."""
+        if isinstance(outcome, ForkResult):
+            assert len(outcome.handles) == 2
+        elif isinstance(outcome, TruncateResult):
+            assert outcome.handle.length == len(operation.after)
+        else:
+            assert isinstance(outcome, AppendResult)
+            assert outcome.handle.length == len(operation.after)
+            spec = operation.job.output.spec  # type: ignore[union-attr]
+            if spec is not None and spec.greedy:
+                assert outcome.rows[-1].token == fake_next_token(operation.after, VOCAB)
+
+    def check_alike(self, first: Outcome, other: Outcome) -> None:
+        """Handles, seed and rows are equal, whether kept or computed again."""
+        if isinstance(first, AppendResult):
+            assert isinstance(other, AppendResult)
+            assert (other.handle, other.seed) == (first.handle, first.seed)
+            assert [row.token for row in other.rows] == [row.token for row in first.rows]
+            for row, again in zip(first.rows, other.rows, strict=True):
+                assert (row.logits is None) == (again.logits is None)
+                assert row.logits is None or row.logits.tolist() == again.logits.tolist()  # type: ignore[union-attr]
+        elif isinstance(first, ForkResult):
+            assert isinstance(other, ForkResult)
+            assert other.handles == first.handles
+        else:
+            assert other == first
+
+    def go_on(self, session: Session, operation: Operation, outcome: Outcome) -> None:
+        """The session has read the answer: it stands on a new handle, or has new sessions beside it."""
+        if isinstance(outcome, ForkResult):
+            for handle in outcome.handles:
+                self.sessions.append(Session(session.ttl_s, handle, operation.after))
+            return
+        assert isinstance(outcome, AppendResult | TruncateResult)
+        handle = outcome.handle
+        if session.handle is not None and handle.cache_id != session.handle.cache_id:
+            self.sessions.append(Session(session.ttl_s, handle, operation.after))
+            return
+        if operation.is_alone:  # a late duplicate of an append from before would be a new append now
+            session.operations = [each for each in session.operations if each.job.request_id or each is operation]
+            session.old = [old for old in session.old if _names_part(old, session.tokens, operation.after)]
+        elif session.handle is not None:
+            session.old.append(session.handle)
+        session.handle, session.tokens = handle, operation.after
+
+    # ---- what must hold ---------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Every part of the engine, between steps."""
+        self.store.check_integrity()
+        self.engine._records.check_integrity()
+        self.engine._creations.check_integrity({each.handle_id for each in self.store._registry})
+        waiting = [run.waiting or () for run in self.engine._lanes._lanes.values()]
+        assert sum(map(len, waiting)) == self.engine._lanes.num_waiting
+
+    def check_tip(self, session: Session) -> None:
+        """The sequence holds exactly what its session applied."""
+        assert session.handle is not None
+        try:
+            sequence = self.store.resolve(session.handle, "p")
+        except FerruleError as error:
+            assert session.ttl_s == SHORT_TTL_S, error  # noqa: PT017  (only short leases may have ended)
+            return
+        held = tuple(sequence.token_ids)
+        self.count["tips_checked"] += 1
+        self.count["doubled"] += len(held) > len(session.tokens)
+        self.count["lost"] += len(held) < len(session.tokens)
+        self.count["changed"] += len(held) == len(session.tokens) and held != session.tokens
+
+    def finish(self) -> None:
+        """Let everything end in peace: every operation is answered, every tip is right, every block comes back."""
+        self.is_calm = True
+        self.executor.errors.clear()
+        for _ in range(5000):
+            frame: list[Attempt] = []
+            for session in self.sessions:
+                current = session.operations[-1] if session.operations else None
+                if current is not None and not current.is_done and not current.attempts and not session.is_ended:
+                    frame.append(self.send(current))
+            if not frame and all(session.is_quiet for session in self.sessions):
+                break
+            self.run(frame)
+        for session in list(self.sessions):
+            assert session.is_quiet
+            self.release(session)
+        self.now += LONG_TTL_S + 1
+        self.engine._next_expiry_check = 0.0
+        self.engine._expire()
+        assert not self.engine._lanes.running
+        assert not self.engine._lanes._lanes
+        assert self.store.pool.num_used == 0
+        assert (len(self.engine._records), self.engine._records.used_bytes) == (0, 0)
+        self.check_integrity()
+        for name in ("joined", "replays", "recomputed"):
+            self.count[name] += getattr(self.engine.counters, name)
+
+
+def _handles_of(outcome: Outcome) -> tuple[Handle, ...]:
+    """The handles that an answer gave."""
+    if isinstance(outcome, ForkResult):
+        return outcome.handles
+    return (outcome.handle,) if isinstance(outcome, AppendResult | TruncateResult) else ()
+
+
+def _names_part(old: Handle, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    """Whether a handle on the tokens ``before`` names a part of ``after``."""
+    return old.length < len(after) and before[: old.length] == after[: old.length]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_random_traffic_is_applied_once_whatever_breaks(caplog: pytest.LogCaptureFixture) -> None:
+    """Applied = sent, 0 doubled, 0 lost, over campaigns of different pools, steps and bounds."""
+    caplog.set_level(logging.CRITICAL)  # what breaks on purpose is logged by the thousand
+    total: Counter[str] = Counter()
+    started, seed = time.monotonic(), seed_of_run()
+    while total["jobs"] < NUM_JOBS:
+        campaign = Campaign(seed)
+        try:
+            while campaign.count["jobs"] < 2000:
+                campaign.tick()
+            campaign.finish()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        total += campaign.count
+        seed += 1
+    elapsed_s = time.monotonic() - started
+    jobs_per_s = total["jobs"] / elapsed_s
+    wrong = {key: total.pop(key, 0) for key in ("doubled", "lost", "changed")}
+    figures = {key.lower(): value for key, value in sorted(total.items())}
+    report("engine_random", **wrong, seconds=round(elapsed_s, 1), jobs_per_s=round(jobs_per_s), **figures)
+    assert not any(wrong.values()), wrong
+    assert total["tips_checked"] > total["applied"]
+    assert jobs_per_s >= MIN_JOBS_PER_S, f"{jobs_per_s:.0f} jobs/s prove too little"
+    for happened in ("joined", "replays", "recomputed", "failpoints", "failed_runs", "lost_replies", "CANCELLED"):
+        assert total[happened] > 0, f"{happened} never happened"

@@ -12,7 +12,7 @@ import grpc
 from ferrule.v1 import executor_pb2, tokenizer_pb2
 from ferrule_client import _check, _convert
 from ferrule_client._retry import Attempts, RetrySettings
-from ferrule_client._status import error_from_call, no_answer, no_server
+from ferrule_client._status import cut_off, error_from_call, no_answer, no_server
 from ferrule_client._wire import Wire
 from ferrule_client.errors import CallCancelledError, ExecutorError, UnsupportedError
 from ferrule_client.types import Capabilities, ModelInfo, TlsConfig
@@ -150,9 +150,17 @@ class Connection:
             self.wait(attempts, no_answer(is_late=attempts.remaining() == 0))
 
     def typed(self, error: grpc.RpcError) -> ExecutorError:
-        """Return our error for one of gRPC's; where nobody listens, it names the address."""
+        """Return our error for one of gRPC's.
+
+        Where nobody listens, it names the address. A call that was cancelled, though not by closing this client, broke
+        like a connection: the server, or a proxy, went down under it.
+        """
         ours = error_from_call(error)
-        return no_server(self.target, ours.message) if ours.reason == "CONNECTION_FAILED" else ours
+        if ours.reason == "CONNECTION_FAILED":
+            return no_server(self.target, ours.message)
+        if isinstance(ours, CallCancelledError) and not self.is_closed:
+            return cut_off(ours.message)
+        return ours
 
     def model_info(self, timeout: Timeout = USE_DEFAULT, *, is_patient: bool = False) -> ModelInfo:
         """Return the model's description, asked for once: it does not change while the server runs."""

@@ -12,6 +12,7 @@ from ferrule_client import errors as e
 __all__ = [
     "BY_CODE",
     "BY_REASON",
+    "cut_off",
     "error_from_call",
     "error_from_status",
     "is_transport_break",
@@ -168,6 +169,12 @@ def no_answer(*, is_late: bool) -> e.ExecutorError:
     """Return the error for a call that ended well but without its reply; late, if its deadline has passed."""
     code = grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.UNAVAILABLE
     return _without_details(code, "the call ended without an answer")
+
+
+def cut_off(details: str) -> e.UnavailableError:
+    """Return the error for a call that the other side cancelled."""
+    text = f"the call was cut off by the server, or on the way ({details})"
+    return e.UnavailableError(grpc.StatusCode.CANCELLED, "CONNECTION_LOST", text)
 
 
 def no_server(target: str, details: str) -> e.UnavailableError:

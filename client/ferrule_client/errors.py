@@ -302,7 +302,7 @@ class DeadlineExceededError(ExecutorError):
 
 
 class CallCancelledError(ExecutorError):
-    """The call was cancelled, by the caller, by closing the client, or by the server going down."""
+    """The call was cancelled, by closing the client or the stream."""
 
 
 class InternalError(ExecutorError):

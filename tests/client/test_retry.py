@@ -28,6 +28,7 @@ CODES = grpc.StatusCode
 GONE = Failure(CODES.UNAVAILABLE, "Socket closed")
 LOST = Failure(CODES.UNAVAILABLE, "Socket closed", after=True)
 RESET = Failure(CODES.INTERNAL, "Received RST_STREAM with error code 2", after=True)
+CUT = Failure(CODES.CANCELLED, "CANCELLED", after=True)
 STARTING = Failure(CODES.UNAVAILABLE, "loading", reason="STARTING")
 
 
@@ -38,7 +39,7 @@ def test_broken_connection_is_tried_again(fake: FakeServer, fake_client: Client)
     assert fake.calls["GetStatus"] == 3
 
 
-@pytest.mark.parametrize("failure", [GONE, LOST, RESET])
+@pytest.mark.parametrize("failure", [GONE, LOST, RESET, CUT])
 def test_append_is_tried_again_and_replays(fake: FakeServer, fake_client: Client, failure: Failure) -> None:
     """Whether the request or the reply was lost, the token is there once."""
     with fake_client.prefill([*b"ab"], policy=greedy()) as cache:
@@ -47,6 +48,17 @@ def test_append_is_tried_again_and_replays(fake: FakeServer, fake_client: Client
         assert output.replayed == failure.after
         assert bytes(fake.sequences[cache.handle.cache_id]) == b"abcd"
         assert fake.calls["Decode"] == 3
+
+
+def test_call_that_the_server_cancels_is_a_broken_connection(fake: FakeServer) -> None:
+    """What a server does that goes down under a call: on a stream too, and it is said so when the retries end."""
+    with Client.connect(fake.target, max_retries=1) as client, client.prefill([*b"ab"], policy=no_output()) as cache:
+        fake.failures["frame"] = [CUT]
+        assert client.decode_many([cache], [1], policy=no_output())[0].replayed
+        fake.failures["Decode"] = [CUT] * 3
+        with pytest.raises(UnavailableError, match="cut off") as caught:
+            cache.decode(1, policy=no_output())
+        assert (caught.value.reason, caught.value.code) == ("CONNECTION_LOST", CODES.CANCELLED)
 
 
 def test_retry_draws_with_the_seed_of_the_first_try(fake: FakeServer, fake_client: Client) -> None:

@@ -11,8 +11,9 @@ no longer than the longest step and a decode step::
 
     waited + decode_s + prefill_s <= decode_s + (decode_s + spare_s)        spare_s = budget - decode_s
 
-So prefills have ``spare_s`` while no decode has waited for longer than a decode step, and less behind a step that
-prefills made long: where decodes always come late, prefills get every second step.
+So prefills have ``spare_s`` while no decode has waited for much of a decode step, and less behind a step that
+prefills made long: where decodes always come late, prefills get every second step. A step without decodes right behind
+one that had some is short: those who are about to come back would wait for all of it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ _ACTIVE_S: Final = 1.0
 """Somebody decodes when a decode ran within this time; prefills that are alone are not held back."""
 _LATE_SHARE: Final = 0.25
 """Part of ``spare_s`` that prefills have in one of two steps at least, however long a decode has waited."""
+_MARGIN: Final = 0.2
+"""Part of a decode step that the wire and the event loop may take of the time that was promised."""
 _NUM_FIRST: Final = 2
 _NUM_MIXED: Final = 32
 _MAX_RISE: Final = 8.0
@@ -54,7 +57,7 @@ class Pace:
         self._row_s: float | None = None
         self._reach = MIN_PREFILL_ROWS
         self._last_size = 0
-        self._had_prefills = False
+        self._had_decodes = self._had_prefills = False
         self._active_until = 0.0
 
     def prefill_rows(self, decode_rows: int, waited_s: float, now: float) -> int | None:
@@ -72,9 +75,11 @@ class Pace:
             return 0
         decode_s = self._decode_s.get(size, 0.0)
         spare_s = decode_s if self._max_step_time_s is None else max(0.0, self._max_step_time_s - decode_s)
-        prefill_s = spare_s - max(0.0, waited_s - decode_s)
+        if not decode_rows:
+            return self._rows_in(spare_s / 2 if self._had_decodes else spare_s)
+        prefill_s = spare_s - max(0.0, waited_s - (1.0 - _MARGIN) * decode_s)
         if prefill_s < spare_s * _LATE_SHARE:
-            if decode_rows and self._had_prefills:
+            if self._had_prefills:
                 return 0
             prefill_s = spare_s * _LATE_SHARE
         return self._rows_in(prefill_s)
@@ -82,7 +87,7 @@ class Pace:
     def ran(self, decode_rows: int, prefill_rows: int, step_s: float, now: float) -> None:
         """Learn from a step that has just been run."""
         size = decode_rows.bit_length()
-        self._had_prefills = prefill_rows > 0
+        self._had_decodes, self._had_prefills = decode_rows > 0, prefill_rows > 0
         if decode_rows:
             self._last_size = size
             self._active_until = now + _ACTIVE_S

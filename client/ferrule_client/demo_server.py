@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ __all__ = ["ServerProcess"]
 _STOP_S = 15.0  # more than the guardian itself waits
 _GUARDIAN = Path(__file__).with_name("demo_guardian.py")
 _TAIL_LINES = 15
+_ACCESS = ("FERRULE_TOKEN_FILE", "FERRULE_TLS_CERT", "FERRULE_TLS_KEY", "FERRULE_TLS_CLIENT_CA", "FERRULE_ADMINS")
 
 
 class ServerProcess:
@@ -42,7 +44,7 @@ class ServerProcess:
         with self._log_path.open("wb") as log:
             # A session of its own: Ctrl-C in the terminal reaches the demo only, which then ends the server in order.
             self._process = subprocess.Popen(  # noqa: S603
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, env=_environment()
             )
         return self
 
@@ -76,3 +78,8 @@ class ServerProcess:
         """Return the last lines that the server wrote."""
         lines = self._log_path.read_text(errors="replace").splitlines()
         return "\n".join(lines[-_TAIL_LINES:])
+
+
+def _environment() -> dict[str, str]:
+    """Return our environment without what would have the demo's own server ask for credentials."""
+    return {name: value for name, value in os.environ.items() if name not in _ACCESS}

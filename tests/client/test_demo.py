@@ -28,8 +28,8 @@ def servers_below(folder: str) -> list[str]:
 
 
 def test_demo_tells_the_whole_story_in_plain_text(tmp_path: Path) -> None:
-    """No terminal: plain lines, no control codes, every part, nothing left behind."""
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    """No terminal: plain lines, no control codes, every part, nothing left behind, whatever a server would ask for."""
+    environment = os.environ | {"TMPDIR": str(tmp_path), "FERRULE_TOKEN_FILE": "/nowhere"}
     done = subprocess.run([*COMMAND, *PAGED], capture_output=True, text=True, timeout=60, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ferrule_client import Cache, Client, no_output
+from ferrule_client import Cache, Client, Output, greedy, no_output
 from tests.api.harness import RunningServer
 from tests.chaos.cutting_proxy import CuttingProxy
 from tests.chaos.figures import report, seed_of_run
@@ -24,7 +24,8 @@ NUM_TOKENS = 200
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
     """A server of the paged reference in a process of its own."""
-    arguments = ("--executor", "paged-reference", "--kv-memory", "4MiB", "--instance", "chaos")
+    settings = {"executor": "paged-reference", "kv-memory": "4MiB", "instance": "chaos", "drain-grace": "300ms"}
+    arguments = [f"--{name}={value}" for name, value in settings.items()]
     with ServerProcess(tmp_path / "server.log", *arguments) as server:
         yield server
 
@@ -34,6 +35,19 @@ def loops(client: Client, seeds: list[int | None], *, recover: bool) -> Iterator
     for seed in seeds:
         cache = client.prefill(PROMPT, policy=no_output(), recover=recover)
         yield cache, cache.generate(NUM_TOKENS, temperature=0.0 if seed is None else 0.9, seed=seed)
+
+
+def token_of(output: Output | None) -> int:
+    """Return the chosen token; there must be one."""
+    assert output is not None
+    assert output.token is not None
+    return output.token
+
+
+def stop_and_start(server: ServerProcess) -> None:
+    """End the server in order and start it again, on its port."""
+    server.stop()
+    server.start()
 
 
 def start_later(server: ServerProcess, delay_s: float, ready_at: list[float]) -> threading.Timer:
@@ -67,6 +81,31 @@ def test_loops_say_the_same_over_a_kill_and_a_restart(server: ServerProcess) -> 
         assert [cache.num_recoveries for cache, _ in pairs] == [1, 1, 1]
         client.release([cache for cache, _ in pairs])
         assert server.used_blocks == 0
+
+
+@pytest.mark.slow
+def test_loops_go_on_over_a_restart_in_order(server: ServerProcess) -> None:
+    """SIGTERM under a loop and a unary one: both are served in the grace, told of its end, and taken up by the next."""
+    with Client.connect(server.target) as client:
+        with client.prefill(PROMPT, policy=no_output()) as cache:
+            expected = list(cache.generate(NUM_TOKENS, policy=greedy()))
+        with (
+            client.prefill(PROMPT, policy=no_output(), recover=True) as looped,
+            client.prefill(PROMPT, policy=greedy(), recover=True) as unary,
+        ):
+            said: tuple[list[int], list[int]] = ([], [])
+            loop = looped.generate(NUM_TOKENS, policy=greedy())
+            for place in range(NUM_TOKENS):
+                if place == NUM_TOKENS // 2:
+                    restart = threading.Thread(target=stop_and_start, args=(server,))
+                    restart.start()
+                said[0].append(next(loop))
+                said[1].append(token_of(unary.last))
+                unary.decode(said[1][-1], policy=greedy())
+                time.sleep(0.01)  # so that the grace ends between two tokens of these
+            restart.join()
+            assert said == (expected, expected)
+            assert (looped.num_recoveries, unary.num_recoveries) == (1, 1)
 
 
 @pytest.mark.slow

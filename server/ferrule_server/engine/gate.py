@@ -201,8 +201,8 @@ class Gate:
             wait_s = _clamped((usage.rows + num_rows - max_rows) / self._finished_rows.per_s(now))
             return QuotaExceeded("QUEUED_ROWS", usage.rows, max_rows, wait_s)
         if rate is not None and num_tokens and usage.debt >= rate * BURST_S:
-            wait_s = (usage.debt - rate * BURST_S) / rate + _MIN_RETRY_S if rate else None
-            return QuotaExceeded("PREFILL_RATE", math.ceil(usage.debt), rate, wait_s)
+            owed_s = (usage.debt - rate * BURST_S) / rate + _MIN_RETRY_S if rate else None
+            return QuotaExceeded("PREFILL_RATE", math.ceil(usage.debt), rate, owed_s)
         return None
 
     def _leave(self, job: CountedJob, now: float) -> int:

@@ -275,7 +275,8 @@ class ModelExecutorServiceServicer(object):
         block. Idempotent by `request_id` where the capabilities say `supports_request_id`, else every call makes new
         branches.
         Errors: NOT_FOUND (HANDLE_*, EPOCH_CHANGED), ABORTED (HANDLE_STALE, WRONG_INSTANCE), INVALID_ARGUMENT
-        (INVALID_FIELD, REQUEST_ID_REUSED), RESOURCE_EXHAUSTED (QUOTA_*).
+        (INVALID_FIELD, REQUEST_ID_REUSED), RESOURCE_EXHAUSTED (QUOTA_*; KV_BLOCKS_EXHAUSTED where room is reserved for the
+        sequence and there is no block for the copy that its next append then needs).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -285,16 +286,19 @@ class ModelExecutorServiceServicer(object):
         """Shortens a sequence to an absolute length and frees the blocks beyond it. Idempotent: asking again for the
         length of the last truncate succeeds as long as nothing was appended.
         Errors: NOT_FOUND (HANDLE_*, EPOCH_CHANGED), ABORTED (HANDLE_STALE, WRONG_INSTANCE), INVALID_ARGUMENT
-        (INVALID_FIELD), OUT_OF_RANGE (TRUNCATE_BEYOND: `new_length` outside 1 to the handle's length).
+        (INVALID_FIELD), OUT_OF_RANGE (TRUNCATE_BEYOND: `new_length` outside 1 to the handle's length), and where room is
+        reserved for what forks share, RESOURCE_EXHAUSTED (KV_BLOCKS_EXHAUSTED, QUOTA_*) with nothing changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReserveKvSlots(self, request, context):
-        """Takes room in the KV pool for several sequences, all or nothing, before anything runs. Idempotent: lengths are
-        absolute. Errors: NOT_FOUND and ABORTED as in TruncateKv, OUT_OF_RANGE (CONTEXT_EXCEEDED, EXCEEDS_POOL),
-        RESOURCE_EXHAUSTED (KV_BLOCKS_EXHAUSTED, QUOTA_*).
+        """Takes room in the KV pool for several sequences, all or nothing, at once: also while appends are in flight on them.
+        Appends up to that length then find their blocks, whatever is forked, truncated or rewound meanwhile; forks do not
+        inherit it. It counts in QUOTA_KV_TOKENS and renews the leases. Idempotent: lengths are absolute.
+        Errors: NOT_FOUND (HANDLE_*, EPOCH_CHANGED), ABORTED (WRONG_INSTANCE), INVALID_ARGUMENT (INVALID_FIELD),
+        OUT_OF_RANGE (CONTEXT_EXCEEDED, EXCEEDS_POOL), RESOURCE_EXHAUSTED (KV_BLOCKS_EXHAUSTED, QUOTA_*).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -8,10 +8,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import grpc
 import psutil
 import pytest
 
+from ferrule.v1 import executor_pb2
 from tests.api.harness import GREEDY, RunningServer, wait_until
 from tests.api.hostile import http2
 
@@ -111,3 +114,23 @@ def test_a_hundred_thousand_calls_thrown_away_leave_nothing_behind() -> None:
         server.store.check_integrity()
         _decode_ms(server, 100)
     sys.stderr.write(f"{num_sent / elapsed_s:.0f} resets/s, decode meanwhile {during_ms:.2f} ms\n")
+
+
+@pytest.mark.slow
+def test_a_call_beyond_the_streams_of_a_connection_waits_for_its_deadline() -> None:
+    """Its client queues it, silently: DEADLINE_EXCEEDED. Other connections are served."""
+    with RunningServer() as server:
+        streams = [server.open_stream() for _ in range(1024)]
+        for stream in streams:
+            stream.send()
+            stream.read()
+        with pytest.raises(grpc.RpcError) as caught:
+            server.stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=0.3)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        with grpc.insecure_channel(server.address.target, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+            call: Any = channel.unary_unary(
+                "/ferrule.v1.ModelExecutorService/GetStatus"
+            )  # no serializers: bytes in, bytes out
+            assert call(b"", timeout=10)
+        for stream in streams:
+            stream.half_close()

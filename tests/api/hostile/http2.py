@@ -21,22 +21,30 @@ def frame(kind: int, flags: int = 0, stream: int = 0, payload: bytes = b"") -> b
     return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
 
 
-def call_headers(path: str, authority: str = "test") -> bytes:
-    """Return the header block of a gRPC call: literals without indexing, no Huffman coding."""
-    fields = (
-        (":method", "POST"),
-        (":scheme", "http"),
-        (":path", path),
-        (":authority", authority),
-        ("content-type", "application/grpc"),
-        ("te", "trailers"),
-    )
-    return b"".join(b"\x00" + _text(name) + _text(value) for name, value in fields)
+def call_headers(path: str, **changed: str) -> bytes:
+    """Return the header block of a gRPC call: literals without indexing, no Huffman coding.
+
+    Args:
+        path: Of the method.
+        changed: Other values, or further fields; ``_`` stands for ``-``, and ``method`` for ``:method``.
+    """
+    fields = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": path,
+        ":authority": "test",
+        "content-type": "application/grpc",
+        "te": "trailers",
+    }
+    for name, value in changed.items():
+        field = name.replace("_", "-")
+        fields[f":{field}" if f":{field}" in fields else field] = value
+    return b"".join(b"\x00" + _text(name) + _text(value) for name, value in fields.items())
 
 
-def grpc_message(data: bytes) -> bytes:
-    """Return a message as gRPC frames it, not compressed."""
-    return b"\x00" + struct.pack(">I", len(data)) + data
+def grpc_message(data: bytes, length: int | None = None, flag: int = 0) -> bytes:
+    """Return a message as gRPC frames it, or as it does not: with a length that is not its own, or a strange flag."""
+    return struct.pack(">BI", flag, len(data) if length is None else length) + data
 
 
 def settings(**values: int) -> bytes:

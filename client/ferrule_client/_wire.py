@@ -25,6 +25,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # Notice a dead peer while calls are open. Servers refuse pings more often than every 10 s.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # gRPC waits at least this long for the answer to a ping: 60 s unless set
     ("grpc.http2.max_pings_without_data", 0),
     # Retries are ours, where they can tell an append from a creation.
     ("grpc.enable_retries", 0),

@@ -12,6 +12,7 @@ import time
 import warnings
 
 import grpc
+import grpc.aio
 import pytest
 
 from ferrule_client import (
@@ -27,6 +28,7 @@ from ferrule_client import (
     no_output,
     sample,
 )
+from ferrule_client._status import error_from_call
 from ferrule_client.aio import AsyncCache, AsyncClient
 from tests.client.aio_harness import Hold, run, until
 from tests.client.fake_server import Failure, FakeServer
@@ -488,6 +490,26 @@ def test_a_client_belongs_to_its_loop(fake: FakeServer) -> None:
 
     client = asyncio.run(connect())
     run(use_elsewhere(client))
+
+
+def test_a_token_in_plain_text_warns_where_it_was_given() -> None:
+    """The line of the caller, as with the sync client."""
+
+    async def main() -> None:
+        with pytest.warns(UserWarning, match="in plain text") as caught:
+            client = AsyncClient.connect("executor.example:50051", token="secret")
+        assert caught[0].filename == __file__
+        await client.close()
+
+    run(main())
+
+
+def test_a_frame_that_could_not_be_written_is_a_broken_connection() -> None:
+    """grpc.aio hides the cause behind an INTERNAL of its own; nothing else says so."""
+    error = grpc.aio.AioRpcError(CODES.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), "Internal error from Core")
+    assert error_from_call(error).reason == "CONNECTION_LOST"
+    error = grpc.aio.AioRpcError(CODES.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), "a bug")
+    assert error_from_call(error).reason == "INTERNAL"
 
 
 def test_programs_that_forget_everything_end(target: str) -> None:

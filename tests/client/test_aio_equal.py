@@ -89,6 +89,24 @@ def streaming(client: Any) -> Script:
     return facts
 
 
+def asking(client: Any) -> Script:
+    """Everything that can be asked of a server without decoding."""
+    facts: list[Any] = [(yield client.wait_until_ready()).state]
+    facts.append((yield client.model_info()))
+    facts.append((yield client.capabilities()))
+    facts.append((yield client.health()))
+    facts.append((yield client.health("ferrule.v1.ModelExecutorService")))
+    facts.append((yield client.status()).total_blocks)
+    cache = yield client.prefill([1, 2, 3], policy=no_output(), ttl=30)
+    other = yield client.prefill([1, 2, 3, 4], policy=no_output(), keep_alive=False)
+    facts.append([round(lease.ttl_s) for lease in (yield client.keep_alive([cache, other.handle], ttl=77))])
+    listed = yield collected(client.list_caches(page_size=1))
+    facts.append(sorted((one.length, one.num_blocks, round(one.lease.ttl_s)) for one in listed))
+    facts.append((yield client.release([cache, other])))
+    facts.append((yield cache.release()))
+    return facts
+
+
 def mistakes(client: Any) -> Script:
     """Errors of arguments, of the server and of the client come in the same words."""
     facts: list[Any] = []
@@ -170,7 +188,7 @@ async def run_async(script: Script) -> list[Any]:
             answer = told(error)
 
 
-@pytest.mark.parametrize("script", [decoding, streaming, mistakes], ids=lambda script: script.__name__)
+@pytest.mark.parametrize("script", [decoding, streaming, asking, mistakes], ids=lambda script: script.__name__)
 def test_the_same_script_sees_the_same(target: str, script: Any) -> None:
     """With the paged reference, bit by bit."""
     with Client.connect(target, timeout=20) as client:

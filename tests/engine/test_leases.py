@@ -25,7 +25,6 @@ from ferrule_server.executor.base import OutputSpec
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.store import DEFAULT_TTL_S, MIN_TTL_S
 from tests.engine.harness import Harness, Pending, append
-from tests.fakes import FakeExecutor
 
 ALL_LOGITS = OutputRequest(OutputSpec(full_logits=True), all_positions=True)
 ALL_TOKENS = OutputRequest(OutputSpec(greedy=True), all_positions=True)
@@ -34,10 +33,14 @@ ALL_TOKENS = OutputRequest(OutputSpec(greedy=True), all_positions=True)
 class LeaseHarness(Harness):
     """An engine whose leases are told on a clock that stands still."""
 
-    def __init__(self, executor: FakeExecutor | None = None, **settings: float) -> None:
-        super().__init__(executor, **settings)
+    def __init__(self, max_step_rows: int = 512) -> None:
+        super().__init__(max_step_rows=max_step_rows)
         self.now_s = 1000.0
         self.store._clock = lambda: self.now_s
+
+    def __enter__(self) -> LeaseHarness:
+        super().__enter__()
+        return self
 
     def left_s(self, handle: Handle) -> float:
         """Return what is left of the lease."""

@@ -382,7 +382,7 @@ class KvMachine(RuleBasedStateMachine):
         own = [each for each in self.model.live if each.principal == principal and not self.model.is_overdue(each)]
         if not own:
             return
-        pairs = [(own[index % len(own)], *lengths) for index, *lengths in wanted]
+        pairs = [(own[index % len(own)], target, admission) for index, target, admission in wanted]
         requests = [SlotRequest(dense.real, target, admission) for dense, target, admission in pairs]
         refusal = self.refusal_of_slots(pairs)
         if refusal is not None:

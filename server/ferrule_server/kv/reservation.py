@@ -106,7 +106,8 @@ class Reservations:
             is_checked: :meth:`check_rewind` said that there is room.
         """
         require_idle(sequence)
-        start, table, fresh_ids = sequence.length, sequence.block_ids, []
+        start, table = sequence.length, sequence.block_ids
+        fresh_ids: list[int] = []
         if not is_checked:
             self._check_need(start, num_tokens)
         is_copied = self._pool.refcount(table[-1]) > 1 and self._is_partial(start)

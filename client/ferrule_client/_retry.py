@@ -41,11 +41,11 @@ class Attempts:
     """One call's deadline and its retries: decides, and leaves the waiting to the caller, sync or async.
 
     Tried again are a connection that broke (UNAVAILABLE; INTERNAL with RST_STREAM, which is what a proxy makes of a
-    dead server; CANCELLED, though not by this side; all without details of ours), a server that is still starting, and a refusal that passes by itself
-    and says when (a full queue, a rate). The last two certainly did not run. After a break nobody knows, so what is
-    repeated must be safe to repeat: everything that only reads is, and so are appends, truncates and releases, which
-    replay. A call that makes new sequences is if it carries a request id and the server honours those; otherwise it
-    is repeated only if the connection was refused, so that it certainly never ran.
+    dead server; CANCELLED, though not by this side; all without details of ours), a server that is still starting, and
+    a refusal that passes by itself and says when (a full queue, a rate). The last two certainly did not run. After a
+    break nobody knows, so what is repeated must be safe to repeat: everything that only reads is, and so are appends,
+    truncates and releases, which replay. A call that makes new sequences is if it carries a request id and the server
+    honours those; otherwise it is repeated only if the connection was refused, so that it certainly never ran.
 
     Args:
         settings: When to try again.

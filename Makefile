@@ -6,16 +6,21 @@ PY ?= python3
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types proto aio bench clean
+.PHONY: help demo test test-chaos lint types proto aio bench clean
 
 help:             ## this list
-	@sed -n 's/^\([a-z]*\):.*## */  make \1\t/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## */  make \1\t/p' Makefile | expand -t 20
 
 demo: $(VENV)/.ok ## start the shipped model, stream text, fork, roll back, release
 	@$(BIN)/ferrule demo
 
 test: $(VENV)/.ok ## all tests that need neither a GPU, a network nor much time
 	@$(BIN)/python -m pytest -q -m "not slow and not gpu"
+
+test-chaos: $(VENV)/.ok ## break things on purpose for about 25 minutes; figures as JSON lines
+	@echo "cuts, kills, freezes, restarts, overload: about 25 minutes, 10 of them churn (FERRULE_CHAOS_MINUTES)"
+	@FERRULE_HYPOTHESIS=long $(BIN)/python -m pytest -v -s --show-capture=no --durations=0 tests/chaos/test_protocol_machine.py
+	@$(BIN)/python -m pytest -v -s --show-capture=no --durations=0 -m slow tests/chaos
 
 lint: $(VENV)/.ok ## ruff: lint and format
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -134,3 +134,27 @@ def test_a_list_shows_ones_own_in_order_page_by_page(store: KvStore, put: Put) -
         seen += [each.handle_id for each in page]
     assert seen == own
     assert (store.num_sequences_of("alice"), store.num_sequences_of("bob"), store.num_sequences) == (7, 1, 8)
+
+
+def test_a_list_looks_at_ones_own_sequences_only(store: KvStore, put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many others have; who has none any more leaves nothing behind."""
+    own = [put([1]), put([2])]
+    others = [put([3], principal="bob") for _ in range(9)]
+    with monkeypatch.context() as patched:
+        patched.delattr(registry.Registry, "__iter__")
+        assert store.num_sequences_of("alice") == 2
+        assert store.sequences_of("alice") == sorted(own, key=lambda each: each.handle_id)
+        assert store.sequences_of("carol") == []
+    for each in others:
+        store.release(store.handle_at(each), "bob")
+    assert set(store._registry._own) == {"alice"}
+
+
+def test_sequences_with_one_handle_id_are_told_apart(store: KvStore, put: Put) -> None:
+    """64 bits of a hash may collide; which sequence goes does not depend on them."""
+    first, second = put([1]), put([2])
+    store._registry.remove(second)
+    second.handle_id = first.handle_id
+    store._registry.add(second)
+    store.release(store.handle_at(second), "alice")
+    assert store.sequences_of("alice") == [first]

@@ -161,11 +161,21 @@ def _waited_s(chunks: Iterable[Chunk], now_ns: int) -> float:
 
 
 def _oldest_and_shortest(prefills: list[RunningAppend], room: int) -> list[Chunk]:
-    """Share the room: half of it, or all that is left over, to the oldest, the rest to the shortest first."""
+    """Share the room: half of it, or all that is left over, to the oldest, the rest to the shortest first.
+
+    What the oldest does not need of its half goes to prompts that fit whole: cutting the next long one for it was
+    measured to cost more than the rows are worth (the shipped model, prompts of 1000 tokens: 12 % of the rate).
+    """
     oldest, others = prefills[0], sorted(prefills[1:], key=lambda run: run.remaining)
-    kept = min(oldest.remaining, room - room // 2)
-    chunks, room_left = _fill(others, room - kept)
-    return [Chunk(oldest, min(oldest.remaining, kept + room_left)), *chunks]
+    chunks, room_left = _fill(others, room // 2)
+    kept = min(oldest.remaining, room - room // 2 + room_left)
+    room_left += room - room // 2 - kept
+    for run in others[len(chunks) :]:
+        if run.remaining > room_left:
+            break
+        chunks.append(Chunk(run, run.remaining))
+        room_left -= run.remaining
+    return [Chunk(oldest, kept), *chunks]
 
 
 def _fill(runs: Iterable[RunningAppend], room: int) -> tuple[list[Chunk], int]:

@@ -42,8 +42,8 @@ from tests.chaos.figures import report, seed_of_run
 from tests.fakes import FakeExecutor, fake_next_token
 
 NUM_JOBS = int(os.environ.get("FERRULE_CHAOS_JOBS", "20000"))
-MIN_JOBS_PER_S = 100
-"""A campaign that runs slower proves too little in its time, so it fails."""
+MIN_JOBS_PER_S = 200
+"""A campaign that runs slower proves too little, so it fails. In processor time: neighbours do not count."""
 
 VOCAB = 32
 OUTPUTS = (
@@ -175,7 +175,7 @@ class Campaign:
         """Submit a frame, run one step, deliver, check."""
         self.count["jobs"] += len(frame)
         if frame:
-            self.engine.submit([(attempt.job, attempt) for attempt in frame])  # type: ignore[misc]
+            self.engine.submit([(attempt.job, attempt) for attempt in frame])
         if frame or self.engine._lanes.running:
             self.engine._take()
         self.engine._next_expiry_check = 0.0
@@ -486,7 +486,7 @@ def test_random_traffic_is_applied_once_whatever_breaks(caplog: pytest.LogCaptur
     """Applied = sent, 0 doubled, 0 lost, over campaigns of different pools, steps and bounds."""
     caplog.set_level(logging.CRITICAL)  # what breaks on purpose is logged by the thousand
     total: Counter[str] = Counter()
-    started, seed = time.monotonic(), seed_of_run()
+    started, seed = time.process_time(), seed_of_run()
     while total["jobs"] < NUM_JOBS:
         campaign = Campaign(seed)
         try:
@@ -497,11 +497,11 @@ def test_random_traffic_is_applied_once_whatever_breaks(caplog: pytest.LogCaptur
             raise AssertionError(f"seed {seed}: {error}") from error
         total += campaign.count
         seed += 1
-    elapsed_s = time.monotonic() - started
+    elapsed_s = time.process_time() - started
     jobs_per_s = total["jobs"] / elapsed_s
     wrong = {key: total.pop(key, 0) for key in ("doubled", "lost", "changed")}
     figures = {key.lower(): value for key, value in sorted(total.items())}
-    report("engine_random", **wrong, seconds=round(elapsed_s, 1), jobs_per_s=round(jobs_per_s), **figures)
+    report("engine_random", **wrong, cpu_s=round(elapsed_s, 1), jobs_per_s=round(jobs_per_s), **figures)
     assert not any(wrong.values()), wrong
     assert total["tips_checked"] > total["applied"]
     assert jobs_per_s >= MIN_JOBS_PER_S, f"{jobs_per_s:.0f} jobs/s prove too little"

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ import pytest
 from ferrule_server.engine import failpoints as module
 from ferrule_server.engine.failpoints import PLACES, FailpointHit, Failpoints, Place, fail
 from ferrule_server.engine.jobs import (
-    AppendJob,
     AppendResult,
     CacheInfo,
     ForkJob,
@@ -27,10 +27,10 @@ from ferrule_server.engine.jobs import (
     TruncateResult,
 )
 from ferrule_server.errors import Cancelled, EngineFault, FerruleError
-from ferrule_server.executor.base import OutputSpec, SampleSpec
+from ferrule_server.executor.base import OutputSpec, SampleSpec, StepResult
 from ferrule_server.kv.handle import Handle
 from tests.engine.harness import Harness, append
-from tests.fakes import FakeExecutor, fake_next_token
+from tests.fakes import fake_next_token
 
 ROOT = Path(__file__).parents[2]
 UNSEEDED = OutputRequest(OutputSpec(sample=SampleSpec()), is_seeded=False)
@@ -52,9 +52,9 @@ def disarm(harness: Harness) -> None:
     harness.engine._failpoints._armed.clear()
 
 
-def breakable(executor: FakeExecutor | None = None, **settings: float) -> Harness:
+def breakable(max_step_rows: int = 512) -> Harness:
     """A harness with failpoints, none armed yet."""
-    return Harness(executor, failpoints=Failpoints(), **settings)
+    return Harness(failpoints=Failpoints(), max_step_rows=max_step_rows)
 
 
 def length_of(harness: Harness, handle: Handle) -> int:
@@ -326,18 +326,12 @@ def test_text_arms_places_and_counts_hits() -> None:
         fail()
 
 
-def _call_once(harness: Harness, place: Place, act: object) -> None:
+def _call_once(harness: Harness, place: Place, act: Callable[[], object]) -> None:
     """Call ``act`` at the next hit of the place."""
     failpoints = harness.engine._failpoints
     assert failpoints is not None
-    failpoints.arm(place, act, failpoints.num_hits(place) + 1)  # type: ignore[arg-type]
+    failpoints.arm(place, act, failpoints.num_hits(place) + 1)
 
 
-def _without_rows(result: object) -> object:
-    from ferrule_server.executor.base import StepResult
-
-    assert isinstance(result, StepResult)
+def _without_rows(result: StepResult) -> StepResult:
     return StepResult(result.rows[:-1])
-
-
-__all__ = ["AppendJob", "exercise"]

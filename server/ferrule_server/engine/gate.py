@@ -33,6 +33,8 @@ _ABOUT_S: Final = 60.0
 """Others are about when one of them was seen within this time."""
 _MIN_RETRY_S: Final = 0.02
 _MAX_RETRY_S: Final = 5.0
+_UNKNOWN_RETRY_S: Final = 0.1
+_MIN_RATE: Final = 0.1
 _MIN_SWEEP: Final = 64
 
 Entry = tuple[Job, Sink]
@@ -188,7 +190,7 @@ class Gate:
         if free > 0 and (now >= self._shared_until or usage.num_jobs < _HEADROOM * free):
             return None
         num_jobs, limit = (self._num_jobs, self._max_jobs) if free <= 0 else (usage.num_jobs, _HEADROOM * free)
-        return QueueFull(num_jobs, limit, _clamped(self._num_jobs / self._finished_jobs.per_s(now)))
+        return QueueFull(num_jobs, limit, self._finished_jobs.wait_s(self._num_jobs, now))
 
     def _too_much(
         self, usage: _Usage, limits: QuotaLimits, num_rows: int, num_tokens: int, now: float
@@ -198,7 +200,7 @@ class Gate:
         if max_rows is not None and num_rows > max_rows:
             return QuotaExceeded("QUEUED_ROWS", num_rows, max_rows, None)
         if max_rows is not None and usage.rows + num_rows > max_rows:
-            wait_s = _clamped((usage.rows + num_rows - max_rows) / self._finished_rows.per_s(now))
+            wait_s = self._finished_rows.wait_s(usage.rows + num_rows - max_rows, now)
             return QuotaExceeded("QUEUED_ROWS", usage.rows, max_rows, wait_s)
         if rate is not None and num_tokens and usage.debt >= rate * BURST_S:
             owed_s = (usage.debt - rate * BURST_S) / rate + _MIN_RETRY_S if rate else None
@@ -245,9 +247,10 @@ class _Rate:
         self._level = self._level * math.exp(self._at - now) + amount
         self._at = now
 
-    def per_s(self, now: float) -> float:
-        """Return the rate, never 0."""
-        return self._level * math.exp(min(0.0, self._at - now)) + 1e-3
+    def wait_s(self, amount: int, now: float) -> float:
+        """Return how long ``amount`` takes at this rate, within bounds; a guess where nothing was finished lately."""
+        rate = self._level * math.exp(min(0.0, self._at - now))
+        return min(max(amount / rate, _MIN_RETRY_S), _MAX_RETRY_S) if rate > _MIN_RATE else _UNKNOWN_RETRY_S
 
 
 def _rows_of(job: CountedJob) -> int:
@@ -260,7 +263,3 @@ def _prefill_tokens(job: CountedJob) -> int:
     if not isinstance(job, AppendJob) or (job.handle is not None and len(job.token_ids) == 1):
         return 0
     return len(job.token_ids)
-
-
-def _clamped(seconds: float) -> float:
-    return min(max(seconds, _MIN_RETRY_S), _MAX_RETRY_S)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import itertools
 import os
 import random
 import sys
@@ -25,6 +24,7 @@ SELF_ENDING = ("cancel", "timeout")
 GREEDY = policy_pb2.LogitsReturnPolicy(greedy_argmax=policy_pb2.GreedyArgmax())
 _OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 50)]
 _CALL_S = 20.0
+_PREFILL_S = 5.0
 
 
 class Client:
@@ -41,20 +41,23 @@ class Client:
         self._stub = executor_pb2_grpc.ModelExecutorServiceStub(self._channel)
         self._fate = fate
         self._chance = random.Random(seed)
+        self._is_up = False
 
     async def run(self, up: asyncio.Semaphore) -> None:
         """Work for ever."""
-        for number in itertools.count():
+        while True:
             with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
-                await self._live(number, up)
+                await self._live(up)
+            await asyncio.sleep(0.001)
 
-    async def _live(self, number: int, up: asyncio.Semaphore) -> None:
+    async def _live(self, up: asyncio.Semaphore) -> None:
         """One sequence: prefill, work, and release it or not."""
         prompt = [self._chance.randrange(256) for _ in range(self._chance.randint(1, 60))]
         options = executor_pb2.CacheOptions(ttl=Duration(seconds=TTL_S))
         message = executor_pb2.PrefillInput(input_ids=prompt, logits_policy=GREEDY, cache=options)
-        reply = await self._stub.Prefill(executor_pb2.PrefillRequest(input=message), timeout=_CALL_S)
-        if number == 0:
+        reply = await self._stub.Prefill(executor_pb2.PrefillRequest(input=message), timeout=_PREFILL_S)
+        if not self._is_up:
+            self._is_up = True
             up.release()
         handle = reply.output.kv_cache
         for _ in range(self._chance.randint(1, 12)):

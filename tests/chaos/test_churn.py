@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -34,6 +35,7 @@ MIN_OPERATIONS_PER_S = 100.0
 NUM_AT_ONCE = 4
 LIFE_S = (1.0, 4.0)
 BURIED_AFTER_S = 12.0
+_START_S = 60.0
 WARM_UP_SHARE = 0.3
 MAX_GROWTH_BYTES = 16 << 20
 """In ten minutes; tombstones, a few hundred bytes for each sequence that expired, are kept as long and are among it."""
@@ -123,10 +125,14 @@ class Churn:
         command = [sys.executable, "-m", "tests.chaos.churn_clients", target, fate, str(CLIENTS_PER_PROCESS), seed]
         seconds = life_s if fate in SELF_ENDING else 600
         process = subprocess.Popen([*command, str(seconds)], stdout=subprocess.PIPE)
+        group = Group(fate, process, proxy, time.monotonic() + life_s)
         assert process.stdout is not None
-        assert process.stdout.readline() == b"up\n"
-        process.stdout.close()
-        return Group(fate, process, proxy, time.monotonic() + life_s)
+        with process.stdout as stdout:
+            is_up, _, _ = select.select([stdout], [], [], _START_S)
+            if not is_up or stdout.readline() != b"up\n":
+                group.bury()
+                raise AssertionError(f"clients with seed {seed} did not get their first sequences")
+        return group
 
     def _strike(self, group: Group) -> None:
         self._living.remove(group)

@@ -23,12 +23,18 @@ from ferrule_server.kv.append_rule import Verdict
 from tests.api.harness import RunningServer
 from tests.chaos.cutting_proxy import CuttingProxy
 from tests.chaos.figures import report, seed_of_run
+from tests.chaos.library_clients import LibraryStreamAppender, LibraryUnaryAppender
 from tests.chaos.raw_clients import Appender, Breaks, Session, StreamAppender, UnaryAppender, run_session
 
 NUM_APPENDS = int(os.environ.get("FERRULE_CHAOS_APPENDS", "10400"))
 MIN_CUTS = NUM_APPENDS // 10
-CLIENTS: dict[str, Callable[[str, Breaks], Appender]] = {"unary": UnaryAppender, "stream": StreamAppender}
-BYTES_PER_CUT = {"unary": 1500.0, "stream": 1500.0}
+BYTES_PER_CUT = 1500.0
+CLIENTS: dict[str, Callable[[str, Breaks], Appender]] = {
+    "unary": UnaryAppender,
+    "stream": StreamAppender,
+    "library-unary": LibraryUnaryAppender,
+    "library-stream": LibraryStreamAppender,
+}
 
 
 @dataclass(frozen=True)
@@ -144,7 +150,7 @@ def run_disturbed(server: RunningServer, shape: Shape, kinds: Sequence[str], see
     disturbed = make_sessions(seed, shape, vocab_size)
     decodes = server.engine.counters.decodes
     started = time.monotonic()
-    mean_bytes = sum(BYTES_PER_CUT[kind] for kind in kinds) / len(kinds) * (1 + shape.width) / 2
+    mean_bytes = BYTES_PER_CUT * (1 + shape.width) / 2
     with CuttingProxy(server.address.port, seed=seed, mean_bytes=mean_bytes) as proxy:
         breaks = run_clients(server, proxy.target, disturbed, kinds, shape.length)
     outcome = Outcome(
@@ -212,6 +218,15 @@ def replay_check_off(server: RunningServer) -> Iterator[None]:
         server.store.judge = judge  # type: ignore[method-assign]
 
 
+def shipped() -> Executor:
+    """Return the model that ships."""
+    pytest.importorskip("torch")
+    from ferrule_server.config import ServerConfig
+    from ferrule_server.executor.select import create_executor
+
+    return create_executor(ServerConfig(kv_memory_bytes=256 << 20, dtype="float32"), lambda stage, share: None).executor
+
+
 def reference() -> Executor:
     """Return the executor whose logits are the same bits whatever shares the step."""
     return PagedReferenceExecutor(kv_memory_bytes=8 << 20)
@@ -242,24 +257,22 @@ def figures_of(outcome: Outcome) -> dict[str, object]:
     }
 
 
-def campaign_shape(width: int, num_appends: int = NUM_APPENDS) -> Shape:
-    """Return eight clients that together append so often."""
-    num_clients, length = 8, 325
-    return Shape(num_clients, -(-num_appends // (num_clients * width * length)), width, length)
+def campaign_shape(width: int, num_clients: int = 8) -> Shape:
+    """Return clients that together append NUM_APPENDS times."""
+    length = 325
+    return Shape(num_clients, -(-NUM_APPENDS // (num_clients * width * length)), width, length)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("kinds", [["unary"], ["stream"], ["unary", "stream"]], ids="-".join)
-def test_a_thousand_cuts_double_and_lose_nothing(kinds: list[str]) -> None:
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_a_thousand_cuts_double_and_lose_nothing(kind: str) -> None:
     """Ten thousand appends, a thousand cuts: applied is sent, and every token is that of the undisturbed run."""
     seed = seed_of_run()
-    shape = campaign_shape(width=1 if kinds == ["unary"] else 2)
+    shape = campaign_shape(width=2 if "stream" in kind else 1, num_clients=1 if "library" in kind else 8)
     with RunningServer(reference()) as server:
-        outcome = run_disturbed(server, shape, kinds, seed)
-    report(
-        "exactly-once", executor="paged-reference", clients="raw " + "+".join(kinds), seed=seed, **figures_of(outcome)
-    )
+        outcome = run_disturbed(server, shape, [kind], seed)
+    report("exactly-once", executor="paged-reference", clients=kind, seed=seed, **figures_of(outcome))
     outcome.check()
     assert outcome.sent >= NUM_APPENDS
     assert outcome.cuts >= MIN_CUTS
@@ -274,8 +287,24 @@ def test_the_same_cuts_without_the_replay_check_double_tokens() -> None:
     shape = campaign_shape(width=1)
     with RunningServer(reference()) as server, replay_check_off(server):
         outcome = run_disturbed(server, shape, ["unary"], seed)
-    report(
-        "ablation: replay check off", executor="paged-reference", clients="raw unary", seed=seed, **figures_of(outcome)
-    )
+    report("ablation: replay check off", executor="paged-reference", clients="unary", seed=seed, **figures_of(outcome))
     assert outcome.doubled > 0
     assert outcome.different
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_thousand_cuts_change_no_token_of_the_shipped_model() -> None:
+    """The same on a real model, with the smallest lead of a likeliest token: how near a tie the run came.
+
+    There what shares a step, and where its blocks lie, changes the last bits of the logits. In float32 that is too
+    little to be seen; in bfloat16 tokens differ after some dozens of steps, with cuts or without.
+    """
+    seed = seed_of_run()
+    with RunningServer(shipped()) as server:
+        outcome = run_disturbed(server, campaign_shape(width=2), ["unary", "stream"], seed)
+    executor = "shipped model, float32"
+    report("exactly-once", executor=executor, clients="unary+stream", seed=seed, **figures_of(outcome))
+    outcome.check()
+    assert outcome.sent >= NUM_APPENDS
+    assert outcome.cuts >= MIN_CUTS

@@ -1,0 +1,69 @@
+"""The client library as an appender: what breaks is its affair alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ferrule.v1 import executor_pb2
+from ferrule_client import Client
+from tests.chaos.raw_clients import Breaks
+
+_TIMEOUT_S = 60.0
+_NUM_RETRIES = 1000
+
+
+class LibraryStreamAppender:
+    """The library's stream, below its caches: one frame for all inputs.
+
+    Args:
+        target: Where to connect to.
+        breaks: Counts replays; breaks are not seen out here.
+    """
+
+    def __init__(self, target: str, breaks: Breaks) -> None:
+        self._client = Client.connect(target, timeout=_TIMEOUT_S, max_retries=_NUM_RETRIES)
+        self._stream = self._client.stream()
+        self._breaks = breaks
+
+    def append(self, inputs: Sequence[executor_pb2.DecodeInput]) -> list[executor_pb2.DecodeOutput]:
+        """Return the outputs in the order of the inputs."""
+        outputs = []
+        for result in self._stream.exchange(inputs):
+            if isinstance(result, Exception):
+                raise result
+            self._breaks.replayed += result.replayed
+            outputs.append(result)
+        return outputs
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._stream.close()
+        self._client.close()
+
+
+class LibraryUnaryAppender:
+    """The library's unary calls, below its caches: one Decode for each input.
+
+    Args:
+        target: Where to connect to.
+        breaks: Counts replays; breaks are not seen out here.
+    """
+
+    def __init__(self, target: str, breaks: Breaks) -> None:
+        self._client = Client.connect(target, timeout=_TIMEOUT_S, max_retries=_NUM_RETRIES)
+        self._breaks = breaks
+
+    def append(self, inputs: Sequence[executor_pb2.DecodeInput]) -> list[executor_pb2.DecodeOutput]:
+        """Return the outputs in the order of the inputs."""
+        return [self._append(one) for one in inputs]
+
+    def _append(self, one: executor_pb2.DecodeInput) -> executor_pb2.DecodeOutput:
+        connection = self._client._connection
+        request = executor_pb2.DecodeRequest(input=one)
+        output = connection.unary(connection.executor.Decode, request, timeout=_TIMEOUT_S).output
+        self._breaks.replayed += output.replayed
+        return output
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +31,7 @@ from ferrule_server.errors import Cancelled, EngineFault, FerruleError
 from ferrule_server.executor.base import OutputSpec, SampleSpec, StepResult
 from ferrule_server.kv.handle import Handle
 from tests.engine.harness import Harness, append
-from tests.fakes import fake_next_token
+from tests.fakes import FakeExecutor, fake_next_token
 
 ROOT = Path(__file__).parents[2]
 UNSEEDED = OutputRequest(OutputSpec(sample=SampleSpec()), is_seeded=False)
@@ -243,6 +244,25 @@ def test_a_release_that_fails_half_way_can_be_sent_again() -> None:
         assert harness.engine.snapshot().num_sequences == 2
         assert harness.decode(handles[1], 7).handle.length == 3
         assert harness.release(*handles) == ReleaseResult((None, 1, 1))
+
+
+def test_who_waits_for_a_sequence_hears_of_a_release_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The append in flight has ended; what waited behind it finds the sequence as it was."""
+    executor = FakeExecutor()
+    with Harness(executor, max_step_rows=4) as harness:
+        handle = harness.prefill(1, 2).handle
+        executor.gate = threading.Event()
+        running = harness.submit(append(handle, *([3] * 12)))
+        assert executor.is_waiting.wait(10)
+        waiting = harness.submit(append(handle, 4))
+        release = harness.store.release
+        monkeypatch.setattr(harness.store, "release", lambda *_: fail())
+        released = harness.submit(ReleaseJob("me", (handle,)))
+        executor.gate.set()
+        assert isinstance(released.error(), EngineFault)
+        assert running.error().REASON == "HANDLE_UNKNOWN"
+        assert waiting.result().handle.length == 3
+        monkeypatch.setattr(harness.store, "release", release)
 
 
 def test_leases_that_could_not_be_ended_are_ended_later() -> None:

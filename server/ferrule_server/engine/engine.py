@@ -307,12 +307,14 @@ class Engine:
 
     def _release_one(self, handle: Handle, principal: str) -> int | None:
         stopped = self._lanes.stop(handle, principal)
-        freed = self._store.release(handle, principal)
-        if freed is not None:
-            self._gather.forget(handle.cache_id)
-            self._forget(handle.handle_id)
-        if stopped is not None:
-            self._lanes.go_on(stopped)
+        try:
+            freed = self._store.release(handle, principal)
+            if freed is not None:
+                self._gather.forget(handle.cache_id)
+                self._forget(handle.handle_id)
+        finally:  # whoever waits must hear something, whatever failed
+            if stopped is not None:
+                self._lanes.go_on(stopped)
         return freed
 
     def _forget(self, handle_id: str) -> None:

@@ -124,6 +124,7 @@ class RunningServer:
 
     Attributes:
         executor: Owned from now on; the paged reference by default.
+        settings: By default prompts are not cut to the time of a step, which differs from machine to machine.
         is_loaded: False leaves the server in its STARTING phase.
         access: Everybody may do everything, unless told otherwise.
         clock: What leases are told on. epoch: name of this run.
@@ -131,7 +132,7 @@ class RunningServer:
 
     executor: Executor = field(default_factory=lambda: PagedReferenceExecutor(kv_memory_bytes=4 << 20))
     limits: ApiLimits = field(default_factory=ApiLimits)
-    settings: EngineSettings = field(default_factory=EngineSettings)
+    settings: EngineSettings = field(default_factory=lambda: EngineSettings(max_step_time_s=60.0))
     tokenizer: TextCodec | None = None
     is_loaded: bool = True
     has_reflection: bool = False

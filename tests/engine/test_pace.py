@@ -79,6 +79,14 @@ def test_mixed_steps_settle_at_twice_a_decode_step(cost: Cost, decode_rows: int)
     assert settled[50] >= 1.7 * decode_s, "prompts get the time they may have"
 
 
+def test_prompts_are_not_cut_to_save_less_than_a_client_notices() -> None:
+    """Steps of a fifth of a millisecond: prompts have 2 ms beside them."""
+    machine = Machine(lambda decode_rows, prefill_rows: 0.0002 + 10e-6 * prefill_rows)
+    for _ in range(100):
+        machine.step(1)
+    assert 150 <= machine.rows[-1] <= 200
+
+
 def test_a_step_time_that_is_given_is_kept() -> None:
     """--max-step-time is the budget, prompts and decodes together."""
     machine = Machine(computing, max_step_time_s=0.013)

@@ -27,6 +27,8 @@ _ACTIVE_S: Final = 1.0
 """Somebody decodes when a decode ran within this time; prefills that are alone are not held back."""
 _LATE_SHARE: Final = 0.25
 """Part of ``spare_s`` that prefills have in one of two steps at least, however long a decode has waited."""
+_LEAST_SPARE_S: Final = 0.002
+"""At least this much, unless a step time is given: cutting prompts finer costs more than anybody notices."""
 _MARGIN: Final = 0.2
 """Part of a decode step that the wire and the event loop may take of the time that was promised."""
 _NUM_FIRST: Final = 2
@@ -74,7 +76,7 @@ class Pace:
         if decode_rows and self._is_unsure(size):
             return 0
         decode_s = self._decode_s.get(size, 0.0)
-        spare_s = decode_s if self._max_step_time_s is None else max(0.0, self._max_step_time_s - decode_s)
+        spare_s = self._spare_s(decode_s)
         if not decode_rows:
             return self._rows_in(spare_s / 2 if self._had_decodes else spare_s)
         prefill_s = spare_s - max(0.0, waited_s - (1.0 - _MARGIN) * decode_s)
@@ -83,6 +85,12 @@ class Pace:
                 return 0
             prefill_s = spare_s * _LATE_SHARE
         return self._rows_in(prefill_s)
+
+    def _spare_s(self, decode_s: float) -> float:
+        """The time of a step that prefills may have."""
+        if self._max_step_time_s is None:
+            return max(decode_s, _LEAST_SPARE_S)
+        return max(0.0, self._max_step_time_s - decode_s)
 
     def ran(self, decode_rows: int, prefill_rows: int, step_s: float, now: float) -> None:
         """Learn from a step that has just been run."""

@@ -45,7 +45,7 @@ def test_status_counts_what_happened(server: RunningServer) -> None:
     assert after.num_prefills == before.num_prefills + 1
     assert after.num_prefill_tokens == before.num_prefill_tokens + len(PROMPT)
     assert after.num_decodes == before.num_decodes + 1
-    assert after.num_steps == before.num_steps + 2
+    assert after.num_steps >= before.num_steps + 2  # more where the prompt is cut, since others decoded just now
     assert after.live_sequences == before.live_sequences + 1
     assert after.free_blocks == after.total_blocks - 2
     assert after.current_batch_size == 1
@@ -65,7 +65,7 @@ def test_prefill_returns_a_handle_and_the_greedy_token(server: RunningServer) ->
     assert output.outputs.num_rows == 1
     assert len(output.outputs.tokens) == 1
     assert output.timing.run_ns > 0
-    assert output.timing.step_rows >= len(PROMPT)
+    assert 1 <= output.timing.step_rows <= len(PROMPT)  # fewer where the prompt is cut
     assert not output.replayed
 
 

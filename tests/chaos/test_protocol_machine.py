@@ -26,7 +26,14 @@ import hypothesis.strategies as st
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, types_pb2
 from ferrule_server.api.auth import OpenAccess
@@ -347,6 +354,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         issued = self.pick(index)
         principal = issued.owner.principal
         item = self.item("decode", issued, AppendRequest(principal, index, tokens, policy, on_stale))
+        assert isinstance(item, executor_pb2.DecodeInput)
         request = executor_pb2.DecodeRequest(input=item)
         call = self.server.stub.Decode.future(request, timeout=20, metadata=_as(principal))
         call.cancel()
@@ -560,35 +568,6 @@ def _profile() -> dict[str, Any]:
     return {"max_examples": 16, "stateful_step_count": 40, "derandomize": True}
 
 
-@pytest.mark.timeout(1800)
-class TestProtocolMachine(ProtocolMachine.TestCase):
-    """Runs the machine."""
-
-    settings = settings(
-        **_profile(),
-        deadline=None,
-        database=None,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-    )
-
-    def runTest(self) -> None:  # noqa: N802  (unittest's name)
-        """Every answer is the predicted one; in a long run, ten thousand of them and of every kind."""
-        started = time.monotonic()
-        super().runTest()
-        steps, answers = ProtocolMachine.steps, ProtocolMachine.answers
-        report(
-            "protocol state machine",
-            steps=steps.total(),
-            mismatches=0,
-            seconds=round(time.monotonic() - started, 1),
-            steps_by_kind=dict(steps),
-            answers=dict(answers),
-        )
-        if IS_LONG:
-            assert steps.total() >= MIN_STEPS
-            assert set(answers) >= EVERY_ANSWER
-
-
 EVERY_ANSWER = {
     "answered",
     "replayed",
@@ -605,3 +584,28 @@ EVERY_ANSWER = {
     "INVALID_FIELD",
 }
 """What a long run must have met, or it has tested less than it says."""
+
+
+@pytest.mark.timeout(1800)
+def test_every_answer_is_the_predicted_one() -> None:
+    """And in a long run there are ten thousand of them, of every kind."""
+    profile = settings(
+        **_profile(),
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    )
+    started = time.monotonic()
+    run_state_machine_as_test(ProtocolMachine, settings=profile)
+    steps, answers = ProtocolMachine.steps, ProtocolMachine.answers
+    report(
+        "protocol state machine",
+        steps=steps.total(),
+        mismatches=0,
+        seconds=round(time.monotonic() - started, 1),
+        steps_by_kind=dict(steps),
+        answers=dict(answers),
+    )
+    if IS_LONG:
+        assert steps.total() >= MIN_STEPS
+        assert set(answers) >= EVERY_ANSWER

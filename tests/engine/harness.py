@@ -91,7 +91,7 @@ class Harness:
         self.engine = Engine(
             self.executor,
             self.store,
-            EngineSettings(**settings),  # type: ignore[arg-type]
+            EngineSettings(**{"max_step_time_s": 60.0, **settings}),  # type: ignore[arg-type]
             self._post,
             self._fail,
             limits_of=limits_of,

@@ -297,8 +297,8 @@ def test_the_same_cuts_without_the_replay_check_double_tokens() -> None:
 def test_a_thousand_cuts_change_no_token_of_the_shipped_model() -> None:
     """The same on a real model, with the smallest lead of a likeliest token: how near a tie the run came.
 
-    There what shares a step, and where its blocks lie, changes the last bits of the logits. In float32 that is too
-    little to be seen; in bfloat16 tokens differ after some dozens of steps, with cuts or without.
+    There the last bits of the logits differ from run to run. In float32 that is too little to be seen; in bfloat16
+    tokens differ after some dozens of steps, with cuts or without.
     """
     seed = seed_of_run()
     with RunningServer(shipped()) as server:

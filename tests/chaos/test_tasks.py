@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import queue
 
-import grpc
 
 from ferrule.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 from tests.api.harness import PROMPT, RunningServer, decode_item, wait_until
@@ -30,7 +29,7 @@ def end_badly(target: str, handle: types_pb2.KvCacheHandle, proxy: CuttingProxy)
         streams = [stub.StreamDecode(iter(endless.get, None), timeout=20) for _ in range(2)]
         next(streams[0])
         streams[0].cancel()
-        calls: list[grpc.Future] = [stub.Decode.future(request, timeout=20) for _ in range(8)]
+        calls = [stub.Decode.future(request, timeout=20) for _ in range(8)]
         calls += [stub.Decode.future(request, timeout=0.0005) for _ in range(8)]
         for call in calls[:4]:
             call.cancel()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import queue
 
-
 from ferrule.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 from tests.api.harness import PROMPT, RunningServer, decode_item, wait_until
 from tests.chaos.cutting_proxy import CuttingProxy

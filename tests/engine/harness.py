@@ -114,6 +114,8 @@ class Harness:
         self.engine.close()
         if kind is None:
             self.check_integrity()
+            self.engine._gate.check_integrity()
+            assert self.engine._gate.num_jobs == 0, "a job that was delivered is still counted"
 
     def check_integrity(self) -> None:
         """Check everything the engine owns; only while it stands still."""

@@ -65,7 +65,7 @@ def test_prefill_returns_a_handle_and_the_greedy_token(server: RunningServer) ->
     assert output.outputs.num_rows == 1
     assert len(output.outputs.tokens) == 1
     assert output.timing.run_ns > 0
-    assert 1 <= output.timing.step_rows <= len(PROMPT)  # fewer where the prompt is cut
+    assert output.timing.step_rows >= len(PROMPT)
     assert not output.replayed
 
 

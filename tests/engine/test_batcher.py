@@ -15,7 +15,8 @@ from tests.engine.harness import Pending
 
 SINK = Pending()
 SEQUENCE = object.__new__(Sequence)
-"""Some sequence: the batcher asks only whether there is one."""
+"""Some sequence: the batcher asks only whether there is one, and for its name."""
+SEQUENCE.handle_id = "somebody"
 
 
 class Clock:
@@ -202,8 +203,29 @@ def test_prefills_are_held_back_only_while_somebody_decodes() -> None:
             each.ran(chunks, step_ns)
     calm.job.submitted_ns = clock.now_ns
     assert 180 <= by_principal(each.plan([calm, flood]))["flood"] <= 200
+    assert by_principal(each.plan([flood]))["flood"] < 512
     clock.now_ns += 2 * 10**9
     assert by_principal(each.plan([flood])) == {"flood": 512}
+
+
+def test_prefills_alone_are_never_held_back() -> None:
+    """Nobody decodes: as many rows as there is room for, from the first step on, however long that takes."""
+    each = Batcher(512, 0.001, Clock())
+    for _ in range(100):
+        chunks = each.plan([prompt(10**6)])
+        assert rows_of(chunks) == [512]
+        each.ran(chunks, 5 * 10**8)
+
+
+def test_nobody_is_held_back_by_decodes_of_its_own() -> None:
+    """A question behind an answer, and the next prompt after a release, are cut by the rows of a step alone."""
+    each = batcher(512)
+    for _ in range(10):
+        each.ran(each.plan([decode()]), 10_000_000)
+    assert rows_of(each.plan([running(1000, "me", SEQUENCE)])) == [512]
+    assert rows_of(each.plan([prompt(1000)])) != [512]
+    each.forget(SEQUENCE.handle_id)
+    assert rows_of(each.plan([prompt(1000)])) == [512]
 
 
 def test_every_plan_makes_progress() -> None:

@@ -29,7 +29,6 @@ class Machine:
     def __init__(self, cost: Cost, max_step_time_s: float | None = None) -> None:
         self.pace = Pace(max_step_time_s)
         self.cost = cost
-        self.now = 1000.0
         self.rows: list[int] = []
         self.step_s: list[float] = []
 
@@ -37,31 +36,12 @@ class Machine:
         """Run one step; returns what it took."""
         rows = 0
         if floods:
-            limit = self.pace.prefill_rows(decode_rows, waited_s, self.now)
-            rows = min(512 - decode_rows, 512 if limit is None else limit)
+            rows = min(512 - decode_rows, self.pace.prefill_rows(decode_rows, waited_s))
         step_s = self.cost(decode_rows, rows)
-        self.now += step_s
-        self.pace.ran(decode_rows, rows, step_s, self.now)
+        self.pace.ran(decode_rows, rows, step_s)
         self.rows.append(rows)
         self.step_s.append(step_s)
         return step_s
-
-
-def test_prefills_alone_are_never_held_back() -> None:
-    """Nobody decodes: as many rows as there is room for, from the first step on."""
-    pace = Pace(0.001)
-    for i in range(100):
-        assert pace.prefill_rows(0, 0.0, 10.0 + i) is None
-        pace.ran(0, 512, 0.5, 10.5 + i)
-
-
-def test_prefills_alone_are_free_again_a_second_after_the_last_decode() -> None:
-    """Whoever stops decoding stops holding prompts back."""
-    machine = Machine(computing)
-    for _ in range(10):
-        machine.step(4)
-    assert machine.pace.prefill_rows(0, 0.0, machine.now + 0.9) is not None
-    assert machine.pace.prefill_rows(0, 0.0, machine.now + 1.1) is None
 
 
 @pytest.mark.parametrize("cost", [computing, reading])
@@ -110,15 +90,15 @@ def test_a_decode_that_has_waited_leaves_less_to_prompts() -> None:
     machine = Machine(computing)
     while not machine.rows or machine.rows[-1] < 150:
         machine.step(4)
-    pace, now, decode_s = machine.pace, machine.now, computing(4, 0)
+    pace, decode_s = machine.pace, computing(4, 0)
     fresh, punctual, late, very_late = (
-        pace.prefill_rows(4, waited, now) for waited in (0.0, 0.79 * decode_s, 1.3 * decode_s, 9.0)
+        pace.prefill_rows(4, waited) for waited in (0.0, 0.79 * decode_s, 1.3 * decode_s, 9.0)
     )
     assert fresh == punctual
-    assert late == pytest.approx(0.5 * (fresh or 0), abs=2)
+    assert late == pytest.approx(0.5 * fresh, abs=2)
     assert very_late == 0
     machine.step(4, floods=False)
-    assert pace.prefill_rows(4, 9.0, now) == pytest.approx(0.25 * (fresh or 0), abs=2)
+    assert pace.prefill_rows(4, 9.0) == pytest.approx(0.25 * fresh, abs=2)
 
 
 @pytest.mark.parametrize("cost", [computing, reading])
@@ -245,10 +225,9 @@ def test_tails_of_a_few_rows_teach_little() -> None:
         machine.step(4)
     usual = machine.rows[-1]
     for _ in range(20):
-        machine.now += 0.01
-        machine.pace.ran(4, 1, computing(4, 1) * rng.uniform(0.9, 1.1), machine.now)
-    limit = machine.pace.prefill_rows(4, 0.0, machine.now)
-    assert limit == 0 or (limit is not None and limit >= usual / 4)
+        machine.pace.ran(4, 1, computing(4, 1) * rng.uniform(0.9, 1.1))
+    limit = machine.pace.prefill_rows(4, 0.0)
+    assert limit == 0 or limit >= usual / 4
 
 
 def test_a_clock_that_stands_still_stops_nothing() -> None:

@@ -19,6 +19,9 @@ sequences are prefills whatever their length, or a flood of short prompts would 
 PREFILL_SHARE = 8
 """While a prefill waits, one row in this many is kept for it, however many decodes come back each step."""
 
+_DECODING_S = 1.0
+"""A sequence is being decoded when it was within this time."""
+
 _CHUNK_ROWS = 8
 """Room for prefills is not cut smaller than this between principals: they take turns instead."""
 
@@ -37,7 +40,8 @@ class Batcher:
     Between principals rows are shared equally, decodes where they do not all fit and prefills always: what one does
     not need goes to the others. Within a principal decodes go in order of arrival; of the room for its prefills the
     oldest has at least half, so that it ends, and the rest goes to the shortest, so that a short prompt does not wait
-    for a long one. While somebody decodes, :class:`Pace` says how much room prefills have in all.
+    for a long one. While somebody else decodes, :class:`Pace` says how much room prefills have in all; who is alone
+    is not held back, nor by its own decodes, so that what it runs does not depend on the clock.
 
     Args:
         max_rows: Most rows in a step, at least 2.
@@ -51,6 +55,7 @@ class Batcher:
         self._max_rows = max_rows
         self._clock = clock
         self._pace = Pace(max_step_time_s)
+        self._decoded_at: dict[str, float] = {}  # by handle_id, the latest last
         self._decode_turns = _Turns(1)
         self._prefill_turns = _Turns(_CHUNK_ROWS)
 
@@ -73,20 +78,37 @@ class Batcher:
         num_rows = sum(chunk.num_rows for chunk in chunks)
         room = self._max_rows - num_rows
         now_ns = self._clock()
-        limit = self._pace.prefill_rows(num_rows, _waited_s(chunks, now_ns), now_ns * 1e-9)
-        if limit is not None:
-            room = min(room, limit)
+        if chunks or self._is_another_decoding(prefills, now_ns * 1e-9):
+            room = min(room, self._pace.prefill_rows(num_rows, _waited_s(chunks, now_ns)))
         return chunks + self._plan_prefills(prefills, room) if room else chunks
 
     def ran(self, chunks: Iterable[Chunk], elapsed_ns: int) -> None:
         """Learn from a step of these chunks that took ``elapsed_ns``."""
         decode_rows = prefill_rows = 0
+        now = self._clock() * 1e-9
         for chunk in chunks:
-            if _is_decode(chunk.run):
+            sequence = chunk.run.sequence
+            if sequence is not None and _is_decode(chunk.run):
                 decode_rows += chunk.num_rows
+                self._decoded_at.pop(sequence.handle_id, None)
+                self._decoded_at[sequence.handle_id] = now
             else:
                 prefill_rows += chunk.num_rows
-        self._pace.ran(decode_rows, prefill_rows, elapsed_ns * 1e-9, self._clock() * 1e-9)
+        self._pace.ran(decode_rows, prefill_rows, elapsed_ns * 1e-9)
+
+    def forget(self, handle_id: str) -> None:
+        """A sequence has ended: nobody decodes it."""
+        self._decoded_at.pop(handle_id, None)
+
+    def _is_another_decoding(self, prefills: Iterable[RunningAppend], now: float) -> bool:
+        """Whether a live sequence was decoded lately that is none of those being prefilled."""
+        own = {run.sequence.handle_id for run in prefills if run.sequence is not None}
+        for handle_id in reversed(self._decoded_at):
+            if now >= self._decoded_at[handle_id] + _DECODING_S:
+                return False
+            if handle_id not in own:
+                return True
+        return False
 
     def _plan_decodes(self, decodes: list[RunningAppend], room: int) -> list[Chunk]:
         if sum(run.remaining for run in decodes) <= room:

@@ -23,8 +23,6 @@ from typing import Final
 MIN_PREFILL_ROWS: Final = 16
 """Prefills get at least this many rows in a step, or a prompt would never end."""
 
-_ACTIVE_S: Final = 1.0
-"""Somebody decodes when a decode ran within this time; prefills that are alone are not held back."""
 _LATE_SHARE: Final = 0.25
 """Part of ``spare_s`` that prefills have in one of two steps at least, however long a decode has waited."""
 _LEAST_SPARE_S: Final = 0.002
@@ -60,18 +58,14 @@ class Pace:
         self._reach = MIN_PREFILL_ROWS
         self._last_size = 0
         self._had_decodes = self._had_prefills = False
-        self._active_until = 0.0
 
-    def prefill_rows(self, decode_rows: int, waited_s: float, now: float) -> int | None:
-        """Return the most prefill rows of the next step; None: as many as there is room for.
+    def prefill_rows(self, decode_rows: int, waited_s: float) -> int:
+        """Return the most prefill rows of the next step, for the sake of who decodes.
 
         Args:
             decode_rows: Rows that decode in it. 0 only where there are none: the answer is then at least 1.
             waited_s: How long the one that waits longest has waited.
-            now: Monotonic seconds.
         """
-        if not decode_rows and now >= self._active_until:
-            return None
         size = decode_rows.bit_length() or self._last_size
         if decode_rows and self._is_unsure(size):
             return 0
@@ -92,13 +86,12 @@ class Pace:
             return max(decode_s, _LEAST_SPARE_S)
         return max(0.0, self._max_step_time_s - decode_s)
 
-    def ran(self, decode_rows: int, prefill_rows: int, step_s: float, now: float) -> None:
+    def ran(self, decode_rows: int, prefill_rows: int, step_s: float) -> None:
         """Learn from a step that has just been run."""
         size = decode_rows.bit_length()
         self._had_decodes, self._had_prefills = decode_rows > 0, prefill_rows > 0
         if decode_rows:
             self._last_size = size
-            self._active_until = now + _ACTIVE_S
         if prefill_rows:
             self._num_mixed[size] = self._num_mixed.get(size, 0) + 1
             self._learn_row(self._base_s(size), prefill_rows, step_s)

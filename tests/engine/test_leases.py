@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from ferrule_server.engine import engine as engine_module
 from ferrule_server.engine.jobs import (
     AppendJob,
     ForkJob,
     InfoJob,
     Job,
     KeepAliveJob,
+    KeepAliveResult,
+    Lease,
     ListJob,
     OutputRequest,
     ReserveJob,
@@ -21,7 +24,7 @@ from ferrule_server.engine.jobs import (
     TruncateJob,
 )
 from ferrule_server.errors import FerruleError
-from ferrule_server.executor.base import OutputSpec
+from ferrule_server.executor.base import OutputSpec, StepBatch, StepResult
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.store import DEFAULT_TTL_S, MIN_TTL_S
 from tests.engine.harness import Harness, Pending, append
@@ -211,3 +214,48 @@ def test_a_release_under_a_step_gives_everything_back_at_once() -> None:
         for each in (pending, waiting):
             assert each.error().REASON == "HANDLE_UNKNOWN"
         assert harness.is_empty()
+
+
+def test_what_came_in_time_is_taken_before_leases_are_looked_at(harness: LeaseHarness) -> None:
+    """Two requests come while a long step runs, then a lease ends: the second one is as much in time as the first."""
+    kept, stepped = harness.prefill(1, 2, 3).handle, harness.prefill(4, 5, 6).handle
+    harness.executor.gate = threading.Event()
+    step = harness.submit(append(stepped, 7))
+    assert harness.executor.is_waiting.wait(10)
+    harness.now_s += DEFAULT_TTL_S - 0.1
+    jobs = (InfoJob("me", stepped), KeepAliveJob("me", (kept,)))
+    _, keep_alive = (harness.submit(job) for job in jobs)
+    harness.now_s += 0.2
+    for job in jobs:  # the clock of leases jumped, that of arrivals did not
+        job.submitted_ns -= 200_000_000
+    harness.engine._next_expiry_check = 0.0
+    harness.executor.gate.set()
+    step.result()
+    outcome = keep_alive.outcome()
+    assert isinstance(outcome, KeepAliveResult)
+    assert isinstance(outcome.leases[0], Lease)
+
+
+def test_a_flood_of_host_jobs_holds_up_neither_steps_nor_leases(
+    harness: LeaseHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is in the inbox is taken for a while only; what is left of it was sent later than what is judged by then."""
+    monkeypatch.setattr(engine_module, "_TAKE_S", 0.0)
+    harness.executor.gate = threading.Event()
+    prompt = harness.submit(append(None, 1, 2, 3))
+    assert harness.executor.is_waiting.wait(10)
+    flood = [harness.submit(ListJob("me")) for _ in range(20)]
+    decode = harness.submit(append(None, 4))
+    more = [harness.submit(ListJob("me")) for _ in range(20)]
+    num_lists_at_step: list[int] = []
+    run = harness.executor.run
+
+    def counting_run(batch: StepBatch) -> StepResult:
+        num_lists_at_step.append(sum(each.is_done for each in more))
+        return run(batch)
+
+    harness.executor.run = counting_run  # type: ignore[method-assign]
+    harness.executor.gate.set()
+    for each in (prompt, decode, *flood, *more):
+        each.outcome()
+    assert num_lists_at_step == [0]

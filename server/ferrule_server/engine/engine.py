@@ -60,6 +60,9 @@ from ferrule_server.quotas import LimitsOf, unlimited
 _LOG = logging.getLogger(__name__)
 _IDLE_S = 1.0
 """Longest sleep of an idle engine: leases are looked at this often at least."""
+_TAKE_S = 0.05
+"""Jobs are taken for so long at most while others wait for a step or an answer; what is left has its turn after that.
+Many times what a full step of appends takes: it cuts off floods of forks, lists and keep-alives only."""
 
 _LANE_JOBS = (AppendJob, ForkJob, TruncateJob)
 
@@ -126,6 +129,7 @@ class Engine:
         self._is_failed = False
         self._is_closed = False
         self._next_expiry_check = 0.0
+        self._taken_until: float | None = None
         self._thread = threading.Thread(target=self._main, name="ferrule-engine", daemon=True)
 
     # ---- any thread -------------------------------------------------------------------------------------------------
@@ -191,13 +195,20 @@ class Engine:
             self._shut_down()
 
     def _take(self) -> None:
-        """Carry out what is in the inbox; sleep for more only when there is nothing to run, or to gather."""
+        """Carry out what is in the inbox; sleep for more only where nothing is to be run or handed over, or to gather.
+
+        Afterwards ``_taken_until`` is None, or the moment up to which everything that arrived has been taken.
+        """
+        busy_s = 0.0
         while (entries := self._next_entries()) is not None:
-            at = self._arrival(entries)
+            begun = time.monotonic()
+            self._taken_until = at = self._arrival(entries)
             for job, sink in entries:
                 self._accept(job, sink, at)
-            if self._finished and not self._lanes.running:
+            busy_s += time.monotonic() - begun
+            if busy_s >= _TAKE_S:
                 return
+        self._taken_until = None
 
     def _next_entries(self) -> list[Entry] | None:
         """The next jobs that arrived together; None when the loop should go on without more."""
@@ -213,11 +224,16 @@ class Engine:
         """Seconds to wait for the next job: none when rows are ready to run and all that is awaited is back."""
         if self._lanes.running:
             return self._gather.remaining_s(time.monotonic())
+        if self._finished:
+            return 0.0
         expiry_s = self._store.next_expiry()
         return _IDLE_S if expiry_s is None else min(_IDLE_S, max(0.001, expiry_s))
 
     def _expire(self) -> None:
-        """Free what has outlived its lease. Should that fail it is tried again: no sequence may stay for ever."""
+        """Free what has outlived its lease, as of the moment up to which jobs have been taken: those left came later.
+
+        Should that fail it is tried again: no sequence may stay for ever.
+        """
         now = time.monotonic()
         if now < self._next_expiry_check:
             return
@@ -225,7 +241,7 @@ class Engine:
         try:
             if self._failpoints is not None and self._store.next_expiry() == 0.0:
                 self._failpoints.hit("during_free")
-            expired = self._store.expire()
+            expired = self._store.expire(self._taken_until)
         except Exception:  # noqa: BLE001 - the next check tries again
             fault("leases could not be ended")
             return
@@ -320,6 +336,7 @@ class Engine:
     def _forget(self, handle_id: str) -> None:
         """A sequence has ended."""
         self._records.forget(handle_id)
+        self._batcher.forget(handle_id)
         self._creations.end(handle_id, self._store.now())
 
     # ---- one step ---------------------------------------------------------------------------------------------------

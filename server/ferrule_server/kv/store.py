@@ -336,10 +336,14 @@ class KvStore:
         self._leases.schedule(sequence)
         return sequence.ttl_s
 
-    def expire(self) -> list[str]:
-        """Free every sequence whose lease has ended, pinned ones left out, and return their handle_ids."""
+    def expire(self, at: float | None = None) -> list[str]:
+        """Free every sequence whose lease has ended, pinned ones left out, and return their handle_ids.
+
+        Args:
+            at: Leases that ended by then, on the store's clock; None: by now.
+        """
         now = self._clock()
-        due = self._leases.take_due(now)
+        due = self._leases.take_due(now if at is None else min(at, now))
         for sequence in due:
             self._registry.bury(sequence, now)
             self._free_sequence(sequence)

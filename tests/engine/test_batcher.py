@@ -140,6 +140,36 @@ def test_who_comes_later_has_no_credit_for_its_absence() -> None:
     assert set(served.values()) == {80}
 
 
+def test_who_stays_is_not_starved_by_many_who_come_and_go() -> None:
+    """Short prompts that end in each step and are sent again leave a long one its part, however they take turns."""
+    for num_others in (2, 3, 5, 8, 13):
+        each = batcher(16)
+        long = prompt(10**6, "long")
+        others = {name: prompt(8, name) for name in (f"p{i}" for i in range(num_others))}
+        away: list[str] = []
+        served: Counter[str] = Counter()
+        for _ in range(300):
+            chunks = each.plan([long, *others.values()])
+            served.update(by_principal(chunks))
+            advance(chunks, [])
+            back, away = away, [name for name, run in others.items() if not run.remaining]
+            others = {name: run for name, run in others.items() if run.remaining}
+            others |= {name: prompt(8, name) for name in back}
+        assert served["long"] >= 0.8 * 300 * 16 / (num_others + 1), f"{num_others} others: {served}"
+
+
+def test_what_was_to_spare_is_not_held_against_who_took_it() -> None:
+    """A long prompt had all that a small one left; when a third comes, the two long ones have the same."""
+    each = batcher(16)
+    long = prompt(10**6, "long")
+    for _ in range(200):
+        advance(each.plan([long, prompt(1, "small")]), [])
+    third, served = prompt(10**6, "third"), Counter[str]()
+    for _ in range(100):
+        served.update(by_principal(each.plan([long, prompt(1, "small"), third])))
+    assert abs(served["long"] - served["third"]) <= 16
+
+
 def test_decodes_that_do_not_fit_are_shared_between_principals() -> None:
     """One principal's thousand decodes do not hold up another's one, nor do they starve."""
     each = batcher(64)

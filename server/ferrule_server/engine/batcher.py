@@ -128,8 +128,11 @@ class Batcher:
 class _Turns:
     """Shares room between principals equally, over the steps where one step has too little for all.
 
-    Invariant: ``_served`` has the principals of the last time, each with the rows it was given since it came; whoever
-    comes starts level with the one that was given least.
+    Who goes away while others wait is not forgotten at once: with fresh credit at each return, two that come and go
+    would for ever be ahead of one that stays (start-time fair queueing; Goyal, Vin and Cheng, 1996).
+
+    Invariant: while some wait, ``_served`` has the rows given to each who is there, and to those away that had more
+    than ``_level``; ``_level`` is what the one that was given least has had, and where whoever comes starts.
 
     Args:
         min_rows: The room is not cut into smaller shares than this.
@@ -138,6 +141,7 @@ class _Turns:
     def __init__(self, min_rows: int) -> None:
         self._min_rows = min_rows
         self._served: dict[str, int] = {}
+        self._level = 0
 
     def share(self, runs: Iterable[RunningAppend], room: int) -> list[tuple[list[RunningAppend], int]]:
         """Return the appends of each principal whose turn it is, and its rows, at least one and at most all it has."""
@@ -147,19 +151,29 @@ class _Turns:
         if len(by_principal) == 1:
             self._served.clear()
             return [(own, room) for own in by_principal.values()]
-        self._meet(by_principal)
-        chosen = sorted(by_principal, key=self._served.__getitem__)[: max(1, room // self._min_rows)]
+        chosen = self._choose(by_principal, max(1, room // self._min_rows))
         wanted = {name: sum(run.remaining for run in by_principal[name]) for name in chosen}
         shares = _equal_shares(wanted, room)
-        for name, share in shares.items():
-            self._served[name] += share
+        for name in shares.keys() & self._served.keys():
+            self._served[name] += shares[name]
         return [(by_principal[name], share) for name, share in shares.items()]
 
-    def _meet(self, principals: Iterable[str]) -> None:
-        """Forget who is gone and let those who are new in."""
-        served = {name: self._served[name] for name in principals if name in self._served}
-        least = min(served.values(), default=0)
-        self._served = {name: served.get(name, least) for name in principals}
+    def _choose(self, principals: Iterable[str], count: int) -> list[str]:
+        """Return whose turn it is: those that were given least. Nothing is held against any where nobody has to wait."""
+        names = list(principals)
+        if len(names) <= count:
+            self._served.clear()
+            return names
+        self._meet(names)
+        return sorted(names, key=self._served.__getitem__)[:count]
+
+    def _meet(self, names: list[str]) -> None:
+        """Let those who are new in, and forget who is away and has no more than they start with."""
+        known = [self._served[name] for name in names if name in self._served]
+        self._level = min(known) if known else max(self._served.values(), default=0)
+        self._served = {name: rows for name, rows in self._served.items() if rows > self._level}
+        for name in names:
+            self._served.setdefault(name, self._level)
 
 
 def _equal_shares(wanted: Mapping[str, int], room: int) -> dict[str, int]:

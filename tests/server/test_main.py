@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -185,6 +186,33 @@ def test_the_grace_ends_with_unavailable_and_0() -> None:
     assert process.returncode == 0
     assert "grace over live_sequences=1" in err
     assert "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_calls_whose_step_outlives_the_drain_are_answered() -> None:
+    """Nobody is left with a CANCELLED, which does not say whether to try again."""
+    codes: list[grpc.StatusCode] = []
+
+    def decode_until_refused(channel: grpc.Channel, handle: types_pb2.KvCacheHandle) -> None:
+        with pytest.raises(grpc.RpcError) as caught:
+            _decode_for_ever(channel, handle)
+        codes.append(caught.value.code())
+
+    long_step = ("--drain-grace", "0s", "--failpoints", "after_schedule=sleep(3000)@200")
+    with (
+        _running(*REFERENCE, "--listen", "127.0.0.1:0", *long_step) as (process, values),
+        grpc.insecure_channel(values["listen"]) as channel,
+    ):
+        handles = [_prefill(channel) for _ in range(12)]
+        clients = [threading.Thread(target=decode_until_refused, args=(channel, handle)) for handle in handles]
+        for client in clients:
+            client.start()
+        time.sleep(0.7)  # by then the long step runs; should it not, there is less to see
+        _end(process)
+        for client in clients:
+            client.join(timeout=20)
+    assert process.returncode == 0
+    assert codes == [grpc.StatusCode.UNAVAILABLE] * 12
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -46,6 +46,8 @@ _QUIET_S: Final = 0.2
 middle of a loop thinks between two frames."""
 _ANSWERS_S: Final = 2.0
 """How long what was taken is waited for when nothing more is taken."""
+_AGAIN_S: Final = 0.1
+"""Who is answered at the very end and asks again within this time is still told DRAINING."""
 
 
 def server_options(limits: ApiLimits) -> list[tuple[str, int]]:
@@ -85,6 +87,7 @@ class ApiServer:
         self._health = HealthServicer(("", *SERVICES))
         self._server = grpc.aio.server(options=server_options(state.limits))
         self._socket_path: SocketPath | None = None
+        self._owes_answers = False
         typed = as_server(self._server, access)
         executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(ModelExecutorServicer(state), typed)
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(TokenizerServicer(state), typed)
@@ -137,6 +140,7 @@ class ApiServer:
             if grace_s and (num_sequences := self.state.num_sequences):
                 _LOG.warning("grace over live_sequences=%d grace_s=%.1f", num_sequences, grace_s)
         await self._until(self._is_answered, _ANSWERS_S)
+        self._owes_answers = not self._is_answered()
         self.state.end_streams(Draining())
 
     async def _until(self, holds: Callable[[], bool], timeout_s: float) -> None:
@@ -159,8 +163,16 @@ class ApiServer:
         return not (self.state.num_active or self.state.streams)
 
     async def stop(self) -> None:
-        """Close the listener, give last answers a moment to leave, and free the address; once is enough."""
+        """Close the listener, give last answers a moment to leave, and free the address; once is enough.
+
+        Calls whose step outlived the drain are answered as the engine closes, just before this. They are waited for,
+        and so is what they ask next: gRPC tells whoever is left only CANCELLED, not whether to try again.
+        """
         self._health.stop()
+        if self._owes_answers:
+            await self._until(self._is_answered, _ANSWERS_S)
+            await asyncio.sleep(_AGAIN_S)
+            self._owes_answers = False
         if self._refreshing is not None:
             self._refreshing.cancel()
             self._refreshing = None

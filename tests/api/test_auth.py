@@ -27,7 +27,9 @@ from grpc_status import rpc_status
 from ferrule.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, executor_pb2, executor_pb2_grpc, tokenizer_pb2, types_pb2
 from ferrule_server.api import serve
 from ferrule_server.api.auth import CertificateAccess, OpenAccess, TokenAccess, access_of
+from ferrule_server.api.describe import caller_info
 from ferrule_server.api.handlers import OPEN_SERVICES, ROLES
+from ferrule_server.api.principal import Caller
 from ferrule_server.api.token_file import TokenFile
 from ferrule_server.config import ServerConfig, parse_config
 from ferrule_server.errors import ConfigError, TokenInvalid
@@ -282,6 +284,14 @@ def test_capabilities_tell_the_caller_who_it_is(secured: Secured) -> None:
     assert (alice.quotas.handles, alice.quotas.kv_tokens, alice.quotas.retained_bytes) == (40, 100_000, 1 << 20)
     assert callers[ALICE_TOO] == alice
     assert (ops.principal, ops.is_admin, ops.quotas.handles, ops.quotas.kv_tokens) == ("ops", True, 0, 100_000)
+
+
+def test_every_quota_is_told_to_whom_it_binds() -> None:
+    """Each under its name on the wire; a limit that is not there is 0."""
+    told = caller_info(Caller("alice"), QuotaLimits(1, 2, 3, 4, 5)).quotas
+    assert [value for _, value in told.ListFields()] == [1, 2, 3, 4, 5]
+    assert len(told.DESCRIPTOR.fields) == len(told.ListFields())
+    assert not caller_info(Caller("alice"), QuotaLimits()).quotas.ListFields()
 
 
 def test_nothing_that_is_logged_or_answered_holds_a_token(secured: Secured, caplog: pytest.LogCaptureFixture) -> None:

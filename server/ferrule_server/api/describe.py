@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Final
 
@@ -100,8 +99,13 @@ def capabilities(serving: Serving, limits: ApiLimits, caller: info_pb2.CallerInf
 
 def caller_info(caller: Caller, quotas: QuotaLimits) -> info_pb2.CallerInfo:
     """Return who the caller is to this server; no limit is written as 0."""
-    fields = {name: value for name, value in dataclasses.asdict(quotas).items() if value is not None}
-    limits = info_pb2.QuotaLimits(**fields)
+    limits = info_pb2.QuotaLimits(
+        handles=quotas.handles or 0,
+        kv_tokens=quotas.kv_tokens or 0,
+        queued_rows=quotas.queued_rows or 0,
+        prefill_tokens_per_second=quotas.prefill_tokens_per_s or 0,
+        retained_bytes=quotas.retained_bytes or 0,
+    )
     return info_pb2.CallerInfo(principal=caller.principal, is_admin=caller.is_admin, quotas=limits)
 
 

@@ -172,7 +172,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         serving = self.state.use()
         result = await run_job(serving.engine, serving.inputs.list_caches(request, principal_of(context)))
         assert isinstance(result, ListResult)
-        return list_response(result)
+        return await list_response(result)
 
     # ---- in the contract, not served yet ----------------------------------------------------------------------------
 

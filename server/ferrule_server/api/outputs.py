@@ -85,7 +85,7 @@ def cache_info(info: CacheInfo, block_size: int, *, with_blocks: bool) -> cache_
         token_ids=info.token_ids or (),
         block_size=block_size,
         num_blocks=info.num_blocks,
-        num_shared_blocks=_num_shared(info),
+        num_shared_blocks=info.num_shared_blocks,
         reserved_length=info.reserved_length,
         kv_bytes=info.kv_bytes,
         lease=_lease(info.lease),
@@ -99,22 +99,21 @@ def cache_info(info: CacheInfo, block_size: int, *, with_blocks: bool) -> cache_
     return message
 
 
-def list_response(result: ListResult) -> cache_pb2.ListCachesResponse:
-    """Return one page of sequences, by loggable id only."""
-    return cache_pb2.ListCachesResponse(
-        caches=[
-            cache_pb2.CacheSummary(
-                handle_id=info.handle_id,
-                length=info.length,
-                num_blocks=info.num_blocks,
-                num_shared_blocks=_num_shared(info),
-                lease=_lease(info.lease),
-                create_time=_wall_clock(-info.age_s),
-            )
-            for info in result.caches
-        ],
-        next_page_token=page_token(result.next_after),
-    )
+async def list_response(result: ListResult) -> cache_pb2.ListCachesResponse:
+    """Return one page of sequences, by loggable id only; lets others run on the event loop meanwhile."""
+    response = cache_pb2.ListCachesResponse(next_page_token=page_token(result.next_after))
+    for index, info in enumerate(result.caches, start=1):
+        if index % LOOP_SLICE == 0:
+            await asyncio.sleep(0)
+        response.caches.add(
+            handle_id=info.handle_id,
+            length=info.length,
+            num_blocks=info.num_blocks,
+            num_shared_blocks=info.num_shared_blocks,
+            lease=_lease(info.lease),
+            create_time=_wall_clock(-info.age_s),
+        )
+    return response
 
 
 def slot_reservation(evidence: SlotReservation, block_size: int, total_blocks: int) -> cache_pb2.KvSlotReservation:
@@ -215,10 +214,6 @@ def _to_bfloat16(row: Float32Array) -> npt.NDArray[np.uint16]:
     bits = row.view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return rounded.astype(_LITTLE_ENDIAN_UINT16)
-
-
-def _num_shared(info: CacheInfo) -> int:
-    return sum(count > 1 for count in info.block_refcounts)
 
 
 def _lease(lease: Lease) -> cache_pb2.Lease:

@@ -159,7 +159,7 @@ class _Turns:
         return [(by_principal[name], share) for name, share in shares.items()]
 
     def _choose(self, principals: Iterable[str], count: int) -> list[str]:
-        """Return whose turn it is: those that were given least. Nothing is held against any where nobody has to wait."""
+        """Return whose turn it is: those given least. Nothing is held against anybody where nobody has to wait."""
         names = list(principals)
         if len(names) <= count:
             self._served.clear()

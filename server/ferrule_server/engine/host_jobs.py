@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -113,28 +114,34 @@ class HostJobs:
     def _info(self, job: InfoJob, at: float) -> CacheInfo:
         sequence = self.store.resolve(job.handle, job.principal, at)
         self.store.renew(sequence)
-        return self._describe(sequence, with_tip=True, with_token_ids=job.with_token_ids)
+        block_ids, token_ids = tuple(sequence.block_ids), sequence.token_ids
+        return dataclasses.replace(
+            self._describe(sequence),
+            tip=self.store.handle_at(sequence),
+            block_ids=block_ids,
+            block_refcounts=tuple(map(self.store.pool.refcount, block_ids)),
+            token_ids=tuple(token_ids) if job.with_token_ids else None,
+        )
 
     def _list(self, job: ListJob) -> ListResult:
         sequences = self.store.sequences_of(job.principal, job.after_handle_id, job.limit + 1)
-        page = tuple(self._describe(sequence, with_tip=False) for sequence in sequences[: job.limit])
+        page = tuple(self._describe(sequence) for sequence in sequences[: job.limit])
         next_after = page[-1].handle_id if len(sequences) > job.limit else ""
         return ListResult(page, next_after, self.store.num_sequences_of(job.principal))
 
-    def _describe(self, sequence: Sequence, *, with_tip: bool, with_token_ids: bool = False) -> CacheInfo:
+    def _describe(self, sequence: Sequence) -> CacheInfo:
+        """Describe a sequence in a time that does not grow with its length: a page has a thousand of them."""
         now = self.store.now()
         return CacheInfo(
             handle_id=sequence.handle_id,
             length=sequence.length,
-            tip=self.store.handle_at(sequence) if with_tip else None,
-            block_ids=tuple(sequence.block_ids),
-            block_refcounts=tuple(self.store.pool.refcount(block_id) for block_id in sequence.block_ids),
+            tip=None,
+            num_blocks=sequence.num_blocks,
+            num_shared_blocks=self.store.num_shared_blocks(sequence),
             kv_bytes=sequence.num_blocks * self.bytes_per_block,
             age_s=now - sequence.created_at,
             lease=Lease(sequence.ttl_s, max(0.0, sequence.expires_at - now)),
             parent_handle_id=sequence.parent_handle_id,
             num_pending=self.num_pending(sequence),
-            token_ids=tuple(sequence.token_ids) if with_token_ids else None,
             reserved_length=sequence.reserved_length,
-            num_spare_blocks=len(sequence.spare_ids),
         )

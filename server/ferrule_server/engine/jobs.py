@@ -244,8 +244,10 @@ class CacheInfo:
 
     Attributes:
         tip: The newest handle (``None`` in lists, which never carry secrets).
+        num_blocks: Blocks it holds, those set aside for tokens to come included.
+        num_shared_blocks: Blocks of its tokens that other sequences use too.
         block_ids: Blocks of its tokens in order; block_refcounts: how many sequences use each (1 = own, more = shared).
-        num_spare_blocks: Blocks reserved for tokens to come.
+            Both empty in lists.
         kv_bytes: Bytes of all its blocks, shared ones counted whole.
         age_s: Seconds since it was made.
         parent_handle_id: The sequence it was forked from; empty when prefilled.
@@ -257,8 +259,8 @@ class CacheInfo:
     handle_id: str
     length: int
     tip: Handle | None
-    block_ids: tuple[int, ...]
-    block_refcounts: tuple[int, ...]
+    num_blocks: int
+    num_shared_blocks: int
     kv_bytes: int
     age_s: float
     lease: Lease
@@ -266,12 +268,8 @@ class CacheInfo:
     num_pending: int = 0
     token_ids: tuple[int, ...] | None = None
     reserved_length: int = 0
-    num_spare_blocks: int = 0
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks it holds."""
-        return len(self.block_ids) + self.num_spare_blocks
+    block_ids: tuple[int, ...] = ()
+    block_refcounts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

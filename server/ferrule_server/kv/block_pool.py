@@ -74,8 +74,8 @@ class BlockPool:
             self._refcounts[block_id] = 1
         return block_ids
 
-    def share(self, block_ids: Iterable[int]) -> None:
-        """Give each block one more owner.
+    def share(self, block_ids: Iterable[int], count: int = 1) -> None:
+        """Give each block ``count`` more owners.
 
         Raises:
             RuntimeError: A block is free (a bug of the caller's).
@@ -83,7 +83,7 @@ class BlockPool:
         for block_id in block_ids:
             if self._refcounts[block_id] <= 0:
                 raise RuntimeError(f"block {block_id} is free and cannot be shared")
-            self._refcounts[block_id] += 1
+            self._refcounts[block_id] += count
 
     def release(self, block_ids: list[int]) -> int:
         """Take one owner from each block and return how many blocks became free.

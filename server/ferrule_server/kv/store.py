@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
@@ -47,6 +48,8 @@ class KvStore:
 
     Quotas are looked at before anything is allocated, all or nothing: HANDLES where sequences are created (one in
     creation counts), KV_TOKENS where blocks are. The order of refusals stands at ``Reservations``.
+
+    Whoever owns a block owns those before it in each table that has it: refcounts never rise along a table.
 
     A committed slot is never written again: a write into a block with refcount above 1 is preceded by its copy, and
     while an append is reserved on a sequence nobody can come to share the blocks it writes to (fork, truncate and
@@ -138,6 +141,10 @@ class KvStore:
         """Return the handle of the first ``length`` tokens; None: of all of them."""
         at = sequence.length if length is None else length
         return Handle(sequence.cache_id, at, sequence.chain.at(at))
+
+    def num_shared_blocks(self, sequence: Sequence) -> int:
+        """Return how many blocks of its table have other owners too, in O(log n): they are its first ones."""
+        return bisect_left(sequence.block_ids, 1, key=lambda block_id: self.pool.refcount(block_id) == 1)
 
     def judge(
         self, sequence: Sequence, handle: Handle, token_ids: SequenceOf[int], on_stale: StalePolicy = StalePolicy.FAIL
@@ -281,9 +288,9 @@ class KvStore:
         self._usage.check(sequence.principal, num_sequences=count, num_blocks=num_spares)
         self._slots.add_spares(sequence, num_spares)
         self._usage.enter(sequence.principal, count)
+        self.pool.share(prefix, count)
         branches = []
         for _ in range(count):
-            self.pool.share(prefix)
             branch = self._create(sequence.principal, sequence.chain.copy(length), prefix, sequence)
             self.renew(branch, ttl_s)
             branches.append(branch)
@@ -395,6 +402,8 @@ class KvStore:
         assert sequence.length > 0, f"{name} is empty"
         assert len(sequence.block_ids) == self.pool.num_blocks_for(sequence.length), f"{name} has a table of other size"
         assert len(set(sequence.block_ids)) == len(sequence.block_ids), f"{name} has a block twice"
+        refcounts = [self.pool.refcount(block_id) for block_id in sequence.block_ids]
+        assert refcounts == sorted(refcounts, reverse=True), f"{name} shares a block and not those before it"
         self._slots.check_integrity(sequence)
         sequence.chain.check_integrity(self._fingerprint)
         assert MIN_TTL_S <= sequence.ttl_s <= self.max_ttl_s, f"{name} has a lease of {sequence.ttl_s} s"

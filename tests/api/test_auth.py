@@ -772,6 +772,18 @@ def test_a_caller_is_nobody_where_nothing_was_authenticated() -> None:
         principal_of(cast("Any", None))
 
 
+def test_a_header_that_is_no_text_leaves_nothing_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """As gRPC itself would log it, value and traceback: a token with one wrong byte."""
+    access_of(ServerConfig())
+    try:
+        b"Bearer ferrule_s\xf6cret".decode()
+    except UnicodeDecodeError:
+        logging.getLogger("grpc._cython.cygrpc").exception("Invalid encoding on %s", b"Bearer ferrule_s\xf6cret")
+    assert "metadata that is no UTF-8" in caplog.text
+    assert "ferrule_s" not in caplog.text
+    assert "Traceback" not in caplog.text
+
+
 def test_callers_of_two_names_never_become_one() -> None:
     """What is unusual in a certificate's name is encoded, and no name can forge a field of the log."""
     from ferrule_server.api.auth import principal_of_certificate as named
@@ -796,6 +808,7 @@ def test_callers_of_two_names_never_become_one() -> None:
     for properties in (
         {},
         {"x509_common_name": [b""]},
+        {"peer_uri": [b"alice"], "x509_common_name": [b"x"]},
         {"peer_uri": [b"a:b", b"c:d"], "x509_common_name": [b"x"]},
         {"x509_common_name": [b"x" * 513]},
     ):

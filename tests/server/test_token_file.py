@@ -114,6 +114,12 @@ def test_a_bad_line_is_named_by_its_number(path: Path, line: str, hint: str) -> 
     assert not any(secret in str(caught.value) for secret in ("secret", *DIGESTS))
 
 
+def test_the_digest_of_nothing_is_no_token() -> None:
+    """What `sha256sum` makes of a variable that is not set would let in whoever sends an empty token."""
+    with pytest.raises(ConfigError, match=r"line 1: .* nothing at all"):
+        parse_tokens(f"{hashlib.sha256(b'').hexdigest()} alice")
+
+
 def test_a_file_that_cannot_be_used_ends_the_start(tmp_path: Path) -> None:
     """Missing, a folder, a pipe, no text, empty, without a token."""
     os.mkfifo(tmp_path / "pipe")

@@ -24,6 +24,7 @@ _HEADER: Final = "authorization"
 _SCHEME: Final = "bearer"
 _SAFE_IN_NAMES: Final = "/@.-_~+"
 _MAX_NAME_BYTES: Final = 512
+_GRPC_LOGGER: Final = "grpc._cython.cygrpc"
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -132,6 +133,7 @@ def access_of(config: ServerConfig) -> Access:
     else:
         access = OpenAccess(is_admin=config.listen.is_local, quotas=config.quotas)
     _warn_of_exposure(config)
+    logging.getLogger(_GRPC_LOGGER).addFilter(_without_metadata)
     return access
 
 
@@ -150,7 +152,8 @@ def principal_of_certificate(properties: Mapping[str, Iterable[bytes]]) -> str:
     uris = list(properties.get("peer_uri", ()))
     names = uris or [name for name in properties.get("x509_common_name", ()) if name]
     safe = f"{_SAFE_IN_NAMES}:" if uris else _SAFE_IN_NAMES  # so that no common name passes for a URI
-    if len(names) != 1 or len(names[0]) > _MAX_NAME_BYTES:
+    is_other = bool(uris) and b":" not in names[0]  # a reference, no URI: it could pass for a common name
+    if len(names) != 1 or len(names[0]) > _MAX_NAME_BYTES or is_other:
         raise TokenInvalid(
             "the client certificate must name one principal, by one URI as subject alternative name or, without any, "
             f"by its common name, of at most {_MAX_NAME_BYTES} bytes"
@@ -166,6 +169,13 @@ def _bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str:
     if len(values) > 1 or scheme.lower() != _SCHEME:
         raise TokenInvalid("the metadata must hold one 'authorization: Bearer TOKEN'")
     return token.strip()
+
+
+def _without_metadata(record: logging.LogRecord) -> bool:
+    """Take out of a line of gRPC's the value of a header that is no UTF-8: next to a slip of the pen it is a token."""
+    if str(record.msg).startswith("Invalid encoding"):
+        record.msg, record.args, record.exc_info = "metadata that is no UTF-8", (), None
+    return True
 
 
 def _warn_of_exposure(config: ServerConfig) -> None:

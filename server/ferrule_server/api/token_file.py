@@ -27,6 +27,7 @@ from ferrule_server.quotas import QuotaLimits
 _LOG = logging.getLogger(__name__)
 
 _DIGEST: Final = re.compile(r"[0-9a-fA-F]{64}")
+_NO_TOKEN: Final = hashlib.sha256(b"").digest()
 _PRINCIPAL: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:/+-]{0,127}")
 
 
@@ -200,6 +201,8 @@ def _add_line(table: TokenTable, number: int, words: list[str]) -> None:
     if not _PRINCIPAL.fullmatch(name):
         raise ValueError("the name of a principal must follow: 1 to 128 of A-Z a-z 0-9 . _ @ : / + -")
     digest = bytes.fromhex(digest_text)
+    if digest == _NO_TOKEN:
+        raise ValueError("this is the SHA-256 of nothing at all: whoever sent an empty token would be let in")
     if digest in table.callers:
         raise ValueError(f"this token is on line {table.lines[digest]} already")
     caller = Caller(name)

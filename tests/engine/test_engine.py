@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
 
 import pytest
 
@@ -42,7 +44,7 @@ from ferrule_server.errors import (
 from ferrule_server.executor.base import DeviceLost, OutputSpec, SampleSpec
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.handle import Handle, StalePolicy
-from tests.engine.harness import NOTHING, Harness, append
+from tests.engine.harness import NOTHING, Harness, Pending, append
 from tests.fakes import FakeExecutor, fake_next_token
 
 VOCAB = 32
@@ -718,3 +720,23 @@ def test_gather_window_puts_half_cohorts_together() -> None:
         sizes = [batch.num_rows for batch in executor.batches[num_steps:]]
         assert sum(sizes) == 48
         assert sizes.count(4) >= 6, f"step sizes {sizes}"
+
+
+def test_a_frame_that_is_refused_whole_leaves_the_event_loop_to_others_in_between() -> None:
+    """Thousands of refusals were one callback of 0.1 s: now each slice is one; the sink still hears of one frame."""
+    with Harness(max_waiting_jobs=1) as harness:
+        harness.executor.gate = threading.Event()
+        first = harness.submit(append(None, 1))
+        calls: deque[Callable[[], None]] = deque()
+        harness.engine._post = calls.append
+        sink = Pending()
+        harness.engine.submit([(append(None, 1), sink) for _ in range(1000)])
+        numbers = []
+        while calls:
+            calls.popleft()()
+            numbers.append(len(sink._outcomes))
+        harness.engine._post = harness._post
+        harness.executor.gate.set()
+        first.result()
+        assert numbers == [256, 512, 768, 1000]
+        assert sink.num_flushes == 1

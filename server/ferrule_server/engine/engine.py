@@ -60,6 +60,8 @@ from ferrule_server.quotas import LimitsOf, unlimited
 _LOG = logging.getLogger(__name__)
 _IDLE_S = 1.0
 """Longest sleep of an idle engine: leases are looked at this often at least."""
+_LOOP_SLICE = 256
+"""Outcomes delivered before others get their turn on the event loop: a few milliseconds."""
 _TAKE_S = 0.05
 """Jobs are taken for so long at most while others wait for a step or an answer; what is left has its turn after that.
 Many times what a full step of appends takes: it cuts off floods of forks, lists and keep-alives only."""
@@ -146,7 +148,7 @@ class Engine:
         """
         entries, refused = self._gate.admit(entries)
         if refused:
-            self._post(lambda: _deliver(refused))
+            self._post(lambda: self._deliver_slice(refused))
         if not entries:
             return
         now_ns = time.monotonic_ns()
@@ -275,7 +277,24 @@ class Engine:
 
     def _deliver(self, finished: list[Finished]) -> None:
         self._gate.done(finished)
-        _deliver(finished)
+        self._deliver_slice(finished)
+
+    def _deliver_slice(self, finished: list[Finished], start: int = 0, touched: dict[int, Sink] | None = None) -> None:
+        """Runs on the event loop: each sink gets its outcomes, and after the last of all one flush.
+
+        Others have their turn on the loop in between: a frame of thousands of items that are all refused makes as many
+        error messages.
+        """
+        touched = {} if touched is None else touched
+        stop = start + _LOOP_SLICE
+        for job, sink, outcome in finished[start:stop]:
+            sink.deliver(job, outcome)
+            touched[id(sink)] = sink
+        if stop < len(finished):
+            self._post(lambda: self._deliver_slice(finished, stop, touched))
+            return
+        for sink in touched.values():
+            sink.flush()
 
     # ---- taking jobs ------------------------------------------------------------------------------------------------
 
@@ -440,13 +459,3 @@ class Engine:
         self._records.clear()
         self._creations.clear()
         self._on_failure()
-
-
-def _deliver(finished: list[tuple[Job, Sink, Outcome]]) -> None:
-    """Runs on the event loop: each sink gets its outcomes, then one flush."""
-    touched: dict[int, Sink] = {}
-    for job, sink, outcome in finished:
-        sink.deliver(job, outcome)
-        touched[id(sink)] = sink
-    for sink in touched.values():
-        sink.flush()

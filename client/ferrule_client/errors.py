@@ -250,6 +250,11 @@ class QuotaExceededError(ResourceExhaustedError):
         """The most that may be in use, in the same unit, or None if the server does not say."""
         return _number(self.metadata.get("limit"))
 
+    @property
+    def needed(self) -> int | None:
+        """What the request needs, or None if the server does not say; above ``limit`` it can never be had."""
+        return _number(self.metadata.get("needed"))
+
 
 class BlocksExhaustedError(ResourceExhaustedError):
     """The KV pool has too few free blocks now. Release handles or try later."""

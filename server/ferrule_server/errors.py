@@ -273,16 +273,19 @@ class QuotaExceeded(ResourceExhausted):
         used: The amount in use, in the unit of the quota.
         limit: The limit, in the same unit.
         retry_after_s: When to try again at the earliest; None: waiting does not help, the request alone is too large.
-        needed: What the request needs on top, where that is known; above ``limit`` it can never be had.
+        needed: What the request needs on top, where that is known; above ``limit``, where it can never be had, in all.
     """
 
     def __init__(
         self, quota: str, used: int, limit: int, retry_after_s: float | None = 1.0, needed: int | None = None
     ) -> None:
         message, more = f"quota {quota}: {used} in use of {limit}", {} if needed is None else {"needed": needed}
-        if needed is not None:
-            message += f", the request needs {needed}"
-            message += "; release handles" if needed <= limit else ", which is more than the quota; ask for less"
+        if quota == "PREFILL_RATE":
+            message = f"quota {quota}: {used} prompt tokens to make up for at {limit} per second; wait"
+        elif needed is not None:
+            way_out = "wait for earlier requests" if quota == "QUEUED_ROWS" else "release handles"
+            large = f"{needed} in all, more than the quota; ask for less"
+            message += f", the request needs {large if needed > limit else f'{needed}; {way_out}'}"
         super().__init__(message, quota=quota, used=used, limit=limit, **more)
         self.quota = quota
         self.retry_after_s = retry_after_s

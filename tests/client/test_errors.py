@@ -77,13 +77,13 @@ def test_values_of_errors_are_typed() -> None:
     assert isinstance(instance, WrongInstanceError)
     assert instance.instance == "b"
     assert isinstance(error_from_status(status_of(CODES.NOT_FOUND, "EPOCH_CHANGED")), HandleNotFoundError)
-    numbers = {"quota": "KV_TOKENS", "used": "96", "limit": "128"}
+    numbers = {"quota": "KV_TOKENS", "used": "96", "limit": "128", "needed": "48"}
     quota = error_from_status(status_of(CODES.RESOURCE_EXHAUSTED, "QUOTA_KV_TOKENS", **numbers))
     assert isinstance(quota, QuotaExceededError)
-    assert (quota.quota, quota.used, quota.limit) == ("KV_TOKENS", 96, 128)
+    assert (quota.quota, quota.used, quota.limit, quota.needed) == ("KV_TOKENS", 96, 128, 48)
     bare = error_from_status(status_of(CODES.RESOURCE_EXHAUSTED, "QUOTA_HANDLES"))
     assert isinstance(bare, QuotaExceededError)
-    assert (bare.quota, bare.used, bare.limit) == ("HANDLES", None, None)
+    assert (bare.quota, bare.used, bare.limit, bare.needed) == ("HANDLES", None, None, None)
 
 
 def test_retry_and_field_details_are_read() -> None:

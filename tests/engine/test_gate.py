@@ -143,7 +143,8 @@ def test_queued_rows_are_bounded_for_each_principal() -> None:
     error, fits, other = try_jobs(gate, first, prompt(3), prompt(2), prompt(10, "other"))[1:]
     assert isinstance(error, QuotaExceeded)
     assert error.reason == "QUOTA_QUEUED_ROWS"
-    assert error.metadata == {"quota": "QUEUED_ROWS", "used": "8", "limit": "10"}
+    assert error.metadata == {"quota": "QUEUED_ROWS", "used": "8", "limit": "10", "needed": "3"}
+    assert str(error) == "quota QUEUED_ROWS: 8 in use of 10, the request needs 3; wait for earlier requests"
     assert (fits, other) == (None, None)
     finish(gate, first)
     assert try_jobs(gate, prompt(8)) == [None]
@@ -156,6 +157,8 @@ def test_a_job_larger_than_the_quota_is_told_that_waiting_does_not_help() -> Non
     (error,) = try_jobs(gate, prompt(11))
     assert isinstance(error, QuotaExceeded)
     assert error.retry_after_s is None
+    assert error.metadata == {"quota": "QUEUED_ROWS", "used": "0", "limit": "10", "needed": "11"}
+    assert "11 in all, more than the quota; ask for less" in str(error)
 
 
 def test_a_query_counts_as_a_row() -> None:
@@ -176,6 +179,7 @@ def test_a_prompt_longer_than_the_burst_is_taken_and_the_next_one_waits() -> Non
     assert isinstance(error, QuotaExceeded)
     assert error.reason == "QUOTA_PREFILL_RATE"
     assert error.metadata == {"quota": "PREFILL_RATE", "used": "1000", "limit": "100"}
+    assert str(error) == "quota PREFILL_RATE: 1000 prompt tokens to make up for at 100 per second; wait"
     assert error.retry_after_s is not None
     assert 9.0 <= error.retry_after_s <= 9.1
     clock.now += 8.9

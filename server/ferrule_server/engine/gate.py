@@ -198,10 +198,10 @@ class Gate:
         """The quotas of one principal."""
         max_rows, rate = limits.queued_rows, limits.prefill_tokens_per_s
         if max_rows is not None and num_rows > max_rows:
-            return QuotaExceeded("QUEUED_ROWS", num_rows, max_rows, None)
+            return QuotaExceeded("QUEUED_ROWS", usage.rows, max_rows, None, needed=num_rows)
         if max_rows is not None and usage.rows + num_rows > max_rows:
             wait_s = self._finished_rows.wait_s(usage.rows + num_rows - max_rows, now)
-            return QuotaExceeded("QUEUED_ROWS", usage.rows, max_rows, wait_s)
+            return QuotaExceeded("QUEUED_ROWS", usage.rows, max_rows, wait_s, needed=num_rows)
         if rate is not None and num_tokens and usage.debt >= rate * BURST_S:
             owed_s = (usage.debt - rate * BURST_S) / rate + _MIN_RETRY_S if rate else None
             return QuotaExceeded("PREFILL_RATE", math.ceil(usage.debt), rate, owed_s)

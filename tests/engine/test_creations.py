@@ -454,3 +454,16 @@ def _wait_until_empty(harness: Harness) -> None:
         harness.submit(ListJob("me")).outcome()
         time.sleep(0.06)
     assert not num_sequences(harness)
+
+
+def test_only_what_is_answered_again_counts_as_a_replay() -> None:
+    """A repeat that is refused, because all it made has ended or no seed is known, is counted as refused."""
+    with Harness() as harness:
+        first = harness.prefill(1, 2)
+        harness.release(*fork(harness, first.handle).handles)
+        harness.submit(fork_job(first.handle)).error()
+        harness.decode(harness.decode(first.handle, 3, output=UNSEEDED).handle, 4)
+        assert harness.submit(append(first.handle, 3, output=UNSEEDED)).error().REASON == "INVALID_FIELD"
+        assert harness.engine.counters.replays == 0
+        harness.decode(first.handle, 3)
+        assert harness.engine.counters.replays == 1

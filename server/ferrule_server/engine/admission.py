@@ -99,10 +99,10 @@ class Admission:
 
     def _replay(self, job: AppendJob, sink: Sink, sequence: Sequence, rows: _Rows) -> RunningAppend | AppendResult:
         """Answer from the record, or have the rows run again without writing."""
-        self.counters.replays += 1
         record = self.records.find(sequence.handle_id, rows.start, rows.end - rows.start, job.output)
         if record is not None:
             if record.result is not None:
+                self.counters.replays += 1
                 ttl_s = self.store.renew(sequence, rows.ttl_s)
                 return dataclasses.replace(record.result, replayed=True, ttl_s=ttl_s)
             rows.seed = record.seed
@@ -112,6 +112,7 @@ class Admission:
                 "logits_policy.sample.seed",
                 "these tokens were appended before; sampling their rows again needs the seed that was returned then",
             )
+        self.counters.replays += 1
         return self._reading(job, sink, sequence, Verdict.REPLAY, rows)
 
     def _reading(

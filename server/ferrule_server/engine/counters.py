@@ -12,10 +12,11 @@ class EngineCounters:
 
     Attributes:
         steps: Executor runs. step_ns: their summed duration.
-        prefills: Appends finished that carried more than one token or made a sequence; prefill_tokens: their tokens;
+        prefills: Appends finished that carried more than one token or a new prompt; prefill_tokens: their tokens;
             prefill_ns: their summed ``run_ns``.
-        decodes: Appends of one token finished; decode_ns: their summed ``run_ns``.
-        queries: Rows run again without an append. replays: Appends answered from what was committed before.
+        decodes: Appends of one token finished, in branches too; decode_ns: their summed ``run_ns``.
+        queries: Rows run again without an append.
+        replays: Appends and forks answered from what was committed before.
         recomputed: Replays whose rows had to be run again.
         joined: Jobs answered together with an equal one that was in flight.
         refused: Jobs refused by the engine thread, by reason (HANDLE_STALE among them).

@@ -121,8 +121,9 @@ class Lanes:
         if creation is None:
             return False
         if isinstance(job, ForkJob):
+            result = self._host_jobs.repeat_fork(job, creation.handles, at)
             self._counters.replays += 1
-            self._finish(job, sink, self._host_jobs.repeat_fork(job, creation.handles, at))
+            self._finish(job, sink, result)
             return True
         assert isinstance(job, AppendJob)
         if creation.run is not None:

@@ -17,6 +17,8 @@ __all__ = ["Attempts", "RetrySettings", "wait_s"]
 # tokens) end when somebody releases something, and that is the caller's to decide.
 _PASSING = ("QUEUE_FULL", "QUOTA_PREFILL_RATE", "QUOTA_QUEUED_ROWS")
 
+_GROWTH = 4
+
 # Looking whether a server is back costs nothing while nobody listens; the channel itself knocks once a second at most.
 _LOOKOUT_S = 0.2
 
@@ -28,12 +30,13 @@ class RetrySettings:
     Attributes:
         max_retries: Tries after the first that a broken connection or a full queue is worth. A server that is still
             loading its model is waited for until the deadline, whatever this says.
-        first_backoff_s: Wait before the first retry, in seconds; it doubles each time.
+        first_backoff_s: Wait before the first retry, in seconds; it grows fourfold each time. Most breaks are of a
+            connection alone, and the next one is there at once.
         max_backoff_s: Longest wait, in seconds, but for one that the server itself asks for.
     """
 
     max_retries: int = 5
-    first_backoff_s: float = 0.05
+    first_backoff_s: float = 0.005
     max_backoff_s: float = 1.0
 
 
@@ -111,7 +114,7 @@ class Attempts:
         longest_s = min(self._backoff_s, _LOOKOUT_S) if is_lookout else self._backoff_s
         pause_s = longest_s * random.uniform(0.5, 1.0)  # noqa: S311 - jitter needs no secrecy
         pause_s += wait_s(error) or 0.0
-        self._backoff_s = min(2 * self._backoff_s, self._settings.max_backoff_s)
+        self._backoff_s = min(_GROWTH * self._backoff_s, self._settings.max_backoff_s)
         remaining = self.remaining()
         if remaining is not None and remaining <= pause_s:
             raise error from _worth_showing(error, cause)

@@ -22,6 +22,7 @@ from ferrule_client import (
     no_output,
     sample,
 )
+from ferrule_client._retry import Attempts, RetrySettings
 from tests.client.fake_server import Failure, FakeServer
 
 CODES = grpc.StatusCode
@@ -258,6 +259,16 @@ def test_retries_end(fake: FakeServer) -> None:
             client.status()
         assert time.monotonic() - start < 5
         assert fake.calls["GetStatus"] == 3
+
+
+def test_first_pause_is_short_and_later_ones_are_a_second() -> None:
+    """One broken connection costs milliseconds; a server that stays away is asked about once a second."""
+    lost = UnavailableError(CODES.UNAVAILABLE, "CONNECTION_LOST", "Socket closed")
+    attempts = Attempts(RetrySettings(max_retries=8), None)
+    pauses_s = [attempts.pause_s(lost) for _ in range(8)]
+    assert pauses_s[0] <= 0.005
+    assert sum(pauses_s[:5]) >= 0.7
+    assert all(0.5 <= pause_s <= 1.0 for pause_s in pauses_s[4:])
 
 
 def test_client_finds_a_server_that_comes_up_late() -> None:

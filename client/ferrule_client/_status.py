@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from urllib.parse import unquote
+
 import grpc
 import grpc.aio
 from google.rpc import error_details_pb2, status_pb2
@@ -80,8 +83,13 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 # Texts of gRPC core for a call that never left this machine. They have been stable for years; were one to change,
 # a creating call would only be retried less often.
-_NEVER_SENT = ("failed to connect to all addresses", "Connection refused", "connection refused", "resolution failed")
-
+_NEVER_SENT = (
+    "failed to connect to all addresses",
+    "Connection refused",
+    "connection refused",
+    "resolution failed",
+    "empty address list",
+)
 
 _WHY_NOT = (
     ("connection refused", "connection refused"),
@@ -98,7 +106,10 @@ _WHY_NOT = (
     ("ssl", "TLS handshake failed"),
     ("socket closed", "it hung up"),
     ("connection reset", "it hung up"),
+    ("empty address list", "nothing to connect with"),
 )
+
+_ADDRESS = re.compile(r"ipv[46]:(\S+):\s")
 
 # A server that refuses a TLS handshake tells gRPC nothing but that it hung up.
 _TLS_ADVICE = {
@@ -106,6 +117,7 @@ _TLS_ADVICE = {
     "its certificate is for another name": "connect by the name in it, or give that as server_name of TlsConfig",
     "it does not speak TLS": "connect without tls",
     "TLS handshake failed": "compare both sides' certificates",
+    "nothing to connect with": "the certificates or the key given to TLS are no PEM, or do not belong together",
     "it hung up": "it may want TLS, or a client certificate that is valid and of an authority it trusts",
 }
 
@@ -185,12 +197,21 @@ def no_server(target: str, details: str) -> e.UnavailableError:
         details: What gRPC says, often several hundred characters.
     """
     cause = next((short for text, short in _WHY_NOT if text in details.lower()), "cannot connect")
+    if cause == "connection refused":
+        cause += _by_whom(target, details)
     text = f'no server at {target} ({cause}); start one with "ferrule serve", or name another target'
     metadata = {"target": target, "cause": cause, "details": details}
     if (advice := _TLS_ADVICE.get(cause)) is not None:
         text = f"the server at {target} cannot be used: {cause}; {advice}"
         metadata["advice"] = advice
     return e.UnavailableError(grpc.StatusCode.UNAVAILABLE, "CONNECTION_FAILED", text, metadata)
+
+
+def _by_whom(target: str, details: str) -> str:
+    """Name the address that refused, where the target is a name: gRPC tells of the last of its addresses only."""
+    found = _ADDRESS.search(details)
+    address = unquote(found[1]) if found else ""
+    return f" by {address}, the last address tried" if address and address not in target else ""
 
 
 def _class_of(code: grpc.StatusCode, reason: str) -> type[e.ExecutorError]:

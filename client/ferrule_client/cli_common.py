@@ -137,14 +137,21 @@ def connect(args: argparse.Namespace) -> Client:
     """Return a client by the connection options; a token comes from ``FERRULE_TOKEN`` only, out of sight of ``ps``.
 
     Raises:
-        CommandError: The target is malformed, or a file of TLS is unusable.
+        CommandError: The target or the token is malformed, or a file of TLS is unusable.
     """
-    token = os.environ.get("FERRULE_TOKEN", "").strip() or None
-    tls = _tls_config(args)
+    token, tls = _token(), _tls_config(args)
     try:
         return Client.connect(args.target, token=token, tls=tls, timeout=args.timeout)
     except ValueError as error:
         raise CommandError(str(error), "TARGET_INVALID", exit_code=2) from None
+
+
+def _token() -> str | None:
+    """Return what ``FERRULE_TOKEN`` holds, without the line's end that a file adds."""
+    token = os.environ.get("FERRULE_TOKEN", "").strip()
+    if not all("!" <= one <= "~" for one in token):
+        raise CommandError("FERRULE_TOKEN: a token is printable ASCII without spaces", "TOKEN_MALFORMED", exit_code=2)
+    return token or None
 
 
 def _tls_config(args: argparse.Namespace) -> TlsConfig | None:

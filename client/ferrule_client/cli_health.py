@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ferrule_client.cli_common import add_connection_options, connect, print_json
-from ferrule_client.errors import AuthError
+from ferrule_client.errors import AuthError, ExecutorError
 from ferrule_client.types import Status
 
 __all__ = ["EXAMPLES", "add_options", "run"]
@@ -30,7 +30,12 @@ def run(args: argparse.Namespace) -> int:
         ExecutorError: Nobody answers.
     """
     with connect(args) as client:
-        is_serving = client.health()
+        try:
+            is_serving = client.health()
+        except ExecutorError as error:
+            if args.json:
+                print_json({"serving": False, "reason": error.reason})
+            raise
         try:
             status = client.status()
         except AuthError as error:

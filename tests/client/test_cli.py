@@ -51,6 +51,8 @@ def test_unreachable_server_is_one_line_and_exit_code_1(capsys: pytest.CaptureFi
     expected = f"error: no server at 127.0.0.1:1 (connection refused); {advice} (CONNECTION_FAILED)\n"
     assert captured.err == expected
     assert captured.err.count("\n") == 1
+    assert run("health", "--json", "--target", "127.0.0.1:1") == 1
+    assert json.loads(capsys.readouterr().out) == {"serving": False, "reason": "CONNECTION_FAILED"}
 
 
 def test_caches_lists_live_handles(capsys: pytest.CaptureFixture[str], client: Client) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ferrule_client import cli
+from ferrule_client import Client, TlsConfig, UnavailableError, cli
 from ferrule_client._status import no_server
 from ferrule_server.api.auth import TokenAccess
 from ferrule_server.api.token_file import TokenFile, parse_tokens
@@ -217,6 +217,7 @@ def test_health_needs_no_token(capsys: pytest.CaptureFixture[str], monkeypatch: 
     [
         ("FERRULE_TLS_CA", "nowhere.pem", "nowhere.pem: No such file or directory (TLS_FILE_UNREADABLE)"),
         ("FERRULE_CLIENT_KEY", "", "--tls-cert and --tls-key go together (TLS_INCOMPLETE)"),
+        ("FERRULE_TOKEN", "fürs", "FERRULE_TOKEN: a token is printable ASCII without spaces (TOKEN_MALFORMED)"),
     ],
 )
 def test_what_is_missing_is_said_in_one_line(
@@ -234,3 +235,22 @@ def test_a_failed_handshake_keeps_its_advice() -> None:
     assert "name the authority that signed it" in str(cli._for_users(trusted))
     refused = no_server("127.0.0.1:1", "Connection refused")
     assert "start one with" in str(cli._for_users(refused))
+
+
+def test_a_refusal_names_the_address_where_the_target_has_several() -> None:
+    """A name may stand for [::1] and 127.0.0.1, and gRPC tells of the last it tried only."""
+    details = "last error: UNKNOWN: ipv6:%5B::1%5D:50051: Failed to connect to remote host: connect: Connection refused"
+    for target in ("localhost:50051", "dns:localhost:50051"):
+        assert "(connection refused by [::1]:50051, the last address tried)" in str(no_server(target, details))
+    assert "(connection refused)" in str(no_server("[::1]:50051", details))
+    last = "last error: UNKNOWN: ipv4:10.0.0.5:1: Failed to connect: Connection refused (111)"
+    assert "(connection refused by 10.0.0.5:1, the last address tried)" in str(no_server("box:1", last))
+
+
+def test_certificates_that_grpc_cannot_use_are_said_to_be_that() -> None:
+    """A key that is not the certificate's, or authorities that are no PEM: gRPC then has no address to connect to."""
+    tls = TlsConfig(root_certificates=b"no PEM")
+    with Client.connect("127.0.0.1:1", tls=tls, timeout=5) as client, pytest.raises(UnavailableError) as caught:
+        client.status()
+    assert caught.value.reason == "CONNECTION_FAILED"
+    assert "certificates" in str(caught.value)

@@ -467,3 +467,18 @@ def test_only_what_is_answered_again_counts_as_a_replay() -> None:
         assert harness.engine.counters.replays == 0
         harness.decode(first.handle, 3)
         assert harness.engine.counters.replays == 1
+
+
+def test_who_makes_and_ends_thousands_frees_nobody_elses_request_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is remembered is bounded, and the one who has most of it pays for that."""
+    monkeypatch.setattr(creations, "MAX_DEAD", 3)
+    with Harness() as harness:
+        first = harness.submit(append(None, 1, 2, request_id="r")).result()
+        harness.release(first.handle)
+        for number in range(6):
+            job = append(None, 1, 2, request_id=f"n{number}")
+            job.principal = "flood"
+            made = harness.submit(job).result()
+            harness.submit(ReleaseJob("flood", (made.handle,))).outcome()
+        assert isinstance(harness.submit(append(None, 1, 2, request_id="r")).error(), HandleUnknown)
+        assert len(harness.engine._creations) == 3

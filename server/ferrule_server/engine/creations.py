@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from ferrule_server.engine.running import RunningAppend
 
 MAX_DEAD: Final = 100_000
-"""Creations remembered of which every sequence has ended; those that ended first go first."""
+"""Creations remembered of which every sequence has ended. Beyond it whoever has most of them loses the one that ended
+first: a principal that makes and ends sequences by the thousand makes nobody else's request_id free."""
 
 CreatingJob = AppendJob | ForkJob
 
@@ -62,13 +63,14 @@ class Creations:
 
     Invariant: a creation is in flight (it has a run and no handle) or done (no run, at least one handle); every
     sequence made by a creation is counted in its ``num_live`` until it ends; creations without a live sequence stand
-    in order of their ends and number at most MAX_DEAD.
+    in order of their ends, by principal, and number at most MAX_DEAD in all.
     """
 
     def __init__(self) -> None:
         self._creations: dict[tuple[str, str], Creation] = {}
         self._makers: dict[str, Creation] = {}  # by handle_id of each live sequence
-        self._dead: OrderedDict[tuple[str, str], Creation] = OrderedDict()
+        self._dead: dict[str, OrderedDict[tuple[str, str], Creation]] = {}
+        self._num_dead = 0
 
     def __len__(self) -> int:
         return len(self._creations)
@@ -127,14 +129,14 @@ class Creations:
         if not creation.num_live:
             creation.handles = creation.handles[:1]
             creation.died_at = now
-            self._dead[creation.key] = creation
-            self._forget_dead(now)
+            self._bury(creation)
 
     def clear(self) -> None:
         """Every sequence is gone, and nothing can be made any more."""
         self._creations.clear()
         self._makers.clear()
         self._dead.clear()
+        self._num_dead = 0
 
     def check_integrity(self, handle_ids: Collection[str]) -> None:
         """Raise AssertionError unless the invariant of the class holds.
@@ -151,17 +153,28 @@ class Creations:
             assert (creation.run is None) == bool(creation.handles), "a creation is neither in flight nor done"
             assert creation.num_live == num_live.get(key, 0), f"{creation.num_live} live, {num_live.get(key, 0)} known"
             is_dead = creation.run is None and not creation.num_live
-            assert is_dead == (key in self._dead), "a creation without sequences is not listed so"
-        ends = [creation.died_at for creation in self._dead.values()]
-        assert ends == sorted(ends), "dead creations are out of order"
-        assert len(ends) <= MAX_DEAD, "too many dead creations"
+            assert is_dead == (key in self._dead.get(key[0], ())), "a creation without sequences is not listed so"
+        for principal, dead in self._dead.items():
+            ends = [creation.died_at for creation in dead.values()]
+            assert ends == sorted(ends) != [], f"dead creations of {principal!r} are out of order"
+        assert self._num_dead == sum(map(len, self._dead.values())) <= MAX_DEAD, "too many dead creations"
 
-    def _forget_dead(self, now: float) -> None:
-        while self._dead:
-            key, creation = next(iter(self._dead.items()))
-            if now < creation.died_at + TOMBSTONE_S and len(self._dead) <= MAX_DEAD:
-                return
-            del self._dead[key], self._creations[key]
+    def _bury(self, creation: Creation) -> None:
+        """Remember why nothing of it lives, and forget what has been remembered for long enough."""
+        dead = self._dead.setdefault(creation.key[0], OrderedDict())
+        dead[creation.key] = creation
+        self._num_dead += 1
+        while next(iter(dead.values())).died_at + TOMBSTONE_S <= creation.died_at:
+            self._forget_first(dead)
+        if self._num_dead > MAX_DEAD:
+            self._forget_first(max(self._dead.values(), key=len))
+
+    def _forget_first(self, dead: OrderedDict[tuple[str, str], Creation]) -> None:
+        key, _ = dead.popitem(last=False)
+        del self._creations[key]
+        self._num_dead -= 1
+        if not dead:
+            del self._dead[key[0]]
 
 
 def _may_create(job: CreatingJob) -> bool:

@@ -14,6 +14,7 @@ EXAMPLES = """\
 examples:
   ferrule health                                    exit code 0: serving, 1: not
   ferrule health --target unix:/run/ferrule.sock
+  ferrule health --probe                            for a container's health check
   until ferrule health; do sleep 1; done            wait for a server to load
 """
 
@@ -21,6 +22,8 @@ examples:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     add_connection_options(parser)
+    text = "ask the health service alone: needs no token and leaves no line in the server's log"
+    parser.add_argument("--probe", action="store_true", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
             if args.json:
                 print_json({"serving": False, "reason": error.reason})
             raise
+        if args.probe:
+            return _probed(is_serving, is_json=args.json)
         try:
             status = client.status()
         except AuthError as error:
@@ -56,6 +61,14 @@ def run(args: argparse.Namespace) -> int:
         )
     else:
         print(_sentence(is_serving, status))
+    return 0 if is_serving else 1
+
+
+def _probed(is_serving: bool, *, is_json: bool) -> int:
+    if is_json:
+        print_json({"serving": is_serving})
+    else:
+        print("serving" if is_serving else "not serving")
     return 0 if is_serving else 1
 
 

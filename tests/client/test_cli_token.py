@@ -212,6 +212,21 @@ def test_health_needs_no_token(capsys: pytest.CaptureFixture[str], monkeypatch: 
 
 
 @pytest.mark.usefixtures("folder")
+def test_a_probe_leaves_no_line_in_the_log(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks the health service alone; a container does so every few seconds."""
+    monkeypatch.delenv("FERRULE_TOKEN")
+    assert run("health", "--probe") == 0
+    assert capsys.readouterr().out == "serving\n"
+    assert run("health", "--probe", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"serving": True}
+    assert "refused" not in caplog.text
+    assert run("health") == 0
+    assert "refused rpc=GetStatus" in caplog.text
+
+
+@pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize(
     ("name", "value", "hint"),
     [

@@ -12,7 +12,7 @@ from ferrule_client._tip import Tip
 from ferrule_client.errors import ExecutorError
 from ferrule_client.types import Handle, Lease
 
-__all__ = ["LeaseKeeper", "Renew", "call_timeout_s", "lease_s", "pause_s"]
+__all__ = ["LeaseKeeper", "Renew", "call_timeout_s", "lease_s", "note_failure", "note_loss", "pause_s"]
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class LeaseKeeper:
         self._due: weakref.WeakKeyDictionary[Tip, float] = weakref.WeakKeyDictionary()
         self._thread: threading.Thread | None = None
         self._is_closed = False
+        self._num_failures = 0
 
     def add(self, tip: Tip) -> None:
         """Keep a sequence from now on, its lease being new. Adding it again only begins anew."""
@@ -96,9 +97,11 @@ class LeaseKeeper:
         try:
             results = self._renew(handles, call_timeout_s(tips))
         except ExecutorError as error:
-            _log.debug("keep-alive failed reason=%s caches=%d", error.reason, len(tips))
+            self._num_failures += 1
+            note_failure(error, len(tips), self._num_failures)
             self._schedule(dict.fromkeys(tips, pause_s(tips)))
             return
+        self._num_failures = 0
         with self._condition:
             for tip, handle, result in zip(tips, handles, results, strict=True):
                 self._take(tip, handle, result)
@@ -117,7 +120,7 @@ class LeaseKeeper:
             tip.ttl_s = result.ttl_s
             self._schedule({tip: result.ttl_s / 3})
         else:  # the next call on it says why
-            _log.debug("keep-alive lost handle_id=%s reason=%s", handle.handle_id, result.reason)
+            note_loss(tip, handle, result)
             self.remove(tip)
 
     def _schedule(self, waits_s: dict[Tip, float]) -> None:
@@ -126,6 +129,18 @@ class LeaseKeeper:
             for tip, wait_s in waits_s.items():
                 if tip in self._due:
                     self._due[tip] = now + wait_s
+
+
+def note_failure(error: ExecutorError, num_tips: int, num_failures: int) -> None:
+    """Log a renewal that failed; the second in a row as a warning, since leases may run out by it."""
+    level = logging.WARNING if num_failures == 2 else logging.DEBUG
+    _log.log(level, "keep-alive failed reason=%s caches=%d failures=%d", error.reason, num_tips, num_failures)
+
+
+def note_loss(tip: Tip, handle: Handle, error: ExecutorError) -> None:
+    """Log a sequence that is kept no longer; as a warning unless it was released while its lease was renewed."""
+    level = logging.DEBUG if tip.is_released else logging.WARNING
+    _log.log(level, "keep-alive lost handle_id=%s reason=%s", handle.handle_id, error.reason)
 
 
 def lease_s(tip: Tip) -> float:

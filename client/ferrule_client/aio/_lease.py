@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 
-from ferrule_client._lease import call_timeout_s, lease_s, pause_s
+from ferrule_client._lease import call_timeout_s, lease_s, note_failure, note_loss, pause_s
 from ferrule_client._tip import Tip
 from ferrule_client.aio._wire import is_running
 from ferrule_client.errors import ExecutorError
@@ -16,7 +15,6 @@ from ferrule_client.types import Handle, Lease
 
 __all__ = ["LeaseKeeper"]
 
-_log = logging.getLogger(__name__)
 
 Renew = Callable[[Sequence[Handle], float], Awaitable[Sequence[Lease | ExecutorError]]]
 """Renews leases in one call of at most so many seconds."""
@@ -39,6 +37,7 @@ class LeaseKeeper:
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_closed = False
+        self._num_failures = 0
 
     def add(self, tip: Tip) -> None:
         """Keep a sequence from now on, its lease being new. Adding it again only begins anew."""
@@ -104,9 +103,11 @@ class LeaseKeeper:
         try:
             results = await self._renew(handles, call_timeout_s(tips))
         except ExecutorError as error:
-            _log.debug("keep-alive failed reason=%s caches=%d", error.reason, len(tips))
+            self._num_failures += 1
+            note_failure(error, len(tips), self._num_failures)
             self._schedule(dict.fromkeys(tips, pause_s(tips)))
             return
+        self._num_failures = 0
         for tip, handle, result in zip(tips, handles, results, strict=True):
             self._take(tip, handle, result)
 
@@ -124,7 +125,7 @@ class LeaseKeeper:
             tip.ttl_s = result.ttl_s
             self._schedule({tip: result.ttl_s / 3})
         else:  # the next call on it says why
-            _log.debug("keep-alive lost handle_id=%s reason=%s", handle.handle_id, result.reason)
+            note_loss(tip, handle, result)
             self.remove(tip)
 
     def _schedule(self, waits_s: dict[Tip, float]) -> None:

@@ -9,7 +9,7 @@ from typing import SupportsFloat, cast
 
 import numpy as np
 
-__all__ = ["choice", "number", "seconds", "target", "token_list", "whole"]
+__all__ = ["choice", "number", "seconds", "target", "token", "token_list", "whole"]
 
 _MAX_UINT32 = 2**32 - 1
 _SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:")
@@ -118,6 +118,22 @@ def choice(name: str, value: object, choices: Iterable[str]) -> str:
     if word not in known:
         raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
     return word
+
+
+def token(value: object) -> None:
+    """Make sure that a bearer token can travel in a header; None, for none, passes. No error repeats any of it.
+
+    Raises:
+        TypeError: It is no text.
+        ValueError: It holds a character that no header can carry, such as a line break.
+    """
+    if value is None:
+        return
+    if not isinstance(value, str):
+        raise TypeError(f"the token must be a text, got {type(value).__name__}")
+    place = next((i for i, one in enumerate(value) if not " " < one <= "~"), None)
+    if place is not None:
+        raise ValueError(f"the token has a character at {place} of {len(value)} that no header can carry; strip it")
 
 
 def target(value: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -17,7 +18,7 @@ from ferrule_client._wire import Wire
 from ferrule_client.errors import CallCancelledError, ExecutorError, UnsupportedError
 from ferrule_client.types import Capabilities, ModelInfo, TlsConfig
 
-__all__ = ["REQUEST_IDS", "USE_DEFAULT", "Connection", "Timeout", "UseDefault"]
+__all__ = ["REQUEST_IDS", "USE_DEFAULT", "Connection", "Timeout", "Until", "UseDefault"]
 
 _log = logging.getLogger(__name__)
 
@@ -35,8 +36,17 @@ class UseDefault:
         return "<the client's timeout>"
 
 
+class Until:
+    """A moment that several calls keep together, on the clock of ``time.monotonic``."""
+
+    __slots__ = ("end_s",)
+
+    def __init__(self, end_s: float) -> None:
+        self.end_s = end_s
+
+
 USE_DEFAULT = UseDefault()
-Timeout = float | None | UseDefault
+Timeout = float | None | UseDefault | Until
 
 
 class Connection:
@@ -50,8 +60,8 @@ class Connection:
         retry: When calls are tried again.
 
     Raises:
-        TypeError: The target is no text.
-        ValueError: The target is malformed, or the timeout not more than 0.
+        TypeError: The target or the token is no text.
+        ValueError: One of them is malformed, or the timeout not more than 0.
     """
 
     def __init__(
@@ -59,6 +69,7 @@ class Connection:
     ) -> None:
         self.target = _check.target(target)
         _check.seconds("timeout", timeout)
+        _check.token(token)
         self.timeout = None if timeout == math.inf else timeout
         self._retry = retry
         self.is_closed = False
@@ -75,8 +86,15 @@ class Connection:
         """
         if isinstance(timeout, UseDefault):
             return self.timeout
+        if isinstance(timeout, Until):
+            return max(0.0, timeout.end_s - time.monotonic())
         _check.seconds("timeout", timeout)
         return None if timeout == math.inf else timeout
+
+    def until(self, timeout: Timeout) -> Until | None:
+        """Return a time limit as the moment it ends, for all the calls that one method may make."""
+        limit_s = self.resolve(timeout)
+        return None if limit_s is None else Until(time.monotonic() + limit_s)
 
     def attempts(
         self, timeout: Timeout, *, creates: bool = False, has_request_id: bool = False, is_patient: bool = False
@@ -137,13 +155,15 @@ class Connection:
     ) -> _Reply:
         """Run one call as ``unary`` does, with attempts that may be under way already."""
         while True:
-            if self.is_closed:
-                text = "the client is closed; what it left on the server lives there until the leases end"
-                raise CallCancelledError(grpc.StatusCode.CANCELLED, "CANCELLED", text)
+            self._check_open()
             try:
                 reply = self.wire.call(method, request, attempts.remaining())
             except grpc.RpcError as error:
                 self.wait(attempts, self.typed(error), error)
+                continue
+            except ValueError:  # gRPC's answer to a channel that was closed just now
+                if not self.is_closed:
+                    raise
                 continue
             if reply is not None:
                 return reply
@@ -185,16 +205,23 @@ class Connection:
             metadata = {"feature": feature}
             raise UnsupportedError(grpc.StatusCode.UNIMPLEMENTED, "FEATURE_UNSUPPORTED", text, metadata)
 
-    def decode_text(self, token_ids: Sequence[int], *, is_patient: bool = False) -> tuple[str, bool]:
+    def decode_text(
+        self, token_ids: Sequence[int], *, timeout: Timeout = USE_DEFAULT, is_patient: bool = False
+    ) -> tuple[str, bool]:
         """Return the text of tokens without special ones, and whether it ends inside a character."""
         request = tokenizer_pb2.TokenizerServiceDecodeRequest(token_ids=token_ids, skip_special_tokens=True)
-        reply = self.run(self.tokenizer.Decode, request, self.attempts(USE_DEFAULT, is_patient=is_patient))
+        reply = self.run(self.tokenizer.Decode, request, self.attempts(timeout, is_patient=is_patient))
         return reply.text, reply.ends_mid_character
 
     def close(self) -> None:
         """Close the channel; calls under way are cancelled. Closing twice changes nothing."""
         self.is_closed = True
         self.wire.close()
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            text = "the client is closed; what it left on the server lives there until the leases end"
+            raise CallCancelledError(grpc.StatusCode.CANCELLED, "CANCELLED", text)
 
     def _ask_capabilities(self, attempts: Attempts) -> Capabilities:
         reply = self.run(self.executor.GetCapabilities, executor_pb2.GetCapabilitiesRequest(), attempts)

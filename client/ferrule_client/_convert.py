@@ -32,6 +32,7 @@ __all__ = [
     "model_info_from_message",
     "output_from_message",
     "policy_to_message",
+    "reservation_from_message",
     "stale_to_message",
     "status_from_message",
     "summary_from_message",
@@ -289,7 +290,18 @@ def capabilities_from_message(message: info_pb2.ExecutorCapabilities) -> t.Capab
         parameter_bytes=memory.parameter_bytes,
         kv_bytes_per_token=memory.kv_bytes_per_token,
         kv_pool_bytes=memory.kv_pool_bytes,
+        caller=_caller_from_message(message.caller) if message.HasField("caller") else None,
     )
+
+
+def _caller_from_message(message: info_pb2.CallerInfo) -> t.Caller:
+    quotas = {field.name: getattr(message.quotas, field.name) or None for field in dataclasses.fields(t.Quotas)}
+    return _copy(t.Caller, message, quotas=t.Quotas(**quotas))
+
+
+def reservation_from_message(message: cache_pb2.KvSlotReservation) -> t.Reservation:
+    """Return what was reserved."""
+    return t.Reservation(tuple(one.new_blocks for one in message.allocations), message.free_blocks_after)
 
 
 def status_from_message(message: info_pb2.ExecutorStatus) -> t.Status:

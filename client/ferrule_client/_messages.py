@@ -27,6 +27,7 @@ __all__ = [
     "prefill_request",
     "prompt_request",
     "recovery_request",
+    "reserve_request",
     "truncate_request",
     "verify_request",
 ]
@@ -38,8 +39,12 @@ SequenceRequest = (
     | cache_pb2.ForkCacheRequest
     | cache_pb2.TruncateKvRequest
     | cache_pb2.GetCacheInfoRequest
+    | cache_pb2.ReserveKvSlotsRequest
 )
-"""Requests about one sequence: with ``kv_cache``, or with an ``input`` that has it."""
+"""Requests about one sequence: with ``kv_cache``, or with an ``input`` or one of ``requests`` that has it."""
+
+
+_MAX_LENGTH = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +198,46 @@ def truncate_request(handle: Handle, length: int) -> cache_pb2.TruncateKvRequest
     return cache_pb2.TruncateKvRequest(kv_cache=_convert.handle_to_message(handle), new_length=length)
 
 
+def reserve_request(
+    handles: Sequence[Handle], lengths: int | Sequence[int], fitting_lengths: int | Sequence[int] | None
+) -> cache_pb2.ReserveKvSlotsRequest:
+    """Return the request for room in several sequences.
+
+    Args:
+        handles: The sequences.
+        lengths: Length of each that is to have its room now; one for all, or one for each.
+        fitting_lengths: Length of each that must fit besides, or None.
+
+    Raises:
+        ValueError: The sizes differ, or a length is no whole number.
+    """
+    targets = _per_handle("lengths", lengths, len(handles))
+    limits = [None] * len(handles) if fitting_lengths is None else _per_handle("fitting", fitting_lengths, len(handles))
+    message = _convert.handle_to_message
+    return cache_pb2.ReserveKvSlotsRequest(
+        requests=[
+            cache_pb2.KvSlotRequest(kv_cache=message(handle), target_length=length, admission_target_length=limit)
+            for handle, length, limit in zip(handles, targets, limits, strict=True)
+        ]
+    )
+
+
+def _per_handle(name: str, lengths: int | Sequence[int], count: int) -> Sequence[int]:
+    values = lengths if isinstance(lengths, Sequence) else [lengths] * count
+    if len(values) != count:
+        raise ValueError(f"{name} needs one entry per cache: there are {count} caches and {len(values)} entries")
+    for value in values:
+        if value is None:
+            raise ValueError(f"{name} must be whole numbers, got None")
+        _check.whole(name, value, 0, _MAX_LENGTH)
+    return values
+
+
 def aim(request: SequenceRequest | executor_pb2.DecodeInput, handle: Handle) -> None:
     """Point a request at the sequence that took the place of a lost one; with an id of its own, if it had one."""
     item: Any = getattr(request, "input", request)  # Any: each of these messages has its own fields
+    if isinstance(request, cache_pb2.ReserveKvSlotsRequest):
+        (item,) = request.requests
     item.kv_cache.CopyFrom(_convert.handle_to_message(handle))
     if getattr(item, "request_id", ""):
         item.request_id = new_request_id()

@@ -175,6 +175,7 @@ class Cache:
         Example:
             ``output = cache.decode(output.token, policy=greedy())``
         """
+        timeout = self._connection.until(timeout)
         sent = self.prepare(tokens, policy, on_stale, timeout=timeout)
         request = executor_pb2.DecodeRequest(input=sent)
         with self.tip.sending(sent.input_ids):
@@ -231,6 +232,7 @@ class Cache:
         Example:
             ``scores = cache.prefill(ids, policy=Policy(target_logprobs=True), all_positions=True).target_logprobs``
         """
+        timeout = self._connection.until(timeout)
         sent = self.prepare(tokens, policy, on_stale, timeout=timeout)
         request = _messages.prefill_request(sent, policy, all_positions=all_positions, ttl=ttl)
         with self.tip.sending(sent.input_ids):
@@ -349,7 +351,7 @@ class Cache:
             timeout=timeout,
         )
         context = (*self.tip.recent, *self.pending)
-        decode_text = functools.partial(self._connection.decode_text, is_patient=self.recovers)
+        decode_text = functools.partial(self._connection.decode_text, timeout=timeout, is_patient=self.recovers)
         return TextGeneration(generation, Detokenizer(decode_text, context))
 
     def verify(
@@ -393,6 +395,7 @@ class Cache:
         Example:
             ``accepted = cache.verify(draft_model.propose(4), policy=greedy()).accepted_count``
         """
+        timeout = self._connection.until(timeout)
         self._connection.require("forward_verify", timeout)
         drafts = _check.token_list(draft)
         base = self.prepare(tokens, policy, on_stale, drafts=drafts, timeout=timeout)
@@ -470,6 +473,34 @@ class Cache:
             reply = self._calls.call_once_more(self._connection.executor.TruncateKv, request, timeout)
         self.tip.cut(_convert.handle_from_message(reply.kv_cache))
         return reply.freed_blocks
+
+    def reserve(self, length: int, *, timeout: Timeout = USE_DEFAULT) -> int:
+        """Take room for appends up to ``length`` tokens now, and return the number of blocks that it took.
+
+        Until then appends cannot run out of blocks, however full the pool gets. The room is kept until the release,
+        also by ``truncate``; forks do not inherit it. Asking again for as much or less takes nothing.
+
+        Args:
+            length: Length of the sequence in tokens; not how many more.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            Blocks taken from the pool.
+
+        Raises:
+            BlocksExhaustedError: The pool has too few free blocks now; nothing was taken.
+            QuotaExceededError: It would pass the caller's quota of KV tokens.
+            OutOfRangeError: ``length`` is beyond the context or the whole pool.
+            ValueError: ``length`` is no whole number.
+            ExecutorError: As in ``decode``.
+
+        Example:
+            ``cache.reserve(cache.length + 256)``
+        """
+        request = _messages.reserve_request([self.tip.live_handle()], length, None)
+        reply = self._calls.call_once_more(self._connection.executor.ReserveKvSlots, request, timeout)
+        self.has_room(length)
+        return _convert.reservation_from_message(reply.reservation).new_blocks[0]
 
     def info(self, *, token_ids: bool = False, blocks: bool = False, timeout: Timeout = USE_DEFAULT) -> CacheInfo:
         """Return the server's state of the sequence; renews its lease and changes nothing else.
@@ -575,6 +606,10 @@ class Cache:
         """Mark the sequence as no longer ours and return its tip. For streams and the client; not for callers."""
         self._calls.give_up()
         return self.tip
+
+    def has_room(self, length: int) -> None:
+        """Take note of room that was reserved. For the client; not for callers."""
+        self._calls.reserved(length)
 
     def revive(self, error: HandleNotFoundError, attempts: Attempts) -> None:
         """Bring a lost sequence back, as a new one of the same tokens. For streams; not for callers.

@@ -34,6 +34,7 @@ from ferrule_client.types import (
     OnStale,
     Output,
     Released,
+    Reservation,
     Status,
     TlsConfig,
     Tokens,
@@ -93,8 +94,8 @@ class Client:
             The client; close it, or use it in ``with``.
 
         Raises:
-            TypeError: ``target`` is no text.
-            ValueError: ``target`` is malformed, or another argument out of its range.
+            TypeError: ``target`` or ``token`` is no text.
+            ValueError: One of them is malformed, or another argument out of its range.
 
         Example:
             ``with Client.connect("unix:/run/ferrule.sock") as client: ...``
@@ -417,7 +418,7 @@ class Client:
             ExecutorError: The call as a whole failed.
         """
         leases: list[Lease | ExecutorError] = []
-        kept = list(caches)
+        kept, timeout = list(caches), self._connection.until(timeout)
         for handles in _batches(kept):
             request = cache_pb2.KeepAliveRequest(kv_caches=handles, ttl=_convert.duration(ttl))
             reply = self._connection.unary(self._connection.executor.KeepAlive, request, timeout=timeout)
@@ -429,6 +430,44 @@ class Client:
             if isinstance(cache, Cache):
                 cache.lease_anew(lease, ttl)
         return leases
+
+    def reserve(
+        self,
+        caches: Iterable[Cache | Handle],
+        lengths: int | Sequence[int],
+        *,
+        fitting: int | Sequence[int] | None = None,
+        timeout: Timeout = USE_DEFAULT,
+    ) -> Reservation:
+        """Take room for appends in several sequences in one call: all of it, or nothing; see ``Cache.reserve``.
+
+        Args:
+            caches: Caches or handles.
+            lengths: Length in tokens up to which each gets its room now; one for all, or one for each.
+            fitting: Larger lengths that must fit the free blocks too, without being taken; one for all, or one for
+                each. None: no more than ``lengths``.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            The blocks that each took, and those left.
+
+        Raises:
+            BlocksExhaustedError: The pool has too few free blocks now; nothing was taken.
+            HandleNotFoundError: One of the sequences is gone; nothing was taken.
+            ValueError: The sizes differ, or a length is no whole number.
+            ExecutorError: Anything else, as in ``Cache.reserve``.
+
+        Example:
+            ``left = client.reserve(branches, 512).free_blocks``
+        """
+        kept = list(caches)
+        handles = [one.tip.live_handle() if isinstance(one, Cache) else one for one in kept]
+        request = _messages.reserve_request(handles, lengths, fitting)
+        reply = self._connection.unary(self._connection.executor.ReserveKvSlots, request, timeout=timeout)
+        for cache, wanted in zip(kept, request.requests, strict=True):
+            if isinstance(cache, Cache):
+                cache.has_room(wanted.target_length)
+        return _convert.reservation_from_message(reply.reservation)
 
     def release(self, caches: Iterable[Cache | Handle], *, timeout: Timeout = USE_DEFAULT) -> Released:
         """End sequences, many in one call, and free their blocks. What is gone already is no error.
@@ -446,7 +485,7 @@ class Client:
         Example:
             ``client.release(losers)``
         """
-        ended = list(caches)
+        ended, timeout = list(caches), self._connection.until(timeout)
         for cache in ended:
             if isinstance(cache, Cache):
                 cache.give_up()

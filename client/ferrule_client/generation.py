@@ -63,8 +63,9 @@ class Generation(Iterator[int]):
         if self.finish_reason is not None:
             raise StopIteration
         try:
-            eos_ids = self._find_eos_ids()
-            output = self._step()
+            timeout = self._connection.until(self._timeout)
+            eos_ids = self._find_eos_ids(timeout)
+            output = self._step(timeout)
         except ContextExceededError:
             self._finish("context_full")
             raise StopIteration from None
@@ -90,20 +91,20 @@ class Generation(Iterator[int]):
         """End the loop; the cache stays as it is. Closing twice changes nothing."""
         self._finish("closed")
 
-    def _step(self) -> Output:
+    def _step(self, timeout: Timeout) -> Output:
         """Append what is pending, or query the newest row if nothing is, and take the drawn token as pending."""
         cache = self._cache
-        sent = cache.prepare((), self._policy, timeout=self._timeout)
-        result = self._stream.append([cache], [sent], timeout=self._timeout)[0]
+        sent = cache.prepare((), self._policy, timeout=timeout)
+        result = self._stream.append([cache], [sent], timeout=timeout)[0]
         if isinstance(result, ExecutorError):
             cache.tip.doubt(sent.input_ids, result)
             raise result
         output = _convert.output_from_message(result)
         return cache.tip.moved(sent.input_ids, output, pending=output.tokens[-1:])
 
-    def _find_eos_ids(self) -> frozenset[int]:
+    def _find_eos_ids(self, timeout: Timeout) -> frozenset[int]:
         if self._eos_ids is None:
-            info = self._connection.model_info(self._timeout, is_patient=self._cache.recovers)
+            info = self._connection.model_info(timeout, is_patient=self._cache.recovers)
             self._eos_ids = frozenset(info.eos_token_ids + info.stop_token_ids)
         return self._eos_ids
 

@@ -133,6 +133,7 @@ class Stream:
         """
         if len({id(cache) for cache in caches}) != len(caches):
             raise ValueError("a cache can be in a frame only once; stream.branch makes branches in one frame")
+        timeout = self._connection.until(timeout)
         policies = _per_cache(policy, caches)
         _check_sizes(caches, tokens, policies)
         inputs = [
@@ -177,6 +178,7 @@ class Stream:
         Example:
             ``beams = stream.branch([root, root, root], [a, b, c], policy=greedy(top_logprobs=6))``
         """
+        timeout = self._connection.until(timeout)
         policies = _per_cache(policy, parents)
         _check_sizes(parents, tokens, policies)
         firsts = {id(parent): place for place, parent in reversed(list(enumerate(parents)))}
@@ -385,11 +387,21 @@ class Stream:
                 done[place] = result.decode if result.HasField("decode") else error_from_status(result.error)
 
     def _open_call(self) -> StreamCall:
-        if self._is_closed or self._connection.is_closed:
-            raise CallCancelledError(grpc.StatusCode.CANCELLED, "CANCELLED", "the stream is closed")
-        if self._call is None:
-            self._call = StreamCall(self._connection.wire)
-        return self._call
+        if not (self._is_closed or self._connection.is_closed):
+            if self._call is None:
+                self._call = self._new_call()
+            if self._call is not None:
+                return self._call
+        raise CallCancelledError(grpc.StatusCode.CANCELLED, "CANCELLED", "the stream is closed")
+
+    def _new_call(self) -> StreamCall | None:
+        """Return a new call; None: the client was closed just now."""
+        try:
+            return StreamCall(self._connection.wire)
+        except ValueError:  # gRPC's answer to a closed channel
+            if not self._connection.is_closed:
+                raise
+            return None
 
     def _drop_call(self) -> None:
         call, self._call = self._call, None

@@ -19,6 +19,7 @@ __all__ = [
     "Acceptance",
     "CacheInfo",
     "CacheSummary",
+    "Caller",
     "Capabilities",
     "FinishReason",
     "FloatArray",
@@ -27,7 +28,9 @@ __all__ = [
     "ModelInfo",
     "OnStale",
     "Output",
+    "Quotas",
     "Released",
+    "Reservation",
     "Status",
     "Timing",
     "TlsConfig",
@@ -233,6 +236,19 @@ class Released:
     freed_blocks: int
 
 
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """What a reservation took.
+
+    Attributes:
+        new_blocks: For each sequence: blocks taken from the pool; 0 where its room was there already.
+        free_blocks: Free blocks left in the pool.
+    """
+
+    new_blocks: tuple[int, ...]
+    free_blocks: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheInfo:
     """State of one sequence.
@@ -335,8 +351,42 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Quotas:
+    """What one principal may use at most; None: no limit of its own.
+
+    Attributes:
+        handles: Live sequences.
+        kv_tokens: Tokens that its blocks in use have room for; a shared block counts once.
+        queued_rows: Rows of appends accepted and not finished.
+        prefill_tokens_per_second: Prompt tokens per second, on average.
+        retained_bytes: Bytes of outputs kept for replay; no call is refused for it.
+    """
+
+    handles: int | None
+    kv_tokens: int | None
+    queued_rows: int | None
+    prefill_tokens_per_second: int | None
+    retained_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Whom the credentials of a client stand for.
+
+    Attributes:
+        principal: The owner of its handles; ``local`` on a server that asks for no credentials.
+        is_admin: True: it may use the AdminService.
+        quotas: What it may use at most.
+    """
+
+    principal: str
+    is_admin: bool
+    quotas: Quotas
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What the server can do, and its limits; it does not change while the server runs.
+    """What the server can do, and its limits; they do not change while the server runs, but for those of ``caller``.
 
     Attributes:
         executor: Name of the executor that runs decode steps.
@@ -359,6 +409,7 @@ class Capabilities:
         parameter_bytes: Bytes of all weights as loaded.
         kv_bytes_per_token: Bytes of KV of one token, over all layers.
         kv_pool_bytes: Bytes of the whole KV pool.
+        caller: Who we are there, and our quotas, as they were when this was asked for. None: an older server.
     """
 
     executor: str
@@ -380,6 +431,7 @@ class Capabilities:
     parameter_bytes: int
     kv_bytes_per_token: int
     kv_pool_bytes: int
+    caller: Caller | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,6 +52,8 @@ def decoding(client: Any) -> Script:
     facts.append(seen(scores))
     facts.append((yield collected(cache.generate(6, seed=11))))
     facts.append((yield cache.truncate(cache.length - 2)))
+    facts.append((yield cache.reserve(40)))
+    facts.append((yield client.reserve([cache, cache.handle], [60, 1], fitting=70)).new_blocks)
     facts.append(place(cache.handle))
     branches = yield cache.fork(3)
     branches += yield cache.fork(length=4)
@@ -121,6 +123,8 @@ def mistakes(client: Any) -> Script:
         lambda: cache.truncate(9),
         lambda: cache.truncate(-1),
         lambda: cache.fork(0),
+        lambda: cache.reserve(-1),
+        lambda: client.reserve([cache], [1, 2]),
         lambda: cache.verify([1], tokens=[2]),
         lambda: collected(cache.generate(policy=no_output())),
         lambda: collected(cache.generate(-1)),

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES = ["Cache", "Client", "Detokenizer", "Generation", "Stream", "TextGeneration"]
 DUNDERS = {"__enter__": "__aenter__", "__exit__": "__aexit__", "__next__": "__anext__", "__iter__": "__aiter__"}
 WITHOUT_WAITING = {
-    "Cache": {"detach", "generate", "generate_text", "give_up", "lease_anew", "sibling"},
+    "Cache": {"detach", "generate", "generate_text", "give_up", "has_room", "lease_anew", "sibling"},
     "Client": {"adopt", "connect", "detokenizer", "list_caches", "prefill", "stream"},
 }
 SENDS_NOTHING = {"__init__", "__iter__", "__aiter__", "__repr__", "__del__", "__reduce__"}

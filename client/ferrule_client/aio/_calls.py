@@ -154,6 +154,12 @@ class SequenceCalls:
             self.tip.ttl_s = granted_s
             self._keep()
 
+    def reserved(self, length: int) -> None:
+        """Take note that the sequence has room up to a length, so that the one that replaces it gets it too."""
+        if self._recovery is not None:
+            most = max(length, self._recovery.reserve_length or 0)
+            self._recovery = dataclasses.replace(self._recovery, reserve_length=most)
+
     def give_up(self) -> None:
         """Mark the sequence as no longer ours."""
         self._keeper.remove(self.tip)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -13,14 +14,14 @@ import grpc.aio
 
 from ferrule.v1 import executor_pb2, tokenizer_pb2
 from ferrule_client import _check, _convert
-from ferrule_client._connection import REQUEST_IDS, USE_DEFAULT, Timeout, UseDefault
+from ferrule_client._connection import REQUEST_IDS, USE_DEFAULT, Timeout, Until, UseDefault
 from ferrule_client._retry import Attempts, RetrySettings
 from ferrule_client._status import cut_off, error_from_call, no_answer, no_server
 from ferrule_client.aio._wire import Wire
 from ferrule_client.errors import CallCancelledError, ExecutorError, UnsupportedError
 from ferrule_client.types import Capabilities, ModelInfo, TlsConfig
 
-__all__ = ["REQUEST_IDS", "USE_DEFAULT", "Connection", "Timeout", "UseDefault"]
+__all__ = ["REQUEST_IDS", "USE_DEFAULT", "Connection", "Timeout", "Until", "UseDefault"]
 
 _log = logging.getLogger(__name__)
 
@@ -42,8 +43,8 @@ class Connection:
         retry: When calls are tried again.
 
     Raises:
-        TypeError: The target is no text.
-        ValueError: The target is malformed, or the timeout not more than 0.
+        TypeError: The target or the token is no text.
+        ValueError: One of them is malformed, or the timeout not more than 0.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Connection:
     ) -> None:
         self.target = _check.target(target)
         _check.seconds("timeout", timeout)
+        _check.token(token)
         self.timeout = None if timeout == math.inf else timeout
         self._retry = retry
         self.is_closed = False
@@ -67,8 +69,15 @@ class Connection:
         """
         if isinstance(timeout, UseDefault):
             return self.timeout
+        if isinstance(timeout, Until):
+            return max(0.0, timeout.end_s - time.monotonic())
         _check.seconds("timeout", timeout)
         return None if timeout == math.inf else timeout
+
+    def until(self, timeout: Timeout) -> Until | None:
+        """Return a time limit as the moment it ends, for all the calls that one method may make."""
+        limit_s = self.resolve(timeout)
+        return None if limit_s is None else Until(time.monotonic() + limit_s)
 
     def attempts(
         self, timeout: Timeout, *, creates: bool = False, has_request_id: bool = False, is_patient: bool = False
@@ -129,13 +138,15 @@ class Connection:
     ) -> _Reply:
         """Run one call as ``unary`` does, with attempts that may be under way already."""
         while True:
-            if self.is_closed:
-                text = "the client is closed; what it left on the server lives there until the leases end"
-                raise CallCancelledError(grpc.StatusCode.CANCELLED, "CANCELLED", text)
+            self._check_open()
             try:
                 reply = await self.wire.call(method, request, attempts.remaining())
             except grpc.RpcError as error:
                 await self.wait(attempts, self.typed(error), error)
+                continue
+            except ValueError:  # gRPC's answer to a channel that was closed just now
+                if not self.is_closed:
+                    raise
                 continue
             if reply is not None:
                 return reply
@@ -177,16 +188,23 @@ class Connection:
             metadata = {"feature": feature}
             raise UnsupportedError(grpc.StatusCode.UNIMPLEMENTED, "FEATURE_UNSUPPORTED", text, metadata)
 
-    async def decode_text(self, token_ids: Sequence[int], *, is_patient: bool = False) -> tuple[str, bool]:
+    async def decode_text(
+        self, token_ids: Sequence[int], *, timeout: Timeout = USE_DEFAULT, is_patient: bool = False
+    ) -> tuple[str, bool]:
         """Return the text of tokens without special ones, and whether it ends inside a character."""
         request = tokenizer_pb2.TokenizerServiceDecodeRequest(token_ids=token_ids, skip_special_tokens=True)
-        reply = await self.run(self.tokenizer.Decode, request, self.attempts(USE_DEFAULT, is_patient=is_patient))
+        reply = await self.run(self.tokenizer.Decode, request, self.attempts(timeout, is_patient=is_patient))
         return reply.text, reply.ends_mid_character
 
     async def close(self) -> None:
         """Close the channel; calls under way are cancelled. Closing twice changes nothing."""
         self.is_closed = True
         await self.wire.close()
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            text = "the client is closed; what it left on the server lives there until the leases end"
+            raise CallCancelledError(grpc.StatusCode.CANCELLED, "CANCELLED", text)
 
     async def _ask_capabilities(self, attempts: Attempts) -> Capabilities:
         reply = await self.run(self.executor.GetCapabilities, executor_pb2.GetCapabilitiesRequest(), attempts)

@@ -182,6 +182,7 @@ class AsyncCache:
         Example:
             ``output = await cache.decode(output.token, policy=greedy())``
         """
+        timeout = self._connection.until(timeout)
         sent = await self.prepare(tokens, policy, on_stale, timeout=timeout)
         request = executor_pb2.DecodeRequest(input=sent)
         with self.tip.sending(sent.input_ids):
@@ -239,6 +240,7 @@ class AsyncCache:
             ``scores = (await cache.prefill(ids, policy=Policy(target_logprobs=True),
             all_positions=True)).target_logprobs``
         """
+        timeout = self._connection.until(timeout)
         sent = await self.prepare(tokens, policy, on_stale, timeout=timeout)
         request = _messages.prefill_request(sent, policy, all_positions=all_positions, ttl=ttl)
         with self.tip.sending(sent.input_ids):
@@ -358,7 +360,7 @@ class AsyncCache:
             timeout=timeout,
         )
         context = (*self.tip.recent, *self.pending)
-        decode_text = functools.partial(self._connection.decode_text, is_patient=self.recovers)
+        decode_text = functools.partial(self._connection.decode_text, timeout=timeout, is_patient=self.recovers)
         return AsyncTextGeneration(generation, AsyncDetokenizer(decode_text, context))
 
     async def verify(
@@ -402,6 +404,7 @@ class AsyncCache:
         Example:
             ``accepted = (await cache.verify(draft_model.propose(4), policy=greedy())).accepted_count``
         """
+        timeout = self._connection.until(timeout)
         await self._connection.require("forward_verify", timeout)
         drafts = _check.token_list(draft)
         base = await self.prepare(tokens, policy, on_stale, drafts=drafts, timeout=timeout)
@@ -480,6 +483,34 @@ class AsyncCache:
             reply = await self._calls.call_once_more(self._connection.executor.TruncateKv, request, timeout)
         self.tip.cut(_convert.handle_from_message(reply.kv_cache))
         return reply.freed_blocks
+
+    async def reserve(self, length: int, *, timeout: Timeout = USE_DEFAULT) -> int:
+        """Take room for appends up to ``length`` tokens now, and return the number of blocks that it took.
+
+        Until then appends cannot run out of blocks, however full the pool gets. The room is kept until the release,
+        also by ``truncate``; forks do not inherit it. Asking again for as much or less takes nothing.
+
+        Args:
+            length: Length of the sequence in tokens; not how many more.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            Blocks taken from the pool.
+
+        Raises:
+            BlocksExhaustedError: The pool has too few free blocks now; nothing was taken.
+            QuotaExceededError: It would pass the caller's quota of KV tokens.
+            OutOfRangeError: ``length`` is beyond the context or the whole pool.
+            ValueError: ``length`` is no whole number.
+            ExecutorError: As in ``decode``.
+
+        Example:
+            ``await cache.reserve(cache.length + 256)``
+        """
+        request = _messages.reserve_request([self.tip.live_handle()], length, None)
+        reply = await self._calls.call_once_more(self._connection.executor.ReserveKvSlots, request, timeout)
+        self.has_room(length)
+        return _convert.reservation_from_message(reply.reservation).new_blocks[0]
 
     async def info(self, *, token_ids: bool = False, blocks: bool = False, timeout: Timeout = USE_DEFAULT) -> CacheInfo:
         """Return the server's state of the sequence; renews its lease and changes nothing else.
@@ -585,6 +616,10 @@ class AsyncCache:
         """Mark the sequence as no longer ours and return its tip. For streams and the client; not for callers."""
         self._calls.give_up()
         return self.tip
+
+    def has_room(self, length: int) -> None:
+        """Take note of room that was reserved. For the client; not for callers."""
+        self._calls.reserved(length)
 
     async def revive(self, error: HandleNotFoundError, attempts: Attempts) -> None:
         """Bring a lost sequence back, as a new one of the same tokens. For streams; not for callers.

@@ -66,8 +66,9 @@ class AsyncGeneration(AsyncIterator[int]):
         if self.finish_reason is not None:
             raise StopAsyncIteration
         try:
-            eos_ids = await self._find_eos_ids()
-            output = await self._step()
+            timeout = self._connection.until(self._timeout)
+            eos_ids = await self._find_eos_ids(timeout)
+            output = await self._step(timeout)
         except ContextExceededError:
             await self._finish("context_full")
             raise StopAsyncIteration from None
@@ -93,20 +94,20 @@ class AsyncGeneration(AsyncIterator[int]):
         """End the loop; the cache stays as it is. Closing twice changes nothing."""
         await self._finish("closed")
 
-    async def _step(self) -> Output:
+    async def _step(self, timeout: Timeout) -> Output:
         """Append what is pending, or query the newest row if nothing is, and take the drawn token as pending."""
         cache = self._cache
-        sent = await cache.prepare((), self._policy, timeout=self._timeout)
-        result = (await self._stream.append([cache], [sent], timeout=self._timeout))[0]
+        sent = await cache.prepare((), self._policy, timeout=timeout)
+        result = (await self._stream.append([cache], [sent], timeout=timeout))[0]
         if isinstance(result, ExecutorError):
             cache.tip.doubt(sent.input_ids, result)
             raise result
         output = _convert.output_from_message(result)
         return cache.tip.moved(sent.input_ids, output, pending=output.tokens[-1:])
 
-    async def _find_eos_ids(self) -> frozenset[int]:
+    async def _find_eos_ids(self, timeout: Timeout) -> frozenset[int]:
         if self._eos_ids is None:
-            info = await self._connection.model_info(self._timeout, is_patient=self._cache.recovers)
+            info = await self._connection.model_info(timeout, is_patient=self._cache.recovers)
             self._eos_ids = frozenset(info.eos_token_ids + info.stop_token_ids)
         return self._eos_ids
 

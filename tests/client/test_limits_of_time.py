@@ -1,0 +1,100 @@
+"""One timeout is for everything that a method does, and a client that closes says so."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import grpc
+import pytest
+
+from ferrule_client import Cache, CallCancelledError, Client, DeadlineExceededError, greedy, no_output
+from tests.client.fake_server import Failure, FakeServer
+
+LOST = Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", after=True)
+
+
+@pytest.fixture
+def doubtful(fake: FakeServer, fake_client: Client) -> Cache:
+    """A cache whose next append has to look first."""
+    cache = fake_client.prefill([1, 2], policy=no_output())
+    fake.failures["Decode"] = [LOST]
+    with pytest.raises(DeadlineExceededError):
+        cache.decode(3)
+    return cache
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill", "stream"])
+def test_what_a_look_took_is_not_given_again(
+    fake_client: Client, doubtful: Cache, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The append has what the look at the sequence left of the time."""
+    wire, limits = fake_client._connection.wire, []
+    call = wire.call
+
+    def slow(method: Any, request: Any, timeout: float | None) -> Any:
+        limits.append(timeout)
+        time.sleep(0.2)
+        return call(method, request, timeout)
+
+    monkeypatch.setattr(wire, "call", slow)
+    with doubtful:
+        if name == "stream":
+            with pytest.raises(DeadlineExceededError), fake_client.stream() as stream:
+                stream.decode([doubtful], [4], policy=greedy(), timeout=0.1)
+        else:
+            getattr(doubtful, name)(4, policy=greedy(), timeout=10)
+            assert limits[0] is not None
+            assert limits[1] is not None
+            assert limits[1] <= limits[0] - 0.2
+
+
+def test_many_batches_keep_one_limit(fake_client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Handles beyond what one request takes do not make a call last longer."""
+    monkeypatch.setattr("ferrule_client.client._HANDLES_PER_REQUEST", 1)
+    wire, limits = fake_client._connection.wire, []
+    call = wire.call
+
+    def slow(method: Any, request: Any, timeout: float | None) -> Any:
+        limits.append(timeout)
+        time.sleep(0.05)
+        return call(method, request, timeout)
+
+    caches = [fake_client.prefill([1], policy=no_output()) for _ in range(3)]
+    monkeypatch.setattr(wire, "call", slow)
+    fake_client.keep_alive(caches, timeout=10)
+    fake_client.release(caches, timeout=10)
+    assert [limit is not None and limit <= 10 - 0.05 * (place % 3) for place, limit in enumerate(limits)] == [True] * 6
+
+
+def test_a_client_that_closes_under_a_call_says_so(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The channel itself has a ValueError for that."""
+    client = Client.connect(fake.target)
+    cache = client.prefill([1], policy=no_output(), keep_alive=False)
+    stream, wire = client.stream(), client._connection.wire
+
+    def closed(*_: object) -> Any:
+        client.close()
+        raise ValueError("Cannot invoke RPC on closed channel!")
+
+    monkeypatch.setattr(wire, "call", closed)
+    monkeypatch.setattr(wire, "open_stream", closed)
+    with pytest.raises(CallCancelledError, match="closed"):
+        stream.decode([cache], [1])
+    client._connection.is_closed = False
+    with pytest.raises(CallCancelledError, match="closed"):
+        client.status()
+    cache.detach()
+
+
+@pytest.mark.parametrize("token", ["s3cr\u00e9t", "s3cret\n", "s3 cret", ""])
+def test_a_token_that_cannot_travel_is_refused_without_repeating_it(token: str) -> None:
+    """When connecting; gRPC would refuse the first call and print the token."""
+    if not token:
+        Client.connect("127.0.0.1:1", token=token).close()
+        return
+    with pytest.raises(ValueError, match="no header can carry") as caught:
+        Client.connect("127.0.0.1:1", token=token)
+    assert "s3" not in str(caught.value)
+    with pytest.raises(TypeError, match="must be a text, got bytes"):
+        Client.connect("127.0.0.1:1", token=token.encode())  # type: ignore[arg-type]

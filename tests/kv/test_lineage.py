@@ -90,3 +90,23 @@ def test_a_token_that_is_no_uint32_changes_nothing() -> None:
     assert list(chain.token_ids) == [1, 2]
     chain.extend([(1 << 32) - 1])
     assert chain.at(3) == lineage_of([1, 2, (1 << 32) - 1], b"model")
+
+
+def test_whole_copies_share_their_tokens_until_one_changes() -> None:
+    """4096 branches of 32 000 tokens took 560 MB of the host before any of them was appended to."""
+    chain = LineageChain(b"model")
+    chain.extend(range(40))
+    grown, cut, kept = (chain.copy(40) for _ in range(3))
+    assert grown.token_ids is cut.token_ids is kept.token_ids is chain.token_ids
+    grown.extend([7])
+    cut.truncate(20)
+    chain.extend([8])
+    for each, expected in (
+        (grown, [*range(40), 7]),
+        (cut, [*range(20)]),
+        (chain, [*range(40), 8]),
+        (kept, [*range(40)]),
+    ):
+        assert each.token_ids.tolist() == expected
+        assert each.at(len(expected)) == lineage_of(expected, b"model")
+        each.check_integrity(b"model")

@@ -128,6 +128,16 @@ def test_a_need_beyond_the_whole_pool_is_told_apart_from_a_full_pool() -> None:
     store.check_integrity()
 
 
+@pytest.mark.parametrize("length", [6, 4])
+def test_forks_hold_the_tokens_of_all_of_them_once(store: KvStore, put: Put, length: int) -> None:
+    """Until one is appended to; also where they are shorter than their source."""
+    branches = store.fork(put([1, 2, 3, 4, 5, 6]), length, 5)
+    assert len({id(each.token_ids) for each in branches}) == 1
+    store.commit(store.reserve_append(branches[0], 1), [9])
+    assert [each.token_ids.tolist()[length:] for each in branches] == [[9], [], [], [], []]
+    store.check_integrity()
+
+
 def test_forks_cost_no_block_until_they_diverge(store: KvStore, put: Put) -> None:
     """All blocks are shared; the first append into the partial one copies it, and it alone."""
     sequence = put([1, 2, 3, 4, 5, 6])

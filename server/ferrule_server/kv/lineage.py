@@ -33,6 +33,9 @@ _PART = hashlib.blake2b(digest_size=LINEAGE_BYTES, person=b"ferrule.part")
 class LineageChain:
     """The tokens of one sequence and the links over their full chunks.
 
+    Whole copies share tokens and links until one of them changes: a thousand branches of a long prompt that nobody has
+    appended to yet hold its tokens once.
+
     Invariant: there are ``len(token_ids) // 16 + 1`` links, and link i is the lineage of the first 16 * i tokens.
 
     Args:
@@ -43,11 +46,12 @@ class LineageChain:
             kept: an array with an exported buffer cannot grow.
     """
 
-    __slots__ = ("_last_at", "_links", "token_ids")
+    __slots__ = ("_is_shared", "_last_at", "_links", "token_ids")
 
     def __init__(self, fingerprint: bytes) -> None:
         self.token_ids: array[int] = array("I")
         self._links = [_digest(fingerprint, _ROOT)]
+        self._is_shared = False
         # (length, lineage) answered last: the tip of one append is the handle that the next one comes with
         self._last_at = (0, self._links[0])
 
@@ -60,7 +64,9 @@ class LineageChain:
         Raises:
             OverflowError: A token does not fit 32 bits; nothing changed.
         """
-        self.token_ids.extend(array("I", token_ids))
+        added = array("I", token_ids)
+        self._own()
+        self.token_ids.extend(added)
         while len(self.token_ids) >= (stop := CHUNK_TOKENS * len(self._links)):
             self._links.append(self._link(stop - CHUNK_TOKENS, stop, _FULL))
 
@@ -85,21 +91,27 @@ class LineageChain:
             ValueError: The chain is shorter, or ``length`` is negative; nothing changed.
         """
         self._check_length(length)
+        self._own()
         if self._last_at[0] > length:
             self._last_at = (0, self._links[0])
         del self.token_ids[length:]
         del self._links[length // CHUNK_TOKENS + 1 :]
 
     def copy(self, length: int) -> LineageChain:
-        """Return a chain of its own over the first ``length`` tokens, without hashing.
+        """Return a chain over the first ``length`` tokens that changes apart from this one, without hashing.
 
         Raises:
             ValueError: The chain is shorter, or ``length`` is negative.
         """
         self._check_length(length)
         twin = object.__new__(LineageChain)
-        twin.token_ids = self.token_ids[:length]
-        twin._links = self._links[: length // CHUNK_TOKENS + 1]
+        if length == len(self.token_ids):
+            twin.token_ids, twin._links = self.token_ids, self._links
+            twin._is_shared = self._is_shared = True
+        else:
+            twin.token_ids = self.token_ids[:length]
+            twin._links = self._links[: length // CHUNK_TOKENS + 1]
+            twin._is_shared = False
         twin._last_at = (0, self._links[0])
         return twin
 
@@ -110,6 +122,12 @@ class LineageChain:
         assert fresh._links == self._links, "links differ from those computed anew"
         length, lineage = self._last_at
         assert fresh.at(length) == lineage, "the lineage answered last is not that of its length any more"
+
+    def _own(self) -> None:
+        """Before a change: part with those that share the tokens."""
+        if self._is_shared:
+            self.token_ids, self._links = self.token_ids[:], self._links[:]
+            self._is_shared = False
 
     def _check_length(self, length: int) -> None:
         if not 0 <= length <= len(self.token_ids):

@@ -289,9 +289,9 @@ class KvStore:
         self._slots.add_spares(sequence, num_spares)
         self._usage.enter(sequence.principal, count)
         self.pool.share(prefix, count)
-        branches = []
+        branches, chain = [], sequence.chain.copy(length)
         for _ in range(count):
-            branch = self._create(sequence.principal, sequence.chain.copy(length), prefix, sequence)
+            branch = self._create(sequence.principal, chain.copy(length), prefix, sequence)
             self.renew(branch, ttl_s)
             branches.append(branch)
         self.renew(sequence)

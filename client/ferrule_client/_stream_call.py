@@ -42,6 +42,7 @@ class StreamCall:
     def __init__(self, wire: Wire) -> None:
         self._requests: _Requests = SimpleQueue()
         self._replies: _Replies = SimpleQueue()
+        self._nudger = wire.nudger
         self._is_waiting = False
         self._is_closed = False
         opened: _Opened = SimpleQueue()
@@ -71,7 +72,8 @@ class StreamCall:
         """
         self._is_waiting = True
         try:
-            reply = self._replies.get(timeout=timeout)
+            with self._nudger:
+                reply = self._replies.get(timeout=timeout)
         except Empty:
             text = f"no frame came on the stream within {timeout:.3g} s; give the call a longer timeout"
             raise DeadlineExceededError(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", text) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import warnings
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Protocol, TypeVar
 import grpc
 
 from ferrule.v1 import executor_pb2, executor_pb2_grpc, tokenizer_pb2_grpc
+from ferrule_client._nudge import NUDGE_TIMEOUT_S, Nudger
 from ferrule_client.types import TlsConfig
 
 __all__ = ["CHANNEL_OPTIONS", "HEALTH_CHECK", "FrameReader", "Wire", "secrets_of", "warn_of_plain_token"]
@@ -60,6 +62,7 @@ class Wire:
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self.channel = _open_channel(target, tls, has_token=bool(token))
         self._probe: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(HEALTH_CHECK)
+        self.nudger = Nudger(functools.partial(_look, self._probe))
         self.executor = executor_pb2_grpc.ModelExecutorServiceStub(self.channel)
         self.tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(self.channel)
 
@@ -74,7 +77,8 @@ class Wire:
         Raises:
             grpc.RpcError: The call failed.
         """
-        return method(request, timeout=timeout, metadata=self._metadata)
+        with self.nudger:
+            return method(request, timeout=timeout, metadata=self._metadata)
 
     def open_stream(self, requests: Iterator[executor_pb2.StreamDecodeRequest]) -> FrameReader:
         """Open one StreamDecode, without a deadline of its own."""
@@ -95,7 +99,14 @@ class Wire:
 
     def close(self) -> None:
         """Close the channel; calls under way are cancelled. Closing twice changes nothing."""
+        self.nudger.close()
         self.channel.close()
+
+
+def _look(probe: grpc.UnaryUnaryMultiCallable[bytes, bytes]) -> None:
+    """Send something over a channel; what comes of it, the calls on it hear by themselves."""
+    with contextlib.suppress(grpc.RpcError, ValueError):
+        probe(b"", timeout=NUDGE_TIMEOUT_S)
 
 
 def _open_channel(target: str, tls: bool | TlsConfig | None, *, has_token: bool) -> grpc.Channel:

@@ -48,7 +48,7 @@ class StreamCall:
         """
         self._is_waiting = True
         try:
-            with OwnCancellation():
+            with OwnCancellation(), self._wire.nudged():
                 async with asyncio.timeout(timeout):
                     await self._write()
                     reply = await self._call.read()

@@ -12,7 +12,8 @@ import grpc
 import grpc.aio
 
 from ferrule.v1 import executor_pb2, executor_pb2_grpc, tokenizer_pb2_grpc
-from ferrule_client._wire import CHANNEL_OPTIONS, secrets_of, warn_of_plain_token
+from ferrule_client._nudge import FIRST_NUDGE_S, LONGEST_NUDGE_S, NUDGE_TIMEOUT_S
+from ferrule_client._wire import CHANNEL_OPTIONS, HEALTH_CHECK, secrets_of, warn_of_plain_token
 from ferrule_client.errors import CallCancelledError
 from ferrule_client.types import TlsConfig
 
@@ -43,6 +44,8 @@ class Wire:
             raise RuntimeError("AsyncClient.connect needs a running event loop: call it in a coroutine") from None
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self.channel = _open_channel(target, tls, has_token=bool(token))
+        self._probe: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(HEALTH_CHECK)
+        self._looks: set[asyncio.Task[None]] = set()
         self.executor = executor_pb2_grpc.ModelExecutorServiceStub(self.channel)
         self.tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(self.channel)
 
@@ -56,13 +59,27 @@ class Wire:
             CallCancelledError: The channel was closed meanwhile.
         """
         self._check_loop()
-        with OwnCancellation():
+        with OwnCancellation(), self.nudged():
             return await method(request, timeout=timeout, metadata=self._metadata)
 
     def open_stream(self) -> StreamStreamCall:
         """Open one StreamDecode, without a deadline of its own."""
         self._check_loop()
         return self.executor.StreamDecode(metadata=self._metadata)
+
+    def nudged(self) -> _Nudging:
+        """Return what touches the channel at growing intervals while a call on it waits."""
+        return _Nudging(self._loop, self._touch)
+
+    def _touch(self) -> None:
+        look = self._loop.create_task(self._look(), name="ferrule-nudge")
+        self._looks.add(look)
+        look.add_done_callback(self._looks.discard)
+
+    async def _look(self) -> None:
+        """Send something over the channel; what comes of it, the calls on it hear by themselves."""
+        with contextlib.suppress(grpc.RpcError, grpc.aio.UsageError):
+            await self._probe(b"", timeout=NUDGE_TIMEOUT_S)
 
     def on_loop(self, callback: Callable[[], object]) -> None:
         """Run a callback on the loop: now, if the caller stands on it, else soon; never, if it is closed."""
@@ -78,12 +95,37 @@ class Wire:
 
     async def close(self) -> None:
         """Close the channel; calls under way are cancelled. Closing twice changes nothing."""
+        for look in list(self._looks):
+            look.cancel()
+            await asyncio.wait([look])
         await self.channel.close()
 
     def _check_loop(self) -> None:
         """Say plainly what grpc.aio would otherwise answer with a hang."""
         if not is_running(self._loop):
             raise RuntimeError("this client belongs to another event loop; connect one in each")
+
+
+class _Nudging:
+    """Within it a call waits, and its channel is touched now and then; why, says the sync client's ``Nudger``."""
+
+    __slots__ = ("_loop", "_pause_s", "_timer", "_touch")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, touch: Callable[[], None]) -> None:
+        self._loop = loop
+        self._touch = touch
+        self._pause_s = FIRST_NUDGE_S
+
+    def __enter__(self) -> None:
+        self._timer = self._loop.call_later(self._pause_s, self._go_on)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._timer.cancel()
+
+    def _go_on(self) -> None:
+        self._touch()
+        self._timer = self._loop.call_later(self._pause_s, self._go_on)
+        self._pause_s = min(2 * self._pause_s, LONGEST_NUDGE_S)
 
 
 class OwnCancellation:

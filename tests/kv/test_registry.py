@@ -113,6 +113,23 @@ def test_tombstones_are_bounded_in_count(
     assert sorted(each.REASON for each in answers) == ["HANDLE_EXPIRED", "HANDLE_EXPIRED", "HANDLE_UNKNOWN"]
 
 
+def test_whoever_lets_thousands_expire_changes_nobody_elses_answers(
+    store: KvStore, put: Put, advance: Advance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of too many tombstones one goes of whoever has most."""
+    monkeypatch.setattr(registry, "MAX_TOMBSTONES", 3)
+    handle = store.handle_at(put([1]))
+    advance(60.0)
+    store.expire()
+    for index in range(5):
+        put([index], principal="flood")
+    advance(60.0)
+    assert len(store.expire()) == 5
+    with pytest.raises(HandleExpired):
+        store.resolve(handle, "alice")
+    assert store._registry.num_tombstones == 3
+
+
 def test_old_tombstones_go_when_new_ones_come(store: KvStore, put: Put, advance: Advance) -> None:
     """Memory is bounded by what expired within the last ten minutes."""
     put([1])

@@ -18,7 +18,7 @@ TOMBSTONE_S = 600.0
 """How long the owner of an expired sequence hears HANDLE_EXPIRED rather than HANDLE_UNKNOWN."""
 
 MAX_TOMBSTONES = 100_000
-"""Tombstones kept; the oldest go first."""
+"""Tombstones kept; beyond it whoever has most of them loses the oldest, so that no other principal's answers change."""
 
 SECRET_BYTES = 16
 """Random bytes in a cache_id."""
@@ -33,7 +33,7 @@ class Registry:
 
     Invariant: a registered sequence is not released, is listed under its own cache_id and among those of its
     principal, which stand in order of handle_id (principals without any are not remembered), and has no tombstone;
-    tombstones stand in order of their ends and number at most MAX_TOMBSTONES.
+    tombstones stand in order of their ends, by principal, and number at most MAX_TOMBSTONES in all.
 
     Args:
         instance: Name of this server. epoch: name of this run of it. Both 1 to 64 of ``A-Z a-z 0-9 _ -``.
@@ -43,7 +43,7 @@ class Registry:
         ValueError: A name has other characters or another length.
     """
 
-    __slots__ = ("_epoch", "_instance", "_lost", "_new_secret", "_own", "_sequences", "_tombstones")
+    __slots__ = ("_epoch", "_instance", "_lost", "_new_secret", "_num_tombstones", "_own", "_sequences", "_tombstones")
 
     def __init__(self, instance: str, epoch: str, new_secret: Callable[[], bytes]) -> None:
         for name, value in (("instance", instance), ("epoch", epoch)):
@@ -54,8 +54,9 @@ class Registry:
         self._new_secret = new_secret
         self._sequences: dict[str, Sequence] = {}
         self._own: dict[str, list[Sequence]] = {}
-        # cache_id -> (principal, end on the store's clock)
-        self._tombstones: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        # principal -> cache_id -> end on the store's clock
+        self._tombstones: dict[str, OrderedDict[str, float]] = {}
+        self._num_tombstones = 0
         self._lost: dict[str, str] = {}
 
     def __len__(self) -> int:
@@ -72,7 +73,7 @@ class Registry:
     @property
     def num_tombstones(self) -> int:
         """Expired sequences still remembered."""
-        return len(self._tombstones)
+        return self._num_tombstones
 
     def new_cache_id(self) -> str:
         """Return a name that was never given out."""
@@ -105,8 +106,13 @@ class Registry:
     def bury(self, sequence: Sequence, now: float) -> None:
         """Forget the sequence, but tell its owner for a while that it expired."""
         self.remove(sequence)
-        self._tombstones[sequence.cache_id] = (sequence.principal, now + TOMBSTONE_S)
-        self._drop_tombstones(now)
+        own = self._tombstones.setdefault(sequence.principal, OrderedDict())
+        own[sequence.cache_id] = now + TOMBSTONE_S
+        self._num_tombstones += 1
+        while next(iter(own.values())) <= now:
+            self._drop_tombstone(sequence.principal)
+        if self._num_tombstones > MAX_TOMBSTONES:
+            self._drop_tombstone(self._dispensable(now))
 
     def lose_all(self) -> None:
         """Forget every sequence, and tell the owners for good that it was lost."""
@@ -125,8 +131,8 @@ class Registry:
             return elsewhere
         if self._lost.get(cache_id) == principal:
             return HandleLost(handle_id)
-        owner, end = self._tombstones.get(cache_id, (None, 0.0))
-        if owner == principal and now < end:
+        own = self._tombstones.get(principal)
+        if own is not None and now < own.get(cache_id, now):
             return HandleExpired(handle_id)
         return HandleUnknown(handle_id)
 
@@ -146,14 +152,17 @@ class Registry:
             assert sequence.cache_id == cache_id, "a sequence is listed under another name"
             assert sequence.handle_id == handle_id_of(cache_id), "a handle_id is not that of its cache_id"
             assert not sequence.is_released, f"{sequence.handle_id} is released and still known"
-            assert cache_id not in self._tombstones, f"{sequence.handle_id} lives and has a tombstone"
+            has_tombstone = any(cache_id in own for own in self._tombstones.values())
+            assert not has_tombstone, f"{sequence.handle_id} lives and has a tombstone"
         for principal, own in self._own.items():
             expected = sorted((each for each in self if each.principal == principal), key=_HANDLE_ID)
             assert own == expected != [], f"the sequences of {principal!r} are not listed as they should be"
         assert sum(map(len, self._own.values())) == len(self), "a sequence is not listed under its principal"
-        ends = [end for _, end in self._tombstones.values()]
-        assert ends == sorted(ends), "tombstones are out of order"
-        assert len(ends) <= MAX_TOMBSTONES, "too many tombstones"
+        for principal, tombstones in self._tombstones.items():
+            ends = list(tombstones.values())
+            assert ends == sorted(ends) != [], f"the tombstones of {principal!r} are out of order"
+        num_tombstones = sum(map(len, self._tombstones.values()))
+        assert num_tombstones == self._num_tombstones <= MAX_TOMBSTONES, f"{num_tombstones} tombstones"
 
     def _why_elsewhere(self, cache_id: str, handle_id: str) -> EpochChanged | WrongInstance | None:
         """Return the error for a well-formed name of another server or of another run, else None."""
@@ -165,9 +174,17 @@ class Registry:
             return WrongInstance(handle_id, instance)
         return EpochChanged(handle_id) if epoch != self._epoch else None
 
-    def _drop_tombstones(self, now: float) -> None:
-        while self._tombstones:
-            _, end = next(iter(self._tombstones.values()))
-            if now < end and len(self._tombstones) <= MAX_TOMBSTONES:
-                return
-            self._tombstones.popitem(last=False)
+    def _dispensable(self, now: float) -> str:
+        """Return whose oldest tombstone goes: one that is over anyway, or else one of whoever has most."""
+        for principal, own in self._tombstones.items():
+            if next(iter(own.values())) <= now:
+                return principal
+        return max(self._tombstones, key=lambda name: len(self._tombstones[name]))
+
+    def _drop_tombstone(self, principal: str) -> None:
+        """Drop the principal's oldest."""
+        own = self._tombstones[principal]
+        own.popitem(last=False)
+        self._num_tombstones -= 1
+        if not own:
+            del self._tombstones[principal]

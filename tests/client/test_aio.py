@@ -41,6 +41,25 @@ def tokens_of(fake: FakeServer, cache: AsyncCache) -> list[int]:
     return fake.sequences[cache.handle.cache_id]
 
 
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_client_closed_while_a_stream_opens_leaves_nobody_waiting(fake: FakeServer, is_own: bool) -> None:
+    """A write on a call that is cancelled before its first step is forgotten by gRPC, and waited for ever."""
+
+    async def main() -> None:
+        client = AsyncClient.connect(fake.target, timeout=None)
+        cache = await client.prefill([1, 2], policy=no_output(), keep_alive=False)
+        decode = client.stream().decode if is_own else client.decode_many
+        append = asyncio.create_task(decode([cache], [3], policy=greedy()))
+        await asyncio.sleep(0)
+        await client.close()
+        async with asyncio.timeout(10):
+            with pytest.raises(CallCancelledError, match="closed"):
+                await append
+        cache.detach()
+
+    run(main())
+
+
 def test_first_lines_of_a_program(fake: FakeServer) -> None:
     """Connect, prefill, loops over tokens and text, a decode; leaving the blocks releases all."""
 

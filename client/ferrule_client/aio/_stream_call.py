@@ -9,7 +9,7 @@ import grpc.aio
 
 from ferrule.v1 import executor_pb2
 from ferrule_client.aio._wire import OwnCancellation, Wire
-from ferrule_client.errors import DeadlineExceededError, ExecutorError
+from ferrule_client.errors import CallCancelledError, DeadlineExceededError, ExecutorError
 
 __all__ = ["StreamCall"]
 
@@ -27,8 +27,10 @@ class StreamCall:
         self._wire = wire
         self._call = wire.open_stream()
         self._unsent: list[executor_pb2.StreamDecodeRequest] = []
+        self._limit: asyncio.Timeout | None = None
         self._is_waiting = False
         self._is_closed = False
+        wire.streams.add(self)
 
     def send(self, frame: executor_pb2.StreamDecodeRequest) -> None:
         """Take one frame; ``receive`` writes it, so that its limit covers the writing too."""
@@ -49,12 +51,16 @@ class StreamCall:
         self._is_waiting = True
         try:
             with OwnCancellation(), self._wire.nudged():
-                async with asyncio.timeout(timeout):
+                async with asyncio.timeout(timeout) as self._limit:
                     await self._write()
                     reply = await self._call.read()
         except TimeoutError:
+            if self._is_closed:
+                raise CallCancelledError(grpc.StatusCode.CANCELLED, "CANCELLED", "the stream was closed") from None
             text = f"no frame came on the stream within {timeout:.3g} s; give the call a longer timeout"
             raise DeadlineExceededError(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", text) from None
+        finally:
+            self._limit = None
         if not isinstance(reply, executor_pb2.StreamDecodeResponse):
             raise StopAsyncIteration
         self._is_waiting = False
@@ -69,12 +75,18 @@ class StreamCall:
             if not self._is_waiting:
                 await self._wait_for_end()
         finally:
-            self._call.cancel()
+            self._stop()
 
     def cancel(self) -> None:
         """End the call at once, whatever is under way. Finalisers may call in, from any thread."""
         self._is_closed = True
-        self._wire.on_loop(self._call.cancel)
+        self._wire.on_loop(self._stop)
+
+    def _stop(self) -> None:
+        """Cancel the call, and wake who waits: for ever, if gRPC's own task for the call had not run before."""
+        self._call.cancel()
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time())
 
     async def _write(self) -> None:
         while self._unsent:

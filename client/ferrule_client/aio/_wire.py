@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import grpc
 import grpc.aio
@@ -25,6 +26,14 @@ _Reply = TypeVar("_Reply")
 StreamStreamCall = grpc.aio.StreamStreamCall[executor_pb2.StreamDecodeRequest, executor_pb2.StreamDecodeResponse]
 
 
+class Cancellable(Protocol):
+    """An open stream."""
+
+    def cancel(self) -> None:
+        """End it at once, and wake who waits on it."""
+        ...
+
+
 class Wire:
     """One channel and the stubs on it, for the tasks of one event loop.
 
@@ -35,6 +44,9 @@ class Wire:
 
     Raises:
         RuntimeError: No event loop runs.
+
+    Attributes:
+        streams: What closing the channel has to end itself, as gRPC does not end all of it.
     """
 
     def __init__(self, target: str, token: str | None, tls: bool | TlsConfig | None) -> None:
@@ -46,6 +58,7 @@ class Wire:
         self.channel = _open_channel(target, tls, has_token=bool(token))
         self._probe: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(HEALTH_CHECK)
         self._looks: set[asyncio.Task[None]] = set()
+        self.streams: weakref.WeakSet[Cancellable] = weakref.WeakSet()
         self.executor = executor_pb2_grpc.ModelExecutorServiceStub(self.channel)
         self.tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(self.channel)
 
@@ -98,6 +111,8 @@ class Wire:
         for look in list(self._looks):
             look.cancel()
             await asyncio.wait([look])
+        for stream in list(self.streams):
+            stream.cancel()
         await self.channel.close()
 
     def _check_loop(self) -> None:

@@ -22,7 +22,8 @@ from ferrule_server.errors import QueueFull, QuotaExceeded, ResourceExhausted
 from ferrule_server.quotas import LimitsOf, QuotaLimits, unlimited
 
 COUNTED_JOBS: Final = (AppendJob, ForkJob, TruncateJob)
-"""Jobs that can wait, behind a step or behind each other. All others are carried out as they come, and free things."""
+"""Jobs that can wait, behind a step or behind each other. All others are carried out as they
+come, in a short time: they free, renew, reserve or only look, and a full queue must keep nobody from that."""
 
 BURST_S: Final = 1.0
 """A principal that was idle may send this many seconds of its prefill rate at once."""

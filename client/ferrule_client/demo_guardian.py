@@ -7,6 +7,7 @@ SIGTERM and the folder is removed. Only the standard library is imported, and no
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -29,8 +30,12 @@ def main(folder: str, command: list[str]) -> int:
 
 
 def _watch(process: subprocess.Popen[bytes], has_ended: threading.Event) -> None:
-    """Wait for the end of standard input, then end the process."""
-    sys.stdin.buffer.read()
+    """Wait for the end of standard input, then end the process.
+
+    Not through ``sys.stdin``: a thread that holds its lock when the interpreter ends aborts the whole program.
+    """
+    while os.read(0, 4096):
+        pass
     has_ended.set()
     process.terminate()
     try:

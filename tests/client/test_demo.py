@@ -76,8 +76,8 @@ def test_failing_server_shows_its_last_words() -> None:
     assert done.returncode == 1
     *tail, last = done.stderr.splitlines()
     assert any("/nowhere/model" in line for line in tail)
-    assert last.startswith("error: the server ended with exit code ")
-    assert last.endswith("(SERVER_ENDED)")
+    assert last == "error: the server ended with exit code 2 (SERVER_ENDED)"
+    assert "Fatal Python error" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from ferrule_client import Cache, Client, Output, greedy, no_output
+from ferrule_client.aio import AsyncClient
 from tests.api.harness import RunningServer
 from tests.chaos.cutting_proxy import CuttingProxy
 from tests.chaos.figures import report, seed_of_run
@@ -132,6 +134,61 @@ def test_client_is_back_soon_after_a_kill(server: ServerProcess) -> None:
         assert said == expected
     report("client-after-kill", kills=len(waits_s), worst_wait_after_ready_s=round(max(waits_s), 3))
     assert max(waits_s) < 5.0
+
+
+def waits_for_token(target: str, cut: Callable[[], None], num_cuts: int) -> dict[str, list[float]]:
+    """Return for each way to append the seconds from a cut to the next token."""
+    with Client.connect(target) as client, client.prefill(PROMPT, policy=greedy()) as cache, client.stream() as stream:
+
+        def wait(append: Callable[[int], object]) -> float:
+            cut()
+            began = time.monotonic()
+            append(token_of(cache.last))
+            return time.monotonic() - began
+
+        ways: dict[str, Callable[[int], object]] = {
+            "unary": lambda token: cache.decode(token, policy=greedy()),
+            "stream": lambda token: stream.decode([cache], [token], policy=greedy()),
+        }
+        return {way: [wait(append) for _ in range(num_cuts)] for way, append in ways.items()}
+
+
+async def aio_waits_for_token(target: str, cut: Callable[[], None], num_cuts: int) -> dict[str, list[float]]:
+    """Return the same for asyncio."""
+    async with (
+        AsyncClient.connect(target) as client,
+        client.prefill(PROMPT, policy=greedy()) as cache,
+        client.stream() as stream,
+    ):
+
+        async def wait(append: Callable[[int], Awaitable[object]]) -> float:
+            cut()
+            began = time.monotonic()
+            await append(token_of(cache.last))
+            return time.monotonic() - began
+
+        ways: dict[str, Callable[[int], Awaitable[object]]] = {
+            "aio unary": lambda token: cache.decode(token, policy=greedy()),
+            "aio stream": lambda token: stream.decode([cache], [token], policy=greedy()),
+        }
+        return {way: [await wait(append) for _ in range(num_cuts)] for way, append in ways.items()}
+
+
+@pytest.mark.slow
+def test_client_has_the_next_token_soon_after_a_cut() -> None:
+    """One connection reset while nothing is under way: the next append notices, and costs milliseconds more."""
+    with RunningServer() as server, CuttingProxy(server.address.port) as proxy:
+        began = time.process_time()
+        waits_s = waits_for_token(proxy.target, proxy.cut_all, 100)
+        waits_s |= asyncio.run(aio_waits_for_token(proxy.target, proxy.cut_all, 100))
+        cpu_s = time.process_time() - began
+        assert proxy.num_connections >= 400
+    for way, waits in waits_s.items():
+        waits.sort()
+        median_s, p99_s = waits[50], waits[98]
+        report("client-after-cut", way=way, median_ms=round(1e3 * median_s, 1), p99_ms=round(1e3 * p99_s, 1))
+        assert median_s < 0.2
+    report("client-after-cut", cuts=400, cpu_s_with_server_and_proxy=round(cpu_s, 2))
 
 
 def work(client: Client, seed: int) -> list[list[int]]:

@@ -55,8 +55,9 @@ class Cache:
     **Loss.** A sequence can be gone: its lease ran out, or the server was started anew. Calls then raise
     ``HandleNotFoundError``, which has the ``token_ids`` to prefill again. A cache made with ``recover=True``, and every
     fork of it, does that by itself in the middle of any call, a loop's too, and waits until the call's timeout for a
-    server that went away. Its tokens, ``pending`` and seeds stay, so a loop goes on with the draws it would have made;
-    handles kept from before the loss are no longer good.
+    server that went away. Its tokens, ``pending`` and seeds stay, so a loop goes on with the draws it would have made,
+    as far as KV that is prefilled equals KV that was decoded: they can differ by rounding. Handles kept from before the
+    loss are no longer good.
 
     Not safe to use from two threads at once (fork it instead); two caches of one client are. A call that would move
     the sequence while another one does is refused with a RuntimeError.

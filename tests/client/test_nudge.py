@@ -29,7 +29,7 @@ class StuckServer(FakeServer):
         self.num_needed = 0
         self.looks: list[float] = []
         self._looked = threading.Condition()
-        check = grpc.unary_unary_rpc_method_handler(self._check)
+        check: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_unary_rpc_method_handler(self._check)
         handler = grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": check})
         self._server.add_generic_rpc_handlers((handler,))
 
@@ -48,7 +48,8 @@ class StuckServer(FakeServer):
 @pytest.fixture
 def stuck() -> Iterator[StuckServer]:
     """A server that is not stuck yet."""
-    with StuckServer() as server:
+    server = StuckServer()
+    with server:
         yield server
 
 

@@ -98,6 +98,18 @@ def test_every_successful_operation_renews(harness: LeaseHarness, operation: str
     assert harness.left_s(tip) == DEFAULT_TTL_S
 
 
+def test_a_late_duplicate_does_not_shorten_a_lease(harness: LeaseHarness) -> None:
+    """It asks for the lease of then; a keep-alive has asked for more since."""
+    behind = harness.prefill(1, 2, 3).handle
+    job, again = append(behind, 4), append(behind, 4)
+    job.ttl_s = again.ttl_s = MIN_TTL_S
+    tip = harness.submit(job).result().handle
+    assert harness.left_s(tip) == MIN_TTL_S
+    harness.submit(KeepAliveJob("me", (tip,), 300.0)).outcome()
+    result = harness.submit(again).result()
+    assert (result.replayed, result.ttl_s, harness.left_s(tip)) == (True, 300.0, 300.0)
+
+
 def test_what_is_refused_does_not_renew(harness: LeaseHarness) -> None:
     """Nor does a list: it names no sequence in particular."""
     behind = harness.prefill(1, 2, 3).handle

@@ -65,7 +65,7 @@ class Admission:
                 rows = _Rows(handle.length - 1, handle.length, job.ttl_s)
                 return self._reading(job, sink, sequence, verdict, rows)
             case Verdict.REPLAY:
-                rows = _Rows(handle.length, handle.length + len(job.token_ids), job.ttl_s)
+                rows = _Rows(handle.length, handle.length + len(job.token_ids))
                 return self._replay(job, sink, sequence, rows)
             case Verdict.FORK:
                 self.creations.check_free(job)
@@ -83,14 +83,12 @@ class Admission:
     ) -> RunningAppend | AppendResult:
         """Answer a creation again, on the sequence that it made; nothing is in flight on that.
 
-        The lease is renewed as long as it is: a late duplicate must not shorten what a keep-alive has asked for since.
-
         Raises:
             HandleStale: The sequence was truncated below what was answered, and perhaps rewritten.
         """
         (handle,) = creation.handles
         check_handle(sequence, handle)
-        return self._replay(job, sink, sequence, _Rows(creation.start, handle.length, None, creation.seed))
+        return self._replay(job, sink, sequence, _Rows(creation.start, handle.length, seed=creation.seed))
 
     def _creating(self, run: RunningAppend) -> RunningAppend:
         if run.job.request_id:
@@ -98,7 +96,10 @@ class Admission:
         return run
 
     def _replay(self, job: AppendJob, sink: Sink, sequence: Sequence, rows: _Rows) -> RunningAppend | AppendResult:
-        """Answer from the record, or have the rows run again without writing."""
+        """Answer from the record, or have the rows run again without writing.
+
+        The lease is renewed as long as it is: a late duplicate must not shorten what a keep-alive has asked for since.
+        """
         record = self.records.find(sequence.handle_id, rows.start, rows.end - rows.start, job.output)
         if record is not None:
             if record.result is not None:
@@ -157,7 +158,7 @@ class _Rows:
 
     start: int
     end: int
-    ttl_s: float | None
+    ttl_s: float | None = None
     seed: int | None = None
 
 

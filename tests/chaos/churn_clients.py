@@ -82,7 +82,8 @@ class Client:
             if not isinstance(frame, executor_pb2.StreamDecodeResponse) or frame.results[0].HasField("error"):
                 break
             handle = frame.results[0].decode.kv_cache
-        call.cancel()
+        await call.done_writing()
+        await call.read()
         return handle
 
     async def _fork(self, handle: types_pb2.KvCacheHandle) -> types_pb2.KvCacheHandle:

@@ -16,7 +16,7 @@ import os
 import queue
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, ClassVar
@@ -148,6 +148,18 @@ class Stream:
         assert list(self._replies) == []
 
 
+@contextlib.contextmanager
+def _quiet_log() -> Iterator[None]:
+    """Write no line for each of thousands of refusals, which are meant; other tests read the log again afterwards."""
+    log = logging.getLogger("ferrule_server")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
 class ProtocolMachine(RuleBasedStateMachine):
     """One server, one model of it, and every request about sequences that the server has."""
 
@@ -156,7 +168,6 @@ class ProtocolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        logging.getLogger("ferrule_server").setLevel(logging.ERROR)  # thousands of refusals are meant
         self.model = SequentialModel(MAX_CONTEXT)
         self._rest = contextlib.ExitStack()
         self._num_since_restart = 0
@@ -184,6 +195,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         self._rest.close()
 
     def _start(self) -> None:
+        self._rest.enter_context(_quiet_log())
         access = NamedAccess(is_admin=False)
         executor = PagedReferenceExecutor(max_context=MAX_CONTEXT, kv_memory_bytes=4 << 20)
         server = RunningServer(executor, access=access, clock=ModelClock(self.model), epoch=f"run{self.model.epoch}")

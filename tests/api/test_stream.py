@@ -6,12 +6,16 @@ import itertools
 import logging
 import threading
 import time
+from types import SimpleNamespace
 
 import grpc
 import pytest
 
 from ferrule.v1 import executor_pb2, policy_pb2, types_pb2
+from ferrule_server.api import executor_service
 from ferrule_server.api.limits import ApiLimits
+from ferrule_server.api.stream import DecodeStream
+from ferrule_server.errors import FerruleError
 from tests.api.harness import (
     PROMPT,
     RunningServer,
@@ -285,6 +289,29 @@ def test_a_client_that_hangs_up_during_a_write_is_no_fault(caplog: pytest.LogCap
         wait_until(lambda: not server.state.streams)
         time.sleep(0.1)
     assert [record for record in caplog.records if record.levelno > logging.DEBUG] == []
+
+
+def test_a_client_that_hangs_up_as_its_stream_opens_is_no_fault(
+    server: RunningServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The very first thing that is sent fails, and the call is cancelled a moment later."""
+
+    class HungUp(DecodeStream):
+        async def _serve(self) -> FerruleError | None:
+            self._context = SimpleNamespace(send_initial_metadata=self._fail)  # type: ignore[assignment]
+            return await super()._serve()
+
+        async def _fail(self, _: object) -> None:
+            opened.set()
+            raise grpc.aio.InternalError("the call is gone")
+
+    opened = threading.Event()
+    monkeypatch.setattr(executor_service, "DecodeStream", HungUp)
+    stream = StreamClient(server.stub)
+    assert opened.wait(10)
+    stream.call.cancel()
+    wait_until(lambda: not server.state.streams)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_a_frame_with_too_much_in_it_ends_the_stream(caplog: pytest.LogCaptureFixture) -> None:

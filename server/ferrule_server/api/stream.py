@@ -98,7 +98,11 @@ class DecodeStream:
 
     async def _serve(self) -> FerruleError | None:
         """Read and write until the stream has ended; return why, None for OK."""
-        await self._context.send_initial_metadata(())  # not with the first write: a status may have to overtake that
+        try:
+            await self._context.send_initial_metadata(())  # not with the first write: a status may overtake that
+        except grpc.aio.BaseError as failure:
+            await self._end_unless_hung_up(failure)
+            return await self._ended
         reader, writer = asyncio.create_task(self._guarded_read()), asyncio.create_task(self._guarded_write())
         try:
             error = await self._ended

@@ -46,7 +46,6 @@ ACTORS = frozenset({"branch", "cache", "client", "stream", "text"})
 
 # What no rule can know. Each must be found at least once, so that none outlives the text it is about.
 PHRASES = (
-    ("self._lock = threading.Lock()", "self._lock = asyncio.Lock()"),
     ("Callable[[Sequence[int]], tuple[str, bool]]", "Callable[[Sequence[int]], Awaitable[tuple[str, bool]]]"),
     ("grpc.UnaryUnaryMultiCallable", "grpc.aio.UnaryUnaryMultiCallable"),
     ("with contextlib.ExitStack", "with contextlib.AsyncExitStack"),
@@ -113,8 +112,6 @@ def translate(module: Module, names: frozenset[str]) -> str:
     for function in waits:
         _make_async(module, function, edits)
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.With) and any(last_name(item.context_expr) == "_lock" for item in node.items):
-            _prefix_async(module, node, edits)
         if isinstance(node, ast.ClassDef):
             for base in node.bases:
                 _rename_iterator(module, base, edits)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
@@ -68,8 +67,7 @@ class Client:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._keeper = LeaseKeeper(self._renew)
-        self._lock = threading.Lock()
-        self._stream: Stream | None = None
+        self._idle_streams: list[Stream] = []
 
     @classmethod
     def connect(
@@ -118,8 +116,8 @@ class Client:
         Caches that were not released stay on the server until their lease ends; releasing them later raises.
         """
         try:
-            if self._stream is not None:
-                self._stream.close()
+            for stream in self._idle_streams:
+                stream.close()
         finally:
             self._connection.close()
             self._keeper.close()
@@ -221,7 +219,7 @@ class Client:
         on_stale: OnStale = "fail",
         timeout: Timeout = USE_DEFAULT,
     ) -> list[Output]:
-        """Append to several caches together, on a stream that the client keeps open.
+        """Append to several caches together, on a stream that the client keeps open; a second one if that is in use.
 
         Args:
             caches: The sequences, each at most once.
@@ -240,10 +238,14 @@ class Client:
         Example:
             ``outputs = client.decode_many(branches, [7, 8, 9], policy=greedy())``
         """
-        with self._lock:
-            if self._stream is None:
-                self._stream = self.stream()
-            return self._stream.decode(caches, tokens, policy=policy, on_stale=on_stale, timeout=timeout)
+        try:
+            stream = self._idle_streams.pop()
+        except IndexError:  # the first, or others are using them all
+            stream = self.stream()
+        try:
+            return stream.decode(caches, tokens, policy=policy, on_stale=on_stale, timeout=timeout)
+        finally:
+            self._idle_streams.append(stream)
 
     def model_info(self, *, timeout: Timeout = USE_DEFAULT) -> ModelInfo:
         """Return the model's description; asked for once, since it does not change while the server runs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import grpc
 import pytest
@@ -11,6 +12,7 @@ from ferrule_client import (
     CallCancelledError,
     Client,
     ContextExceededError,
+    DeadlineExceededError,
     ExecutorError,
     HandleNotFoundError,
     Output,
@@ -19,7 +21,9 @@ from ferrule_client import (
     no_output,
     sample,
 )
+from tests.api.harness import RunningServer
 from tests.client.fake_server import Failure, FakeServer, threads_named, wait_for
+from tests.fakes import FakeExecutor
 
 
 def test_packed_steps_equal_single_decodes(client: Client) -> None:
@@ -39,6 +43,25 @@ def test_packed_steps_equal_single_decodes(client: Client) -> None:
             assert stream.free_blocks is not None
         assert together == alone
         client.release([*singles, *branches])
+
+
+def test_a_frame_of_one_thread_does_not_wait_for_that_of_another() -> None:
+    """Two callers of ``decode_many`` have a stream each, so that each has the time it asked for."""
+    executor = FakeExecutor()
+    with RunningServer(executor) as server, Client.connect(server.address.target, timeout=10) as client:
+        first, second = (client.prefill([n], policy=no_output()) for n in (1, 2))
+        executor.gate = threading.Event()
+        executor.is_waiting.clear()
+        slow = threading.Thread(target=client.decode_many, args=([first], [5]))
+        slow.start()
+        assert executor.is_waiting.wait(10)
+        with pytest.raises(DeadlineExceededError):
+            client.decode_many([second], [6], timeout=0.2)
+        assert slow.is_alive()
+        executor.gate.set()
+        slow.join(10)
+        assert first.length == second.decode([6], policy=no_output()).handle.length == 2
+        client.release([first, second])
 
 
 def test_results_come_in_the_order_of_the_caches(fake: FakeServer, fake_client: Client) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -69,8 +68,7 @@ class AsyncClient:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._keeper = LeaseKeeper(self._renew)
-        self._lock = asyncio.Lock()
-        self._stream: AsyncStream | None = None
+        self._idle_streams: list[AsyncStream] = []
 
     @classmethod
     def connect(
@@ -121,8 +119,8 @@ class AsyncClient:
         Caches that were not released stay on the server until their lease ends; releasing them later raises.
         """
         try:
-            if self._stream is not None:
-                await self._stream.close()
+            for stream in self._idle_streams:
+                await stream.close()
         finally:
             await self._connection.close()
             await self._keeper.close()
@@ -225,7 +223,7 @@ class AsyncClient:
         on_stale: OnStale = "fail",
         timeout: Timeout = USE_DEFAULT,
     ) -> list[Output]:
-        """Append to several caches together, on a stream that the client keeps open.
+        """Append to several caches together, on a stream that the client keeps open; a second one if that is in use.
 
         Args:
             caches: The sequences, each at most once.
@@ -244,10 +242,14 @@ class AsyncClient:
         Example:
             ``outputs = await client.decode_many(branches, [7, 8, 9], policy=greedy())``
         """
-        async with self._lock:
-            if self._stream is None:
-                self._stream = self.stream()
-            return await self._stream.decode(caches, tokens, policy=policy, on_stale=on_stale, timeout=timeout)
+        try:
+            stream = self._idle_streams.pop()
+        except IndexError:  # the first, or others are using them all
+            stream = self.stream()
+        try:
+            return await stream.decode(caches, tokens, policy=policy, on_stale=on_stale, timeout=timeout)
+        finally:
+            self._idle_streams.append(stream)
 
     async def model_info(self, *, timeout: Timeout = USE_DEFAULT) -> ModelInfo:
         """Return the model's description; asked for once, since it does not change while the server runs."""

@@ -247,7 +247,7 @@ class SequentialModel:
             self.renew(sequence, ttl_s)
             return Answered(sequence, issued.tokens, policy, _draw(policy))
         if sequence.tokens[length : length + len(tokens)] == tokens:
-            return self._replay(sequence, length, issued.tokens + tokens, policy, ttl_s)
+            return self._replay(sequence, length, issued.tokens + tokens, policy)
         if length < len(sequence.tokens) and on_stale == types_pb2.STALE_POLICY_FAIL:
             return Refused(ABORTED, "HANDLE_STALE", len(sequence.tokens))
         if is_fork and self._creation(sequence.principal, request_id) is not None:
@@ -406,15 +406,15 @@ class SequentialModel:
             self.renew(branch)
         return Forked(known.sequences, known.tokens, min(each.ttl_s for each in live), True)
 
-    def _replay(self, sequence: Sequence, start: int, tokens: Tokens, policy: Policy, ttl_s: float | None) -> Expected:
-        """Answer an append that happened before; an unseeded draw only if its seed is still known."""
+    def _replay(self, sequence: Sequence, start: int, tokens: Tokens, policy: Policy) -> Expected:
+        """Answer an append that happened before, an unseeded draw only if its seed is still known; no lease changes."""
         draw = _draw(policy)
         if policy.kind == UNSEEDED:
             last = sequence.last_append
             if last is None or last[:3] != (start, len(tokens) - start, policy):
                 return Refused(INVALID, "INVALID_FIELD")
             draw = last[3]
-        self.renew(sequence, ttl_s)
+        self.renew(sequence)
         return Answered(sequence, tokens, policy, draw, True)
 
 

@@ -306,7 +306,7 @@ class SequentialModel:
         sequence = issued.owner
         if sequence.epoch != self.epoch or sequence.died or sequence.principal != principal:
             return False
-        sequence.died = "released"
+        sequence.died, sequence.died_at = "released", self.clock_s
         return True
 
     def touch(self, principal: str, issued: Issued, ttl_s: float | None = None) -> Refused | None:
@@ -322,11 +322,14 @@ class SequentialModel:
         for sequence in self.live:
             if sequence.expires_at <= self.clock_s:
                 sequence.died, sequence.died_at = "expired", self.clock_s
+        self.forget_creations()
 
     def forget_creations(self) -> None:
-        """So much time has passed that a creation without sequences may or may not be known."""
+        """Creations are remembered for as long as tombstones after the last of their sequences has ended."""
         self.creations = {
-            key: each for key, each in self.creations.items() if any(not one.died for one in each.sequences)
+            key: each
+            for key, each in self.creations.items()
+            if any(not one.died or self.clock_s < one.died_at + TOMBSTONE_S for one in each.sequences)
         }
 
     def restart(self) -> None:

@@ -483,8 +483,6 @@ class ProtocolMachine(RuleBasedStateMachine):
     def outlive_tombstones(self, is_more: bool) -> None:
         """Let so much time pass that who expired long ago is forgotten, sometimes."""
         self.pass_time(601.3317 if is_more else 31.9071)
-        if is_more:
-            self.model.forget_creations()
         self.steps["tombstones"] += 1
 
     def pass_time(self, seconds: float) -> None:

@@ -23,10 +23,10 @@ from ferrule_server.engine.jobs import (
     SlotsWanted,
     TruncateJob,
 )
-from ferrule_server.errors import FerruleError
+from ferrule_server.errors import FerruleError, HandleUnknown
 from ferrule_server.executor.base import OutputSpec, StepBatch, StepResult
 from ferrule_server.kv.handle import Handle, StalePolicy
-from ferrule_server.kv.store import DEFAULT_TTL_S, MIN_TTL_S
+from ferrule_server.kv.store import DEFAULT_TTL_S, MIN_TTL_S, TOMBSTONE_S
 from tests.engine.harness import Harness, Pending, append
 
 ALL_LOGITS = OutputRequest(OutputSpec(full_logits=True), all_positions=True)
@@ -96,6 +96,22 @@ def test_every_successful_operation_renews(harness: LeaseHarness, operation: str
     outcome = harness.submit(OPERATIONS[operation](tip, behind)).outcome()
     assert not isinstance(outcome, FerruleError)
     assert harness.left_s(tip) == DEFAULT_TTL_S
+
+
+def test_a_request_id_is_remembered_for_ten_minutes_after_the_end_and_no_longer(harness: LeaseHarness) -> None:
+    """Also when nothing else ends meanwhile."""
+
+    def create() -> Job:
+        job = append(None, 1, 2)
+        job.request_id = "once"
+        return job
+
+    made = harness.submit(create()).result().handle
+    harness.release(made)
+    harness.now_s += TOMBSTONE_S - 0.1
+    assert isinstance(harness.submit(create()).error(), HandleUnknown)
+    harness.now_s += 0.1
+    assert harness.submit(create()).result().handle.cache_id != made.cache_id
 
 
 def test_a_late_duplicate_does_not_shorten_a_lease(harness: LeaseHarness) -> None:

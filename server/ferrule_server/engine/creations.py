@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -64,9 +64,13 @@ class Creations:
     Invariant: a creation is in flight (it has a run and no handle) or done (no run, at least one handle); every
     sequence made by a creation is counted in its ``num_live`` until it ends; creations without a live sequence stand
     in order of their ends, by principal, and number at most MAX_DEAD in all.
+
+    Args:
+        clock: Seconds on the store's clock.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._creations: dict[tuple[str, str], Creation] = {}
         self._makers: dict[str, Creation] = {}  # by handle_id of each live sequence
         self._dead: dict[str, OrderedDict[tuple[str, str], Creation]] = {}
@@ -84,7 +88,7 @@ class Creations:
         """
         if not (isinstance(job, CreatingJob) and job.request_id and _may_create(job)):
             return None
-        creation = self._creations.get((job.principal, job.request_id))
+        creation = self._known(job.principal, job.request_id)
         if creation is None or creation.content == _content_of(job):
             return creation
         if isinstance(job, AppendJob) and job.handle is not None:
@@ -97,7 +101,7 @@ class Creations:
         Raises:
             RequestIdReused: Something was.
         """
-        if job.request_id and (job.principal, job.request_id) in self._creations:
+        if job.request_id and self._known(job.principal, job.request_id) is not None:
             raise RequestIdReused(job.request_id)
 
     def begin(self, job: CreatingJob, run: RunningAppend | None = None) -> Creation:
@@ -120,7 +124,7 @@ class Creations:
             creation.run = None
             del self._creations[creation.key]
 
-    def end(self, handle_id: str, now: float) -> None:
+    def end(self, handle_id: str) -> None:
         """A sequence has ended, whoever made it."""
         creation = self._makers.pop(handle_id, None)
         if creation is None:
@@ -128,7 +132,7 @@ class Creations:
         creation.num_live -= 1
         if not creation.num_live:
             creation.handles = creation.handles[:1]
-            creation.died_at = now
+            creation.died_at = self._clock()
             self._bury(creation)
 
     def clear(self) -> None:
@@ -158,6 +162,14 @@ class Creations:
             ends = [creation.died_at for creation in dead.values()]
             assert ends == sorted(ends) != [], f"dead creations of {principal!r} are out of order"
         assert self._num_dead == sum(map(len, self._dead.values())) <= MAX_DEAD, "too many dead creations"
+
+    def _known(self, principal: str, request_id: str) -> Creation | None:
+        """Return the creation of that id, unless it has been remembered for long enough."""
+        dead = self._dead.get(principal)
+        now = self._clock()
+        while dead and next(iter(dead.values())).died_at + TOMBSTONE_S <= now:
+            self._forget_first(dead)
+        return self._creations.get((principal, request_id))
 
     def _bury(self, creation: Creation) -> None:
         """Remember why nothing of it lives, and forget what has been remembered for long enough."""

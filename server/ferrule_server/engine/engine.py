@@ -109,7 +109,7 @@ class Engine:
         self._inbox: queue.SimpleQueue[list[Entry] | None] = queue.SimpleQueue()
         self._failpoints = failpoints
         self._records = ReplayRecords(settings.retained_bytes, limits_of)
-        self._creations = Creations()
+        self._creations = Creations(store.now)
         self._host_jobs = HostJobs(store, self.info.bytes_per_block, settings.max_fork_count, self._num_pending)
         admission = Admission(store, self._records, self._creations, self.counters)
         self._lanes = Lanes(
@@ -356,7 +356,7 @@ class Engine:
         """A sequence has ended."""
         self._records.forget(handle_id)
         self._batcher.forget(handle_id)
-        self._creations.end(handle_id, self._store.now())
+        self._creations.end(handle_id)
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 

@@ -51,10 +51,13 @@ def test_a_flood_of_prompts_costs_another_principals_decodes_one_step_at_most(
 
 
 def test_without_the_pace_decodes_pay_for_the_flood(tmp_path: Path) -> None:
-    """The ablation: with steps as long as prompts like, the same flood misses the bar."""
+    """The ablation: with steps as long as prompts like, most decodes take three of their steps, not two as with it.
+
+    The bar is no measure here: it moves with the longest step, and decodes may wait for one such step or for two.
+    """
     unpaced = _campaign(tmp_path, 4, *TIMED, NO_PACE)
     report("fairness, pace switched off", **unpaced)
-    assert unpaced["p99_ms"] > unpaced["bar_ms"]
+    assert unpaced["p50_ms"] > 3 * unpaced["unloaded_p50_ms"]
 
 
 def _campaign(folder: Path, streams: int, *arguments: str) -> dict[str, float]:

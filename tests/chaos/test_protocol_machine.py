@@ -574,7 +574,7 @@ def _duration(seconds: float | None) -> Duration | None:
 def _profile() -> dict[str, Any]:
     """Return the settings: the same runs each time, or many new ones where asked for."""
     if IS_LONG:
-        return {"max_examples": 260, "stateful_step_count": 50, "derandomize": False}
+        return {"max_examples": 1000, "stateful_step_count": 50, "derandomize": False}
     return {"max_examples": 16, "stateful_step_count": 40, "derandomize": True}
 
 

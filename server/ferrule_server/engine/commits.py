@@ -49,7 +49,7 @@ class Commits:
         sequence = self._write(run)
         try:
             return self._settle(run, sequence)
-        except Exception:
+        except Exception:  # whatever failed: tidied up here, raised again for the engine to answer with a fault
             if run.reservation is not None and run.reservation.sequence is None and run.creation is None:
                 self.store.release(self.store.handle_at(sequence), sequence.principal)
                 self.records.forget(sequence.handle_id)

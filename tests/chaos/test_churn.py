@@ -44,9 +44,9 @@ _START_S = 60.0
 WARM_UP_SHARE = 0.3
 MAX_GROWTH_BYTES = 16 << 20
 """In ten minutes, on a server that forgets its tombstones after seconds (see ``forgetful_server.py``)."""
-MAX_GROWTH_PER_CLIENT_BYTES = 4096
-"""Of one that came to a bad end. gRPC keeps about 100 bytes of each stream that is cancelled and 200 of each connection
-that is cut, for ever, also in an echo server of its own; a client here has a dozen of them under way or behind it."""
+MAX_GROWTH_PER_CLIENT_BYTES = 2048
+"""Of one that came to a bad end, so that the known growth gets no worse unseen. gRPC keeps about 100 bytes of a stream
+that is cancelled and 200 of each connection that is cut, for ever, also in an echo server of its own."""
 ARGUMENTS = ("--executor", "paged-reference", "--kv-memory", "32MiB", "--log-level", "error")
 MIN_MINUTES_FOR_GROWTH = 5.0
 
@@ -179,8 +179,10 @@ def test_a_thousand_clients_come_to_bad_ends_and_leave_nothing(tmp_path: Path) -
     assert figures["pool_empty_after_s"] <= TTL_S + 1
     assert figures["descriptors_after"] <= figures["descriptors_before"]
     assert figures["threads_after"] <= figures["threads_before"] + SPARE_THREADS
-    grown = figures["rss_growth_per_client_bytes"]
-    assert MINUTES < MIN_MINUTES_FOR_GROWTH or grown <= MAX_GROWTH_PER_CLIENT_BYTES, f"{grown} bytes a client"
+    if MINUTES >= MIN_MINUTES_FOR_GROWTH:
+        assert figures["rss_growth_per_client_bytes"] <= MAX_GROWTH_PER_CLIENT_BYTES
+        if (grown := figures["rss_growth_per_10_min_bytes"]) > MAX_GROWTH_BYTES:
+            pytest.xfail(f"memory is to be flat, and grew by {grown} bytes in 10 minutes: see docs/reliability.md")
 
 
 @pytest.mark.slow
@@ -229,7 +231,7 @@ def run_churn(server: ServerProcess, churn: Churn) -> dict[str, Any]:
     # The frozen are still frozen and the partition stands: the server itself has to give these connections up.
     quiet_after_s = empty_after_s + time_until_within(watched, before)
     churn.bury_all()
-    grown = 60 * MINUTES * rss_slope(samples)
+    slope = rss_slope(samples)
     status = server.status()
     assert status.live_sequences == 0
     return {
@@ -242,7 +244,8 @@ def run_churn(server: ServerProcess, churn: Churn) -> dict[str, Any]:
         "threads_before": before[1],
         "threads_after": held(watched)[1],
         "rss_mib_by_minute": rss_by_minute(samples),
-        "rss_growth_per_client_bytes": round(grown / max(1, num_clients)),
+        "rss_growth_per_10_min_bytes": round(600 * slope),
+        "rss_growth_per_client_bytes": round(60 * MINUTES * slope / max(1, num_clients)),
     }
 
 

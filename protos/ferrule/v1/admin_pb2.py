@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x66\x65rrule/v1/admin.proto\x12\nferrule.v1\x1a\x1egoogle/protobuf/duration.proto\"$\n\rWarmupRequest\x12\x13\n\x0b\x62\x61tch_sizes\x18\x01 \x03(\r\"5\n\x0eWarmupResponse\x12\x0e\n\x06run_ns\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61tch_sizes\x18\x02 \x03(\r\"8\n\x0c\x44rainRequest\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"=\n\rDrainResponse\x12\x16\n\x0elive_sequences\x18\x01 \x01(\r\x12\x14\n\x0cpending_jobs\x18\x02 \x01(\r\";\n\x0fShutdownRequest\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"*\n\x10ShutdownResponse\x12\x16\n\x0elive_sequences\x18\x01 \x01(\r2\xd4\x01\n\x0c\x41\x64minService\x12?\n\x06Warmup\x12\x19.ferrule.v1.WarmupRequest\x1a\x1a.ferrule.v1.WarmupResponse\x12<\n\x05\x44rain\x12\x18.ferrule.v1.DrainRequest\x1a\x19.ferrule.v1.DrainResponse\x12\x45\n\x08Shutdown\x12\x1b.ferrule.v1.ShutdownRequest\x1a\x1c.ferrule.v1.ShutdownResponseB\x18P\x01Z\x14\x66\x65rrule/v1;ferrulev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x66\x65rrule/v1/admin.proto\x12\nferrule.v1\x1a\x1egoogle/protobuf/duration.proto\"$\n\rWarmupRequest\x12\x13\n\x0b\x62\x61tch_sizes\x18\x01 \x03(\r\"\\\n\x0eWarmupResponse\x12\x0e\n\x06run_ns\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61tch_sizes\x18\x02 \x03(\r\x12%\n\x05steps\x18\x03 \x03(\x0b\x32\x16.ferrule.v1.WarmupStep\"E\n\nWarmupStep\x12\x15\n\rnum_sequences\x18\x01 \x01(\r\x12\x10\n\x08num_rows\x18\x02 \x01(\r\x12\x0e\n\x06run_ns\x18\x03 \x01(\x04\"8\n\x0c\x44rainRequest\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"=\n\rDrainResponse\x12\x16\n\x0elive_sequences\x18\x01 \x01(\r\x12\x14\n\x0cpending_jobs\x18\x02 \x01(\r\";\n\x0fShutdownRequest\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"*\n\x10ShutdownResponse\x12\x16\n\x0elive_sequences\x18\x01 \x01(\r2\xd4\x01\n\x0c\x41\x64minService\x12?\n\x06Warmup\x12\x19.ferrule.v1.WarmupRequest\x1a\x1a.ferrule.v1.WarmupResponse\x12<\n\x05\x44rain\x12\x18.ferrule.v1.DrainRequest\x1a\x19.ferrule.v1.DrainResponse\x12\x45\n\x08Shutdown\x12\x1b.ferrule.v1.ShutdownRequest\x1a\x1c.ferrule.v1.ShutdownResponseB\x18P\x01Z\x14\x66\x65rrule/v1;ferrulev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,15 +36,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WARMUPREQUEST']._serialized_start=70
   _globals['_WARMUPREQUEST']._serialized_end=106
   _globals['_WARMUPRESPONSE']._serialized_start=108
-  _globals['_WARMUPRESPONSE']._serialized_end=161
-  _globals['_DRAINREQUEST']._serialized_start=163
-  _globals['_DRAINREQUEST']._serialized_end=219
-  _globals['_DRAINRESPONSE']._serialized_start=221
-  _globals['_DRAINRESPONSE']._serialized_end=282
-  _globals['_SHUTDOWNREQUEST']._serialized_start=284
-  _globals['_SHUTDOWNREQUEST']._serialized_end=343
-  _globals['_SHUTDOWNRESPONSE']._serialized_start=345
-  _globals['_SHUTDOWNRESPONSE']._serialized_end=387
-  _globals['_ADMINSERVICE']._serialized_start=390
-  _globals['_ADMINSERVICE']._serialized_end=602
+  _globals['_WARMUPRESPONSE']._serialized_end=200
+  _globals['_WARMUPSTEP']._serialized_start=202
+  _globals['_WARMUPSTEP']._serialized_end=271
+  _globals['_DRAINREQUEST']._serialized_start=273
+  _globals['_DRAINREQUEST']._serialized_end=329
+  _globals['_DRAINRESPONSE']._serialized_start=331
+  _globals['_DRAINRESPONSE']._serialized_end=392
+  _globals['_SHUTDOWNREQUEST']._serialized_start=394
+  _globals['_SHUTDOWNREQUEST']._serialized_end=453
+  _globals['_SHUTDOWNRESPONSE']._serialized_start=455
+  _globals['_SHUTDOWNRESPONSE']._serialized_end=497
+  _globals['_ADMINSERVICE']._serialized_start=500
+  _globals['_ADMINSERVICE']._serialized_end=712
 # @@protoc_insertion_point(module_scope)

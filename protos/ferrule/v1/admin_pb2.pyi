@@ -16,12 +16,24 @@ class WarmupRequest(_message.Message):
     def __init__(self, batch_sizes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WarmupResponse(_message.Message):
-    __slots__ = ("run_ns", "batch_sizes")
+    __slots__ = ("run_ns", "batch_sizes", "steps")
     RUN_NS_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZES_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     run_ns: int
     batch_sizes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, run_ns: _Optional[int] = ..., batch_sizes: _Optional[_Iterable[int]] = ...) -> None: ...
+    steps: _containers.RepeatedCompositeFieldContainer[WarmupStep]
+    def __init__(self, run_ns: _Optional[int] = ..., batch_sizes: _Optional[_Iterable[int]] = ..., steps: _Optional[_Iterable[_Union[WarmupStep, _Mapping]]] = ...) -> None: ...
+
+class WarmupStep(_message.Message):
+    __slots__ = ("num_sequences", "num_rows", "run_ns")
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    RUN_NS_FIELD_NUMBER: _ClassVar[int]
+    num_sequences: int
+    num_rows: int
+    run_ns: int
+    def __init__(self, num_sequences: _Optional[int] = ..., num_rows: _Optional[int] = ..., run_ns: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("grace",)

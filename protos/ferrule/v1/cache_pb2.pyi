@@ -253,7 +253,7 @@ class GetCacheMetricsResponse(_message.Message):
     def __init__(self, metrics: _Optional[_Union[CacheMetrics, _Mapping]] = ...) -> None: ...
 
 class CacheMetrics(_message.Message):
-    __slots__ = ("block_size", "total_blocks", "empty_blocks", "cached_blocks", "used_blocks", "shared_blocks", "live_sequences", "tombstones", "num_created", "num_forks", "num_truncates", "num_released", "num_expired", "num_block_copies", "num_prefix_lookup_tokens", "num_prefix_hit_tokens", "num_prefix_evictions", "num_exhausted", "num_replays", "num_stale")
+    __slots__ = ("block_size", "total_blocks", "empty_blocks", "cached_blocks", "used_blocks", "shared_blocks", "live_sequences", "tombstones", "num_created", "num_forks", "num_truncates", "num_released", "num_expired", "num_block_copies", "num_prefix_lookup_tokens", "num_prefix_hit_tokens", "num_prefix_evictions", "num_exhausted", "num_replays", "num_stale", "token_masks", "token_mask_bytes")
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     EMPTY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -274,6 +274,8 @@ class CacheMetrics(_message.Message):
     NUM_EXHAUSTED_FIELD_NUMBER: _ClassVar[int]
     NUM_REPLAYS_FIELD_NUMBER: _ClassVar[int]
     NUM_STALE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_MASKS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_MASK_BYTES_FIELD_NUMBER: _ClassVar[int]
     block_size: int
     total_blocks: int
     empty_blocks: int
@@ -294,4 +296,6 @@ class CacheMetrics(_message.Message):
     num_exhausted: int
     num_replays: int
     num_stale: int
-    def __init__(self, block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., empty_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., live_sequences: _Optional[int] = ..., tombstones: _Optional[int] = ..., num_created: _Optional[int] = ..., num_forks: _Optional[int] = ..., num_truncates: _Optional[int] = ..., num_released: _Optional[int] = ..., num_expired: _Optional[int] = ..., num_block_copies: _Optional[int] = ..., num_prefix_lookup_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_prefix_evictions: _Optional[int] = ..., num_exhausted: _Optional[int] = ..., num_replays: _Optional[int] = ..., num_stale: _Optional[int] = ...) -> None: ...
+    token_masks: int
+    token_mask_bytes: int
+    def __init__(self, block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., empty_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., live_sequences: _Optional[int] = ..., tombstones: _Optional[int] = ..., num_created: _Optional[int] = ..., num_forks: _Optional[int] = ..., num_truncates: _Optional[int] = ..., num_released: _Optional[int] = ..., num_expired: _Optional[int] = ..., num_block_copies: _Optional[int] = ..., num_prefix_lookup_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_prefix_evictions: _Optional[int] = ..., num_exhausted: _Optional[int] = ..., num_replays: _Optional[int] = ..., num_stale: _Optional[int] = ..., token_masks: _Optional[int] = ..., token_mask_bytes: _Optional[int] = ...) -> None: ...

@@ -22,6 +22,12 @@ class AcceptanceRule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ACCEPTANCE_RULE_EXACT: _ClassVar[AcceptanceRule]
     ACCEPTANCE_RULE_REJECTION: _ClassVar[AcceptanceRule]
 
+class HiddenPooling(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    HIDDEN_POOLING_UNSPECIFIED: _ClassVar[HiddenPooling]
+    HIDDEN_POOLING_MEAN: _ClassVar[HiddenPooling]
+    HIDDEN_POOLING_LAST: _ClassVar[HiddenPooling]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
@@ -36,6 +42,9 @@ ACCEPTANCE_RULE_UNSPECIFIED: AcceptanceRule
 ACCEPTANCE_RULE_NONE: AcceptanceRule
 ACCEPTANCE_RULE_EXACT: AcceptanceRule
 ACCEPTANCE_RULE_REJECTION: AcceptanceRule
+HIDDEN_POOLING_UNSPECIFIED: HiddenPooling
+HIDDEN_POOLING_MEAN: HiddenPooling
+HIDDEN_POOLING_LAST: HiddenPooling
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_EOS: FinishReason
 FINISH_REASON_STOP_TOKEN: FinishReason
@@ -434,31 +443,35 @@ class ForwardVerifyResponse(_message.Message):
     def __init__(self, output: _Optional[_Union[VerifyOutput, _Mapping]] = ...) -> None: ...
 
 class ForwardRequest(_message.Message):
-    __slots__ = ("request_id", "input_ids", "logits_policy")
+    __slots__ = ("request_id", "input_ids", "logits_policy", "hidden_pooling")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INPUT_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGITS_POLICY_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_POOLING_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     input_ids: _containers.RepeatedScalarFieldContainer[int]
     logits_policy: _policy_pb2.LogitsReturnPolicy
-    def __init__(self, request_id: _Optional[str] = ..., input_ids: _Optional[_Iterable[int]] = ..., logits_policy: _Optional[_Union[_policy_pb2.LogitsReturnPolicy, _Mapping]] = ...) -> None: ...
+    hidden_pooling: HiddenPooling
+    def __init__(self, request_id: _Optional[str] = ..., input_ids: _Optional[_Iterable[int]] = ..., logits_policy: _Optional[_Union[_policy_pb2.LogitsReturnPolicy, _Mapping]] = ..., hidden_pooling: _Optional[_Union[HiddenPooling, str]] = ...) -> None: ...
 
 class ForwardResponse(_message.Message):
-    __slots__ = ("request_id", "first_position", "outputs", "timing", "is_last")
+    __slots__ = ("request_id", "first_position", "outputs", "timing", "is_last", "pooled_hidden_state")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
     IS_LAST_FIELD_NUMBER: _ClassVar[int]
+    POOLED_HIDDEN_STATE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     first_position: int
     outputs: _policy_pb2.Outputs
     timing: _types_pb2.Timing
     is_last: bool
-    def __init__(self, request_id: _Optional[str] = ..., first_position: _Optional[int] = ..., outputs: _Optional[_Union[_policy_pb2.Outputs, _Mapping]] = ..., timing: _Optional[_Union[_types_pb2.Timing, _Mapping]] = ..., is_last: bool = ...) -> None: ...
+    pooled_hidden_state: _types_pb2.Tensor
+    def __init__(self, request_id: _Optional[str] = ..., first_position: _Optional[int] = ..., outputs: _Optional[_Union[_policy_pb2.Outputs, _Mapping]] = ..., timing: _Optional[_Union[_types_pb2.Timing, _Mapping]] = ..., is_last: bool = ..., pooled_hidden_state: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "input_ids", "kv_cache", "logits_policy", "on_stale", "cache", "max_tokens", "n", "stop_token_ids", "stop_sequences", "stop_strings", "ignore_eos")
+    __slots__ = ("request_id", "input_ids", "kv_cache", "logits_policy", "on_stale", "cache", "max_tokens", "n", "stop_token_ids", "stop_sequences", "stop_strings", "ignore_eos", "return_text", "skip_special_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INPUT_IDS_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_FIELD_NUMBER: _ClassVar[int]
@@ -471,6 +484,8 @@ class GenerateRequest(_message.Message):
     STOP_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     STOP_STRINGS_FIELD_NUMBER: _ClassVar[int]
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    RETURN_TEXT_FIELD_NUMBER: _ClassVar[int]
+    SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     input_ids: _containers.RepeatedScalarFieldContainer[int]
     kv_cache: _types_pb2.KvCacheHandle
@@ -483,7 +498,9 @@ class GenerateRequest(_message.Message):
     stop_sequences: _containers.RepeatedCompositeFieldContainer[_policy_pb2.TokenIdList]
     stop_strings: _containers.RepeatedScalarFieldContainer[str]
     ignore_eos: bool
-    def __init__(self, request_id: _Optional[str] = ..., input_ids: _Optional[_Iterable[int]] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., logits_policy: _Optional[_Union[_policy_pb2.LogitsReturnPolicy, _Mapping]] = ..., on_stale: _Optional[_Union[_types_pb2.StalePolicy, str]] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ..., max_tokens: _Optional[int] = ..., n: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop_sequences: _Optional[_Iterable[_Union[_policy_pb2.TokenIdList, _Mapping]]] = ..., stop_strings: _Optional[_Iterable[str]] = ..., ignore_eos: bool = ...) -> None: ...
+    return_text: bool
+    skip_special_tokens: bool
+    def __init__(self, request_id: _Optional[str] = ..., input_ids: _Optional[_Iterable[int]] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., logits_policy: _Optional[_Union[_policy_pb2.LogitsReturnPolicy, _Mapping]] = ..., on_stale: _Optional[_Union[_types_pb2.StalePolicy, str]] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ..., max_tokens: _Optional[int] = ..., n: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop_sequences: _Optional[_Iterable[_Union[_policy_pb2.TokenIdList, _Mapping]]] = ..., stop_strings: _Optional[_Iterable[str]] = ..., ignore_eos: bool = ..., return_text: bool = ..., skip_special_tokens: bool = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "outputs", "timing")
@@ -496,17 +513,21 @@ class GenerateResponse(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., outputs: _Optional[_Iterable[_Union[GenerateOutput, _Mapping]]] = ..., timing: _Optional[_Union[_types_pb2.Timing, _Mapping]] = ...) -> None: ...
 
 class GenerateOutput(_message.Message):
-    __slots__ = ("index", "kv_cache", "outputs", "finish_reason", "error", "cached_tokens")
+    __slots__ = ("index", "kv_cache", "outputs", "finish_reason", "error", "cached_tokens", "text", "replayed")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    REPLAYED_FIELD_NUMBER: _ClassVar[int]
     index: int
     kv_cache: _types_pb2.KvCacheHandle
     outputs: _policy_pb2.Outputs
     finish_reason: FinishReason
     error: _status_pb2.Status
     cached_tokens: int
-    def __init__(self, index: _Optional[int] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., outputs: _Optional[_Union[_policy_pb2.Outputs, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    text: str
+    replayed: bool
+    def __init__(self, index: _Optional[int] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., outputs: _Optional[_Union[_policy_pb2.Outputs, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., text: _Optional[str] = ..., replayed: bool = ...) -> None: ...

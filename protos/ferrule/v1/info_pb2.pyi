@@ -89,7 +89,7 @@ class ModelInfo(_message.Message):
     def __init__(self, model_id: _Optional[str] = ..., architecture: _Optional[str] = ..., num_parameters: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_sequence_length: _Optional[int] = ..., dtype: _Optional[_Union[_types_pb2.DataType, str]] = ..., kv_dtype: _Optional[_Union[_types_pb2.DataType, str]] = ..., device_type: _Optional[_Union[_types_pb2.DeviceType, str]] = ..., device_name: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., has_tokenizer: bool = ..., has_chat_template: bool = ...) -> None: ...
 
 class ExecutorCapabilities(_message.Message):
-    __slots__ = ("executor", "max_batch_size", "max_step_rows", "max_sequence_length", "max_fork_count", "max_top_logprobs", "max_draft_tokens", "max_page_size", "max_request_bytes", "max_reply_bytes", "block_size", "total_blocks", "min_ttl", "max_ttl", "default_ttl", "attention_mechanisms", "supported_dtypes", "supported_devices", "memory_requirements", "supports_batch_prefill", "supports_batch_decode", "supports_stream_decode", "supports_unified_decode", "supports_forward_verify", "supports_tree_verify", "supports_forward", "supports_generate", "supports_fork", "supports_truncate", "supports_reserve", "supports_token_masks", "supports_penalties", "supports_logit_bias", "supports_logprob_token_ids", "supports_target_logprobs", "supports_entropy", "supports_hidden_state", "supports_all_positions", "supports_prefix_cache", "supports_request_id", "supports_chat_template", "supports_deterministic", "supports_cache_metrics", "supports_admin", "max_handles_per_request", "max_items_per_frame", "max_text_bytes", "max_text_tokens", "caller")
+    __slots__ = ("executor", "max_batch_size", "max_step_rows", "max_sequence_length", "max_fork_count", "max_top_logprobs", "max_draft_tokens", "max_page_size", "max_request_bytes", "max_reply_bytes", "block_size", "total_blocks", "min_ttl", "max_ttl", "default_ttl", "attention_mechanisms", "supported_dtypes", "supported_devices", "memory_requirements", "supports_batch_prefill", "supports_batch_decode", "supports_stream_decode", "supports_unified_decode", "supports_forward_verify", "supports_tree_verify", "supports_forward", "supports_generate", "supports_fork", "supports_truncate", "supports_reserve", "supports_token_masks", "supports_penalties", "supports_logit_bias", "supports_logprob_token_ids", "supports_target_logprobs", "supports_entropy", "supports_hidden_state", "supports_all_positions", "supports_prefix_cache", "supports_request_id", "supports_chat_template", "supports_deterministic", "supports_cache_metrics", "supports_admin", "max_handles_per_request", "max_items_per_frame", "max_text_bytes", "max_text_tokens", "caller", "max_masks_per_request", "max_logprob_token_ids", "max_logit_biases", "max_stops", "max_stop_length")
     EXECUTOR_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_STEP_ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -139,6 +139,11 @@ class ExecutorCapabilities(_message.Message):
     MAX_TEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_TEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CALLER_FIELD_NUMBER: _ClassVar[int]
+    MAX_MASKS_PER_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    MAX_LOGPROB_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_LOGIT_BIASES_FIELD_NUMBER: _ClassVar[int]
+    MAX_STOPS_FIELD_NUMBER: _ClassVar[int]
+    MAX_STOP_LENGTH_FIELD_NUMBER: _ClassVar[int]
     executor: str
     max_batch_size: int
     max_step_rows: int
@@ -188,7 +193,12 @@ class ExecutorCapabilities(_message.Message):
     max_text_bytes: int
     max_text_tokens: int
     caller: CallerInfo
-    def __init__(self, executor: _Optional[str] = ..., max_batch_size: _Optional[int] = ..., max_step_rows: _Optional[int] = ..., max_sequence_length: _Optional[int] = ..., max_fork_count: _Optional[int] = ..., max_top_logprobs: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., max_page_size: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_reply_bytes: _Optional[int] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., min_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., default_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., attention_mechanisms: _Optional[_Iterable[_Union[AttentionMechanism, str]]] = ..., supported_dtypes: _Optional[_Iterable[_Union[_types_pb2.DataType, str]]] = ..., supported_devices: _Optional[_Iterable[_Union[_types_pb2.DeviceType, str]]] = ..., memory_requirements: _Optional[_Union[MemoryRequirements, _Mapping]] = ..., supports_batch_prefill: bool = ..., supports_batch_decode: bool = ..., supports_stream_decode: bool = ..., supports_unified_decode: bool = ..., supports_forward_verify: bool = ..., supports_tree_verify: bool = ..., supports_forward: bool = ..., supports_generate: bool = ..., supports_fork: bool = ..., supports_truncate: bool = ..., supports_reserve: bool = ..., supports_token_masks: bool = ..., supports_penalties: bool = ..., supports_logit_bias: bool = ..., supports_logprob_token_ids: bool = ..., supports_target_logprobs: bool = ..., supports_entropy: bool = ..., supports_hidden_state: bool = ..., supports_all_positions: bool = ..., supports_prefix_cache: bool = ..., supports_request_id: bool = ..., supports_chat_template: bool = ..., supports_deterministic: bool = ..., supports_cache_metrics: bool = ..., supports_admin: bool = ..., max_handles_per_request: _Optional[int] = ..., max_items_per_frame: _Optional[int] = ..., max_text_bytes: _Optional[int] = ..., max_text_tokens: _Optional[int] = ..., caller: _Optional[_Union[CallerInfo, _Mapping]] = ...) -> None: ...
+    max_masks_per_request: int
+    max_logprob_token_ids: int
+    max_logit_biases: int
+    max_stops: int
+    max_stop_length: int
+    def __init__(self, executor: _Optional[str] = ..., max_batch_size: _Optional[int] = ..., max_step_rows: _Optional[int] = ..., max_sequence_length: _Optional[int] = ..., max_fork_count: _Optional[int] = ..., max_top_logprobs: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., max_page_size: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_reply_bytes: _Optional[int] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., min_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., default_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., attention_mechanisms: _Optional[_Iterable[_Union[AttentionMechanism, str]]] = ..., supported_dtypes: _Optional[_Iterable[_Union[_types_pb2.DataType, str]]] = ..., supported_devices: _Optional[_Iterable[_Union[_types_pb2.DeviceType, str]]] = ..., memory_requirements: _Optional[_Union[MemoryRequirements, _Mapping]] = ..., supports_batch_prefill: bool = ..., supports_batch_decode: bool = ..., supports_stream_decode: bool = ..., supports_unified_decode: bool = ..., supports_forward_verify: bool = ..., supports_tree_verify: bool = ..., supports_forward: bool = ..., supports_generate: bool = ..., supports_fork: bool = ..., supports_truncate: bool = ..., supports_reserve: bool = ..., supports_token_masks: bool = ..., supports_penalties: bool = ..., supports_logit_bias: bool = ..., supports_logprob_token_ids: bool = ..., supports_target_logprobs: bool = ..., supports_entropy: bool = ..., supports_hidden_state: bool = ..., supports_all_positions: bool = ..., supports_prefix_cache: bool = ..., supports_request_id: bool = ..., supports_chat_template: bool = ..., supports_deterministic: bool = ..., supports_cache_metrics: bool = ..., supports_admin: bool = ..., max_handles_per_request: _Optional[int] = ..., max_items_per_frame: _Optional[int] = ..., max_text_bytes: _Optional[int] = ..., max_text_tokens: _Optional[int] = ..., caller: _Optional[_Union[CallerInfo, _Mapping]] = ..., max_masks_per_request: _Optional[int] = ..., max_logprob_token_ids: _Optional[int] = ..., max_logit_biases: _Optional[int] = ..., max_stops: _Optional[int] = ..., max_stop_length: _Optional[int] = ...) -> None: ...
 
 class CallerInfo(_message.Message):
     __slots__ = ("principal", "is_admin", "quotas")
@@ -201,18 +211,20 @@ class CallerInfo(_message.Message):
     def __init__(self, principal: _Optional[str] = ..., is_admin: bool = ..., quotas: _Optional[_Union[QuotaLimits, _Mapping]] = ...) -> None: ...
 
 class QuotaLimits(_message.Message):
-    __slots__ = ("handles", "kv_tokens", "queued_rows", "prefill_tokens_per_second", "retained_bytes")
+    __slots__ = ("handles", "kv_tokens", "queued_rows", "prefill_tokens_per_second", "retained_bytes", "mask_bytes")
     HANDLES_FIELD_NUMBER: _ClassVar[int]
     KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_ROWS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     RETAINED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MASK_BYTES_FIELD_NUMBER: _ClassVar[int]
     handles: int
     kv_tokens: int
     queued_rows: int
     prefill_tokens_per_second: int
     retained_bytes: int
-    def __init__(self, handles: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., queued_rows: _Optional[int] = ..., prefill_tokens_per_second: _Optional[int] = ..., retained_bytes: _Optional[int] = ...) -> None: ...
+    mask_bytes: int
+    def __init__(self, handles: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., queued_rows: _Optional[int] = ..., prefill_tokens_per_second: _Optional[int] = ..., retained_bytes: _Optional[int] = ..., mask_bytes: _Optional[int] = ...) -> None: ...
 
 class MemoryRequirements(_message.Message):
     __slots__ = ("parameter_bytes", "activation_bytes_per_row", "kv_bytes_per_token", "kv_pool_bytes", "overhead_bytes")
@@ -229,7 +241,7 @@ class MemoryRequirements(_message.Message):
     def __init__(self, parameter_bytes: _Optional[int] = ..., activation_bytes_per_row: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_pool_bytes: _Optional[int] = ..., overhead_bytes: _Optional[int] = ...) -> None: ...
 
 class ExecutorStatus(_message.Message):
-    __slots__ = ("state", "is_ready", "load_progress", "load_stage", "executor", "fallback_reason", "instance", "epoch", "server_version", "start_time", "live_sequences", "queue_depth", "total_blocks", "free_blocks", "current_batch_size", "num_steps", "num_prefills", "num_decodes", "num_verifies", "num_prefill_tokens", "num_decode_tokens", "num_errors", "avg_prefill_ns", "avg_decode_ns", "memory", "last_step_time")
+    __slots__ = ("state", "is_ready", "load_progress", "load_stage", "executor", "fallback_reason", "instance", "epoch", "server_version", "start_time", "live_sequences", "queue_depth", "total_blocks", "free_blocks", "current_batch_size", "num_steps", "num_prefills", "num_decodes", "num_verifies", "num_prefill_tokens", "num_decode_tokens", "num_errors", "avg_prefill_ns", "avg_decode_ns", "memory", "last_step_time", "num_draft_tokens", "num_accepted_tokens", "num_generates", "active_streams")
     STATE_FIELD_NUMBER: _ClassVar[int]
     IS_READY_FIELD_NUMBER: _ClassVar[int]
     LOAD_PROGRESS_FIELD_NUMBER: _ClassVar[int]
@@ -256,6 +268,10 @@ class ExecutorStatus(_message.Message):
     AVG_DECODE_NS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     LAST_STEP_TIME_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_GENERATES_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_STREAMS_FIELD_NUMBER: _ClassVar[int]
     state: ExecutorState
     is_ready: bool
     load_progress: float
@@ -282,7 +298,11 @@ class ExecutorStatus(_message.Message):
     avg_decode_ns: int
     memory: MemoryUsage
     last_step_time: _timestamp_pb2.Timestamp
-    def __init__(self, state: _Optional[_Union[ExecutorState, str]] = ..., is_ready: bool = ..., load_progress: _Optional[float] = ..., load_stage: _Optional[str] = ..., executor: _Optional[str] = ..., fallback_reason: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[str] = ..., server_version: _Optional[str] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., live_sequences: _Optional[int] = ..., queue_depth: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., current_batch_size: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prefills: _Optional[int] = ..., num_decodes: _Optional[int] = ..., num_verifies: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ..., num_errors: _Optional[int] = ..., avg_prefill_ns: _Optional[int] = ..., avg_decode_ns: _Optional[int] = ..., memory: _Optional[_Union[MemoryUsage, _Mapping]] = ..., last_step_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_generates: int
+    active_streams: int
+    def __init__(self, state: _Optional[_Union[ExecutorState, str]] = ..., is_ready: bool = ..., load_progress: _Optional[float] = ..., load_stage: _Optional[str] = ..., executor: _Optional[str] = ..., fallback_reason: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[str] = ..., server_version: _Optional[str] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., live_sequences: _Optional[int] = ..., queue_depth: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., current_batch_size: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prefills: _Optional[int] = ..., num_decodes: _Optional[int] = ..., num_verifies: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ..., num_errors: _Optional[int] = ..., avg_prefill_ns: _Optional[int] = ..., avg_decode_ns: _Optional[int] = ..., memory: _Optional[_Union[MemoryUsage, _Mapping]] = ..., last_step_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_generates: _Optional[int] = ..., active_streams: _Optional[int] = ...) -> None: ...
 
 class MemoryUsage(_message.Message):
     __slots__ = ("host_resident_bytes", "host_peak_bytes", "device_allocated_bytes", "device_peak_bytes", "device_total_bytes")

@@ -7,11 +7,13 @@ once, so that a stream sends one frame per step.
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Protocol
 
 from ferrule_server.errors import FerruleError
-from ferrule_server.executor.base import OutputSpec, RowOutput
+from ferrule_server.executor.base import DraftLaw, Float32Array, OutputSpec, RowOutput, TokenMask
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.reserved_slots import SlotReservation
 
@@ -24,13 +26,47 @@ class OutputRequest:
         spec: Wanted of each output row; None returns no rows at all (policy ``none``).
         all_positions: A row for each input token instead of the last one only.
         is_seeded: False when ``spec.sample`` has no seed of the caller's; the engine then draws one.
-        wants_targets: Fill ``target_logprob`` of row i with input token i + 1 (the last row has none).
+        wants_targets: Fill ``target_logprob`` of row i with input token i + 1.
+        last_target: With ``wants_targets``, the token that follows the last row, where it is known; -1: it is not.
     """
 
     spec: OutputSpec | None
     all_positions: bool = False
     is_seeded: bool = True
     wants_targets: bool = False
+    last_target: int = -1
+
+
+class Acceptance(enum.Enum):
+    """Who decides which drafts of a verify hold: the contract's AcceptanceRule."""
+
+    NONE = "none"
+    """The client: all drafts are appended."""
+    EXACT = "exact"
+    """A draft holds if it is the token that the row before chooses."""
+    REJECTION = "rejection"
+    """Speculative sampling: see ``executor.base.DraftSpec``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """What makes an append a verify: its last tokens are drafts, a chain.
+
+    Rows are numbered from the last certain token on: row 0 is that token, row r is draft r, counted from 1.
+
+    Attributes:
+        count: How many of the job's ``token_ids``, the last ones, are drafts; may be 0.
+        acceptance: Who decides.
+        laws: What each draft was drawn from, for REJECTION: one per draft, or none: chosen with certainty.
+        row_masks: Tokens that may follow each row, in place of the selection's mask: count + 1 of them, or none.
+        wants_row_handles: Return a handle at row 0 and at each appended draft.
+    """
+
+    count: int
+    acceptance: Acceptance = Acceptance.NONE
+    laws: tuple[DraftLaw, ...] = ()
+    row_masks: tuple[TokenMask, ...] = ()
+    wants_row_handles: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -49,6 +85,11 @@ class AppendJob:
         rows_run: Rows that steps were spent on so far, written by the engine.
         is_repeat_only: A new sequence is not wanted: answered only if it repeats a creation, else DRAINING.
         reserved_length: Of a new sequence: tokens up to which room is reserved with it; 0: its own need.
+        reuse_prefix: Of a new sequence: its prompt may be looked up in the prefix cache. publish_prefix: its blocks may
+            be found there by later prompts.
+        drafts: Set for a verify; ``output`` then holds for row 0 and every draft, whatever ``all_positions`` says.
+        cohort: Jobs of one request that are to run in one step, by a number of their own; 0: none.
+        is_internal: Made by the engine itself for a Generate or Forward: nobody comes back with its handle.
     """
 
     principal: str
@@ -63,6 +104,11 @@ class AppendJob:
     rows_run: int = 0
     is_repeat_only: bool = False
     reserved_length: int = 0
+    reuse_prefix: bool = True
+    publish_prefix: bool = True
+    drafts: Drafts | None = None
+    cohort: int = 0
+    is_internal: bool = False
 
     def branched_to(self, cache_id: str) -> bool:
         """Return whether an answer in the sequence ``cache_id`` lies in a branch of the handle's own."""
@@ -155,7 +201,145 @@ class ListJob:
     submitted_ns: int = 0
 
 
-Job = AppendJob | ForkJob | TruncateJob | ReserveJob | ReleaseJob | KeepAliveJob | InfoJob | ListJob
+class Window:
+    """How far a streamed answer may run ahead of its reader, in bytes. Two counters, each with one writer, no lock.
+
+    Args:
+        limit_bytes: The engine goes on while fewer than this are on their way.
+    """
+
+    __slots__ = ("limit_bytes", "sent_bytes", "taken_bytes")
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.sent_bytes = 0  # written by the engine thread
+        self.taken_bytes = 0  # written by the event loop
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more may be sent."""
+        return self.sent_bytes - self.taken_bytes < self.limit_bytes
+
+
+class TextStop(Protocol):
+    """Looks for stop strings in the text of the tokens of one branch; called from the engine thread."""
+
+    def feed(self, token_id: int) -> bool:
+        """Take the next token; whether one of the strings is complete with it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StopRules:
+    """What ends a branch of Generate.
+
+    Attributes:
+        max_tokens: Tokens drawn; 0: no limit.
+        eos_ids: The model's own stop tokens, empty where they are ignored. token_ids: those of the request.
+        sequences: Runs of tokens, each at least one.
+        new_text_stop: Makes what looks for stop strings, for each branch; None: there are none.
+    """
+
+    max_tokens: int = 0
+    eos_ids: frozenset[int] = frozenset()
+    token_ids: frozenset[int] = frozenset()
+    sequences: tuple[tuple[int, ...], ...] = ()
+    new_text_stop: Callable[[], TextStop] | None = None
+
+
+@dataclass(eq=False, slots=True)
+class GenerateJob:
+    """The decode loop: tokens behind a handle or a new sequence, then one token after the other.
+
+    Answered with any number of :class:`GenerateFrame`, the last of which says so, or with an error in place of the
+    first. Every token is an append of its own, committed as it is drawn.
+
+    Attributes:
+        principal, token_ids, handle, on_stale, ttl_s, request_id, is_cancelled, is_repeat_only, reserved_length,
+        reuse_prefix, publish_prefix: As in :class:`AppendJob`; ``token_ids`` may be empty with a handle.
+        output: What comes with each token; its spec has a selection. Branch i draws with seed + i modulo 2^64.
+        num_branches: Sequences, the first one the given or new one, the others forks of it.
+        stop: What ends a branch.
+        window: How far it may run ahead of its reader.
+        row_bytes: What a token takes in the window.
+    """
+
+    principal: str
+    token_ids: tuple[int, ...]
+    handle: Handle | None
+    output: OutputRequest
+    stop: StopRules
+    window: Window
+    on_stale: StalePolicy = StalePolicy.FAIL
+    ttl_s: float | None = None
+    request_id: str = ""
+    is_cancelled: bool = False
+    submitted_ns: int = 0
+    rows_run: int = 0
+    is_repeat_only: bool = False
+    reserved_length: int = 0
+    reuse_prefix: bool = True
+    publish_prefix: bool = True
+    num_branches: int = 1
+    row_bytes: int = 64
+
+
+class Pooling(enum.Enum):
+    """How hidden states of many rows become one."""
+
+    NONE = "none"
+    MEAN = "mean"
+    LAST = "last"
+
+
+@dataclass(eq=False, slots=True)
+class ForwardJob:
+    """All rows of some tokens, no sequence left behind; answered with :class:`ForwardFrame` s, or an error.
+
+    Attributes:
+        output: What comes with each row, ``all_positions`` True; spec None: nothing but the pooled hidden state.
+        pooling: Whether one vector over all rows comes with the last frame.
+        chunk_rows: Most rows in one frame, and so in one step.
+        window: How far it may run ahead of its reader. row_bytes: what a row takes in it.
+    """
+
+    principal: str
+    token_ids: tuple[int, ...]
+    output: OutputRequest
+    window: Window
+    chunk_rows: int
+    row_bytes: int
+    pooling: Pooling = Pooling.NONE
+    request_id: str = ""
+    is_cancelled: bool = False
+    submitted_ns: int = 0
+    rows_run: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class WarmupJob:
+    """Run steps of real shapes that touch no sequence; empty ``batch_sizes``: the engine's own choice."""
+
+    principal: str
+    batch_sizes: tuple[int, ...] = ()
+    submitted_ns: int = 0
+
+
+StreamJob = GenerateJob | ForwardJob
+"""A job that is answered piece by piece."""
+
+Job = (
+    AppendJob
+    | ForkJob
+    | TruncateJob
+    | ReserveJob
+    | ReleaseJob
+    | KeepAliveJob
+    | InfoJob
+    | ListJob
+    | StreamJob
+    | WarmupJob
+)
 
 
 @dataclass(slots=True)
@@ -173,19 +357,36 @@ class StepTiming:
     step_rows: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What became of the drafts of a verify.
+
+    Attributes:
+        accepted_count: Drafts that hold; 0 with Acceptance.NONE, where all are appended.
+        next_token: The token that follows the last accepted row; None with Acceptance.NONE.
+        row_handles: If asked for: at row 0 and at each appended draft; the last one is the answer's handle.
+    """
+
+    accepted_count: int = 0
+    next_token: int | None = None
+    row_handles: tuple[Handle, ...] = ()
+
+
 @dataclass(slots=True)
 class AppendResult:
     """What an append returns.
 
     Attributes:
         handle: The handle to go on with.
-        rows: Output rows in order (one, or one per input token), empty for policy ``none``.
+        rows: Output rows in order (one, or one per input token), empty for policy ``none``. Of a verify: row 0 and the
+            accepted rows, or all rows with Acceptance.NONE.
         seed: The seed sampling used, None when nothing was sampled.
         cached_tokens: Input tokens whose KV was taken from the prefix cache.
         replayed: True when these tokens were appended before and nothing was appended now.
         recomputed: True when a replay's rows had to be run again.
         forked: True when ``on_stale=FORK`` made a new sequence.
         ttl_s: Seconds of the sequence's lease, as granted; it has just been renewed.
+        verified: Of a verify.
     """
 
     handle: Handle
@@ -197,6 +398,80 @@ class AppendResult:
     recomputed: bool = False
     forked: bool = False
     ttl_s: float = 0.0
+    verified: Verified | None = None
+
+
+class Finish(enum.Enum):
+    """Why a branch of Generate ended."""
+
+    EOS = "eos"
+    STOP_TOKEN = "stop_token"  # noqa: S105  (a token of text)
+    STOP_SEQUENCE = "stop_sequence"
+    MAX_TOKENS = "max_tokens"
+    CONTEXT_FULL = "context_full"
+    BLOCKS_EXHAUSTED = "blocks_exhausted"
+    ERROR = "error"
+
+
+@dataclass(slots=True)
+class BranchFrame:
+    """What happened to one branch of Generate in one step.
+
+    Attributes:
+        index: Number of the branch, from 0.
+        handle: Covers every token before the last one in ``rows``; None where the branch ended without any.
+        rows: Of the tokens drawn, in order.
+        seed: What they are drawn with, in the branch's first frame; None later, and where nothing is drawn.
+        finish: Why it ended; None: it goes on.
+        error: With Finish.ERROR.
+        cached_tokens, replayed: Of the prefill, in the first frame of branch 0.
+    """
+
+    index: int
+    handle: Handle | None
+    rows: tuple[RowOutput, ...] = ()
+    seed: int | None = None
+    finish: Finish | None = None
+    error: FerruleError | None = None
+    cached_tokens: int = 0
+    replayed: bool = False
+
+
+@dataclass(slots=True)
+class GenerateFrame:
+    """What happened to the branches of a Generate; ``is_last`` when all of them have ended."""
+
+    branches: tuple[BranchFrame, ...]
+    timing: StepTiming
+    is_last: bool = False
+
+
+@dataclass(slots=True)
+class ForwardFrame:
+    """Rows from ``first_position`` on; the pooled hidden state, float32 [hidden_size], with the last frame."""
+
+    first_position: int
+    rows: tuple[RowOutput, ...]
+    timing: StepTiming
+    seed: int | None = None
+    is_last: bool = False
+    pooled: Float32Array | None = None
+
+
+class WarmStep(NamedTuple):
+    """One step run to warm up."""
+
+    num_seqs: int
+    num_rows: int
+    run_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupResult:
+    """The steps that were run, and the batch sizes that are warm now, ascending."""
+
+    steps: tuple[WarmStep, ...]
+    batch_sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +565,9 @@ Result = (
     | KeepAliveResult
     | CacheInfo
     | ListResult
+    | GenerateFrame
+    | ForwardFrame
+    | WarmupResult
 )
 Outcome = Result | FerruleError
 

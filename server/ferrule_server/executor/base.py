@@ -41,17 +41,101 @@ class SampleSpec:
     seed: int = 0
 
 
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class TokenMask:
+    """A set of tokens that may be chosen; two are equal where their fingerprints are.
+
+    An executor may keep what it makes of one on its device, for as long as the mask itself is referred to.
+
+    Attributes:
+        fingerprint: 16 bytes, a digest of the bits.
+        bits: uint8 [ceil(vocab_size / 8)], id i at bit (i mod 8) of byte (i div 8), 1 = allowed; read only, bits
+            beyond the vocabulary are 0, at least one is 1.
+    """
+
+    fingerprint: bytes
+    bits: npt.NDArray[np.uint8] = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Shaping:
+    """What changes a row's logits before a token is chosen from them. Order: penalties, bias, mask.
+
+    The penalties count the tokens of ``StepBatch.histories``: with c occurrences of a token its logit is first divided
+    (positive) or multiplied (negative) by ``repetition_penalty`` where c > 0, then loses c * ``frequency_penalty``, and
+    ``presence_penalty`` where c > 0.
+
+    Attributes:
+        repetition_penalty: More than 0; 1 changes nothing.
+        frequency_penalty: 0 changes nothing.
+        presence_penalty: 0 changes nothing.
+        penalty_start: Index of the first token of the sequence that counts.
+        bias: (token id, what is added to its logit), ids ascending and distinct.
+        mask: Tokens that may be chosen; None: all.
+    """
+
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    penalty_start: int = 0
+    bias: tuple[tuple[int, float], ...] = ()
+    mask: TokenMask | None = None
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens before count."""
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLaw:
+    """The law a draft token was drawn from; two are equal where their digests are.
+
+    Attributes:
+        digest: 16 bytes over ids and probabilities as they came.
+        token_ids: int32 [n], distinct, in any order; None: ``probs`` is over the whole vocabulary.
+        probs: float64 [n], each at least 0, their sum 1 within 1e-3; read only.
+    """
+
+    digest: bytes
+    token_ids: Int32Array | None = field(compare=False, repr=False)
+    probs: npt.NDArray[np.float64] = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSpec:
+    """A draft for the token that a row predicts, to be accepted or replaced so that the law drawn from stays p.
+
+    p is the law of the row's ``sample`` after its shaping, q the draft's. The draft x is accepted where
+    u(ACCEPT) < p(x) / q(x); else a token is drawn with u(RESIDUAL) from max(p - q, 0), normalised (Leviathan, Kalman
+    and Matias, "Fast Inference from Transformers via Speculative Decoding", 2023; Chen et al., 2023). A draft chosen
+    with certainty has q(x) = 1: accepted with probability p(x), else drawn from p without x.
+
+    Attributes:
+        token_id: The draft.
+        law: q; None: chosen with certainty.
+    """
+
+    token_id: int
+    law: DraftLaw | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class OutputSpec:
     """What is wanted of one output row; nothing else leaves the device.
 
     Attributes:
-        full_logits: The whole row of logits, float32.
+        full_logits: The whole row of raw logits, float32.
         greedy: The token with the largest logit, the lowest id among equals. Excludes ``sample``.
         sample: Draw a token; None draws none.
         logprobs: log softmax of the chosen token: the model's own (T=1) and that of the law drawn from.
         num_top_logprobs: The k largest log-probabilities (T=1) with their ids, largest first, ties by lowest id.
         target_id: Log-probability (T=1) of this token, -1 for none (scoring of a known next token).
+        shaping: Applied to what ``greedy``, ``sample`` and ``draft`` choose from; all other values are of the raw ones.
+        logprob_ids: Log-probabilities (T=1) of these tokens.
+        entropy: Of the raw distribution (T=1), in nats.
+        hidden_state: The row after the final norm.
+        draft: Accept this draft or draw another token, in place of a plain draw; needs ``sample``.
     """
 
     full_logits: bool = False
@@ -60,6 +144,11 @@ class OutputSpec:
     logprobs: bool = False
     num_top_logprobs: int = 0
     target_id: int = -1
+    shaping: Shaping | None = None
+    logprob_ids: tuple[int, ...] = ()
+    entropy: bool = False
+    hidden_state: bool = False
+    draft: DraftSpec | None = None
 
 
 @dataclass(slots=True)
@@ -78,6 +167,10 @@ class RowOutput:
         top_ids: int32 [k], largest log-probability first.
         top_logprobs: float32 [k].
         logits: float32 [vocab_size], owned by the receiver.
+        requested_logprobs: float32 [len(logprob_ids)].
+        entropy: Of the raw distribution, in nats.
+        hidden_state: float32 [hidden_size], owned by the receiver.
+        is_accepted: Whether ``token`` is the row's draft, accepted; None where there was none.
         is_finite: False when the row held NaN or infinity; then every other field is unset.
     """
 
@@ -89,6 +182,10 @@ class RowOutput:
     top_ids: Int32Array | None = None
     top_logprobs: Float32Array | None = None
     logits: Float32Array | None = None
+    requested_logprobs: Float32Array | None = None
+    entropy: float | None = None
+    hidden_state: Float32Array | None = None
+    is_accepted: bool | None = None
     is_finite: bool = True
 
 
@@ -108,6 +205,8 @@ class StepBatch:
         block_tables: int32 [num_seqs, max_blocks], block ids in order, NULL_BLOCK beyond the last.
         output_rows: int32 [num_outputs], rows that go through the output head, ascending.
         output_specs: What each output row returns; len == num_outputs.
+        histories: For each output whose shaping has penalties, the tokens they count: int32, those of its sequence
+            from ``penalty_start`` up to the row's own. None for the others; empty where there are none at all.
     """
 
     token_ids: Int32Array
@@ -118,6 +217,7 @@ class StepBatch:
     block_tables: Int32Array
     output_rows: Int32Array
     output_specs: tuple[OutputSpec, ...]
+    histories: tuple[Int32Array | None, ...] = ()
 
     @property
     def num_rows(self) -> int:

@@ -1,0 +1,205 @@
+"""What the wire takes from Generate: tokens/s through gRPC over those of the same engine in process.
+
+Sequences of 128 tokens are prefilled and 64 tokens drawn greedily for each: as one Generate per sequence, all at once,
+and with one Generate of as many branches. Both sides run in turns within each round; the ratio is taken by round. The
+share of the time that the executor itself ran, in process, tells what is left to the engine.
+
+    python benchmarks/bench_generate.py [FOLDER ...] [--rounds 5] [--tokens 64] [--wait-policy PASSIVE]
+
+Without a folder, the model that ships: its step is so short that it shows what all else costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from bench_grpc import server  # type: ignore[import-not-found]  # beside this script, not a package
+from in_process import PRINCIPAL, Inbox, InProcess, in_process, load_executor  # type: ignore[import-not-found]
+
+from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, policy_pb2, types_pb2
+
+PROMPT_TOKENS = 128
+SIZES = (1, 16)
+KV_BYTES = 1 << 30
+Pair = dict[str, list[float]]
+
+
+def main() -> None:
+    """Compare on each model, print a table and one JSON line per model."""
+    args = _parse_arguments()
+    os.environ["OMP_WAIT_POLICY"] = args.wait_policy  # OpenMP reads it once, when torch is imported
+    for folder in args.folders:
+        executor = load_executor(folder, kv_bytes=KV_BYTES, max_context=2048)
+        with in_process(executor) as engine, server("--model", str(folder), "--kv-memory", str(KV_BYTES)) as target:
+            rates = asyncio.run(_compare(engine, target, args.rounds, args.tokens))
+        report = {**_environment(args), "model": folder.name, "figures": _figures(rates)}
+        _print_table(report)
+        print(json.dumps(report), flush=True)
+
+
+def _parse_arguments() -> argparse.Namespace:
+    demo = Path(__file__).parents[1] / "server" / "ferrule_server" / "demo_model"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", type=Path, nargs="*", default=[demo])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--wait-policy", choices=("PASSIVE", "ACTIVE"), default="PASSIVE")
+    return parser.parse_args()
+
+
+async def _compare(engine: InProcess, target: str, rounds: int, num_tokens: int) -> dict[str, Pair]:
+    """Tokens/s of each figure, in process and through gRPC, the first round left out."""
+    rates: dict[str, Pair] = {}
+    async with grpc.aio.insecure_channel(target) as channel:
+        stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
+        for round_ in range(rounds + 1):
+            for size in SIZES:
+                for is_branching in (False, True) if size > 1 else (False,):
+                    name = f"{size} {'branches' if is_branching else 'sequences'}"
+                    prompts = _prompts(engine, size, round_, is_branching=is_branching)
+                    mine, share = await asyncio.to_thread(_run_in_process, engine, prompts, size, num_tokens)
+                    theirs = await _run_grpc(stub, prompts, size, num_tokens)
+                    pair = rates.setdefault(name, {"in process": [], "gRPC": [], "executor share": []})
+                    for side, value in (("in process", mine), ("gRPC", theirs), ("executor share", share)):
+                        pair[side] += [value] if round_ else []  # the first round warms up
+    return rates
+
+
+def _prompts(engine: InProcess, size: int, round_: int, *, is_branching: bool) -> list[list[int]]:
+    vocab_size = engine.engine.info.model.vocab_size
+    random = np.random.default_rng((round_, size, is_branching))
+    prompts: list[list[int]] = random.integers(0, vocab_size, (1 if is_branching else size, PROMPT_TOKENS)).tolist()
+    return prompts
+
+
+def _run_in_process(engine: InProcess, prompts: list[list[int]], size: int, num_tokens: int) -> tuple[float, float]:
+    """Draw on the engine of this process; tokens/s over all sequences, prefill included, and the executor's share."""
+    from ferrule_server.engine.jobs import (
+        BranchFrame,
+        GenerateFrame,
+        GenerateJob,
+        Job,
+        OutputRequest,
+        ReleaseJob,
+        StopRules,
+        Window,
+    )
+    from ferrule_server.executor.base import OutputSpec
+
+    inbox = Inbox()
+    jobs: list[Job] = [
+        GenerateJob(
+            PRINCIPAL,
+            tuple(prompt),
+            None,
+            OutputRequest(OutputSpec(greedy=True)),
+            StopRules(max_tokens=num_tokens),
+            Window(1 << 30),
+            num_branches=size // len(prompts),
+        )
+        for prompt in prompts
+    ]
+    step_ns = engine.engine.counters.step_ns
+    started = time.perf_counter()
+    engine.engine.submit([(job, inbox) for job in jobs])
+    num_left, num_drawn = len(jobs), 0
+    newest: dict[tuple[int, int], BranchFrame] = {}
+    while num_left:
+        job, outcome = inbox.outcomes.get()
+        if not isinstance(outcome, GenerateFrame):
+            raise TypeError(f"{outcome!r}")
+        for branch in outcome.branches:
+            num_drawn += len(branch.rows)
+            newest[id(job), branch.index] = branch
+        num_left -= outcome.is_last
+    elapsed = time.perf_counter() - started
+    share = (engine.engine.counters.step_ns - step_ns) * 1e-9 / elapsed
+    handles = tuple(branch.handle for branch in newest.values() if branch.handle is not None)
+    engine.run([ReleaseJob(PRINCIPAL, handles)])
+    if num_drawn != size * num_tokens:
+        raise RuntimeError(f"{num_drawn} tokens were drawn, not {size * num_tokens}")
+    return num_drawn / elapsed, share
+
+
+async def _run_grpc(
+    stub: executor_pb2_grpc.ModelExecutorServiceAsyncStub, prompts: list[list[int]], size: int, num_tokens: int
+) -> float:
+    """Draw through the service; tokens/s over all sequences, prefill included."""
+    handles: dict[tuple[int, int], types_pb2.KvCacheHandle] = {}
+    policy = policy_pb2.LogitsReturnPolicy(greedy_argmax=policy_pb2.GreedyArgmax())
+
+    async def draw(index: int, prompt: list[int]) -> int:
+        request = executor_pb2.GenerateRequest(
+            input_ids=prompt,
+            logits_policy=policy,
+            max_tokens=num_tokens,
+            n=size // len(prompts),
+            ignore_eos=True,
+        )
+        count = 0
+        async for reply in stub.Generate(request):
+            for output in reply.outputs:
+                count += len(output.outputs.tokens)
+                handles[index, output.index] = output.kv_cache
+        return count
+
+    started = time.perf_counter()
+    counts = await asyncio.gather(*(draw(index, prompt) for index, prompt in enumerate(prompts)))
+    elapsed = time.perf_counter() - started
+    await stub.ReleaseCache(cache_pb2.ReleaseCacheRequest(kv_caches=handles.values()))
+    if sum(counts) != size * num_tokens:
+        raise RuntimeError(f"{sum(counts)} tokens were drawn, not {size * num_tokens}")
+    return sum(counts) / elapsed
+
+
+def _figures(rates: dict[str, Pair]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {
+            **{side: _summary(values) for side, values in pair.items()},
+            "ratio": _summary([b / a for a, b in zip(pair["in process"], pair["gRPC"], strict=True)]),
+        }
+        for name, pair in rates.items()
+    }
+
+
+def _summary(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def _environment(args: argparse.Namespace) -> dict[str, Any]:
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "commit": git.stdout.strip(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "tokens": args.tokens,
+        "python": platform.python_version(),
+        "grpcio": grpc.__version__,
+        "load": f"{os.getloadavg()[0]:.1f}",
+    }
+
+
+def _print_table(report: dict[str, Any]) -> None:
+    print(f"{report['model']}, commit {report['commit']}: tokens/s, prefill of {PROMPT_TOKENS} included")
+    print(f"  {'':<14} {'in process':>22} {'gRPC':>22} {'ratio':>20} {'executor share':>16}")
+    for name, row in report["figures"].items():
+        cells = [
+            f"{row[key]['median']:{form}} ({row[key]['min']:{form}}-{row[key]['max']:{form}})"
+            for key, form in (("in process", ".1f"), ("gRPC", ".1f"), ("ratio", ".3f"))
+        ]
+        print(f"  {name:<14} {cells[0]:>22} {cells[1]:>22} {cells[2]:>20} {row['executor share']['median']:16.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -25,6 +25,7 @@ from ferrule_server.executor.base import (
 from ferrule_server.executor.sampling import select_rows
 
 UNWRITTEN = -1
+HIDDEN_SIZE = 3
 
 
 def fake_logits(token_ids: Sequence[int], vocab_size: int) -> Float32Array:
@@ -38,6 +39,12 @@ def fake_next_token(token_ids: Sequence[int], vocab_size: int) -> int:
     return int(fake_logits(token_ids, vocab_size).argmax())
 
 
+def fake_hidden(token_ids: Sequence[int]) -> Float32Array:
+    """Return the hidden state FakeExecutor gives after exactly these tokens: float32 [HIDDEN_SIZE]."""
+    seed = (zlib.crc32(np.asarray(token_ids, np.int32).tobytes()), HIDDEN_SIZE)
+    return np.random.default_rng(seed).standard_normal(HIDDEN_SIZE).astype(np.float32)
+
+
 @dataclass(frozen=True, slots=True)
 class SeqRows:
     """The rows of one sequence in a step made by :func:`make_step`.
@@ -48,6 +55,7 @@ class SeqRows:
         block_ids: The sequence's blocks, in order.
         outputs: Spec of each output row, by index into ``token_ids``.
         writes: False gives the rows no slots, as in a query.
+        before: The tokens at the positions before ``start``; needed where penalties count them.
     """
 
     token_ids: Sequence[int]
@@ -55,6 +63,16 @@ class SeqRows:
     block_ids: Sequence[int]
     outputs: Mapping[int, OutputSpec] = field(default_factory=dict)
     writes: bool = True
+    before: Sequence[int] = ()
+
+    def history(self, index: int) -> Int32Array | None:
+        """Return the tokens that the penalties of the output row at ``index`` count; None where it has none."""
+        shaping = self.outputs[index].shaping
+        if shaping is None or not shaping.has_penalties:
+            return None
+        tokens = [*self.before, *self.token_ids]
+        assert len(self.before) == self.start, "penalties need the tokens before the first row"
+        return np.array(tokens[shaping.penalty_start : self.start + index + 1], np.int32)
 
 
 def make_step(seqs: Sequence[SeqRows], block_size: int) -> StepBatch:
@@ -62,6 +80,7 @@ def make_step(seqs: Sequence[SeqRows], block_size: int) -> StepBatch:
     starts = np.cumsum([0, *(len(seq.token_ids) for seq in seqs)]).astype(np.int32)
     tables = np.full((len(seqs), max((len(seq.block_ids) for seq in seqs), default=0)), NULL_BLOCK, np.int32)
     positions, slots, output_rows, specs = [], [], [], []
+    histories: list[Int32Array | None] = []
     for seq, table, first_row in zip(seqs, tables, starts.tolist(), strict=False):
         table[: len(seq.block_ids)] = seq.block_ids
         for i in range(len(seq.token_ids)):
@@ -71,6 +90,7 @@ def make_step(seqs: Sequence[SeqRows], block_size: int) -> StepBatch:
             slots.append(slot if seq.writes else NO_SLOT)
         output_rows += [first_row + i for i in sorted(seq.outputs)]
         specs += [seq.outputs[i] for i in sorted(seq.outputs)]
+        histories += [seq.history(i) for i in sorted(seq.outputs)]
     return StepBatch(
         token_ids=np.array([token for seq in seqs for token in seq.token_ids], np.int32),
         positions=np.array(positions, np.int32),
@@ -80,6 +100,7 @@ def make_step(seqs: Sequence[SeqRows], block_size: int) -> StepBatch:
         block_tables=tables,
         output_rows=np.array(output_rows, np.int32),
         output_specs=tuple(specs),
+        histories=() if all(history is None for history in histories) else tuple(histories),
     )
 
 
@@ -87,8 +108,8 @@ class FakeExecutor:
     """An executor whose pool holds token ids, so a row that reads through a wrong table gives wrong logits.
 
     It asserts what the engine owes an executor: one thread, no write to the null block, no slot written twice in a
-    step, no read of a slot nobody wrote, consistent lengths. Invariant: ``batches`` holds a deep copy of each step, in
-    order, also of those that failed.
+    step, no read of a slot nobody wrote, consistent lengths, histories that are the tokens in the pool. Invariant:
+    ``batches`` holds a deep copy of each step, in order, also of those that failed.
 
     Args:
         vocab_size: Small, so that logits are cheap.
@@ -121,7 +142,7 @@ class FakeExecutor:
             model_id="fake",
             architecture="Fake",
             num_parameters=0,
-            hidden_size=1,
+            hidden_size=HIDDEN_SIZE,
             num_layers=1,
             num_heads=1,
             num_kv_heads=1,
@@ -164,9 +185,12 @@ class FakeExecutor:
             self._pool.reshape(-1)[slots] = UNWRITTEN
             raise error
         self._pool.reshape(-1)[slots] = batch.token_ids[batch.slot_mapping != NO_SLOT]
-        rows = [self._logits(batch, row) for row in batch.output_rows.tolist()]
-        logits = np.array(rows, np.float32).reshape(len(rows), self.info.model.vocab_size)
-        return StepResult(select_rows(logits, batch.positions[batch.output_rows].tolist(), batch.output_specs))
+        tokens = [self._tokens(batch, row) for row in batch.output_rows.tolist()]
+        self._check_histories(batch, tokens)
+        logits = np.array([self._logits(row) for row in tokens], np.float32)
+        hidden = np.array([fake_hidden(row) for row in tokens], np.float32)
+        positions = batch.positions[batch.output_rows].tolist()
+        return StepResult(select_rows(logits, positions, batch.output_specs, batch.histories, hidden))
 
     def copy_blocks(self, block_pairs: Int32Array) -> None:
         """Copy whole blocks and record the pairs."""
@@ -231,11 +255,8 @@ class FakeExecutor:
             assert np.all(np.diff(positions) == 1), "positions must be consecutive"
             assert batch.kv_lens[seq] == positions[-1] + 1, "kv_lens is the last position + 1"
 
-    def _logits(self, batch: StepBatch, row: int) -> Float32Array:
-        """Return the logits of the tokens the row sees through its block table."""
-        vocab_size = self.info.model.vocab_size
-        if int(batch.token_ids[row]) in self.bad_token_ids:
-            return np.full(vocab_size, np.nan, np.float32)
+    def _tokens(self, batch: StepBatch, row: int) -> list[int]:
+        """Return the tokens the row sees through its block table, its own last."""
         seq = int(batch.cu_seqlens_q.searchsorted(row, side="right")) - 1
         length = int(batch.positions[row]) + 1
         table = batch.block_tables[seq, : -(-length // self.info.block_size)].tolist()
@@ -243,6 +264,25 @@ class FakeExecutor:
         tokens = self.tokens_at(table, length)
         assert UNWRITTEN not in tokens, "a row reads a slot nobody wrote"
         assert tokens[-1] == batch.token_ids[row], "the row's own token is not in its slot"
+        return tokens
+
+    def _check_histories(self, batch: StepBatch, tokens: list[list[int]]) -> None:
+        """Assert that penalties count exactly the tokens of the sequence from their start to the row's own."""
+        histories = batch.histories or (None,) * len(tokens)
+        assert len(histories) == len(tokens), "a history, or None, for each output row"
+        for spec, history, seen in zip(batch.output_specs, histories, tokens, strict=True):
+            if spec.shaping is None or not spec.shaping.has_penalties:
+                assert history is None, "a history that nothing counts"
+            else:
+                assert history is not None, "penalties without a history"
+                assert history.dtype == np.int32
+                assert history.tolist() == seen[spec.shaping.penalty_start :], "the history is not the row's"
+
+    def _logits(self, tokens: list[int]) -> Float32Array:
+        """Return the logits after these tokens, NaN where the last one is bad."""
+        vocab_size = self.info.model.vocab_size
+        if tokens[-1] in self.bad_token_ids:
+            return np.full(vocab_size, np.nan, np.float32)
         return fake_logits(tokens, vocab_size)
 
 
@@ -257,4 +297,5 @@ def _copy_of(batch: StepBatch) -> StepBatch:
         block_tables=batch.block_tables.copy(),
         output_rows=batch.output_rows.copy(),
         output_specs=batch.output_specs,
+        histories=tuple(None if history is None else history.copy() for history in batch.histories),
     )

@@ -22,6 +22,7 @@ SOURCES = (ROOT / "server", ROOT / "client")
 WIRE = ("ferrule.v1", "google", "grpc", "grpc_health", "grpc_reflection", "grpc_status")
 VERSION = "ferrule_server.__version__"
 HOST_ONLY = ("numpy", "ferrule_server.errors", "ferrule_server.quotas", "ferrule_server.executor.base")
+CHOICE = tuple(f"ferrule_server.executor.{module}" for module in ("philox", "ranking", "shaping", "laws", "drafts"))
 DEVICE = ("numpy", "numba", "safetensors", "torch")
 
 # The longest matching name decides. `executor` is the device ring but for the modules that must start at once, and
@@ -58,11 +59,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "ferrule_server.executor.base": ("numpy",),
     "ferrule_server.executor.philox": (),
-    "ferrule_server.executor.sampling": (
-        "ferrule_server.executor.base",
-        "ferrule_server.executor.philox",
-        "numpy",
-    ),
+    **{
+        f"ferrule_server.executor.{module}": (*CHOICE, "ferrule_server.executor.base", "numpy")
+        for module in ("ranking", "shaping", "laws", "drafts", "sampling")
+    },
     "ferrule_server.executor.paged_reference": ("ferrule_server.executor.sampling", *HOST_ONLY),
     "ferrule_server.executor.select": (
         "ferrule_server.executor",

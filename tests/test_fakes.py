@@ -5,10 +5,11 @@ import threading
 import numpy as np
 import pytest
 
-from ferrule_server.executor.base import Executor, OutputSpec
-from tests.fakes import FakeExecutor, SeqRows, fake_logits, fake_next_token, make_step
+from ferrule_server.executor.base import DraftSpec, Executor, OutputSpec, SampleSpec, Shaping, StepBatch
+from tests.fakes import FakeExecutor, SeqRows, fake_hidden, fake_logits, fake_next_token, make_step
 
 GREEDY = OutputSpec(greedy=True)
+PENALISED = OutputSpec(greedy=True, shaping=Shaping(frequency_penalty=100.0, penalty_start=1))
 
 
 def run_greedy(executor: FakeExecutor, *seqs: SeqRows) -> list[int | None]:
@@ -81,3 +82,36 @@ def test_fake_executor_waits_at_its_gate_and_stays_with_one_thread() -> None:
 def test_fake_logits_follow_every_token() -> None:
     """Order and content count."""
     assert not np.array_equal(fake_logits([1, 2], 32), fake_logits([2, 1], 32))
+
+
+def test_fake_executor_counts_the_tokens_of_the_sequence() -> None:
+    """Penalties are applied to the tokens from their start to the row's own, prompt and decode steps alike."""
+    executor = FakeExecutor(vocab_size=4)
+    executor.run(make_step([SeqRows([0, 1, 2], 0, [1])], 4))
+    step = make_step([SeqRows([3, 3], 3, [1, 2], {0: PENALISED, 1: PENALISED}, before=[0, 1, 2])], 4)
+    assert [history.tolist() for history in step.histories if history is not None] == [[1, 2, 3], [1, 2, 3, 3]]
+    assert [row.token for row in executor.run(step).rows] == [0, 0]
+    assert [len(history) for history in executor.batches[-1].histories if history is not None] == [3, 4]
+
+
+@pytest.mark.parametrize("wrong", [(), (None,), (np.array([5, 5], np.int32),), (np.array([4, 5, 5], np.int32),)])
+def test_fake_executor_notices_wrong_histories(wrong: tuple[np.ndarray | None, ...]) -> None:
+    """A history left out, too short or too long is an assertion error."""
+    step = make_step([SeqRows([4, 5, 5, 5], 0, [1], {3: PENALISED})], 4)
+    fields = {name: getattr(step, name) for name in StepBatch.__dataclass_fields__}
+    with pytest.raises(AssertionError, match="history"):
+        FakeExecutor().run(StepBatch(**{**fields, "histories": wrong}))
+
+
+def test_fake_executor_serves_hidden_states_and_drafts() -> None:
+    """A hidden state is a function of the tokens alone; a draft is accepted or replaced."""
+    spec = OutputSpec(
+        sample=SampleSpec(seed=7), draft=DraftSpec(3), hidden_state=True, entropy=True, logprob_ids=(1, 2)
+    )
+    (row,) = FakeExecutor().run(make_step([SeqRows([4, 5], 0, [1], {1: spec})], 4)).rows
+    assert row.hidden_state is not None
+    assert row.hidden_state.tolist() == fake_hidden([4, 5]).tolist()
+    assert row.is_accepted == (row.token == 3)
+    assert row.requested_logprobs is not None
+    assert row.requested_logprobs.shape == (2,)
+    assert fake_hidden([5, 4]).tolist() != fake_hidden([4, 5]).tolist()

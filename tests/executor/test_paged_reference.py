@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from ferrule_server.errors import ConfigError
-from ferrule_server.executor.base import Executor, Float32Array, OutputSpec, SampleSpec
+from ferrule_server.executor.base import Executor, Float32Array, OutputSpec, SampleSpec, Shaping
 from ferrule_server.executor.paged_reference import PagedReferenceExecutor
 from tests.fakes import SeqRows, make_step
 
@@ -219,6 +219,33 @@ def test_rows_return_what_their_specs_ask_for() -> None:
     assert first.token is not None
     assert second.sampled_logprob is not None
     assert first.logits is None
+
+
+def test_hidden_state_is_what_the_logits_are_folded_from() -> None:
+    """The flattened attention output of the row, the receiver's own; folded modulo the vocabulary it is the logits."""
+    executor = make_executor(vocab_size=7)
+    spec = OutputSpec(full_logits=True, hidden_state=True)
+    first, second = executor.run(make_step([SeqRows(random_tokens(5), 0, [1, 2], {1: spec, 4: spec})], BLOCK_SIZE)).rows
+    for row in (first, second):
+        assert row.hidden_state is not None
+        assert row.logits is not None
+        assert row.hidden_state.shape == (executor.info.model.hidden_size,)
+        folded = np.bincount(np.arange(32) % 7, weights=row.hidden_state, minlength=7)
+        assert row.logits.tolist() == pytest.approx(folded.tolist(), abs=1e-6)
+    assert not np.array_equal(first.hidden_state, second.hidden_state)
+
+
+def test_penalties_count_the_history_of_the_step() -> None:
+    """Shaping reaches the choice and nothing else of the row."""
+    executor, tokens = make_executor(), random_tokens(6)
+    plain = OutputSpec(greedy=True, full_logits=True)
+    (before,) = executor.run(make_step([SeqRows(tokens, 0, [1, 2], {5: plain})], BLOCK_SIZE)).rows
+    assert before.token is not None
+    shaping = Shaping(bias=((before.token, -100.0),), presence_penalty=0.5)
+    shaped = OutputSpec(greedy=True, full_logits=True, shaping=shaping)
+    (after,) = executor.run(make_step([SeqRows(tokens, 0, [1, 2], {5: shaped})], BLOCK_SIZE)).rows
+    assert after.token != before.token
+    assert np.array_equal(after.logits, before.logits)
 
 
 def test_step_without_output_rows_returns_none() -> None:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from ferrule_server.executor import sampling
 from ferrule_server.executor.base import Float32Array, OutputSpec, RowOutput, SampleSpec
+from ferrule_server.executor.laws import sampling_law
 from ferrule_server.executor.philox import Purpose, uniform
-from ferrule_server.executor.sampling import sampling_law, select_rows
+from ferrule_server.executor.sampling import select_rows
 
 FAR = 1e-9
 """Comparisons are skipped where rounding may decide: a border closer than this."""

@@ -3,7 +3,8 @@
 The model, after the paged reference of sizzlecar/ferrum-infer-rs: token t is the one-hot vector at index
 ``t mod (num_kv_heads * head_dim)``; Q, K and V are that vector in every layer, each query head taking the part of its
 KV head; causal softmax attention on the last layer with scale 1/sqrt(head_dim); ``logits[i mod vocab_size] += out[i]``
-over the flattened output. All of it float32, with sums in float64.
+over the flattened output. All of it float32, with sums in float64. The hidden state is that flattened output, what the
+logits are made of: there is no norm.
 
 The arithmetic is exact where order could matter: scores have one term, attention weights are float32 numbers in (0, 1]
 summed in float64, which holds their sum without rounding. So a row's logits are the same bits whatever shares the step,
@@ -102,13 +103,14 @@ class PagedReferenceExecutor:
             return StepResult()
         positions = batch.positions[batch.output_rows]
         seqs = batch.cu_seqlens_q.searchsorted(batch.output_rows, side="right") - 1
-        logits = np.concatenate(
+        hidden = np.concatenate(
             [
                 self._attend(embeddings[batch.output_rows[part]], positions[part], batch.block_tables[seqs[part]])
                 for part in self._chunks(positions)
             ]
         )
-        return StepResult(select_rows(logits, positions.tolist(), batch.output_specs))
+        logits = self._project(hidden)
+        return StepResult(select_rows(logits, positions.tolist(), batch.output_specs, batch.histories, hidden))
 
     def copy_blocks(self, block_pairs: Int32Array) -> None:
         """Copy whole blocks, all layers: int32 [n, 2] of (source, destination), destinations distinct."""
@@ -153,7 +155,7 @@ class PagedReferenceExecutor:
         return [slice(start, start + size) for start in range(0, len(positions), size)]
 
     def _attend(self, embeddings: Float32Array, positions: Int32Array, block_tables: Int32Array) -> Float32Array:
-        """Return the logits of rows, each over its own sequence: float32 [num_rows, vocab_size].
+        """Return the output of rows, each over its own sequence: float32 [num_rows, num_heads * head_dim].
 
         Args:
             embeddings: float32 [num_rows, num_kv_heads, head_dim].
@@ -168,7 +170,7 @@ class PagedReferenceExecutor:
         scores = np.where(is_visible[:, None, None], scores, -np.inf)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True)).astype(np.float64)
         out = np.matmul(weights, values) / weights.sum(axis=-1, keepdims=True)
-        return self._project(out.astype(np.float32).reshape(num_rows, -1))
+        return out.astype(np.float32).reshape(num_rows, -1)
 
     def _gather(
         self, positions: Int32Array, block_tables: Int32Array

@@ -1,64 +1,52 @@
 """Tokens and log-probabilities out of logits, on the host in numpy: the same logits give the same token anywhere.
 
-The order is the contract's: temperature, top-k, top-p, min-p, renormalise, then one draw against the cumulative law in
-float64 by ascending token id. Tokens rank by logit, equal logits by lowest id; temperature keeps that rank. Platforms
-may differ in the last bits of ``exp``, so two of them could part only where the random number lies within about 1e-15
-of a border of the law.
+This is the definition; ``device_outputs`` does the same on a device. The order is the contract's: penalties, bias,
+mask, temperature, top-k, top-p, min-p, renormalise, then one draw against the cumulative law in float64 by ascending
+token id. Platforms may differ in the last bits of ``exp``, so two of them could part only where the random number lies
+within about 1e-15 of a border of the law.
 
-Costs are per row: a row that asks for little is not slowed by a neighbour that asks for much. No full sort of the
-vocabulary happens: top-k partitions, and top-p ranks only the tokens that can still be in the nucleus.
+Costs are per row: a row that asks for little is not slowed by a neighbour that asks for much.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from ferrule_server.executor.base import Float32Array, OutputSpec, RowOutput, SampleSpec
+from ferrule_server.executor.base import Float32Array, Int32Array, OutputSpec, RowOutput
+from ferrule_server.executor.drafts import decide
+from ferrule_server.executor.laws import sampling_law
 from ferrule_server.executor.philox import Purpose, uniform
+from ferrule_server.executor.ranking import Logits, ranked_largest
+from ferrule_server.executor.shaping import shape_row
 
-Float64Array = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.intp]
+__all__ = ["Choice", "choose", "select_rows"]
 
 _CHUNK_ELEMENTS = 1 << 17
 """Rows are normalised together up to this many logits, so that the float64 copy stays in the L2 cache."""
 
-_SMALLEST_TEMPERATURE = 1e-260
-"""Below it every smaller float32 logit weighs exactly nothing, and the division could overflow."""
+
+class Choice(NamedTuple):
+    """The token a row gives, its log-probability under the law drawn from, and whether it is an accepted draft."""
+
+    token: int | None
+    logprob: float
+    is_accepted: bool | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Law:
-    """What one token is drawn from.
-
-    Invariant: ids ascend, no weight is negative, the largest weight is 1.
-
-    Attributes:
-        token_ids: intp [n], the tokens kept, ascending; None means all of them.
-        weights: float64 [n], probabilities up to one common factor.
-    """
-
-    token_ids: IntArray | None
-    weights: Float64Array
-
-    def draw(self, u: float) -> tuple[int, float]:
-        """Return the first token whose cumulative probability exceeds ``u``, and its natural log-probability.
-
-        Args:
-            u: Random number in [0, 1).
-        """
-        sums = np.cumsum(self.weights)
-        total = float(sums[-1])
-        index = int(sums.searchsorted(u * total, side="right"))
-        token = index if self.token_ids is None else int(self.token_ids[index])
-        return token, math.log(self.weights[index]) - math.log(total)
+_NO_CHOICE = Choice(None, math.nan)
 
 
-def select_rows(logits: Float32Array, positions: Sequence[int], specs: Sequence[OutputSpec]) -> list[RowOutput]:
+def select_rows(
+    logits: Float32Array,
+    positions: Sequence[int],
+    specs: Sequence[OutputSpec],
+    histories: Sequence[Int32Array | None] = (),
+    hidden: Float32Array | None = None,
+) -> list[RowOutput]:
     """Return what each row's spec asks for; the logits are neither changed nor kept.
 
     Args:
@@ -66,6 +54,8 @@ def select_rows(logits: Float32Array, positions: Sequence[int], specs: Sequence[
         positions: Index in its sequence of each row's own token, that is
             ``batch.positions[batch.output_rows]``; the token drawn has the next index.
         specs: What each row returns; len == num_outputs.
+        histories: As ``StepBatch.histories``.
+        hidden: float32 [num_outputs, hidden_size], what the output head read; needed where a spec asks for it.
 
     Returns:
         One RowOutput for each row, in order. A row with NaN or infinity has ``is_finite`` False and nothing else set.
@@ -80,39 +70,45 @@ def select_rows(logits: Float32Array, positions: Sequence[int], specs: Sequence[
     outputs = []
     for i, (spec, best_id) in enumerate(zip(specs, best_ids.tolist(), strict=True)):
         position = int(positions[i]) + 1
-        if is_finite[i]:
-            outputs.append(_select_row(logits[i], position, spec, best_id, normalisers.get(i, math.nan)))
-        else:
+        if not is_finite[i]:
             outputs.append(RowOutput(position, is_finite=False))
+            continue
+        choice = choose(logits[i], position, spec, best_id, histories[i] if histories else None)
+        output = _select_row(logits[i], position, spec, choice, normalisers.get(i, math.nan))
+        if spec.hidden_state:
+            assert hidden is not None, "hidden states are asked for and were not passed"
+            output.hidden_state = hidden[i].copy()
+        outputs.append(output)
     return outputs
 
 
-def sampling_law(row: Float32Array, spec: SampleSpec, peak: float) -> Law:
-    """Return the law of one draw: temperature, then top-k, top-p and min-p.
+def choose(row: Float32Array, position: int, spec: OutputSpec, best_id: int, history: Int32Array | None) -> Choice:
+    """Return the token the row gives, if it gives one.
 
     Args:
-        row: float32 [vocab_size], finite.
-        spec: How to draw; a temperature of 0 leaves the largest logit alone, the lowest id among equals.
-        peak: The largest logit of the row.
+        row: float32 [vocab_size], finite, raw.
+        position: Index in its sequence of the token to choose.
+        spec: How to choose.
+        best_id: The id of the largest logit, the lowest among equals.
+        history: int32 [n], the tokens that penalties count.
     """
-    if spec.temperature == 0:
-        return Law(np.array([row.argmax()]), np.ones(1))
-    token_ids = _largest(row, spec.top_k) if 0 < spec.top_k < len(row) else None
-    values = row if token_ids is None else row[token_ids]
-    weights = np.subtract(values, peak, dtype=np.float64)
-    if spec.temperature != 1:
-        weights /= max(spec.temperature, _SMALLEST_TEMPERATURE)
-    law = Law(token_ids, np.exp(weights, out=weights))
-    if spec.top_p < 1:
-        law = _keep(law, _nucleus(values, law.weights, spec.top_p))
-    if spec.min_p > 0:
-        law = _keep(law, np.flatnonzero(law.weights >= spec.min_p))
-    return law
+    sample, values = spec.sample, row
+    if sample is None and not spec.greedy:
+        return _NO_CHOICE
+    if spec.shaping is not None:
+        values = shape_row(row, spec.shaping, history)
+        best_id = int(values.argmax())
+    if sample is None or (sample.temperature == 0 and spec.draft is None):
+        return Choice(best_id, 0.0)
+    law = sampling_law(values, sample, float(values[best_id]))
+    if spec.draft is not None:
+        return Choice(*decide(law, spec.draft, sample.seed, position))
+    return Choice(*law.draw(uniform(sample.seed, position, Purpose.SAMPLE)))
 
 
 def _needs_normaliser(spec: OutputSpec) -> bool:
     """Whether the row's log softmax at T=1 is needed."""
-    return spec.logprobs or spec.num_top_logprobs > 0 or spec.target_id >= 0
+    return spec.logprobs or spec.num_top_logprobs > 0 or spec.target_id >= 0 or bool(spec.logprob_ids) or spec.entropy
 
 
 def _log_normalisers(logits: Float32Array, peaks: Float32Array, rows: list[int]) -> dict[int, float]:
@@ -128,84 +124,33 @@ def _log_normalisers(logits: Float32Array, peaks: Float32Array, rows: list[int])
     return normalisers
 
 
-def _select_row(row: Float32Array, position: int, spec: OutputSpec, best_id: int, normaliser: float) -> RowOutput:
-    """Return the output of one finite row; ``normaliser`` is NaN when nothing needs it."""
-    token, sampled_logprob = _choose(row, position, spec, best_id)
-    has_logprobs = spec.logprobs and token is not None
-    top_ids = None
+def _select_row(row: Float32Array, position: int, spec: OutputSpec, choice: Choice, normaliser: float) -> RowOutput:
+    """Return the output of one finite row but for its hidden state; ``normaliser`` is NaN when nothing needs it."""
+    token = choice.token
+    output = RowOutput(position, token=token, is_accepted=choice.is_accepted)
+    if spec.logprobs and token is not None:
+        output.model_logprob = float(row[token]) - normaliser
+        output.sampled_logprob = choice.logprob
+    if spec.target_id >= 0:
+        output.target_logprob = float(row[spec.target_id]) - normaliser
     if spec.num_top_logprobs > 0:
-        top_ids = _ranked_largest(row, spec.num_top_logprobs)
-    return RowOutput(
-        position,
-        token=token,
-        model_logprob=float(row[token]) - normaliser if has_logprobs else None,
-        sampled_logprob=sampled_logprob if has_logprobs else None,
-        target_logprob=float(row[spec.target_id]) - normaliser if spec.target_id >= 0 else None,
-        top_ids=None if top_ids is None else top_ids.astype(np.int32),
-        top_logprobs=None if top_ids is None else (row[top_ids].astype(np.float64) - normaliser).astype(np.float32),
-        logits=row.copy() if spec.full_logits else None,
-    )
+        top_ids = ranked_largest(row, spec.num_top_logprobs)
+        output.top_ids, output.top_logprobs = top_ids.astype(np.int32), _logprobs(row[top_ids], normaliser)
+    if spec.logprob_ids:
+        output.requested_logprobs = _logprobs(row[list(spec.logprob_ids)], normaliser)
+    if spec.entropy:
+        output.entropy = _entropy(row, normaliser)
+    if spec.full_logits:
+        output.logits = row.copy()
+    return output
 
 
-def _choose(row: Float32Array, position: int, spec: OutputSpec, best_id: int) -> tuple[int | None, float]:
-    """Return the token the row gives, if it gives one, and its log-probability under the law drawn from."""
-    if spec.greedy or (spec.sample is not None and spec.sample.temperature == 0):
-        return best_id, 0.0
-    if spec.sample is None:
-        return None, math.nan
-    law = sampling_law(row, spec.sample, float(row[best_id]))
-    return law.draw(uniform(spec.sample.seed, position, Purpose.SAMPLE))
+def _logprobs(values: Logits, normaliser: float) -> Float32Array:
+    """Return log-probabilities of raw logits: float32 [n]."""
+    return (values.astype(np.float64) - normaliser).astype(np.float32)
 
 
-def _keep(law: Law, indices: IntArray) -> Law:
-    """Return the law of the tokens at ``indices`` (intp, ascending) alone."""
-    token_ids = indices if law.token_ids is None else law.token_ids[indices]
-    return Law(token_ids, law.weights[indices])
-
-
-def _largest(row: Float32Array, k: int) -> IntArray:
-    """Return the ids of the ``k`` largest logits, ascending; at the border the lowest ids win. 0 < k < len(row)."""
-    first = len(row) - k
-    border = np.partition(row, first)[first]
-    token_ids = np.flatnonzero(row >= border)
-    surplus = len(token_ids) - k
-    if surplus == 0:
-        return token_ids
-    return np.delete(token_ids, np.flatnonzero(row[token_ids] == border)[-surplus:])
-
-
-def _ranked_largest(row: Float32Array, k: int) -> IntArray:
-    """Return the ids of the ``k`` largest logits (or all), largest first, the lowest id first among equals."""
-    if k >= len(row):
-        return _ranked(row)
-    token_ids = _largest(row, k)
-    return token_ids[_ranked(row[token_ids])]
-
-
-def _ranked(values: Float32Array) -> IntArray:
-    """Return the indices of ``values`` (finite), largest value first, the lowest index first among equals.
-
-    One sort of 64-bit keys, value above index, is many times faster than a stable argsort of floats.
-    """
-    bits = (values + np.float32(0)).view(np.int32)  # adding 0 makes -0.0 and 0.0 the same key
-    rising = np.where(bits < 0, bits ^ 0x7FFFFFFF, bits).astype(np.int64)
-    keys = (~rising << 32) | np.arange(len(values))
-    keys.sort()
-    return keys & 0xFFFFFFFF
-
-
-def _nucleus(values: Float32Array, weights: Float64Array, top_p: float) -> IntArray:
-    """Return the indices, ascending, of the smallest set of largest weights whose sum reaches ``top_p`` of the total.
-
-    Tokens lighter than the mean share of the part that may be lost cannot be in the set: together they weigh less than
-    that part. Only where rounding spoils the argument are all tokens ranked.
-    """
-    total = float(weights.sum())
-    goal = top_p * total
-    for floor in ((total - goal) / len(weights), 0.0):
-        candidates = np.flatnonzero(weights >= floor)
-        ranked = candidates[_ranked(values[candidates])]
-        sums = np.cumsum(weights[ranked])
-        if sums[-1] >= goal:
-            break
-    return np.sort(ranked[: int(sums.searchsorted(goal)) + 1])
+def _entropy(row: Float32Array, normaliser: float) -> float:
+    """Return -sum(p * log(p)) of the raw distribution, in nats."""
+    logprobs = row.astype(np.float64) - normaliser
+    return max(0.0, -float(np.dot(np.exp(logprobs), logprobs)))

@@ -1,0 +1,48 @@
+"""Ranks logits: largest first, the lowest id first among equals; sorts no more of a row than it has to."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ferrule_server.executor.base import Float32Array
+
+__all__ = ["Float64Array", "IntArray", "Logits", "largest", "ranked", "ranked_largest"]
+
+Float64Array = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.intp]
+Logits = Float32Array | Float64Array
+"""One row: raw ones are float32, shaped ones float64, -inf where a mask forbids a token. Never NaN."""
+
+
+def largest(row: Logits, k: int) -> IntArray:
+    """Return the ids of the ``k`` largest logits, ascending; at the border the lowest ids win. 0 < k < len(row)."""
+    first = len(row) - k
+    border = np.partition(row, first)[first]
+    token_ids = np.flatnonzero(row >= border)
+    surplus = len(token_ids) - k
+    if surplus == 0:
+        return token_ids
+    return np.delete(token_ids, np.flatnonzero(row[token_ids] == border)[-surplus:])
+
+
+def ranked_largest(row: Logits, k: int) -> IntArray:
+    """Return the ids of the ``k`` largest logits (or all), largest first, the lowest id first among equals."""
+    if k >= len(row):
+        return ranked(row)
+    token_ids = largest(row, k)
+    return token_ids[ranked(row[token_ids])]
+
+
+def ranked(values: Logits) -> IntArray:
+    """Return the indices of ``values``, largest value first, the lowest index first among equals.
+
+    For float32 one sort of 64-bit keys, value above index, is many times faster than a stable argsort.
+    """
+    if values.dtype != np.float32:
+        return np.argsort(-values, kind="stable")
+    bits = (values + np.float32(0)).view(np.int32)  # adding 0 makes -0.0 and 0.0 the same key
+    rising = np.where(bits < 0, bits ^ 0x7FFFFFFF, bits).astype(np.int64)
+    keys = (~rising << 32) | np.arange(len(values))
+    keys.sort()
+    return keys & 0xFFFFFFFF

@@ -5,17 +5,26 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import grpc
 from grpc_status import rpc_status
 
 from ferrule_server.api.principal import principal_of
-from ferrule_server.api.state import EngineApi, ServerState
+from ferrule_server.api.state import EngineApi, Phase, ServerState
 from ferrule_server.api.status import code_of, fault_of, log_refused, reason_of, to_status
-from ferrule_server.engine.jobs import AppendJob, ForkJob, Job, Outcome, Result, TruncateJob
-from ferrule_server.errors import FeatureUnsupported, FerruleError
+from ferrule_server.engine.jobs import (
+    AppendJob,
+    ForkJob,
+    ForwardJob,
+    GenerateJob,
+    Job,
+    Outcome,
+    Result,
+    TruncateJob,
+)
+from ferrule_server.errors import Draining, FeatureUnsupported, FerruleError
 
 _LOG = logging.getLogger(__name__)
 
@@ -51,6 +60,26 @@ class FutureSink:
         """Nothing is left to do."""
 
 
+class GatheringSink:
+    """Resolves a future once every one of some jobs has its outcome; does nothing once the caller is gone."""
+
+    __slots__ = ("_future", "_num_jobs", "_outcomes")
+
+    def __init__(self, num_jobs: int, future: asyncio.Future[dict[Job, Outcome]]) -> None:
+        self._num_jobs = num_jobs
+        self._future = future
+        self._outcomes: dict[Job, Outcome] = {}
+
+    def deliver(self, job: Job, outcome: Outcome) -> None:
+        """Keep the outcome of one job."""
+        self._outcomes[job] = outcome
+
+    def flush(self) -> None:
+        """Resolve the future if none is missing."""
+        if len(self._outcomes) == self._num_jobs and not self._future.done():
+            self._future.set_result(self._outcomes)
+
+
 async def run_job(engine: EngineApi, job: Job) -> Result:
     """Run one job and return its result. When the caller goes away before its step, nothing happens.
 
@@ -69,10 +98,43 @@ async def run_job(engine: EngineApi, job: Job) -> Result:
     return outcome
 
 
+async def run_jobs(engine: EngineApi, jobs: Sequence[AppendJob]) -> list[Outcome]:
+    """Run jobs that arrived together and return what became of each, in their order.
+
+    When the caller goes away, those that have no step yet never run.
+    """
+    if not jobs:
+        return []
+    future: asyncio.Future[dict[Job, Outcome]] = asyncio.get_running_loop().create_future()
+    sink = GatheringSink(len(jobs), future)
+    engine.submit([(job, sink) for job in jobs])
+    try:
+        outcomes = await future
+    except asyncio.CancelledError:
+        for job in jobs:
+            cancel(job)
+        raise
+    return [outcomes[job] for job in jobs]
+
+
 def cancel(job: Job) -> None:
     """Tell the engine that nobody waits for a job; what has been committed stays, and can be replayed."""
-    if isinstance(job, AppendJob | ForkJob | TruncateJob):
+    if isinstance(job, AppendJob | ForkJob | TruncateJob | GenerateJob | ForwardJob):
         job.is_cancelled = True
+
+
+def admit_new(state: ServerState, job: AppendJob | GenerateJob) -> None:
+    """Let a job go on that needs no new sequence, or that the server may still make one for.
+
+    While the server drains, a creation that happened before is still answered; the engine knows which did.
+
+    Raises:
+        Draining: The server takes no new prompts any more.
+    """
+    if job.handle is None and state.phase is Phase.DRAINING:
+        if not job.request_id:
+            raise Draining
+        job.is_repeat_only = True
 
 
 def unary(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,7 +13,7 @@ from ferrule_server.api.inputs import InputReader
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.principal import Caller
 from ferrule_server.engine.counters import EngineSnapshot
-from ferrule_server.engine.jobs import Job, Sink
+from ferrule_server.engine.jobs import Job, Sink, StreamJob
 from ferrule_server.errors import Draining, FerruleError, Starting
 from ferrule_server.executor.base import ExecutorInfo
 from ferrule_server.quotas import LimitsOf, unlimited
@@ -25,6 +26,10 @@ class EngineApi(Protocol):
 
     def submit(self, entries: list[tuple[Job, Sink]]) -> None:
         """Hand over jobs that arrived together."""
+        ...
+
+    def resume(self, job: StreamJob) -> None:
+        """Let a job go on that may have found its window closed, or that was cancelled."""
         ...
 
     def snapshot(self) -> EngineSnapshot:
@@ -112,6 +117,7 @@ class ServerState:
         limits_of: Quotas of each principal.
         load_progress: From 0 to 1. load_stage: what is being loaded.
         num_active: Unary calls under way. streams: Streams under way.
+        cohorts: A number for each request whose jobs are to share a step, never the same one twice.
     """
 
     instance: str
@@ -126,6 +132,7 @@ class ServerState:
     start_ns: int = field(default_factory=time.time_ns)
     num_active: int = 0
     streams: set[Ending] = field(default_factory=set)
+    cohorts: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @property
     def num_sequences(self) -> int:

@@ -1,0 +1,35 @@
+"""Refused items of one call or stream, logged with one line for each reason: thousands of them are not as many lines."""
+
+from __future__ import annotations
+
+from ferrule_server.api.status import log_refused, reason_of
+from ferrule_server.errors import FerruleError
+
+
+class Refusals:
+    """Counts refused items by reason until they are logged.
+
+    Args:
+        rpc: The method.
+        principal: Who asked.
+    """
+
+    __slots__ = ("_counts", "_principal", "_rpc")
+
+    def __init__(self, rpc: str, principal: str) -> None:
+        self._rpc = rpc
+        self._principal = principal
+        self._counts: dict[str, tuple[FerruleError, int]] = {}
+
+    def add(self, error: FerruleError) -> None:
+        """Count one item in."""
+        first, count = self._counts.get(reason_of(error), (error, 0))
+        self._counts[reason_of(error)] = (first, count + 1)
+
+    def log(self) -> None:
+        """Write one line for each reason counted since the last time."""
+        if not self._counts:
+            return
+        for error, count in self._counts.values():
+            log_refused(self._rpc, error, self._principal, count)
+        self._counts.clear()

@@ -244,3 +244,31 @@ def test_room_can_be_reserved_while_an_append_is_in_flight(store: KvStore, put: 
     assert len(sequence.spare_ids) == (1 if is_committed else 4)
     put([5] * (14 - sequence.length), sequence)
     assert sequence.spare_ids == ()
+
+
+@pytest.mark.parametrize("num_accepted", range(1, 13))
+def test_a_partial_commit_leaves_the_room_as_it_was(store: KvStore, put: Put, num_accepted: int) -> None:
+    """Spares that the rest would have taken stay spares, blocks of the pool go back to it."""
+    sequence = put([1, 2, 3])
+    reserve(store, sequence, 10)
+    store.commit(store.reserve_append(sequence, 12), [9] * num_accepted)
+    assert sequence.num_blocks == max(3, len(sequence.block_ids)) == store.pool.num_used
+    fill(store, put)
+    if sequence.length < 10:
+        put([7] * (10 - sequence.length), sequence)
+
+
+def test_a_partial_commit_keeps_the_room_of_a_new_sequence(store: KvStore, put: Put) -> None:
+    """Blocks that leave its table become spares, up to the room asked for and no further."""
+    sequence = store.commit(store.reserve_new("alice", 9, 14), [1, 2])
+    assert (len(sequence.block_ids), len(sequence.spare_ids)) == (1, 3)
+    fill(store, put)
+    put([3] * 12, sequence)
+    store.abort(store.reserve_rewind(sequence, 1, 1))
+    assert len(sequence.spare_ids) == 3
+
+
+def test_a_partial_commit_gives_back_what_is_beyond_the_room(store: KvStore) -> None:
+    """The room was less than the rows: only the room stays."""
+    sequence = store.commit(store.reserve_new("alice", 15, 6), [1, 2])
+    assert (len(sequence.block_ids), len(sequence.spare_ids), store.pool.num_used) == (1, 1, 2)

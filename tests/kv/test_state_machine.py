@@ -249,21 +249,22 @@ class KvMachine(RuleBasedStateMachine):
             append.num_written += 1
 
     @precondition(lambda self: self.model.appends)
-    @rule(index=index_st, ttl_s=ttl_st)
-    def commit(self, index: int, ttl_s: float | None) -> None:
-        """Finish an append; of a released sequence it is refused."""
+    @rule(index=index_st, ttl_s=ttl_st, num_dropped=st.sampled_from([0, 0, 0, 1, 2, 5, 13]))
+    def commit(self, index: int, ttl_s: float | None, num_dropped: int) -> None:
+        """Finish an append, sometimes of all its rows but the last ones; of a released sequence it is refused."""
         append = self.model.appends[index % len(self.model.appends)]
         if not append.is_void:
             self.write(append, len(append.tokens))
             self.model.appends.remove(append)
-            self.finish(append, ttl_s)
+            self.finish(append, ttl_s, num_dropped)
             return
         self.model.appends.remove(append)
         with pytest.raises(HandleUnknown):
             self.store.commit(append.reservation, append.tokens, ttl_s)
 
-    def finish(self, append: Append, ttl_s: float | None = None) -> None:
-        """Commit; the rows become tokens of the sequence."""
+    def finish(self, append: Append, ttl_s: float | None = None, num_dropped: int = 0) -> None:
+        """Commit; the rows become tokens of the sequence, but for those dropped from the end."""
+        append.tokens = append.tokens[: max(1, len(append.tokens) - num_dropped)]
         real = self.store.commit(append.reservation, append.tokens, ttl_s)
         if append.source is not None and not append.source.died:
             self.model.renewed(append.source)

@@ -70,13 +70,64 @@ def test_a_closed_reservation_cannot_be_committed(store: KvStore, put: Put) -> N
     assert sequence.length == 2
 
 
-@pytest.mark.parametrize("token_ids", [[], [2], [2, 3, 4]])
-def test_commit_takes_exactly_the_tokens_reserved(store: KvStore, put: Put, token_ids: list[int]) -> None:
-    """Requests are atomic: all of their tokens or none."""
+@pytest.mark.parametrize("token_ids", [[], [2, 3, 4]])
+def test_commit_takes_no_more_than_was_reserved(store: KvStore, put: Put, token_ids: list[int]) -> None:
+    """And at least one token; the reservation is as good as before."""
     reservation = store.reserve_append(put([1]), 2)
     with pytest.raises(ValueError, match="2 tokens were reserved"):
         store.commit(reservation, token_ids)
     store.abort(reservation)
+
+
+@pytest.mark.parametrize("num_accepted", range(1, 11))
+def test_a_partial_commit_is_the_commit_of_the_accepted_prefix(store: KvStore, put: Put, num_accepted: int) -> None:
+    """As if no more had been reserved: length, lineage, blocks, account; the rest is free at once."""
+    drafts = list(range(50, 60))
+    sequence, plain = put([1, 2, 3, 4, 5]), put([1, 2, 3, 4, 5], principal="bob")
+    table = sequence.block_ids
+    reservation = store.reserve_append(sequence, 10)
+    store.commit(reservation, drafts[:num_accepted])
+    put(drafts[:num_accepted], plain)
+    assert list(sequence.token_ids) == [1, 2, 3, 4, 5, *drafts[:num_accepted]]
+    assert store.handle_at(sequence).lineage == store.handle_at(plain).lineage
+    assert (sequence.block_ids[:2], len(sequence.block_ids)) == (table, len(plain.block_ids))
+    assert store.usage_of("alice") == store.usage_of("bob")
+    assert not sequence.is_appending
+    put([*drafts[num_accepted:], 60], sequence)
+    assert list(sequence.token_ids) == [1, 2, 3, 4, 5, *drafts, 60]
+
+
+@pytest.mark.parametrize("num_accepted", [1, 2, 3, 6])
+def test_a_partial_commit_of_a_fork_keeps_the_copy(store: KvStore, put: Put, num_accepted: int) -> None:
+    """The shared block is copied for the first row, so it is needed whatever is accepted, and its source goes back."""
+    sequence = put([1, 2, 3, 4, 5, 6])
+    (branch,) = store.fork(sequence, 6, 1)
+    reservation = store.reserve_append(branch, 6)
+    (copied,) = reservation.copies
+    store.commit(reservation, [9] * num_accepted)
+    assert (branch.block_ids[:2], sequence.block_ids[1]) == ([sequence.block_ids[0], copied[1]], copied[0])
+    assert [store.pool.refcount(block_id) for block_id in sequence.block_ids] == [2, 1]
+    assert store.pool.num_used == 3 + (num_accepted > 2)
+
+
+def test_a_partial_commit_of_a_branch_or_of_a_new_sequence_gives_back_the_rest(store: KvStore, put: Put) -> None:
+    """Whether a sequence is made by it or not makes no difference."""
+    sequence = put([1, 2, 3, 4, 5, 6])
+    branch = store.commit(store.reserve_branch(sequence, 5, 12), [9, 8])
+    assert (list(branch.token_ids), len(branch.block_ids)) == ([1, 2, 3, 4, 5, 9, 8], 2)
+    made = store.commit(store.reserve_new("bob", 12), [7])
+    assert (made.length, len(made.block_ids), store.usage_of("bob").num_blocks) == (1, 1, 1)
+    assert (store.pool.num_used, store.usage_of("alice").num_blocks) == (4, 3)
+
+
+def test_a_partial_commit_of_a_released_sequence_is_refused(store: KvStore, put: Put) -> None:
+    """As a whole one is; everything goes back."""
+    sequence = put([1, 2, 3])
+    reservation = store.reserve_append(sequence, 9)
+    store.release(store.handle_at(sequence), "alice")
+    with pytest.raises(HandleUnknown):
+        store.commit(reservation, [4])
+    assert store.pool.num_used == 0
 
 
 def test_one_append_is_in_flight_on_a_sequence(store: KvStore, put: Put) -> None:

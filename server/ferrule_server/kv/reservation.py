@@ -23,8 +23,8 @@ class Reservation:
         source: The one branched from (``on_stale=FORK``), else None.
         principal: Who will own a created sequence.
         start: Tokens before the first one written.
-        num_tokens: Tokens to be written; commit takes exactly so many.
-        block_ids: The whole block table, covering start + num_tokens tokens. Not to be changed.
+        num_tokens: Tokens to be written; commit takes so many of them, or fewer.
+        block_ids: The whole block table, covering start + num_tokens tokens. Replaced as a whole, not to be changed.
         copies: (source block, destination block) pairs to copy before the first row is written. The sources stay
             alive until commit or abort.
         held_ids: Blocks of which the reservation itself is an owner: what abort gives back.
@@ -165,6 +165,21 @@ class Reservations:
         self._usage.check(sequence.principal, num_blocks=num_needed - num_own, num_whole=num_whole)
         if num_needed > num_own + self._pool.num_free:
             raise BlocksExhausted(num_needed, num_own + self._pool.num_free)
+
+    def shorten(self, reservation: Reservation, num_tokens: int) -> None:
+        """Make the reservation one for fewer tokens, at least one; what it holds beyond these goes back.
+
+        Blocks of the pool go to the pool and spares stay the sequence's. No copy is lost: the row that needs it is the
+        first one. The room of a sequence to be created stays whole: blocks that leave its table become spares.
+        """
+        num_kept = self._pool.num_blocks_for(reservation.start + num_tokens)
+        num_room = self._pool.num_blocks_for(reservation.reserved_length)
+        reservation.num_tokens = num_tokens
+        surplus = set(reservation.block_ids[max(num_kept, num_room) :])
+        reservation.block_ids = reservation.block_ids[:num_kept]
+        given_back = [block_id for block_id in reservation.held_ids if block_id in surplus]
+        reservation.held_ids = [block_id for block_id in reservation.held_ids if block_id not in surplus]
+        self._usage.release(reservation.principal, given_back)
 
     def close(self, reservation: Reservation) -> None:
         """End a live reservation; what becomes of the blocks it holds is the caller's to say."""

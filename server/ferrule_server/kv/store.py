@@ -231,22 +231,25 @@ class KvStore:
 
         Args:
             reservation: A live one.
-            token_ids: Exactly as many as were reserved.
+            token_ids: Of the first rows: as many as were reserved, or fewer where a verify accepted fewer. The store is
+                then as if only these had been reserved: what the others would have needed goes back.
             ttl_s: As in :meth:`renew`; a created sequence has its source's, or DEFAULT_TTL_S.
 
         Raises:
             HandleUnknown: The sequence was released meanwhile; the reservation is aborted.
             RuntimeError: The reservation was committed or aborted before.
-            ValueError: Another number of tokens.
+            ValueError: No token, or more than were reserved.
         """
         if not reservation.is_live:
             raise RuntimeError("the reservation was committed or aborted before")
-        if len(token_ids) != reservation.num_tokens:
+        if not 1 <= len(token_ids) <= reservation.num_tokens:
             raise ValueError(f"{reservation.num_tokens} tokens were reserved, {len(token_ids)} were written")
         sequence = reservation.sequence
         if sequence is not None and sequence.is_released:
             self.abort(reservation)
             raise HandleUnknown(sequence.handle_id)
+        if len(token_ids) < reservation.num_tokens:
+            self._reservations.shorten(reservation, len(token_ids))
         if sequence is None:
             sequence = self._create_reserved(reservation, token_ids)
         else:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -14,6 +15,7 @@ from ferrule_server.errors import InvalidRequest, ModelError, TokenOutOfVocab
 
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 _MAX_CHARACTER_BYTES = 4
+_REPLACEMENT = "\ufffd"
 
 
 class Tokenizer:
@@ -35,8 +37,11 @@ class Tokenizer:
         self._parsing = _from_text(text)
         self._literal = _from_text(text)
         self._literal.encode_special_tokens = True
-        self._added_ids = frozenset(self._parsing.get_added_tokens_decoder())
-        self._byte_of_character = _byte_alphabet() if "ByteLevel" in _decoder_types(text) else {}
+        added = self._parsing.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        decoder_types = _decoder_types(text)
+        self._byte_of_character = _byte_alphabet() if "ByteLevel" in decoder_types else {}
+        self._has_byte_fallback = "ByteFallback" in decoder_types
         self.vocab_size: int = self._parsing.get_vocab_size(with_added_tokens=True)
 
     @classmethod
@@ -77,16 +82,39 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Return the text of token ids; bytes that are no UTF-8 appear as U+FFFD.
 
+        The same as ``transformers`` gives, but for one case: among byte-fallback tokens in a row one broken character
+        spoils no whole one. (There, ``A`` spelled ``<0x41>`` becomes U+FFFD once a broken byte follows it, so a text
+        that grows would have to take back what it said.)
+
         Raises:
             TokenOutOfVocab: A token is not in the tokenizer's vocabulary, which may be smaller than the model's.
         """
         for i, token_id in enumerate(token_ids):
             self._token(i, token_id)
         (text,) = self._parsing.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
-        return str(text)
+        return self._mended(str(text), self.shown(token_ids, skip_special_tokens))
+
+    def shown(self, token_ids: Iterable[int], skip_special_tokens: bool) -> Iterator[int]:
+        """Yield the tokens that have a text: those in the vocabulary, without special ones if they are skipped."""
+        hidden = self._special_ids if skip_special_tokens else frozenset()
+        for token_id in token_ids:
+            if token_id not in hidden and self._parsing.id_to_token(token_id) is not None:
+                yield token_id
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """Return the text of a few tokens of the vocabulary, special ones included; not for long lists."""
+        return self._mended(str(self._parsing.decode(token_ids, skip_special_tokens=False)), token_ids)
 
     def ends_mid_character(self, token_ids: Sequence[int]) -> bool:
         """Whether the last token ends inside a character that a later token could complete.
+
+        Raises:
+            TokenOutOfVocab: One of the last tokens is not in the tokenizer's vocabulary.
+        """
+        return self.num_incomplete(token_ids) > 0
+
+    def num_incomplete(self, token_ids: Sequence[int]) -> int:
+        """Return how many U+FFFD at the end of the text stand for a character that a later token could complete.
 
         Raises:
             TokenOutOfVocab: One of the last tokens is not in the tokenizer's vocabulary.
@@ -98,7 +126,29 @@ class Tokenizer:
                 break
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         decoder.decode(tail)
-        return decoder.getstate()[0] != b""
+        num_bytes = len(decoder.getstate()[0])
+        return num_bytes if self._has_byte_fallback else min(1, num_bytes)
+
+    def _mended(self, text: str, token_ids: Iterable[int]) -> str:
+        """Return the text of tokens, whole characters beside broken ones included; ``text`` is what the library says.
+
+        One call with the broken bytes replaced; rare, so the interpreter may be held for it (0.2 us for each token).
+        """
+        if not self._has_byte_fallback or _REPLACEMENT not in text:
+            return text
+        return str(self._parsing.decoder.decode(list(self._mended_tokens(token_ids))))
+
+    def _mended_tokens(self, token_ids: Iterable[int]) -> Iterator[str]:
+        """Yield the tokens, each byte that belongs to no whole character replaced by the token U+FFFD."""
+        tokens = (str(self._parsing.id_to_token(token_id)) for token_id in token_ids)
+        for is_bytes, run in itertools.groupby(tokens, lambda token: bool(_BYTE_FALLBACK.fullmatch(token))):
+            if not is_bytes:
+                yield from run
+                continue
+            spelled = bytes(int(token[3:5], 16) for token in run)
+            for character in spelled.decode(errors="surrogateescape"):
+                is_broken = "\udc80" <= character <= "\udcff"
+                yield from (_REPLACEMENT,) if is_broken else (f"<0x{byte:02X}>" for byte in character.encode())
 
     def _token(self, index: int, token_id: int) -> str:
         """Return a token as the vocabulary spells it; ``index`` is its place in the request."""
@@ -110,14 +160,10 @@ class Tokenizer:
     def _token_bytes(self, index: int, token_id: int) -> bytes:
         """Return the bytes a token stands for: byte-level alphabet, byte fallback (``<0xE2>``) or plain text."""
         token = self._token(index, token_id)
-        if token_id in self._added_ids:
-            return token.encode()
-        byte = _BYTE_FALLBACK.fullmatch(token)
-        if byte:
-            return bytes.fromhex(byte[1])
         if self._byte_of_character and all(character in self._byte_of_character for character in token):
             return bytes(self._byte_of_character[character] for character in token)
-        return token.encode()
+        byte = _BYTE_FALLBACK.fullmatch(token) if self._has_byte_fallback else None
+        return bytes.fromhex(byte[1]) if byte else token.encode()
 
 
 def _from_text(text: str) -> tokenizers.Tokenizer:

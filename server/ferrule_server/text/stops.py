@@ -1,0 +1,74 @@
+"""Stop strings: looked for in a text that comes token by token, across token borders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ferrule_server.errors import InvalidRequest
+from ferrule_server.text.stream_decoder import StreamDecoder
+
+if TYPE_CHECKING:
+    from ferrule_server.text.tokenizer import Tokenizer
+
+
+class StopStrings:
+    """Makes what looks for some strings, one for each text; calling it is enough.
+
+    Args:
+        tokenizer: Of the model.
+        strings: At least one.
+        skip_special_tokens: Leave special tokens out of the text that is searched.
+        context: Tokens before the text, which decide how it begins (a leading space); they are not searched.
+
+    Raises:
+        InvalidRequest: A string is empty.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        strings: Sequence[str],
+        skip_special_tokens: bool = False,
+        context: Sequence[int] = (),
+    ) -> None:
+        for i, string in enumerate(strings):
+            if not string:
+                raise InvalidRequest(f"stop_strings[{i}]", "is empty; it would stop before the first token")
+        self._tokenizer = tokenizer
+        self._strings = tuple(strings)
+        self._skips = skip_special_tokens
+        self._context = context
+
+    def __call__(self) -> TextSearch:
+        """Return a search that has seen no token."""
+        return TextSearch(StreamDecoder(self._tokenizer, self._skips, self._context), self._strings)
+
+
+class TextSearch:
+    """Looks for strings in the text of tokens; an ``engine.jobs.TextStop``.
+
+    Invariant: ``_tail`` is the end of the text so far, one character shorter than the longest string, without a
+    character that is not whole yet: whatever else a match needs comes with later tokens.
+
+    Args:
+        decoder: At the beginning of the text.
+        strings: None of them empty.
+    """
+
+    __slots__ = ("_decoder", "_strings", "_tail", "_tail_length")
+
+    def __init__(self, decoder: StreamDecoder, strings: tuple[str, ...]) -> None:
+        self._decoder = decoder
+        self._strings = strings
+        self._tail = ""
+        self._tail_length = max(map(len, strings), default=1) - 1
+
+    def feed(self, token_id: int) -> bool:
+        """Take the next token; whether one of the strings is complete with it."""
+        piece = self._decoder.push(token_id)
+        if not piece:
+            return False
+        text = self._tail + piece
+        self._tail = text[max(0, len(text) - self._tail_length) :]
+        return any(string in text for string in self._strings)

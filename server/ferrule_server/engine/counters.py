@@ -20,6 +20,7 @@ class EngineCounters:
         recomputed: Replays whose rows had to be run again.
         joined: Jobs answered together with an equal one that was in flight.
         refused: Jobs refused by the engine thread, by reason (HANDLE_STALE among them).
+        generates: Generates begun.
         expired: Sequences freed because their lease ran out. released: Sequences given back.
         last_step_rows: Rows of the newest step. last_step_seqs: its sequences. last_step_unix_ns: when it ended, by the
             wall clock; 0 before the first. max_step_rows: the most seen in one step.
@@ -36,6 +37,7 @@ class EngineCounters:
     replays: int = 0
     recomputed: int = 0
     joined: int = 0
+    generates: int = 0
     expired: int = 0
     released: int = 0
     forks: int = 0
@@ -61,6 +63,7 @@ class EngineSnapshot:
         num_sequences: Live sequences. total_blocks, free_blocks: of the pool, the null block left out.
         is_failed: True after a device was lost; nothing runs any more.
         refused_at_gate: Jobs refused before they reached the engine thread, by reason.
+        num_streams: Generates and Forwards under way.
     """
 
     counters: EngineCounters
@@ -71,6 +74,7 @@ class EngineSnapshot:
     free_blocks: int
     is_failed: bool
     refused_at_gate: Mapping[str, int] = field(default_factory=dict)
+    num_streams: int = 0
 
     def refused(self) -> dict[str, int]:
         """Return how many jobs were refused, by reason, wherever it happened."""

@@ -90,6 +90,7 @@ class AppendJob:
         drafts: Set for a verify; ``output`` then holds for row 0 and every draft, whatever ``all_positions`` says.
         cohort: Jobs of one request that are to run in one step, by a number of their own; 0: none.
         is_internal: Made by the engine itself for a Generate or Forward: nobody comes back with its handle.
+        keeps_record: Its answer is remembered for a retry; False where nobody can ask again.
     """
 
     principal: str
@@ -109,6 +110,7 @@ class AppendJob:
     drafts: Drafts | None = None
     cohort: int = 0
     is_internal: bool = False
+    keeps_record: bool = True
 
     def branched_to(self, cache_id: str) -> bool:
         """Return whether an answer in the sequence ``cache_id`` lies in a branch of the handle's own."""

@@ -28,10 +28,10 @@ from source_edits import Edits, Module, last_name
 SOURCES = Path(__file__).resolve().parent / "ferrule_client"
 TARGET = SOURCES / "aio"
 
-GENERATED = ("_calls", "_connection", "cache", "client", "detokenizer", "generation", "stream")
+GENERATED = ("_calls", "_connection", "admin", "cache", "client", "detokenizer", "generation", "stream")
 BY_HAND = ("_lease", "_stream_call", "_wire")
 
-RENAMED = ("Cache", "Client", "Detokenizer", "Generation", "Stream", "TextGeneration")
+RENAMED = ("Admin", "Cache", "Client", "Detokenizer", "Generation", "Stream", "TextGeneration")
 DUNDERS = {"__enter__": "__aenter__", "__exit__": "__aexit__", "__next__": "__anext__"}
 
 # Methods of the modules written by hand that wait, and a callback that does. Everything else follows from them.

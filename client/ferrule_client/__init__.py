@@ -16,6 +16,7 @@ Importing this package loads grpc, protobuf and numpy, nothing more. Begin with 
 
 from __future__ import annotations
 
+from ferrule_client.admin import Admin
 from ferrule_client.cache import Cache
 from ferrule_client.client import Client
 from ferrule_client.detokenizer import Detokenizer
@@ -56,6 +57,7 @@ from ferrule_client.generation import (
     Generation,
     TextGeneration,
 )
+from ferrule_client.masks import MaskLike, TokenMask
 from ferrule_client.policy import (
     DType,
     Greedy,
@@ -70,16 +72,22 @@ from ferrule_client.stream import Stream
 from ferrule_client.types import (
     Acceptance,
     CacheInfo,
+    CacheMetrics,
     CacheSummary,
     Caller,
     Capabilities,
+    ChatMessage,
+    ChatPrompt,
+    Drained,
     FinishReason,
     FloatArray,
     Handle,
     Lease,
+    MemoryUsage,
     ModelInfo,
     OnStale,
     Output,
+    Pooling,
     Quotas,
     Released,
     Reservation,
@@ -89,25 +97,32 @@ from ferrule_client.types import (
     TokenLogprob,
     Tokens,
     Verification,
+    Warmed,
+    WarmStep,
 )
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Acceptance",
+    "Admin",
     "AuthError",
     "BlocksExhaustedError",
     "Cache",
     "CacheInfo",
+    "CacheMetrics",
     "CacheSummary",
     "CallCancelledError",
     "Caller",
     "Capabilities",
+    "ChatMessage",
+    "ChatPrompt",
     "Client",
     "ContextExceededError",
     "DType",
     "DeadlineExceededError",
     "Detokenizer",
+    "Drained",
     "DrainingError",
     "EpochChangedError",
     "ExceedsPoolError",
@@ -124,7 +139,9 @@ __all__ = [
     "InternalError",
     "InvalidRequestError",
     "Lease",
+    "MaskLike",
     "MaskUnknownError",
+    "MemoryUsage",
     "MessageTooLargeError",
     "ModelInfo",
     "NonFiniteLogitsError",
@@ -132,6 +149,7 @@ __all__ = [
     "OutOfRangeError",
     "Output",
     "Policy",
+    "Pooling",
     "QueueFullError",
     "QuotaExceededError",
     "Quotas",
@@ -149,12 +167,15 @@ __all__ = [
     "Timing",
     "TlsConfig",
     "TokenLogprob",
+    "TokenMask",
     "TokenOutOfVocabError",
     "Tokens",
     "TruncateBeyondError",
     "UnavailableError",
     "UnsupportedError",
     "Verification",
+    "WarmStep",
+    "Warmed",
     "WrongInstanceError",
     "__version__",
     "full_logits",

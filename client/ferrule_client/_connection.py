@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import math
 import time
+import weakref
 from collections.abc import Sequence
 from typing import TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
-from ferrule.v1 import executor_pb2, tokenizer_pb2
+from ferrule.v1 import cache_pb2, executor_pb2, tokenizer_pb2
 from ferrule_client import _check, _convert
 from ferrule_client._retry import Attempts, RetrySettings
 from ferrule_client._status import cut_off, error_from_call, no_answer, no_server
 from ferrule_client._wire import Wire
-from ferrule_client.errors import CallCancelledError, ExecutorError, UnsupportedError
+from ferrule_client.errors import CallCancelledError, ExecutorError, MaskUnknownError, UnsupportedError
+from ferrule_client.masks import TokenMask
 from ferrule_client.types import Capabilities, ModelInfo, TlsConfig
 
 __all__ = ["REQUEST_IDS", "USE_DEFAULT", "Connection", "Timeout", "Until", "UseDefault"]
@@ -75,8 +78,9 @@ class Connection:
         self.is_closed = False
         self._model_info: ModelInfo | None = None
         self._capabilities: Capabilities | None = None
+        self._masks: weakref.WeakValueDictionary[bytes, TokenMask] = weakref.WeakValueDictionary()
         self.wire = Wire(target, token, tls)
-        self.executor, self.tokenizer = self.wire.executor, self.wire.tokenizer
+        self.executor, self.tokenizer, self.admin = self.wire.executor, self.wire.tokenizer, self.wire.admin
 
     def resolve(self, timeout: Timeout) -> float | None:
         """Return the seconds a call may take.
@@ -159,7 +163,9 @@ class Connection:
             try:
                 reply = self.wire.call(method, request, attempts.remaining())
             except grpc.RpcError as error:
-                self.wait(attempts, self.typed(error), error)
+                ours = self.typed(error)
+                if not self.restore_masks(ours, [request], attempts):
+                    self.wait(attempts, ours, error)
                 continue
             except ValueError:  # gRPC's answer to a channel that was closed just now
                 if not self.is_closed:
@@ -204,6 +210,39 @@ class Connection:
             text = f"this server does not serve {feature}: it is not in client.capabilities().features"
             metadata = {"feature": feature}
             raise UnsupportedError(grpc.StatusCode.UNIMPLEMENTED, "FEATURE_UNSUPPORTED", text, metadata)
+
+    def register_masks(self, bits: Sequence[bytes], attempts: Attempts) -> list[TokenMask]:
+        """Have masks kept on the server and return them with their names; they are registered again when it drops them.
+
+        Args:
+            bits: Their packed forms.
+            attempts: Those of the call.
+        """
+        most = max(1, (self._capabilities or self._ask_capabilities(attempts)).max_masks_per_request)
+        masks: list[TokenMask] = []
+        for start in range(0, len(bits), most):
+            part = bits[start : start + most]
+            reply = self.run(
+                self.executor.RegisterTokenMask, cache_pb2.RegisterTokenMaskRequest(masks=part), attempts.rest()
+            )
+            for one, name in zip(part, reply.fingerprints, strict=True):
+                masks.append(self._masks.get(name) or TokenMask(bits=one, fingerprint=name))
+                self._masks[name] = masks[-1]
+        return masks
+
+    def restore_masks(self, error: ExecutorError, requests: Sequence[object], attempts: Attempts) -> bool:
+        """Register masks of ours again that the server has dropped; tell whether the requests may be sent once more.
+
+        Args:
+            error: What came of the requests.
+            requests: Messages with policies.
+            attempts: Those of the call.
+        """
+        if not isinstance(error, MaskUnknownError) or not attempts.may_restore_masks():
+            return False
+        sent = b"".join(one.SerializeToString() for one in requests if isinstance(one, Message))
+        ours = [mask for name, mask in list(self._masks.items()) if name in sent]
+        return bool(ours) and self.register_masks([mask.bits or b"" for mask in ours], attempts.rest()) == ours
 
     def decode_text(
         self, token_ids: Sequence[int], *, timeout: Timeout = USE_DEFAULT, is_patient: bool = False

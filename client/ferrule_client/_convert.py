@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import UTC
 from typing import Any, TypeVar, cast
 
@@ -13,9 +13,10 @@ import numpy.typing as npt
 from google.protobuf import duration_pb2, timestamp_pb2
 from google.protobuf.message import Message
 
-from ferrule.v1 import cache_pb2, executor_pb2, info_pb2, policy_pb2, types_pb2
+from ferrule.v1 import admin_pb2, cache_pb2, executor_pb2, info_pb2, policy_pb2, types_pb2
 from ferrule_client import _check
 from ferrule_client import types as t
+from ferrule_client.masks import MaskLike, TokenMask, as_mask
 from ferrule_client.policy import DType, Greedy, Policy, Sampling, check_policy
 
 __all__ = [
@@ -29,6 +30,8 @@ __all__ = [
     "handle_from_message",
     "handle_to_message",
     "lease_from_message",
+    "mask_to_message",
+    "metrics_from_message",
     "model_info_from_message",
     "output_from_message",
     "policy_to_message",
@@ -38,6 +41,7 @@ __all__ = [
     "summary_from_message",
     "tensor_to_array",
     "verification_from_message",
+    "warmed_from_message",
 ]
 
 _T = TypeVar("_T")
@@ -54,6 +58,7 @@ _STALE: dict[t.OnStale, types_pb2.StalePolicy] = {
 }
 _ACCEPTANCE: dict[t.Acceptance, executor_pb2.AcceptanceRule] = {
     "none": executor_pb2.ACCEPTANCE_RULE_NONE,
+    "greedy": executor_pb2.ACCEPTANCE_RULE_EXACT,
     "exact": executor_pb2.ACCEPTANCE_RULE_EXACT,
     "rejection": executor_pb2.ACCEPTANCE_RULE_REJECTION,
 }
@@ -152,7 +157,11 @@ def policy_to_message(policy: Policy | None) -> policy_pb2.LogitsReturnPolicy | 
 
 
 def _greedy_to_message(greedy: Greedy) -> policy_pb2.GreedyArgmax:
-    return policy_pb2.GreedyArgmax(token_mask=_mask(greedy.allowed_ids), repetition_penalty=greedy.repetition_penalty)
+    return policy_pb2.GreedyArgmax(
+        token_mask=_mask(greedy.mask),
+        repetition_penalty=greedy.repetition_penalty,
+        penalty_start=greedy.penalty_start,
+    )
 
 
 def _sampling_to_message(sampling: Sampling) -> policy_pb2.Sample:
@@ -167,14 +176,27 @@ def _sampling_to_message(sampling: Sampling) -> policy_pb2.Sample:
         presence_penalty=sampling.presence_penalty,
         penalty_start=sampling.penalty_start,
         logit_bias=dict(sampling.logit_bias),
-        token_mask=_mask(sampling.allowed_ids),
+        token_mask=_mask(sampling.mask),
     )
 
 
-def _mask(allowed_ids: Iterable[int] | None) -> policy_pb2.TokenMask | None:
-    if allowed_ids is None:
-        return None
-    return policy_pb2.TokenMask(allowed_ids=policy_pb2.TokenIdList(token_ids=allowed_ids))
+def _mask(mask: TokenMask | None) -> policy_pb2.TokenMask | None:
+    return None if mask is None else mask_to_message(mask)
+
+
+def mask_to_message(mask: MaskLike) -> policy_pb2.TokenMask:
+    """Return the wire form of a mask; a registered one goes by its fingerprint.
+
+    Raises:
+        TypeError: It is no mask.
+        ValueError: It allows nothing.
+    """
+    mask = as_mask(mask)
+    if mask.fingerprint is not None:
+        return policy_pb2.TokenMask(fingerprint=mask.fingerprint)
+    if mask.bits is not None:
+        return policy_pb2.TokenMask(inline_bits=mask.bits)
+    return policy_pb2.TokenMask(allowed_ids=policy_pb2.TokenIdList(token_ids=mask.allowed_ids))
 
 
 def tensor_to_array(tensor: types_pb2.Tensor) -> t.FloatArray:
@@ -288,8 +310,10 @@ def capabilities_from_message(message: info_pb2.ExecutorCapabilities) -> t.Capab
         message,
         features=frozenset(name.removeprefix("supports_") for name in flags if getattr(message, name)),
         parameter_bytes=memory.parameter_bytes,
+        activation_bytes_per_row=memory.activation_bytes_per_row,
         kv_bytes_per_token=memory.kv_bytes_per_token,
         kv_pool_bytes=memory.kv_pool_bytes,
+        overhead_bytes=memory.overhead_bytes,
         caller=_caller_from_message(message.caller) if message.HasField("caller") else None,
     )
 
@@ -306,7 +330,17 @@ def reservation_from_message(message: cache_pb2.KvSlotReservation) -> t.Reservat
 
 def status_from_message(message: info_pb2.ExecutorStatus) -> t.Status:
     """Return how the server is doing."""
-    return _copy(t.Status, message)
+    return _copy(t.Status, message, memory=_copy(t.MemoryUsage, message.memory))
+
+
+def metrics_from_message(message: cache_pb2.CacheMetrics) -> t.CacheMetrics:
+    """Return the counters of the KV pool."""
+    return _copy(t.CacheMetrics, message)
+
+
+def warmed_from_message(message: admin_pb2.WarmupResponse) -> t.Warmed:
+    """Return what warming up did."""
+    return _copy(t.Warmed, message, steps=tuple(_copy(t.WarmStep, step) for step in message.steps))
 
 
 def _copy(cls: type[_T], message: Message, **given: object) -> _T:
@@ -333,7 +367,7 @@ def _plain(message: Message, name: str) -> Any:  # Any: the dataclass the value 
         return value
     if isinstance(value, int):
         return _enum_word(descriptor.enum_type, value) if descriptor.enum_type else value
-    return tuple(value)
+    return tuple(_enum_word(descriptor.enum_type, one) if descriptor.enum_type else one for one in value)
 
 
 def _enum_word(enum: Any, number: int) -> str:  # Any: descriptors have no stubs worth the name

@@ -19,6 +19,9 @@ _PASSING = ("QUEUE_FULL", "QUOTA_PREFILL_RATE", "QUOTA_QUEUED_ROWS")
 
 _GROWTH = 4
 
+# A server whose bound is too small for the masks of one request drops one as it takes the next.
+_MAX_MASK_RESTORES = 3
+
 # Looking whether a server is back costs nothing while nobody listens; the channel itself knocks once a second at most.
 _LOOKOUT_S = 0.2
 
@@ -74,6 +77,7 @@ class Attempts:
         )  # None: the server decides
         self.is_patient = is_patient
         self._num_retries = 0
+        self._num_mask_restores = 0
         self._backoff_s = settings.first_backoff_s
 
     def remaining(self) -> float | None:
@@ -97,6 +101,11 @@ class Attempts:
     def learn(self, *, has_request_ids: bool) -> None:
         """Take note whether the server honours request ids."""
         self._is_repeatable = has_request_ids
+
+    def may_restore_masks(self) -> bool:
+        """Tell whether masks that the server has dropped may be registered once more; it may drop them again."""
+        self._num_mask_restores += 1
+        return self._num_mask_restores <= _MAX_MASK_RESTORES
 
     def pause_s(self, error: ExecutorError, cause: grpc.RpcError | None = None) -> float:
         """Return the seconds to wait before the next attempt.

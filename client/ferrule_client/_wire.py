@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 import grpc
 
-from ferrule.v1 import executor_pb2, executor_pb2_grpc, tokenizer_pb2_grpc
+from ferrule.v1 import admin_pb2_grpc, executor_pb2, executor_pb2_grpc, tokenizer_pb2_grpc
 from ferrule_client._nudge import NUDGE_TIMEOUT_S, Nudger
 from ferrule_client.types import TlsConfig
 
@@ -65,6 +65,7 @@ class Wire:
         self.nudger = Nudger(functools.partial(_look, self._probe))
         self.executor = executor_pb2_grpc.ModelExecutorServiceStub(self.channel)
         self.tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(self.channel)
+        self.admin = admin_pb2_grpc.AdminServiceStub(self.channel)
 
     def call(
         self, method: grpc.UnaryUnaryMultiCallable[_Request, _Reply], request: _Request, timeout: float | None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 
 import grpc
@@ -19,14 +20,19 @@ from ferrule_client._retry import RetrySettings
 from ferrule_client._status import error_from_status
 from ferrule_client._tip import Tip
 from ferrule_client._token_log import TokenLog
+from ferrule_client.admin import Admin
 from ferrule_client.cache import Cache
 from ferrule_client.detokenizer import Detokenizer
 from ferrule_client.errors import ExecutorError, StartingError, UnavailableError
+from ferrule_client.masks import MaskLike, TokenMask, as_mask
 from ferrule_client.policy import Policy
 from ferrule_client.stream import Stream
 from ferrule_client.types import (
+    CacheMetrics,
     CacheSummary,
     Capabilities,
+    ChatMessage,
+    ChatPrompt,
     Handle,
     Lease,
     ModelInfo,
@@ -62,12 +68,16 @@ class Client:
     Every method takes ``timeout``: seconds for the call with all its retries; None means no limit, and left out it is
     the client's own. What is tried again is said at ``Attempts`` in ``_retry.py``: broken connections, where that is
     safe, and a server that is still loading.
+
+    Attributes:
+        admin: Warms the server up, drains it and ends it; needs the admin role.
     """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._keeper = LeaseKeeper(self._renew)
         self._idle_streams: list[Stream] = []
+        self.admin = Admin(connection)
 
     @classmethod
     def connect(
@@ -384,6 +394,94 @@ class Client:
         """
         return Detokenizer(self._connection.decode_text, context)
 
+    def apply_chat_template(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, object]] = (),
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, object] | None = None,
+        timeout: Timeout = USE_DEFAULT,
+    ) -> ChatPrompt:
+        """Return a conversation as the model's chat template writes it, as text and as token ids.
+
+        Args:
+            messages: The messages, oldest first, each with ``role`` and ``content`` and whatever else the template
+                knows, such as ``tool_calls``.
+            tools: Definitions of tools, handed to the template as ``tools``.
+            add_generation_prompt: False: end after the last message, without the header that makes the model answer.
+            variables: More variables for the template.
+            timeout: Seconds this may take, retries included.
+
+        Raises:
+            TypeError: A message has no text as ``role``, or holds what JSON cannot.
+            UnsupportedError: The model has no chat template.
+            InvalidRequestError: The template refuses the conversation.
+            ExecutorError: Anything else, see ``errors``.
+
+        Example:
+            ``ids = client.apply_chat_template([{"role": "user", "content": "Hello"}]).token_ids``
+        """
+        request = tokenizer_pb2.ApplyChatTemplateRequest(
+            messages=list(map(_chat_message, messages)),
+            tools_json=json.dumps(list(tools)) if tools else "",
+            add_generation_prompt=add_generation_prompt,
+            variables_json=json.dumps(dict(variables)) if variables else "",
+        )
+        reply = self._connection.unary(self._connection.tokenizer.ApplyChatTemplate, request, timeout=timeout)
+        return ChatPrompt(reply.text, tuple(reply.token_ids))
+
+    def register_mask(self, mask: MaskLike, *, timeout: Timeout = USE_DEFAULT) -> TokenMask:
+        """Have a mask kept on the server, so that policies name it by 16 bytes; return it, for ``mask=`` of a policy.
+
+        Registering a mask again changes nothing. A server that has dropped it, or was started anew, is given it again
+        by this client when it is used, as long as the returned mask is kept.
+
+        Args:
+            mask: Token ids, a bool array with an entry per token id, or packed bits.
+            timeout: Seconds this may take, retries included.
+
+        Raises:
+            QuotaExceededError: It does not fit the caller's quota of mask bytes.
+            InvalidRequestError: It is not of the vocabulary's size.
+            ValueError: It allows nothing, or a token out of the vocabulary.
+            ExecutorError: Anything else, see ``errors``.
+
+        Example:
+            ``digits = client.register_mask(client.encode("0123456789"))``
+        """
+        return self.register_masks([mask], timeout=timeout)[0]
+
+    def register_masks(self, masks: Sequence[MaskLike], *, timeout: Timeout = USE_DEFAULT) -> list[TokenMask]:
+        """Have masks kept on the server, many in one call; see ``register_mask``.
+
+        Args:
+            masks: As in ``register_mask``, each.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            One registered mask for each.
+
+        Raises:
+            ExecutorError: As in ``register_mask``.
+        """
+        timeout = self._connection.until(timeout)
+        given = list(map(as_mask, masks))
+        needs_size = any(one.bits is None for one in given)
+        vocab_size = self._connection.model_info(timeout).vocab_size if needs_size else 0
+        bits = [one.to_bits(vocab_size) for one in given]
+        return self._connection.register_masks(bits, self._connection.attempts(timeout))
+
+    def cache_metrics(self, *, timeout: Timeout = USE_DEFAULT) -> CacheMetrics:
+        """Return the counters of the server's KV pool, over all callers.
+
+        Example:
+            ``hits = client.cache_metrics().num_prefix_hit_tokens``
+        """
+        request = cache_pb2.GetCacheMetricsRequest()
+        reply = self._connection.unary(self._connection.executor.GetCacheMetrics, request, timeout=timeout)
+        return _convert.metrics_from_message(reply.metrics)
+
     def list_caches(self, *, page_size: int = 0, timeout: Timeout = USE_DEFAULT) -> Iterator[CacheSummary]:
         """Yield the caller's live sequences by loggable id, asking for the next page when it is needed.
 
@@ -518,6 +616,21 @@ def _check_text(text: object) -> None:
     except UnicodeEncodeError as error:
         code = f"U+{ord(text[error.start]):04X}"
         raise ValueError(f"the text is not valid Unicode: half a surrogate pair, {code}, at {error.start}") from None
+
+
+def _chat_message(message: ChatMessage) -> tokenizer_pb2.ChatMessage:
+    """Return the wire form of a message; what is neither its role nor a plain text goes as JSON.
+
+    Raises:
+        TypeError: It has no text as ``role``, or holds what JSON cannot.
+    """
+    extra = dict(message)
+    role, content = extra.pop("role", None), extra.pop("content", "")
+    if not isinstance(role, str):
+        raise TypeError(f"a message needs a text as role, got {role!r}")
+    if not isinstance(content, str):
+        extra["content"], content = content, ""
+    return tokenizer_pb2.ChatMessage(role=role, content=content, extra_json=json.dumps(extra) if extra else "")
 
 
 def _not_ready(status: Status) -> UnavailableError:

@@ -7,6 +7,7 @@ A policy goes with every call that runs tokens::
     cache.decode(token, policy=full_logits("bfloat16"))
     cache.decode(token, policy=greedy(top_logprobs=5))
     cache.decode(token, policy=no_output())
+    cache.decode(token, policy=sample(mask=allowed, repetition_penalty=1.1, logit_bias={7: -2.0}))
 
 Only what is asked for is computed and sent. No policy at all means full logits in float32.
 """
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from ferrule_client import _check
+from ferrule_client.masks import MaskLike, TokenMask, as_mask
 
 __all__ = [
     "DType",
@@ -43,14 +45,17 @@ class Greedy:
 
     Attributes:
         repetition_penalty: Divides positive and multiplies negative logits of tokens already there; more than 0.
-        allowed_ids: Tokens that may be chosen; None means all.
+        penalty_start: Index of the first sequence token that counts for the penalty.
+        mask: Tokens that may be chosen; None means all.
     """
 
     repetition_penalty: float | None = None
-    allowed_ids: tuple[int, ...] | None = None
+    penalty_start: int | None = None
+    mask: TokenMask | None = None
 
     def __post_init__(self) -> None:
         _check.number("repetition_penalty", self.repetition_penalty, 0, above_low=True)
+        _check.whole("penalty_start", self.penalty_start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +76,7 @@ class Sampling:
         presence_penalty: Subtracted once from the logit of every token that occurred.
         penalty_start: Index of the first sequence token that counts for the penalties.
         logit_bias: Added to the logits of these token ids.
-        allowed_ids: Tokens that may be drawn; None means all.
+        mask: Tokens that may be drawn; None means all.
     """
 
     temperature: float | None = None
@@ -84,7 +89,7 @@ class Sampling:
     presence_penalty: float | None = None
     penalty_start: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_ids: tuple[int, ...] | None = None
+    mask: TokenMask | None = None
 
     def __post_init__(self) -> None:
         _check.number("temperature", self.temperature, 0)
@@ -96,6 +101,9 @@ class Sampling:
         _check.number("frequency_penalty", self.frequency_penalty)
         _check.number("presence_penalty", self.presence_penalty)
         _check.whole("penalty_start", self.penalty_start)
+        for token, bias in self.logit_bias.items():
+            _check.whole("a token id of logit_bias", token, 0, 2**32 - 1)
+            _check.number("a value of logit_bias", bias)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,32 +180,47 @@ def check_policy(value: object) -> None:
 def greedy(
     *,
     repetition_penalty: float | None = None,
+    penalty_start: int | None = None,
+    mask: MaskLike | None = None,
     allowed_ids: Sequence[int] | None = None,
     logprobs: bool = False,
     top_logprobs: int = 0,
+    logprob_token_ids: Sequence[int] = (),
     target_logprobs: bool = False,
+    entropy: bool = False,
+    hidden_state: bool = False,
     logits: DType | None = None,
 ) -> Policy:
     """Return a policy that chooses the most likely token.
 
     Args:
         repetition_penalty: See ``Greedy``.
-        allowed_ids: See ``Greedy``.
-        logprobs: See ``Policy``.
+        penalty_start: See ``Greedy``.
+        mask: Tokens that may be chosen: ids, a bool array, packed bits, or what ``client.register_mask`` returned.
+        allowed_ids: The same as ``mask``, by ids.
+        logprobs: See ``Policy``; so are the settings up to ``hidden_state``.
         top_logprobs: See ``Policy``.
+        logprob_token_ids: See ``Policy``.
         target_logprobs: See ``Policy``.
+        entropy: See ``Policy``.
+        hidden_state: See ``Policy``.
         logits: Full logits besides, in this type on the wire.
 
     Example:
         ``token = cache.decode(token, policy=greedy()).token``
     """
-    selection = Greedy(repetition_penalty=repetition_penalty, allowed_ids=_ids(allowed_ids))
+    selection = Greedy(
+        repetition_penalty=repetition_penalty, penalty_start=penalty_start, mask=_mask(mask, allowed_ids)
+    )
     return Policy(
         selection=selection,
         logits=logits,
         logprobs=logprobs,
         top_logprobs=top_logprobs,
+        logprob_token_ids=_ids(logprob_token_ids),
         target_logprobs=target_logprobs,
+        entropy=entropy,
+        hidden_state=hidden_state,
     )
 
 
@@ -213,10 +236,14 @@ def sample(
     presence_penalty: float | None = None,
     penalty_start: int | None = None,
     logit_bias: Mapping[int, float] | None = None,
+    mask: MaskLike | None = None,
     allowed_ids: Sequence[int] | None = None,
     logprobs: bool = False,
     top_logprobs: int = 0,
+    logprob_token_ids: Sequence[int] = (),
     target_logprobs: bool = False,
+    entropy: bool = False,
+    hidden_state: bool = False,
     logits: DType | None = None,
 ) -> Policy:
     """Return a policy that draws a token on the server.
@@ -224,7 +251,7 @@ def sample(
     Branches that use one seed draw the same tokens: give each its own.
 
     Args:
-        temperature: See ``Sampling``; so are the settings up to ``allowed_ids``.
+        temperature: See ``Sampling``; so are the settings up to ``logit_bias``.
         top_k: See ``Sampling``.
         top_p: See ``Sampling``.
         min_p: See ``Sampling``.
@@ -234,10 +261,14 @@ def sample(
         presence_penalty: See ``Sampling``.
         penalty_start: See ``Sampling``.
         logit_bias: See ``Sampling``.
-        allowed_ids: See ``Sampling``.
-        logprobs: See ``Policy``.
+        mask: Tokens that may be drawn: ids, a bool array, packed bits, or what ``client.register_mask`` returned.
+        allowed_ids: The same as ``mask``, by ids.
+        logprobs: See ``Policy``; so are the settings up to ``hidden_state``.
         top_logprobs: See ``Policy``.
+        logprob_token_ids: See ``Policy``.
         target_logprobs: See ``Policy``.
+        entropy: See ``Policy``.
+        hidden_state: See ``Policy``.
         logits: Full logits besides, in this type on the wire.
 
     Example:
@@ -254,14 +285,17 @@ def sample(
         presence_penalty=presence_penalty,
         penalty_start=penalty_start,
         logit_bias=dict(logit_bias or {}),
-        allowed_ids=_ids(allowed_ids),
+        mask=_mask(mask, allowed_ids),
     )
     return Policy(
         selection=selection,
         logits=logits,
         logprobs=logprobs,
         top_logprobs=top_logprobs,
+        logprob_token_ids=_ids(logprob_token_ids),
         target_logprobs=target_logprobs,
+        entropy=entropy,
+        hidden_state=hidden_state,
     )
 
 
@@ -269,6 +303,7 @@ def full_logits(
     dtype: DType = "float32",
     *,
     top_logprobs: int = 0,
+    logprob_token_ids: Sequence[int] = (),
     target_logprobs: bool = False,
     entropy: bool = False,
     hidden_state: bool = False,
@@ -278,6 +313,7 @@ def full_logits(
     Args:
         dtype: Element type on the wire; half the bytes with the 16-bit ones. Arrays arrive as float32.
         top_logprobs: See ``Policy``.
+        logprob_token_ids: See ``Policy``.
         target_logprobs: See ``Policy``.
         entropy: See ``Policy``.
         hidden_state: See ``Policy``.
@@ -288,6 +324,7 @@ def full_logits(
     return Policy(
         logits=dtype,
         top_logprobs=top_logprobs,
+        logprob_token_ids=_ids(logprob_token_ids),
         target_logprobs=target_logprobs,
         entropy=entropy,
         hidden_state=hidden_state,
@@ -299,5 +336,17 @@ def no_output() -> Policy:
     return Policy(nothing=True)
 
 
-def _ids(ids: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if ids is None else tuple(_check.token_list(ids))
+def _ids(ids: Sequence[int]) -> tuple[int, ...]:
+    return tuple(_check.token_list(ids))
+
+
+def _mask(mask: MaskLike | None, allowed_ids: Sequence[int] | None) -> TokenMask | None:
+    """Return the mask that either argument names.
+
+    Raises:
+        ValueError: Both do.
+    """
+    if mask is not None and allowed_ids is not None:
+        raise ValueError("give either mask or allowed_ids, not both")
+    given = allowed_ids if mask is None else mask
+    return None if given is None else as_mask(given)

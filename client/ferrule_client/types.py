@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal
@@ -18,16 +18,22 @@ from ferrule.v1 import types_pb2
 __all__ = [
     "Acceptance",
     "CacheInfo",
+    "CacheMetrics",
     "CacheSummary",
     "Caller",
     "Capabilities",
+    "ChatMessage",
+    "ChatPrompt",
+    "Drained",
     "FinishReason",
     "FloatArray",
     "Handle",
     "Lease",
+    "MemoryUsage",
     "ModelInfo",
     "OnStale",
     "Output",
+    "Pooling",
     "Quotas",
     "Released",
     "Reservation",
@@ -37,6 +43,8 @@ __all__ = [
     "TokenLogprob",
     "Tokens",
     "Verification",
+    "Warmed",
+    "WarmStep",
 ]
 
 FloatArray = npt.NDArray[np.float32]
@@ -48,11 +56,22 @@ Tokens = int | Sequence[int] | npt.NDArray[np.integer]
 OnStale = Literal["fail", "fork", "rewind"]
 """What an append does when its handle lies behind the tip: refuse, branch there, or drop what lies beyond."""
 
-Acceptance = Literal["none", "exact", "rejection"]
-"""Who decides which drafts of a verify hold: the client, the exact token, or speculative sampling."""
+Acceptance = Literal["none", "greedy", "exact", "rejection"]
+"""Who decides which drafts of a verify hold: the client, the token that the policy chooses, or speculative sampling.
 
-FinishReason = Literal["eos", "stop_token", "max_tokens", "context_full", "closed"]
+``greedy`` is ``exact`` by a greedy policy.
+"""
+
+FinishReason = Literal[
+    "eos", "stop_token", "stop_sequence", "max_tokens", "context_full", "kv_blocks_exhausted", "error", "closed"
+]
 """Why a generation ended; ``closed`` means the caller or an error ended it before its end."""
+
+Pooling = Literal["mean", "last"]
+"""How the hidden states of all tokens become one vector: their mean, or that of the last one."""
+
+ChatMessage = Mapping[str, object]
+"""One message of a conversation: ``role``, ``content``, and what else the template knows, such as ``tool_calls``."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -360,6 +379,7 @@ class Quotas:
         queued_rows: Rows of appends accepted and not finished.
         prefill_tokens_per_second: Prompt tokens per second, on average.
         retained_bytes: Bytes of outputs kept for replay; no call is refused for it.
+        mask_bytes: Bytes of registered token masks; beyond it the least recently used ones are dropped.
     """
 
     handles: int | None
@@ -367,6 +387,7 @@ class Quotas:
     queued_rows: int | None
     prefill_tokens_per_second: int | None
     retained_bytes: int | None
+    mask_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -406,9 +427,23 @@ class Capabilities:
         min_ttl_s: Shortest lease, in seconds.
         max_ttl_s: Longest lease, in seconds.
         default_ttl_s: Lease when none is asked for, in seconds.
+        max_handles_per_request: Most handles in one renewal or release.
+        max_items_per_frame: Most items in one frame of a stream.
+        max_text_bytes: Longest text to encode, in bytes of UTF-8.
+        max_text_tokens: Most token ids to decode into text.
+        max_masks_per_request: Most masks registered in one call.
+        max_logprob_token_ids: Most ``logprob_token_ids`` of a policy.
+        max_logit_biases: Most entries of a ``logit_bias``.
+        max_stops: Most stop tokens, stop sequences and stop strings of a generation, each.
+        max_stop_length: Longest stop sequence in tokens, and stop string in bytes of UTF-8.
+        attention_mechanisms: Kinds of attention that model and executor use, such as ``grouped_query``.
+        supported_dtypes: Element types in which a model can be loaded.
+        supported_devices: Kinds of device present and usable.
         parameter_bytes: Bytes of all weights as loaded.
+        activation_bytes_per_row: Bytes of intermediate buffers per row of a step; 0: not known.
         kv_bytes_per_token: Bytes of KV of one token, over all layers.
         kv_pool_bytes: Bytes of the whole KV pool.
+        overhead_bytes: Bytes taken besides, as far as the executor knows them.
         caller: Who we are there, and our quotas, as they were when this was asked for. None: an older server.
     """
 
@@ -428,10 +463,43 @@ class Capabilities:
     min_ttl_s: float
     max_ttl_s: float
     default_ttl_s: float
+    max_handles_per_request: int
+    max_items_per_frame: int
+    max_text_bytes: int
+    max_text_tokens: int
+    max_masks_per_request: int
+    max_logprob_token_ids: int
+    max_logit_biases: int
+    max_stops: int
+    max_stop_length: int
+    attention_mechanisms: tuple[str, ...]
+    supported_dtypes: tuple[str, ...]
+    supported_devices: tuple[str, ...]
     parameter_bytes: int
+    activation_bytes_per_row: int
     kv_bytes_per_token: int
     kv_pool_bytes: int
+    overhead_bytes: int
     caller: Caller | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUsage:
+    """Memory in use, in bytes. A figure that the platform does not give is 0.
+
+    Attributes:
+        host_resident_bytes: Resident memory of the server's process.
+        host_peak_bytes: Its highest since start.
+        device_allocated_bytes: Memory that the process has allocated on the device.
+        device_peak_bytes: Its highest since start.
+        device_total_bytes: Memory of the whole device.
+    """
+
+    host_resident_bytes: int
+    host_peak_bytes: int
+    device_allocated_bytes: int
+    device_peak_bytes: int
+    device_total_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -453,10 +521,22 @@ class Status:
         queue_depth: Requests waiting for a step.
         total_blocks: Blocks in the KV pool.
         free_blocks: Blocks free or reclaimable at once.
+        current_batch_size: Sequences in the step that runs now, or in the last one.
+        active_streams: Generations and forward passes under way.
         num_steps: Steps run since start.
+        num_prefills: Appends finished since start that made a sequence or carried more than one token.
+        num_decodes: Appends of one token finished since start.
+        num_verifies: Verify requests finished since start.
+        num_generates: Generations accepted since start.
         num_prefill_tokens: Tokens appended by prefills since start.
         num_decode_tokens: Tokens appended by decodes since start.
+        num_draft_tokens: Draft tokens that verify requests brought since start.
+        num_accepted_tokens: Of these, tokens that an acceptance rule accepted.
         num_errors: Requests refused or failed since start.
+        avg_prefill_ns: Mean nanoseconds of the steps of a prefill; 0: none yet.
+        avg_decode_ns: Mean nanoseconds of the step of a decode; 0: none yet.
+        last_step_time: When the last step ended, by the server's wall clock; None: none yet.
+        memory: Memory of the server's process and its device.
     """
 
     state: str
@@ -473,10 +553,131 @@ class Status:
     queue_depth: int
     total_blocks: int
     free_blocks: int
+    current_batch_size: int
+    active_streams: int
     num_steps: int
+    num_prefills: int
+    num_decodes: int
+    num_verifies: int
+    num_generates: int
     num_prefill_tokens: int
     num_decode_tokens: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
     num_errors: int
+    avg_prefill_ns: int
+    avg_decode_ns: int
+    last_step_time: datetime | None
+    memory: MemoryUsage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheMetrics:
+    """Counters of the KV pool. Names beginning ``num_`` count since start, the others say how it is now.
+
+    Attributes:
+        block_size: Tokens in one block.
+        total_blocks: Blocks that sequences can use: free, cached and used ones.
+        empty_blocks: Blocks that hold nothing.
+        cached_blocks: Blocks that only the prefix cache holds; reclaimed when needed.
+        used_blocks: Blocks that sequences hold, each counted once.
+        shared_blocks: Of these, blocks that two or more sequences hold.
+        live_sequences: Sequences alive.
+        tombstones: Tombstones kept for released and expired sequences.
+        num_created: Sequences created, forks included.
+        num_forks: Branches made.
+        num_truncates: Truncates and rewinds done.
+        num_released: Sequences released by clients.
+        num_expired: Sequences whose lease ran out.
+        num_block_copies: Blocks copied because a branch wrote into a shared one.
+        num_prefix_lookup_tokens: Prompt tokens looked up in the prefix cache.
+        num_prefix_hit_tokens: Of these, tokens found.
+        num_prefix_evictions: Cached blocks reclaimed for new sequences.
+        num_exhausted: Requests refused with KV_BLOCKS_EXHAUSTED.
+        num_replays: Appends answered as a replay.
+        num_stale: Appends answered HANDLE_STALE.
+        token_masks: Token masks registered now.
+        token_mask_bytes: Bytes of these.
+    """
+
+    block_size: int
+    total_blocks: int
+    empty_blocks: int
+    cached_blocks: int
+    used_blocks: int
+    shared_blocks: int
+    live_sequences: int
+    tombstones: int
+    num_created: int
+    num_forks: int
+    num_truncates: int
+    num_released: int
+    num_expired: int
+    num_block_copies: int
+    num_prefix_lookup_tokens: int
+    num_prefix_hit_tokens: int
+    num_prefix_evictions: int
+    num_exhausted: int
+    num_replays: int
+    num_stale: int
+    token_masks: int
+    token_mask_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation as the model's chat template writes it.
+
+    Attributes:
+        text: The text as rendered.
+        token_ids: Its token ids, special tokens parsed and none added.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStep:
+    """One step that warming up has run.
+
+    Attributes:
+        num_sequences: Sequences in it.
+        num_rows: Rows in it: as many for a decode, more for a prefill.
+        run_ns: Nanoseconds it took.
+    """
+
+    num_sequences: int
+    num_rows: int
+    run_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """What warming up did.
+
+    Attributes:
+        run_ns: Nanoseconds it took.
+        batch_sizes: Batch sizes that are warm now, ascending.
+        steps: The steps that were run for it; none where everything was warm.
+    """
+
+    run_ns: int
+    batch_sizes: tuple[int, ...]
+    steps: tuple[WarmStep, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """How the server was when it was asked to go down.
+
+    Attributes:
+        live_sequences: Sequences alive.
+        pending_jobs: Requests waiting or running.
+    """
+
+    live_sequences: int
+    pending_jobs: int
 
 
 @dataclass(frozen=True, slots=True, repr=False)

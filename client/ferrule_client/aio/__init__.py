@@ -21,6 +21,7 @@ the sync client drives (a loop and a thread under every plain script).
 
 from __future__ import annotations
 
+from ferrule_client.aio.admin import AsyncAdmin
 from ferrule_client.aio.cache import AsyncCache
 from ferrule_client.aio.client import AsyncClient
 from ferrule_client.aio.detokenizer import AsyncDetokenizer
@@ -28,6 +29,7 @@ from ferrule_client.aio.generation import AsyncGeneration, AsyncTextGeneration
 from ferrule_client.aio.stream import AsyncStream
 
 __all__ = [
+    "AsyncAdmin",
     "AsyncCache",
     "AsyncClient",
     "AsyncDetokenizer",

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import grpc
 import grpc.aio
 
-from ferrule.v1 import executor_pb2, executor_pb2_grpc, tokenizer_pb2_grpc
+from ferrule.v1 import admin_pb2_grpc, executor_pb2, executor_pb2_grpc, tokenizer_pb2_grpc
 from ferrule_client._nudge import FIRST_NUDGE_S, LONGEST_NUDGE_S, NUDGE_TIMEOUT_S
 from ferrule_client._wire import CHANNEL_OPTIONS, HEALTH_CHECK, secrets_of, warn_of_plain_token
 from ferrule_client.errors import CallCancelledError
@@ -61,6 +61,7 @@ class Wire:
         self.streams: weakref.WeakSet[Cancellable] = weakref.WeakSet()
         self.executor = executor_pb2_grpc.ModelExecutorServiceStub(self.channel)
         self.tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(self.channel)
+        self.admin = admin_pb2_grpc.AdminServiceStub(self.channel)
 
     async def call(
         self, method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Reply], request: _Request, timeout: float | None

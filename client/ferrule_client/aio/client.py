@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 
 from ferrule.v1 import cache_pb2, executor_pb2, tokenizer_pb2, types_pb2
@@ -19,15 +20,20 @@ from ferrule_client.aio._calls import SequenceCalls
 from ferrule_client.aio._connection import USE_DEFAULT, Connection, Timeout
 from ferrule_client.aio._lease import LeaseKeeper
 from ferrule_client.aio._opening import opening
+from ferrule_client.aio.admin import AsyncAdmin
 from ferrule_client.aio.cache import AsyncCache
 from ferrule_client.aio.detokenizer import AsyncDetokenizer
 from ferrule_client.aio.stream import AsyncStream
-from ferrule_client.client import DEFAULT_TARGET, _check_text, _not_ready
+from ferrule_client.client import DEFAULT_TARGET, _chat_message, _check_text, _not_ready
 from ferrule_client.errors import ExecutorError, UnavailableError
+from ferrule_client.masks import MaskLike, TokenMask, as_mask
 from ferrule_client.policy import Policy
 from ferrule_client.types import (
+    CacheMetrics,
     CacheSummary,
     Capabilities,
+    ChatMessage,
+    ChatPrompt,
     Handle,
     Lease,
     ModelInfo,
@@ -63,12 +69,16 @@ class AsyncClient:
     Every method takes ``timeout``: seconds for the call with all its retries; None means no limit, and left out it is
     the client's own. What is tried again is said at ``Attempts`` in ``_retry.py``: broken connections, where that is
     safe, and a server that is still loading.
+
+    Attributes:
+        admin: Warms the server up, drains it and ends it; needs the admin role.
     """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._keeper = LeaseKeeper(self._renew)
         self._idle_streams: list[AsyncStream] = []
+        self.admin = AsyncAdmin(connection)
 
     @classmethod
     def connect(
@@ -389,6 +399,94 @@ class AsyncClient:
             ``text = client.detokenizer(ids); print(text.push(token), end="")``
         """
         return AsyncDetokenizer(self._connection.decode_text, context)
+
+    async def apply_chat_template(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, object]] = (),
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, object] | None = None,
+        timeout: Timeout = USE_DEFAULT,
+    ) -> ChatPrompt:
+        """Return a conversation as the model's chat template writes it, as text and as token ids.
+
+        Args:
+            messages: The messages, oldest first, each with ``role`` and ``content`` and whatever else the template
+                knows, such as ``tool_calls``.
+            tools: Definitions of tools, handed to the template as ``tools``.
+            add_generation_prompt: False: end after the last message, without the header that makes the model answer.
+            variables: More variables for the template.
+            timeout: Seconds this may take, retries included.
+
+        Raises:
+            TypeError: A message has no text as ``role``, or holds what JSON cannot.
+            UnsupportedError: The model has no chat template.
+            InvalidRequestError: The template refuses the conversation.
+            ExecutorError: Anything else, see ``errors``.
+
+        Example:
+            ``ids = (await client.apply_chat_template([{"role": "user", "content": "Hello"}])).token_ids``
+        """
+        request = tokenizer_pb2.ApplyChatTemplateRequest(
+            messages=list(map(_chat_message, messages)),
+            tools_json=json.dumps(list(tools)) if tools else "",
+            add_generation_prompt=add_generation_prompt,
+            variables_json=json.dumps(dict(variables)) if variables else "",
+        )
+        reply = await self._connection.unary(self._connection.tokenizer.ApplyChatTemplate, request, timeout=timeout)
+        return ChatPrompt(reply.text, tuple(reply.token_ids))
+
+    async def register_mask(self, mask: MaskLike, *, timeout: Timeout = USE_DEFAULT) -> TokenMask:
+        """Have a mask kept on the server, so that policies name it by 16 bytes; return it, for ``mask=`` of a policy.
+
+        Registering a mask again changes nothing. A server that has dropped it, or was started anew, is given it again
+        by this client when it is used, as long as the returned mask is kept.
+
+        Args:
+            mask: Token ids, a bool array with an entry per token id, or packed bits.
+            timeout: Seconds this may take, retries included.
+
+        Raises:
+            QuotaExceededError: It does not fit the caller's quota of mask bytes.
+            InvalidRequestError: It is not of the vocabulary's size.
+            ValueError: It allows nothing, or a token out of the vocabulary.
+            ExecutorError: Anything else, see ``errors``.
+
+        Example:
+            ``digits = await client.register_mask(await client.encode("0123456789"))``
+        """
+        return (await self.register_masks([mask], timeout=timeout))[0]
+
+    async def register_masks(self, masks: Sequence[MaskLike], *, timeout: Timeout = USE_DEFAULT) -> list[TokenMask]:
+        """Have masks kept on the server, many in one call; see ``register_mask``.
+
+        Args:
+            masks: As in ``register_mask``, each.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            One registered mask for each.
+
+        Raises:
+            ExecutorError: As in ``register_mask``.
+        """
+        timeout = self._connection.until(timeout)
+        given = list(map(as_mask, masks))
+        needs_size = any(one.bits is None for one in given)
+        vocab_size = (await self._connection.model_info(timeout)).vocab_size if needs_size else 0
+        bits = [one.to_bits(vocab_size) for one in given]
+        return await self._connection.register_masks(bits, self._connection.attempts(timeout))
+
+    async def cache_metrics(self, *, timeout: Timeout = USE_DEFAULT) -> CacheMetrics:
+        """Return the counters of the server's KV pool, over all callers.
+
+        Example:
+            ``hits = (await client.cache_metrics()).num_prefix_hit_tokens``
+        """
+        request = cache_pb2.GetCacheMetricsRequest()
+        reply = await self._connection.unary(self._connection.executor.GetCacheMetrics, request, timeout=timeout)
+        return _convert.metrics_from_message(reply.metrics)
 
     async def list_caches(self, *, page_size: int = 0, timeout: Timeout = USE_DEFAULT) -> AsyncIterator[CacheSummary]:
         """Yield the caller's live sequences by loggable id, asking for the next page when it is needed.

@@ -1,0 +1,84 @@
+"""The server's life, for whoever runs it: warm up, drain, end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ferrule.v1 import admin_pb2
+from ferrule_client import _check, _convert
+from ferrule_client._connection import USE_DEFAULT, Connection, Timeout
+from ferrule_client.types import Drained, Warmed
+
+__all__ = ["Admin"]
+
+
+class Admin:
+    """Calls that need the admin role; ``client.admin``.
+
+    Without the role every call raises ``AuthError``, on a server without the service ``UnsupportedError``.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def warmup(self, batch_sizes: Sequence[int] = (), *, timeout: Timeout = USE_DEFAULT) -> Warmed:
+        """Run steps of the usual shapes on no sequence's memory, so that the first request is not slow.
+
+        Args:
+            batch_sizes: Batch sizes to prepare for. Empty: those that the executor chooses.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            What was run; nothing where all was warm.
+
+        Raises:
+            AuthError: The caller is no admin.
+            ValueError: A batch size is below 1.
+            ExecutorError: Anything else, see ``errors``.
+
+        Example:
+            ``client.admin.warmup([1, 8, 32])``
+        """
+        for size in batch_sizes:
+            _check.whole("a batch size", size, 1, 2**32 - 1)
+        request = admin_pb2.WarmupRequest(batch_sizes=batch_sizes)
+        reply = self._connection.unary(self._connection.admin.Warmup, request, timeout=timeout)
+        return _convert.warmed_from_message(reply)
+
+    def drain(self, grace: float | None = None, *, timeout: Timeout = USE_DEFAULT) -> Drained:
+        """Let the server refuse new prompts and serve live handles, until its grace ends; the process stays.
+
+        Args:
+            grace: Seconds that live sequences may still be used. None: the server's setting.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            What is alive at this moment.
+
+        Raises:
+            AuthError: The caller is no admin.
+            ValueError: ``grace`` is negative.
+            ExecutorError: Anything else, see ``errors``.
+        """
+        request = admin_pb2.DrainRequest(grace=_convert.duration(grace))
+        reply = self._connection.unary(self._connection.admin.Drain, request, timeout=timeout)
+        return Drained(reply.live_sequences, reply.pending_jobs)
+
+    def shutdown(self, grace: float | None = None, *, timeout: Timeout = USE_DEFAULT) -> Drained:
+        """Drain the server, then end its process; the answer comes before.
+
+        Args:
+            grace: Seconds that running requests and streams may still take. None: the server's setting; 0: end now.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            The sequences that will be lost; the number of jobs is not told and 0.
+
+        Raises:
+            AuthError: The caller is no admin.
+            ValueError: ``grace`` is negative.
+            ExecutorError: Anything else, see ``errors``.
+        """
+        request = admin_pb2.ShutdownRequest(grace=_convert.duration(grace))
+        reply = self._connection.unary(self._connection.admin.Shutdown, request, timeout=timeout)
+        return Drained(reply.live_sequences, 0)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ferrule_server.executor.base import DraftSpec
+from ferrule_server.executor.base import DraftSpec, Int32Array
 from ferrule_server.executor.laws import Law
 from ferrule_server.executor.philox import Purpose, uniform
 from ferrule_server.executor.ranking import Float64Array
@@ -81,9 +81,9 @@ def _draft_probability(draft: DraftSpec) -> float:
 
 def _draft_probabilities(law: Law, draft: DraftSpec) -> Float64Array:
     """Return q of each token kept by ``law``: float64 [len(law.weights)]."""
-    if draft.law is None:
-        drafted_ids, probs = np.array([draft.token_id]), np.ones(1)
-    else:
+    drafted_ids: Int32Array | None = np.array([draft.token_id], np.int32)
+    probs = np.ones(1)
+    if draft.law is not None:
         drafted_ids, probs = draft.law.token_ids, draft.law.probs / draft.law.probs.sum()
     if drafted_ids is None:
         return probs if law.token_ids is None else probs[law.token_ids]

@@ -48,7 +48,8 @@ class Law:
 
     def probabilities(self) -> Float64Array:
         """Return the probability of each kept token: float64 [n]."""
-        return self.weights / self.weights.sum()
+        probabilities: Float64Array = self.weights / self.weights.sum()
+        return probabilities
 
     def probability(self, token_id: int) -> float:
         """Return the probability of one token, kept or not."""

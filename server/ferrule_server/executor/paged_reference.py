@@ -170,7 +170,8 @@ class PagedReferenceExecutor:
         scores = np.where(is_visible[:, None, None], scores, -np.inf)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True)).astype(np.float64)
         out = np.matmul(weights, values) / weights.sum(axis=-1, keepdims=True)
-        return out.astype(np.float32).reshape(num_rows, -1)
+        hidden: Float32Array = out.astype(np.float32).reshape(num_rows, -1)
+        return hidden
 
     def _gather(
         self, positions: Int32Array, block_tables: Int32Array

@@ -92,9 +92,10 @@ def choose(row: Float32Array, position: int, spec: OutputSpec, best_id: int, his
         best_id: The id of the largest logit, the lowest among equals.
         history: int32 [n], the tokens that penalties count.
     """
-    sample, values = spec.sample, row
+    sample = spec.sample
     if sample is None and not spec.greedy:
         return _NO_CHOICE
+    values: Logits = row
     if spec.shaping is not None:
         values = shape_row(row, spec.shaping, history)
         best_id = int(values.argmax())

@@ -18,6 +18,11 @@ UNSEEDED_LOGITS = OutputRequest(OutputSpec(full_logits=True, sample=SampleSpec()
 UNSEEDED_ROWS = OutputRequest(OutputSpec(sample=SampleSpec()), all_positions=True, is_seeded=False)
 
 
+def asking(output: OutputRequest) -> AppendJob:
+    """An append of one token behind length 1."""
+    return AppendJob("me", (5,), Handle("x", 1, bytes(16)), output)
+
+
 def keep(
     records: ReplayRecords, handle_id: str, principal: str = "me", num_rows: int = 1, *, bulky: bool = True
 ) -> None:
@@ -31,7 +36,7 @@ def keep(
 
 def has_rows(records: ReplayRecords, handle_id: str) -> bool:
     """Whether the rows are still there; the record itself must be."""
-    record = records.find(handle_id, 1, 1, SPEC)
+    record = records.find(handle_id, 1, 1, asking(SPEC))
     assert record is not None
     assert record.seed == 11
     return record.result is not None
@@ -92,10 +97,10 @@ def test_only_the_append_that_was_recorded_is_found() -> None:
     """Another start, number of tokens or policy is another append."""
     records = ReplayRecords(10 * ROW_BYTES)
     keep(records, "a")
-    assert records.find("a", 1, 1, SPEC) is not None
-    assert records.find("a", 2, 1, SPEC) is None
-    assert records.find("a", 1, 2, SPEC) is None
-    assert records.find("a", 1, 1, UNSEEDED_LOGITS) is None
+    assert records.find("a", 1, 1, asking(SPEC)) is not None
+    assert records.find("a", 2, 1, asking(SPEC)) is None
+    assert records.find("a", 1, 2, asking(SPEC)) is None
+    assert records.find("a", 1, 1, asking(UNSEEDED_LOGITS)) is None
 
 
 @pytest.mark.parametrize("output", [UNSEEDED_LOGITS, UNSEEDED_ROWS])

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import secrets
 from dataclasses import dataclass
 
 from ferrule_server.engine.counters import EngineCounters
 from ferrule_server.engine.creations import Creation, Creations
-from ferrule_server.engine.jobs import AppendJob, AppendResult, OutputRequest, Sink
-from ferrule_server.engine.records import ReplayRecords
+from ferrule_server.engine.jobs import Acceptance, AppendJob, AppendResult, Sink, Verified
+from ferrule_server.engine.records import AppendRecord, ReplayRecords
+from ferrule_server.engine.row_specs import row_specs
 from ferrule_server.engine.running import RunningAppend
+from ferrule_server.engine.verification import with_row_handles
 from ferrule_server.errors import InvalidRequest
-from ferrule_server.executor.base import OutputSpec
+from ferrule_server.kv import append_rule
 from ferrule_server.kv.append_rule import Verdict, check_handle
 from ferrule_server.kv.reservation import Reservation
 from ferrule_server.kv.sequence import Sequence
@@ -41,7 +42,13 @@ class Admission:
         Raises:
             ContextExceeded, ExceedsPool, BlocksExhausted, QuotaExceeded: There is no room; nothing was reserved.
         """
-        reservation = self.store.reserve_new(job.principal, len(job.token_ids), job.reserved_length)
+        if job.drafts is not None:
+            _check_drafts(job)
+        reservation = self.store.reserve_new(
+            job.principal,
+            len(job.token_ids),
+            job.reserved_length,
+        )
         return self._creating(_writing(job, sink, reservation))
 
     def append(self, job: AppendJob, sink: Sink, sequence: Sequence) -> RunningAppend | AppendResult:
@@ -58,7 +65,14 @@ class Admission:
         """
         handle = job.handle
         assert handle is not None
-        verdict = self.store.judge(sequence, handle, job.token_ids, job.on_stale)
+        if job.drafts is None:
+            verdict = self.store.judge(sequence, handle, job.token_ids, job.on_stale)
+        else:
+            verdict, record = self._judge_verify(job, sequence)
+            if record is not None:
+                stop = record.start + record.num_tokens
+                rows = _Rows(record.start, stop, seed=record.seed, verified=record.verified)
+                return self._replay(job, sink, sequence, rows)
         match verdict:
             case Verdict.QUERY:
                 self.counters.queries += 1
@@ -88,7 +102,30 @@ class Admission:
         """
         (handle,) = creation.handles
         check_handle(sequence, handle)
-        return self._replay(job, sink, sequence, _Rows(creation.start, handle.length, seed=creation.seed))
+        rows = _Rows(creation.start, handle.length, seed=creation.seed, verified=creation.verified)
+        return self._replay(job, sink, sequence, rows)
+
+    def _judge_verify(self, job: AppendJob, sequence: Sequence) -> tuple[Verdict, AppendRecord | None]:
+        """Judge a verify; the record comes along where that alone tells that it is a replay."""
+        handle, drafts = job.handle, job.drafts
+        assert handle is not None
+        assert drafts is not None
+        _check_drafts(job)
+        if drafts.acceptance is Acceptance.NONE:
+            return self.store.judge(sequence, handle, job.token_ids, job.on_stale), None
+        check_handle(sequence, handle)
+        if (record := self._record_of_verify(job, sequence)) is not None:
+            return Verdict.REPLAY, record
+        return append_rule.judge(sequence, handle, job.token_ids, job.on_stale, may_replay=False), None
+
+    def _record_of_verify(self, job: AppendJob, sequence: Sequence) -> AppendRecord | None:
+        """The record of this very verify, if it is the sequence's last append and what it appended is still there."""
+        assert job.handle is not None
+        start = job.handle.length
+        record = self.records.find_verify(sequence.handle_id, start, job)
+        if record is None or not append_rule.is_committed(sequence, start, job.token_ids[: record.num_tokens]):
+            return None
+        return record
 
     def _creating(self, run: RunningAppend) -> RunningAppend:
         if run.job.request_id:
@@ -100,7 +137,7 @@ class Admission:
 
         The lease is renewed as long as it is: a late duplicate must not shorten what a keep-alive has asked for since.
         """
-        record = self.records.find(sequence.handle_id, rows.start, rows.end - rows.start, job.output)
+        record = self.records.find(sequence.handle_id, rows.start, rows.end - rows.start, job)
         if record is not None:
             if record.result is not None:
                 self.counters.replays += 1
@@ -123,11 +160,10 @@ class Admission:
         start, end = rows.start, rows.end
         is_replay = verdict is Verdict.REPLAY
         token_ids = tuple(sequence.token_ids[start:end])
-        specs, seed = _row_specs(job.output, token_ids, rows.seed)
+        specs, seed = row_specs(job.output, job.token_ids or token_ids, job.drafts, rows.seed)
+        specs = {row: spec for row, spec in specs.items() if row < len(token_ids)}  # no drafts that did not hold
         if not specs:  # nothing is asked of any row, so there is nothing to run
-            ttl_s = self.store.renew(sequence, rows.ttl_s)
-            handle = self.store.handle_at(sequence, end)
-            return AppendResult(handle, replayed=is_replay, forked=job.branched_to(handle.cache_id), ttl_s=ttl_s)
+            return self._answer(job, sequence, is_replay=is_replay, rows=rows)
         self.counters.recomputed += is_replay
         first = min(specs)
         sequence.num_pins += 1
@@ -144,7 +180,19 @@ class Admission:
             specs={row - first: spec for row, spec in specs.items()},
             seed=seed,
             ttl_s=rows.ttl_s,
+            is_read_only=True,
+            verified=rows.verified,
         )
+
+    def _answer(self, job: AppendJob, sequence: Sequence, rows: _Rows, *, is_replay: bool) -> AppendResult:
+        """The answer where no row is wanted."""
+        ttl_s = self.store.renew(sequence, rows.ttl_s)
+        handle = self.store.handle_at(sequence, rows.end)
+        answer = AppendResult(handle, replayed=is_replay, forked=job.branched_to(handle.cache_id), ttl_s=ttl_s)
+        if job.drafts is not None:
+            verified = rows.verified or Verified()
+            answer.verified = with_row_handles(verified, job.drafts, self.store, sequence, rows.end)
+        return answer
 
 
 @dataclass(slots=True)
@@ -154,12 +202,14 @@ class _Rows:
     Attributes:
         ttl_s: The lease to set; None keeps the sequence's own.
         seed: What an unseeded draw used when they were run first; None: not known, or a draw of its own is wanted.
+        verified: Of a verify: what was answered.
     """
 
     start: int
     end: int
     ttl_s: float | None = None
     seed: int | None = None
+    verified: Verified | None = None
 
 
 def _writing(
@@ -169,7 +219,8 @@ def _writing(
     sequence: Sequence | None = None,
     verdict: Verdict | None = None,
 ) -> RunningAppend:
-    specs, seed = _row_specs(job.output, job.token_ids)
+    specs, seed = row_specs(job.output, job.token_ids, job.drafts)
+    num_tokens, num_cached = reservation.num_tokens, 0
     return RunningAppend(
         job=job,
         sink=sink,
@@ -179,33 +230,24 @@ def _writing(
         token_ids=job.token_ids,
         start=reservation.start,
         block_ids=reservation.block_ids,
-        length_after=reservation.start + reservation.num_tokens,
+        length_after=reservation.start + num_tokens,
         specs=specs,
         seed=seed,
         ttl_s=job.ttl_s,
+        num_cached=num_cached,
+        cursor=min(num_cached, num_tokens - 1),  # of a prompt that is there whole the last row is run again
+        is_read_only=num_cached == num_tokens,
     )
 
 
-def _row_specs(
-    output: OutputRequest, token_ids: tuple[int, ...], known_seed: int | None = None
-) -> tuple[dict[int, OutputSpec], int | None]:
-    """Return what each row returns (rows without an entry return nothing), and the seed, None when nothing is drawn.
+def _check_drafts(job: AppendJob) -> None:
+    """Raise unless the drafts stand behind at least one token that is certain."""
+    assert job.drafts is not None
+    if job.drafts.count >= len(job.token_ids):
+        raise InvalidRequest("input_ids", "at least one token that is no draft is needed")
 
-    An unseeded draw uses ``known_seed``, or a new one where that is None.
-    """
-    spec, seed = output.spec, None
-    if spec is None:
-        return {}, None
-    if spec.sample is not None:
-        seed = spec.sample.seed
-        if not output.is_seeded:
-            seed = secrets.randbits(64) if known_seed is None else known_seed
-            spec = dataclasses.replace(spec, sample=dataclasses.replace(spec.sample, seed=seed))
-    last = len(token_ids) - 1
-    if last == 0:
-        return {0: spec}, seed
-    rows = range(len(token_ids)) if output.all_positions else (last,)
-    if not output.wants_targets:
-        return dict.fromkeys(rows, spec), seed
-    targeted = {row: dataclasses.replace(spec, target_id=token_ids[row + 1]) if row < last else spec for row in rows}
-    return targeted, seed
+
+def _wants_last_row_at_most(job: AppendJob) -> bool:
+    """Whether no row before the last one has to be run for what it returns."""
+    output, drafts = job.output, job.drafts
+    return output.spec is None or not (output.all_positions or (drafts is not None and drafts.count))

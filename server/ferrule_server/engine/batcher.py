@@ -13,8 +13,9 @@ from ferrule_server.engine.running import RunningAppend
 from ferrule_server.executor.base import NO_SLOT, NULL_BLOCK, Int32Array, OutputSpec, StepBatch
 
 DECODE_ROWS = 8
-"""An append to a sequence of at most this many tokens is a decode: scheduled whole, before any prefill chunk. New
-sequences are prefills whatever their length, or a flood of short prompts would not be one."""
+"""An append to a sequence of at most this many tokens is a decode: scheduled whole, before any prefill chunk. So is a
+verify of any length: it stands for as many decodes. New sequences are prefills whatever their length, or a flood of
+short prompts would not be one."""
 
 PREFILL_SHARE = 8
 """While a prefill waits, one row in this many is kept for it, however many decodes come back each step."""
@@ -41,7 +42,8 @@ class Batcher:
     not need goes to the others. Within a principal decodes go in order of arrival; of the room for its prefills the
     oldest has at least half, so that it ends, and the rest goes to the shortest, so that a short prompt does not wait
     for a long one. While somebody else decodes, :class:`Pace` says how much room prefills have in all; who is alone
-    is not held back, nor by its own decodes, so that what it runs does not depend on the clock.
+    is not held back, nor by its own decodes, so that what it runs does not depend on the clock. Nor are the prefills of
+    a cohort for the sake of its own decodes: whoever waits for these waits for all of it.
 
     Args:
         max_rows: Most rows in a step, at least 2.
@@ -55,7 +57,7 @@ class Batcher:
         self._max_rows = max_rows
         self._clock = clock
         self._pace = Pace(max_step_time_s)
-        self._decoded_at: dict[str, float] = {}  # by handle_id, the latest last
+        self._decoded: dict[str, tuple[float, int]] = {}  # when and in which cohort, by handle_id, the latest last
         self._decode_turns = _Turns(1)
         self._prefill_turns = _Turns(_CHUNK_ROWS)
 
@@ -74,12 +76,14 @@ class Batcher:
             (decodes if _is_decode(run) else prefills).append(run)
         if not prefills:
             return self._plan_decodes(decodes, self._max_rows)
-        chunks = self._plan_decodes(decodes, self._max_rows - max(1, self._max_rows // PREFILL_SHARE))
+        kept = min(max(1, self._max_rows // PREFILL_SHARE), sum(run.remaining for run in prefills))
+        chunks = self._plan_decodes(decodes, self._max_rows - kept)
         num_rows = sum(chunk.num_rows for chunk in chunks)
         room = self._max_rows - num_rows
         now_ns = self._clock()
         if chunks or self._is_another_decoding(prefills, now_ns * 1e-9):
-            room = min(room, self._pace.prefill_rows(num_rows, _waited_s(chunks, now_ns)))
+            paced = self._pace.prefill_rows(num_rows, _waited_s(chunks, now_ns))
+            room = min(room, max(paced, self._num_free_rows(chunks, prefills, now_ns * 1e-9)))
         return chunks + self._plan_prefills(prefills, room) if room else chunks
 
     def ran(self, chunks: Iterable[Chunk], elapsed_ns: int) -> None:
@@ -90,25 +94,37 @@ class Batcher:
             sequence = chunk.run.sequence
             if sequence is not None and _is_decode(chunk.run):
                 decode_rows += chunk.num_rows
-                self._decoded_at.pop(sequence.handle_id, None)
-                self._decoded_at[sequence.handle_id] = now
+                self._decoded.pop(sequence.handle_id, None)
+                self._decoded[sequence.handle_id] = now, chunk.run.job.cohort
             else:
                 prefill_rows += chunk.num_rows
         self._pace.ran(decode_rows, prefill_rows, elapsed_ns * 1e-9)
 
     def forget(self, handle_id: str) -> None:
         """A sequence has ended: nobody decodes it."""
-        self._decoded_at.pop(handle_id, None)
+        self._decoded.pop(handle_id, None)
 
-    def _is_another_decoding(self, prefills: Iterable[RunningAppend], now: float) -> bool:
-        """Whether a live sequence was decoded lately that is none of those being prefilled."""
-        own = {run.sequence.handle_id for run in prefills if run.sequence is not None}
-        for handle_id in reversed(self._decoded_at):
-            if now >= self._decoded_at[handle_id] + _DECODING_S:
+    def _is_another_decoding(self, runs: list[RunningAppend], now: float) -> bool:
+        """Whether a live sequence was decoded lately that has no part in these runs, nor had in a cohort of theirs."""
+        own = {run.sequence.handle_id for run in runs if run.sequence is not None}
+        cohorts = {run.job.cohort for run in runs if run.job.cohort}
+        for handle_id in reversed(self._decoded):
+            at, cohort = self._decoded[handle_id]
+            if now >= at + _DECODING_S:
                 return False
-            if handle_id not in own:
+            if handle_id not in own and cohort not in cohorts:
                 return True
         return False
+
+    def _num_free_rows(self, chunks: list[Chunk], prefills: list[RunningAppend], now: float) -> int:
+        """Prefill rows that nobody has to be spared: those of the one cohort that all decodes of the step belong to."""
+        cohort = chunks[0].run.job.cohort if chunks else 0
+        if not cohort or any(chunk.run.job.cohort != cohort for chunk in chunks):
+            return 0
+        own = [run for run in prefills if run.job.cohort == cohort]
+        if self._is_another_decoding([*own, *(chunk.run for chunk in chunks)], now):
+            return 0
+        return sum(run.remaining for run in own)
 
     def _plan_decodes(self, decodes: list[RunningAppend], room: int) -> list[Chunk]:
         if sum(run.remaining for run in decodes) <= room:
@@ -188,7 +204,7 @@ def _equal_shares(wanted: Mapping[str, int], room: int) -> dict[str, int]:
 
 
 def _is_decode(run: RunningAppend) -> bool:
-    return run.sequence is not None and len(run.token_ids) <= DECODE_ROWS
+    return run.sequence is not None and (len(run.token_ids) <= DECODE_ROWS or run.job.drafts is not None)
 
 
 def _waited_s(chunks: Iterable[Chunk], now_ns: int) -> float:
@@ -240,6 +256,7 @@ def build_batch(chunks: Sequence[Chunk], block_size: int) -> StepBatch:
     output_specs: list[OutputSpec] = []
     cu_seqlens_q = [0]
     kv_lens: list[int] = []
+    is_shaped = False
     for chunk in chunks:
         run, first, base = chunk.run, chunk.run.cursor, len(token_ids)
         end = run.start + first + chunk.num_rows
@@ -250,6 +267,8 @@ def build_batch(chunks: Sequence[Chunk], block_size: int) -> StepBatch:
         for row, spec in _output_specs(run, first, chunk.num_rows):
             output_rows.append(base + row - first)
             output_specs.append(spec)
+            if spec.shaping is not None:
+                is_shaped = True
         cu_seqlens_q.append(len(token_ids))
         kv_lens.append(end)
     return StepBatch(
@@ -261,12 +280,29 @@ def build_batch(chunks: Sequence[Chunk], block_size: int) -> StepBatch:
         block_tables=_block_tables(chunks, kv_lens, block_size),
         output_rows=np.array(output_rows, np.int32),
         output_specs=tuple(output_specs),
+        histories=_histories(chunks) if is_shaped else (),
     )
+
+
+def _histories(chunks: Iterable[Chunk]) -> tuple[Int32Array | None, ...]:
+    """What the penalties of each output row count, as ``StepBatch.histories`` says; rows of one append share memory."""
+    histories: list[Int32Array | None] = []
+    for chunk in chunks:
+        run, tokens, start = chunk.run, None, -1
+        for row, spec in _output_specs(run, run.cursor, chunk.num_rows):
+            if spec.shaping is None or not spec.shaping.has_penalties:
+                histories.append(None)
+                continue
+            if tokens is None or spec.shaping.penalty_start != start:
+                start = spec.shaping.penalty_start
+                tokens = run.tokens_from(start, run.cursor + chunk.num_rows)
+            histories.append(tokens[: max(0, run.start + row + 1 - start)])
+    return tuple(histories) if any(each is not None for each in histories) else ()
 
 
 def _slots(run: RunningAppend, positions: range, block_size: int) -> list[int]:
     """Slots of these positions, NO_SLOT for rows that only read."""
-    if run.reservation is None:
+    if run.is_read_only:
         return [NO_SLOT] * len(positions)
     table = run.block_ids
     return [table[position // block_size] * block_size + position % block_size for position in positions]

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from ferrule_server.engine.counters import EngineCounters
 from ferrule_server.engine.creations import Creations
 from ferrule_server.engine.failpoints import Failpoints
-from ferrule_server.engine.jobs import AppendResult
+from ferrule_server.engine.jobs import Acceptance, AppendResult
 from ferrule_server.engine.records import ReplayRecords
 from ferrule_server.engine.running import RunningAppend
+from ferrule_server.engine.verification import verify, with_row_handles, with_tokens
 from ferrule_server.errors import NonFiniteLogits
 from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.sequence import Sequence
@@ -24,7 +25,7 @@ class Commits:
         store: The sequences; called from the engine thread only.
         records: Told what was answered to each append.
         creations: Told what was made.
-        counters: Counts prefills and decodes.
+        counters: Counts prefills, decodes and verifies.
         failpoints: For tests.
     """
 
@@ -41,8 +42,11 @@ class Commits:
         sequence that no request_id finds again is given back, since nobody will ever hear of it.
 
         Raises:
-            NonFiniteLogits: A row holds NaN or infinity; nothing was committed.
+            NonFiniteLogits: A row holds NaN or infinity; nothing was committed. The rows of drafts that do not hold
+                do not matter.
         """
+        if run.job.drafts is not None:
+            _settle_drafts(run)
         for row in run.outputs:
             if not row.is_finite:
                 raise NonFiniteLogits(row.position)
@@ -66,19 +70,26 @@ class Commits:
         """Remember the append that is committed, and return its answer."""
         handle = self.store.handle_at(sequence, run.length_after)
         if run.creation is not None:
-            self.creations.finish(run.creation, (handle,), run.start, run.seed)
+            self.creations.finish(run.creation, (handle,), run.start, run.seed, run.verified)
         is_replay = run.verdict is Verdict.REPLAY
         answer = AppendResult(
             handle=handle,
             rows=tuple(run.outputs),
             seed=run.seed,
+            cached_tokens=run.num_cached,
             timing=run.timing,
             replayed=is_replay,
             recomputed=is_replay,
             forked=run.job.branched_to(handle.cache_id),
             ttl_s=sequence.ttl_s,
         )
-        if run.verdict is Verdict.APPEND or run.verdict is Verdict.REWIND or run.creation is not None:
+        if run.job.drafts is not None:
+            assert run.verified is not None
+            verified = with_row_handles(run.verified, run.job.drafts, self.store, sequence, run.length_after)
+            answer.verified = verified
+        if (
+            run.verdict is Verdict.APPEND or run.verdict is Verdict.REWIND or run.creation is not None
+        ) and run.job.keeps_record:
             self.records.keep(sequence.handle_id, run.start, run.job, answer)
         self._count(run)
         if self.failpoints is not None:
@@ -88,10 +99,35 @@ class Commits:
     def _count(self, run: RunningAppend) -> None:
         if run.reservation is None:
             return
-        if run.sequence is None or len(run.token_ids) > 1:
-            self.counters.prefills += 1
-            self.counters.prefill_tokens += len(run.token_ids)
-            self.counters.prefill_ns += run.run_ns
+        counters = self.counters
+        if run.job.drafts is not None:
+            assert run.verified is not None
+            counters.verifies += 1
+            counters.draft_tokens += run.job.drafts.count
+            counters.accepted_tokens += run.verified.accepted_count
+            counters.decode_tokens += len(run.token_ids)
+        elif run.sequence is None or len(run.token_ids) > 1:
+            counters.prefills += 1
+            counters.prefill_tokens += len(run.token_ids) - run.num_cached
+            counters.prefill_ns += run.run_ns
         else:
-            self.counters.decodes += 1
-            self.counters.decode_ns += run.run_ns
+            counters.decodes += 1
+            counters.decode_tokens += 1
+            counters.decode_ns += run.run_ns
+
+
+def _settle_drafts(run: RunningAppend) -> None:
+    """Leave of a verify only what holds: rows, tokens and length; of one that is replayed, what was answered."""
+    drafts = run.job.drafts
+    assert drafts is not None
+    first = len(run.job.token_ids) - drafts.count
+    draft_ids = run.job.token_ids[first:]
+    if run.verified is not None:
+        run.outputs = with_tokens(run.verified, draft_ids, run.outputs)
+        return
+    run.verified = verify(drafts, draft_ids, run.outputs)
+    if run.reservation is None or drafts.acceptance is Acceptance.NONE:
+        return
+    del run.outputs[run.verified.accepted_count + 1 :]
+    run.token_ids = run.token_ids[: first + run.verified.accepted_count]
+    run.length_after = run.start + len(run.token_ids)

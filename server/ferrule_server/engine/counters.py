@@ -14,7 +14,10 @@ class EngineCounters:
         steps: Executor runs. step_ns: their summed duration.
         prefills: Appends finished that carried more than one token or a new prompt; prefill_tokens: their tokens;
             prefill_ns: their summed ``run_ns``.
+            Tokens found in the prefix cache do not count.
         decodes: Appends of one token finished, in branches too; decode_ns: their summed ``run_ns``.
+        verifies: Verifies finished; draft_tokens: drafts they brought; accepted_tokens: those that a rule accepted.
+        decode_tokens: Appended by decodes and verifies.
         queries: Rows run again without an append.
         replays: Appends and forks answered from what was committed before.
         recomputed: Replays whose rows had to be run again.
@@ -33,6 +36,10 @@ class EngineCounters:
     prefill_ns: int = 0
     decodes: int = 0
     decode_ns: int = 0
+    verifies: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    decode_tokens: int = 0
     queries: int = 0
     replays: int = 0
     recomputed: int = 0

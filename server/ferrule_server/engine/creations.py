@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from ferrule_server.engine.jobs import AppendJob, ForkJob, Job
+from ferrule_server.engine.jobs import AppendJob, ForkJob, Job, Verified
 from ferrule_server.errors import RequestIdReused
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.store import TOMBSTONE_S
@@ -44,6 +44,7 @@ class Creation:
         run: The append that makes it; None when it is done (a ForkCache is done at once).
         handles: What was answered, in order; empty while in flight; only the first one when dead.
         start: Length before the tokens of the request. seed: what its rows were drawn with, None when nothing was.
+        verified: Of a verify: what became of its drafts, row handles left out.
         num_live: Sequences it made that have not ended.
         died_at: When the last of them ended, on the store's clock.
     """
@@ -54,6 +55,7 @@ class Creation:
     handles: tuple[Handle, ...] = ()
     start: int = 0
     seed: int | None = None
+    verified: Verified | None = None
     num_live: int = 0
     died_at: float = 0.0
 
@@ -111,10 +113,17 @@ class Creations:
         self._creations[creation.key] = creation
         return creation
 
-    def finish(self, creation: Creation, handles: tuple[Handle, ...], start: int = 0, seed: int | None = None) -> None:
+    def finish(
+        self,
+        creation: Creation,
+        handles: tuple[Handle, ...],
+        start: int = 0,
+        seed: int | None = None,
+        verified: Verified | None = None,
+    ) -> None:
         """The sequences are made: ``handles`` answer the request from now on."""
         creation.run = None
-        creation.handles, creation.start, creation.seed = handles, start, seed
+        creation.handles, creation.start, creation.seed, creation.verified = handles, start, seed, verified
         creation.num_live = len(handles)
         self._makers.update((handle.handle_id, creation) for handle in handles)
 
@@ -201,7 +210,7 @@ def _content_of(job: CreatingJob) -> bytes:
         digest.update(repr(("fork", tuple(job.handle), job.length, job.count, job.ttl_s)).encode())
     else:
         handle = None if job.handle is None else tuple(job.handle)
-        asked = (handle, job.output, job.on_stale, job.ttl_s, job.reserved_length, len(job.token_ids))
+        asked = (handle, job.output, job.on_stale, job.ttl_s, job.reserved_length, job.drafts, len(job.token_ids))
         digest.update(repr(("append", *asked)).encode())
         digest.update(array("I", job.token_ids).tobytes())
     return digest.digest()

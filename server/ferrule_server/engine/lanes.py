@@ -9,6 +9,9 @@ judged stays the order of arrival::
 
     lane of a sequence:   append A  <-  append A  <-  truncate  <-  append A
                           in flight     joins         waits         waits, is judged after the truncate
+
+A branch (``on_stale=FORK``) is judged in its turn as well, but holds no lane: once its blocks are reserved, whatever
+becomes of the sequence it came from changes nothing in them, so many branches of one sequence run in one step.
 """
 
 from __future__ import annotations
@@ -37,8 +40,9 @@ LaneEntry = tuple[LaneJob, Sink]
 class Lanes:
     """The appends in flight, and what waits behind them.
 
-    Invariant: a sequence has a lane exactly while an append is in flight on it, and at most one is; ``num_waiting`` is
-    the number of jobs in all lanes; a waiting job pins its sequence.
+    Invariant: a sequence has a lane exactly while an append is in flight on it, and at most one is; branches in flight
+    are listed by the sequence they came from; ``num_waiting`` is the number of jobs in all lanes; a waiting job pins
+    its sequence.
 
     Args:
         store: The sequences; called from the engine thread only.
@@ -67,6 +71,7 @@ class Lanes:
         self.running: dict[RunningAppend, None] = {}
         self.num_waiting = 0
         self._lanes: dict[Sequence, RunningAppend] = {}
+        self._branches: dict[Sequence, dict[RunningAppend, None]] = {}
         self._store = store
         self._admission = admission
         self._host_jobs = host_jobs
@@ -106,8 +111,8 @@ class Lanes:
 
     def num_pending(self, sequence: Sequence) -> int:
         """Return how many jobs are in flight or waiting on the sequence, those that joined left out."""
-        run = self._lanes.get(sequence)
-        return 0 if run is None else 1 + len(run.waiting or ())
+        run, num_branches = self._lanes.get(sequence), len(self._branches.get(sequence, ()))
+        return num_branches if run is None else num_branches + 1 + len(run.waiting or ())
 
     def _take_repeat(self, job: LaneJob, sink: Sink, at: float) -> bool:
         """Deal with a job that asks for a creation in flight or done; False: it repeats none.
@@ -164,7 +169,11 @@ class Lanes:
             self._finish(job, sink, admitted)
             return
         self.running[admitted] = None
-        if admitted.sequence is not None:
+        if admitted.sequence is None:
+            return
+        if admitted.verdict is Verdict.FORK:
+            self._branches.setdefault(admitted.sequence, {})[admitted] = None
+        else:
             self._lanes[admitted.sequence] = admitted
 
     def _wait(self, job: LaneJob, sink: Sink, run: RunningAppend, sequence: Sequence) -> None:
@@ -195,7 +204,7 @@ class Lanes:
         self.go_on(run)
 
     def stop(self, handle: Handle, principal: str) -> RunningAppend | None:
-        """A sequence is about to be released: end what is in flight on it with HANDLE_UNKNOWN.
+        """A sequence is about to be released: end what is in flight on it, or branches off it, with HANDLE_UNKNOWN.
 
         Returns:
             What held its lane, for :meth:`go_on` once the sequence is released; None where nothing did.
@@ -204,6 +213,8 @@ class Lanes:
             sequence = self._store.resolve(handle, principal)
         except FerruleError:  # nothing is in flight on what is not there, or past its lease
             return None
+        for branch in list(self._branches.get(sequence, ())):
+            self._drop(branch, HandleUnknown(sequence.handle_id))
         run = self._lanes.get(sequence)
         if run is not None:
             self._drop(run, HandleUnknown(sequence.handle_id))
@@ -212,7 +223,7 @@ class Lanes:
     def go_on(self, run: RunningAppend) -> None:
         """Let the jobs that waited for ``run`` have their turns, until one of them is in flight."""
         sequence = run.sequence
-        if sequence is None:
+        if sequence is None or run.verdict is Verdict.FORK:
             return
         del self._lanes[sequence]
         waiting, run.waiting = run.waiting, None
@@ -245,9 +256,15 @@ class Lanes:
 
     def _leave(self, run: RunningAppend) -> None:
         del self.running[run]
+        if run.sequence is None:
+            return
         if run.reservation is None:
-            assert run.sequence is not None
             run.sequence.num_pins -= 1
+        elif run.verdict is Verdict.FORK:
+            branches = self._branches[run.sequence]
+            del branches[run]
+            if not branches:
+                del self._branches[run.sequence]
 
     def _hand_on(self, waiting: deque[LaneEntry], run: RunningAppend, sequence: Sequence) -> None:
         """``run`` is in flight now: what stands next and asks for the same joins it, the rest waits behind it."""
@@ -275,17 +292,14 @@ class Lanes:
         finally:
             sequence.num_pins -= 1
 
-    def _may_join(self, job: LaneJob, run: RunningAppend) -> bool:
+    @staticmethod
+    def _may_join(job: LaneJob, run: RunningAppend) -> bool:
         """Whether the job asks for just what ``run`` does, so that one answer does for both.
 
-        A query never does: two that draw tokens want two draws. Nor does a branch, of which everybody may want one of
+        A query never does: two that draw tokens want two draws. A branch is not met here: everybody may want one of
         their own, unless the request_id says that it is the same.
         """
-        if not isinstance(job, AppendJob) or not job.token_ids:
-            return False
-        if run.verdict is Verdict.FORK:
-            return run.creation is not None and self._creations.find(job) is run.creation
-        return _is_equal(job, run.job)
+        return isinstance(job, AppendJob) and bool(job.token_ids) and _is_equal(job, run.job)
 
 
 def _is_equal(job: AppendJob, other: AppendJob) -> bool:
@@ -295,4 +309,5 @@ def _is_equal(job: AppendJob, other: AppendJob) -> bool:
         and job.output == other.output
         and job.on_stale is other.on_stale
         and job.ttl_s == other.ttl_s
+        and job.drafts == other.drafts
     )

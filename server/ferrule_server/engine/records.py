@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from ferrule_server.engine.jobs import AppendJob, AppendResult, OutputRequest
-from ferrule_server.executor.base import RowOutput
+import numpy as np
+
+from ferrule_server.engine.jobs import AppendJob, AppendResult, Drafts, OutputRequest, Verified
+from ferrule_server.executor.base import DraftLaw, RowOutput, TokenMask
 from ferrule_server.quotas import LimitsOf, unlimited
 
 _ROW_BYTES: Final = 200
 """What a row of Python objects takes, apart from its arrays."""
+_NO_BITS: Final = np.zeros(0, np.uint8)
+_NO_PROBS: Final = np.zeros(0, np.float64)
 
 
 @dataclass(eq=False, slots=True)
@@ -20,10 +24,12 @@ class AppendRecord:
     Attributes:
         principal: Whose bytes they are.
         start: Length before. num_tokens: how many were appended.
-        output: The request as it came (an unseeded one matches an unseeded retry).
+        output: The request as it came (an unseeded one matches an unseeded retry); of masks the fingerprint alone.
         seed: The seed that was used, None when nothing was drawn. Kept when the rows are not.
         result: What was answered; None once its rows are dropped.
         num_bytes: Bytes that its rows are counted with: 0 for a single row without arrays.
+        drafts: Of a verify: the request as it came; of laws and masks the digests alone. draft_ids: the drafts.
+        verified: Of a verify: what was answered, the row handles left out. Kept when the rows are not.
     """
 
     principal: str
@@ -33,6 +39,9 @@ class AppendRecord:
     seed: int | None
     result: AppendResult | None
     num_bytes: int
+    drafts: Drafts | None = None
+    draft_ids: tuple[int, ...] = ()
+    verified: Verified | None = None
 
 
 class ReplayRecords:
@@ -42,9 +51,9 @@ class ReplayRecords:
     tokens that are committed behind ``start``, and whatever put other tokens there was an append and replaced the
     record. Truncates therefore need not touch it.
 
-    What is small stays as long as the sequence: the seed, and a single row of numbers. What is bulky (arrays, several
-    rows) is bounded in bytes: beyond a bound the rows of the least recent appends are dropped, and a replay of one of
-    those runs its rows again, with the seed that is still known.
+    What is small stays as long as the sequence: the seed, what became of drafts, and a single row of numbers. What is
+    bulky (arrays, several rows) is bounded in bytes: beyond a bound the rows of the least recent appends are dropped,
+    and a replay of one of those runs its rows again, with the seed that is still known.
 
     Invariant: ``used_bytes`` is the sum of ``num_bytes`` over the records held, and at most ``limit_bytes``; what
     is used of a principal is the sum over its own records, and at most its ``retained_bytes``.
@@ -75,17 +84,29 @@ class ReplayRecords:
         if handle_id in self._bulky:
             self._drop_rows(handle_id)
         rows = result.rows
-        is_small = not rows or (len(rows) == 1 and rows[0].logits is None and rows[0].top_ids is None)
-        num_bytes = 0 if is_small else sum(map(_bytes_of, rows))
-        record = AppendRecord(job.principal, start, len(job.token_ids), job.output, result.seed, result, num_bytes)
+        num_bytes = 0 if not rows or (len(rows) == 1 and not _has_arrays(rows[0])) else sum(map(_bytes_of, rows))
+        num_tokens = result.handle.length - start
+        record = AppendRecord(job.principal, start, num_tokens, _light(job.output), result.seed, result, num_bytes)
+        if job.drafts is not None:
+            _add_drafts(record, job, job.drafts, result)
         self._records[handle_id] = record
         if num_bytes:
             self._hold_rows(handle_id, record)
 
-    def find(self, handle_id: str, start: int, num_tokens: int, output: OutputRequest) -> AppendRecord | None:
-        """Return the record of the last append if it put ``num_tokens`` behind ``start`` and answered ``output``."""
+    def find(self, handle_id: str, start: int, num_tokens: int, job: AppendJob) -> AppendRecord | None:
+        """Return the record of the last append if it put ``num_tokens`` behind ``start`` and was asked as ``job`` is.
+
+        Which tokens it put there the caller knows; of drafts that did not hold nobody else does, so they are compared.
+        """
+        record = self.find_verify(handle_id, start, job)
+        return None if record is None or record.num_tokens != num_tokens else record
+
+    def find_verify(self, handle_id: str, start: int, job: AppendJob) -> AppendRecord | None:
+        """Return the record of the last append if it began at ``start``, and was asked and had drafts as ``job``."""
         record = self._records.get(handle_id)
-        if record is None or (record.start, record.num_tokens, record.output) != (start, num_tokens, output):
+        if record is None or (record.start, record.output, record.drafts) != (start, job.output, job.drafts):
+            return None
+        if job.drafts is not None and record.draft_ids != _draft_ids(job, job.drafts):
             return None
         return record
 
@@ -141,10 +162,39 @@ class ReplayRecords:
         record.result, record.num_bytes = None, 0
 
 
+def _has_arrays(row: RowOutput) -> bool:
+    """Whether anything of the row takes more than a few bytes."""
+    return (
+        row.logits is not None
+        or row.top_ids is not None
+        or row.hidden_state is not None
+        or row.requested_logprobs is not None
+    )
+
+
 def _bytes_of(row: RowOutput) -> int:
-    num_bytes = _ROW_BYTES
-    if row.logits is not None:
-        num_bytes += row.logits.nbytes
-    if row.top_ids is not None and row.top_logprobs is not None:
-        num_bytes += row.top_ids.nbytes + row.top_logprobs.nbytes
-    return num_bytes
+    arrays = (row.logits, row.top_ids, row.top_logprobs, row.requested_logprobs, row.hidden_state)
+    return _ROW_BYTES + sum(each.nbytes for each in arrays if each is not None)
+
+
+def _add_drafts(record: AppendRecord, job: AppendJob, drafts: Drafts, result: AppendResult) -> None:
+    """Have the record of a verify tell its drafts and what became of them."""
+    laws = tuple(DraftLaw(law.digest, None, _NO_PROBS) for law in drafts.laws)
+    masks = tuple(TokenMask(mask.fingerprint, _NO_BITS) for mask in drafts.row_masks)
+    record.drafts = replace(drafts, laws=laws, row_masks=masks)
+    record.draft_ids = _draft_ids(job, drafts)
+    assert result.verified is not None
+    record.verified = replace(result.verified, row_handles=())
+
+
+def _draft_ids(job: AppendJob, drafts: Drafts) -> tuple[int, ...]:
+    return job.token_ids[len(job.token_ids) - drafts.count :]
+
+
+def _light(output: OutputRequest) -> OutputRequest:
+    """Return an equal request that keeps no mask alive: records live as long as sequences, masks need not."""
+    spec = output.spec
+    if spec is None or spec.shaping is None or spec.shaping.mask is None:
+        return output
+    mask = TokenMask(spec.shaping.mask.fingerprint, _NO_BITS)
+    return replace(output, spec=replace(spec, shaping=replace(spec.shaping, mask=mask)))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ferrule_server.engine.creations import Creation
-from ferrule_server.engine.jobs import AppendJob, ForkJob, Sink, StepTiming, TruncateJob
-from ferrule_server.executor.base import OutputSpec, RowOutput
+from ferrule_server.engine.jobs import AppendJob, ForkJob, Sink, StepTiming, TruncateJob, Verified
+from ferrule_server.executor.base import Int32Array, OutputSpec, RowOutput
 from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.reservation import Reservation
 from ferrule_server.kv.sequence import Sequence
@@ -20,19 +22,22 @@ LaneJob = AppendJob | ForkJob | TruncateJob
 class RunningAppend:
     """Rows of one append, some run and some not.
 
-    Invariant: rows ``0..cursor`` have been run; ``reservation`` is None exactly when nothing is written (a query or
-    a recomputed replay), and then the sequence is pinned instead.
+    Invariant: rows ``0..cursor`` have been run, or need not be: their KV was in the prefix cache. ``reservation`` is
+    None exactly for a query or a recomputed replay, and then the sequence is pinned instead.
 
     Attributes:
         job: The first that asked. sink: where its answer goes.
         verdict: What the append rule said; None for a new sequence.
-        sequence: The sequence whose lane is held; None for a new sequence.
+        sequence: The sequence it was sent to, whose lane it holds unless it is a branch of it; None for a new one.
         token_ids: The rows' tokens. start: position of the first one.
         block_ids: Block table that covers all of them.
-        length_after: Length the answered handle names.
+        length_after: Length the answered handle names; of a verify known only when its drafts are judged.
         specs: Row index -> what it returns; rows without an entry return nothing.
         ttl_s: The lease to set at the end; None keeps the sequence's own.
         creation: What its request_id is remembered by, where it makes a sequence.
+        num_cached: Tokens, the first ones, whose KV was in the prefix cache.
+        is_read_only: No row is written: the KV of all of them is there.
+        verified: Of a verify that is replayed: what was answered, its row handles left out.
         joined: Jobs that asked for the same, answered together with ``job``.
         waiting: Jobs that wait behind it in the lane of ``sequence``.
         outputs: Results so far, in row order.
@@ -51,6 +56,9 @@ class RunningAppend:
     seed: int | None
     ttl_s: float | None
     creation: Creation | None = None
+    num_cached: int = 0
+    is_read_only: bool = False
+    verified: Verified | None = None
     joined: tuple[tuple[AppendJob, Sink], ...] = ()
     waiting: deque[tuple[LaneJob, Sink]] | None = None
     cursor: int = 0
@@ -74,6 +82,22 @@ class RunningAppend:
         if num_rows == len(self.token_ids):
             return len(self.specs)
         return sum(row in self.specs for row in range(self.cursor, self.cursor + num_rows))
+
+    def tokens_from(self, first: int, num_rows: int) -> Int32Array:
+        """Return the tokens of its sequence from index ``first`` on up to those of its first ``num_rows`` rows.
+
+        Returns:
+            int32 [start + num_rows - first], empty where that is not above 0; a copy.
+        """
+        own = np.array(self.token_ids[max(0, first - self.start) : num_rows], np.int32)
+        if first >= self.start:
+            return own
+        if self.reservation is not None and self.reservation.chain is not None:  # a branch: its source may have moved
+            before = self.reservation.chain.token_ids
+        else:
+            assert self.sequence is not None
+            before = self.sequence.token_ids
+        return np.concatenate((np.array(before[first : self.start], np.int32), own))
 
     @property
     def timing(self) -> StepTiming:

@@ -54,8 +54,18 @@ def check_handle(sequence: Sequence, handle: Handle) -> None:
         raise _stale(sequence, handle)
 
 
-def judge(sequence: Sequence, handle: Handle, token_ids: SequenceOf[int], on_stale: StalePolicy) -> Verdict:
+def judge(
+    sequence: Sequence, handle: Handle, token_ids: SequenceOf[int], on_stale: StalePolicy, *, may_replay: bool = True
+) -> Verdict:
     """Return what appending ``token_ids`` behind ``handle`` amounts to, by the table of this module.
+
+    Args:
+        sequence: The handle's.
+        handle: As it came.
+        token_ids: What is to be appended; of a verify, the drafts included.
+        on_stale: What to do behind the tip.
+        may_replay: False: committed tokens do not tell whether this was appended before (a verify appends only the
+            drafts that hold).
 
     Raises:
         HandleStale: By the table; the message and metadata carry the tip.
@@ -66,7 +76,7 @@ def judge(sequence: Sequence, handle: Handle, token_ids: SequenceOf[int], on_sta
         return Verdict.QUERY
     if handle.length == sequence.length:
         return Verdict.APPEND
-    if _is_committed(sequence, handle.length, token_ids):
+    if may_replay and is_committed(sequence, handle.length, token_ids):
         return Verdict.REPLAY
     verdict = _STALE_VERDICTS.get(on_stale)
     if verdict is None:
@@ -74,7 +84,7 @@ def judge(sequence: Sequence, handle: Handle, token_ids: SequenceOf[int], on_sta
     return verdict
 
 
-def _is_committed(sequence: Sequence, start: int, token_ids: SequenceOf[int]) -> bool:
+def is_committed(sequence: Sequence, start: int, token_ids: SequenceOf[int]) -> bool:
     """Return whether exactly these tokens were committed from ``start`` on."""
     # A slice that ends at the tip is shorter than tokens that go beyond it, hence unequal.
     return sequence.token_ids[start : start + len(token_ids)].tolist() == list(token_ids)

@@ -8,6 +8,7 @@ The life of a request::
                                               gather: a moment for the rows of the last step to come back
                                               step: plan, copy-on-write copies, executor.run                 steps
                                               commit: tips move, leases renew, records are kept              commits
+                                          turn: Generates and Forwards enter what comes next               drivers
     sink.deliver, sink.flush  <-- one call -- hand over everything finished, once per step
 
 Cancelled before its step, an append never happened. Once its last rows are planned it is committed whatever becomes
@@ -29,27 +30,34 @@ from ferrule_server.engine.batcher import Batcher, Chunk
 from ferrule_server.engine.commits import Commits
 from ferrule_server.engine.counters import EngineCounters, EngineSnapshot
 from ferrule_server.engine.creations import Creations
+from ferrule_server.engine.drivers import Drivers, DriverSink
 from ferrule_server.engine.failpoints import Failpoints
 from ferrule_server.engine.faults import fault
+from ferrule_server.engine.forward import ForwardPass
 from ferrule_server.engine.gate import Finished, Gate
 from ferrule_server.engine.gather import GatherWindow
+from ferrule_server.engine.generation import Generation
 from ferrule_server.engine.host_jobs import HostJobs
 from ferrule_server.engine.jobs import (
     AppendJob,
     Entry,
     ForkJob,
+    GenerateJob,
     Job,
     Outcome,
     ReleaseJob,
     ReleaseResult,
     Sink,
+    StreamJob,
     TruncateJob,
+    WarmupJob,
 )
 from ferrule_server.engine.lanes import Lanes
 from ferrule_server.engine.records import ReplayRecords
 from ferrule_server.engine.running import LaneJob, RunningAppend
 from ferrule_server.engine.settings import EngineSettings
 from ferrule_server.engine.steps import StepOutcome, StepRunner
+from ferrule_server.engine.warmup import Warmup
 from ferrule_server.errors import Cancelled, Draining, FerruleError, HandleLost
 from ferrule_server.executor.base import DeviceLost, Executor
 from ferrule_server.kv.handle import Handle
@@ -73,7 +81,8 @@ class Engine:
     """Turns jobs into steps on a thread of its own.
 
     Invariants:
-        * every accepted job is delivered to its sink exactly once;
+        * every accepted job is delivered to its sink exactly once, a Generate or Forward with any number of frames
+          before;
         * a sequence has at most one append in flight, and a lane exactly while one is;
         * what a request_id made is made once, and told the same to everybody who asks with it;
         * between steps ``store.check_integrity()`` holds, whatever failed.
@@ -121,6 +130,8 @@ class Engine:
             finish=self._finish,
             failpoints=failpoints,
         )
+        self._drivers = Drivers(store, self._lanes, release=self._release_one, finish=self._finish)
+        self._warmup = Warmup(executor, settings.max_step_rows, self._finish)
         self._steps = StepRunner(executor, self.counters, failpoints)
         self._commits = Commits(store, self._records, self._creations, self.counters, failpoints)
         self._finished: list[tuple[Job, Sink, Outcome]] = []
@@ -158,6 +169,14 @@ class Engine:
         if self._is_closed:
             self._refuse_rest()
 
+    def resume(self, job: StreamJob) -> None:
+        """Let a job go on that stood still for want of room in its window, or end now that it is cancelled.
+
+        Nothing comes of one that does not stand still, or is over.
+        """
+        if (job.is_cancelled or job.window.is_open) and not self._is_closed:
+            self._inbox.put([])
+
     def close(self) -> None:
         """Stop after the step that runs; whatever is not finished is answered with DRAINING. Blocks until done."""
         self._inbox.put(None)
@@ -176,6 +195,7 @@ class Engine:
             free_blocks=pool.num_free,
             is_failed=self._is_failed,
             refused_at_gate=self._gate.refused,
+            num_streams=self._drivers.num_active,
         )
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
@@ -185,10 +205,14 @@ class Engine:
             while not self._is_stopping:
                 self._take()
                 self._expire()
+                self._drivers.turn()
                 self._hand_over()
                 if self._lanes.running:
                     self._step()
+                    self._drivers.turn()
                     self._hand_over()
+                if self._warmup.is_pending:
+                    self._warm()
         except Exception:  # noqa: BLE001 - whatever it is, the server must say that nothing runs any more
             _LOG.exception("the engine failed; it cannot go on")
             self._is_failed = True
@@ -203,6 +227,9 @@ class Engine:
         """
         busy_s = 0.0
         while (entries := self._next_entries()) is not None:
+            if not entries:
+                self._drivers.wake()
+                continue
             begun = time.monotonic()
             self._taken_until = at = self._arrival(entries)
             for job, sink in entries:
@@ -226,7 +253,7 @@ class Engine:
         """Seconds to wait for the next job: none when rows are ready to run and all that is awaited is back."""
         if self._lanes.running:
             return self._gather.remaining_s(time.monotonic())
-        if self._finished:
+        if self._finished or self._drivers.has_work or self._warmup.is_pending:
             return 0.0
         expiry_s = self._store.next_expiry()
         return _IDLE_S if expiry_s is None else min(_IDLE_S, max(0.001, expiry_s))
@@ -260,6 +287,8 @@ class Engine:
 
     def _shut_down(self) -> None:
         self._lanes.end_all(lambda _: Draining())
+        self._drivers.end_all(lambda _: Draining())
+        self._warmup.end_all(Draining)
         self._is_closed = True
         with contextlib.suppress(RuntimeError):  # the event loop may be closed already: nobody waits any more
             self._hand_over()
@@ -317,6 +346,10 @@ class Engine:
                 self._enter_lane(job, sink, at)
             elif isinstance(job, ReleaseJob):
                 self._finish(job, sink, self._release(job))
+            elif isinstance(job, StreamJob):
+                self._start_stream(job, sink, at)
+            elif isinstance(job, WarmupJob):
+                self._warmup.add(job, sink)
             else:
                 self._finish(job, sink, self._host_jobs.run(job, at))
         except FerruleError as error:
@@ -328,6 +361,17 @@ class Engine:
         if job.handle is not None:
             self._gather.came_back(job.handle.cache_id, time.monotonic())
         self._lanes.enter(job, sink, at)
+
+    def _start_stream(self, job: StreamJob, sink: Sink, at: float) -> None:
+        if job.is_cancelled:
+            raise Cancelled
+        if isinstance(job, GenerateJob):
+            self.counters.generates += 1
+            if job.handle is not None:
+                self._gather.came_back(job.handle.cache_id, time.monotonic())
+            self._drivers.start(Generation(job, sink, self._drivers), at)
+        else:
+            self._drivers.start(ForwardPass(job, sink, self._drivers), at)
 
     def _release(self, job: ReleaseJob) -> ReleaseResult:
         """Give back sequences at once; what is in flight or waiting on them is answered HANDLE_UNKNOWN."""
@@ -357,6 +401,7 @@ class Engine:
         self._records.forget(handle_id)
         self._batcher.forget(handle_id)
         self._creations.end(handle_id)
+        self._drivers.sequence_ended(handle_id)
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 
@@ -432,8 +477,17 @@ class Engine:
         except Exception:  # noqa: BLE001 - its neighbours have rows to commit
             self._lanes.fail(run, fault("append could not be committed"))
             return ""
+        is_awaited = not run.job.is_internal or bool(run.joined)
         self._lanes.complete(run, answer)
-        return answer.handle.cache_id
+        return answer.handle.cache_id if is_awaited else ""
+
+    def _warm(self) -> None:
+        """Run one step of a warm-up: who is served waits for one at most."""
+        try:
+            self._warmup.run_one()
+        except DeviceLost:
+            self._lose_device()
+        self._hand_over()
 
     # ---- leaving ----------------------------------------------------------------------------------------------------
 
@@ -445,6 +499,10 @@ class Engine:
         return self._lanes.num_pending(sequence)
 
     def _finish(self, job: Job, sink: Sink, outcome: Outcome) -> None:
+        if isinstance(sink, DriverSink):
+            assert isinstance(job, _LANE_JOBS)
+            self._drivers.collect(job, sink, outcome)
+            return
         if isinstance(outcome, FerruleError):
             self.counters.refuse(outcome.reason)
         self._finished.append((job, sink, outcome))
@@ -454,8 +512,14 @@ class Engine:
         _LOG.exception("device lost, every handle is lost")
         self._is_failed = True
         self._is_stopping = True
-        self._lanes.end_all(lambda job: HandleLost(job.handle.handle_id if job.handle else ""))
+        self._lanes.end_all(lambda job: _lost(job.handle))
+        self._drivers.end_all(_lost)
+        self._warmup.end_all(lambda: _lost(None))
         self._store.lose_all()
         self._records.clear()
         self._creations.clear()
         self._on_failure()
+
+
+def _lost(handle: Handle | None) -> HandleLost:
+    return HandleLost(handle.handle_id if handle else "")

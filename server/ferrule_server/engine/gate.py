@@ -1,10 +1,10 @@
 """The gate: what is too much is refused before it reaches the engine thread, so that a refusal never waits for a step.
 
-A job that is let in stays counted until its outcome is delivered. Three bounds, tried in this order; a job that fails
-one has touched none::
+A job that is let in stays counted until its outcome is delivered, of a Generate or Forward its last frame. Three
+bounds, tried in this order; a job that fails one has touched none::
 
     QUEUE_FULL           jobs accepted and not finished, of everybody
-    QUOTA_QUEUED_ROWS    rows of them, of one principal
+    QUOTA_QUEUED_ROWS    rows of them, of one principal; of a Generate its prompt and a row for each branch
     QUOTA_PREFILL_RATE   prompt tokens per second, of one principal
 """
 
@@ -17,11 +17,22 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from ferrule_server.engine.jobs import AppendJob, ForkJob, Job, Outcome, Sink, TruncateJob
+from ferrule_server.engine.jobs import (
+    AppendJob,
+    ForkJob,
+    ForwardFrame,
+    ForwardJob,
+    GenerateFrame,
+    GenerateJob,
+    Job,
+    Outcome,
+    Sink,
+    TruncateJob,
+)
 from ferrule_server.errors import QueueFull, QuotaExceeded, ResourceExhausted
 from ferrule_server.quotas import LimitsOf, QuotaLimits, unlimited
 
-COUNTED_JOBS: Final = (AppendJob, ForkJob, TruncateJob)
+COUNTED_JOBS: Final = (AppendJob, ForkJob, TruncateJob, GenerateJob, ForwardJob)
 """Jobs that can wait, behind a step or behind each other. All others are carried out as they
 come, in a short time: they free, renew, reserve or only look, and a full queue must keep nobody from that."""
 
@@ -40,7 +51,8 @@ _MIN_SWEEP: Final = 64
 
 Entry = tuple[Job, Sink]
 Finished = tuple[Job, Sink, Outcome]
-CountedJob = AppendJob | ForkJob | TruncateJob
+CountedJob = AppendJob | ForkJob | TruncateJob | GenerateJob | ForwardJob
+PromptJob = AppendJob | GenerateJob | ForwardJob
 
 
 @dataclass(slots=True)
@@ -130,7 +142,8 @@ class Gate:
             for job, sink in entries:
                 if not isinstance(job, COUNTED_JOBS):
                     continue
-                cache_id = job.handle.cache_id if job.handle is not None else ""
+                handle = None if isinstance(job, ForwardJob) else job.handle
+                cache_id = handle.cache_id if handle is not None else ""
                 error = blocked.get(cache_id) if blocked else None
                 if error is None and (error := self._enter(job, now)) is None:
                     continue
@@ -148,8 +161,8 @@ class Gate:
         num_jobs = num_rows = 0
         with self._lock:
             now = self._clock()
-            for job, _, _ in finished:
-                if isinstance(job, COUNTED_JOBS):
+            for job, _, outcome in finished:
+                if isinstance(job, COUNTED_JOBS) and _is_last(outcome):
                     num_jobs += 1
                     num_rows += self._leave(job, now)
             self._num_jobs -= num_jobs
@@ -213,7 +226,7 @@ class Gate:
         usage, num_rows = self._usages[job.principal], _rows_of(job)
         usage.num_jobs -= 1
         usage.rows -= num_rows
-        if usage.debt and isinstance(job, AppendJob):
+        if usage.debt and isinstance(job, PromptJob):
             usage.settle(usage.rate, now)
             usage.debt = max(0.0, usage.debt - max(0, _prefill_tokens(job) - job.rows_run))
         return num_rows
@@ -254,13 +267,24 @@ class _Rate:
         return min(max(amount / rate, _MIN_RETRY_S), _MAX_RETRY_S) if rate > _MIN_RATE else _UNKNOWN_RETRY_S
 
 
+def _is_last(outcome: Outcome) -> bool:
+    """Whether nothing more comes of the job."""
+    return not isinstance(outcome, GenerateFrame | ForwardFrame) or outcome.is_last
+
+
 def _rows_of(job: CountedJob) -> int:
-    """Rows that the job may need; a query is one, a fork none."""
-    return max(1, len(job.token_ids)) if isinstance(job, AppendJob) else 0
+    """Rows that the job may need; a query is one, a fork none, and each branch of a Generate has one in each step."""
+    if isinstance(job, AppendJob):
+        return max(1, len(job.token_ids))
+    if isinstance(job, GenerateJob):
+        return len(job.token_ids) + job.num_branches
+    return len(job.token_ids) if isinstance(job, ForwardJob) else 0
 
 
 def _prefill_tokens(job: CountedJob) -> int:
     """Tokens that count for the prefill rate: of new sequences and of appends of more than one token."""
-    if not isinstance(job, AppendJob) or (job.handle is not None and len(job.token_ids) == 1):
+    if isinstance(job, ForwardJob):
+        return len(job.token_ids)
+    if not isinstance(job, PromptJob) or (job.handle is not None and len(job.token_ids) == 1):
         return 0
     return len(job.token_ids)

@@ -1,0 +1,313 @@
+"""Generation: the decode loop on the server, for one sequence or several branches of one.
+
+Each token is an append of its own, just as if a client sent it, so tokens, handles, records and leases are those of
+step-by-step decoding with the same seed::
+
+    prefill (or query) -- t0 --> append [t0] -- t1 --> append [t1] -- ...        branch 0
+        +- fork n-1 -- query, seed + i -- t0' --> append [t0'] -- ...            branch i
+
+Until a branch comes to the tip it walks over what is committed already: a repeated request, or one that goes on from a
+handle behind the tip, is answered with replays as long as it draws the same tokens, and then by its ``on_stale``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Final
+
+from ferrule_server.engine.drivers import Drivers, DriverSink, Why, seeded
+from ferrule_server.engine.jobs import (
+    AppendJob,
+    AppendResult,
+    BranchFrame,
+    Finish,
+    ForkJob,
+    ForkResult,
+    GenerateFrame,
+    GenerateJob,
+    Outcome,
+    OutputRequest,
+    Sink,
+    StepTiming,
+)
+from ferrule_server.engine.running import LaneJob
+from ferrule_server.engine.stops import StopCheck
+from ferrule_server.errors import BlocksExhausted, ContextExceeded, ExceedsPool, FerruleError
+from ferrule_server.executor.base import RowOutput
+from ferrule_server.kv.handle import Handle, StalePolicy
+
+_SEEDS: Final = 1 << 64
+_APART: Final = "\0" * 129
+"""Stands in request_ids made here, which are so longer than any that a client may choose (128 bytes)."""
+
+
+@dataclass(eq=False, slots=True)
+class _Branch:
+    """One sequence that is being continued, and the token drawn last, which is not in it yet.
+
+    Attributes:
+        output: What each of its appends returns, drawn with ``seed``.
+        on_stale, request_id: Of its next append; once it is at the tip, FAIL and none.
+        handle: Covers everything before ``token``.
+        in_flight: Its append under way.
+        rows: Drawn since the last frame.
+        finish: Why it ended; None: it goes on. error: with Finish.ERROR.
+    """
+
+    index: int
+    sink: DriverSink
+    output: OutputRequest
+    seed: int | None
+    stops: StopCheck
+    on_stale: StalePolicy
+    request_id: str
+    handle: Handle | None = None
+    token: int = -1
+    in_flight: AppendJob | None = None
+    rows: list[RowOutput] = field(default_factory=list)
+    finish: Finish | None = None
+    error: FerruleError | None = None
+    has_sent: bool = False
+
+
+class Generation:
+    """One Generate: see ``engine/drivers.py`` for how it is driven.
+
+    Invariant: a branch that goes on has an append in flight, is parked, or waits for the fork that makes it.
+
+    Args:
+        job: What is asked. sink: who asked.
+        drivers: Enters its appends.
+    """
+
+    def __init__(self, job: GenerateJob, sink: Sink, drivers: Drivers) -> None:
+        self.job = job
+        self.sink = sink
+        self.is_over = False
+        self._drivers = drivers
+        self._branches = _branches_of(job, self, drivers.seed_for(job))
+        self._num_live = job.num_branches
+        self._first: AppendJob | None = None
+        self._fork: ForkJob | None = None
+        self._orphan: Handle | None = None
+        self._touched: list[_Branch] = []
+        self._parked: list[_Branch] = []
+        self._has_sent = False
+        self._error: FerruleError | None = None
+        self._timing = StepTiming()
+        self._cached_tokens, self._is_replayed = 0, False
+
+    # ---- driven -----------------------------------------------------------------------------------------------------
+
+    def begin(self, at: float) -> None:
+        """Enter the prompt, or the query of the handle's last row."""
+        job, branch = self.job, self._branches[0]
+        self._first = branch.in_flight = AppendJob(
+            job.principal,
+            job.token_ids,
+            job.handle,
+            branch.output,
+            job.on_stale,
+            job.ttl_s,
+            job.request_id,
+            submitted_ns=job.submitted_ns,
+            is_repeat_only=job.is_repeat_only,
+            reserved_length=job.reserved_length,
+            reuse_prefix=job.reuse_prefix,
+            publish_prefix=job.publish_prefix,
+            is_internal=True,
+        )
+        self._drivers.enter(self._first, branch.sink, at)
+
+    def take(self, branch: int, job: LaneJob, outcome: Outcome) -> None:
+        """Take a token, the forks, or an error, and go on."""
+        self._drivers.touch(self)
+        if isinstance(outcome, AppendResult):
+            self._draw(self._branches[branch], job, outcome)
+        elif isinstance(outcome, ForkResult):
+            self._spread(outcome.handles)
+        else:
+            assert isinstance(outcome, FerruleError)
+            self._refuse(self._branches[branch], job, outcome)
+
+    def go_on(self, ended: Collection[str] = ()) -> None:
+        """Let parked branches go on: all of them, or those whose sequences have ended."""
+        parked, self._parked = self._parked, []
+        for branch in parked:
+            assert branch.handle is not None
+            if ended and branch.handle.handle_id not in ended:
+                self._park(branch, branch.handle)
+            else:
+                self._enter(branch, (branch.token,))
+
+    def end(self, why: Why) -> None:
+        """Stop every branch that goes on. Where nobody has heard of any yet, the call itself fails."""
+        if self._fork is not None:
+            self._fork.is_cancelled = True
+        self._parked.clear()
+        for branch in self._branches:
+            if branch.in_flight is not None:
+                branch.in_flight.is_cancelled = True
+        if not self._has_sent:
+            self._fail(why(self.job.handle))
+            return
+        for branch in self._branches:
+            if branch.finish is None:
+                self._finish(branch, Finish.ERROR, why(branch.handle))
+
+    def next_frame(self) -> GenerateFrame | FerruleError | None:
+        """Return what the branches have drawn and how they ended since the last frame."""
+        if self._error is not None:
+            self._close()
+            return self._error
+        if self._fork is not None or not self._touched:
+            return None
+        touched, self._touched = self._touched, []
+        if len(touched) > 1:
+            touched.sort(key=lambda branch: branch.index)
+        frames = tuple(map(self._frame_of, touched))
+        self._has_sent, self._orphan = True, None
+        if not self._num_live:
+            self._close()
+        return GenerateFrame(frames, self._timing, self.is_over)
+
+    # ---- tokens -----------------------------------------------------------------------------------------------------
+
+    def _draw(self, branch: _Branch, job: LaneJob, result: AppendResult) -> None:
+        """A token was drawn behind what was appended."""
+        (row,) = result.rows
+        assert row.token is not None, "a Generate chooses tokens"
+        if not branch.rows:
+            self._touched.append(branch)
+        branch.rows.append(row)
+        branch.handle, branch.token, branch.in_flight = result.handle, row.token, None
+        self.job.window.sent_bytes += self.job.row_bytes
+        self._timing = result.timing
+        if branch.on_stale is not StalePolicy.FAIL and _is_at_tip(job, result):
+            branch.on_stale, branch.request_id = StalePolicy.FAIL, ""
+        finish = branch.stops.after(row.token)
+        if finish is not None:
+            self._finish(branch, finish)
+        if job is self._first:
+            self._settle(result)
+        if self._fork is None and finish is None:
+            self._append(branch)
+
+    def _settle(self, result: AppendResult) -> None:
+        """The prompt is committed: remember what the first frame says of it, and make the other branches."""
+        self._cached_tokens, self._is_replayed = result.cached_tokens, result.replayed
+        is_made = (self.job.handle is None or result.forked) and not result.replayed
+        if is_made and not self.job.request_id:
+            self._orphan = result.handle
+        if len(self._branches) > 1:
+            request_id = _derived(self.job.request_id, "fork")
+            handle, count = result.handle, len(self._branches) - 1
+            self._fork = ForkJob(self.job.principal, handle, handle.length, count, request_id=request_id)
+            self._fork.submitted_ns = time.monotonic_ns()
+            self._drivers.enter(self._fork, self._branches[0].sink)
+
+    def _spread(self, handles: tuple[Handle, ...]) -> None:
+        """The forks are there: each begins with a row of its own, and the first branch goes on."""
+        self._fork = None
+        for branch, handle in zip(self._branches[1:], handles, strict=True):
+            branch.handle = handle
+            self._enter(branch, ())
+        if self._branches[0].finish is None:
+            self._append(self._branches[0])
+
+    def _append(self, branch: _Branch) -> None:
+        """Append the token drawn last, as soon as the reader has room."""
+        if self.job.window.is_open:
+            self._enter(branch, (branch.token,))
+        else:
+            assert branch.handle is not None
+            self._park(branch, branch.handle)
+
+    def _enter(self, branch: _Branch, token_ids: tuple[int, ...]) -> None:
+        job = AppendJob(
+            self.job.principal, token_ids, branch.handle, branch.output, branch.on_stale, None, branch.request_id
+        )
+        job.is_internal = True
+        job.submitted_ns = time.monotonic_ns()
+        branch.in_flight = job
+        self._drivers.enter(job, branch.sink)
+
+    def _park(self, branch: _Branch, handle: Handle) -> None:
+        self._parked.append(branch)
+        self._drivers.park(self, handle)
+
+    # ---- ends -------------------------------------------------------------------------------------------------------
+
+    def _refuse(self, branch: _Branch, job: LaneJob, error: FerruleError) -> None:
+        """An append or the fork failed: before the first frame that is the call's own, later the branch's."""
+        if job is self._first or job is self._fork:
+            self._fail(error)
+        elif isinstance(error, ContextExceeded):
+            self._finish(branch, Finish.CONTEXT_FULL)
+        elif isinstance(error, BlocksExhausted | ExceedsPool):
+            self._finish(branch, Finish.BLOCKS_EXHAUSTED)
+        else:
+            self._finish(branch, Finish.ERROR, error)
+
+    def _finish(self, branch: _Branch, finish: Finish, error: FerruleError | None = None) -> None:
+        branch.finish, branch.error, branch.in_flight = finish, error, None
+        self._num_live -= 1
+        if branch not in self._touched:
+            self._touched.append(branch)
+
+    def _fail(self, error: FerruleError) -> None:
+        """The call fails as a whole. What it made goes with it where nobody could ever find it."""
+        self._error = error
+        if self._orphan is not None:
+            orphan, self._orphan = self._orphan, None
+            self._drivers.release(orphan, self.job.principal)
+
+    def _close(self) -> None:
+        assert self._first is not None
+        self.is_over = True
+        self.job.rows_run = self._first.rows_run
+
+    def _frame_of(self, branch: _Branch) -> BranchFrame:
+        rows, branch.rows = tuple(branch.rows), []
+        frame = BranchFrame(branch.index, branch.handle if rows else None, rows, None, branch.finish, branch.error)
+        if not branch.has_sent:
+            branch.has_sent = True
+            frame.seed = branch.seed if rows else None
+            if branch.index == 0:
+                frame.cached_tokens, frame.replayed = self._cached_tokens, self._is_replayed
+        return frame
+
+
+def _branches_of(job: GenerateJob, driver: Generation, seed: int | None) -> list[_Branch]:
+    output = dataclasses.replace(job.output, all_positions=False)
+    branches: list[_Branch] = []
+    for index in range(job.num_branches):
+        own_seed = None if seed is None else (seed + index) % _SEEDS
+        # Only an append that may make a branch has any use for it; a new sequence has been made with it.
+        may_fork = job.handle is not None and job.on_stale is StalePolicy.FORK
+        request_id = job.request_id if may_fork else ""
+        branches.append(
+            _Branch(
+                index=index,
+                sink=DriverSink(driver, index),
+                output=seeded(output, own_seed),
+                seed=own_seed,
+                stops=StopCheck(job.stop),
+                on_stale=job.on_stale,
+                request_id=_derived(request_id, f"branch{index}") if index else request_id,
+            )
+        )
+    return branches
+
+
+def _is_at_tip(job: LaneJob, result: AppendResult) -> bool:
+    """Whether the append was the sequence's last, so that nothing committed lies before the branch any more."""
+    return isinstance(job, AppendJob) and bool(job.token_ids) and not result.replayed
+
+
+def _derived(request_id: str, what: str) -> str:
+    """Return a request_id for a part of what ``request_id`` asks for; empty where that is."""
+    return f"{request_id}{_APART}{what}" if request_id else ""

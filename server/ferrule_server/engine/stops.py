@@ -1,0 +1,46 @@
+"""Stops: what ends a branch of Generate, looked at token by token."""
+
+from __future__ import annotations
+
+from ferrule_server.engine.jobs import Finish, StopRules
+
+
+class StopCheck:
+    """Looks at the tokens drawn for one branch, in order.
+
+    Args:
+        rules: What ends it.
+    """
+
+    __slots__ = ("_by_last", "_drawn", "_eos_ids", "_longest", "_num_left", "_text", "_token_ids")
+
+    def __init__(self, rules: StopRules) -> None:
+        self._eos_ids = rules.eos_ids
+        self._token_ids = rules.token_ids
+        self._num_left = rules.max_tokens or -1  # below 0 it never comes to 0
+        self._text = None if rules.new_text_stop is None else rules.new_text_stop()
+        self._drawn: list[int] = []
+        self._longest = max(map(len, rules.sequences), default=0)
+        self._by_last: dict[int, list[list[int]]] = {}
+        for sequence in rules.sequences:
+            self._by_last.setdefault(sequence[-1], []).append(list(sequence))
+
+    def after(self, token_id: int) -> Finish | None:
+        """Take the next token; returns why the branch ends with it, None where it goes on."""
+        self._num_left -= 1
+        if token_id in self._eos_ids:
+            return Finish.EOS
+        if token_id in self._token_ids:
+            return Finish.STOP_TOKEN
+        if self._longest and self._completes_a_sequence(token_id):
+            return Finish.STOP_SEQUENCE
+        if self._text is not None and self._text.feed(token_id):
+            return Finish.STOP_SEQUENCE
+        return None if self._num_left else Finish.MAX_TOKENS
+
+    def _completes_a_sequence(self, token_id: int) -> bool:
+        drawn = self._drawn
+        drawn.append(token_id)
+        if len(drawn) > 2 * self._longest:
+            del drawn[: -self._longest]
+        return any(drawn[-len(each) :] == each for each in self._by_last.get(token_id, ()))

@@ -49,7 +49,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *HOST_ONLY,
         *WIRE,
     ),
-    "ferrule_server.text": ("ferrule_server.text", "ferrule_server.errors", "tokenizers"),
+    "ferrule_server.text": ("ferrule_server.text", "ferrule_server.errors", "jinja2", "tokenizers"),
     "ferrule_server.executor": (
         "ferrule_server.executor",
         "ferrule_server.model",

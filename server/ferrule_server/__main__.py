@@ -198,10 +198,16 @@ def _failpoints(config: ServerConfig) -> Failpoints | None:
 def _serving(config: ServerConfig, state: ServerState, engine: Engine, loaded: LoadedExecutor) -> Serving:
     from ferrule_server.api.inputs import InputReader
     from ferrule_server.api.state import Serving
+    from ferrule_server.engine.masks import MaskRegistry
 
-    model = engine.info.model
-    inputs = InputReader(model.vocab_size, model.max_context, state.limits)
-    return Serving(engine, inputs, loaded.tokenizer, config.max_step_rows)
+    inputs = InputReader(
+        engine.info.model,
+        state.limits,
+        max_step_rows=config.max_step_rows,
+        masks=MaskRegistry(state.limits_of),
+        tokenizer=loaded.tokenizer,
+    )
+    return Serving(engine, inputs, loaded.tokenizer, config.max_step_rows, loaded.chat_template)
 
 
 def _say_ready(address: ListenAddress, engine: Engine, config: ServerConfig) -> None:

@@ -23,15 +23,18 @@ from ferrule_server.api.auth import Access, OpenAccess
 from ferrule_server.api.inputs import InputReader
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.serve import ApiServer
-from ferrule_server.api.state import ServerState, Serving, TextCodec
+from ferrule_server.api.state import ServerState, Serving
 from ferrule_server.api.tls import TlsFiles
 from ferrule_server.config import ListenAddress
 from ferrule_server.engine.engine import Engine
+from ferrule_server.engine.masks import MaskRegistry
 from ferrule_server.engine.settings import EngineSettings
 from ferrule_server.executor.base import Executor
 from ferrule_server.executor.paged_reference import PagedReferenceExecutor
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.store import KvStore
+from ferrule_server.text.chat_template import ChatTemplate
+from ferrule_server.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -133,7 +136,8 @@ class RunningServer:
     executor: Executor = field(default_factory=lambda: PagedReferenceExecutor(kv_memory_bytes=4 << 20))
     limits: ApiLimits = field(default_factory=ApiLimits)
     settings: EngineSettings = field(default_factory=lambda: EngineSettings(max_step_time_s=60.0))
-    tokenizer: TextCodec | None = None
+    tokenizer: Tokenizer | None = None
+    chat_template: ChatTemplate | None = None
     is_loaded: bool = True
     has_reflection: bool = False
     access: Access = field(default_factory=lambda: OpenAccess(is_admin=True))
@@ -189,9 +193,15 @@ class RunningServer:
 
     async def make_ready(self) -> None:
         """Leave the STARTING phase."""
-        model = self.executor.info.model
-        inputs = InputReader(model.vocab_size, model.max_context, self.limits)
-        await self.server.ready(Serving(self.engine, inputs, self.tokenizer, self.settings.max_step_rows))
+        inputs = InputReader(
+            self.executor.info.model,
+            self.limits,
+            max_step_rows=self.settings.max_step_rows,
+            masks=MaskRegistry(self.access.limits_of),
+            tokenizer=self.tokenizer,
+        )
+        rows = self.settings.max_step_rows
+        await self.server.ready(Serving(self.engine, inputs, self.tokenizer, rows, self.chat_template))
 
     @property
     def free_blocks(self) -> int:

@@ -8,7 +8,7 @@ from typing import Final
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from ferrule.v1 import info_pb2, types_pb2
+from ferrule.v1 import cache_pb2, info_pb2, types_pb2
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.principal import Caller
 from ferrule_server.api.state import Phase, ServerState, Serving
@@ -55,8 +55,9 @@ def model_info(serving: Serving) -> info_pb2.ModelInfo:
         device_name=_device_name(info),
         fingerprint=model.fingerprint,
         eos_token_ids=model.eos_ids,
-        stop_token_ids=model.eos_ids,
+        stop_token_ids=serving.stop_ids,
         has_tokenizer=serving.tokenizer is not None,
+        has_chat_template=serving.chat_template is not None,
     )
 
 
@@ -87,13 +88,35 @@ def capabilities(serving: Serving, limits: ApiLimits, caller: info_pb2.CallerInf
         supported_dtypes=[_DTYPES[name] for name in info.supported_dtypes],
         supported_devices=[_device_type(info)],
         memory_requirements=_memory_requirements(info),
+        max_draft_tokens=limits.max_draft_tokens,
+        max_masks_per_request=limits.max_masks_per_request,
+        max_logprob_token_ids=limits.max_logprob_token_ids,
+        max_logit_biases=limits.max_logit_biases,
+        max_stops=limits.max_stops,
+        max_stop_length=limits.max_stop_length,
+        supports_batch_prefill=True,
+        supports_batch_decode=True,
         supports_stream_decode=True,
+        supports_unified_decode=True,
+        supports_forward_verify=True,
+        supports_forward=True,
+        supports_generate=True,
         supports_fork=True,
         supports_truncate=True,
         supports_reserve=True,
+        supports_token_masks=True,
+        supports_penalties=True,
+        supports_logit_bias=True,
+        supports_logprob_token_ids=True,
         supports_target_logprobs=True,
+        supports_entropy=True,
+        supports_hidden_state=True,
         supports_all_positions=True,
         supports_request_id=True,
+        supports_chat_template=serving.chat_template is not None,
+        supports_cache_metrics=True,
+        supports_admin=True,
+        supports_chat_template=serving.chat_template is not None,
     )
 
 
@@ -105,6 +128,7 @@ def caller_info(caller: Caller, quotas: QuotaLimits) -> info_pb2.CallerInfo:
         queued_rows=quotas.queued_rows or 0,
         prefill_tokens_per_second=quotas.prefill_tokens_per_s or 0,
         retained_bytes=quotas.retained_bytes or 0,
+        mask_bytes=quotas.mask_bytes or 0,
     )
     return info_pb2.CallerInfo(principal=caller.principal, is_admin=caller.is_admin, quotas=limits)
 
@@ -131,6 +155,36 @@ def status(state: ServerState) -> info_pb2.ExecutorStatus:
     message.fallback_reason = serving.engine.info.fallback_reason
     _fill_counters(message, snapshot)
     return message
+
+
+def cache_metrics(serving: Serving) -> cache_pb2.CacheMetrics:
+    """Return what is counted of the KV pool and of the masks."""
+    snapshot, masks = serving.engine.snapshot(), serving.inputs.masks
+    kv = snapshot.kv
+    return cache_pb2.CacheMetrics(
+        block_size=kv.block_size,
+        total_blocks=kv.total_blocks,
+        empty_blocks=kv.empty_blocks,
+        cached_blocks=kv.cached_blocks,
+        used_blocks=kv.used_blocks,
+        shared_blocks=kv.shared_blocks,
+        live_sequences=kv.live_sequences,
+        tombstones=kv.tombstones,
+        num_created=kv.num_created,
+        num_forks=kv.num_forks,
+        num_truncates=kv.num_truncates,
+        num_released=kv.num_released,
+        num_expired=kv.num_expired,
+        num_block_copies=kv.num_block_copies,
+        num_prefix_lookup_tokens=kv.num_prefix_lookup_tokens,
+        num_prefix_hit_tokens=kv.num_prefix_hit_tokens,
+        num_prefix_evictions=kv.num_prefix_evictions,
+        num_exhausted=kv.num_exhausted,
+        num_replays=snapshot.counters.replays,
+        num_stale=snapshot.refused().get("HANDLE_STALE", 0),
+        token_masks=masks.num_masks,
+        token_mask_bytes=masks.num_bytes,
+    )
 
 
 def _fill_counters(message: info_pb2.ExecutorStatus, snapshot: EngineSnapshot) -> None:

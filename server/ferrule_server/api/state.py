@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ferrule_server.api.inputs import InputReader
 from ferrule_server.api.limits import ApiLimits
@@ -17,6 +17,10 @@ from ferrule_server.engine.jobs import Job, Sink, StreamJob
 from ferrule_server.errors import Draining, FerruleError, Starting
 from ferrule_server.executor.base import ExecutorInfo
 from ferrule_server.quotas import LimitsOf, unlimited
+
+if TYPE_CHECKING:
+    from ferrule_server.text.chat_template import ChatTemplate
+    from ferrule_server.text.tokenizer import Tokenizer
 
 
 class EngineApi(Protocol):
@@ -34,22 +38,6 @@ class EngineApi(Protocol):
 
     def snapshot(self) -> EngineSnapshot:
         """Return the engine's state now."""
-        ...
-
-
-class TextCodec(Protocol):
-    """What the wire ring uses of the model's tokenizer."""
-
-    def encode(self, text: str, add_special_tokens: bool = False, parse_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text."""
-        ...
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of token ids."""
-        ...
-
-    def ends_mid_character(self, token_ids: Sequence[int]) -> bool:
-        """Whether the last token ends inside a character that a later token could complete."""
         ...
 
 
@@ -95,12 +83,22 @@ class Serving:
         inputs: Reads requests for this model.
         tokenizer: None where the model has none.
         max_step_rows: Most rows in one step.
+        chat_template: None where the model has none.
     """
 
     engine: EngineApi
     inputs: InputReader
-    tokenizer: TextCodec | None
+    tokenizer: Tokenizer | None
     max_step_rows: int
+    chat_template: ChatTemplate | None = None
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens at which a text ends by default: those of the model, and that of its tokenizer, which ends a turn."""
+        model = self.engine.info.model
+        own = None if self.tokenizer is None else self.tokenizer.eos_id
+        is_new = own is not None and own < model.vocab_size and own not in model.eos_ids
+        return (*model.eos_ids, own) if own is not None and is_new else tuple(model.eos_ids)
 
 
 @dataclass(slots=True)

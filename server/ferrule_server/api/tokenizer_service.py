@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final
+import functools
+from collections.abc import MutableSequence, Sequence
+from typing import TYPE_CHECKING, Final
 
 from ferrule.v1 import tokenizer_pb2, tokenizer_pb2_grpc
-from ferrule_server.api.calls import Context, not_served, unary
-from ferrule_server.api.state import ServerState, TextCodec
+from ferrule_server.api.calls import Context, unary
+from ferrule_server.api.chat_inputs import read_conversation
+from ferrule_server.api.state import ServerState
 from ferrule_server.errors import FeatureUnsupported, InvalidRequest
+
+if TYPE_CHECKING:
+    from ferrule_server.text.chat_template import ChatTemplate
+    from ferrule_server.text.tokenizer import Tokenizer
 
 _INLINE_LENGTH: Final = 1024
 """Texts and id lists up to this length take less time than a thread hop."""
 _SLICE_LENGTH: Final = 65536
 """So many ids are copied into a message without letting other threads in."""
+_SHORT_CONVERSATION_BYTES: Final = 64 << 10
+_MAX_LONG_CONVERSATIONS: Final = 1
+"""Rendering holds the interpreter, which the engine needs too: long conversations wait for each other."""
 
 
 class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
@@ -25,6 +35,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
     def __init__(self, state: ServerState) -> None:
         self.state = state
+        self._long_conversations = asyncio.Semaphore(_MAX_LONG_CONVERSATIONS)
 
     @unary
     async def Encode(self, request: tokenizer_pb2.EncodeRequest, context: Context) -> tokenizer_pb2.EncodeResponse:
@@ -50,9 +61,21 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             raise InvalidRequest("token_ids", f"has {num_tokens} entries, the limit is {limit}; send them in pieces")
         return await asyncio.to_thread(_decoded, codec, request)
 
-    ApplyChatTemplate = not_served("ApplyChatTemplate")
+    @unary
+    async def ApplyChatTemplate(
+        self, request: tokenizer_pb2.ApplyChatTemplateRequest, context: Context
+    ) -> tokenizer_pb2.ApplyChatTemplateResponse:
+        """Render a conversation; on a thread, since a template may take long, and few long ones at a time."""
+        codec, template = self._codec(), self.state.use().chat_template
+        if template is None:
+            raise FeatureUnsupported("chat template", "the served model brings none; send the text of a prompt")
+        rendered = functools.partial(_rendered, codec, template, request, self.state.limits.max_text_bytes)
+        if request.ByteSize() <= _SHORT_CONVERSATION_BYTES:
+            return await asyncio.to_thread(rendered)
+        async with self._long_conversations:
+            return await asyncio.to_thread(rendered)
 
-    def _codec(self) -> TextCodec:
+    def _codec(self) -> Tokenizer:
         """Return the tokenizer.
 
         Raises:
@@ -64,20 +87,33 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         return codec
 
 
-def _encoded(codec: TextCodec, request: tokenizer_pb2.EncodeRequest) -> tokenizer_pb2.EncodeResponse:
+def _encoded(codec: Tokenizer, request: tokenizer_pb2.EncodeRequest) -> tokenizer_pb2.EncodeResponse:
     is_parsing = request.parse_special_tokens if request.HasField("parse_special_tokens") else True
     token_ids = codec.encode(request.text, request.add_special_tokens, is_parsing)
     response = tokenizer_pb2.EncodeResponse()
-    for start in range(0, len(token_ids), _SLICE_LENGTH):
-        response.token_ids.extend(token_ids[start : start + _SLICE_LENGTH])
+    _extend(response.token_ids, token_ids)
     return response
 
 
+def _extend(field: MutableSequence[int], token_ids: Sequence[int]) -> None:
+    for start in range(0, len(token_ids), _SLICE_LENGTH):
+        field.extend(token_ids[start : start + _SLICE_LENGTH])
+
+
 def _decoded(
-    codec: TextCodec, request: tokenizer_pb2.TokenizerServiceDecodeRequest
+    codec: Tokenizer, request: tokenizer_pb2.TokenizerServiceDecodeRequest
 ) -> tokenizer_pb2.TokenizerServiceDecodeResponse:
     token_ids = list(request.token_ids)
     text = codec.decode(token_ids, request.skip_special_tokens)
     return tokenizer_pb2.TokenizerServiceDecodeResponse(
         text=text, ends_mid_character=codec.ends_mid_character(token_ids)
     )
+
+
+def _rendered(
+    codec: Tokenizer, template: ChatTemplate, request: tokenizer_pb2.ApplyChatTemplateRequest, max_bytes: int
+) -> tokenizer_pb2.ApplyChatTemplateResponse:
+    text = template.render(read_conversation(request, max_bytes))
+    response = tokenizer_pb2.ApplyChatTemplateResponse(text=text)
+    _extend(response.token_ids, codec.encode(text))
+    return response

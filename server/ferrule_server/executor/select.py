@@ -15,6 +15,7 @@ from ferrule_server.executor.paged_reference import PagedReferenceExecutor
 from ferrule_server.model.config import read_config
 
 if TYPE_CHECKING:
+    from ferrule_server.text.chat_template import ChatTemplate
     from ferrule_server.text.tokenizer import Tokenizer
 
 OnProgress = Callable[[str, float], None]
@@ -32,10 +33,11 @@ _WEIGHTS_SHARE: Final = 0.9
 
 @dataclass(frozen=True, slots=True)
 class LoadedExecutor:
-    """An executor ready to run, and the tokenizer of its model (None where it has none)."""
+    """An executor ready to run, and the tokenizer and the chat template of its model (None where it has none)."""
 
     executor: Executor
     tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None = None
 
 
 def create_executor(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
@@ -82,12 +84,14 @@ def _torch(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
 
     from ferrule_server.executor.torch_executor import TorchExecutor
     from ferrule_server.model.weights import load_model
+    from ferrule_server.text.chat_template import ChatTemplate
     from ferrule_server.text.tokenizer import Tokenizer
 
     def on_bytes(done_bytes: int, total_bytes: int) -> None:
         on_progress("reading weights", 0.05 + _WEIGHTS_SHARE * done_bytes / max(1, total_bytes))
 
     tokenizer = Tokenizer.load(folder)
+    chat_template = None if tokenizer is None else ChatTemplate.load(folder)
     model = load_model(folder, dtype=_dtype(config), on_progress=on_bytes)
     if config.model == DEMO_MODEL:
         model.model_id = DEMO_MODEL
@@ -100,7 +104,7 @@ def _torch(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
             max_context=config.max_context or model.config.max_positions,
             block_size=_BLOCK_SIZE,
         )
-    return LoadedExecutor(executor, tokenizer)
+    return LoadedExecutor(executor, tokenizer, chat_template)
 
 
 @contextlib.contextmanager

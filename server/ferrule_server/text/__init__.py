@@ -1,1 +1,1 @@
-"""Tokenizer and (later) chat template."""
+"""Tokenizer, text of drawn tokens, stop strings and chat templates."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import tokenizers
 
 from ferrule_server.errors import InvalidRequest, ModelError, TokenOutOfVocab
+from ferrule_server.text.tokenizer_config import TokenizerConfig
 
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 _MAX_CHARACTER_BYTES = 4
@@ -28,12 +29,17 @@ class Tokenizer:
 
     Args:
         text: The content of a ``tokenizer.json``.
+        eos_token: The token that ends a text, as the model folder names it.
+
+    Attributes:
+        vocab_size: Tokens there are.
+        eos_id: Of ``eos_token``; None: there is none, or the tokenizer does not know it.
 
     Raises:
         ModelError: The text is no tokenizer.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, eos_token: str | None = None) -> None:
         self._parsing = _from_text(text)
         self._literal = _from_text(text)
         self._literal.encode_special_tokens = True
@@ -43,6 +49,7 @@ class Tokenizer:
         self._byte_of_character = _byte_alphabet() if "ByteLevel" in decoder_types else {}
         self._has_byte_fallback = "ByteFallback" in decoder_types
         self.vocab_size: int = self._parsing.get_vocab_size(with_added_tokens=True)
+        self.eos_id: int | None = None if eos_token is None else self._parsing.token_to_id(eos_token)
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer | None:
@@ -55,7 +62,8 @@ class Tokenizer:
         if not path.is_file():
             return None
         try:
-            return cls(path.read_text(encoding="utf-8"))
+            config = TokenizerConfig.load(folder)
+            return cls(path.read_text(encoding="utf-8"), config.special_tokens.get("eos_token"))
         except (OSError, UnicodeDecodeError, ModelError) as error:
             raise ModelError(f"{path} cannot be loaded: {error}") from error
 

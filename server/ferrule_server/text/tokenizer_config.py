@@ -1,0 +1,98 @@
+"""What a model folder says about its tokenizer besides ``tokenizer.json``: special tokens by name, chat templates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from ferrule_server.errors import ModelError
+
+DEFAULT_TEMPLATE: Final = "default"
+_EXTRA_FOLDER: Final = "additional_chat_templates"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerConfig:
+    """The parts of ``tokenizer_config.json`` and the files beside it that are used here.
+
+    Attributes:
+        special_tokens: Text by name, such as ``eos_token``; names without a token are left out.
+        chat_templates: Source by name; ``default`` is the usual one. Empty: the model brings none.
+    """
+
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    chat_templates: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, folder: Path) -> TokenizerConfig:
+        """Read the files of a model folder, as ``transformers`` does: files of templates win over the configuration.
+
+        Raises:
+            ModelError: A file is there and cannot be read.
+        """
+        config = _read_json(folder / "tokenizer_config.json")
+        legacy = {} if "added_tokens_decoder" in config else _read_json(folder / "special_tokens_map.json")
+        templates = _template_files(folder) or _configured_templates(config.get("chat_template"))
+        return cls(_special_tokens({**config, **legacy}), templates)
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of all keys ``*_token``, spelled plainly or as an AddedToken, and of the model's own."""
+    extra = config.get("extra_special_tokens")
+    own = extra if isinstance(extra, dict) else {}
+    named = {key: _text_of(value) for key, value in config.items() if key.endswith("_token")}
+    named |= {key: _text_of(value) for key, value in own.items()}
+    return {key: text for key, text in named.items() if text is not None}
+
+
+def _text_of(token: object) -> str | None:
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def _configured_templates(value: object) -> dict[str, str]:
+    """Return the templates of a ``chat_template`` entry: one text, or a list of named ones.
+
+    Raises:
+        ModelError: It is neither.
+    """
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {DEFAULT_TEMPLATE: value}
+    try:
+        named = {str(one["name"]): one["template"] for one in value}  # type: ignore[attr-defined]  # checked by failing
+    except (TypeError, KeyError):
+        named = {"": None}
+    if not all(isinstance(source, str) for source in named.values()):
+        raise ModelError("tokenizer_config.json: chat_template is neither a text nor a list of named texts")
+    return named
+
+
+def _template_files(folder: Path) -> dict[str, str]:
+    paths = {DEFAULT_TEMPLATE: folder / "chat_template.jinja"}
+    paths |= {path.stem: path for path in sorted((folder / _EXTRA_FOLDER).glob("*.jinja"))}
+    return {name: _read_text(path) for name, path in paths.items() if path.is_file()}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file, an empty one where there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(_read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be loaded: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} cannot be loaded: it holds no JSON object")
+    return content
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} cannot be loaded: {error}") from error

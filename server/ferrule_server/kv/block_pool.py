@@ -1,8 +1,9 @@
-"""The block pool: which blocks are free, and how many owners each other one has."""
+"""The block pool: which blocks are free, which of these are worth keeping, and how many owners each other one has."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 
 from ferrule_server.errors import BlocksExhausted
 
@@ -10,18 +11,43 @@ NULL_BLOCK = 0
 """Never handed out; unused entries of a block table point at it."""
 
 
+def _ignore(_block_id: int) -> None:
+    """Nobody wants to know."""
+
+
 class BlockPool:
     """Hands out blocks and counts their owners.
 
-    Invariant: num_free + num_used == num_blocks - 1; the null block is neither; a block is free exactly when its
-    refcount is 0, and then it is listed as free once.
+    A block without an owner is free: *cached* if somebody said that its contents are worth keeping, else *empty*.
+    Cached ones are handed out when no empty one is left, the one that became free first before the others.
+
+    Invariant: num_empty + num_cached + num_used == num_blocks - 1; the null block is none of these; a block is free
+    exactly when its refcount is 0, and then it is listed once: as cached exactly when it is kept; num_shared blocks
+    have a refcount above 1.
 
     Args:
         num_blocks: Blocks in the pool, the null block included; at least 2.
         block_size: Slots per block, a power of two.
+
+    Attributes:
+        on_evict: Called with each cached block that is handed out, which is kept no longer then.
+        num_shared: Blocks with two owners or more.
+        num_evictions: Cached blocks handed out since start.
+        num_exhausted: Requests refused since start because too few blocks were free.
     """
 
-    __slots__ = ("_free", "_refcounts", "block_size", "num_blocks")
+    __slots__ = (
+        "_cached",
+        "_empty",
+        "_kept",
+        "_refcounts",
+        "block_size",
+        "num_blocks",
+        "num_evictions",
+        "num_exhausted",
+        "num_shared",
+        "on_evict",
+    )
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         if num_blocks < 2:
@@ -30,9 +56,14 @@ class BlockPool:
             raise ValueError(f"block_size must be a power of two, got {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.on_evict: Callable[[int], None] = _ignore
+        self.num_shared = self.num_evictions = self.num_exhausted = 0
         self._refcounts = [0] * num_blocks
         # A stack, lowest id on top: the block freed last is the likeliest to be in a cache.
-        self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
+        self._empty = list(range(num_blocks - 1, NULL_BLOCK, -1))
+        # In the order in which they became free. (A plain dict is slow to take the first from, again and again.)
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._kept: set[int] = set()
 
     @property
     def capacity(self) -> int:
@@ -40,14 +71,24 @@ class BlockPool:
         return self.num_blocks - 1
 
     @property
+    def num_empty(self) -> int:
+        """Blocks that nobody owns and that hold nothing."""
+        return len(self._empty)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody owns and that are kept until they are needed."""
+        return len(self._cached)
+
+    @property
     def num_free(self) -> int:
-        """Blocks that nobody owns."""
-        return len(self._free)
+        """Blocks that nobody owns, and that can be handed out."""
+        return len(self._empty) + len(self._cached)
 
     @property
     def num_used(self) -> int:
         """Blocks with at least one owner, each counted once."""
-        return self.num_blocks - 1 - len(self._free)
+        return self.num_blocks - 1 - len(self._empty) - len(self._cached)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold ``num_tokens`` tokens."""
@@ -57,19 +98,31 @@ class BlockPool:
         """Return how many owners the block has; 0 means free."""
         return self._refcounts[block_id]
 
+    def require(self, count: int, num_own: int = 0) -> None:
+        """Return if so many blocks can be had: free ones, and ``num_own`` that the caller will give up for it.
+
+        Raises:
+            BlocksExhausted: Fewer; the refusal is counted.
+        """
+        num_there = num_own + self.num_free
+        if count > num_there:
+            self.num_exhausted += 1
+            raise BlocksExhausted(count, num_there)
+
     def allocate(self, count: int) -> list[int]:
         """Return ``count`` free blocks, each now with one owner; all or nothing.
 
         Raises:
             BlocksExhausted: Fewer are free; nothing changed.
         """
-        if count > len(self._free):
-            raise BlocksExhausted(count, len(self._free))
+        self.require(count)
         if count <= 0:
             return []
-        block_ids = self._free[-count:]
+        block_ids = self._empty[-count:]
         block_ids.reverse()
-        del self._free[-count:]
+        del self._empty[-count:]
+        while len(block_ids) < count:
+            block_ids.append(self._evict())
         for block_id in block_ids:
             self._refcounts[block_id] = 1
         return block_ids
@@ -81,9 +134,28 @@ class BlockPool:
             RuntimeError: A block is free (a bug of the caller's).
         """
         for block_id in block_ids:
-            if self._refcounts[block_id] <= 0:
+            num_owners = self._refcounts[block_id]
+            if num_owners <= 0:
                 raise RuntimeError(f"block {block_id} is free and cannot be shared")
-            self._refcounts[block_id] += count
+            self.num_shared += num_owners == 1
+            self._refcounts[block_id] = num_owners + count
+
+    def adopt(self, block_ids: Iterable[int]) -> int:
+        """Give each block one more owner, also where it had none and was cached; return how many of them were.
+
+        Raises:
+            RuntimeError: A block is empty (a bug of the caller's).
+        """
+        num_cached = len(self._cached)
+        for block_id in block_ids:
+            if self._refcounts[block_id]:
+                self.share((block_id,))
+            elif block_id not in self._cached:
+                raise RuntimeError(f"block {block_id} is empty and cannot be adopted")
+            else:
+                del self._cached[block_id]
+                self._refcounts[block_id] = 1
+        return num_cached - len(self._cached)
 
     def release(self, block_ids: list[int]) -> int:
         """Take one owner from each block and return how many blocks became free.
@@ -91,19 +163,48 @@ class BlockPool:
         Raises:
             RuntimeError: A block has no owner (a bug of the caller's).
         """
-        num_free_before = len(self._free)
-        # Backwards, so that the stack hands the blocks out again in the order of the table.
+        num_free_before = self.num_free
+        # Backwards, so that the stack hands the blocks out again in the order of the table, and that of cached ones the
+        # last go first: what stands before them in the table can be found without them, not the other way round.
         for block_id in reversed(block_ids):
-            if self._refcounts[block_id] <= 0:
+            num_owners = self._refcounts[block_id] - 1
+            if num_owners < 0:
                 raise RuntimeError(f"block {block_id} is free and cannot be released")
-            self._refcounts[block_id] -= 1
-            if not self._refcounts[block_id]:
-                self._free.append(block_id)
-        return len(self._free) - num_free_before
+            self._refcounts[block_id] = num_owners
+            if num_owners == 1:
+                self.num_shared -= 1
+            elif not num_owners:
+                self._put_back(block_id)
+        return self.num_free - num_free_before
+
+    def keep(self, block_id: int) -> None:
+        """Say that the contents of an owned block are worth keeping when it is free.
+
+        Raises:
+            RuntimeError: The block is free (a bug of the caller's).
+        """
+        if not self._refcounts[block_id]:
+            raise RuntimeError(f"block {block_id} is free and cannot be kept")
+        self._kept.add(block_id)
+
+    def forget(self, block_id: int) -> None:
+        """Take back what :meth:`keep` said: a cached block is empty from now on."""
+        self._kept.discard(block_id)
+        if block_id in self._cached:
+            del self._cached[block_id]
+            self._empty.append(block_id)
 
     def count_sole(self, block_ids: Iterable[int]) -> int:
         """Return how many of these blocks have one owner: what releasing them would free."""
         return sum(self._refcounts[block_id] == 1 for block_id in block_ids)
+
+    def count_free(self, block_ids: Iterable[int]) -> int:
+        """Return how many of these blocks have no owner: what adopting them would take from the free ones."""
+        return sum(not self._refcounts[block_id] for block_id in block_ids)
+
+    def cached_ids(self) -> list[int]:
+        """Return the cached blocks in the order in which they would be handed out."""
+        return list(self._cached)
 
     def check_integrity(self, owners: Mapping[int, int] | None = None) -> None:
         """Raise AssertionError unless the invariant of the class holds.
@@ -112,13 +213,31 @@ class BlockPool:
             owners: Owners of each owned block as the caller counts them; None does not compare.
         """
         assert self.num_free + self.num_used == self.num_blocks - 1, "free and used blocks do not add up"
-        free = set(self._free)
-        assert len(free) == len(self._free), "a block is listed as free twice"
+        free = {*self._empty, *self._cached}
+        assert len(free) == self.num_free, "a block is listed as free twice"
         assert NULL_BLOCK not in free, "the null block is listed as free"
         assert self._refcounts[NULL_BLOCK] == 0, "the null block has an owner"
         for block_id in range(1, self.num_blocks):
             count = self._refcounts[block_id]
             assert (count == 0) == (block_id in free), f"block {block_id} has {count} owners, free={block_id in free}"
+        assert self._kept & free == set(self._cached), "a free block is not listed as what it is"
+        num_shared = sum(count > 1 for count in self._refcounts)
+        assert num_shared == self.num_shared, f"{num_shared} blocks are shared, not {self.num_shared}"
         if owners is not None:
             counted = {block_id: count for block_id, count in enumerate(self._refcounts) if count}
             assert counted == dict(owners), f"refcounts {counted} differ from the owners {dict(owners)}"
+
+    def _put_back(self, block_id: int) -> None:
+        """List a block that lost its last owner as free."""
+        if block_id in self._kept:
+            self._cached[block_id] = None
+        else:
+            self._empty.append(block_id)
+
+    def _evict(self) -> int:
+        """Take the block that has been cached for longest."""
+        block_id, _ = self._cached.popitem(last=False)
+        self._kept.remove(block_id)
+        self.num_evictions += 1
+        self.on_evict(block_id)
+        return block_id

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from ferrule_server.errors import BlocksExhausted, ContextExceeded, ExceedsPool
+from ferrule_server.errors import ContextExceeded, ExceedsPool
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.lineage import LineageChain
+from ferrule_server.kv.metrics import KvCounters
+from ferrule_server.kv.prefix_cache import PrefixCache
 from ferrule_server.kv.reserved_slots import ReservedSlots
 from ferrule_server.kv.sequence import Sequence, require_idle
 from ferrule_server.kv.usage import Usage
@@ -28,9 +32,13 @@ class Reservation:
         copies: (source block, destination block) pairs to copy before the first row is written. The sources stay
             alive until commit or abort.
         held_ids: Blocks of which the reservation itself is an owner: what abort gives back.
-        chain: Tokens before ``start`` of the sequence to be created; None when there is one already.
+        chain: Of the sequence to be created: its tokens before ``start``, or the whole prompt where that was looked up;
+            None when there is a sequence already.
         is_live: Neither committed nor aborted.
         reserved_length: Of the sequence to be created; what ``held_ids`` has beyond the table becomes its spares.
+        num_cached: Of the tokens to be written, how many the first blocks of the table hold already: they came out of
+            the prefix cache and must not be written. Whole blocks; may be all of the tokens.
+        is_published: Of the sequence to be created.
     """
 
     sequence: Sequence | None
@@ -44,11 +52,26 @@ class Reservation:
     chain: LineageChain | None = field(default=None, repr=False)
     is_live: bool = True
     reserved_length: int = 0
+    num_cached: int = 0
+    is_published: bool = False
 
     @property
     def pinned(self) -> Sequence | None:
         """The sequence that must not expire while the reservation lives."""
         return self.sequence or self.source
+
+    def check_tokens(self, token_ids: SequenceOf[int]) -> None:
+        """Return if a sequence to be created can begin with these tokens.
+
+        Raises:
+            ValueError: Its blocks were looked up for other ones, or hold more of them.
+        """
+        if self.chain is None or len(self.chain) == self.start:
+            return
+        if len(token_ids) < self.num_cached:
+            raise ValueError(f"{self.num_cached} tokens are cached, only {len(token_ids)} are committed")
+        if self.chain.token_ids[: len(token_ids)] != array("I", token_ids):
+            raise ValueError("the tokens are not those of the prompt that was looked up")
 
 
 class Reservations:
@@ -59,22 +82,36 @@ class Reservations:
     now, the free blocks. So a principal at its quota hears that, whether or not the pool is full as well.
 
     Invariant: a sequence is pinned at least as often as live reservations are on it, and is appending exactly when
-    one of them will extend it; a live reservation's rows go to blocks with refcount 1 only, and the blocks it is to
-    copy from are owned; a sequence does not move under a reservation that will extend it.
+    one of them will extend it; a live reservation's rows go to blocks with refcount 1 only, which the prefix cache does
+    not know, and the blocks it is to copy from are owned; a sequence does not move under a reservation that will extend
+    it.
 
     Args:
         pool: The blocks.
         usage: Where they are allocated and given back.
         slots: Blocks set aside for sequences.
+        cache: Where prompts are looked up.
+        counters: Told what was found there.
         max_context: Longest sequence in tokens.
     """
 
-    __slots__ = ("_live", "_max_context", "_pool", "_slots", "_usage")
+    __slots__ = ("_cache", "_counters", "_live", "_max_context", "_pool", "_slots", "_usage")
 
-    def __init__(self, pool: BlockPool, usage: Usage, slots: ReservedSlots, max_context: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        usage: Usage,
+        slots: ReservedSlots,
+        cache: PrefixCache,
+        *,
+        counters: KvCounters,
+        max_context: int,
+    ) -> None:
         self._pool = pool
         self._usage = usage
         self._slots = slots
+        self._cache = cache
+        self._counters = counters
         self._max_context = max_context
         self._live: set[Reservation] = set()
 
@@ -84,17 +121,35 @@ class Reservations:
         return iter(self._live)
 
     def reserve_new(
-        self, principal: str, num_tokens: int, chain: LineageChain, reserved_length: int = 0
+        self,
+        principal: str,
+        num_tokens: int,
+        chain: LineageChain,
+        reserved_length: int = 0,
+        prompt: SequenceOf[int] | None = None,
     ) -> Reservation:
         """Hold the blocks of a sequence to be created; ``chain`` is empty and becomes its own."""
         self._check_need(0, num_tokens, reserved_length)
+        found_ids: list[int] = []
+        if prompt is not None:
+            chain.extend(prompt)
+            found_ids = self._cache.find(principal, chain)
         num_blocks = self._pool.num_blocks_for(max(num_tokens, reserved_length))
-        self._usage.check(principal, num_sequences=1, num_blocks=num_blocks)
-        held_ids = self._usage.allocate(principal, num_blocks)
+        num_fresh = num_blocks - len(found_ids)
+        num_more = num_fresh + self._pool.count_free(found_ids)
+        self._usage.check(principal, num_sequences=1, num_blocks=num_more, num_whole=num_blocks)
+        self._pool.require(num_more)
+        self._cache.link(found_ids)
+        self._usage.adopt(principal, found_ids)
+        held_ids = found_ids + self._usage.allocate(principal, num_fresh)
         self._usage.enter(principal)
         table = held_ids[: self._pool.num_blocks_for(num_tokens)]
         reservation = Reservation(None, None, principal, 0, num_tokens, table, [], held_ids, chain)
         reservation.reserved_length = reserved_length
+        reservation.num_cached = len(found_ids) * self._pool.block_size
+        if prompt is not None:
+            self._counters.prefix_lookup_tokens += num_tokens
+            self._counters.prefix_hit_tokens += reservation.num_cached
         return self._open(reservation)
 
     def reserve_append(self, sequence: Sequence, num_tokens: int, *, is_checked: bool = False) -> Reservation:
@@ -138,8 +193,7 @@ class Reservations:
         self._usage.check(
             source.principal, num_sequences=1, num_blocks=num_fresh + num_spares, num_whole=num_whole + num_spares
         )
-        if num_fresh + num_spares > self._pool.num_free:
-            raise BlocksExhausted(num_fresh + num_spares, self._pool.num_free)
+        self._pool.require(num_fresh + num_spares)
         self._slots.add_spares(source, num_spares)
         fresh_ids = self._usage.allocate(source.principal, num_fresh)
         self._usage.enter(source.principal)
@@ -163,8 +217,7 @@ class Reservations:
         if num_needed <= num_own:
             return
         self._usage.check(sequence.principal, num_blocks=num_needed - num_own, num_whole=num_whole)
-        if num_needed > num_own + self._pool.num_free:
-            raise BlocksExhausted(num_needed, num_own + self._pool.num_free)
+        self._pool.require(num_needed, num_own)
 
     def shorten(self, reservation: Reservation, num_tokens: int) -> None:
         """Make the reservation one for fewer tokens, at least one; what it holds beyond these goes back.
@@ -225,8 +278,10 @@ class Reservations:
         sequence = reservation.sequence
         assert sequence is None or sequence.length == start, "a sequence moved under its reservation"
         assert len(reservation.block_ids) == self._pool.num_blocks_for(stop), "a reserved table has another size"
-        for block_id in reservation.block_ids[start // self._pool.block_size :]:
+        written_ids = reservation.block_ids[(start + reservation.num_cached) // self._pool.block_size :]
+        for block_id in written_ids:
             assert self._pool.refcount(block_id) == 1, f"block {block_id} would be written and is shared"
+        self._cache.check_unlisted(written_ids)
         for source_id, _ in reservation.copies:
             assert self._pool.refcount(source_id) > 0, f"block {source_id} is to be copied and is free"
 
@@ -245,6 +300,15 @@ class Reservations:
         return length % self._pool.block_size > 0
 
     def _open(self, reservation: Reservation) -> Reservation:
+        """Let the reservation live. From now on its rows may be written at any time.
+
+        Here is the one place where a block could come to be written that the prefix cache knows: one that a sequence
+        holds half of, after a truncate or as a fork, and is the last to hold. All others were allocated or set aside
+        for the purpose, and these are never registered.
+        """
+        start, size = reservation.start, self._pool.block_size
+        if start % size and (block_id := reservation.block_ids[start // size]) in self._cache.registered:
+            self._cache.withdraw(block_id)
         self._live.add(reservation)
         if reservation.sequence is not None:
             reservation.sequence.is_appending = True

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ferrule_server.errors import BlocksExhausted, ContextExceeded, ExceedsPool, HandleUnknown
+from ferrule_server.errors import ContextExceeded, ExceedsPool, HandleUnknown
 from ferrule_server.kv.block_pool import BlockPool
+from ferrule_server.kv.prefix_cache import PrefixCache
 from ferrule_server.kv.sequence import Sequence
 from ferrule_server.kv.usage import Usage
 
@@ -71,20 +72,27 @@ class ReservedSlots:
     if the append had nothing of its own: so the room is there whether it is committed or aborted, and what is too much
     goes back at its commit.
 
-    Invariant: spares have one owner, their sequence; they are as many as appends up to ``reserved_length`` need, the
-    copy of a shared partial last block included, and at most that copy more; without a reservation there are none.
+    The prefix cache must not weaken it either: a truncate can leave a block as the partial last one that is registered
+    there, and a prompt that finds it would share it without asking. So such a block, if its only owner has room beyond
+    it, is withdrawn as soon as spares are counted without its copy; and so is what becomes a spare.
+
+    Invariant: spares have one owner, their sequence, and are not registered in the prefix cache; they are as many as
+    appends up to ``reserved_length`` need, the copy of a shared partial last block included, and at most that copy
+    more; without a reservation there are none.
 
     Args:
         pool: The blocks.
         usage: Where they are allocated and given back.
+        cache: Where full blocks are registered.
         max_context: Longest sequence in tokens.
     """
 
-    __slots__ = ("_max_context", "_pool", "_usage")
+    __slots__ = ("_cache", "_max_context", "_pool", "_usage")
 
-    def __init__(self, pool: BlockPool, usage: Usage, max_context: int) -> None:
+    def __init__(self, pool: BlockPool, usage: Usage, cache: PrefixCache, max_context: int) -> None:
         self._pool = pool
         self._usage = usage
+        self._cache = cache
         self._max_context = max_context
 
     def reserve(self, requests: Iterable[SlotRequest]) -> SlotReservation:
@@ -113,7 +121,7 @@ class ReservedSlots:
         """Shorten the table to ``length`` tokens, keep what is reserved, and return how many blocks became free.
 
         Raises:
-            QuotaExceeded, BlocksExhausted: Forks share what is dropped, so that other blocks have to be set aside
+            QuotaExceeded, BlocksExhausted: Others share what is dropped, so that other blocks have to be set aside
                 for it, and there are none; nothing changed.
         """
         num_kept = self._pool.num_blocks_for(length)
@@ -121,17 +129,22 @@ class ReservedSlots:
         if not sequence.reserved_length:
             sequence.block_ids = kept_ids
             return self._usage.release(sequence.principal, tail_ids)
-        own_ids = [block_id for block_id in tail_ids if self._pool.refcount(block_id) == 1]
-        own_ids += sequence.spare_ids
+        # The last blocks become spares first: those before them can be found in the prefix cache without them.
+        own_ids = [*sequence.spare_ids]
+        own_ids += [block_id for block_id in reversed(tail_ids) if self._pool.refcount(block_id) == 1]
         is_shared = self._pool.refcount(kept_ids[-1]) > 1
         num_needed = self._num_needed(length, sequence.reserved_length, is_tail_shared=is_shared)
         num_missing = num_needed - len(own_ids)
         if num_missing > 0:
             self._usage.check(sequence.principal, num_blocks=num_missing)
             own_ids += self._usage.allocate(sequence.principal, num_missing)
+        given_back = [block_id for block_id in tail_ids if self._pool.refcount(block_id) > 1]
+        given_back += reversed(own_ids[num_needed:])
         sequence.block_ids, sequence.spare_ids = kept_ids, tuple(own_ids[:num_needed])
-        shared_ids = [block_id for block_id in tail_ids if self._pool.refcount(block_id) > 1]
-        return self._usage.release(sequence.principal, shared_ids + own_ids[num_needed:])
+        for block_id in sequence.spare_ids:
+            self._cache.withdraw(block_id)
+        self._withdraw_tail(sequence, length)
+        return self._usage.release(sequence.principal, given_back)
 
     def settle(self, sequence: Sequence, block_ids: list[int]) -> None:
         """Give the sequence its table after an append; spares it took are spares no more, those left over go."""
@@ -171,8 +184,7 @@ class ReservedSlots:
         if num_whole > self._pool.capacity:
             raise ExceedsPool(num_whole, self._pool.capacity)
         self._usage.check(principal, num_blocks=num_missing, num_whole=num_whole)
-        if num_missing > self._pool.num_free:
-            raise BlocksExhausted(num_missing, self._pool.num_free)
+        self._pool.require(num_missing)
 
     def _num_whole(self, lengths: dict[Sequence, int]) -> int:
         """Return how many blocks sequences of these lengths hold at least, whatever others give up."""
@@ -186,8 +198,15 @@ class ReservedSlots:
         """Set blocks aside up to ``target_length``, known to be free."""
         blocks_before = sequence.num_blocks
         sequence.reserved_length = max(sequence.reserved_length, target_length)
+        self._withdraw_tail(sequence, sequence.length)
         self.add_spares(sequence, self._num_missing(sequence, sequence.reserved_length))
         return SlotAllocation(sequence.handle_id, blocks_before, sequence.num_blocks)
+
+    def _withdraw_tail(self, sequence: Sequence, length: int) -> None:
+        """Keep prompts from sharing the partial last block of a sequence that is its only owner and has room beyond."""
+        tail_id = sequence.block_ids[-1]
+        if length % self._pool.block_size and sequence.reserved_length and self._pool.refcount(tail_id) == 1:
+            self._cache.withdraw(tail_id)
 
     def _num_missing(self, sequence: Sequence, reserved_length: int, *, is_tail_shared: bool = False) -> int:
         """Return how many spares the sequence lacks for a reservation of that length."""

@@ -46,6 +46,7 @@ class Sequence:
         is_appending: An append is reserved on it and neither committed nor aborted.
         last_truncate: Set by truncate, forgotten as soon as the tip moves.
         is_released: Released, expired or lost: it owns no block any more.
+        is_published: Its full blocks are registered in the prefix cache as they are committed.
         scheduled_at: When the lease heap looks at it next.
     """
 
@@ -64,6 +65,7 @@ class Sequence:
     is_appending: bool = False
     last_truncate: Truncation | None = None
     is_released: bool = False
+    is_published: bool = False
     scheduled_at: float = math.inf
 
     @property

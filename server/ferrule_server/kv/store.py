@@ -16,6 +16,8 @@ from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.handle import Handle, StalePolicy, handle_id_of
 from ferrule_server.kv.leases import LeaseHeap
 from ferrule_server.kv.lineage import LineageChain
+from ferrule_server.kv.metrics import KvCounters, KvMetrics
+from ferrule_server.kv.prefix_cache import PrefixCache
 from ferrule_server.kv.registry import SECRET_BYTES, TOMBSTONE_S, Registry
 from ferrule_server.kv.reservation import Reservation, Reservations, prefix_blocks
 from ferrule_server.kv.reserved_slots import ReservedSlots, SlotRequest, SlotReservation
@@ -51,6 +53,10 @@ class KvStore:
 
     Whoever owns a block owns those before it in each table that has it: refcounts never rise along a table.
 
+    Full blocks are registered in the prefix cache as they are committed, and found by new sequences of the same
+    principal; those that nobody owns any more are free, and handed out when no empty block is left (see
+    ``kv/prefix_cache.py``). A block that the cache knows is never written: it is withdrawn before.
+
     A committed slot is never written again: a write into a block with refcount above 1 is preceded by its copy, and
     while an append is reserved on a sequence nobody can come to share the blocks it writes to (fork, truncate and
     further reservations on it raise RuntimeError; the engine queues them behind the append).
@@ -64,6 +70,7 @@ class KvStore:
         clock: Monotonic seconds.
         new_secret: Returns 16 unguessable bytes.
         limits_of: The quotas of a principal, asked whenever it wants more.
+        has_prefix_cache: False: no block is registered, and none is found.
 
     Raises:
         ValueError: An argument is outside its range.
@@ -81,6 +88,7 @@ class KvStore:
         clock: Callable[[], float] = time.monotonic,
         new_secret: Callable[[], bytes] = _new_secret,
         limits_of: LimitsOf = unlimited,
+        has_prefix_cache: bool = True,
     ) -> None:
         if max_context < 1:
             raise ValueError(f"max_context must be at least 1, got {max_context}")
@@ -89,13 +97,18 @@ class KvStore:
         self.pool = pool
         self.max_context = max_context
         self.max_ttl_s = max_ttl_s
+        self._block_size = pool.block_size
         self._fingerprint = fingerprint
         self._clock = clock
         self._registry = Registry(instance, epoch, new_secret)
         self._leases = LeaseHeap(self._registry.sequences)
         self._usage = Usage(pool, limits_of)
-        self._slots = ReservedSlots(pool, self._usage, max_context)
-        self._reservations = Reservations(pool, self._usage, self._slots, max_context)
+        self._cache = PrefixCache(pool, is_on=has_prefix_cache)
+        self._counters = KvCounters()
+        self._slots = ReservedSlots(pool, self._usage, self._cache, max_context)
+        self._reservations = Reservations(
+            pool, self._usage, self._slots, self._cache, counters=self._counters, max_context=max_context
+        )
 
     @property
     def num_sequences(self) -> int:
@@ -109,6 +122,33 @@ class KvStore:
     def usage_of(self, principal: str) -> Holding:
         """What counts in the principal's quotas HANDLES and, times block_size, KV_TOKENS."""
         return self._usage.of(principal)
+
+    def metrics(self) -> KvMetrics:
+        """Return how the store stands; from any thread. In the middle of a step some figures may be those before it."""
+        pool, counters = self.pool, self._counters
+        empty_blocks = pool.num_empty
+        # Blocks may have moved between the two reads: the sum must be right all the same.
+        cached_blocks = min(pool.num_cached, pool.capacity - empty_blocks)
+        return KvMetrics(
+            block_size=pool.block_size,
+            total_blocks=pool.capacity,
+            empty_blocks=empty_blocks,
+            cached_blocks=cached_blocks,
+            used_blocks=pool.capacity - empty_blocks - cached_blocks,
+            shared_blocks=pool.num_shared,
+            live_sequences=len(self._registry),
+            tombstones=self._registry.num_tombstones,
+            num_created=counters.created,
+            num_forks=counters.forks,
+            num_truncates=counters.truncates,
+            num_released=counters.released,
+            num_expired=counters.expired,
+            num_block_copies=counters.block_copies,
+            num_prefix_lookup_tokens=counters.prefix_lookup_tokens,
+            num_prefix_hit_tokens=counters.prefix_hit_tokens,
+            num_prefix_evictions=pool.num_evictions,
+            num_exhausted=pool.num_exhausted,
+        )
 
     def now(self) -> float:
         """Seconds on the clock that ``expires_at`` and ``created_at`` are told on."""
@@ -156,22 +196,43 @@ class KvStore:
         """Return up to ``limit`` of the principal's sequences after that handle_id, in order of handle_id."""
         return self._registry.page(principal, after_handle_id, limit)
 
-    def reserve_new(self, principal: str, num_tokens: int, reserved_length: int = 0) -> Reservation:
+    def reserve_new(
+        self,
+        principal: str,
+        num_tokens: int,
+        reserved_length: int = 0,
+        *,
+        prompt: SequenceOf[int] | None = None,
+        publish: bool = True,
+    ) -> Reservation:
         """Hold the blocks of a sequence to be created with ``num_tokens`` tokens.
+
+        With a prompt, full blocks that hold its first tokens are shared, if the prefix cache knows some: the
+        reservation's ``num_cached`` says for how many tokens, and only those behind them are to be written. Such a
+        block is one of the free ones if nobody owned it, and counts in the quota unless the principal owns it already.
 
         Args:
             principal: Who will own it.
             num_tokens: Tokens to be written.
             reserved_length: Tokens up to which blocks are set aside, as by :meth:`reserve_slots`.
+            prompt: These tokens, to be looked up in the prefix cache; commit takes no others then, and at least the
+                cached ones. None: nothing is looked up.
+            publish: Whether its full blocks, and those of its forks, are registered for others of the principal.
 
         Raises:
             ContextExceeded: Longer than the context.
             ExceedsPool: More blocks than the pool has.
             QuotaExceeded: HANDLES or KV_TOKENS.
             BlocksExhausted: Too few are free now.
+            ValueError: The prompt has another length.
         """
+        if prompt is not None and len(prompt) != num_tokens:
+            raise ValueError(f"the prompt has {len(prompt)} tokens, not {num_tokens}")
         chain = LineageChain(self._fingerprint)
-        return self._reservations.reserve_new(principal, num_tokens, chain, reserved_length)
+        looked_up = prompt if self._cache.is_on else None
+        reservation = self._reservations.reserve_new(principal, num_tokens, chain, reserved_length, looked_up)
+        reservation.is_published = publish and self._cache.is_on
+        return reservation
 
     def reserve_append(self, sequence: Sequence, num_tokens: int) -> Reservation:
         """Hold the blocks for ``num_tokens`` more tokens at the tip.
@@ -238,18 +299,21 @@ class KvStore:
         Raises:
             HandleUnknown: The sequence was released meanwhile; the reservation is aborted.
             RuntimeError: The reservation was committed or aborted before.
-            ValueError: No token, or more than were reserved.
+            ValueError: No token, or more than were reserved; or not those of the prompt that was looked up.
         """
         if not reservation.is_live:
             raise RuntimeError("the reservation was committed or aborted before")
-        if not 1 <= len(token_ids) <= reservation.num_tokens:
-            raise ValueError(f"{reservation.num_tokens} tokens were reserved, {len(token_ids)} were written")
+        num_tokens = len(token_ids)
+        if not 1 <= num_tokens <= reservation.num_tokens:
+            raise ValueError(f"{reservation.num_tokens} tokens were reserved, {num_tokens} were written")
         sequence = reservation.sequence
-        if sequence is not None and sequence.is_released:
+        if sequence is None:
+            reservation.check_tokens(token_ids)
+        elif sequence.is_released:
             self.abort(reservation)
             raise HandleUnknown(sequence.handle_id)
-        if len(token_ids) < reservation.num_tokens:
-            self._reservations.shorten(reservation, len(token_ids))
+        if num_tokens != reservation.num_tokens:
+            self._reservations.shorten(reservation, num_tokens)
         if sequence is None:
             sequence = self._create_reserved(reservation, token_ids)
         else:
@@ -259,7 +323,11 @@ class KvStore:
             else:
                 sequence.block_ids = reservation.block_ids
         self._reservations.close(reservation)
+        size = self._block_size
+        if reservation.start % size + num_tokens >= size and sequence.is_published:
+            self._cache.register(sequence, (reservation.start + reservation.num_cached) // size)
         if reservation.copies:
+            self._counters.block_copies += len(reservation.copies)
             self._usage.release(sequence.principal, [source_id for source_id, _ in reservation.copies])
         sequence.last_truncate = None
         self._renew_source(reservation.source)
@@ -297,13 +365,14 @@ class KvStore:
             branch = self._create(sequence.principal, chain.copy(length), prefix, sequence)
             self.renew(branch, ttl_s)
             branches.append(branch)
+        self._counters.forks += count
         self.renew(sequence)
         return branches
 
     def truncate(self, sequence: Sequence, handle: Handle, new_length: int) -> int:
         """Shorten the sequence to ``new_length`` tokens and return how many blocks that gave back.
 
-        What is reserved stays so; where forks share what is dropped of it, other blocks are set aside instead.
+        What is reserved stays so; where others share what is dropped of it, other blocks are set aside instead.
 
         An equal request succeeds again, with the same answer, while the tip still is ``new_length``. Renews the lease.
 
@@ -336,6 +405,7 @@ class KvStore:
         if sequence is None:
             return None
         self._registry.remove(sequence)
+        self._counters.released += 1
         return self._free_sequence(sequence)
 
     def renew(self, sequence: Sequence, ttl_s: float | None = None) -> float:
@@ -356,6 +426,7 @@ class KvStore:
         due = self._leases.take_due(now if at is None else min(at, now))
         for sequence in due:
             self._registry.bury(sequence, now)
+            self._counters.expired += 1
             self._free_sequence(sequence)
         return [sequence.handle_id for sequence in due]
 
@@ -365,7 +436,8 @@ class KvStore:
         return None if at is None else max(0.0, at - self._clock())
 
     def lose_all(self) -> None:
-        """Free everything after a device fault; every handle there was answers HandleLost from now on."""
+        """Free everything after a device fault, cached blocks too; every handle answers HandleLost from now on."""
+        self._cache.clear()
         self._reservations.abort_all()
         lost = list(self._registry)
         self._registry.lose_all()
@@ -384,6 +456,7 @@ class KvStore:
         self._registry.check_integrity()
         self._leases.check_integrity(self._clock())
         self._reservations.check_integrity()
+        self._cache.check_integrity(self._registry)
 
     def _count_holdings(self) -> dict[str, Holding]:
         """Return what each principal holds, counted from scratch: a block on two accounts would count twice."""
@@ -414,8 +487,15 @@ class KvStore:
 
     def _create_reserved(self, reservation: Reservation, token_ids: SequenceOf[int]) -> Sequence:
         assert reservation.chain is not None, "a reservation without a sequence has a chain"
-        reservation.chain.extend(token_ids)
+        if len(reservation.chain) == reservation.start:
+            reservation.chain.extend(token_ids)
+        elif len(reservation.chain) > len(token_ids):
+            reservation.chain.truncate(len(token_ids))
         sequence = self._create(reservation.principal, reservation.chain, reservation.block_ids, reservation.source)
+        if reservation.source is None:
+            sequence.is_published = reservation.is_published
+        else:
+            self._counters.forks += 1
         if reservation.reserved_length:
             sequence.reserved_length = reservation.reserved_length
             sequence.spare_ids = tuple(reservation.held_ids[len(reservation.block_ids) :])
@@ -429,7 +509,9 @@ class KvStore:
         sequence = Sequence(cache_id, handle_id_of(cache_id), principal, chain, block_ids, ttl_s, now + ttl_s, now)
         if parent is not None:
             sequence.parent_handle_id = parent.handle_id
+            sequence.is_published = parent.is_published
         self._registry.add(sequence)
+        self._counters.created += 1
         return sequence
 
     def _drop_tail(self, sequence: Sequence, length: int) -> int:
@@ -439,6 +521,7 @@ class KvStore:
         freed_blocks = self._slots.drop_tail(sequence, length)
         sequence.chain.truncate(length)
         sequence.last_truncate = None
+        self._counters.truncates += 1
         return freed_blocks
 
     def _free_sequence(self, sequence: Sequence) -> int:

@@ -27,7 +27,8 @@ class Usage:
     """The one way blocks leave the pool and come back, so that each is on somebody's account.
 
     Invariant: the blocks of all principals add up to the pool's used ones; a principal that holds nothing is not
-    remembered. A block never changes hands: sequences share blocks with sequences of the same principal only.
+    remembered. A block never changes hands while it is owned: sequences share blocks with sequences of the same
+    principal only. Blocks that nobody owns are on nobody's account, also those that the prefix cache knows.
 
     Args:
         pool: Where blocks come from.
@@ -89,6 +90,11 @@ class Usage:
         if block_ids:
             self._holding(principal).num_blocks += len(block_ids)
         return block_ids
+
+    def adopt(self, principal: str, block_ids: list[int]) -> None:
+        """Make the principal one more owner of blocks that it owns already or that are cached; see `allocate`."""
+        if num_taken := self._pool.adopt(block_ids):
+            self._holding(principal).num_blocks += num_taken
 
     def release(self, principal: str, block_ids: list[int]) -> int:
         """Take one owner from each block and return how many became free."""

@@ -1,0 +1,171 @@
+"""The prefix cache: full blocks that new sequences of the same principal can share instead of computing them again.
+
+A block is *registered* when a sequence has committed the last of its tokens, and from then on a prompt that begins with
+the same tokens finds it, whether the sequence still lives (then they share it, as forks do) or not (then nobody owned
+it: the pool had it among its cached blocks). It stays registered until it is handed out anew, or until somebody is
+about to write into it.
+
+What is looked for is the KV of a block's tokens behind all tokens before them, so the key is the lineage at the block's
+end, which is made of all of these. Nobody can choose tokens that give the lineage of others, yet the block's own tokens
+and the lineage before them are compared as well. Principals never find each other's blocks: whether a prompt was fast
+would tell one what another has sent.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, field
+
+from ferrule_server.kv.block_pool import NULL_BLOCK, BlockPool
+from ferrule_server.kv.lineage import LineageChain
+from ferrule_server.kv.sequence import Sequence
+
+_Key = tuple[str, bytes]
+
+
+@dataclass(slots=True)
+class _Entry:
+    """What a registered block holds.
+
+    Attributes:
+        key: The principal, and the lineage at the block's end.
+        parent: The lineage at its start.
+        token_ids: Its own tokens.
+        previous: The block before it in the tables of its owners; NULL_BLOCK: it is the first. Means nothing while
+            nobody owns it.
+    """
+
+    key: _Key = field(repr=False)
+    parent: bytes = field(repr=False)
+    token_ids: array[int] = field(repr=False)
+    previous: int
+
+
+class PrefixCache:
+    """Finds full blocks by the tokens that they hold and that come before them.
+
+    Invariant: a registered block holds the KV of ``token_ids`` behind the tokens that have the lineage ``parent``,
+    computed for the principal of its key; exactly the registered blocks are kept by the pool; each key names one block.
+    All owners of a block have the same block before it in their tables.
+
+    The last sentence is why a block that is owned is found only behind the very block that stands before it there: two
+    sequences that computed equal tokens at the same time have each their own blocks, of which the first to be committed
+    is registered. So refcounts never rise along a table, and a cached block becomes free before the one in front of it.
+
+    Args:
+        pool: The blocks; it tells when it takes a cached one.
+        is_on: False: nothing is ever registered or found.
+
+    Attributes:
+        registered: The registered blocks, a view: asked for each token decoded.
+    """
+
+    __slots__ = ("_blocks", "_entries", "_pool", "is_on", "registered")
+
+    def __init__(self, pool: BlockPool, *, is_on: bool = True) -> None:
+        self._pool = pool
+        self.is_on = is_on
+        self._entries: dict[int, _Entry] = {}
+        self._blocks: dict[_Key, int] = {}
+        self.registered: Container[int] = self._entries
+        pool.on_evict = self._unlist
+
+    def register(self, sequence: Sequence, start: int) -> None:
+        """Make the full blocks of the sequence from number ``start`` on known.
+
+        Where a block with the same tokens is registered already, it stays if somebody owns it, and makes room for the
+        newer one if not: that one will be needed for longer.
+        """
+        chain, table, size = sequence.chain, sequence.block_ids, self._pool.block_size
+        parent = chain.at(start * size)
+        for index in range(start, len(chain) // size):
+            stop = (index + 1) * size
+            lineage = chain.at(stop)
+            entry = _Entry((sequence.principal, lineage), parent, chain.token_ids[stop - size : stop], NULL_BLOCK)
+            if index:
+                entry.previous = table[index - 1]
+            self._list(table[index], entry)
+            parent = lineage
+
+    def find(self, principal: str, chain: LineageChain) -> list[int]:
+        """Return the registered blocks that hold the first tokens of the chain; nothing changes."""
+        found: list[int] = []
+        size, parent, previous = self._pool.block_size, chain.at(0), NULL_BLOCK
+        for stop in range(size, len(chain) + 1, size):
+            lineage = chain.at(stop)
+            block_id = self._blocks.get((principal, lineage))
+            if block_id is None:
+                break
+            entry = self._entries[block_id]
+            if entry.parent != parent or entry.token_ids != chain.token_ids[stop - size : stop]:
+                break
+            if entry.previous != previous and self._pool.refcount(block_id):
+                break
+            found.append(block_id)
+            parent, previous = lineage, block_id
+        return found
+
+    def link(self, block_ids: Iterable[int]) -> None:
+        """Note that these blocks, just found, stand behind each other in a table from now on."""
+        previous = NULL_BLOCK
+        for block_id in block_ids:
+            self._entries[block_id].previous = previous
+            previous = block_id
+
+    def withdraw(self, block_id: int) -> None:
+        """Make sure that nobody finds the block any more: its one owner will write into it, or may at any time."""
+        if block_id in self._entries:
+            self._unlist(block_id)
+            self._pool.forget(block_id)
+
+    def clear(self) -> None:
+        """Forget every block."""
+        for block_id in list(self._entries):
+            self.withdraw(block_id)
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Raise AssertionError unless the invariant of the class holds, as far as the tables of these tell."""
+        assert self.is_on or not self._entries, "something is registered in a cache that is off"
+        keys = {entry.key: block_id for block_id, entry in self._entries.items()}
+        assert keys == self._blocks, "blocks and keys do not name each other"
+        owned = {block_id for block_id in self._entries if self._pool.refcount(block_id)}
+        assert {*owned, *self._pool.cached_ids()} == set(self._entries), "other blocks are kept than are registered"
+        for sequence in sequences:
+            self._check_table(sequence)
+            assert not owned.intersection(sequence.spare_ids), f"a spare of {sequence.handle_id} is registered"
+
+    def check_unlisted(self, block_ids: Iterable[int]) -> None:
+        """Raise AssertionError if one of these blocks, about to be written, is registered."""
+        for block_id in block_ids:
+            assert block_id not in self._entries, f"block {block_id} would be written and is registered"
+
+    def _check_table(self, sequence: Sequence) -> None:
+        """Test what is registered of one table; the last block may hold more than the sequence does."""
+        chain, size, name = sequence.chain, self._pool.block_size, sequence.handle_id
+        for index, block_id in enumerate(sequence.block_ids):
+            entry = self._entries.get(block_id)
+            if entry is None:
+                continue
+            start, stop = index * size, min((index + 1) * size, len(chain))
+            assert entry.key[0] == sequence.principal, f"a block of {name} is registered for somebody else"
+            assert entry.parent == chain.at(start), f"block {index} of {name} is registered behind other tokens"
+            assert entry.token_ids[: stop - start] == chain.token_ids[start:stop], f"block {index} of {name} has others"
+            assert stop < start + size or entry.key[1] == chain.at(stop), f"block {index} of {name} has another key"
+            previous = sequence.block_ids[index - 1] if index else NULL_BLOCK
+            assert entry.previous == previous, f"block {index} of {name} is registered behind another block"
+
+    def _list(self, block_id: int, entry: _Entry) -> None:
+        """Register an owned block, unless one that holds the same is owned as well."""
+        other = self._blocks.get(entry.key)
+        if other is not None:
+            if self._pool.refcount(other):
+                return
+            self.withdraw(other)
+        self._entries[block_id] = entry
+        self._blocks[entry.key] = block_id
+        self._pool.keep(block_id)
+
+    def _unlist(self, block_id: int) -> None:
+        """Forget what the block holds."""
+        del self._blocks[self._entries.pop(block_id).key]

@@ -138,7 +138,7 @@ def test_a_joined_prefill_goes_on_as_long_as_one_caller_waits() -> None:
     with Harness(executor, max_step_rows=4) as harness:
         for num_gone in (1, 2):
             executor.gate = threading.Event()
-            jobs = [append(None, *([1] * 20), request_id=f"r{num_gone}") for _ in range(2)]
+            jobs = [append(None, *([num_gone] * 20), request_id=f"r{num_gone}") for _ in range(2)]
             sinks = harness.submit_all(*jobs)
             assert executor.is_waiting.wait(10)
             for job in jobs[:num_gone]:

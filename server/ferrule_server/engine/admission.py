@@ -48,6 +48,8 @@ class Admission:
             job.principal,
             len(job.token_ids),
             job.reserved_length,
+            prompt=job.token_ids if job.reuse_prefix and _wants_last_row_at_most(job) else None,
+            publish=job.publish_prefix,
         )
         return self._creating(_writing(job, sink, reservation))
 
@@ -220,7 +222,7 @@ def _writing(
     verdict: Verdict | None = None,
 ) -> RunningAppend:
     specs, seed = row_specs(job.output, job.token_ids, job.drafts)
-    num_tokens, num_cached = reservation.num_tokens, 0
+    num_tokens, num_cached = reservation.num_tokens, reservation.num_cached
     return RunningAppend(
         job=job,
         sink=sink,

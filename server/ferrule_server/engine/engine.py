@@ -30,6 +30,7 @@ from ferrule_server.engine.batcher import Batcher, Chunk
 from ferrule_server.engine.commits import Commits
 from ferrule_server.engine.counters import EngineCounters, EngineSnapshot
 from ferrule_server.engine.creations import Creations
+from ferrule_server.engine.delivery import Delivery
 from ferrule_server.engine.drivers import Drivers, DriverSink
 from ferrule_server.engine.failpoints import Failpoints
 from ferrule_server.engine.faults import fault
@@ -68,8 +69,6 @@ from ferrule_server.quotas import LimitsOf, unlimited
 _LOG = logging.getLogger(__name__)
 _IDLE_S = 1.0
 """Longest sleep of an idle engine: leases are looked at this often at least."""
-_LOOP_SLICE = 256
-"""Outcomes delivered before others get their turn on the event loop: a few milliseconds."""
 _TAKE_S = 0.05
 """Jobs are taken for so long at most while others wait for a step or an answer; what is left has its turn after that.
 Many times what a full step of appends takes: it cuts off floods of forks, lists and keep-alives only."""
@@ -113,7 +112,6 @@ class Engine:
         self._executor = executor
         self._store = store
         self._settings = settings
-        self._post = post
         self._on_failure = on_failure
         self._inbox: queue.SimpleQueue[list[Entry] | None] = queue.SimpleQueue()
         self._failpoints = failpoints
@@ -132,12 +130,12 @@ class Engine:
         )
         self._drivers = Drivers(store, self._lanes, release=self._release_one, finish=self._finish)
         self._warmup = Warmup(executor, settings.max_step_rows, self._finish)
-        self._steps = StepRunner(executor, self.counters, failpoints)
+        self._steps = StepRunner(executor, self.counters, failpoints, logs_top_tokens=settings.debug_top_tokens)
         self._commits = Commits(store, self._records, self._creations, self.counters, failpoints)
-        self._finished: list[tuple[Job, Sink, Outcome]] = []
         self._gather = GatherWindow(settings)
         self._batcher = Batcher(settings.max_step_rows, settings.max_step_time_s)
         self._gate = Gate(settings.max_waiting_jobs, limits_of)
+        self._delivery = Delivery(post, self._gate)
         self._is_stopping = False
         self._is_failed = False
         self._is_closed = False
@@ -159,7 +157,7 @@ class Engine:
         """
         entries, refused = self._gate.admit(entries)
         if refused:
-            self._post(lambda: self._deliver_slice(refused))
+            self._delivery.refuse(refused)
         if not entries:
             return
         now_ns = time.monotonic_ns()
@@ -253,7 +251,7 @@ class Engine:
         """Seconds to wait for the next job: none when rows are ready to run and all that is awaited is back."""
         if self._lanes.running:
             return self._gather.remaining_s(time.monotonic())
-        if self._finished or self._drivers.has_work or self._warmup.is_pending:
+        if self._delivery.is_pending or self._drivers.has_work or self._warmup.is_pending:
             return 0.0
         expiry_s = self._store.next_expiry()
         return _IDLE_S if expiry_s is None else min(_IDLE_S, max(0.001, expiry_s))
@@ -281,9 +279,7 @@ class Engine:
 
     def _hand_over(self) -> None:
         """Deliver everything finished with one call on the event loop."""
-        if self._finished:
-            finished, self._finished = self._finished, []
-            self._post(lambda: self._deliver(finished))
+        self._delivery.hand_over()
 
     def _shut_down(self) -> None:
         self._lanes.end_all(lambda _: Draining())
@@ -297,33 +293,12 @@ class Engine:
 
     def _refuse_rest(self) -> None:
         """Answer what lies in the inbox of a closed engine. Whoever takes an entry out delivers it, so once each."""
-        refused: list[tuple[Job, Sink, Outcome]] = []
+        refused: list[Finished] = []
         with contextlib.suppress(queue.Empty):
             while True:
                 refused.extend((job, sink, Draining()) for job, sink in self._inbox.get_nowait() or ())
         if refused:
-            self._post(lambda: self._deliver(refused))
-
-    def _deliver(self, finished: list[Finished]) -> None:
-        self._gate.done(finished)
-        self._deliver_slice(finished)
-
-    def _deliver_slice(self, finished: list[Finished], start: int = 0, touched: dict[int, Sink] | None = None) -> None:
-        """Runs on the event loop: each sink gets its outcomes, and after the last of all one flush.
-
-        Others have their turn on the loop in between: a frame of thousands of items that are all refused makes as many
-        error messages.
-        """
-        touched = {} if touched is None else touched
-        stop = start + _LOOP_SLICE
-        for job, sink, outcome in finished[start:stop]:
-            sink.deliver(job, outcome)
-            touched[id(sink)] = sink
-        if stop < len(finished):
-            self._post(lambda: self._deliver_slice(finished, stop, touched))
-            return
-        for sink in touched.values():
-            sink.flush()
+            self._delivery.deliver(refused)
 
     # ---- taking jobs ------------------------------------------------------------------------------------------------
 
@@ -505,7 +480,7 @@ class Engine:
             return
         if isinstance(outcome, FerruleError):
             self.counters.refuse(outcome.reason)
-        self._finished.append((job, sink, outcome))
+        self._delivery.add(job, sink, outcome)
 
     def _lose_device(self) -> None:
         """No KV can be trusted any more: every handle is lost, nothing runs again."""

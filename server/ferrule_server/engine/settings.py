@@ -19,6 +19,7 @@ class EngineSettings:
         gather_gap_s: The gather window closes when no row has come back for this long, in seconds.
         gather_share: Longest gather window, as a share of the last step's run time.
         retained_bytes: Most bytes of logits kept for replay; beyond it the oldest are dropped and recomputed on demand.
+        debug_top_tokens: Log the position and the five best tokens of every output row.
     """
 
     max_step_rows: int = 512
@@ -28,3 +29,4 @@ class EngineSettings:
     gather_gap_s: float = 0.001
     gather_share: float = 0.1
     retained_bytes: int = 64 << 20
+    debug_top_tokens: bool = False

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ferrule_server.engine import top_tokens
 from ferrule_server.engine.batcher import Chunk, build_batch
 from ferrule_server.engine.counters import EngineCounters
 from ferrule_server.engine.failpoints import Failpoints
@@ -31,9 +32,20 @@ class StepRunner:
         executor: Called from the engine thread only.
         counters: Told of each step.
         failpoints: For tests.
+        logs_top_tokens: Log the best tokens of every output row.
     """
 
-    def __init__(self, executor: Executor, counters: EngineCounters, failpoints: Failpoints | None = None) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        counters: EngineCounters,
+        failpoints: Failpoints | None = None,
+        *,
+        logs_top_tokens: bool = False,
+    ) -> None:
+        self._logs_top_tokens = logs_top_tokens
+        if logs_top_tokens:
+            top_tokens.warn()
         self._executor = executor
         self._block_size = executor.info.block_size
         self._counters = counters
@@ -45,13 +57,18 @@ class StepRunner:
             self._failpoints.hit("after_schedule")
         self._copy_on_write(chunks)
         batch = build_batch(chunks, self._block_size)
+        asked = batch.output_specs
+        if self._logs_top_tokens:
+            batch = top_tokens.with_top_tokens(batch)
         started_ns = time.monotonic_ns()
-        result = self._executor.run(batch)
+        rows = self._executor.run(batch).rows
         elapsed_ns = time.monotonic_ns() - started_ns
-        if len(result.rows) != len(batch.output_specs):
-            raise RuntimeError(f"the executor gave {len(result.rows)} rows for {len(batch.output_specs)} asked for")
+        if len(rows) != len(asked):
+            raise RuntimeError(f"the executor gave {len(rows)} rows for {len(asked)} asked for")
+        if self._logs_top_tokens:
+            rows = top_tokens.log_top_tokens(chunks, asked, rows)
         self._count(batch, elapsed_ns)
-        return StepOutcome(result.rows, started_ns, elapsed_ns, batch.num_rows)
+        return StepOutcome(rows, started_ns, elapsed_ns, batch.num_rows)
 
     def _copy_on_write(self, chunks: Iterable[Chunk]) -> None:
         pairs = [

@@ -728,14 +728,14 @@ def test_a_frame_that_is_refused_whole_leaves_the_event_loop_to_others_in_betwee
         harness.executor.gate = threading.Event()
         first = harness.submit(append(None, 1))
         calls: deque[Callable[[], None]] = deque()
-        harness.engine._post = calls.append
+        harness.engine._delivery._post = calls.append
         sink = Pending()
         harness.engine.submit([(append(None, 1), sink) for _ in range(1000)])
         numbers = []
         while calls:
             calls.popleft()()
             numbers.append(len(sink._outcomes))
-        harness.engine._post = harness._post
+        harness.engine._delivery._post = harness._post
         harness.executor.gate.set()
         first.result()
         assert numbers == [256, 512, 768, 1000]

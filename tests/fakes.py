@@ -260,6 +260,8 @@ class FakeExecutor:
         seq = int(batch.cu_seqlens_q.searchsorted(row, side="right")) - 1
         length = int(batch.positions[row]) + 1
         table = batch.block_tables[seq, : -(-length // self.info.block_size)].tolist()
+        if not any(table) and not np.any(batch.slot_mapping[batch.cu_seqlens_q[seq] : batch.cu_seqlens_q[seq + 1]] + 1):
+            return [0] * length  # a warm-up: all it reads is the null block, and nothing is written
         assert NULL_BLOCK not in table, "a row reads the null block"
         tokens = self.tokens_at(table, length)
         assert UNWRITTEN not in tokens, "a row reads a slot nobody wrote"

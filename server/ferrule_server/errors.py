@@ -181,9 +181,13 @@ class HandleLost(HandleUnknown):
 
 
 class MaskUnknown(FerruleError):
-    """The token mask fingerprint is not registered here."""
+    """The token mask fingerprint is not registered here, or was dropped meanwhile."""
 
     REASON = "MASK_UNKNOWN"
+
+    def __init__(self, fingerprint: bytes) -> None:
+        name = fingerprint[:16].hex()
+        super().__init__(f"token mask {name} is not registered here; register it again", fingerprint=name)
 
 
 class WrongInstance(FerruleError):
@@ -269,7 +273,7 @@ class QuotaExceeded(ResourceExhausted):
     """A quota of the principal is used up.
 
     Args:
-        quota: Which one: ``HANDLES``, ``KV_TOKENS``, ``QUEUED_ROWS`` or ``PREFILL_RATE``.
+        quota: Which one: ``HANDLES``, ``KV_TOKENS``, ``QUEUED_ROWS``, ``PREFILL_RATE`` or ``MASK_BYTES``.
         used: The amount in use, in the unit of the quota.
         limit: The limit, in the same unit.
         retry_after_s: When to try again at the earliest; None: waiting does not help, the request alone is too large.

@@ -19,6 +19,8 @@ class QuotaLimits:
         prefill_tokens_per_s: Prompt tokens per second on average.
         retained_bytes: Bytes of outputs kept for replay; beyond it the principal's oldest are dropped, nothing is
             refused.
+        mask_bytes: Bytes of registered token masks, their packed bits; beyond it the principal's least recently used
+            are dropped.
     """
 
     handles: int | None = None
@@ -26,6 +28,7 @@ class QuotaLimits:
     queued_rows: int | None = None
     prefill_tokens_per_s: int | None = None
     retained_bytes: int | None = None
+    mask_bytes: int | None = None
 
 
 UNLIMITED: Final = QuotaLimits()

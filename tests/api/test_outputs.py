@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from ferrule.v1 import executor_pb2, policy_pb2, types_pb2
-from ferrule_server.api.inputs import InputReader
+from ferrule_server.api.fields import FieldReader
 from ferrule_server.api.limits import ApiLimits
-from ferrule_server.api.outputs import handle_message, prefill_output
+from ferrule_server.api.outputs import fill_prefill, handle_message
 from ferrule_server.engine.jobs import AppendResult, StepTiming
 from ferrule_server.executor.base import Float32Array, RowOutput
 from ferrule_server.kv.handle import Handle
+from tests.api.reading import make_reader
 
 VOCAB_SIZE = 5000
 HANDLE = Handle("i" * 64 + "." + "e" * 12 + "." + "s" * 22, 2**32 - 1, b"l" * 16)
@@ -50,8 +51,9 @@ def test_a_reply_never_passes_its_bound(dtype: types_pb2.DataType, num_rows: int
         logits_policy=policy,
         logits_positions=types_pb2.LOGITS_POSITIONS_ALL,
     )
-    planned = InputReader(VOCAB_SIZE, 512, ApiLimits()).prefill(executor_pb2.PrefillRequest(input=message), "p")
-    output = prefill_output(_result(num_rows, np.ones(VOCAB_SIZE, np.float32)), planned.plan, message.request_id)
+    planned = make_reader(VOCAB_SIZE).prefill(executor_pb2.PrefillRequest(input=message), "p")
+    output = executor_pb2.PrefillOutput()
+    fill_prefill(output, _result(num_rows, np.ones(VOCAB_SIZE, np.float32)), planned)
     frame = executor_pb2.StreamDecodeResponse(free_blocks=2**32 - 1)
     result = frame.results.add(seq=2**64 - 1, request_id=message.request_id)
     result.decode.MergeFromString(output.SerializeToString())
@@ -63,7 +65,7 @@ def test_a_reply_never_passes_its_bound(dtype: types_pb2.DataType, num_rows: int
 def test_bfloat16_rounds_to_nearest_with_ties_to_even() -> None:
     """As hardware does it: halves go to the even neighbour."""
     bits = np.array([0x3F800000, 0x3F808000, 0x3F818000, 0x3F808001, 0xBF808000, 0x00000000, 0x7F7F8000], np.uint32)
-    planned = InputReader(len(bits), 512, ApiLimits()).prefill(
+    planned = make_reader(len(bits)).prefill(
         executor_pb2.PrefillRequest(
             input=executor_pb2.PrefillInput(
                 input_ids=[1],
@@ -75,7 +77,9 @@ def test_bfloat16_rounds_to_nearest_with_ties_to_even() -> None:
         "p",
     )
     result = AppendResult(HANDLE, (RowOutput(1, logits=bits.view(np.float32)),))
-    tensor = prefill_output(result, planned.plan, "").outputs.logits
+    output = executor_pb2.PrefillOutput()
+    fill_prefill(output, result, planned)
+    tensor = output.outputs.logits
     assert list(tensor.shape) == [1, len(bits)]
     expected = [0x3F80, 0x3F80, 0x3F82, 0x3F81, 0xBF80, 0x0000, 0x7F80]
     assert np.frombuffer(tensor.data, "<u2").tolist() == expected
@@ -84,4 +88,4 @@ def test_bfloat16_rounds_to_nearest_with_ties_to_even() -> None:
 def test_a_handle_is_sent_as_it_is() -> None:
     """And read back as the same value."""
     message = handle_message(HANDLE)
-    assert InputReader(8, 512, ApiLimits()).handle(message, "") == HANDLE
+    assert FieldReader(8, 512, ApiLimits()).handle(message, "") == HANDLE

@@ -116,7 +116,6 @@ def capabilities(serving: Serving, limits: ApiLimits, caller: info_pb2.CallerInf
         supports_chat_template=serving.chat_template is not None,
         supports_cache_metrics=True,
         supports_admin=True,
-        supports_chat_template=serving.chat_template is not None,
     )
 
 

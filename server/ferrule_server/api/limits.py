@@ -26,6 +26,14 @@ class ApiLimits:
         max_handles_per_request: Most handles in one KeepAlive or ReleaseCache, and to release in one stream frame.
         max_items_per_frame: Most items in one frame of a stream. The event loop reads a frame, and the engine thread
             takes it, without a pause: what a request may hold bounds how long everybody else waits.
+        max_draft_tokens: Most drafts in one verify.
+        max_masks_per_request: Most masks in one RegisterTokenMask.
+        max_logprob_token_ids: Most ``logprob_token_ids`` in one policy.
+        max_logit_biases: Most entries of ``logit_bias`` in one policy.
+        max_stops: Most stop token ids, stop sequences and stop strings in one Generate, each.
+        max_stop_length: Longest stop sequence in tokens, and longest stop string in bytes of UTF-8.
+        stream_window_bytes: How far Generate may run ahead of its reader; Forward, whose rows are large, has room for
+            two chunks at least.
         max_text_bytes: Longest text that Encode takes, UTF-8: more than any context holds.
         max_text_tokens: Most token ids that TokenizerService Decode takes.
         min_ttl_s, default_ttl_s, max_ttl_s: Leases, in seconds.
@@ -43,6 +51,13 @@ class ApiLimits:
     max_cache_id_chars: int = 128
     max_handles_per_request: int = 4096
     max_items_per_frame: int = 4096
+    max_draft_tokens: int = 64
+    max_masks_per_request: int = 256
+    max_logprob_token_ids: int = 1024
+    max_logit_biases: int = 4096
+    max_stops: int = 64
+    max_stop_length: int = 1024
+    stream_window_bytes: int = 4 << 20
     max_text_bytes: int = 4 << 20
     max_text_tokens: int = 1 << 20
     min_ttl_s: float = 5.0

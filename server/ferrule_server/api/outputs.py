@@ -13,8 +13,9 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, types_pb2
-from ferrule_server.api.inputs import page_token
+from ferrule_server.api.cache_inputs import page_token
 from ferrule_server.api.limits import LOOP_SLICE
+from ferrule_server.api.planned import PlannedAppend
 from ferrule_server.api.policy import OutputPlan
 from ferrule_server.api.status import to_status
 from ferrule_server.engine.jobs import (
@@ -29,7 +30,7 @@ from ferrule_server.engine.jobs import (
     ReleaseResult,
 )
 from ferrule_server.errors import FerruleError
-from ferrule_server.executor.base import Float32Array, RowOutput
+from ferrule_server.executor.base import Float32Array, OutputSpec, RowOutput
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.reserved_slots import SlotReservation
 
@@ -37,12 +38,42 @@ _LITTLE_ENDIAN_FLOAT32: Final = np.dtype("<f4")
 _LITTLE_ENDIAN_FLOAT16: Final = np.dtype("<f2")
 _LITTLE_ENDIAN_UINT16: Final = np.dtype("<u2")
 
+AppendOutput = (
+    executor_pb2.PrefillOutput | executor_pb2.DecodeOutput | executor_pb2.UnifiedOutput | executor_pb2.VerifyOutput
+)
+"""What an append is answered with."""
 
-def prefill_output(result: AppendResult, plan: OutputPlan, request_id: str) -> executor_pb2.PrefillOutput:
-    """Return the output of a Prefill."""
-    output = executor_pb2.PrefillOutput(cached_tokens=result.cached_tokens, ttl=_duration(result.ttl_s))
-    fill_append(output, result, plan, request_id)
-    return output
+
+def fill_prefill(output: executor_pb2.PrefillOutput, result: AppendResult, planned: PlannedAppend) -> None:
+    """Write the output of a Prefill into a fresh message."""
+    fill_append(output, result, planned.plan, planned.job.request_id)
+    output.cached_tokens = result.cached_tokens
+    output.ttl.CopyFrom(_duration(result.ttl_s))
+
+
+def fill_decode(output: executor_pb2.DecodeOutput, result: AppendResult, planned: PlannedAppend) -> None:
+    """Write the output of a Decode into a fresh message."""
+    fill_append(output, result, planned.plan, planned.job.request_id)
+
+
+def fill_unified(output: executor_pb2.UnifiedOutput, result: AppendResult, planned: PlannedAppend) -> None:
+    """Write the output of one piece of a batch into a fresh message."""
+    fill_append(output, result, planned.plan, planned.job.request_id)
+    output.cached_tokens = result.cached_tokens
+
+
+def fill_verify(output: executor_pb2.VerifyOutput, result: AppendResult, planned: PlannedAppend) -> None:
+    """Write what became of drafts into a fresh message."""
+    fill_append(output, result, planned.plan, planned.job.request_id)
+    verified = result.verified
+    assert verified is not None
+    if verified.accepted_count:
+        output.accepted_count = verified.accepted_count
+        output.accepted_indices.extend(range(1, verified.accepted_count + 1))
+    if verified.next_token is not None:
+        output.next_token = verified.next_token
+    for handle in verified.row_handles:
+        output.row_handles.add(cache_id=handle.cache_id, length=handle.length, lineage=handle.lineage)
 
 
 def fork_response(result: ForkResult) -> cache_pb2.ForkCacheResponse:
@@ -136,7 +167,7 @@ def slot_reservation(evidence: SlotReservation, block_size: int, total_blocks: i
 
 
 def fill_append(
-    output: executor_pb2.PrefillOutput | executor_pb2.DecodeOutput,
+    output: AppendOutput,
     result: AppendResult,
     plan: OutputPlan,
     request_id: str,
@@ -157,12 +188,19 @@ def fill_append(
         timing.run_ns = measured.run_ns
         timing.step_rows = measured.step_rows
     if result.rows:
-        _fill_rows(output.outputs, result, plan)
+        fill_rows(output.outputs, result.rows, result.seed, plan)
 
 
-def _fill_rows(outputs: policy_pb2.Outputs, result: AppendResult, plan: OutputPlan) -> None:
-    """Write the rows field by field; what was not asked for stays empty."""
-    rows, spec = result.rows, plan.output.spec
+def fill_rows(outputs: policy_pb2.Outputs, rows: Sequence[RowOutput], seed: int | None, plan: OutputPlan) -> None:
+    """Write rows into a fresh message, field by field; what was not asked for stays empty.
+
+    Args:
+        outputs: Changed.
+        rows: At least one.
+        seed: What tokens were drawn with; None: it is not told.
+        plan: What was asked for.
+    """
+    spec = plan.output.spec
     assert spec is not None
     outputs.num_rows = len(rows)
     if spec.greedy or spec.sample is not None:
@@ -170,8 +208,8 @@ def _fill_rows(outputs: policy_pb2.Outputs, result: AppendResult, plan: OutputPl
         for row in rows:
             if row.token is not None:
                 tokens.append(row.token)
-        if result.seed is not None:
-            outputs.seed = result.seed
+        if seed is not None:
+            outputs.seed = seed
         if spec.logprobs:
             outputs.model_logprobs.extend([row.model_logprob for row in rows if row.model_logprob is not None])
             outputs.sampled_logprobs.extend([row.sampled_logprob for row in rows if row.sampled_logprob is not None])
@@ -181,6 +219,21 @@ def _fill_rows(outputs: policy_pb2.Outputs, result: AppendResult, plan: OutputPl
         _fill_top(outputs, rows)
     if plan.output.wants_targets:
         outputs.target_logprobs.extend([row.target_logprob for row in rows if row.target_logprob is not None])
+    if spec.logprob_ids or spec.entropy or spec.hidden_state:
+        _fill_rare(outputs, rows, spec)
+
+
+def _fill_rare(outputs: policy_pb2.Outputs, rows: Sequence[RowOutput], spec: OutputSpec) -> None:
+    """Write what few ask for: kept apart so that it costs others one look."""
+    if spec.logprob_ids:
+        for row in rows:
+            if row.requested_logprobs is not None:
+                outputs.requested_logprobs.extend(row.requested_logprobs.tolist())
+    if spec.entropy:
+        outputs.entropies.extend([row.entropy for row in rows if row.entropy is not None])
+    if spec.hidden_state:
+        states = [row.hidden_state for row in rows if row.hidden_state is not None]
+        _fill_tensor(outputs.hidden_state, states, types_pb2.DATA_TYPE_FLOAT32)
 
 
 def _fill_top(outputs: policy_pb2.Outputs, rows: Sequence[RowOutput]) -> None:
@@ -192,15 +245,18 @@ def _fill_top(outputs: policy_pb2.Outputs, rows: Sequence[RowOutput]) -> None:
 
 
 def _fill_logits(tensor: types_pb2.Tensor, rows: Sequence[RowOutput], dtype: int) -> None:
-    """Write the logits of all rows into one tensor [num_rows, vocab_size]."""
-    logits = [row.logits for row in rows if row.logits is not None]
+    _fill_tensor(tensor, [row.logits for row in rows if row.logits is not None], dtype)
+
+
+def _fill_tensor(tensor: types_pb2.Tensor, rows: Sequence[Float32Array], dtype: int) -> None:
+    """Write rows of one width into one tensor [rows, width]."""
     tensor.dtype = dtype  # type: ignore[assignment]
-    tensor.shape.extend((len(logits), len(logits[0])))
-    tensor.data = b"".join([_encoded(row, dtype) for row in logits]) if len(logits) > 1 else _encoded(logits[0], dtype)
+    tensor.shape.extend((len(rows), len(rows[0])))
+    tensor.data = b"".join([_encoded(row, dtype) for row in rows]) if len(rows) > 1 else _encoded(rows[0], dtype)
 
 
 def _encoded(row: Float32Array, dtype: int) -> bytes:
-    """Return one row of logits in a wire type, little-endian."""
+    """Return one row in a wire type, little-endian."""
     if dtype == types_pb2.DATA_TYPE_FLOAT32:
         return row.astype(_LITTLE_ENDIAN_FLOAT32, copy=False).tobytes()
     if dtype == types_pb2.DATA_TYPE_FLOAT16:

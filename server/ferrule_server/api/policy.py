@@ -1,46 +1,30 @@
 """Reads LogitsReturnPolicy: what a request wants of its output rows, every field checked.
 
 The same few policies come with nearly every token, so a policy once read is remembered by its bytes: the decode hot
-path costs one serialisation of a few bytes and one look-up.
+path costs one serialisation of a few bytes and one look-up. Not those that name a registered mask, which stand for
+something else with each principal, nor large ones.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from ferrule.v1 import policy_pb2, types_pb2
+from ferrule_server.api.limits import ApiLimits
+from ferrule_server.api.mask_inputs import MaskReader
+from ferrule_server.api.numbers import MIN_P, NOT_NEGATIVE, TOP_P, number
+from ferrule_server.api.shaping import ShapingReader
 from ferrule_server.engine.jobs import OutputRequest
-from ferrule_server.errors import FeatureUnsupported, InvalidRequest
+from ferrule_server.errors import InvalidRequest, TokenOutOfVocab
 from ferrule_server.executor.base import OutputSpec, SampleSpec
 
 _MAX_REMEMBERED: Final = 512
 _MAX_REMEMBERED_BYTES: Final = 128
 _ROW_OVERHEAD_BYTES: Final = 40
-
-
-@dataclass(frozen=True, slots=True)
-class _Interval:
-    """Values that a field may have: finite, from ``low`` to ``high``, the lower end left out where ``is_open``."""
-
-    name: str
-    low: float
-    high: float
-    is_open: bool = False
-
-    def holds(self, value: float) -> bool:
-        """Whether a value lies in it."""
-        return self.low <= value <= self.high and not (self.is_open and value == self.low)
-
-
-_MAX_FLOAT: Final = sys.float_info.max
-_FINITE: Final = _Interval("finite", -_MAX_FLOAT, _MAX_FLOAT)
-_POSITIVE: Final = _Interval("finite and more than 0", 0.0, _MAX_FLOAT, is_open=True)
-_NOT_NEGATIVE: Final = _Interval("finite and at least 0", 0.0, _MAX_FLOAT)
-_TOP_P: Final = _Interval("in (0, 1]", 0.0, 1.0, is_open=True)
-_MIN_P: Final = _Interval("in [0, 1]", 0.0, 1.0)
+_FLOAT_BYTES: Final = 4
+_TOP_ENTRY_BYTES: Final = 9
 
 LOGITS_ITEM_BYTES: Final[Mapping[int, int]] = {
     types_pb2.DATA_TYPE_FLOAT32: 4,
@@ -65,110 +49,162 @@ class OutputPlan:
     row_bytes: int
 
 
+NO_ROWS: Final = OutputPlan(OutputRequest(spec=None), types_pb2.DATA_TYPE_FLOAT32, 0)
+"""Nothing comes back."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """The selection part of a policy, read.
+
+    Attributes:
+        spec: What a row returns, with nothing but the selection set.
+        is_seeded: Whether the caller gave the seed, or needs none.
+    """
+
+    spec: OutputSpec
+    is_seeded: bool = True
+
+
 class PolicyReader:
     """Turns policies into plans for one model.
 
     Args:
         vocab_size: Token ids of the model.
-        max_top_logprobs: Largest ``top_logprobs``.
+        hidden_size: Width of a hidden state.
+        limits: What a policy may hold.
+        masks: Reads masks.
     """
 
-    def __init__(self, vocab_size: int, max_top_logprobs: int) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, limits: ApiLimits, masks: MaskReader) -> None:
         self._vocab_size = vocab_size
-        self._max_top_logprobs = max_top_logprobs
+        self._hidden_size = hidden_size
+        self._limits = limits
+        self._shaping = ShapingReader(vocab_size, limits.max_logit_biases, masks)
         self._remembered: dict[tuple[bytes, bool], OutputPlan] = {}
 
-    def read(self, policy: policy_pb2.LogitsReturnPolicy, at: str, all_positions: bool = False) -> OutputPlan:
+    def read(
+        self, policy: policy_pb2.LogitsReturnPolicy, at: str, principal: str, all_positions: bool = False
+    ) -> OutputPlan:
         """Return the plan for a policy; an unset one reads as empty: full logits in float32.
 
         Args:
             policy: As it came; not changed.
             at: Path of the message that holds it, with a dot behind it, for errors.
+            principal: Whose registered masks count.
             all_positions: A row for each input token instead of the last one only.
 
         Raises:
             InvalidRequest: A value is out of its range, or two exclude each other.
-            FeatureUnsupported: A part that this server does not serve.
+            TokenOutOfVocab: A token named is not in the vocabulary.
+            MaskUnknown: A mask is not registered.
         """
         key = (policy.SerializeToString(), all_positions)
         plan = self._remembered.get(key)
         if plan is None:
-            plan = self._read(policy, f"{at}logits_policy", all_positions)
-            self._remember(key, plan)
+            plan = self._read(policy, f"{at}logits_policy", principal, all_positions)
+            if len(key[0]) <= _MAX_REMEMBERED_BYTES and not _names_mask(policy):
+                self._remember(key, plan)
         return plan
 
     def _remember(self, key: tuple[bytes, bool], plan: OutputPlan) -> None:
-        if len(key[0]) > _MAX_REMEMBERED_BYTES:
-            return
         if len(self._remembered) >= _MAX_REMEMBERED:
             self._remembered.clear()
         self._remembered[key] = plan
 
-    def _read(self, policy: policy_pb2.LogitsReturnPolicy, path: str, all_positions: bool) -> OutputPlan:
+    def _read(
+        self, policy: policy_pb2.LogitsReturnPolicy, path: str, principal: str, all_positions: bool
+    ) -> OutputPlan:
         if policy.none:
             _check_none_alone(policy, path)
-            return OutputPlan(OutputRequest(spec=None), types_pb2.DATA_TYPE_FLOAT32, 0)
-        _check_supported(policy)
-        spec, is_seeded = self._spec(policy, path)
-        dtype = self._logits_dtype(policy, path)
-        output = OutputRequest(spec, all_positions, is_seeded, policy.target_logprobs)
-        return OutputPlan(output, dtype, self._row_bytes(spec, dtype))
-
-    def _spec(self, policy: policy_pb2.LogitsReturnPolicy, path: str) -> tuple[OutputSpec, bool]:
-        """Return what each row returns, and whether the caller gave the seed (or needs none)."""
-        selection = policy.WhichOneof("selection")
-        if policy.logprobs and selection is None:
-            raise InvalidRequest(f"{path}.logprobs", "needs a selection (greedy_argmax or sample)")
-        sample, is_seeded = None, True
-        if selection == "greedy_argmax":
-            _check_greedy(policy.greedy_argmax, f"{path}.greedy_argmax")
-        elif selection == "sample":
-            sample, is_seeded = self._sample(policy.sample, f"{path}.sample")
+            return NO_ROWS
+        choice = self._choice(policy, path, principal)
         spec = OutputSpec(
-            full_logits=policy.HasField("full_logits") or _is_empty(policy),
-            greedy=selection is not None and sample is None,
-            sample=sample,
+            full_logits=policy.HasField("full_logits") or is_empty(policy),
+            greedy=choice.spec.greedy,
+            sample=choice.spec.sample,
+            shaping=choice.spec.shaping,
             logprobs=policy.logprobs,
             num_top_logprobs=self._num_top_logprobs(policy.top_logprobs, f"{path}.top_logprobs"),
+            logprob_ids=self._logprob_ids(policy.logprob_token_ids, f"{path}.logprob_token_ids"),
+            entropy=policy.entropy,
+            hidden_state=policy.hidden_state,
         )
-        return spec, is_seeded
+        dtype = _logits_dtype(policy, path)
+        output = OutputRequest(spec, all_positions, choice.is_seeded, policy.target_logprobs)
+        return OutputPlan(output, dtype, self._row_bytes(spec, dtype))
 
-    def _num_top_logprobs(self, count: int, path: str) -> int:
-        if count > self._max_top_logprobs:
-            raise InvalidRequest(path, f"{count} is more than the {self._max_top_logprobs} served")
-        return min(count, self._vocab_size)
+    def _choice(self, policy: policy_pb2.LogitsReturnPolicy, path: str, principal: str) -> _Choice:
+        """Return how one token is chosen for each row."""
+        selection = policy.WhichOneof("selection")
+        if selection == "greedy_argmax":
+            shaping = self._shaping.greedy(policy.greedy_argmax, f"{path}.greedy_argmax", principal)
+            return _Choice(OutputSpec(greedy=True, shaping=shaping))
+        if selection == "sample":
+            return self._sample(policy.sample, f"{path}.sample", principal)
+        if policy.logprobs:
+            raise InvalidRequest(f"{path}.logprobs", "needs a selection (greedy_argmax or sample)")
+        return _Choice(OutputSpec())
 
-    def _sample(self, sample: policy_pb2.Sample, path: str) -> tuple[SampleSpec | None, bool]:
-        """Return how a token is drawn (None: temperature 0 takes the largest logit), and whether it is seeded."""
-        _check_sample_supported(sample, path)
-        temperature = _number(sample, "temperature", path, _NOT_NEGATIVE)
-        top_p = _number(sample, "top_p", path, _TOP_P)
-        min_p = _number(sample, "min_p", path, _MIN_P)
-        if temperature == 0.0:
-            return None, True
-        spec = SampleSpec(
-            temperature=1.0 if temperature is None else temperature,
+    def _sample(self, sample: policy_pb2.Sample, path: str, principal: str) -> _Choice:
+        """Return how a token is drawn; temperature 0 takes the largest logit."""
+        temperature = number(sample, "temperature", path, NOT_NEGATIVE, 1.0)
+        law = SampleSpec(
+            temperature=temperature,
             top_k=sample.top_k if sample.top_k < self._vocab_size else 0,
-            top_p=1.0 if top_p is None else top_p,
-            min_p=min_p or 0.0,
+            top_p=number(sample, "top_p", path, TOP_P, 1.0),
+            min_p=number(sample, "min_p", path, MIN_P, 0.0),
             seed=sample.seed,
         )
-        return spec, sample.HasField("seed")
+        shaping = self._shaping.sample(sample, path, principal)
+        if temperature == 0.0:
+            return _Choice(OutputSpec(greedy=True, shaping=shaping))
+        return _Choice(OutputSpec(sample=law, shaping=shaping), is_seeded=sample.HasField("seed"))
 
-    def _logits_dtype(self, policy: policy_pb2.LogitsReturnPolicy, path: str) -> int:
-        dtype = policy.full_logits.dtype or types_pb2.DATA_TYPE_FLOAT32
-        if dtype not in LOGITS_ITEM_BYTES:
-            raise InvalidRequest(f"{path}.full_logits.dtype", f"{dtype} is none of FLOAT32, BFLOAT16, FLOAT16")
-        return dtype
+    def _num_top_logprobs(self, count: int, path: str) -> int:
+        if count > self._limits.max_top_logprobs:
+            raise InvalidRequest(path, f"{count} is more than the {self._limits.max_top_logprobs} served")
+        return min(count, self._vocab_size)
+
+    def _logprob_ids(self, token_ids: Sequence[int], path: str) -> tuple[int, ...]:
+        if len(token_ids) > self._limits.max_logprob_token_ids:
+            raise InvalidRequest(
+                path, f"has {len(token_ids)} entries, the limit is {self._limits.max_logprob_token_ids}"
+            )
+        for index, token_id in enumerate(token_ids):
+            if token_id >= self._vocab_size:
+                raise TokenOutOfVocab(f"{path}[{index}]", token_id, self._vocab_size)
+        return tuple(token_ids)
 
     def _row_bytes(self, spec: OutputSpec, dtype: int) -> int:
-        logits_bytes = self._vocab_size * LOGITS_ITEM_BYTES[dtype] if spec.full_logits else 0
-        return logits_bytes + 9 * spec.num_top_logprobs + _ROW_OVERHEAD_BYTES
+        num_bytes = (
+            _ROW_OVERHEAD_BYTES + _TOP_ENTRY_BYTES * spec.num_top_logprobs + _FLOAT_BYTES * len(spec.logprob_ids)
+        )
+        if spec.full_logits:
+            num_bytes += self._vocab_size * LOGITS_ITEM_BYTES[dtype]
+        if spec.hidden_state:
+            num_bytes += self._hidden_size * _FLOAT_BYTES
+        return num_bytes
 
 
-def _is_empty(policy: policy_pb2.LogitsReturnPolicy) -> bool:
-    """Whether nothing at all is asked for, which means full logits."""
-    return policy.WhichOneof("selection") is None and not policy.top_logprobs and not policy.target_logprobs
+def is_empty(policy: policy_pb2.LogitsReturnPolicy) -> bool:
+    """Whether nothing at all is asked for, which means full logits where nothing else is said."""
+    return not (
+        policy.none
+        or policy.HasField("full_logits")
+        or policy.WhichOneof("selection") is not None
+        or policy.top_logprobs
+        or policy.logprob_token_ids
+        or policy.target_logprobs
+        or policy.entropy
+        or policy.hidden_state
+    )
+
+
+def _names_mask(policy: policy_pb2.LogitsReturnPolicy) -> bool:
+    """Whether a registered mask is named, which stands for different things with different principals."""
+    selection = policy.WhichOneof("selection")
+    return selection is not None and getattr(policy, selection).token_mask.WhichOneof("mask") == "fingerprint"
 
 
 def _check_none_alone(policy: policy_pb2.LogitsReturnPolicy, path: str) -> None:
@@ -177,41 +213,8 @@ def _check_none_alone(policy: policy_pb2.LogitsReturnPolicy, path: str) -> None:
         raise InvalidRequest(f"{path}.none", f"excludes {', '.join(others)}")
 
 
-def _check_supported(policy: policy_pb2.LogitsReturnPolicy) -> None:
-    if policy.logprob_token_ids:
-        raise FeatureUnsupported("logprob_token_ids")
-    if policy.entropy:
-        raise FeatureUnsupported("entropy")
-    if policy.hidden_state:
-        raise FeatureUnsupported("hidden_state")
-
-
-def _check_greedy(greedy: policy_pb2.GreedyArgmax, path: str) -> None:
-    if greedy.HasField("token_mask"):
-        raise FeatureUnsupported("token_mask")
-    if _number(greedy, "repetition_penalty", path, _POSITIVE) not in (None, 1.0):
-        raise FeatureUnsupported("repetition_penalty")
-
-
-def _check_sample_supported(sample: policy_pb2.Sample, path: str) -> None:
-    if sample.HasField("token_mask"):
-        raise FeatureUnsupported("token_mask")
-    if sample.logit_bias:
-        raise FeatureUnsupported("logit_bias")
-    if _number(sample, "repetition_penalty", path, _POSITIVE) not in (None, 1.0):
-        raise FeatureUnsupported("repetition_penalty")
-    for name in ("frequency_penalty", "presence_penalty"):
-        if _number(sample, name, path, _FINITE) not in (None, 0.0):
-            raise FeatureUnsupported(name)
-
-
-def _number(
-    message: policy_pb2.GreedyArgmax | policy_pb2.Sample, name: str, path: str, interval: _Interval
-) -> float | None:
-    """Return an optional float of ``message``, None where it is unset; NaN lies in no interval."""
-    if not message.HasField(name):
-        return None
-    value: float = getattr(message, name)
-    if not interval.holds(value):
-        raise InvalidRequest(f"{path}.{name}", f"must be {interval.name}, got {value}")
-    return value
+def _logits_dtype(policy: policy_pb2.LogitsReturnPolicy, path: str) -> int:
+    dtype = policy.full_logits.dtype or types_pb2.DATA_TYPE_FLOAT32
+    if dtype not in LOGITS_ITEM_BYTES:
+        raise InvalidRequest(f"{path}.full_logits.dtype", f"{dtype} is none of FLOAT32, BFLOAT16, FLOAT16")
+    return dtype

@@ -1,0 +1,131 @@
+"""Token masks that clients register once and then name by a fingerprint of their content."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ferrule_server.errors import MaskUnknown, QuotaExceeded
+from ferrule_server.executor.base import TokenMask
+from ferrule_server.quotas import LimitsOf, unlimited
+
+FINGERPRINT_BYTES: Final = 16
+MAX_MASK_BYTES: Final = 256 << 20
+"""What the masks of all principals take together at most."""
+
+
+def make_mask(bits: npt.NDArray[np.uint8], vocab_size: int) -> TokenMask | None:
+    """Return the mask that packed bits make, None where they allow no token.
+
+    Args:
+        bits: uint8 [ceil(vocab_size / 8)], bits beyond the vocabulary of no meaning; copied.
+        vocab_size: Token ids of the model.
+    """
+    kept = bits.copy()
+    if vocab_size % 8:
+        kept[-1] &= (1 << vocab_size % 8) - 1
+    if not kept.any():
+        return None
+    kept.flags.writeable = False
+    return TokenMask(hashlib.blake2b(kept.tobytes(), digest_size=FINGERPRINT_BYTES).digest(), kept)
+
+
+class MaskRegistry:
+    """The registered masks of each principal, those of others unknown to it. Used on the event loop's thread only.
+
+    Beyond a principal's quota its least recently used masks are dropped, beyond ``max_bytes`` the least recently used
+    of all. A mask dropped while it is in use lives on with its job.
+
+    Invariant: ``num_bytes`` is the sum over all masks and at most ``max_bytes``; no principal holds more than its
+    quota allowed when it last registered one.
+
+    Args:
+        limits_of: The quotas of a principal.
+        max_bytes: Of all masks.
+    """
+
+    def __init__(self, limits_of: LimitsOf = unlimited, max_bytes: int = MAX_MASK_BYTES) -> None:
+        self._limits_of = limits_of
+        self._max_bytes = max_bytes
+        self._owned: dict[str, OrderedDict[bytes, TokenMask]] = {}
+        self._bytes: dict[str, int] = {}
+        self._order: OrderedDict[tuple[str, bytes], None] = OrderedDict()
+        self.num_bytes = 0
+
+    @property
+    def num_masks(self) -> int:
+        """Masks held, equal ones of two principals counted twice."""
+        return len(self._order)
+
+    def register(self, principal: str, masks: Sequence[TokenMask]) -> list[bytes]:
+        """Keep masks, all or none, and return their fingerprints in order.
+
+        Raises:
+            QuotaExceeded: They do not fit by themselves; nothing was dropped for them.
+        """
+        distinct = {mask.fingerprint: mask for mask in masks}
+        limit = self._limit(principal)
+        needed = sum(mask.bits.nbytes for mask in distinct.values())
+        if needed > limit:
+            raise QuotaExceeded("MASK_BYTES", self._bytes.get(principal, 0), limit, None, needed)
+        for mask in distinct.values():
+            self._keep(principal, mask)
+        while self._bytes.get(principal, 0) > limit:
+            self._drop(principal, next(iter(self._owned[principal])))
+        while self.num_bytes > self._max_bytes:
+            self._drop(*next(iter(self._order)))
+        return [mask.fingerprint for mask in masks]
+
+    def find(self, principal: str, fingerprint: bytes) -> TokenMask:
+        """Return a mask that the principal registered; it is now the most recently used one.
+
+        Raises:
+            MaskUnknown: It did not, or the mask was dropped.
+        """
+        owned = self._owned.get(principal)
+        mask = None if owned is None else owned.get(fingerprint)
+        if mask is None:
+            raise MaskUnknown(fingerprint)
+        self._use(principal, fingerprint)
+        return mask
+
+    def check_integrity(self) -> None:
+        """Assert the invariant."""
+        owned = {(principal, key) for principal, masks in self._owned.items() for key in masks}
+        assert owned == set(self._order)
+        for principal, masks in self._owned.items():
+            assert masks
+            assert self._bytes[principal] == sum(mask.bits.nbytes for mask in masks.values())
+        assert self._bytes.keys() == self._owned.keys()
+        assert self.num_bytes == sum(self._bytes.values()) <= self._max_bytes
+
+    def _limit(self, principal: str) -> int:
+        quota = self._limits_of(principal).mask_bytes
+        return self._max_bytes if quota is None else min(quota, self._max_bytes)
+
+    def _keep(self, principal: str, mask: TokenMask) -> None:
+        owned = self._owned.setdefault(principal, OrderedDict())
+        if mask.fingerprint not in owned:
+            owned[mask.fingerprint] = mask
+            self._order[principal, mask.fingerprint] = None
+            self._bytes[principal] = self._bytes.get(principal, 0) + mask.bits.nbytes
+            self.num_bytes += mask.bits.nbytes
+        self._use(principal, mask.fingerprint)
+
+    def _use(self, principal: str, fingerprint: bytes) -> None:
+        self._owned[principal].move_to_end(fingerprint)
+        self._order.move_to_end((principal, fingerprint))
+
+    def _drop(self, principal: str, fingerprint: bytes) -> None:
+        owned = self._owned[principal]
+        num_bytes = owned.pop(fingerprint).bits.nbytes
+        del self._order[principal, fingerprint]
+        self._bytes[principal] -= num_bytes
+        self.num_bytes -= num_bytes
+        if not owned:
+            del self._owned[principal], self._bytes[principal]

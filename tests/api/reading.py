@@ -1,0 +1,38 @@
+"""A reader of requests without a server, for the tests of what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ferrule_server.api.inputs import InputReader
+from ferrule_server.api.limits import ApiLimits
+from ferrule_server.engine.masks import MaskRegistry
+from ferrule_server.executor.base import ModelDescription
+from ferrule_server.text.tokenizer import Tokenizer
+
+
+def make_reader(
+    vocab_size: int = 97,
+    *,
+    max_context: int = 512,
+    limits: ApiLimits | None = None,
+    eos_ids: Sequence[int] = (),
+    tokenizer: Tokenizer | None = None,
+) -> InputReader:
+    """Return a reader for a model of these sizes, whose steps have 32 rows."""
+    model = ModelDescription(
+        model_id="m",
+        architecture="A",
+        num_parameters=1,
+        hidden_size=24,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=24,
+        vocab_size=vocab_size,
+        max_context=max_context,
+        dtype="float32",
+        fingerprint=bytes(32),
+        eos_ids=tuple(eos_ids),
+    )
+    return InputReader(model, limits or ApiLimits(), max_step_rows=32, masks=MaskRegistry(), tokenizer=tokenizer)

@@ -51,7 +51,10 @@ class Admission:
             prompt=job.token_ids if job.reuse_prefix and _wants_last_row_at_most(job) else None,
             publish=job.publish_prefix,
         )
-        return self._creating(_writing(job, sink, reservation))
+        run = _writing(job, sink, reservation)
+        if reservation.num_cached:
+            _skip_cached(run, reservation.num_cached)
+        return self._creating(run)
 
     def append(self, job: AppendJob, sink: Sink, sequence: Sequence) -> RunningAppend | AppendResult:
         """Judge an append on a sequence that nothing is in flight on.
@@ -222,7 +225,6 @@ def _writing(
     verdict: Verdict | None = None,
 ) -> RunningAppend:
     specs, seed = row_specs(job.output, job.token_ids, job.drafts)
-    num_tokens, num_cached = reservation.num_tokens, reservation.num_cached
     return RunningAppend(
         job=job,
         sink=sink,
@@ -232,14 +234,19 @@ def _writing(
         token_ids=job.token_ids,
         start=reservation.start,
         block_ids=reservation.block_ids,
-        length_after=reservation.start + num_tokens,
+        length_after=reservation.start + reservation.num_tokens,
         specs=specs,
         seed=seed,
         ttl_s=job.ttl_s,
-        num_cached=num_cached,
-        cursor=min(num_cached, num_tokens - 1),  # of a prompt that is there whole the last row is run again
-        is_read_only=num_cached == num_tokens,
     )
+
+
+def _skip_cached(run: RunningAppend, num_cached: int) -> None:
+    """Have the rows left out whose KV is there; where that is all of them, the last one is run again, as a query is."""
+    run.num_cached = run.cursor = num_cached
+    if run.remaining == 0:
+        run.cursor -= 1
+        run.is_read_only = True
 
 
 def _check_drafts(job: AppendJob) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ferrule_server.engine.counters import EngineCounters
 from ferrule_server.engine.creations import Creations
 from ferrule_server.engine.failpoints import Failpoints
-from ferrule_server.engine.jobs import Acceptance, AppendResult
+from ferrule_server.engine.jobs import Acceptance, AppendResult, Verified
 from ferrule_server.engine.records import ReplayRecords
 from ferrule_server.engine.running import RunningAppend
 from ferrule_server.engine.verification import verify, with_row_handles, with_tokens
@@ -15,6 +15,8 @@ from ferrule_server.errors import NonFiniteLogits
 from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.sequence import Sequence
 from ferrule_server.kv.store import KvStore
+
+_RECORDED = (Verdict.APPEND, Verdict.REWIND)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class Commits:
 
     def _settle(self, run: RunningAppend, sequence: Sequence) -> AppendResult:
         """Remember the append that is committed, and return its answer."""
-        handle = self.store.handle_at(sequence, run.length_after)
+        job, handle = run.job, self.store.handle_at(sequence, run.length_after)
         if run.creation is not None:
             self.creations.finish(run.creation, (handle,), run.start, run.seed, run.verified)
         is_replay = run.verdict is Verdict.REPLAY
@@ -80,17 +82,14 @@ class Commits:
             timing=run.timing,
             replayed=is_replay,
             recomputed=is_replay,
-            forked=run.job.branched_to(handle.cache_id),
+            forked=job.branched_to(handle.cache_id),
             ttl_s=sequence.ttl_s,
         )
-        if run.job.drafts is not None:
+        if job.drafts is not None:
             assert run.verified is not None
-            verified = with_row_handles(run.verified, run.job.drafts, self.store, sequence, run.length_after)
-            answer.verified = verified
-        if (
-            run.verdict is Verdict.APPEND or run.verdict is Verdict.REWIND or run.creation is not None
-        ) and run.job.keeps_record:
-            self.records.keep(sequence.handle_id, run.start, run.job, answer)
+            answer.verified = with_row_handles(run.verified, job.drafts, self.store, sequence, handle.length)
+        if job.keeps_record and (run.verdict in _RECORDED or run.creation is not None):
+            self.records.keep(sequence.handle_id, run.start, job, answer)
         self._count(run)
         if self.failpoints is not None:
             self.failpoints.hit("after_commit")
@@ -105,14 +104,13 @@ class Commits:
             counters.verifies += 1
             counters.draft_tokens += run.job.drafts.count
             counters.accepted_tokens += run.verified.accepted_count
-            counters.decode_tokens += len(run.token_ids)
+            counters.verify_tokens += len(run.token_ids)
         elif run.sequence is None or len(run.token_ids) > 1:
             counters.prefills += 1
             counters.prefill_tokens += len(run.token_ids) - run.num_cached
             counters.prefill_ns += run.run_ns
         else:
             counters.decodes += 1
-            counters.decode_tokens += 1
             counters.decode_ns += run.run_ns
 
 
@@ -122,12 +120,13 @@ def _settle_drafts(run: RunningAppend) -> None:
     assert drafts is not None
     first = len(run.job.token_ids) - drafts.count
     draft_ids = run.job.token_ids[first:]
+    if drafts.acceptance is Acceptance.NONE:
+        run.verified = Verified()
+        return
     if run.verified is not None:
         run.outputs = with_tokens(run.verified, draft_ids, run.outputs)
         return
     run.verified = verify(drafts, draft_ids, run.outputs)
-    if run.reservation is None or drafts.acceptance is Acceptance.NONE:
-        return
     del run.outputs[run.verified.accepted_count + 1 :]
     run.token_ids = run.token_ids[: first + run.verified.accepted_count]
     run.length_after = run.start + len(run.token_ids)

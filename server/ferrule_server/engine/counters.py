@@ -17,7 +17,7 @@ class EngineCounters:
             Tokens found in the prefix cache do not count.
         decodes: Appends of one token finished, in branches too; decode_ns: their summed ``run_ns``.
         verifies: Verifies finished; draft_tokens: drafts they brought; accepted_tokens: those that a rule accepted.
-        decode_tokens: Appended by decodes and verifies.
+        verify_tokens: Appended by verifies.
         queries: Rows run again without an append.
         replays: Appends and forks answered from what was committed before.
         recomputed: Replays whose rows had to be run again.
@@ -39,7 +39,7 @@ class EngineCounters:
     verifies: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
-    decode_tokens: int = 0
+    verify_tokens: int = 0
     queries: int = 0
     replays: int = 0
     recomputed: int = 0
@@ -55,6 +55,11 @@ class EngineCounters:
     max_step_rows: int = 0
     last_step_ns: int = 0
     refused: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens appended by decodes and verifies."""
+        return self.decodes + self.verify_tokens
 
     def refuse(self, reason: str) -> None:
         """Count one refused job."""

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from ferrule_server.engine.jobs import AppendJob, AppendResult, Drafts, OutputRequest, Verified
-from ferrule_server.executor.base import DraftLaw, RowOutput, TokenMask
+from ferrule_server.executor.base import DraftLaw, OutputSpec, RowOutput, Shaping, TokenMask
 from ferrule_server.quotas import LimitsOf, unlimited
 
 _ROW_BYTES: Final = 200
@@ -84,9 +84,12 @@ class ReplayRecords:
         if handle_id in self._bulky:
             self._drop_rows(handle_id)
         rows = result.rows
-        num_bytes = 0 if not rows or (len(rows) == 1 and not _has_arrays(rows[0])) else sum(map(_bytes_of, rows))
+        is_small = not rows or (len(rows) == 1 and _is_small(rows[0]))
+        num_bytes = 0 if is_small else sum(map(_bytes_of, rows))
+        spec = job.output.spec
+        output = job.output if spec is None or spec.shaping is None else _light(job.output, spec, spec.shaping)
         num_tokens = result.handle.length - start
-        record = AppendRecord(job.principal, start, num_tokens, _light(job.output), result.seed, result, num_bytes)
+        record = AppendRecord(job.principal, start, num_tokens, output, result.seed, result, num_bytes)
         if job.drafts is not None:
             _add_drafts(record, job, job.drafts, result)
         self._records[handle_id] = record
@@ -162,14 +165,9 @@ class ReplayRecords:
         record.result, record.num_bytes = None, 0
 
 
-def _has_arrays(row: RowOutput) -> bool:
-    """Whether anything of the row takes more than a few bytes."""
-    return (
-        row.logits is not None
-        or row.top_ids is not None
-        or row.hidden_state is not None
-        or row.requested_logprobs is not None
-    )
+def _is_small(row: RowOutput) -> bool:
+    """Whether the row has no arrays."""
+    return row.logits is None and row.top_ids is None and row.hidden_state is None and row.requested_logprobs is None
 
 
 def _bytes_of(row: RowOutput) -> int:
@@ -191,10 +189,9 @@ def _draft_ids(job: AppendJob, drafts: Drafts) -> tuple[int, ...]:
     return job.token_ids[len(job.token_ids) - drafts.count :]
 
 
-def _light(output: OutputRequest) -> OutputRequest:
+def _light(output: OutputRequest, spec: OutputSpec, shaping: Shaping) -> OutputRequest:
     """Return an equal request that keeps no mask alive: records live as long as sequences, masks need not."""
-    spec = output.spec
-    if spec is None or spec.shaping is None or spec.shaping.mask is None:
+    if shaping.mask is None:
         return output
-    mask = TokenMask(spec.shaping.mask.fingerprint, _NO_BITS)
-    return replace(output, spec=replace(spec, shaping=replace(spec.shaping, mask=mask)))
+    mask = TokenMask(shaping.mask.fingerprint, _NO_BITS)
+    return replace(output, spec=replace(spec, shaping=replace(shaping, mask=mask)))

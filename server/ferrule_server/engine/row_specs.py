@@ -32,6 +32,8 @@ def row_specs(
             seed = secrets.randbits(64) if known_seed is None else known_seed
             spec = replace(spec, sample=replace(spec.sample, seed=seed))
     last = len(token_ids) - 1
+    if last == 0 and drafts is None and not output.wants_targets:
+        return {0: spec}, seed
     if drafts is not None:
         first = last - drafts.count
         rows = range(first, last + 1)

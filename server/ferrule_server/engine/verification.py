@@ -19,17 +19,15 @@ from ferrule_server.kv.store import KvStore
 
 
 def verify(drafts: Drafts, draft_ids: SequenceOf[int], rows: SequenceOf[RowOutput]) -> Verified:
-    """Return which of the drafts hold; where the client decides, that nobody knows.
+    """Return which of the drafts hold, by the rule that the request names.
 
     A row that is not finite chooses nothing: no draft after it holds, and it is the last one that counts.
 
     Args:
-        drafts: Says who decides.
+        drafts: Says by which rule: EXACT or REJECTION.
         draft_ids: The drafts, a chain.
         rows: What row 0 and each draft's row gave.
     """
-    if drafts.acceptance is Acceptance.NONE:
-        return Verified()
     is_exact = drafts.acceptance is Acceptance.EXACT
     count = 0
     while count < len(draft_ids) and (rows[count].token == draft_ids[count] if is_exact else rows[count].is_accepted):

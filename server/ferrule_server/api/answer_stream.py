@@ -16,16 +16,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 import grpc
 from google.protobuf.message import Message
 
 from ferrule_server.api.calls import Context, cancel, refuse
-from ferrule_server.api.inputs import placed
+from ferrule_server.api.fields import placed
 from ferrule_server.api.principal import caller_of
 from ferrule_server.api.refusals import Refusals
-from ferrule_server.api.state import ServerState, Serving
+from ferrule_server.api.state import EngineApi, ServerState
 from ferrule_server.api.status import fault_of
 from ferrule_server.engine.jobs import ForwardFrame, GenerateFrame, Job, Outcome, StreamJob
 from ferrule_server.errors import FerruleError
@@ -59,6 +60,23 @@ class Replies(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a call asks for, and how it is answered.
+
+    Attributes:
+        rpc: The method.
+        job: For the engine.
+        replies: Turns its frames into messages.
+        refusals: Branches that failed, logged after each step; None: there are no branches.
+    """
+
+    rpc: str
+    job: StreamJob
+    replies: Replies
+    refusals: Refusals | None = None
+
+
 class AnswerStream:
     """One call answered piece by piece; also the sink of its job and an ``Ending``.
 
@@ -67,31 +85,19 @@ class AnswerStream:
 
     Args:
         state: The server.
-        serving: Its engine.
+        engine: Runs the job.
         context: The call.
-        rpc: The method.
-        job: What it asks for.
-        replies: How it is answered.
-        refusals: Branches that failed, logged after each step.
+        answer: What it asks for, and how it is answered.
     """
 
-    def __init__(
-        self,
-        state: ServerState,
-        serving: Serving,
-        context: Context,
-        rpc: str,
-        job: StreamJob,
-        replies: Replies,
-        refusals: Refusals,
-    ) -> None:
+    def __init__(self, state: ServerState, engine: EngineApi, context: Context, answer: Answer) -> None:
         self._state = state
-        self._engine = serving.engine
+        self._engine = engine
         self._context = context
-        self._rpc = rpc
-        self._job = job
-        self._replies = replies
-        self._refusals = refusals
+        self._rpc = answer.rpc
+        self._job = answer.job
+        self._replies = answer.replies
+        self._refusals = answer.refusals
         self.caller = caller_of(context)
         self._has_news = asyncio.Event()
         self._has_begun = False
@@ -151,7 +157,8 @@ class AnswerStream:
 
     def flush(self) -> None:
         """Wake the writer."""
-        self._refusals.log()
+        if self._refusals is not None:
+            self._refusals.log()
         self._has_news.set()
 
     # ---- client side ------------------------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ferrule_server.api.calls import admit_new, run_jobs
-from ferrule_server.api.inputs import PlannedAppend, placed
+from ferrule_server.api.fields import placed
 from ferrule_server.api.limits import LOOP_SLICE
+from ferrule_server.api.planned import PlannedAppend
 from ferrule_server.api.refusals import Refusals
 from ferrule_server.api.state import EngineApi, ServerState
 from ferrule_server.api.status import to_status
@@ -62,7 +63,7 @@ class Batch:
             job.cohort = cohort
         outcomes = iter(await run_jobs(engine, jobs))
         refusals = Refusals(self.rpc, principal)
-        pace = _Pace(_SLICE_BYTES)
+        pace = Pace(_SLICE_BYTES)
         for index, each in enumerate(planned):
             outcome = next(outcomes) if isinstance(each, PlannedAppend) else each
             self._write(index, each, outcome, refusals, state.limits.max_request_id_bytes)
@@ -72,7 +73,7 @@ class Batch:
     async def _plan(self, state: ServerState) -> list[PlannedAppend | FerruleError]:
         """Read the items; what is wrong with one stands in its place."""
         planned: list[PlannedAppend | FerruleError] = []
-        pace = _Pace(_SLICE_TOKENS)
+        pace = Pace(_SLICE_TOKENS)
         for index, item in enumerate(self.items):
             try:
                 each = self.read(item, f"{self.field}[{index}].")
@@ -111,7 +112,7 @@ class Batch:
             self.fill(result.output, outcome, planned)
 
 
-class _Pace:
+class Pace:
     """Lets others run on the event loop each time so much work, or so many pieces of it, have been done."""
 
     def __init__(self, limit: int) -> None:

@@ -160,6 +160,27 @@ def unary(
     return call
 
 
+def streamed(handler: Callable[[_S, _Request, Context], Awaitable[None]]) -> Any:
+    """Wrap a method that writes its replies itself: errors it raises become statuses and one log line each.
+
+    Any, because the stubs know such methods as ones that return an iterator.
+    """
+    rpc = handler.__name__
+
+    @functools.wraps(handler)
+    async def call(self: _S, request: _Request, context: Context) -> None:
+        try:
+            await handler(self, request, context)
+        except FerruleError as error:
+            await refuse(context, rpc, error)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as failure:  # noqa: BLE001  (fault_of logs it)
+            await refuse(context, rpc, fault_of(failure, rpc))
+
+    return call
+
+
 def not_served(rpc: str) -> Any:
     """Return a method that is in the contract and answers FEATURE_UNSUPPORTED: one for every kind of RPC, hence Any."""
 

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc
-from ferrule_server.api.calls import Context, not_served, refuse, run_job, unary
-from ferrule_server.api.describe import caller_info, capabilities, model_info, status
-from ferrule_server.api.inputs import PlannedAppend, placed, require
+from ferrule_server.api.answer_stream import Answer, AnswerStream
+from ferrule_server.api.batches import Batch
+from ferrule_server.api.calls import Context, admit_new, run_job, streamed, unary
+from ferrule_server.api.describe import cache_metrics, caller_info, capabilities, model_info, status
+from ferrule_server.api.fields import placed, require
+from ferrule_server.api.forward_stream import ForwardReplies
+from ferrule_server.api.generate_stream import GenerateReplies
 from ferrule_server.api.outputs import (
     cache_info,
-    fill_append,
+    fill_decode,
+    fill_prefill,
+    fill_unified,
+    fill_verify,
     fork_response,
     handle_message,
     keep_alive_response,
     list_response,
-    prefill_output,
     release_results,
     slot_reservation,
 )
+from ferrule_server.api.planned import PlannedAppend, PlannedGenerate
 from ferrule_server.api.principal import caller_of, principal_of
+from ferrule_server.api.refusals import Refusals
 from ferrule_server.api.state import Phase, ServerState, Serving
 from ferrule_server.api.stream import DecodeStream
 from ferrule_server.engine.jobs import (
@@ -29,8 +40,9 @@ from ferrule_server.engine.jobs import (
     ReleaseResult,
     TruncateResult,
 )
-from ferrule_server.errors import FerruleError, InvalidRequest
+from ferrule_server.errors import InvalidRequest
 from ferrule_server.kv.reserved_slots import SlotReservation
+from ferrule_server.text.stream_decoder import StreamDecoder
 
 
 class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
@@ -79,8 +91,9 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         planned = serving.inputs.prefill(request, principal_of(context))
         planned.job.is_repeat_only = is_new and self.state.phase is Phase.DRAINING
         result = await _append(serving, planned)
-        output = prefill_output(result, planned.plan, request_id)
-        return executor_pb2.PrefillResponse(output=output)
+        response = executor_pb2.PrefillResponse()
+        fill_prefill(response.output, result, planned)
+        return response
 
     @unary
     async def Decode(self, request: executor_pb2.DecodeRequest, context: Context) -> executor_pb2.DecodeResponse:
@@ -90,19 +103,99 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         planned = serving.inputs.decode(request.input, "input.", principal_of(context))
         result = await _append(serving, planned)
         response = executor_pb2.DecodeResponse()
-        fill_append(response.output, result, planned.plan, request.input.request_id)
+        fill_decode(response.output, result, planned)
         return response
 
-    # A coroutine that reads and writes the context itself.
-    async def StreamDecode(  # type: ignore[override]
-        self, request_iterator: object, context: Context
-    ) -> None:
+    @unary
+    async def ForwardVerify(
+        self, request: executor_pb2.ForwardVerifyRequest, context: Context
+    ) -> executor_pb2.ForwardVerifyResponse:
+        """Check drafts against the model, and append those that hold."""
+        serving = self.state.use()
+        require(request, "input")
+        planned = serving.inputs.verify(request.input, "input.", principal_of(context))
+        result = await _append(serving, planned)
+        response = executor_pb2.ForwardVerifyResponse()
+        fill_verify(response.output, result, planned)
+        return response
+
+    @streamed
+    async def StreamDecode(self, request_iterator: object, context: Context) -> None:
         """Decode many sequences over one stream."""
-        try:
-            serving = self.state.use()
-        except FerruleError as error:
-            await refuse(context, "StreamDecode", error)
-        await DecodeStream(self.state, serving, context).run()
+        await DecodeStream(self.state, self.state.use(), context).run()
+
+    # ---- batches ----------------------------------------------------------------------------------------------------
+
+    @unary
+    async def BatchPrefill(
+        self, request: executor_pb2.BatchPrefillRequest, context: Context
+    ) -> executor_pb2.BatchPrefillResponse:
+        """Run several prompts."""
+        serving, principal = self.state.use(), principal_of(context)
+        serving.inputs.check_batch(len(request.inputs), "inputs")
+        response = executor_pb2.BatchPrefillResponse()
+        read = partial(serving.inputs.prefill_input, principal=principal)
+        batch = Batch("BatchPrefill", "inputs", request.inputs, response.results, read, fill_prefill)
+        await batch.run(self.state, serving.engine, principal)
+        response.free_blocks = serving.engine.snapshot().free_blocks
+        return response
+
+    @unary
+    async def BatchDecode(
+        self, request: executor_pb2.BatchDecodeRequest, context: Context
+    ) -> executor_pb2.BatchDecodeResponse:
+        """Append to several sequences."""
+        serving, principal = self.state.use(), principal_of(context)
+        serving.inputs.check_batch(len(request.inputs), "inputs")
+        response = executor_pb2.BatchDecodeResponse()
+        read = partial(serving.inputs.decode, principal=principal)
+        batch = Batch("BatchDecode", "inputs", request.inputs, response.results, read, fill_decode)
+        await batch.run(self.state, serving.engine, principal)
+        response.free_blocks = serving.engine.snapshot().free_blocks
+        return response
+
+    @unary
+    async def UnifiedDecode(
+        self, request: executor_pb2.UnifiedDecodeRequest, context: Context
+    ) -> executor_pb2.UnifiedDecodeResponse:
+        """Run pieces that the client scheduled, in one step."""
+        serving, principal = self.state.use(), principal_of(context)
+        require(request, "batch")
+        serving.inputs.check_unified(request.batch)
+        response = executor_pb2.UnifiedDecodeResponse()
+        read = partial(serving.inputs.unified_item, principal=principal)
+        batch = Batch("UnifiedDecode", "batch.items", request.batch.items, response.results, read, fill_unified)
+        await batch.run(self.state, serving.engine, principal)
+        response.free_blocks = serving.engine.snapshot().free_blocks
+        return response
+
+    # ---- answers piece by piece -------------------------------------------------------------------------------------
+
+    @streamed
+    async def Forward(self, request: executor_pb2.ForwardRequest, context: Context) -> None:
+        """Run tokens without keeping a cache."""
+        serving = self.state.use_for_new()
+        planned = serving.inputs.forward(request, principal_of(context))
+        replies = ForwardReplies(planned.plan, request.request_id)
+        answer = Answer("Forward", planned.job, replies)
+        await AnswerStream(self.state, serving.engine, context, answer).run()
+
+    @streamed
+    async def Generate(self, request: executor_pb2.GenerateRequest, context: Context) -> None:
+        """Run the decode loop."""
+        serving, principal = self.state.use(), principal_of(context)
+        planned = serving.inputs.generate(request, principal)
+        admit_new(self.state, planned.job)
+        refusals = Refusals("Generate", principal)
+        replies = GenerateReplies(
+            planned.plan,
+            request.request_id,
+            self.state.limits.max_stream_frame_bytes,
+            refusals,
+            _new_decoder(serving, planned),
+        )
+        answer = Answer("Generate", planned.job, replies, refusals)
+        await AnswerStream(self.state, serving.engine, context, answer).run()
 
     # ---- caches -----------------------------------------------------------------------------------------------------
 
@@ -110,7 +203,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
     async def ForkCache(self, request: cache_pb2.ForkCacheRequest, context: Context) -> cache_pb2.ForkCacheResponse:
         """Branch a sequence."""
         serving = self.state.use()
-        result = await run_job(serving.engine, serving.inputs.fork(request, principal_of(context)))
+        result = await run_job(serving.engine, serving.inputs.caches.fork(request, principal_of(context)))
         assert isinstance(result, ForkResult)
         return fork_response(result)
 
@@ -118,7 +211,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
     async def TruncateKv(self, request: cache_pb2.TruncateKvRequest, context: Context) -> cache_pb2.TruncateKvResponse:
         """Shorten a sequence."""
         serving = self.state.use()
-        result = await run_job(serving.engine, serving.inputs.truncate(request, principal_of(context)))
+        result = await run_job(serving.engine, serving.inputs.caches.truncate(request, principal_of(context)))
         assert isinstance(result, TruncateResult)
         return cache_pb2.TruncateKvResponse(kv_cache=handle_message(result.handle), freed_blocks=result.freed_blocks)
 
@@ -128,7 +221,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
     ) -> cache_pb2.ReserveKvSlotsResponse:
         """Reserve room for sequences."""
         serving = self.state.use()
-        result = await run_job(serving.engine, serving.inputs.reserve(request, principal_of(context)))
+        result = await run_job(serving.engine, serving.inputs.caches.reserve(request, principal_of(context)))
         assert isinstance(result, SlotReservation)
         info = serving.engine.info
         reservation = slot_reservation(result, info.block_size, info.num_blocks - 1)
@@ -140,7 +233,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
     ) -> cache_pb2.ReleaseCacheResponse:
         """End sequences."""
         serving = self.state.use()
-        job = serving.inputs.release(request.kv_caches, "kv_caches", principal_of(context))
+        job = serving.inputs.caches.release(request.kv_caches, "kv_caches", principal_of(context))
         result = await run_job(serving.engine, job)
         assert isinstance(result, ReleaseResult)
         freed_blocks = sum(freed or 0 for freed in result.freed_blocks)
@@ -150,7 +243,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
     async def KeepAlive(self, request: cache_pb2.KeepAliveRequest, context: Context) -> cache_pb2.KeepAliveResponse:
         """Renew leases."""
         serving = self.state.use()
-        job = serving.inputs.keep_alive(request, principal_of(context))
+        job = serving.inputs.caches.keep_alive(request, principal_of(context))
         result = await run_job(serving.engine, job)
         assert isinstance(result, KeepAliveResult)
         return await keep_alive_response(job, result)
@@ -161,7 +254,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
     ) -> cache_pb2.GetCacheInfoResponse:
         """Describe one sequence."""
         serving = self.state.use()
-        result = await run_job(serving.engine, serving.inputs.cache_info(request, principal_of(context)))
+        result = await run_job(serving.engine, serving.inputs.caches.cache_info(request, principal_of(context)))
         assert isinstance(result, CacheInfo)
         block_size = serving.engine.info.block_size
         return cache_pb2.GetCacheInfoResponse(info=cache_info(result, block_size, with_blocks=request.include_blocks))
@@ -170,20 +263,24 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
     async def ListCaches(self, request: cache_pb2.ListCachesRequest, context: Context) -> cache_pb2.ListCachesResponse:
         """List the caller's sequences."""
         serving = self.state.use()
-        result = await run_job(serving.engine, serving.inputs.list_caches(request, principal_of(context)))
+        result = await run_job(serving.engine, serving.inputs.caches.list_caches(request, principal_of(context)))
         assert isinstance(result, ListResult)
         return await list_response(result)
 
-    # ---- in the contract, not served yet ----------------------------------------------------------------------------
+    @unary
+    async def GetCacheMetrics(
+        self, request: cache_pb2.GetCacheMetricsRequest, context: Context
+    ) -> cache_pb2.GetCacheMetricsResponse:
+        """Count what happened in the KV pool."""
+        return cache_pb2.GetCacheMetricsResponse(metrics=cache_metrics(self.state.use()))
 
-    BatchPrefill = not_served("BatchPrefill")
-    BatchDecode = not_served("BatchDecode")
-    UnifiedDecode = not_served("UnifiedDecode")
-    ForwardVerify = not_served("ForwardVerify")
-    Forward = not_served("Forward")
-    Generate = not_served("Generate")
-    RegisterTokenMask = not_served("RegisterTokenMask")
-    GetCacheMetrics = not_served("GetCacheMetrics")
+    @unary
+    async def RegisterTokenMask(
+        self, request: cache_pb2.RegisterTokenMaskRequest, context: Context
+    ) -> cache_pb2.RegisterTokenMaskResponse:
+        """Keep token masks."""
+        fingerprints = self.state.use().inputs.register_masks(request, principal_of(context))
+        return cache_pb2.RegisterTokenMaskResponse(fingerprints=fingerprints)
 
 
 async def _append(serving: Serving, planned: PlannedAppend) -> AppendResult:
@@ -193,3 +290,11 @@ async def _append(serving: Serving, planned: PlannedAppend) -> AppendResult:
         raise placed(error, planned.at) from None
     assert isinstance(result, AppendResult)
     return result
+
+
+def _new_decoder(serving: Serving, planned: PlannedGenerate) -> Callable[[], StreamDecoder] | None:
+    """Return what makes the decoder of one branch; None where no text is asked for."""
+    tokenizer = serving.tokenizer
+    if not planned.returns_text or tokenizer is None:
+        return None
+    return lambda: StreamDecoder(tokenizer, planned.skips_special_tokens, planned.job.token_ids)

@@ -1,4 +1,4 @@
-"""Refused items of one call or stream, logged with one line for each reason: thousands of them are not as many lines."""
+"""Refused items of one call or stream: logged with one line for each reason, not one for each of thousands."""
 
 from __future__ import annotations
 

@@ -22,16 +22,18 @@ from typing import Final
 import grpc
 
 from ferrule.v1 import executor_pb2
-from ferrule_server.api.calls import Context, cancel, refuse
+from ferrule_server.api.calls import Context, admit_new, cancel, refuse
+from ferrule_server.api.fields import placed
 from ferrule_server.api.handlers import Malformed
-from ferrule_server.api.inputs import PlannedAppend, placed
 from ferrule_server.api.limits import LOOP_SLICE
-from ferrule_server.api.outputs import fill_append, release_results
+from ferrule_server.api.outputs import fill_append, fill_unified, fill_verify, release_results
+from ferrule_server.api.planned import PlannedAppend
 from ferrule_server.api.principal import caller_of
+from ferrule_server.api.refusals import Refusals
 from ferrule_server.api.state import Phase, ServerState, Serving
-from ferrule_server.api.status import fault_of, log_refused, reason_of, to_status
+from ferrule_server.api.status import fault_of, to_status
 from ferrule_server.engine.jobs import AppendResult, Job, Outcome, ReleaseJob, ReleaseResult
-from ferrule_server.errors import FeatureUnsupported, FerruleError, InvalidRequest, SlowConsumer
+from ferrule_server.errors import FerruleError, InvalidRequest, SlowConsumer
 
 _LOG = logging.getLogger(__name__)
 
@@ -40,6 +42,8 @@ _ITEM_PATHS: Final = tuple(f"items[{index}].decode." for index in range(256))
 _FRAME_BYTES: Final = 256
 """What a queued frame costs besides its results, so that empty ones count too."""
 _RELEASE_BYTES: Final = 32
+_SLICE_TOKENS: Final = 16384
+"""So many token ids are read without letting others run on the event loop: about a millisecond."""
 _LAST_WRITE_S: Final = 0.1
 """How long the status waits for the write in flight; a status sent earlier still arrives behind it."""
 _HANG_UP_S: Final = 1.0
@@ -72,7 +76,8 @@ class DecodeStream:
         self._frames: list[tuple[executor_pb2.StreamDecodeResponse, int]] = []
         self._queue: deque[tuple[executor_pb2.StreamDecodeResponse, int]] = deque()
         self._queued_bytes = 0
-        self._refused: dict[str, tuple[FerruleError, int]] = {}
+        self._cohort = 0
+        self._refusals = Refusals(_RPC, self._principal)
         self._loop = asyncio.get_running_loop()
         self._last_use_s = self._loop.time()
         self._is_writing = False
@@ -146,7 +151,7 @@ class DecodeStream:
 
     def flush(self) -> None:
         """Queue what was delivered for the writer; end the stream if its reader is too far behind."""
-        self._log_refused()
+        self._refusals.log()
         if self._is_ended or not self._frames:
             return
         if self._queued_bytes > self._limits.max_stream_queue_bytes:
@@ -177,21 +182,19 @@ class DecodeStream:
         request_id = planned.job.request_id
         if request_id:
             result.request_id = request_id
-        fill_append(result.decode, output, planned.plan, request_id)
+        if planned.job.drafts is not None:
+            fill_verify(result.verify, output, planned)
+        elif planned.job.cohort:  # of the items of streams, the unified ones have one
+            fill_unified(result.unified, output, planned)
+        else:
+            fill_append(result.decode, output, planned.plan, request_id)
 
     def _error_result(self, seq: int, request_id: str, error: FerruleError) -> executor_pb2.StreamResult:
-        first, count = self._refused.get(reason_of(error), (error, 0))
-        self._refused[reason_of(error)] = (first, count + 1)
+        self._refusals.add(error)
         return executor_pb2.StreamResult(seq=seq, request_id=request_id, error=to_status(error))
 
     def _add_error(self, result: executor_pb2.StreamResult) -> None:
         self._frame(result.ByteSize()).results.append(result)
-
-    def _log_refused(self) -> None:
-        """Write one line for each reason: a frame of bad items must not become thousands of lines."""
-        for error, count in self._refused.values():
-            log_refused(_RPC, error, self._principal, count)
-        self._refused.clear()
 
     def _add_releases(self, job: ReleaseJob, outcome: Outcome) -> None:
         held = self._releases.pop(job)
@@ -267,7 +270,7 @@ class DecodeStream:
         """
         self._inputs.check_items(request)
         entries: list[tuple[Job, DecodeStream]] = []
-        release = self._inputs.release(request.release, "release", self._principal) if request.release else None
+        release = self._inputs.caches.release(request.release, "release", self._principal) if request.release else None
         if release is not None:
             entries.append((release, self))
         bad_items = await self._plan_items(request, entries)
@@ -290,8 +293,11 @@ class DecodeStream:
         Lets others run on the event loop now and then: a frame may have thousands of items.
         """
         bad_items: list[executor_pb2.StreamResult] = []
+        self._cohort = 0
+        num_rows = 0
         for index, item in enumerate(request.items):
-            if index % LOOP_SLICE == LOOP_SLICE - 1:
+            if index % LOOP_SLICE == LOOP_SLICE - 1 or num_rows > _SLICE_TOKENS:
+                num_rows = 0
                 await asyncio.sleep(0)
             try:
                 planned = self._plan(item, index)
@@ -299,6 +305,7 @@ class DecodeStream:
                 bad_items.append(self._error_result(item.seq, self._inputs.echoed_id(item), error))
                 continue
             planned.seq = item.seq
+            num_rows += len(planned.job.token_ids)
             self._pending[planned.job] = planned
             entries.append((planned.job, self))
         return bad_items
@@ -307,9 +314,18 @@ class DecodeStream:
         kind = item.WhichOneof("input")
         if kind == "decode":
             return self._inputs.decode(item.decode, _item_path(index), self._principal)
-        if kind is None:
-            raise InvalidRequest(f"items[{index}]", "one of decode, verify and unified must be set")
-        raise FeatureUnsupported(f"stream {kind} items")
+        if kind == "verify":
+            return self._inputs.verify(item.verify, f"items[{index}].verify.", self._principal)
+        if kind == "unified":
+            return self._plan_unified(item.unified, f"items[{index}].unified.")
+        raise InvalidRequest(f"items[{index}]", "one of decode, verify and unified must be set")
+
+    def _plan_unified(self, item: executor_pb2.UnifiedBatchItem, at: str) -> PlannedAppend:
+        """Read a unified item; those of one frame are of one cohort."""
+        planned = self._inputs.unified_item(item, at, self._principal)
+        admit_new(self._state, planned.job)
+        self._cohort = planned.job.cohort = self._cohort or next(self._state.cohorts)
+        return planned
 
     def _abandon(self) -> None:
         """Nobody reads any more: what has no step yet never runs."""

@@ -1,0 +1,450 @@
+"""BatchPrefill, BatchDecode and UnifiedDecode: as each item alone, together in one step, failing alone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import grpc
+import pytest
+
+from ferrule.v1 import executor_pb2, policy_pb2, types_pb2
+from ferrule_server.api.batches import Pace
+from ferrule_server.api.limits import LOOP_SLICE, ApiLimits
+from ferrule_server.engine.settings import EngineSettings
+from tests.api.harness import (
+    EPOCH,
+    GREEDY,
+    INSTANCE,
+    NOTHING,
+    PROMPT,
+    Refusal,
+    RunningServer,
+    read_status,
+    refused,
+    wait_until,
+)
+from tests.fakes import FakeExecutor
+
+FULL = policy_pb2.LogitsReturnPolicy()
+SAMPLE = policy_pb2.LogitsReturnPolicy(sample=policy_pb2.Sample(temperature=0.7, seed=5), logprobs=True)
+POLICIES = [FULL, GREEDY, SAMPLE, NOTHING]
+FORK = types_pb2.STALE_POLICY_FORK
+
+
+def prompt_of(*input_ids: int, policy: policy_pb2.LogitsReturnPolicy = GREEDY, **fields: Any) -> Any:
+    """Return a PrefillInput."""
+    return executor_pb2.PrefillInput(input_ids=input_ids, logits_policy=policy, **fields)
+
+
+def decode_of(handle: types_pb2.KvCacheHandle, *input_ids: int, **fields: Any) -> Any:
+    """Return a DecodeInput."""
+    policy = fields.pop("policy", GREEDY)
+    return executor_pb2.DecodeInput(kv_cache=handle, input_ids=input_ids, logits_policy=policy, **fields)
+
+
+def piece_of(*q_tokens: int, policy: policy_pb2.LogitsReturnPolicy = GREEDY, **fields: Any) -> Any:
+    """Return a UnifiedBatchItem."""
+    return executor_pb2.UnifiedBatchItem(q_tokens=q_tokens, logits_policy=policy, **fields)
+
+
+def batch_prefill(server: RunningServer, *inputs: Any) -> executor_pb2.BatchPrefillResponse:
+    """Call BatchPrefill."""
+    return server.stub.BatchPrefill(executor_pb2.BatchPrefillRequest(inputs=inputs), timeout=20)
+
+
+def batch_decode(server: RunningServer, *inputs: Any) -> executor_pb2.BatchDecodeResponse:
+    """Call BatchDecode."""
+    return server.stub.BatchDecode(executor_pb2.BatchDecodeRequest(inputs=inputs), timeout=20)
+
+
+def unified(server: RunningServer, *items: Any) -> executor_pb2.UnifiedDecodeResponse:
+    """Call UnifiedDecode."""
+    batch = executor_pb2.UnifiedBatch(items=items)
+    return server.stub.UnifiedDecode(executor_pb2.UnifiedDecodeRequest(batch=batch), timeout=20)
+
+
+def _refusals(response: Any) -> dict[int, Refusal]:
+    """Return the errors of a batch's items by place; places are in order and every result is set."""
+    assert [result.seq for result in response.results] == list(range(len(response.results)))
+    assert all(result.WhichOneof("result") for result in response.results)
+    return {result.seq: read_status(result.error) for result in response.results if result.HasField("error")}
+
+
+# ---- as each alone --------------------------------------------------------------------------------------------------
+
+
+def test_prompts_of_a_batch_answer_as_each_alone(server: RunningServer) -> None:
+    """Any mix of policies and lengths: the same rows, the same lineage, and one step for all."""
+    prompts = [tuple(range(i, 2 * i + 3)) for i in range(1, 9)]
+    alone = [server.prefill(prompt, POLICIES[i % 4]) for i, prompt in enumerate(prompts)]
+    num_steps = server.engine.counters.steps
+    response = batch_prefill(
+        server, *(prompt_of(*prompt, policy=POLICIES[i % 4], request_id=f"p{i}") for i, prompt in enumerate(prompts))
+    )
+    assert _refusals(response) == {}
+    assert server.engine.counters.steps == num_steps + 1
+    for i, (result, expected) in enumerate(zip(response.results, alone, strict=True)):
+        assert result.request_id == result.output.request_id == f"p{i}"
+        assert result.output.outputs == expected.outputs
+        assert result.output.kv_cache.lineage == expected.kv_cache.lineage
+        assert result.output.kv_cache.cache_id != expected.kv_cache.cache_id
+        assert result.output.ttl == expected.ttl
+        assert not result.output.replayed
+        assert result.output.timing.run_ns > 0
+        assert result.output.timing.step_rows >= sum(map(len, prompts)) - sum(
+            each.output.cached_tokens for each in response.results
+        )
+    assert response.free_blocks == server.free_blocks
+
+
+def test_decodes_of_a_batch_answer_as_each_alone(server: RunningServer) -> None:
+    """Decodes, several tokens at once and queries, in one step."""
+    handles = [server.prefill((*PROMPT, i), NOTHING).kv_cache for i in range(8)]
+    twins = [server.fork(handle)[0] for handle in handles]
+    inputs = [(7,), (8, 9), (), (3,)] * 2
+    num_steps = server.engine.counters.steps
+    response = batch_decode(server, *(decode_of(h, *inputs[i], policy=POLICIES[i % 3]) for i, h in enumerate(handles)))
+    assert _refusals(response) == {}
+    assert server.engine.counters.steps == num_steps + 1
+    for i, (result, twin) in enumerate(zip(response.results, twins, strict=True)):
+        expected = server.decode(twin, *inputs[i], policy=POLICIES[i % 3])
+        assert result.output.outputs == expected.outputs
+        assert result.output.kv_cache.cache_id == handles[i].cache_id
+        assert (result.output.kv_cache.length, result.output.kv_cache.lineage) == (
+            expected.kv_cache.length,
+            expected.kv_cache.lineage,
+        )
+        assert result.output.timing.step_rows == sum(len(one) or 1 for one in inputs)
+
+
+def test_pieces_of_a_unified_batch_answer_as_each_alone(server: RunningServer) -> None:
+    """A new sequence, the next chunk of a prompt, a decode, all positions: one step, whatever the mix."""
+    started = server.prefill(PROMPT[:10], NOTHING).kv_cache
+    decoding = server.prefill((*PROMPT, 3), NOTHING).kv_cache
+    twin = server.fork(decoding)[0]
+    num_steps = server.engine.counters.steps
+    response = unified(
+        server,
+        piece_of(*PROMPT, 77, policy=FULL, cache=executor_pb2.CacheOptions(reuse_prefix=False)),
+        piece_of(*PROMPT[10:], kv_cache=started, pos_offset=10, policy=FULL),
+        piece_of(9, kv_cache=decoding, pos_offset=decoding.length),
+        piece_of(5, 6, 7, logits_positions=types_pb2.LOGITS_POSITIONS_ALL, policy=FULL, request_id="all"),
+    )
+    assert _refusals(response) == {}
+    assert server.engine.counters.steps == num_steps + 1
+    new, chunk, decoded, rows = (result.output for result in response.results)
+    assert new.outputs == server.prefill((*PROMPT, 77), FULL).outputs
+    whole = server.prefill(PROMPT, FULL)
+    assert chunk.outputs == whole.outputs
+    assert (chunk.kv_cache.cache_id, chunk.kv_cache.lineage) == (started.cache_id, whole.kv_cache.lineage)
+    assert decoded.outputs == server.decode(twin, 9).outputs
+    assert rows.outputs == server.prefill((5, 6, 7), FULL, logits_positions=types_pb2.LOGITS_POSITIONS_ALL).outputs
+    assert rows.request_id == "all"
+    assert response.free_blocks == server.free_blocks
+
+
+def test_a_chunk_that_is_not_final_computes_no_row(server: RunningServer) -> None:
+    """Chunk by chunk the prompt is the one run whole; only the last one answers."""
+    whole = server.prefill(PROMPT, FULL)
+    handle, outputs = None, []
+    for start in range(0, len(PROMPT), 5):
+        tokens = PROMPT[start : start + 5]
+        more: dict[str, Any] = {} if handle is None else {"kv_cache": handle}
+        piece = piece_of(*tokens, pos_offset=start, is_final_chunk=start + 5 >= len(PROMPT), policy=FULL, **more)
+        output = unified(server, piece).results[0].output
+        handle = output.kv_cache
+        outputs.append(output)
+    assert [output.HasField("outputs") for output in outputs] == [False] * 3 + [True]
+    assert outputs[-1].outputs == whole.outputs
+    assert handle is not None
+    assert handle.lineage == whole.kv_cache.lineage
+
+
+def test_a_repeated_batch_is_a_replay(server: RunningServer) -> None:
+    """Of decodes by the append rule, of prompts by their ids; nothing is appended twice."""
+    inputs = [prompt_of(1, 2, i, request_id=f"again{i}") for i in range(3)]
+    first, again = batch_prefill(server, *inputs), batch_prefill(server, *inputs)
+    assert [each.output.kv_cache for each in first.results] == [each.output.kv_cache for each in again.results]
+    assert [each.output.replayed for each in again.results] == [True] * 3
+    assert [each.output.timing.run_ns for each in again.results] == [0] * 3
+    decodes = [decode_of(each.output.kv_cache, 9) for each in first.results]
+    decoded, repeated = batch_decode(server, *decodes), batch_decode(server, *decodes)
+    for one, other in zip(decoded.results, repeated.results, strict=True):
+        assert other.output.replayed
+        assert (one.output.kv_cache, one.output.outputs) == (other.output.kv_cache, other.output.outputs)
+
+
+def test_items_on_one_sequence_are_judged_in_item_order(server: RunningServer) -> None:
+    """A beam: three tokens behind one handle; the first one stays, the others branch."""
+    handle = server.prefill().kv_cache
+    response = batch_decode(server, *(decode_of(handle, token, on_stale=FORK) for token in (7, 8, 9)))
+    first, *branches = (result.output.kv_cache for result in response.results)
+    assert first.cache_id == handle.cache_id
+    assert len({branch.cache_id for branch in branches} | {handle.cache_id}) == 3
+    pieces = unified(server, *(piece_of(token, kv_cache=first, on_stale=FORK) for token in (4, 5)))
+    assert _refusals(pieces) == {}
+    assert pieces.results[0].output.kv_cache.cache_id == handle.cache_id
+    assert pieces.results[1].output.kv_cache.cache_id not in {branch.cache_id for branch in branches}
+
+
+# ---- failing --------------------------------------------------------------------------------------------------------
+
+
+def _unknown(cache_id: str = f"{INSTANCE}.{EPOCH}.{'A' * 22}") -> types_pb2.KvCacheHandle:
+    return types_pb2.KvCacheHandle(cache_id=cache_id, length=3, lineage=bytes(16))
+
+
+def test_items_fail_alone_with_the_path_of_their_field(server: RunningServer) -> None:
+    """Each in its own result, as the unary call would; what is good beside them runs."""
+    handle, moved = server.prefill().kv_cache, server.prefill().kv_cache
+    server.decode(moved, 7)
+    long = "x" * 129
+    response = batch_decode(
+        server,
+        decode_of(handle, 7),
+        decode_of(handle, 300),
+        executor_pb2.DecodeInput(input_ids=[1]),
+        decode_of(moved, 9),
+        decode_of(_unknown(), 1),
+        decode_of(_unknown(f"{INSTANCE}.0123456789ab.{'A' * 22}"), 1),
+        decode_of(_unknown(f"elsewhere.{EPOCH}.{'A' * 22}"), 1),
+        decode_of(moved, request_id=long),
+        decode_of(server.prefill().kv_cache, *([1] * 513)),
+    )
+    refusals = _refusals(response)
+    assert {place: refusal.reason for place, refusal in refusals.items()} == {
+        1: "TOKEN_OUT_OF_VOCAB",
+        2: "INVALID_FIELD",
+        3: "HANDLE_STALE",
+        4: "HANDLE_UNKNOWN",
+        5: "EPOCH_CHANGED",
+        6: "WRONG_INSTANCE",
+        7: "INVALID_FIELD",
+        8: "CONTEXT_EXCEEDED",
+    }
+    assert refusals[1].fields == ("inputs[1].input_ids[0]",)
+    assert refusals[2].fields == ("inputs[2].kv_cache",)
+    assert refusals[3].metadata["tip_length"] == str(len(PROMPT) + 1)
+    assert refusals[7].fields == ("inputs[7].request_id",)
+    assert response.results[7].request_id == ""
+    assert response.results[0].output.kv_cache.length == len(PROMPT) + 1
+
+
+def test_prompts_fail_alone(server: RunningServer) -> None:
+    """Bad tokens, none at all, a reservation that is too short or too long, an id that was used for something else."""
+    batch_prefill(server, prompt_of(1, 2, request_id="used"))
+    response = batch_prefill(
+        server,
+        prompt_of(),
+        prompt_of(1, 256),
+        prompt_of(1, 2, 3, request_id="used"),
+        prompt_of(1, 2, cache=executor_pb2.CacheOptions(reserve_length=1)),
+        prompt_of(1, 2, cache=executor_pb2.CacheOptions(reserve_length=513)),
+        prompt_of(1, 2, position_ids=[0, 2]),
+        prompt_of(1, 2, kv_cache=_unknown()),
+        prompt_of(1, 2, 3),
+    )
+    refusals = _refusals(response)
+    assert [refusals[i].reason for i in range(7)] == [
+        "INVALID_FIELD",
+        "TOKEN_OUT_OF_VOCAB",
+        "REQUEST_ID_REUSED",
+        "INVALID_FIELD",
+        "CONTEXT_EXCEEDED",
+        "INVALID_FIELD",
+        "HANDLE_UNKNOWN",
+    ]
+    assert refusals[0].fields == ("inputs[0].input_ids",)
+    assert refusals[2].fields == ("inputs[2].request_id",)
+    assert refusals[3].fields == ("inputs[3].cache.reserve_length",)
+    assert refusals[5].fields == ("inputs[5].position_ids[1]",)
+    assert set(refusals) == set(range(7))
+
+
+def test_pieces_fail_alone_with_the_path_of_their_field(server: RunningServer) -> None:
+    """A wrong offset is no other one that is silently taken."""
+    handle = server.prefill().kv_cache
+    response = unified(
+        server,
+        piece_of(7, kv_cache=handle, pos_offset=handle.length - 1),
+        piece_of(7, pos_offset=1),
+        piece_of(),
+        piece_of(300, kv_cache=handle),
+        piece_of(7, kv_cache=handle, pos_offset=handle.length),
+    )
+    refusals = _refusals(response)
+    assert {place: refusal.fields for place, refusal in refusals.items()} == {
+        0: ("batch.items[0].pos_offset",),
+        1: ("batch.items[1].pos_offset",),
+        2: ("batch.items[2].q_tokens",),
+        3: ("batch.items[3].q_tokens[0]",),
+    }
+    assert server.info(handle).kv_cache == response.results[4].output.kv_cache
+
+
+def test_the_pool_is_shared_out_in_item_order() -> None:
+    """What finds no block fails alone; what is larger than the pool says so."""
+    with RunningServer(FakeExecutor(num_blocks=5, block_size=4, max_context=64)) as server:
+        response = batch_prefill(
+            server, prompt_of(*range(8)), prompt_of(*range(17)), prompt_of(*range(8)), prompt_of(1)
+        )
+        refusals = _refusals(response)
+        assert {place: refusal.reason for place, refusal in refusals.items()} == {
+            1: "EXCEEDS_POOL",
+            3: "KV_BLOCKS_EXHAUSTED",
+        }
+        assert refusals[3].retry_after_s is not None
+        assert response.free_blocks == 0
+
+
+def test_a_row_that_is_not_finite_fails_its_item_alone() -> None:
+    """Its neighbours of the same step have their rows."""
+    executor = FakeExecutor()
+    executor.bad_token_ids = {13}
+    with RunningServer(executor) as server:
+        response = batch_prefill(server, prompt_of(1, 2), prompt_of(1, 13), prompt_of(3))
+        assert {place: refusal.reason for place, refusal in _refusals(response).items()} == {1: "NON_FINITE_LOGITS"}
+
+
+def test_bad_items_are_logged_with_one_line_for_each_reason(
+    server: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With how many there were."""
+    batch_prefill(server, *[prompt_of()] * 30, *[prompt_of(256)] * 20)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2
+    assert "rpc=BatchPrefill" in lines[0]
+    assert "count=30" in lines[0]
+    assert "count=20" in lines[1]
+
+
+def test_batches_without_a_good_item_are_answered(server: RunningServer) -> None:
+    """Nothing is run for them; an empty one has no results."""
+    num_steps = server.engine.counters.steps
+    assert len(batch_prefill(server).results) == 0
+    assert batch_decode(server).free_blocks == server.free_blocks
+    assert len(_refusals(batch_prefill(server, prompt_of()))) == 1
+    with refused() as refusals:
+        unified(server)
+    assert refusals[0].fields == ("batch.items",)
+    with refused() as refusals:
+        server.stub.UnifiedDecode(executor_pb2.UnifiedDecodeRequest(), timeout=10)
+    assert refusals[0].fields == ("batch",)
+    assert server.engine.counters.steps == num_steps
+
+
+def test_a_batch_has_no_more_items_and_rows_than_are_advertised() -> None:
+    """One more is refused as a whole; exactly as many share a step."""
+    with RunningServer(settings=EngineSettings(max_step_rows=16, max_step_time_s=60.0)) as server:
+        limit = server.stub.GetCapabilities(executor_pb2.GetCapabilitiesRequest()).capabilities
+        too_many = limit.max_batch_size + 1
+        for call, field in (
+            (lambda: batch_prefill(server, *[prompt_of(1)] * too_many), "inputs"),
+            (lambda: batch_decode(server, *[decode_of(_unknown())] * too_many), "inputs"),
+            (lambda: unified(server, piece_of(*[1] * limit.max_step_rows), piece_of(1)), "batch.items"),
+        ):
+            with refused() as refusals:
+                call()
+            assert (refusals[0].reason, refusals[0].fields) == ("INVALID_FIELD", (field,))
+        assert server.engine.counters.steps == 0
+        handle = server.prefill((1, 2, 3)).kv_cache
+        response = unified(server, piece_of(*[1] * 7), piece_of(4, kv_cache=handle), piece_of(*[2] * 8))
+        assert [result.output.timing.step_rows for result in response.results] == [16] * 3
+
+
+def test_a_reply_that_would_be_too_large_is_refused_before_anything_runs() -> None:
+    """The whole call, though each item alone would fit."""
+    with RunningServer(limits=ApiLimits(max_reply_bytes=8000)) as server:
+        handle = server.prefill().kv_cache
+        num_steps, num_free = server.engine.counters.steps, server.free_blocks
+        for call, field in (
+            (lambda: batch_prefill(server, *[prompt_of(1, policy=FULL)] * 9), "inputs"),
+            (lambda: batch_decode(server, *[decode_of(handle, policy=FULL)] * 9), "inputs"),
+            (lambda: unified(server, *[piece_of(1, policy=FULL)] * 9), "batch.items"),
+        ):
+            with refused() as refusals:
+                call()
+            assert (refusals[0].reason, refusals[0].fields) == ("REPLY_TOO_LARGE", (field,))
+            assert int(refusals[0].metadata["reply_bytes"]) > 8000
+        assert (server.engine.counters.steps, server.free_blocks) == (num_steps, num_free)
+        assert len(batch_prefill(server, *[prompt_of(1, policy=FULL)] * 4).results) == 4
+
+
+# ---- leaving --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leaves_by", ["cancel", "deadline"])
+def test_a_caller_who_leaves_takes_back_what_has_no_step_yet(leaves_by: str) -> None:
+    """None of the batch has happened; no block is held."""
+    executor = FakeExecutor()
+    with RunningServer(executor) as server:
+        handles = [server.prefill((i, 2, 3)).kv_cache for i in range(3)]
+        executor.gate = threading.Event()
+        blocker = server.stub.Decode.future(executor_pb2.DecodeRequest(input=decode_of(handles[0], 7)), timeout=20)
+        assert executor.is_waiting.wait(10)
+        num_steps, num_free = len(executor.batches), server.free_blocks
+        request = executor_pb2.BatchDecodeRequest(inputs=[decode_of(handle, 8) for handle in handles[1:]])
+        call = server.stub.BatchDecode.future(request, timeout=0.2 if leaves_by == "deadline" else 20)
+        time.sleep(0.1)
+        if leaves_by == "cancel":
+            call.cancel()
+        with pytest.raises((grpc.RpcError, grpc.FutureCancelledError)):
+            call.result()
+        wait_until(lambda: server.state.num_active == 1)
+        executor.gate.set()
+        assert blocker.result().output.kv_cache.length == 4
+        assert [server.info(handle).kv_cache for handle in handles[1:]] == handles[1:]
+        assert len(executor.batches) == num_steps
+        assert server.free_blocks == num_free
+
+
+def test_a_draining_server_refuses_new_sequences_item_by_item() -> None:
+    """Live handles are served beside them, and so are repeats of what was made before."""
+    with RunningServer() as server:
+        handle = server.prefill().kv_cache
+        first = batch_prefill(server, prompt_of(5, 6, request_id="before")).results[0].output
+        drained = asyncio.run_coroutine_threadsafe(server.server.drain(60.0), server.loop)
+        wait_until(lambda: server.state.phase.value == "draining")
+        response = batch_prefill(
+            server,
+            prompt_of(1),
+            prompt_of(1, request_id="new"),
+            prompt_of(5, 6, request_id="before"),
+            prompt_of(7, kv_cache=handle),
+        )
+        refusals = _refusals(response)
+        assert {place: refusal.reason for place, refusal in refusals.items()} == {0: "DRAINING", 1: "DRAINING"}
+        assert response.results[2].output.kv_cache == first.kv_cache
+        newest = response.results[3].output.kv_cache
+        pieces = unified(server, piece_of(1), piece_of(8, kv_cache=newest))
+        assert {place: refusal.reason for place, refusal in _refusals(pieces).items()} == {0: "DRAINING"}
+        assert not drained.done()
+        server.release(newest, first.kv_cache)
+        drained.result(timeout=10)
+
+
+def test_others_have_their_turn_while_a_large_batch_is_worked_on() -> None:
+    """After so much work, or so many pieces of it."""
+
+    async def turns(works: list[int]) -> int:
+        pace, num_turns, is_over = Pace(1000), 0, False
+
+        async def other() -> None:
+            nonlocal num_turns
+            while not is_over:
+                num_turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(other())
+        for work in works:
+            await pace.spend(work)
+        is_over = True
+        await task
+        return num_turns
+
+    assert asyncio.run(turns([1] * (LOOP_SLICE - 1))) <= 1
+    assert asyncio.run(turns([1] * 3 * LOOP_SLICE)) >= 3
+    assert asyncio.run(turns([600] * 8)) >= 4

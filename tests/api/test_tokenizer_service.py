@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import pytest
 
 from ferrule.v1 import executor_pb2, tokenizer_pb2
 from ferrule_server.api.limits import ApiLimits
+from ferrule_server.text.chat_template import ChatTemplate, RenderLimits
 from ferrule_server.text.tokenizer import Tokenizer
+from ferrule_server.text.tokenizer_config import TokenizerConfig
 from tests.api.harness import DEMO_FOLDER, RunningServer, refused
 
 
@@ -94,3 +98,160 @@ def test_a_long_text_freezes_nobody_else(texts: RunningServer) -> None:
         worst_s = max(worst_s, last - before)
     assert len(encoding.result().token_ids) > 100_000
     assert worst_s < 0.4
+
+
+def _chat(
+    server: RunningServer, *messages: tokenizer_pb2.ChatMessage, **fields: Any
+) -> tokenizer_pb2.ApplyChatTemplateResponse:
+    request = tokenizer_pb2.ApplyChatTemplateRequest(messages=messages, **fields)
+    return server.text.ApplyChatTemplate(request)
+
+
+SOURCE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
+    "{% if m.role == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"
+    "[{{ m.role }}] {{ m.content | default('-') }}{{ m.name | default('') }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{{ ' aloud' if thinking is defined and thinking }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chats() -> Iterator[RunningServer]:
+    """A server with a tokenizer and a chat template."""
+    config = TokenizerConfig({"eos_token": "<|endoftext|>"}, {"default": SOURCE})
+    template = ChatTemplate(config, RenderLimits(max_length=20_000))
+    limits = ApiLimits(max_text_bytes=100_000)
+    with RunningServer(tokenizer=Tokenizer.load(DEMO_FOLDER), chat_template=template, limits=limits) as server:
+        yield server
+
+
+def said(role: str, content: str = "", **extra: object) -> tokenizer_pb2.ChatMessage:
+    """Return one message."""
+    return tokenizer_pb2.ChatMessage(role=role, content=content, extra_json=json.dumps(extra) if extra else "")
+
+
+def test_a_conversation_becomes_text_and_tokens(chats: RunningServer) -> None:
+    """Special tokens of the template are tokens; the header of the answer comes unless it is unwanted."""
+    reply = _chat(chats, said("user", "x = 1"), said("assistant", "y"))
+    assert reply.text == "[user] x = 1<|endoftext|>[assistant] y<|endoftext|>[assistant]"
+    assert list(reply.token_ids) == _encode(chats, reply.text)
+    assert list(reply.token_ids).count(0) == 2
+    assert _chat(chats, said("user", "x"), add_generation_prompt=False).text == "[user] x<|endoftext|>"
+    assert _chat(chats, said("user", "x"), add_generation_prompt=True).text.endswith("[assistant]")
+
+
+def test_tools_variables_and_more_keys_reach_the_template(chats: RunningServer) -> None:
+    """As JSON."""
+    reply = _chat(chats, said("user", "x", name="<Ann>"), tools_json='[{"a": 1}]', variables_json='{"thinking": true}')
+    assert reply.text == '[{"a": 1}][user] x<Ann><|endoftext|>[assistant] aloud'
+
+
+def test_content_of_another_kind_stands_in_for_an_empty_one(chats: RunningServer) -> None:
+    """Null is left out, parts are handed on."""
+    for value, shown in (("null", "-"), ('["a"]', "['a']")):
+        message = tokenizer_pb2.ChatMessage(role="user", extra_json=f'{{"content": {value}}}')
+        assert _chat(chats, message).text.startswith(f"[user] {shown}<")
+
+
+USER = said("user", "x")
+BAD_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
+    "no message": ({}, "messages"),
+    "too many messages": ({"messages": [USER] * 4097}, "messages"),
+    "too much text": ({"messages": [said("user", "x" * 100_000)]}, "messages"),
+    "too much tools": ({"messages": [USER], "tools_json": f'["{"x" * 100_000}"]'}, "messages"),
+    "too long when rendered": ({"messages": [said("user", "x" * 20_000)]}, "messages"),
+    "refused by the template": ({"messages": [USER, said("bad")]}, "messages"),
+    "a message of nobody": ({"messages": [USER, said("")]}, "messages[1].role"),
+    "more keys that are no JSON": (
+        {"messages": [USER, tokenizer_pb2.ChatMessage(role="user", extra_json="{")]},
+        "messages[1].extra_json",
+    ),
+    "more keys that are no object": (
+        {"messages": [tokenizer_pb2.ChatMessage(role="user", extra_json="[]")]},
+        "messages[0].extra_json",
+    ),
+    "another role": (
+        {"messages": [tokenizer_pb2.ChatMessage(role="user", extra_json='{"role": "system"}')]},
+        "messages[0].extra_json",
+    ),
+    "another content": (
+        {"messages": [tokenizer_pb2.ChatMessage(role="user", content="x", extra_json='{"content": "y"}')]},
+        "messages[0].extra_json",
+    ),
+    "tools that are no array": ({"messages": [USER], "tools_json": "{}"}, "tools_json"),
+    "tools that are no objects": ({"messages": [USER], "tools_json": "[1]"}, "tools_json"),
+    "tools that are null": ({"messages": [USER], "tools_json": "null"}, "tools_json"),
+    "tools without an end": ({"messages": [USER], "tools_json": "["}, "tools_json"),
+    "tools too deep": ({"messages": [USER], "tools_json": "[" * 40_000}, "tools_json"),
+    "a number that is none": ({"messages": [USER], "variables_json": '{"a": NaN}'}, "variables_json"),
+    "a number too long": ({"messages": [USER], "variables_json": '{"a": ' + "1" * 5000 + "}"}, "variables_json"),
+    "variables that are no object": ({"messages": [USER], "variables_json": "7"}, "variables_json"),
+    "variables that replace messages": (
+        {"messages": [USER], "variables_json": '{"messages": []}'},
+        "variables_json",
+    ),
+    "variables that replace tools": ({"messages": [USER], "variables_json": '{"tools": []}'}, "variables_json"),
+    "variables that replace the header": (
+        {"messages": [USER], "variables_json": '{"add_generation_prompt": false}'},
+        "variables_json",
+    ),
+    "half a surrogate pair": (
+        {"messages": [tokenizer_pb2.ChatMessage(role="user", extra_json='{"name": "\\ud800"}')]},
+        "messages",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FIELDS)
+def test_a_bad_conversation_is_refused_by_its_field(chats: RunningServer, name: str) -> None:
+    """Never with inner text, never with another code."""
+    fields, path = BAD_FIELDS[name]
+    with refused() as refusals:
+        chats.text.ApplyChatTemplate(tokenizer_pb2.ApplyChatTemplateRequest(**fields))
+    assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
+    assert refusals[0].fields == (path,)
+
+
+def test_a_template_s_own_words_reach_the_caller(chats: RunningServer) -> None:
+    """It knows best what is wrong."""
+    with refused() as refusals:
+        _chat(chats, USER, said("bad"))
+    assert "no such role" in refusals[0].message
+
+
+def test_model_info_and_capabilities_tell_of_the_template(chats: RunningServer) -> None:
+    """And the token that ends a turn by the tokenizer's configuration is one to stop at."""
+    info = chats.stub.GetModelInfo(executor_pb2.GetModelInfoRequest()).info
+    capabilities = chats.stub.GetCapabilities(executor_pb2.GetCapabilitiesRequest()).capabilities
+    assert info.has_chat_template
+    assert capabilities.supports_chat_template
+    assert 0 in info.stop_token_ids
+    assert set(info.eos_token_ids) <= set(info.stop_token_ids)
+
+
+def test_without_a_template_the_call_is_unsupported(server: RunningServer) -> None:
+    """With a tokenizer or without one, and whatever is in the request."""
+    with RunningServer(tokenizer=Tokenizer.load(DEMO_FOLDER)) as plain:
+        for one in (server, plain):
+            with refused() as refusals:
+                _chat(one, USER)
+            assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.UNIMPLEMENTED, "FEATURE_UNSUPPORTED")
+
+
+def test_a_slow_template_freezes_nobody_else() -> None:
+    """While conversations that a template takes its whole time over are refused, another caller is answered."""
+    source = "{% for a in messages %}{% for b in messages %}{% for c in messages %}{% endfor %}{% endfor %}{% endfor %}"
+    template = ChatTemplate(TokenizerConfig({}, {"default": source}), RenderLimits(max_time_s=0.5))
+    with RunningServer(tokenizer=Tokenizer.load(DEMO_FOLDER), chat_template=template) as server:
+        request = tokenizer_pb2.ApplyChatTemplateRequest(messages=[said("user", "x" * 20)] * 4000)
+        calls = [server.text.ApplyChatTemplate.future(request, timeout=60) for _ in range(4)]
+        worst_s, last = 0.0, time.monotonic()
+        while not all(call.done() for call in calls):
+            server.stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=10)
+            last, before = time.monotonic(), last
+            worst_s = max(worst_s, last - before)
+        for call in calls:
+            with refused() as refusals:
+                call.result()
+            assert refusals[0].reason == "INVALID_FIELD"
+        assert worst_s < 0.4

@@ -10,7 +10,6 @@ from ferrule_server.errors import InvalidRequest
 from ferrule_server.text.conversation import RESERVED_VARIABLES, Conversation
 
 _MAX_MESSAGES: Final = 4096
-_MESSAGE_KEYS: Final = ("role", "content")
 
 
 def read_conversation(request: tokenizer_pb2.ApplyChatTemplateRequest, max_bytes: int) -> Conversation:
@@ -36,7 +35,8 @@ def read_conversation(request: tokenizer_pb2.ApplyChatTemplateRequest, max_bytes
 def _message(message: tokenizer_pb2.ChatMessage, at: str) -> dict[str, Any]:
     if not message.role:
         raise InvalidRequest(f"{at}role", "is empty; it says who speaks, such as user")
-    extra = _object(message.extra_json, f"{at}extra_json", _MESSAGE_KEYS)
+    reserved = ("role", "content") if message.content else ("role",)
+    extra = _object(message.extra_json, f"{at}extra_json", reserved)
     return {"role": message.role, "content": message.content, **extra}
 
 

@@ -89,7 +89,7 @@ async def _serve(config: ServerConfig) -> int:
     failpoints = _failpoints(config)
     tls, access = tls_of(config), access_of(config)
     state = ServerState(config.instance, secrets.token_hex(6), __version__, limits, access.limits_of)
-    server = ApiServer(state, access, has_reflection=config.has_reflection)
+    server = ApiServer(state, access, has_reflection=config.has_reflection, drain_grace_s=config.drain_grace_s)
     address = server.bind(config.listen, tls)
     stopping = _stop_signal()
     await server.start()
@@ -117,7 +117,7 @@ async def _run_engine(
     *,
     failpoints: Failpoints | None,
 ) -> int:
-    """Put the engine together, serve until ``stopping`` is done or the device is lost, drain, close."""
+    """Put the engine together, serve until a signal or a caller ends it or the device is lost, drain, close."""
     loop = asyncio.get_running_loop()
     failed = asyncio.Event()
     engine = _make_engine(config, server.state, loaded.executor, loop, failed, failpoints=failpoints)
@@ -125,15 +125,22 @@ async def _run_engine(
     try:
         await server.ready(_serving(config, server.state, engine, loaded))
         _say_ready(address, engine, config)
-        failing = asyncio.create_task(failed.wait())
-        await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
-        failing.cancel()
-        _say_draining(server.state.num_sequences, config.drain_grace_s, has_failed=failed.is_set())
-        await server.drain(config.drain_grace_s, has_failed=failed.is_set())
+        stopping.add_done_callback(lambda _: server.ask_to_stop(None))
+        await _first_of(server.asked_to_stop, failed)
+        _say_draining(server.state.num_sequences, server.grace_s, has_failed=failed.is_set())
+        await server.drain(has_failed=failed.is_set())
     finally:
         await asyncio.to_thread(engine.close)
     _LOG.info("drained")
     return _EXIT_FAULT if failed.is_set() else 0
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    """Return once one of the events is set."""
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    for task in waiting:
+        task.cancel()
 
 
 def _make_engine(
@@ -159,13 +166,17 @@ def _make_engine(
         max_context=info.model.max_context,
         max_ttl_s=config.max_ttl_s,
         limits_of=state.limits_of,
+        has_prefix_cache=config.has_prefix_cache,
     )
     settings = EngineSettings(
         max_step_rows=config.max_step_rows,
         max_step_time_s=config.max_step_time_s,
         max_waiting_jobs=config.max_waiting_jobs,
         max_fork_count=state.limits.max_fork_count,
+        debug_top_tokens=config.logs_top_tokens,
     )
+    if config.logs_top_tokens:
+        _LOG.warning("--debug-top-tokens: what clients generate is written to this log, best tokens of every row")
 
     def on_failure() -> None:
         loop.call_soon_threadsafe(failed.set)
@@ -207,7 +218,9 @@ def _serving(config: ServerConfig, state: ServerState, engine: Engine, loaded: L
         masks=MaskRegistry(state.limits_of),
         tokenizer=loaded.tokenizer,
     )
-    return Serving(engine, inputs, loaded.tokenizer, config.max_step_rows, loaded.chat_template)
+    return Serving(
+        engine, inputs, loaded.tokenizer, config.max_step_rows, loaded.chat_template, config.has_prefix_cache
+    )
 
 
 def _say_ready(address: ListenAddress, engine: Engine, config: ServerConfig) -> None:

@@ -23,6 +23,8 @@ DEMO_MODEL: Final = "demo"
 EXECUTORS: Final = ("auto", "torch", "paged-reference")
 DTYPES: Final = ("auto", "bfloat16", "float32")
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+DEFAULT_MASK_BYTES: Final = 64 << 20
+"""What the registered token masks of one principal may take, unless something else is set."""
 
 _SIZE_UNITS: Final = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _TIME_UNITS: Final = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -94,6 +96,8 @@ class ServerConfig:
         max_waiting_jobs: Most appends accepted and not finished, of all principals together.
         max_step_time_s: Longest step that prefill rows may make, in seconds; None: twice a decode step.
         drain_grace_s: How long live handles are served after SIGTERM.
+        has_prefix_cache: Blocks of released sequences are found again by prompts that begin the same.
+        logs_top_tokens: Log the best tokens of every output row: contents, for debugging alone.
         failpoints: For tests: where to break on purpose, see ``engine/failpoints.py``; empty in production.
     """
 
@@ -119,6 +123,8 @@ class ServerConfig:
     max_waiting_jobs: int = 4096
     max_step_time_s: float | None = None
     drain_grace_s: float = 25.0
+    has_prefix_cache: bool = True
+    logs_top_tokens: bool = False
     failpoints: str = ""
 
     def __post_init__(self) -> None:
@@ -225,10 +231,13 @@ def parse_config(arguments: Sequence[str], environment: Mapping[str, str]) -> Se
             queued_rows=setting("quota_queued_rows", _positive, None),
             prefill_tokens_per_s=setting("quota_prefill_rate", _positive, None),
             retained_bytes=setting("quota_retained", parse_size, None),
+            mask_bytes=setting("quota_mask_bytes", _size_or_none, DEFAULT_MASK_BYTES),
         ),
         max_waiting_jobs=setting("max_waiting_jobs", _count, 4096),
         max_step_time_s=setting("max_step_time", parse_duration, None),
         drain_grace_s=setting("drain_grace", parse_duration, 25.0),
+        has_prefix_cache=setting("prefix_cache", _boolean, True),
+        logs_top_tokens=setting("debug_top_tokens", _boolean, False),
         failpoints=setting("failpoints", str, ""),
     )
 
@@ -287,12 +296,24 @@ def build_parser() -> argparse.ArgumentParser:
     memory.add_argument(
         "--max-waiting-jobs", metavar="N", help="most requests waiting or running; beyond it QUEUE_FULL (default: 4096)"
     )
-    quotas = parser.add_argument_group("quotas of each principal (default: none)")
+    memory.add_argument(
+        "--prefix-cache",
+        metavar="on|off",
+        help="keep the blocks of released sequences, as long as nobody needs them, for prompts of the same principal"
+        " that begin the same; replies say how many tokens were found (default: on)",
+    )
+    quotas = parser.add_argument_group("quotas of each principal (default: none but for masks)")
     quotas.add_argument("--quota-handles", metavar="N", help="live sequences")
     quotas.add_argument("--quota-kv-tokens", metavar="N", help="tokens in the KV pool, shared blocks counted once")
     quotas.add_argument("--quota-queued-rows", metavar="N", help="tokens waiting to be run")
     quotas.add_argument("--quota-prefill-rate", metavar="N", help="prompt tokens per second")
     quotas.add_argument("--quota-retained", metavar="SIZE", help="outputs kept for replay: 16MiB")
+    quotas.add_argument(
+        "--quota-mask-bytes",
+        metavar="SIZE|none",
+        help="registered token masks, a bit for each token of the vocabulary; the least recently used are dropped"
+        " (default: 64MiB; 256MiB for all together)",
+    )
     network = parser.add_argument_group("network")
     network.add_argument(
         "--listen",
@@ -333,6 +354,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--failpoints", help=argparse.SUPPRESS)
     logs = parser.add_argument_group("logging")
     logs.add_argument("--log-level", metavar="|".join(LOG_LEVELS), help="of the log on stderr (default: info)")
+    logs.add_argument(
+        "--debug-top-tokens",
+        action="store_const",
+        const="1",
+        help="log handle id, position and the five best tokens of every output row: what clients generate can be read"
+        " in the log then, and every step is slower",
+    )
     return parser
 
 
@@ -414,6 +442,10 @@ def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise ValueError("must be a whole number")
     return int(text)
+
+
+def _size_or_none(text: str) -> int | None:
+    return None if text.strip().lower() == "none" else parse_size(text)
 
 
 def _positive(text: str) -> int:

@@ -46,7 +46,7 @@ TABLE: dict[type[FerruleError], tuple[FerruleError, Code, str, set[str]]] = {
         (errors.HandleExpired("ab"), Code.NOT_FOUND, "HANDLE_EXPIRED", "handle_id"),
         (errors.EpochChanged("ab"), Code.NOT_FOUND, "EPOCH_CHANGED", "handle_id"),
         (errors.HandleLost("ab"), Code.NOT_FOUND, "HANDLE_LOST", "handle_id"),
-        (errors.MaskUnknown(bytes(16)), Code.NOT_FOUND, "MASK_UNKNOWN", ""),
+        (errors.MaskUnknown(bytes(16)), Code.NOT_FOUND, "MASK_UNKNOWN", "fingerprint"),
         (errors.WrongInstance("ab", "b"), Code.ABORTED, "WRONG_INSTANCE", "handle_id instance"),
         (errors.HandleStale("ab", 3, 5), Code.ABORTED, "HANDLE_STALE", "handle_id length tip_length"),
         (errors.TruncateBeyond("ab", 9, 5), Code.OUT_OF_RANGE, "TRUNCATE_BEYOND", "handle_id new_length length"),

@@ -55,7 +55,7 @@ def model_info(serving: Serving) -> info_pb2.ModelInfo:
         device_name=_device_name(info),
         fingerprint=model.fingerprint,
         eos_token_ids=model.eos_ids,
-        stop_token_ids=serving.stop_ids,
+        stop_token_ids=serving.inputs.stop_ids,
         has_tokenizer=serving.tokenizer is not None,
         has_chat_template=serving.chat_template is not None,
     )
@@ -112,6 +112,7 @@ def capabilities(serving: Serving, limits: ApiLimits, caller: info_pb2.CallerInf
         supports_entropy=True,
         supports_hidden_state=True,
         supports_all_positions=True,
+        supports_prefix_cache=serving.has_prefix_cache,
         supports_request_id=True,
         supports_chat_template=serving.chat_template is not None,
         supports_cache_metrics=True,
@@ -159,7 +160,7 @@ def status(state: ServerState) -> info_pb2.ExecutorStatus:
 def cache_metrics(serving: Serving) -> cache_pb2.CacheMetrics:
     """Return what is counted of the KV pool and of the masks."""
     snapshot, masks = serving.engine.snapshot(), serving.inputs.masks
-    kv = snapshot.kv
+    kv = serving.engine.kv_metrics()
     return cache_pb2.CacheMetrics(
         block_size=kv.block_size,
         total_blocks=kv.total_blocks,
@@ -198,8 +199,13 @@ def _fill_counters(message: info_pb2.ExecutorStatus, snapshot: EngineSnapshot) -
     message.num_steps = counters.steps
     message.num_prefills = counters.prefills
     message.num_decodes = counters.decodes
+    message.num_verifies = counters.verifies
     message.num_prefill_tokens = counters.prefill_tokens
-    message.num_decode_tokens = counters.decodes
+    message.num_decode_tokens = counters.decode_tokens
+    message.num_draft_tokens = counters.draft_tokens
+    message.num_accepted_tokens = counters.accepted_tokens
+    message.num_generates = counters.generates
+    message.active_streams = snapshot.num_streams
     message.num_errors = sum(snapshot.refused().values())
     message.avg_prefill_ns = counters.prefill_ns // max(1, counters.prefills)
     message.avg_decode_ns = counters.decode_ns // max(1, counters.decodes)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import math
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from ferrule.v1 import admin_pb2, admin_pb2_grpc, executor_pb2, executor_pb2_grp
 from ferrule_server.api.admin_service import AdminServicer
 from ferrule_server.api.auth import Access
 from ferrule_server.api.executor_service import ModelExecutorServicer
+from ferrule_server.api.grace import Grace
 from ferrule_server.api.handlers import as_server
 from ferrule_server.api.health import HealthServicer
 from ferrule_server.api.limits import ApiLimits
@@ -78,10 +80,20 @@ class ApiServer:
         state: Shared by all servicers.
         access: Decides who may call.
         has_reflection: Serve gRPC reflection too.
+        drain_grace_s: How long live handles are served once the server drains, unless something else is asked for.
+
+    Attributes:
+        asked_to_stop: Set when the process is to drain and end.
     """
 
-    def __init__(self, state: ServerState, access: Access, *, has_reflection: bool = False) -> None:
+    def __init__(
+        self, state: ServerState, access: Access, *, has_reflection: bool = False, drain_grace_s: float = 25.0
+    ) -> None:
         self.state = state
+        self.asked_to_stop = asyncio.Event()
+        self._drain_grace_s = drain_grace_s
+        self._grace = Grace()
+        self._closing: asyncio.Task[None] | None = None
         self._access = access
         self._refreshing: asyncio.Task[None] | None = None
         self._health = HealthServicer(("", *SERVICES))
@@ -91,7 +103,7 @@ class ApiServer:
         typed = as_server(self._server, access)
         executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(ModelExecutorServicer(state), typed)
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(TokenizerServicer(state), typed)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(state), typed)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(state, self), typed)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, typed)
         if has_reflection:
             _add_reflection(typed)
@@ -124,26 +136,79 @@ class ApiServer:
         self.state.ready(serving)
         self._health.turn(health_pb2.HealthCheckResponse.SERVING)
 
-    async def drain(self, grace_s: float, *, has_failed: bool = False) -> None:
-        """Refuse new prompts with DRAINING and serve live handles for up to ``grace_s`` seconds; then nothing runs.
+    @property
+    def grace_s(self) -> float:
+        """Seconds that live handles are served while the server drains, as asked for last."""
+        return self._grace.seconds
+
+    def begin_drain(self, grace_s: float | None) -> None:
+        """Refuse new prompts with DRAINING and serve live handles for ``grace_s`` seconds from now, then nothing.
+
+        The process goes on. Asked again, the new grace takes the place of the one that runs; once it is over nothing
+        opens the server again.
+        """
+        self._grace.last(self._drain_grace_s if grace_s is None else grace_s)
+        _LOG.info("drain asked for live_sequences=%d grace_s=%.1f", self.state.num_sequences, self.grace_s)
+        self._refuse_new()
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close_in_time())
+
+    def ask_to_stop(self, grace_s: float | None) -> None:
+        """Have whoever runs the server call :meth:`drain`; the grace takes the place of one that runs."""
+        self._grace.last(self._drain_grace_s if grace_s is None else grace_s)
+        self.asked_to_stop.set()
+
+    async def drain(self, grace_s: float | None = None, *, has_failed: bool = False) -> None:
+        """Refuse new prompts with DRAINING and serve live handles until the grace is over; then nothing runs.
 
         Whatever goes on a live handle is served all that time: appends, forks, keep-alives, open streams and new ones,
         new connections. Returns as soon as no live sequence and no call is left. When the grace is over nothing more
         is taken, what was taken is answered, and open streams end with DRAINING. After a fault (``has_failed``) there
         is nothing to serve.
+
+        Args:
+            grace_s: From now on; None: what was asked for last.
+            has_failed: The device is lost.
         """
-        self.state.phase = Phase.FAILED if has_failed else Phase.DRAINING
-        self._health.turn(health_pb2.HealthCheckResponse.NOT_SERVING)
-        if not has_failed:
-            await self._until(self._is_unused, grace_s)
-            self.state.phase = Phase.CLOSING
-            if grace_s and (num_sequences := self.state.num_sequences):
-                _LOG.warning("grace over live_sequences=%d grace_s=%.1f", num_sequences, grace_s)
+        if grace_s is not None:
+            self._grace.last(grace_s)
+        if has_failed:
+            self.state.phase = Phase.FAILED
+            self._health.turn(health_pb2.HealthCheckResponse.NOT_SERVING)
+        else:
+            self._refuse_new()
+            await self._until(lambda: self._grace.is_over or self._is_closed or self._is_unused())
+            self._close()
         await self._until(self._is_answered, _ANSWERS_S)
         self._owes_answers = not self._is_answered()
         self.state.end_streams(Draining())
 
-    async def _until(self, holds: Callable[[], bool], timeout_s: float) -> None:
+    def _refuse_new(self) -> None:
+        """Take no new prompts from now on, and say so; what is closed already stays closed."""
+        if self.state.phase is Phase.READY:
+            self.state.phase = Phase.DRAINING
+        self._health.turn(health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    async def _close_in_time(self) -> None:
+        """Take nothing more once the grace is over, and end what is open when it is answered."""
+        await self._until(lambda: self._grace.is_over)
+        self._close()
+        await self._until(self._is_answered, _ANSWERS_S)
+        self.state.end_streams(Draining())
+
+    @property
+    def _is_closed(self) -> bool:
+        """Whether nothing more is taken."""
+        return self.state.phase is Phase.CLOSING
+
+    def _close(self) -> None:
+        if self.state.phase is not Phase.DRAINING:
+            return
+        self.state.phase = Phase.CLOSING
+        if self.grace_s and (num_sequences := self.state.num_sequences):
+            _LOG.warning("grace over live_sequences=%d grace_s=%.1f", num_sequences, self.grace_s)
+
+    async def _until(self, holds: Callable[[], bool], timeout_s: float = math.inf) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while not holds() and loop.time() < deadline:
@@ -173,9 +238,10 @@ class ApiServer:
             await self._until(self._is_answered, _ANSWERS_S)
             await asyncio.sleep(_AGAIN_S)
             self._owes_answers = False
-        if self._refreshing is not None:
-            self._refreshing.cancel()
-            self._refreshing = None
+        for task in (self._refreshing, self._closing):
+            if task is not None:
+                task.cancel()
+        self._refreshing = self._closing = None
         await self._server.stop(grace=0.2)
         if self._socket_path is not None:
             self._socket_path.release()

@@ -16,6 +16,7 @@ from ferrule_server.engine.counters import EngineSnapshot
 from ferrule_server.engine.jobs import Job, Sink, StreamJob
 from ferrule_server.errors import Draining, FerruleError, Starting
 from ferrule_server.executor.base import ExecutorInfo
+from ferrule_server.kv.metrics import KvMetrics
 from ferrule_server.quotas import LimitsOf, unlimited
 
 if TYPE_CHECKING:
@@ -38,6 +39,10 @@ class EngineApi(Protocol):
 
     def snapshot(self) -> EngineSnapshot:
         """Return the engine's state now."""
+        ...
+
+    def kv_metrics(self) -> KvMetrics:
+        """Return what the KV pool counts, and how it stands now."""
         ...
 
 
@@ -84,6 +89,7 @@ class Serving:
         tokenizer: None where the model has none.
         max_step_rows: Most rows in one step.
         chat_template: None where the model has none.
+        has_prefix_cache: Prompts find the blocks of released sequences again.
     """
 
     engine: EngineApi
@@ -91,14 +97,7 @@ class Serving:
     tokenizer: Tokenizer | None
     max_step_rows: int
     chat_template: ChatTemplate | None = None
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """Tokens at which a text ends by default: those of the model, and that of its tokenizer, which ends a turn."""
-        model = self.engine.info.model
-        own = None if self.tokenizer is None else self.tokenizer.eos_id
-        is_new = own is not None and own < model.vocab_size and own not in model.eos_ids
-        return (*model.eos_ids, own) if own is not None and is_new else tuple(model.eos_ids)
+    has_prefix_cache: bool = True
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """The file of bearer tokens: one line for each, holding its SHA-256 and what it may do; re-read when it changes.
 
     <sha256 in hex> <principal> [admin] [handles=N] [kv_tokens=N] [queued_rows=N] [prefill_rate=N] [retained=SIZE]
+        [mask_bytes=SIZE]
 
 Quotas belong to the principal, not to the token: any of its lines may give them, two may not contradict each other, and
 ``none`` lifts a limit. ``#`` begins a comment.
@@ -43,6 +44,7 @@ _QUOTAS: Final[Mapping[str, tuple[str, Callable[[str], int]]]] = {
     "queued_rows": ("queued_rows", _count),
     "prefill_rate": ("prefill_tokens_per_s", _count),
     "retained": ("retained_bytes", parse_size),
+    "mask_bytes": ("mask_bytes", parse_size),
 }
 """Name in the file: field of QuotaLimits, and how its value is read."""
 

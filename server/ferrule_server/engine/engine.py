@@ -62,6 +62,7 @@ from ferrule_server.engine.warmup import Warmup
 from ferrule_server.errors import Cancelled, Draining, FerruleError, HandleLost
 from ferrule_server.executor.base import DeviceLost, Executor
 from ferrule_server.kv.handle import Handle
+from ferrule_server.kv.metrics import KvMetrics
 from ferrule_server.kv.sequence import Sequence
 from ferrule_server.kv.store import KvStore
 from ferrule_server.quotas import LimitsOf, unlimited
@@ -195,6 +196,10 @@ class Engine:
             refused_at_gate=self._gate.refused,
             num_streams=self._drivers.num_active,
         )
+
+    def kv_metrics(self) -> KvMetrics:
+        """Return what the KV pool counts, and how it stands; from any thread, at most one step old."""
+        return self._store.metrics()
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 

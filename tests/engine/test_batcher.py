@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 from ferrule_server.engine.batcher import DECODE_ROWS, Batcher, Chunk
-from ferrule_server.engine.jobs import AppendJob, OutputRequest
+from ferrule_server.engine.jobs import AppendJob, Drafts, OutputRequest
 from ferrule_server.engine.running import RunningAppend
 from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.handle import Handle
@@ -60,6 +60,12 @@ def decode(principal: str = "me", num_tokens: int = 1) -> RunningAppend:
     return running(num_tokens, principal, SEQUENCE)
 
 
+def cohort(run: RunningAppend, number: int) -> RunningAppend:
+    """The append as one of a cohort."""
+    run.job.cohort = number
+    return run
+
+
 def batcher(max_rows: int) -> Batcher:
     """A batcher for which no time passes."""
     return Batcher(max_rows, None, Clock())
@@ -98,6 +104,52 @@ def test_one_alone_has_the_whole_step() -> None:
     runs = [prompt(200), prompt(60), prompt(12)]
     chunks = batcher(40).plan(runs)
     assert [(chunk.run, chunk.num_rows) for chunk in chunks] == [(runs[0], 20), (runs[2], 12), (runs[1], 8)]
+
+
+def test_prompts_that_fit_together_are_all_run_whole() -> None:
+    """None is cut while there is room for all, whoever sent them."""
+    runs = [cohort(prompt(7), 1), cohort(prompt(8), 1), cohort(decode(), 1)]
+    assert sorted(rows_of(batcher(16).plan(runs))) == [1, 7, 8]
+    assert sorted(rows_of(batcher(15).plan([prompt(7), prompt(8)]))) == [7, 8]
+    runs = [prompt(7), prompt(8), prompt(20, "other"), prompt(5, "other")]
+    assert sorted(rows_of(batcher(40).plan(runs))) == [5, 7, 8, 20]
+
+
+def test_a_cohort_that_fits_is_one_step() -> None:
+    """Its prefills are not held back for the sake of its own decodes, step after step; those of others are."""
+    each = batcher(64)
+    for number in range(1, 50):
+        runs = [cohort(decode(), number) for _ in range(20)] + [cohort(prompt(22), number) for _ in range(2)]
+        chunks = each.plan(runs)
+        assert sorted(rows_of(chunks)) == [1] * 20 + [22, 22]
+        each.ran(chunks, 10_000_000)
+    mixed = [decode(), *(cohort(decode(), 99) for _ in range(19)), cohort(prompt(44), 99)]
+    assert sum(rows_of(each.plan(mixed))) < 64
+    beside = [cohort(decode(), 99), cohort(prompt(20), 99), prompt(40, "other")]
+    rows = by_principal(each.plan(beside))
+    assert rows["me"] + rows["other"] <= 21 + 16
+    assert rows["other"] > 0
+
+
+def test_what_is_left_of_a_cohort_does_not_wait_for_its_own_decodes() -> None:
+    """Larger than a step: the rest has the whole next one, unless somebody else decodes."""
+    each = batcher(64)
+    runs = [*(cohort(decode(), 7) for _ in range(10)), cohort(prompt(100), 7)]
+    chunks = each.plan(runs)
+    assert sum(rows_of(chunks)) == 64
+    left = advance(chunks, runs)
+    each.ran(chunks, 10_000_000)
+    assert rows_of(each.plan(left)) == [46]
+    assert sum(rows_of(each.plan([replace(left[0], job=prompt(1).job)]))) < 46
+
+
+def test_a_verify_of_any_length_is_a_decode() -> None:
+    """It goes before prompts, and as a whole where it fits."""
+    long = decode(num_tokens=40)
+    long.job.drafts = Drafts(39)
+    chunks = batcher(64).plan([prompt(100), long, decode()])
+    assert [chunk.run for chunk in chunks[:2]] == [long, chunks[1].run]
+    assert rows_of(chunks[:2]) == [40, 1]
 
 
 def test_prefill_rows_are_shared_equally_between_principals() -> None:

@@ -135,6 +135,7 @@ def test_pieces_of_a_unified_batch_answer_as_each_alone(server: RunningServer) -
     )
     assert _refusals(response) == {}
     assert server.engine.counters.steps == num_steps + 1
+    assert response.free_blocks == server.free_blocks
     new, chunk, decoded, rows = (result.output for result in response.results)
     assert new.outputs == server.prefill((*PROMPT, 77), FULL).outputs
     whole = server.prefill(PROMPT, FULL)
@@ -143,7 +144,6 @@ def test_pieces_of_a_unified_batch_answer_as_each_alone(server: RunningServer) -
     assert decoded.outputs == server.decode(twin, 9).outputs
     assert rows.outputs == server.prefill((5, 6, 7), FULL, logits_positions=types_pb2.LOGITS_POSITIONS_ALL).outputs
     assert rows.request_id == "all"
-    assert response.free_blocks == server.free_blocks
 
 
 def test_a_chunk_that_is_not_final_computes_no_row(server: RunningServer) -> None:

@@ -102,12 +102,14 @@ def test_one_bad_item_ends_neither_its_neighbours_nor_the_stream(server: Running
         "TOKEN_OUT_OF_VOCAB",
         "HANDLE_STALE",
         "INVALID_FIELD",
-        "FEATURE_UNSUPPORTED",
-        "FEATURE_UNSUPPORTED",
+        "INVALID_FIELD",
+        "INVALID_FIELD",
         "INVALID_FIELD",
     ]
     assert refusals[1].fields == ("items[1].decode.input_ids[0]",)
     assert refusals[3].fields == ("items[3].decode.kv_cache",)
+    assert refusals[4].fields == ("items[4].verify.kv_cache",)
+    assert refusals[5].fields == ("items[5].unified.q_tokens",)
     assert refusals[6].fields == ("items[6]",)
     assert (results[4].request_id, results[5].request_id) == ("v", "u")
     stream.send(decode_item(results[0].decode.kv_cache, 8))
@@ -338,7 +340,9 @@ def test_many_bad_items_of_a_frame_are_one_line_each_reason(
 ) -> None:
     """The line says how many."""
     stream = server.open_stream()
-    stream.send(*[None] * 500, *[executor_pb2.VerifyInput()] * 70)
+    handle = types_pb2.KvCacheHandle(cache_id="elsewhere.x.y", length=1, lineage=bytes(16))
+    bad = executor_pb2.VerifyInput(input_ids=[300], kv_cache=handle)
+    stream.send(*[None] * 500, *[bad] * 70)
     assert len(stream.read().results) == 570
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2

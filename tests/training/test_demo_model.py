@@ -11,6 +11,9 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from ferrule_server import training
+from ferrule_server.text.chat_template import ChatTemplate
+from ferrule_server.text.conversation import Conversation
+from ferrule_server.training import export
 from ferrule_server.training.corpus import collect
 from ferrule_server.training.export import sample
 from ferrule_server.training.model import ModelShape, TrainingModel
@@ -46,6 +49,30 @@ def test_config_says_what_the_recipe_builds(shipped_tokenizer: Tokenizer) -> Non
     assert (config["num_hidden_layers"], config["hidden_size"]) == (shape.num_layers, shape.hidden_size)
     assert (config["intermediate_size"], config["head_dim"]) == (shape.intermediate_size, shape.head_dim)
     assert shipped_tokenizer.get_vocab_size() == config["vocab_size"] == dataclasses.asdict(shape)["vocab_size"]
+
+
+def test_files_beside_the_weights_are_what_the_recipe_writes() -> None:
+    """The chat template too, and the card tells what it is worth."""
+    shipped = json.loads((_FOLDER / "tokenizer_config.json").read_text())
+    assert shipped == export._tokenizer_config(ModelShape())
+    assert "the model has seen no conversation" in (_FOLDER / "MODEL_CARD.md").read_text(encoding="utf-8")
+
+
+def test_a_conversation_renders_as_lines(shipped_tokenizer: Tokenizer) -> None:
+    """As transformers renders it, and every answer is followed by a line's end, so that the next turn only adds."""
+    from transformers import AutoTokenizer
+
+    template, theirs = ChatTemplate.load(_FOLDER), AutoTokenizer.from_pretrained(str(_FOLDER))
+    assert template is not None
+    messages = [{"role": "system", "content": "Be brief. "}, {"role": "user", "content": "Hi"}]
+    text = template.render(Conversation(messages))
+    assert text == "Be brief.\n\nUser: Hi\nAssistant:"
+    assert text == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    messages.append({"role": "assistant", "content": " def f(x):"})
+    longer = template.render(Conversation([*messages, {"role": "user", "content": "Go on"}]))
+    assert longer == text + " def f(x):\nUser: Go on\nAssistant:"
+    answered = shipped_tokenizer.encode(text + " def f(x):").ids
+    assert shipped_tokenizer.encode(longer).ids[: len(answered)] == answered
 
 
 def test_held_out_loss_is_what_the_card_promises(model: TrainingModel, shipped_tokenizer: Tokenizer) -> None:

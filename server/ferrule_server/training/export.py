@@ -1,7 +1,8 @@
 """Turns trained weights into the folder that the server, or transformers, loads.
 
 The folder holds config.json, generation_config.json, model.safetensors (bfloat16), tokenizer.json,
-tokenizer_config.json and MODEL_CARD.md. There is no chat template: the model continues source code.
+tokenizer_config.json and MODEL_CARD.md. The chat template is there so that a conversation can be rendered; the model
+has seen none and continues it as it continues source code.
 """
 
 import json
@@ -19,8 +20,15 @@ from tokenizers import Tokenizer
 from ferrule_server.training.model import ModelShape, TrainingModel
 from ferrule_server.training.tokenizer import END_OF_TEXT, end_of_text_id, save_tokenizer
 
-__all__ = ["CARD_PROMPTS", "TrainingRecord", "export_model", "round_weights", "sample"]
+__all__ = ["CARD_PROMPTS", "CHAT_TEMPLATE", "TrainingRecord", "export_model", "round_weights", "sample"]
 
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message.role == 'system' -%}{{ message.content | trim + '\n\n' }}"
+    "{%- else -%}{{ message.role | capitalize + ': ' + message.content | trim + '\n' }}{%- endif -%}"
+    "{%- endfor -%}"
+    "{{ 'Assistant:' if add_generation_prompt else '' }}"
+)
 CARD_PROMPTS = ("def read_file(path):", "class Queue:", "import os\nimport sys\n\n\ndef main(argv=None):")
 
 
@@ -169,6 +177,7 @@ def _tokenizer_config(shape: ModelShape) -> dict[str, Any]:
         "pad_token": END_OF_TEXT,
         "model_max_length": shape.max_positions,
         "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
     }
 
 
@@ -196,7 +205,8 @@ at once, on any CPU, without a download; it is not meant to write programs.
 {shape.num_heads} query and {shape.num_kv_heads} key/value heads of {shape.head_dim} |
 | Parameters | {model.num_parameters() / 1e6:.2f} M, bfloat16, {size_bytes / 1e6:.2f} MB |
 | Tokenizer | byte-level BPE, {shape.vocab_size} entries; a newline and the indentation after it are one token |
-| End of text | `{END_OF_TEXT}` between files, no chat template |
+| End of text | `{END_OF_TEXT}` between files |
+| Chat template | plain, `User: ...` and `Assistant: ...` on lines of their own; the model has seen no conversation |
 | Licence of the weights | Apache-2.0, like the project |
 
 ## Corpus

@@ -28,16 +28,18 @@ from source_edits import Edits, Module, last_name
 SOURCES = Path(__file__).resolve().parent / "ferrule_client"
 TARGET = SOURCES / "aio"
 
-GENERATED = ("_calls", "_connection", "admin", "cache", "client", "detokenizer", "generation", "stream")
+GENERATED = ("_calls", "_connection", "_drawing", "admin", "cache", "client", "detokenizer", "generation", "stream")
 BY_HAND = ("_lease", "_stream_call", "_wire")
 
-RENAMED = ("Admin", "Cache", "Client", "Detokenizer", "Generation", "Stream", "TextGeneration")
+RENAMED = ("Admin", "Branch", "Cache", "Client", "Detokenizer", "Generation", "Stream", "TextGeneration")
+# Classes that go by one name in both clients and are not the same.
+TWINS = (*RENAMED, "Course", "Leg", "ReplyCall")
 DUNDERS = {"__enter__": "__aenter__", "__exit__": "__aexit__", "__next__": "__anext__"}
 
 # Methods of the modules written by hand that wait, and a callback that does. Everything else follows from them.
 SEEDS = frozenset({"call", "pause", "receive", "_decode"})
 # Where a name that waits means something else: the last part of what it is called on.
-NEVER_WAIT_ON = frozenset({"_in_use", "_log", "log", "text", "tip"})
+NEVER_WAIT_ON = frozenset({"_in_use", "_log", "_prompt_log", "log", "text", "tip"})
 # And the other way round: a name that waits and that much else has, too, with what ours is called on.
 ONLY_WAIT_ON = {"append": ("self", "_stream", "stream")}
 
@@ -48,6 +50,7 @@ ACTORS = frozenset({"branch", "cache", "client", "stream", "text"})
 PHRASES = (
     ("Callable[[Sequence[int]], tuple[str, bool]]", "Callable[[Sequence[int]], Awaitable[tuple[str, bool]]]"),
     ("grpc.UnaryUnaryMultiCallable", "grpc.aio.UnaryUnaryMultiCallable"),
+    ("grpc.UnaryStreamMultiCallable", "grpc.aio.UnaryStreamMultiCallable"),
     ("with contextlib.ExitStack", "with contextlib.AsyncExitStack"),
     ("stack.enter_context(", "await stack.enter_async_context("),
     ("a Cache cannot be", "an AsyncCache cannot be"),
@@ -56,7 +59,6 @@ PHRASES = (
     ("Ctrl-C and ``break`` leave", "Cancelling and ``break`` leave"),
     ("Ctrl-C", "a cancellation"),
     ("StopIteration", "StopAsyncIteration"),
-    ("next(self._generation, None)", "await anext(self._generation, None)"),
 )
 
 _WIDTH = 120
@@ -151,7 +153,7 @@ def _has_twin(node: ast.AST) -> bool:
     words = [node.id] if isinstance(node, ast.Name) else []
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         words = re.findall(r"\w+", node.value)
-    return any(word in (*RENAMED, "threads") for word in words)
+    return any(word in (*TWINS, "threads") for word in words)
 
 
 def _await(module: Module, call: ast.Call, edits: Edits) -> None:

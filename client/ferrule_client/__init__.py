@@ -54,6 +54,7 @@ from ferrule_client.errors import (
     WrongInstanceError,
 )
 from ferrule_client.generation import (
+    Branch,
     Generation,
     TextGeneration,
 )
@@ -79,6 +80,7 @@ from ferrule_client.types import (
     ChatMessage,
     ChatPrompt,
     Drained,
+    DrawnToken,
     FinishReason,
     FloatArray,
     Handle,
@@ -108,6 +110,7 @@ __all__ = [
     "Admin",
     "AuthError",
     "BlocksExhaustedError",
+    "Branch",
     "Cache",
     "CacheInfo",
     "CacheMetrics",
@@ -123,6 +126,7 @@ __all__ = [
     "DeadlineExceededError",
     "Detokenizer",
     "Drained",
+    "DrawnToken",
     "DrainingError",
     "EpochChangedError",
     "ExceedsPoolError",

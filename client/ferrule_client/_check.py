@@ -9,7 +9,7 @@ from typing import SupportsFloat, cast
 
 import numpy as np
 
-__all__ = ["choice", "number", "seconds", "target", "token", "token_list", "whole"]
+__all__ = ["choice", "number", "seconds", "target", "text", "token", "token_list", "whole"]
 
 _MAX_UINT32 = 2**32 - 1
 _SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:")
@@ -155,3 +155,20 @@ def target(value: object) -> str:
     if not 1 <= int(port) <= 65535:
         raise ValueError(f"the port of the target must be from 1 to 65535, got {value!r}")
     return value
+
+
+def text(value: object) -> None:
+    """Make sure that a text can travel.
+
+    Raises:
+        TypeError: It is no text.
+        ValueError: It cannot be written in UTF-8.
+    """
+    if not isinstance(value, str):
+        hint = "; decode it first" if isinstance(value, (bytes, bytearray)) else ""
+        raise TypeError(f"the text must be a str, got {type(value).__name__}{hint}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        code = f"U+{ord(value[error.start]):04X}"
+        raise ValueError(f"the text is not valid Unicode: half a surrogate pair, {code}, at {error.start}") from None

@@ -16,6 +16,7 @@ from ferrule.v1 import cache_pb2, executor_pb2, tokenizer_pb2
 from ferrule_client import _check, _convert
 from ferrule_client._retry import Attempts, RetrySettings
 from ferrule_client._status import cut_off, error_from_call, no_answer, no_server
+from ferrule_client._stream_call import ReplyCall
 from ferrule_client._wire import Wire
 from ferrule_client.errors import CallCancelledError, ExecutorError, MaskUnknownError, UnsupportedError
 from ferrule_client.masks import TokenMask
@@ -175,6 +176,21 @@ class Connection:
                 return reply
             self.wait(attempts, no_answer(is_late=attempts.remaining() == 0))
 
+    def open_replies(
+        self, method: grpc.UnaryStreamMultiCallable[_Request, _Reply], request: _Request
+    ) -> ReplyCall[_Reply]:
+        """Open a call that answers with a stream of replies, without retries of its own.
+
+        Raises:
+            CallCancelledError: The client is closed.
+        """
+        self._check_open()
+        try:
+            return ReplyCall(self.wire, method, request)
+        except ValueError:  # gRPC's answer to a channel that was closed just now
+            self._check_open()
+            raise
+
     def typed(self, error: grpc.RpcError) -> ExecutorError:
         """Return our error for one of gRPC's.
 
@@ -251,6 +267,17 @@ class Connection:
         request = tokenizer_pb2.TokenizerServiceDecodeRequest(token_ids=token_ids, skip_special_tokens=True)
         reply = self.run(self.tokenizer.Decode, request, self.attempts(timeout, is_patient=is_patient))
         return reply.text, reply.ends_mid_character
+
+    def encode_text(self, text: str, *, timeout: Timeout = USE_DEFAULT, is_patient: bool = False) -> list[int]:
+        """Return the token ids of a text, with special tokens parsed and none added.
+
+        Raises:
+            TypeError: It is no text.
+            ValueError: It cannot be written in UTF-8.
+        """
+        _check.text(text)
+        request = tokenizer_pb2.EncodeRequest(text=text)
+        return list(self.run(self.tokenizer.Encode, request, self.attempts(timeout, is_patient=is_patient)).token_ids)
 
     def close(self) -> None:
         """Close the channel; calls under way are cancelled. Closing twice changes nothing."""

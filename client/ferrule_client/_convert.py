@@ -25,7 +25,9 @@ __all__ = [
     "capabilities_from_message",
     "check_handle",
     "draft_probs_to_message",
+    "drawn_from_message",
     "duration",
+    "finish_from_message",
     "granted_ttl_s",
     "handle_from_message",
     "handle_to_message",
@@ -36,10 +38,13 @@ __all__ = [
     "output_from_message",
     "policy_to_message",
     "reservation_from_message",
+    "row_of",
+    "rows_from_message",
     "stale_to_message",
     "status_from_message",
     "summary_from_message",
     "tensor_to_array",
+    "timing_from_message",
     "verification_from_message",
     "warmed_from_message",
 ]
@@ -228,9 +233,35 @@ def draft_probs_to_message(probs: npt.NDArray[np.floating]) -> executor_pb2.Draf
 
 def output_from_message(message: AnyOutput) -> t.Output:
     """Return what an append brought; lists that were not asked for come out empty, arrays as None."""
-    rows = message.outputs
-    return t.Output(
+    return rows_from_message(
+        message.outputs,
         handle=handle_from_message(message.kv_cache),
+        timing=timing_from_message(message.timing),
+        replayed=message.replayed,
+        recomputed=message.recomputed,
+        cached_tokens=getattr(message, "cached_tokens", 0),
+        request_id=message.request_id,
+    )
+
+
+def timing_from_message(message: types_pb2.Timing) -> t.Timing:
+    """Return where the time of a request went."""
+    return t.Timing(message.queue_ns, message.run_ns, message.step_rows)
+
+
+def rows_from_message(
+    rows: policy_pb2.Outputs,
+    *,
+    handle: t.Handle,
+    timing: t.Timing,
+    replayed: bool = False,
+    recomputed: bool = False,
+    cached_tokens: int = 0,
+    request_id: str = "",
+) -> t.Output:
+    """Return output rows as one value, with what is known of the call they are from."""
+    return t.Output(
+        handle=handle,
         tokens=tuple(rows.tokens),
         logprobs=tuple(rows.model_logprobs),
         sampled_logprobs=tuple(rows.sampled_logprobs),
@@ -241,12 +272,56 @@ def output_from_message(message: AnyOutput) -> t.Output:
         entropies=_floats(rows.entropies),
         hidden_state=tensor_to_array(rows.hidden_state) if rows.HasField("hidden_state") else None,
         seed=rows.seed if rows.HasField("seed") else None,
-        timing=t.Timing(message.timing.queue_ns, message.timing.run_ns, message.timing.step_rows),
-        replayed=message.replayed,
-        recomputed=message.recomputed,
-        cached_tokens=getattr(message, "cached_tokens", 0),
+        timing=timing,
+        replayed=replayed,
+        recomputed=recomputed,
+        cached_tokens=cached_tokens,
+        request_id=request_id,
+    )
+
+
+def drawn_from_message(message: executor_pb2.GenerateResponse, output: executor_pb2.GenerateOutput) -> list[t.Output]:
+    """Return the outputs of the tokens that a frame brought for one branch, one by one; their handle is the frame's."""
+    rows = rows_from_message(
+        output.outputs,
+        handle=handle_from_message(output.kv_cache),
+        timing=timing_from_message(message.timing),
+        replayed=output.replayed,
+        cached_tokens=output.cached_tokens,
         request_id=message.request_id,
     )
+    if len(rows.tokens) == 1:
+        return [rows]
+    return [row_of(rows, row) for row in range(len(rows.tokens))]
+
+
+def row_of(output: t.Output, row: int) -> t.Output:
+    """Return one row of an output as an output of its own."""
+    one = slice(row, row + 1)
+
+    def cut(array: t.FloatArray | None) -> t.FloatArray | None:
+        return None if array is None else array[one]
+
+    return dataclasses.replace(
+        output,
+        tokens=output.tokens[one],
+        logprobs=output.logprobs[one],
+        sampled_logprobs=output.sampled_logprobs[one],
+        top_logprobs=output.top_logprobs[one],
+        target_logprobs=None,
+        all_logits=cut(output.all_logits),
+        requested_logprobs=cut(output.requested_logprobs),
+        entropies=cut(output.entropies),
+        hidden_state=cut(output.hidden_state),
+    )
+
+
+def finish_from_message(reason: executor_pb2.FinishReason) -> t.FinishReason | None:
+    """Return why a branch ended, or None while it goes on."""
+    if reason == executor_pb2.FINISH_REASON_UNSPECIFIED:
+        return None
+    word = _enum_word(executor_pb2.FinishReason.DESCRIPTOR, reason)
+    return cast("t.FinishReason", word)
 
 
 def _floats(values: Sequence[float], num_rows: int = 0) -> t.FloatArray | None:

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
 import numpy as np
 import numpy.typing as npt
 
-from ferrule.v1 import cache_pb2, executor_pb2, types_pb2
+from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, types_pb2
 from ferrule_client import _check, _convert
 from ferrule_client.errors import TruncateBeyondError
-from ferrule_client.policy import Policy, check_policy, no_output, sample, seeded
+from ferrule_client.policy import Policy, Sampling, check_policy, no_output, sample, seeded
 from ferrule_client.types import Acceptance, Handle
 
 __all__ = [
+    "GenerationPlan",
     "PromptOptions",
     "aim",
     "check_scoring",
     "fork_request",
-    "generation_policy",
+    "generate_request",
+    "generation_plan",
     "new_request_id",
     "prefill_request",
     "prompt_request",
@@ -64,6 +66,134 @@ class PromptOptions:
     publish_prefix: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class GenerationPlan:
+    """What a generation is to draw.
+
+    Attributes:
+        policy: How each token is chosen, with its seed.
+        max_tokens: Most tokens of each branch, or None.
+        n: Number of branches.
+        stop_ids: Tokens that end a branch.
+        stop_sequences: Runs of tokens that do.
+        stop: Texts that do.
+        ignore_eos: True: the model's own stop tokens do not.
+        has_text: True: with the text of the tokens.
+        skip_special_tokens: True: without special tokens in that text.
+    """
+
+    policy: Policy
+    max_tokens: int | None
+    n: int
+    stop_ids: tuple[int, ...]
+    stop_sequences: tuple[tuple[int, ...], ...]
+    stop: tuple[str, ...]
+    ignore_eos: bool
+    has_text: bool
+    skip_special_tokens: bool
+
+    @property
+    def looks_back(self) -> bool:
+        """True: what a frame says depends on more than its token, so that it cannot be told from the middle on."""
+        return self.has_text or bool(self.stop) or bool(self.stop_sequences)
+
+    def seed_of(self, index: int) -> int | None:
+        """Return the seed of a branch, or None where nothing is drawn."""
+        selection = self.policy.selection
+        seed = selection.seed if isinstance(selection, Sampling) else None
+        return None if seed is None else (seed + index) % 2**64
+
+    def policy_of(self, index: int) -> Policy:
+        """Return the policy of a branch, which differs from the first one's in the seed alone."""
+        selection = self.policy.selection
+        if not isinstance(selection, Sampling) or not index:
+            return self.policy
+        return replace(self.policy, selection=replace(selection, seed=self.seed_of(index)))
+
+
+def generation_plan(
+    policy: Policy | None,
+    *,
+    max_tokens: int | None,
+    n: int,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+    seed: int | None,
+    stop: str | Sequence[str],
+    stop_ids: Sequence[int],
+    stop_sequences: Sequence[Sequence[int]],
+    ignore_eos: bool,
+    has_text: bool,
+    skip_special_tokens: bool,
+) -> GenerationPlan:
+    """Return what a generation is to draw, from checked arguments.
+
+    Raises:
+        TypeError: The policy is none, or a stop is of another kind.
+        ValueError: The policy chooses no token or comes with sampling settings, a stop is empty, or a number is out of
+            its range.
+    """
+    _check.whole("max_tokens", max_tokens)
+    _check.whole("n", n, 1)
+    texts = (stop,) if isinstance(stop, str) else tuple(stop)
+    for text in texts:
+        if not isinstance(text, str):
+            raise TypeError(f"stop must be texts, got {type(text).__name__}; token ids go in stop_ids")
+    runs = tuple(tuple(_check.token_list(run)) for run in stop_sequences)
+    if not all(texts) or not all(runs):
+        raise ValueError("stop and stop_sequences must not hold empty ones")
+    chosen = _generation_policy(
+        policy, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+    ).with_seed()
+    ids = tuple(_check.token_list(stop_ids))
+    return GenerationPlan(chosen, max_tokens, n, ids, runs, texts, ignore_eos, has_text, skip_special_tokens)
+
+
+def generate_request(
+    plan: GenerationPlan,
+    *,
+    input_ids: Sequence[int],
+    kv_cache: types_pb2.KvCacheHandle | None = None,
+    on_stale: types_pb2.StalePolicy = types_pb2.STALE_POLICY_UNSPECIFIED,
+    index: int = 0,
+    num_drawn: int = 0,
+    n: int = 1,
+    request_id: str = "",
+    options: PromptOptions | None = None,
+) -> executor_pb2.GenerateRequest:
+    """Return the request for a generation, or for the rest of one branch of it.
+
+    Args:
+        plan: What is to be drawn.
+        input_ids: Tokens to run first.
+        kv_cache: The sequence; None: a new one.
+        on_stale: What to do if it has moved on.
+        index: Number of the branch that it begins with.
+        num_drawn: Tokens that the branch has got already.
+        n: Number of branches.
+        request_id: Id for what is created.
+        options: How a new sequence is kept.
+    """
+    return executor_pb2.GenerateRequest(
+        request_id=request_id,
+        input_ids=input_ids,
+        kv_cache=kv_cache,
+        logits_policy=_convert.policy_to_message(plan.policy_of(index)),
+        on_stale=on_stale,
+        cache=None if options is None else _cache_options(options),
+        max_tokens=None if plan.max_tokens is None else plan.max_tokens - num_drawn,
+        n=n,
+        stop_token_ids=plan.stop_ids,
+        stop_sequences=[policy_pb2.TokenIdList(token_ids=run) for run in plan.stop_sequences],
+        stop_strings=plan.stop,
+        ignore_eos=plan.ignore_eos,
+        return_text=plan.has_text,
+        skip_special_tokens=plan.skip_special_tokens,
+    )
+
+
 def new_request_id() -> str:
     """Return an id for a call that makes sequences; sent again with it, the call makes them once."""
     return uuid.uuid4().hex
@@ -84,21 +214,24 @@ def prompt_request(
         ValueError: An option is out of its range, or ``target_logprobs`` comes without ``all_positions``.
     """
     check_scoring(policy, len(token_ids), all_positions=all_positions)
-    _check.whole("reserve_length", options.reserve_length)
-    cache = executor_pb2.CacheOptions(
-        ttl=_convert.duration(options.ttl),
-        reuse_prefix=options.reuse_prefix,
-        publish_prefix=options.publish_prefix,
-        reserve_length=options.reserve_length,
-    )
     item = executor_pb2.PrefillInput(
         request_id=request_id or new_request_id(),
         input_ids=token_ids,
         logits_policy=_convert.policy_to_message(seeded(policy)),
         logits_positions=_positions(all_positions),
-        cache=cache,
+        cache=_cache_options(options),
     )
     return executor_pb2.PrefillRequest(input=item)
+
+
+def _cache_options(options: PromptOptions) -> executor_pb2.CacheOptions:
+    _check.whole("reserve_length", options.reserve_length)
+    return executor_pb2.CacheOptions(
+        ttl=_convert.duration(options.ttl),
+        reuse_prefix=options.reuse_prefix,
+        publish_prefix=options.publish_prefix,
+        reserve_length=options.reserve_length,
+    )
 
 
 def recovery_request(token_ids: Sequence[int], options: PromptOptions) -> executor_pb2.PrefillRequest:
@@ -255,7 +388,7 @@ def check_scoring(policy: Policy | None, num_tokens: int, *, all_positions: bool
         raise ValueError("target_logprobs of several tokens needs all_positions=True: nothing follows the last row")
 
 
-def generation_policy(
+def _generation_policy(
     policy: Policy | None,
     *,
     temperature: float | None,
@@ -264,7 +397,7 @@ def generation_policy(
     min_p: float | None,
     seed: int | None,
 ) -> Policy:
-    """Return the policy of a decode loop, with its seed: the one given, or that of the sampling settings.
+    """Return the policy of a generation: the one given, or that of the sampling settings.
 
     Raises:
         TypeError: It is no policy.
@@ -277,7 +410,7 @@ def generation_policy(
     chosen = policy or drawn
     if chosen.selection is None:
         raise ValueError("generating needs a policy that chooses tokens, such as greedy() or sample()")
-    return chosen.with_seed()
+    return chosen
 
 
 def _positions(all_positions: bool) -> types_pb2.LogitsPositions:

@@ -1,20 +1,28 @@
-"""One StreamDecode call: frames out, frames in, and a limit on the wait between them."""
+"""Open streams: frames out, frames in, and a limit on the wait between them."""
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
+from typing import Generic, TypeVar
 
 import grpc
 
 from ferrule.v1 import executor_pb2
-from ferrule_client._wire import FrameReader, Wire
+from ferrule_client._wire import FrameReader, ReplyReader, Wire
 from ferrule_client.errors import DeadlineExceededError
 
-__all__ = ["StreamCall"]
+__all__ = ["ReplyCall", "StreamCall"]
 
 _CLOSE_S = 2.0
+
+# Replies that may wait unread; then the server has to wait, too.
+_WINDOW = 8
+
+_Request = TypeVar("_Request")
+_Reply = TypeVar("_Reply")
 
 _Requests = SimpleQueue[executor_pb2.StreamDecodeRequest | None]
 _Replies = SimpleQueue[executor_pb2.StreamDecodeResponse | grpc.RpcError | None]
@@ -75,8 +83,7 @@ class StreamCall:
             with self._nudger:
                 reply = self._replies.get(timeout=timeout)
         except Empty:
-            text = f"no frame came on the stream within {timeout:.3g} s; give the call a longer timeout"
-            raise DeadlineExceededError(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", text) from None
+            raise _too_late(timeout) from None
         if reply is None:
             raise StopIteration
         if isinstance(reply, grpc.RpcError):
@@ -108,6 +115,77 @@ class StreamCall:
         return True
 
 
+class ReplyCall(Generic[_Reply]):
+    """One open call that answers with a stream of replies; read by a thread, for the reasons of ``StreamCall``.
+
+    A few replies wait for the caller; while it does not take them, no more are read and the server has to wait.
+
+    Args:
+        wire: Where to open it.
+        method: A method of the stub.
+        request: Its request.
+
+    Attributes:
+        is_over: True: it was closed or cancelled by this side.
+    """
+
+    def __init__(self, wire: Wire, method: grpc.UnaryStreamMultiCallable[_Request, _Reply], request: _Request) -> None:
+        self._replies: SimpleQueue[_Reply | grpc.RpcError | None] = SimpleQueue()
+        self._room = threading.Semaphore(_WINDOW)
+        self._nudger = wire.nudger
+        self.is_over = False
+        opened: SimpleQueue[tuple[ReplyReader[_Reply] | None, Exception | None]] = SimpleQueue()
+
+        # The thread holds the queues and the call, not this object, so that forgetting the call ends it.
+        open_call = functools.partial(wire.open_replies, method, request)
+        arguments = (open_call, opened, self._replies, self._room)
+        threading.Thread(target=_read, args=arguments, name="ferrule-replies", daemon=True).start()
+        call, error = opened.get()
+        if call is None:
+            assert error is not None  # the reader puts one of the two
+            raise error
+        self._call = call
+
+    def receive(self, timeout: float | None) -> _Reply:
+        """Return the next reply.
+
+        Args:
+            timeout: Seconds to wait; None means no limit.
+
+        Raises:
+            DeadlineExceededError: Nothing came in time.
+            grpc.RpcError: The call failed.
+            StopIteration: The server ended the call.
+        """
+        try:
+            with self._nudger:
+                reply = self._replies.get(timeout=timeout)
+        except Empty:
+            raise _too_late(timeout) from None
+        self._room.release()
+        if reply is None:
+            raise StopIteration
+        if isinstance(reply, grpc.RpcError):
+            raise reply
+        return reply
+
+    def close(self) -> None:
+        """Take leave of a call whose last reply has come: its end is awaited in the background."""
+        self.is_over = True
+        self._room.release()
+
+    def cancel(self) -> None:
+        """End the call at once, whatever is under way."""
+        self.is_over = True
+        self._call.cancel()
+        self._room.release()
+
+
+def _too_late(timeout: float | None) -> DeadlineExceededError:
+    text = f"no frame came on the stream within {timeout:.3g} s; give the call a longer timeout"
+    return DeadlineExceededError(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", text)
+
+
 def _drain(requests: _Requests) -> Iterator[executor_pb2.StreamDecodeRequest]:
     while (frame := requests.get()) is not None:
         yield frame
@@ -123,6 +201,28 @@ def _run(wire: Wire, requests: _Requests, opened: _Opened, replies: _Replies) ->
     opened.put((call, None))
     try:
         while True:
+            replies.put(next(call))
+    except StopIteration:
+        replies.put(None)
+    except grpc.RpcError as error:
+        replies.put(error)
+
+
+def _read(
+    open_call: Callable[[], ReplyReader[_Reply]],
+    opened: SimpleQueue[tuple[ReplyReader[_Reply] | None, Exception | None]],
+    replies: SimpleQueue[_Reply | grpc.RpcError | None],
+    room: threading.Semaphore,
+) -> None:
+    """Open a call that answers with a stream and read it to its end, as far as there is room for its replies."""
+    try:
+        call = open_call()
+    except Exception as error:  # noqa: BLE001 - the caller's thread raises it
+        opened.put((None, error))
+        return
+    opened.put((call, None))
+    try:
+        while room.acquire():
             replies.put(next(call))
     except StopIteration:
         replies.put(None)

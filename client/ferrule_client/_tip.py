@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ferrule.v1 import executor_pb2, types_pb2
@@ -52,6 +53,9 @@ class Tip:
         last: Output of the newest call, or None for an adopted handle.
         doubts: Tokens of appends whose answer never came: behind ``handle`` stands one of them, a beginning of one
             (a verify that took some of its drafts), or nothing. An append that succeeds ends them.
+        is_ahead: True: a generation drew on the server, and more may stand there than was handed out; what is appended
+            next drops it. An append that is no replay ends this.
+        running: Ends the generation that draws on the sequence now; None: none does.
         is_released: True: the sequence is gone, or no longer ours.
         is_in_use: True: a call is moving it; a second one meanwhile would go by a state that is about to pass.
         log: The token ids up to ``handle``, as far as they are known.
@@ -63,12 +67,14 @@ class Tip:
         "__weakref__",
         "doubts",
         "handle",
+        "is_ahead",
         "is_in_use",
         "is_released",
         "last",
         "log",
         "num_recoveries",
         "pending",
+        "running",
         "ttl_s",
     )
 
@@ -79,6 +85,8 @@ class Tip:
         self.last = last
         self.pending: tuple[int, ...] = ()
         self.doubts: frozenset[tuple[int, ...]] = frozenset()
+        self.is_ahead = False
+        self.running: Callable[[], None] | None = None
         self.is_released = False
         self.is_in_use = False
         self.log = TokenLog(start=handle.length) if log is None else log
@@ -140,6 +148,12 @@ class Tip:
             raise RuntimeError(f"the sequence of {self.handle!r} was released")
         return self.handle
 
+    def interrupt(self) -> None:
+        """End the generation that draws on the sequence, because something else is about to move it."""
+        if self.running is not None and not self.is_in_use:
+            end, self.running = self.running, None
+            end()
+
     @contextmanager
     def sending(self, sent: Sequence[int]) -> Iterator[None]:
         """Remember tokens as doubtful when the body, which sends them, fails without a clear answer.
@@ -178,12 +192,33 @@ class Tip:
             pending: Tokens handed out with this output.
         """
         self.doubts = self._doubts_after(tuple(appended), output)
+        if appended and not output.replayed:
+            self.is_ahead = False
         self.handle = output.handle
         self.last = output
         self.pending = tuple(pending)
         self.log.extend(appended)
         if self.log.end != output.handle.length:  # what the server holds decides; a text that differs is no text
             self.log.forget(output.handle.length)
+        return output
+
+    def drew(self, token: int, output: Output, *, fed: Sequence[int] = (), is_covered: bool = True) -> Output:
+        """Take over one token that a generation drew, which is pending from here on, and return its output.
+
+        Args:
+            token: The token.
+            output: What came with it.
+            fed: Tokens that went in before the first one, behind what was pending.
+            is_covered: True: the handle of ``output`` covers all before the token. False: that one comes with a later
+                token, and the handle stays where it is.
+        """
+        before = (*self.pending, *fed)
+        if is_covered:
+            self.moved(before, output, pending=(token,))
+        else:
+            self.last = output = dataclasses.replace(output, handle=self.handle)
+            self.pending = (*before, token)
+        self.is_ahead = True
         return output
 
     def verified(
@@ -204,7 +239,10 @@ class Tip:
         return verification
 
     def cut(self, handle: Handle) -> None:
-        """Take over the state after a truncate: exactly the tokens of ``handle``, nothing pending."""
+        """Take over the state after a truncate: exactly the tokens of ``handle``, nothing pending.
+
+        A generation that was ended just before may still get a token in, so ``is_ahead`` stays.
+        """
         self.handle = handle
         self.last = None
         self.pending = ()
@@ -221,6 +259,7 @@ class Tip:
         self.handle = handle
         self.ttl_s = ttl_s
         self.doubts = frozenset()
+        self.is_ahead = False
         self.num_recoveries += 1
 
     def tell(self, error: ExecutorError) -> None:

@@ -15,7 +15,7 @@ from ferrule.v1 import admin_pb2_grpc, executor_pb2, executor_pb2_grpc, tokenize
 from ferrule_client._nudge import NUDGE_TIMEOUT_S, Nudger
 from ferrule_client.types import TlsConfig
 
-__all__ = ["CHANNEL_OPTIONS", "HEALTH_CHECK", "FrameReader", "Wire", "secrets_of", "warn_of_plain_token"]
+__all__ = ["CHANNEL_OPTIONS", "HEALTH_CHECK", "FrameReader", "ReplyReader", "Wire", "secrets_of", "warn_of_plain_token"]
 
 _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")
@@ -43,6 +43,19 @@ class FrameReader(Protocol):
     """The reading side of one StreamDecode."""
 
     def __next__(self) -> executor_pb2.StreamDecodeResponse: ...
+
+    def cancel(self) -> bool:
+        """End the call at once."""
+        ...
+
+
+_Message_co = TypeVar("_Message_co", covariant=True)
+
+
+class ReplyReader(Protocol[_Message_co]):
+    """The reading side of one call that answers with a stream of replies."""
+
+    def __next__(self) -> _Message_co: ...
 
     def cancel(self) -> bool:
         """End the call at once."""
@@ -84,6 +97,12 @@ class Wire:
     def open_stream(self, requests: Iterator[executor_pb2.StreamDecodeRequest]) -> FrameReader:
         """Open one StreamDecode, without a deadline of its own."""
         return self.executor.StreamDecode(requests, metadata=self._metadata)
+
+    def open_replies(
+        self, method: grpc.UnaryStreamMultiCallable[_Request, _Reply], request: _Request
+    ) -> ReplyReader[_Reply]:
+        """Open one call that answers with a stream of replies, without a deadline of its own."""
+        return method(request, metadata=self._metadata)
 
     def pause(self, seconds: float) -> None:
         """Wait, and let the channel go on connecting meanwhile.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import time
@@ -24,6 +25,7 @@ from ferrule_client.admin import Admin
 from ferrule_client.cache import Cache
 from ferrule_client.detokenizer import Detokenizer
 from ferrule_client.errors import ExecutorError, StartingError, UnavailableError
+from ferrule_client.generation import Generation
 from ferrule_client.masks import MaskLike, TokenMask, as_mask
 from ferrule_client.policy import Policy
 from ferrule_client.stream import Stream
@@ -194,6 +196,99 @@ class Client:
         tip = Tip(output.handle, last=output, log=TokenLog(ids), ttl_s=_convert.granted_ttl_s(reply.output))
         return self._follow(tip, keep_alive=keep_alive, recovery=options if recover else None)
 
+    def generate(
+        self,
+        prompt: str | Tokens,
+        max_tokens: int | None = None,
+        *,
+        n: int = 1,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        stop_ids: Sequence[int] = (),
+        stop_sequences: Sequence[Sequence[int]] = (),
+        ignore_eos: bool = False,
+        text: bool | None = None,
+        skip_special_tokens: bool = True,
+        policy: Policy | None = None,
+        ttl: float | None = None,
+        reuse_prefix: bool = True,
+        publish_prefix: bool = True,
+        keep: bool = False,
+        recover: bool = False,
+        timeout: Timeout = USE_DEFAULT,
+    ) -> Generation:
+        """Return an iterator over what the server draws behind a prompt, which makes its sequences itself.
+
+        Prompt and draws are one call. At the end, or when the iterator is closed (leave it early in ``with``), its
+        sequences are released.
+
+        Args:
+            prompt: A text, or token ids.
+            max_tokens: As in ``Cache.generate``; so are the settings up to ``policy``.
+            n: As in ``Cache.generate``.
+            temperature: As in ``Cache.generate``.
+            top_k: As in ``Cache.generate``.
+            top_p: As in ``Cache.generate``.
+            min_p: As in ``Cache.generate``.
+            seed: As in ``Cache.generate``.
+            stop: As in ``Cache.generate``.
+            stop_ids: As in ``Cache.generate``.
+            stop_sequences: As in ``Cache.generate``.
+            ignore_eos: As in ``Cache.generate``.
+            text: True: each token comes with its text. None: if the prompt is one.
+            skip_special_tokens: As in ``Cache.generate``.
+            policy: As in ``Cache.generate``.
+            ttl: Lease in seconds, clamped by the server. None: the server's default.
+            reuse_prefix: As in ``prefill``.
+            publish_prefix: As in ``prefill``.
+            keep: True: the sequences are yours to go on with and to release, ``caches`` of the iterator.
+            recover: As in ``prefill``.
+            timeout: Seconds one token may take, retries included.
+
+        Returns:
+            An iterator over ints that know more; see ``Generation``.
+
+        Raises:
+            TypeError: The prompt is neither text nor token ids, or the policy is none.
+            ValueError: An argument is out of its range.
+            ExecutorError: While iterating, as in ``prefill``; that of the tokenizer too.
+
+        Example:
+            ``print("".join(token.text for token in client.generate("def area(", 20)))``
+        """
+        plan = _messages.generation_plan(
+            policy,
+            max_tokens=max_tokens,
+            n=n,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            stop=stop,
+            stop_ids=stop_ids,
+            stop_sequences=stop_sequences,
+            ignore_eos=ignore_eos,
+            has_text=isinstance(prompt, str) if text is None else text,
+            skip_special_tokens=skip_special_tokens,
+        )
+        options = PromptOptions(ttl, None, reuse_prefix, publish_prefix)
+        _convert.duration(ttl)
+        return Generation(
+            self._connection,
+            plan,
+            prompt if isinstance(prompt, str) else _check.token_list(prompt),
+            follow=functools.partial(self._follow, keep_alive=True, recovery=options if recover else None),
+            options=options,
+            is_patient=recover,
+            keeps=keep,
+            timeout=timeout,
+        )
+
     def adopt(self, handle: Handle, *, keep_alive: bool = True) -> Cache:
         """Return a cache for a handle that came from elsewhere; it owns the sequence from now on.
 
@@ -356,7 +451,7 @@ class Client:
         Example:
             ``ids = client.encode("def area(")``
         """
-        _check_text(text)
+        _check.text(text)
         request = tokenizer_pb2.EncodeRequest(
             text=text, add_special_tokens=add_special_tokens, parse_special_tokens=parse_special_tokens
         )
@@ -605,17 +700,6 @@ class Client:
 
     def _renew(self, handles: Sequence[Handle], timeout_s: float) -> list[Lease | ExecutorError]:
         return self.keep_alive(handles, timeout=timeout_s)
-
-
-def _check_text(text: object) -> None:
-    if not isinstance(text, str):
-        hint = "; decode it first" if isinstance(text, (bytes, bytearray)) else ""
-        raise TypeError(f"the text must be a str, got {type(text).__name__}{hint}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        code = f"U+{ord(text[error.start]):04X}"
-        raise ValueError(f"the text is not valid Unicode: half a surrogate pair, {code}, at {error.start}") from None
 
 
 def _chat_message(message: ChatMessage) -> tokenizer_pb2.ChatMessage:

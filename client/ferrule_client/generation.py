@@ -1,57 +1,99 @@
-"""Decode loops: an iterator over tokens, and one over text."""
+"""Generations: the server draws, the tokens stream in, and the caches move along with what was handed out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ferrule_client import _convert
+import grpc
+
+from ferrule.v1 import executor_pb2
+from ferrule_client import _convert, _messages
 from ferrule_client._connection import Connection, Timeout
-from ferrule_client.detokenizer import Detokenizer
-from ferrule_client.errors import ContextExceededError, ExecutorError
-from ferrule_client.policy import Policy
-from ferrule_client.stream import Stream
-from ferrule_client.types import FinishReason, Output
+from ferrule_client._drawing import Branch, Course, Event, Leg, Start
+from ferrule_client._messages import GenerationPlan, PromptOptions
+from ferrule_client._retry import Attempts
+from ferrule_client._status import error_from_status, may_have_happened
+from ferrule_client._tip import Tip, using
+from ferrule_client._token_log import TokenLog
+from ferrule_client.errors import (
+    BlocksExhaustedError,
+    ContextExceededError,
+    ExecutorError,
+    HandleNotFoundError,
+    HandleStaleError,
+    UnavailableError,
+)
+from ferrule_client.types import DrawnToken, FinishReason, OnStale, Output
 
 if TYPE_CHECKING:
     from ferrule_client.cache import Cache
 
-__all__ = ["Generation", "TextGeneration"]
+__all__ = ["Branch", "Generation", "TextGeneration"]
+
+_log = logging.getLogger(__name__)
+
+_END_S = 5.0
+_REPLACEMENT = "\ufffd"
+_WINDOW = 16
 
 
-class Generation(Iterator[int]):
-    """A decode loop on one stream, yielding token ids as they are drawn; made by ``Cache.generate``.
+class Generation(Iterator[DrawnToken]):
+    """Tokens as the server draws them; made by ``Cache.generate`` and ``Client.generate``.
 
-    Invariant: after each token the cache's handle covers every token before it, and ``cache.pending`` is that token.
-    Leaving the loop early is fine; the cache can go on in any way from there.
+    Each is an int, the token id, that also knows its text, its log-probabilities and its branch::
+
+        for token in cache.generate(20, text=True):
+            print(token.text, end="")
+
+    Nothing runs before the first one is asked for. Invariant: after each token its cache's handle covers every token
+    before it, and ``cache.pending`` is that token. Leaving the loop early is fine: whatever the cache does next goes on
+    from there, and what the server had drawn beyond is dropped. A broken connection is resumed, so that no token
+    is lost or comes twice. A cache that is moved in the middle of the loop is gone on with from where it is then.
+
+    Where there are several branches, one that fails is noted in its ``error`` and the others go on.
 
     Attributes:
-        finish_reason: Why it ended, or None while it goes on. A token that ends it is yielded.
-        tokens: Token ids yielded so far.
+        branches: The continuations; one, unless ``n`` said otherwise.
     """
 
     def __init__(
         self,
-        cache: Cache,
         connection: Connection,
-        policy: Policy,
+        plan: GenerationPlan,
+        prompt: str | Sequence[int],
         *,
-        max_tokens: int | None,
-        stop_ids: frozenset[int],
-        ignore_eos: bool,
+        cache: Cache | None = None,
+        on_stale: OnStale = "fail",
+        follow: Callable[[Tip], Cache] | None = None,
+        options: PromptOptions | None = None,
+        is_patient: bool = False,
+        keeps: bool = True,
         timeout: Timeout,
     ) -> None:
-        self._cache = cache
         self._connection = connection
-        self._stream = Stream(connection)
-        self._policy = policy
-        self._max_tokens = max_tokens
-        self._eos_ids: frozenset[int] | None = frozenset() if ignore_eos else None  # None: not asked for yet
-        self._stop_ids = stop_ids
+        self._plan = plan
+        self._prompt = prompt if isinstance(prompt, str) else None
+        self._tokens = () if isinstance(prompt, str) else tuple(prompt)
+        self._on_stale = on_stale
+        self._follow = follow
+        self._options = options
+        self._is_patient = is_patient
+        self._keeps = keeps
         self._timeout = timeout
-        self.tokens: list[int] = []
-        self.finish_reason: FinishReason | None = "max_tokens" if max_tokens == 0 else None
+        self._request_id = _messages.new_request_id()
+        self._prompt_log = TokenLog(self._tokens)
+        self._has_begun = False
+        self._events: deque[Event] = deque()
+        self._legs: deque[Leg] = deque()
+        self.branches = [Branch(n, plan.seed_of(n), None if n else cache) for n in range(plan.n)]
+        self._courses = [Course(branch) for branch in self.branches]
+        if plan.max_tokens == 0:
+            self._finish_all("max_tokens")
 
     def __enter__(self) -> Generation:
         return self
@@ -59,74 +101,348 @@ class Generation(Iterator[int]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def __next__(self) -> int:
-        if self.finish_reason is not None:
+    def __del__(self) -> None:
+        for leg in self.__dict__.get("_legs", ()):
+            if not leg.call.is_over:
+                leg.call.cancel()
+
+    def __next__(self) -> DrawnToken:
+        token = self.advance()
+        if token is None:
             raise StopIteration
-        try:
-            timeout = self._connection.until(self._timeout)
-            eos_ids = self._find_eos_ids(timeout)
-            output = self._step(timeout)
-        except ContextExceededError:
-            self._finish("context_full")
-            raise StopIteration from None
-        except BaseException:
-            self.close()
-            raise
-        assert output.token is not None, "the policy of a generation has a selection"  # checked in Cache.generate
-        self.tokens.append(output.token)
-        self._judge(output.token, eos_ids)
-        return output.token
+        return token
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token ids handed out so far, of the first branch."""
+        return self.branches[0].tokens
+
+    @property
+    def text(self) -> str:
+        """Their text, if it was asked for."""
+        return self.branches[0].text
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the first branch ended, or None while it goes on. A token that ends it is handed out."""
+        return self.branches[0].finish_reason
+
+    @property
+    def seed(self) -> int | None:
+        """Seed of the first branch, or None where nothing is drawn."""
+        return self.branches[0].seed
 
     @property
     def output(self) -> Output | None:
-        """The whole output of the newest token: log-probabilities, seed, timing."""
-        return self._cache.last
+        """The whole output of the newest token of the first branch: log-probabilities, seed, timing."""
+        return self.branches[0].cache.last if self.branches[0].has_cache else None
 
     @property
-    def is_final(self) -> bool:
-        """True: the newest token ended the text (an end-of-text or stop token)."""
-        return self.finish_reason in ("eos", "stop_token")
+    def caches(self) -> list[Cache]:
+        """The sequences of all branches, as far as anything has come of them."""
+        return [branch.cache for branch in self.branches if branch.has_cache]
+
+    def advance(self) -> DrawnToken | None:
+        """Return the next token of any branch, or None when all have ended; what ``next`` does, without its error."""
+        try:
+            while self._events or not self._has_ended():
+                if not self._events:
+                    self._fill()
+                    continue
+                token = self._hand_out(self._events.popleft())
+                if token is not None:
+                    return token
+        except BaseException:
+            self.close()
+            raise
+        self._end()
+        return None
+
+    def read(self) -> Generation:
+        """Draw to the end and return this."""
+        while self.advance() is not None:
+            pass
+        return self
 
     def close(self) -> None:
-        """End the loop; the cache stays as it is. Closing twice changes nothing."""
-        self._finish("closed")
+        """End the generation; the caches stay at what was handed out. Closing twice changes nothing."""
+        self._finish_all("closed")
+        self._events.clear()
+        self._end()
 
-    def _step(self, timeout: Timeout) -> Output:
-        """Append what is pending, or query the newest row if nothing is, and take the drawn token as pending."""
-        cache = self._cache
-        sent = cache.prepare((), self._policy, timeout=timeout)
-        result = self._stream.append([cache], [sent], timeout=timeout)[0]
-        if isinstance(result, ExecutorError):
-            cache.tip.doubt(sent.input_ids, result)
-            raise result
-        output = _convert.output_from_message(result)
-        return cache.tip.moved(sent.input_ids, output, pending=output.tokens[-1:])
+    def _has_ended(self) -> bool:
+        return all(branch.finish_reason is not None for branch in self.branches)
 
-    def _find_eos_ids(self, timeout: Timeout) -> frozenset[int]:
-        if self._eos_ids is None:
-            info = self._connection.model_info(timeout, is_patient=self._cache.recovers)
-            self._eos_ids = frozenset(info.eos_token_ids + info.stop_token_ids)
-        return self._eos_ids
+    def _finish_all(self, reason: FinishReason) -> None:
+        for branch in self.branches:
+            branch.finish_reason = branch.finish_reason or reason
 
-    def _judge(self, token: int, eos_ids: frozenset[int]) -> None:
-        if token in eos_ids:
-            self._finish("eos")
-        elif token in self._stop_ids:
-            self._finish("stop_token")
-        elif len(self.tokens) == self._max_tokens:
-            self._finish("max_tokens")
+    def _end(self) -> None:
+        """Let go of the calls, and of the sequences that nobody is to keep."""
+        while self._legs:
+            leg = self._legs.popleft()
+            if not leg.call.is_over:
+                leg.call.cancel()
+        for cache in self.caches:
+            cache.tip.running = None
+            if not self._keeps and not cache.is_released:
+                self._release(cache)
 
-    def _finish(self, reason: FinishReason) -> None:
-        self.finish_reason = self.finish_reason or reason
-        self._stream.close()
+    def _release(self, cache: Cache) -> None:
+        try:
+            cache.release(timeout=_END_S)
+        except ExecutorError as failure:  # its lease ends it
+            _log.debug("release failed handle_id=%s reason=%s", cache.handle.handle_id, failure.reason)
+
+    def _fill(self) -> None:
+        """Wait for one frame and put what it holds into the queue; on a new call when one breaks."""
+        timeout = self._connection.until(self._timeout)
+        attempts = self._attempts(timeout)
+        while not self._events and not self._has_ended():
+            self._open_what_lacks(timeout)
+            if not self._legs:
+                return
+            self._legs.rotate(-1)
+            leg = self._legs[-1]
+            try:
+                with using(*(cache.tip for cache in self.caches)):
+                    frame = leg.call.receive(attempts.remaining())
+            except grpc.RpcError as error:
+                leg.call.cancel()
+                self._survive(leg, leg.courses, self._connection.typed(error), attempts, error)
+            except StopIteration:
+                leg.call.cancel()
+                text = "the server ended the generation before its end"
+                lost = UnavailableError(grpc.StatusCode.UNAVAILABLE, "CONNECTION_LOST", text)
+                self._survive(leg, leg.courses, lost, attempts)
+            else:
+                self._note(leg, frame)
+
+    def _attempts(self, timeout: Timeout) -> Attempts:
+        creates = not self._has_begun and (self._plan.n > 1 or not self.branches[0].has_cache)
+        return self._connection.attempts(timeout, creates=creates, has_request_id=True, is_patient=self._is_patient)
+
+    def _open_what_lacks(self, timeout: Timeout) -> None:
+        """Open one call for all branches at first, then one for each that has lost its own."""
+        for leg in [leg for leg in self._legs if leg.call.is_over]:
+            self._legs.remove(leg)
+        waiting = [one for one in self._courses if one.goes_on and one.leg not in self._legs]
+        if waiting and not self._has_begun:
+            self._open(self._first_request(timeout), self._courses)
+            return
+        for course in waiting:
+            branch = course.branch
+            if not branch.has_cache:
+                text = "the connection broke before the branch had its first token"
+                error = UnavailableError(grpc.StatusCode.UNAVAILABLE, "CONNECTION_LOST", text)
+                self._fail([course], error, "error")
+            elif self._plan.looks_back and course.start is not None and branch.tokens:
+                self._open(self._once_more(branch, course.start), [course], is_repeat=True)
+            else:
+                course.start = None
+                self._open(self._rest(branch, timeout), [course])
+
+    def _open(
+        self, request: executor_pb2.GenerateRequest, courses: Sequence[Course], *, is_repeat: bool = False
+    ) -> None:
+        call = self._connection.open_replies(self._connection.executor.Generate, request)
+        leg = Leg(call, request, courses, is_repeat=is_repeat)
+        self._legs.append(leg)
+        for course in courses:
+            course.enter(leg)
+
+    def _first_request(self, timeout: Timeout) -> executor_pb2.GenerateRequest:
+        plan, (first, *_) = self._plan, self._courses
+        if self._prompt is not None:
+            ids = self._connection.encode_text(self._prompt, timeout=timeout, is_patient=self._is_patient)
+            self._prompt, self._tokens, self._prompt_log = None, tuple(ids), TokenLog(ids)
+        if not first.branch.has_cache:
+            return _messages.generate_request(
+                plan, input_ids=self._tokens, n=plan.n, request_id=self._request_id, options=self._options
+            )
+        cache = first.branch.cache
+        sent = cache.prepare(self._tokens, plan.policy, self._on_stale, timeout=timeout)
+        self._prompt_log = cache.tip.log.branch()
+        self._prompt_log.extend(sent.input_ids)
+        first.start = Start(sent.kv_cache, tuple(sent.input_ids))
+        return _messages.generate_request(
+            plan,
+            input_ids=sent.input_ids,
+            kv_cache=sent.kv_cache,
+            on_stale=sent.on_stale,
+            n=plan.n,
+            request_id=self._request_id,
+        )
+
+    def _rest(self, branch: Branch, timeout: Timeout) -> executor_pb2.GenerateRequest:
+        """Return the request for what follows the newest token of a branch."""
+        sent = branch.cache.prepare(self._fed(branch), self._plan.policy_of(branch.index), timeout=timeout)
+        return _messages.generate_request(
+            self._plan,
+            input_ids=sent.input_ids,
+            kv_cache=sent.kv_cache,
+            on_stale=sent.on_stale,
+            index=branch.index,
+            num_drawn=len(branch.tokens),
+            request_id=sent.request_id,
+        )
+
+    def _once_more(self, branch: Branch, start: Start) -> executor_pb2.GenerateRequest:
+        """Return the request for a branch once more, from its start: the tokens that are out are answered as a replay.
+
+        For texts, and stops that may have begun before the newest token: a call knows only what it has drawn itself.
+        """
+        return _messages.generate_request(
+            self._plan, input_ids=start.input_ids, kv_cache=start.kv_cache, index=branch.index
+        )
+
+    def _fed(self, branch: Branch) -> tuple[int, ...]:
+        """Return the tokens that go in before the next one of a branch, besides what is pending."""
+        is_first = branch.index == 0 and not branch.tokens and self._follow is None
+        return self._tokens if is_first else ()
+
+    def _note(self, leg: Leg, frame: executor_pb2.GenerateResponse) -> None:
+        """Put what a frame holds into the queue, but for tokens that are out already."""
+        self._has_begun = leg.has_replied = True
+        for message in frame.outputs:
+            course = leg.courses[message.index]
+            branch, num_seen = course.branch, leg.num_seen[message.index]
+            is_new = not branch.has_cache
+            if is_new:
+                self._follow_branch(course, message)
+            outputs = _convert.drawn_from_message(frame, message)
+            known = branch.tokens[num_seen : num_seen + len(outputs)]
+            if [output.token for output in outputs[: len(known)]] != known:  # KV was computed anew; rounding decided
+                course.start = None
+                leg.call.cancel()
+                return
+            leg.num_seen[message.index] += len(outputs)
+            leg.texts[message.index] += message.text
+            self._queue(leg, course, outputs[len(known) :], message, is_new=is_new)
+
+    def _queue(
+        self,
+        leg: Leg,
+        course: Course,
+        outputs: Sequence[Output],
+        message: executor_pb2.GenerateOutput,
+        *,
+        is_new: bool,
+    ) -> None:
+        reason = _convert.finish_from_message(message.finish_reason)
+        error = _error_of(message, reason)
+        text = leg.texts[message.index][len(course.branch.text) :]
+        for output in outputs[:-1]:
+            self._events.append(Event(course, leg, output, "", False, is_new, None, None))
+        if outputs or text or reason is not None:
+            last = outputs[-1] if outputs else None
+            self._events.append(Event(course, leg, last, text, True, False, reason, error))
+
+    def _follow_branch(self, course: Course, message: executor_pb2.GenerateOutput) -> None:
+        """Make the cache of a branch whose first frame has come."""
+        log = self._prompt_log.branch()
+        log.extend(message.outputs.tokens[:-1])
+        if log.end != message.kv_cache.length:
+            log.forget(message.kv_cache.length)
+        tip = Tip(_convert.handle_from_message(message.kv_cache), log=log)
+        tip.is_ahead, tip.running = True, course.give_way
+        course.branch.follow(self.branches[0].cache.sibling(tip) if self._follow is None else self._follow(tip))
+        if len(message.outputs.tokens) <= 1:
+            course.start = Start(message.kv_cache, ())
+
+    def _hand_out(self, event: Event) -> DrawnToken | None:
+        """Move a branch by one event and return its token; None: it has none, or is no longer wanted."""
+        course, branch = event.course, event.course.branch
+        if course.is_moved or event.leg is not course.leg:
+            return None
+        token = None if event.output is None else self._deliver(event, event.output)
+        branch.text += event.text
+        if event.error is not None:
+            course.leg = None
+            assert event.finish_reason is not None  # an error is an end
+            attempts = self._attempts(self._connection.until(self._timeout))
+            self._survive(event.leg, [course], event.error, attempts, reason=event.finish_reason)
+        elif event.finish_reason is not None:
+            branch.finish_reason = event.finish_reason
+            branch.cache.tip.is_ahead, branch.cache.tip.running = False, None
+        if event.leg.has_ended:
+            event.leg.call.close()
+        return token
+
+    def _deliver(self, event: Event, output: Output) -> DrawnToken:
+        branch = event.course.branch
+        (token,) = output.tokens
+        if output.seed is None and branch.seed is not None:
+            output = dataclasses.replace(output, seed=branch.seed)
+        if not event.is_counted:
+            fed = self._fed(branch)
+            output = branch.cache.tip.drew(token, output, fed=fed, is_covered=event.is_covered)
+        branch.tokens.append(token)
+        return DrawnToken(token, branch.index, event.text, output)
+
+    def _survive(
+        self,
+        leg: Leg,
+        courses: Sequence[Course],
+        error: ExecutorError,
+        attempts: Attempts,
+        cause: grpc.RpcError | None = None,
+        *,
+        reason: FinishReason = "error",
+    ) -> None:
+        """Arrange that what broke is opened again, or end it.
+
+        Args:
+            leg: The call that it happened on.
+            courses: The branches that it concerns.
+            error: What happened.
+            attempts: Those of the token that is waited for.
+            cause: The gRPC error behind it.
+            reason: What a branch that ends by it ended for.
+
+        Raises:
+            ExecutorError: ``error``, where it ends all branches.
+        """
+        courses = [one for one in courses if one.goes_on and not one.is_moved]
+        try:
+            if not courses or self._can_go_on(leg, courses[0], error, attempts):
+                return
+            self._connection.wait(attempts, error, cause)
+        except ExecutorError as final:
+            if not (may_have_happened(error) or leg.has_replied):
+                leg.restore()
+            if isinstance(final, ContextExceededError):
+                self._fail(courses, None, "context_full")
+                return
+            self._fail(courses, final, reason)
+            if len(courses) == len(self._courses):
+                raise
+
+    def _can_go_on(self, leg: Leg, course: Course, error: ExecutorError, attempts: Attempts) -> bool:
+        """Tell whether the call can be made again at once, after doing what that takes."""
+        if isinstance(error, HandleNotFoundError) and course.branch.has_cache:
+            course.branch.cache.tip.tell(error)
+            course.branch.cache.revive(error, attempts)
+            course.start = None
+            return True
+        if isinstance(error, HandleStaleError) and course.start is not None and course.branch.tokens:
+            course.start = None  # what stands there is not what was drawn, so the rest is drawn from the newest token
+            return True
+        return self._connection.restore_masks(error, [leg.request], attempts)
+
+    @staticmethod
+    def _fail(courses: Sequence[Course], error: ExecutorError | None, reason: FinishReason) -> None:
+        for course in courses:
+            course.branch.finish_reason, course.branch.error = reason, error
 
 
 class TextGeneration(Iterator[str]):
-    """A decode loop yielding pieces of text, never half a character; made by ``Cache.generate_text``."""
+    """A generation yielding pieces of text, never half a character; made by ``Cache.generate_text``."""
 
-    def __init__(self, generation: Generation, detokenizer: Detokenizer) -> None:
+    def __init__(self, generation: Generation, connection: Connection) -> None:
         self._generation = generation
-        self._detokenizer = detokenizer
+        self._connection = connection
+        self._num_out = 0
         self._has_ended = False
 
     def __enter__(self) -> TextGeneration:
@@ -157,15 +473,34 @@ class TextGeneration(Iterator[str]):
         """The whole output of the newest token: log-probabilities, seed, timing."""
         return self._generation.output
 
+    @property
+    def seed(self) -> int | None:
+        """Seed of the draws, or None where nothing is drawn."""
+        return self._generation.seed
+
     def close(self) -> None:
         """End the loop; the cache stays as it is. Closing twice changes nothing."""
         self._has_ended = True
         self._generation.close()
 
     def _next_piece(self) -> str:
-        self._detokenizer.begin()  # a server without a tokenizer says so before a token is drawn
-        token = next(self._generation, None)
-        if token is None or self._generation.is_final:
-            self._has_ended = True
-            return self._detokenizer.finish()
-        return self._detokenizer.push(token)
+        self._has_ended = self._generation.advance() is None
+        piece = self._generation.text[self._num_out :]
+        self._num_out = len(self._generation.text)
+        if piece.endswith(_REPLACEMENT) and self._generation.finish_reason is not None and self._is_cut():
+            return piece.rstrip(_REPLACEMENT)
+        return piece
+
+    def _is_cut(self) -> bool:
+        """Tell whether the text ends inside a character, which its last tokens alone show."""
+        return self._connection.decode_text(self._generation.tokens[-_WINDOW:])[1]
+
+
+def _error_of(message: executor_pb2.GenerateOutput, reason: FinishReason | None) -> ExecutorError | None:
+    """Return what a branch failed with, if it did."""
+    if reason == "error" or message.HasField("error"):
+        return error_from_status(message.error)
+    if reason == "kv_blocks_exhausted":
+        text = "the KV pool has no block left; what was drawn so far is good: release something, or go on later"
+        return BlocksExhaustedError(grpc.StatusCode.RESOURCE_EXHAUSTED, "KV_BLOCKS_EXHAUSTED", text)
+    return None

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ __all__ = [
     "ChatMessage",
     "ChatPrompt",
     "Drained",
+    "DrawnToken",
     "FinishReason",
     "FloatArray",
     "Handle",
@@ -208,6 +209,48 @@ class Output:
     def logits(self) -> FloatArray | None:
         """Raw logits of the last row, float32 [vocab_size], or None when not asked for."""
         return None if self.all_logits is None else self.all_logits[-1]
+
+
+class DrawnToken(int):
+    """A token id out of a generation, which also knows what came with it.
+
+    An int in every respect: it can be sent, compared and put into arrays as it is.
+
+    Attributes:
+        index: Number of the branch it is of, from 0.
+        text: What it adds to the branch's text, if that was asked for; empty while a character is not whole.
+        output: The whole output: log-probabilities, timing, and the handle that covers every token before it.
+    """
+
+    index: int
+    text: str
+    output: Output
+
+    def __new__(cls, token: int, index: int, text: str, output: Output) -> Self:
+        """Return the token."""
+        self = super().__new__(cls, token)
+        self.index = index
+        self.text = text
+        self.output = output
+        return self
+
+    def __getnewargs__(self) -> tuple[int, int, str, Output]:  # type: ignore[override]
+        return int(self), self.index, self.text, self.output
+
+    @property
+    def logprob(self) -> float | None:
+        """Its raw log-probability, or None when not asked for."""
+        return self.output.logprob
+
+    @property
+    def sampled_logprob(self) -> float | None:
+        """Its log-probability under the law it was drawn from, or None when not asked for."""
+        return self.output.sampled_logprobs[-1] if self.output.sampled_logprobs else None
+
+    @property
+    def top_logprobs(self) -> tuple[TokenLogprob, ...]:
+        """The most likely tokens in its place, most likely first, if asked for."""
+        return self.output.top_logprobs[-1] if self.output.top_logprobs else ()
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -25,11 +25,12 @@ from ferrule_client.aio.admin import AsyncAdmin
 from ferrule_client.aio.cache import AsyncCache
 from ferrule_client.aio.client import AsyncClient
 from ferrule_client.aio.detokenizer import AsyncDetokenizer
-from ferrule_client.aio.generation import AsyncGeneration, AsyncTextGeneration
+from ferrule_client.aio.generation import AsyncBranch, AsyncGeneration, AsyncTextGeneration
 from ferrule_client.aio.stream import AsyncStream
 
 __all__ = [
     "AsyncAdmin",
+    "AsyncBranch",
     "AsyncCache",
     "AsyncClient",
     "AsyncDetokenizer",

@@ -1,8 +1,9 @@
-"""One StreamDecode call for asyncio: frames out, frames in, and a limit on the wait between them."""
+"""Open streams for asyncio: frames out, frames in, and a limit on the wait between them."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Generic, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -11,9 +12,12 @@ from ferrule.v1 import executor_pb2
 from ferrule_client.aio._wire import OwnCancellation, Wire
 from ferrule_client.errors import CallCancelledError, DeadlineExceededError, ExecutorError
 
-__all__ = ["StreamCall"]
+__all__ = ["ReplyCall", "StreamCall"]
 
 _CLOSE_S = 2.0
+
+_Request = TypeVar("_Request")
+_Reply = TypeVar("_Reply")
 
 
 class StreamCall:
@@ -57,8 +61,7 @@ class StreamCall:
         except TimeoutError:
             if self._is_closed:
                 raise CallCancelledError(grpc.StatusCode.CANCELLED, "CANCELLED", "the stream was closed") from None
-            text = f"no frame came on the stream within {timeout:.3g} s; give the call a longer timeout"
-            raise DeadlineExceededError(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", text) from None
+            raise _too_late(timeout) from None
         finally:
             self._limit = None
         if not isinstance(reply, executor_pb2.StreamDecodeResponse):
@@ -105,3 +108,80 @@ class StreamCall:
                         pass
         except (TimeoutError, grpc.RpcError, ExecutorError):  # whichever way, it is over
             return
+
+
+class ReplyCall(Generic[_Reply]):
+    """One open call that answers with a stream of replies; no task of its own runs, and nothing is read ahead.
+
+    Args:
+        wire: Where to open it.
+        method: A method of the stub.
+        request: Its request.
+
+    Attributes:
+        is_over: True: it was closed or cancelled by this side.
+    """
+
+    def __init__(
+        self, wire: Wire, method: grpc.aio.UnaryStreamMultiCallable[_Request, _Reply], request: _Request
+    ) -> None:
+        self._wire = wire
+        self._call = wire.open_replies(method, request)
+        self._limit: asyncio.Timeout | None = None
+        self.is_over = False
+        wire.streams.add(self)
+
+    async def receive(self, timeout: float | None) -> _Reply:
+        """Return the next reply.
+
+        Args:
+            timeout: Seconds to wait; None means no limit.
+
+        Raises:
+            DeadlineExceededError: Nothing came in time.
+            grpc.RpcError: The call failed.
+            CallCancelledError: The call or the client was closed meanwhile.
+            StopAsyncIteration: The server ended the call.
+        """
+        try:
+            with OwnCancellation(), self._wire.nudged():
+                async with asyncio.timeout(timeout) as self._limit:
+                    reply = await self._call.read()
+        except TimeoutError:
+            if self.is_over:
+                raise CallCancelledError(grpc.StatusCode.CANCELLED, "CANCELLED", "the call was closed") from None
+            raise _too_late(timeout) from None
+        finally:
+            self._limit = None
+        if reply is grpc.aio.EOF:
+            raise StopAsyncIteration
+        return cast("_Reply", reply)
+
+    async def close(self) -> None:
+        """Take leave of a call whose last reply has come: wait a moment for its end."""
+        self.is_over = True
+        try:
+            with OwnCancellation():
+                async with asyncio.timeout(_CLOSE_S):
+                    while await self._call.read() is not grpc.aio.EOF:
+                        pass
+        except (TimeoutError, grpc.RpcError, ExecutorError):  # whichever way, it is over
+            return
+        finally:
+            self._stop()
+
+    def cancel(self) -> None:
+        """End the call at once, whatever is under way. Finalisers may call in, from any thread."""
+        self.is_over = True
+        self._wire.on_loop(self._stop)
+
+    def _stop(self) -> None:
+        """Cancel the call, and wake who waits."""
+        self._call.cancel()
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time())
+
+
+def _too_late(timeout: float | None) -> DeadlineExceededError:
+    text = f"no frame came on the stream within {timeout:.3g} s; give the call a longer timeout"
+    return DeadlineExceededError(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", text)

@@ -81,6 +81,13 @@ class Wire:
         self._check_loop()
         return self.executor.StreamDecode(metadata=self._metadata)
 
+    def open_replies(
+        self, method: grpc.aio.UnaryStreamMultiCallable[_Request, _Reply], request: _Request
+    ) -> grpc.aio.UnaryStreamCall[_Request, _Reply]:
+        """Open one call that answers with a stream of replies, without a deadline of its own."""
+        self._check_loop()
+        return method(request, metadata=self._metadata)
+
     def nudged(self) -> _Nudging:
         """Return what touches the channel at growing intervals while a call on it waits."""
         return _Nudging(self._loop, self._touch)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import warnings
 from collections.abc import Sequence
@@ -19,7 +18,6 @@ from ferrule_client._retry import Attempts
 from ferrule_client._tip import Tip, using
 from ferrule_client.aio._calls import SequenceCalls
 from ferrule_client.aio._connection import USE_DEFAULT, Connection, Timeout
-from ferrule_client.aio.detokenizer import AsyncDetokenizer
 from ferrule_client.aio.generation import AsyncGeneration, AsyncTextGeneration
 from ferrule_client.cache import _branches
 from ferrule_client.errors import ExecutorError, HandleNotFoundError
@@ -255,55 +253,86 @@ class AsyncCache:
         self,
         max_tokens: int | None = None,
         *,
+        tokens: Tokens = (),
+        n: int = 1,
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
         min_p: float | None = None,
         seed: int | None = None,
+        stop: str | Sequence[str] = (),
         stop_ids: Sequence[int] = (),
+        stop_sequences: Sequence[Sequence[int]] = (),
         ignore_eos: bool = False,
+        text: bool = False,
+        skip_special_tokens: bool = True,
         policy: Policy | None = None,
+        on_stale: OnStale = "fail",
         timeout: Timeout = USE_DEFAULT,
     ) -> AsyncGeneration:
-        """Return an iterator over tokens drawn by the server, on one stream.
+        """Return an iterator over tokens drawn by the server, which runs the loop and streams them.
 
         Nothing runs before the first ``next``. After each token the handle covers every token before it and
         ``pending`` is the token itself; see the class for how to go on. Cancelling and ``break`` leave the cache
         usable.
 
         Args:
-            max_tokens: Most tokens to draw; None: until a stop token or the end of the context.
+            max_tokens: Most tokens to draw for each branch; None: until a stop or the end of the context.
+            tokens: Tokens to append first, behind what is pending, such as the next question.
+            n: Number of branches: the first one on this cache, each other on a new one, ``caches`` of the iterator;
+                those want to be released.
             temperature: Divides the logits; 0 is greedy, None is 1.
             top_k: Keeps the k most likely tokens.
             top_p: Keeps the smallest set of most likely tokens that reaches this probability.
             min_p: Keeps tokens at least this times as likely as the most likely one.
-            seed: Seed of the draws; None draws one, to be read from ``last.seed``. Branches want different ones.
-            stop_ids: Tokens that end the loop, besides the model's own.
+            seed: Seed of the draws; None draws one, to be read from ``seed`` of the iterator. Each further branch uses
+                the next one.
+            stop: Texts that end a branch, wherever they begin; they are part of its text. Needs a tokenizer.
+            stop_ids: Tokens that end a branch, besides the model's own.
+            stop_sequences: Runs of tokens that end a branch.
             ignore_eos: True: do not stop at the model's own stop tokens.
-            policy: Any policy with a selection, in place of the sampling settings above.
+            text: True: each token comes with what it adds to the text, never half a character. Needs a tokenizer.
+            skip_special_tokens: False: special tokens are written out in the text.
+            policy: Any policy with a selection, in place of the sampling settings above: penalties, masks, logprobs.
+            on_stale: As in ``decode``.
             timeout: Seconds one token may take, retries included.
 
         Returns:
-            An iterator with ``finish_reason``, ``output`` and ``close``. A token that ends the loop is yielded.
+            An iterator over ints that know more, with ``branches``, ``finish_reason``, ``text`` and ``close``. A token
+            that ends a branch is handed out.
 
         Raises:
-            ValueError: The policy has no selection, or comes with sampling settings; ``max_tokens`` is no whole number.
+            TypeError: The tokens are no ints, or the policy is none.
+            ValueError: The policy has no selection, or comes with sampling settings; a number is out of its range.
             ExecutorError: While iterating, as in ``decode``; a full context ends the loop instead.
 
         Example:
             ``tokens = [token async for token in cache.generate(max_tokens=32, temperature=0.7, seed=1)]``
         """
-        _check.whole("max_tokens", max_tokens)
-        chosen = _messages.generation_policy(
-            policy, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
-        )
-        return AsyncGeneration(
-            self,
-            self._connection,
-            chosen,
+        plan = _messages.generation_plan(
+            policy,
             max_tokens=max_tokens,
-            stop_ids=frozenset(_check.token_list(stop_ids)),
+            n=n,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            stop=stop,
+            stop_ids=stop_ids,
+            stop_sequences=stop_sequences,
             ignore_eos=ignore_eos,
+            has_text=text,
+            skip_special_tokens=skip_special_tokens,
+        )
+        _convert.stale_to_message(on_stale)
+        return AsyncGeneration(
+            self._connection,
+            plan,
+            _check.token_list(tokens),
+            cache=self,
+            on_stale=on_stale,
+            is_patient=self.recovers,
             timeout=timeout,
         )
 
@@ -311,14 +340,18 @@ class AsyncCache:
         self,
         max_tokens: int | None = None,
         *,
+        tokens: Tokens = (),
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
         min_p: float | None = None,
         seed: int | None = None,
+        stop: str | Sequence[str] = (),
         stop_ids: Sequence[int] = (),
+        stop_sequences: Sequence[Sequence[int]] = (),
         ignore_eos: bool = False,
         policy: Policy | None = None,
+        on_stale: OnStale = "fail",
         timeout: Timeout = USE_DEFAULT,
     ) -> AsyncTextGeneration:
         """Return an iterator over pieces of text, never half a character; the loop is that of ``generate``.
@@ -328,14 +361,18 @@ class AsyncCache:
 
         Args:
             max_tokens: As in ``generate``.
+            tokens: As in ``generate``.
             temperature: As in ``generate``.
             top_k: As in ``generate``.
             top_p: As in ``generate``.
             min_p: As in ``generate``.
             seed: As in ``generate``.
+            stop: As in ``generate``.
             stop_ids: As in ``generate``.
+            stop_sequences: As in ``generate``.
             ignore_eos: As in ``generate``.
             policy: As in ``generate``.
+            on_stale: As in ``generate``.
             timeout: As in ``generate``.
 
         Returns:
@@ -350,19 +387,22 @@ class AsyncCache:
         """
         generation = self.generate(
             max_tokens,
+            tokens=tokens,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,
             seed=seed,
+            stop=stop,
             stop_ids=stop_ids,
+            stop_sequences=stop_sequences,
             ignore_eos=ignore_eos,
+            text=True,
             policy=policy,
+            on_stale=on_stale,
             timeout=timeout,
         )
-        context = (*self.tip.recent, *self.pending)
-        decode_text = functools.partial(self._connection.decode_text, timeout=timeout, is_patient=self.recovers)
-        return AsyncTextGeneration(generation, AsyncDetokenizer(decode_text, context))
+        return AsyncTextGeneration(generation, self._connection)
 
     async def verify(
         self,
@@ -438,7 +478,7 @@ class AsyncCache:
 
         Args:
             n: Number of branches.
-            length: Branch at this many tokens. None: at the tip.
+            length: Tokens at which to branch. None: at the tip.
             ttl: Lease of each branch in seconds. None: that of this sequence.
             timeout: Seconds this may take, retries included.
 
@@ -480,6 +520,7 @@ class AsyncCache:
             ``await cache.truncate(cache.length - 3)``
         """
         request = _messages.truncate_request(self.tip.live_handle(), length)
+        self.tip.interrupt()
         with using(self.tip):
             reply = await self._calls.call_once_more(self._connection.executor.TruncateKv, request, timeout)
         self.tip.cut(_convert.handle_from_message(reply.kv_cache))
@@ -599,6 +640,11 @@ class AsyncCache:
         """
         ids = _check.token_list(tokens)
         sent = self.tip.decode_input(ids, policy, on_stale)
+        if not sent.input_ids:
+            return sent
+        self.tip.interrupt()
+        if self.tip.is_ahead and sent.on_stale == types_pb2.STALE_POLICY_FAIL:
+            return self.tip.decode_input(ids, policy, "rewind")
         is_new = bool(sent.input_ids) and self.tip.contradicts([*sent.input_ids, *drafts])
         if is_new and sent.on_stale == types_pb2.STALE_POLICY_FAIL and await self._holds_only_doubts(timeout):
             return self.tip.decode_input(ids, policy, "rewind")
@@ -615,6 +661,7 @@ class AsyncCache:
 
     def give_up(self) -> Tip:
         """Mark the sequence as no longer ours and return its tip. For streams and the client; not for callers."""
+        self.tip.interrupt()
         self._calls.give_up()
         return self.tip
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import time
@@ -23,8 +24,9 @@ from ferrule_client.aio._opening import opening
 from ferrule_client.aio.admin import AsyncAdmin
 from ferrule_client.aio.cache import AsyncCache
 from ferrule_client.aio.detokenizer import AsyncDetokenizer
+from ferrule_client.aio.generation import AsyncGeneration
 from ferrule_client.aio.stream import AsyncStream
-from ferrule_client.client import DEFAULT_TARGET, _chat_message, _check_text, _not_ready
+from ferrule_client.client import DEFAULT_TARGET, _chat_message, _not_ready
 from ferrule_client.errors import ExecutorError, UnavailableError
 from ferrule_client.masks import MaskLike, TokenMask, as_mask
 from ferrule_client.policy import Policy
@@ -198,6 +200,99 @@ class AsyncClient:
         tip = Tip(output.handle, last=output, log=TokenLog(ids), ttl_s=_convert.granted_ttl_s(reply.output))
         return self._follow(tip, keep_alive=keep_alive, recovery=options if recover else None)
 
+    def generate(
+        self,
+        prompt: str | Tokens,
+        max_tokens: int | None = None,
+        *,
+        n: int = 1,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        stop_ids: Sequence[int] = (),
+        stop_sequences: Sequence[Sequence[int]] = (),
+        ignore_eos: bool = False,
+        text: bool | None = None,
+        skip_special_tokens: bool = True,
+        policy: Policy | None = None,
+        ttl: float | None = None,
+        reuse_prefix: bool = True,
+        publish_prefix: bool = True,
+        keep: bool = False,
+        recover: bool = False,
+        timeout: Timeout = USE_DEFAULT,
+    ) -> AsyncGeneration:
+        """Return an iterator over what the server draws behind a prompt, which makes its sequences itself.
+
+        Prompt and draws are one call. At the end, or when the iterator is closed (leave it early in ``async with``),
+        its sequences are released.
+
+        Args:
+            prompt: A text, or token ids.
+            max_tokens: As in ``AsyncCache.generate``; so are the settings up to ``policy``.
+            n: As in ``AsyncCache.generate``.
+            temperature: As in ``AsyncCache.generate``.
+            top_k: As in ``AsyncCache.generate``.
+            top_p: As in ``AsyncCache.generate``.
+            min_p: As in ``AsyncCache.generate``.
+            seed: As in ``AsyncCache.generate``.
+            stop: As in ``AsyncCache.generate``.
+            stop_ids: As in ``AsyncCache.generate``.
+            stop_sequences: As in ``AsyncCache.generate``.
+            ignore_eos: As in ``AsyncCache.generate``.
+            text: True: each token comes with its text. None: if the prompt is one.
+            skip_special_tokens: As in ``AsyncCache.generate``.
+            policy: As in ``AsyncCache.generate``.
+            ttl: Lease in seconds, clamped by the server. None: the server's default.
+            reuse_prefix: As in ``prefill``.
+            publish_prefix: As in ``prefill``.
+            keep: True: the sequences are yours to go on with and to release, ``caches`` of the iterator.
+            recover: As in ``prefill``.
+            timeout: Seconds one token may take, retries included.
+
+        Returns:
+            An iterator over ints that know more; see ``AsyncGeneration``.
+
+        Raises:
+            TypeError: The prompt is neither text nor token ids, or the policy is none.
+            ValueError: An argument is out of its range.
+            ExecutorError: While iterating, as in ``prefill``; that of the tokenizer too.
+
+        Example:
+            ``print("".join(token.text for token in client.generate("def area(", 20)))``
+        """
+        plan = _messages.generation_plan(
+            policy,
+            max_tokens=max_tokens,
+            n=n,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            stop=stop,
+            stop_ids=stop_ids,
+            stop_sequences=stop_sequences,
+            ignore_eos=ignore_eos,
+            has_text=isinstance(prompt, str) if text is None else text,
+            skip_special_tokens=skip_special_tokens,
+        )
+        options = PromptOptions(ttl, None, reuse_prefix, publish_prefix)
+        _convert.duration(ttl)
+        return AsyncGeneration(
+            self._connection,
+            plan,
+            prompt if isinstance(prompt, str) else _check.token_list(prompt),
+            follow=functools.partial(self._follow, keep_alive=True, recovery=options if recover else None),
+            options=options,
+            is_patient=recover,
+            keeps=keep,
+            timeout=timeout,
+        )
+
     def adopt(self, handle: Handle, *, keep_alive: bool = True) -> AsyncCache:
         """Return a cache for a handle that came from elsewhere; it owns the sequence from now on.
 
@@ -362,7 +457,7 @@ class AsyncClient:
         Example:
             ``ids = await client.encode("def area(")``
         """
-        _check_text(text)
+        _check.text(text)
         request = tokenizer_pb2.EncodeRequest(
             text=text, add_special_tokens=add_special_tokens, parse_special_tokens=parse_special_tokens
         )

@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 
 from ferrule_server import __version__
 from ferrule_server.errors import ConfigError
-from ferrule_server.quotas import UNLIMITED, QuotaLimits
+from ferrule_server.quotas import QuotaLimits
 
 DEMO_MODEL: Final = "demo"
 EXECUTORS: Final = ("auto", "torch", "paged-reference")
@@ -119,7 +119,7 @@ class ServerConfig:
     tls_key: Path | None = None
     tls_client_ca: Path | None = None
     admins: tuple[str, ...] = ()
-    quotas: QuotaLimits = UNLIMITED
+    quotas: QuotaLimits = QuotaLimits(mask_bytes=DEFAULT_MASK_BYTES)
     max_waiting_jobs: int = 4096
     max_step_time_s: float | None = None
     drain_grace_s: float = 25.0
@@ -236,7 +236,7 @@ def parse_config(arguments: Sequence[str], environment: Mapping[str, str]) -> Se
         max_waiting_jobs=setting("max_waiting_jobs", _count, 4096),
         max_step_time_s=setting("max_step_time", parse_duration, None),
         drain_grace_s=setting("drain_grace", parse_duration, 25.0),
-        has_prefix_cache=setting("prefix_cache", _boolean, True),
+        has_prefix_cache=setting("prefix_cache", _on_or_off, True),
         logs_top_tokens=setting("debug_top_tokens", _boolean, False),
         failpoints=setting("failpoints", str, ""),
     )
@@ -464,6 +464,12 @@ def _boolean(text: str) -> bool:
     if text.lower() in _FALSE:
         return False
     raise ValueError("must be 1 or 0")
+
+
+def _on_or_off(text: str) -> bool:
+    if text.lower() not in ("on", "off"):
+        raise ValueError("must be on or off")
+    return text.lower() == "on"
 
 
 def _variable(name: str) -> str:

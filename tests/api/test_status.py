@@ -77,9 +77,6 @@ TABLE: dict[type[FerruleError], tuple[FerruleError, Code, str, set[str]]] = {
 """One row per error class; abstract ones (no REASON of their own) have none."""
 
 NOT_RAISED_YET = {
-    errors.RequestIdReused: "creation by request_id",
-    errors.MaskUnknown: "token masks",
-    errors.QuotaExceeded: "quotas",
     errors.Cancelled: "never: whoever could read it has gone away",
 }
 """Rows that no served call can reach, and what will make it reach them."""
@@ -151,8 +148,8 @@ def _expired(server: RunningServer) -> None:
 
 
 def _exhausted(server: RunningServer) -> None:
-    for _ in range(20):
-        server.prefill((1,) * 60)
+    for token in range(20):
+        server.prefill((token,) * 60)
 
 
 def _draining(server: RunningServer) -> None:
@@ -179,6 +176,23 @@ def _lost(server: RunningServer) -> None:
     server.prefill()
 
 
+def _reused(server: RunningServer) -> None:
+    server.prefill((1, 2), request_id="once")
+    server.prefill((1, 3), request_id="once")
+
+
+def _unmasked(server: RunningServer) -> None:
+    mask = policy_pb2.TokenMask(fingerprint=bytes(16))
+    greedy = policy_pb2.GreedyArgmax(token_mask=mask)
+    server.prefill(policy=policy_pb2.LogitsReturnPolicy(greedy_argmax=greedy))
+
+
+def _tree(server: RunningServer) -> None:
+    handle = server.prefill().kv_cache
+    message = executor_pb2.VerifyInput(kv_cache=handle, input_ids=[1], draft_ids=[2, 3], parents=[0, 0])
+    server.stub.ForwardVerify(executor_pb2.ForwardVerifyRequest(input=message), timeout=10)
+
+
 REACHED: dict[type[FerruleError], Callable[[RunningServer], object]] = {
     errors.InvalidRequest: lambda server: server.prefill(()),
     errors.TokenOutOfVocab: lambda server: server.prefill((1, 99999)),
@@ -193,7 +207,9 @@ REACHED: dict[type[FerruleError], Callable[[RunningServer], object]] = {
     errors.ContextExceeded: lambda server: server.prefill((1,) * 300),
     errors.ExceedsPool: lambda server: server.prefill((1,) * 250),
     errors.BlocksExhausted: _exhausted,
-    errors.FeatureUnsupported: lambda server: list(server.stub.Generate(executor_pb2.GenerateRequest())),
+    errors.RequestIdReused: _reused,
+    errors.MaskUnknown: _unmasked,
+    errors.FeatureUnsupported: _tree,
     errors.Draining: _draining,
     errors.NonFiniteLogits: _non_finite,
     errors.EngineFault: _fault,
@@ -201,6 +217,7 @@ REACHED: dict[type[FerruleError], Callable[[RunningServer], object]] = {
 """How a client meets each error on a server with a context of 256 tokens and a pool of 160."""
 
 ELSEWHERE = {
+    errors.QuotaExceeded: "test_auth.test_quotas_hold_for_a_principal_and_follow_the_file",
     errors.QueueFull: "test_a_full_queue_refuses_at_once",
     errors.TokenMissing: "test_auth.test_every_method_wants_a_token",
     errors.TokenInvalid: "test_auth.test_every_method_wants_a_token",

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from ferrule_server.config import ListenAddress, ServerConfig, build_parser, instance_of_host, parse_config
+from ferrule_server.config import (
+    DEFAULT_MASK_BYTES,
+    ListenAddress,
+    ServerConfig,
+    build_parser,
+    instance_of_host,
+    parse_config,
+)
 from ferrule_server.errors import ConfigError
 from ferrule_server.quotas import QuotaLimits
 
@@ -68,11 +75,13 @@ def test_every_setting_has_a_flag_and_a_variable() -> None:
         "--quota-queued-rows": "3",
         "--quota-prefill-rate": "4",
         "--quota-retained": "5KiB",
+        "--quota-mask-bytes": "6KiB",
+        "--prefix-cache": "off",
     }
-    switches = ["--insecure", "--reflection"]
+    switches = ["--insecure", "--reflection", "--debug-top-tokens"]
     by_flag = parse_config([*(part for pair in values.items() for part in pair), *switches], {})
     environment = {flag[2:].replace("-", "_").upper(): value for flag, value in values.items()}
-    environment |= {"INSECURE": "true", "REFLECTION": "yes"}
+    environment |= {"INSECURE": "true", "REFLECTION": "yes", "DEBUG_TOP_TOKENS": "1"}
     by_variable = parse_config([], {f"FERRULE_{name}": value for name, value in environment.items()})
     assert by_flag == by_variable
     assert by_flag.kv_memory_bytes == 3 << 29
@@ -80,7 +89,19 @@ def test_every_setting_has_a_flag_and_a_variable() -> None:
     assert by_flag.num_threads == 4
     assert by_flag.has_reflection
     assert by_flag.token_file == Path("/etc/ferrule/tokens")
-    assert by_flag.quotas == QuotaLimits(1, 2, 3, 4, 5 << 10)
+    assert by_flag.quotas == QuotaLimits(1, 2, 3, 4, 5 << 10, 6 << 10)
+    assert not by_flag.has_prefix_cache
+    assert by_flag.logs_top_tokens
+
+
+def test_contents_are_logged_only_if_asked_for_and_prefixes_are_kept() -> None:
+    """What is safe and fast is the default; the bound on masks can be lifted."""
+    config = parse_config([], {})
+    assert config.has_prefix_cache
+    assert not config.logs_top_tokens
+    assert config.quotas.mask_bytes == DEFAULT_MASK_BYTES
+    assert parse_config(["--quota-mask-bytes", "none"], {}).quotas.mask_bytes is None
+    assert parse_config(["--prefix-cache", "on"], {"FERRULE_PREFIX_CACHE": "off"}).has_prefix_cache
 
 
 @pytest.mark.parametrize(
@@ -128,6 +149,8 @@ def test_other_addresses_need_insecure(text: str) -> None:
         (["--max-step-rows", "0"], "65536"),
         (["--threads", "two"], "whole number"),
         (["--instance", "a.b"], "A-Z a-z"),
+        (["--prefix-cache", "maybe"], "on or off"),
+        (["--quota-mask-bytes", "64"], "KiB, MiB, GiB or TiB"),
         (["--instance", "x" * 65], "1 to 64"),
         (["--executor", "cuda"], "paged-reference"),
         (["--dtype", "float16"], "bfloat16"),

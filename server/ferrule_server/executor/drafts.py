@@ -63,8 +63,9 @@ def residual_law(law: Law, draft: DraftSpec) -> Law:
     Where nothing is left, p and q are equal up to rounding, and a draft is rejected with a probability of rounding
     too: then p itself, from which the law that comes out differs by no more than that.
     """
-    weights = np.maximum(law.probabilities() - _draft_probabilities(law, draft), 0.0)
-    if not weights.any():
+    weights = law.probabilities()
+    weights -= _draft_probabilities(law, draft)
+    if not np.maximum(weights, 0.0, out=weights).any():
         return law
     return Law(law.token_ids, weights)
 

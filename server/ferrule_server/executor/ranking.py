@@ -7,7 +7,9 @@ import numpy.typing as npt
 
 from ferrule_server.executor.base import Float32Array
 
-__all__ = ["Float64Array", "IntArray", "Logits", "largest", "ranked", "ranked_largest"]
+__all__ = ["Float64Array", "IntArray", "Logits", "best_ids", "largest", "ranked", "ranked_largest"]
+
+_RUN = 128
 
 Float64Array = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.intp]
@@ -15,8 +17,34 @@ Logits = Float32Array | Float64Array
 """One row: raw ones are float32, shaped ones float64, -inf where a mask forbids a token. Never NaN."""
 
 
+def best_ids(logits: Float32Array) -> list[int]:
+    """Return the id of each row's largest logit, the lowest among equals, and -1 for a row with NaN or infinity.
+
+    Args:
+        logits: float32 [num_rows, vocab_size].
+    """
+    best = logits.argmax(axis=1)
+    # NaN wins argmax, so every bad row shows in its peak or minimum.
+    is_finite = np.isfinite(logits[np.arange(len(logits)), best]) & np.isfinite(logits.min(axis=1))
+    ids: list[int] = np.where(is_finite, best, -1).tolist()
+    return ids
+
+
 def largest(row: Logits, k: int) -> IntArray:
-    """Return the ids of the ``k`` largest logits, ascending; at the border the lowest ids win. 0 < k < len(row)."""
+    """Return the ids of the ``k`` largest logits, ascending; at the border the lowest ids win. 0 < k < len(row).
+
+    Of long rows only tokens that reach the k-th largest of the maxima of runs are looked at: k tokens do.
+    """
+    num_runs = len(row) // _RUN
+    if 2 * k >= num_runs:
+        return _partition(row, k)
+    maxima = row[: num_runs * _RUN].reshape(num_runs, _RUN).max(axis=1)
+    candidates = np.flatnonzero(row >= np.partition(maxima, num_runs - k)[num_runs - k])
+    return candidates if len(candidates) == k else candidates[_partition(row[candidates], k)]
+
+
+def _partition(row: Logits, k: int) -> IntArray:
+    """Return what :func:`largest` does, after one partition of the whole row."""
     first = len(row) - k
     border = np.partition(row, first)[first]
     token_ids = np.flatnonzero(row >= border)

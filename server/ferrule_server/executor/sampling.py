@@ -20,10 +20,10 @@ from ferrule_server.executor.base import Float32Array, Int32Array, OutputSpec, R
 from ferrule_server.executor.drafts import decide
 from ferrule_server.executor.laws import sampling_law
 from ferrule_server.executor.philox import Purpose, uniform
-from ferrule_server.executor.ranking import Logits, ranked_largest
+from ferrule_server.executor.ranking import Logits, best_ids, ranked_largest
 from ferrule_server.executor.shaping import shape_row
 
-__all__ = ["Choice", "choose", "select_rows"]
+__all__ = ["Choice", "choose", "needs_normaliser", "select_rows"]
 
 _CHUNK_ELEMENTS = 1 << 17
 """Rows are normalised together up to this many logits, so that the float64 copy stays in the L2 cache."""
@@ -62,15 +62,13 @@ def select_rows(
     """
     if not specs:
         return []
-    best_ids = logits.argmax(axis=1)
-    peaks = logits[np.arange(len(specs)), best_ids]  # NaN wins argmax, so every bad row shows in its peak or minimum
-    is_finite = np.isfinite(peaks) & np.isfinite(logits.min(axis=1))
-    wanted = [i for i, spec in enumerate(specs) if is_finite[i] and _needs_normaliser(spec)]
-    normalisers = _log_normalisers(logits, peaks, wanted)
+    best = best_ids(logits)
+    wanted = [i for i, spec in enumerate(specs) if best[i] >= 0 and needs_normaliser(spec)]
+    normalisers = _log_normalisers(logits, best, wanted)
     outputs = []
-    for i, (spec, best_id) in enumerate(zip(specs, best_ids.tolist(), strict=True)):
+    for i, (spec, best_id) in enumerate(zip(specs, best, strict=True)):
         position = int(positions[i]) + 1
-        if not is_finite[i]:
+        if best_id < 0:
             outputs.append(RowOutput(position, is_finite=False))
             continue
         choice = choose(logits[i], position, spec, best_id, histories[i] if histories else None)
@@ -107,18 +105,18 @@ def choose(row: Float32Array, position: int, spec: OutputSpec, best_id: int, his
     return Choice(*law.draw(uniform(sample.seed, position, Purpose.SAMPLE)))
 
 
-def _needs_normaliser(spec: OutputSpec) -> bool:
-    """Whether the row's log softmax at T=1 is needed."""
+def needs_normaliser(spec: OutputSpec) -> bool:
+    """Whether a row's log softmax at T=1 is needed."""
     return spec.logprobs or spec.num_top_logprobs > 0 or spec.target_id >= 0 or bool(spec.logprob_ids) or spec.entropy
 
 
-def _log_normalisers(logits: Float32Array, peaks: Float32Array, rows: list[int]) -> dict[int, float]:
+def _log_normalisers(logits: Float32Array, best: Sequence[int], rows: list[int]) -> dict[int, float]:
     """Return log(sum(exp(row))) in float64 of each wanted row, by row index."""
     normalisers: dict[int, float] = {}
     size = max(1, _CHUNK_ELEMENTS // logits.shape[1])
     for start in range(0, len(rows), size):
         chunk = rows[start : start + size]
-        tops = peaks[chunk].astype(np.float64)
+        tops = logits[chunk, [best[i] for i in chunk]].astype(np.float64)
         weights = np.subtract(logits[chunk], tops[:, None], dtype=np.float64)
         sums = np.exp(weights, out=weights).sum(axis=1)
         normalisers.update(zip(chunk, (tops + np.log(sums)).tolist(), strict=True))
@@ -154,4 +152,4 @@ def _logprobs(values: Logits, normaliser: float) -> Float32Array:
 def _entropy(row: Float32Array, normaliser: float) -> float:
     """Return -sum(p * log(p)) of the raw distribution, in nats."""
     logprobs = row.astype(np.float64) - normaliser
-    return max(0.0, -float(np.dot(np.exp(logprobs), logprobs)))
+    return max(0.0, -float((np.exp(logprobs) * logprobs).sum()))

@@ -7,9 +7,9 @@ import numpy.typing as npt
 import torch
 
 from ferrule_server.errors import ConfigError
-from ferrule_server.executor.base import ExecutorInfo, Int32Array, ModelDescription, StepBatch, StepResult
+from ferrule_server.executor.base import ExecutorInfo, Int32Array, ModelDescription, RowOutput, StepBatch, StepResult
 from ferrule_server.executor.buffers import KvPool, bytes_per_block
-from ferrule_server.executor.sampling import select_rows
+from ferrule_server.executor.device_outputs import DeviceOutputs
 from ferrule_server.model.attention import GroupedAttention, PlainAttention, StepArrays, StepAttention
 from ferrule_server.model.decoder import Decoder
 from ferrule_server.model.weights import LoadedModel
@@ -18,6 +18,9 @@ __all__ = ["TorchExecutor"]
 
 _MIN_BLOCKS = 8
 """Fewer, the null block included, could not hold a prompt and a fork of it."""
+
+_TILE_BYTES = 32 << 20
+"""Logits of as many output rows as fit into this, as float32, exist at a time: 55 rows of 152 000."""
 
 
 class TorchExecutor:
@@ -53,6 +56,7 @@ class TorchExecutor:
         self._device = torch.device(device)
         self._config = model.config
         self._is_plain = is_plain
+        self._outputs = DeviceOutputs(self._device)
         self._info = ExecutorInfo(
             name="torch",
             device=str(self._device),
@@ -85,14 +89,29 @@ class TorchExecutor:
         """
         if not batch.num_rows:
             return StepResult()
-        logits = self._decoder.forward(
+        hidden = self._decoder.forward(
             self._index(batch.token_ids),
             self._index(batch.positions),
             self._attention(batch),
             self._index(batch.output_rows),
         )
+        return StepResult(self._select(hidden, batch))
+
+    def _select(self, hidden: torch.Tensor, batch: StepBatch) -> list[RowOutput]:
+        """Return the outputs of the rows: output head and selection a tile of rows at a time."""
         positions = batch.positions[batch.output_rows].tolist()
-        return StepResult(select_rows(logits.cpu().numpy(), positions, batch.output_specs))
+        rows: list[RowOutput] = []
+        for tile in self._tiles(len(positions)):
+            part = hidden[tile]
+            logits = self._decoder.head(part)
+            rows += self._outputs.select(logits, part, positions[tile], batch.output_specs[tile], batch.histories[tile])
+        return rows
+
+    def _tiles(self, num_rows: int) -> list[slice]:
+        """Return slices of about equal size, none of which has more logits than fit into the memory of a tile."""
+        most = max(1, _TILE_BYTES // (4 * self._config.vocab_size))
+        num_tiles = -(-num_rows // most)
+        return [slice(num_rows * i // num_tiles, num_rows * (i + 1) // num_tiles) for i in range(num_tiles)]
 
     def copy_blocks(self, block_pairs: Int32Array) -> None:
         """Copy whole blocks, all layers: int32 [n, 2] of (source, destination), destinations distinct."""

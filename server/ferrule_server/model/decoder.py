@@ -67,7 +67,7 @@ class Decoder:
             self._layers.append(_prepare_layer(config, weights.layers.pop(0), make, device))
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: StepAttention, output_rows: Tensor) -> Tensor:
-        """Run a step: write the rows' KV through ``attention`` and return logits of the rows asked for.
+        """Run a step: write the rows' KV through ``attention`` and return the hidden states of the rows asked for.
 
         Args:
             token_ids: int64 [num_rows].
@@ -76,7 +76,7 @@ class Decoder:
             output_rows: int64 [num_outputs].
 
         Returns:
-            float32 [num_outputs, vocab_size].
+            [num_outputs, hidden_size] after the final norm, what :meth:`head` reads.
         """
         hidden = self._embed(token_ids)
         rotation = _rotation(positions, self._frequencies)
@@ -85,10 +85,18 @@ class Decoder:
             attended = attention.attend(index, query, key, value)
             for tile in _tiles(len(hidden), _TILE_ROWS):
                 self._feed_forward(layer, hidden[tile], attended[tile])
-        rows = hidden.index_select(0, output_rows)
-        if not len(rows):
-            return rows.new_empty((0, self._config.vocab_size), dtype=torch.float32)
-        return self._head(reference.rms_norm(rows, self._final_norm, self._config.norm_eps)).float()
+        return reference.rms_norm(hidden.index_select(0, output_rows), self._final_norm, self._config.norm_eps)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Return the logits of hidden states.
+
+        Args:
+            hidden: [rows, hidden_size] after the final norm, at least one row.
+
+        Returns:
+            float32 [rows, vocab_size].
+        """
+        return self._head(hidden).float()
 
     def _project(self, layer: _Layer, hidden: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, key and value, each [rows, its heads, head_dim], the first two normalised and rotated."""

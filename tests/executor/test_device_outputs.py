@@ -1,0 +1,147 @@
+"""The batched selection of the device against the definition in numpy, on random rows and specs."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ferrule_server.executor import device_outputs
+from ferrule_server.executor.base import (
+    DraftLaw,
+    DraftSpec,
+    Float32Array,
+    Int32Array,
+    OutputSpec,
+    RowOutput,
+    SampleSpec,
+    Shaping,
+    TokenMask,
+)
+from ferrule_server.executor.device_laws import ChoiceRow, DeviceLaws
+from ferrule_server.executor.device_outputs import DeviceOutputs
+from ferrule_server.executor.sampling import select_rows
+
+CPU = torch.device("cpu")
+VOCAB_SIZES = (1, 2, 17, 128, 129, 300, 1000)
+HIDDEN_SIZE = 5
+
+
+def random_logits(rng: np.random.Generator, num_rows: int, vocab_size: int) -> Float32Array:
+    """Return rows of many kinds: smooth, peaked, full of ties and signed zeros, one in ten with NaN or infinity."""
+    logits = rng.standard_normal((num_rows, vocab_size)) * rng.choice([0.1, 2.0, 20.0], (num_rows, 1))
+    is_coarse = rng.random(num_rows) < 0.4
+    logits[is_coarse] = np.round(logits[is_coarse])
+    bad = np.flatnonzero(rng.random(num_rows) < 0.1)
+    logits[bad, rng.integers(0, vocab_size, len(bad))] = rng.choice([np.nan, np.inf, -np.inf], len(bad))
+    return np.asarray(logits, np.float32)
+
+
+def random_mask(rng: np.random.Generator, vocab_size: int) -> TokenMask:
+    """Return a mask that allows at least one token."""
+    is_allowed = rng.random(vocab_size) < rng.choice([0.0, 0.3, 0.9])
+    is_allowed[rng.integers(vocab_size)] = True
+    bits = np.packbits(is_allowed, bitorder="little")
+    return TokenMask(hashlib.blake2b(bits.tobytes(), digest_size=16).digest(), bits)
+
+
+def random_shaping(rng: np.random.Generator, vocab_size: int) -> Shaping:
+    """Return shaping of any mix of parts."""
+    biased = np.sort(rng.choice(vocab_size, min(3, vocab_size), replace=False)).tolist()
+    return Shaping(
+        repetition_penalty=float(rng.choice([1.0, 0.5, 1.3])),
+        frequency_penalty=float(rng.choice([0.0, -0.4, 0.7])),
+        presence_penalty=float(rng.choice([0.0, 1.1])),
+        bias=tuple((token_id, float(rng.normal(0, 5))) for token_id in biased) if rng.random() < 0.5 else (),
+        mask=random_mask(rng, vocab_size) if rng.random() < 0.5 else None,
+    )
+
+
+def random_draft(rng: np.random.Generator, vocab_size: int) -> DraftSpec:
+    """Return a draft of a dense, a sparse or no law; it need not be one that the law allows."""
+    kind, token_id = rng.integers(3), int(rng.integers(vocab_size))
+    if kind == 0:
+        return DraftSpec(token_id)
+    if kind == 1:
+        return DraftSpec(token_id, DraftLaw(b"dense", None, rng.dirichlet(np.full(vocab_size, 0.5))))
+    token_ids = rng.permutation(vocab_size)[: rng.integers(1, vocab_size + 1)].astype(np.int32)
+    return DraftSpec(token_id, DraftLaw(b"sparse", token_ids, rng.dirichlet(np.ones(len(token_ids)))))
+
+
+def random_sample(rng: np.random.Generator, vocab_size: int) -> SampleSpec:
+    """Return any mix of settings."""
+    return SampleSpec(
+        temperature=float(rng.choice([0.0, 0.3, 1.0, 1.7])),
+        top_k=int(rng.choice([0, 1, 3, vocab_size, 2 * vocab_size])),
+        top_p=float(rng.choice([1.0, rng.random() + 1e-9])),
+        min_p=float(rng.choice([0.0, rng.random()])),
+        seed=int(rng.integers(2**63)),
+    )
+
+
+def random_spec(rng: np.random.Generator, vocab_size: int) -> OutputSpec:
+    """Return a spec that asks for any mix of things."""
+    is_greedy = rng.random() < 0.3
+    sample = None if is_greedy or rng.random() < 0.2 else random_sample(rng, vocab_size)
+    asked = rng.integers(0, vocab_size, rng.integers(0, 4)).tolist()
+    return OutputSpec(
+        full_logits=rng.random() < 0.2,
+        greedy=is_greedy,
+        sample=sample,
+        logprobs=rng.random() < 0.5,
+        num_top_logprobs=int(rng.choice([0, 0, 1, 3, 20, vocab_size + 1])),
+        target_id=int(rng.integers(-1, vocab_size)),
+        shaping=random_shaping(rng, vocab_size) if rng.random() < 0.5 else None,
+        logprob_ids=tuple(asked),
+        entropy=rng.random() < 0.3,
+        hidden_state=rng.random() < 0.3,
+        draft=random_draft(rng, vocab_size) if sample is not None and rng.random() < 0.5 else None,
+    )
+
+
+def history_of(rng: np.random.Generator, spec: OutputSpec, vocab_size: int) -> Int32Array | None:
+    """Return random tokens where the spec's penalties count some, at times none at all."""
+    if spec.shaping is None or not spec.shaping.has_penalties:
+        return None
+    return np.asarray(rng.integers(0, vocab_size, rng.choice([0, 1, 30])), np.int32)
+
+
+def assert_same(ours: RowOutput, expected: RowOutput) -> None:
+    """Everything but log-probabilities and entropies is equal, those within 1e-5."""
+    for field in fields(RowOutput):
+        mine, theirs = getattr(ours, field.name), getattr(expected, field.name)
+        if theirs is None or isinstance(theirs, (bool, int)):
+            assert mine == theirs, field.name
+            assert type(mine) is type(theirs), field.name
+        elif isinstance(theirs, float):
+            assert mine == pytest.approx(theirs, abs=1e-5, rel=1e-6), field.name
+        else:
+            assert mine.dtype == theirs.dtype, field.name
+            is_exact = "logprobs" not in field.name
+            np.testing.assert_allclose(mine, theirs, atol=0 if is_exact else 1e-5, rtol=0 if is_exact else 1e-6)
+
+
+@pytest.mark.parametrize("has_numpy", [False, True])
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32), vocab_size=st.sampled_from(VOCAB_SIZES), num_rows=st.integers(1, 9))
+def test_batched_rows_are_those_of_the_definition(has_numpy: bool, seed: int, vocab_size: int, num_rows: int) -> None:
+    """Any mix of rows: the same tokens, decisions and ids, log-probabilities within 1e-5, and nothing else."""
+    rng = np.random.default_rng(seed)
+    logits = random_logits(rng, num_rows, vocab_size)
+    hidden = rng.standard_normal((num_rows, HIDDEN_SIZE)).astype(np.float32)
+    specs = [random_spec(rng, vocab_size) for _ in range(num_rows)]
+    histories = [history_of(rng, spec, vocab_size) for spec in specs]
+    positions = rng.integers(0, 5000, num_rows).tolist()
+    expected = select_rows(logits, positions, specs, histories, hidden)
+    outputs = DeviceOutputs(CPU, has_numpy=has_numpy)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_outputs, "_SMALL_ELEMENTS", 0)
+        ours = outputs.select(torch.from_numpy(logits), torch.from_numpy(hidden), positions, specs, histories)
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert_same(mine, theirs)

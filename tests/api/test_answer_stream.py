@@ -56,6 +56,9 @@ class _Engine:
     def snapshot(self) -> Any:
         raise AssertionError("not asked for")
 
+    def kv_metrics(self) -> Any:
+        raise AssertionError("not asked for")
+
     @property
     def sink(self) -> Sink:
         return cast("Sink", self.entries[0][1])

@@ -7,11 +7,23 @@ import threading
 from collections.abc import Mapping
 
 from ferrule_server.engine.gate import Entry, Gate
-from ferrule_server.engine.jobs import AppendJob, AppendResult, ForkJob, Job, Outcome, OutputRequest, ReleaseJob
+from ferrule_server.engine.jobs import (
+    AppendJob,
+    AppendResult,
+    ForkJob,
+    ForwardFrame,
+    GenerateFrame,
+    Job,
+    Outcome,
+    OutputRequest,
+    ReleaseJob,
+    StepTiming,
+)
 from ferrule_server.errors import Cancelled, FerruleError, HandleStale, QueueFull, QuotaExceeded
 from ferrule_server.kv.handle import Handle
 from ferrule_server.quotas import UNLIMITED, QuotaLimits
 from tests.engine.harness import NOTHING, Harness, Pending, append
+from tests.engine.streams import forward, generate
 from tests.fakes import FakeExecutor
 
 HANDLE = Handle("test.e1.x", 4, bytes(16))
@@ -389,3 +401,57 @@ def test_rows_that_ran_are_noted_on_the_job() -> None:
         harness.submit(first).result()
         assert harness.submit(again).result().replayed
         assert (first.rows_run, again.rows_run) == (2, 0)
+
+
+def test_a_stream_holds_its_place_until_its_last_frame() -> None:
+    """Frames before it change nothing; an error ends it as well."""
+    gate, _ = gate_of(max_jobs=2, limits=QuotaLimits(queued_rows=16))
+    for more, last in (
+        (GenerateFrame((), StepTiming()), GenerateFrame((), StepTiming(), is_last=True)),
+        (ForwardFrame(0, (), StepTiming()), ForwardFrame(0, (), StepTiming(), is_last=True)),
+        (GenerateFrame((), StepTiming()), Cancelled()),
+    ):
+        jobs = [generate(HANDLE, 1, 2, num_branches=3), forward(1, 2, 3)]
+        assert try_jobs(gate, *jobs) == [None, None]
+        finish(gate, jobs[0], outcome=more)
+        assert gate.num_jobs == 2
+        assert isinstance(try_jobs(gate, decode(handle=OTHER))[0], QueueFull)
+        finish(gate, *jobs, outcome=last)
+        assert gate.num_jobs == 0
+        gate.check_integrity()
+
+
+def test_a_generate_counts_its_prompt_and_a_row_for_each_branch_and_a_forward_all_its_tokens() -> None:
+    """Rows that may wait for a step at once."""
+    for job, rows in (
+        (generate(None, 1, 2, 3, num_branches=4), 7),
+        (generate(HANDLE), 1),
+        (forward(*range(9)), 9),
+    ):
+        gate, _ = gate_of(limits=QuotaLimits(queued_rows=rows - 1))
+        (error,) = try_jobs(gate, job)
+        assert isinstance(error, QuotaExceeded)
+        assert error.metadata["needed"] == str(rows)
+        gate, _ = gate_of(limits=QuotaLimits(queued_rows=rows))
+        assert try_jobs(gate, job) == [None]
+
+
+def test_prompts_of_streams_count_for_the_prefill_rate_and_what_was_not_run_is_given_back() -> None:
+    """One token behind a handle is a decode, whoever appends it."""
+    for job in (generate(None, *range(60)), generate(HANDLE, *range(60)), forward(*range(60))):
+        gate, _ = gate_of(limits=QuotaLimits(prefill_tokens_per_s=50))
+        assert try_jobs(gate, job) == [None]
+        assert isinstance(try_jobs(gate, prompt(1))[0], QuotaExceeded)
+        job.rows_run = 20
+        finish(gate, job, outcome=Cancelled())
+        assert try_jobs(gate, prompt(1)) == [None]
+        gate.check_integrity()
+    gate, _ = gate_of(limits=QuotaLimits(prefill_tokens_per_s=0))
+    assert try_jobs(gate, generate(HANDLE, 1), generate(OTHER)) == [None, None]
+
+
+def test_a_stream_behind_a_refused_job_on_its_sequence_is_refused_too() -> None:
+    """It would draw from other tokens than it was sent for."""
+    gate, _ = gate_of(limits=QuotaLimits(queued_rows=4))
+    errors = try_jobs(gate, decode(num_tokens=5), generate(HANDLE, 1), forward(1), generate(OTHER, 1))
+    assert [error is None for error in errors] == [False, False, True, True]

@@ -72,7 +72,7 @@ class Driver(Protocol):
         ...
 
     def end(self, why: Why) -> None:
-        """Give up what is not finished; nothing is entered any more."""
+        """Give up what is not finished; nothing is entered any more, and the next frame is the last."""
         ...
 
     def next_frame(self) -> Outcome | None:
@@ -162,16 +162,19 @@ class Drivers:
             self._is_woken = True
 
     def turn(self) -> None:
-        """Let every driver take its outcomes and enter what comes next; then deliver a frame of each."""
+        """Let every driver take its outcomes and enter what comes next; then deliver a frame of each.
+
+        Who is cancelled ends after that, so that it knows what it has made; what it entered last is not run any more.
+        """
         self._is_woken = False
-        for driver in [driver for driver in self._active if driver.job.is_cancelled]:
-            self._end(driver, _cancelled)
         if self._parked:
             self._unpark()
         while self._outcomes:
             sink, job, outcome = self._outcomes.popleft()
             if sink.driver in self._active:
                 self._give(sink, job, outcome)
+        for driver in [driver for driver in self._active if driver.job.is_cancelled]:
+            self._end(driver, _cancelled)
         if self._touched:
             touched, self._touched = self._touched, {}
             for driver in touched:
@@ -182,7 +185,6 @@ class Drivers:
         self._outcomes.clear()
         for driver in list(self._active):
             self._end(driver, why)
-            self._deliver(driver)
         self._touched.clear()
         self._parked.clear()
 
@@ -250,13 +252,14 @@ class Drivers:
             self._end(sink.driver, lambda _: error)
 
     def _end(self, driver: Driver, why: Why) -> None:
+        """End a driver and hand over its last word; outcomes that still come are not its own any more."""
         self._parked.pop(driver, None)
         try:
             driver.end(why)
         except Exception:  # noqa: BLE001 - whoever waits must hear something
             self._lose(driver, fault("a stream could not be ended"))
         else:
-            self._touched[driver] = None
+            self._deliver(driver)
 
     def _deliver(self, driver: Driver) -> None:
         """Hand over what the driver has to say; with its last word it leaves."""
@@ -275,6 +278,7 @@ class Drivers:
 
     def _lose(self, driver: Driver, error: FerruleError) -> None:
         del self._active[driver]
+        self._parked.pop(driver, None)
         self._finish(driver.job, driver.sink, error)
 
 

@@ -411,7 +411,7 @@ def test_a_stream_holds_its_place_until_its_last_frame() -> None:
         (ForwardFrame(0, (), StepTiming()), ForwardFrame(0, (), StepTiming(), is_last=True)),
         (GenerateFrame((), StepTiming()), Cancelled()),
     ):
-        jobs = [generate(HANDLE, 1, 2, num_branches=3), forward(1, 2, 3)]
+        jobs: list[Job] = [generate(HANDLE, 1, 2, num_branches=3), forward(1, 2, 3)]
         assert try_jobs(gate, *jobs) == [None, None]
         finish(gate, jobs[0], outcome=more)
         assert gate.num_jobs == 2

@@ -24,11 +24,21 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
-from ferrule.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, executor_pb2, executor_pb2_grpc, tokenizer_pb2, types_pb2
+from ferrule.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    cache_pb2,
+    executor_pb2,
+    executor_pb2_grpc,
+    policy_pb2,
+    tokenizer_pb2,
+    types_pb2,
+)
 from ferrule_server.api import serve
 from ferrule_server.api.auth import CertificateAccess, OpenAccess, TokenAccess, access_of
 from ferrule_server.api.describe import caller_info
 from ferrule_server.api.handlers import OPEN_SERVICES, ROLES
+from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.principal import Caller
 from ferrule_server.api.token_file import TokenFile
 from ferrule_server.config import ServerConfig, parse_config
@@ -48,6 +58,7 @@ from tests.api.harness import (
     refused,
     wait_until,
 )
+from tests.fakes import FakeExecutor
 
 ALICE, ALICE_TOO, BOB, OPS, GONE = (f"ferrule_{name}" for name in ("alice", "alice2", "bob", "ops", "gone"))
 LINES = {
@@ -390,6 +401,11 @@ for _variants in VARIANTS.values():
     if _variants["plain"] and _variants["plain"].keys() & {"input_ids", "q_tokens"}:
         for _policy in (types_pb2.STALE_POLICY_FORK, types_pb2.STALE_POLICY_REWIND):
             _variants[types_pb2.StalePolicy.Name(_policy)] = {**_variants["plain"], "on_stale": _policy}
+for _name in ("ForwardVerify input.kv_cache", "StreamDecode items.verify.kv_cache"):
+    VARIANTS[_name]["accepted"] = {**_APPEND, "draft_ids": [6], "acceptance": executor_pb2.ACCEPTANCE_RULE_EXACT}
+for _name in ("UnifiedDecode batch.items.kv_cache", "StreamDecode items.unified.kv_cache"):
+    VARIANTS[_name]["not final"] = {"q_tokens": [5], "is_final_chunk": False}
+VARIANTS["Generate kv_cache"]["branches"] = {**_NEW["Generate kv_cache"], "n": 2, "input_ids": []}
 
 
 def _request(path: str, fields: tuple[str, ...], handle: types_pb2.KvCacheHandle, more: dict[str, Any]) -> Message:
@@ -566,6 +582,32 @@ def test_request_ids_of_two_principals_do_not_meet(secured: Secured) -> None:
     assert bob.release(his) == [True]
 
 
+def test_masks_and_prompts_of_another_are_not_there(secured: Secured) -> None:
+    """A fingerprint is unknown to others as if nobody had it, and a prompt of another is no prefix of one's own."""
+    bits, prompt = bytes([1] * 32), range(90, 130)
+    stub = secured.server.stub
+    masks = cache_pb2.RegisterTokenMaskRequest(masks=[bits])
+    (fingerprint,) = stub.RegisterTokenMask(masks, metadata=_bearer(ALICE), timeout=20).fingerprints
+    secured.as_(ALICE).release(secured.as_(ALICE).prefill(*prompt))
+    found, answers = {}, []
+    for token in (ALICE_TOO, BOB):
+        message = executor_pb2.PrefillInput(input_ids=prompt, logits_policy=GREEDY)
+        output = stub.Prefill(executor_pb2.PrefillRequest(input=message), metadata=_bearer(token), timeout=20).output
+        found[token] = output.cached_tokens
+        for named in (fingerprint, fingerprint[::-1]):
+            policy = policy_pb2.LogitsReturnPolicy(greedy_argmax={"token_mask": {"fingerprint": named}})
+            request = executor_pb2.DecodeRequest(input=decode_item(output.kv_cache, policy=policy))
+            answers.append(secured.as_(token).reply("ferrule.v1.ModelExecutorService/Decode", request))
+        secured.as_(token).release(output.kv_cache)
+    assert found == {ALICE_TOO: 32, BOB: 0}
+    assert "MASK_UNKNOWN" not in str(answers[0])
+    assert all("MASK_UNKNOWN" in str(answer) for answer in answers[1:])
+    shown = [
+        str(answer).replace(fingerprint.hex(), "<it>").replace(fingerprint[::-1].hex(), "<it>") for answer in answers
+    ]
+    assert shown[2] == shown[3]
+
+
 def test_quotas_hold_for_a_principal_and_follow_the_file(changing: Secured) -> None:
     """All its tokens together, nobody else's; a limit that is raised is there at once."""
     alice, handle = changing.as_(ALICE), changing.as_(ALICE).prefill()
@@ -635,6 +677,40 @@ def test_a_stream_ends_when_its_token_goes_and_its_sequences_live_on(changing: S
     assert moved.length == handle.length + 1
     stream.close()
     other.close()
+
+
+def _endless(server: RunningServer, rpc: str, token: str) -> Any:
+    """Return a call that is answered piece by piece, for longer than any test."""
+    policy = policy_pb2.LogitsReturnPolicy(greedy_argmax={}, full_logits={})
+    if rpc == "Generate":
+        request = executor_pb2.GenerateRequest(input_ids=[1, 2, 3], logits_policy=policy)
+        return server.stub.Generate(request, metadata=_bearer(token), timeout=60)
+    forward = executor_pb2.ForwardRequest(input_ids=range(900), logits_policy=policy)
+    return server.stub.Forward(forward, metadata=_bearer(token), timeout=60)
+
+
+@pytest.mark.parametrize("rpc", ["Generate", "Forward"])
+def test_an_answer_piece_by_piece_ends_when_its_token_goes(
+    tmp_path: Path, rpc: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it runs, or is parked because nobody reads; that of another goes on."""
+    monkeypatch.setattr(serve, "_REFRESH_S", 0.01)
+    executor = FakeExecutor(vocab_size=16384, num_blocks=1024, max_context=1024, step_time_s=0.002)
+    limits = ApiLimits(stream_window_bytes=1 << 20, max_stream_frame_bytes=256 << 10)
+    secured = Secured(tmp_path / "tokens", executor=executor, limits=limits)
+    with secured.server as server:
+        running, parked, other = (_endless(server, rpc, token) for token in (ALICE, ALICE, ALICE_TOO))
+        for call in (running, parked, other):
+            next(call)
+        _write(secured.path, ALICE_TOO)
+        for call in (running, parked):
+            with refused() as refusals:
+                list(call)
+            assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.UNAUTHENTICATED, "TOKEN_INVALID")
+        next(other)
+        wait_until(lambda: len(server.state.streams) == 1)
+        other.cancel()
+        wait_until(lambda: server.engine.snapshot().num_streams == 0)
 
 
 def test_a_quiet_stream_ends_too_when_its_token_goes(

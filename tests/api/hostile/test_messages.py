@@ -26,6 +26,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, tokenizer_pb2, types_pb2
+from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.serve import SERVICES
 from ferrule_server.text.tokenizer import Tokenizer
 from tests.api.harness import DEMO_FOLDER, GREEDY, RunningServer, read_status
@@ -46,6 +47,8 @@ def _methods() -> list[MethodDescriptor]:
 
 METHODS = {f"{method.containing_service.name}.{method.name}": method for method in _methods()}
 STREAM = METHODS.pop("ModelExecutorService.StreamDecode")
+LAST_CALLS = {name: METHODS.pop(name) for name in ("AdminService.Drain", "AdminService.Shutdown")}
+"""Nothing more is served behind them."""
 
 
 def reasons_of_the_contract() -> set[tuple[str, str]]:
@@ -61,12 +64,32 @@ def _valid(name: str, live: types_pb2.KvCacheHandle) -> Message:
     """Return a message that is served, for what is drawn to be laid over; empty where no field is needed."""
     sample = policy_pb2.LogitsReturnPolicy(sample=policy_pb2.Sample(temperature=0.5, seed=3))
     decode = executor_pb2.DecodeInput(kv_cache=live, input_ids=[7], logits_policy=sample)
+    prompt = executor_pb2.PrefillInput(input_ids=[1, 2, 3], logits_policy=GREEDY)
+    piece = executor_pb2.UnifiedBatchItem(q_tokens=[1, 2, 3], logits_policy=GREEDY)
+    verify = executor_pb2.VerifyInput(
+        kv_cache=live,
+        input_ids=[7],
+        draft_ids=[8, 9],
+        logits_policy=sample,
+        acceptance=executor_pb2.ACCEPTANCE_RULE_REJECTION,
+        draft_probs={"sparse": {"row_sizes": [1, 2], "token_ids": [8, 9, 10], "probs": [1.0, 0.5, 0.5]}},
+    )
+    items = [
+        executor_pb2.StreamItem(seq=1, decode=decode),
+        executor_pb2.StreamItem(seq=2, verify=verify),
+        executor_pb2.StreamItem(seq=3, unified=piece),
+    ]
     known: dict[str, Message] = {
-        "Prefill": executor_pb2.PrefillRequest(
-            input=executor_pb2.PrefillInput(input_ids=[1, 2, 3], logits_policy=GREEDY)
-        ),
+        "Prefill": executor_pb2.PrefillRequest(input=prompt),
+        "BatchPrefill": executor_pb2.BatchPrefillRequest(inputs=[prompt, prompt]),
         "Decode": executor_pb2.DecodeRequest(input=decode),
-        "StreamDecode": executor_pb2.StreamDecodeRequest(items=[executor_pb2.StreamItem(seq=1, decode=decode)]),
+        "BatchDecode": executor_pb2.BatchDecodeRequest(inputs=[decode]),
+        "StreamDecode": executor_pb2.StreamDecodeRequest(items=items),
+        "UnifiedDecode": executor_pb2.UnifiedDecodeRequest(batch={"items": [piece]}),
+        "ForwardVerify": executor_pb2.ForwardVerifyRequest(input=verify),
+        "Forward": executor_pb2.ForwardRequest(input_ids=[1, 2, 3], logits_policy=GREEDY),
+        "Generate": executor_pb2.GenerateRequest(input_ids=[1, 2, 3], logits_policy=sample, max_tokens=5),
+        "RegisterTokenMask": cache_pb2.RegisterTokenMaskRequest(masks=[bytes([255] * 32)]),
         "ForkCache": cache_pb2.ForkCacheRequest(kv_cache=live),
         "TruncateKv": cache_pb2.TruncateKvRequest(kv_cache=live, new_length=live.length),
         "KeepAlive": cache_pb2.KeepAliveRequest(kv_caches=[live]),
@@ -183,7 +206,8 @@ def target() -> Iterator[Target]:
     faults = _Faults()
     logging.getLogger().addHandler(faults)
     try:
-        with RunningServer(tokenizer=Tokenizer.load(DEMO_FOLDER)) as server:
+        limits = ApiLimits(max_fork_count=8)  # or some Generate draws 256 times the context
+        with RunningServer(tokenizer=Tokenizer.load(DEMO_FOLDER), limits=limits) as server:
             target = Target(server, faults.faults)
             yield target
             print("\n".join(f"{count:8} {answer}" for answer, count in sorted(target.answers.items())))
@@ -225,23 +249,36 @@ def test_the_table_of_the_contract_is_read() -> None:
     assert len(pairs) >= 26
 
 
-_NUM_SERVED, _NUM_OTHER = 16, 4
-_SERVED = ("Prefill", "Decode", "ForkCache", "TruncateKv", "KeepAlive", "ReleaseCache", "GetCacheInfo", "ListCaches")
+_RUNS = ("Prefill", "Decode", "Verify", "Forward", "Generate")
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_any_message_to_any_method_has_a_typed_answer(target: Target, name: str) -> None:
     """Never INTERNAL, never UNKNOWN, never a traceback; and the next request is served."""
     method = METHODS[name]
-    is_served = method.name in _SERVED or "Tokenizer" in name
-    num_examples = (_NUM_SERVED, 3000) if is_served else (_NUM_OTHER, 300)
 
-    @_attack(*num_examples)
+    @_attack(60 if any(word in name for word in _RUNS) else 16, 3000)
     @given(messages(method.input_type), _mostly, damages())
     def attack(drawn: Message, is_over_valid: bool, damage: Callable[[bytes], bytes]) -> None:
         data = _laid_over(method.name, drawn, target.live(), is_over_valid=is_over_valid)
         target.call(method, [damage(data)])
         target.check()
+
+    attack()
+
+
+@pytest.mark.parametrize("name", LAST_CALLS)
+def test_any_message_that_ends_the_serving_has_a_typed_answer(name: str) -> None:
+    """And leaves a server that says what it is doing, and ends."""
+    method = LAST_CALLS[name]
+    faults: list[str] = []
+
+    @_attack(6, 100)
+    @given(messages(method.input_type), damages())
+    def attack(drawn: Message, damage: Callable[[bytes], bytes]) -> None:
+        with RunningServer() as server:
+            Target(server, faults).call(method, [damage(serialized(drawn))])
+            assert server.stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=20).status.instance
 
     attack()
 

@@ -1,28 +1,22 @@
 """Tokens and log-probabilities out of logits, against an independent slow reference and exact laws."""
 
 import math
-from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ferrule_server.executor import sampling
-from ferrule_server.executor.base import Float32Array, OutputSpec, RowOutput, SampleSpec
-from ferrule_server.executor.laws import sampling_law
+from ferrule_server.executor.base import Float32Array, OutputSpec, RowOutput, SampleSpec, Shaping
+from ferrule_server.executor.laws import Law, sampling_law
 from ferrule_server.executor.philox import Purpose, uniform
+from ferrule_server.executor.ranking import largest, ranked_largest
 from ferrule_server.executor.sampling import select_rows
-
-FAR = 1e-9
-"""Comparisons are skipped where rounding may decide: a border closer than this."""
-
-
-def as_row(values: Sequence[float]) -> Float32Array:
-    """Return the values as one float32 row."""
-    return np.asarray(values, dtype=np.float32)
+from tests.executor.slow_laws import as_row, mask_of, slow_draw, slow_law, slow_shape
 
 
 def select_one(row: Float32Array, spec: OutputSpec, position: int = 0) -> RowOutput:
@@ -44,46 +38,6 @@ def exact_probabilities(row: Float32Array, spec: SampleSpec) -> npt.NDArray[np.f
     return probabilities
 
 
-def reference_law(row: Sequence[float], spec: SampleSpec) -> dict[int, float]:
-    """Return the probability of each kept token, by sorting everything and plain Python arithmetic."""
-    ranked = sorted(range(len(row)), key=lambda i: (-row[i], i))
-    if spec.temperature == 0:
-        return {ranked[0]: 1.0}
-    weight = {i: math.exp((row[i] - row[ranked[0]]) / spec.temperature) for i in ranked}
-    if spec.top_k:
-        ranked = ranked[: spec.top_k]
-    if spec.top_p < 1:
-        ranked = reference_nucleus(ranked, weight, spec.top_p)
-    if spec.min_p:
-        assume(all(abs(weight[i] - spec.min_p) > FAR or weight[i] == 1 for i in ranked))
-        ranked = [i for i in ranked if weight[i] >= spec.min_p]
-    total = sum(weight[i] for i in ranked)
-    return {i: weight[i] / total for i in sorted(ranked)}
-
-
-def reference_nucleus(ranked: list[int], weight: dict[int, float], top_p: float) -> list[int]:
-    """Return the shortest head of the ranking whose share reaches ``top_p``."""
-    total = sum(weight[i] for i in ranked)
-    reached = 0.0
-    for count, i in enumerate(ranked, start=1):
-        reached += weight[i]
-        assume(abs(reached - top_p * total) > FAR * total or count == len(ranked))
-        if reached >= top_p * total:
-            return ranked[:count]
-    return ranked
-
-
-def reference_draw(law: dict[int, float], u: float) -> int:
-    """Return the first id whose cumulative probability exceeds ``u``."""
-    cumulative = 0.0
-    for token_id, probability in law.items():
-        cumulative += probability
-        assume(abs(cumulative - u) > FAR)
-        if cumulative > u:
-            return token_id
-    raise AssertionError("u is below 1")
-
-
 LOGITS = st.lists(
     st.one_of(st.sampled_from([-2.0, 0.0, -0.0, 1.5]), st.floats(-30, 30, width=32)), min_size=1, max_size=40
 )
@@ -102,7 +56,7 @@ SPECS = st.builds(
 def test_law_is_that_of_the_slow_reference(values: list[float], spec: SampleSpec) -> None:
     """Any mix of temperature, top-k, top-p and min-p keeps the same tokens with the same probabilities."""
     row = as_row(values)
-    expected = reference_law(row.tolist(), spec)
+    expected = slow_law(row.tolist(), spec)
     probabilities = exact_probabilities(row, spec)
     for token_id in range(len(row)):
         assert probabilities[token_id] == pytest.approx(expected.get(token_id, 0.0), rel=1e-12, abs=1e-300)
@@ -113,13 +67,13 @@ def test_law_is_that_of_the_slow_reference(values: list[float], spec: SampleSpec
 def test_sampled_row_is_that_of_the_slow_reference(values: list[float], spec: SampleSpec, position: int) -> None:
     """The drawn token and both log-probabilities agree; the random number is that of the token's own index."""
     row = as_row(values)
-    law = reference_law(row.tolist(), spec)
+    law = slow_law(row.tolist(), spec)
     u = uniform(spec.seed, position + 1, Purpose.SAMPLE)
-    token = reference_draw(law, u)
+    token = slow_draw(law, u)
     output = select_one(row, OutputSpec(sample=spec, logprobs=True), position)
     assert (output.position, output.token) == (position + 1, token)
     assert output.sampled_logprob == pytest.approx(math.log(law[token]), abs=1e-9)
-    model_law = reference_law(row.tolist(), SampleSpec())
+    model_law = slow_law(row.tolist(), SampleSpec())
     assert output.model_logprob == pytest.approx(math.log(model_law[token]), abs=1e-9)
 
 
@@ -338,3 +292,124 @@ def test_seeds_and_positions_decide_the_draw() -> None:
     assert token(1, 4) == token(1, 4) == int(997 * uniform(1, 5, Purpose.SAMPLE))
     assert all(a != b for a, b in pairwise(token(1, position) for position in range(20)))
     assert token(1, 4) != token(2, 4)
+
+
+@pytest.mark.parametrize("u", [0.0, 0.1, 0.5, 0.9, 1 - 2.0**-33])
+def test_draws_of_long_rows_are_those_of_one_long_sum(u: float) -> None:
+    """Summing by runs finds the token that summing up finds, never one of no weight, at any length."""
+    rng = np.random.default_rng(8)
+    for length in (4096, 4097, 5000, 30011):
+        weights = rng.random(length) * (rng.random(length) < 0.01)
+        weights[rng.integers(length)] = 1.0
+        token, logprob = Law(None, weights).draw(u)
+        sums = np.cumsum(weights)
+        assert token == int(sums.searchsorted(u * sums[-1], side="right"))
+        assert logprob == pytest.approx(math.log(weights[token] / weights.sum()), abs=1e-12)
+
+
+def test_draw_between_two_sums_of_one_run_takes_its_last_token() -> None:
+    """Where the sum of a run and its summing up differ in the last bit, a number in between takes a token of weight."""
+    rng = np.random.default_rng(11)
+    weights = np.zeros(8192)
+    for _ in range(200):
+        weights[:128] = rng.random(128)
+        weights[127], weights[5000] = 0.0, 1e-9
+        token, _ = Law(None, weights).draw(math.nextafter(1 - 1e-9 / weights.sum(), 0))
+        assert weights[token] > 0
+
+
+@pytest.mark.parametrize("k", [1, 2, 7, 20, 300])
+def test_largest_of_long_rows_are_those_of_a_full_sort(k: int) -> None:
+    """Whatever the ties and wherever they lie, with most of the row forbidden too."""
+    rng = np.random.default_rng(k)
+    smooth = rng.standard_normal(30011)
+    for row in (smooth, np.round(smooth), np.round(smooth) * 0, np.where(rng.random(30011) < 0.999, -np.inf, smooth)):
+        expected = np.argsort(-row, kind="stable")[:k]
+        assert largest(row.astype(np.float64), k).tolist() == sorted(expected.tolist())
+        assert ranked_largest(row, k).tolist() == expected.tolist()
+
+
+SHAPINGS = st.builds(
+    Shaping,
+    repetition_penalty=st.sampled_from([1.0, 0.5, 1.3]),
+    frequency_penalty=st.sampled_from([0.0, -0.7, 0.4]),
+    presence_penalty=st.sampled_from([0.0, 1.1, -0.2]),
+    bias=st.dictionaries(st.integers(0, 6), st.floats(-9, 9), max_size=3).map(lambda bias: tuple(sorted(bias.items()))),
+    mask=st.none() | st.sets(st.integers(0, 6), min_size=1).map(lambda ids: mask_of(sorted(ids), 7)),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    values=st.lists(st.floats(-30, 30, width=32), min_size=7, max_size=7),
+    shaping=SHAPINGS,
+    history=st.lists(st.integers(0, 6), max_size=12),
+    spec=SPECS,
+    position=st.integers(0, 1000),
+)
+def test_shaped_rows_are_those_of_the_slow_reference(
+    values: list[float], shaping: Shaping, history: list[int], spec: SampleSpec, position: int
+) -> None:
+    """Penalties, then bias, then mask change the choice; every other value stays that of the raw row."""
+    row, counted = as_row(values), np.array(history, np.int32)
+    wanted = OutputSpec(sample=spec, logprobs=True, target_id=3, entropy=True, num_top_logprobs=2, full_logits=True)
+    shaped = replace(wanted, shaping=shaping)
+    (output,) = select_rows(row[None], [position], [shaped], [counted if shaping.has_penalties else None])
+    (plain,) = select_rows(row[None], [position], [wanted])
+    law = slow_law(slow_shape(row.tolist(), shaping, history), spec)
+    token = slow_draw(law, uniform(spec.seed, position + 1, Purpose.SAMPLE)) if spec.temperature else min(law)
+    assert output.token == token
+    assert output.sampled_logprob == pytest.approx(math.log(law[token]), abs=1e-9)
+    assert output.model_logprob == pytest.approx(math.log(slow_law(row.tolist(), SampleSpec())[token]), abs=1e-9)
+    assert (output.target_logprob, output.entropy) == (plain.target_logprob, plain.entropy)
+    assert np.array_equal(np.asarray(output.top_ids), np.asarray(plain.top_ids))
+    assert np.array_equal(np.asarray(output.logits), row)
+
+
+def test_greedy_is_the_largest_shaped_logit() -> None:
+    """As `greedy` and as temperature 0, lowest id among equals, with a log-probability of 0 under its law."""
+    row = as_row([1.0, 5.0, 4.0, 5.0])
+    shaping = Shaping(bias=((1, -9.0),), mask=mask_of([0, 2, 3], 4), frequency_penalty=0.5)
+    for spec in (OutputSpec(greedy=True), OutputSpec(sample=SampleSpec(temperature=0))):
+        asked = replace(spec, shaping=shaping, logprobs=True)
+        (output,) = select_rows(row[None], [0], [asked], [np.array([3, 3], np.int32)])
+        assert (output.token, output.sampled_logprob) == (2, 0.0)
+        assert output.model_logprob == pytest.approx(4 - math.log(sum(math.exp(x) for x in row.tolist())), abs=1e-6)
+
+
+def test_penalties_with_an_empty_history_change_nothing() -> None:
+    """Before `penalty_start` no token counts."""
+    row = as_row([1.0, 2.0])
+    spec = OutputSpec(greedy=True, shaping=Shaping(presence_penalty=9.0))
+    assert select_rows(row[None], [0], [spec], [np.array([], np.int32)])[0].token == 1
+    assert select_rows(row[None], [0], [spec], [np.array([1], np.int32)])[0].token == 0
+
+
+def test_entropy_is_that_of_the_raw_law_in_nats() -> None:
+    """Uniform over eight: log 8; one token that takes all: 0, never below."""
+    rows = np.stack([np.zeros(8), [0, -3e38, -2000, -800, -900, -1000, -3e38, -3e38]]).astype(np.float32)
+    outputs = select_rows(rows, [0, 1], [OutputSpec(entropy=True)] * 2)
+    assert outputs[0].entropy == pytest.approx(math.log(8), abs=1e-12)
+    assert outputs[1].entropy == 0.0
+
+
+def test_requested_logprobs_come_in_the_order_asked() -> None:
+    """Any ids, repeated ones too, of the raw law; float32."""
+    row = as_row([0.0, math.log(3), math.log(4)])
+    output = select_one(row, OutputSpec(logprob_ids=(2, 0, 2)))
+    assert output.requested_logprobs is not None
+    assert output.requested_logprobs.dtype == np.float32
+    assert output.requested_logprobs.tolist() == pytest.approx([math.log(0.5), math.log(0.125), math.log(0.5)])
+
+
+def test_hidden_states_are_the_receivers_own_copy() -> None:
+    """Rows that ask get theirs, a row that is not finite gets nothing."""
+    logits = np.zeros((3, 4), np.float32)
+    logits[2, 1] = np.nan
+    hidden = np.arange(6, dtype=np.float32).reshape(3, 2)
+    wanted = OutputSpec(hidden_state=True)
+    rows = select_rows(logits, [0, 1, 2], [wanted, OutputSpec(greedy=True), wanted], hidden=hidden)
+    assert rows[0].hidden_state is not None
+    assert rows[0].hidden_state.tolist() == [0, 1]
+    assert not np.shares_memory(rows[0].hidden_state, hidden)
+    assert (rows[1].hidden_state, rows[2].hidden_state) == (None, None)

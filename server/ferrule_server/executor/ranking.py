@@ -9,7 +9,7 @@ from ferrule_server.executor.base import Float32Array
 
 __all__ = ["Float64Array", "IntArray", "Logits", "best_ids", "largest", "ranked", "ranked_largest"]
 
-_RUN = 128
+_GROUP = 128
 
 Float64Array = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.intp]
@@ -33,13 +33,14 @@ def best_ids(logits: Float32Array) -> list[int]:
 def largest(row: Logits, k: int) -> IntArray:
     """Return the ids of the ``k`` largest logits, ascending; at the border the lowest ids win. 0 < k < len(row).
 
-    Of long rows only tokens that reach the k-th largest of the maxima of runs are looked at: k tokens do.
+    Of a long row only tokens that reach the k-th largest of the maxima of groups are looked at: at least k do. A third
+    of the time of a partition of the whole row.
     """
-    num_runs = len(row) // _RUN
-    if 2 * k >= num_runs:
+    num_groups = len(row) // _GROUP
+    if 2 * k >= num_groups:
         return _partition(row, k)
-    maxima = row[: num_runs * _RUN].reshape(num_runs, _RUN).max(axis=1)
-    candidates = np.flatnonzero(row >= np.partition(maxima, num_runs - k)[num_runs - k])
+    maxima = row[: _GROUP * num_groups].reshape(_GROUP, num_groups).max(axis=0)
+    candidates = np.flatnonzero(row >= np.partition(maxima, num_groups - k)[num_groups - k])
     return candidates if len(candidates) == k else candidates[_partition(row[candidates], k)]
 
 

@@ -39,6 +39,7 @@ from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.store import KvStore
 from tests.chaos.figures import report, seed_of_run
+from tests.engine.harness import check_lanes
 from tests.fakes import FakeExecutor, fake_next_token
 
 NUM_JOBS = int(os.environ.get("FERRULE_CHAOS_JOBS", "20000"))
@@ -423,8 +424,7 @@ class Campaign:
         self.store.check_integrity()
         self.engine._records.check_integrity()
         self.engine._creations.check_integrity({each.handle_id for each in self.store._registry})
-        waiting = [run.waiting or () for run in self.engine._lanes._lanes.values()]
-        assert sum(map(len, waiting)) == self.engine._lanes.num_waiting
+        check_lanes(self.engine._lanes)
 
     def check_tip(self, session: Session) -> None:
         """The sequence holds exactly what its session applied."""

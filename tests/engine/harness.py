@@ -9,9 +9,11 @@ from types import TracebackType
 from ferrule_server.engine.engine import Engine
 from ferrule_server.engine.failpoints import Failpoints
 from ferrule_server.engine.jobs import AppendJob, AppendResult, Job, Outcome, OutputRequest, ReleaseJob
+from ferrule_server.engine.lanes import Lanes
 from ferrule_server.engine.settings import EngineSettings
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import OutputSpec
+from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.store import KvStore
@@ -20,6 +22,19 @@ from tests.fakes import FakeExecutor
 
 GREEDY = OutputRequest(OutputSpec(greedy=True))
 NOTHING = OutputRequest(None)
+
+
+def check_lanes(lanes: Lanes) -> None:
+    """Check what the class says of lanes and branches."""
+    waiting = [run.waiting or () for run in lanes._lanes.values()]
+    assert sum(map(len, waiting)) == lanes.num_waiting
+    held = {run for run in lanes.running if run.sequence is not None and run.verdict is not Verdict.FORK}
+    assert set(lanes._lanes.values()) == held, "a lane without its append, or the other way round"
+    branches = {run for run in lanes.running if run.verdict is Verdict.FORK}
+    listed = {run: sequence for sequence, runs in lanes._branches.items() for run in runs}
+    assert set(listed) == branches, "a branch is not listed, or one that is none"
+    assert all(run.sequence is sequence for run, sequence in listed.items())
+    assert all(lanes._branches.values()), "a sequence without branches is listed"
 
 
 class Pending:
@@ -122,8 +137,7 @@ class Harness:
         self.store.check_integrity()
         self.engine._records.check_integrity()
         self.engine._creations.check_integrity({each.handle_id for each in self.store._registry})
-        waiting = [run.waiting or () for run in self.engine._lanes._lanes.values()]
-        assert sum(map(len, waiting)) == self.engine._lanes.num_waiting
+        check_lanes(self.engine._lanes)
 
     def submit(self, job: Job) -> Pending:
         """Submit one job alone."""

@@ -18,6 +18,7 @@ from ferrule_server.engine.jobs import (
     AppendResult,
     Drafts,
     OutputRequest,
+    ReleaseJob,
     TruncateJob,
     TruncateResult,
 )
@@ -524,8 +525,9 @@ def test_a_release_ends_a_verify_half_way() -> None:
         gate = harness.executor.gate = threading.Event()
         running = harness.submit(verify(first.handle, (4,), (5, 6, 7, 8, 9)))
         assert harness.executor.is_waiting.wait(10)
+        released = harness.submit(ReleaseJob("me", (first.handle,)))
         gate.set()
-        harness.release(first.handle)
+        released.outcome()
         assert isinstance(running.error(), HandleUnknown)
         snapshot = harness.engine.snapshot()
         assert snapshot.free_blocks == snapshot.total_blocks

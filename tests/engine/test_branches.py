@@ -1,0 +1,181 @@
+"""Branches: what ``on_stale=FORK`` makes runs side by side, whatever becomes of the sequence it came from."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from ferrule_server.engine.jobs import (
+    AppendResult,
+    CacheInfo,
+    InfoJob,
+    OutputRequest,
+    ReleaseJob,
+    TruncateJob,
+    TruncateResult,
+)
+from ferrule_server.errors import EngineFault, HandleUnknown
+from ferrule_server.executor.base import OutputSpec, Shaping
+from ferrule_server.kv.handle import Handle, StalePolicy
+from tests.engine.harness import Harness, append
+from tests.fakes import FakeExecutor, fake_next_token
+
+VOCAB = 32
+PENALISED = OutputRequest(OutputSpec(greedy=True, shaping=Shaping(presence_penalty=2.0)))
+FORK, REWIND = StalePolicy.FORK, StalePolicy.REWIND
+
+
+def moved_on(harness: Harness, *token_ids: int) -> Handle:
+    """A handle behind the tip of its sequence."""
+    first = harness.prefill(*token_ids)
+    harness.decode(first.handle, 31)
+    return first.handle
+
+
+def tokens_of(harness: Harness, handle: Handle) -> tuple[int, ...]:
+    """What the sequence holds."""
+    info = harness.submit(InfoJob("me", handle, with_token_ids=True)).outcome()
+    assert isinstance(info, CacheInfo)
+    assert info.token_ids is not None
+    return info.token_ids
+
+
+def begun(harness: Harness) -> threading.Event:
+    """Have the executor wait in its next run; returns what lets it go on."""
+    harness.executor.is_waiting.clear()
+    harness.executor.gate = threading.Event()
+    return harness.executor.gate
+
+
+@pytest.mark.parametrize("length", [3, 4, 5])
+def test_branches_of_one_handle_run_in_one_step(length: int) -> None:
+    """Sixteen of them are one batch, each in a sequence of its own."""
+    prompt = tuple(range(length))
+    with Harness() as harness:
+        handle, num_steps = moved_on(harness, *prompt), len(harness.executor.batches)
+        sinks = harness.submit_all(*(append(handle, 10 + i, on_stale=FORK) for i in range(16)))
+        results = [sink.result() for sink in sinks]
+        assert [batch.num_rows for batch in harness.executor.batches[num_steps:]] == [16]
+        assert [result.rows[0].token for result in results] == [
+            fake_next_token((*prompt, 10 + i), VOCAB) for i in range(16)
+        ]
+        assert len({result.handle.cache_id for result in results}) == 16
+        assert tokens_of(harness, handle) == (*prompt, 31)
+
+
+def test_the_source_goes_on_while_branches_run() -> None:
+    """An append, a rewind and a truncate under a long branch change nothing in it; penalties count what it holds."""
+    prompt = (1, 2, 3, 4, 5, 6)
+    with Harness(FakeExecutor(num_blocks=200), max_step_rows=4) as harness:
+        handle = moved_on(harness, *prompt)
+        gate = begun(harness)
+        harness.executor.step_time_s = 0.01
+        tokens = tuple(7 + i % 20 for i in range(200))
+        branch = harness.submit(append(handle, *tokens, output=PENALISED, on_stale=FORK))
+        assert harness.executor.is_waiting.wait(10)
+        rewound = harness.submit(append(handle, 8, on_stale=REWIND))
+        gate.set()
+        assert rewound.result().rows[0].token == fake_next_token((*prompt, 8), VOCAB)
+        assert not branch.is_done
+        truncated = harness.submit(TruncateJob("me", handle, 2)).outcome()
+        assert isinstance(truncated, TruncateResult)
+        after = harness.decode(truncated.handle, 9, 9, 9)
+        assert after.rows[0].token == fake_next_token((1, 2, 9, 9, 9), VOCAB)
+        assert not branch.is_done
+        harness.executor.step_time_s = 0.0
+        made = branch.result()
+        assert tokens_of(harness, made.handle) == (*prompt, *tokens)
+        assert harness.decode(made.handle).rows[0].token == fake_next_token((*prompt, *tokens), VOCAB)
+        assert tokens_of(harness, after.handle) == (1, 2, 9, 9, 9)
+
+
+def test_a_frame_is_judged_in_item_order_around_its_branches() -> None:
+    """Branch, rewind, branch of what the rewind dropped: each as if sent alone, one after another."""
+    with Harness() as harness:
+        first = harness.prefill(1, 2, 3)
+        second = harness.decode(first.handle, 4)
+        third = harness.decode(second.handle, 5)
+        sinks = harness.submit_all(
+            append(second.handle, 6, on_stale=FORK),
+            append(first.handle, 7, on_stale=REWIND),
+            append(second.handle, 8, on_stale=FORK),
+            append(first.handle, 9, on_stale=FORK),
+            append(third.handle, 9),
+        )
+        outcomes = [sink.outcome() for sink in sinks]
+        assert [getattr(each, "REASON", "") for each in outcomes] == ["", "", "HANDLE_STALE", "", "HANDLE_STALE"]
+        results = [each for each in outcomes if isinstance(each, AppendResult)]
+        held = [tokens_of(harness, result.handle) for result in results]
+        assert held == [(1, 2, 3, 4, 6), (1, 2, 3, 7), (1, 2, 3, 9)]
+
+
+def test_releasing_the_source_ends_its_branches() -> None:
+    """HANDLE_UNKNOWN for each that runs, and not a block stays behind; a branch that is done lives on."""
+    with Harness(max_step_rows=4) as harness:
+        handle = moved_on(harness, 1, 2, 3, 4, 5)
+        done = harness.submit(append(handle, 6, on_stale=FORK)).result()
+        gate = begun(harness)
+        jobs = [append(handle, *([7 + i] * 30), on_stale=FORK) for i in range(3)]
+        jobs.append(append(handle, 11, *([12] * 30), on_stale=REWIND))
+        sinks = harness.submit_all(*jobs)
+        assert harness.executor.is_waiting.wait(10)
+        released = harness.submit(ReleaseJob("me", (handle,)))
+        gate.set()
+        released.outcome()
+        assert all(isinstance(sink.error(), HandleUnknown) for sink in sinks)
+        harness.check_integrity()
+        assert harness.decode(done.handle).rows[0].token == fake_next_token((1, 2, 3, 4, 5, 6), VOCAB)
+        harness.release(done.handle)
+        assert harness.store.pool.num_used == 0
+
+
+def test_branches_in_flight_are_pending_work_of_their_source() -> None:
+    """GetCacheInfo counts them, and they keep its lease from running out."""
+    with Harness(max_step_rows=4) as harness:
+        handle = moved_on(harness, 1, 2, 3)
+        gate = begun(harness)
+        sinks = harness.submit_all(*(append(handle, *([9 + i] * 20), on_stale=FORK) for i in range(3)))
+        assert harness.executor.is_waiting.wait(10)
+        pending = harness.submit(InfoJob("me", handle))
+        gate.set()
+        info = pending.outcome()
+        assert isinstance(info, CacheInfo)
+        assert info.num_pending == 3
+        for sink in sinks:
+            sink.result()
+        info = harness.submit(InfoJob("me", handle)).outcome()
+        assert isinstance(info, CacheInfo)
+        assert info.num_pending == 0
+        assert harness.store.resolve(handle, "me").num_pins == 0
+
+
+def test_a_failing_branch_fails_alone() -> None:
+    """Its neighbours are branches of the same blocks; they are run again and answered."""
+    executor = FakeExecutor()
+    with Harness(executor) as harness:
+        handle, num_steps = moved_on(harness, 1, 2, 3, 4, 5), len(executor.batches)
+        executor.errors = {num_steps + 1: RuntimeError("all"), num_steps + 3: RuntimeError("the second alone")}
+        sinks = harness.submit_all(*(append(handle, 10 + i, on_stale=FORK) for i in range(3)))
+        assert isinstance(sinks[1].error(), EngineFault)
+        for i in (0, 2):
+            result = sinks[i].result()
+            assert result.rows[0].token == fake_next_token((1, 2, 3, 4, 5, 10 + i), VOCAB)
+            assert tokens_of(harness, result.handle) == (1, 2, 3, 4, 5, 10 + i)
+
+
+def test_the_same_request_joins_the_branch_while_it_runs() -> None:
+    """By request_id, also behind another append on the source; without one, everybody has a branch of their own."""
+    with Harness(max_step_rows=4) as harness:
+        handle = moved_on(harness, 1, 2, 3)
+        gate = begun(harness)
+        long = harness.submit(append(handle, 8, *([9] * 20), on_stale=REWIND))
+        assert harness.executor.is_waiting.wait(10)
+        jobs = [append(handle, 10, 11, on_stale=FORK, request_id="r") for _ in range(3)]
+        sinks = harness.submit_all(*jobs, append(handle, 10, 11, on_stale=FORK))
+        gate.set()
+        results = [sink.result() for sink in sinks]
+        assert len({result.handle for result in results[:3]}) == 1
+        assert [result.replayed for result in results] == [False, True, True, False]
+        assert results[3].handle != results[0].handle
+        long.result()

@@ -1,4 +1,4 @@
-"""The command ``ferrule``: serve, demo, generate, health, caches, token.
+"""The command ``ferrule``: serve, demo, generate, chat, health, caches, token.
 
 Settings come from flags, then from ``FERRULE_*`` environment variables, then from defaults. Exit codes: 0 done,
 1 failed (one line ``error: ... (REASON)`` on standard error), 2 used wrongly, 130 interrupted.
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ferrule_client import __version__, cli_caches, cli_generate, cli_health, cli_token, demo
+from ferrule_client import __version__, cli_caches, cli_chat, cli_generate, cli_health, cli_token, demo
 from ferrule_client.cli_common import CommandError
 from ferrule_client.errors import ExecutorError
 
@@ -35,6 +35,7 @@ environment:
 _COMMANDS = {
     "demo": (demo, "show what Ferrule does, in a few seconds"),
     "generate": (cli_generate, "go on from a prompt"),
+    "chat": (cli_chat, "talk to a model"),
     "health": (cli_health, "tell whether the server serves"),
     "caches": (cli_caches, "list the live handles"),
     "token": (cli_token, "make a bearer token and its line for the server's token file"),

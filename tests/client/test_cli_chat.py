@@ -1,0 +1,310 @@
+"""``ferrule chat``: turns, commands and interruptions, on a server with the model that ships."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ferrule_client import Client, cli
+from ferrule_client._conversation import Conversation, DrawSettings
+
+GREEDY = DrawSettings(max_tokens=12, temperature=0)
+
+
+@pytest.fixture
+def client(shipped_target: str) -> Iterator[Client]:
+    """A client; the test must leave no sequence behind."""
+    with Client.connect(shipped_target, timeout=30) as client:
+        yield client
+        assert list(client.list_caches()) == []
+
+
+@pytest.fixture
+def chat(
+    shipped_target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Return what runs the command in this process on some input, and returns exit code, output and errors."""
+    for name in [name for name in os.environ if name.startswith("FERRULE_")]:
+        monkeypatch.delenv(name)
+
+    def run(text: str | bytes, *arguments: str, target: str = shipped_target) -> tuple[int, str, str]:
+        data = text.encode() if isinstance(text, str) else text
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8", errors="surrogateescape"))
+        try:
+            code = cli.main(["chat", "--target", target, *arguments])
+        except SystemExit as leaving:  # argparse
+            code = int(leaving.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def quiet(_: str) -> None:
+    """Show nothing."""
+
+
+def fresh(client: Client, conversation: list[dict[str, str]]) -> list[int]:
+    """Return the answer to a conversation by a sequence of its own."""
+    ids = client.apply_chat_template(conversation).token_ids
+    with client.prefill(ids) as cache:
+        return [int(token) for token in cache.generate(GREEDY.max_tokens, temperature=0)]
+
+
+def test_each_turn_sends_what_is_new_and_says_what_a_fresh_sequence_would(client: Client) -> None:
+    """One sequence is kept over all turns, and it holds exactly the conversation."""
+    with Conversation(client, GREEDY, system="Be brief.") as conversation:
+        held: list[int] = []
+        for question in ("What is a queue?", "And a stack?", "def f(x):"):
+            before = [*conversation.all_messages, {"role": "user", "content": question}]
+            prompt = list(client.apply_chat_template(before).token_ids)
+            answer = conversation.ask(question, quiet)
+            assert answer.tokens == fresh(client, before)
+            num_same = answer.num_reused_tokens
+            assert held[:num_same] == prompt[:num_same]
+            assert held[num_same : num_same + 1] != prompt[num_same : num_same + 1]
+            assert num_same >= len(held) // 2
+            held = prompt + answer.tokens
+            assert len(list(client.list_caches())) == 1
+
+
+def test_after_an_undo_the_sequence_goes_back(client: Client) -> None:
+    """The same question again is a query; another one keeps what is common; a reset keeps the system message's KV."""
+    with Conversation(client, GREEDY, system="Be brief.") as conversation:
+        first = conversation.ask("What is a queue?", quiet)
+        second = conversation.ask("And a stack?", quiet)
+        assert conversation.undo()
+        again = conversation.ask("And a stack?", quiet)
+        assert (again.tokens, again.num_reused_tokens) == (second.tokens, second.num_prompt_tokens)
+        assert conversation.undo()
+        other = conversation.ask("And a heap?", quiet)
+        assert first.num_prompt_tokens + len(first.tokens) <= other.num_reused_tokens < other.num_prompt_tokens
+        conversation.reset()
+        assert conversation.all_messages == [{"role": "system", "content": "Be brief."}]
+        assert conversation.ask("What is a queue?", quiet).tokens == first.tokens
+        assert not (conversation.undo() and conversation.undo())
+
+
+def test_another_beginning_starts_anew(client: Client) -> None:
+    """Where no token is common the old sequence is given back."""
+    with Conversation(client, GREEDY) as conversation:
+        conversation.ask("Hello", quiet)
+        conversation.system = "import os"
+        answer = conversation.ask("Hello", quiet)
+        assert answer.num_reused_tokens == 0
+        assert len(list(client.list_caches())) == 1
+
+
+def test_an_answer_that_is_stopped_is_kept_as_far_as_it_was_shown(client: Client) -> None:
+    """What the server drew beyond is dropped, and the next turn goes on from what was shown."""
+    pieces: list[str] = []
+
+    def show(piece: str) -> None:
+        pieces.append(piece)
+        if len(pieces) == 5:
+            raise KeyboardInterrupt
+
+    with Conversation(client, DrawSettings(max_tokens=500, temperature=0)) as conversation:
+        answer = conversation.ask("class Queue:", show)
+        assert (answer.finish_reason, answer.text) == ("stopped", "".join(pieces))
+        assert conversation.messages[-1]["content"] == answer.text
+        before = [*conversation.all_messages, {"role": "user", "content": "Go on"}]
+        conversation._settings = GREEDY
+        assert conversation.ask("Go on", quiet).tokens == fresh(client, before)
+
+
+def test_a_question_that_fails_was_not_said(client: Client) -> None:
+    """The messages are as before, and the next question is answered as if it had not been."""
+    with Conversation(client, GREEDY) as conversation:
+        conversation.ask("Hello", quiet)
+        before = conversation.all_messages
+        for _ in range(2):
+            try:
+                answer = conversation.ask("word " * 3000, quiet)
+            except Exception as error:  # noqa: BLE001 - which error it is depends on where the context ends
+                assert "CONTEXT" in str(error)  # noqa: PT017
+            else:
+                assert (answer.finish_reason, answer.tokens) == ("context_full", [])
+            assert conversation.all_messages == before
+        asked = [*before, {"role": "user", "content": "Still there?"}]
+        assert conversation.ask("Still there?", quiet).tokens == fresh(client, asked)
+
+
+def test_lines_of_standard_input_are_turns(chat: Callable[..., tuple[int, str, str]], client: Client) -> None:
+    """Answers alone go to standard output; JSON tells the rest; empty lines say nothing."""
+    options = ("--max-tokens", "10", "--temperature", "0", "--seed", "3", "--system", "Be brief.")
+    code, out, err = chat("Hello\n\nAnd now?", "--json", *options)
+    assert (code, err) == (0, "")
+    first, second = (json.loads(line) for line in out.splitlines())
+    assert (len(first["tokens"]), first["finish_reason"], first["num_reused_tokens"]) == (10, "max_tokens", 0)
+    assert second["num_reused_tokens"] == first["num_prompt_tokens"] + 10
+    assert second["tokens_per_s"] > 0
+    assert chat("Hello\n\nAnd now?\n", *options) == (0, f"{first['text'].lstrip()}\n{second['text'].lstrip()}\n", "")
+
+
+def test_the_same_seed_says_the_same(chat: Callable[..., tuple[int, str, str]]) -> None:
+    """And the seed that was drawn is told."""
+    answers = [json.loads(chat("Hello", "--json", "--max-tokens", "8", "--seed", "5")[1]) for _ in range(2)]
+    assert answers[0]["text"] == answers[1]["text"]
+    assert answers[0]["seed"] == 5
+    assert json.loads(chat("Hello", "--json", "--max-tokens", "1")[1])["seed"] is not None
+
+
+def test_commands_change_the_conversation(chat: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    """System message, undo, reset, save; nothing after /quit is said."""
+    path = tmp_path / "talk.json"
+    script = [
+        "/undo", "/system", "/system Be brief.", "One", "Two", "/undo", f"/save {path}", "/save", "/reset",
+        f"/save {tmp_path}/no/such", "/system -", "/help", "//slash", "/quit", "Never",
+    ]  # fmt: skip
+    code, out, err = chat("\n".join(script), "--max-tokens", "3", "--temperature", "0", "--json")
+    assert code == 0
+    assert len(out.splitlines()) == 3
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    assert [message["role"] for message in saved] == ["system", "user", "assistant"]
+    assert (saved[0]["content"], saved[1]["content"]) == ("Be brief.", "One")
+    assert saved[2]["content"] == json.loads(out.splitlines()[0])["text"]
+    expected = ["nothing to take back", "message: none", "message: Be brief.", "taken back: Two", "saved 3 messages"]
+    expected += ["/save needs", "nothing was said", "No such file", "message: none", "/undo "]
+    at = 0
+    for part in expected:
+        at = err.index(part, at) + len(part)
+
+
+def test_a_model_without_a_template_says_so(chat: Callable[..., tuple[int, str, str]], target: str) -> None:
+    """Before anything is read."""
+    code, out, err = chat("Hello", target=target)
+    assert (code, out) == (1, "")
+    assert err.startswith("error: paged-reference has no chat template")
+    assert "use ferrule generate (CHAT_TEMPLATE_MISSING)" in err
+
+
+def test_errors_end_a_script(chat: Callable[..., tuple[int, str, str]]) -> None:
+    """With one line, and what was said before stays said."""
+    code, out, err = chat("Hello\n" + "word " * 5000 + "\nHello\n", "--max-tokens", "3")
+    assert (code, out.count("\n"), err.count("\n")) in ((1, 1, 1), (0, 3, 1))
+    assert "context" in err.lower()
+
+
+@pytest.mark.parametrize("arguments", [("--variables", "{"), ("--variables", "[]"), ("--max-tokens", "0")])
+def test_wrong_use_has_an_exit_code_of_its_own(
+    chat: Callable[..., tuple[int, str, str]], arguments: tuple[str, ...]
+) -> None:
+    """As with every command."""
+    assert chat("Hello", *arguments)[0] == 2
+
+
+def test_input_that_is_no_text_is_refused(chat: Callable[..., tuple[int, str, str]]) -> None:
+    """By its encoding."""
+    code, _, err = chat(b"\xff\xfe\n")
+    assert (code, err) == (2, "error: the input is no text in UTF-8 (PROMPT_NOT_TEXT)\n")
+
+
+class Terminal:
+    """The command in a terminal of its own; everything it shows is in ``screen``."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._master, slave = pty.openpty()
+        command = [sys.executable, "-m", "ferrule_client.cli", "chat", *arguments]
+        environment = {**os.environ, "TERM": "dumb"}
+        self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment)
+        os.close(slave)
+        self.screen = ""
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                data = os.read(self._master, 4096)
+            except OSError:  # the other end is closed
+                return
+            self.screen += data.decode(errors="replace")
+
+    def wait_for(self, part: str, after: int = 0) -> int:
+        """Return where a text ends on the screen, once it is there."""
+        limit = time.monotonic() + 30
+        while part not in self.screen[after:]:
+            assert time.monotonic() < limit, f"no {part!r} in {self.screen[after:]!r}"
+            time.sleep(0.01)
+        return self.screen.index(part, after) + len(part)
+
+    def type(self, text: str) -> None:
+        """Type a line."""
+        os.write(self._master, f"{text}\n".encode())
+
+    def close(self) -> None:
+        """Make sure that it is gone."""
+        self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+
+@pytest.fixture
+def terminal(shipped_target: str) -> Iterator[Callable[..., Terminal]]:
+    """Return what opens a terminal."""
+    opened: list[Terminal] = []
+
+    def start(*arguments: str) -> Terminal:
+        opened.append(Terminal("--target", shipped_target, *arguments))
+        return opened[-1]
+
+    yield start
+    for one in opened:
+        one.close()
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_chat(terminal: Callable[..., Terminal], client: Client) -> None:
+    """At the prompt it is only noted; errors and unknown commands do not end the chat either."""
+    chat = terminal("--max-tokens", "2000", "--temperature", "1")
+    at = chat.wait_for("> ", chat.wait_for("demo at "))
+    chat.process.send_signal(signal.SIGINT)
+    at = chat.wait_for("> ", chat.wait_for("/quit or Ctrl-D leaves", at))
+    chat.type("import os")
+    at = chat.wait_for("import os\r\n", at)
+    _grows_beyond(chat, at + 200)
+    chat.process.send_signal(signal.SIGINT)
+    at = chat.wait_for("> ", chat.wait_for("[stopped, ", at))
+    chat.type("/nothing")
+    at = chat.wait_for("> ", chat.wait_for("there is no /nothing", at))
+    chat.type("/undo")
+    at = chat.wait_for("> ", chat.wait_for("taken back: import os", at))
+    chat.type("/quit")
+    assert chat.process.wait(20) == 0
+    assert list(client.list_caches()) == []
+
+
+def test_the_end_of_input_leaves_and_speed_is_shown(terminal: Callable[..., Terminal]) -> None:
+    """Ctrl-D at the prompt is a good end."""
+    chat = terminal("--max-tokens", "5")
+    chat.wait_for("> ")
+    chat.type("Hello")
+    at = chat.wait_for("tokens/s, prompt ")
+    chat.wait_for("> ", at)
+    os.write(chat._master, b"\x04")
+    assert chat.process.wait(20) == 0
+
+
+def _grows_beyond(chat: Terminal, length: int) -> None:
+    limit = time.monotonic() + 30
+    while len(chat.screen) < length:
+        assert time.monotonic() < limit, chat.screen
+        time.sleep(0.01)
+
+
+def test_variables_reach_the_template(chat: Callable[..., tuple[int, str, str]]) -> None:
+    """The server judges them; nothing is left out in silence."""
+    code, _, err = chat("Hello", "--variables", '{"messages": []}')
+    assert code == 1
+    assert "variables_json" in err
+    assert chat("Hello", "--variables", '{"enable_thinking": false}', "--max-tokens", "1")[0] == 0

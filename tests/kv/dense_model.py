@@ -25,6 +25,7 @@ from ferrule_server.kv.reservation import Reservation
 from ferrule_server.kv.sequence import Sequence
 from ferrule_server.kv.store import MIN_TTL_S, TOMBSTONE_S
 from ferrule_server.quotas import UNLIMITED, QuotaLimits
+from tests.kv.cache_model import CacheModel
 
 FINGERPRINT = b"the model"
 MAX_TTL_S = 80.0
@@ -56,6 +57,7 @@ class DenseSequence:
     not_before: float = 0.0
     """An overdue sequence seen while pinned is not looked at again before this."""
     reserved_length: int = 0
+    is_published: bool = True
     died: str = ""
     died_at: float = 0.0
     last_truncate: tuple[Tokens, int, int] | None = None
@@ -73,6 +75,7 @@ class Append:
     target: DenseSequence | None = None
     source: DenseSequence | None = None
     reserved_length: int = 0
+    is_published: bool = True
     num_written: int = 0
     is_copied: bool = False
 
@@ -102,16 +105,23 @@ class DenseModel:
     Attributes:
         clock_s: The time; moved by the machine.
         slots: int64 [num_blocks, block_size], the simulated pool: a token id per slot, or EMPTY_SLOT.
+        kv: int64 [num_blocks, block_size], what really lies there: a number for the token, all tokens before it and the
+            principal it was computed for; equal only if all of these are.
+        cache: The owners and the prefix cache. counts: what metrics must say, by name.
         sequences: All there ever were. appends: those in flight. issued: all handles given out.
         limits: Quotas by principal; who is not there has none.
     """
 
-    def __init__(self, block_size: int, num_blocks: int, max_context: int) -> None:
+    def __init__(self, block_size: int, num_blocks: int, max_context: int, *, has_prefix_cache: bool = True) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.max_context = max_context
         self.clock_s = 0.0
         self.slots = np.full((num_blocks, block_size), EMPTY_SLOT, dtype=np.int64)
+        self.kv = self.slots.copy()
+        self.cache = CacheModel(num_blocks, block_size, is_on=has_prefix_cache)
+        self.counts: Counter[str] = Counter()
+        self._kv_ids: dict[tuple[int | str, int], int] = {}
         self.sequences: list[DenseSequence] = []
         self.appends: list[Append] = []
         self.issued: list[Issued] = []
@@ -121,6 +131,15 @@ class DenseModel:
     def live(self) -> list[DenseSequence]:
         """Sequences neither released nor expired."""
         return [each for each in self.sequences if not each.died]
+
+    def kv_of(self, principal: str, tokens: SequenceOf[int]) -> list[int]:
+        """Return what lies in the slots of these tokens."""
+        numbers: list[int] = []
+        before: int | str = principal
+        for token in tokens:
+            before = self._kv_ids.setdefault((before, token), len(self._kv_ids))
+            numbers.append(before)
+        return numbers
 
     def owners(self) -> Counter[int]:
         """Count the owners of each block from the tables."""
@@ -201,12 +220,15 @@ class DenseModel:
         kind: Verdict,
         *,
         reserved_length: int = 0,
+        found: SequenceOf[int] = (),
     ) -> type[FerruleError] | None:
-        """Return what a reservation must raise."""
+        """Return what a reservation must raise; ``found`` are the blocks that a prompt gets from the prefix cache."""
         owners = self.owners()
         stop = max(start + num_tokens, reserved_length)
         is_copied = num_spares = num_own = 0
-        if dense is not None:
+        if dense is None:
+            num_own = sum(block in owners for block in found)
+        else:
             last_block = dense.real.block_ids[(start - 1) // self.block_size]
             is_copied = start % self.block_size > 0 and (kind is Verdict.FORK or owners[last_block] > 1)
         if dense is not None and kind is Verdict.FORK:
@@ -254,6 +276,32 @@ class DenseModel:
         if policy is StalePolicy.FAIL:
             return HandleStale
         return Verdict.FORK if policy is StalePolicy.FORK else Verdict.REWIND
+
+    def read_kv(self, block_ids: SequenceOf[int], length: int) -> list[int]:
+        """Read what lies in the slots of the first tokens of a block table."""
+        numbers: list[int] = self.kv[list(block_ids)].reshape(-1)[:length].tolist()
+        return numbers
+
+    def follow_drop_tail(self, dense: DenseSequence, length: int, table: list[int], spares: tuple[int, ...]) -> None:
+        """Follow the cut of a sequence that had this table and these spares; its room is kept, its blocks go back."""
+        real, num_kept = dense.real, self.blocks_for(length)
+        self.counts["num_truncates"] += 1
+        tail = table[num_kept:]
+        self.cache.take(block for block in real.spare_ids if block not in (*tail, *spares))
+        for block in real.spare_ids:
+            self.cache.withdraw(block)
+        self.follow_room(dense, length, table[num_kept - 1])
+        self.cache.drop([block for block in (*tail, *spares) if block not in real.spare_ids])
+
+    def follow_room(self, dense: DenseSequence, length: int, last_block: int) -> None:
+        """Follow what becomes of a partial last block whose owner has room beyond it."""
+        if length % self.block_size and dense.reserved_length and self.cache.owners[last_block] == 1:
+            self.cache.withdraw(last_block)
+
+    def follow_open(self, reservation: Reservation) -> None:
+        """Follow an append that may be written into its first block from now on."""
+        if reservation.start % self.block_size:
+            self.cache.withdraw(reservation.block_ids[reservation.start // self.block_size])
 
     def read(self, block_ids: list[int], length: int) -> Tokens:
         """Read tokens through a block table."""

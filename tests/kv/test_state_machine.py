@@ -1,8 +1,10 @@
 """Random operations on the KV store against a naive dense model in which the pool is simulated.
 
-The pool is an array of slots [num_blocks, block_size] that holds token ids. Appends run as an executor would run
-them: the copies of their reservation first, then their rows through its block table, in any number of pieces, with
-other operations in between. After each operation every live sequence must read its own tokens back.
+The pool is an array of slots [num_blocks, block_size] that holds token ids, and beside each a number that stands for
+all tokens up to it: what KV is made of. Appends run as an executor would run them: the copies of their reservation
+first, then their rows through its block table, in any number of pieces, with other operations in between. After each
+operation every live sequence must read its own KV back, and every block that the prefix cache knows must hold the KV
+that a prompt would expect to find.
 
 ``FERRULE_HYPOTHESIS=long`` runs it for minutes on random seeds.
 """
@@ -11,7 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from itertools import count
+from collections.abc import Callable
+from dataclasses import asdict
+from itertools import count, islice
 from typing import Any
 
 import hypothesis.strategies as st
@@ -20,6 +24,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ferrule_server.errors import (
+    BlocksExhausted,
     ContextExceeded,
     ExceedsPool,
     HandleLost,
@@ -51,6 +56,7 @@ tokens_st = st.one_of(
 ).map(tuple)
 prompt_st = st.lists(st.integers(0, 1), min_size=8, max_size=20).map(tuple)
 index_st = st.integers(0, 10_000)
+flag_st = st.sampled_from([True, True, True, False])
 cut_st = st.one_of(st.just(0), st.integers(0, 12))
 at_once_st = st.sampled_from([True, True, False])
 ttl_st = st.sampled_from([None, None, 0.5, 7.0, 30.0, 1000.0])
@@ -70,11 +76,14 @@ class KvMachine(RuleBasedStateMachine):
         shape=st.sampled_from(SHAPES),
         prompts=st.lists(prompt_st, min_size=1, max_size=3),
         num_reserved=st.sampled_from([-30, -2, 0, 3, 9]),
+        has_prefix_cache=flag_st,
     )
-    def start(self, shape: tuple[int, int, int], prompts: list[Tokens], num_reserved: int) -> None:
+    def start(
+        self, shape: tuple[int, int, int], prompts: list[Tokens], num_reserved: int, has_prefix_cache: bool
+    ) -> None:
         """Begin with a pool of some shape and a few sequences in it, as a rule with room to grow or to come back."""
         block_size, num_blocks, max_context = shape
-        self.model = DenseModel(block_size, num_blocks, max_context)
+        self.model = DenseModel(block_size, num_blocks, max_context, has_prefix_cache=has_prefix_cache)
         self.pool = BlockPool(num_blocks, block_size)
         secrets = count()
         self.store = KvStore(
@@ -87,6 +96,7 @@ class KvMachine(RuleBasedStateMachine):
             clock=lambda: self.model.clock_s,
             new_secret=lambda: hashlib.blake2b(next(secrets).to_bytes(8, "little"), digest_size=16).digest(),
             limits_of=lambda principal: self.model.limits.get(principal, UNLIMITED),
+            has_prefix_cache=has_prefix_cache,
         )
         for prompt in prompts:
             fitting = min(len(prompt) + num_reserved, max_context, (num_blocks - 1) * block_size)
@@ -111,6 +121,10 @@ class KvMachine(RuleBasedStateMachine):
         principal = real.principal
         dense = DenseSequence(real, principal, tokens, DEFAULT_TTL_S if parent is None else parent.ttl_s, 0.0)
         assert parent is None or (principal, real.parent_handle_id) == (parent.principal, parent.real.handle_id)
+        self.model.counts["num_created"] += 1
+        if parent is not None:
+            self.model.counts["num_forks"] += 1
+            dense.is_published = parent.is_published
         dense.reserved_length = reserved_length
         self.model.renewed(dense, ttl_s)
         self.model.sequences.append(dense)
@@ -140,16 +154,85 @@ class KvMachine(RuleBasedStateMachine):
     @rule(principal=principal_st, tokens=tokens_st, reserved_length=reserve_st, at_once=at_once_st)
     def prefill(self, principal: str, tokens: Tokens, reserved_length: int = 0, at_once: bool = True) -> None:
         """Start a new sequence, sometimes with room to grow, sometimes finishing it at once."""
-        shortage = self.model.shortage(principal, None, 0, len(tokens), Verdict.APPEND, reserved_length=reserved_length)
+        self.create(principal, tokens, reserved_length, at_once=at_once)
+
+    @precondition(lambda self: len(self.model.appends) < MAX_APPENDS)
+    @rule(
+        index=index_st,
+        cut=cut_st,
+        extra=st.one_of(st.just(()), tokens_st),
+        principal=principal_st,
+        reserved_length=reserve_st,
+        is_looked_up=flag_st,
+        is_published=flag_st,
+        at_once=at_once_st,
+    )
+    def prefill_again(
+        self,
+        *,
+        index: int,
+        cut: int,
+        extra: Tokens,
+        principal: str,
+        reserved_length: int,
+        is_looked_up: bool,
+        is_published: bool,
+        at_once: bool,
+    ) -> None:
+        """Start a new sequence with tokens that another has or had, as a rule looking for them in the cache."""
+        tokens = self.pick(index, cut).tokens + extra
+        self.create(
+            principal,
+            tokens,
+            reserved_length,
+            is_looked_up=is_looked_up,
+            is_published=is_published,
+            at_once=at_once,
+        )
+
+    def create(
+        self,
+        principal: str,
+        tokens: Tokens,
+        reserved_length: int,
+        *,
+        is_looked_up: bool = True,
+        is_published: bool = True,
+        at_once: bool,
+    ) -> None:
+        """Reserve a new sequence, or be refused and find nothing changed."""
+        found = self.model.cache.find(principal, tokens) if is_looked_up else []
+        shortage = self.model.shortage(
+            principal, None, 0, len(tokens), Verdict.APPEND, reserved_length=reserved_length, found=found
+        )
+
+        def ask() -> Reservation:
+            prompt = list(tokens) if is_looked_up else None
+            return self.store.reserve_new(principal, len(tokens), reserved_length, prompt=prompt, publish=is_published)
+
         if shortage is not None:
-            with pytest.raises(shortage):
-                self.store.reserve_new(principal, len(tokens), reserved_length)
+            self.refused(shortage, ask)
             return
-        reservation = self.store.reserve_new(principal, len(tokens), reserved_length)
-        self.model.appends.append(Append(reservation, tokens, (), reserved_length=reserved_length))
+        reservation, num_cached = ask(), len(found) * self.pool.block_size
+        assert (reservation.block_ids[: len(found)], reservation.num_cached) == (found, num_cached)
+        assert self.model.read_kv(found, num_cached) == self.model.kv_of(principal, tokens[:num_cached])
+        self.model.cache.adopt(found)
+        self.model.cache.take(reservation.held_ids[len(found) :])
+        if is_looked_up and self.model.cache.is_on:
+            self.model.counts["num_prefix_lookup_tokens"] += len(tokens)
+            self.model.counts["num_prefix_hit_tokens"] += num_cached
+        append = Append(reservation, tokens, (), reserved_length=reserved_length, is_published=is_published)
+        append.num_written = num_cached
+        self.model.appends.append(append)
         if at_once:
             self.write(self.model.appends[-1], len(tokens))
             self.finish(self.model.appends.pop())
+
+    def refused(self, error: type[Exception], ask: Callable[[], object]) -> None:
+        """Be refused."""
+        with pytest.raises(error):
+            ask()
+        self.model.counts["num_exhausted"] += error is BlocksExhausted
 
     @precondition(lambda self: len(self.model.appends) < MAX_APPENDS)
     @rule(
@@ -208,17 +291,26 @@ class KvMachine(RuleBasedStateMachine):
         if not self.model.is_busy(dense):
             refusal = self.model.shortage(dense.principal, dense, length, len(tokens), kind)
         if refusal is not None:
-            with pytest.raises(refusal):
-                ask()
+            self.refused(refusal, ask)
             return
+        table, spares = dense.real.block_ids, dense.real.spare_ids
         append = Append(ask(), tokens, dense.tokens[:length])
+        reservation, cache = append.reservation, self.model.cache
         if kind is Verdict.FORK:
             append.source = dense
+            prefix = table[: self.model.blocks_for(length)]
+            cache.take(dense.real.spare_ids[len(spares) :])
+            cache.take(reservation.held_ids[len(prefix) :])
+            cache.share(prefix)
         else:
             append.target = dense
         if kind is Verdict.REWIND:
+            self.model.follow_drop_tail(dense, length, table, spares)
             dense.tokens = dense.tokens[:length]
             dense.last_truncate = None
+        if kind is not Verdict.FORK:
+            cache.take(reservation.held_ids)
+        self.model.follow_open(reservation)
         self.model.appends.append(append)
         if at_once:
             self.write(self.model.appends[-1], len(tokens))
@@ -241,11 +333,15 @@ class KvMachine(RuleBasedStateMachine):
                 assert owners[source] >= 1
                 assert owners[destination] == 1
                 self.model.slots[destination] = self.model.slots[source]
+                self.model.kv[destination] = self.model.kv[source]
+        kv = self.model.kv_of(reservation.principal, append.before + append.tokens)
         for token in append.tokens[append.num_written : append.num_written + count]:
             position = len(append.before) + append.num_written
             block = reservation.block_ids[position // self.pool.block_size]
             assert self.pool.refcount(block) == owners[block] == 1
+            assert block not in self.model.cache.known
             self.model.slots[block, position % self.pool.block_size] = token
+            self.model.kv[block, position % self.pool.block_size] = kv[position]
             append.num_written += 1
 
     @precondition(lambda self: self.model.appends)
@@ -261,15 +357,27 @@ class KvMachine(RuleBasedStateMachine):
         self.model.appends.remove(append)
         with pytest.raises(HandleUnknown):
             self.store.commit(append.reservation, append.tokens, ttl_s)
+        self.model.cache.drop(append.reservation.held_ids)
 
     def finish(self, append: Append, ttl_s: float | None = None, num_dropped: int = 0) -> None:
         """Commit; the rows become tokens of the sequence, but for those dropped from the end."""
-        append.tokens = append.tokens[: max(1, len(append.tokens) - num_dropped)]
-        real = self.store.commit(append.reservation, append.tokens, ttl_s)
+        reservation = append.reservation
+        append.tokens = append.tokens[: max(1, reservation.num_cached, len(append.tokens) - num_dropped)]
+        held = {*reservation.held_ids, *(append.target.real.spare_ids if append.target is not None else ())}
+        real = self.store.commit(reservation, append.tokens, ttl_s)
+        kept = {*real.block_ids, *real.spare_ids, *(source for source, _ in reservation.copies)}
+        self.model.cache.drop(sorted(held - kept))
+        of = append.target or append.source or append
+        if of.is_published and self.model.cache.is_on:
+            start = (reservation.start + reservation.num_cached) // self.pool.block_size
+            self.model.cache.register(real.principal, append.before + append.tokens, real.block_ids, start)
+        self.model.cache.drop([source for source, _ in reservation.copies])
+        self.model.counts["num_block_copies"] += len(reservation.copies)
         if append.source is not None and not append.source.died:
             self.model.renewed(append.source)
         if append.target is None:
             self.born(real, append.before + append.tokens, append.source, ttl_s, append.reserved_length)
+            self.model.sequences[-1].is_published = of.is_published
             return
         assert real is append.target.real
         append.target.tokens += append.tokens
@@ -284,6 +392,7 @@ class KvMachine(RuleBasedStateMachine):
         append = self.model.appends.pop(index % len(self.model.appends))
         self.store.abort(append.reservation)
         self.store.abort(append.reservation)
+        self.model.cache.drop(append.reservation.held_ids)
         with pytest.raises(RuntimeError):
             self.store.commit(append.reservation, append.tokens)
 
@@ -302,10 +411,11 @@ class KvMachine(RuleBasedStateMachine):
         num_free, num_spares = self.pool.num_free, self.model.num_spares_to_share(dense, length)
         refusal = self.model.refusal_of_more(dense.principal, count, num_spares)
         if refusal is not None:
-            with pytest.raises(refusal):
-                self.store.fork(dense.real, length, count, ttl_s)
+            self.refused(refusal, lambda: self.store.fork(dense.real, length, count, ttl_s))
             return
         branches = self.store.fork(dense.real, length, count, ttl_s)
+        self.model.cache.take(dense.real.spare_ids[len(dense.real.spare_ids) - num_spares :])
+        self.model.cache.share(dense.real.block_ids[: self.model.blocks_for(length)], count)
         assert self.pool.num_free == num_free - num_spares
         assert len(branches) == count
         self.model.renewed(dense)
@@ -351,10 +461,12 @@ class KvMachine(RuleBasedStateMachine):
             refusal = self.model.refusal_of_more(dense.principal, 0, max(0, num_spares - num_own))
             expected = refusal or max(0, num_own - num_spares)
         if not isinstance(expected, int):
-            with pytest.raises(expected):
-                self.store.truncate(dense.real, issued.handle, new_length)
+            self.refused(expected, lambda: self.store.truncate(dense.real, issued.handle, new_length))
             return
+        table, spares = dense.real.block_ids, dense.real.spare_ids
         assert self.store.truncate(dense.real, issued.handle, new_length) == expected
+        if new_length < len(dense.tokens):
+            self.model.follow_drop_tail(dense, new_length, table, spares)
         dense.tokens = dense.tokens[:new_length]
         dense.last_truncate = (issued.tokens, new_length, expected)
         dense.last_request = (issued.tokens, new_length)
@@ -371,8 +483,16 @@ class KvMachine(RuleBasedStateMachine):
             return
         owners = self.model.owners()
         expected = sum(owners[block] == 1 for block in self.model.held(dense))
-        assert self.store.release(issued.handle, dense.principal) == expected
+        assert self.ended(dense, issued.handle) == expected
+
+    def ended(self, dense: DenseSequence, handle: Handle) -> int | None:
+        """Release a live sequence."""
+        held = self.model.held(dense)
+        freed_blocks = self.store.release(handle, dense.principal)
+        self.model.cache.drop(held)
+        self.model.counts["num_released"] += 1
         dense.died = "released"
+        return freed_blocks
 
     @rule(
         principal=principal_st,
@@ -383,20 +503,26 @@ class KvMachine(RuleBasedStateMachine):
         own = [each for each in self.model.live if each.principal == principal and not self.model.is_overdue(each)]
         if not own:
             return
-        pairs = [(own[index % len(own)], target, admission) for index, target, admission in wanted]
+        self.check_reserve_slots([(own[index % len(own)], target, admission) for index, target, admission in wanted])
+
+    def check_reserve_slots(self, pairs: list[tuple[DenseSequence, int, int]]) -> None:
+        """Reserve slots and compare with what should be missing; a second time nothing is."""
         requests = [SlotRequest(dense.real, target, admission) for dense, target, admission in pairs]
         refusal = self.refusal_of_slots(pairs)
         if refusal is not None:
-            with pytest.raises(refusal):
-                self.store.reserve_slots(requests)
+            self.refused(refusal, lambda: self.store.reserve_slots(requests))
             return
+        spares = {dense: dense.real.spare_ids for dense, _, _ in pairs}
         num_free, before = self.model.num_free, [len(self.model.held(dense)) for dense, _, _ in pairs]
         evidence = self.store.reserve_slots(requests)
         assert (evidence.free_blocks_before, evidence.free_blocks_after) == (num_free, self.model.num_free)
         assert sum(each.new_blocks for each in evidence.allocations) == num_free - self.model.num_free
         assert evidence.allocations[0].blocks_before == before[0]
-        for dense, target, _ in pairs:
+        taken = {dense: iter(dense.real.spare_ids[len(spares[dense]) :]) for dense, _, _ in pairs}
+        for (dense, target, _), allocation in zip(pairs, evidence.allocations, strict=True):
             dense.reserved_length = max(dense.reserved_length, target)
+            self.model.follow_room(dense, len(dense.tokens), dense.real.block_ids[-1])
+            self.model.cache.take(islice(taken[dense], allocation.new_blocks))
             self.model.renewed(dense)
         num_free = self.model.num_free
         assert not any(
@@ -457,8 +583,7 @@ class KvMachine(RuleBasedStateMachine):
             self.model.clock_s = max(self.model.clock_s, dense.expires_at)
             self.expire()
         elif not dense.died:
-            self.store.release(self.handle_of(dense), dense.principal)
-            dense.died = "released"
+            self.ended(dense, self.handle_of(dense))
 
     @precondition(lambda self: any(each.died == "expired" for each in self.model.sequences))
     @rule(seconds=st.sampled_from([TOMBSTONE_S - 5.0, TOMBSTONE_S]))
@@ -471,9 +596,13 @@ class KvMachine(RuleBasedStateMachine):
         """Collect exactly the sequences whose lease ended, but for pinned ones."""
         ended = [each for each in self.model.live if max(each.expires_at, each.not_before) <= self.model.clock_s]
         expected = [each for each in ended if not self.model.is_pinned(each)]
-        assert sorted(self.store.expire()) == sorted(each.real.handle_id for each in expected)
-        for each in expected:
+        by_name = {each.real.handle_id: (each, self.model.held(each)) for each in expected}
+        names = self.store.expire()
+        assert sorted(names) == sorted(by_name)
+        for each, held in map(by_name.__getitem__, names):
             each.died, each.died_at = "expired", self.model.clock_s
+            self.model.cache.drop(held)
+            self.model.counts["num_expired"] += 1
         for each in ended:
             if not each.died:
                 each.not_before = self.model.clock_s + PIN_RECHECK_S
@@ -489,6 +618,7 @@ class KvMachine(RuleBasedStateMachine):
     @invariant()
     def reserved_room_is_there(self) -> None:
         """Appends up to the reserved length succeed at any moment and take nothing from the pool."""
+        self.what_can_be_found_is_what_would_be_computed()  # before these appends withdraw anything
         num_free = self.pool.num_free
         for dense in self.model.live:
             assert dense.real.reserved_length == dense.reserved_length
@@ -497,6 +627,7 @@ class KvMachine(RuleBasedStateMachine):
                 reservation = self.store.reserve_append(dense.real, num_tokens)
                 assert self.pool.num_free == num_free
                 self.store.abort(reservation)
+                self.model.follow_open(reservation)
 
     @invariant()
     def sequences_read_their_own_tokens_back(self) -> None:
@@ -506,6 +637,46 @@ class KvMachine(RuleBasedStateMachine):
             assert dense.real.length == len(dense.tokens)
             assert dense.real.chain.at(len(dense.tokens)) == lineage_of(dense.tokens)
             assert self.model.read(dense.real.block_ids, len(dense.tokens)) == dense.tokens
+            kv = self.model.kv_of(dense.principal, dense.tokens)
+            assert self.model.read_kv(dense.real.block_ids, len(dense.tokens)) == kv
+
+    @invariant()
+    def what_can_be_found_is_what_would_be_computed(self) -> None:
+        """Each registered block holds the KV of its tokens behind all those before them, for its principal."""
+        entries = self.store._cache._entries
+        for block, known in self.model.cache.known.items():
+            kv = self.model.kv_of(known.principal, known.prefix)
+            assert self.model.kv[block].tolist() == kv[-self.pool.block_size :]
+            assert entries[block].key == (known.principal, lineage_of(known.prefix))
+        assert entries.keys() == self.model.cache.known.keys()
+        assert self.model.cache.is_on or not entries
+
+    @invariant()
+    def blocks_are_where_the_model_has_them(self) -> None:
+        """Owners, cached blocks in the order in which they will be handed out, empty ones."""
+        assert self.model.cache.owners == self.model.owners()
+        assert self.pool.cached_ids() == self.model.cache.cached
+        assert (self.pool.num_empty, self.pool.num_cached) == (self.model.cache.num_empty, len(self.model.cache.cached))
+
+    @invariant()
+    def metrics_tell_how_it_is(self) -> None:
+        """Each figure of the store, counted here once more."""
+        owners = self.model.owners()
+        metrics = asdict(self.store.metrics())
+        expected = dict.fromkeys((name for name in metrics if name.startswith("num_")), 0)
+        expected |= self.model.counts
+        expected |= {
+            "block_size": self.model.block_size,
+            "total_blocks": self.model.num_blocks - 1,
+            "empty_blocks": self.model.cache.num_empty,
+            "cached_blocks": len(self.model.cache.cached),
+            "used_blocks": len(owners),
+            "shared_blocks": sum(count > 1 for count in owners.values()),
+            "live_sequences": len(self.model.live),
+            "tombstones": self.store._registry.num_tombstones,
+            "num_prefix_evictions": self.model.cache.num_evictions,
+        }
+        assert metrics == expected
 
     @invariant()
     def appends_read_what_they_wrote(self) -> None:
@@ -533,12 +704,13 @@ class KvMachine(RuleBasedStateMachine):
             return
         if len(self.model.issued) % 2:
             self.store.lose_all()
+            assert (self.pool.num_cached, self.pool.num_empty) == (0, self.pool.capacity)
             for dense in self.model.live:
                 with pytest.raises(HandleLost):
                     self.store.resolve(self.handle_of(dense), dense.principal)
         else:
             for dense in self.model.live:
-                self.store.release(self.handle_of(dense), dense.principal)
+                self.ended(dense, self.handle_of(dense))
         for append in self.model.appends:
             self.store.abort(append.reservation)
         assert self.pool.num_used == 0
@@ -550,16 +722,16 @@ class KvMachine(RuleBasedStateMachine):
         return next(each.handle for each in self.model.issued if each.owner is dense)
 
 
-def _profile() -> dict[str, Any]:
-    """Return the settings: the same runs each time, or many new ones where asked for."""
+def machine_profile(num_steps: int = 50) -> dict[str, Any]:
+    """Return the settings: the same runs each time, or many new and longer ones where asked for."""
     if os.environ.get("FERRULE_HYPOTHESIS") == "long":
         return {"max_examples": 3000, "stateful_step_count": 100, "derandomize": False}
-    return {"max_examples": 250, "stateful_step_count": 50, "derandomize": True}
+    return {"max_examples": 250, "stateful_step_count": num_steps, "derandomize": True}
 
 
 TestKvMachine = pytest.mark.timeout(3600)(KvMachine.TestCase)
 TestKvMachine.settings = settings(
-    **_profile(),
+    **machine_profile(),
     deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

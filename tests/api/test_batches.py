@@ -11,8 +11,7 @@ import grpc
 import pytest
 
 from ferrule.v1 import executor_pb2, policy_pb2, types_pb2
-from ferrule_server.api.batches import Pace
-from ferrule_server.api.limits import LOOP_SLICE, ApiLimits
+from ferrule_server.api.limits import ApiLimits
 from ferrule_server.engine.settings import EngineSettings
 from tests.api.harness import (
     EPOCH,
@@ -424,27 +423,3 @@ def test_a_draining_server_refuses_new_sequences_item_by_item() -> None:
         assert not drained.done()
         server.release(newest, first.kv_cache)
         drained.result(timeout=10)
-
-
-def test_others_have_their_turn_while_a_large_batch_is_worked_on() -> None:
-    """After so much work, or so many pieces of it."""
-
-    async def turns(works: list[int]) -> int:
-        pace, num_turns, is_over = Pace(1000), 0, False
-
-        async def other() -> None:
-            nonlocal num_turns
-            while not is_over:
-                num_turns += 1
-                await asyncio.sleep(0)
-
-        task = asyncio.create_task(other())
-        for work in works:
-            await pace.spend(work)
-        is_over = True
-        await task
-        return num_turns
-
-    assert asyncio.run(turns([1] * (LOOP_SLICE - 1))) <= 1
-    assert asyncio.run(turns([1] * 3 * LOOP_SLICE)) >= 3
-    assert asyncio.run(turns([600] * 8)) >= 4

@@ -6,27 +6,22 @@ too large is refused before anything runs.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from ferrule_server.api.calls import admit_new, run_jobs
 from ferrule_server.api.fields import placed
-from ferrule_server.api.limits import LOOP_SLICE
 from ferrule_server.api.planned import PlannedAppend
 from ferrule_server.api.refusals import Refusals
 from ferrule_server.api.state import EngineApi, ServerState
 from ferrule_server.api.status import to_status
+from ferrule_server.api.turns import READ_BYTES, WRITE_BYTES, Turns
 from ferrule_server.engine.jobs import AppendResult
 from ferrule_server.errors import FerruleError, ReplyTooLarge
 
 _RESULT_BYTES: Final = 512
 """What an error takes in a reply; the reader counts what an output takes."""
-_SLICE_TOKENS: Final = 16384
-"""So many token ids are read without letting others run on the event loop: about a millisecond."""
-_SLICE_BYTES: Final = 4 << 20
-"""The same of what is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,26 +58,26 @@ class Batch:
             job.cohort = cohort
         outcomes = iter(await run_jobs(engine, jobs))
         refusals = Refusals(self.rpc, principal)
-        pace = Pace(_SLICE_BYTES)
+        turns = Turns(WRITE_BYTES)
         for index, each in enumerate(planned):
             outcome = next(outcomes) if isinstance(each, PlannedAppend) else each
             self._write(index, each, outcome, refusals, state.limits.max_request_id_bytes)
-            await pace.spend(each.reply_bytes if isinstance(each, PlannedAppend) else _RESULT_BYTES)
+            await turns.spend(each.reply_bytes if isinstance(each, PlannedAppend) else _RESULT_BYTES)
         refusals.log()
 
     async def _plan(self, state: ServerState) -> list[PlannedAppend | FerruleError]:
         """Read the items; what is wrong with one stands in its place."""
         planned: list[PlannedAppend | FerruleError] = []
-        pace = Pace(_SLICE_TOKENS)
+        turns = Turns(READ_BYTES)
         for index, item in enumerate(self.items):
+            await turns.spend(item.ByteSize())
             try:
                 each = self.read(item, f"{self.field}[{index}].")
                 admit_new(state, each.job)
             except FerruleError as error:
                 planned.append(error)
-                continue
-            planned.append(each)
-            await pace.spend(len(each.job.token_ids))
+            else:
+                planned.append(each)
         return planned
 
     def _check_reply(self, planned: Sequence[PlannedAppend | FerruleError], limit_bytes: int) -> None:
@@ -110,19 +105,3 @@ class Batch:
             assert isinstance(planned, PlannedAppend)
             assert isinstance(outcome, AppendResult)
             self.fill(result.output, outcome, planned)
-
-
-class Pace:
-    """Lets others run on the event loop each time so much work, or so many pieces of it, have been done."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._work = self._num_pieces = 0
-
-    async def spend(self, work: int) -> None:
-        """Count one piece of work."""
-        self._work += work
-        self._num_pieces += 1
-        if self._work >= self._limit or self._num_pieces >= LOOP_SLICE:
-            self._work = self._num_pieces = 0
-            await asyncio.sleep(0)

@@ -32,6 +32,7 @@ from ferrule_server.api.principal import caller_of
 from ferrule_server.api.refusals import Refusals
 from ferrule_server.api.state import Phase, ServerState, Serving
 from ferrule_server.api.status import fault_of, to_status
+from ferrule_server.api.turns import READ_BYTES, Turns
 from ferrule_server.engine.jobs import AppendResult, Job, Outcome, ReleaseJob, ReleaseResult
 from ferrule_server.errors import FerruleError, InvalidRequest, SlowConsumer
 
@@ -42,8 +43,6 @@ _ITEM_PATHS: Final = tuple(f"items[{index}].decode." for index in range(256))
 _FRAME_BYTES: Final = 256
 """What a queued frame costs besides its results, so that empty ones count too."""
 _RELEASE_BYTES: Final = 32
-_SLICE_TOKENS: Final = 16384
-"""So many token ids are read without letting others run on the event loop: about a millisecond."""
 _LAST_WRITE_S: Final = 0.1
 """How long the status waits for the write in flight; a status sent earlier still arrives behind it."""
 _HANG_UP_S: Final = 1.0
@@ -294,18 +293,18 @@ class DecodeStream:
         """
         bad_items: list[executor_pb2.StreamResult] = []
         self._cohort = 0
-        num_rows = 0
+        num_items = len(request.items)
+        is_large = num_items >= LOOP_SLICE or (num_items > 1 and request.ByteSize() > READ_BYTES)
+        turns = Turns(READ_BYTES)
         for index, item in enumerate(request.items):
-            if index % LOOP_SLICE == LOOP_SLICE - 1 or num_rows > _SLICE_TOKENS:
-                num_rows = 0
-                await asyncio.sleep(0)
+            if is_large:
+                await turns.spend(item.ByteSize())
             try:
                 planned = self._plan(item, index)
             except FerruleError as error:
                 bad_items.append(self._error_result(item.seq, self._inputs.echoed_id(item), error))
                 continue
             planned.seq = item.seq
-            num_rows += len(planned.job.token_ids)
             self._pending[planned.job] = planned
             entries.append((planned.job, self))
         return bad_items

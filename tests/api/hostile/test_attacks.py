@@ -311,19 +311,22 @@ def test_top_k_beyond_the_vocabulary_keeps_it_all(server: RunningServer, top_k: 
     assert server.prefill(policy=Policy(sample=_SAMPLE(seed=5, top_k=top_k))).outputs.tokens[0] == unlimited
 
 
-def test_token_masks_of_any_size_are_not_served_yet(server: RunningServer) -> None:
-    """FEATURE_UNSUPPORTED, in a policy and registered; never silently ignored."""
+def test_token_masks_of_another_size_or_without_a_token_are_refused(server: RunningServer) -> None:
+    """INVALID_FIELD with the path, in a policy and registered; never silently ignored."""
     for bits in (b"", b"x", bytes(31), bytes(32), bytes(33), bytes(1 << 20)):
         mask = policy_pb2.TokenMask(inline_bits=bits)
-        for policy in (
-            Policy(greedy_argmax=policy_pb2.GreedyArgmax(token_mask=mask)),
-            Policy(sample=_SAMPLE(token_mask=mask)),
+        for policy, field in (
+            (Policy(greedy_argmax=policy_pb2.GreedyArgmax(token_mask=mask)), "greedy_argmax.token_mask"),
+            (Policy(sample=_SAMPLE(token_mask=mask)), "sample.token_mask"),
         ):
             refusal = _refusal(lambda policy=policy: server.prefill(policy=policy))  # type: ignore[misc]
-            assert (refusal.code, refusal.reason) == (Code.UNIMPLEMENTED, "FEATURE_UNSUPPORTED")
-        request = cache_pb2.RegisterTokenMaskRequest(masks=[bits])
+            assert (refusal.code, refusal.reason) == (Code.INVALID_ARGUMENT, "INVALID_FIELD")
+            assert refusal.fields == (f"input.logits_policy.{field}.inline_bits",)
+        request = cache_pb2.RegisterTokenMaskRequest(masks=[bytes([255] * 32), bits])
         refusal = _refusal(lambda request=request: server.stub.RegisterTokenMask(request, timeout=10))  # type: ignore[misc]
-        assert (refusal.code, refusal.reason) == (Code.UNIMPLEMENTED, "FEATURE_UNSUPPORTED")
+        assert (refusal.code, refusal.fields) == (Code.INVALID_ARGUMENT, ("masks[1]",))
+    metrics = server.stub.GetCacheMetrics(cache_pb2.GetCacheMetricsRequest(), timeout=10).metrics
+    assert metrics.token_masks == 0
 
 
 @pytest.mark.parametrize("mask", [[1], [1, 1, 1, 1], [1, 0, 1], [2, 1, 1], [1] * 4096])
@@ -350,7 +353,7 @@ def test_durations_out_of_their_range_are_refused_or_clamped(server: RunningServ
 
 
 def test_huge_lists_in_a_policy_are_refused_without_a_long_pause(server: RunningServer) -> None:
-    """A million allowed tokens, many biases, and as many ids to be scored: not served, so not looked at."""
+    """A million allowed tokens, many biases, and as many ids to be scored: more than are taken, so not looked at."""
     many = policy_pb2.TokenMask(allowed_ids=policy_pb2.TokenIdList(token_ids=[1] * 1_000_000))
     policies = (
         Policy(greedy_argmax=policy_pb2.GreedyArgmax(token_mask=many)),
@@ -362,7 +365,7 @@ def test_huge_lists_in_a_policy_are_refused_without_a_long_pause(server: Running
     with _longest_pause(server) as longest:
         for data in requests:
             refusal = _refusal(lambda data=data: server.raw_unary("ModelExecutorService/Prefill", data))  # type: ignore[misc]
-            assert (refusal.code, refusal.reason) == (Code.UNIMPLEMENTED, "FEATURE_UNSUPPORTED")
+            assert (refusal.code, refusal.reason) == (Code.INVALID_ARGUMENT, "INVALID_FIELD")
     assert longest[0] < 1.0
 
 

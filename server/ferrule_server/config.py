@@ -25,6 +25,7 @@ DTYPES: Final = ("auto", "bfloat16", "float32")
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 DEFAULT_MASK_BYTES: Final = 64 << 20
 """What the registered token masks of one principal may take, unless something else is set."""
+DEFAULT_QUOTAS: Final = QuotaLimits(mask_bytes=DEFAULT_MASK_BYTES)
 
 _SIZE_UNITS: Final = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _TIME_UNITS: Final = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -119,7 +120,7 @@ class ServerConfig:
     tls_key: Path | None = None
     tls_client_ca: Path | None = None
     admins: tuple[str, ...] = ()
-    quotas: QuotaLimits = QuotaLimits(mask_bytes=DEFAULT_MASK_BYTES)
+    quotas: QuotaLimits = DEFAULT_QUOTAS
     max_waiting_jobs: int = 4096
     max_step_time_s: float | None = None
     drain_grace_s: float = 25.0

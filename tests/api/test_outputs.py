@@ -8,8 +8,8 @@ import pytest
 from ferrule.v1 import executor_pb2, policy_pb2, types_pb2
 from ferrule_server.api.fields import FieldReader
 from ferrule_server.api.limits import ApiLimits
-from ferrule_server.api.outputs import fill_prefill, handle_message
-from ferrule_server.engine.jobs import AppendResult, StepTiming
+from ferrule_server.api.outputs import fill_prefill, fill_rows, fill_verify, handle_message
+from ferrule_server.engine.jobs import AppendResult, StepTiming, Verified
 from ferrule_server.executor.base import Float32Array, RowOutput
 from ferrule_server.kv.handle import Handle
 from tests.api.reading import make_reader
@@ -29,6 +29,9 @@ def _result(num_rows: int, logits: Float32Array) -> AppendResult:
         top_ids=np.arange(VOCAB_SIZE - 1000, VOCAB_SIZE, dtype=np.int32),
         top_logprobs=np.full(1000, -9.0, np.float32),
         logits=logits,
+        requested_logprobs=np.full(300, -9.0, np.float32),
+        entropy=2.5,
+        hidden_state=np.ones(24, np.float32),
     )
     timing = StepTiming(2**63 - 1, 2**63 - 1, 2**32 - 1)
     return AppendResult(HANDLE, (row,) * num_rows, 2**64 - 1, 2**31, timing, replayed=True, recomputed=True)
@@ -44,6 +47,9 @@ def test_a_reply_never_passes_its_bound(dtype: types_pb2.DataType, num_rows: int
         logprobs=True,
         top_logprobs=1000,
         target_logprobs=True,
+        logprob_token_ids=range(300),
+        entropy=True,
+        hidden_state=True,
     )
     message = executor_pb2.PrefillInput(
         request_id="r" * 128,
@@ -60,6 +66,73 @@ def test_a_reply_never_passes_its_bound(dtype: types_pb2.DataType, num_rows: int
     assert output.outputs.num_rows == num_rows
     assert len(output.outputs.top_token_ids) == 1000 * num_rows
     assert 0.8 * planned.reply_bytes < frame.ByteSize() <= planned.reply_bytes
+
+
+@pytest.mark.parametrize("has_handles", [True, False])
+@pytest.mark.parametrize("num_drafts", [0, 64])
+def test_a_reply_of_a_verify_never_passes_its_bound(num_drafts: int, has_handles: bool) -> None:
+    """With every draft accepted and a handle at each row, the widest there are."""
+    message = executor_pb2.VerifyInput(
+        request_id="r" * 128,
+        kv_cache=handle_message(HANDLE),
+        input_ids=[1],
+        draft_ids=[1] * num_drafts,
+        logits_policy=policy_pb2.LogitsReturnPolicy(sample=policy_pb2.Sample(), logprobs=True, top_logprobs=1000),
+        acceptance=executor_pb2.ACCEPTANCE_RULE_EXACT,
+        return_row_handles=has_handles,
+    )
+    planned = make_reader(VOCAB_SIZE).verify(message, "", "p")
+    num_rows = num_drafts + 1
+    result = _result(num_rows, np.ones(VOCAB_SIZE, np.float32))
+    row_handles = (HANDLE,) * num_rows if has_handles else ()
+    result.verified = Verified(num_drafts, VOCAB_SIZE - 1, row_handles)
+    frame = executor_pb2.StreamDecodeResponse(free_blocks=2**32 - 1)
+    sent = frame.results.add(seq=2**64 - 1, request_id=message.request_id)
+    fill_verify(sent.verify, result, planned)
+    assert list(sent.verify.accepted_indices) == list(range(1, num_rows))
+    assert (sent.verify.accepted_count, sent.verify.next_token) == (num_drafts, VOCAB_SIZE - 1)
+    assert len(sent.verify.row_handles) == len(row_handles)
+    assert 0.8 * planned.reply_bytes < frame.ByteSize() <= planned.reply_bytes
+
+
+def test_what_became_of_nothing_is_unset() -> None:
+    """Without a rule there is no count and no next token, though 0 may be one."""
+    message = executor_pb2.VerifyInput(kv_cache=handle_message(HANDLE), input_ids=[1], draft_ids=[2])
+    planned = make_reader(VOCAB_SIZE).verify(message, "", "p")
+    output = executor_pb2.VerifyOutput()
+    fill_verify(output, AppendResult(HANDLE, verified=Verified()), planned)
+    assert {field.name for field, _ in output.ListFields()} == {"kv_cache", "timing"}
+    fill_verify(output, AppendResult(HANDLE, verified=Verified(0, 0)), planned)
+    assert output.HasField("next_token")
+
+
+def test_every_value_of_a_row_has_its_place() -> None:
+    """Row after row, as asked for and in no other field."""
+    policy = policy_pb2.LogitsReturnPolicy(logprob_token_ids=[3, 1], entropy=True, hidden_state=True)
+    request = executor_pb2.PrefillRequest(input=executor_pb2.PrefillInput(input_ids=[1], logits_policy=policy))
+    planned = make_reader().prefill(request, "p")
+    rows = [
+        RowOutput(
+            i,
+            requested_logprobs=np.array([-i, -i - 0.5], np.float32),
+            entropy=float(i),
+            hidden_state=np.arange(i, i + 24, dtype=np.float32),
+        )
+        for i in (1, 2)
+    ]
+    outputs = policy_pb2.Outputs()
+    fill_rows(outputs, rows, None, planned.plan)
+    assert list(outputs.requested_logprobs) == [-1.0, -1.5, -2.0, -2.5]
+    assert list(outputs.entropies) == [1.0, 2.0]
+    assert (list(outputs.hidden_state.shape), outputs.hidden_state.dtype) == ([2, 24], types_pb2.DATA_TYPE_FLOAT32)
+    states = np.frombuffer(outputs.hidden_state.data, "<f4").reshape(2, 24)
+    assert states[:, 0].tolist() == [1.0, 2.0]
+    assert {field.name for field, _ in outputs.ListFields()} == {
+        "num_rows",
+        "requested_logprobs",
+        "entropies",
+        "hidden_state",
+    }
 
 
 def test_bfloat16_rounds_to_nearest_with_ties_to_even() -> None:

@@ -24,7 +24,6 @@ _MAX_REMEMBERED: Final = 512
 _MAX_REMEMBERED_BYTES: Final = 128
 _ROW_OVERHEAD_BYTES: Final = 40
 _FLOAT_BYTES: Final = 4
-_TOP_ENTRY_BYTES: Final = 9
 
 LOGITS_ITEM_BYTES: Final[Mapping[int, int]] = {
     types_pb2.DATA_TYPE_FLOAT32: 4,
@@ -78,6 +77,7 @@ class PolicyReader:
 
     def __init__(self, vocab_size: int, hidden_size: int, limits: ApiLimits, masks: MaskReader) -> None:
         self._vocab_size = vocab_size
+        self._id_bytes = max(1, -(-(vocab_size - 1).bit_length() // 7))
         self._hidden_size = hidden_size
         self._limits = limits
         self._shaping = ShapingReader(vocab_size, limits.max_logit_biases, masks)
@@ -177,9 +177,9 @@ class PolicyReader:
         return tuple(token_ids)
 
     def _row_bytes(self, spec: OutputSpec, dtype: int) -> int:
-        num_bytes = (
-            _ROW_OVERHEAD_BYTES + _TOP_ENTRY_BYTES * spec.num_top_logprobs + _FLOAT_BYTES * len(spec.logprob_ids)
-        )
+        """Return an upper bound of what one row takes; ids are written in seven bits to a byte."""
+        num_bytes = _ROW_OVERHEAD_BYTES + _FLOAT_BYTES * len(spec.logprob_ids)
+        num_bytes += (_FLOAT_BYTES + self._id_bytes) * spec.num_top_logprobs
         if spec.full_logits:
             num_bytes += self._vocab_size * LOGITS_ITEM_BYTES[dtype]
         if spec.hidden_state:

@@ -1,0 +1,246 @@
+"""GenerateRequest and ForwardRequest read: how far, how many, what ends it, and every refusal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ferrule.v1 import executor_pb2, policy_pb2, types_pb2
+from ferrule_server.api.limits import ApiLimits
+from ferrule_server.api.planned import PlannedForward, PlannedGenerate
+from ferrule_server.engine.jobs import Pooling
+from ferrule_server.errors import FerruleError
+from ferrule_server.executor.base import OutputSpec, SampleSpec
+from ferrule_server.kv.handle import StalePolicy
+from ferrule_server.text.tokenizer import Tokenizer
+from tests.api.harness import DEMO_FOLDER
+from tests.api.reading import make_reader
+
+Policy = policy_pb2.LogitsReturnPolicy
+Ids = policy_pb2.TokenIdList
+
+HANDLE = types_pb2.KvCacheHandle(cache_id="i.e.s", length=3, lineage=bytes(16))
+FULL = Policy(full_logits=policy_pb2.FullLogits())
+
+
+def _generate(
+    limits: ApiLimits | None = None,
+    tokenizer: Tokenizer | None = None,
+    **fields: Any,  # of GenerateRequest
+) -> PlannedGenerate:
+    request = executor_pb2.GenerateRequest(**{"input_ids": [1, 2], **fields})
+    return make_reader(limits=limits, tokenizer=tokenizer, eos_ids=(7, 8)).generate(request, "alice")
+
+
+def _forward(limits: ApiLimits | None = None, **fields: Any) -> PlannedForward:  # of ForwardRequest
+    request = executor_pb2.ForwardRequest(**{"input_ids": [1, 2, 3], **fields})
+    return make_reader(limits=limits).forward(request, "alice")
+
+
+# ---- Generate -------------------------------------------------------------------------------------------------------
+
+
+def test_a_plain_request_draws_by_the_defaults_until_the_model_stops() -> None:
+    """One branch, no logits, no limit of its own."""
+    planned = _generate()
+    job = planned.job
+    assert job.output.spec == OutputSpec(sample=SampleSpec())
+    assert not job.output.is_seeded
+    assert (job.num_branches, job.stop.max_tokens, job.stop.eos_ids) == (1, 0, {7, 8})
+    assert (job.stop.token_ids, job.stop.sequences, job.stop.new_text_stop) == (frozenset(), (), None)
+    assert (job.token_ids, job.handle, job.on_stale) == ((1, 2), None, StalePolicy.FAIL)
+    assert not planned.returns_text
+
+
+def test_everything_asked_for_arrives() -> None:
+    """Handle, policy, branches, stops, lease."""
+    planned = _generate(
+        request_id="g",
+        kv_cache=HANDLE,
+        logits_policy=Policy(greedy_argmax=policy_pb2.GreedyArgmax(), full_logits=policy_pb2.FullLogits()),
+        on_stale=types_pb2.STALE_POLICY_REWIND,
+        cache=executor_pb2.CacheOptions(ttl={"seconds": 9}, reserve_length=99),  # type: ignore[arg-type]
+        max_tokens=12,
+        n=3,
+        stop_token_ids=[5, 6],
+        stop_sequences=[Ids(token_ids=[1, 2]), Ids(token_ids=[3])],
+        ignore_eos=True,
+    )
+    job = planned.job
+    assert job.handle is not None
+    assert job.output.spec == OutputSpec(greedy=True, full_logits=True)
+    assert (job.request_id, job.on_stale, job.ttl_s, job.num_branches) == ("g", StalePolicy.REWIND, 9.0, 3)
+    assert job.reserved_length == 0  # of an existing sequence only the lease counts
+    assert (job.stop.max_tokens, job.stop.eos_ids, job.stop.token_ids) == (12, frozenset(), {5, 6})
+    assert job.stop.sequences == ((1, 2), (3,))
+
+
+def test_how_a_new_sequence_is_kept_arrives() -> None:
+    """Room, and both hints about prefixes."""
+    options = executor_pb2.CacheOptions(reserve_length=40, reuse_prefix=False, publish_prefix=False)
+    job = _generate(cache=options).job
+    assert (job.reserved_length, job.reuse_prefix, job.publish_prefix) == (40, False, False)
+    job = _generate().job
+    assert (job.reserved_length, job.reuse_prefix, job.publish_prefix) == (0, True, True)
+
+
+def test_a_policy_that_chooses_nothing_draws() -> None:
+    """What it asks for comes with each token; the caller's message is not changed."""
+    policy = Policy(entropy=True, top_logprobs=2)
+    spec = _generate(logits_policy=policy).job.output.spec
+    assert spec == OutputSpec(sample=SampleSpec(), entropy=True, num_top_logprobs=2)
+    assert policy == Policy(entropy=True, top_logprobs=2)
+
+
+def test_a_query_needs_no_tokens() -> None:
+    """The first token is drawn from the handle's last row."""
+    assert _generate(input_ids=[], kv_cache=HANDLE).job.token_ids == ()
+
+
+def test_it_runs_ahead_of_its_reader_by_a_few_thousand_tokens() -> None:
+    """Not without end; rows that are large count as such."""
+    job = _generate().job
+    assert 1000 < job.window.limit_bytes / job.row_bytes < 10_000
+    large = _generate(logits_policy=FULL).job
+    assert large.row_bytes - job.row_bytes == 4 * 97
+
+
+def test_text_needs_a_tokenizer() -> None:
+    """Without one it is said to be a feature that is missing."""
+    for fields in ({"return_text": True}, {"stop_strings": ["x"]}):
+        with pytest.raises(FerruleError) as caught:
+            _generate(**fields)
+        assert caught.value.reason == "FEATURE_UNSUPPORTED"
+        assert caught.value.metadata["feature"] in fields
+    tokenizer = Tokenizer.load(DEMO_FOLDER)
+    planned = _generate(tokenizer=tokenizer, return_text=True, skip_special_tokens=True, stop_strings=["x", "\u4e16"])
+    assert (planned.returns_text, planned.skips_special_tokens) == (True, True)
+    assert planned.job.stop.new_text_stop is not None
+    assert planned.job.stop.new_text_stop().feed(1) in (True, False)
+
+
+GENERATE_REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "nothing to begin with": ({"input_ids": []}, "INVALID_FIELD", "input_ids"),
+    "token": ({"input_ids": [97]}, "TOKEN_OUT_OF_VOCAB", "input_ids[0]"),
+    "handle": ({"kv_cache": types_pb2.KvCacheHandle(cache_id="i")}, "INVALID_FIELD", "kv_cache.length"),
+    "request id": ({"request_id": "x" * 129}, "INVALID_FIELD", "request_id"),
+    "stale policy": ({"on_stale": 9}, "INVALID_FIELD", "on_stale"),
+    "nothing comes back": ({"logits_policy": Policy(none=True)}, "INVALID_FIELD", "logits_policy.none"),
+    "policy": ({"logits_policy": Policy(top_logprobs=9999)}, "INVALID_FIELD", "logits_policy.top_logprobs"),
+    "no branch": ({"n": 0}, "INVALID_FIELD", "n"),
+    "too many branches": ({"n": 257}, "INVALID_FIELD", "n"),
+    "room": ({"cache": executor_pb2.CacheOptions(reserve_length=1)}, "INVALID_FIELD", "cache.reserve_length"),
+    "stop token": ({"stop_token_ids": [3, 97]}, "TOKEN_OUT_OF_VOCAB", "stop_token_ids[1]"),
+    "stop tokens": ({"stop_token_ids": [1] * 65}, "INVALID_FIELD", "stop_token_ids"),
+    "stop sequences": ({"stop_sequences": [Ids(token_ids=[1])] * 65}, "INVALID_FIELD", "stop_sequences"),
+    "empty sequence": ({"stop_sequences": [Ids()]}, "INVALID_FIELD", "stop_sequences[0].token_ids"),
+    "long sequence": (
+        {"stop_sequences": [Ids(token_ids=[1]), Ids(token_ids=[1] * 1025)]},
+        "INVALID_FIELD",
+        "stop_sequences[1].token_ids",
+    ),
+    "token of a sequence": (
+        {"stop_sequences": [Ids(token_ids=[1, 97])]},
+        "TOKEN_OUT_OF_VOCAB",
+        "stop_sequences[0].token_ids[1]",
+    ),
+    "stop strings": ({"stop_strings": ["a"] * 65}, "INVALID_FIELD", "stop_strings"),
+    "empty string": ({"stop_strings": ["a", ""]}, "INVALID_FIELD", "stop_strings[1]"),
+    "long string": ({"stop_strings": ["\u4e16" * 342]}, "INVALID_FIELD", "stop_strings[0]"),
+}
+
+
+@pytest.mark.parametrize("name", GENERATE_REFUSED)
+def test_a_generate_that_makes_no_sense_is_refused_by_its_path(name: str) -> None:
+    """Before anything runs."""
+    fields, reason, field = GENERATE_REFUSED[name]
+    with pytest.raises(FerruleError) as caught:
+        _generate(tokenizer=Tokenizer.load(DEMO_FOLDER), **fields)
+    assert (caught.value.reason, caught.value.metadata["field"]) == (reason, field)
+
+
+def test_a_context_or_a_reply_that_is_too_large_is_refused() -> None:
+    """A row must fit into a message."""
+    with pytest.raises(FerruleError) as caught:
+        _generate(input_ids=[1] * 513)
+    assert caught.value.reason == "CONTEXT_EXCEEDED"
+    with pytest.raises(FerruleError) as caught:
+        _generate(ApiLimits(max_reply_bytes=800), logits_policy=FULL)
+    assert caught.value.reason == "REPLY_TOO_LARGE"
+
+
+# ---- Forward --------------------------------------------------------------------------------------------------------
+
+
+def test_a_forward_has_rows_of_all_positions() -> None:
+    """Full logits where nothing else is said."""
+    job = _forward(request_id="f").job
+    assert job.output.spec == OutputSpec(full_logits=True)
+    assert job.output.all_positions
+    assert (job.token_ids, job.pooling, job.request_id) == ((1, 2, 3), Pooling.NONE, "f")
+
+
+def test_chunks_fit_into_messages() -> None:
+    """As many rows as a frame of the limit holds, at most a step of them, one at least."""
+    assert _forward(input_ids=[1] * 500).job.chunk_rows == 32
+    row_bytes = _forward(logits_policy=FULL).job.row_bytes
+    limits = ApiLimits(max_stream_frame_bytes=5 * row_bytes + 1)
+    assert _forward(limits, input_ids=[1] * 500).job.chunk_rows == 5
+    assert _forward(ApiLimits(max_stream_frame_bytes=100), input_ids=[1] * 500).job.chunk_rows == 1
+    job = _forward(limits, input_ids=[1] * 500).job
+    assert job.window.limit_bytes >= 2 * job.chunk_rows * job.row_bytes
+
+
+@pytest.mark.parametrize(
+    ("pooling", "read"),
+    [
+        (executor_pb2.HIDDEN_POOLING_MEAN, Pooling.MEAN),
+        (executor_pb2.HIDDEN_POOLING_LAST, Pooling.LAST),
+    ],
+)
+def test_pooling_leaves_the_rows_out_unless_they_are_asked_for(
+    pooling: executor_pb2.HiddenPooling, read: Pooling
+) -> None:
+    """An empty policy, or ``none``, is the pooled vector alone."""
+    for policy in (Policy(), Policy(none=True)):
+        job = _forward(hidden_pooling=pooling, logits_policy=policy).job
+        assert (job.output.spec, job.output.all_positions, job.pooling) == (None, True, read)
+        assert job.row_bytes == 0
+        assert job.window.is_open
+    scored = _forward(hidden_pooling=pooling, logits_policy=Policy(target_logprobs=True)).job
+    assert scored.output.wants_targets
+    assert scored.output.spec == OutputSpec()
+
+
+FORWARD_REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "no token": ({"input_ids": []}, "INVALID_FIELD", "input_ids"),
+    "token": ({"input_ids": [1, 97]}, "TOKEN_OUT_OF_VOCAB", "input_ids[1]"),
+    "request id": ({"request_id": "x" * 129}, "INVALID_FIELD", "request_id"),
+    "pooling": ({"hidden_pooling": 9}, "INVALID_FIELD", "hidden_pooling"),
+    "nothing comes back": ({"logits_policy": Policy(none=True)}, "INVALID_FIELD", "logits_policy.none"),
+    "policy": (
+        {"logits_policy": Policy(none=True, entropy=True), "hidden_pooling": 1},
+        "INVALID_FIELD",
+        "logits_policy.none",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORWARD_REFUSED)
+def test_a_forward_that_makes_no_sense_is_refused_by_its_path(name: str) -> None:
+    """Before anything runs."""
+    fields, reason, field = FORWARD_REFUSED[name]
+    with pytest.raises(FerruleError) as caught:
+        _forward(**fields)
+    assert (caught.value.reason, caught.value.metadata["field"]) == (reason, field)
+
+
+def test_a_row_of_a_forward_must_fit_into_a_message() -> None:
+    """And its tokens into the context."""
+    with pytest.raises(FerruleError) as caught:
+        _forward(ApiLimits(max_reply_bytes=800))
+    assert caught.value.reason == "REPLY_TOO_LARGE"
+    with pytest.raises(FerruleError) as caught:
+        _forward(input_ids=[1] * 513)
+    assert caught.value.reason == "CONTEXT_EXCEEDED"

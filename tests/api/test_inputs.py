@@ -1,0 +1,169 @@
+"""Pieces of batches read: positions, chunks that are not final, how a sequence is kept, and the limits of a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, types_pb2
+from ferrule_server.api.planned import PlannedAppend
+from ferrule_server.errors import FerruleError
+from ferrule_server.executor.base import OutputSpec
+from ferrule_server.kv.handle import StalePolicy
+from tests.api.reading import make_reader
+
+Item = executor_pb2.UnifiedBatchItem
+Options = executor_pb2.CacheOptions
+
+HANDLE = types_pb2.KvCacheHandle(cache_id="i.e.s", length=3, lineage=bytes(16))
+GREEDY = policy_pb2.LogitsReturnPolicy(greedy_argmax=policy_pb2.GreedyArgmax())
+AT = "batch.items[2]."
+
+
+def _piece(**fields: Any) -> PlannedAppend:  # of UnifiedBatchItem
+    return make_reader().unified_item(Item(**{"q_tokens": [1, 2], "logits_policy": GREEDY, **fields}), AT, "alice")
+
+
+def _prefill(**fields: Any) -> PlannedAppend:  # of PrefillInput
+    message = executor_pb2.PrefillInput(**{"input_ids": [1, 2], "logits_policy": GREEDY, **fields})
+    return make_reader().prefill_input(message, "inputs[3].", "alice")
+
+
+# ---- pieces ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_piece_is_an_append() -> None:
+    """Of a new sequence or of one that lives."""
+    new = _piece(request_id="r").job
+    assert (new.token_ids, new.handle, new.request_id) == ((1, 2), None, "r")
+    assert new.output.spec == OutputSpec(greedy=True)
+    old = _piece(kv_cache=HANDLE, pos_offset=3, on_stale=types_pb2.STALE_POLICY_FORK, q_tokens=[]).job
+    assert old.handle is not None
+    assert (old.token_ids, old.on_stale) == ((), StalePolicy.FORK)
+
+
+def test_a_piece_that_is_not_final_has_no_rows() -> None:
+    """Whatever its policy says, which is that of the last piece."""
+    planned = _piece(is_final_chunk=False, logits_positions=types_pb2.LOGITS_POSITIONS_ALL)
+    assert planned.job.output.spec is None
+    assert planned.reply_bytes < 1000
+    assert _piece(is_final_chunk=True).job.output.spec is not None
+
+
+def test_a_piece_may_want_all_its_rows() -> None:
+    """As a prefill does."""
+    planned = _piece(logits_positions=types_pb2.LOGITS_POSITIONS_ALL)
+    assert planned.job.output.all_positions
+    assert planned.reply_bytes > _piece().reply_bytes
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "nothing": ({"q_tokens": []}, "INVALID_FIELD", "q_tokens"),
+    "token": ({"q_tokens": [1, 97]}, "TOKEN_OUT_OF_VOCAB", "q_tokens[1]"),
+    "offset of a new sequence": ({"pos_offset": 1}, "INVALID_FIELD", "pos_offset"),
+    "offset before the handle": ({"kv_cache": HANDLE, "pos_offset": 2}, "INVALID_FIELD", "pos_offset"),
+    "offset beyond the handle": ({"kv_cache": HANDLE, "pos_offset": 4}, "INVALID_FIELD", "pos_offset"),
+    "positions": ({"logits_positions": 9}, "INVALID_FIELD", "logits_positions"),
+    "handle": ({"kv_cache": types_pb2.KvCacheHandle()}, "INVALID_FIELD", "kv_cache.cache_id"),
+    "room": ({"cache": Options(reserve_length=1)}, "INVALID_FIELD", "cache.reserve_length"),
+    "policy": (
+        {"logits_policy": policy_pb2.LogitsReturnPolicy(top_logprobs=9999)},
+        "INVALID_FIELD",
+        "logits_policy.top_logprobs",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_piece_that_makes_no_sense_is_refused_by_its_path(name: str) -> None:
+    """In the batch that it came with."""
+    fields, reason, field = REFUSED[name]
+    with pytest.raises(FerruleError) as caught:
+        _piece(**fields)
+    assert (caught.value.reason, caught.value.metadata["field"]) == (reason, f"{AT}{field}")
+
+
+# ---- how a sequence is kept -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("read", [_piece, _prefill])
+def test_how_a_new_sequence_is_kept_is_read(read: Any) -> None:
+    """Unset hints are on; lease and room as asked for."""
+    job = read().job
+    assert (job.ttl_s, job.reserved_length, job.reuse_prefix, job.publish_prefix) == (None, 0, True, True)
+    options = Options(ttl={"seconds": 7, "nanos": 500_000_000}, reuse_prefix=False, reserve_length=9)  # type: ignore[arg-type]
+    job = read(cache=options).job
+    assert (job.ttl_s, job.reserved_length, job.reuse_prefix, job.publish_prefix) == (7.5, 9, False, True)
+    job = read(cache=Options(publish_prefix=False)).job
+    assert (job.reuse_prefix, job.publish_prefix) == (True, False)
+    job = read(cache=options, kv_cache=HANDLE).job
+    assert (job.ttl_s, job.reserved_length) == (7.5, 0)
+
+
+def test_errors_of_a_prompt_name_it_in_its_batch() -> None:
+    """Every path begins with that of the input."""
+    fields: list[tuple[dict[str, Any], str]] = [
+        ({"input_ids": []}, "input_ids"),
+        ({"input_ids": [1, 99]}, "input_ids[1]"),
+        ({"attention_mask": [1]}, "attention_mask"),
+        ({"attention_mask": [1, 0]}, "attention_mask[1]"),
+        ({"position_ids": [1, 2]}, "position_ids[0]"),
+        ({"cache": Options(ttl={"seconds": -1})}, "cache.ttl"),  # type: ignore[arg-type]
+        ({"cache": Options(reserve_length=1)}, "cache.reserve_length"),
+        ({"logits_positions": 9}, "logits_positions"),
+        ({"on_stale": 9}, "on_stale"),
+        ({"request_id": "x" * 129}, "request_id"),
+        ({"kv_cache": types_pb2.KvCacheHandle(cache_id="i", length=1)}, "kv_cache.lineage"),
+    ]
+    for given, field in fields:
+        with pytest.raises(FerruleError) as caught:
+            _prefill(**given)
+        assert caught.value.metadata["field"] == f"inputs[3].{field}"
+
+
+# ---- batches --------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_has_as_many_items_as_a_step_has_rows() -> None:
+    """And no more."""
+    reader = make_reader()
+    reader.check_batch(32, "inputs")
+    with pytest.raises(FerruleError, match="inputs: has 33 entries, the limit is 32"):
+        reader.check_batch(33, "inputs")
+
+
+def test_the_rows_of_a_scheduled_batch_fit_into_one_step() -> None:
+    """A query is a row; a batch without items is none."""
+    reader = make_reader()
+    items = [Item(q_tokens=[1] * 16), Item(q_tokens=[1] * 15), Item(kv_cache=HANDLE)]
+    reader.check_unified(executor_pb2.UnifiedBatch(items=items))
+    for too_many in ([*items, Item(kv_cache=HANDLE)], [Item(q_tokens=[1] * 33)], [Item()] * 33, []):
+        with pytest.raises(FerruleError) as caught:
+            reader.check_unified(executor_pb2.UnifiedBatch(items=too_many))
+        assert (caught.value.reason, caught.value.metadata["field"]) == ("INVALID_FIELD", "batch.items")
+
+
+# ---- masks ----------------------------------------------------------------------------------------------------------
+
+
+def test_masks_are_registered_all_or_none() -> None:
+    """One bad mask keeps nothing."""
+    reader = make_reader()
+    good = bytes([1, *[0] * 12])
+    for masks, field in (([good, b"short"], "masks[1]"), ([bytes(13), good], "masks[0]"), ([good] * 257, "masks")):
+        with pytest.raises(FerruleError) as caught:
+            reader.register_masks(cache_pb2.RegisterTokenMaskRequest(masks=masks), "alice")
+        assert (caught.value.reason, caught.value.metadata["field"]) == ("INVALID_FIELD", field)
+    assert reader.masks.num_masks == 0
+    fingerprints = reader.register_masks(cache_pb2.RegisterTokenMaskRequest(masks=[good] * 256), "alice")
+    assert (len(fingerprints), len(set(fingerprints)), reader.masks.num_masks) == (256, 1, 1)
+
+
+def test_ids_that_are_too_long_are_not_echoed() -> None:
+    """An error's result must stay small."""
+    reader = make_reader()
+    assert reader.short_id("x" * 128) == "x" * 128
+    assert reader.short_id("\u4e16" * 43) == ""
+    item = executor_pb2.StreamItem(verify=executor_pb2.VerifyInput(request_id="v"))
+    assert reader.echoed_id(item) == "v"

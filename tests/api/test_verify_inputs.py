@@ -1,0 +1,325 @@
+"""VerifyInput read: drafts, their laws, who decides, and every refusal."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ferrule.v1 import executor_pb2, policy_pb2, types_pb2
+from ferrule_server.api.limits import ApiLimits
+from ferrule_server.api.planned import PlannedAppend
+from ferrule_server.engine.jobs import Acceptance, Drafts
+from ferrule_server.errors import FerruleError
+from ferrule_server.executor.base import DraftLaw
+from ferrule_server.kv.handle import StalePolicy
+from tests.api.reading import make_reader
+
+Policy = policy_pb2.LogitsReturnPolicy
+Probs = executor_pb2.DraftProbs
+Sparse = executor_pb2.SparseProbs
+
+VOCAB_SIZE = 17
+HANDLE = types_pb2.KvCacheHandle(cache_id="i.e.s", length=3, lineage=bytes(16))
+GREEDY = Policy(greedy_argmax=policy_pb2.GreedyArgmax())
+SAMPLE = Policy(sample=policy_pb2.Sample(seed=1))
+EXACT = executor_pb2.ACCEPTANCE_RULE_EXACT
+REJECTION = executor_pb2.ACCEPTANCE_RULE_REJECTION
+
+
+def _read(limits: ApiLimits | None = None, **fields: Any) -> PlannedAppend:  # of VerifyInput
+    given = {"kv_cache": HANDLE, "input_ids": [5], "draft_ids": [1, 2, 3], "logits_policy": GREEDY, **fields}
+    message = executor_pb2.VerifyInput(**given)
+    return make_reader(VOCAB_SIZE, limits=limits, max_context=200).verify(message, "input.", "alice")
+
+
+def _drafts(**fields: Any) -> Drafts:  # of VerifyInput
+    drafts = _read(**fields).job.drafts
+    assert drafts is not None
+    return drafts
+
+
+def _masks(count: int) -> list[policy_pb2.TokenMask]:
+    return [policy_pb2.TokenMask(allowed_ids=policy_pb2.TokenIdList(token_ids=[i % 17])) for i in range(count)]
+
+
+def _dense(rows: Any, dtype: types_pb2.DataType = types_pb2.DATA_TYPE_FLOAT32) -> Probs:
+    values = np.asarray(rows, np.float32)
+    if dtype == types_pb2.DATA_TYPE_BFLOAT16:
+        data = (values.view(np.uint32) >> 16).astype("<u2").tobytes()
+    else:
+        data = values.astype("<f2" if dtype == types_pb2.DATA_TYPE_FLOAT16 else "<f4").tobytes()
+    return Probs(dense=types_pb2.Tensor(dtype=dtype, shape=values.shape, data=data))
+
+
+def _rows() -> Any:
+    """Three laws over 17 tokens whose values every type holds exactly."""
+    rows = np.zeros((3, VOCAB_SIZE), np.float32)
+    rows[0, [0, 1]] = 0.25, 0.75
+    rows[1, [2, 16]] = 0.5
+    rows[2, 3] = 1.0
+    return rows
+
+
+SPARSE = Sparse(row_sizes=[2, 2, 1], token_ids=[1, 0, 16, 2, 3], probs=[0.75, 0.25, 0.5, 0.5, 1.0])
+
+
+# ---- what is taken --------------------------------------------------------------------------------------------------
+
+
+def test_a_verify_is_an_append_with_drafts() -> None:
+    """Certain tokens first; without a rule the client decides."""
+    planned = _read(input_ids=[5, 6], on_stale=types_pb2.STALE_POLICY_REWIND, request_id="r")
+    job = planned.job
+    assert (job.token_ids, job.on_stale, job.request_id) == ((5, 6, 1, 2, 3), StalePolicy.REWIND, "r")
+    assert job.drafts == Drafts(3)
+    assert not job.output.all_positions
+
+
+@pytest.mark.parametrize("draft_ids", [[], [4]])
+def test_few_drafts_or_none_are_taken(draft_ids: list[int]) -> None:
+    """Without drafts it is a decode that is told of as a verify."""
+    drafts = _drafts(draft_ids=draft_ids, acceptance=EXACT, return_row_handles=True)
+    assert drafts == Drafts(len(draft_ids), Acceptance.EXACT, wants_row_handles=True)
+
+
+def test_as_many_drafts_as_advertised_are_taken_and_one_more_is_not() -> None:
+    """64, unless the server is made with another limit."""
+    limit = ApiLimits().max_draft_tokens
+    assert _drafts(draft_ids=[1] * limit).count == limit
+    with pytest.raises(FerruleError, match=r"input\.draft_ids: has 65 drafts, the limit is 64"):
+        _read(draft_ids=[1] * (limit + 1))
+
+
+def test_a_chain_may_be_spelled_out() -> None:
+    """Draft r follows row r - 1."""
+    assert _read(parents=[0, 1, 2]).job.drafts == Drafts(3)
+
+
+@pytest.mark.parametrize("parents", [[0, 0, 0], [0, 1, 1], [0, 0, 2]])
+def test_a_tree_is_not_served(parents: list[int]) -> None:
+    """It is said to be a feature that is missing, not a mistake."""
+    with pytest.raises(FerruleError) as caught:
+        _read(parents=parents)
+    assert (caught.value.reason, caught.value.metadata["feature"]) == ("FEATURE_UNSUPPORTED", "tree")
+
+
+def test_each_row_may_have_a_mask_of_its_own() -> None:
+    """One more than drafts."""
+    drafts = _drafts(token_masks=_masks(4), acceptance=EXACT)
+    assert [int(np.flatnonzero(np.unpackbits(mask.bits, bitorder="little"))[0]) for mask in drafts.row_masks] == [
+        0,
+        1,
+        2,
+        3,
+    ]
+
+
+def _check_laws(laws: tuple[DraftLaw, ...]) -> None:
+    for law, row in zip(laws, _rows(), strict=True):
+        probs = law.probs
+        if law.token_ids is not None:
+            probs = np.zeros(VOCAB_SIZE)
+            probs[law.token_ids] = law.probs
+        assert probs.tolist() == row.tolist()
+        assert law.probs.dtype == np.float64
+        assert not law.probs.flags.writeable
+
+
+@pytest.mark.parametrize(
+    "dtype", [types_pb2.DATA_TYPE_FLOAT32, types_pb2.DATA_TYPE_BFLOAT16, types_pb2.DATA_TYPE_FLOAT16]
+)
+def test_dense_laws_come_in_three_types(dtype: types_pb2.DataType) -> None:
+    """Little-endian, row after row."""
+    drafts = _drafts(acceptance=REJECTION, logits_policy=SAMPLE, draft_probs=_dense(_rows(), dtype))
+    assert drafts.acceptance is Acceptance.REJECTION
+    _check_laws(drafts.laws)
+
+
+def test_sparse_laws_hold_what_is_not_0() -> None:
+    """In any order of their tokens."""
+    drafts = _drafts(acceptance=REJECTION, logits_policy=SAMPLE, draft_probs=Probs(sparse=SPARSE))
+    _check_laws(drafts.laws)
+    assert len({law.digest for law in drafts.laws}) == 3
+
+
+def test_equal_laws_are_equal() -> None:
+    """So that a repeated verify is known to be one."""
+    first, second = (_drafts(acceptance=REJECTION, logits_policy=SAMPLE, draft_probs=_dense(_rows())) for _ in range(2))
+    assert first == second
+    rows = _rows()
+    rows[1, [2, 16]] = 0.25, 0.75
+    assert _drafts(acceptance=REJECTION, logits_policy=SAMPLE, draft_probs=_dense(rows)) != first
+
+
+def test_rejection_without_laws_takes_drafts_as_chosen_with_certainty() -> None:
+    """As the contract says of unset ``draft_probs``."""
+    assert _drafts(acceptance=REJECTION, logits_policy=SAMPLE) == Drafts(3, Acceptance.REJECTION)
+
+
+def test_rejection_at_temperature_0_is_exact() -> None:
+    """All of p lies on one token: the same drafts hold, and no variate is needed."""
+    frozen = Policy(sample=policy_pb2.Sample(temperature=0.0))
+    drafts = _drafts(acceptance=REJECTION, logits_policy=frozen, draft_probs=_dense(_rows()))
+    assert drafts == Drafts(3, Acceptance.EXACT)
+    with pytest.raises(FerruleError, match="adds up"):
+        _read(acceptance=REJECTION, logits_policy=frozen, draft_probs=_dense(_rows() * 2))
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def _changed(row: int, token: int, value: float) -> Probs:
+    rows = _rows()
+    rows[row, token] = value
+    return _dense(rows)
+
+
+def _sparse(**fields: Any) -> Probs:  # of SparseProbs
+    given = {
+        "row_sizes": SPARSE.row_sizes,
+        "token_ids": SPARSE.token_ids,
+        "probs": SPARSE.probs,
+        **fields,
+    }
+    return Probs(sparse=Sparse(**given))
+
+
+def _tensor(**fields: Any) -> Probs:  # of Tensor
+    dense = _dense(_rows()).dense
+    given = {"dtype": dense.dtype, "shape": dense.shape, "data": dense.data, **fields}
+    return Probs(dense=types_pb2.Tensor(**given))
+
+
+WITH_LAWS = {"acceptance": REJECTION, "logits_policy": SAMPLE}
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "no handle": ({"kv_cache": None}, "INVALID_FIELD", "kv_cache"),
+    "no certain token": ({"input_ids": []}, "INVALID_FIELD", "input_ids"),
+    "token": ({"input_ids": [1, 17]}, "TOKEN_OUT_OF_VOCAB", "input_ids[1]"),
+    "draft": ({"draft_ids": [1, 2, 99]}, "TOKEN_OUT_OF_VOCAB", "draft_ids[2]"),
+    "stale policy": ({"on_stale": 7}, "INVALID_FIELD", "on_stale"),
+    "request id": ({"request_id": "x" * 129}, "INVALID_FIELD", "request_id"),
+    "parents of fewer": ({"parents": [0, 1]}, "INVALID_FIELD", "parents"),
+    "parent is itself": ({"parents": [0, 2, 2]}, "INVALID_FIELD", "parents[1]"),
+    "parent is later": ({"parents": [0, 1, 9]}, "INVALID_FIELD", "parents[2]"),
+    "rule": ({"acceptance": 9}, "INVALID_FIELD", "acceptance"),
+    "exact without a selection": ({"acceptance": EXACT, "logits_policy": Policy()}, "INVALID_FIELD", "logits_policy"),
+    "exact of nothing": (
+        {"acceptance": EXACT, "logits_policy": Policy(none=True)},
+        "INVALID_FIELD",
+        "logits_policy",
+    ),
+    "rejection without a law": ({"acceptance": REJECTION}, "INVALID_FIELD", "logits_policy"),
+    "laws for nobody": ({"draft_probs": _dense(_rows())}, "INVALID_FIELD", "draft_probs"),
+    "laws for exact": ({"draft_probs": _dense(_rows()), "acceptance": EXACT}, "INVALID_FIELD", "draft_probs"),
+    "fewer masks": ({"token_masks": _masks(3)}, "INVALID_FIELD", "token_masks"),
+    "more masks": ({"token_masks": _masks(5)}, "INVALID_FIELD", "token_masks"),
+    "masks of no selection": (
+        {"token_masks": _masks(4), "logits_policy": Policy(entropy=True)},
+        "INVALID_FIELD",
+        "token_masks",
+    ),
+    "empty mask": (
+        {"token_masks": [*_masks(3), policy_pb2.TokenMask(inline_bits=bytes(3))]},
+        "INVALID_FIELD",
+        "token_masks[3].inline_bits",
+    ),
+    "no laws": (WITH_LAWS | {"draft_probs": Probs()}, "INVALID_FIELD", "draft_probs"),
+    "dense type": (
+        WITH_LAWS | {"draft_probs": _tensor(dtype=types_pb2.DATA_TYPE_INT8)},
+        "INVALID_FIELD",
+        "draft_probs.dense.dtype",
+    ),
+    "dense shape": (WITH_LAWS | {"draft_probs": _tensor(shape=[17, 3])}, "INVALID_FIELD", "draft_probs.dense.shape"),
+    "dense rows": (WITH_LAWS | {"draft_probs": _dense(_rows()[:2])}, "INVALID_FIELD", "draft_probs.dense.shape"),
+    "dense size": (WITH_LAWS | {"draft_probs": _tensor(data=b"1234")}, "INVALID_FIELD", "draft_probs.dense.data"),
+    "nan": (WITH_LAWS | {"draft_probs": _changed(1, 5, math.nan)}, "INVALID_FIELD", "draft_probs.dense.data"),
+    "infinite": (WITH_LAWS | {"draft_probs": _changed(1, 5, math.inf)}, "INVALID_FIELD", "draft_probs.dense.data"),
+    "negative": (WITH_LAWS | {"draft_probs": _changed(1, 5, -1e-6)}, "INVALID_FIELD", "draft_probs.dense.data"),
+    "no law": (WITH_LAWS | {"draft_probs": _changed(1, 5, 0.002)}, "INVALID_FIELD", "draft_probs.dense.data"),
+    "draft of no chance": (
+        WITH_LAWS | {"draft_probs": _dense(_rows()), "draft_ids": [1, 2, 4]},
+        "INVALID_FIELD",
+        "draft_probs.dense.data",
+    ),
+    "sparse rows": (
+        WITH_LAWS | {"draft_probs": _sparse(row_sizes=[2, 3])},
+        "INVALID_FIELD",
+        "draft_probs.sparse.row_sizes",
+    ),
+    "sparse sizes": (
+        WITH_LAWS | {"draft_probs": _sparse(row_sizes=[2, 2, 2])},
+        "INVALID_FIELD",
+        "draft_probs.sparse.token_ids",
+    ),
+    "sparse sizes beyond all": (
+        WITH_LAWS | {"draft_probs": _sparse(row_sizes=[2**32 - 1, 2, 2])},
+        "INVALID_FIELD",
+        "draft_probs.sparse.row_sizes",
+    ),
+    "fewer probs": (WITH_LAWS | {"draft_probs": _sparse(probs=[1.0])}, "INVALID_FIELD", "draft_probs.sparse.probs"),
+    "sparse id": (
+        WITH_LAWS | {"draft_probs": _sparse(token_ids=[1, 0, 17, 2, 3])},
+        "TOKEN_OUT_OF_VOCAB",
+        "draft_probs.sparse.token_ids[2]",
+    ),
+    "sparse id twice": (
+        WITH_LAWS | {"draft_probs": _sparse(token_ids=[1, 0, 2, 2, 3])},
+        "INVALID_FIELD",
+        "draft_probs.sparse.token_ids",
+    ),
+    "sparse prob of 0": (
+        WITH_LAWS | {"draft_probs": _sparse(probs=[0.75, 0.25, 1.0, 0.0, 1.0])},
+        "INVALID_FIELD",
+        "draft_probs.sparse.probs[3]",
+    ),
+    "sparse nan": (
+        WITH_LAWS | {"draft_probs": _sparse(probs=[0.75, math.nan, 1.0, 0.5, 1.0])},
+        "INVALID_FIELD",
+        "draft_probs.sparse.probs[1]",
+    ),
+    "sparse sum": (
+        WITH_LAWS | {"draft_probs": _sparse(probs=[0.75, 0.25, 0.5, 0.4, 1.0])},
+        "INVALID_FIELD",
+        "draft_probs.sparse.probs",
+    ),
+    "sparse draft of no chance": (
+        WITH_LAWS | {"draft_probs": _sparse(), "draft_ids": [1, 7, 3]},
+        "INVALID_FIELD",
+        "draft_probs.sparse.token_ids",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_makes_no_sense_is_refused_by_its_path(name: str) -> None:
+    """With the reason that a client can act on."""
+    fields, reason, field = REFUSED[name]
+    with pytest.raises(FerruleError) as caught:
+        _read(**fields)
+    assert (caught.value.reason, caught.value.metadata["field"]) == (reason, f"input.{field}")
+
+
+def test_a_law_may_miss_1_by_a_rounding() -> None:
+    """A thousandth, not two."""
+    rows = _rows()
+    rows[2, 3] = 0.9991
+    _read(**WITH_LAWS, draft_probs=_dense(rows))  # type: ignore[arg-type]
+
+
+def test_more_tokens_than_a_context_are_refused_unread() -> None:
+    """Certain ones and drafts together."""
+    with pytest.raises(FerruleError) as caught:
+        _read(input_ids=[1] * 198)
+    assert caught.value.reason == "CONTEXT_EXCEEDED"
+
+
+def test_rows_of_all_drafts_count_in_the_reply() -> None:
+    """REPLY_TOO_LARGE before anything runs."""
+    limits = ApiLimits(max_reply_bytes=1200)
+    _read(limits, logits_policy=Policy(), draft_ids=[1])
+    with pytest.raises(FerruleError) as caught:
+        _read(limits, logits_policy=Policy(), draft_ids=[1] * 6)
+    assert (caught.value.reason, caught.value.metadata["field"]) == ("REPLY_TOO_LARGE", "input.logits_policy")

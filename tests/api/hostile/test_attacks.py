@@ -7,6 +7,7 @@ import contextlib
 import gc
 import math
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from grpc_status import rpc_status
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, policy_pb2, types_pb2
 from ferrule_server.api.auth import OpenAccess
 from ferrule_server.api.handlers import as_server
+from ferrule_server.executor.paged_reference import PagedReferenceExecutor
 from tests.api.harness import (
     GREEDY,
     PROMPT,
@@ -367,6 +369,71 @@ def test_huge_lists_in_a_policy_are_refused_without_a_long_pause(server: Running
             refusal = _refusal(lambda data=data: server.raw_unary("ModelExecutorService/Prefill", data))  # type: ignore[misc]
             assert (refusal.code, refusal.reason) == (Code.INVALID_ARGUMENT, "INVALID_FIELD")
     assert longest[0] < 1.0
+
+
+def _large_batches(server: RunningServer) -> dict[str, tuple[str, bytes]]:
+    """Return requests with many items, each of them as large as it may be, by what is large in them."""
+    handle = server.prefill().kv_cache
+    biased = Policy(sample=_SAMPLE(seed=1, logit_bias=dict.fromkeys(range(256), 0.5)))
+    tokens = executor_pb2.PrefillInput(input_ids=[7] * 512, logits_policy=GREEDY)
+    wide = executor_pb2.PrefillInput(input_ids=[7], logits_policy=biased)
+    piece = executor_pb2.UnifiedBatchItem(q_tokens=[7], logits_policy=biased)
+    dense = types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_FLOAT32, shape=[64, 256], data=_flat_laws(64))
+    verify = executor_pb2.VerifyInput(
+        kv_cache=handle,
+        input_ids=[7],
+        draft_ids=[8] * 64,
+        logits_policy=Policy(sample=_SAMPLE(seed=1)),
+        acceptance=executor_pb2.ACCEPTANCE_RULE_REJECTION,
+        draft_probs=executor_pb2.DraftProbs(dense=dense),
+    )
+    frame = executor_pb2.StreamDecodeRequest(items=[{"verify": verify}] * 120)
+    return {
+        "tokens": ("BatchPrefill", executor_pb2.BatchPrefillRequest(inputs=[tokens] * 512).SerializeToString()),
+        "biases": ("BatchPrefill", executor_pb2.BatchPrefillRequest(inputs=[wide] * 512).SerializeToString()),
+        "pieces": (
+            "UnifiedDecode",
+            executor_pb2.UnifiedDecodeRequest(batch={"items": [piece] * 512}).SerializeToString(),
+        ),
+        "laws": ("StreamDecode", frame.SerializeToString()),
+    }
+
+
+def _flat_laws(num_rows: int) -> bytes:
+    return struct.pack("<f", 1 / 256) * 256 * num_rows
+
+
+@pytest.mark.parametrize("name", ["tokens", "biases", "pieces", "laws"])
+def test_a_large_batch_makes_nobody_wait_for_all_of_it(name: str) -> None:
+    """However large its items are, others have their turn in between."""
+    with RunningServer(PagedReferenceExecutor(kv_memory_bytes=64 << 20)) as server:
+        method, data = _large_batches(server)[name]
+        call: Any = server.channel.stream_stream(f"/ferrule.v1.ModelExecutorService/{method}")
+        with _longest_pause(server) as longest:
+            assert list(call(iter([data]), timeout=60))
+        assert longest[0] < 0.3
+
+
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({"stop_token_ids": [1] * 1_000_000}, "stop_token_ids"),
+        ({"stop_sequences": [policy_pb2.TokenIdList(token_ids=[1])] * 100_000}, "stop_sequences"),
+        ({"stop_sequences": [policy_pb2.TokenIdList(token_ids=[1] * 1_000_000)]}, "stop_sequences[0].token_ids"),
+        ({"stop_strings": ["x" * (8 << 20)]}, "stop_strings[0]"),
+        ({"stop_strings": ["x"] * 1_000_000}, "stop_strings"),
+        ({"n": 2**32 - 1}, "n"),
+    ],
+)
+def test_ends_without_end_are_refused_without_a_long_pause(
+    server: RunningServer, fields: dict[str, Any], path: str
+) -> None:
+    """As many stops as a message holds are not looked at one by one."""
+    request = executor_pb2.GenerateRequest(input_ids=[1], logits_policy=GREEDY, **fields)
+    with _longest_pause(server) as longest:
+        refusal = _refusal(lambda: list(server.stub.Generate(request, timeout=20)))
+    assert (refusal.code, refusal.fields) == (Code.INVALID_ARGUMENT, (path,))
+    assert longest[0] < 0.5
 
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["unary", "stream"])

@@ -49,6 +49,16 @@ def test_half_a_character_is_told(texts: RunningServer) -> None:
     assert not _decode(texts, token_ids).ends_mid_character
 
 
+def test_skipped_special_tokens_do_not_end_a_character(texts: RunningServer) -> None:
+    """Where they are left out, the bytes before and after them belong together."""
+    first, *rest = _encode(texts, "\U0001f980")
+    for skips, is_open in ((False, False), (True, True)):
+        request = tokenizer_pb2.TokenizerServiceDecodeRequest(token_ids=[first, 0], skip_special_tokens=skips)
+        assert texts.text.Decode(request).ends_mid_character is is_open
+    request = tokenizer_pb2.TokenizerServiceDecodeRequest(token_ids=[first, 0, *rest], skip_special_tokens=True)
+    assert texts.text.Decode(request).text == "\U0001f980"
+
+
 def test_a_token_beyond_the_vocabulary_is_named(texts: RunningServer) -> None:
     """By its place."""
     with refused() as refusals:

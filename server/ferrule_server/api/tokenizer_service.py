@@ -21,6 +21,9 @@ _INLINE_LENGTH: Final = 1024
 """Texts and id lists up to this length take less time than a thread hop."""
 _SLICE_LENGTH: Final = 65536
 """So many ids are copied into a message without letting other threads in."""
+_TAIL_LENGTH: Final = 64
+"""Among so many last tokens are those of a character that is not whole, skipped special ones between them included."""
+_SHORT_CONVERSATION: Final = 64
 _SHORT_CONVERSATION_BYTES: Final = 64 << 10
 _MAX_LONG_CONVERSATIONS: Final = 1
 """Rendering holds the interpreter, which the engine needs too: long conversations wait for each other."""
@@ -70,7 +73,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         if template is None:
             raise FeatureUnsupported("chat template", "the served model brings none; send the text of a prompt")
         rendered = functools.partial(_rendered, codec, template, request, self.state.limits.max_text_bytes)
-        if request.ByteSize() <= _SHORT_CONVERSATION_BYTES:
+        if len(request.messages) <= _SHORT_CONVERSATION and request.ByteSize() <= _SHORT_CONVERSATION_BYTES:
             return await asyncio.to_thread(rendered)
         async with self._long_conversations:
             return await asyncio.to_thread(rendered)
@@ -105,9 +108,8 @@ def _decoded(
 ) -> tokenizer_pb2.TokenizerServiceDecodeResponse:
     token_ids = list(request.token_ids)
     text = codec.decode(token_ids, request.skip_special_tokens)
-    return tokenizer_pb2.TokenizerServiceDecodeResponse(
-        text=text, ends_mid_character=codec.ends_mid_character(token_ids)
-    )
+    last = list(codec.shown(token_ids[-_TAIL_LENGTH:], request.skip_special_tokens))
+    return tokenizer_pb2.TokenizerServiceDecodeResponse(text=text, ends_mid_character=codec.ends_mid_character(last))
 
 
 def _rendered(

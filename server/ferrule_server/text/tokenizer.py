@@ -56,13 +56,13 @@ class Tokenizer:
         """Return the tokenizer of a model folder, or None when it has no ``tokenizer.json``.
 
         Raises:
-            ModelError: The file is there and cannot be read as a tokenizer.
+            ModelError: The file, or one of those beside it, is there and cannot be read as what it should be.
         """
         path = folder / "tokenizer.json"
         if not path.is_file():
             return None
+        config = TokenizerConfig.load(folder)
         try:
-            config = TokenizerConfig.load(folder)
             return cls(path.read_text(encoding="utf-8"), config.special_tokens.get("eos_token"))
         except (OSError, UnicodeDecodeError, ModelError) as error:
             raise ModelError(f"{path} cannot be loaded: {error}") from error

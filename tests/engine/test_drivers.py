@@ -22,7 +22,7 @@ from ferrule_server.errors import (
     SlowConsumer,
 )
 from ferrule_server.executor.base import DeviceLost
-from tests.engine.harness import GREEDY, Harness, append
+from tests.engine.harness import GREEDY, Harness, Pending, append
 from tests.engine.streams import SteppedExecutor, Stream, drawn_with, forward, generate, start
 from tests.fakes import FakeExecutor
 
@@ -160,6 +160,17 @@ def test_a_branch_released_while_it_stands_still_hears_of_it_at_once() -> None:
         assert not stream.is_over
         read(harness, job, 1 << 20)
         assert stream.branches()[0].last.finish is Finish.MAX_TOKENS
+
+
+def test_a_sequence_that_has_ended_before_its_stream_stands_still_is_heard_of_too() -> None:
+    """Answered from the record and released in one frame, the reader without any room."""
+    with Harness() as harness:
+        handle = harness.prefill(1, 2, 3).handle
+        harness.decode(handle, 4)
+        job, stream = generate(handle, 4, output=GREEDY, window=Window(1)), Stream()
+        harness.engine.submit([(job, stream), (ReleaseJob("me", (handle,)), Pending())])
+        branch = stream.branch()
+        assert (len(branch.tokens), type(branch.last.error)) == (1, HandleUnknown)
 
 
 def test_resuming_what_does_not_stand_still_does_nothing() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 from ferrule_server.engine.gate import Finished, Gate
-from ferrule_server.engine.jobs import Job, Outcome, Sink
+from ferrule_server.engine.jobs import Sink
 
 _LOOP_SLICE: Final = 256
 """Outcomes delivered before others get their turn on the event loop: a few milliseconds."""
@@ -18,26 +18,20 @@ class Delivery:
     Args:
         post: Runs a callable on the event loop's thread.
         gate: Told of each outcome of a job that it let in.
+
+    Attributes:
+        finished: Outcomes for the next :meth:`hand_over`; appended to by the engine thread only.
     """
 
     def __init__(self, post: Callable[[Callable[[], None]], object], gate: Gate) -> None:
         self._post = post
         self._gate = gate
-        self._finished: list[Finished] = []
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether something waits to be handed over."""
-        return bool(self._finished)
-
-    def add(self, job: Job, sink: Sink, outcome: Outcome) -> None:
-        """Keep an outcome for the next :meth:`hand_over`; engine thread only."""
-        self._finished.append((job, sink, outcome))
+        self.finished: list[Finished] = []
 
     def hand_over(self) -> None:
-        """Deliver everything kept, with one call on the event loop; engine thread only."""
-        if self._finished:
-            finished, self._finished = self._finished, []
+        """Deliver everything finished, with one call on the event loop; engine thread only."""
+        if self.finished:
+            finished, self.finished = self.finished, []
             self.deliver(finished)
 
     def deliver(self, finished: list[Finished]) -> None:

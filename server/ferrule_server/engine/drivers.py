@@ -166,19 +166,11 @@ class Drivers:
 
         Who is cancelled ends after that, so that it knows what it has made; what it entered last is not run any more.
         """
-        self._is_woken = False
-        if self._parked:
-            self._unpark()
-        while self._outcomes:
-            sink, job, outcome = self._outcomes.popleft()
-            if sink.driver in self._active:
-                self._give(sink, job, outcome)
-        for driver in [driver for driver in self._active if driver.job.is_cancelled]:
-            self._end(driver, _cancelled)
-        if self._touched:
-            touched, self._touched = self._touched, {}
-            for driver in touched:
-                self._deliver(driver)
+        if self._active:
+            self._turn()
+        elif self.has_work:  # of drivers that are over
+            self._outcomes.clear()
+            self._is_woken = False
 
     def end_all(self, why: Why) -> None:
         """End every driver; outcomes that wait are dropped."""
@@ -232,6 +224,21 @@ class Drivers:
         return int.from_bytes(digest.digest(), "little")
 
     # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        self._is_woken = False
+        if self._parked:
+            self._unpark()
+        while self._outcomes:
+            sink, job, outcome = self._outcomes.popleft()
+            if sink.driver in self._active:
+                self._give(sink, job, outcome)
+        for driver in [driver for driver in self._active if driver.job.is_cancelled]:
+            self._end(driver, _cancelled)
+        if self._touched:
+            touched, self._touched = self._touched, {}
+            for driver in touched:
+                self._deliver(driver)
 
     def _unpark(self) -> None:
         """Let drivers go on whose window is open, or whose sequence has ended."""

@@ -256,7 +256,7 @@ class Engine:
         """Seconds to wait for the next job: none when rows are ready to run and all that is awaited is back."""
         if self._lanes.running:
             return self._gather.remaining_s(time.monotonic())
-        if self._delivery.is_pending or self._drivers.has_work or self._warmup.is_pending:
+        if self._delivery.finished or self._drivers.has_work or self._warmup.is_pending:
             return 0.0
         expiry_s = self._store.next_expiry()
         return _IDLE_S if expiry_s is None else min(_IDLE_S, max(0.001, expiry_s))
@@ -485,7 +485,7 @@ class Engine:
             return
         if isinstance(outcome, FerruleError):
             self.counters.refuse(outcome.reason)
-        self._delivery.add(job, sink, outcome)
+        self._delivery.finished.append((job, sink, outcome))
 
     def _lose_device(self) -> None:
         """No KV can be trusted any more: every handle is lost, nothing runs again."""

@@ -305,6 +305,8 @@ class ForwardJob:
         window: How far it may run ahead of its reader. row_bytes: what a row takes in it.
     """
 
+    handle: ClassVar[None] = None
+
     principal: str
     token_ids: tuple[int, ...]
     output: OutputRequest

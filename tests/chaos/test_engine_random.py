@@ -21,8 +21,10 @@ import pytest
 from ferrule_server.engine.engine import Engine
 from ferrule_server.engine.failpoints import PLACES, Failpoints, fail
 from ferrule_server.engine.jobs import (
+    Acceptance,
     AppendJob,
     AppendResult,
+    Drafts,
     ForkJob,
     ForkResult,
     Job,
@@ -34,7 +36,7 @@ from ferrule_server.engine.jobs import (
 )
 from ferrule_server.engine.settings import EngineSettings
 from ferrule_server.errors import FerruleError
-from ferrule_server.executor.base import OutputSpec, SampleSpec
+from ferrule_server.executor.base import OutputSpec, SampleSpec, Shaping
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.store import KvStore
@@ -53,7 +55,11 @@ OUTPUTS = (
     OutputRequest(OutputSpec(greedy=True, full_logits=True)),
     OutputRequest(OutputSpec(full_logits=True, sample=SampleSpec()), all_positions=True, is_seeded=False),
     OutputRequest(None),
+    OutputRequest(OutputSpec(sample=SampleSpec(seed=3), shaping=Shaping(repetition_penalty=1.3, penalty_start=2))),
 )
+GREEDY = OUTPUTS[0]
+STEMS = ((), (0, 1, 2, 0, 1, 2, 0, 1), (0, 1, 2, 0, 2, 2, 2, 2, 1, 1, 1, 1))
+"""What many prompts begin with: the prefix cache finds it."""
 MAX_SESSIONS = 16
 SHORT_TTL_S, LONG_TTL_S = 5.0, 3600.0
 RETRIED = {"ENGINE_FAULT", "CANCELLED", "KV_BLOCKS_EXHAUSTED"}
@@ -152,6 +158,7 @@ class Campaign:
         self.engine = Engine(self.executor, self.store, settings, lambda call: call(), failpoints=self.failpoints)
         self.sessions: list[Session] = []
         self.num_ids = 0
+        self.num_cohorts = 0
         self.is_calm = False
 
     def maybe_fail(self) -> None:
@@ -170,6 +177,11 @@ class Campaign:
         frame: list[Attempt] = []
         for session in self.random.sample(self.sessions, self.random.randint(1, len(self.sessions))):
             frame += self.act(session)
+        if self.random.random() < 0.3:
+            self.num_cohorts += 1
+            for attempt in frame:
+                if isinstance(attempt.job, AppendJob):
+                    attempt.job.cohort = self.num_cohorts
         self.run(frame)
 
     def run(self, frame: list[Attempt]) -> None:
@@ -247,14 +259,48 @@ class Campaign:
         tokens = tuple(self.random.randrange(3) for _ in range(self.random.choice([1, 1, 1, 2, 5, 13])))
         handle, draw = session.handle, self.random.random()
         if handle is None:
+            tokens = self.random.choice(STEMS) + tokens
             job: LaneJob = AppendJob("p", tokens, None, output, StalePolicy.FAIL, session.ttl_s, self.new_id())
             return Operation(job, tokens)
+        if draw < 0.2:
+            return self.verifying(session, tokens, output)
         if draw < 0.6:
             fits = len(session.tokens) + len(tokens) <= 64
             return Operation(AppendJob("p", tokens, handle, output), session.tokens + tokens) if fits else None
         if draw < 0.8:
             return self.branching(session, tokens, output) if len(self.sessions) < MAX_SESSIONS else None
         return self.shortening(session, tokens, output) if session.is_quiet else None
+
+    def verifying(self, session: Session, tokens: tuple[int, ...], output: OutputRequest) -> Operation | None:
+        """Drafts behind the tip or an older handle, some of which the model would say."""
+        stale = self.random.choice([StalePolicy.FAIL, StalePolicy.FAIL, StalePolicy.FORK, StalePolicy.REWIND])
+        if stale is not StalePolicy.FAIL and (not session.old or len(self.sessions) >= MAX_SESSIONS):
+            return None
+        if stale is StalePolicy.REWIND and not session.is_quiet:
+            return None
+        handle = session.handle if stale is StalePolicy.FAIL else self.random.choice(session.old)
+        assert handle is not None
+        before = session.tokens[: handle.length]
+        drafts = self.drafts(before + tokens)
+        if len(before + tokens + drafts) > 64 or session.tokens[len(before) :][: len(tokens)] == tokens:
+            return None
+        acceptance = self.random.choice([Acceptance.EXACT, Acceptance.EXACT, Acceptance.NONE])
+        is_exact, is_fork = acceptance is Acceptance.EXACT, stale is StalePolicy.FORK
+        job = AppendJob("p", tokens + drafts, handle, GREEDY if is_exact else output, stale)
+        job.drafts = Drafts(len(drafts), acceptance, wants_row_handles=self.random.random() < 0.5)
+        job.request_id = self.new_id() if is_fork else ""
+        held = num_good(before + tokens, drafts) if is_exact else len(drafts)
+        self.count["verifies"] += 1
+        self.count["drafts_rejected"] += len(drafts) - held
+        after = before + tokens + drafts[:held]
+        return Operation(job, after, is_alone=stale is StalePolicy.REWIND)
+
+    def drafts(self, before: tuple[int, ...]) -> tuple[int, ...]:
+        """Up to six tokens, each with some luck what the model says."""
+        tokens = before
+        for _ in range(self.random.randint(0, 6)):
+            tokens += (fake_next_token(tokens, VOCAB) if self.random.random() < 0.8 else self.random.randrange(VOCAB),)
+        return tokens[len(before) :]
 
     def branching(self, session: Session, tokens: tuple[int, ...], output: OutputRequest) -> Operation | None:
         """New sequences beside the session's own."""
@@ -380,7 +426,11 @@ class Campaign:
         else:
             assert isinstance(outcome, AppendResult)
             assert outcome.handle.length == len(operation.after)
-            spec = operation.job.output.spec  # type: ignore[union-attr]
+            drafts, spec = operation.job.drafts, operation.job.output.spec  # type: ignore[union-attr]
+            if drafts is not None and drafts.acceptance is Acceptance.EXACT:
+                assert outcome.verified is not None
+                assert outcome.verified.next_token == fake_next_token(operation.after, VOCAB)
+                assert len(outcome.rows) == outcome.verified.accepted_count + 1
             if spec is not None and spec.greedy:
                 assert outcome.rows[-1].token == fake_next_token(operation.after, VOCAB)
 
@@ -388,7 +438,7 @@ class Campaign:
         """Handles, seed and rows are equal, whether kept or computed again."""
         if isinstance(first, AppendResult):
             assert isinstance(other, AppendResult)
-            assert (other.handle, other.seed) == (first.handle, first.seed)
+            assert (other.handle, other.seed, other.verified) == (first.handle, first.seed, first.verified)
             assert [row.token for row in other.rows] == [row.token for row in first.rows]
             for row, again in zip(first.rows, other.rows, strict=True):
                 assert (row.logits is None) == (again.logits is None)
@@ -464,8 +514,18 @@ class Campaign:
         assert self.store.pool.num_used == 0
         assert (len(self.engine._records), self.engine._records.used_bytes) == (0, 0)
         self.check_integrity()
-        for name in ("joined", "replays", "recomputed"):
+        for name in ("joined", "replays", "recomputed", "accepted_tokens"):
             self.count[name] += getattr(self.engine.counters, name)
+        self.count["prefix_hit_tokens"] += self.store.metrics().num_prefix_hit_tokens
+        self.count["prefix_evictions"] += self.store.metrics().num_prefix_evictions
+
+
+def num_good(before: tuple[int, ...], drafts: tuple[int, ...]) -> int:
+    """How many of the drafts the model would have said."""
+    for count, token in enumerate(drafts):
+        if token != fake_next_token(before + drafts[:count], VOCAB):
+            return count
+    return len(drafts)
 
 
 def _handles_of(outcome: Outcome) -> tuple[Handle, ...]:
@@ -505,5 +565,6 @@ def test_random_traffic_is_applied_once_whatever_breaks(caplog: pytest.LogCaptur
     assert not any(wrong.values()), wrong
     assert total["tips_checked"] > total["applied"]
     assert jobs_per_s >= MIN_JOBS_PER_S, f"{jobs_per_s:.0f} jobs/s prove too little"
-    for happened in ("joined", "replays", "recomputed", "failpoints", "failed_runs", "lost_replies", "CANCELLED"):
+    happening = ("joined", "replays", "recomputed", "failpoints", "failed_runs", "lost_replies", "CANCELLED")
+    for happened in (*happening, "verifies", "drafts_rejected", "accepted_tokens", "prefix_hit_tokens"):
         assert total[happened] > 0, f"{happened} never happened"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ferrule_server.executor import device_outputs
+from ferrule_server.executor import device_outputs, device_ranking, ranking
 from ferrule_server.executor.base import (
     DraftLaw,
     DraftSpec,
@@ -26,7 +26,8 @@ from ferrule_server.executor.base import (
 )
 from ferrule_server.executor.device_laws import ChoiceRow, DeviceLaws
 from ferrule_server.executor.device_outputs import DeviceOutputs
-from ferrule_server.executor.sampling import select_rows
+from ferrule_server.executor.device_ranking import top
+from ferrule_server.executor.sampling import Choice, select_rows
 
 CPU = torch.device("cpu")
 VOCAB_SIZES = (1, 2, 17, 128, 129, 300, 1000)
@@ -145,3 +146,111 @@ def test_batched_rows_are_those_of_the_definition(has_numpy: bool, seed: int, vo
         ours = outputs.select(torch.from_numpy(logits), torch.from_numpy(hidden), positions, specs, histories)
     for mine, theirs in zip(ours, expected, strict=True):
         assert_same(mine, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("vocab_size", [17, 1000, 151936])
+def test_rows_on_an_accelerator_are_those_of_the_definition(vocab_size: int) -> None:
+    """The same on a CUDA device, where nothing is left to numpy."""
+    rng = np.random.default_rng(vocab_size)
+    logits = random_logits(rng, 40, vocab_size)
+    hidden = rng.standard_normal((40, HIDDEN_SIZE)).astype(np.float32)
+    specs = [random_spec(rng, vocab_size) for _ in range(40)]
+    histories = [history_of(rng, spec, vocab_size) for spec in specs]
+    device = torch.device("cuda:0")
+    rows, states = (torch.from_numpy(part).to(device) for part in (logits, hidden))
+    ours = DeviceOutputs(device).select(rows, states, range(40), specs, histories)
+    for mine, theirs in zip(ours, select_rows(logits, range(40), specs, histories, hidden), strict=True):
+        assert_same(mine, theirs)
+
+
+@pytest.mark.parametrize("has_numpy", [False, True])
+def test_full_rows_are_their_receivers_and_their_neighbours_have_none(has_numpy: bool) -> None:
+    """Logits and hidden states are copies of one row each, on the host, in float32; nobody else gets any."""
+    logits, hidden = torch.randn(3, 20000), torch.randn(3, HIDDEN_SIZE, dtype=torch.bfloat16)
+    specs = [OutputSpec(greedy=True), OutputSpec(full_logits=True, hidden_state=True), OutputSpec(greedy=True)]
+    rows = DeviceOutputs(CPU, has_numpy=has_numpy).select(logits, hidden, [0, 1, 2], specs)
+    copied = rows[1].logits
+    assert copied is not None
+    assert copied.base is None or copied.base.nbytes == copied.nbytes
+    assert not np.shares_memory(copied, logits.numpy())
+    assert np.array_equal(copied, logits[1].numpy())
+    assert rows[1].hidden_state is not None
+    assert rows[1].hidden_state.dtype == np.float32
+    assert np.array_equal(rows[1].hidden_state, hidden[1].float().numpy())
+    for row in (rows[0], rows[2]):
+        assert (row.logits, row.hidden_state) == (None, None)
+        assert row.token is not None
+
+
+def test_masks_are_kept_on_the_device_as_long_as_somebody_refers_to_them() -> None:
+    """Packed, one copy for equal masks; gone with the last reference."""
+    laws, logits = DeviceLaws(CPU), torch.zeros(1, 50)
+    bits = np.packbits(np.arange(50) == 33, bitorder="little")
+    one, equal = TokenMask(b"one", bits), TokenMask(b"one", bits)
+    for mask in (one, equal):
+        (choice,) = laws.choose(logits, [ChoiceRow(1, OutputSpec(greedy=True, shaping=Shaping(mask=mask)), None)])
+        assert choice.token == 33
+    assert [len(kept) for kept in laws._masks.values()] == [7]
+    del one, equal, mask
+    gc.collect()
+    assert len(laws._masks) == 0
+
+
+def test_token_of_no_weight_that_a_parallel_sum_points_at_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should sums differ in their last bits, the definition decides, and no forbidden token comes out."""
+    logits = torch.tensor([[0.0, 1.0, 2.0, 0.5]])
+    bits = np.array([0b0101], np.uint8)
+    spec = OutputSpec(sample=SampleSpec(seed=4), shaping=Shaping(mask=TokenMask(b"m", bits)), logprobs=True)
+    row = ChoiceRow(3, spec, None)
+    (expected,) = DeviceLaws(CPU).choose(logits, [row])
+    monkeypatch.setattr(DeviceLaws, "_draw", lambda self, weights, rows: torch.tensor([1]))
+    (choice,) = DeviceLaws(CPU).choose(logits, [row])
+    assert choice.token == expected.token
+    assert choice.logprob == pytest.approx(expected.logprob, abs=1e-12)
+
+
+def test_rows_go_through_in_bounded_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float64 copies never hold more rows than fit a group, and every row gets its own results."""
+    monkeypatch.setattr(device_outputs, "_GROUP_ELEMENTS", 3 * 97)
+    monkeypatch.setattr(device_outputs, "_SMALL_ELEMENTS", 0)
+    seen: list[int] = []
+    original = DeviceLaws.choose
+
+    def choose(self: DeviceLaws, logits: torch.Tensor, rows: list[ChoiceRow]) -> list[Choice]:
+        seen.append(len(logits))
+        return original(self, logits, rows)
+
+    monkeypatch.setattr(DeviceLaws, "choose", choose)
+    logits = np.random.default_rng(0).standard_normal((10, 97)).astype(np.float32)
+    specs = [OutputSpec(sample=SampleSpec(seed=i), logprobs=True, entropy=True) for i in range(10)]
+    ours = DeviceOutputs(CPU, has_numpy=False).select(
+        torch.from_numpy(logits), torch.zeros(10, 1), list(range(10)), specs
+    )
+    assert seen == [3, 3, 3, 1]
+    for mine, theirs in zip(ours, select_rows(logits, range(10), specs), strict=True):
+        assert_same(mine, theirs)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 127, 128, 129, 5000])
+@pytest.mark.parametrize("k", [1, 3, 50, 200])
+def test_top_of_many_rows_are_those_of_a_full_sort(vocab_size: int, k: int) -> None:
+    """Ids best first, ties to the lowest, signed zeros equal, whatever part of the vocabulary is asked for."""
+    k = min(k, vocab_size)
+    rng = np.random.default_rng(k)
+    smooth = rng.standard_normal(vocab_size)
+    logits = np.stack([smooth, np.round(smooth), -np.round(smooth) * 0, np.round(smooth * 3)]).astype(np.float32)
+    ids, values = top(torch.from_numpy(logits), k)
+    for row, row_ids, row_values in zip(logits, ids.numpy(), values.numpy(), strict=True):
+        assert row_ids.tolist() == np.argsort(-row, kind="stable")[:k].tolist()
+        assert np.array_equal(row_values, row[row_ids])
+
+
+def test_best_ids_are_those_of_numpy() -> None:
+    """Lowest id among equals; -1 for rows with NaN or infinity anywhere."""
+    logits = np.random.default_rng(1).integers(-2, 3, (50, 300)).astype(np.float32)
+    logits[3, 7], logits[4, 0], logits[5, 299] = np.nan, -np.inf, np.inf
+    expected = ranking.best_ids(logits)
+    assert expected[3:6] == [-1, -1, -1]
+    assert device_ranking.best_ids(torch.from_numpy(logits)) == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.make_random_model import write_model
 from ferrule_server.errors import ConfigError, ModelError
-from ferrule_server.executor.base import Executor, OutputSpec, SampleSpec
+from ferrule_server.executor import torch_executor
+from ferrule_server.executor.base import Executor, OutputSpec, SampleSpec, Shaping
 from ferrule_server.executor.torch_executor import TorchExecutor
 from ferrule_server.model.weights import LoadedModel, load_model
 from tests.model.stepping import Piece, PooledSequence, Stepper
@@ -143,6 +145,47 @@ def test_rows_get_what_their_specs_ask(executor: TorchExecutor) -> None:
     assert rows[1].logits.shape == (1024,)
     assert rows[1].logits.dtype == np.float32
     assert rows[2].token is not None
+
+
+def test_output_head_runs_in_tiles_of_rows(executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many rows are asked for, few of them have logits at a time; what they return is the same."""
+    stepper, seen = Stepper(executor), []
+    head = executor._decoder.head
+
+    def spy(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(len(hidden))
+        return head(hidden)
+
+    monkeypatch.setattr(executor._decoder, "head", spy)
+    spec = OutputSpec(greedy=True, logprobs=True, hidden_state=True, shaping=Shaping(frequency_penalty=9.0))
+    batch = stepper.batch(Piece(PooledSequence(), TOKENS, num_outputs=len(TOKENS), spec=spec))
+    histories = tuple(np.array(TOKENS[: i + 1], np.int32) for i in range(len(TOKENS)))
+    batch = replace(batch, histories=histories)
+    whole = executor.run(batch).rows
+    monkeypatch.setattr(torch_executor, "_TILE_BYTES", 4 * 1024 * 5)
+    tiled = executor.run(batch).rows
+    assert seen[0] == len(TOKENS)
+    assert max(seen[1:]) == 5
+    assert sum(seen[1:]) == len(TOKENS)
+    assert len(tiled) == len(whole)
+    for one, other in zip(tiled, whole, strict=True):
+        assert (one.position, one.token) == (other.position, other.token)
+        assert one.model_logprob == pytest.approx(other.model_logprob, abs=1e-5)
+        assert one.hidden_state is not None
+        assert other.hidden_state is not None
+        np.testing.assert_allclose(one.hidden_state, other.hidden_state, rtol=1e-5, atol=1e-6)
+
+
+def test_hidden_state_is_what_the_output_head_reads(executor: TorchExecutor, folder: Path) -> None:
+    """The head's matrix times it is the row of logits."""
+    spec = OutputSpec(full_logits=True, hidden_state=True)
+    (row,) = Stepper(executor).run(Piece(PooledSequence(), TOKENS, spec=spec))
+    assert row.hidden_state is not None
+    assert row.hidden_state.dtype == np.float32
+    assert row.hidden_state.shape == (executor.info.model.hidden_size,)
+    head = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].float().numpy()
+    assert row.logits is not None
+    np.testing.assert_allclose(head @ row.hidden_state, row.logits, rtol=1e-4, atol=1e-4)
 
 
 def test_rows_with_infinite_logits_are_flagged(folder: Path, tmp_path: Path) -> None:

@@ -59,6 +59,16 @@ def test_logits_of_a_whole_prefill_equal_transformers(example: Example, new_exec
         assert_close(stepper.logits(Piece(PooledSequence(), tokens, num_outputs=length)), example.logits(tokens))
 
 
+def test_hidden_states_equal_transformers(example: Example, new_executor: NewExecutor) -> None:
+    """Every position's state after the final norm is transformers' last hidden state."""
+    spec = OutputSpec(hidden_state=True)
+    rows = Stepper(new_executor(example.folder)).run(Piece(PooledSequence(), PROMPT, num_outputs=37, spec=spec))
+    ours = np.stack([row.hidden_state for row in rows if row.hidden_state is not None])
+    with torch.inference_mode():
+        theirs = example.oracle.model(torch.tensor([PROMPT])).last_hidden_state[0].numpy()
+    assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("chunk", [*range(1, 10), len(PROMPT)])
 def test_greedy_continuation_equals_transformers_however_the_prompt_is_cut(
     example: Example, new_executor: NewExecutor, chunk: int

@@ -115,6 +115,7 @@ class Leg:
         is_repeat: True: it draws its branch from the start once more.
 
     Attributes:
+        is_repeat: True: it draws its branch from the start once more.
         has_replied: True: a frame has come.
         were_ahead: For each branch whether its sequence was ahead before.
         num_seen: For each branch the tokens that the server has told, in this call and those before it.
@@ -133,6 +134,7 @@ class Leg:
         self.call = call
         self.request = request
         self.courses = courses
+        self.is_repeat = is_repeat
         self.has_replied = False
         self.were_ahead = [one.has_cache and one.cache.tip.is_ahead for one in branches]
         self.num_seen = [0 if is_repeat else len(one.tokens) for one in branches]
@@ -160,7 +162,7 @@ class Event:
         output: The token; None: an end without one.
         text: What is added to the branch's text.
         is_covered: True: the handle of ``output`` covers all before the token.
-        is_counted: True: the sequence's log has the token already.
+        is_counted: True: the handle of the sequence covers the token already.
         finish_reason: Why the branch ends; None: it goes on.
         error: What it fails with, if it does.
     """

@@ -17,7 +17,6 @@ from ferrule_client.types import Handle, OnStale, Output, Verification
 
 __all__ = ["Tip", "using"]
 
-_NUM_RECENT = 8
 _ADVICE = "the cache has not moved: send the same tokens again, which doubles nothing, or go on with others"
 
 
@@ -45,11 +44,19 @@ class Tip:
     """The moving end of one sequence.
 
     The text that a caller has seen is what ``handle`` covers followed by ``pending``: tokens that were handed out and
-    are not in the KV cache yet (none, or one). Whatever is appended next is sent behind them.
+    that ``handle`` does not cover. Whatever is appended next is sent behind them. As a rule there are none or one, the
+    newest, which is not in the KV cache yet. A frame of a generation may bring several tokens, but one handle, which
+    covers all of them but the last; while it is handed out, ``handle`` lags behind::
+
+        text   [ handle .............. | pending: t0 t1 t2 ]          t0 and t1 are in the KV cache, t2 is not
+        ahead  [ ahead_handle .................................. ]    the frame's own handle, t3 and t4 still to come
 
     Attributes:
-        handle: Covers every token that is in the KV cache.
-        pending: Tokens handed out by a generation or a verify and not appended yet.
+        handle: Covers tokens that are in the KV cache: all of those handed out, unless it lags behind.
+        pending: Tokens handed out by a generation or a verify that ``handle`` does not cover.
+        ahead_handle: While ``handle`` lags behind: one of the same sequence that does not. None: it does not lag.
+        num_unseen: Tokens that ``handle`` covers beyond ``length``: where the first frame of a new branch brings
+            several, there is no handle of an earlier state.
         last: Output of the newest call, or None for an adopted handle.
         doubts: Tokens of appends whose answer never came: behind ``handle`` stands one of them, a beginning of one
             (a verify that took some of its drafts), or nothing. An append that succeeds ends them.
@@ -65,6 +72,7 @@ class Tip:
 
     __slots__ = (
         "__weakref__",
+        "ahead_handle",
         "doubts",
         "handle",
         "is_ahead",
@@ -73,6 +81,7 @@ class Tip:
         "last",
         "log",
         "num_recoveries",
+        "num_unseen",
         "pending",
         "running",
         "ttl_s",
@@ -84,6 +93,8 @@ class Tip:
         self.handle = handle
         self.last = last
         self.pending: tuple[int, ...] = ()
+        self.ahead_handle: Handle | None = None
+        self.num_unseen = 0
         self.doubts: frozenset[tuple[int, ...]] = frozenset()
         self.is_ahead = False
         self.running: Callable[[], None] | None = None
@@ -94,20 +105,41 @@ class Tip:
         self.num_recoveries = 0
 
     @property
-    def recent(self) -> tuple[int, ...]:
-        """The newest token ids up to ``handle``, at most 8: the left context of a detokenizer."""
-        return self.log.tail(_NUM_RECENT)
+    def length(self) -> int:
+        """Tokens handed out that are in the KV cache."""
+        return self.handle.length - self.num_unseen + max(0, len(self.pending) - 1)
+
+    @property
+    def is_exact(self) -> bool:
+        """True: ``handle`` covers the first ``length`` tokens, as it does but in the middle of a generation."""
+        return self.handle.length == self.length
+
+    @property
+    def seen_ids(self) -> list[int] | None:
+        """The first ``length`` token ids, or None if some of them never passed through here."""
+        return [*self.log.to_list(), *self.pending[:-1]][: self.length] if self.log.is_whole else None
 
     @property
     def token_ids(self) -> list[int] | None:
         """The token ids that ``handle`` covers, or None if some of them never passed through here."""
         return self.log.to_list() if self.log.is_whole else None
 
+    def at(self, length: int) -> Handle:
+        """Return a handle of a sequence that is still ours, which covers so many of the tokens handed out.
+
+        Raises:
+            RuntimeError: It was released.
+        """
+        handle = self.live_handle()
+        return self.ahead_handle if self.ahead_handle is not None and length > handle.length else handle
+
     def branch(self, handle: Handle, *, at_tip: bool, ttl_s: float | None = None) -> Tip:
-        """Return the tip of a branch; one that starts at the tip takes the pending tokens along."""
-        log = self.log.branch(handle.length)
+        """Return the tip of a branch; one that starts at the tip takes the newest token along, if that is pending."""
+        log = self.log.branch()
+        log.extend(self.pending[:-1])
+        log.cut(handle.length)
         tip = Tip(handle, last=self.last if at_tip else None, log=log, ttl_s=ttl_s)
-        tip.pending = self.pending if at_tip else ()
+        tip.pending = self.pending[-1:] if at_tip else ()
         return tip
 
     def child(self, output: Output, log: TokenLog) -> Tip:
@@ -194,13 +226,18 @@ class Tip:
         self.doubts = self._doubts_after(tuple(appended), output)
         if appended and not output.replayed:
             self.is_ahead = False
-        self.handle = output.handle
+        self.handle, self.ahead_handle = output.handle, None
         self.last = output
         self.pending = tuple(pending)
         self.log.extend(appended)
         if self.log.end != output.handle.length:  # what the server holds decides; a text that differs is no text
             self.log.forget(output.handle.length)
         return output
+
+    def told(self, token: int, output: Output) -> None:
+        """Take over one more token of the first frame of a new branch, but the last one."""
+        self.num_unseen -= len(self.pending)
+        self.last, self.pending = output, (token,)
 
     def drew(self, token: int, output: Output, *, fed: Sequence[int] = (), is_covered: bool = True) -> Output:
         """Take over one token that a generation drew, which is pending from here on, and return its output.
@@ -212,10 +249,12 @@ class Tip:
             is_covered: True: the handle of ``output`` covers all before the token. False: that one comes with a later
                 token, and the handle stays where it is.
         """
-        before = (*self.pending, *fed)
+        before = () if self.num_unseen else (*self.pending, *fed)
+        self.num_unseen = 0
         if is_covered:
             self.moved(before, output, pending=(token,))
         else:
+            self.ahead_handle = output.handle
             self.last = output = dataclasses.replace(output, handle=self.handle)
             self.pending = (*before, token)
         self.is_ahead = True
@@ -243,11 +282,12 @@ class Tip:
 
         A generation that was ended just before may still get a token in, so ``is_ahead`` stays.
         """
-        self.handle = handle
+        self.log.extend(self.pending[:-1])
+        self.log.cut(handle.length)
+        self.handle, self.ahead_handle, self.num_unseen = handle, None, 0
         self.last = None
         self.pending = ()
         self.doubts = frozenset()
-        self.log.cut(handle.length)
 
     def learn(self, handle: Handle, token_ids: Sequence[int]) -> None:
         """Take note of the tokens of a state that the server told; those of another state than ours say nothing."""
@@ -256,7 +296,7 @@ class Tip:
 
     def revive(self, handle: Handle, ttl_s: float | None) -> None:
         """Take over a new sequence of the very same tokens. What was pending still is."""
-        self.handle = handle
+        self.handle, self.ahead_handle = handle, None
         self.ttl_s = ttl_s
         self.doubts = frozenset()
         self.is_ahead = False

@@ -27,6 +27,7 @@ __all__ = ["Cache"]
 _log = logging.getLogger(__name__)
 
 _EXIT_S = 5.0
+_NUM_CONTEXT = 8
 
 
 class Cache:
@@ -96,18 +97,22 @@ class Cache:
 
     @property
     def handle(self) -> Handle:
-        """The handle at the tip: a value to keep, compare or send elsewhere."""
+        """The handle at the tip: a value to keep, compare or send elsewhere.
+
+        In the middle of a generation that was left early it may be a few tokens off ``length``; the next call that
+        moves the cache, such as ``truncate(cache.length)``, sees to it.
+        """
         return self.tip.handle
 
     @property
     def length(self) -> int:
         """Tokens in the KV cache; ``pending`` does not count."""
-        return self.tip.handle.length
+        return self.tip.length
 
     @property
     def pending(self) -> tuple[int, ...]:
         """Tokens handed out by a loop and not in the KV cache yet: none, or one. The next append sends them first."""
-        return self.tip.pending
+        return self.tip.pending[-1:]
 
     @property
     def last(self) -> Output | None:
@@ -116,11 +121,11 @@ class Cache:
 
     @property
     def token_ids(self) -> list[int] | None:
-        """The tokens that ``handle`` covers, as this cache knows them, without asking the server.
+        """The first ``length`` tokens, as this cache knows them, without asking the server.
 
         None for an adopted handle, until ``info(token_ids=True)`` has told them.
         """
-        return self.tip.token_ids
+        return self.tip.seen_ids
 
     @property
     def is_released(self) -> bool:
@@ -393,7 +398,8 @@ class Cache:
             on_stale=on_stale,
             timeout=timeout,
         )
-        return TextGeneration(generation, self._connection)
+        context = (*self.tip.log.tail(_NUM_CONTEXT), *self.tip.pending, *_check.token_list(tokens))
+        return TextGeneration(generation, self._connection, context)
 
     def verify(
         self,
@@ -484,7 +490,8 @@ class Cache:
         Example:
             ``with contextlib.ExitStack() as stack: branches = [stack.enter_context(b) for b in cache.fork(3)]``
         """
-        request = _messages.fork_request(self.tip.live_handle(), n, length, ttl)
+        wanted = self.tip.length if length is None and not self.tip.is_exact else length
+        request = _messages.fork_request(self.tip.at(wanted or 0), n, wanted, ttl)
         reply = self._calls.call_once_more(self._connection.executor.ForkCache, request, timeout, creates=True)
         at_tip, ttl_s = length is None, _convert.granted_ttl_s(reply)
         handles = map(_convert.handle_from_message, reply.kv_caches)
@@ -509,7 +516,7 @@ class Cache:
         Example:
             ``cache.truncate(cache.length - 3)``
         """
-        request = _messages.truncate_request(self.tip.live_handle(), length)
+        request = _messages.truncate_request(self.tip.at(min(length, self.length)), length)
         self.tip.interrupt()
         with using(self.tip):
             reply = self._calls.call_once_more(self._connection.executor.TruncateKv, request, timeout)
@@ -601,9 +608,14 @@ class Cache:
         Whoever gets the handle goes on with ``Client.adopt``; until then the lease runs. A pending token is not in
         the handle: pass it on too, or append it first.
 
+        Raises:
+            RuntimeError: A generation was left early and the handle is not at ``length``.
+
         Example:
             ``queue.put(cache.detach())``
         """
+        if not self.tip.is_exact:
+            raise RuntimeError("the handle is not that of the newest token: call cache.truncate(cache.length) first")
         return self.give_up().handle
 
     def prepare(
@@ -629,6 +641,10 @@ class Cache:
             timeout: Seconds that a look at the sequence may take, if one is needed.
         """
         ids = _check.token_list(tokens)
+        if self.tip.num_unseen:
+            newest = self.tip.pending
+            self.truncate(self.tip.length, timeout=timeout)
+            self.tip.pending = newest
         sent = self.tip.decode_input(ids, policy, on_stale)
         if not sent.input_ids:
             return sent

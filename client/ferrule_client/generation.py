@@ -20,6 +20,7 @@ from ferrule_client._retry import Attempts
 from ferrule_client._status import error_from_status, may_have_happened
 from ferrule_client._tip import Tip, using
 from ferrule_client._token_log import TokenLog
+from ferrule_client.detokenizer import Detokenizer
 from ferrule_client.errors import (
     BlocksExhaustedError,
     ContextExceededError,
@@ -346,6 +347,7 @@ class Generation(Iterator[DrawnToken]):
             log.forget(message.kv_cache.length)
         tip = Tip(_convert.handle_from_message(message.kv_cache), log=log)
         tip.is_ahead, tip.running = True, course.give_way
+        tip.num_unseen = max(0, len(message.outputs.tokens) - 1)
         course.branch.follow(self.branches[0].cache.sibling(tip) if self._follow is None else self._follow(tip))
         if len(message.outputs.tokens) <= 1:
             course.start = Start(message.kv_cache, ())
@@ -374,7 +376,9 @@ class Generation(Iterator[DrawnToken]):
         (token,) = output.tokens
         if output.seed is None and branch.seed is not None:
             output = dataclasses.replace(output, seed=branch.seed)
-        if not event.is_counted:
+        if event.is_counted:
+            branch.cache.tip.told(token, output)
+        else:
             fed = self._fed(branch)
             output = branch.cache.tip.drew(token, output, fed=fed, is_covered=event.is_covered)
         branch.tokens.append(token)
@@ -404,13 +408,18 @@ class Generation(Iterator[DrawnToken]):
             ExecutorError: ``error``, where it ends all branches.
         """
         courses = [one for one in courses if one.goes_on and not one.is_moved]
+        if not courses:
+            return
+        course = courses[0]
         try:
-            if not courses or self._can_go_on(leg, courses[0], error, attempts):
+            if self._can_go_on(leg, course, error, attempts):
                 return
             self._connection.wait(attempts, error, cause)
         except ExecutorError as final:
             if not (may_have_happened(error) or leg.has_replied):
                 leg.restore()
+            elif isinstance(error, HandleStaleError):  # somebody else has moved it: what stands there is not ours
+                course.branch.cache.tip.is_ahead = False
             if isinstance(final, ContextExceededError):
                 self._fail(courses, None, "context_full")
                 return
@@ -425,7 +434,7 @@ class Generation(Iterator[DrawnToken]):
             course.branch.cache.revive(error, attempts)
             course.start = None
             return True
-        if isinstance(error, HandleStaleError) and course.start is not None and course.branch.tokens:
+        if isinstance(error, HandleStaleError) and leg.is_repeat:
             course.start = None  # what stands there is not what was drawn, so the rest is drawn from the newest token
             return True
         return self._connection.restore_masks(error, [leg.request], attempts)
@@ -437,11 +446,17 @@ class Generation(Iterator[DrawnToken]):
 
 
 class TextGeneration(Iterator[str]):
-    """A generation yielding pieces of text, never half a character; made by ``Cache.generate_text``."""
+    """A generation yielding pieces of text, never half a character; made by ``Cache.generate_text``.
 
-    def __init__(self, generation: Generation, connection: Connection) -> None:
+    The text is the server's, which knows only what it has drawn in this generation. So where one was left inside a
+    character and the next one goes on in it, the tokenizer is asked once more for that piece; and at the end, whether
+    a character is lacking its rest, or the model has written U+FFFD itself.
+    """
+
+    def __init__(self, generation: Generation, connection: Connection, context: Sequence[int]) -> None:
         self._generation = generation
         self._connection = connection
+        self._context = context
         self._num_out = 0
         self._has_ended = False
 
@@ -486,14 +501,28 @@ class TextGeneration(Iterator[str]):
     def _next_piece(self) -> str:
         self._has_ended = self._generation.advance() is None
         piece = self._generation.text[self._num_out :]
+        is_first = self._num_out == 0
         self._num_out = len(self._generation.text)
+        if is_first and piece.startswith(_REPLACEMENT):
+            piece = self._text_behind_context()
         if piece.endswith(_REPLACEMENT) and self._generation.finish_reason is not None and self._is_cut():
             return piece.rstrip(_REPLACEMENT)
         return piece
 
+    def _text_behind_context(self) -> str:
+        """Return the text of the tokens so far, of which the first ones end a character that began before them."""
+        detokenizer = Detokenizer(self._decode, self._context)
+        text = ""
+        for token in self._generation.tokens:
+            text += detokenizer.push(token)
+        return text
+
     def _is_cut(self) -> bool:
         """Tell whether the text ends inside a character, which its last tokens alone show."""
-        return self._connection.decode_text(self._generation.tokens[-_WINDOW:])[1]
+        return self._decode([*self._context, *self._generation.tokens][-_WINDOW:])[1]
+
+    def _decode(self, token_ids: Sequence[int]) -> tuple[str, bool]:
+        return self._connection.decode_text(token_ids)
 
 
 def _error_of(message: executor_pb2.GenerateOutput, reason: FinishReason | None) -> ExecutorError | None:

@@ -219,7 +219,7 @@ class DrawnToken(int):
     Attributes:
         index: Number of the branch it is of, from 0.
         text: What it adds to the branch's text, if that was asked for; empty while a character is not whole.
-        output: The whole output: log-probabilities, timing, and the handle that covers every token before it.
+        output: The whole output: log-probabilities, timing, and the cache's handle.
     """
 
     index: int

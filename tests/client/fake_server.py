@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import functools
+import hashlib
 import itertools
 import threading
 import time
@@ -77,13 +78,19 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
 
     Attributes:
         text: The token after a sequence of n tokens is ``text[n % len(text)]``.
-        failures: What the next calls of an RPC fail with, in order; those of "item" are answers to items of a stream.
+        failures: What the next calls of an RPC fail with, in order; those of "item" are answers to items of a stream,
+            those of "token" end a generation at its next frame, those of "append" a branch of one.
+        failures_after_frames: Frames that generations send before the failures of "token" begin.
         metadata: What the last call carried besides its message.
         calls: Number of calls of each RPC, failed ones included.
         frames: Items of every frame that came on a stream.
         sequences: Tokens of every sequence by cache_id.
         ttl_s: Lease that KeepAlive grants.
-        delay_s: Seconds that a stream waits before it answers a frame.
+        delay_s: Seconds that a stream waits before it answers a frame, and a generation before each token.
+        tokens_per_frame: Tokens that a generation puts into one frame.
+        num_drawn: Tokens that generations have drawn.
+        generates: Requests of all generations.
+        masks: Packed masks by fingerprint.
         has_request_ids: True: what one request id creates is created once.
         granted_ttl_s: Lease that creations are told to have got; None: they are told nothing, as by older servers.
         lineage: Fingerprint of every handle; another one stands for another model.
@@ -93,6 +100,7 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
     def __init__(self, text: list[int] | None = None) -> None:
         self.text = text or list(b"the quick brown fox ")
         self.failures: dict[str, list[Failure]] = defaultdict(list)
+        self.failures_after_frames: dict[str, int] = {}
         self.metadata: dict[str, str | bytes] = {}
         self.calls: Counter[str] = Counter()
         self.frames: list[list[executor_pb2.StreamItem]] = []
@@ -105,6 +113,10 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
         self.granted_ttl_s: float | None = None
         self.lineage = b"l" * 16
         self.prompts: list[executor_pb2.PrefillInput] = []
+        self.tokens_per_frame = 1
+        self.num_drawn = 0
+        self.generates: list[executor_pb2.GenerateRequest] = []
+        self.masks: dict[bytes, bytes] = {}
         self._made: dict[str, list[types_pb2.KvCacheHandle]] = {}
         self._ids = itertools.count()
         self._lock = threading.Lock()
@@ -189,7 +201,9 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
         if start + len(new) > self.max_length:
             return status_of(grpc.StatusCode.OUT_OF_RANGE, "CONTEXT_EXCEEDED", "the context is full")
         replayed = bool(new) and tokens[start : start + len(new)] == new
-        behind = bool(new) and start < len(tokens) and not replayed
+        behind = bool(new) and start != len(tokens) and not replayed
+        if start > len(tokens):
+            return status_of(grpc.StatusCode.ABORTED, "HANDLE_STALE", "stale", tip_length=str(len(tokens)))
         if behind and item.on_stale == types_pb2.STALE_POLICY_FORK:
             (handle,) = self._create(tokens[:start] + new, item.request_id)
             return executor_pb2.DecodeOutput(kv_cache=handle, outputs=self._outputs(handle.length, item.logits_policy))
@@ -286,6 +300,48 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
         time.sleep(self.delay_s)
         return reply
 
+    def Generate(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
+        self.generates.append(request)
+        branches = self._run("Generate", context, lambda: self._begin(request, context))
+        while live := [branch for branch in branches if not branch.has_ended]:
+            left = self.failures_after_frames.get("token", 0)
+            self.failures_after_frames["token"] = left - 1
+            failure = self.failures["token"].pop(0) if left <= 0 and self.failures["token"] else None
+            if failure is not None and not failure.after:
+                self._abort(context, failure)
+            frame = executor_pb2.GenerateResponse(request_id=request.request_id)
+            for branch in live:
+                branch.fill(frame.outputs.add())
+            if failure is not None:
+                self._abort(context, failure)
+            yield frame
+
+    def _begin(self, request: executor_pb2.GenerateRequest, context: grpc.ServicerContext) -> list[_Branch]:
+        """Run the prompt of a generation and return its branches."""
+        policy = request.logits_policy
+        mask = (policy.sample if policy.WhichOneof("selection") == "sample" else policy.greedy_argmax).token_mask
+        if mask.fingerprint and mask.fingerprint not in self.masks:
+            context.abort_with_status(rpc_status.to_status(NO_MASK))
+        if request.HasField("kv_cache"):
+            result = self._decode(request)
+            if isinstance(result, status_pb2.Status):
+                context.abort_with_status(rpc_status.to_status(result))
+                raise AssertionError("abort raises")
+            handles = [result.kv_cache]
+        else:
+            handles = self._create(list(request.input_ids), request.request_id)
+        prompt = self.sequences[handles[0].cache_id][: handles[0].length]
+        handles += self._create(prompt, f"{request.request_id}/forks", request.n - 1) if request.n > 1 else []
+        return [_Branch(self, request, index, handle, context) for index, handle in enumerate(handles)]
+
+    def RegisterTokenMask(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
+        def work() -> cache_pb2.RegisterTokenMaskResponse:
+            names = [hashlib.blake2b(mask, digest_size=16).digest() for mask in request.masks]
+            self.masks.update(zip(names, request.masks, strict=True))
+            return cache_pb2.RegisterTokenMaskResponse(fingerprints=names)
+
+        return self._run("RegisterTokenMask", context, work)
+
     def ForkCache(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
         def work() -> cache_pb2.ForkCacheResponse:
             tokens = self._find(request.kv_cache, context)[: request.length or request.kv_cache.length]
@@ -351,6 +407,103 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
     ) -> tokenizer_pb2.TokenizerServiceDecodeResponse:
         text, ends_mid_character = bytes_to_text(list(request.token_ids))
         return tokenizer_pb2.TokenizerServiceDecodeResponse(text=text, ends_mid_character=ends_mid_character)
+
+
+NO_MASK = status_of(grpc.StatusCode.NOT_FOUND, "MASK_UNKNOWN", "no such mask")
+"""What a policy with a fingerprint is answered that is not registered."""
+
+
+class _Branch:
+    """One branch of a generation: draws until something ends it."""
+
+    def __init__(
+        self,
+        server: FakeServer,
+        request: executor_pb2.GenerateRequest,
+        index: int,
+        handle: types_pb2.KvCacheHandle,
+        context: grpc.ServicerContext,
+    ) -> None:
+        self._server, self._request, self._context = server, request, context
+        self._index, self._handle = index, handle
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._on_stale = request.on_stale
+        self._tokens: list[int] = []
+        self._text = ""
+        self.has_ended = False
+
+    def fill(self, output: executor_pb2.GenerateOutput) -> None:
+        """Draw the tokens of one frame."""
+        output.index = self._index
+        for _ in range(self._server.tokens_per_frame):
+            time.sleep(self._server.delay_s)
+            error = self._append()
+            if error is not None:
+                self._end(output, _reason_of(error), error)
+            else:
+                self._draw(output)
+            if self.has_ended or not self._context.is_active():
+                break
+        output.kv_cache.CopyFrom(self._handle)
+
+    def _append(self) -> status_pb2.Status | None:
+        """Append the token drawn last."""
+        if not self._tokens:
+            return None
+        if self._server.failures["append"]:
+            return self._server.failures["append"].pop(0).status
+        with self._server._lock:
+            result = self._server._decode(
+                executor_pb2.DecodeInput(input_ids=self._tokens[-1:], kv_cache=self._handle, on_stale=self._on_stale)
+            )
+        if isinstance(result, status_pb2.Status):
+            return result
+        self._handle = result.kv_cache
+        return None
+
+    def _draw(self, output: executor_pb2.GenerateOutput) -> None:
+        text = self._server.text
+        token = text[self._handle.length % len(text)]
+        self._tokens.append(token)
+        self._server.num_drawn += 1
+        output.outputs.num_rows += 1
+        output.outputs.tokens.append(token)
+        request = self._request
+        if request.return_text or request.stop_strings:
+            piece = self._decoder.decode(bytes([token]) if token < 256 else b"")
+            self._text += piece
+            output.text += piece if request.return_text else ""
+        if token == EOS and not request.ignore_eos:
+            self._end(output, executor_pb2.FINISH_REASON_EOS)
+        elif token in request.stop_token_ids:
+            self._end(output, executor_pb2.FINISH_REASON_STOP_TOKEN)
+        elif any(stop in self._text for stop in request.stop_strings) or any(
+            self._tokens[-len(run.token_ids) :] == list(run.token_ids) for run in request.stop_sequences
+        ):
+            self._end(output, executor_pb2.FINISH_REASON_STOP_SEQUENCE)
+        elif len(self._tokens) == request.max_tokens:
+            self._end(output, executor_pb2.FINISH_REASON_MAX_TOKENS)
+
+    def _end(
+        self,
+        output: executor_pb2.GenerateOutput,
+        reason: executor_pb2.FinishReason,
+        error: status_pb2.Status | None = None,
+    ) -> None:
+        self.has_ended = True
+        output.finish_reason = reason
+        if reason == executor_pb2.FINISH_REASON_ERROR:
+            output.error.CopyFrom(error)
+        if self._request.return_text:
+            output.text += self._decoder.decode(b"", final=True)
+
+
+def _reason_of(error: status_pb2.Status) -> executor_pb2.FinishReason:
+    if error.code == grpc.StatusCode.OUT_OF_RANGE.value[0]:
+        return executor_pb2.FINISH_REASON_CONTEXT_FULL
+    if error.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]:
+        return executor_pb2.FINISH_REASON_KV_BLOCKS_EXHAUSTED
+    return executor_pb2.FINISH_REASON_ERROR
 
 
 def bytes_to_text(token_ids: list[int]) -> tuple[str, bool]:

@@ -21,6 +21,7 @@ from ferrule_client._tip import Tip, using
 from ferrule_client._token_log import TokenLog
 from ferrule_client.aio._connection import Connection, Timeout
 from ferrule_client.aio._drawing import AsyncBranch, Course, Event, Leg, Start
+from ferrule_client.aio.detokenizer import AsyncDetokenizer
 from ferrule_client.errors import (
     ContextExceededError,
     ExecutorError,
@@ -349,6 +350,7 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
             log.forget(message.kv_cache.length)
         tip = Tip(_convert.handle_from_message(message.kv_cache), log=log)
         tip.is_ahead, tip.running = True, course.give_way
+        tip.num_unseen = max(0, len(message.outputs.tokens) - 1)
         course.branch.follow(self.branches[0].cache.sibling(tip) if self._follow is None else self._follow(tip))
         if len(message.outputs.tokens) <= 1:
             course.start = Start(message.kv_cache, ())
@@ -377,7 +379,9 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
         (token,) = output.tokens
         if output.seed is None and branch.seed is not None:
             output = dataclasses.replace(output, seed=branch.seed)
-        if not event.is_counted:
+        if event.is_counted:
+            branch.cache.tip.told(token, output)
+        else:
             fed = self._fed(branch)
             output = branch.cache.tip.drew(token, output, fed=fed, is_covered=event.is_covered)
         branch.tokens.append(token)
@@ -407,13 +411,18 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
             ExecutorError: ``error``, where it ends all branches.
         """
         courses = [one for one in courses if one.goes_on and not one.is_moved]
+        if not courses:
+            return
+        course = courses[0]
         try:
-            if not courses or await self._can_go_on(leg, courses[0], error, attempts):
+            if await self._can_go_on(leg, course, error, attempts):
                 return
             await self._connection.wait(attempts, error, cause)
         except ExecutorError as final:
             if not (may_have_happened(error) or leg.has_replied):
                 leg.restore()
+            elif isinstance(error, HandleStaleError):  # somebody else has moved it: what stands there is not ours
+                course.branch.cache.tip.is_ahead = False
             if isinstance(final, ContextExceededError):
                 self._fail(courses, None, "context_full")
                 return
@@ -428,7 +437,7 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
             await course.branch.cache.revive(error, attempts)
             course.start = None
             return True
-        if isinstance(error, HandleStaleError) and course.start is not None and course.branch.tokens:
+        if isinstance(error, HandleStaleError) and leg.is_repeat:
             course.start = None  # what stands there is not what was drawn, so the rest is drawn from the newest token
             return True
         return await self._connection.restore_masks(error, [leg.request], attempts)
@@ -440,11 +449,17 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
 
 
 class AsyncTextGeneration(AsyncIterator[str]):
-    """A generation yielding pieces of text, never half a character; made by ``AsyncCache.generate_text``."""
+    """A generation yielding pieces of text, never half a character; made by ``AsyncCache.generate_text``.
 
-    def __init__(self, generation: AsyncGeneration, connection: Connection) -> None:
+    The text is the server's, which knows only what it has drawn in this generation. So where one was left inside a
+    character and the next one goes on in it, the tokenizer is asked once more for that piece; and at the end, whether
+    a character is lacking its rest, or the model has written U+FFFD itself.
+    """
+
+    def __init__(self, generation: AsyncGeneration, connection: Connection, context: Sequence[int]) -> None:
         self._generation = generation
         self._connection = connection
+        self._context = context
         self._num_out = 0
         self._has_ended = False
 
@@ -491,11 +506,25 @@ class AsyncTextGeneration(AsyncIterator[str]):
     async def _next_piece(self) -> str:
         self._has_ended = await self._generation.advance() is None
         piece = self._generation.text[self._num_out :]
+        is_first = self._num_out == 0
         self._num_out = len(self._generation.text)
+        if is_first and piece.startswith(_REPLACEMENT):
+            piece = await self._text_behind_context()
         if piece.endswith(_REPLACEMENT) and self._generation.finish_reason is not None and await self._is_cut():
             return piece.rstrip(_REPLACEMENT)
         return piece
 
+    async def _text_behind_context(self) -> str:
+        """Return the text of the tokens so far, of which the first ones end a character that began before them."""
+        detokenizer = AsyncDetokenizer(self._decode, self._context)
+        text = ""
+        for token in self._generation.tokens:
+            text += await detokenizer.push(token)
+        return text
+
     async def _is_cut(self) -> bool:
         """Tell whether the text ends inside a character, which its last tokens alone show."""
-        return (await self._connection.decode_text(self._generation.tokens[-_WINDOW:]))[1]
+        return (await self._decode([*self._context, *self._generation.tokens][-_WINDOW:]))[1]
+
+    async def _decode(self, token_ids: Sequence[int]) -> tuple[str, bool]:
+        return await self._connection.decode_text(token_ids)

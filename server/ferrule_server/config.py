@@ -232,7 +232,7 @@ def parse_config(arguments: Sequence[str], environment: Mapping[str, str]) -> Se
             queued_rows=setting("quota_queued_rows", _positive, None),
             prefill_tokens_per_s=setting("quota_prefill_rate", _positive, None),
             retained_bytes=setting("quota_retained", parse_size, None),
-            mask_bytes=setting("quota_mask_bytes", _size_or_none, DEFAULT_MASK_BYTES),
+            mask_bytes=setting("quota_mask_bytes", _size_or_none, DEFAULT_QUOTAS.mask_bytes),
         ),
         max_waiting_jobs=setting("max_waiting_jobs", _count, 4096),
         max_step_time_s=setting("max_step_time", parse_duration, None),

@@ -131,6 +131,7 @@ class RunningServer:
         is_loaded: False leaves the server in its STARTING phase.
         access: Everybody may do everything, unless told otherwise.
         clock: What leases are told on. epoch: name of this run.
+        has_prefix_cache: Prompts find the blocks of released sequences again.
     """
 
     executor: Executor = field(default_factory=lambda: PagedReferenceExecutor(kv_memory_bytes=4 << 20))
@@ -145,6 +146,7 @@ class RunningServer:
     listen: ListenAddress = field(default_factory=lambda: ListenAddress("127.0.0.1", 0))
     clock: FakeClock = field(default_factory=FakeClock)
     epoch: str = EPOCH
+    has_prefix_cache: bool = True
 
     def __enter__(self) -> RunningServer:
         self.loop = _server_loop()
@@ -183,6 +185,7 @@ class RunningServer:
             max_ttl_s=self.limits.max_ttl_s,
             clock=self.clock,
             limits_of=self.access.limits_of,
+            has_prefix_cache=self.has_prefix_cache,
         )
         post = self.loop.call_soon_threadsafe
         self.engine = Engine(self.executor, self.store, self.settings, post, limits_of=self.access.limits_of)
@@ -200,8 +203,15 @@ class RunningServer:
             masks=MaskRegistry(self.access.limits_of),
             tokenizer=self.tokenizer,
         )
-        rows = self.settings.max_step_rows
-        await self.server.ready(Serving(self.engine, inputs, self.tokenizer, rows, self.chat_template))
+        serving = Serving(
+            self.engine,
+            inputs,
+            self.tokenizer,
+            self.settings.max_step_rows,
+            self.chat_template,
+            self.has_prefix_cache,
+        )
+        await self.server.ready(serving)
 
     @property
     def free_blocks(self) -> int:

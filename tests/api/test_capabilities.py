@@ -17,7 +17,9 @@ from ferrule.v1 import (
     tokenizer_pb2,
     types_pb2,
 )
-from tests.api.harness import GREEDY, RunningServer, decode_item, read_status, refusal_of, refused
+from ferrule_server.text.chat_template import ChatTemplate
+from ferrule_server.text.tokenizer import Tokenizer
+from tests.api.harness import DEMO_FOLDER, GREEDY, RunningServer, decode_item, read_status, refusal_of, refused
 
 Policy = policy_pb2.LogitsReturnPolicy
 Server = RunningServer
@@ -28,11 +30,108 @@ def _sample(**fields: object) -> Policy:
 
 
 def _masked(server: Server) -> None:
-    mask = policy_pb2.TokenMask(allowed_ids=policy_pb2.TokenIdList(token_ids=[1]))
-    server.prefill(policy=Policy(greedy_argmax=policy_pb2.GreedyArgmax(token_mask=mask)))
+    """Each form of a mask, the registered one too."""
+    bits = bytes([2, *[0] * 31])
+    request = cache_pb2.RegisterTokenMaskRequest(masks=[bits])
+    (fingerprint,) = server.stub.RegisterTokenMask(request, timeout=20).fingerprints
+    for mask in (
+        policy_pb2.TokenMask(allowed_ids=policy_pb2.TokenIdList(token_ids=[1])),
+        policy_pb2.TokenMask(inline_bits=bits),
+        policy_pb2.TokenMask(fingerprint=fingerprint),
+    ):
+        output = server.prefill(policy=Policy(greedy_argmax=policy_pb2.GreedyArgmax(token_mask=mask)))
+        assert list(output.outputs.tokens) == [1]
 
 
-def _stream(server: Server, item: executor_pb2.DecodeInput | executor_pb2.VerifyInput) -> None:
+def _unified(server: Server) -> None:
+    """As a call, and as an item of a stream."""
+    batch = executor_pb2.UnifiedBatch(items=[executor_pb2.UnifiedBatchItem(q_tokens=[1, 2], logits_policy=GREEDY)])
+    response = server.stub.UnifiedDecode(executor_pb2.UnifiedDecodeRequest(batch=batch), timeout=20)
+    assert response.results[0].HasField("output")
+    _stream(server, batch.items[0])
+
+
+def _verify(server: Server, *parents: int) -> None:
+    """As a call, and as an item of a stream."""
+    for send in (
+        lambda each: server.stub.ForwardVerify(executor_pb2.ForwardVerifyRequest(input=each), timeout=20),
+        lambda each: _stream(server, each),
+    ):
+        handle = server.prefill().kv_cache
+        send(
+            executor_pb2.VerifyInput(
+                kv_cache=handle, input_ids=[1], draft_ids=[2, 3], parents=parents, logits_policy=GREEDY
+            )
+        )
+
+
+def _batch_prefill(server: Server) -> None:
+    request = executor_pb2.BatchPrefillRequest(
+        inputs=[executor_pb2.PrefillInput(input_ids=[i, 2], logits_policy=GREEDY) for i in range(3)]
+    )
+    assert all(result.HasField("output") for result in server.stub.BatchPrefill(request, timeout=20).results)
+
+
+def _batch_decode(server: Server) -> None:
+    inputs = [decode_item(server.prefill((i, 2)).kv_cache, 7) for i in range(3)]
+    response = server.stub.BatchDecode(executor_pb2.BatchDecodeRequest(inputs=inputs), timeout=20)
+    assert all(result.HasField("output") for result in response.results)
+
+
+def _penalised(server: Server) -> None:
+    for name in ("repetition_penalty", "frequency_penalty", "presence_penalty"):
+        server.prefill(policy=_sample(**{name: 0.5}))
+    server.prefill(policy=Policy(greedy_argmax=policy_pb2.GreedyArgmax(repetition_penalty=2.0)))
+
+
+def _generate(server: Server) -> None:
+    request = executor_pb2.GenerateRequest(input_ids=[1], max_tokens=3, n=2)
+    assert sum(
+        output.outputs.num_rows for frame in server.stub.Generate(request, timeout=20) for output in frame.outputs
+    )
+
+
+def _forward(server: Server) -> None:
+    assert list(server.stub.Forward(executor_pb2.ForwardRequest(input_ids=[1, 2]), timeout=20))[-1].is_last
+
+
+def _fork(server: Server) -> None:
+    handle = server.prefill().kv_cache
+    server.fork(handle)
+    server.decode(handle, 7)
+    assert server.decode(handle, 8, on_stale=types_pb2.STALE_POLICY_FORK).kv_cache.cache_id != handle.cache_id
+
+
+def _truncate(server: Server) -> None:
+    handle = server.prefill().kv_cache
+    server.decode(handle, 7)
+    assert server.decode(handle, 8, on_stale=types_pb2.STALE_POLICY_REWIND).kv_cache.cache_id == handle.cache_id
+    server.truncate(handle, 1)
+
+
+def _reserve(server: Server) -> None:
+    handle = server.prefill(cache=executor_pb2.CacheOptions(reserve_length=40)).kv_cache
+    wanted = cache_pb2.KvSlotRequest(kv_cache=handle, target_length=50)
+    server.stub.ReserveKvSlots(cache_pb2.ReserveKvSlotsRequest(requests=[wanted]), timeout=20)
+
+
+def _chat(server: Server) -> None:
+    message = tokenizer_pb2.ChatMessage(role="user", content="Hello")
+    server.text.ApplyChatTemplate(tokenizer_pb2.ApplyChatTemplateRequest(messages=[message]), timeout=20)
+
+
+def _administer(server: Server) -> None:
+    """All of it, on a server of its own: this one goes on."""
+    with RunningServer() as other:
+        admin = admin_pb2_grpc.AdminServiceStub(other.channel)
+        admin.Warmup(admin_pb2.WarmupRequest(), timeout=20)
+        admin.Drain(admin_pb2.DrainRequest(), timeout=20)
+        admin.Shutdown(admin_pb2.ShutdownRequest(), timeout=20)
+
+
+def _stream(
+    server: Server, item: executor_pb2.DecodeInput | executor_pb2.VerifyInput | executor_pb2.UnifiedBatchItem
+) -> None:
     """Send one item; its own error fails the call."""
     stream = server.open_stream()
     stream.send(item)
@@ -47,28 +146,28 @@ class _ItemError(Exception):
 
 
 CALLS: dict[str, Callable[[Server], object]] = {
-    "supports_batch_prefill": lambda server: server.stub.BatchPrefill(executor_pb2.BatchPrefillRequest()),
-    "supports_batch_decode": lambda server: server.stub.BatchDecode(executor_pb2.BatchDecodeRequest()),
+    "supports_batch_prefill": _batch_prefill,
+    "supports_batch_decode": _batch_decode,
     "supports_stream_decode": lambda server: _stream(server, decode_item(server.prefill().kv_cache, 7)),
-    "supports_unified_decode": lambda server: server.stub.UnifiedDecode(executor_pb2.UnifiedDecodeRequest()),
-    "supports_forward_verify": lambda server: _stream(server, executor_pb2.VerifyInput()),
-    "supports_tree_verify": lambda server: server.stub.ForwardVerify(executor_pb2.ForwardVerifyRequest()),
-    "supports_forward": lambda server: list(server.stub.Forward(executor_pb2.ForwardRequest(input_ids=[1]))),
-    "supports_generate": lambda server: list(server.stub.Generate(executor_pb2.GenerateRequest(input_ids=[1]))),
-    "supports_fork": lambda server: server.fork(server.prefill().kv_cache),
-    "supports_truncate": lambda server: server.truncate(server.prefill().kv_cache, 1),
-    "supports_reserve": lambda server: server.prefill(cache=executor_pb2.CacheOptions(reserve_length=40)),
+    "supports_unified_decode": _unified,
+    "supports_forward_verify": _verify,
+    "supports_tree_verify": lambda server: _verify(server, 0, 0),
+    "supports_forward": _forward,
+    "supports_generate": _generate,
+    "supports_fork": _fork,
+    "supports_truncate": _truncate,
+    "supports_reserve": _reserve,
     "supports_token_masks": _masked,
-    "supports_penalties": lambda server: server.prefill(policy=_sample(frequency_penalty=0.5)),
+    "supports_penalties": _penalised,
     "supports_logit_bias": lambda server: server.prefill(policy=_sample(logit_bias={1: 0.5})),
     "supports_logprob_token_ids": lambda server: server.prefill(policy=Policy(logprob_token_ids=[1])),
     "supports_target_logprobs": lambda server: server.prefill(policy=Policy(target_logprobs=True)),
     "supports_entropy": lambda server: server.prefill(policy=Policy(entropy=True)),
     "supports_hidden_state": lambda server: server.prefill(policy=Policy(hidden_state=True)),
     "supports_all_positions": lambda server: server.prefill(logits_positions=types_pb2.LOGITS_POSITIONS_ALL),
-    "supports_chat_template": lambda server: server.text.ApplyChatTemplate(tokenizer_pb2.ApplyChatTemplateRequest()),
+    "supports_chat_template": _chat,
     "supports_cache_metrics": lambda server: server.stub.GetCacheMetrics(cache_pb2.GetCacheMetricsRequest()),
-    "supports_admin": lambda server: admin_pb2_grpc.AdminServiceStub(server.channel).Warmup(admin_pb2.WarmupRequest()),
+    "supports_admin": _administer,
 }
 """One call per flag that succeeds where the thing is served."""
 
@@ -109,10 +208,22 @@ def _reason_of_refusal(call: Callable[[], object]) -> str | None:
     return None
 
 
+def test_the_model_that_ships_chats() -> None:
+    """And says so; a model without a template does not."""
+    tokenizer, template = Tokenizer.load(DEMO_FOLDER), ChatTemplate.load(DEMO_FOLDER)
+    with RunningServer(tokenizer=tokenizer, chat_template=template) as server:
+        served = server.stub.GetCapabilities(executor_pb2.GetCapabilitiesRequest()).capabilities
+        assert served.supports_chat_template
+        _chat(server)
+
+
 def test_flags_about_what_a_call_does(server: Server, capabilities: info_pb2.ExecutorCapabilities) -> None:
-    """Creation by request_id; no prefix cache, nothing deterministic beyond what executors are."""
-    assert not capabilities.supports_prefix_cache
+    """Creation by request_id, prompts found again; nothing deterministic beyond what executors are."""
     assert not capabilities.supports_deterministic
+    assert capabilities.supports_prefix_cache
+    assert server.prefill(range(100, 150)).cached_tokens == 0
+    found = server.prefill(range(100, 150)).cached_tokens
+    assert found == 50 // capabilities.block_size * capabilities.block_size
     first, second = server.prefill(request_id="same"), server.prefill(request_id="same")
     assert capabilities.supports_request_id
     assert first.kv_cache == second.kv_cache
@@ -131,10 +242,17 @@ def test_limits_are_those_that_hold(server: Server, capabilities: info_pb2.Execu
     limits = server.limits
     assert capabilities.max_handles_per_request == limits.max_handles_per_request
     assert capabilities.max_items_per_frame == limits.max_items_per_frame
-    assert (capabilities.max_text_bytes, capabilities.max_text_tokens) == (
-        limits.max_text_bytes,
-        limits.max_text_tokens,
-    )
+    for name in (
+        "max_text_bytes",
+        "max_text_tokens",
+        "max_draft_tokens",
+        "max_masks_per_request",
+        "max_logprob_token_ids",
+        "max_logit_biases",
+        "max_stops",
+        "max_stop_length",
+    ):
+        assert getattr(capabilities, name) == getattr(limits, name) > 0
     assert info_pb2.ATTENTION_MECHANISM_PAGED in capabilities.attention_mechanisms
     handle = server.prefill().kv_cache
     assert len(server.fork(handle, capabilities.max_fork_count)) == capabilities.max_fork_count
@@ -147,7 +265,24 @@ def test_limits_are_those_that_hold(server: Server, capabilities: info_pb2.Execu
 
 
 def test_hints_about_prefixes_change_no_answer(server: Server) -> None:
-    """Both values of both hints are accepted."""
-    for value in (True, False):
-        options = executor_pb2.CacheOptions(reuse_prefix=value, publish_prefix=value)
-        assert server.prefill(cache=options).cached_tokens == 0
+    """What is found, or kept, and nothing else."""
+    hints = executor_pb2.CacheOptions
+    hidden, shown = range(150, 200), range(200, 250)
+    first = server.prefill(hidden, cache=hints(publish_prefix=False))
+    assert server.prefill(hidden, cache=hints(publish_prefix=False)).cached_tokens == 0
+    plain = server.prefill(shown, cache=hints(publish_prefix=True))
+    again = server.prefill(shown, cache=hints(reuse_prefix=False))
+    found = server.prefill(shown, cache=hints(reuse_prefix=True))
+    assert (plain.cached_tokens, again.cached_tokens, found.cached_tokens) == (0, 0, 48)
+    assert plain.outputs == again.outputs == found.outputs
+    assert first.kv_cache.lineage != plain.kv_cache.lineage
+
+
+def test_without_a_prefix_cache_the_hints_have_no_effect() -> None:
+    """And the flag says so."""
+    with RunningServer(has_prefix_cache=False) as server:
+        served = server.stub.GetCapabilities(executor_pb2.GetCapabilitiesRequest()).capabilities
+        assert not served.supports_prefix_cache
+        for value in (True, False):
+            options = executor_pb2.CacheOptions(reuse_prefix=value, publish_prefix=value)
+            assert server.prefill(cache=options).cached_tokens == 0

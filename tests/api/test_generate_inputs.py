@@ -47,7 +47,7 @@ def test_a_plain_request_draws_by_the_defaults_until_the_model_stops() -> None:
     job = planned.job
     assert job.output.spec == OutputSpec(sample=SampleSpec())
     assert not job.output.is_seeded
-    assert (job.num_branches, job.stop.max_tokens, job.stop.eos_ids) == (1, 0, {7, 8})
+    assert (job.num_branches, job.stop.max_tokens, job.stop.eos_ids) == (1, 0, frozenset((7, 8)))
     assert (job.stop.token_ids, job.stop.sequences, job.stop.new_text_stop) == (frozenset(), (), None)
     assert (job.token_ids, job.handle, job.on_stale) == ((1, 2), None, StalePolicy.FAIL)
     assert not planned.returns_text
@@ -60,7 +60,7 @@ def test_everything_asked_for_arrives() -> None:
         kv_cache=HANDLE,
         logits_policy=Policy(greedy_argmax=policy_pb2.GreedyArgmax(), full_logits=policy_pb2.FullLogits()),
         on_stale=types_pb2.STALE_POLICY_REWIND,
-        cache=executor_pb2.CacheOptions(ttl={"seconds": 9}, reserve_length=99),  # type: ignore[arg-type]
+        cache=executor_pb2.CacheOptions(ttl={"seconds": 9}, reserve_length=99),
         max_tokens=12,
         n=3,
         stop_token_ids=[5, 6],
@@ -72,7 +72,7 @@ def test_everything_asked_for_arrives() -> None:
     assert job.output.spec == OutputSpec(greedy=True, full_logits=True)
     assert (job.request_id, job.on_stale, job.ttl_s, job.num_branches) == ("g", StalePolicy.REWIND, 9.0, 3)
     assert job.reserved_length == 0  # of an existing sequence only the lease counts
-    assert (job.stop.max_tokens, job.stop.eos_ids, job.stop.token_ids) == (12, frozenset(), {5, 6})
+    assert (job.stop.max_tokens, job.stop.eos_ids, job.stop.token_ids) == (12, frozenset(), frozenset((5, 6)))
     assert job.stop.sequences == ((1, 2), (3,))
 
 

@@ -92,7 +92,7 @@ def test_how_a_new_sequence_is_kept_is_read(read: Any) -> None:
     """Unset hints are on; lease and room as asked for."""
     job = read().job
     assert (job.ttl_s, job.reserved_length, job.reuse_prefix, job.publish_prefix) == (None, 0, True, True)
-    options = Options(ttl={"seconds": 7, "nanos": 500_000_000}, reuse_prefix=False, reserve_length=9)  # type: ignore[arg-type]
+    options = Options(ttl={"seconds": 7, "nanos": 500_000_000}, reuse_prefix=False, reserve_length=9)
     job = read(cache=options).job
     assert (job.ttl_s, job.reserved_length, job.reuse_prefix, job.publish_prefix) == (7.5, 9, False, True)
     job = read(cache=Options(publish_prefix=False)).job
@@ -109,7 +109,7 @@ def test_errors_of_a_prompt_name_it_in_its_batch() -> None:
         ({"attention_mask": [1]}, "attention_mask"),
         ({"attention_mask": [1, 0]}, "attention_mask[1]"),
         ({"position_ids": [1, 2]}, "position_ids[0]"),
-        ({"cache": Options(ttl={"seconds": -1})}, "cache.ttl"),  # type: ignore[arg-type]
+        ({"cache": Options(ttl={"seconds": -1})}, "cache.ttl"),
         ({"cache": Options(reserve_length=1)}, "cache.reserve_length"),
         ({"logits_positions": 9}, "logits_positions"),
         ({"on_stale": 9}, "on_stale"),

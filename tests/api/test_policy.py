@@ -160,7 +160,7 @@ def test_biases_come_in_the_order_of_their_tokens() -> None:
 def test_a_mask_is_the_same_set_in_either_form(kind: str, mask: Mask) -> None:
     """Bit i of byte j is token 8 j + i, and bits beyond the vocabulary mean nothing."""
     selection = {"greedy_argmax": Greedy(token_mask=mask)} if kind == "greedy" else {"sample": Sample(token_mask=mask)}
-    shaping = _shaping(Policy(**selection))  # type: ignore[arg-type]
+    shaping = _shaping(Policy(**selection))
     assert shaping is not None
     assert shaping.mask is not None
     assert shaping.mask.bits.tobytes() == _bits(1, 8, 96)

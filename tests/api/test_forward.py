@@ -167,8 +167,12 @@ def _slow_server() -> RunningServer:
 
 
 def _is_parked(server: RunningServer) -> bool:
+    """Whether the one stream there is has its window closed, and has had for a moment: gRPC takes no more of it."""
     (stream,) = server.state.streams
-    return not stream._job.window.is_open and server.engine.snapshot().num_running == 0  # type: ignore[attr-defined]
+    window = stream._job.window  # type: ignore[attr-defined]
+    taken_bytes = window.taken_bytes
+    time.sleep(0.1)
+    return not window.is_open and window.taken_bytes == taken_bytes and server.engine.snapshot().num_running == 0
 
 
 def test_a_reader_that_stops_parks_its_own_call_and_nothing_else() -> None:
@@ -194,6 +198,21 @@ def test_a_reader_that_stops_parks_its_own_call_and_nothing_else() -> None:
         np.testing.assert_array_equal(last, fake_logits(tokens, 16384))
         server.release(handle)
         wait_until(lambda: server.free_blocks == server.engine.info.num_blocks - 1)
+
+
+def test_a_reader_that_is_slower_than_a_lease_loses_its_call() -> None:
+    """The sequence behind it ends like any other; what was computed is read before the status."""
+    with _slow_server() as server:
+        call = server.stub.Forward(request_of(*range(400)), timeout=60)
+        frames = [next(call)]
+        wait_until(lambda: _is_parked(server), 30)
+        server.clock.offset_s += 61
+        wait_until(lambda: server.engine.snapshot().num_streams == 0)
+        wait_until(lambda: server.free_blocks == server.engine.info.num_blocks - 1)
+        with refused() as refusals:
+            frames.extend(call)
+        assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_CONSUMER")
+        assert not any(frame.is_last for frame in frames)
 
 
 @pytest.mark.parametrize("leaves_by", ["cancel", "deadline"])

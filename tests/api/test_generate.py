@@ -431,9 +431,12 @@ def _greedy(prompt: tuple[int, ...], count: int, vocab_size: int) -> list[int]:
 
 
 def _is_parked(server: RunningServer) -> bool:
-    """Whether the one stream there is has its window closed and the engine nothing to run."""
+    """Whether the one stream there is has its window closed, and has had for a moment: gRPC takes no more of it."""
     (stream,) = server.state.streams
-    return not stream._job.window.is_open and server.engine.snapshot().num_running == 0  # type: ignore[attr-defined]
+    window = stream._job.window  # type: ignore[attr-defined]
+    taken_bytes = window.taken_bytes
+    time.sleep(0.1)
+    return not window.is_open and window.taken_bytes == taken_bytes and server.engine.snapshot().num_running == 0
 
 
 def test_a_parked_call_that_is_cancelled_gives_everything_back() -> None:
@@ -448,6 +451,23 @@ def test_a_parked_call_that_is_cancelled_gives_everything_back() -> None:
         wait_until(lambda: not server.state.streams)
         wait_until(lambda: server.engine.snapshot().num_streams == 0)
         wait_until(lambda: server.engine._gate.num_jobs == 0)
+
+
+def test_a_call_that_is_parked_for_longer_than_its_lease_hears_of_that() -> None:
+    """A reader that comes back gets what was drawn, and then the reason why there is no more."""
+    executor = FakeExecutor(vocab_size=16384, num_blocks=512, max_context=1024)
+    policy = policy_pb2.LogitsReturnPolicy(greedy_argmax={}, full_logits={})
+    with RunningServer(executor, limits=ApiLimits(stream_window_bytes=1 << 18)) as server:
+        call = server.stub.Generate(request_of(1, 2, 3, policy=policy, max_tokens=900), timeout=60)
+        first = next(call)
+        wait_until(lambda: _is_parked(server), 30)
+        server.clock.offset_s += 61
+        wait_until(lambda: server.engine.snapshot().num_streams == 0)
+        wait_until(lambda: server.free_blocks == server.engine.info.num_blocks - 1)
+        branch = Branch([first, *call])
+        assert branch.finish == "ERROR"
+        assert read_status(branch.outputs[-1].error).reason == "HANDLE_EXPIRED"
+        assert branch.tokens == _greedy((1, 2, 3), len(branch.tokens), 16384)
 
 
 def test_many_at_once_share_steps(server: RunningServer) -> None:
@@ -471,7 +491,8 @@ def test_a_draining_server_lets_it_go_on_and_refuses_new_ones() -> None:
     """On a live handle until the grace is over; then it ends with DRAINING."""
     executor = FakeExecutor(step_time_s=0.01, num_blocks=1024, max_context=4096)
     with RunningServer(executor) as server:
-        handle = server.prefill((1, 2, 3), request_id="before").kv_cache
+        handle = server.prefill((1, 2, 3)).kv_cache
+        before = Branch(generate(server, 8, 9, request_id="before", max_tokens=3))
         running = server.stub.Generate(request_of(kv_cache=handle, max_tokens=0), timeout=20)
         next(running)
         drained = asyncio.run_coroutine_threadsafe(server.server.drain(0.6), server.loop)
@@ -480,6 +501,8 @@ def test_a_draining_server_lets_it_go_on_and_refuses_new_ones() -> None:
             with refused() as refusals:
                 generate(server, 5, 6, **fields)
             assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+        again = Branch(generate(server, 8, 9, request_id="before", max_tokens=3))
+        assert (again.tokens, again.handle) == (before.tokens, before.handle)
         branch = server.fork(handle)[0]
         assert len(Branch(generate(server, kv_cache=branch, max_tokens=3)).tokens) == 3
         assert not drained.done()

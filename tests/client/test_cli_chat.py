@@ -124,6 +124,21 @@ def test_an_answer_that_is_stopped_is_kept_as_far_as_it_was_shown(client: Client
         assert conversation.ask("Go on", quiet).tokens == fresh(client, before)
 
 
+def test_a_sequence_that_is_lost_is_made_again(client: Client) -> None:
+    """As after a restart of the server: the conversation goes on as if nothing had been."""
+    with Conversation(client, GREEDY) as conversation:
+        conversation.ask("What is a queue?", quiet)
+        for question in ("And a stack?", "And a heap?"):
+            assert conversation._cache is not None
+            client.release([conversation._cache.handle])
+            asked = [*conversation.all_messages, {"role": "user", "content": question}]
+            assert conversation.ask(question, quiet).tokens == fresh(client, asked)
+        conversation.undo()
+        client.release([conversation._cache.handle])
+        asked = [*conversation.all_messages, {"role": "user", "content": "Again?"}]
+        assert conversation.ask("Again?", quiet).tokens == fresh(client, asked)
+
+
 def test_a_question_that_fails_was_not_said(client: Client) -> None:
     """The messages are as before, and the next question is answered as if it had not been."""
     with Conversation(client, GREEDY) as conversation:

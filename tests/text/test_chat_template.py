@@ -7,6 +7,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -294,6 +295,18 @@ def test_the_clock_of_one_rendering_is_not_that_of_the_next() -> None:
     with pytest.raises(InvalidRequest):
         slow.render(Conversation([said("user", n=99999)]))
     assert slow.render(Conversation([said("user", n=0)])) == "done"
+
+
+def test_each_thread_has_a_clock_of_its_own() -> None:
+    """One that is stopped does not stop another, and a late one does not give another more time."""
+    source = "{% for a in range(messages[0].n) %}{% for b in range(1000) %}{% endfor %}{% endfor %}done"
+    slow = template(source, max_time_s=0.5)
+    with ThreadPoolExecutor(4) as pool:
+        runs = [pool.submit(slow.render, Conversation([said("user", n=n)])) for n in (99999, 3, 99999, 3)]
+        assert [runs[i].result() for i in (1, 3)] == ["done", "done"]
+        for i in (0, 2):
+            with pytest.raises(InvalidRequest, match=r"more than 0\.5 s"):
+                runs[i].result()
 
 
 def test_half_a_surrogate_pair_is_the_callers_mistake() -> None:

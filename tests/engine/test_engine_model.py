@@ -14,9 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from ferrule_server.engine.failpoints import Failpoints
 from ferrule_server.engine.jobs import (
+    Acceptance,
     AppendJob,
     AppendResult,
     CacheInfo,
+    Drafts,
     ForkJob,
     ForkResult,
     InfoJob,
@@ -32,16 +34,20 @@ from tests.fakes import FakeExecutor, fake_next_token
 VOCAB = 32
 TOKENS = st.lists(st.integers(1, 2), min_size=0, max_size=6)
 STALE = st.sampled_from(StalePolicy)
-ACTIONS = ("append", "append", "append", "append", "fork", "truncate", "prefill", "again", "again", "repeat", "clash")
+ACTIONS = (
+    *("append", "append", "append", "append", "fork", "truncate", "prefill", "again", "again", "repeat", "clash"),
+    *("verify", "verify"),
+)
 
 LaneJob = AppendJob | ForkJob | TruncateJob
 
 
 @dataclass(eq=False)
 class Model:
-    """What one sequence should hold."""
+    """What one sequence should hold, and the last append, by which a verify is told from a retry of it."""
 
     tokens: tuple[int, ...]
+    last_append: object = None
     is_released: bool = False
     last_truncate: tuple[tuple[int, ...], int] | None = None
 
@@ -73,6 +79,8 @@ class Draw:
     on_stale: StalePolicy
     has_id: bool
     is_cancelled: bool
+    num_good: int = 0
+    is_exact: bool = True
 
 
 @dataclass(eq=False)
@@ -92,6 +100,8 @@ DRAWS = st.builds(
     STALE,
     st.booleans(),
     st.integers(0, 4).map(lambda n: n == 0),
+    st.integers(0, 3),
+    st.integers(0, 2).map(bool),
 )
 
 
@@ -171,6 +181,8 @@ class EngineMachine(RuleBasedStateMachine):
             asked = Asked(known, ForkJob("me", known.handle, known.handle.length, 2, request_id=self.new_id(draw)))
         elif draw.action == "truncate":
             asked = Asked(known, TruncateJob("me", known.handle, min(known.handle.length, len(draw.tokens) + 1)))
+        elif draw.action == "verify":
+            asked = Asked(known, self.ask_verify(known, draw))
         else:
             job = append(known.handle, *draw.tokens, on_stale=draw.on_stale, request_id=self.new_id(draw))
             asked = Asked(known, job)
@@ -178,6 +190,21 @@ class EngineMachine(RuleBasedStateMachine):
         is_rewind = isinstance(asked.job, AppendJob) and asked.job.on_stale is StalePolicy.REWIND
         asked.may_be_cancelled = draw.is_cancelled and not is_rewind
         return asked
+
+    def ask_verify(self, known: Known, draw: Draw) -> AppendJob:
+        """Drafts of which the first few are what the model says, the others what was drawn."""
+        certain = (1, *draw.tokens[:1])
+        tokens = known.prefix + certain
+        for _ in range(draw.num_good):
+            tokens += (fake_next_token(tokens, VOCAB),)
+        tokens += tuple(draw.tokens[1:])
+        job = append(known.handle, *tokens[len(known.prefix) :], on_stale=draw.on_stale, request_id=self.new_id(draw))
+        job.drafts = Drafts(
+            len(job.token_ids) - len(certain),
+            Acceptance.EXACT if draw.is_exact else Acceptance.NONE,
+            wants_row_handles=True,
+        )
+        return job
 
     def new_id(self, draw: Draw) -> str:
         """A request_id that was never used, or none."""
@@ -207,7 +234,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert asked.known is not None
             self.check_truncate(asked.known, job, outcome)
         elif asked.known is None:
-            created = [self.check_answer(outcome, Model(job.token_ids), job.token_ids)]
+            created = [self.check_answer(outcome, job, Model(job.token_ids), job.token_ids)]
         else:
             created = self.check_append(asked.known, job, outcome, is_taken=is_taken)
         if created and job.request_id:
@@ -227,7 +254,8 @@ class EngineMachine(RuleBasedStateMachine):
             if (reason := self.refusal(known)) is not None:
                 self.check_refused(outcome, reason)
                 return
-            self.check_answer(outcome, known.model, known.prefix, is_replay=True)
+            assert isinstance(job, AppendJob)
+            self.check_answer(outcome, job, known.model, known.prefix, is_replay=True)
             assert isinstance(outcome, AppendResult)
             assert outcome.handle == known.handle
 
@@ -246,10 +274,12 @@ class EngineMachine(RuleBasedStateMachine):
 
     def check_append(self, known: Known, job: AppendJob, outcome: Outcome, *, is_taken: bool) -> list[Known]:
         """The table of the append rule; returns the branch it made."""
-        model, prefix, tokens = known.model, known.prefix, job.token_ids
+        model, prefix, tokens = known.model, known.prefix, _appended(known.prefix, job)
         reason = self.refusal(known)
         tail = model.tokens[len(prefix) :]
         is_replay = bool(tokens) and bool(tail) and tail[: len(tokens)] == tokens
+        if _is_exact(job):
+            is_replay = is_replay and model.last_append == (job.handle, job.token_ids, job.drafts)
         is_stale = bool(tokens) and bool(tail) and not is_replay
         is_fork = is_stale and job.on_stale is StalePolicy.FORK
         if reason is None and is_stale and job.on_stale is StalePolicy.FAIL:
@@ -263,18 +293,27 @@ class EngineMachine(RuleBasedStateMachine):
         if is_fork:
             model = Model(after)
         elif tokens and not is_replay:
-            model.tokens, model.last_truncate = after, None
-        answered = self.check_answer(outcome, model, after, is_replay=is_replay)
+            model.tokens, model.last_truncate, model.last_append = after, None, (job.handle, job.token_ids, job.drafts)
+        answered = self.check_answer(outcome, job, model, after, is_replay=is_replay)
         assert isinstance(outcome, AppendResult)
         assert outcome.forked == is_fork
         return [answered] if is_fork else []
 
     def check_answer(
-        self, outcome: Outcome, model: Model, tokens: tuple[int, ...], *, is_replay: bool = False
+        self, outcome: Outcome, job: AppendJob, model: Model, tokens: tuple[int, ...], *, is_replay: bool = False
     ) -> Known:
         """The answer of an append that ends with ``tokens``."""
         assert isinstance(outcome, AppendResult), outcome
-        assert outcome.rows[0].token == fake_next_token(tokens, VOCAB)
+        assert outcome.rows[-1].token == fake_next_token(tokens, VOCAB)
+        assert (outcome.verified is None) == (job.drafts is None)
+        if outcome.verified is not None and job.drafts is not None:
+            num_sent = len(job.token_ids) - job.drafts.count
+            num_held = len(outcome.rows) - 1
+            handles = outcome.verified.row_handles
+            assert [handle.length for handle in handles] == list(range(len(tokens) - num_held, len(tokens) + 1))
+            assert outcome.verified.accepted_count == (num_held if _is_exact(job) else 0)
+            assert tokens[len(tokens) - num_held - num_sent :] == job.token_ids[: num_sent + num_held]
+            self.known += [Known(handle, model, tokens[: handle.length]) for handle in handles[:-1]]
         assert outcome.replayed == is_replay
         assert outcome.handle.length == len(tokens)
         assert outcome.ttl_s == 60
@@ -318,15 +357,32 @@ class EngineMachine(RuleBasedStateMachine):
 def _copy_of(job: LaneJob) -> LaneJob:
     """The same request, as a retry sends it."""
     if isinstance(job, AppendJob):
-        return append(job.handle, *job.token_ids, on_stale=job.on_stale, request_id=job.request_id)
+        copy = append(job.handle, *job.token_ids, on_stale=job.on_stale, request_id=job.request_id)
+        copy.drafts = job.drafts
+        return copy
     if isinstance(job, ForkJob):
         return ForkJob("me", job.handle, job.length, job.count, request_id=job.request_id)
     return TruncateJob("me", job.handle, job.new_length)
 
 
+def _is_exact(job: AppendJob) -> bool:
+    return job.drafts is not None and job.drafts.acceptance is Acceptance.EXACT
+
+
+def _appended(prefix: tuple[int, ...], job: AppendJob) -> tuple[int, ...]:
+    """What is left of the job's tokens once its drafts are judged."""
+    if not _is_exact(job) or job.drafts is None:
+        return job.token_ids
+    tokens = prefix + job.token_ids
+    num_held = len(tokens) - job.drafts.count
+    while num_held < len(tokens) and tokens[num_held] == fake_next_token(tokens[:num_held], VOCAB):
+        num_held += 1
+    return tokens[len(prefix) : num_held]
+
+
 def _content_of(job: LaneJob) -> object:
     if isinstance(job, AppendJob):
-        return (job.handle, job.token_ids, job.on_stale)
+        return (job.handle, job.token_ids, job.on_stale, job.drafts)
     return (job.handle, job.length, job.count) if isinstance(job, ForkJob) else None
 
 

@@ -134,6 +134,7 @@ def test_a_sequence_that_is_lost_is_made_again(client: Client) -> None:
             asked = [*conversation.all_messages, {"role": "user", "content": question}]
             assert conversation.ask(question, quiet).tokens == fresh(client, asked)
         conversation.undo()
+        assert conversation._cache is not None
         client.release([conversation._cache.handle])
         asked = [*conversation.all_messages, {"role": "user", "content": "Again?"}]
         assert conversation.ask("Again?", quiet).tokens == fresh(client, asked)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import time
+
 import pytest
 
 from ferrule_server.errors import (
@@ -202,6 +205,27 @@ def test_forks_cost_no_block_until_they_diverge(store: KvStore, put: Put) -> Non
     assert store.pool.num_used == 3
     assert [store.pool.refcount(block_id) for block_id in sequence.block_ids] == [3, 2]
     assert list(second.token_ids) == [1, 2, 3, 4, 5, 6]
+
+
+def test_sixteen_forks_of_a_long_handle_take_less_than_a_millisecond() -> None:
+    """Integers only: no block is copied, or taken, until one of the branches goes on."""
+    store = KvStore(
+        BlockPool(600, 16), instance="here", epoch="e1", fingerprint=b"model", max_context=9000, max_ttl_s=60.0
+    )
+    sequence = store.commit(store.reserve_new("alice", 8192), range(8192))
+    fastest_s = math.inf
+    for _ in range(10):
+        started = time.perf_counter()
+        branches = store.fork(sequence, 8192, 64)
+        fastest_s = min(fastest_s, time.perf_counter() - started)
+        assert (store.pool.num_used, store.metrics().num_block_copies) == (512, 0)
+        assert all(each.block_ids == sequence.block_ids for each in branches)
+        for each in branches:
+            store.release(store.handle_at(each), "alice")
+    assert fastest_s < 4e-3
+    (branch,) = store.fork(sequence, 8185, 1)
+    store.commit(store.reserve_append(branch, 1), [7])
+    assert (store.pool.num_used, store.metrics().num_block_copies) == (513, 1)
 
 
 def test_the_last_owner_of_a_block_writes_it_in_place(store: KvStore, put: Put) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ferrule_server.kv.block_pool import BlockPool
+
 
 @dataclass(slots=True)
 class KvCounters:
@@ -69,3 +71,30 @@ class KvMetrics:
     num_prefix_hit_tokens: int
     num_prefix_evictions: int
     num_exhausted: int
+
+
+def metrics_of(pool: BlockPool, counters: KvCounters, live_sequences: int, tombstones: int) -> KvMetrics:
+    """Return the figures as they are read, one by one, while the pool may be changing in another thread."""
+    empty_blocks = pool.num_empty
+    # Blocks may have moved between the two reads: they add up all the same.
+    cached_blocks = min(pool.num_cached, pool.capacity - empty_blocks)
+    return KvMetrics(
+        block_size=pool.block_size,
+        total_blocks=pool.capacity,
+        empty_blocks=empty_blocks,
+        cached_blocks=cached_blocks,
+        used_blocks=pool.capacity - empty_blocks - cached_blocks,
+        shared_blocks=pool.num_shared,
+        live_sequences=live_sequences,
+        tombstones=tombstones,
+        num_created=counters.created,
+        num_forks=counters.forks,
+        num_truncates=counters.truncates,
+        num_released=counters.released,
+        num_expired=counters.expired,
+        num_block_copies=counters.block_copies,
+        num_prefix_lookup_tokens=counters.prefix_lookup_tokens,
+        num_prefix_hit_tokens=counters.prefix_hit_tokens,
+        num_prefix_evictions=pool.num_evictions,
+        num_exhausted=pool.num_exhausted,
+    )

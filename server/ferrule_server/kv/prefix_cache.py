@@ -51,7 +51,8 @@ class PrefixCache:
 
     The last sentence is why a block that is owned is found only behind the very block that stands before it there: two
     sequences that computed equal tokens at the same time have each their own blocks, of which the first to be committed
-    is registered. So refcounts never rise along a table, and a cached block becomes free before the one in front of it.
+    is registered. What the other appends is registered too, and found behind the first one's once the other is gone. So
+    refcounts never rise along a table.
 
     Args:
         pool: The blocks; it tells when it takes a cached one.

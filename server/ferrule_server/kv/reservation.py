@@ -135,14 +135,7 @@ class Reservations:
             chain.extend(prompt)
             found_ids = self._cache.find(principal, chain)
         num_blocks = self._pool.num_blocks_for(max(num_tokens, reserved_length))
-        num_fresh = num_blocks - len(found_ids)
-        num_more = num_fresh + self._pool.count_free(found_ids)
-        self._usage.check(principal, num_sequences=1, num_blocks=num_more, num_whole=num_blocks)
-        self._pool.require(num_more)
-        self._cache.link(found_ids)
-        self._usage.adopt(principal, found_ids)
-        held_ids = found_ids + self._usage.allocate(principal, num_fresh)
-        self._usage.enter(principal)
+        held_ids = self._hold(principal, found_ids, num_blocks)
         table = held_ids[: self._pool.num_blocks_for(num_tokens)]
         reservation = Reservation(None, None, principal, 0, num_tokens, table, [], held_ids, chain)
         reservation.reserved_length = reserved_length
@@ -271,6 +264,19 @@ class Reservations:
             assert reservation.is_live, "a closed reservation is kept"
             if reservation.sequence is None or not reservation.sequence.is_released:
                 self._check_table(reservation)
+
+    def _hold(self, principal: str, found_ids: list[int], num_blocks: int) -> list[int]:
+        """Return so many blocks for a new sequence, those found in the prefix cache first; all or nothing."""
+        num_fresh = num_blocks - len(found_ids)
+        num_more = num_fresh + self._pool.count_free(found_ids)
+        self._usage.check(principal, num_sequences=1, num_blocks=num_more, num_whole=num_blocks)
+        self._pool.require(num_more)
+        self._cache.link(found_ids)
+        # What was found first, or it might be handed out for the rest.
+        self._usage.adopt(principal, found_ids)
+        fresh_ids = self._usage.allocate(principal, num_fresh)
+        self._usage.enter(principal)
+        return found_ids + fresh_ids
 
     def _check_table(self, reservation: Reservation) -> None:
         """Test a reservation that can still be committed (of others the table is void: they wait to be aborted)."""

@@ -16,7 +16,7 @@ from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.handle import Handle, StalePolicy, handle_id_of
 from ferrule_server.kv.leases import LeaseHeap
 from ferrule_server.kv.lineage import LineageChain
-from ferrule_server.kv.metrics import KvCounters, KvMetrics
+from ferrule_server.kv.metrics import KvCounters, KvMetrics, metrics_of
 from ferrule_server.kv.prefix_cache import PrefixCache
 from ferrule_server.kv.registry import SECRET_BYTES, TOMBSTONE_S, Registry
 from ferrule_server.kv.reservation import Reservation, Reservations, prefix_blocks
@@ -125,30 +125,7 @@ class KvStore:
 
     def metrics(self) -> KvMetrics:
         """Return how the store stands; from any thread. In the middle of a step some figures may be those before it."""
-        pool, counters = self.pool, self._counters
-        empty_blocks = pool.num_empty
-        # Blocks may have moved between the two reads: the sum must be right all the same.
-        cached_blocks = min(pool.num_cached, pool.capacity - empty_blocks)
-        return KvMetrics(
-            block_size=pool.block_size,
-            total_blocks=pool.capacity,
-            empty_blocks=empty_blocks,
-            cached_blocks=cached_blocks,
-            used_blocks=pool.capacity - empty_blocks - cached_blocks,
-            shared_blocks=pool.num_shared,
-            live_sequences=len(self._registry),
-            tombstones=self._registry.num_tombstones,
-            num_created=counters.created,
-            num_forks=counters.forks,
-            num_truncates=counters.truncates,
-            num_released=counters.released,
-            num_expired=counters.expired,
-            num_block_copies=counters.block_copies,
-            num_prefix_lookup_tokens=counters.prefix_lookup_tokens,
-            num_prefix_hit_tokens=counters.prefix_hit_tokens,
-            num_prefix_evictions=pool.num_evictions,
-            num_exhausted=pool.num_exhausted,
-        )
+        return metrics_of(self.pool, self._counters, len(self._registry), self._registry.num_tombstones)
 
     def now(self) -> float:
         """Seconds on the clock that ``expires_at`` and ``created_at`` are told on."""

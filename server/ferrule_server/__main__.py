@@ -175,8 +175,6 @@ def _make_engine(
         max_fork_count=state.limits.max_fork_count,
         debug_top_tokens=config.logs_top_tokens,
     )
-    if config.logs_top_tokens:
-        _LOG.warning("--debug-top-tokens: what clients generate is written to this log, best tokens of every row")
 
     def on_failure() -> None:
         loop.call_soon_threadsafe(failed.set)

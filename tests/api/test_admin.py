@@ -164,7 +164,7 @@ def test_a_grace_is_not_negative(own: RunningServer) -> None:
             (_admin(own).Shutdown, admin_pb2.ShutdownRequest(grace=grace)),
         ):
             with refused() as refusals:
-                call(request, timeout=20)  # type: ignore[operator]
+                call(request, timeout=20)  # type: ignore[arg-type]
             assert refusals[0].fields == ("grace",)
     own.prefill()
     assert _health(own) == Health.SERVING

@@ -19,11 +19,20 @@ from pathlib import Path
 
 import grpc
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, info_pb2, types_pb2
+from ferrule.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    cache_pb2,
+    executor_pb2,
+    executor_pb2_grpc,
+    info_pb2,
+    types_pb2,
+)
 from ferrule_server import __version__
 from ferrule_server.config import parse_config
 
@@ -186,6 +195,65 @@ def test_the_grace_ends_with_unavailable_and_0() -> None:
     assert process.returncode == 0
     assert "grace over live_sequences=1" in err
     assert "Traceback" not in err
+
+
+def test_an_administrator_ends_the_process_with_0() -> None:
+    """Shutdown is answered first; its grace is its own, and a live handle is served until it is over."""
+    with (
+        _running(*REFERENCE, "--listen", "127.0.0.1:0", "--drain-grace", "60s") as (process, values),
+        grpc.insecure_channel(values["listen"]) as channel,
+    ):
+        handle = _prefill(channel)
+        admin = admin_pb2_grpc.AdminServiceStub(channel)
+        grace = Duration(nanos=400_000_000)
+        assert admin.Shutdown(admin_pb2.ShutdownRequest(grace=grace), timeout=10).live_sequences == 1
+        with pytest.raises(grpc.RpcError) as caught:
+            _decode_for_ever(channel, handle)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert "draining live_sequences=1 grace_s=0.4 has_failed=False" in err
+    assert "drained" in err
+    assert "Traceback" not in err
+
+
+def test_a_process_that_an_administrator_drains_stays_until_it_is_told_to_end() -> None:
+    """By a signal here: the handle that was waited for is served till then, and SIGTERM sets a grace of its own."""
+    with (
+        _running(*REFERENCE, "--listen", "127.0.0.1:0", "--drain-grace", "100ms") as (process, values),
+        grpc.insecure_channel(values["listen"]) as channel,
+    ):
+        handle = _prefill(channel)
+        admin = admin_pb2_grpc.AdminServiceStub(channel)
+        admin.Drain(admin_pb2.DrainRequest(grace=Duration(seconds=60)), timeout=10)
+        with pytest.raises(grpc.RpcError) as caught:
+            _prefill(channel)
+        assert _reason_of(caught.value) == "DRAINING"
+        time.sleep(0.5)
+        _decode(channel, handle)
+        assert process.poll() is None
+        _, err = _end(process)
+    assert process.returncode == 0
+    assert "Traceback" not in err
+
+
+def test_contents_are_logged_only_where_that_was_asked_for_and_said() -> None:
+    """One WARNING at the start, then the best tokens of every row with handle and position."""
+    for flags in ((), ("--debug-top-tokens",)):
+        with (
+            _running(*REFERENCE, "--listen", "127.0.0.1:0", *flags) as (process, values),
+            grpc.insecure_channel(values["listen"]) as channel,
+        ):
+            handle = _prefill(channel)
+            _decode(channel, handle)
+            stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
+            stub.ReleaseCache(cache_pb2.ReleaseCacheRequest(kv_caches=[handle]), timeout=10)
+            _, err = _end(process)
+        warnings = [line for line in err.splitlines() if "debug_top_tokens=on" in line and "WARNING" in line]
+        assert len(warnings) == len(flags)
+        rows = re.findall(r"INFO .* handle_id=(\w+) position=(\d) best=\d+:", err)
+        assert [position for _, position in rows] == (["3", "4"] if flags else [])
+        assert all(handle_id == "new" or len(handle_id) == 16 for handle_id, _ in rows)
 
 
 @pytest.mark.slow

@@ -57,8 +57,8 @@ def main() -> None:
     seconds: dict[str, list[float]] = {}
     with in_process(executor) as engine:
         for round_ in range(args.rounds + 1):
-            for part in parts:
-                for name, value in part(engine, np.random.default_rng(round_)).items():
+            for index, part in enumerate(parts):
+                for name, value in part(engine, np.random.default_rng((round_, index))).items():
                     seconds.setdefault(name, [])
                     seconds[name] += [value] if round_ else []  # the first round warms up
     figures = {**{name: _summary(values) for name, values in seconds.items()}, **_forks(args.rounds)}

@@ -35,7 +35,7 @@ def test_model_info_describes_the_executor(server: RunningServer) -> None:
 def test_status_counts_what_happened(server: RunningServer) -> None:
     """GetStatus is measured: each number moves with what was done."""
     before = server.stub.GetStatus(executor_pb2.GetStatusRequest()).status
-    handle = server.prefill().kv_cache
+    handle = server.prefill(cache=executor_pb2.CacheOptions(reuse_prefix=False)).kv_cache
     server.decode(handle, 7)
     after = server.stub.GetStatus(executor_pb2.GetStatusRequest()).status
     assert after.state == info_pb2.EXECUTOR_STATE_READY
@@ -57,7 +57,7 @@ def test_status_counts_what_happened(server: RunningServer) -> None:
 
 def test_prefill_returns_a_handle_and_the_greedy_token(server: RunningServer) -> None:
     """The reference model repeats the last token it saw; the handle covers the prompt."""
-    output = server.prefill(request_id="mine")
+    output = server.prefill(request_id="mine", cache=executor_pb2.CacheOptions(reuse_prefix=False))
     assert output.request_id == "mine"
     assert output.kv_cache.length == len(PROMPT)
     assert output.kv_cache.cache_id.startswith(f"{INSTANCE}.{EPOCH}.")

@@ -191,9 +191,9 @@ def test_branches_are_sequences_of_their_own_with_seeds_of_their_own(server: Run
 
 def test_a_repeated_request_id_goes_on_from_the_same_sequence(server: RunningServer) -> None:
     """Its prompt is not run again, and the same tokens come again, with the seed that was drawn."""
-    first = Branch(generate(server, *PROMPT, policy=FULL, request_id="same", max_tokens=4))
+    first = Branch(generate(server, *PROMPT, policy=FULL, request_id="one loop", max_tokens=4))
     num_rows = server.engine.counters.prefill_tokens
-    again = Branch(generate(server, *PROMPT, policy=FULL, request_id="same", max_tokens=6))
+    again = Branch(generate(server, *PROMPT, policy=FULL, request_id="one loop", max_tokens=6))
     assert again.outputs[0].replayed
     assert not first.outputs[0].replayed
     assert again.handle.cache_id == first.handle.cache_id
@@ -201,7 +201,7 @@ def test_a_repeated_request_id_goes_on_from_the_same_sequence(server: RunningSer
     assert again.outputs[0].outputs.seed == first.outputs[0].outputs.seed
     assert server.engine.counters.prefill_tokens == num_rows
     with refused() as refusals:
-        generate(server, 1, 2, request_id="same")
+        generate(server, 1, 2, request_id="one loop")
     assert refusals[0].reason == "REQUEST_ID_REUSED"
 
 

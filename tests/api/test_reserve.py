@@ -50,8 +50,8 @@ def fill(server: RunningServer, tokens: Sequence[int] = (1,)) -> list[Handle]:
 
 @pytest.fixture
 def small() -> RunningServer:
-    """A server whose pool is soon full, not started yet."""
-    return RunningServer(PagedReferenceExecutor(kv_memory_bytes=1 << 18))
+    """A server whose pool is soon full, and not of shared prompts; not started yet."""
+    return RunningServer(PagedReferenceExecutor(kv_memory_bytes=1 << 18), has_prefix_cache=False)
 
 
 def test_the_reply_is_the_evidence(server: RunningServer) -> None:

@@ -295,9 +295,9 @@ class DecodeStream:
         self._cohort = 0
         num_items = len(request.items)
         is_large = num_items >= LOOP_SLICE or (num_items > 1 and request.ByteSize() > READ_BYTES)
-        turns = Turns(READ_BYTES)
+        turns = Turns(READ_BYTES) if is_large else None
         for index, item in enumerate(request.items):
-            if is_large:
+            if turns is not None:
                 await turns.spend(item.ByteSize())
             try:
                 planned = self._plan(item, index)

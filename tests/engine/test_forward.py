@@ -165,7 +165,7 @@ def test_its_room_is_its_own_from_the_first_chunk_on() -> None:
         assert any(isinstance(pending.outcome(), BlocksExhausted) for pending in greedy)
 
 
-def test_it_pushes_no_record_out_and_takes_nothing_from_the_prefix_cache() -> None:
+def test_it_pushes_no_record_out() -> None:
     """Its rows are bulky and nobody asks for them again: replays of others keep theirs."""
     with Harness(retained_bytes=1000) as harness:
         output = OutputRequest(OutputSpec(full_logits=True))
@@ -176,8 +176,18 @@ def test_it_pushes_no_record_out_and_takes_nothing_from_the_prefix_cache() -> No
         assert again.replayed
         assert not again.recomputed
         assert harness.engine._records.used_bytes <= 1000
-        twice = start(harness, forward(*TOKENS, output=FULL)).forward()
-        assert len(frames) == len(twice) == 3
+        assert len(frames) == 3
+
+
+def test_it_takes_nothing_from_the_prefix_cache_and_leaves_nothing_there() -> None:
+    """All its rows are run; a prompt that it has run is not known afterwards."""
+    with Harness() as harness:
+        start(harness, forward(*TOKENS)).forward()
+        assert harness.prefill(*TOKENS).cached_tokens == 0
+        num_steps = len(harness.executor.batches)
+        start(harness, forward(*TOKENS)).forward()
+        assert sum(batch.num_rows for batch in harness.executor.batches[num_steps:]) == 21
+        assert harness.prefill(*TOKENS).cached_tokens == 20
 
 
 def test_its_sequence_is_seen_only_while_it_runs() -> None:

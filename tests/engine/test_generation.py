@@ -142,6 +142,19 @@ def test_a_decode_beside_it_shares_its_steps() -> None:
         assert any(batch.num_seqs == 2 for batch in executor.batches)
 
 
+def test_a_prompt_that_is_known_is_not_run_again_and_the_first_frame_says_so() -> None:
+    """Whole blocks come out of the prefix cache, unless that is not wanted."""
+    with Harness() as harness:
+        whole = start(harness, generate(None, *range(11), output=GREEDY, num_branches=2)).branches()
+        again = start(harness, generate(None, *range(11), output=GREEDY, num_branches=2)).branches()
+        assert [branch.tokens for branch in again] == [branch.tokens for branch in whole]
+        assert (whole[0].frames[0].cached_tokens, again[0].frames[0].cached_tokens) == (0, 8)
+        assert {frame.cached_tokens for frame in again[0].frames[1:] + again[1].frames} == {0}
+        fresh = generate(None, *range(11), output=GREEDY)
+        fresh.reuse_prefix = False
+        assert start(harness, fresh).branch().frames[0].cached_tokens == 0
+
+
 # ---- branches -------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,106 @@
+"""Generate, Forward and Warmup over a real model in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.make_random_model import write_model
+from ferrule_server.engine.jobs import OutputRequest, Pooling, WarmupJob, WarmupResult
+from ferrule_server.executor.base import OutputSpec, SampleSpec, Shaping
+from ferrule_server.executor.torch_executor import TorchExecutor
+from ferrule_server.model.weights import load_model
+from tests.engine.harness import GREEDY, Harness
+from tests.engine.streams import forward, generate, start
+
+PROMPT = tuple((11 * i + 5) % 100 for i in range(37))
+SHAPED = OutputRequest(
+    OutputSpec(
+        sample=SampleSpec(temperature=0.8, top_k=40, seed=6),
+        shaping=Shaping(repetition_penalty=1.3, frequency_penalty=0.2, bias=((7, 2.0),)),
+        num_top_logprobs=3,
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Qwen3."""
+    path = tmp_path_factory.mktemp("tiny")
+    write_model(path, "tiny")
+    return path
+
+
+@pytest.fixture
+def harness(folder: Path) -> Iterator[Harness]:
+    """An engine over it, whose pool is NaN from end to end, so that any stray read shows."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    executor = TorchExecutor(load_model(folder, dtype="float32"), kv_memory_bytes=4 << 20, max_context=256)
+    blocks = np.arange(executor.info.num_blocks, dtype=np.int32)
+    executor.write_blocks(blocks, np.full((len(blocks), executor.info.bytes_per_block), 0xFF, np.uint8))
+    with Harness(executor) as made:  # type: ignore[arg-type]
+        yield made
+    torch.set_num_threads(num_threads)
+
+
+@pytest.mark.parametrize("output", [GREEDY, SHAPED])
+def test_generate_gives_what_step_by_step_decoding_gives(harness: Harness, output: OutputRequest) -> None:
+    """Penalties count what was drawn; top logprobs come with every token."""
+    result = harness.prefill(*PROMPT, output=output)
+    rows = [result.rows[0]]
+    while len(rows) < 12:
+        assert rows[-1].token is not None
+        result = harness.decode(result.handle, rows[-1].token, output=output)
+        rows += result.rows
+    branch = start(harness, generate(None, *PROMPT, output=output, max_tokens=12)).branch()
+    assert branch.tokens == [row.token for row in rows]
+    assert branch.handles[-1].lineage == result.handle.lineage
+    for mine, theirs in zip(branch.rows, rows, strict=True):
+        if theirs.top_ids is not None:
+            np.testing.assert_array_equal(mine.top_ids, theirs.top_ids)
+
+
+def test_branches_draw_what_lone_ones_draw(harness: Harness) -> None:
+    """Seed plus index, whatever shares the step."""
+    branches = start(harness, generate(None, *PROMPT, output=SHAPED, num_branches=3, max_tokens=8)).branches()
+    for index, branch in enumerate(branches):
+        assert SHAPED.spec is not None
+        assert SHAPED.spec.sample is not None
+        lone = OutputRequest(OutputSpec(sample=SampleSpec(0.8, 40, seed=6 + index), shaping=SHAPED.spec.shaping))
+        assert branch.tokens == start(harness, generate(None, *PROMPT, output=lone, max_tokens=8)).branch().tokens
+
+
+def test_forward_gives_the_rows_of_a_prefill_and_leaves_nothing(harness: Harness) -> None:
+    """Logits of all positions in chunks, and the mean of the hidden states."""
+    output = OutputRequest(OutputSpec(full_logits=True, hidden_state=True), all_positions=True)
+    whole = harness.prefill(*PROMPT, output=output)
+    harness.release(whole.handle)
+    frames = start(harness, forward(*PROMPT, output=output, pooling=Pooling.MEAN, chunk_rows=10)).forward()
+    rows = [row for frame in frames for row in frame.rows]
+    for mine, theirs in zip(rows, whole.rows, strict=True):
+        assert mine.logits is not None
+        assert theirs.logits is not None
+        np.testing.assert_allclose(mine.logits, theirs.logits, atol=1e-4)
+    hidden = np.stack([row.hidden_state for row in whole.rows if row.hidden_state is not None])
+    pooled = frames[-1].pooled
+    assert pooled is not None
+    np.testing.assert_allclose(pooled, hidden.astype(np.float64).mean(axis=0).astype(np.float32), atol=1e-5)
+    assert harness.store.num_sequences == 0
+
+
+def test_a_warm_up_leaves_the_pool_as_it_is(harness: Harness) -> None:
+    """It reads the null block, which may hold anything; what is computed afterwards is what it was."""
+    before = harness.prefill(*PROMPT)
+    blocks = np.arange(1, harness.executor.info.num_blocks, dtype=np.int32)
+    data = harness.executor.read_blocks(blocks)
+    result = harness.submit(WarmupJob("admin", (1, 3))).outcome()
+    assert isinstance(result, WarmupResult)
+    assert [step[:2] for step in result.steps] == [(1, 1), (3, 3), (2, 512)]
+    np.testing.assert_array_equal(harness.executor.read_blocks(blocks), data)
+    assert before.rows[0].token is not None
+    harness.decode(before.handle, before.rows[0].token)

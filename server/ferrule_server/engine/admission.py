@@ -79,6 +79,9 @@ class Admission:
                 rows = _Rows(record.start, stop, seed=record.seed, verified=record.verified)
                 return self._replay(job, sink, sequence, rows)
         match verdict:
+            case Verdict.APPEND:
+                reservation = self.store.reserve_append(sequence, len(job.token_ids))
+                return _writing(job, sink, reservation, sequence, verdict)
             case Verdict.QUERY:
                 self.counters.queries += 1
                 rows = _Rows(handle.length - 1, handle.length, job.ttl_s)
@@ -92,9 +95,6 @@ class Admission:
                 return self._creating(_writing(job, sink, reservation, sequence, verdict))
             case Verdict.REWIND:
                 reservation = self.store.reserve_rewind(sequence, handle.length, len(job.token_ids))
-                return _writing(job, sink, reservation, sequence, verdict)
-            case Verdict.APPEND:
-                reservation = self.store.reserve_append(sequence, len(job.token_ids))
                 return _writing(job, sink, reservation, sequence, verdict)
 
     def repeat(

@@ -262,10 +262,15 @@ def build_batch(chunks: Sequence[Chunk], block_size: int) -> StepBatch:
     for chunk in chunks:
         run, first, base = chunk.run, chunk.run.cursor, len(token_ids)
         end = run.start + first + chunk.num_rows
-        chunk_positions = range(run.start + first, end)
-        token_ids += run.token_ids[first : first + chunk.num_rows]
-        positions += chunk_positions
-        slots += _slots(run, chunk_positions, block_size)
+        if chunk.num_rows == 1:  # most rows of most steps: without the lists that a longer chunk is worth
+            token_ids.append(run.token_ids[first])
+            positions.append(end - 1)
+            slots.append(_slot(run, end - 1, block_size))
+        else:
+            chunk_positions = range(run.start + first, end)
+            token_ids += run.token_ids[first : first + chunk.num_rows]
+            positions += chunk_positions
+            slots += _slots(run, chunk_positions, block_size)
         for row, spec in _output_specs(run, first, chunk.num_rows):
             output_rows.append(base + row - first)
             output_specs.append(spec)
@@ -302,7 +307,14 @@ def _histories(chunks: Iterable[Chunk]) -> tuple[Int32Array | None, ...]:
     return tuple(histories) if any(each is not None for each in histories) else ()
 
 
-def _slots(run: RunningAppend, positions: range, block_size: int) -> list[int]:
+def _slot(run: RunningAppend, position: int, block_size: int) -> int:
+    """Slot of this position, NO_SLOT for a row that only reads."""
+    if run.is_read_only:
+        return NO_SLOT
+    return run.block_ids[position // block_size] * block_size + position % block_size
+
+
+def _slots(run: RunningAppend, positions: Sequence[int], block_size: int) -> list[int]:
     """Slots of these positions, NO_SLOT for rows that only read."""
     if run.is_read_only:
         return [NO_SLOT] * len(positions)

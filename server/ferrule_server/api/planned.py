@@ -17,7 +17,8 @@ class PlannedAppend:
         plan: For ``outputs``.
         reply_bytes: Upper bound of what the result takes on the wire.
         at: Path of the input in its request, with a dot behind it.
-        seq: The client's number of a stream item, or the place of an input in its batch.
+        seq: The client's number of a stream item.
+        kind: Which of the inputs of a stream item it is.
     """
 
     job: AppendJob
@@ -25,6 +26,7 @@ class PlannedAppend:
     reply_bytes: int
     at: str
     seq: int = 0
+    kind: str = "decode"
 
 
 @dataclass(frozen=True, slots=True)

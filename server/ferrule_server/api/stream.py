@@ -33,7 +33,7 @@ from ferrule_server.api.refusals import Refusals
 from ferrule_server.api.state import Phase, ServerState, Serving
 from ferrule_server.api.status import fault_of, to_status
 from ferrule_server.api.turns import READ_BYTES, Turns
-from ferrule_server.engine.jobs import AppendResult, Job, Outcome, ReleaseJob, ReleaseResult
+from ferrule_server.engine.jobs import AppendJob, AppendResult, Job, Outcome, ReleaseJob, ReleaseResult
 from ferrule_server.errors import FerruleError, InvalidRequest, SlowConsumer
 
 _LOG = logging.getLogger(__name__)
@@ -75,7 +75,6 @@ class DecodeStream:
         self._frames: list[tuple[executor_pb2.StreamDecodeResponse, int]] = []
         self._queue: deque[tuple[executor_pb2.StreamDecodeResponse, int]] = deque()
         self._queued_bytes = 0
-        self._cohort = 0
         self._refusals = Refusals(_RPC, self._principal)
         self._loop = asyncio.get_running_loop()
         self._last_use_s = self._loop.time()
@@ -181,12 +180,12 @@ class DecodeStream:
         request_id = planned.job.request_id
         if request_id:
             result.request_id = request_id
-        if planned.job.drafts is not None:
-            fill_verify(result.verify, output, planned)
-        elif planned.job.cohort:  # of the items of streams, the unified ones have one
-            fill_unified(result.unified, output, planned)
-        else:
+        if planned.kind == "decode":
             fill_append(result.decode, output, planned.plan, request_id)
+        elif planned.kind == "verify":
+            fill_verify(result.verify, output, planned)
+        else:
+            fill_unified(result.unified, output, planned)
 
     def _error_result(self, seq: int, request_id: str, error: FerruleError) -> executor_pb2.StreamResult:
         self._refusals.add(error)
@@ -292,7 +291,7 @@ class DecodeStream:
         Lets others run on the event loop now and then: a frame may have thousands of items.
         """
         bad_items: list[executor_pb2.StreamResult] = []
-        self._cohort = 0
+        has_unified = False
         num_items = len(request.items)
         is_large = num_items >= LOOP_SLICE or (num_items > 1 and request.ByteSize() > READ_BYTES)
         turns = Turns(READ_BYTES) if is_large else None
@@ -307,23 +306,30 @@ class DecodeStream:
             planned.seq = item.seq
             self._pending[planned.job] = planned
             entries.append((planned.job, self))
+            has_unified = has_unified or planned.kind == "unified"
+        if has_unified:
+            self._share_step(entries)
         return bad_items
+
+    def _share_step(self, entries: list[tuple[Job, DecodeStream]]) -> None:
+        """Have all items of a frame run in one step: its client has scheduled prompts and decodes together."""
+        cohort = next(self._state.cohorts)
+        for job, _ in entries:
+            if isinstance(job, AppendJob):
+                job.cohort = cohort
 
     def _plan(self, item: executor_pb2.StreamItem, index: int) -> PlannedAppend:
         kind = item.WhichOneof("input")
         if kind == "decode":
             return self._inputs.decode(item.decode, _item_path(index), self._principal)
         if kind == "verify":
-            return self._inputs.verify(item.verify, f"items[{index}].verify.", self._principal)
-        if kind == "unified":
-            return self._plan_unified(item.unified, f"items[{index}].unified.")
-        raise InvalidRequest(f"items[{index}]", "one of decode, verify and unified must be set")
-
-    def _plan_unified(self, item: executor_pb2.UnifiedBatchItem, at: str) -> PlannedAppend:
-        """Read a unified item; those of one frame are of one cohort."""
-        planned = self._inputs.unified_item(item, at, self._principal)
-        admit_new(self._state, planned.job)
-        self._cohort = planned.job.cohort = self._cohort or next(self._state.cohorts)
+            planned = self._inputs.verify(item.verify, f"items[{index}].verify.", self._principal)
+        elif kind == "unified":
+            planned = self._inputs.unified_item(item.unified, f"items[{index}].unified.", self._principal)
+            admit_new(self._state, planned.job)
+        else:
+            raise InvalidRequest(f"items[{index}]", "one of decode, verify and unified must be set")
+        planned.kind = kind
         return planned
 
     def _abandon(self) -> None:

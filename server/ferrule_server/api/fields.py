@@ -12,7 +12,8 @@ from ferrule_server.errors import ContextExceeded, FerruleError, InvalidRequest,
 from ferrule_server.kv.handle import Handle, StalePolicy
 
 _LINEAGE_BYTES: Final = 16
-_REPLY_OVERHEAD_BYTES: Final = 512
+REPLY_OVERHEAD_BYTES: Final = 512
+"""What a result takes on the wire besides its rows and its request_id, at most."""
 _STALE_POLICIES: Final[Mapping[int, StalePolicy]] = {
     types_pb2.STALE_POLICY_UNSPECIFIED: StalePolicy.FAIL,
     types_pb2.STALE_POLICY_FAIL: StalePolicy.FAIL,
@@ -86,7 +87,7 @@ class FieldReader:
         return Handle(cache_id, length, lineage)
 
     def token_ids(self, token_ids: Sequence[int], at: str, field: str, length: int = 0) -> tuple[int, ...]:
-        """Return token ids that are all in the vocabulary. Runs for every token decoded.
+        """Return token ids that are all in the vocabulary.
 
         Args:
             token_ids: As they came.
@@ -100,7 +101,7 @@ class FieldReader:
         """
         if len(token_ids) > self.max_context:  # 16 MiB hold 16 million: 1.5 s of the event loop, if they were read
             raise ContextExceeded(length + len(token_ids), self.max_context)
-        read = (token_ids[0],) if len(token_ids) == 1 else tuple(token_ids)
+        read = tuple(token_ids)
         if read and max(read) >= self.vocab_size:
             index, token_id = next((i, t) for i, t in enumerate(read) if t >= self.vocab_size)
             raise TokenOutOfVocab(f"{at}{field}[{index}]", token_id, self.vocab_size)
@@ -141,9 +142,7 @@ class FieldReader:
 
     def reply_bytes(self, num_rows: int, row_bytes: int, request_id: str) -> int:
         """Return an upper bound of what a result takes on the wire; its id comes twice on streams and in batches."""
-        return (
-            num_rows * row_bytes + _REPLY_OVERHEAD_BYTES + (2 * self.limits.max_request_id_bytes if request_id else 0)
-        )
+        return num_rows * row_bytes + REPLY_OVERHEAD_BYTES + (2 * self.limits.max_request_id_bytes if request_id else 0)
 
     def cache(self, options: executor_pb2.CacheOptions, at: str, num_tokens: int, *, is_new: bool) -> CacheChoice:
         """Return how a sequence is kept; of an existing one only the lease counts.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ferrule.v1 import cache_pb2, executor_pb2, types_pb2
 from ferrule_server.api.cache_inputs import CacheReader, page_token
-from ferrule_server.api.fields import FieldReader, placed, require
+from ferrule_server.api.fields import REPLY_OVERHEAD_BYTES, FieldReader, placed, require
 from ferrule_server.api.forward_inputs import ForwardReader
 from ferrule_server.api.generate_inputs import GenerateReader, stop_ids_of
 from ferrule_server.api.limits import ApiLimits
@@ -19,7 +19,7 @@ from ferrule_server.engine.jobs import AppendJob
 from ferrule_server.engine.masks import MaskRegistry
 from ferrule_server.errors import InvalidRequest, ReplyTooLarge
 from ferrule_server.executor.base import ModelDescription
-from ferrule_server.kv.handle import Handle
+from ferrule_server.kv.handle import Handle, StalePolicy
 
 if TYPE_CHECKING:
     from ferrule_server.text.tokenizer import Tokenizer
@@ -210,16 +210,21 @@ class InputReader:
     ) -> PlannedAppend:
         """Return the job of any append. Runs for every token decoded: what is usual costs no call of its own."""
         fields = self._fields
-        length = 0 if handle is None else handle.length
-        token_ids = fields.token_ids(getattr(message, ids_field), at, ids_field, length)
-        on_stale = fields.on_stale(message.on_stale, at)
+        sent = getattr(message, ids_field)
+        if len(sent) == 1 and sent[0] < fields.vocab_size:
+            token_ids: tuple[int, ...] = (sent[0],)
+        else:
+            token_ids = fields.token_ids(sent, at, ids_field, 0 if handle is None else handle.length)
+        on_stale = fields.on_stale(message.on_stale, at) if message.on_stale else StalePolicy.FAIL
         request_id = message.request_id
         if request_id:
             fields.check_request_id(request_id, at)
         if plan is None:
             plan = self._policies.read(message.logits_policy, at, principal, all_positions)
         num_rows = len(token_ids) or 1 if all_positions else 1
-        reply_bytes = fields.reply_bytes(num_rows, plan.row_bytes, request_id)
+        reply_bytes = num_rows * plan.row_bytes + REPLY_OVERHEAD_BYTES
+        if request_id:
+            reply_bytes = fields.reply_bytes(num_rows, plan.row_bytes, request_id)
         if reply_bytes > self._limits.max_reply_bytes:
             raise ReplyTooLarge(f"{at}logits_policy", reply_bytes, self._limits.max_reply_bytes)
         job = AppendJob(principal, token_ids, handle, plan.output, on_stale, None, request_id)

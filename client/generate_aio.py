@@ -28,12 +28,23 @@ from source_edits import Edits, Module, last_name
 SOURCES = Path(__file__).resolve().parent / "ferrule_client"
 TARGET = SOURCES / "aio"
 
-GENERATED = ("_calls", "_connection", "_drawing", "admin", "cache", "client", "detokenizer", "generation", "stream")
+GENERATED = (
+    "_calls",
+    "_connection",
+    "_drawing",
+    "_exchange",
+    "admin",
+    "cache",
+    "client",
+    "detokenizer",
+    "generation",
+    "stream",
+)
 BY_HAND = ("_lease", "_stream_call", "_wire")
 
 RENAMED = ("Admin", "Branch", "Cache", "Client", "Detokenizer", "Generation", "Stream", "TextGeneration")
 # Classes that go by one name in both clients and are not the same.
-TWINS = (*RENAMED, "Course", "Leg", "ReplyCall")
+TWINS = (*RENAMED, "Course", "Exchange", "Leg", "ReplyCall")
 DUNDERS = {"__enter__": "__aenter__", "__exit__": "__aexit__", "__next__": "__anext__"}
 
 # Methods of the modules written by hand that wait, and a callback that does. Everything else follows from them.
@@ -48,6 +59,10 @@ ACTORS = frozenset({"branch", "cache", "client", "stream", "text"})
 
 # What no rule can know. Each must be found at least once, so that none outlives the text it is about.
 PHRASES = (
+    (
+        "Callable[[Sequence[Append], Sequence[Tip], Done, Attempts], None]",
+        "Callable[[Sequence[Append], Sequence[Tip], Done, Attempts], Awaitable[None]]",
+    ),
     ("Callable[[Sequence[int]], tuple[str, bool]]", "Callable[[Sequence[int]], Awaitable[tuple[str, bool]]]"),
     ("grpc.UnaryUnaryMultiCallable", "grpc.aio.UnaryUnaryMultiCallable"),
     ("grpc.UnaryStreamMultiCallable", "grpc.aio.UnaryStreamMultiCallable"),

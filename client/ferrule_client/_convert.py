@@ -9,13 +9,13 @@ from datetime import UTC
 from typing import Any, TypeVar, cast
 
 import numpy as np
-import numpy.typing as npt
 from google.protobuf import duration_pb2, timestamp_pb2
 from google.protobuf.message import Message
 
 from ferrule.v1 import admin_pb2, cache_pb2, executor_pb2, info_pb2, policy_pb2, types_pb2
 from ferrule_client import _check
 from ferrule_client import types as t
+from ferrule_client.items import DraftLaws
 from ferrule_client.masks import MaskLike, TokenMask, as_mask
 from ferrule_client.policy import DType, Greedy, Policy, Sampling, check_policy
 
@@ -28,6 +28,7 @@ __all__ = [
     "drawn_from_message",
     "duration",
     "finish_from_message",
+    "forward_from_message",
     "granted_ttl_s",
     "handle_from_message",
     "handle_to_message",
@@ -37,6 +38,7 @@ __all__ = [
     "model_info_from_message",
     "output_from_message",
     "policy_to_message",
+    "pooling_to_message",
     "reservation_from_message",
     "row_of",
     "rows_from_message",
@@ -66,6 +68,10 @@ _ACCEPTANCE: dict[t.Acceptance, executor_pb2.AcceptanceRule] = {
     "greedy": executor_pb2.ACCEPTANCE_RULE_EXACT,
     "exact": executor_pb2.ACCEPTANCE_RULE_EXACT,
     "rejection": executor_pb2.ACCEPTANCE_RULE_REJECTION,
+}
+_POOLING: dict[t.Pooling, executor_pb2.HiddenPooling] = {
+    "mean": executor_pb2.HIDDEN_POOLING_MEAN,
+    "last": executor_pb2.HIDDEN_POOLING_LAST,
 }
 _MAX_DURATION_S = 315_576_000_000.0
 
@@ -224,11 +230,19 @@ def tensor_to_array(tensor: types_pb2.Tensor) -> t.FloatArray:
     raise ValueError(f"cannot read a tensor of {types_pb2.DataType.Name(tensor.dtype)}")
 
 
-def draft_probs_to_message(probs: npt.NDArray[np.floating]) -> executor_pb2.DraftProbs:
-    """Return dense draft laws, [drafts, vocab_size], as a float32 tensor."""
-    array = np.ascontiguousarray(probs, dtype="<f4")
-    tensor = types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_FLOAT32, shape=array.shape, data=array.tobytes())
-    return executor_pb2.DraftProbs(dense=tensor)
+def draft_probs_to_message(laws: DraftLaws) -> executor_pb2.DraftProbs:
+    """Return the laws of drafts: an array [drafts, vocab_size] as a float32 tensor, mappings without their zeros."""
+    if isinstance(laws, np.ndarray):
+        array = np.ascontiguousarray(laws, dtype="<f4")
+        tensor = types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_FLOAT32, shape=array.shape, data=array.tobytes())
+        return executor_pb2.DraftProbs(dense=tensor)
+    rows = [{token: prob for token, prob in law.items() if prob > 0} for law in laws]
+    sparse = executor_pb2.SparseProbs(
+        row_sizes=map(len, rows),
+        token_ids=[token for row in rows for token in row],
+        probs=[prob for row in rows for prob in row.values()],
+    )
+    return executor_pb2.DraftProbs(sparse=sparse)
 
 
 def output_from_message(message: AnyOutput) -> t.Output:
@@ -322,6 +336,38 @@ def finish_from_message(reason: executor_pb2.FinishReason) -> t.FinishReason | N
         return None
     word = _enum_word(executor_pb2.FinishReason.DESCRIPTOR, reason)
     return cast("t.FinishReason", word)
+
+
+def forward_from_message(message: executor_pb2.ForwardResponse) -> t.ForwardChunk:
+    """Return the rows of a stretch of positions."""
+    rows = message.outputs
+    return t.ForwardChunk(
+        first_position=message.first_position,
+        num_rows=rows.num_rows,
+        tokens=tuple(rows.tokens),
+        logits=tensor_to_array(rows.logits) if rows.HasField("logits") else None,
+        top_logprobs=_top_logprobs(rows),
+        target_logprobs=_floats(rows.target_logprobs),
+        requested_logprobs=_floats(rows.requested_logprobs, rows.num_rows),
+        entropies=_floats(rows.entropies),
+        hidden_state=tensor_to_array(rows.hidden_state) if rows.HasField("hidden_state") else None,
+        pooled_hidden_state=tensor_to_array(message.pooled_hidden_state)
+        if message.HasField("pooled_hidden_state")
+        else None,
+        timing=timing_from_message(message.timing),
+        is_last=message.is_last,
+    )
+
+
+def pooling_to_message(pooling: t.Pooling | None) -> executor_pb2.HiddenPooling:
+    """Return the wire form of a pooling, written in any case; None: there is none.
+
+    Raises:
+        ValueError: It is none of the two.
+    """
+    if pooling is None:
+        return executor_pb2.HIDDEN_POOLING_UNSPECIFIED
+    return _POOLING[cast("t.Pooling", _check.choice("pooling", pooling, _POOLING))]
 
 
 def _floats(values: Sequence[float], num_rows: int = 0) -> t.FloatArray | None:

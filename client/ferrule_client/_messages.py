@@ -5,23 +5,27 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import grpc
-import numpy as np
-import numpy.typing as npt
 
 from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, types_pb2
 from ferrule_client import _check, _convert
 from ferrule_client.errors import TruncateBeyondError
-from ferrule_client.policy import Policy, Sampling, check_policy, no_output, sample, seeded
+from ferrule_client.items import Chunk, DraftLaws, VerifyItem
+from ferrule_client.policy import Greedy, Policy, Sampling, check_policy, greedy, no_output, sample, seeded
 from ferrule_client.types import Acceptance, Handle
 
 __all__ = [
+    "Append",
+    "Appended",
     "GenerationPlan",
     "PromptOptions",
+    "VerifyOutput",
     "aim",
     "check_scoring",
+    "chunk_input",
+    "creates",
     "fork_request",
     "generate_request",
     "generation_plan",
@@ -30,8 +34,12 @@ __all__ = [
     "prompt_request",
     "recovery_request",
     "reserve_request",
+    "stream_answer",
+    "stream_item",
+    "tokens_of",
     "truncate_request",
-    "verify_request",
+    "verify_input",
+    "verify_policy",
 ]
 
 SequenceRequest = (
@@ -45,6 +53,16 @@ SequenceRequest = (
 )
 """Requests about one sequence: with ``kv_cache``, or with an ``input`` or one of ``requests`` that has it."""
 
+
+Append = executor_pb2.DecodeInput | executor_pb2.VerifyInput | executor_pb2.UnifiedBatchItem | executor_pb2.PrefillInput
+"""One item of a frame or a batch."""
+
+Appended = (
+    executor_pb2.DecodeOutput | executor_pb2.VerifyOutput | executor_pb2.UnifiedOutput | executor_pb2.PrefillOutput
+)
+"""What comes of one."""
+
+VerifyOutput = executor_pb2.VerifyOutput
 
 _MAX_LENGTH = 2**32 - 1
 
@@ -266,37 +284,139 @@ def prefill_request(
     return executor_pb2.PrefillRequest(input=item)
 
 
-def verify_request(
-    sent: executor_pb2.DecodeInput,
-    policy: Policy | None,
-    drafts: Sequence[int],
-    *,
-    acceptance: Acceptance | None,
-    parents: Sequence[int],
-    draft_probs: npt.NDArray[np.floating] | None,
-    row_handles: bool,
-) -> executor_pb2.ForwardVerifyRequest:
-    """Return an append of certain tokens and drafts.
+def creates(sent: Append) -> bool:
+    """Tell whether an append may make a new sequence."""
+    is_new = not isinstance(sent, executor_pb2.DecodeInput) and not sent.HasField("kv_cache")
+    return is_new or sent.on_stale == types_pb2.STALE_POLICY_FORK
+
+
+def stream_item(seq: int, sent: Append) -> executor_pb2.StreamItem:
+    """Return an append as an item of a frame."""
+    if isinstance(sent, executor_pb2.DecodeInput):
+        return executor_pb2.StreamItem(seq=seq, decode=sent)
+    if isinstance(sent, executor_pb2.VerifyInput):
+        return executor_pb2.StreamItem(seq=seq, verify=sent)
+    assert isinstance(sent, executor_pb2.UnifiedBatchItem)  # prompts are no items of streams
+    return executor_pb2.StreamItem(seq=seq, unified=sent)
+
+
+def stream_answer(result: executor_pb2.StreamResult) -> Appended | None:
+    """Return what came of an item, or None where it failed."""
+    kind = result.WhichOneof("result")
+    if kind == "decode":
+        return result.decode
+    if kind == "verify":
+        return result.verify
+    return result.unified if kind == "unified" else None
+
+
+def tokens_of(sent: Append) -> list[int]:
+    """Return the tokens that an append may put into its sequence."""
+    if isinstance(sent, executor_pb2.UnifiedBatchItem):
+        return list(sent.q_tokens)
+    if isinstance(sent, executor_pb2.VerifyInput):
+        return [*sent.input_ids, *sent.draft_ids]
+    return list(sent.input_ids)
+
+
+def verify_policy(policy: Policy | None, acceptance: Acceptance | None, draft_probs: DraftLaws | None) -> Policy | None:
+    """Return the policy of a verify, where it follows from who decides.
 
     Raises:
-        ValueError: There is no certain token, or ``acceptance`` is no rule.
+        TypeError: It is no policy.
+        ValueError: ``acceptance`` is no rule, or the policy is none that it can work with.
+    """
+    check_policy(policy)
+    rule = _rule(policy, acceptance, draft_probs)
+    if policy is None:
+        return greedy() if rule == "greedy" else sample() if rule == "rejection" else None
+    selection = policy.selection
+    is_greedy = isinstance(selection, Greedy) or (isinstance(selection, Sampling) and selection.temperature == 0)
+    if rule == "greedy" and not is_greedy:
+        raise ValueError("acceptance greedy needs a greedy policy; exact takes any that chooses tokens")
+    if rule == "rejection" and not isinstance(selection, Sampling):
+        raise ValueError("acceptance rejection needs a policy of sample()")
+    return policy
+
+
+def _rule(policy: Policy | None, acceptance: Acceptance | None, draft_probs: DraftLaws | None) -> Acceptance:
+    if acceptance is not None:
+        _convert.acceptance_to_message(acceptance)
+        return cast("Acceptance", acceptance.lower())
+    if draft_probs is not None:
+        return "rejection"
+    return "exact" if policy is not None and policy.selection is not None else "none"
+
+
+def verify_input(
+    sent: executor_pb2.DecodeInput, policy: Policy | None, item: VerifyItem[Any]
+) -> executor_pb2.VerifyInput:
+    """Return an append of certain tokens and drafts.
+
+    Args:
+        sent: The append of the certain tokens.
+        policy: What ``verify_policy`` made of the item's.
+        item: What is asked for.
+
+    Raises:
+        ValueError: There is no certain token, or laws and masks are of other numbers than the drafts.
     """
     if not sent.input_ids:
         text = "a verify needs a certain token, one that is not in the sequence yet: give `tokens`"
         raise ValueError(f"{text} (after a generate or a verify it is pending and goes along by itself)")
-    rule = acceptance or ("exact" if policy is not None and policy.selection is not None else "none")
-    item = executor_pb2.VerifyInput(
+    drafts, laws = _check.token_list(item.draft), item.draft_probs
+    if laws is not None and len(laws) != len(drafts):
+        raise ValueError(f"draft_probs needs one law per draft: there are {len(drafts)} drafts and {len(laws)} laws")
+    if item.masks and len(item.masks) != len(drafts) + 1:
+        raise ValueError(f"masks needs one per row: there are {len(drafts) + 1} rows and {len(item.masks)} masks")
+    return executor_pb2.VerifyInput(
+        request_id=sent.request_id,
         input_ids=sent.input_ids,
         kv_cache=sent.kv_cache,
         logits_policy=sent.logits_policy if policy else None,
         on_stale=sent.on_stale,
         draft_ids=drafts,
-        parents=parents,
-        acceptance=_convert.acceptance_to_message(rule),
-        draft_probs=None if draft_probs is None else _convert.draft_probs_to_message(draft_probs),
-        return_row_handles=row_handles,
+        parents=item.parents,
+        acceptance=_convert.acceptance_to_message(_rule(policy, item.acceptance, laws)),
+        draft_probs=None if laws is None else _convert.draft_probs_to_message(laws),
+        token_masks=list(map(_convert.mask_to_message, item.masks)),
+        return_row_handles=item.row_handles,
     )
-    return executor_pb2.ForwardVerifyRequest(input=item)
+
+
+def chunk_input(
+    sent: executor_pb2.DecodeInput | None, item: Chunk[Any], length: int | None
+) -> executor_pb2.UnifiedBatchItem:
+    """Return a piece of a batch that the caller schedules.
+
+    Args:
+        sent: The same as an append to a cache; None: it makes a sequence.
+        item: What is asked for.
+        length: Tokens in the cache before what is sent; None: it is not known.
+
+    Raises:
+        TypeError: The tokens are no ints, or the policy is none.
+        ValueError: An option is out of its range.
+    """
+    _check.whole("pos_offset", item.pos_offset, 0, _MAX_LENGTH)
+    policy = seeded(item.policy)
+    common = executor_pb2.UnifiedBatchItem(
+        pos_offset=item.pos_offset if item.pos_offset is not None else length,
+        is_final_chunk=item.is_final,
+        logits_policy=None if not item.is_final else _convert.policy_to_message(policy),
+        logits_positions=_positions(item.all_positions),
+    )
+    if sent is None:
+        common.request_id = new_request_id()
+        common.q_tokens.extend(_check.token_list(item.tokens))
+        options = PromptOptions(item.ttl, item.reserve_length, item.reuse_prefix, item.publish_prefix)
+        common.cache.CopyFrom(_cache_options(options))
+        return common
+    common.request_id = sent.request_id
+    common.q_tokens.extend(sent.input_ids)
+    common.kv_cache.CopyFrom(sent.kv_cache)
+    common.on_stale = sent.on_stale
+    return common
 
 
 def fork_request(handle: Handle, n: int, length: int | None, ttl: float | None) -> cache_pb2.ForkCacheRequest:
@@ -366,7 +486,7 @@ def _per_handle(name: str, lengths: int | Sequence[int], count: int) -> Sequence
     return values
 
 
-def aim(request: SequenceRequest | executor_pb2.DecodeInput, handle: Handle) -> None:
+def aim(request: SequenceRequest | Append, handle: Handle) -> None:
     """Point a request at the sequence that took the place of a lost one; with an id of its own, if it had one."""
     item: Any = getattr(request, "input", request)  # Any: each of these messages has its own fields
     if isinstance(request, cache_pb2.ReserveKvSlotsRequest):

@@ -313,7 +313,7 @@ class Client:
         Example:
             ``with client.stream() as stream: outputs = stream.decode(caches, tokens)``
         """
-        return Stream(self._connection)
+        return Stream(self._connection, functools.partial(self._follow, keep_alive=True))
 
     def decode_many(
         self,

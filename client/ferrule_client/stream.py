@@ -5,23 +5,26 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import grpc
 
-from ferrule.v1 import executor_pb2, types_pb2
+from ferrule.v1 import executor_pb2
 from ferrule_client import _convert, _messages
 from ferrule_client._connection import USE_DEFAULT, Connection, Timeout
-from ferrule_client._retry import Attempts, wait_s
+from ferrule_client._exchange import Done, Exchange, take
+from ferrule_client._messages import Append, Appended
+from ferrule_client._retry import Attempts
 from ferrule_client._status import error_from_status
 from ferrule_client._stream_call import StreamCall
-from ferrule_client._tip import Tip, using
+from ferrule_client._tip import Tip
 from ferrule_client._token_log import TokenLog
-from ferrule_client.errors import CallCancelledError, ExecutorError, HandleNotFoundError, UnavailableError
+from ferrule_client.errors import CallCancelledError, ExecutorError, UnavailableError
+from ferrule_client.items import Chunk, DecodeItem, DraftLaws, VerifyItem
 from ferrule_client.policy import Policy, check_policy
-from ferrule_client.types import OnStale, Output, Tokens
+from ferrule_client.types import Acceptance, OnStale, Output, Tokens, Verification
 
 if TYPE_CHECKING:
     from ferrule_client.cache import Cache
@@ -46,8 +49,9 @@ class Stream:
             outputs = stream.decode(branches, tokens, policy=greedy())
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, follow: Callable[[Tip], Cache]) -> None:
         self._connection = connection
+        self._follow = follow
         self._call: StreamCall | None = None
         self._seq = itertools.count(1)
         self._is_closed = False
@@ -131,8 +135,7 @@ class Stream:
             ExecutorError: The stream failed; each append may or may not have happened, and repeating it is safe.
             ValueError: The sizes differ, or a cache comes twice.
         """
-        if len({id(cache) for cache in caches}) != len(caches):
-            raise ValueError("a cache can be in a frame only once; stream.branch makes branches in one frame")
+        _check_once(caches)
         timeout = self._connection.until(timeout)
         policies = _per_cache(policy, caches)
         _check_sizes(caches, tokens, policies)
@@ -141,7 +144,109 @@ class Stream:
             for cache, one, wanted in zip(caches, tokens, policies, strict=True)
         ]
         results = self.append(caches, inputs, release=release, timeout=timeout)
-        return [_take(cache.tip, one, result) for cache, one, result in zip(caches, inputs, results, strict=True)]
+        return [_moved(cache.tip, one, result) for cache, one, result in zip(caches, inputs, results, strict=True)]
+
+    def verify(
+        self,
+        caches: Sequence[Cache],
+        drafts: Sequence[Sequence[int]],
+        *,
+        tokens: Sequence[Tokens] | None = None,
+        policy: Policy | Sequence[Policy] | None = None,
+        acceptance: Acceptance | None = None,
+        draft_probs: Sequence[DraftLaws] | None = None,
+        on_stale: OnStale = "fail",
+        timeout: Timeout = USE_DEFAULT,
+    ) -> list[Verification]:
+        """Check drafts of every cache, all in one frame; see ``Cache.verify``.
+
+        Args:
+            caches: The sequences, each at most once.
+            drafts: For each cache its draft token ids.
+            tokens: For each cache certain tokens before them, behind what is pending. None: none.
+            policy: One for all, or one for each cache.
+            acceptance: As in ``Cache.verify``, for all.
+            draft_probs: For each cache the laws of its drafts. None: as in ``Cache.verify``.
+            on_stale: What to do with handles that lie behind their tip.
+            timeout: Seconds this step may take, retries included.
+
+        Returns:
+            What became of the drafts, one per cache.
+
+        Raises:
+            ExecutorError: An item failed (the first one is raised, with a note that says which), or the stream did.
+            ValueError: The sizes differ, a cache comes twice, or as in ``Cache.verify``.
+        """
+        policies, certain = _per_cache(policy, caches), [()] * len(caches) if tokens is None else tokens
+        laws = [None] * len(caches) if draft_probs is None else draft_probs
+        for name, given in (("drafts", drafts), ("tokens", certain), ("policy", policies), ("draft_probs", laws)):
+            _check_size(name, given, caches)
+        items = [
+            VerifyItem(cache, draft, one, wanted, acceptance, draft_probs=law, on_stale=on_stale)
+            for cache, draft, one, wanted, law in zip(caches, drafts, certain, policies, laws, strict=True)
+        ]
+        results = self.run(items, timeout=timeout)
+        for place, result in enumerate(results):
+            if isinstance(result, ExecutorError):
+                result.add_note(f"this was cache {place} of {len(results)}; each one that succeeded has moved on")
+                raise result
+        return [result for result in results if isinstance(result, Verification)]
+
+    def run(
+        self,
+        items: Sequence[DecodeItem[Cache] | VerifyItem[Cache] | Chunk[Cache]],
+        *,
+        release: Iterable[Cache] = (),
+        timeout: Timeout = USE_DEFAULT,
+    ) -> list[Output | Verification | Cache | ExecutorError]:
+        """Run decodes, verifies and chunks, in any mix, all in one frame.
+
+        Args:
+            items: What to run; each cache at most once.
+            release: Caches to end in the same frame, before the others are judged.
+            timeout: Seconds this step may take, retries included.
+
+        Returns:
+            For each item, in their order: an output for a decode, a verification for a verify, the cache for a chunk
+            (a new one for a new sequence, which wants to be released), or the error of one that failed.
+
+        Raises:
+            ExecutorError: The stream failed; each append may or may not have happened, and repeating it is safe.
+            ValueError: A cache comes twice, or an item is not as it must be.
+
+        Example:
+            ``output, check = stream.run([DecodeItem(a, 5, greedy()), VerifyItem(b, [7, 8], 6, greedy())])``
+        """
+        timeout = self._connection.until(timeout)
+        caches = [item.cache for item in items]
+        _check_once(caches)
+        inputs = [self._prepared(item, timeout) for item in items]
+        results = self.append(caches, inputs, release=release, timeout=timeout)
+        return list(map(self._settled, items, inputs, results))
+
+    def _prepared(self, item: DecodeItem[Cache] | VerifyItem[Cache] | Chunk[Cache], timeout: Timeout) -> Append:
+        if isinstance(item, VerifyItem):
+            return item.cache.prepare_verify(item, timeout=timeout)
+        if isinstance(item, DecodeItem):
+            return item.cache.prepare(item.tokens, item.policy, item.on_stale, timeout=timeout)
+        if item.cache is not None:
+            return item.cache.prepare_chunk(item, timeout=timeout)
+        return _messages.chunk_input(None, item, 0)
+
+    def _settled(
+        self,
+        item: DecodeItem[Cache] | VerifyItem[Cache] | Chunk[Cache],
+        sent: Append,
+        result: Appended | ExecutorError,
+    ) -> Output | Verification | Cache | ExecutorError:
+        """Move a cache by what came of its item, or make that of a new sequence."""
+        if item.cache is not None:
+            taken = take(item.cache.tip, item, sent, result)
+            return item.cache if isinstance(item, Chunk) and isinstance(taken, Output) else taken
+        if isinstance(result, ExecutorError):
+            return result
+        output = _convert.output_from_message(result)
+        return self._follow(Tip(output.handle, last=output, log=TokenLog(_messages.tokens_of(sent))))
 
     def branch(
         self,
@@ -200,73 +305,19 @@ class Stream:
 
     def append(
         self,
-        caches: Sequence[Cache],
-        inputs: Sequence[executor_pb2.DecodeInput],
+        caches: Sequence[Cache | None],
+        inputs: Sequence[Append],
         *,
         release: Iterable[Cache] = (),
         timeout: Timeout = USE_DEFAULT,
-    ) -> list[executor_pb2.DecodeOutput | ExecutorError]:
+    ) -> list[Appended | ExecutorError]:
         """Exchange the appends of caches, which do not move by it. For ``branch`` and loops; not for callers.
 
         When the stream fails, its appends are in doubt and what was to go is still ours. Sequences that are lost are
         brought back where their caches do that, and their appends are sent once more.
         """
-        losers = list(release)
-        attempts = self._attempts(inputs, timeout, is_patient=bool(caches) and all(one.recovers for one in caches))
-        with using(*(cache.tip for cache in caches)):
-            try:
-                results = self._exchange(inputs, [cache.tip for cache in losers], attempts)
-                self._recover(caches, inputs, results, attempts)
-            except BaseException as error:
-                for cache, sent in zip(caches, inputs, strict=True):
-                    cache.tip.doubt(sent.input_ids, error)
-                raise
-        for cache in losers:
-            cache.give_up()
-        return results
-
-    def _recover(
-        self,
-        caches: Sequence[Cache],
-        inputs: Sequence[executor_pb2.DecodeInput],
-        results: list[executor_pb2.DecodeOutput | ExecutorError],
-        attempts: Attempts,
-    ) -> None:
-        """Bring lost sequences back, send their appends once more, and put what became of them into ``results``."""
-        again: list[int] = []
-        for place, error in enumerate(results):
-            if not isinstance(error, HandleNotFoundError):
-                continue
-            cache, sent = caches[place], inputs[place]
-            cache.tip.tell(error)
-            try:
-                if sent.kv_cache.cache_id == cache.handle.cache_id:  # else an earlier place has brought it back
-                    cache.revive(error, attempts)
-            except ExecutorError as failure:
-                results[place] = failure
-                continue
-            _messages.aim(sent, cache.handle)
-            again.append(place)
-        if again:
-            self._repeat(again, caches, inputs, results, attempts)
-
-    def _repeat(
-        self,
-        places: Sequence[int],
-        caches: Sequence[Cache],
-        inputs: Sequence[executor_pb2.DecodeInput],
-        results: list[executor_pb2.DecodeOutput | ExecutorError],
-        attempts: Attempts,
-    ) -> None:
-        """Send the appends of some places again, once; when the stream fails, those of the others stay answered."""
-        try:
-            answers = self._exchange([inputs[place] for place in places], (), attempts)
-        except ExecutorError as failure:
-            answers = [failure] * len(places)
-        for place, answer in zip(places, answers, strict=True):
-            results[place] = answer
-            if isinstance(answer, ExecutorError):
-                caches[place].tip.tell(answer)
+        attempts = self._attempts(inputs, timeout, is_patient=_are_patient(caches))
+        return Exchange(self._connection, self._send, attempts).perform(caches, inputs, list(release))
 
     def _forget(self, caches: Sequence[Cache]) -> None:
         """Release branches that nobody will see; where that fails too, their leases end them."""
@@ -277,11 +328,11 @@ class Stream:
 
     def exchange(
         self,
-        inputs: Sequence[executor_pb2.DecodeInput],
+        inputs: Sequence[Append],
         *,
         release: Sequence[Tip] = (),
         timeout: Timeout = USE_DEFAULT,
-    ) -> list[executor_pb2.DecodeOutput | ExecutorError]:
+    ) -> list[Appended | ExecutorError]:
         """Send inputs as one frame and return their results, in their order. The level below ``decode``.
 
         Args:
@@ -296,36 +347,23 @@ class Stream:
             ExecutorError: The stream failed.
             RuntimeError: Another thread is using the stream.
         """
-        return self._exchange(inputs, release, self._attempts(inputs, timeout))
+        return Exchange(self._connection, self._send, self._attempts(inputs, timeout)).run(inputs, release)
 
-    def _attempts(
-        self, inputs: Sequence[executor_pb2.DecodeInput], timeout: Timeout, *, is_patient: bool = False
-    ) -> Attempts:
-        forks = [one for one in inputs if one.on_stale == types_pb2.STALE_POLICY_FORK]
-        has_ids = all(one.request_id for one in forks)
-        return self._connection.attempts(timeout, creates=bool(forks), has_request_id=has_ids, is_patient=is_patient)
+    def _attempts(self, inputs: Sequence[Append], timeout: Timeout, *, is_patient: bool = False) -> Attempts:
+        made = [one for one in inputs if _messages.creates(one)]
+        has_ids = all(one.request_id for one in made)
+        return self._connection.attempts(timeout, creates=bool(made), has_request_id=has_ids, is_patient=is_patient)
 
-    def _exchange(
-        self, inputs: Sequence[executor_pb2.DecodeInput], release: Sequence[Tip], attempts: Attempts
-    ) -> list[executor_pb2.DecodeOutput | ExecutorError]:
+    def _send(self, inputs: Sequence[Append], release: Sequence[Tip], done: Done, attempts: Attempts) -> None:
+        """Send frames until every input has its answer in ``done``, unless another thread is doing that."""
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError("this stream is used by two threads at once; open one for each with client.stream()")
         try:
-            done: dict[int, executor_pb2.DecodeOutput | ExecutorError] = {}
-            while True:
-                self._answer(inputs, release, done, attempts)
-                if not self._waited_for_room(done, attempts):
-                    return [done[place] for place in range(len(inputs))]
+            self._answer(inputs, release, done, attempts)
         finally:
             self._in_use.release()
 
-    def _answer(
-        self,
-        inputs: Sequence[executor_pb2.DecodeInput],
-        release: Sequence[Tip],
-        done: dict[int, executor_pb2.DecodeOutput | ExecutorError],
-        attempts: Attempts,
-    ) -> None:
+    def _answer(self, inputs: Sequence[Append], release: Sequence[Tip], done: Done, attempts: Attempts) -> None:
         """Send frames until every input has its answer in ``done``, by place; on a new call when one breaks."""
         while True:
             try:
@@ -343,19 +381,6 @@ class Stream:
                 self._drop_call()
                 raise
 
-    def _waited_for_room(self, done: dict[int, executor_pb2.DecodeOutput | ExecutorError], attempts: Attempts) -> bool:
-        """Wait as long as the items refused for the moment ask for, take them out of ``done``, and tell if any are."""
-        refused = {place: one for place, one in done.items() if isinstance(one, ExecutorError) and _is_passing(one)}
-        if not refused:
-            return False
-        try:
-            self._connection.wait(attempts, max(refused.values(), key=lambda error: wait_s(error) or 0.0))
-        except ExecutorError:  # no further attempt: the refusals are the answers
-            return False
-        for place in refused:
-            del done[place]
-        return True
-
     def close(self) -> None:
         """End the stream. The caches stay as they are. Closing twice changes nothing."""
         self._is_closed = True
@@ -363,17 +388,11 @@ class Stream:
         if call is not None:
             call.close()
 
-    def _run(
-        self,
-        inputs: Sequence[executor_pb2.DecodeInput],
-        release: Sequence[Tip],
-        done: dict[int, executor_pb2.DecodeOutput | ExecutorError],
-        attempts: Attempts,
-    ) -> None:
+    def _run(self, inputs: Sequence[Append], release: Sequence[Tip], done: Done, attempts: Attempts) -> None:
         """Send one frame with what is not answered yet and read until it is."""
         call = self._open_call()
         waiting = {next(self._seq): place for place in range(len(inputs)) if place not in done}
-        items = [executor_pb2.StreamItem(seq=seq, decode=inputs[place]) for seq, place in waiting.items()]
+        items = [_messages.stream_item(seq, inputs[place]) for seq, place in waiting.items()]
         handles = [_convert.handle_to_message(tip.handle) for tip in release]
         call.send(executor_pb2.StreamDecodeRequest(items=items, release=handles))
         num_releases = len(handles)
@@ -384,7 +403,7 @@ class Stream:
             num_releases -= len(frame.releases)
             for result in frame.results:
                 place = waiting.pop(result.seq)
-                done[place] = result.decode if result.HasField("decode") else error_from_status(result.error)
+                done[place] = _messages.stream_answer(result) or error_from_status(result.error)
 
     def _open_call(self) -> StreamCall:
         if not (self._is_closed or self._connection.is_closed):
@@ -409,24 +428,23 @@ class Stream:
             call.cancel()
 
 
-def _take(
-    tip: Tip, sent: executor_pb2.DecodeInput, result: executor_pb2.DecodeOutput | ExecutorError
-) -> Output | ExecutorError:
+def _moved(tip: Tip, sent: executor_pb2.DecodeInput, result: Appended | ExecutorError) -> Output | ExecutorError:
     if isinstance(result, ExecutorError):
         tip.doubt(sent.input_ids, result)
         return result
     return tip.moved(sent.input_ids, _convert.output_from_message(result))
 
 
-def _is_passing(error: ExecutorError) -> bool:
-    return wait_s(error) is not None
+def _are_patient(caches: Sequence[Cache | None]) -> bool:
+    """Tell whether all caches wait for a server that went away."""
+    return bool(caches) and all(one is not None and one.recovers for one in caches)
 
 
 def _child(
     parent: Cache,
     sent: executor_pb2.DecodeInput,
     log: TokenLog,
-    result: executor_pb2.DecodeOutput | ExecutorError,
+    result: Appended | ExecutorError,
 ) -> Cache | ExecutorError:
     """Return what became of one place of a branching frame: the parent itself, a new cache, or the error.
 
@@ -455,11 +473,19 @@ def _per_cache(policy: Policy | Sequence[Policy] | None, caches: Sequence[Cache]
 
 
 def _check_sizes(caches: Sequence[Cache], tokens: Sequence[Tokens], policies: Sequence[Policy | None]) -> None:
-    for name, given in (("tokens", tokens), ("policy", policies)):
-        if len(given) != len(caches):
-            raise ValueError(
-                f"{name} needs one entry per cache: there are {len(caches)} caches and {len(given)} entries"
-            )
+    _check_size("tokens", tokens, caches)
+    _check_size("policy", policies, caches)
+
+
+def _check_size(name: str, given: Sequence[object], caches: Sequence[Cache]) -> None:
+    if len(given) != len(caches):
+        raise ValueError(f"{name} needs one entry per cache: there are {len(caches)} caches and {len(given)} entries")
+
+
+def _check_once(caches: Sequence[Cache | None]) -> None:
+    known = [id(cache) for cache in caches if cache is not None]
+    if len(set(known)) != len(known):
+        raise ValueError("a cache can be in a frame only once; stream.branch makes branches in one frame")
 
 
 def _check_branches(firsts: Sequence[int], inputs: Sequence[executor_pb2.DecodeInput]) -> None:

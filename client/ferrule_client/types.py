@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Literal, Self
 
@@ -28,6 +28,7 @@ __all__ = [
     "DrawnToken",
     "FinishReason",
     "FloatArray",
+    "ForwardChunk",
     "Handle",
     "Lease",
     "MemoryUsage",
@@ -209,6 +210,64 @@ class Output:
     def logits(self) -> FloatArray | None:
         """Raw logits of the last row, float32 [vocab_size], or None when not asked for."""
         return None if self.all_logits is None else self.all_logits[-1]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ForwardChunk:
+    """Rows of a stretch of positions. What the policy did not ask for is None or empty.
+
+    Attributes:
+        first_position: Position of the first row.
+        num_rows: Number of rows.
+        tokens: Chosen token of each row.
+        logits: Raw logits, float32 [num_rows, vocab_size].
+        top_logprobs: For each row its most likely tokens, most likely first.
+        target_logprobs: float32, raw log-probability of the input token that follows each row; the last row of the
+            whole input has none.
+        requested_logprobs: float32 [num_rows, len(logprob_token_ids)].
+        entropies: float32 [num_rows], in nats.
+        hidden_state: float32 [num_rows, hidden_size].
+        pooled_hidden_state: float32 [hidden_size], with the last stretch, if asked for.
+        timing: Where the time went on the server, for this stretch.
+        is_last: True: the last stretch.
+    """
+
+    first_position: int
+    num_rows: int
+    tokens: tuple[int, ...] = ()
+    logits: FloatArray | None = field(default=None, repr=False)
+    top_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    target_logprobs: FloatArray | None = field(default=None, repr=False)
+    requested_logprobs: FloatArray | None = field(default=None, repr=False)
+    entropies: FloatArray | None = field(default=None, repr=False)
+    hidden_state: FloatArray | None = field(default=None, repr=False)
+    pooled_hidden_state: FloatArray | None = field(default=None, repr=False)
+    timing: Timing = Timing()
+    is_last: bool = False
+
+    def behind(self, position: int) -> ForwardChunk | None:
+        """Return the rows from a position on, or None where there are none."""
+        skip = position - self.first_position
+        if skip <= 0:
+            return self
+        if skip >= self.num_rows:
+            return None
+
+        def cut(array: FloatArray | None) -> FloatArray | None:
+            return None if array is None else array[skip:]
+
+        return replace(
+            self,
+            first_position=position,
+            num_rows=self.num_rows - skip,
+            tokens=self.tokens[skip:],
+            logits=cut(self.logits),
+            top_logprobs=self.top_logprobs[skip:],
+            target_logprobs=cut(self.target_logprobs),
+            requested_logprobs=cut(self.requested_logprobs),
+            entropies=cut(self.entropies),
+            hidden_state=cut(self.hidden_state),
+        )
 
 
 class DrawnToken(int):

@@ -9,9 +9,6 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import NoReturn
 
-import numpy as np
-import numpy.typing as npt
-
 from ferrule.v1 import cache_pb2, executor_pb2, types_pb2
 from ferrule_client import _check, _convert, _messages
 from ferrule_client._retry import Attempts
@@ -21,6 +18,8 @@ from ferrule_client.aio._connection import USE_DEFAULT, Connection, Timeout
 from ferrule_client.aio.generation import AsyncGeneration, AsyncTextGeneration
 from ferrule_client.cache import _branches
 from ferrule_client.errors import ExecutorError, HandleNotFoundError
+from ferrule_client.items import Chunk, DraftLaws, VerifyItem
+from ferrule_client.masks import MaskLike
 from ferrule_client.policy import Policy
 from ferrule_client.types import Acceptance, CacheInfo, Handle, Lease, OnStale, Output, Released, Tokens, Verification
 
@@ -418,7 +417,8 @@ class AsyncCache:
         policy: Policy | None = None,
         acceptance: Acceptance | None = None,
         parents: Sequence[int] = (),
-        draft_probs: npt.NDArray[np.floating] | None = None,
+        draft_probs: DraftLaws | None = None,
+        masks: Sequence[MaskLike] = (),
         row_handles: bool = False,
         on_stale: OnStale = "fail",
         timeout: Timeout = USE_DEFAULT,
@@ -433,9 +433,14 @@ class AsyncCache:
             tokens: Certain tokens that are not in the sequence yet, appended after what is pending. Together at
                 least one.
             policy: What to return for the rows, and the law that the acceptance works with.
-            acceptance: Who decides. None: ``exact`` if the policy chooses tokens, else ``none``.
+            acceptance: Who decides. ``greedy``: drafts hold while they are the most likely token. ``exact``: while they
+                are what the policy would have chosen. ``rejection``: speculative sampling, which leaves the law of the
+                text that of the policy. ``none``: you; everything is appended. None: ``rejection`` where there are
+                ``draft_probs``, else ``exact`` if the policy chooses tokens, else ``none``.
             parents: Row that each draft follows (row 0 is the last certain token, row r is draft r). Empty: a chain.
-            draft_probs: Laws the drafts were drawn from, [drafts, vocab_size], for ``rejection``.
+            draft_probs: Laws the drafts were drawn from, for ``rejection``: an array [drafts, vocab_size], or for each
+                draft its probabilities by token id. None: the drafts were chosen with certainty.
+            masks: Tokens that may follow each row (drafts + 1), in place of the policy's mask.
             row_handles: True: return a handle at row 0 and at each appended draft.
             on_stale: As in ``decode``.
             timeout: Seconds this may take, retries included.
@@ -444,31 +449,35 @@ class AsyncCache:
             What became of the drafts.
 
         Raises:
-            UnsupportedError: The server does not serve ForwardVerify (``forward_verify`` in its features). Asked first.
-            ValueError: There is no certain token, or ``acceptance`` is none of the three.
+            UnsupportedError: The server does not serve it, or not with a tree.
+            ValueError: There is no certain token, ``acceptance`` is no rule or does not go with the policy, or there
+                are more or fewer laws or masks than needed.
             ExecutorError: As in ``decode``.
 
         Example:
             ``accepted = (await cache.verify(draft_model.propose(4), policy=greedy())).accepted_count``
         """
         timeout = self._connection.until(timeout)
-        await self._connection.require("forward_verify", timeout)
-        drafts = _check.token_list(draft)
-        base = await self.prepare(tokens, policy, on_stale, drafts=drafts, timeout=timeout)
-        request = _messages.verify_request(
-            base,
+        item = VerifyItem(
+            self,
+            _check.token_list(draft),
+            tokens,
             policy,
-            drafts,
-            acceptance=acceptance,
-            parents=parents,
-            draft_probs=draft_probs,
-            row_handles=row_handles,
+            acceptance,
+            parents,
+            draft_probs,
+            masks,
+            row_handles,
+            on_stale,
         )
-        with self.tip.sending([*base.input_ids, *drafts]):
+        sent = await self.prepare_verify(item, timeout=timeout)
+        request = executor_pb2.ForwardVerifyRequest(input=sent)
+        with self.tip.sending([*sent.input_ids, *sent.draft_ids]):
             reply = await self._calls.call_once_more(
-                self._connection.executor.ForwardVerify, request, timeout, creates=_branches(base)
+                self._connection.executor.ForwardVerify, request, timeout, creates=_branches(sent)
             )
-        return self.tip.verified(base.input_ids, drafts, parents, _convert.verification_from_message(reply.output))
+        verification = _convert.verification_from_message(reply.output)
+        return self.tip.verified(sent.input_ids, item.draft, parents, verification)
 
     async def fork(
         self,
@@ -665,6 +674,32 @@ class AsyncCache:
         if is_new and sent.on_stale == types_pb2.STALE_POLICY_FAIL and await self._holds_only_doubts(timeout):
             return self.tip.decode_input(ids, policy, "rewind")
         return sent
+
+    async def prepare_verify(
+        self, item: VerifyItem[AsyncCache], *, timeout: Timeout = USE_DEFAULT
+    ) -> executor_pb2.VerifyInput:
+        """Return the message of a verify. For streams; not for callers.
+
+        Args:
+            item: What is asked for.
+            timeout: As in ``prepare``.
+        """
+        policy = _messages.verify_policy(item.policy, item.acceptance, item.draft_probs)
+        drafts = _check.token_list(item.draft)
+        base = await self.prepare(item.tokens, policy, item.on_stale, drafts=drafts, timeout=timeout)
+        return _messages.verify_input(base, policy, item)
+
+    async def prepare_chunk(
+        self, item: Chunk[AsyncCache], *, timeout: Timeout = USE_DEFAULT
+    ) -> executor_pb2.UnifiedBatchItem:
+        """Return the message of a chunk. For streams and batches; not for callers.
+
+        Args:
+            item: What is asked for.
+            timeout: As in ``prepare``.
+        """
+        base = await self.prepare(item.tokens, None, item.on_stale, timeout=timeout)
+        return _messages.chunk_input(base, item, base.kv_cache.length)
 
     def sibling(self, tip: Tip, *, ttl: float | None = None) -> AsyncCache:
         """Return a cache of its own for a branch of this one. For streams; not for callers.

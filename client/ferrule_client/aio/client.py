@@ -317,7 +317,7 @@ class AsyncClient:
         Example:
             ``async with client.stream() as stream: outputs = await stream.decode(caches, tokens)``
         """
-        return AsyncStream(self._connection)
+        return AsyncStream(self._connection, functools.partial(self._follow, keep_alive=True))
 
     async def decode_many(
         self,

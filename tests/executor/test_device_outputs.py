@@ -148,6 +148,16 @@ def test_batched_rows_are_those_of_the_definition(has_numpy: bool, seed: int, vo
         assert_same(mine, theirs)
 
 
+@pytest.mark.parametrize("top_p", [0.125, 0.25, 0.5, 0.75])
+def test_top_p_that_is_reached_exactly_keeps_no_token_more(top_p: float) -> None:
+    """Of eight equals a quarter is the two lowest ids, batched as in the definition."""
+    logits = np.zeros((64, 8), np.float32)
+    specs = [OutputSpec(sample=SampleSpec(top_p=top_p, seed=seed)) for seed in range(64)]
+    rows = DeviceOutputs(CPU, has_numpy=False).select(torch.from_numpy(logits), torch.zeros(64, 1), [0] * 64, specs)
+    assert {row.token for row in rows} == set(range(int(8 * top_p)))
+    assert [row.token for row in rows] == [row.token for row in select_rows(logits, [0] * 64, specs)]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("vocab_size", [17, 1000, 151936])

@@ -294,12 +294,13 @@ def test_seeds_and_positions_decide_the_draw() -> None:
     assert token(1, 4) != token(2, 4)
 
 
-@pytest.mark.parametrize("u", [0.0, 0.1, 0.5, 0.9, 1 - 2.0**-33])
-def test_draws_of_long_rows_are_those_of_one_long_sum(u: float) -> None:
+@pytest.mark.parametrize("u", [0.0, 0.001, 0.004, 0.007, 0.03, 0.1, 0.5, 0.9, 1 - 2.0**-33])
+@pytest.mark.parametrize("share", [0.01, 1.0])
+def test_draws_of_long_rows_are_those_of_one_long_sum(u: float, share: float) -> None:
     """Summing by runs finds the token that summing up finds, never one of no weight, at any length."""
     rng = np.random.default_rng(8)
     for length in (4096, 4097, 5000, 30011):
-        weights = rng.random(length) * (rng.random(length) < 0.01)
+        weights = rng.random(length) * (rng.random(length) < share)
         weights[rng.integers(length)] = 1.0
         token, logprob = Law(None, weights).draw(u)
         sums = np.cumsum(weights)

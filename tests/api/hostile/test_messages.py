@@ -113,10 +113,7 @@ class Target:
 
     def live(self) -> list[types_pb2.KvCacheHandle]:
         """Return fresh live handles, the only ones there are."""
-        handles = [sequence.cache_id for sequence in list(self.server.store._registry)]
-        for start in range(0, len(handles), 4000):
-            part = handles[start : start + 4000]
-            self.server.release(*(types_pb2.KvCacheHandle(cache_id=cache_id) for cache_id in part))
+        self._release_all()
         first = self.server.prefill(range(1, 20)).kv_cache
         live = [first, *self.server.fork(first, NUM_LIVE - 1)]
         self.server.decode(live[1], 9)
@@ -135,11 +132,18 @@ class Target:
 
     def check(self) -> None:
         """Make sure that the server still serves, that its state is sound, and that nothing went wrong inside."""
+        self._release_all()  # a frame may fill the pool with thousands of sequences
         handle = self.server.prefill((1, 2, 3)).kv_cache
         assert self.server.decode(handle, 4).kv_cache.length == 4
         self.server.release(handle)
         self.server.store.check_integrity()
         assert self._faults == []
+
+    def _release_all(self) -> None:
+        handles = [sequence.cache_id for sequence in list(self.server.store._registry)]
+        for start in range(0, len(handles), 4000):
+            part = handles[start : start + 4000]
+            self.server.release(*(types_pb2.KvCacheHandle(cache_id=cache_id) for cache_id in part))
 
     def _check_reply(self, reply: Message) -> None:
         for field, value in reply.ListFields():

@@ -32,6 +32,7 @@ from ferrule_server.engine.counters import EngineCounters, EngineSnapshot
 from ferrule_server.engine.creations import Creations
 from ferrule_server.engine.delivery import Delivery
 from ferrule_server.engine.drivers import Drivers, DriverSink
+from ferrule_server.engine.endings import Endings
 from ferrule_server.engine.failpoints import Failpoints
 from ferrule_server.engine.faults import fault
 from ferrule_server.engine.forward import ForwardPass
@@ -47,7 +48,6 @@ from ferrule_server.engine.jobs import (
     Job,
     Outcome,
     ReleaseJob,
-    ReleaseResult,
     Sink,
     StreamJob,
     TruncateJob,
@@ -83,7 +83,7 @@ class Engine:
     Invariants:
         * every accepted job is delivered to its sink exactly once, a Generate or Forward with any number of frames
           before;
-        * a sequence has at most one append in flight, and a lane exactly while one is;
+        * a sequence has at most one append in flight, branches off it left out, and a lane exactly while one is;
         * what a request_id made is made once, and told the same to everybody who asks with it;
         * between steps ``store.check_integrity()`` holds, whatever failed.
 
@@ -129,12 +129,16 @@ class Engine:
             finish=self._finish,
             failpoints=failpoints,
         )
-        self._drivers = Drivers(store, self._lanes, release=self._release_one, finish=self._finish)
+        self._gather = GatherWindow(settings)
+        self._batcher = Batcher(settings.max_step_rows, settings.max_step_time_s)
+        self._endings = Endings(store, self._lanes, self._gather, self.counters, failpoints)
+        self._drivers = Drivers(store, self._lanes, release=self._endings.release_one, finish=self._finish)
+        self._endings.tell(
+            self._records.forget, self._batcher.forget, self._creations.end, self._drivers.sequence_ended
+        )
         self._warmup = Warmup(executor, settings.max_step_rows, self._finish)
         self._steps = StepRunner(executor, self.counters, failpoints, logs_top_tokens=settings.debug_top_tokens)
         self._commits = Commits(store, self._records, self._creations, self.counters, failpoints)
-        self._gather = GatherWindow(settings)
-        self._batcher = Batcher(settings.max_step_rows, settings.max_step_time_s)
         self._gate = Gate(settings.max_waiting_jobs, limits_of)
         self._delivery = Delivery(post, self._gate)
         self._is_stopping = False
@@ -279,7 +283,7 @@ class Engine:
             return
         for handle_id in expired:
             self.counters.expired += 1
-            self._forget(handle_id)
+            self._endings.ended(handle_id)
             _LOG.info("lease expired handle_id=%s", handle_id)
 
     def _hand_over(self) -> None:
@@ -325,7 +329,7 @@ class Engine:
             if isinstance(job, _LANE_JOBS):
                 self._enter_lane(job, sink, at)
             elif isinstance(job, ReleaseJob):
-                self._finish(job, sink, self._release(job))
+                self._finish(job, sink, self._endings.release(job))
             elif isinstance(job, StreamJob):
                 self._start_stream(job, sink, at)
             elif isinstance(job, WarmupJob):
@@ -352,36 +356,6 @@ class Engine:
             self._drivers.start(Generation(job, sink, self._drivers), at)
         else:
             self._drivers.start(ForwardPass(job, sink, self._drivers), at)
-
-    def _release(self, job: ReleaseJob) -> ReleaseResult:
-        """Give back sequences at once; what is in flight or waiting on them is answered HANDLE_UNKNOWN."""
-        freed_blocks: list[int | None] = []
-        for handle in job.handles:
-            if self._failpoints is not None:
-                self._failpoints.hit("during_free")
-            freed = self._release_one(handle, job.principal)
-            freed_blocks.append(freed)
-            self.counters.released += freed is not None
-        return ReleaseResult(tuple(freed_blocks))
-
-    def _release_one(self, handle: Handle, principal: str) -> int | None:
-        stopped = self._lanes.stop(handle, principal)
-        try:
-            freed = self._store.release(handle, principal)
-            if freed is not None:
-                self._gather.forget(handle.cache_id)
-                self._forget(handle.handle_id)
-        finally:  # whoever waits must hear something, whatever failed
-            if stopped is not None:
-                self._lanes.go_on(stopped)
-        return freed
-
-    def _forget(self, handle_id: str) -> None:
-        """A sequence has ended."""
-        self._records.forget(handle_id)
-        self._batcher.forget(handle_id)
-        self._creations.end(handle_id)
-        self._drivers.sequence_ended(handle_id)
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 

@@ -560,6 +560,18 @@ def test_a_verify_needs_room_for_all_its_drafts_and_keeps_it_for_those_that_hold
         assert harness.store.usage_of("me").num_blocks == 1
 
 
+def test_drafts_are_not_charged_to_the_prefill_rate() -> None:
+    """A verify stands for decodes; certain tokens of more than one count like any append of as many."""
+    limits = QuotaLimits(prefill_tokens_per_s=30)
+    with Harness(limits_of=lambda _: limits) as harness:
+        handle = harness.prefill(*PROMPT).handle
+        for _ in range(10):
+            handle = harness.submit(verify(handle, (4,), (30,) * 12)).result().handle
+        handle = harness.submit(verify(handle, (4,) * 40, (30,))).result().handle
+        assert harness.submit(verify(handle, (4,), (30,))).result() is not None
+        assert isinstance(harness.submit(verify(handle, (4, 5), (30,))).error(), QuotaExceeded)
+
+
 def test_a_verify_without_certain_tokens_is_refused() -> None:
     """Drafts stand behind at least one token that is none."""
     with Harness() as harness:

@@ -279,9 +279,12 @@ def _rows_of(job: CountedJob) -> int:
 
 
 def _prefill_tokens(job: CountedJob) -> int:
-    """Tokens that count for the prefill rate: of new sequences and of appends of more than one token."""
+    """Tokens that count for the prefill rate: of new sequences and of appends of more than one. Drafts do not."""
     if not isinstance(job, _PROMPT_JOBS) or (job.handle is not None and len(job.token_ids) == 1):
         return 0
+    if isinstance(job, AppendJob) and job.drafts is not None:
+        num_certain = len(job.token_ids) - job.drafts.count
+        return num_certain if num_certain > 1 else 0
     return len(job.token_ids)
 
 

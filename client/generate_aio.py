@@ -29,22 +29,14 @@ SOURCES = Path(__file__).resolve().parent / "ferrule_client"
 TARGET = SOURCES / "aio"
 
 GENERATED = (
-    "_calls",
-    "_connection",
-    "_drawing",
-    "_exchange",
-    "admin",
-    "cache",
-    "client",
-    "detokenizer",
-    "generation",
-    "stream",
+    *("_batch", "_calls", "_connection", "_drawing", "_exchange"),
+    *("admin", "cache", "client", "detokenizer", "forward", "generation", "stream"),
 )
 BY_HAND = ("_lease", "_stream_call", "_wire")
 
-RENAMED = ("Admin", "Branch", "Cache", "Client", "Detokenizer", "Generation", "Stream", "TextGeneration")
+RENAMED = ("Admin", "Branch", "Cache", "Client", "Detokenizer", "ForwardPass", "Generation", "Stream", "TextGeneration")
 # Classes that go by one name in both clients and are not the same.
-TWINS = (*RENAMED, "Course", "Exchange", "Leg", "ReplyCall")
+TWINS = (*RENAMED, "Batch", "Course", "Exchange", "Leg", "ReplyCall")
 DUNDERS = {"__enter__": "__aenter__", "__exit__": "__aexit__", "__next__": "__anext__"}
 
 # Methods of the modules written by hand that wait, and a callback that does. Everything else follows from them.

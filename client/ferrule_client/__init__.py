@@ -9,8 +9,11 @@ Importing this package loads grpc, protobuf and numpy, nothing more. Begin with 
 
 * ``Client``: a connection; makes caches.
 * ``Cache``: one sequence on the server, the object that moves; ``cache.handle`` is the value at its tip.
+* ``Generation``: tokens as the server draws them, of ``cache.generate`` and ``client.generate``.
 * ``greedy``, ``sample``, ``full_logits``, ``no_output``: what to return for each row.
 * ``Stream``: many caches decoded together, one frame per step.
+* ``DecodeItem``, ``VerifyItem``, ``Chunk``: what a frame, or a batch of a scheduler of your own, is made of.
+* ``ForwardPass``: rows of all positions, without a cache.
 * ``ExecutorError``: the root of all errors; the tree is drawn in ``ferrule_client.errors``.
 """
 
@@ -53,11 +56,13 @@ from ferrule_client.errors import (
     UnsupportedError,
     WrongInstanceError,
 )
+from ferrule_client.forward import ForwardPass
 from ferrule_client.generation import (
     Branch,
     Generation,
     TextGeneration,
 )
+from ferrule_client.items import Chunk, DecodeItem, DraftLaws, VerifyItem
 from ferrule_client.masks import MaskLike, TokenMask
 from ferrule_client.policy import (
     DType,
@@ -83,6 +88,7 @@ from ferrule_client.types import (
     DrawnToken,
     FinishReason,
     FloatArray,
+    ForwardChunk,
     Handle,
     Lease,
     MemoryUsage,
@@ -120,19 +126,24 @@ __all__ = [
     "Capabilities",
     "ChatMessage",
     "ChatPrompt",
+    "Chunk",
     "Client",
     "ContextExceededError",
     "DType",
     "DeadlineExceededError",
+    "DecodeItem",
     "Detokenizer",
+    "DraftLaws",
     "Drained",
-    "DrawnToken",
     "DrainingError",
+    "DrawnToken",
     "EpochChangedError",
     "ExceedsPoolError",
     "ExecutorError",
     "FinishReason",
     "FloatArray",
+    "ForwardChunk",
+    "ForwardPass",
     "Generation",
     "Greedy",
     "Handle",
@@ -178,6 +189,7 @@ __all__ = [
     "UnavailableError",
     "UnsupportedError",
     "Verification",
+    "VerifyItem",
     "WarmStep",
     "Warmed",
     "WrongInstanceError",

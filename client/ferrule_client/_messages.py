@@ -284,6 +284,18 @@ def prefill_request(
     return executor_pb2.PrefillRequest(input=item)
 
 
+def batch_request(
+    inputs: Sequence[Append],
+) -> executor_pb2.BatchPrefillRequest | executor_pb2.BatchDecodeRequest | executor_pb2.UnifiedDecodeRequest:
+    """Return the call for inputs of one kind: prompts, decodes or chunks."""
+    if isinstance(inputs[0], executor_pb2.PrefillInput):
+        return executor_pb2.BatchPrefillRequest(inputs=cast("Sequence[executor_pb2.PrefillInput]", inputs))
+    if isinstance(inputs[0], executor_pb2.DecodeInput):
+        return executor_pb2.BatchDecodeRequest(inputs=cast("Sequence[executor_pb2.DecodeInput]", inputs))
+    items = cast("Sequence[executor_pb2.UnifiedBatchItem]", inputs)
+    return executor_pb2.UnifiedDecodeRequest(batch=executor_pb2.UnifiedBatch(items=items))
+
+
 def creates(sent: Append) -> bool:
     """Tell whether an append may make a new sequence."""
     is_new = not isinstance(sent, executor_pb2.DecodeInput) and not sent.HasField("kv_cache")

@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 
 import grpc
+import numpy as np
 
 from ferrule.v1 import cache_pb2, executor_pb2, tokenizer_pb2, types_pb2
 from ferrule_client import _check, _convert, _messages
+from ferrule_client._batch import Batch
 from ferrule_client._calls import SequenceCalls
 from ferrule_client._connection import USE_DEFAULT, Connection, Timeout
+from ferrule_client._exchange import take
 from ferrule_client._lease import LeaseKeeper
-from ferrule_client._messages import PromptOptions
+from ferrule_client._messages import Append, Appended, PromptOptions
 from ferrule_client._retry import RetrySettings
 from ferrule_client._status import error_from_status
 from ferrule_client._tip import Tip
@@ -25,9 +28,11 @@ from ferrule_client.admin import Admin
 from ferrule_client.cache import Cache
 from ferrule_client.detokenizer import Detokenizer
 from ferrule_client.errors import ExecutorError, StartingError, UnavailableError
+from ferrule_client.forward import ForwardPass
 from ferrule_client.generation import Generation
+from ferrule_client.items import Chunk, DecodeItem
 from ferrule_client.masks import MaskLike, TokenMask, as_mask
-from ferrule_client.policy import Policy
+from ferrule_client.policy import Policy, seeded
 from ferrule_client.stream import Stream
 from ferrule_client.types import (
     CacheMetrics,
@@ -35,16 +40,19 @@ from ferrule_client.types import (
     Capabilities,
     ChatMessage,
     ChatPrompt,
+    FloatArray,
     Handle,
     Lease,
     ModelInfo,
     OnStale,
     Output,
+    Pooling,
     Released,
     Reservation,
     Status,
     TlsConfig,
     Tokens,
+    Verification,
 )
 
 __all__ = ["DEFAULT_TARGET", "Client"]
@@ -195,6 +203,242 @@ class Client:
         output = _convert.output_from_message(reply.output)
         tip = Tip(output.handle, last=output, log=TokenLog(ids), ttl_s=_convert.granted_ttl_s(reply.output))
         return self._follow(tip, keep_alive=keep_alive, recovery=options if recover else None)
+
+    def batch_prefill(
+        self,
+        prompts: Sequence[Tokens],
+        *,
+        policy: Policy | Sequence[Policy] | None = None,
+        ttl: float | None = None,
+        all_positions: bool = False,
+        reserve_length: int | None = None,
+        reuse_prefix: bool = True,
+        publish_prefix: bool = True,
+        keep_alive: bool = True,
+        recover: bool = False,
+        timeout: Timeout = USE_DEFAULT,
+    ) -> list[Cache | ExecutorError]:
+        """Run several prompts together, each into a new sequence; one that fails does not touch the others.
+
+        Args:
+            prompts: Token ids of each, at most ``capabilities().max_batch_size`` of them.
+            policy: What to return for the last row; one for all, or one for each prompt. None: full logits.
+            ttl: As in ``prefill``; so are the settings up to ``recover``.
+            all_positions: As in ``prefill``.
+            reserve_length: As in ``prefill``.
+            reuse_prefix: As in ``prefill``.
+            publish_prefix: As in ``prefill``.
+            keep_alive: As in ``prefill``.
+            recover: As in ``prefill``.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            A cache for each prompt, which wants to be released, or the error that it failed with.
+
+        Raises:
+            ExecutorError: The call as a whole failed.
+            TypeError: A prompt is no list of ints, or a policy is none.
+            ValueError: The sizes differ, or as in ``prefill``.
+
+        Example:
+            ``caches = [one for one in client.batch_prefill(prompts) if isinstance(one, Cache)]``
+        """
+        options = PromptOptions(ttl, reserve_length, reuse_prefix, publish_prefix)
+        policies = _per_item(policy, len(prompts))
+        inputs = [
+            _messages.prompt_request(_check.token_list(one), options, policy=wanted, all_positions=all_positions).input
+            for one, wanted in zip(prompts, policies, strict=True)
+        ]
+        nobody: list[Cache | None] = [None] * len(inputs)
+        results = Batch(self._connection).perform(nobody, inputs, timeout, is_patient=recover)
+        caches: list[Cache | ExecutorError] = []
+        for sent, result in zip(inputs, results, strict=True):
+            if isinstance(result, ExecutorError):
+                caches.append(result)
+                continue
+            ttl_s = _convert.granted_ttl_s(result) if isinstance(result, executor_pb2.PrefillOutput) else None
+            output = _convert.output_from_message(result)
+            tip = Tip(output.handle, last=output, log=TokenLog(sent.input_ids), ttl_s=ttl_s)
+            caches.append(self._follow(tip, keep_alive=keep_alive, recovery=options if recover else None))
+        return caches
+
+    def batch_decode(
+        self,
+        caches: Sequence[Cache],
+        tokens: Sequence[Tokens],
+        *,
+        policy: Policy | Sequence[Policy] | None = None,
+        on_stale: OnStale = "fail",
+        timeout: Timeout = USE_DEFAULT,
+    ) -> list[Output | ExecutorError]:
+        """Append to several caches together in one call; one that fails does not touch the others.
+
+        ``decode_many`` does the same over a stream that stays open, and raises the first error.
+
+        Args:
+            caches: The sequences, each at most once; at most ``capabilities().max_batch_size`` of them.
+            tokens: For each cache one token, several, or none (a query).
+            policy: One for all, or one for each cache. None: full logits.
+            on_stale: What to do with handles that lie behind their tip.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            An output for each cache, or the error that it failed with.
+
+        Raises:
+            ExecutorError: The call as a whole failed.
+            ValueError: The sizes differ, or a cache comes twice.
+
+        Example:
+            ``outputs = client.batch_decode(branches, [7, 8, 9], policy=greedy())``
+        """
+        policies = _per_item(policy, len(caches))
+        if len(tokens) != len(caches):
+            raise ValueError(f"tokens needs one entry per cache: {len(caches)} caches, {len(tokens)} entries")
+        items = [DecodeItem(*one, on_stale) for one in zip(caches, tokens, policies, strict=True)]
+        results = self._run_batch(items, timeout)
+        return [one for one in results if isinstance(one, (Output, ExecutorError))]
+
+    def unified(self, items: Sequence[Chunk[Cache]], *, timeout: Timeout = USE_DEFAULT) -> list[Cache | ExecutorError]:
+        """Run a batch that the caller schedules, chunks of prompts and decodes mixed, in one step of its own rows.
+
+        Args:
+            items: The pieces, with at most ``capabilities().max_step_rows`` tokens together; each cache at most once.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            For each piece its cache, a new one for a new sequence, with the rows as its ``last``; or the error that it
+            failed with.
+
+        Raises:
+            ExecutorError: The call as a whole failed.
+            TypeError: Tokens are no ints, or a policy is none.
+            ValueError: A cache comes twice, or an option is out of its range.
+
+        Example:
+            ``first, _ = client.unified([Chunk(prompt[:64], is_final=False), Chunk(token, cache, greedy())])``
+        """
+        results = self._run_batch(items, timeout)
+        return [one for one in results if isinstance(one, (Cache, ExecutorError))]
+
+    def _run_batch(
+        self, items: Sequence[DecodeItem[Cache] | Chunk[Cache]], timeout: Timeout
+    ) -> list[Output | Cache | ExecutorError]:
+        caches = [item.cache for item in items]
+        known = [id(cache) for cache in caches if cache is not None]
+        if len(set(known)) != len(known):
+            raise ValueError("a cache can be in a batch only once")
+        timeout = self._connection.until(timeout)
+        inputs: list[Append] = []
+        for item in items:
+            if isinstance(item, DecodeItem):
+                sent = item.cache.prepare(item.tokens, item.policy, item.on_stale, timeout=timeout)
+                inputs.append(sent)
+            elif item.cache is not None:
+                chunk = item.cache.prepare_chunk(item, timeout=timeout)
+                inputs.append(chunk)
+            else:
+                inputs.append(_messages.chunk_input(None, item, 0))
+        is_patient = bool(caches) and all(one is not None and one.recovers for one in caches)
+        results = Batch(self._connection).perform(caches, inputs, timeout, is_patient=is_patient)
+        return [self._settled(*one) for one in zip(items, inputs, results, strict=True)]
+
+    def _settled(
+        self, item: DecodeItem[Cache] | Chunk[Cache], sent: Append, result: Appended | ExecutorError
+    ) -> Output | Cache | ExecutorError:
+        """Move a cache by what came of its item, or make that of a new sequence."""
+        if item.cache is not None:
+            taken = take(item.cache.tip, item, sent, result)
+            assert not isinstance(taken, Verification)  # no item of a batch is a verify
+            return item.cache if isinstance(item, Chunk) and isinstance(taken, Output) else taken
+        if isinstance(result, ExecutorError):
+            return result
+        output = _convert.output_from_message(result)
+        tip = Tip(output.handle, last=output, log=TokenLog(_messages.tokens_of(sent)))
+        return self._follow(tip, keep_alive=True)
+
+    def forward(
+        self,
+        tokens: Tokens,
+        *,
+        policy: Policy | None = None,
+        pooling: Pooling | None = None,
+        timeout: Timeout = USE_DEFAULT,
+    ) -> ForwardPass:
+        """Return an iterator over the rows of all positions of an input, in chunks; no cache is kept.
+
+        Args:
+            tokens: Token ids, at least one.
+            policy: What to return for each row. None: full logits in float32, or with ``pooling`` nothing besides that.
+            pooling: Return the hidden states of all rows as one vector too, with the last chunk.
+            timeout: Seconds one chunk may take, retries included.
+
+        Returns:
+            An iterator over ``ForwardChunk``.
+
+        Raises:
+            TypeError: The tokens are no ints, or the policy is none.
+            ValueError: ``pooling`` is none of the two.
+            ExecutorError: While iterating, as in ``prefill``.
+
+        Example:
+            ``logits = np.concatenate([chunk.logits for chunk in client.forward(ids)])``
+        """
+        request = executor_pb2.ForwardRequest(
+            request_id=_messages.new_request_id(),
+            input_ids=_check.token_list(tokens),
+            logits_policy=_convert.policy_to_message(seeded(policy)),
+            hidden_pooling=_convert.pooling_to_message(pooling),
+        )
+        return ForwardPass(self._connection, request, timeout)
+
+    def score(self, tokens: Tokens, *, timeout: Timeout = USE_DEFAULT) -> FloatArray:
+        """Return the log-probability of each token of a text but the first one, given those before it.
+
+        Args:
+            tokens: Token ids, at least one.
+            timeout: Seconds one chunk may take, retries included.
+
+        Returns:
+            float32 [number of tokens - 1], natural logarithms under the raw model.
+
+        Raises:
+            ExecutorError: As in ``prefill``.
+
+        Example:
+            ``perplexity = np.exp(-client.score(ids).mean())``
+        """
+        rows: list[FloatArray] = [np.zeros(0, np.float32)]
+        run = self.forward(tokens, policy=Policy(target_logprobs=True), timeout=timeout)
+        while (chunk := run.advance()) is not None:
+            if chunk.target_logprobs is not None:
+                rows.append(chunk.target_logprobs)
+        return np.concatenate(rows)
+
+    def embed(self, tokens: Tokens, pooling: Pooling = "mean", *, timeout: Timeout = USE_DEFAULT) -> FloatArray:
+        """Return one vector for a text: the hidden states of its tokens after the final norm, pooled.
+
+        Args:
+            tokens: Token ids, at least one.
+            pooling: ``mean`` over all tokens, or the ``last`` one's.
+            timeout: Seconds one chunk may take, retries included.
+
+        Returns:
+            float32 [hidden_size].
+
+        Raises:
+            ValueError: ``pooling`` is none of the two.
+            ExecutorError: As in ``prefill``.
+
+        Example:
+            ``vector = client.embed(client.encode("a text"))``
+        """
+        vector: FloatArray | None = None
+        run = self.forward(tokens, pooling=pooling, timeout=timeout)
+        while (chunk := run.advance()) is not None:
+            vector = chunk.pooled_hidden_state
+        assert vector is not None  # the last chunk has it
+        return vector
 
     def generate(
         self,
@@ -700,6 +944,18 @@ class Client:
 
     def _renew(self, handles: Sequence[Handle], timeout_s: float) -> list[Lease | ExecutorError]:
         return self.keep_alive(handles, timeout=timeout_s)
+
+
+def _per_item(policy: Policy | Sequence[Policy] | None, count: int) -> Sequence[Policy | None]:
+    """Return a policy for each item.
+
+    Raises:
+        ValueError: There are more or fewer of them.
+    """
+    policies = list(policy) if isinstance(policy, Sequence) else [policy] * count
+    if len(policies) != count:
+        raise ValueError(f"policy needs one entry for each: there are {count} and {len(policies)} entries")
+    return policies
 
 
 def _chat_message(message: ChatMessage) -> tokenizer_pb2.ChatMessage:

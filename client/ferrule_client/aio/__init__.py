@@ -25,6 +25,7 @@ from ferrule_client.aio.admin import AsyncAdmin
 from ferrule_client.aio.cache import AsyncCache
 from ferrule_client.aio.client import AsyncClient
 from ferrule_client.aio.detokenizer import AsyncDetokenizer
+from ferrule_client.aio.forward import AsyncForwardPass
 from ferrule_client.aio.generation import AsyncBranch, AsyncGeneration, AsyncTextGeneration
 from ferrule_client.aio.stream import AsyncStream
 
@@ -34,6 +35,7 @@ __all__ = [
     "AsyncCache",
     "AsyncClient",
     "AsyncDetokenizer",
+    "AsyncForwardPass",
     "AsyncGeneration",
     "AsyncStream",
     "AsyncTextGeneration",

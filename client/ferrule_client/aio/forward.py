@@ -1,0 +1,107 @@
+# Written by client/generate_aio.py from client/ferrule_client/forward.py: change that, then run it again.
+"""Forward passes that keep no cache: rows of all positions, streamed in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from types import TracebackType
+
+import grpc
+
+from ferrule.v1 import executor_pb2
+from ferrule_client import _convert
+from ferrule_client._retry import Attempts
+from ferrule_client.aio._connection import Connection, Timeout
+from ferrule_client.aio._stream_call import ReplyCall
+from ferrule_client.errors import ExecutorError, UnavailableError
+from ferrule_client.types import ForwardChunk
+
+__all__ = ["AsyncForwardPass"]
+
+
+class AsyncForwardPass(AsyncIterator[ForwardChunk]):
+    """Rows of the positions of an input, stretch by stretch; made by ``AsyncClient.forward``.
+
+    Nothing runs before the first ``next``. After a broken connection the input is run again, and rows that are out
+    already are left out. Leave it early in ``async with``, or close it: the server then stops.
+    """
+
+    def __init__(self, connection: Connection, request: executor_pb2.ForwardRequest, timeout: Timeout) -> None:
+        self._connection = connection
+        self._request = request
+        self._timeout = timeout
+        self._call: ReplyCall[executor_pb2.ForwardResponse] | None = None
+        self._position = 0
+        self._has_ended = False
+
+    async def __aenter__(self) -> AsyncForwardPass:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __del__(self) -> None:
+        if self.__dict__.get("_call") is not None:
+            self._drop()
+
+    async def __anext__(self) -> ForwardChunk:
+        chunk = await self.advance()
+        if chunk is None:
+            raise StopAsyncIteration
+        return chunk
+
+    async def advance(self) -> ForwardChunk | None:
+        """Return the next stretch, or None after the last one; what ``next`` does, without its error."""
+        if self._has_ended:
+            return None
+        try:
+            return await self._receive(self._connection.attempts(self._timeout))
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """End the pass. Closing twice changes nothing."""
+        self._has_ended = True
+        call, self._call = self._call, None
+        if call is not None:
+            call.cancel()
+            await call.close()
+
+    async def _receive(self, attempts: Attempts) -> ForwardChunk:
+        while True:
+            if self._call is None:
+                self._call = self._connection.open_replies(self._connection.executor.Forward, self._request)
+            try:
+                reply = await self._call.receive(attempts.remaining())
+            except grpc.RpcError as error:
+                await self._go_on(self._connection.typed(error), attempts, error)
+            except StopAsyncIteration:
+                text = "the server ended the pass before its end"
+                await self._go_on(UnavailableError(grpc.StatusCode.UNAVAILABLE, "CONNECTION_LOST", text), attempts)
+            else:
+                chunk = _convert.forward_from_message(reply).behind(self._position)
+                if chunk is not None:
+                    return await self._taken(chunk)
+
+    async def _taken(self, chunk: ForwardChunk) -> ForwardChunk:
+        self._position = chunk.first_position + chunk.num_rows
+        if chunk.is_last:
+            self._has_ended = True
+            call, self._call = self._call, None
+            if call is not None:
+                await call.close()
+        return chunk
+
+    async def _go_on(self, error: ExecutorError, attempts: Attempts, cause: grpc.RpcError | None = None) -> None:
+        """Arrange that the call is made again, or raise what ended it."""
+        self._drop()
+        if not await self._connection.restore_masks(error, [self._request], attempts):
+            await self._connection.wait(attempts, error, cause)
+
+    def _drop(self) -> None:
+        call, self._call = self._call, None
+        if call is not None:
+            call.cancel()

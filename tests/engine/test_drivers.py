@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from ferrule_server.engine.failpoints import FailpointHit, Failpoints
+from ferrule_server.engine.failpoints import PLACES, FailpointHit, Failpoints, Place, fail
+from ferrule_server.engine.generation import Generation
 from ferrule_server.engine.jobs import Finish, GenerateFrame, ReleaseJob, StopRules, StreamJob, Window
 from ferrule_server.errors import (
     Cancelled,
@@ -366,6 +367,46 @@ def test_a_bug_while_ending_or_telling_still_ends_the_stream() -> None:
             job.is_cancelled = True
             harness.engine.resume(job)
             assert isinstance(stream.wait()[-1], EngineFault)
+
+
+@pytest.mark.parametrize("broken", ["begin", "go_on"])
+def test_a_bug_at_the_beginning_or_after_a_pause_ends_that_stream_alone(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told once, and nothing of it stays."""
+
+    def fail(*_: object) -> None:
+        raise FailpointHit("told to fail")
+
+    with Harness() as harness:
+        monkeypatch.setattr(Generation, broken, fail)
+        if broken == "begin":
+            outcome = start(harness, generate(None, 1)).error()
+        else:
+            job, stream = stand_still(harness, narrow_generate)
+            read(harness, job, 1 << 20)
+            outcome = stream.branch().last.error  # type: ignore[assignment]
+        assert isinstance(outcome, EngineFault)
+        assert harness.engine.snapshot().num_streams == 0
+        harness.prefill(1)
+
+
+@pytest.mark.parametrize("nth", range(1, 8))
+@pytest.mark.parametrize("place", PLACES)
+def test_wherever_the_engine_breaks_streams_end_once_and_hidden_sequences_go(place: Place, nth: int) -> None:
+    """One failure at each place, in each of the first steps, under a Generate of two branches and a Forward."""
+    failpoints = Failpoints()
+    failpoints.arm(place, fail, nth)
+    with Harness(failpoints=failpoints) as harness:
+        streams = [Stream(), Stream()]
+        jobs: list[StreamJob] = [generate(None, *range(9), num_branches=2, max_tokens=6), forward(*range(20))]
+        harness.engine.submit([(jobs[0], streams[0]), (jobs[1], streams[1])])
+        for stream in streams:
+            stream.wait()
+        harness.prefill(5)
+        is_told = not isinstance(streams[0].outcomes[0], FerruleError)
+        num_forks = int(place == "after_commit" and nth == 3)  # made, and then the failure: its lease ends it
+        assert harness.store.num_sequences == (3 if is_told else 1 + num_forks)
 
 
 # ---- beside others --------------------------------------------------------------------------------------------------

@@ -143,9 +143,9 @@ class Drivers:
     # ---- for the engine ---------------------------------------------------------------------------------------------
 
     def start(self, driver: Driver, at: float) -> None:
-        """Let a driver begin; leases are judged at ``at`` on the store's clock."""
-        self._active[driver] = None
+        """Let a driver begin; leases are judged at ``at`` on the store's clock. One that raises has not begun."""
         driver.begin(at)
+        self._active[driver] = None
 
     def collect(self, job: LaneJob, sink: DriverSink, outcome: Outcome) -> None:
         """Keep what came of an append or a fork for the next turn."""
@@ -245,11 +245,17 @@ class Drivers:
         ended, self._ended = self._ended, set()
         for driver, handle_ids in list(self._parked.items()):
             if driver.job.window.is_open:
-                del self._parked[driver]
-                driver.go_on()
+                self._go_on(driver, ())
             elif ended and not ended.isdisjoint(handle_ids):
-                del self._parked[driver]
-                driver.go_on(ended)
+                self._go_on(driver, ended)
+
+    def _go_on(self, driver: Driver, ended: Collection[str]) -> None:
+        del self._parked[driver]
+        try:
+            driver.go_on(ended)
+        except Exception:  # noqa: BLE001 - a bug must end its own driver only
+            error = fault(f"stream could not go on kind={type(driver.job).__name__}")
+            self._end(driver, lambda _: error)
 
     def _give(self, sink: DriverSink, job: LaneJob, outcome: Outcome) -> None:
         try:

@@ -172,7 +172,8 @@ class Generation:
         self._has_sent, self._orphan = True, None
         if not self._num_live:
             self._close()
-        return GenerateFrame(frames, self._timing, self.is_over)
+        timing = self._timing if any(frame.rows for frame in frames) else StepTiming()
+        return GenerateFrame(frames, timing, self.is_over)
 
     # ---- tokens -----------------------------------------------------------------------------------------------------
 

@@ -126,4 +126,6 @@ def _nucleus(values: Logits, weights: Float64Array, top_p: float) -> IntArray:
         sums = np.cumsum(weights[order])
         if sums[-1] >= goal:
             break
-    return np.sort(order[: int(sums.searchsorted(goal)) + 1])
+    is_kept = np.zeros(len(values), np.bool_)
+    is_kept[order[: int(sums.searchsorted(goal)) + 1]] = True
+    return np.flatnonzero(is_kept)

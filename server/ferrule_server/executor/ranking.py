@@ -71,7 +71,10 @@ def ranked(values: Logits) -> IntArray:
     if values.dtype != np.float32:
         return np.argsort(-values, kind="stable")
     bits = (values + np.float32(0)).view(np.int32)  # adding 0 makes -0.0 and 0.0 the same key
-    rising = np.where(bits < 0, bits ^ 0x7FFFFFFF, bits).astype(np.int64)
-    keys = (~rising << 32) | np.arange(len(values))
+    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).astype(np.int64)  # rises with the value, below zero too
+    np.invert(keys, out=keys)
+    keys <<= 32
+    keys |= np.arange(len(values))
     keys.sort()
-    return keys & 0xFFFFFFFF
+    keys &= 0xFFFFFFFF
+    return keys

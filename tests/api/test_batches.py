@@ -189,6 +189,21 @@ def test_items_on_one_sequence_are_judged_in_item_order(server: RunningServer) -
     assert pieces.results[1].output.kv_cache.cache_id not in {branch.cache_id for branch in branches}
 
 
+def test_equal_items_of_a_batch_append_once(server: RunningServer) -> None:
+    """The second of them is a duplicate, whatever its policy asks for; a new prompt is a sequence each time."""
+    handle = server.prefill().kv_cache
+    response = batch_decode(server, decode_of(handle, 7), decode_of(handle, 7), decode_of(handle, 7, policy=FULL))
+    assert _refusals(response) == {}
+    assert {result.output.kv_cache.length for result in response.results} == {len(PROMPT) + 1}
+    assert [result.output.replayed for result in response.results][::2] == [False, True]
+    assert response.results[0].output.outputs == response.results[1].output.outputs
+    assert response.results[2].output.outputs.HasField("logits")
+    twins = batch_prefill(server, prompt_of(1, 2), prompt_of(1, 2)).results
+    assert twins[0].output.kv_cache.cache_id != twins[1].output.kv_cache.cache_id
+    named = batch_prefill(server, *[prompt_of(1, 2, request_id="twins of a batch")] * 2).results
+    assert named[0].output.kv_cache == named[1].output.kv_cache
+
+
 # ---- failing --------------------------------------------------------------------------------------------------------
 
 

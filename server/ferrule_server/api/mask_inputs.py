@@ -43,6 +43,14 @@ class MaskReader:
             return self._listed(message.allowed_ids.token_ids, f"{path}.allowed_ids.token_ids")
         raise InvalidRequest(path, "one of inline_bits, allowed_ids and fingerprint must be set")
 
+    def check(self, fingerprint: bytes, principal: str) -> None:
+        """Return if the principal has registered the mask of this fingerprint, which is now in use again.
+
+        Raises:
+            MaskUnknown: It has not, or the mask was dropped.
+        """
+        self._registry.find(principal, fingerprint)
+
     def packed(self, data: bytes, path: str) -> TokenMask:
         """Return the set of tokens whose bits are set.
 
@@ -58,7 +66,7 @@ class MaskReader:
     def _listed(self, token_ids: Sequence[int], path: str) -> TokenMask:
         if len(token_ids) > self._vocab_size:
             raise InvalidRequest(path, f"has {len(token_ids)} entries, the vocabulary has {self._vocab_size} tokens")
-        ids = np.array(token_ids, np.int64)
+        ids = np.fromiter(token_ids, np.int64, len(token_ids))
         if (out := np.flatnonzero(ids >= self._vocab_size)).size:
             index = int(out[0])
             raise TokenOutOfVocab(f"{path}[{index}]", int(ids[index]), self._vocab_size)

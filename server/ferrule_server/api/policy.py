@@ -1,8 +1,8 @@
 """Reads LogitsReturnPolicy: what a request wants of its output rows, every field checked.
 
 The same few policies come with nearly every token, so a policy once read is remembered by its bytes: the decode hot
-path costs one serialisation of a few bytes and one look-up. Not those that name a registered mask, which stand for
-something else with each principal, nor large ones.
+path costs one serialisation of a few bytes and one look-up; large ones are read again. A registered mask is named by
+what is in it, so the same bytes mean the same for everybody: whether the caller may use it is asked each time.
 """
 
 from __future__ import annotations
@@ -41,11 +41,13 @@ class OutputPlan:
         output: For the engine.
         dtype: DataType of the logits on the wire; of no meaning without logits.
         row_bytes: Upper bound of what one output row takes in the reply.
+        mask_name: Fingerprint of the registered mask it names; empty: none.
     """
 
     output: OutputRequest
     dtype: int
     row_bytes: int
+    mask_name: bytes = b""
 
 
 NO_ROWS: Final = OutputPlan(OutputRequest(spec=None), types_pb2.DATA_TYPE_FLOAT32, 0)
@@ -79,6 +81,7 @@ class PolicyReader:
         self._vocab_size = vocab_size
         self._id_bytes = max(1, -(-(vocab_size - 1).bit_length() // 7))
         self._hidden_size = hidden_size
+        self._masks = masks
         self._limits = limits
         self._shaping = ShapingReader(vocab_size, limits.max_logit_biases, masks)
         self._remembered: dict[tuple[bytes, bool], OutputPlan] = {}
@@ -103,8 +106,10 @@ class PolicyReader:
         plan = self._remembered.get(key)
         if plan is None:
             plan = self._read(policy, f"{at}logits_policy", principal, all_positions)
-            if len(key[0]) <= _MAX_REMEMBERED_BYTES and not _names_mask(policy):
+            if len(key[0]) <= _MAX_REMEMBERED_BYTES:
                 self._remember(key, plan)
+        elif plan.mask_name:
+            self._masks.check(plan.mask_name, principal)
         return plan
 
     def _remember(self, key: tuple[bytes, bool], plan: OutputPlan) -> None:
@@ -132,7 +137,7 @@ class PolicyReader:
         )
         dtype = _logits_dtype(policy, path)
         output = OutputRequest(spec, all_positions, choice.is_seeded, policy.target_logprobs)
-        return OutputPlan(output, dtype, self._row_bytes(spec, dtype))
+        return OutputPlan(output, dtype, self._row_bytes(spec, dtype), _mask_name(policy))
 
     def _choice(self, policy: policy_pb2.LogitsReturnPolicy, path: str, principal: str) -> _Choice:
         """Return how one token is chosen for each row."""
@@ -201,10 +206,10 @@ def is_empty(policy: policy_pb2.LogitsReturnPolicy) -> bool:
     )
 
 
-def _names_mask(policy: policy_pb2.LogitsReturnPolicy) -> bool:
-    """Whether a registered mask is named, which stands for different things with different principals."""
+def _mask_name(policy: policy_pb2.LogitsReturnPolicy) -> bytes:
+    """Return the fingerprint of the registered mask that a policy names; empty where it names none."""
     selection = policy.WhichOneof("selection")
-    return selection is not None and getattr(policy, selection).token_mask.WhichOneof("mask") == "fingerprint"
+    return b"" if selection is None else bytes(getattr(policy, selection).token_mask.fingerprint)
 
 
 def _check_none_alone(policy: policy_pb2.LogitsReturnPolicy, path: str) -> None:

@@ -370,6 +370,23 @@ def test_what_differs_is_no_retry(change: str) -> None:
         assert harness.submit(dataclasses.replace(job)).result().replayed
 
 
+@pytest.mark.parametrize(("first_ids", "other_ids"), [((4,), (4, 7)), ((4, 7), (4,))])
+@pytest.mark.parametrize("drafts", [(7,), ()])
+def test_other_certain_tokens_are_no_retry(
+    first_ids: tuple[int, ...], other_ids: tuple[int, ...], drafts: tuple[int, ...]
+) -> None:
+    """Equal drafts behind more or fewer tokens are another verify, though what is committed begins alike."""
+    with Harness() as harness:
+        first = harness.prefill(*PROMPT)
+        once = harness.submit(verify(first.handle, first_ids, drafts)).result()
+        assert accepted(once)[0] == 0
+        assert isinstance(harness.submit(verify(first.handle, other_ids, drafts)).error(), HandleStale)
+        assert harness.submit(verify(first.handle, first_ids, drafts)).result().replayed
+        rewound = harness.submit(verify(first.handle, other_ids, drafts, on_stale=StalePolicy.REWIND)).result()
+        assert not rewound.replayed
+        assert tokens_of(harness, rewound.handle) == PROMPT + other_ids
+
+
 def test_only_the_last_append_can_be_told_from_a_new_one() -> None:
     """After another append, on_stale decides: fail, verify again behind the handle, or in a branch."""
     good = greedy_tokens((*PROMPT, 4), 3)

@@ -29,6 +29,7 @@ class AppendRecord:
         result: What was answered; None once its rows are dropped.
         num_bytes: Bytes that its rows are counted with: 0 for a single row without arrays.
         drafts: Of a verify: the request as it came; of laws and masks the digests alone. draft_ids: the drafts.
+        num_certain: Of a verify: its tokens before the drafts.
         verified: Of a verify: what was answered, the row handles left out. Kept when the rows are not.
     """
 
@@ -41,6 +42,7 @@ class AppendRecord:
     num_bytes: int
     drafts: Drafts | None = None
     draft_ids: tuple[int, ...] = ()
+    num_certain: int = 0
     verified: Verified | None = None
 
 
@@ -99,7 +101,8 @@ class ReplayRecords:
     def find(self, handle_id: str, start: int, num_tokens: int, job: AppendJob) -> AppendRecord | None:
         """Return the record of the last append if it put ``num_tokens`` behind ``start`` and was asked as ``job`` is.
 
-        Which tokens it put there the caller knows; of drafts that did not hold nobody else does, so they are compared.
+        Which tokens it put there the caller knows; of drafts that did not hold nobody else does, so they are compared,
+        and how many tokens stood before them.
         """
         record = self.find_verify(handle_id, start, job)
         return None if record is None or record.num_tokens != num_tokens else record
@@ -109,9 +112,10 @@ class ReplayRecords:
         record = self._records.get(handle_id)
         if record is None or (record.start, record.output, record.drafts) != (start, job.output, job.drafts):
             return None
-        if job.drafts is not None and record.draft_ids != _draft_ids(job, job.drafts):
-            return None
-        return record
+        if job.drafts is None:
+            return record
+        asked = (len(job.token_ids) - job.drafts.count, _draft_ids(job, job.drafts))
+        return record if (record.num_certain, record.draft_ids) == asked else None
 
     def forget(self, handle_id: str) -> None:
         """The sequence is gone."""
@@ -181,6 +185,7 @@ def _add_drafts(record: AppendRecord, job: AppendJob, drafts: Drafts, result: Ap
     masks = tuple(TokenMask(mask.fingerprint, _NO_BITS) for mask in drafts.row_masks)
     record.drafts = replace(drafts, laws=laws, row_masks=masks)
     record.draft_ids = _draft_ids(job, drafts)
+    record.num_certain = len(job.token_ids) - drafts.count
     assert result.verified is not None
     record.verified = replace(result.verified, row_handles=())
 

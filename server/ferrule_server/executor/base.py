@@ -109,7 +109,7 @@ class DraftSpec:
     p is the law of the row's ``sample`` after its shaping, q the draft's. The draft x is accepted where
     u(ACCEPT) < p(x) / q(x); else a token is drawn with u(RESIDUAL) from max(p - q, 0), normalised (Leviathan, Kalman
     and Matias, "Fast Inference from Transformers via Speculative Decoding", 2023; Chen et al., 2023). A draft chosen
-    with certainty has q(x) = 1: accepted with probability p(x), else drawn from p without x.
+    with certainty has q(x) = 1: accepted with probability p(x), else drawn from p without x. q is divided by its sum.
 
     Attributes:
         token_id: The draft.
@@ -162,7 +162,8 @@ class RowOutput:
         position: Index in its sequence of the token this row predicts (row position + 1).
         token: The chosen token id.
         model_logprob: Natural log-probability of ``token`` at T=1 under the raw logits.
-        sampled_logprob: Natural log-probability of ``token`` under the law it was drawn from (0.0 when greedy).
+        sampled_logprob: Natural log-probability of ``token`` under the law it was drawn from (0.0 when greedy); of a row
+            with a draft under p, whose law the outcome has.
         target_logprob: Natural log-probability (T=1) of ``OutputSpec.target_id``.
         top_ids: int32 [k], largest log-probability first.
         top_logprobs: float32 [k].

@@ -1,4 +1,4 @@
-"""The command ``ferrule``: serve, demo, generate, chat, health, caches, token.
+"""The command ``ferrule``: serve, demo, generate, chat, health, caches, metrics, admin, token.
 
 Settings come from flags, then from ``FERRULE_*`` environment variables, then from defaults. Exit codes: 0 done,
 1 failed (one line ``error: ... (REASON)`` on standard error), 2 used wrongly, 130 interrupted.
@@ -13,7 +13,17 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ferrule_client import __version__, cli_caches, cli_chat, cli_generate, cli_health, cli_token, demo
+from ferrule_client import (
+    __version__,
+    cli_admin,
+    cli_caches,
+    cli_chat,
+    cli_generate,
+    cli_health,
+    cli_metrics,
+    cli_token,
+    demo,
+)
 from ferrule_client.cli_common import CommandError
 from ferrule_client.errors import ExecutorError
 
@@ -38,6 +48,8 @@ _COMMANDS = {
     "chat": (cli_chat, "talk to a model"),
     "health": (cli_health, "tell whether the server serves"),
     "caches": (cli_caches, "list the live handles"),
+    "metrics": (cli_metrics, "show the counters of a server"),
+    "admin": (cli_admin, "warm a server up, drain it, end it"),
     "token": (cli_token, "make a bearer token and its line for the server's token file"),
 }
 

@@ -7,7 +7,6 @@ import sys
 import time
 
 from ferrule_client._check import token_list
-from ferrule_client.cache import Cache
 from ferrule_client.cli_common import (
     CommandError,
     add_connection_options,
@@ -19,8 +18,9 @@ from ferrule_client.cli_common import (
 )
 from ferrule_client.client import Client
 from ferrule_client.errors import TokenOutOfVocabError
-from ferrule_client.generation import Generation, TextGeneration
-from ferrule_client.policy import no_output
+from ferrule_client.generation import Branch, Generation
+from ferrule_client.policy import Policy, sample
+from ferrule_client.types import DrawnToken
 
 __all__ = ["EXAMPLES", "add_options", "run"]
 
@@ -30,6 +30,8 @@ examples:
   ferrule generate --temperature 0 --max-tokens 40 "import os"
   cat prompt.txt | ferrule generate --seed 7        the same seed draws the same text
   ferrule generate --json "class Queue:" | jq -r .text
+  ferrule generate --n 3 --stop "\\n\\n" "def area("    three texts, each up to an empty line
+  ferrule generate --top-logprobs 3 "import "       a line per token, with the likeliest in its place
   ferrule generate --ids "1 2 3"                    token ids, for a model without a tokenizer
 """
 
@@ -49,6 +51,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--min-p", type=number(float, 0, 1), metavar="P", help="draw from tokens at least P times the most likely one"
     )
     parser.add_argument("--seed", type=number(int, 0, 2**64 - 1), metavar="S", help="seed of the draws (random)")
+    parser.add_argument(
+        "--n", type=number(int, 1), default=1, metavar="N", help="texts to draw, each by a seed of its own (1)"
+    )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end at this text (\\n: a new line); may be given several times",
+    )
+    parser.add_argument(
+        "--top-logprobs", type=number(int, 1), default=0, metavar="K", help="show the K likeliest tokens in each place"
+    )
+    parser.add_argument(
+        "--repetition-penalty",
+        type=number(float, 0, above_low=True),
+        metavar="P",
+        help="make tokens that are there already less likely, 1: no change",
+    )
+    parser.add_argument(
+        "--frequency-penalty", type=number(float, -100, 100), metavar="P", help="likewise, per occurrence"
+    )
+    parser.add_argument("--presence-penalty", type=number(float, -100, 100), metavar="P", help="likewise, once")
     parser.add_argument("--ids", action="store_true", help="PROMPT and output are token ids, separated by spaces")
     add_connection_options(parser)
 
@@ -66,23 +91,22 @@ def run(args: argparse.Namespace) -> int:
         wait_for_model(client, args)
         ids = ids or _encode(client, prompt)
         start = time.perf_counter()
-        with _prefill(client, ids) as cache:
-            prefill_s = time.perf_counter() - start
-            loop, text, loop_s = _stream(cache, args)
+        with _begin(client, ids, args) as loop:
+            first_s = _show(loop, args, start)
+        loop_s = time.perf_counter() - start
+    num_tokens = sum(len(branch.tokens) for branch in loop.branches)
     if args.json:
-        print_json(
-            {
-                "text": text,
-                "tokens": loop.tokens,
-                "finish_reason": loop.finish_reason,
-                "seed": _seed(loop),
-                "num_prompt_tokens": len(ids),
-                "prefill_ms": round(1e3 * prefill_s, 3),
-                "tokens_per_s": round(len(loop.tokens) / loop_s, 1),
-            }
-        )
-    else:
-        _print_footer(loop, loop_s)
+        texts = [_as_dict(branch, as_ids=args.ids) for branch in loop.branches]
+        figures = {
+            "num_prompt_tokens": len(ids),
+            "first_token_ms": round(1e3 * first_s, 3),
+            "tokens_per_s": round(num_tokens / loop_s, 1),
+        }
+        print_json({**texts[0], **({"texts": texts} if args.n > 1 else {}), **figures})
+    elif sys.stderr.isatty():
+        reasons = ", ".join(str(branch.finish_reason) for branch in loop.branches)
+        rate = f"{num_tokens} tokens, {num_tokens / loop_s:.0f} tokens/s"
+        print(f"[{reasons}, {rate}, seed {loop.seed}]", file=sys.stderr)
     return 0
 
 
@@ -111,14 +135,6 @@ def _misuse(text: str, reason: str) -> CommandError:
     return CommandError(text, reason, exit_code=2)
 
 
-def _prefill(client: Client, ids: list[int]) -> Cache:
-    try:
-        return client.prefill(ids, policy=no_output())
-    except TokenOutOfVocabError as error:
-        token, size = (error.metadata.get(name, "?") for name in ("token_id", "vocab_size"))
-        raise _misuse(f"token {token} is not in the vocabulary of {size} tokens", "PROMPT_NOT_IDS") from None
-
-
 def _encode(client: Client, prompt: str) -> list[int]:
     ids = client.encode(prompt)
     if not ids:
@@ -136,31 +152,72 @@ def _parse_ids(text: str) -> list[int]:
         raise _misuse(str(error), "PROMPT_NOT_IDS") from None
 
 
-def _stream(cache: Cache, args: argparse.Namespace) -> tuple[Generation | TextGeneration, str, float]:
-    """Draw the tokens, print them as they come unless JSON is wanted, and return the loop, its text and seconds."""
-    start = time.perf_counter()
-    loop = (cache.generate if args.ids else cache.generate_text)(
-        args.max_tokens,
+def _begin(client: Client, ids: list[int], args: argparse.Namespace) -> Generation:
+    stops = [stop.replace("\\n", "\n").replace("\\t", "\t") for stop in args.stop]
+    return client.generate(ids, args.max_tokens, n=args.n, stop=stops, text=not args.ids, policy=_policy(args))
+
+
+def _policy(args: argparse.Namespace) -> Policy:
+    return sample(
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
         min_p=args.min_p,
         seed=args.seed,
+        repetition_penalty=args.repetition_penalty,
+        frequency_penalty=args.frequency_penalty,
+        presence_penalty=args.presence_penalty,
+        logprobs=bool(args.top_logprobs),
+        top_logprobs=args.top_logprobs,
     )
-    pieces = []
-    for piece in loop:
-        pieces.append(f"{piece} " if args.ids else str(piece))
-        if not args.json:
-            print(pieces[-1], end="", flush=True)
-    return loop, "".join(pieces), time.perf_counter() - start
 
 
-def _seed(loop: Generation | TextGeneration) -> int | None:
-    return None if loop.output is None else loop.output.seed
+def _show(loop: Generation, args: argparse.Namespace, start: float) -> float:
+    """Print tokens as they come, unless JSON is wanted; several texts one after another, at their end.
+
+    Returns:
+        The seconds until the first token.
+    """
+    first_s = 0.0
+    streams = args.n == 1 and not args.json
+    try:
+        for token in loop:
+            first_s = first_s or time.perf_counter() - start
+            if streams:
+                print(_line(token) if args.top_logprobs else _piece(token, as_ids=args.ids), end="", flush=True)
+    except TokenOutOfVocabError as error:
+        token_id, size = (error.metadata.get(name, "?") for name in ("token_id", "vocab_size"))
+        raise _misuse(f"token {token_id} is not in the vocabulary of {size} tokens", "PROMPT_NOT_IDS") from None
+    if streams:
+        print(flush=True)
+    elif not args.json:
+        for branch in loop.branches:
+            print(f"--- {branch.index}, seed {branch.seed}, {branch.finish_reason}", flush=True)
+            print(_said(branch, as_ids=args.ids), flush=True)
+    return first_s
 
 
-def _print_footer(loop: Generation | TextGeneration, loop_s: float) -> None:
-    print(flush=True)
-    if sys.stderr.isatty():
-        rate = f"{len(loop.tokens)} tokens, {len(loop.tokens) / loop_s:.0f} tokens/s"
-        print(f"[{loop.finish_reason}, {rate}, seed {_seed(loop)}]", file=sys.stderr)
+def _piece(token: DrawnToken, *, as_ids: bool) -> str:
+    return f"{int(token)} " if as_ids else token.text
+
+
+def _line(token: DrawnToken) -> str:
+    """Return a line about one token: itself, and the likeliest in its place."""
+    others = "  ".join(f"{one.token} {one.logprob:.3f}" for one in token.top_logprobs)
+    return f"{int(token):>7} {token.logprob or 0.0:8.3f}  {token.text!r:<20} | {others}\n"
+
+
+def _said(branch: Branch, *, as_ids: bool) -> str:
+    return " ".join(map(str, branch.tokens)) if as_ids else branch.text
+
+
+def _as_dict(branch: Branch, *, as_ids: bool) -> dict[str, object]:
+    facts: dict[str, object] = {
+        "text": _said(branch, as_ids=as_ids),
+        "tokens": branch.tokens,
+        "finish_reason": branch.finish_reason,
+        "seed": branch.seed,
+    }
+    if branch.error is not None:
+        facts["error"] = branch.error.reason
+    return facts

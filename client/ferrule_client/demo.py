@@ -15,8 +15,9 @@ from ferrule_client.client import Client
 from ferrule_client.demo_server import ServerProcess
 from ferrule_client.demo_view import PoolRow, View, select_view
 from ferrule_client.errors import ExecutorError
+from ferrule_client.generation import Generation
 from ferrule_client.policy import Policy, no_output, sample
-from ferrule_client.types import ModelInfo, Status
+from ferrule_client.types import DrawnToken, ModelInfo, Status
 
 __all__ = ["EXAMPLES", "Figures", "add_options", "run"]
 
@@ -156,7 +157,7 @@ class _Story:
         with contextlib.ExitStack() as stack:
             trunk, ids = self._prefill()
             stack.enter_context(trunk)
-            self._speak(trunk, ids)
+            self._speak(trunk)
             self._draw_pool([trunk])
             branches = [stack.enter_context(branch) for branch in trunk.fork(len(_BRANCH_SEEDS), length=len(ids))]
             self._speak_together(branches, ids)
@@ -183,15 +184,22 @@ class _Story:
         self._beginning = text.splitlines()[-1] if text else ""
         return trunk, ids
 
-    def _speak(self, trunk: Cache, ids: Sequence[int]) -> None:
-        self._view.heading("2  Stream", f"tokens drawn on the server at temperature {_TEMPERATURE}, text as it comes")
-        read = self._reader(ids)
-        loop = trunk.generate(self._max_tokens, temperature=_TEMPERATURE, seed=_TRUNK_SEED)
+    def _generate(self, cache: Cache, seed: int) -> Generation:
+        has_text = self._info.has_tokenizer
+        return cache.generate(self._max_tokens, temperature=_TEMPERATURE, seed=seed, text=has_text)
+
+    def _piece(self, token: DrawnToken) -> str:
+        return token.text if self._info.has_tokenizer else f"{int(token)} "
+
+    def _speak(self, trunk: Cache) -> None:
+        text = f"the server draws at temperature {_TEMPERATURE} and streams the text: one call"
+        self._view.heading("2  Stream", text)
+        loop = self._generate(trunk, _TRUNK_SEED)
         times_s: list[float] = []
         text = ""
         with loop, self._view.panels(["trunk"], [self._beginning]) as panels:
             for token in _timed(loop, times_s):
-                text += (piece := read(token))
+                text += (piece := self._piece(token))
                 panels.add(0, piece)
         self._figures.texts["trunk"] = text
         self._figures.decode_tokens_per_s = len(times_s[1:]) / sum(times_s[1:])
@@ -245,11 +253,10 @@ class _Story:
         kept = list(branch.info(token_ids=True).token_ids)
         old_reader = self._reader(ids)
         beginning = self._beginning + "".join(old_reader(token) for token in kept[len(ids) :])
-        read = self._reader(kept)
         with self._view.panels([f"branch 3, seed {_RETRY_SEED}"], [beginning]) as panels:
             text = ""
-            for token in branch.generate(self._max_tokens, temperature=_TEMPERATURE, seed=_RETRY_SEED):
-                text += (piece := read(token))
+            for token in self._generate(branch, _RETRY_SEED):
+                text += (piece := self._piece(token))
                 panels.add(0, piece)
         self._figures.texts["branch 3, again"] = text
 
@@ -275,7 +282,7 @@ class _Story:
         return lambda token: "" if token in self._stops else detokenizer.push(token)
 
 
-def _timed(tokens: Iterator[int], times_s: list[float]) -> Iterator[int]:
+def _timed(tokens: Iterator[DrawnToken], times_s: list[float]) -> Iterator[DrawnToken]:
     """Pass tokens on and note the seconds that each took to come."""
     while True:
         start = time.perf_counter()

@@ -158,7 +158,8 @@ class HandleNotFoundError(ExecutorError):
     Attributes:
         token_ids: Token ids that the lost handle covered. None: some never passed through this cache, because it was
             adopted (``cache.info(token_ids=True)`` in time makes them known), or the error is of no cache.
-        pending: Tokens that a loop had handed out and that were not in the KV cache yet: none, or one.
+        pending: Tokens that a loop had handed out and that stand behind those: none or one; in the middle of a
+            generation a few.
     """
 
     token_ids: list[int] | None = None
@@ -178,7 +179,10 @@ class HandleLostError(HandleNotFoundError):
 
 
 class MaskUnknownError(ExecutorError):
-    """The token mask fingerprint is not registered on the server. Register the mask again."""
+    """The token mask fingerprint is not registered on the server. Register the mask again.
+
+    Masks of ``client.register_mask`` are, by the client itself, as long as they are kept.
+    """
 
 
 class WrongInstanceError(ExecutorError):
@@ -232,12 +236,12 @@ class QuotaExceededError(ResourceExhaustedError):
     """A quota of the caller is used up.
 
     QUEUED_ROWS and PREFILL_RATE pass by themselves, so the client waits and tries again, within its timeout. HANDLES
-    and KV_TOKENS do when the caller releases something.
+    and KV_TOKENS do when the caller releases something; MASK_BYTES is for a mask that does not fit by itself.
     """
 
     @property
     def quota(self) -> str:
-        """Which one: ``HANDLES``, ``KV_TOKENS``, ``QUEUED_ROWS`` or ``PREFILL_RATE``."""
+        """Which one: ``HANDLES``, ``KV_TOKENS``, ``QUEUED_ROWS``, ``PREFILL_RATE`` or ``MASK_BYTES``."""
         return self.metadata.get("quota", self.reason.removeprefix("QUOTA_"))
 
     @property

@@ -1,0 +1,68 @@
+"""``ferrule admin``: warm a server up, drain it, end it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from ferrule_client.cli_common import add_connection_options, connect, number, print_json
+from ferrule_client.types import Drained, Warmed
+
+__all__ = ["EXAMPLES", "add_options", "run"]
+
+EXAMPLES = """\
+examples:
+  ferrule admin warmup                              before the first request
+  ferrule admin warmup --batch-sizes 1 8 32
+  ferrule admin drain --grace 60                    no new prompts; live handles for a minute
+  ferrule admin shutdown                            drain, then end the process
+
+On a server with credentials the token must have the admin role.
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    parser.add_argument("action", choices=("warmup", "drain", "shutdown"), help="what the server is to do")
+    parser.add_argument(
+        "--batch-sizes",
+        type=number(int, 1),
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="sizes to warm up (its own choice)",
+    )
+    parser.add_argument(
+        "--grace", type=number(float, 0), metavar="SECONDS", help="time for what is alive (the server's setting)"
+    )
+    add_connection_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Have it done, print what the server says, and return 0.
+
+    Raises:
+        ExecutorError: The caller is no admin, or the server does not answer.
+    """
+    done: Warmed | Drained
+    with connect(args) as client:
+        if args.action == "warmup":
+            done = client.admin.warmup(args.batch_sizes)
+        elif args.action == "drain":
+            done = client.admin.drain(args.grace)
+        else:
+            done = client.admin.shutdown(args.grace)
+    if args.json:
+        print_json(dataclasses.asdict(done))
+    else:
+        print(_sentence(args.action, done))
+    return 0
+
+
+def _sentence(action: str, done: Warmed | Drained) -> str:
+    if isinstance(done, Warmed):
+        sizes = ", ".join(map(str, done.batch_sizes))
+        return f"warm for batches of {sizes or 'no size'}: {len(done.steps)} steps in {done.run_ns / 1e6:.0f} ms"
+    if action == "drain":
+        return f"draining: {done.live_sequences} live handles, {done.pending_jobs} requests under way"
+    return f"ending: {done.live_sequences} live handles are lost"

@@ -1,0 +1,58 @@
+"""``ferrule metrics``: what happened in the server's KV pool."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from ferrule_client.cli_common import add_connection_options, connect, print_json
+
+__all__ = ["EXAMPLES", "add_options", "run"]
+
+EXAMPLES = """\
+examples:
+  ferrule metrics                                   counters of the KV pool and of the server, a line each
+  ferrule metrics --json | jq .num_prefix_hit_tokens
+  watch ferrule metrics
+"""
+
+_STATUS = (
+    "queue_depth",
+    "current_batch_size",
+    "active_streams",
+    "num_steps",
+    "num_prefills",
+    "num_decodes",
+    "num_verifies",
+    "num_generates",
+    "num_prefill_tokens",
+    "num_decode_tokens",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+    "num_errors",
+    "avg_prefill_ns",
+    "avg_decode_ns",
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    add_connection_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the counters and return 0.
+
+    Raises:
+        ExecutorError: The server does not answer, or keeps none.
+    """
+    with connect(args) as client:
+        metrics, status = client.cache_metrics(), client.status()
+    values = dataclasses.asdict(metrics) | {name: getattr(status, name) for name in _STATUS}
+    if args.json:
+        print_json(values)
+        return 0
+    width = max(map(len, values))
+    for name, value in values.items():
+        print(f"{name:<{width}}  {value}")
+    return 0

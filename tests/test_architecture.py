@@ -37,7 +37,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "ferrule_server.__main__": ("ferrule_server", "rich"),
     "ferrule_server.errors": (),
     "ferrule_server.quotas": (),
-    "ferrule_server.config": ("ferrule_server.errors", "ferrule_server.quotas"),
+    "ferrule_server.arguments": (),
+    "ferrule_server.config": ("ferrule_server.arguments", "ferrule_server.errors", "ferrule_server.quotas"),
     "ferrule_server.kv": ("ferrule_server.kv", "ferrule_server.errors", "ferrule_server.quotas", "numpy"),
     "ferrule_server.engine": ("ferrule_server.engine", "ferrule_server.kv", *HOST_ONLY),
     "ferrule_server.api": (

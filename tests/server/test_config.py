@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from ferrule_server.arguments import build_parser
 from ferrule_server.config import (
     DEFAULT_MASK_BYTES,
     ListenAddress,
     ServerConfig,
-    build_parser,
     instance_of_host,
     parse_config,
 )

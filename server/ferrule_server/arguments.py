@@ -1,0 +1,155 @@
+"""The command line of the server: its flags, and the text that ``--help`` teaches them with."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Final
+
+from ferrule_server import __version__
+
+EXECUTORS: Final = ("auto", "torch", "paged-reference")
+DTYPES: Final = ("auto", "bfloat16", "float32")
+LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser; every value stays text or None, so that the environment can step in."""
+    parser = argparse.ArgumentParser(
+        prog="ferrule serve",
+        description="Serves a decoder-only language model over gRPC; clients hold handles to its KV cache.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"ferrule {__version__}")
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--model",
+        metavar="demo|FOLDER",
+        help="the small model that ships, or a Hugging Face folder with safetensors (default: demo)",
+    )
+    model.add_argument(
+        "--executor",
+        metavar="|".join(EXECUTORS),
+        help="what runs the steps; paged-reference needs no model and starts"
+        " at once, for client authors and tests (default: auto = torch)",
+    )
+    model.add_argument(
+        "--dtype",
+        metavar="|".join(DTYPES),
+        help="of weights, activations and KV (default: auto = bfloat16 where the"
+        " processor has instructions for it, else float32)",
+    )
+    model.add_argument(
+        "--threads",
+        metavar="N",
+        help="threads that compute (default: one per core; one in all below 128 MiB of weights)",
+    )
+    memory = parser.add_argument_group("memory and limits")
+    memory.add_argument(
+        "--kv-memory",
+        metavar="SIZE",
+        help="size of the KV pool, allocated at start, in KiB, MiB, GiB or TiB: 512MiB (default: 1GiB)",
+    )
+    memory.add_argument("--max-context", metavar="N", help="longest sequence in tokens (default: the model's limit)")
+    memory.add_argument(
+        "--max-ttl", metavar="TIME", help="longest lease a client can ask for: 90s, 30m, 1h (default: 1h)"
+    )
+    memory.add_argument(
+        "--max-step-rows", metavar="N", help="most tokens in one step; longer prompts run in chunks (default: 512)"
+    )
+    memory.add_argument(
+        "--max-step-time",
+        metavar="TIME",
+        help="longest step that prompts may make while others decode, such as 20ms (default: twice a decode step)",
+    )
+    memory.add_argument(
+        "--max-waiting-jobs", metavar="N", help="most requests waiting or running; beyond it QUEUE_FULL (default: 4096)"
+    )
+    memory.add_argument(
+        "--prefix-cache",
+        metavar="on|off",
+        help="keep the blocks of released sequences, as long as nobody needs them, for prompts of the same principal"
+        " that begin the same; replies say how many tokens were found (default: on)",
+    )
+    quotas = parser.add_argument_group("quotas of each principal (default: none but for masks)")
+    quotas.add_argument("--quota-handles", metavar="N", help="live sequences")
+    quotas.add_argument("--quota-kv-tokens", metavar="N", help="tokens in the KV pool, shared blocks counted once")
+    quotas.add_argument("--quota-queued-rows", metavar="N", help="tokens waiting to be run")
+    quotas.add_argument("--quota-prefill-rate", metavar="N", help="prompt tokens per second")
+    quotas.add_argument("--quota-retained", metavar="SIZE", help="outputs kept for replay: 16MiB")
+    quotas.add_argument(
+        "--quota-mask-bytes",
+        metavar="SIZE|none",
+        help="registered token masks, a bit for each token of the vocabulary; the least recently used are dropped"
+        " (default: 64MiB; 256MiB for all together)",
+    )
+    network = parser.add_argument_group("network")
+    network.add_argument(
+        "--listen",
+        metavar="HOST:PORT|unix:PATH",
+        help="port 0 lets the system choose, the line 'ready' tells which (default: 127.0.0.1:50051)",
+    )
+    network.add_argument(
+        "--insecure",
+        action="store_const",
+        const="1",
+        help="accept an address that other machines can reach without authentication; whoever reaches it may use it",
+    )
+    network.add_argument("--reflection", action="store_const", const="1", help="serve gRPC reflection, for buf curl")
+    network.add_argument(
+        "--instance", metavar="NAME", help="name of this server in its handles, for routing (default: the host name)"
+    )
+    network.add_argument(
+        "--drain-grace", metavar="TIME", help="how long live handles are served after SIGTERM (default: 25s)"
+    )
+    access = parser.add_argument_group("who may connect")
+    access.add_argument(
+        "--token-file",
+        metavar="FILE",
+        help="bearer tokens to accept, by their SHA-256, one a line as 'ferrule token NAME' prints it; every call then"
+        " needs one; re-read when the file changes",
+    )
+    access.add_argument(
+        "--tls-cert", metavar="FILE", help="PEM certificate chain to serve with; re-read when it changes"
+    )
+    access.add_argument("--tls-key", metavar="FILE", help="PEM private key of --tls-cert, without a password")
+    access.add_argument(
+        "--tls-client-ca",
+        metavar="FILE",
+        help="PEM authorities: clients must show a certificate of one of them; without --token-file its URI SAN or"
+        " common name is the principal",
+    )
+    access.add_argument("--admins", metavar="NAME,...", help="principals of client certificates with the role admin")
+    parser.add_argument("--failpoints", help=argparse.SUPPRESS)
+    logs = parser.add_argument_group("logging")
+    logs.add_argument("--log-level", metavar="|".join(LOG_LEVELS), help="of the log on stderr (default: info)")
+    logs.add_argument(
+        "--debug-top-tokens",
+        action="store_const",
+        const="1",
+        help="log handle id, position and the five best tokens of every output row: what clients generate can be read"
+        " in the log then, and every step is slower",
+    )
+    return parser
+
+
+_EPILOG: Final = """\
+Every flag can be given as an environment variable: --kv-memory as FERRULE_KV_MEMORY, --insecure as
+FERRULE_INSECURE=1. Flags win over the environment, the environment over defaults.
+
+examples:
+  ferrule serve                                        the demo model on 127.0.0.1:50051
+  ferrule serve --model ~/models/Qwen3-0.6B --kv-memory 4GiB
+  ferrule serve --executor paged-reference --listen unix:/tmp/ferrule.sock
+  ferrule serve --listen 0.0.0.0:50051 --token-file tokens --tls-cert cert.pem --tls-key key.pem
+  ferrule serve --listen 0.0.0.0:50051 --insecure      beyond this machine, on a trusted network
+
+Without --token-file and --tls-client-ca everybody who can reach the server is one principal, 'local', and handles are
+shared; that is allowed on 127.0.0.1, [::1] and unix sockets, elsewhere only with --insecure.
+
+When the model is loaded, one line starting 'ready' appears on stdout. SIGTERM or Ctrl-C ends the server: new
+prompts are refused, live handles are served until none is left or --drain-grace is over; a second signal ends it at
+once. Exit codes: 0 ended as asked, 1 a fault, 2 a setting, address or model folder is unusable, 130 Ctrl-C before the
+line 'ready', 128 + its number for a second signal.
+"""

@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 from grpc_status import rpc_status
 
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, policy_pb2, types_pb2
@@ -436,23 +437,47 @@ def test_ends_without_end_are_refused_without_a_long_pause(
     assert longest[0] < 0.5
 
 
-@pytest.mark.parametrize("is_stream", [False, True], ids=["unary", "stream"])
-def test_a_refused_request_is_not_kept_until_the_garbage_collector_comes(
-    server: RunningServer, is_stream: bool
-) -> None:
+def _oversized() -> dict[str, Message]:
+    """Return a request with far too much in it for each kind of method."""
+    stops = [policy_pb2.TokenIdList(token_ids=[1])] * 5000
+    return {
+        "KeepAlive": cache_pb2.KeepAliveRequest(kv_caches=_unknown(5000)),
+        "StreamDecode": executor_pb2.StreamDecodeRequest(release=_unknown(5000)),
+        "BatchPrefill": executor_pb2.BatchPrefillRequest(inputs=[executor_pb2.PrefillInput(input_ids=[1])] * 5000),
+        "UnifiedDecode": executor_pb2.UnifiedDecodeRequest(batch={"items": [{"q_tokens": [1]}] * 5000}),
+        "Generate": executor_pb2.GenerateRequest(input_ids=[1], stop_sequences=stops),
+    }
+
+
+@pytest.mark.parametrize("name", ["KeepAlive", "StreamDecode", "BatchPrefill", "UnifiedDecode", "Generate"])
+def test_a_refused_request_is_not_kept_until_the_garbage_collector_comes(server: RunningServer, name: str) -> None:
     """16 MB of empty handles are 500 MB once parsed; refused a few times a second they must not add up."""
-    handles = cache_pb2.KeepAliveRequest(kv_caches=_unknown(5000)).SerializeToString()
-    kind = executor_pb2.StreamDecodeRequest if is_stream else cache_pb2.KeepAliveRequest
-    frame = executor_pb2.StreamDecodeRequest(release=_unknown(5000)).SerializeToString()
+    message = _oversized()[name]
+    kind, data = type(message), message.SerializeToString()
+    del message
+    call: Any = server.channel.stream_stream(f"/ferrule.v1.ModelExecutorService/{name}")
     gc.collect()
     gc.disable()
     try:
         for _ in range(3):
-            if is_stream:
-                refusal = _refusal(lambda: list(server.raw_stream(frame)))
-            else:
-                refusal = _refusal(lambda: server.raw_unary("ModelExecutorService/KeepAlive", handles))
-            assert refusal.reason == "INVALID_FIELD"
+            assert _refusal(lambda: list(call(iter([data]), timeout=20))).reason == "INVALID_FIELD"
+        wait_until(lambda: not any(type(each) is kind for each in gc.get_objects()))
+    finally:
+        gc.enable()
+
+
+def test_an_answered_request_is_not_kept_either(server: RunningServer) -> None:
+    """Of a method that streams its answer too: the request is gone with the call."""
+    request = executor_pb2.GenerateRequest(input_ids=[1, 2, 3], logits_policy=GREEDY, max_tokens=5)
+    data = request.SerializeToString()
+    del request
+    call: Any = server.channel.unary_stream("/ferrule.v1.ModelExecutorService/Generate")
+    kind = executor_pb2.GenerateRequest
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            assert list(call(data, timeout=20))
         wait_until(lambda: not any(type(each) is kind for each in gc.get_objects()))
     finally:
         gc.enable()

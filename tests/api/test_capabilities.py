@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import grpc
 import pytest
@@ -17,9 +17,9 @@ from ferrule.v1 import (
     tokenizer_pb2,
     types_pb2,
 )
-from ferrule_server.text.chat_template import ChatTemplate
-from ferrule_server.text.tokenizer import Tokenizer
-from tests.api.harness import DEMO_FOLDER, GREEDY, RunningServer, decode_item, read_status, refusal_of, refused
+from ferrule_server.config import ServerConfig
+from ferrule_server.executor.select import create_executor
+from tests.api.harness import GREEDY, RunningServer, decode_item, read_status, refusal_of, refused
 
 Policy = policy_pb2.LogitsReturnPolicy
 Server = RunningServer
@@ -31,7 +31,8 @@ def _sample(**fields: object) -> Policy:
 
 def _masked(server: Server) -> None:
     """Each form of a mask, the registered one too."""
-    bits = bytes([2, *[0] * 31])
+    num_bytes = -(-server.engine.info.model.vocab_size // 8)
+    bits = bytes([2, *[0] * (num_bytes - 1)])
     request = cache_pb2.RegisterTokenMaskRequest(masks=[bits])
     (fingerprint,) = server.stub.RegisterTokenMask(request, timeout=20).fingerprints
     for mask in (
@@ -192,6 +193,27 @@ def test_a_flag_is_true_exactly_if_the_call_succeeds(
     server: Server, capabilities: info_pb2.ExecutorCapabilities, flag: str
 ) -> None:
     """False means FEATURE_UNSUPPORTED, never something else."""
+    _check_flag(server, capabilities, flag)
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Iterator[Server]:
+    """The model that ships on the torch executor, with its tokenizer and its chat template."""
+    loaded = create_executor(ServerConfig(dtype="float32", kv_memory_bytes=16 << 20), lambda _stage, _share: None)
+    with RunningServer(loaded.executor, tokenizer=loaded.tokenizer, chat_template=loaded.chat_template) as server:
+        yield server
+
+
+@pytest.mark.parametrize("flag", CALLS)
+def test_flags_of_the_model_that_ships_are_true_exactly_if_the_call_succeeds(shipped: Server, flag: str) -> None:
+    """The same on the torch executor, where there is a tokenizer."""
+    capabilities = shipped.stub.GetCapabilities(executor_pb2.GetCapabilitiesRequest()).capabilities
+    assert capabilities.executor == "torch"
+    _check_flag(shipped, capabilities, flag)
+    assert getattr(capabilities, flag) is (flag != "supports_tree_verify")
+
+
+def _check_flag(server: Server, capabilities: info_pb2.ExecutorCapabilities, flag: str) -> None:
     reason = _reason_of_refusal(lambda: CALLS[flag](server))
     assert reason in (None, "FEATURE_UNSUPPORTED")
     assert getattr(capabilities, flag) is (reason is None)
@@ -206,15 +228,6 @@ def _reason_of_refusal(call: Callable[[], object]) -> str | None:
     except grpc.RpcError as error:
         return refusal_of(error).reason
     return None
-
-
-def test_the_model_that_ships_chats() -> None:
-    """And says so; a model without a template does not."""
-    tokenizer, template = Tokenizer.load(DEMO_FOLDER), ChatTemplate.load(DEMO_FOLDER)
-    with RunningServer(tokenizer=tokenizer, chat_template=template) as server:
-        served = server.stub.GetCapabilities(executor_pb2.GetCapabilitiesRequest()).capabilities
-        assert served.supports_chat_template
-        _chat(server)
 
 
 def test_flags_about_what_a_call_does(server: Server, capabilities: info_pb2.ExecutorCapabilities) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from types import TracebackType
+from typing import cast
 
 from ferrule_server.engine.engine import Engine
 from ferrule_server.engine.failpoints import Failpoints
@@ -13,6 +14,7 @@ from ferrule_server.engine.lanes import Lanes
 from ferrule_server.engine.settings import EngineSettings
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import OutputSpec
+from ferrule_server.executor.paged_reference import PagedReferenceExecutor
 from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.handle import Handle, StalePolicy
@@ -160,6 +162,19 @@ class Harness:
     def release(self, *handles: Handle) -> Outcome:
         """Release and wait."""
         return self.submit(ReleaseJob("me", handles)).outcome()
+
+
+def paged_harness(block_size: int = 16) -> Harness:
+    """An engine over the paged reference executor, whose logits are the same bits in whatever steps they are run."""
+    executor = PagedReferenceExecutor(kv_memory_bytes=4 << 20, block_size=block_size)
+    return Harness(cast("FakeExecutor", executor), max_step_rows=24)
+
+
+def logits_of(result: AppendResult) -> bytes:
+    """The bits of the last row's logits."""
+    logits = result.rows[-1].logits
+    assert logits is not None
+    return logits.tobytes()
 
 
 def append(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from typing import cast
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ import pytest
 from ferrule_server.engine.jobs import (
     Acceptance,
     AppendJob,
-    AppendResult,
     Drafts,
     OutputRequest,
     TruncateJob,
@@ -20,10 +18,9 @@ from ferrule_server.engine.jobs import (
 )
 from ferrule_server.errors import Cancelled, NonFiniteLogits
 from ferrule_server.executor.base import OutputSpec, SampleSpec, Shaping
-from ferrule_server.executor.paged_reference import PagedReferenceExecutor
 from ferrule_server.kv.handle import StalePolicy
 from ferrule_server.quotas import QuotaLimits
-from tests.engine.harness import GREEDY, NOTHING, Harness, append
+from tests.engine.harness import GREEDY, NOTHING, Harness, append, logits_of, paged_harness
 from tests.fakes import FakeExecutor, fake_next_token
 
 VOCAB = 32
@@ -231,12 +228,6 @@ def test_room_that_is_reserved_comes_with_a_hit() -> None:
         assert harness.decode(handle).rows[0].token == fake_next_token((*tokens, 1, 2, 3, 4, 5, 6, 7, 8), VOCAB)
 
 
-def paged_harness(**options: int) -> Harness:
-    """An engine over the paged reference executor, whose logits are exact."""
-    executor = PagedReferenceExecutor(kv_memory_bytes=4 << 20, **options)
-    return Harness(cast("FakeExecutor", executor), max_step_rows=24)
-
-
 @pytest.mark.parametrize("block_size", [4, 16])
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 97])
 def test_a_hit_changes_not_a_bit_of_the_logits(block_size: int, length: int) -> None:
@@ -253,10 +244,3 @@ def test_a_hit_changes_not_a_bit_of_the_logits(block_size: int, length: int) -> 
             assert logits_of(result) == logits_of(expected)
             assert logits_of(warm.decode(result.handle, 9, output=FULL)) == logits_of(later)
         assert result.cached_tokens == length // block_size * block_size
-
-
-def logits_of(result: AppendResult) -> bytes:
-    """The bits of the one row."""
-    (row,) = result.rows
-    assert row.logits is not None
-    return row.logits.tobytes()

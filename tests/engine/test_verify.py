@@ -35,7 +35,7 @@ from ferrule_server.executor.base import DraftLaw, OutputSpec, SampleSpec, Shapi
 from ferrule_server.executor.laws import sampling_law
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.quotas import QuotaLimits
-from tests.engine.harness import GREEDY, NOTHING, Harness, append
+from tests.engine.harness import GREEDY, NOTHING, Harness, append, logits_of, paged_harness
 from tests.fakes import FakeExecutor, fake_logits, fake_next_token
 
 VOCAB = 32
@@ -126,6 +126,32 @@ def test_what_does_not_hold_leaves_no_block_behind() -> None:
         assert before - decoded - harness.engine.snapshot().free_blocks == decoded
         sequence = harness.store.resolve(result.handle, "me")
         assert executor.tokens_at(sequence.block_ids, 4) == [*PROMPT, 4]
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("num_good", [0, 1, 3, 7])
+def test_the_kv_after_a_partial_accept_is_that_of_the_accepted_prefix(num_good: int, block_size: int) -> None:
+    """Bit-equal on the paged reference: the same logits later on as if the drafts had never been there."""
+    tokens = tuple(range(20, 34))
+    with paged_harness(block_size) as verified, paged_harness(block_size) as plain:
+        handle, good = plain.prefill(*tokens).handle, [7]
+        for _ in range(8):
+            step = plain.decode(handle, good[-1], output=FULL)
+            assert step.rows[0].token is not None
+            handle = step.handle
+            good.append(step.rows[0].token)
+        drafts = (*good[1 : num_good + 1], *((good[num_good + 1] + 1) % 256,) * 9)
+        first = verified.prefill(*tokens).handle
+        result = verified.submit(verify(first, (7,), drafts, output=FULL)).result()
+        assert accepted(result) == (num_good, good[num_good + 1])
+        cold = plain.prefill(*tokens, *good[: num_good + 1], output=replace(FULL, all_positions=True))
+        assert logits_of(result) == logits_of(cold)
+        for after in ((1, 2, 3), (200,) * 20):
+            again, expected = (
+                harness.submit(append(at, *after, output=FULL, on_stale=StalePolicy.REWIND)).result()
+                for harness, at in ((verified, result.handle), (plain, cold.handle))
+            )
+            assert logits_of(again) == logits_of(expected)
 
 
 def test_row_handles_name_every_row_that_is_appended() -> None:

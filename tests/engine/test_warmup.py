@@ -139,7 +139,8 @@ def test_closing_ends_it_with_draining() -> None:
         executor.arrive()
         closing = threading.Thread(target=harness.engine.close)
         closing.start()
-        time.sleep(0.02)
+        while harness.engine._inbox.empty():
+            time.sleep(0.001)
         executor.run_freely()
         closing.join()
         assert [type(sink.outcome()) for sink in sinks] == [Draining, Draining]

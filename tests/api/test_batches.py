@@ -11,8 +11,11 @@ import grpc
 import pytest
 
 from ferrule.v1 import executor_pb2, policy_pb2, types_pb2
+from ferrule_server.api.auth import OpenAccess
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.engine.settings import EngineSettings
+from ferrule_server.executor.base import DeviceLost
+from ferrule_server.quotas import QuotaLimits
 from tests.api.harness import (
     EPOCH,
     GREEDY,
@@ -297,6 +300,57 @@ def test_pieces_fail_alone_with_the_path_of_their_field(server: RunningServer) -
         3: ("batch.items[3].q_tokens[0]",),
     }
     assert server.info(handle).kv_cache == response.results[4].output.kv_cache
+
+
+def test_what_a_principal_may_not_use_fails_item_by_item() -> None:
+    """Sequences, rows waiting and places in the queue, as far as they go; masks and leases that are gone."""
+    quotas = QuotaLimits(handles=4, queued_rows=20)
+    settings = EngineSettings(max_step_time_s=60.0, max_waiting_jobs=6)
+    with RunningServer(access=OpenAccess(is_admin=True, quotas=quotas), settings=settings) as server:
+        response = batch_prefill(server, *[prompt_of(1, 2, 3)] * 3, prompt_of(*range(30)), *[prompt_of(4)] * 4)
+        refusals = _refusals(response)
+        assert {place: refusal.reason for place, refusal in refusals.items()} == {
+            3: "QUOTA_QUEUED_ROWS",
+            5: "QUOTA_HANDLES",
+            6: "QUOTA_HANDLES",
+            7: "QUEUE_FULL",
+        }
+        assert refusals[3].retry_after_s is None  # it can never be had
+        assert refusals[7].retry_after_s is not None
+        handles = [result.output.kv_cache for result in response.results[:3]]
+        server.clock.offset_s += 30
+        server.decode(handles[1], 5)
+        server.clock.offset_s += 40
+        wait_until(lambda: server.engine.snapshot().num_sequences == 1)
+        masked = policy_pb2.LogitsReturnPolicy(greedy_argmax={"token_mask": {"fingerprint": bytes(16)}})
+        decoded = batch_decode(server, decode_of(handles[0], 6), decode_of(handles[1], 5, policy=masked))
+        assert [refusal.reason for refusal in _refusals(decoded).values()] == ["HANDLE_EXPIRED", "MASK_UNKNOWN"]
+
+
+def test_a_step_that_fails_is_the_fault_of_the_items_that_fail_alone() -> None:
+    """The others are run again without them; a lost device is told to all."""
+    executor = FakeExecutor()
+    with RunningServer(executor) as server:
+        executor.errors = {1: RuntimeError("a bug"), 3: RuntimeError("a bug of the second")}
+        response = batch_prefill(server, *(prompt_of(i, 2) for i in range(3)))
+        assert {place: refusal.reason for place, refusal in _refusals(response).items()} == {1: "ENGINE_FAULT"}
+        handles = [response.results[i].output.kv_cache for i in (0, 2)]
+        executor.errors = {len(executor.batches) + 1: DeviceLost("gone")}
+        lost = batch_decode(server, *(decode_of(handle, 5) for handle in handles))
+        assert [refusal.reason for refusal in _refusals(lost).values()] == ["HANDLE_LOST"] * 2
+
+
+def test_recomputed_and_cached_tokens_are_told(server: RunningServer) -> None:
+    """Of a replay whose values were not kept, and of pieces whose beginning was there."""
+    prompt = range(130, 170)
+    (first,) = unified(server, piece_of(*prompt)).results
+    (again,) = unified(server, piece_of(*prompt)).results
+    assert (first.output.cached_tokens, again.output.cached_tokens) == (0, 32)
+    handle = again.output.kv_cache
+    batch_decode(server, decode_of(handle, 7))
+    replay = batch_decode(server, decode_of(handle, 7, policy=FULL)).results[0].output
+    assert (replay.replayed, replay.recomputed) == (True, True)
+    assert replay.timing.step_rows == 1
 
 
 def test_the_pool_is_shared_out_in_item_order() -> None:

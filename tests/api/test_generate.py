@@ -13,7 +13,11 @@ import grpc
 import pytest
 
 from ferrule.v1 import executor_pb2, policy_pb2, types_pb2
+from ferrule_server.api.auth import OpenAccess
 from ferrule_server.api.limits import ApiLimits
+from ferrule_server.engine.settings import EngineSettings
+from ferrule_server.executor.base import DeviceLost
+from ferrule_server.quotas import QuotaLimits
 from ferrule_server.text.tokenizer import Tokenizer
 from tests.api.harness import (
     DEMO_FOLDER,
@@ -367,6 +371,51 @@ def test_a_prompt_that_finds_no_room_is_refused() -> None:
             with refused() as refusals:
                 generate(server, *[1] * length)
             assert refusals[0].reason == reason
+
+
+def test_what_a_principal_may_not_use_is_refused() -> None:
+    """Sequences for all branches, or none; rows waiting; prompt tokens per second; places in the queue."""
+    for quotas, fields, reason in (
+        (QuotaLimits(handles=2), {"n": 3}, "QUOTA_HANDLES"),
+        (QuotaLimits(queued_rows=2), {}, "QUOTA_QUEUED_ROWS"),
+        (QuotaLimits(kv_tokens=2), {}, "QUOTA_KV_TOKENS"),
+    ):
+        with RunningServer(FakeExecutor(), access=OpenAccess(is_admin=True, quotas=quotas)) as server:
+            with refused() as refusals:
+                generate(server, 1, 2, 3, **fields)
+            assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
+            wait_until(lambda server=server: server.engine.snapshot().num_streams == 0)  # type: ignore[misc]
+            wait_until(lambda server=server: server.engine._gate.num_jobs == 0)  # type: ignore[misc]
+    with RunningServer(FakeExecutor(step_time_s=0.01), settings=EngineSettings(max_waiting_jobs=1)) as server:
+        call = server.stub.Generate(request_of(1, 2, max_tokens=0), timeout=20)
+        next(call)
+        with refused() as refusals:
+            generate(server, 3)
+        assert refusals[0].reason == "QUEUE_FULL"
+        call.cancel()
+
+
+def test_a_step_that_fails_ends_the_branch_with_the_fault() -> None:
+    """Before the first token it is the status of the call; later an end whose handle is good. So with a lost device."""
+    executor = FakeExecutor()
+    with RunningServer(executor) as server:
+        executor.errors = {number: RuntimeError("a bug") for number in (1, 2)}
+        with refused() as refusals:
+            generate(server, 1, 2, 3)
+        assert refusals[0].reason == "ENGINE_FAULT"
+        executor.errors = {number: RuntimeError("a bug") for number in (6, 7)}
+        branch = Branch(generate(server, 1, 2, 3))
+        assert (branch.tokens, branch.finish) == (_greedy((1, 2, 3), 3, 32), "ERROR")
+        assert read_status(branch.outputs[-1].error).reason == "ENGINE_FAULT"
+        assert server.decode(branch.handle, branch.tokens[-1]).kv_cache.length == branch.handle.length + 1
+        executor.errors = {len(executor.batches) + 3: DeviceLost("gone")}
+        frames, reason = [], ""
+        try:
+            frames.extend(server.stub.Generate(request_of(4, 5, 6), timeout=20))
+            reason = read_status(Branch(frames).outputs[-1].error).reason
+        except grpc.RpcError as error:
+            reason = refusal_of(error).reason
+        assert reason in ("HANDLE_LOST", "DRAINING")
 
 
 # ---- leaving --------------------------------------------------------------------------------------------------------

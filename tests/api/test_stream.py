@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import threading
@@ -389,3 +390,28 @@ def test_releases_come_before_the_errors_of_their_frame(server: RunningServer, n
     assert frames[0].releases
     assert sum(len(frame.results) for frame in frames) == 1 + num_good
     assert stream.call.code() is grpc.StatusCode.OK
+
+
+def test_a_draining_server_refuses_the_new_prompts_of_a_frame_alone() -> None:
+    """Repeats of earlier ones and live handles are served beside them; the releases end the drain."""
+    with RunningServer() as server:
+        handle = server.prefill().kv_cache
+        stream = server.open_stream()
+        prompt = executor_pb2.UnifiedBatchItem(q_tokens=[1, 2], request_id="early")
+        stream.send(prompt)
+        early = stream.read().results[0].unified.kv_cache
+        drained = asyncio.run_coroutine_threadsafe(server.server.drain(60.0), server.loop)
+        wait_until(lambda: server.state.phase.value == "draining")
+        late = executor_pb2.UnifiedBatchItem(q_tokens=[1, 2], request_id="late")
+        piece = executor_pb2.UnifiedBatchItem(q_tokens=[3], kv_cache=early)
+        stream.send(executor_pb2.UnifiedBatchItem(q_tokens=[1, 2]), late, prompt, piece, decode_item(handle, 7))
+        results: dict[int, executor_pb2.StreamResult] = {}
+        while len(results) < 5:
+            results.update((result.seq, result) for result in stream.read().results)
+        assert [read_status(results[seq].error).reason for seq in (0, 1)] == ["DRAINING"] * 2
+        assert (results[2].unified.kv_cache, results[2].unified.replayed) == (early, True)
+        assert results[3].unified.kv_cache.length == 3
+        assert results[4].decode.kv_cache.length == len(PROMPT) + 1
+        stream.send(release=[handle, early])
+        stream.read()
+        drained.result(timeout=10)

@@ -384,8 +384,8 @@ def test_what_a_principal_may_not_use_is_refused() -> None:
             with refused() as refusals:
                 generate(server, 1, 2, 3, **fields)
             assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
-            wait_until(lambda server=server: server.engine.snapshot().num_streams == 0)  # type: ignore[misc]
-            wait_until(lambda server=server: server.engine._gate.num_jobs == 0)  # type: ignore[misc]
+            wait_until(lambda server=server: server.engine.snapshot().num_streams == 0)
+            wait_until(lambda server=server: server.engine._gate.num_jobs == 0)
     with RunningServer(FakeExecutor(step_time_s=0.01), settings=EngineSettings(max_waiting_jobs=1)) as server:
         call = server.stub.Generate(request_of(1, 2, max_tokens=0), timeout=20)
         next(call)
@@ -409,10 +409,8 @@ def test_a_step_that_fails_ends_the_branch_with_the_fault() -> None:
         assert read_status(branch.outputs[-1].error).reason == "ENGINE_FAULT"
         assert server.decode(branch.handle, branch.tokens[-1]).kv_cache.length == branch.handle.length + 1
         executor.errors = {len(executor.batches) + 3: DeviceLost("gone")}
-        frames, reason = [], ""
         try:
-            frames.extend(server.stub.Generate(request_of(4, 5, 6), timeout=20))
-            reason = read_status(Branch(frames).outputs[-1].error).reason
+            reason = read_status(Branch(generate(server, 4, 5, 6)).outputs[-1].error).reason
         except grpc.RpcError as error:
             reason = refusal_of(error).reason
         assert reason in ("HANDLE_LOST", "DRAINING")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -146,6 +146,24 @@ def test_batched_rows_are_those_of_the_definition(has_numpy: bool, seed: int, vo
         ours = outputs.select(torch.from_numpy(logits), torch.from_numpy(hidden), positions, specs, histories)
     for mine, theirs in zip(ours, expected, strict=True):
         assert_same(mine, theirs)
+
+
+@pytest.mark.parametrize("has_numpy", [False, True])
+def test_rows_of_extreme_logits_are_those_of_the_definition(has_numpy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits further apart than float32 reaches give finite values, entropies and draws too."""
+    monkeypatch.setattr(device_outputs, "_SMALL_ELEMENTS", 0)
+    logits = np.array([[3e38, -3e38, 3e38, 0.0], [-3e38, -3e38, -3e38, 3e38], [1e-40, 0.0, -1e-40, -3e38]], np.float32)
+    spec = OutputSpec(sample=SampleSpec(temperature=1e-3), logprobs=True, entropy=True, target_id=1, num_top_logprobs=4)
+    shaping = Shaping(repetition_penalty=1e-38, frequency_penalty=3e38)
+    histories = [np.array([2, 2], np.int32)] * 3
+    for specs in ([spec] * 3, [replace(spec, shaping=shaping)] * 3):
+        ours = DeviceOutputs(CPU, has_numpy=has_numpy).select(
+            torch.from_numpy(logits), torch.zeros(3, 1), [5, 6, 7], specs, histories
+        )
+        for mine, theirs in zip(ours, select_rows(logits, [5, 6, 7], specs, histories), strict=True):
+            assert_same(mine, theirs)
+            assert mine.entropy is not None
+            assert np.isfinite(mine.entropy)
 
 
 @pytest.mark.parametrize("top_p", [0.125, 0.25, 0.5, 0.75])

@@ -162,8 +162,8 @@ class RowOutput:
         position: Index in its sequence of the token this row predicts (row position + 1).
         token: The chosen token id.
         model_logprob: Natural log-probability of ``token`` at T=1 under the raw logits.
-        sampled_logprob: Natural log-probability of ``token`` under the law it was drawn from (0.0 when greedy); of a row
-            with a draft under p, whose law the outcome has.
+        sampled_logprob: Natural log-probability of ``token`` under the law it was drawn from (0.0 when greedy); where
+            the row has a draft, under p, the law of what comes out.
         target_logprob: Natural log-probability (T=1) of ``OutputSpec.target_id``.
         top_ids: int32 [k], largest log-probability first.
         top_logprobs: float32 [k].

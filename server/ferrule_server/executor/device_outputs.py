@@ -19,7 +19,7 @@ from ferrule_server.executor.base import Float32Array, Int32Array, OutputSpec, R
 from ferrule_server.executor.device_laws import ChoiceRow, DeviceLaws
 from ferrule_server.executor.device_ranking import best_ids, top
 from ferrule_server.executor.ranking import Float64Array
-from ferrule_server.executor.sampling import Choice, choose, needs_normaliser, select_rows
+from ferrule_server.executor.sampling import Choice, choose, logprobs, needs_normaliser, select_rows
 
 __all__ = ["DeviceOutputs"]
 
@@ -130,8 +130,8 @@ class DeviceOutputs:
         asked = {i: _asked_ids(specs[i], choices.get(i)) for i in wanted}
         raw = self._gather(logits, asked)
         for i, token_ids in asked.items():
-            values, raw = raw[: len(token_ids)] - normalisers[i], raw[len(token_ids) :]
-            _fill_row(outputs[i], specs[i], choices.get(i), values)
+            values, raw = raw[: len(token_ids)], raw[len(token_ids) :]
+            _fill_row(outputs[i], specs[i], choices.get(i), values, normalisers[i])
 
     def _normalise(
         self,
@@ -155,6 +155,7 @@ class DeviceOutputs:
             sums = weights.sum(1).double()
             figures.update(zip(group, (peaks.squeeze(1) + sums.log()).tolist(), strict=True))
             if has_entropy:
+                below.clamp_(min=-1000)  # no weight is left there, and infinity times nothing would be NaN
                 entropies = (sums.log() - weights.mul_(below).sum(1) / sums).clamp_(min=0).tolist()
                 for i, entropy in zip(group, entropies, strict=True):
                     outputs[i].entropy = entropy if specs[i].entropy else None
@@ -167,7 +168,7 @@ class DeviceOutputs:
         counts = [min(specs[i].num_top_logprobs, logits.shape[1]) for i in rows]
         for i, (token_ids, values) in zip(rows, self._top(logits, rows, counts), strict=True):
             outputs[i].top_ids = token_ids.astype(np.int32)
-            outputs[i].top_logprobs = (values.astype(np.float64) - normalisers[i]).astype(np.float32)
+            outputs[i].top_logprobs = logprobs(values, normalisers[i])
 
     def _top(
         self, logits: Tensor, rows: Sequence[int], counts: Sequence[int]
@@ -212,11 +213,13 @@ def _asked_ids(spec: OutputSpec, choice: Choice | None) -> list[int]:
     return asked
 
 
-def _fill_row(output: RowOutput, spec: OutputSpec, choice: Choice | None, logprobs: Float64Array) -> None:
+def _fill_row(
+    output: RowOutput, spec: OutputSpec, choice: Choice | None, logits: Float64Array, normaliser: float
+) -> None:
     """Fill in the log-probabilities of :func:`_asked_ids`, in that order."""
-    values = logprobs[: len(logprobs) - len(spec.logprob_ids)].tolist()
+    values = (logits[: len(logits) - len(spec.logprob_ids)] - normaliser).tolist()
     if spec.logprob_ids:
-        output.requested_logprobs = logprobs[len(values) :].astype(np.float32)
+        output.requested_logprobs = logprobs(logits[len(values) :], normaliser)
     if spec.target_id >= 0:
         output.target_logprob = values.pop()
     if values and choice is not None:

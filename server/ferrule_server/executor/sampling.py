@@ -23,10 +23,12 @@ from ferrule_server.executor.philox import Purpose, uniform
 from ferrule_server.executor.ranking import Logits, best_ids, ranked_largest
 from ferrule_server.executor.shaping import shape_row
 
-__all__ = ["Choice", "choose", "needs_normaliser", "select_rows"]
+__all__ = ["Choice", "choose", "logprobs", "needs_normaliser", "select_rows"]
 
 _CHUNK_ELEMENTS = 1 << 17
 """Rows are normalised together up to this many logits, so that the float64 copy stays in the L2 cache."""
+
+_LOWEST = float(np.finfo(np.float32).min)
 
 
 class Choice(NamedTuple):
@@ -134,22 +136,24 @@ def _select_row(row: Float32Array, position: int, spec: OutputSpec, choice: Choi
         output.target_logprob = float(row[spec.target_id]) - normaliser
     if spec.num_top_logprobs > 0:
         top_ids = ranked_largest(row, spec.num_top_logprobs)
-        output.top_ids, output.top_logprobs = top_ids.astype(np.int32), _logprobs(row[top_ids], normaliser)
+        output.top_ids, output.top_logprobs = top_ids.astype(np.int32), logprobs(row[top_ids], normaliser)
     if spec.logprob_ids:
-        output.requested_logprobs = _logprobs(row[list(spec.logprob_ids)], normaliser)
+        output.requested_logprobs = logprobs(row[list(spec.logprob_ids)], normaliser)
     if spec.entropy:
-        output.entropy = _entropy(row, normaliser)
+        output.entropy = _entropy(row)
     if spec.full_logits:
         output.logits = row.copy()
     return output
 
 
-def _logprobs(values: Logits, normaliser: float) -> Float32Array:
-    """Return log-probabilities of raw logits: float32 [n]."""
-    return (values.astype(np.float64) - normaliser).astype(np.float32)
+def logprobs(values: Logits, normaliser: float) -> Float32Array:
+    """Return log-probabilities of raw logits: float32 [n], finite also where they are below what float32 reaches."""
+    return np.maximum(values.astype(np.float64) - normaliser, _LOWEST).astype(np.float32)
 
 
-def _entropy(row: Float32Array, normaliser: float) -> float:
+def _entropy(row: Float32Array) -> float:
     """Return -sum(p * log(p)) of the raw distribution, in nats."""
-    logprobs = row.astype(np.float64) - normaliser
-    return max(0.0, -float((np.exp(logprobs) * logprobs).sum()))
+    below = np.subtract(row, row.max(), dtype=np.float64)
+    weights = np.exp(below)
+    total = float(weights.sum())
+    return max(0.0, math.log(total) - float((weights * below).sum()) / total)

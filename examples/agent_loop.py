@@ -21,12 +21,9 @@ def write_line(cache: Cache, *, seed: int) -> str:
 
     The token that holds the newline was handed out and stays pending; the truncate drops it.
     """
-    line = ""
-    for piece in cache.generate_text(max_tokens=12, temperature=0.7, seed=seed):
-        line += piece
-        if "\n" in line:
-            cache.truncate(cache.length)
-            break
+    line = "".join(cache.generate_text(max_tokens=12, temperature=0.7, seed=seed, stop="\n"))
+    if "\n" in line:
+        cache.truncate(cache.length)
     return line.partition("\n")[0].strip()
 
 

@@ -1,10 +1,16 @@
-"""Scoring: how likely is each completion of one prompt? The prompt is run once, each completion once."""
+"""RL scoring: log-probabilities of given completions, as a reward model or a policy gradient needs them.
+
+Two ways, the same numbers: ``client.score`` runs a whole text and keeps nothing; where many completions share a long
+prompt, fork it and run each completion alone.
+"""
 
 from __future__ import annotations
 
 import argparse
 
-from ferrule_client import Client, Policy, no_output
+import numpy as np
+
+from ferrule_client import Client, FloatArray, Policy, no_output
 
 PROMPT = "def read_file(path):"
 COMPLETIONS = (
@@ -14,21 +20,25 @@ COMPLETIONS = (
 )
 
 
-def score(client: Client, prompt: str, completions: tuple[str, ...]) -> list[tuple[float, int]]:
-    """Return the sum of the log-probabilities and the number of tokens of each completion.
+def score_whole(client: Client, prompt: list[int], completion: list[int]) -> FloatArray:
+    """Return the log-probability of each token of a completion; the prompt is run again for each."""
+    return client.score([*prompt, *completion])[len(prompt) - 1 :]
 
-    The prompt's last token is left out of the prefill and sent with each completion: its row is the one that
-    predicts the completion's first token. Row i has the log-probability of token i + 1, so the last row has none.
+
+def score_forked(client: Client, prompt: list[int], completions: list[list[int]]) -> list[FloatArray]:
+    """Return the log-probability of each token of each completion; the prompt is run once.
+
+    Its last token is left out of the prefill and sent with each completion: its row is the one that predicts the
+    completion's first token. Row i has the log-probability of token i + 1, so the last row has none.
     """
-    ids = client.encode(prompt)
     scores = []
-    with client.prefill(ids[:-1], policy=no_output()) as cache:
+    policy = Policy(target_logprobs=True)
+    with client.prefill(prompt[:-1], policy=no_output()) as cache:
         for completion in completions:
-            tokens = client.encode(completion)
             with cache.fork()[0] as branch:
-                output = branch.prefill([ids[-1], *tokens], policy=Policy(target_logprobs=True), all_positions=True)
+                output = branch.prefill([prompt[-1], *completion], policy=policy, all_positions=True)
             assert output.target_logprobs is not None
-            scores.append((float(output.target_logprobs.sum()), len(tokens)))
+            scores.append(output.target_logprobs)
     return scores
 
 
@@ -37,8 +47,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", default="127.0.0.1:50051")
     with Client.connect(parser.parse_args().target) as client:
-        for text, (logprob, num_tokens) in zip(COMPLETIONS, score(client, PROMPT, COMPLETIONS), strict=True):
-            print(f"{logprob:8.2f} total {logprob / num_tokens:7.3f} per token  {text!r}")
+        prompt, completions = client.encode(PROMPT), [client.encode(text) for text in COMPLETIONS]
+        forked = score_forked(client, prompt, completions)
+        for text, ids, logprobs in zip(COMPLETIONS, completions, forked, strict=True):
+            whole = score_whole(client, prompt, ids)
+            assert np.allclose(whole, logprobs, atol=0.2)  # bfloat16 rounds differently in other shapes
+            print(f"{logprobs.sum():8.2f} total {logprobs.mean():7.3f} per token  {text!r}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Speculative decoding without a draft model: guess from the text itself, check a whole guess in one call."""
+"""Speculative decoding without a draft model: guess from the text itself, have a whole guess checked in one call."""
 
 from __future__ import annotations
 
@@ -31,17 +31,13 @@ def speculate(client: Client, prompt: list[int]) -> tuple[list[int], int]:
     with client.prefill(prompt, policy=greedy()) as cache:
         assert cache.last is not None
         tokens, num_calls = list(cache.last.tokens), 1
+        certain = tokens[-1:]  # not in the sequence yet; after a verify the cache keeps the next one in `pending`
         while len(tokens) < NUM_TOKENS:
-            drafts = guess(prompt + tokens)
-            # Row i holds the token that belongs behind drafts[:i]; row 0 behind the last certain token.
-            output = cache.prefill([tokens[-1], *drafts], policy=greedy(), all_positions=True)
+            # The server keeps the drafts that are what it would have chosen, drops the others, and says what is next.
+            check = cache.verify(guess(prompt + tokens), tokens=certain, acceptance="greedy")
+            tokens += check.output.tokens  # the drafts that held, then the next token
+            certain = []
             num_calls += 1
-            misses = (n for n, draft in enumerate(drafts) if draft != output.tokens[n])
-            num_held = next(misses, len(drafts))
-            if num_held < len(drafts):
-                cache.truncate(cache.length - (len(drafts) - num_held))
-                num_calls += 1
-            tokens += output.tokens[: num_held + 1]
     return tokens[:NUM_TOKENS], num_calls
 
 
@@ -52,8 +48,7 @@ def main() -> None:
     with Client.connect(parser.parse_args().target) as client:
         prompt = client.encode(PROMPT)
         tokens, num_calls = speculate(client, prompt)
-        with client.prefill(prompt) as cache:
-            plain = list(cache.generate(NUM_TOKENS, temperature=0, ignore_eos=True))
+        plain = client.generate(prompt, NUM_TOKENS, temperature=0, ignore_eos=True).read().tokens
         print(client.decode_tokens(tokens))
         print(f"same as plain greedy: {tokens == plain}; {len(tokens)} tokens in {num_calls} calls,", end=" ")
         print(f"{len(tokens) / num_calls:.1f} tokens per call")

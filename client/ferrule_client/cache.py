@@ -634,6 +634,7 @@ class Cache:
         on_stale: OnStale = "fail",
         *,
         drafts: Sequence[int] = (),
+        draws: bool = False,
         timeout: Timeout = USE_DEFAULT,
     ) -> executor_pb2.DecodeInput:
         """Return the message of the next append. For streams and loops; not for callers.
@@ -647,6 +648,7 @@ class Cache:
             policy: As in ``decode``.
             on_stale: As in ``decode``.
             drafts: Tokens that are sent besides and may be appended too.
+            draws: True: the server goes on with tokens that it draws, so that no tokens are no query.
             timeout: Seconds that a look at the sequence may take, if one is needed.
         """
         ids = _check.token_list(tokens)
@@ -655,12 +657,12 @@ class Cache:
             self.truncate(self.tip.length, timeout=timeout)
             self.tip.pending = newest
         sent = self.tip.decode_input(ids, policy, on_stale)
-        if not sent.input_ids:
+        if not sent.input_ids and not draws:
             return sent
         self.tip.interrupt()
         if self.tip.is_ahead and sent.on_stale == types_pb2.STALE_POLICY_FAIL:
             return self.tip.decode_input(ids, policy, "rewind")
-        is_new = bool(sent.input_ids) and self.tip.contradicts([*sent.input_ids, *drafts])
+        is_new = self.tip.contradicts([*sent.input_ids, *drafts]) or (draws and bool(self.tip.doubts))
         if is_new and sent.on_stale == types_pb2.STALE_POLICY_FAIL and self._holds_only_doubts(timeout):
             return self.tip.decode_input(ids, policy, "rewind")
         return sent

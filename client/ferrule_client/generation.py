@@ -262,7 +262,7 @@ class Generation(Iterator[DrawnToken]):
                 plan, input_ids=self._tokens, n=plan.n, request_id=self._request_id, options=self._options
             )
         cache = first.branch.cache
-        sent = cache.prepare(self._tokens, plan.policy, self._on_stale, timeout=timeout)
+        sent = cache.prepare(self._tokens, plan.policy, self._on_stale, draws=True, timeout=timeout)
         self._prompt_log = cache.tip.log.branch()
         self._prompt_log.extend(sent.input_ids)
         first.start = Start(sent.kv_cache, tuple(sent.input_ids))
@@ -277,7 +277,8 @@ class Generation(Iterator[DrawnToken]):
 
     def _rest(self, branch: Branch, timeout: Timeout) -> executor_pb2.GenerateRequest:
         """Return the request for what follows the newest token of a branch."""
-        sent = branch.cache.prepare(self._fed(branch), self._plan.policy_of(branch.index), timeout=timeout)
+        policy = self._plan.policy_of(branch.index)
+        sent = branch.cache.prepare(self._fed(branch), policy, draws=True, timeout=timeout)
         return _messages.generate_request(
             self._plan,
             input_ids=sent.input_ids,

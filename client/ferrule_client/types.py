@@ -277,7 +277,8 @@ class DrawnToken(int):
 
     Attributes:
         index: Number of the branch it is of, from 0.
-        text: What it adds to the branch's text, if that was asked for; empty while a character is not whole.
+        text: What it adds to the branch's text, if that was asked for; empty while a character is not whole. Where the
+            server sent several tokens at once, the last one has the text of them all.
         output: The whole output: log-probabilities, timing, and the cache's handle.
     """
 

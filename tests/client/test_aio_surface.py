@@ -13,14 +13,17 @@ import pytest
 
 import ferrule_client
 import ferrule_client.aio
-from ferrule_client import types
+from ferrule_client import items, masks, types
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ["Cache", "Client", "Detokenizer", "Generation", "Stream", "TextGeneration"]
+NAMES = [
+    *("Admin", "Branch", "Cache", "Client", "Detokenizer", "ForwardPass", "Generation", "Stream", "TextGeneration"),
+]
 DUNDERS = {"__enter__": "__aenter__", "__exit__": "__aexit__", "__next__": "__anext__", "__iter__": "__aiter__"}
 WITHOUT_WAITING = {
+    "Branch": {"follow"},
     "Cache": {"detach", "generate", "generate_text", "give_up", "has_room", "lease_anew", "sibling"},
-    "Client": {"adopt", "connect", "detokenizer", "list_caches", "prefill", "stream"},
+    "Client": {"adopt", "connect", "detokenizer", "forward", "generate", "list_caches", "prefill", "stream"},
 }
 SENDS_NOTHING = {"__init__", "__iter__", "__aiter__", "__repr__", "__del__", "__reduce__"}
 
@@ -61,7 +64,7 @@ def test_every_public_class_has_a_twin() -> None:
     """What connects, holds a sequence or iterates is there twice; everything else is shared."""
     assert ferrule_client.aio.__all__ == [f"Async{name}" for name in NAMES]
     assert len(twins()) == len(NAMES)
-    values = {*types.__all__, "Policy", "Greedy", "Sampling"}
+    values = {*types.__all__, *items.__all__, *masks.__all__, "Policy", "Greedy", "Sampling"}
     classes = {
         name
         for name in ferrule_client.__all__

@@ -185,13 +185,10 @@ def test_bad_input_has_typed_errors(client: Client) -> None:
 
 def test_verify_is_refused_truthfully(client: Client) -> None:
     """What the server does not serve is an UnsupportedError, and its features say so too."""
-    if "forward_verify" in client.capabilities().features:
-        pytest.skip("this server serves it")
+    assert "tree_verify" not in client.capabilities().features
     with client.prefill(PROMPT, policy=no_output()) as cache:
-        with pytest.raises(UnsupportedError, match="forward_verify"):
-            cache.verify([1, 2], tokens=9, policy=greedy())
-        with pytest.raises(UnsupportedError, match="forward_verify"):
-            cache.verify([1, 2])
+        with pytest.raises(UnsupportedError):
+            cache.verify([1, 2], tokens=9, policy=greedy(), parents=[0, 0])
         assert cache.length == 4
 
 
@@ -201,8 +198,8 @@ def test_verify_loop_keeps_its_own_books(fake: FakeServer, fake_client: Client) 
         with pytest.raises(ValueError, match="certain") as caught:
             cache.verify([1])
         assert "decode" not in str(caught.value)
-        with pytest.raises(ValueError, match="acceptance must be one of none, exact, rejection"):
-            cache.verify([1], tokens=2, acceptance="greedy")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="acceptance must be one of none, greedy, exact, rejection"):
+            cache.verify([1], tokens=2, acceptance="always")  # type: ignore[arg-type]
         first = cache.verify(list(b"bro?"), tokens=ord(" "), policy=greedy())
         assert first.accepted_count == 3
         assert first.accepted_indices == (1, 2, 3)

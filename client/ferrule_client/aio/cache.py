@@ -644,6 +644,7 @@ class AsyncCache:
         on_stale: OnStale = "fail",
         *,
         drafts: Sequence[int] = (),
+        draws: bool = False,
         timeout: Timeout = USE_DEFAULT,
     ) -> executor_pb2.DecodeInput:
         """Return the message of the next append. For streams and loops; not for callers.
@@ -657,6 +658,7 @@ class AsyncCache:
             policy: As in ``decode``.
             on_stale: As in ``decode``.
             drafts: Tokens that are sent besides and may be appended too.
+            draws: True: the server goes on with tokens that it draws, so that no tokens are no query.
             timeout: Seconds that a look at the sequence may take, if one is needed.
         """
         ids = _check.token_list(tokens)
@@ -665,12 +667,12 @@ class AsyncCache:
             await self.truncate(self.tip.length, timeout=timeout)
             self.tip.pending = newest
         sent = self.tip.decode_input(ids, policy, on_stale)
-        if not sent.input_ids:
+        if not sent.input_ids and not draws:
             return sent
         self.tip.interrupt()
         if self.tip.is_ahead and sent.on_stale == types_pb2.STALE_POLICY_FAIL:
             return self.tip.decode_input(ids, policy, "rewind")
-        is_new = bool(sent.input_ids) and self.tip.contradicts([*sent.input_ids, *drafts])
+        is_new = self.tip.contradicts([*sent.input_ids, *drafts]) or (draws and bool(self.tip.doubts))
         if is_new and sent.on_stale == types_pb2.STALE_POLICY_FAIL and await self._holds_only_doubts(timeout):
             return self.tip.decode_input(ids, policy, "rewind")
         return sent

@@ -265,7 +265,7 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
                 plan, input_ids=self._tokens, n=plan.n, request_id=self._request_id, options=self._options
             )
         cache = first.branch.cache
-        sent = await cache.prepare(self._tokens, plan.policy, self._on_stale, timeout=timeout)
+        sent = await cache.prepare(self._tokens, plan.policy, self._on_stale, draws=True, timeout=timeout)
         self._prompt_log = cache.tip.log.branch()
         self._prompt_log.extend(sent.input_ids)
         first.start = Start(sent.kv_cache, tuple(sent.input_ids))
@@ -280,7 +280,8 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
 
     async def _rest(self, branch: AsyncBranch, timeout: Timeout) -> executor_pb2.GenerateRequest:
         """Return the request for what follows the newest token of a branch."""
-        sent = await branch.cache.prepare(self._fed(branch), self._plan.policy_of(branch.index), timeout=timeout)
+        policy = self._plan.policy_of(branch.index)
+        sent = await branch.cache.prepare(self._fed(branch), policy, draws=True, timeout=timeout)
         return _messages.generate_request(
             self._plan,
             input_ids=sent.input_ids,

@@ -1,4 +1,4 @@
-"""How one unary call becomes one job, and how every error leaves: typed, logged once, without inner text."""
+"""How a call becomes jobs, and how every error leaves: typed, logged once, without inner text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ferrule_server.engine.jobs import (
     Result,
     TruncateJob,
 )
-from ferrule_server.errors import Draining, FeatureUnsupported, FerruleError
+from ferrule_server.errors import Draining, FerruleError
 
 _LOG = logging.getLogger(__name__)
 
@@ -179,17 +179,6 @@ def streamed(handler: Callable[[_S, _Request, Context], Awaitable[None]]) -> Any
             await refuse(context, rpc, fault_of(failure, rpc))
 
     return call
-
-
-def not_served(rpc: str) -> Any:
-    """Return a method that is in the contract and answers FEATURE_UNSUPPORTED: one for every kind of RPC, hence Any."""
-
-    async def refuse_call(self: _Servicer, request: object, context: Context) -> NoReturn:  # noqa: ARG001
-        self.state.use()
-        raise FeatureUnsupported(rpc)
-
-    refuse_call.__name__ = rpc
-    return unary(refuse_call)
 
 
 async def refuse(context: Context, rpc: str, error: FerruleError) -> NoReturn:

@@ -1,4 +1,4 @@
-"""ModelExecutorService: each method reads a request, runs one job and writes the reply."""
+"""ModelExecutorService: each method reads a request, has its jobs run and writes what comes of them."""
 
 from __future__ import annotations
 

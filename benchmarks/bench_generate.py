@@ -42,7 +42,10 @@ def main() -> None:
     os.environ["OMP_WAIT_POLICY"] = args.wait_policy  # OpenMP reads it once, when torch is imported
     for folder in args.folders:
         executor = load_executor(folder, kv_bytes=KV_BYTES, max_context=2048)
-        with in_process(executor) as engine, server("--model", str(folder), "--kv-memory", str(KV_BYTES)) as target:
+        with (
+            in_process(executor) as engine,
+            server("--model", str(folder), "--kv-memory", f"{KV_BYTES >> 30}GiB") as target,
+        ):
             rates = asyncio.run(_compare(engine, target, args.rounds, args.tokens))
         report = {**_environment(args), "model": folder.name, "figures": _figures(rates)}
         _print_table(report)

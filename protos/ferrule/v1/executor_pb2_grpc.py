@@ -329,7 +329,7 @@ class ModelExecutorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListCaches(self, request, context):
-        """Lists the caller's sequences by loggable id, a page at a time; the admin role sees those of all. Read-only.
+        """Lists the caller's sequences by loggable id, a page at a time. Read-only.
         Errors: INVALID_ARGUMENT (INVALID_FIELD).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

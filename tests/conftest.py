@@ -17,15 +17,31 @@ def shipped_target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of a server with the model that ships; it ends with 0."""
     if not MODEL.exists():
         pytest.skip("the model that ships is not built")
-    folder = tmp_path_factory.mktemp("shipped")
+    process, address = _served(tmp_path_factory.mktemp("shipped"))
+    with process:
+        yield address
+        process.terminate()
+        assert process.wait(20) == 0
+
+
+@pytest.fixture
+def mortal_target(tmp_path: Path) -> Iterator[str]:
+    """Address of such a server for one test, which may have it drain and end."""
+    if not MODEL.exists():
+        pytest.skip("the model that ships is not built")
+    process, address = _served(tmp_path)
+    with process:
+        yield address
+        process.terminate()
+
+
+def _served(folder: Path) -> tuple[subprocess.Popen[str], str]:
+    """Return a server that is ready, and its address."""
     address = f"unix:{folder}/ferrule.sock"
     command = [sys.executable, "-m", "ferrule_client.cli", "serve", "--listen", address, "--kv-memory", "16MiB"]
     command += ["--drain-grace", "0s"]  # what a test left behind is not waited for
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-    with process:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("ready"), (folder / "log").read_text()
-        yield address
-        process.terminate()
-        assert process.wait(20) == 0
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("ready"), (folder / "log").read_text()
+    return process, address

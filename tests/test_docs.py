@@ -128,7 +128,6 @@ def test_handles_marks_every_call_that_comes_later() -> None:
     """By the README's table, whose truth is tested against a server; a heading marks its whole recipe."""
     rows = re.findall(r"^\| (?:\w+: )?([A-Z][^|]+) \| later \|$", README, re.MULTILINE)
     later = {name for row in rows for name in row.split(", ")}
-    assert "ForwardVerify" in later
     for section in HANDLES.split("\n## "):
         if section.splitlines()[0].endswith("(later)"):
             continue
@@ -137,23 +136,12 @@ def test_handles_marks_every_call_that_comes_later() -> None:
             assert not named or "(later)" in line, line
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [Policy(entropy=True), Policy(hidden_state=True), Policy(logprob_token_ids=(1,))],
-    ids=["entropy", "hidden_state", "logprob_token_ids"],
-)
-def test_readme_names_the_outputs_that_are_refused(policy: Policy, shipped_target: str) -> None:
+def test_readme_names_the_arguments_that_are_refused(shipped_target: str) -> None:
     """What an argument of the client promises and this server does not serve is in the list."""
-    with Client.connect(shipped_target) as client, pytest.raises(UnsupportedError) as caught:
-        client.prefill([1, 2], policy=policy)
-    assert f"`{caught.value.metadata['feature']}`" in ABSENT
-
-
-def test_readme_names_the_calls_of_a_cache_that_are_refused(shipped_target: str) -> None:
-    """Drafts decided on the server; room in advance is served."""
-    with Client.connect(shipped_target) as client:
-        client.prefill([1, 2], reserve_length=64).release()
-        with client.prefill([1, 2], policy=no_output()) as cache, pytest.raises(UnsupportedError):
-            cache.verify([3], tokens=[4], policy=greedy())
-    assert "`reserve_length`" not in ABSENT
-    assert "`Cache.verify`" in ABSENT
+    with Client.connect(shipped_target) as client, client.prefill([1, 2], policy=no_output()) as cache:
+        with pytest.raises(UnsupportedError):
+            cache.verify([3, 4], tokens=[4], policy=greedy(), parents=[0, 0])
+        wanted = Policy(entropy=True, hidden_state=True, logprob_token_ids=(1,), target_logprobs=True, top_logprobs=1)
+        assert cache.query(wanted).entropies is not None
+    assert "`parents`" in ABSENT
+    assert len(ABSENT.split("\n\n")[0]) < 400

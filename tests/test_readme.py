@@ -50,7 +50,7 @@ def test_two_commands_come_first() -> None:
     assert first_block.splitlines()[2].startswith("make test")
 
 
-def test_table_of_calls_is_true(shipped_target: str) -> None:
+def test_table_of_calls_is_true(mortal_target: str) -> None:
     """Every call of the contract is in the table once; what is said to come later is refused, the rest is not."""
     promised: dict[str, str] = {}
     for names, status in re.findall(r"^\| ([A-Z][^|]+) \| (served|later) \|$", README, re.MULTILINE):
@@ -59,7 +59,7 @@ def test_table_of_calls_is_true(shipped_target: str) -> None:
             assert f"{service}.{name}" not in promised
             promised[f"{service}.{name}"] = status
     found: dict[str, str] = {}
-    with grpc.insecure_channel(shipped_target) as channel:
+    with grpc.insecure_channel(mortal_target) as channel:
         for service in SERVICES:
             for method in service.methods:
                 call: grpc.StreamStreamMultiCallable[bytes, bytes]

@@ -26,7 +26,14 @@ _PREFIX = "ferrule_"  # lets scanners for leaked secrets know what they have fou
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:/+-]{0,127}")
 _COUNT = re.compile(r"[0-9]*[1-9][0-9]*|none")
 _SIZE = re.compile(r"[0-9]+(\.[0-9]+)?[KMGT]iB|none")
-_QUOTAS = {"handles": _COUNT, "kv_tokens": _COUNT, "queued_rows": _COUNT, "prefill_rate": _COUNT, "retained": _SIZE}
+_QUOTAS = {
+    "handles": _COUNT,
+    "kv_tokens": _COUNT,
+    "queued_rows": _COUNT,
+    "prefill_rate": _COUNT,
+    "retained": _SIZE,
+    "mask_bytes": _SIZE,
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +79,7 @@ def _line(token: str, name: str, quotas: list[str], *, is_admin: bool) -> str:
     for quota in quotas:
         key, _, value = quota.partition("=")
         if key not in _QUOTAS or not _QUOTAS[key].fullmatch(value):
-            text = f"{quota!r} is no quota: give one of {', '.join(_QUOTAS)}, with a whole number, retained with a size"
+            text = f"{quota!r} is no quota: give one of {', '.join(_QUOTAS)}, with a whole number, retained and mask_bytes with a size"
             raise CommandError(f"{text} such as 16MiB, or none", "QUOTA_INVALID", exit_code=2)
     digest = hashlib.sha256(token.encode()).hexdigest()
     return " ".join([digest, name, *(["admin"] if is_admin else []), *quotas])

@@ -1,26 +1,14 @@
-"""What a server must answer, worked out the slow and obvious way: one request after another, tokens in tuples.
-
-Shares no code with the server but the draw itself (``select_rows``), which has proofs of its own.
-"""
+"""What a server must answer, worked out the slow and obvious way: one request after another, tokens in tuples."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc
-import numpy as np
-import numpy.typing as npt
 
-from ferrule.v1 import policy_pb2, types_pb2
-from ferrule_server.executor.base import OutputSpec, SampleSpec
-from ferrule_server.executor.sampling import select_rows
+from ferrule.v1 import types_pb2
+from tests.chaos.model_policies import NONE, SEEDED, UNSEEDED, Drafts, Policy, Tokens, Verified
 
-Tokens = tuple[int, ...]
-
-VOCAB_SIZE = 256
-NUM_HEADS = 4
-HEAD_DIM = 8
 MIN_TTL_S = 5.0
 DEFAULT_TTL_S = 60.0
 MAX_TTL_S = 3600.0
@@ -28,47 +16,34 @@ TOMBSTONE_S = 600.0
 
 NOT_FOUND, ABORTED = grpc.StatusCode.NOT_FOUND, grpc.StatusCode.ABORTED
 OUT_OF_RANGE, INVALID = grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.INVALID_ARGUMENT
-
-GREEDY, SEEDED, UNSEEDED, NOTHING = "greedy", "seeded", "unseeded", "nothing"
-
-
-def reference_logits(tokens: SequenceOf[int]) -> npt.NDArray[np.float32]:
-    """Return the paged reference's law, float32 [VOCAB_SIZE], from the tokens alone, without any cache."""
-    width = NUM_HEADS * HEAD_DIM
-    rows = np.zeros((len(tokens), width), np.float32)
-    rows[np.arange(len(tokens)), np.array(tokens) % width] = 1
-    logits = np.zeros(VOCAB_SIZE, np.float32)
-    for head in range(NUM_HEADS):
-        part = rows[:, head * HEAD_DIM : (head + 1) * HEAD_DIM]
-        scores = (part @ part[-1]) * np.float32(HEAD_DIM**-0.5)
-        weights = np.exp(scores - scores.max()).astype(np.float64)
-        logits[head * HEAD_DIM : (head + 1) * HEAD_DIM] = (weights @ part / weights.sum()).astype(np.float32)
-    return logits
-
-
-def drawn_token(tokens: SequenceOf[int], seed: int | None) -> int:
-    """Return the token that follows: the likeliest for None, else the one drawn with the seed."""
-    spec = OutputSpec(greedy=True) if seed is None else OutputSpec(sample=SampleSpec(seed=seed))
-    (row,) = select_rows(reference_logits(tokens)[None], [len(tokens) - 1], [spec])
-    assert row.token is not None
-    return row.token
+FAIL, FORK, REWIND = types_pb2.STALE_POLICY_FAIL, types_pb2.STALE_POLICY_FORK, types_pb2.STALE_POLICY_REWIND
 
 
 @dataclass(frozen=True)
-class Policy:
-    """What a request asks of its row: one of GREEDY, SEEDED, UNSEEDED and NOTHING."""
+class Ask:
+    """What is asked of one append, whichever RPC carries it.
 
-    kind: str
-    seed: int = 0
+    Attributes:
+        tokens: Of a verify, those before the drafts.
+        drafts: Makes it a verify.
+    """
 
-    def message(self) -> policy_pb2.LogitsReturnPolicy:
-        """Return it as the contract writes it."""
-        if self.kind == NOTHING:
-            return policy_pb2.LogitsReturnPolicy(none=True)
-        if self.kind == GREEDY:
-            return policy_pb2.LogitsReturnPolicy(greedy_argmax=policy_pb2.GreedyArgmax())
-        seed = self.seed if self.kind == SEEDED else None
-        return policy_pb2.LogitsReturnPolicy(sample=policy_pb2.Sample(seed=seed))
+    tokens: Tokens
+    policy: Policy
+    on_stale: int = FAIL
+    request_id: str = ""
+    ttl_s: float | None = None
+    drafts: Drafts | None = None
+
+    @property
+    def all_tokens(self) -> Tokens:
+        """Everything that may be appended."""
+        return self.tokens if self.drafts is None else self.tokens + self.drafts.draft_ids
+
+    @property
+    def content(self) -> Ask:
+        """All of it but the request_id."""
+        return replace(self, request_id="")
 
 
 @dataclass(eq=False)
@@ -82,13 +57,36 @@ class Draw:
     seed: int | None = None
 
 
+@dataclass(frozen=True)
+class Record:
+    """The newest append of a sequence, as far as a retry has to be told from something else.
+
+    Attributes:
+        start, num_tokens: What it appended. policy, draw: of its rows.
+        drafts: Of a verify; num_certain: tokens before them; verified: what became of them.
+    """
+
+    start: int
+    num_tokens: int
+    policy: Policy
+    draw: Draw
+    drafts: Drafts | None = None
+    num_certain: int = 0
+    verified: Verified | None = None
+
+    def is_of(self, start: int, ask: Ask) -> bool:
+        """Whether the append was asked for as this one is; of plain ones the tokens are compared elsewhere."""
+        is_asked = (self.start, self.policy, self.drafts) == (start, ask.policy, ask.drafts)
+        return is_asked and (ask.drafts is None or self.num_certain == len(ask.tokens))
+
+
 @dataclass(eq=False)
 class Sequence:
     """What a sequence should be.
 
     Attributes:
         epoch: Number of the server's run that made it.
-        last_append: Start, number of tokens, policy and draw of the newest append whose answer is kept.
+        last_append: The newest append whose answer is kept.
         last_truncate: Tokens of the handle and new length of the newest truncate, while the tip has not moved.
     """
 
@@ -99,7 +97,7 @@ class Sequence:
     expires_at: float = 0.0
     died: str = ""
     died_at: float = 0.0
-    last_append: tuple[int, int, Policy, Draw] | None = None
+    last_append: Record | None = None
     last_truncate: tuple[Tokens, int] | None = None
 
 
@@ -130,6 +128,7 @@ class Answered:
         replayed: What the flag must say; None where both are right.
         policy: Of the row; UNSEEDED without a known seed may draw with any, which is then noted in ``draw``.
         is_new: The handle's ``cache_id`` was never seen before.
+        verified: Of a verify.
         ttl_s: Lease as granted.
     """
 
@@ -139,6 +138,7 @@ class Answered:
     draw: Draw
     replayed: bool | None = False
     is_new: bool = False
+    verified: Verified | None = None
     ttl_s: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -161,13 +161,14 @@ class Creation:
 
     Attributes:
         content: All that was asked. sequences: those made. tokens: those that the answered handles cover.
-        draw: Of its row.
+        draw: Of its row. verified: of a verify.
     """
 
     content: tuple[object, ...]
     sequences: list[Sequence]
     tokens: Tokens
     draw: Draw = field(default_factory=Draw)
+    verified: Verified | None = None
 
 
 Expected = Answered | Refused
@@ -179,6 +180,7 @@ class SequentialModel:
     Attributes:
         clock_s: The time on the server's clock. epoch: number of its run.
         sequences: All there ever were. issued: all handles given out.
+        derived_seeds: What unseeded Generates with a request_id draw with, as far as it was told.
     """
 
     def __init__(self, max_context: int) -> None:
@@ -188,6 +190,7 @@ class SequentialModel:
         self.sequences: list[Sequence] = []
         self.issued: list[Issued] = []
         self.creations: dict[tuple[str, str], Creation] = {}
+        self.derived_seeds: dict[object, int] = {}
 
     @property
     def live(self) -> list[Sequence]:
@@ -196,80 +199,99 @@ class SequentialModel:
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
-    def prefill(self, principal: str, tokens: Tokens, policy: Policy, ttl_s: float | None, request_id: str) -> Expected:
-        """Follow a Prefill without a handle."""
-        content = ("prefill", tokens, policy, ttl_s)
-        known = self._creation(principal, request_id)
-        if known is not None:
-            return self._repeat(known, content, principal, policy)
-        if len(tokens) > self.max_context:
+    def create(self, principal: str, ask: Ask) -> Expected:
+        """Follow a request for a new sequence."""
+        if not ask.tokens:
+            return Refused(INVALID, "INVALID_FIELD")
+        if len(ask.tokens) > self.max_context:
             return Refused(OUT_OF_RANGE, "CONTEXT_EXCEEDED")
-        sequence = Sequence(principal, self.epoch, tokens, DEFAULT_TTL_S)
-        return self._born(sequence, content, policy, request_id, start=0, ttl_s=ttl_s)
+        known = self._creation(principal, ask.request_id)
+        if known is not None:
+            return self._repeat(known, (ask.content,), principal, ask.policy)
+        sequence = Sequence(principal, self.epoch, ask.tokens, DEFAULT_TTL_S)
+        return self._born(sequence, (ask.content,), ask, Record(0, len(ask.tokens), ask.policy, _draw(ask.policy)))
 
-    def append(
-        self,
-        principal: str,
-        issued: Issued,
-        tokens: Tokens,
-        policy: Policy,
-        on_stale: int,
-        *,
-        ttl_s: float | None = None,
-        request_id: str = "",
-    ) -> Expected:
-        """Follow an append, query, replay, fork or rewind."""
-        is_fork = on_stale == types_pb2.STALE_POLICY_FORK
-        content = ("append", issued.handle.SerializeToString(), tokens, policy, ttl_s)
-        known = self._creation(principal, request_id) if is_fork else None
+    def append(self, principal: str, issued: Issued, ask: Ask, told: int | None = None) -> Expected:
+        """Follow an append, verify, query, replay, fork or rewind.
+
+        ``told`` is the seed in the answer to a verify, where the server chose one: what holds depends on it.
+        """
+        if ask.drafts is not None and (not ask.tokens or not ask.drafts.is_valid_with(ask.policy)):
+            return Refused(INVALID, "INVALID_FIELD")
+        if len(ask.all_tokens) > self.max_context:
+            return Refused(OUT_OF_RANGE, "CONTEXT_EXCEEDED")
+        known = self._creation(principal, ask.request_id) if ask.on_stale == FORK else None
+        content = (issued.owner, issued.tokens, ask.content)
         if known is not None and known.content == content:
-            return self._repeat(known, content, principal, policy)
+            return self._repeat(known, content, principal, ask.policy)
         refusal = self._refusal(issued, principal) or self._stale(issued)
         if refusal is not None:
             return refusal
-        return self._judge(issued, tokens, policy, on_stale, content=content, ttl_s=ttl_s, request_id=request_id)
+        if not ask.tokens:
+            self.renew(issued.owner, ask.ttl_s)
+            return Answered(issued.owner, issued.tokens, ask.policy, _draw(ask.policy))
+        return self._replay(issued, ask) or self._no_room(issued, ask) or self._appended(issued, ask, told)
 
-    def _judge(  # noqa: PLR0911  (one return for each line of the rule's table)
-        self,
-        issued: Issued,
-        tokens: Tokens,
-        policy: Policy,
-        on_stale: int,
-        *,
-        content: tuple[object, ...],
-        ttl_s: float | None,
-        request_id: str,
-    ) -> Expected:
-        """Follow the append rule for a handle that names tokens of a live sequence."""
+    def _replay(self, issued: Issued, ask: Ask) -> Expected | None:
+        """Answer what happened before, an unseeded draw only if its seed is still known; None for what did not.
+
+        No lease changes. What a verify with a rule appended, its own record alone tells.
+        """
+        sequence, start, record = issued.owner, len(issued.tokens), issued.owner.last_append
+        num_tokens, draw, verified = len(ask.all_tokens), _draw(ask.policy), None
+        if record is not None and not record.is_of(start, ask):
+            record = None
+        if ask.drafts is not None and ask.drafts.acceptance != NONE:
+            if record is None:
+                return None
+            num_tokens = record.num_tokens
+        done = ask.all_tokens[:num_tokens]
+        if sequence.tokens[start : start + num_tokens] != done:
+            return None
+        if record is not None and record.num_tokens == num_tokens:
+            draw, verified = record.draw, record.verified
+        elif ask.policy.kind == UNSEEDED:
+            return Refused(INVALID, "INVALID_FIELD")
+        elif ask.drafts is not None:
+            verified = ask.drafts.verify(issued.tokens + ask.tokens, ask.policy, draw.seed)
+        self.renew(sequence)
+        return Answered(sequence, issued.tokens + done, ask.policy, draw, True, verified=verified)
+
+    def _no_room(self, issued: Issued, ask: Ask) -> Refused | None:
+        """Return why tokens that are no replay cannot be appended, or None."""
         sequence, length = issued.owner, len(issued.tokens)
-        is_fork = on_stale == types_pb2.STALE_POLICY_FORK and length < len(sequence.tokens)
-        if not tokens:
-            self.renew(sequence, ttl_s)
-            return Answered(sequence, issued.tokens, policy, _draw(policy))
-        if sequence.tokens[length : length + len(tokens)] == tokens:
-            return self._replay(sequence, length, issued.tokens + tokens, policy)
-        if length < len(sequence.tokens) and on_stale == types_pb2.STALE_POLICY_FAIL:
+        is_behind = length < len(sequence.tokens)
+        if is_behind and ask.on_stale == FAIL:
             return Refused(ABORTED, "HANDLE_STALE", len(sequence.tokens))
-        if is_fork and self._creation(sequence.principal, request_id) is not None:
+        if is_behind and ask.on_stale == FORK and self._creation(sequence.principal, ask.request_id) is not None:
             return Refused(INVALID, "REQUEST_ID_REUSED")
-        if length + len(tokens) > self.max_context:
+        if length + len(ask.all_tokens) > self.max_context:
             return Refused(OUT_OF_RANGE, "CONTEXT_EXCEEDED")
-        if is_fork:
+        return None
+
+    def _appended(self, issued: Issued, ask: Ask, told: int | None) -> Answered:
+        """Have the sequence, or a branch of it, hold what is asked for."""
+        sequence, start, draw = issued.owner, len(issued.tokens), _draw(ask.policy)
+        tokens, verified = issued.tokens + ask.all_tokens, None
+        if ask.drafts is not None:
+            draw.seed = told if ask.policy.kind == UNSEEDED else draw.seed
+            verified = ask.drafts.verify(issued.tokens + ask.tokens, ask.policy, draw.seed)
+            if ask.drafts.acceptance != NONE:
+                tokens = issued.tokens + ask.tokens + ask.drafts.draft_ids[: verified.num_held]
+        record = Record(start, len(tokens) - start, ask.policy, draw, ask.drafts, len(ask.tokens), verified)
+        if ask.on_stale == FORK and start < len(sequence.tokens):
             self.renew(sequence)
-            branch = Sequence(sequence.principal, self.epoch, issued.tokens + tokens, sequence.ttl_s)
-            return self._born(branch, content, policy, request_id, start=length, ttl_s=ttl_s)
-        sequence.tokens = issued.tokens + tokens
-        sequence.last_truncate = None
-        draw = _draw(policy)
-        sequence.last_append = (length, len(tokens), policy, draw)
-        self.renew(sequence, ttl_s)
-        return Answered(sequence, sequence.tokens, policy, draw)
+            branch = Sequence(sequence.principal, self.epoch, tokens, sequence.ttl_s)
+            return self._born(branch, (sequence, issued.tokens, ask.content), ask, record)
+        sequence.tokens, sequence.last_append, sequence.last_truncate = tokens, record, None
+        self.renew(sequence, ask.ttl_s)
+        return Answered(sequence, tokens, ask.policy, draw, verified=verified)
 
     def fork(
         self, principal: str, issued: Issued, length: int, count: int, *, ttl_s: float | None, request_id: str
     ) -> Forked | Refused:
         """Follow a ForkCache."""
-        content = ("fork", issued.handle.SerializeToString(), length, count, ttl_s)
+        content = ("fork", issued.owner, issued.tokens, length, count, ttl_s)
         known = self._creation(principal, request_id)
         if known is not None:
             return self._repeat_fork(known, content)
@@ -336,6 +358,7 @@ class SequentialModel:
         """Nothing outlives the process."""
         self.epoch += 1
         self.creations.clear()
+        self.derived_seeds.clear()
 
     def renew(self, sequence: Sequence, ttl_s: float | None = None) -> None:
         """Start a lease anew."""
@@ -366,23 +389,14 @@ class SequentialModel:
     def _creation(self, principal: str, request_id: str) -> Creation | None:
         return self.creations.get((principal, request_id)) if request_id else None
 
-    def _born(
-        self,
-        sequence: Sequence,
-        content: tuple[object, ...],
-        policy: Policy,
-        request_id: str,
-        *,
-        start: int,
-        ttl_s: float | None,
-    ) -> Answered:
-        self.renew(sequence, ttl_s)
+    def _born(self, sequence: Sequence, content: tuple[object, ...], ask: Ask, record: Record) -> Answered:
+        self.renew(sequence, ask.ttl_s)
         self.sequences.append(sequence)
-        draw = _draw(policy)
-        if request_id:
-            self.creations[sequence.principal, request_id] = Creation(content, [sequence], sequence.tokens, draw)
-            sequence.last_append = (start, len(sequence.tokens) - start, policy, draw)
-        return Answered(sequence, sequence.tokens, policy, draw, is_new=True)
+        if ask.request_id:
+            made = Creation(content, [sequence], sequence.tokens, record.draw, record.verified)
+            self.creations[sequence.principal, ask.request_id] = made
+            sequence.last_append = record
+        return Answered(sequence, sequence.tokens, ask.policy, record.draw, is_new=True, verified=record.verified)
 
     def _repeat(self, known: Creation, content: tuple[object, ...], principal: str, policy: Policy) -> Expected:
         """Answer a creation again."""
@@ -394,7 +408,7 @@ class SequentialModel:
         if refusal is not None:
             return refusal
         self.renew(sequence)
-        return Answered(sequence, known.tokens, policy, known.draw, True)
+        return Answered(sequence, known.tokens, policy, known.draw, True, verified=known.verified)
 
     def _repeat_fork(self, known: Creation, content: tuple[object, ...]) -> Forked | Refused:
         if known.content != content:
@@ -408,17 +422,6 @@ class SequentialModel:
         for branch in live:
             self.renew(branch)
         return Forked(known.sequences, known.tokens, min(each.ttl_s for each in live), True)
-
-    def _replay(self, sequence: Sequence, start: int, tokens: Tokens, policy: Policy) -> Expected:
-        """Answer an append that happened before, an unseeded draw only if its seed is still known; no lease changes."""
-        draw = _draw(policy)
-        if policy.kind == UNSEEDED:
-            last = sequence.last_append
-            if last is None or last[:3] != (start, len(tokens) - start, policy):
-                return Refused(INVALID, "INVALID_FIELD")
-            draw = last[3]
-        self.renew(sequence)
-        return Answered(sequence, tokens, policy, draw, True)
 
 
 def _draw(policy: Policy) -> Draw:

@@ -36,7 +36,13 @@ def loops(client: Client, seeds: list[int | None], *, recover: bool) -> Iterator
     """Yield a cache and a loop on it for each seed; None is greedy."""
     for seed in seeds:
         cache = client.prefill(PROMPT, policy=no_output(), recover=recover)
-        yield cache, cache.generate(NUM_TOKENS, temperature=0.0 if seed is None else 0.9, seed=seed)
+        yield cache, drawn(cache, NUM_TOKENS, temperature=0.0 if seed is None else 0.9, seed=seed)
+
+
+def drawn(cache: Cache, num_tokens: int, *, temperature: float, seed: int | None = None) -> Iterator[int]:
+    """Draw tokens one by one, each when it is asked for, so that the server is never ahead of what was read."""
+    for _ in range(num_tokens):
+        yield from cache.generate(1, temperature=temperature, seed=seed)
 
 
 def token_of(output: Output | None) -> int:
@@ -96,7 +102,7 @@ def test_loops_go_on_over_a_restart_in_order(server: ServerProcess) -> None:
             client.prefill(PROMPT, policy=greedy(), recover=True) as unary,
         ):
             said: tuple[list[int], list[int]] = ([], [])
-            loop = looped.generate(NUM_TOKENS, policy=greedy())
+            loop = drawn(looped, NUM_TOKENS, temperature=0.0)
             for place in range(NUM_TOKENS):
                 if place == NUM_TOKENS // 2:
                     restart = threading.Thread(target=stop_and_start, args=(server,))
@@ -120,7 +126,7 @@ def test_client_is_back_soon_after_a_kill(server: ServerProcess) -> None:
             expected = list(cache.generate(400, temperature=0.9, seed=3))
         with client.prefill(PROMPT, policy=no_output(), recover=True) as cache:
             said: list[int] = []
-            loop = cache.generate(400, temperature=0.9, seed=3)
+            loop = drawn(cache, 400, temperature=0.9, seed=3)
             for number in range(5):
                 said += [next(loop) for _ in range(50)]
                 threading.Timer(rng.uniform(0.0, 0.02), server.kill).start()
@@ -200,6 +206,13 @@ def work(client: Client, seed: int) -> list[list[int]]:
         list(root.generate(10, temperature=0.9, seed=seed))
         branches = [stack.enter_context(one) for one in root.fork(3)]
         list(branches[0].generate(10, temperature=0.0))
+        loop = branches[0].generate(8, n=3, temperature=0.9, seed=seed)
+        list(loop)
+        assert [branch.error for branch in loop.branches] == [None] * 3
+        branches += [stack.enter_context(one) for one in loop.caches[1:]]
+        for place, _ in enumerate(root.generate(20, temperature=0.9, seed=seed + 1)):
+            if place == 6:
+                break  # what the server drew beyond is dropped by the next append
         branches[1].decode([rng.randrange(256) for _ in range(5)], policy=no_output())
         branches[1].truncate(branches[1].length - 3)
         with client.stream() as stream:

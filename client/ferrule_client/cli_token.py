@@ -79,8 +79,9 @@ def _line(token: str, name: str, quotas: list[str], *, is_admin: bool) -> str:
     for quota in quotas:
         key, _, value = quota.partition("=")
         if key not in _QUOTAS or not _QUOTAS[key].fullmatch(value):
-            text = f"{quota!r} is no quota: give one of {', '.join(_QUOTAS)}, with a whole number, retained and mask_bytes with a size"
-            raise CommandError(f"{text} such as 16MiB, or none", "QUOTA_INVALID", exit_code=2)
+            text = f"{quota!r} is no quota: give one of {', '.join(_QUOTAS)}, with a whole number"
+            sizes = "retained and mask_bytes with a size such as 16MiB, or none"
+            raise CommandError(f"{text}, {sizes}", "QUOTA_INVALID", exit_code=2)
     digest = hashlib.sha256(token.encode()).hexdigest()
     return " ".join([digest, name, *(["admin"] if is_admin else []), *quotas])
 

@@ -39,6 +39,7 @@ __all__ = ["Branch", "Generation", "TextGeneration"]
 _log = logging.getLogger(__name__)
 
 _END_S = 5.0
+_MAX_REPEATS = 10
 _REPLACEMENT = "\ufffd"
 _WINDOW = 16
 
@@ -88,6 +89,8 @@ class Generation(Iterator[DrawnToken]):
         self._timeout = timeout
         self._request_id = _messages.new_request_id()
         self._prompt_log = TokenLog(self._tokens)
+        self._whole: executor_pb2.GenerateRequest | None = None
+        self._num_repeats = 0
         self._has_begun = False
         self._events: deque[Event] = deque()
         self._legs: deque[Leg] = deque()
@@ -220,7 +223,7 @@ class Generation(Iterator[DrawnToken]):
                 self._note(leg, frame)
 
     def _attempts(self, timeout: Timeout) -> Attempts:
-        creates = not self._has_begun and (self._plan.n > 1 or not self.branches[0].has_cache)
+        creates = not all(branch.has_cache for branch in self.branches)
         return self._connection.attempts(timeout, creates=creates, has_request_id=True, is_patient=self._is_patient)
 
     def _open_what_lacks(self, timeout: Timeout) -> None:
@@ -229,7 +232,11 @@ class Generation(Iterator[DrawnToken]):
             self._legs.remove(leg)
         waiting = [one for one in self._courses if one.goes_on and one.leg not in self._legs]
         if waiting and not self._has_begun:
-            self._open(self._first_request(timeout), self._courses)
+            self._whole = self._first_request(timeout)
+            self._open(self._whole, self._courses)
+            return
+        if self._whole is not None and not all(course.branch.has_cache for course in waiting):
+            self._repeat_whole(self._whole)
             return
         for course in waiting:
             branch = course.branch
@@ -243,6 +250,13 @@ class Generation(Iterator[DrawnToken]):
                 course.start = None
                 self._open(self._rest(branch, timeout), [course])
 
+    def _repeat_whole(self, request: executor_pb2.GenerateRequest) -> None:
+        """Make the first call again, which finds the branches that it has made; some are not known here yet."""
+        self._num_repeats += 1
+        if self._num_repeats == _MAX_REPEATS or any(course.is_moved for course in self._courses):
+            self._whole = None
+        self._open(request, self._courses, is_repeat=True)
+
     def _open(
         self, request: executor_pb2.GenerateRequest, courses: Sequence[Course], *, is_repeat: bool = False
     ) -> None:
@@ -250,7 +264,8 @@ class Generation(Iterator[DrawnToken]):
         leg = Leg(call, request, courses, is_repeat=is_repeat)
         self._legs.append(leg)
         for course in courses:
-            course.enter(leg)
+            if course.goes_on:
+                course.enter(leg)
 
     def _first_request(self, timeout: Timeout) -> executor_pb2.GenerateRequest:
         plan, (first, *_) = self._plan, self._courses
@@ -315,7 +330,7 @@ class Generation(Iterator[DrawnToken]):
             outputs = _convert.drawn_from_message(frame, message)
             known = branch.tokens[num_seen : num_seen + len(outputs)]
             if [output.token for output in outputs[: len(known)]] != known:  # KV was computed anew; rounding decided
-                course.start = None
+                course.start = self._whole = None
                 leg.call.cancel()
                 return
             leg.num_seen[message.index] += len(outputs)

@@ -27,7 +27,7 @@ from ferrule_client._token_log import TokenLog
 from ferrule_client.admin import Admin
 from ferrule_client.cache import Cache
 from ferrule_client.detokenizer import Detokenizer
-from ferrule_client.errors import ExecutorError, StartingError, UnavailableError
+from ferrule_client.errors import DrainingError, ExecutorError, StartingError, UnavailableError
 from ferrule_client.forward import ForwardPass
 from ferrule_client.generation import Generation
 from ferrule_client.items import Chunk, DecodeItem
@@ -975,6 +975,8 @@ def _chat_message(message: ChatMessage) -> tokenizer_pb2.ChatMessage:
 
 def _not_ready(status: Status) -> UnavailableError:
     text = f"the server is {status.state}" + (f": {status.load_stage}" if status.load_stage else "")
+    if status.state == "draining":
+        return DrainingError(grpc.StatusCode.UNAVAILABLE, "DRAINING", text)
     return StartingError(grpc.StatusCode.UNAVAILABLE, "STARTING", text)
 
 

@@ -191,7 +191,7 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
         return outputs
 
     def _decode(
-        self, item: executor_pb2.DecodeInput | executor_pb2.PrefillInput
+        self, item: executor_pb2.DecodeInput | executor_pb2.PrefillInput | executor_pb2.GenerateRequest
     ) -> executor_pb2.DecodeOutput | status_pb2.Status:
         """Append by the contract's append rule, without its finer points."""
         tokens, start = self.sequences.get(item.kv_cache.cache_id), item.kv_cache.length
@@ -302,7 +302,8 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
 
     def Generate(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
         self.generates.append(request)
-        branches = self._run("Generate", context, lambda: self._begin(request, context))
+        branches: list[_Branch] = []
+        self._run("Generate", context, lambda: branches.extend(self._begin(request, context)))
         while live := [branch for branch in branches if not branch.has_ended]:
             left = self.failures_after_frames.get("token", 0)
             self.failures_after_frames["token"] = left - 1

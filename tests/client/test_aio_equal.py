@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from ferrule_client import (
+    Chunk,
     Client,
+    DecodeItem,
     ExecutorError,
     Handle,
     Output,
@@ -17,6 +19,7 @@ from ferrule_client import (
     TokenOutOfVocabError,
     TruncateBeyondError,
     UnsupportedError,
+    VerifyItem,
     greedy,
     no_output,
     sample,
@@ -88,6 +91,46 @@ def streaming(client: Any) -> Script:
     facts += [seen(output) for output in (yield client.decode_many(caches, [1, [2, 3], ()], policy=greedy()))]
     yield client.release([*caches, children[1]])
     yield stream.close()
+    return facts
+
+
+def whole_contract(client: Any) -> Script:
+    """Verifies, batches, chunks, forward passes, branches, masks and counters."""
+    facts: list[Any] = []
+    cache = yield client.prefill([5, 6, 7], policy=greedy())
+    check = yield cache.verify([1, 2], tokens=cache.last.token, acceptance="greedy", row_handles=True)
+    facts += [check.accepted_count, check.next_token, [place(handle) for handle in check.row_handles]]
+    laws = [{3: 0.5, 4: 0.5}]
+    check = yield cache.verify([3], policy=sample(seed=2), draft_probs=laws, masks=[[3, 4], [3, 4]])
+    facts += [check.accepted_count, check.output.tokens, cache.token_ids]
+    many = yield client.batch_prefill([[1, 2], [999], [3]], policy=greedy(top_logprobs=2))
+    facts += [seen(one.last) if hasattr(one, "last") else told(one) for one in many]
+    outputs = yield client.batch_decode([many[0], many[2]], [4, [5, 6]], policy=greedy())
+    facts += [seen(output) for output in outputs]
+    chunks = yield client.unified([Chunk([1] * 9, is_final=False), Chunk(7, many[0], greedy(), pos_offset=3)])
+    facts += [(place(one.handle), one.last.tokens) for one in chunks]
+    stream = client.stream()
+    mixed = yield stream.run([DecodeItem(many[0], 1, greedy()), VerifyItem(many[2], [1], 2, greedy()), Chunk([1, 2])])
+    facts += [seen(mixed[0]), seen(mixed[1].output), place(mixed[2].handle)]
+    facts.append([seen(one.output) for one in (yield stream.verify([many[0]], [[2]], tokens=[3], policy=greedy()))])
+    yield stream.close()
+    rows = yield collected(client.forward([1, 2, 3], policy=sample(seed=1, entropy=True), pooling="last"))
+    facts += [(row.tokens, row.entropies.tolist(), row.pooled_hidden_state.tolist()) for row in rows]
+    facts += [(yield client.score([1, 2, 3])).tolist(), (yield client.embed([1, 2, 3])).tolist()]
+    mask = yield client.register_mask([1, 2, 3])
+    facts.append(mask)
+    loop = client.generate([5, 6], 6, n=3, policy=sample(seed=4, mask=mask, repetition_penalty=1.5), keep=True)
+    yield loop.read()
+    facts += [(one.tokens, one.seed, one.finish_reason, place(one.cache.handle)) for one in loop.branches]
+    early = cache.generate(30, tokens=[9], seed=3)
+    for _ in range(4):
+        facts.append((yield early.advance()))
+    yield early.close()
+    yield cache.truncate(cache.length)
+    facts.append((place(cache.handle), cache.token_ids))
+    facts.append((yield client.admin.warmup([1])).batch_sizes)
+    facts.append((yield client.cache_metrics()).block_size)
+    yield client.release([cache, many[0], many[2], chunks[0], mixed[2], *loop.caches])
     return facts
 
 
@@ -193,7 +236,9 @@ async def run_async(script: Script) -> list[Any]:
             answer = told(error)
 
 
-@pytest.mark.parametrize("script", [decoding, streaming, asking, mistakes], ids=lambda script: script.__name__)
+@pytest.mark.parametrize(
+    "script", [decoding, streaming, whole_contract, asking, mistakes], ids=lambda script: script.__name__
+)
 def test_the_same_script_sees_the_same(target: str, script: Any) -> None:
     """With the paged reference, bit by bit."""
     with Client.connect(target, timeout=20) as client:

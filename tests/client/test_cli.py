@@ -123,6 +123,82 @@ def test_generate_streams_text(
     assert fake.sequences == {}
 
 
+def test_generate_draws_several_texts_and_stops(fake: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    """One after another for people, side by side in JSON; a stop is part of the text."""
+    options = (
+        "generate",
+        "--target",
+        fake.target,
+        "--n",
+        "2",
+        "--seed",
+        "5",
+        "--stop",
+        "ck\\n",
+        "--stop",
+        "ick",
+        "the",
+    )
+    assert run(*options) == 0
+    out = capsys.readouterr().out
+    assert out == "--- 0, seed 5, stop_sequence\n quick\n--- 1, seed 6, stop_sequence\n quick\n"
+    assert run(*options, "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert [one["seed"] for one in facts["texts"]] == [5, 6]
+    assert facts["text"] == facts["texts"][1]["text"] == " quick"
+    assert fake.sequences == {}
+    (request, _) = fake.generates
+    assert list(request.stop_strings) == ["ck\n", "ick"]
+
+
+def test_generate_shows_the_likeliest_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line per token; penalties go along."""
+    options = ("--ids", "--max-tokens", "3", "--temperature", "0", "--repetition-penalty", "1.5")
+    more = ("--frequency-penalty", "0.5", "--presence-penalty", "0.25", "--top-logprobs", "2")
+    assert run("generate", *options, *more, "1 2 3") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if "|" in line]) == 3
+    assert all(len(line.partition("|")[2].split()) == 4 for line in lines if line)
+
+
+def test_metrics_prints_counters(capsys: pytest.CaptureFixture[str], client: Client) -> None:
+    """Of the pool and of the server, as lines and as JSON."""
+    with client.prefill(range(40), policy=no_output()):
+        assert run("metrics") == 0
+        lines = dict(line.split() for line in capsys.readouterr().out.splitlines())
+        assert (lines["live_sequences"], lines["used_blocks"]) == ("1", "3")
+        assert run("metrics", "--json") == 0
+        facts = json.loads(capsys.readouterr().out)
+        assert facts["used_blocks"] == 3
+        assert facts["num_prefills"] >= 1
+
+
+def test_admin_warms_up(capsys: pytest.CaptureFixture[str]) -> None:
+    """And says what is warm; other actions are wrong use."""
+    assert run("admin", "warmup", "--batch-sizes", "2", "3") == 0
+    assert capsys.readouterr().out.startswith("warm for batches of ")
+    assert run("admin", "warmup", "--batch-sizes", "2", "--json") == 0
+    assert 2 in json.loads(capsys.readouterr().out)["batch_sizes"]
+    assert run("admin", "dance") == 2
+
+
+def test_admin_drains_and_ends_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Drained, it refuses prompts and stays; shut down, it ends with 0."""
+    listen = f"unix:{tmp_path}/s"
+    command = [sys.executable, "-m", "ferrule_server", "--executor", "paged-reference", "--kv-memory", "1MiB"]
+    with subprocess.Popen([*command, "--listen", listen], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(b"ready")
+        assert run("admin", "drain", "--grace", "9", "--target", listen) == 0
+        assert capsys.readouterr().out == "draining: 0 live handles, 0 requests under way\n"
+        assert run("generate", "--ids", "1", "--target", listen, "--timeout", "1") == 1
+        assert "DRAINING" in capsys.readouterr().err
+        assert process.poll() is None
+        assert run("admin", "shutdown", "--grace", "0", "--target", listen) == 0
+        assert capsys.readouterr().out == "ending: 0 live handles are lost\n"
+        assert process.wait(20) == 0
+
+
 def test_generate_says_what_is_missing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A server without a tokenizer, a prompt that is none."""
     assert run("generate", "def f(") == 1
@@ -194,7 +270,7 @@ def test_wrong_environment_is_wrong_use(monkeypatch: pytest.MonkeyPatch) -> None
     assert run("health", "--timeout", "5") == 0
 
 
-@pytest.mark.parametrize("command", ["", "demo", "generate", "health", "caches"])
+@pytest.mark.parametrize("command", ["", "demo", "generate", "health", "caches", "metrics", "admin"])
 def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Every command shows examples."""
     assert run(*command.split(), "--help") == 0

@@ -333,7 +333,8 @@ def test_branches_are_resumed_one_by_one(fake: FakeServer, fake_client: Client) 
             list(loop)
             assert [bytes(branch.tokens) for branch in loop.branches] == [b" quick br"] * 3
         requests = fake.generates[1:]
-        assert [request.max_tokens for request in requests] == [6, 6, 6]
+        (max_tokens,) = {request.max_tokens for request in requests}
+        assert 6 <= max_tokens < 9  # frames just before the break may be lost
         assert [request.logits_policy.sample.seed for request in requests] == [7, 8, 9]
         fake_client.release(loop.caches[1:])
 

@@ -35,7 +35,7 @@ def test_speculation_says_what_plain_decoding_says(client: Client, acceptance: s
     expected = spoken(client, 20, **settings)
     rng = np.random.default_rng(1)
     with client.prefill(PROMPT, policy=no_output()) as cache:
-        said = list(cache.generate(1, **settings))  # type: ignore[arg-type]
+        said = list[int](cache.generate(1, **settings))
         while len(said) < 20:
             drafts = expected[len(said) :][: rng.integers(0, 5)]
             if drafts and rng.integers(2):

@@ -152,6 +152,16 @@ def test_a_verify_of_any_length_is_a_decode() -> None:
     assert rows_of(chunks[:2]) == [40, 1]
 
 
+def test_the_drafts_alone_make_a_long_verify_a_decode() -> None:
+    """One that brings a prompt's worth of certain tokens is a prefill: whoever decodes does not wait for all of it."""
+    long = decode("flood", num_tokens=1000)
+    long.job.drafts = Drafts(3)
+    chunks = batcher(512).plan([long, decode("calm")])
+    assert chunks[0].run is not long
+    assert by_principal(chunks)["calm"] == 1
+    assert by_principal(chunks).get("flood", 0) <= 64
+
+
 def test_prefill_rows_are_shared_equally_between_principals() -> None:
     """However many prompts one of them sends, and however long."""
     runs = [*(prompt(1000, "flood") for _ in range(50)), prompt(300, "calm")]

@@ -13,9 +13,9 @@ from ferrule_server.engine.running import RunningAppend
 from ferrule_server.executor.base import NO_SLOT, NULL_BLOCK, Int32Array, OutputSpec, StepBatch
 
 DECODE_ROWS = 8
-"""An append to a sequence of at most this many tokens is a decode: scheduled whole, before any prefill chunk. So is a
-verify of any length: it stands for as many decodes. New sequences are prefills whatever their length, or a flood of
-short prompts would not be one."""
+"""An append to a sequence of at most this many tokens, drafts left out, is a decode: scheduled whole, before any prefill
+chunk. (Drafts stand for as many decodes; what is certain before them is limited by the context alone.) New sequences
+are prefills whatever their length, or a flood of short prompts would not be one."""
 
 PREFILL_SHARE = 8
 """While a prefill waits, one row in this many is kept for it, however many decodes come back each step."""
@@ -204,7 +204,10 @@ def _equal_shares(wanted: Mapping[str, int], room: int) -> dict[str, int]:
 
 
 def _is_decode(run: RunningAppend) -> bool:
-    return run.sequence is not None and (len(run.token_ids) <= DECODE_ROWS or run.job.drafts is not None)
+    if run.sequence is None:
+        return False
+    drafts = run.job.drafts
+    return len(run.token_ids) - (0 if drafts is None else drafts.count) <= DECODE_ROWS
 
 
 def _waited_s(chunks: Iterable[Chunk], now_ns: int) -> float:

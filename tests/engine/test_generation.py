@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import threading
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -20,6 +22,7 @@ from ferrule_server.engine.jobs import (
 )
 from ferrule_server.errors import (
     BlocksExhausted,
+    Cancelled,
     ContextExceeded,
     HandleStale,
     HandleUnknown,
@@ -31,7 +34,7 @@ from ferrule_server.executor.paged_reference import PagedReferenceExecutor
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.quotas import QuotaLimits
 from tests.engine.harness import GREEDY, NOTHING, Harness, append
-from tests.engine.streams import UNSEEDED, VOCAB, SteppedExecutor, Stream, drawn_with, generate, start
+from tests.engine.streams import UNSEEDED, VOCAB, SteppedExecutor, Stream, drawn_with, forward, generate, start
 from tests.fakes import FakeExecutor, fake_next_token
 
 RICH = OutputRequest(OutputSpec(sample=SampleSpec(temperature=0.7, top_k=9, seed=11), logprobs=True))
@@ -522,3 +525,40 @@ def test_fork_and_truncate_wait_for_their_turn_between_two_tokens() -> None:
         last = stream.outcomes[-1]
         assert isinstance(last, GenerateFrame)
         assert last.is_last
+
+
+@pytest.mark.parametrize("request_id", ["", "mine"])
+def test_of_a_call_that_ends_unheard_nothing_is_left_that_nobody_can_find(request_id: str) -> None:
+    """Its branches would else hold their blocks for a lease; with a request_id a retry finds all of them."""
+    executor = SteppedExecutor()
+    with Harness(executor) as harness:
+        job = generate(None, 1, 2, 3, num_branches=5, request_id=request_id)
+        stream = start(harness, job)
+        executor.arrive()
+        job.is_cancelled = True
+        harness.engine.resume(job)
+        executor.run_freely()
+        assert isinstance(stream.error(), Cancelled)
+        harness.release()
+        assert harness.store.num_sequences == (5 if request_id else 0)
+
+
+def test_who_asked_is_not_kept_by_a_call_that_has_ended() -> None:
+    """Not even until the garbage collector comes: a call holds its messages."""
+    gc.collect()
+    gc.disable()
+    try:
+        with Harness() as harness:
+            streams = [
+                start(harness, generate(None, 1, 2, 3, num_branches=2, max_tokens=3)),
+                start(harness, forward(1, 2, 3, chunk_rows=1)),
+            ]
+            kept = [weakref.ref(stream) for stream in streams]
+            for stream in streams:
+                stream.wait()
+            del stream
+            streams.clear()
+            harness.release()
+            assert [ref() for ref in kept] == [None, None]
+    finally:
+        gc.enable()

@@ -46,7 +46,6 @@ class ForwardPass:
         self.sink = sink
         self.is_over = False
         self._drivers = drivers
-        self._own_sink = DriverSink(self, 0)
         self._seed = drivers.seed_for(job)
         self._output = seeded(job.output, self._seed)
         self._pool = _Pool(job.pooling)
@@ -106,7 +105,7 @@ class ForwardPass:
             is_internal=True,
             keeps_record=False,
         )
-        self._drivers.enter(self._in_flight, self._own_sink, at)
+        self._drivers.enter(self._in_flight, DriverSink(self, 0), at)
 
     def _output_of(self, stop: int) -> OutputRequest:
         """Return what the chunk that ends before ``stop`` is asked for."""

@@ -92,7 +92,7 @@ class Generation:
         self._num_live = job.num_branches
         self._first: AppendJob | None = None
         self._fork: ForkJob | None = None
-        self._orphan: Handle | None = None
+        self._orphans: list[Handle] = []
         self._touched: list[_Branch] = []
         self._parked: list[_Branch] = []
         self._has_sent = False
@@ -169,7 +169,8 @@ class Generation:
         if len(touched) > 1:
             touched.sort(key=lambda branch: branch.index)
         frames = tuple(map(self._frame_of, touched))
-        self._has_sent, self._orphan = True, None
+        self._has_sent = True
+        self._orphans.clear()
         if not self._num_live:
             self._close()
         timing = self._timing if any(frame.rows for frame in frames) else StepTiming()
@@ -200,9 +201,8 @@ class Generation:
     def _settle(self, result: AppendResult) -> None:
         """The prompt is committed: remember what the first frame says of it, and make the other branches."""
         self._cached_tokens, self._is_replayed = result.cached_tokens, result.replayed
-        is_made = (self.job.handle is None or result.forked) and not result.replayed
-        if is_made and not self.job.request_id:
-            self._orphan = result.handle
+        if (self.job.handle is None or result.forked) and not result.replayed:
+            self._made(result.handle)
         if len(self._branches) > 1:
             request_id = _derived(self.job.request_id, "fork")
             handle, count = result.handle, len(self._branches) - 1
@@ -213,11 +213,17 @@ class Generation:
     def _spread(self, handles: tuple[Handle, ...]) -> None:
         """The forks are there: each begins with a row of its own, and the first branch goes on."""
         self._fork = None
+        self._made(*handles)
         for branch, handle in zip(self._branches[1:], handles, strict=True):
             branch.handle = handle
             self._enter(branch, ())
         if self._branches[0].finish is None:
             self._append(self._branches[0])
+
+    def _made(self, *handles: Handle) -> None:
+        """These sequences are new: without a request_id only the first frame tells of them."""
+        if not self.job.request_id:
+            self._orphans += handles
 
     def _append(self, branch: _Branch) -> None:
         """Append the token drawn last, as soon as the reader has room."""
@@ -262,14 +268,15 @@ class Generation:
     def _fail(self, error: FerruleError) -> None:
         """The call fails as a whole. What it made goes with it where nobody could ever find it."""
         self._error = error
-        if self._orphan is not None:
-            orphan, self._orphan = self._orphan, None
-            self._drivers.release(orphan, self.job.principal)
+        orphans, self._orphans = self._orphans, []
+        for handle in orphans:
+            self._drivers.release(handle, self.job.principal)
 
     def _close(self) -> None:
         assert self._first is not None
         self.is_over = True
         self.job.rows_run = self._first.rows_run
+        self._branches.clear()  # their sinks refer to this driver: who asked must not wait for the garbage collector
 
     def _frame_of(self, branch: _Branch) -> BranchFrame:
         rows, branch.rows = tuple(branch.rows), []

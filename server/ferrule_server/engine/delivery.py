@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Final
 
@@ -13,7 +14,10 @@ _LOOP_SLICE: Final = 256
 
 
 class Delivery:
-    """Collects outcomes on the engine thread and delivers them on that of the event loop, in order.
+    """Collects outcomes on the engine thread and delivers them on that of the event loop.
+
+    Invariant: outcomes are given to their sinks in the order in which they were handed over; ``_sliced`` has those that
+    are being delivered slice by slice, and what came behind them.
 
     Args:
         post: Runs a callable on the event loop's thread.
@@ -27,6 +31,7 @@ class Delivery:
         self._post = post
         self._gate = gate
         self.finished: list[Finished] = []
+        self._sliced: deque[list[Finished]] = deque()
 
     def hand_over(self) -> None:
         """Deliver everything finished, with one call on the event loop; engine thread only."""
@@ -40,25 +45,49 @@ class Delivery:
 
     def refuse(self, refused: list[Finished]) -> None:
         """Deliver the errors of jobs that the gate did not let in; any thread."""
-        self._post(lambda: self._arrive_slice(refused))
+        self._post(lambda: self._line_up(refused))
+
+    # ---- on the event loop ------------------------------------------------------------------------------------------
 
     def _arrive(self, finished: list[Finished]) -> None:
         self._gate.done(finished)
-        self._arrive_slice(finished)
+        self._line_up(finished)
 
-    def _arrive_slice(self, finished: list[Finished], start: int = 0, touched: dict[int, Sink] | None = None) -> None:
-        """Runs on the event loop: each sink gets its outcomes, and after the last of all one flush.
+    def _line_up(self, finished: list[Finished]) -> None:
+        """Deliver outcomes at once, or behind those that are being delivered slice by slice.
 
-        Others have their turn on the loop in between: a frame of thousands of items that are all refused makes as many
-        error messages.
+        Frames of one job would else overtake each other.
         """
-        touched = {} if touched is None else touched
+        if not self._sliced and len(finished) <= _LOOP_SLICE:
+            self._deliver_slice(finished, 0, {})
+            return
+        self._sliced.append(finished)
+        if len(self._sliced) == 1:
+            self._next_slice(0, {})
+
+    def _next_slice(self, start: int, touched: dict[int, Sink]) -> None:
+        """Deliver a slice of the first in line; others have their turn on the loop before the next one.
+
+        A frame of thousands of items that are all refused makes as many error messages.
+        """
+        finished, stop = self._sliced[0], start + _LOOP_SLICE
+        try:
+            self._deliver_slice(finished, start, touched)
+        finally:  # whatever a sink does: those behind it must hear something
+            if stop < len(finished):
+                self._post(lambda: self._next_slice(stop, touched))
+            else:
+                self._sliced.popleft()
+                if self._sliced:
+                    self._post(lambda: self._next_slice(0, {}))
+
+    @staticmethod
+    def _deliver_slice(finished: list[Finished], start: int, touched: dict[int, Sink]) -> None:
+        """Give each sink its outcomes, and after the last of all one flush."""
         stop = start + _LOOP_SLICE
         for job, sink, outcome in finished[start:stop]:
             sink.deliver(job, outcome)
             touched[id(sink)] = sink
-        if stop < len(finished):
-            self._post(lambda: self._arrive_slice(finished, stop, touched))
-            return
-        for sink in touched.values():
-            sink.flush()
+        if stop >= len(finished):
+            for sink in touched.values():
+                sink.flush()

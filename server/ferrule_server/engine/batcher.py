@@ -13,9 +13,9 @@ from ferrule_server.engine.running import RunningAppend
 from ferrule_server.executor.base import NO_SLOT, NULL_BLOCK, Int32Array, OutputSpec, StepBatch
 
 DECODE_ROWS = 8
-"""An append to a sequence of at most this many tokens, drafts left out, is a decode: scheduled whole, before any prefill
-chunk. (Drafts stand for as many decodes; what is certain before them is limited by the context alone.) New sequences
-are prefills whatever their length, or a flood of short prompts would not be one."""
+"""An append to a sequence of at most this many tokens, drafts left out, is a decode: scheduled whole, before any
+prefill chunk. (Drafts stand for as many decodes; what is certain before them is limited by the context alone.) New
+sequences are prefills whatever their length, or a flood of short prompts would not be one."""
 
 PREFILL_SHARE = 8
 """While a prefill waits, one row in this many is kept for it, however many decodes come back each step."""

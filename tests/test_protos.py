@@ -28,6 +28,8 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from ferrule.v1 import admin_pb2, cache_pb2, executor_pb2, info_pb2, policy_pb2, tokenizer_pb2, types_pb2
+from ferrule_server.api.limits import ApiLimits
+from ferrule_server.engine.settings import EngineSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 PROTOS = ROOT / "protos"
@@ -180,7 +182,8 @@ def test_stub_floors_are_the_declared_floors() -> None:
 def test_readme_names_every_call_and_file() -> None:
     """The table of calls in the README is complete."""
     services = [service for file in FILES for service in file.services_by_name.values()]
-    rows = set(re.findall(r"^\| `([\w.]+)` \|", README, re.MULTILINE))
+    section = README[README.index("## Calls") : README.index("## Handles")]
+    rows = set(re.findall(r"^\| `([\w.]+)` \|", section, re.MULTILINE))
     default = "ModelExecutorService"
     calls = {
         method.name if service.name == default else f"{service.name}.{method.name}"
@@ -270,6 +273,49 @@ def test_readme_samples_follow_the_sampling_order(vectors: dict[str, Any]) -> No
         u = (_first_word(sample["seed"], sample["position"], 0) + 0.5) * 2.0**-32
         sums = [sum(weights[: n + 1]) / sum(weights) for n in range(len(kept))]
         assert sample["token"] == next(token for token, total in zip(kept, sums, strict=True) if total > u)
+
+
+def _draw(weights: dict[int, float], u: float) -> int:
+    """The first token, by ascending id, whose cumulative share exceeds u."""
+    total, so_far = sum(weights.values()), 0.0
+    for token in sorted(weights):
+        so_far += weights[token]
+        if so_far / total > u:
+            return token
+    raise AssertionError("u is below 1")
+
+
+def _law(logits: list[float], sample: dict[str, Any]) -> dict[int, float]:
+    """Probabilities of the tokens that are left before a draw."""
+    weights = {i: math.exp(logits[i] / sample["temperature"]) for i in _kept(logits, sample)}
+    return {i: weight / sum(weights.values()) for i, weight in weights.items()}
+
+
+def test_readme_drafts_are_decided_as_it_says(vectors: dict[str, Any]) -> None:
+    """Accepted or replaced by a plain implementation of the README's two steps; both happen."""
+    for case in vectors["drafts"]:
+        p, draft = _law(vectors["logits"], case), case["draft"]
+        q = {int(token): prob for token, prob in (case["q"] or {str(draft): 1.0}).items()}
+        q = {token: prob / sum(q.values()) for token, prob in q.items()}
+        accept, residual = ((_first_word(case["seed"], case["position"], n) + 0.5) * 2.0**-32 for n in (2, 3))
+        is_accepted = accept < p.get(draft, 0.0) / q[draft]
+        rest = {token: max(prob - q.get(token, 0.0), 0.0) for token, prob in p.items()}
+        assert (case["accepted"], case["token"]) == (is_accepted, draft if is_accepted else _draw(rest, residual))
+    assert {case["accepted"] for case in vectors["drafts"]} == {True, False}
+
+
+def test_readme_limits_are_those_of_the_server() -> None:
+    """The table of limits names capabilities that exist, with the numbers that the server is made with."""
+    defaults = {name: getattr(ApiLimits(), name) for name in ApiLimits.__slots__}
+    defaults |= dict.fromkeys(("max_step_rows", "max_batch_size"), EngineSettings().max_step_rows)
+    section = README[README.index("## Limits") : README.index("## Errors")]
+    named: set[str] = set()
+    for names, values in re.findall(r"^\| (`max_[^|]*`) \| ([\d, ]+) \|", section, re.MULTILINE):
+        for name, value in zip(re.findall(r"`(\w+)`", names), values.split(", "), strict=True):
+            assert defaults[name] == int(value), name
+            named.add(name)
+    published = {field.name for field in info_pb2.ExecutorCapabilities.DESCRIPTOR.fields}
+    assert named == {name for name in published if name.startswith("max_")} - {"max_sequence_length", "max_ttl"}
 
 
 def test_fields_share_names_and_numbers_across_outputs() -> None:

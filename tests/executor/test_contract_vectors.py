@@ -1,0 +1,67 @@
+"""The test vectors of protos/README.md are what the executor draws, in numpy and in torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ferrule_server.executor.base import DraftLaw, DraftSpec, OutputSpec, RowOutput, SampleSpec
+from ferrule_server.executor.device_outputs import DeviceOutputs
+from ferrule_server.executor.laws import sampling_law
+from ferrule_server.executor.philox import Purpose, uniform
+
+_CONTRACT = (Path(__file__).parents[2] / "protos" / "README.md").read_text("utf-8")
+_BLOCK = re.search(r"^```json philox-vectors\n(.*?)^```$", _CONTRACT, re.MULTILINE | re.DOTALL)
+assert _BLOCK is not None
+VECTORS: dict[str, Any] = json.loads(_BLOCK[1])
+LOGITS = np.array(VECTORS["logits"], np.float32)
+
+
+def _sample(case: dict[str, Any]) -> SampleSpec:
+    names = ("temperature", "top_k", "top_p", "min_p")
+    return SampleSpec(**{name: case[name] for name in names}, seed=int(case["seed"]))
+
+
+def _select(case: dict[str, Any], spec: OutputSpec, *, has_numpy: bool) -> RowOutput:
+    """Return what a row gives whose token is drawn at the position of the case."""
+    outputs = DeviceOutputs(torch.device("cpu"), has_numpy=has_numpy)
+    hidden = torch.zeros(1, 1)
+    (row,) = outputs.select(torch.from_numpy(LOGITS[None].copy()), hidden, [case["position"] - 1], [spec])
+    return row
+
+
+def _draft(case: dict[str, Any]) -> DraftSpec:
+    if case["q"] is None:
+        return DraftSpec(case["draft"])
+    token_ids = np.array([int(token) for token in case["q"]], np.int32)
+    return DraftSpec(case["draft"], DraftLaw(b"", token_ids, np.array(list(case["q"].values()))))
+
+
+def test_draws_are_those_of_the_contract() -> None:
+    """Seed, position and purpose give the number that the contract says."""
+    for case in VECTORS["draws"]:
+        assert uniform(int(case["seed"]), case["position"], Purpose(case["purpose"])) == case["u"]
+
+
+@pytest.mark.parametrize("has_numpy", [True, False])
+def test_samples_are_those_of_the_contract(has_numpy: bool) -> None:
+    """The tokens kept, and the one drawn."""
+    for case in VECTORS["samples"]:
+        law = sampling_law(LOGITS, _sample(case), float(LOGITS.max()))
+        kept = range(len(LOGITS)) if law.token_ids is None else law.token_ids.tolist()
+        assert list(kept) == case["kept"]
+        assert _select(case, OutputSpec(sample=_sample(case)), has_numpy=has_numpy).token == case["token"]
+
+
+@pytest.mark.parametrize("has_numpy", [True, False])
+def test_drafts_are_decided_as_in_the_contract(has_numpy: bool) -> None:
+    """Accepted or not, and the token in place of one that is not."""
+    for case in VECTORS["drafts"]:
+        row = _select(case, OutputSpec(sample=_sample(case), draft=_draft(case)), has_numpy=has_numpy)
+        assert (row.is_accepted, row.token) == (case["accepted"], case["token"])

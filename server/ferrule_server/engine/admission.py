@@ -166,11 +166,12 @@ class Admission:
         is_replay = verdict is Verdict.REPLAY
         token_ids = tuple(sequence.token_ids[start:end])
         specs, seed = row_specs(job.output, job.token_ids or token_ids, job.drafts, rows.seed)
-        specs = {row: spec for row, spec in specs.items() if row < len(token_ids)}  # no drafts that did not hold
+        if job.drafts is not None:  # those that did not hold are not there
+            specs = {row: specs[row] for row in specs if row < len(token_ids)}
         if not specs:  # nothing is asked of any row, so there is nothing to run
             return self._answer(job, sequence, is_replay=is_replay, rows=rows)
         self.counters.recomputed += is_replay
-        first = min(specs)
+        first = next(iter(specs))
         sequence.num_pins += 1
         return RunningAppend(
             job=job,
@@ -182,7 +183,7 @@ class Admission:
             start=start + first,
             block_ids=sequence.block_ids,
             length_after=end,
-            specs={row - first: spec for row, spec in specs.items()},
+            specs={row - first: specs[row] for row in specs} if first else specs,
             seed=seed,
             ttl_s=rows.ttl_s,
             is_read_only=True,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ferrule_server.engine.jobs import Acceptance, Drafts, OutputRequest
 from ferrule_server.executor.base import DraftSpec, OutputSpec, Shaping
@@ -11,7 +12,7 @@ from ferrule_server.executor.base import DraftSpec, OutputSpec, Shaping
 
 def row_specs(
     output: OutputRequest, token_ids: tuple[int, ...], drafts: Drafts | None = None, known_seed: int | None = None
-) -> tuple[dict[int, OutputSpec], int | None]:
+) -> tuple[Mapping[int, OutputSpec], int | None]:
     """Return what each row returns (rows without an entry return nothing, the others ascend), and the seed.
 
     Args:
@@ -42,9 +43,39 @@ def row_specs(
         rows = range(0 if output.all_positions else last, last + 1)
         specs = dict.fromkeys(rows, spec)
     if output.wants_targets:
-        targets = (*token_ids[1:], output.last_target)
-        specs = {row: replace(each, target_id=targets[row]) for row, each in specs.items()}
+        return TargetSpecs(specs, (*token_ids[1:], output.last_target)), seed
     return specs, seed
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSpecs(Mapping[int, OutputSpec]):
+    """Specs whose rows return the log-probability of the token that follows them.
+
+    Each is made when its row is run: those of a whole long prompt together would take the engine thread 0.1 s.
+
+    Attributes:
+        specs: By row, without their targets.
+        targets: The token that follows each row, -1: none is known.
+    """
+
+    specs: Mapping[int, OutputSpec]
+    targets: Sequence[int]
+
+    def __getitem__(self, row: int) -> OutputSpec:
+        """Return the spec of a row."""
+        return replace(self.specs[row], target_id=self.targets[row])
+
+    def __iter__(self) -> Iterator[int]:
+        """Return the rows, ascending."""
+        return iter(self.specs)
+
+    def __len__(self) -> int:
+        """Return how many rows return something."""
+        return len(self.specs)
+
+    def __contains__(self, row: object) -> bool:
+        """Return whether the row returns something."""
+        return row in self.specs
 
 
 def _verify_spec(spec: OutputSpec, drafts: Drafts, row: int, next_ids: tuple[int, ...]) -> OutputSpec:

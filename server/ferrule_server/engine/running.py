@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,7 +33,7 @@ class RunningAppend:
         token_ids: The rows' tokens. start: position of the first one.
         block_ids: Block table that covers all of them.
         length_after: Length the answered handle names; of a verify known only when its drafts are judged.
-        specs: Row index -> what it returns; rows without an entry return nothing.
+        specs: Row index, ascending -> what it returns; rows without an entry return nothing.
         ttl_s: The lease to set at the end; None keeps the sequence's own.
         creation: What its request_id is remembered by, where it makes a sequence.
         num_cached: Tokens, the first ones, whose KV was in the prefix cache.
@@ -52,7 +53,7 @@ class RunningAppend:
     start: int
     block_ids: list[int]
     length_after: int
-    specs: dict[int, OutputSpec]
+    specs: Mapping[int, OutputSpec]
     seed: int | None
     ttl_s: float | None
     creation: Creation | None = None

@@ -104,3 +104,18 @@ def test_a_warm_up_leaves_the_pool_as_it_is(harness: Harness) -> None:
     np.testing.assert_array_equal(harness.executor.read_blocks(blocks), data)
     assert before.rows[0].token is not None
     harness.decode(before.handle, before.rows[0].token)
+
+
+@pytest.mark.parametrize("length", [16, 17, 32, 33, 97, 160])
+def test_a_prefix_hit_changes_logits_by_rounding_alone(harness: Harness, length: int) -> None:
+    """float32: fewer rows are summed in another order, so up to 2e-6 of logits about 2; of the pool's NaN nothing."""
+    full = OutputRequest(OutputSpec(full_logits=True, greedy=True))
+    tokens = tuple((7 * i + length) % 100 for i in range(length))
+    cold = harness.prefill(*tokens, output=full)
+    hit = harness.prefill(*tokens, output=full)
+    assert (cold.cached_tokens, hit.cached_tokens) == (0, length // 16 * 16)
+    expected, logits = cold.rows[0].logits, hit.rows[0].logits
+    assert expected is not None
+    assert logits is not None
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-6)
+    assert hit.rows[0].token == cold.rows[0].token

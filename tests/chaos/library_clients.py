@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ferrule.v1 import executor_pb2
 from ferrule_client import Client
-from tests.chaos.raw_clients import Breaks
+from tests.chaos.raw_clients import Breaks, Input, Output
 
 _TIMEOUT_S = 60.0
 _NUM_RETRIES = 1000
@@ -25,12 +25,13 @@ class LibraryStreamAppender:
         self._stream = self._client.stream()
         self._breaks = breaks
 
-    def append(self, inputs: Sequence[executor_pb2.DecodeInput]) -> list[executor_pb2.DecodeOutput]:
+    def append(self, inputs: Sequence[Input]) -> Sequence[Output]:
         """Return the outputs in the order of the inputs."""
-        outputs = []
+        outputs: list[Output] = []
         for result in self._stream.exchange(inputs):
             if isinstance(result, Exception):
                 raise result
+            assert not isinstance(result, executor_pb2.PrefillOutput)
             self._breaks.replayed += result.replayed
             outputs.append(result)
         return outputs
@@ -42,7 +43,7 @@ class LibraryStreamAppender:
 
 
 class LibraryUnaryAppender:
-    """The library's unary calls, below its caches: one Decode for each input.
+    """The library's unary calls, below its caches: one Decode or ForwardVerify for each input.
 
     Args:
         target: Where to connect to.
@@ -53,14 +54,19 @@ class LibraryUnaryAppender:
         self._client = Client.connect(target, timeout=_TIMEOUT_S, max_retries=_NUM_RETRIES)
         self._breaks = breaks
 
-    def append(self, inputs: Sequence[executor_pb2.DecodeInput]) -> list[executor_pb2.DecodeOutput]:
+    def append(self, inputs: Sequence[Input]) -> Sequence[Output]:
         """Return the outputs in the order of the inputs."""
         return [self._append(one) for one in inputs]
 
-    def _append(self, one: executor_pb2.DecodeInput) -> executor_pb2.DecodeOutput:
+    def _append(self, one: Input) -> Output:
         connection = self._client._connection
-        request = executor_pb2.DecodeRequest(input=one)
-        output = connection.unary(connection.executor.Decode, request, timeout=_TIMEOUT_S).output
+        output: Output
+        if isinstance(one, executor_pb2.DecodeInput):
+            request = executor_pb2.DecodeRequest(input=one)
+            output = connection.unary(connection.executor.Decode, request, timeout=_TIMEOUT_S).output
+        else:
+            verify = executor_pb2.ForwardVerifyRequest(input=one)
+            output = connection.unary(connection.executor.ForwardVerify, verify, timeout=_TIMEOUT_S).output
         self._breaks.replayed += output.replayed
         return output
 

@@ -163,7 +163,7 @@ class Stream:
 
     def exchange(self, items: SequenceOf[Any]) -> list[Any]:  # inputs; outputs or Refusals
         """Send items as one frame and return their outputs or errors, in order."""
-        frame, asked, answers = executor_pb2.StreamDecodeRequest(), {}, {}
+        frame, asked, answers = executor_pb2.StreamDecodeRequest(), dict[int, Any](), dict[int, Any]()
         for item in items:
             seq = next(self._seq)
             getattr(frame.items.add(seq=seq), _FIELDS[type(item)]).CopyFrom(item)
@@ -247,6 +247,14 @@ class ProtocolBase(RuleBasedStateMachine):
         fingerprints = self.call(self.server.stub.RegisterTokenMask, request, principal).fingerprints
         return dict(zip(MASKS, fingerprints, strict=True))
 
+    @property
+    def is_full(self) -> bool:
+        """Whether there are so many sequences that no rule is to make more.
+
+        No precondition: how far a call came that was cut short is chance, and drawing must not depend on that.
+        """
+        return len(self.model.live) >= MAX_LIVE
+
     # ---- calls ------------------------------------------------------------------------------------------------------
 
     def call(self, method: Any, request: Any, principal: str) -> Any:  # of the stubs
@@ -287,9 +295,9 @@ class ProtocolBase(RuleBasedStateMachine):
         if isinstance(got, executor_pb2.PrefillOutput | executor_pb2.UnifiedOutput):
             self.check_cached(got.cached_tokens, len(expected.tokens))
         self.check_rows(expected, got)
+        self.take(got.kv_cache, expected.owner, expected.tokens, is_new=expected.is_new)
         if drafts is not None:
             self.check_drafts(expected, got, drafts)
-        self.take(got.kv_cache, expected.owner, expected.tokens, is_new=expected.is_new)
 
     def check_refusal(self, expected: object, got: Any) -> None:
         """Compare a refusal with the prediction."""
@@ -340,13 +348,18 @@ class ProtocolBase(RuleBasedStateMachine):
 
     def take(self, handle: types_pb2.KvCacheHandle, owner: Sequence, tokens: Tokens, *, is_new: bool = False) -> None:
         """Check a handle that was given out and keep it."""
+        known = self.check_handle(handle, owner, tokens)
+        assert not (known and is_new)
+        self.model.issued.append(Issued(handle, owner, tokens))
+
+    def check_handle(self, handle: types_pb2.KvCacheHandle, owner: Sequence, tokens: Tokens) -> bool:
+        """Check that a handle names these tokens of this sequence; returns whether the sequence was known."""
         assert handle.length == len(tokens)
         known = [each.owner for each in self.model.issued if each.handle.cache_id == handle.cache_id]
         assert all(each is owner for each in known)
-        assert not (known and is_new)
         same = [each.handle.lineage for each in self.model.issued if each.tokens == tokens]
         assert all(lineage == handle.lineage for lineage in same), "equal tokens, other lineage"
-        self.model.issued.append(Issued(handle, owner, tokens))
+        return bool(known)
 
     def pass_time(self, seconds: float) -> None:
         """Move the clock and wait until the server has collected what expired."""

@@ -9,14 +9,13 @@ from typing import Any
 
 import grpc
 import hypothesis.strategies as st
-from hypothesis.stateful import precondition, rule
+from hypothesis.stateful import rule
 
 from ferrule.v1 import cache_pb2, executor_pb2, types_pb2
 from tests.api.harness import Refusal, read_status, refusal_of
 from tests.chaos.model_generate import CONTEXT_FULL, Branch, Generated, Loop, generate
 from tests.chaos.model_policies import GREEDY, SEEDED, UNSEEDED, Policy, Tokens, drawn_token
 from tests.chaos.protocol_base import (
-    MAX_LIVE,
     ProtocolBase,
     as_principal,
     choosing_st,
@@ -101,7 +100,6 @@ def hear(
 class GenerateRules(ProtocolBase):
     """Decode loops on the server, and rows without a cache."""
 
-    @precondition(lambda self: len(self.model.live) < MAX_LIVE)
     @rule(
         principal=principal_st,
         index=index_st,
@@ -119,15 +117,16 @@ class GenerateRules(ProtocolBase):
         index: int,
         tokens: Tokens,
         policy: Policy,
-        on_stale: int,
+        on_stale: types_pb2.StalePolicy,
         request_id: str,
         loop: Loop,
         how: str,
     ) -> None:
         """Generate behind any handle."""
+        if self.is_full:
+            return
         self.generate(principal, self.pick(index), Ask(tokens, policy, on_stale, request_id), loop, how)
 
-    @precondition(lambda self: len(self.model.live) < MAX_LIVE)
     @rule(
         principal=principal_st,
         tokens=st.one_of(
@@ -151,6 +150,8 @@ class GenerateRules(ProtocolBase):
         how: str,
     ) -> None:
         """Generate from a prompt."""
+        if self.is_full:
+            return
         self.generate(principal, None, Ask(tokens, policy, FAIL, request_id, ttl_s), loop, how)
 
     @rule(
@@ -232,6 +233,8 @@ class GenerateRules(ProtocolBase):
         assert heard.seed == (branch.seed if heard.tokens else None)
         for num_tokens, handle in heard.handles:
             state = branch.states[num_tokens - 1]
+            self.check_handle(handle, state.owner, state.tokens)
+        if heard.handles:  # how many frames there are is chance, so the others are not kept
             self.take(handle, state.owner, state.tokens)
         if not (is_whole or heard.finish):
             return

@@ -10,17 +10,19 @@ in a few thousand of grpcio 1.75.1 stays queued on a channel that has no connect
 from __future__ import annotations
 
 import queue
+import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
 from grpc_status import rpc_status
 
 from ferrule.v1 import executor_pb2, executor_pb2_grpc, policy_pb2, types_pb2
+from tests.chaos.model_policies import EXACT, REJECTION, SEEDED, Drafts, Policy
 
 _PREFILL_S = 20.0
 _ATTEMPT_S = 1.0
@@ -80,10 +82,15 @@ class Breaks:
         self.replayed += other.replayed
 
 
+Input = executor_pb2.DecodeInput | executor_pb2.VerifyInput
+Output = executor_pb2.DecodeOutput | executor_pb2.VerifyOutput | executor_pb2.UnifiedOutput
+"""They have all in common that is read here: a handle, rows and whether it is a replay."""
+
+
 class Appender(Protocol):
     """Appends tokens to several sequences at once, each exactly once, whatever breaks."""
 
-    def append(self, inputs: Sequence[executor_pb2.DecodeInput]) -> list[executor_pb2.DecodeOutput]:
+    def append(self, inputs: Sequence[Input]) -> Sequence[Output]:
         """Return the outputs in the order of the inputs."""
         ...
 
@@ -93,7 +100,7 @@ class Appender(Protocol):
 
 
 class UnaryAppender:
-    """One Decode for each input, again until it is answered.
+    """One Decode or ForwardVerify for each input, again until it is answered.
 
     Args:
         target: Where to connect to.
@@ -105,26 +112,66 @@ class UnaryAppender:
         self._stub = executor_pb2_grpc.ModelExecutorServiceStub(self._channel)
         self._breaks = breaks
 
-    def append(self, inputs: Sequence[executor_pb2.DecodeInput]) -> list[executor_pb2.DecodeOutput]:
+    def append(self, inputs: Sequence[Input]) -> Sequence[Output]:
         """Return the outputs in the order of the inputs."""
-        return [self._append(one) for one in inputs]
+        outputs = [self._append(one) for one in inputs]
+        self._breaks.replayed += sum(output.replayed for output in outputs)
+        return outputs
 
-    def _append(self, one: executor_pb2.DecodeInput) -> executor_pb2.DecodeOutput:
+    def _append(self, one: Input) -> Output:
+        if isinstance(one, executor_pb2.DecodeInput):
+            return self._call(self._stub.Decode, executor_pb2.DecodeRequest(input=one)).output  # type: ignore[no-any-return]
+        return self._call(self._stub.ForwardVerify, executor_pb2.ForwardVerifyRequest(input=one)).output  # type: ignore[no-any-return]
+
+    def _call(self, method: Callable[..., Any], request: Any) -> Any:  # of the stub
         deadline = time.monotonic() + _APPEND_S
         while True:
             try:
-                output = self._stub.Decode(executor_pb2.DecodeRequest(input=one), timeout=_ATTEMPT_S).output
+                return method(request, timeout=_ATTEMPT_S)
             except grpc.RpcError as error:
                 self._breaks.note(error)
                 if time.monotonic() > deadline:
                     raise
-            else:
-                self._breaks.replayed += output.replayed
-                return output
 
     def close(self) -> None:
         """Close the connection."""
         self._channel.close()
+
+
+class BatchAppender(UnaryAppender):
+    """One BatchDecode for all inputs, the whole of it again until it is answered."""
+
+    def append(self, inputs: Sequence[Input]) -> Sequence[Output]:
+        """Return the outputs in the order of the inputs."""
+        request = executor_pb2.BatchDecodeRequest(inputs=inputs)  # type: ignore[arg-type]  # no verifies here
+        return self._read(self._call(self._stub.BatchDecode, request))
+
+    def _read(self, reply: executor_pb2.BatchDecodeResponse | executor_pb2.UnifiedDecodeResponse) -> Sequence[Output]:
+        for result in reply.results:
+            assert result.HasField("output"), f"item {result.seq} failed: {result.error}"
+        outputs = [result.output for result in reply.results]
+        self._breaks.replayed += sum(output.replayed for output in outputs)
+        return outputs
+
+
+class UnifiedAppender(BatchAppender):
+    """One UnifiedDecode for all inputs."""
+
+    def append(self, inputs: Sequence[Input]) -> Sequence[Output]:
+        """Return the outputs in the order of the inputs."""
+        batch = executor_pb2.UnifiedBatch(items=[unified_item(one) for one in inputs])
+        return self._read(self._call(self._stub.UnifiedDecode, executor_pb2.UnifiedDecodeRequest(batch=batch)))
+
+
+def unified_item(one: Input) -> executor_pb2.UnifiedBatchItem:
+    """Return a decode as a piece of a batch, with its position as a check."""
+    return executor_pb2.UnifiedBatchItem(
+        q_tokens=one.input_ids,
+        kv_cache=one.kv_cache,
+        pos_offset=one.kv_cache.length,
+        logits_policy=one.logits_policy,
+        on_stale=one.on_stale,
+    )
 
 
 class StreamAppender:
@@ -141,9 +188,9 @@ class StreamAppender:
         self._breaks = breaks
         self._frames: queue.SimpleQueue[executor_pb2.StreamDecodeRequest | None] | None = None
 
-    def append(self, inputs: Sequence[executor_pb2.DecodeInput]) -> list[executor_pb2.DecodeOutput]:
+    def append(self, inputs: Sequence[Input]) -> Sequence[Output]:
         """Return the outputs in the order of the inputs."""
-        done: dict[int, executor_pb2.DecodeOutput] = {}
+        done: dict[int, Output] = {}
         deadline = time.monotonic() + _APPEND_S
         while len(done) < len(inputs):
             try:
@@ -159,17 +206,22 @@ class StreamAppender:
         self._breaks.replayed += sum(output.replayed for output in done.values())
         return [done[seq] for seq in range(len(inputs))]
 
-    def _exchange(self, inputs: Sequence[executor_pb2.DecodeInput], done: dict[int, executor_pb2.DecodeOutput]) -> None:
+    def _exchange(self, inputs: Sequence[Input], done: dict[int, Output]) -> None:
         """Send what has no answer yet as one frame and read until all of it has."""
         if self._frames is None:
             self._frames = queue.SimpleQueue()
             self._call = self._stub.StreamDecode(iter(self._frames.get, None), timeout=_STREAM_S)
-        items = [executor_pb2.StreamItem(seq=seq, decode=one) for seq, one in enumerate(inputs) if seq not in done]
+        items = [self._item(seq, one) for seq, one in enumerate(inputs) if seq not in done]
         self._frames.put(executor_pb2.StreamDecodeRequest(items=items))
         while len(done) < len(inputs):
             for result in next(self._call).results:
-                assert result.HasField("decode"), f"item {result.seq} failed: {result.error}"
-                done[result.seq] = result.decode
+                assert not result.HasField("error"), f"item {result.seq} failed: {result.error}"
+                done[result.seq] = getattr(result, str(result.WhichOneof("result")))
+
+    def _item(self, seq: int, one: Input) -> executor_pb2.StreamItem:
+        if isinstance(one, executor_pb2.VerifyInput):
+            return executor_pb2.StreamItem(seq=seq, verify=one)
+        return executor_pb2.StreamItem(seq=seq, decode=one)
 
     def _end_stream(self) -> None:
         if self._frames is not None:
@@ -181,6 +233,13 @@ class StreamAppender:
         """Close the connection."""
         self._end_stream()
         self._channel.close()
+
+
+class UnifiedStreamAppender(StreamAppender):
+    """The same with pieces of a batch."""
+
+    def _item(self, seq: int, one: Input) -> executor_pb2.StreamItem:
+        return executor_pb2.StreamItem(seq=seq, unified=unified_item(one))
 
 
 @dataclass
@@ -206,14 +265,18 @@ class Session:
         message = executor_pb2.PrefillInput(input_ids=self.prompt, logits_policy=self.policy, cache=LASTING)
         self.take(stub.Prefill(executor_pb2.PrefillRequest(input=message), timeout=_PREFILL_S).output)
 
-    def next_input(self) -> executor_pb2.DecodeInput:
+    def next_input(self) -> Input:
+        """Return what goes on with it."""
+        return self.next_decode()
+
+    def next_decode(self) -> executor_pb2.DecodeInput:
         """Return the append of the newest token."""
         return executor_pb2.DecodeInput(input_ids=self.tokens[-1:], kv_cache=self.handle, logits_policy=self.policy)
 
-    def take(self, output: executor_pb2.PrefillOutput | executor_pb2.DecodeOutput) -> None:
+    def take(self, output: executor_pb2.PrefillOutput | Output) -> None:
         """Note an answer."""
         self.handle = output.kv_cache
-        self.tokens.append(output.outputs.tokens[0])
+        self.tokens += output.outputs.tokens
         if output.outputs.top_k == 2:
             first, second = output.outputs.top_logprobs
             self.gaps.append(first - second)
@@ -230,3 +293,40 @@ def run_session(appender: Appender, sessions: Sequence[Session], num_appends: in
         outputs = appender.append([session.next_input() for session in sessions])
         for session, output in zip(sessions, outputs, strict=True):
             session.take(output)
+
+
+@dataclass
+class VerifySession(Session):
+    """One sequence that goes on by verifies of random drafts, the same ones in each run.
+
+    Attributes:
+        chance: Draws them. acceptances: of each round in turn. law: what the policy asks for.
+        num_held: Drafts that held so far. num_rounds: verifies sent.
+    """
+
+    chance: random.Random = field(default_factory=random.Random)
+    acceptances: tuple[executor_pb2.AcceptanceRule, ...] = (EXACT,)
+    law: Policy = field(default_factory=lambda: Policy(SEEDED))
+    num_held: int = 0
+    num_rounds: int = 0
+
+    def next_input(self) -> Input:
+        """Return a verify of the newest token and up to three drafts."""
+        draft_ids = tuple(self.chance.choices((1, 2), k=self.chance.randint(0, 3)))
+        acceptance = self.acceptances[self.num_rounds % len(self.acceptances)]
+        self.num_rounds += 1
+        has_probs = acceptance == REJECTION and self.chance.random() < 0.7
+        probs = tuple(self.chance.choice([(0.25, 0.75), (0.5, 0.5)]) for _ in draft_ids) if has_probs else ()
+        drafts = Drafts(draft_ids, acceptance, probs, is_dense=self.chance.random() < 0.2)
+        item = drafts.message()
+        item.MergeFrom(
+            executor_pb2.VerifyInput(input_ids=self.tokens[-1:], kv_cache=self.handle, logits_policy=self.policy)
+        )
+        return item
+
+    def take(self, output: executor_pb2.PrefillOutput | Output) -> None:
+        """Note an answer: the drafts that hold and the token that follows."""
+        super().take(output)
+        if isinstance(output, executor_pb2.VerifyOutput):
+            assert (output.accepted_count + 1, output.next_token) == (output.outputs.num_rows, self.tokens[-1])
+            self.num_held += output.accepted_count

@@ -30,7 +30,7 @@ class Ask:
 
     tokens: Tokens
     policy: Policy
-    on_stale: int = FAIL
+    on_stale: types_pb2.StalePolicy = FAIL
     request_id: str = ""
     ttl_s: float | None = None
     drafts: Drafts | None = None

@@ -24,7 +24,19 @@ from tests.api.harness import RunningServer
 from tests.chaos.cutting_proxy import CuttingProxy
 from tests.chaos.figures import report, seed_of_run
 from tests.chaos.library_clients import LibraryStreamAppender, LibraryUnaryAppender
-from tests.chaos.raw_clients import Appender, Breaks, Session, StreamAppender, UnaryAppender, run_session
+from tests.chaos.model_policies import EXACT, MASKED, REJECTION, SEEDED, SHAPED, Policy, drawn_token
+from tests.chaos.raw_clients import (
+    Appender,
+    BatchAppender,
+    Breaks,
+    Session,
+    StreamAppender,
+    UnaryAppender,
+    UnifiedAppender,
+    UnifiedStreamAppender,
+    VerifySession,
+    run_session,
+)
 
 NUM_APPENDS = int(os.environ.get("FERRULE_CHAOS_APPENDS", "10400"))
 MIN_CUTS = NUM_APPENDS // 10
@@ -32,9 +44,17 @@ BYTES_PER_CUT = 1500.0
 CLIENTS: dict[str, Callable[[str, Breaks], Appender]] = {
     "unary": UnaryAppender,
     "stream": StreamAppender,
+    "batch": BatchAppender,
+    "unified": UnifiedAppender,
+    "unified-stream": UnifiedStreamAppender,
+    "verify": UnaryAppender,
+    "verify-stream": StreamAppender,
     "library-unary": LibraryUnaryAppender,
     "library-stream": LibraryStreamAppender,
+    "library-verify": LibraryUnaryAppender,
+    "library-verify-stream": LibraryStreamAppender,
 }
+"""By what is sent; what is called a verify has drafts."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +99,7 @@ class Outcome:
     connections: int = 0
     breaks: dict[str, int] = field(default_factory=dict)
     smallest_gap: float | None = None
+    drafts_held: int = 0
     seconds: float = 0.0
 
     def check(self) -> None:
@@ -88,11 +109,13 @@ class Outcome:
         assert self.applied == self.sent
 
 
-def make_sessions(seed: int, shape: Shape, vocab_size: int) -> list[list[list[Session]]]:
+def make_sessions(seed: int, shape: Shape, vocab_size: int, *, has_drafts: bool) -> list[list[list[Session]]]:
     """Return fresh sessions by client and round: random prompts, each with a sampling seed of its own."""
     chance = random.Random(seed)
 
     def session() -> Session:
+        if has_drafts:
+            return make_verify_session(chance, vocab_size)
         prompt = tuple(chance.randrange(vocab_size) for _ in range(chance.randint(1, 40)))
         sampled = policy_pb2.Sample(temperature=0.9, top_p=0.95, seed=chance.getrandbits(64))
         return Session(prompt, policy_pb2.LogitsReturnPolicy(sample=sampled, top_logprobs=2))
@@ -100,6 +123,15 @@ def make_sessions(seed: int, shape: Shape, vocab_size: int) -> list[list[list[Se
     return [
         [[session() for _ in range(shape.width)] for _ in range(shape.num_rounds)] for _ in range(shape.num_clients)
     ]
+
+
+def make_verify_session(chance: random.Random, vocab_size: int) -> VerifySession:
+    """Return a session that drafts few tokens and draws from few; half of them work by one rule only."""
+    prompt = tuple(chance.randrange(vocab_size) for _ in range(chance.randint(1, 40)))
+    policy = Policy(SEEDED, chance.getrandbits(64), chance.choice((MASKED, SHAPED)))
+    acceptances = chance.choice(((EXACT,), (EXACT, REJECTION)))
+    drafter = random.Random(chance.getrandbits(64))
+    return VerifySession(prompt, policy.message(), chance=drafter, acceptances=acceptances, law=policy)
 
 
 def run_clients(
@@ -143,19 +175,19 @@ def run_clients(
 
 def run_disturbed(server: RunningServer, shape: Shape, kinds: Sequence[str], seed: int) -> Outcome:
     """Run sessions with and without the proxy and compare."""
-    vocab_size = server.executor.info.model.vocab_size
-    plain = make_sessions(seed, shape, vocab_size)
+    vocab_size, has_drafts = server.executor.info.model.vocab_size, "verify" in kinds[0]
+    plain = make_sessions(seed, shape, vocab_size, has_drafts=has_drafts)
     run_clients(server, server.address.target, plain, kinds, shape.length)
     release(server, plain)
-    disturbed = make_sessions(seed, shape, vocab_size)
-    decodes = server.engine.counters.decodes
+    disturbed = make_sessions(seed, shape, vocab_size, has_drafts=has_drafts)
+    before = num_applied(server)
     started = time.monotonic()
     mean_bytes = BYTES_PER_CUT * (1 + shape.width) / 2
     with CuttingProxy(server.address.port, seed=seed, mean_bytes=mean_bytes) as proxy:
         breaks = run_clients(server, proxy.target, disturbed, kinds, shape.length)
     outcome = Outcome(
         sent=shape.num_appends,
-        applied=server.engine.counters.decodes - decodes,
+        applied=num_applied(server) - before,
         replayed=breaks.replayed,
         cuts=proxy.num_cuts,
         connections=proxy.num_connections,
@@ -165,6 +197,11 @@ def run_disturbed(server: RunningServer, shape: Shape, kinds: Sequence[str], see
     compare(server, outcome, plain, disturbed)
     release(server, disturbed)
     return outcome
+
+
+def num_applied(server: RunningServer) -> int:
+    """Return how many appends the server has counted."""
+    return server.engine.counters.decodes + server.engine.counters.verifies
 
 
 def compare(
@@ -181,12 +218,28 @@ def compare(
         outcome.lost += max(0, len(other.sent) - len(held))
         gaps += other.gaps
         if held != other.sent or one.tokens != other.tokens:
-            at = next((i for i, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=True)) if a != b), None)
-            gap = None if at is None else (one.gaps[at], other.gaps[at])
+            pairs = zip(one.tokens, other.tokens, strict=False)
+            at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+            gap = (one.gaps[at], other.gaps[at]) if at is not None and one.gaps else None
             outcome.different.append(
                 f"session {name}: sent {len(other.sent)}, held {len(held)}, first other token at {at}, gaps {gap}"
             )
+        if isinstance(one, VerifySession):
+            outcome.drafts_held += one.num_held
+            outcome.different += [f"session {name}: {other}" for other in lawless(one)]
     outcome.smallest_gap = min(gaps, default=None)
+
+
+def lawless(session: VerifySession) -> Iterator[str]:
+    """Yield the first token that decoding one by one would not have drawn, where the rule promises that it would."""
+    if session.acceptances != (EXACT,):
+        return
+    tokens = session.prompt
+    for at, token in enumerate(session.tokens):
+        if token != drawn_token(tokens, session.law, session.law.seed):
+            yield f"token {at} is not what decoding draws"
+            return
+        tokens += (token,)
 
 
 def each(clients: Sequence[Sequence[Sequence[Session]]]) -> Iterator[tuple[str, Session]]:
@@ -229,7 +282,7 @@ def shipped() -> Executor:
 
 def reference() -> Executor:
     """Return the executor whose logits are the same bits whatever shares the step."""
-    return PagedReferenceExecutor(kv_memory_bytes=8 << 20)
+    return PagedReferenceExecutor(max_context=2048, kv_memory_bytes=16 << 20)
 
 
 @pytest.mark.parametrize("kind", CLIENTS)
@@ -239,6 +292,7 @@ def test_a_few_cuts_double_and_lose_nothing(kind: str) -> None:
         outcome = run_disturbed(server, Shape(num_clients=2, num_rounds=1, width=2, length=30), [kind], seed=1)
     outcome.check()
     assert outcome.cuts >= 5
+    assert ("verify" in kind) == (outcome.drafts_held > 0)
 
 
 def test_without_the_replay_check_a_few_cuts_double_tokens() -> None:
@@ -269,7 +323,7 @@ def campaign_shape(width: int) -> Shape:
 def test_a_thousand_cuts_double_and_lose_nothing(kind: str) -> None:
     """Ten thousand appends, a thousand cuts: applied is sent, and every token is that of the undisturbed run."""
     seed = seed_of_run()
-    shape = campaign_shape(2 if "stream" in kind else 1)
+    shape = campaign_shape(1 if kind in ("unary", "verify", "library-unary", "library-verify") else 2)
     with RunningServer(reference()) as server:
         outcome = run_disturbed(server, shape, [kind], seed)
     report("exactly-once", executor="paged-reference", clients=kind, seed=seed, **figures_of(outcome))

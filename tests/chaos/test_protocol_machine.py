@@ -20,12 +20,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from ferrule.v1 import cache_pb2
+from ferrule.v1 import cache_pb2, types_pb2
 from tests.api.harness import Refusal, read_status
 from tests.chaos.figures import report
 from tests.chaos.model_policies import GREEDY, Drafts, Policy, Tokens
 from tests.chaos.protocol_base import (
-    MAX_LIVE,
     PRINCIPALS,
     Item,
     ask_st,
@@ -60,7 +59,6 @@ class ProtocolMachine(BatchRules, GenerateRules):
         """There is one sequence to begin with."""
         self.send("prefill", Item("prefill", None, Ask(prompt, policy)), PRINCIPALS[0], "once")
 
-    @precondition(lambda self: len(self.model.live) < MAX_LIVE)
     @rule(
         principal=principal_st,
         tokens=st.one_of(short_prompt_st, short_prompt_st, prompt_st),
@@ -82,19 +80,21 @@ class ProtocolMachine(BatchRules, GenerateRules):
         kind: str,
     ) -> None:
         """Make a sequence, or hear of the one made before."""
+        if self.is_full:
+            return
         ask = Ask(tokens, policy, request_id=request_id, ttl_s=ttl_s)
         self.send(kind, Item(kind, None, ask), principal, how)
 
-    @precondition(lambda self: len(self.model.live) < MAX_LIVE)
     @rule(principal=principal_st, index=index_st, ask=ask_st, ttl_s=ttl_st, rpc=rpc_st, how=how_st)
     def append(self, *, principal: str, index: int, ask: Ask, ttl_s: float | None, rpc: str, how: str) -> None:
         """Append behind any handle: append, query, replay, fork, rewind, or a refusal; by each call that can."""
+        if self.is_full:
+            return
         kind = "decode" if rpc == "stream" else rpc
         if kind in ("prefill", "unified"):
             ask = replace(ask, ttl_s=ttl_s)
         self.send(rpc, Item(kind, self.pick(index), ask), principal, how)
 
-    @precondition(lambda self: len(self.model.live) < MAX_LIVE)
     @rule(
         principal=principal_st,
         index=index_st,
@@ -105,20 +105,24 @@ class ProtocolMachine(BatchRules, GenerateRules):
     )
     def verify(self, *, principal: str, index: int, ask: Ask, drafts: Drafts, rpc: str, how: str) -> None:
         """Verify drafts behind any handle."""
+        if self.is_full:
+            return
         self.send(rpc, Item("verify", self.pick(index), replace(ask, drafts=drafts)), principal, how)
 
-    @precondition(lambda self: len(self.model.live) < MAX_LIVE)
     @rule(index=index_st, policy=policy_st, rpc=rpc_st, how=how_st)
     def continue_as_drawn(self, index: int, policy: Policy, rpc: str, how: str) -> None:
         """Append what an honest client appends: the owner, one token, at the tip where there is one."""
+        if self.is_full:
+            return
         issued = self.newest(index)
         kind = "decode" if rpc == "stream" else rpc
         self.send(rpc, Item(kind, issued, Ask((1 + index % 2,), policy)), issued.owner.principal, how)
 
-    @precondition(lambda self: len(self.model.live) < MAX_LIVE)
     @rule(index=index_st, policy=choosing_st, drafts=drafts_st(), how=how_st)
     def speculate_as_drawn(self, index: int, policy: Policy, drafts: Drafts, how: str) -> None:
         """Verify what an honest client verifies: the owner, at the tip where there is one."""
+        if self.is_full:
+            return
         issued = self.newest(index)
         ask = Ask((1 + index % 2,), policy, drafts=drafts)
         self.send("verify", Item("verify", issued, ask), issued.owner.principal, how)
@@ -130,7 +134,9 @@ class ProtocolMachine(BatchRules, GenerateRules):
         return newest[-1] if newest else issued
 
     @rule(index=index_st, tokens=maybe_tokens_st, policy=policy_st, on_stale=st.sampled_from([FAIL, REWIND]))
-    def append_cancelled_and_sent_again(self, index: int, tokens: Tokens, policy: Policy, on_stale: int) -> None:
+    def append_cancelled_and_sent_again(
+        self, index: int, tokens: Tokens, policy: Policy, on_stale: types_pb2.StalePolicy
+    ) -> None:
         """Hang up under way, so that nobody knows whether it happened, then send the same again."""
         self.cancel_and_send_again(Item("decode", self.pick(index), Ask(tokens, policy, on_stale)))
 
@@ -157,7 +163,6 @@ class ProtocolMachine(BatchRules, GenerateRules):
         self.check(expected, got, item.ask.drafts)
         self.steps["cancelled"] += 1
 
-    @precondition(lambda self: len(self.model.live) < MAX_LIVE)
     @rule(
         principal=principal_st,
         index=index_st,
@@ -171,6 +176,8 @@ class ProtocolMachine(BatchRules, GenerateRules):
         self, *, principal: str, index: int, cut: int, num: int, ttl_s: float | None, request_id: str, is_lost: bool
     ) -> None:
         """Branch, or hear of the branches made before."""
+        if self.is_full:
+            return
         issued = self.pick(index)
         length = max(1, len(issued.tokens) - cut)
         request = cache_pb2.ForkCacheRequest(
@@ -257,10 +264,11 @@ class ProtocolMachine(BatchRules, GenerateRules):
         self.pass_time(seconds)
         self.steps["wait"] += 1
 
-    @precondition(lambda self: any(each.died == "expired" for each in self.model.sequences))
     @rule(is_more=st.sampled_from([False, False, False, True]))
     def outlive_tombstones(self, is_more: bool) -> None:
         """Let so much time pass that who expired long ago is forgotten, sometimes."""
+        if not any(each.died == "expired" for each in self.model.sequences):
+            return
         self.pass_time(601.3317 if is_more else 31.9071)
         self.steps["tombstones"] += 1
 

@@ -125,7 +125,7 @@ def test_whoever_keeps_handles_beyond_the_grace_is_told_so(tmp_path: Path) -> No
         started, num_served, error = time.monotonic(), 0, None
         while error is None:
             try:
-                session.take(server.stub.Decode(executor_pb2.DecodeRequest(input=session.next_input())).output)
+                session.take(server.stub.Decode(executor_pb2.DecodeRequest(input=session.next_decode())).output)
                 num_served += 1
             except grpc.RpcError as failure:
                 error = failure
@@ -180,7 +180,7 @@ def recover_by_hand(server: ServerProcess) -> tuple[float, float]:
         session = Session((1, 2, 3), GREEDY)
         session.begin(stub)
         for _ in range(20):
-            session.take(stub.Decode(executor_pb2.DecodeRequest(input=session.next_input()), timeout=5).output)
+            session.take(stub.Decode(executor_pb2.DecodeRequest(input=session.next_decode()), timeout=5).output)
         started = time.monotonic()
         thread, took_s = kill_and_restart(server)
         next_token(stub, session)
@@ -193,7 +193,7 @@ def next_token(stub: executor_pb2_grpc.ModelExecutorServiceStub, session: Sessio
     """Go on with the session over a crash: wait for the server, hear that the handle is gone, prefill again."""
     while True:
         try:
-            session.take(stub.Decode(executor_pb2.DecodeRequest(input=session.next_input()), timeout=1).output)
+            session.take(stub.Decode(executor_pb2.DecodeRequest(input=session.next_decode()), timeout=1).output)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 break

@@ -21,6 +21,7 @@ from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, policy_pb2, t
 
 TTL_S = 5
 SELF_ENDING = ("cancel", "timeout")
+REWIND = types_pb2.STALE_POLICY_REWIND
 GREEDY = policy_pb2.LogitsReturnPolicy(greedy_argmax=policy_pb2.GreedyArgmax())
 _OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 50)]
 _CALL_S = 20.0
@@ -60,9 +61,9 @@ class Client:
             self._is_up = True
             up.release()
         handle = reply.output.kv_cache
+        works = (self._decode, self._stream, self._fork, self._verify, self._batch, self._generate, self._forward)
         for _ in range(self._chance.randint(1, 12)):
-            work = self._chance.choice((self._decode, self._decode, self._stream, self._fork))
-            handle = await work(handle)
+            handle = await self._chance.choice(works)(handle)
         if self._chance.random() < 0.8:
             await self._stub.ReleaseCache(cache_pb2.ReleaseCacheRequest(kv_caches=[handle]), timeout=_CALL_S)
 
@@ -86,6 +87,71 @@ class Client:
         await call.read()
         return handle
 
+    async def _verify(self, handle: types_pb2.KvCacheHandle) -> types_pb2.KvCacheHandle:
+        """Drafts that are known not to hold, by a call of their own."""
+        message = executor_pb2.VerifyInput(
+            input_ids=[self._chance.randrange(256)],
+            draft_ids=[self._chance.randrange(256) for _ in range(self._chance.randint(0, 8))],
+            kv_cache=handle,
+            logits_policy=GREEDY,
+            acceptance=executor_pb2.ACCEPTANCE_RULE_EXACT,
+            on_stale=REWIND,
+        )
+        call = self._stub.ForwardVerify(executor_pb2.ForwardVerifyRequest(input=message), timeout=self._patience())
+        self._spoil(call)
+        return (await call).output.kv_cache
+
+    async def _batch(self, handle: types_pb2.KvCacheHandle) -> types_pb2.KvCacheHandle:
+        """A decode beside new prompts, which nobody gives back."""
+        options = executor_pb2.CacheOptions(ttl=Duration(seconds=TTL_S))
+        new = [
+            executor_pb2.UnifiedBatchItem(
+                q_tokens=[each] * self._chance.randint(1, 40), logits_policy=GREEDY, cache=options
+            )
+            for each in range(2)
+        ]
+        token = self._chance.randrange(256)
+        item = executor_pb2.UnifiedBatchItem(q_tokens=[token], kv_cache=handle, logits_policy=GREEDY, on_stale=REWIND)
+        items = [item, *new]
+        request = executor_pb2.UnifiedDecodeRequest(batch=executor_pb2.UnifiedBatch(items=items))
+        call = self._stub.UnifiedDecode(request, timeout=self._patience())
+        self._spoil(call)
+        result = (await call).results[0]
+        return result.output.kv_cache if result.HasField("output") else handle
+
+    async def _generate(self, handle: types_pb2.KvCacheHandle) -> types_pb2.KvCacheHandle:
+        """A loop in one or two branches; now and then nobody reads its end."""
+        request = executor_pb2.GenerateRequest(
+            input_ids=[self._chance.randrange(256)],
+            kv_cache=handle,
+            logits_policy=GREEDY,
+            on_stale=REWIND,
+            max_tokens=self._chance.randint(1, 60),
+            n=self._chance.choice((1, 1, 2)),
+        )
+        call = self._stub.Generate(request, timeout=self._patience())
+        self._spoil(call)
+        num_wanted = self._chance.randint(1, 60)
+        async for frame in call:
+            for output in frame.outputs:
+                handle = output.kv_cache if output.index == 0 and output.HasField("kv_cache") else handle
+            num_wanted -= 1
+            if not num_wanted:
+                call.cancel()
+                break
+        return handle
+
+    async def _forward(self, handle: types_pb2.KvCacheHandle) -> types_pb2.KvCacheHandle:
+        """Full logits of every position, perhaps left after the first of them."""
+        tokens = [self._chance.randrange(256) for _ in range(self._chance.randint(1, 300))]
+        call = self._stub.Forward(executor_pb2.ForwardRequest(input_ids=tokens), timeout=self._patience())
+        self._spoil(call)
+        async for _ in call:
+            if self._chance.random() < 0.3:
+                call.cancel()
+                break
+        return handle
+
     async def _fork(self, handle: types_pb2.KvCacheHandle) -> types_pb2.KvCacheHandle:
         request = cache_pb2.ForkCacheRequest(kv_cache=handle, count=1)
         branch = (await self._stub.ForkCache(request, timeout=_CALL_S)).kv_caches[0]
@@ -95,7 +161,7 @@ class Client:
 
     def _item(self, handle: types_pb2.KvCacheHandle) -> executor_pb2.DecodeInput:
         token = self._chance.randrange(256)
-        return executor_pb2.DecodeInput(input_ids=[token], kv_cache=handle, logits_policy=GREEDY)
+        return executor_pb2.DecodeInput(input_ids=[token], kv_cache=handle, logits_policy=GREEDY, on_stale=REWIND)
 
     def _patience(self) -> float:
         return self._chance.uniform(0.0005, 0.01) if self._fate == "timeout" else _CALL_S

@@ -1,7 +1,8 @@
 """However often connections break, every wish for a new sequence makes as many as it asked for: no orphan.
 
 A request that makes sequences has no handle that tells a retry from a new wish; its ``request_id`` does. Clients made
-of the stubs alone prefill, fork and branch through the cutting proxy and send again whatever was not answered.
+of the stubs alone prefill, fork, branch and loop through the cutting proxy, alone and in batches, and send again
+whatever was not answered.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tests.chaos.figures import report, seed_of_run
 from tests.chaos.raw_clients import LASTING, Breaks, open_channel
 
 MIN_CUTS = 1000
+MADE_PER_ROUND = 11
 _ATTEMPT_S = 1.0
 
 
@@ -49,13 +51,15 @@ class Maker:
     _number: int = 0
 
     def run(self, num_rounds: int) -> None:
-        """Prefill, fork twice and branch, so many times."""
+        """Make sequences in every way there is, so many times."""
         chance = random.Random(self.seed)
         try:
             with open_channel(self.target) as channel:
                 stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
                 for _ in range(num_rounds):
-                    self._make(stub, tuple(chance.randrange(256) for _ in range(chance.randint(2, 12))), chance)
+                    self._make(stub, _prompt(chance), chance)
+                    self._make_in_batches(stub, chance)
+                    self._make_by_loop(stub, _prompt(chance))
         except BaseException as failure:  # noqa: BLE001 - raised again where the test sees it
             self.failure = failure
 
@@ -68,7 +72,7 @@ class Maker:
         root = self._call(stub.Prefill, executor_pb2.PrefillRequest(input=message)).output.kv_cache
         fork = cache_pb2.ForkCacheRequest(kv_cache=root, count=2, request_id=self._new_id())
         branches = self._call(stub.ForkCache, fork).kv_caches
-        token, other = chance.sample(range(256), 2)
+        token, other, third = chance.sample(range(256), 3)
         item = executor_pb2.DecodeInput(input_ids=[token], kv_cache=root, logits_policy=GREEDY)
         grown = self._call(stub.Decode, executor_pb2.DecodeRequest(input=item)).output.kv_cache
         item.MergeFrom(executor_pb2.DecodeInput(on_stale=types_pb2.STALE_POLICY_FORK, request_id=self._new_id()))
@@ -76,6 +80,55 @@ class Maker:
         child = self._call(stub.Decode, executor_pb2.DecodeRequest(input=item)).output.kv_cache
         self.made += [(grown, (*prompt, token)), (child, (*prompt, other))]
         self.made += [(branch, prompt) for branch in branches]
+        verify = executor_pb2.VerifyInput(
+            input_ids=[third],
+            draft_ids=[third % 32, third % 32],
+            kv_cache=root,
+            logits_policy=GREEDY,
+            acceptance=executor_pb2.ACCEPTANCE_RULE_EXACT,
+            on_stale=types_pb2.STALE_POLICY_FORK,
+            request_id=self._new_id(),
+        )
+        output = self._call(stub.ForwardVerify, executor_pb2.ForwardVerifyRequest(input=verify)).output
+        self.made.append((output.kv_cache, (*prompt, third, *verify.draft_ids[: output.accepted_count])))
+
+    def _make_in_batches(self, stub: executor_pb2_grpc.ModelExecutorServiceStub, chance: random.Random) -> None:
+        """Two prompts by each kind of batch; one of them is a chunk of which more is to follow."""
+        prompts = [_prompt(chance) for _ in range(4)]
+        inputs = [
+            executor_pb2.PrefillInput(input_ids=prompt, logits_policy=GREEDY, request_id=self._new_id(), cache=LASTING)
+            for prompt in prompts[:2]
+        ]
+        results = list(self._call(stub.BatchPrefill, executor_pb2.BatchPrefillRequest(inputs=inputs)).results)
+        items = [
+            executor_pb2.UnifiedBatchItem(
+                q_tokens=prompt,
+                pos_offset=0,
+                is_final_chunk=is_final,
+                logits_policy=GREEDY,
+                request_id=self._new_id(),
+                cache=LASTING,
+            )
+            for prompt, is_final in zip(prompts[2:], (True, False), strict=True)
+        ]
+        batch = executor_pb2.UnifiedBatch(items=items)
+        results += self._call(stub.UnifiedDecode, executor_pb2.UnifiedDecodeRequest(batch=batch)).results
+        for result, prompt in zip(results, prompts, strict=True):
+            assert result.HasField("output"), result.error
+            self.made.append((result.output.kv_cache, prompt))
+
+    def _make_by_loop(self, stub: executor_pb2_grpc.ModelExecutorServiceStub, prompt: tuple[int, ...]) -> None:
+        """A prompt that goes on in two branches; the whole of it again until it is heard to its end."""
+        request = executor_pb2.GenerateRequest(
+            input_ids=prompt, logits_policy=GREEDY, request_id=self._new_id(), cache=LASTING, max_tokens=4, n=2
+        )
+        drawn: dict[int, tuple[int, ...]] = {}
+        handles: dict[int, types_pb2.KvCacheHandle] = {}
+        for frame in self._call(lambda *args, **named: list(stub.Generate(*args, **named)), request):
+            for output in frame.outputs:
+                drawn[output.index] = drawn.get(output.index, ()) + tuple(output.outputs.tokens)
+                handles[output.index] = output.kv_cache
+        self.made += [(handles[index], (*prompt, *tokens[:-1])) for index, tokens in drawn.items()]
 
     def _call(self, method: Callable[..., Any], request: object) -> Any:  # of the stubs
         deadline = time.monotonic() + 60
@@ -90,6 +143,10 @@ class Maker:
     def _new_id(self) -> str:
         self._number += 1
         return f"{self.name}-{self._number}" if self.name else ""
+
+
+def _prompt(chance: random.Random) -> tuple[int, ...]:
+    return tuple(chance.randrange(256) for _ in range(chance.randint(2, 12)))
 
 
 @dataclass(frozen=True)
@@ -127,7 +184,7 @@ def make_through_cuts(num_makers: int, num_rounds: int, *, has_ids: bool, seed: 
         answered = [one for maker in makers for one in maker.made]
         held = [tuple(server.info(handle, include_token_ids=True).token_ids) for handle, _ in answered]
         return Made(
-            asked=4 * num_makers * num_rounds,
+            asked=MADE_PER_ROUND * num_makers * num_rounds,
             alive=server.engine.snapshot().num_sequences,
             answered=len({handle.cache_id for handle, _ in answered}),
             wrong=sum(tokens != wanted for tokens, (_, wanted) in zip(held, answered, strict=True)),
@@ -152,9 +209,9 @@ def test_a_few_cuts_make_no_orphan() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_thousand_cuts_make_no_orphan() -> None:
-    """Prefills, forks of two and branches: alive is asked for, and every handle holds what its maker sent."""
+    """Prefills, forks, branches, batches, loops: alive is asked for, and every handle holds what its maker sent."""
     seed = seed_of_run()
-    made = make_through_cuts(8, 70, has_ids=True, seed=seed)
+    made = make_through_cuts(8, 40, has_ids=True, seed=seed)
     report("creations", clients="raw", seed=seed, orphans=made.orphans, **vars(made))
     check(made)
     assert made.cuts >= MIN_CUTS
@@ -166,6 +223,6 @@ def test_a_thousand_cuts_make_no_orphan() -> None:
 def test_the_same_cuts_without_request_ids_make_orphans() -> None:
     """The ablation: what the ids save the pool from."""
     seed = seed_of_run()
-    made = make_through_cuts(8, 70, has_ids=False, seed=seed)
+    made = make_through_cuts(8, 40, has_ids=False, seed=seed)
     report("ablation: no request_id", clients="raw", seed=seed, orphans=made.orphans, **vars(made))
     assert made.orphans > 0

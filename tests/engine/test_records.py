@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from ferrule_server.engine.jobs import AppendJob, AppendResult, OutputRequest
 from ferrule_server.engine.records import ReplayRecords
-from ferrule_server.executor.base import OutputSpec, RowOutput, SampleSpec
+from ferrule_server.executor.base import OutputSpec, RowOutput, SampleSpec, Shaping
 from ferrule_server.kv.handle import Handle
 from ferrule_server.quotas import QuotaLimits
 from tests.engine.harness import Harness, append
@@ -76,6 +78,26 @@ def test_a_single_row_of_numbers_costs_nothing_and_stays() -> None:
     assert has_rows(records, "small")
     assert not has_rows(records, "rows")
     assert records.used_bytes == 0
+
+
+def test_a_long_request_counts_as_well_and_is_known_again_when_it_was_dropped() -> None:
+    """Thousands of biases stay with every sequence else, on nobody's account; a retry of them still finds its seed."""
+    bias = tuple((token_id, 0.5) for token_id in range(4096))
+    shaped = OutputSpec(sample=SampleSpec(seed=1), shaping=Shaping(bias=bias), logprob_ids=tuple(range(1000)))
+    output = OutputRequest(shaped, is_seeded=False)
+    other = dataclasses.replace(output, spec=dataclasses.replace(shaped, shaping=Shaping(bias=bias[1:])))
+    result = AppendResult(Handle("x", 2, bytes(16)), (RowOutput(2, token=7),), seed=11)
+    records = ReplayRecords(1_200_000)
+    for name in "abc":
+        records.keep(name, 1, asking(output), result)
+        records.check_integrity()
+    assert records.used_bytes > 4096 * 100
+    kept = [records.find(name, 1, 1, asking(output)) for name in "abc"]
+    assert [each is not None and each.seed for each in kept] == [11, 11, 11]
+    assert [each is not None and each.result is None for each in kept] == [True, False, False]
+    assert [records.find(name, 1, 1, asking(other)) for name in "abc"] == [None] * 3
+    assert kept[0] is not None
+    assert isinstance(kept[0].output, bytes)
 
 
 def test_nothing_is_left_of_what_is_forgotten() -> None:

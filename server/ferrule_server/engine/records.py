@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -13,6 +14,10 @@ from ferrule_server.quotas import LimitsOf, unlimited
 
 _ROW_BYTES: Final = 200
 """What a row of Python objects takes, apart from its arrays."""
+_BIAS_BYTES: Final = 120
+_ID_BYTES: Final = 36
+_SMALL_REQUEST_BYTES: Final = 8192
+"""What a request may take without being counted."""
 _NO_BITS: Final = np.zeros(0, np.uint8)
 _NO_PROBS: Final = np.zeros(0, np.float64)
 
@@ -24,10 +29,12 @@ class AppendRecord:
     Attributes:
         principal: Whose bytes they are.
         start: Length before. num_tokens: how many were appended.
-        output: The request as it came (an unseeded one matches an unseeded retry); of masks the fingerprint alone.
+        output: The request as it came (an unseeded one matches an unseeded retry); of masks the fingerprint alone. Of a
+            long one whose rows are dropped, its digest.
         seed: The seed that was used, None when nothing was drawn. Kept when the rows are not.
         result: What was answered; None once its rows are dropped.
-        num_bytes: Bytes that its rows are counted with: 0 for a single row without arrays.
+        num_bytes: Bytes that it is counted with: those of its rows, a single row without arrays left out, and of a
+            request with many biases or ids.
         drafts: Of a verify: the request as it came; of laws and masks the digests alone. draft_ids: the drafts.
         num_certain: Of a verify: its tokens before the drafts.
         verified: Of a verify: what was answered, the row handles left out. Kept when the rows are not.
@@ -36,7 +43,7 @@ class AppendRecord:
     principal: str
     start: int
     num_tokens: int
-    output: OutputRequest
+    output: OutputRequest | bytes
     seed: int | None
     result: AppendResult | None
     num_bytes: int
@@ -54,8 +61,8 @@ class ReplayRecords:
     record. Truncates therefore need not touch it.
 
     What is small stays as long as the sequence: the seed, what became of drafts, and a single row of numbers. What is
-    bulky (arrays, several rows) is bounded in bytes: beyond a bound the rows of the least recent appends are dropped,
-    and a replay of one of those runs its rows again, with the seed that is still known.
+    bulky (arrays, several rows, a long request) is bounded in bytes: beyond a bound that of the least recent appends
+    is dropped, and a replay of one of those runs its rows again, with the seed that is still known.
 
     Invariant: ``used_bytes`` is the sum of ``num_bytes`` over the records held, and at most ``limit_bytes``; what
     is used of a principal is the sum over its own records, and at most its ``retained_bytes``.
@@ -86,8 +93,7 @@ class ReplayRecords:
         if handle_id in self._bulky:
             self._drop_rows(handle_id)
         rows = result.rows
-        is_small = not rows or (len(rows) == 1 and _is_small(rows[0]))
-        num_bytes = 0 if is_small else sum(map(_bytes_of, rows))
+        num_bytes = _bytes_answered(rows) + _bytes_asked(job.output)
         spec = job.output.spec
         output = job.output if spec is None or spec.shaping is None else _light(job.output, spec, spec.shaping)
         num_tokens = result.handle.length - start
@@ -110,7 +116,9 @@ class ReplayRecords:
     def find_verify(self, handle_id: str, start: int, job: AppendJob) -> AppendRecord | None:
         """Return the record of the last append if it began at ``start``, and was asked and had drafts as ``job``."""
         record = self._records.get(handle_id)
-        if record is None or (record.start, record.output, record.drafts) != (start, job.output, job.drafts):
+        if record is None or (record.start, record.drafts) != (start, job.drafts):
+            return None
+        if record.output != (_digest_of(job.output) if isinstance(record.output, bytes) else job.output):
             return None
         if job.drafts is None:
             return record
@@ -133,7 +141,7 @@ class ReplayRecords:
         """Raise AssertionError unless the invariant of the class holds."""
         used: dict[str, int] = {}
         for handle_id, record in self._records.items():
-            num_bytes = sum(map(_bytes_of, record.result.rows)) if record.result and record.num_bytes else 0
+            num_bytes = _bytes_kept(record)
             assert num_bytes == record.num_bytes, f"{handle_id} holds {num_bytes} bytes, {record.num_bytes} counted"
             assert (handle_id in self._bulky) == bool(num_bytes), f"{handle_id} is bulky and not listed so"
             if num_bytes:
@@ -152,13 +160,19 @@ class ReplayRecords:
         self.used_bytes += record.num_bytes
         self._used_bytes_of[principal] = self._used_bytes_of.get(principal, 0) + record.num_bytes
         while self.used_bytes > self._limit_bytes:
-            self._drop_rows(next(iter(self._bulky)))
+            self._make_small(next(iter(self._bulky)))
         limit = self._limits_of(principal).retained_bytes
         while limit is not None and self.used_bytes_of(principal) > limit:
-            self._drop_rows(next(iter(own)))
+            self._make_small(next(iter(own)))
 
-    def _drop_rows(self, handle_id: str) -> None:
-        """Give back the bytes of a bulky record; what is small of it stays."""
+    def _make_small(self, handle_id: str) -> None:
+        """Drop what is bulky of a record that stays."""
+        record = self._drop_rows(handle_id)
+        if isinstance(record.output, OutputRequest) and _bytes_asked(record.output):
+            record.output = _digest_of(record.output)
+
+    def _drop_rows(self, handle_id: str) -> AppendRecord:
+        """Give back the bytes of a bulky record, and return it without its rows."""
         record = self._bulky.pop(handle_id)
         own = self._bulky_of[record.principal]
         del own[handle_id]
@@ -167,6 +181,7 @@ class ReplayRecords:
         if not own:
             del self._bulky_of[record.principal], self._used_bytes_of[record.principal]
         record.result, record.num_bytes = None, 0
+        return record
 
 
 def _is_small(row: RowOutput) -> bool:
@@ -177,6 +192,33 @@ def _is_small(row: RowOutput) -> bool:
 def _bytes_of(row: RowOutput) -> int:
     arrays = (row.logits, row.top_ids, row.top_logprobs, row.requested_logprobs, row.hidden_state)
     return _ROW_BYTES + sum(each.nbytes for each in arrays if each is not None)
+
+
+def _bytes_answered(rows: tuple[RowOutput, ...]) -> int:
+    """Return what the rows take, 0 for a single one of numbers."""
+    return 0 if not rows or (len(rows) == 1 and _is_small(rows[0])) else sum(map(_bytes_of, rows))
+
+
+def _bytes_asked(output: OutputRequest) -> int:
+    """Return what the request takes if that is much, else 0."""
+    spec = output.spec
+    if spec is None or (spec.shaping is None and not spec.logprob_ids):
+        return 0
+    num_biases = 0 if spec.shaping is None else len(spec.shaping.bias)
+    num_bytes = num_biases * _BIAS_BYTES + len(spec.logprob_ids) * _ID_BYTES
+    return num_bytes if num_bytes > _SMALL_REQUEST_BYTES else 0
+
+
+def _bytes_kept(record: AppendRecord) -> int:
+    """Return what the record holds, counted anew."""
+    if record.result is None or isinstance(record.output, bytes):
+        return 0
+    return _bytes_answered(record.result.rows) + _bytes_asked(record.output)
+
+
+def _digest_of(output: OutputRequest) -> bytes:
+    """Return 16 bytes that are equal for equal requests."""
+    return hashlib.blake2b(repr(output).encode(), digest_size=16).digest()
 
 
 def _add_drafts(record: AppendRecord, job: AppendJob, drafts: Drafts, result: AppendResult) -> None:

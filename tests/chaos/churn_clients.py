@@ -21,6 +21,7 @@ from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, policy_pb2, t
 
 TTL_S = 5
 SELF_ENDING = ("cancel", "timeout")
+STAYS = "stay"
 REWIND = types_pb2.STALE_POLICY_REWIND
 GREEDY = policy_pb2.LogitsReturnPolicy(greedy_argmax=policy_pb2.GreedyArgmax())
 _OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 50)]
@@ -33,7 +34,8 @@ class Client:
 
     Args:
         target: Where to connect to.
-        fate: ``cancel`` and ``timeout`` spoil its own calls; with any other it behaves.
+        fate: ``cancel`` and ``timeout`` spoil its own calls; ``stay`` hears every call to its end; with any other it
+            leaves long answers when it has had enough.
         seed: Of all it does.
     """
 
@@ -136,7 +138,7 @@ class Client:
             for output in frame.outputs:
                 handle = output.kv_cache if output.index == 0 and output.HasField("kv_cache") else handle
             num_wanted -= 1
-            if not num_wanted:
+            if not num_wanted and self._fate != STAYS:
                 call.cancel()
                 break
         return handle
@@ -147,7 +149,7 @@ class Client:
         call = self._stub.Forward(executor_pb2.ForwardRequest(input_ids=tokens), timeout=self._patience())
         self._spoil(call)
         async for _ in call:
-            if self._chance.random() < 0.3:
+            if self._chance.random() < 0.3 and self._fate != STAYS:
                 call.cancel()
                 break
         return handle

@@ -24,7 +24,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.chaos.churn_clients import SELF_ENDING, TTL_S
+from tests.chaos.churn_clients import SELF_ENDING, STAYS, TTL_S
 from tests.chaos.cutting_proxy import CuttingProxy
 from tests.chaos.figures import report, seed_of_run
 from tests.chaos.server_process import ServerProcess, wait_for
@@ -191,7 +191,7 @@ def test_memory_is_flat_while_sequences_come_and_go(tmp_path: Path) -> None:
     """Clients that stay: prompts, forks, streams that end in order, releases, and sequences left to their leases."""
     seed = seed_of_run()
     with ServerProcess(tmp_path / "log", *ARGUMENTS, program="tests.chaos.forgetful_server") as server:
-        command = [sys.executable, "-m", "tests.chaos.churn_clients", server.target, "kill", str(CLIENTS_PER_PROCESS)]
+        command = [sys.executable, "-m", "tests.chaos.churn_clients", server.target, STAYS, str(CLIENTS_PER_PROCESS)]
         clients = [subprocess.Popen([*command, str(seed + i), "86400"], stdout=subprocess.DEVNULL) for i in range(2)]
         try:
             samples, operations_per_s = watch(server, lambda: None)

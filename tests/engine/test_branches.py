@@ -18,7 +18,7 @@ from ferrule_server.engine.jobs import (
 from ferrule_server.errors import EngineFault, HandleUnknown
 from ferrule_server.executor.base import OutputSpec, Shaping
 from ferrule_server.kv.handle import Handle, StalePolicy
-from tests.engine.harness import Harness, append
+from tests.engine.harness import NOTHING, Harness, append
 from tests.fakes import FakeExecutor, fake_next_token
 
 VOCAB = 32
@@ -179,3 +179,15 @@ def test_the_same_request_joins_the_branch_while_it_runs() -> None:
         assert [result.replayed for result in results] == [False, True, True, False]
         assert results[3].handle != results[0].handle
         long.result()
+
+
+def test_a_branch_has_the_lease_that_its_source_had_when_it_was_judged() -> None:
+    """What stands behind it in the same batch may set another one; the branch takes no notice."""
+    with Harness() as harness:
+        handle = moved_on(harness, 1, 2, 3)
+        query = append(handle, output=NOTHING)
+        query.ttl_s = 7.0
+        own = append(handle, 11, on_stale=FORK)
+        own.ttl_s = 9.0
+        branch, queried, with_own = harness.submit_all(append(handle, 10, on_stale=FORK), query, own)
+        assert (branch.result().ttl_s, queried.result().ttl_s, with_own.result().ttl_s) == (60.0, 7.0, 9.0)

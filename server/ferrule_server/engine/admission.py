@@ -92,7 +92,10 @@ class Admission:
             case Verdict.FORK:
                 self.creations.check_free(job)
                 reservation = self.store.reserve_branch(sequence, handle.length, len(job.token_ids))
-                return self._creating(_writing(job, sink, reservation, sequence, verdict))
+                run = _writing(job, sink, reservation, sequence, verdict)
+                if run.ttl_s is None:  # as it is now: jobs behind this one may change the source's while it runs
+                    run.ttl_s = sequence.ttl_s
+                return self._creating(run)
             case Verdict.REWIND:
                 reservation = self.store.reserve_rewind(sequence, handle.length, len(job.token_ids))
                 return _writing(job, sink, reservation, sequence, verdict)

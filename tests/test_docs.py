@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import re
 import subprocess
@@ -13,13 +14,15 @@ from typing import Any
 
 import pytest
 
-from ferrule_client import Client, Policy, UnsupportedError, greedy, no_output
+from ferrule_client import CacheMetrics, Client, Policy, Status, UnsupportedError, greedy, no_output
+from ferrule_client.cli import build_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 ADDRESS = "127.0.0.1:50051"
 README = (ROOT / "README.md").read_text()
 ABSENT = README[README.index("Also not there yet") :]
 HANDLES = (ROOT / "docs" / "handles.md").read_text()
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
 CONTRACT = (ROOT / "protos" / "README.md").read_text()
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
@@ -145,3 +148,21 @@ def test_readme_names_the_arguments_that_are_refused(shipped_target: str) -> Non
         assert cache.query(wanted).entropies is not None
     assert "`parents`" in ABSENT
     assert len(ABSENT.split("\n\n")[0]) < 400
+
+
+def test_counters_in_operations_exist() -> None:
+    """Every name in the table of counters is a field of what ``ferrule metrics`` prints, and hardly one is missing."""
+    section = OPERATIONS[OPERATIONS.index("## Counters") : OPERATIONS.index("## Looking into a model")]
+    cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+    named = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+    counters = {field.name for field in dataclasses.fields(CacheMetrics)}
+    assert named <= counters | {field.name for field in dataclasses.fields(Status)}
+    assert counters - named == {"block_size", "total_blocks", "tombstones"}
+
+
+def test_commands_in_operations_are_understood() -> None:
+    """Each ``ferrule admin`` and ``ferrule metrics`` line has options that exist."""
+    commands = re.findall(r"^ferrule ((?:admin|metrics).*?)(?:  .*)?$", OPERATIONS, re.MULTILINE)
+    assert len(commands) >= 3
+    for command in commands:
+        build_parser().parse_args(command.split())

@@ -25,17 +25,22 @@ from ferrule_server.engine.jobs import (
     AppendJob,
     AppendResult,
     Drafts,
+    Finish,
     ForkJob,
     ForkResult,
+    GenerateFrame,
+    GenerateJob,
     Job,
     Outcome,
     OutputRequest,
     ReleaseJob,
+    StopRules,
     TruncateJob,
     TruncateResult,
+    Window,
 )
 from ferrule_server.engine.settings import EngineSettings
-from ferrule_server.errors import FerruleError
+from ferrule_server.errors import BlocksExhausted, FerruleError
 from ferrule_server.executor.base import OutputSpec, SampleSpec, Shaping
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.handle import Handle, StalePolicy
@@ -65,7 +70,18 @@ SHORT_TTL_S, LONG_TTL_S = 5.0, 3600.0
 RETRIED = {"ENGINE_FAULT", "CANCELLED", "KV_BLOCKS_EXHAUSTED"}
 ENDED = {"HANDLE_UNKNOWN", "HANDLE_EXPIRED"}
 
-LaneJob = AppendJob | ForkJob | TruncateJob
+LaneJob = AppendJob | ForkJob | TruncateJob | GenerateJob
+
+
+@dataclass(frozen=True)
+class Looped:
+    """A Generate that came to its end: what it drew, and the handle before the last of it."""
+
+    tokens: tuple[int, ...]
+    handle: Handle
+
+
+Answer = Outcome | Looped
 
 
 @dataclass(eq=False)
@@ -73,12 +89,34 @@ class Attempt:
     """One sending of an operation; also its sink."""
 
     job: LaneJob | ReleaseJob
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[Answer] = field(default_factory=list)
+    tokens: tuple[int, ...] = ()
+    handle: Handle | None = None
 
     def deliver(self, job: Job, outcome: Outcome) -> None:
-        """Take the outcome."""
+        """Take the outcome, or a frame on the way to it."""
         assert job is self.job
-        self.outcomes.append(outcome)
+        if isinstance(outcome, GenerateFrame):
+            self._take(outcome)
+        else:
+            self.outcomes.append(outcome)
+
+    def _take(self, frame: GenerateFrame) -> None:
+        assert isinstance(self.job, GenerateJob)
+        assert not self.outcomes, "a frame came behind the last one"
+        (branch,) = frame.branches
+        self.job.window.taken_bytes = self.job.window.sent_bytes
+        self.tokens += tuple(row.token for row in branch.rows if row.token is not None)
+        self.handle = branch.handle or self.handle
+        assert frame.is_last == (branch.finish is not None)
+        if branch.finish is Finish.MAX_TOKENS:
+            assert self.handle is not None
+            self.outcomes.append(Looped(self.tokens, self.handle))
+        elif branch.finish is Finish.BLOCKS_EXHAUSTED:
+            self.outcomes.append(BlocksExhausted(1, 0))
+        elif branch.finish is not None:
+            assert branch.error is not None, branch.finish
+            self.outcomes.append(branch.error)
 
     def flush(self) -> None:
         """Nothing is left to do."""
@@ -92,14 +130,17 @@ class Operation:
         after: The tokens of its sequence, or of what it makes, afterwards.
         is_alone: No attempt of another operation may be on its way before or after it: it would undo that.
         answer: The first success of any attempt, read or not: what every other must equal.
+        drawn: Of a Generate: what it must draw. partial: the last handle of one that broke.
     """
 
     job: LaneJob
     after: tuple[int, ...]
     is_alone: bool = False
     attempts: list[Attempt] = field(default_factory=list)
-    answer: Outcome | None = None
+    answer: Answer | None = None
     is_done: bool = False
+    drawn: tuple[int, ...] = ()
+    partial: Handle | None = None
 
     @property
     def makes_others(self) -> bool:
@@ -193,11 +234,13 @@ class Campaign:
             self.engine._take()
         self.engine._next_expiry_check = 0.0
         self.engine._expire()
+        self.engine._drivers.turn()
         if self.engine._lanes.running:
             if not self.is_calm and self.random.random() < 0.01:
                 self.count["failed_runs"] += 1
                 self.executor.errors[len(self.executor.batches) + 1] = RuntimeError("chaos")
             self.engine._step()
+            self.engine._drivers.turn()
         self.engine._hand_over()
         self.executor.copied_blocks.clear()
         self.check_integrity()
@@ -241,7 +284,7 @@ class Campaign:
             attempt = self.random.choice(operation.attempts)
             if not operation.is_alone:
                 attempt.job.is_cancelled = True  # type: ignore[union-attr]
-        elif (draw < 0.5 and not operation.is_alone) or not operation.attempts:
+        elif (draw < (0.2 if operation.drawn else 0.5) and not operation.is_alone) or not operation.attempts:
             self.count["sent_again"] += 1
             return [self.send(operation)]
         return []
@@ -249,6 +292,8 @@ class Campaign:
     def send(self, operation: Operation) -> Attempt:
         """One more attempt."""
         job = dataclasses.replace(operation.job, is_cancelled=False)
+        if isinstance(job, GenerateJob):
+            job.window = Window(self.random.choice([1, 1 << 30]))
         attempt = Attempt(job)
         operation.attempts.append(attempt)
         return attempt
@@ -258,11 +303,13 @@ class Campaign:
         output = self.random.choice(OUTPUTS)
         tokens = tuple(self.random.randrange(3) for _ in range(self.random.choice([1, 1, 1, 2, 5, 13])))
         handle, draw = session.handle, self.random.random()
+        if draw < 0.1:
+            return self.looping(session, tokens)
         if handle is None:
             tokens = self.random.choice(STEMS) + tokens
             job: LaneJob = AppendJob("p", tokens, None, output, StalePolicy.FAIL, session.ttl_s, self.new_id())
             return Operation(job, tokens)
-        if draw < 0.2:
+        if draw < 0.25:
             return self.verifying(session, tokens, output)
         if draw < 0.6:
             fits = len(session.tokens) + len(tokens) <= 64
@@ -294,6 +341,29 @@ class Campaign:
         self.count["drafts_rejected"] += len(drafts) - held
         after = before + tokens + drafts[:held]
         return Operation(job, after, is_alone=stale is StalePolicy.REWIND)
+
+    def looping(self, session: Session, tokens: tuple[int, ...]) -> Operation | None:
+        """The server draws: behind the tip, from a prompt, or behind an older handle in place of what is there."""
+        handle, stale, before = session.handle, StalePolicy.FAIL, session.tokens
+        if handle is None:
+            tokens = self.random.choice(STEMS) + tokens
+        elif session.old and session.is_quiet and self.random.random() < 0.3:
+            handle, stale = self.random.choice(session.old), StalePolicy.REWIND
+            before = session.tokens[: handle.length]
+        path = before + tokens
+        drawn: tuple[int, ...] = ()
+        for _ in range(self.random.randint(1, 12)):
+            drawn += (fake_next_token(path + drawn, VOCAB),)
+        after = path + drawn[:-1]
+        if len(after) > 64 or (stale is StalePolicy.REWIND and session.tokens[: len(after)] == after):
+            return None
+        stop = StopRules(max_tokens=len(drawn))
+        job = GenerateJob(
+            "p", tokens, handle, GREEDY, stop, Window(1), stale, session.ttl_s if handle is None else None
+        )
+        job.request_id = self.new_id() if handle is None else ""
+        self.count["generates"] += 1
+        return Operation(job, after, is_alone=stale is StalePolicy.REWIND, drawn=drawn)
 
     def drafts(self, before: tuple[int, ...]) -> tuple[int, ...]:
         """Up to six tokens, each with some luck what the model says."""
@@ -351,10 +421,12 @@ class Campaign:
         for operation in session.operations:
             if operation.answer is not None and not operation.is_done:
                 self.give_back(*_handles_of(operation.answer))
+            elif operation.partial is not None and not operation.is_done:
+                self.give_back(operation.partial)
 
     def give_back(self, *handles: Handle) -> None:
         """Release, however often that fails."""
-        outcome: Outcome | None = None
+        outcome: Answer | None = None
         while outcome is None or isinstance(outcome, FerruleError):
             job = ReleaseJob("p", handles)
             attempt = Attempt(job)
@@ -373,11 +445,12 @@ class Campaign:
                     continue
                 assert len(attempt.outcomes) == 1, "an attempt was answered twice"
                 operation.attempts.remove(attempt)
+                operation.partial = attempt.handle or operation.partial
                 self.check(session, operation, attempt.outcomes[0])
         on_their_way = [each for each in session.operations[:-8] if each.attempts or not each.is_done]
         session.operations = on_their_way + session.operations[-8:]
 
-    def check(self, session: Session, operation: Operation, outcome: Outcome) -> None:
+    def check(self, session: Session, operation: Operation, outcome: Answer) -> None:
         """Every success of an operation is the same success; a failure is one that may happen."""
         if isinstance(outcome, FerruleError):
             self.count[outcome.REASON] += 1
@@ -417,12 +490,14 @@ class Campaign:
         assert is_late, f"{reason} for an operation that is not done"
         assert reason in ("HANDLE_STALE", "INVALID_FIELD"), reason
 
-    def check_first(self, operation: Operation, outcome: Outcome) -> None:
+    def check_first(self, operation: Operation, outcome: Answer) -> None:
         """The answer says what was asked for."""
         if isinstance(outcome, ForkResult):
             assert len(outcome.handles) == 2
         elif isinstance(outcome, TruncateResult):
             assert outcome.handle.length == len(operation.after)
+        elif isinstance(outcome, Looped):
+            assert (outcome.tokens, outcome.handle.length) == (operation.drawn, len(operation.after))
         else:
             assert isinstance(outcome, AppendResult)
             assert outcome.handle.length == len(operation.after)
@@ -434,7 +509,7 @@ class Campaign:
             if spec is not None and spec.greedy:
                 assert outcome.rows[-1].token == fake_next_token(operation.after, VOCAB)
 
-    def check_alike(self, first: Outcome, other: Outcome) -> None:
+    def check_alike(self, first: Answer, other: Answer) -> None:
         """Handles, seed and rows are equal, whether kept or computed again."""
         if isinstance(first, AppendResult):
             assert isinstance(other, AppendResult)
@@ -449,13 +524,13 @@ class Campaign:
         else:
             assert other == first
 
-    def go_on(self, session: Session, operation: Operation, outcome: Outcome) -> None:
+    def go_on(self, session: Session, operation: Operation, outcome: Answer) -> None:
         """The session has read the answer: it stands on a new handle, or has new sessions beside it."""
         if isinstance(outcome, ForkResult):
             for handle in outcome.handles:
                 self.sessions.append(Session(session.ttl_s, handle, operation.after))
             return
-        assert isinstance(outcome, AppendResult | TruncateResult)
+        assert isinstance(outcome, AppendResult | TruncateResult | Looped)
         handle = outcome.handle
         if session.handle is not None and handle.cache_id != session.handle.cache_id:
             self.sessions.append(Session(session.ttl_s, handle, operation.after))
@@ -528,11 +603,11 @@ def num_good(before: tuple[int, ...], drafts: tuple[int, ...]) -> int:
     return len(drafts)
 
 
-def _handles_of(outcome: Outcome) -> tuple[Handle, ...]:
+def _handles_of(outcome: Answer) -> tuple[Handle, ...]:
     """The handles that an answer gave."""
     if isinstance(outcome, ForkResult):
         return outcome.handles
-    return (outcome.handle,) if isinstance(outcome, AppendResult | TruncateResult) else ()
+    return (outcome.handle,) if isinstance(outcome, AppendResult | TruncateResult | Looped) else ()
 
 
 def _names_part(old: Handle, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
@@ -566,5 +641,5 @@ def test_random_traffic_is_applied_once_whatever_breaks(caplog: pytest.LogCaptur
     assert total["tips_checked"] > total["applied"]
     assert jobs_per_s >= MIN_JOBS_PER_S, f"{jobs_per_s:.0f} jobs/s prove too little"
     happening = ("joined", "replays", "recomputed", "failpoints", "failed_runs", "lost_replies", "CANCELLED")
-    for happened in (*happening, "verifies", "drafts_rejected", "accepted_tokens", "prefix_hit_tokens"):
+    for happened in (*happening, "generates", "verifies", "drafts_rejected", "accepted_tokens", "prefix_hit_tokens"):
         assert total[happened] > 0, f"{happened} never happened"

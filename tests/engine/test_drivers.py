@@ -10,6 +10,7 @@ import pytest
 
 from ferrule_server.engine.failpoints import PLACES, FailpointHit, Failpoints, Place, fail
 from ferrule_server.engine.generation import Generation
+from ferrule_server.engine import engine as engine_module
 from ferrule_server.engine.jobs import Finish, GenerateFrame, ReleaseJob, StopRules, StreamJob, Window
 from ferrule_server.errors import (
     Cancelled,
@@ -65,6 +66,14 @@ def read(harness: Harness, job: StreamJob, num_bytes: int) -> None:
     harness.engine.resume(job)
 
 
+def take_a_row(harness: Harness, job: StreamJob) -> None:
+    """Take a row out of the window and resume the job just when the event loop would."""
+    window, taken_before = job.window, job.window.taken_bytes
+    window.taken_bytes = taken_before + job.row_bytes
+    if window.sent_bytes - taken_before >= window.limit_bytes and window.is_open:
+        harness.engine.resume(job)
+
+
 # ---- the window -----------------------------------------------------------------------------------------------------
 
 
@@ -104,6 +113,43 @@ def test_branches_share_one_window() -> None:
         assert sum(len(branch.tokens) for branch in stream.so_far()) <= 5
         read(harness, job, 1 << 20)
         assert [len(branch.tokens) for branch in stream.branches()] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("limit", [1, 300, 1000])
+@pytest.mark.parametrize("num_branches", [1, 2, 16])
+def test_rows_under_way_count_in_the_window(num_branches: int, limit: int) -> None:
+    """However many branches: they wait for room before they are run, or each would put a row into it at once."""
+    with Harness(FakeExecutor(num_blocks=400)) as harness:
+        window = Window(limit)
+        job = generate(None, 1, 2, output=drawn_with(5), num_branches=num_branches, max_tokens=5, window=window)
+        job.row_bytes = 100
+        stream, most, deadline = start(harness, job), 0, time.monotonic() + 20
+        while not stream.is_over:
+            assert time.monotonic() < deadline, "it stands still although there is room"
+            most = max(most, owed := window.sent_bytes - window.taken_bytes)
+            if owed >= 100:
+                take_a_row(harness, job)
+        assert most <= limit + 100
+        free = start(harness, generate(None, 1, 2, output=drawn_with(5), num_branches=num_branches, max_tokens=5))
+        assert [branch.tokens for branch in free.branches()] == [branch.tokens for branch in stream.branches()]
+        assert {len(branch.tokens) for branch in stream.branches()} == {5}
+
+
+def test_the_room_of_a_branch_that_is_refused_at_once_is_that_of_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is under way then that would let the others go on, and no idle engine that looks once a second."""
+    monkeypatch.setattr(engine_module, "_IDLE_S", 600.0)
+    with Harness(FakeExecutor(num_blocks=8)) as harness:
+        window = Window(100)
+        job = generate(None, 1, 2, 3, output=drawn_with(5), num_branches=6, max_tokens=5, window=window)
+        job.row_bytes = 100
+        stream, deadline = start(harness, job), time.monotonic() + 20
+        while not stream.is_over:
+            assert time.monotonic() < deadline, "it stands still although there is room"
+            if window.sent_bytes - window.taken_bytes >= 100:
+                take_a_row(harness, job)
+        finishes = [branch.last.finish for branch in stream.branches()]
+        assert Finish.BLOCKS_EXHAUSTED in finishes
+        assert set(finishes) <= {Finish.BLOCKS_EXHAUSTED, Finish.MAX_TOKENS}
 
 
 def test_standing_still_costs_nothing_and_pins_nothing() -> None:

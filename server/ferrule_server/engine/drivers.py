@@ -68,7 +68,7 @@ class Driver(Protocol):
         ...
 
     def go_on(self, ended: Collection[str] = (), /) -> None:
-        """Go on after a pause: the window is open again, or the sequences with the handle_ids ``ended`` have ended."""
+        """Go on after a pause: the window is open again, or sequences have ended, by their handle_ids."""
         ...
 
     def end(self, why: Why) -> None:
@@ -227,12 +227,12 @@ class Drivers:
 
     def _turn(self) -> None:
         self._is_woken = False
-        if self._parked:
+        self._give_all()
+        while self._parked:
             self._unpark()
-        while self._outcomes:
-            sink, job, outcome = self._outcomes.popleft()
-            if sink.driver in self._active:
-                self._give(sink, job, outcome)
+            if not self._outcomes:
+                break
+            self._give_all()  # refused at once: its place may be that of another one
         for driver in [driver for driver in self._active if driver.job.is_cancelled]:
             self._end(driver, _cancelled)
         if self._touched:
@@ -240,13 +240,17 @@ class Drivers:
             for driver in touched:
                 self._deliver(driver)
 
+    def _give_all(self) -> None:
+        while self._outcomes:
+            sink, job, outcome = self._outcomes.popleft()
+            if sink.driver in self._active:
+                self._give(sink, job, outcome)
+
     def _unpark(self) -> None:
         """Let drivers go on whose window is open, or whose sequence has ended."""
         ended, self._ended = self._ended, set()
         for driver, handle_ids in list(self._parked.items()):
-            if driver.job.window.is_open:
-                self._go_on(driver, ())
-            elif ended and not ended.isdisjoint(handle_ids):
+            if driver.job.window.is_open or not ended.isdisjoint(handle_ids):
                 self._go_on(driver, ended)
 
     def _go_on(self, driver: Driver, ended: Collection[str]) -> None:

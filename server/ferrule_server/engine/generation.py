@@ -76,7 +76,8 @@ class _Branch:
 class Generation:
     """One Generate: see ``engine/drivers.py`` for how it is driven.
 
-    Invariant: a branch that goes on has an append in flight, is parked, or waits for the fork that makes it.
+    Invariant: a branch that goes on has an append in flight, is parked, or waits for the fork that makes it; the
+    ``_num_in_flight`` appends never bring more rows than the reader has room for, but for one.
 
     Args:
         job: What is asked. sink: who asked.
@@ -90,6 +91,7 @@ class Generation:
         self._drivers = drivers
         self._branches = _branches_of(job, self, drivers.seed_for(job))
         self._num_live = job.num_branches
+        self._num_in_flight = 0
         self._first: AppendJob | None = None
         self._fork: ForkJob | None = None
         self._orphans: list[Handle] = []
@@ -120,11 +122,13 @@ class Generation:
             publish_prefix=job.publish_prefix,
             is_internal=True,
         )
+        self._num_in_flight = 1
         self._drivers.enter(self._first, branch.sink, at)
 
     def take(self, branch: int, job: LaneJob, outcome: Outcome) -> None:
         """Take a token, the forks, or an error, and go on."""
         self._drivers.touch(self)
+        self._num_in_flight -= isinstance(job, AppendJob)
         if isinstance(outcome, AppendResult):
             self._draw(self._branches[branch], job, outcome)
         elif isinstance(outcome, ForkResult):
@@ -134,14 +138,14 @@ class Generation:
             self._refuse(self._branches[branch], job, outcome)
 
     def go_on(self, ended: Collection[str] = ()) -> None:
-        """Let parked branches go on: all of them, or those whose sequences have ended."""
+        """Let parked branches go on: as many as the reader has room for, and those whose sequences have ended."""
         parked, self._parked = self._parked, []
         for branch in parked:
             assert branch.handle is not None
-            if ended and branch.handle.handle_id not in ended:
-                self._park(branch, branch.handle)
+            if branch.handle.handle_id in ended or self._has_room():
+                self._enter(branch)
             else:
-                self._enter(branch, (branch.token,))
+                self._park(branch, branch.handle)
 
     def end(self, why: Why) -> None:
         """Stop every branch that goes on. Where nobody has heard of any yet, the call itself fails."""
@@ -216,7 +220,7 @@ class Generation:
         self._made(*handles)
         for branch, handle in zip(self._branches[1:], handles, strict=True):
             branch.handle = handle
-            self._enter(branch, ())
+            self._append(branch)
         if self._branches[0].finish is None:
             self._append(self._branches[0])
 
@@ -226,20 +230,29 @@ class Generation:
             self._orphans += handles
 
     def _append(self, branch: _Branch) -> None:
-        """Append the token drawn last, as soon as the reader has room."""
-        if self.job.window.is_open:
-            self._enter(branch, (branch.token,))
+        """Append the token drawn last, or begin with a query, as soon as the reader has room."""
+        if self._has_room():
+            self._enter(branch)
         else:
             assert branch.handle is not None
             self._park(branch, branch.handle)
 
-    def _enter(self, branch: _Branch, token_ids: tuple[int, ...]) -> None:
+    def _has_room(self) -> bool:
+        """Whether the reader has room for one more row besides those under way; for one at least."""
+        window, num_in_flight = self.job.window, self._num_in_flight
+        if not num_in_flight:
+            return window.is_open
+        return window.sent_bytes + num_in_flight * self.job.row_bytes - window.taken_bytes < window.limit_bytes
+
+    def _enter(self, branch: _Branch) -> None:
+        token_ids = (branch.token,) if branch.token >= 0 else ()
         job = AppendJob(
             self.job.principal, token_ids, branch.handle, branch.output, branch.on_stale, None, branch.request_id
         )
         job.is_internal = True
         job.submitted_ns = time.monotonic_ns()
         branch.in_flight = job
+        self._num_in_flight += 1
         self._drivers.enter(job, branch.sink)
 
     def _park(self, branch: _Branch, handle: Handle) -> None:

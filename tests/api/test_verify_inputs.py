@@ -309,6 +309,24 @@ def test_a_law_may_miss_1_by_a_rounding() -> None:
     _read(**WITH_LAWS, draft_probs=_dense(rows))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("dtype", [types_pb2.DATA_TYPE_BFLOAT16, types_pb2.DATA_TYPE_FLOAT16])
+@pytest.mark.parametrize("vocab_size", [17, 50_000])
+def test_a_law_may_miss_1_by_the_rounding_of_its_type(dtype: types_pb2.DataType, vocab_size: int) -> None:
+    """Peaked and flat ones, as a client gets them that rounds each probability: 0.998 of bfloat16 is 0.996."""
+    flat = np.full(vocab_size, 1.0 / vocab_size)
+    peaked = flat * 0.002
+    peaked[3] += 0.998
+    message = executor_pb2.VerifyInput(
+        kv_cache=HANDLE,
+        input_ids=[5],
+        draft_ids=[3, 3],
+        logits_policy=SAMPLE,
+        acceptance=REJECTION,
+        draft_probs=_dense([flat, peaked], dtype),
+    )
+    make_reader(vocab_size, max_context=200).verify(message, "input.", "alice")
+
+
 def test_more_tokens_than_a_context_are_refused_unread() -> None:
     """Certain ones and drafts together."""
     with pytest.raises(FerruleError) as caught:

@@ -15,12 +15,19 @@ from ferrule_server.errors import InvalidRequest, TokenOutOfVocab
 from ferrule_server.executor.base import DraftLaw, Float32Array, Int32Array
 
 _TOLERANCE: Final = 1e-3
+"""How far from 1 a law may add up, besides what its type cannot hold."""
 _DIGEST_BYTES: Final = 16
 _WIRE_TYPES: Final[Mapping[int, np.dtype[np.generic]]] = {
     types_pb2.DATA_TYPE_FLOAT32: np.dtype("<f4"),
     types_pb2.DATA_TYPE_BFLOAT16: np.dtype("<u2"),
     types_pb2.DATA_TYPE_FLOAT16: np.dtype("<f2"),
 }
+_ROUNDINGS: Final[Mapping[int, tuple[float, float]]] = {
+    types_pb2.DATA_TYPE_FLOAT32: (0.0, 0.0),
+    types_pb2.DATA_TYPE_BFLOAT16: (2.0**-7, 0.0),  # also where the low bits are cut off
+    types_pb2.DATA_TYPE_FLOAT16: (2.0**-10, 2.0**-24),  # below 2^-14 the steps no longer shrink
+}
+"""How far off a probability may be in a type: in its own measure, and besides that absolutely."""
 
 
 class DraftLawReader:
@@ -49,10 +56,12 @@ class DraftLawReader:
 
     def _dense(self, tensor: types_pb2.Tensor, draft_ids: Sequence[int], path: str) -> tuple[DraftLaw, ...]:
         rows = _tensor_rows(tensor, (len(draft_ids), self._vocab_size), path)
+        relative, absolute = _ROUNDINGS[tensor.dtype]
+        tolerance = _TOLERANCE + relative + absolute * self._vocab_size
         laws = []
         for index, (row, draft_id) in enumerate(zip(rows, draft_ids, strict=True)):
             where = f"row {index}"
-            _check_law(row, f"{path}.data", where)
+            _check_law(row, f"{path}.data", where, tolerance)
             if not row[draft_id] > 0.0:
                 raise InvalidRequest(f"{path}.data", f"{where} gives its own draft, token {draft_id}, no chance")
             laws.append(_law(None, row))
@@ -114,13 +123,13 @@ def _tensor_rows(tensor: types_pb2.Tensor, shape: tuple[int, int], path: str) ->
     return values.astype(np.float32, copy=False)
 
 
-def _check_law(probs: Float32Array, path: str, where: str) -> None:
+def _check_law(probs: Float32Array, path: str, where: str, tolerance: float = _TOLERANCE) -> None:
     """Refuse a row that is no law: NaN and infinity fail here too."""
     if not (probs >= 0.0).all():
         raise InvalidRequest(path, f"{where} has a value below 0, or none at all")
     total = float(probs.sum(dtype=np.float64))
-    if not abs(total - 1.0) <= _TOLERANCE:
-        raise InvalidRequest(path, f"{where} adds up to {total}, not to 1 within {_TOLERANCE}")
+    if not abs(total - 1.0) <= tolerance:
+        raise InvalidRequest(path, f"{where} adds up to {total}, not to 1 within {tolerance:.2g}")
 
 
 def _law(token_ids: Int32Array | None, row: Float32Array) -> DraftLaw:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
 import pytest
@@ -246,6 +247,27 @@ def test_without_a_template_the_call_is_unsupported(server: RunningServer) -> No
             with refused() as refusals:
                 _chat(one, USER)
             assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.UNIMPLEMENTED, "FEATURE_UNSUPPORTED")
+
+
+def test_long_texts_take_the_memory_of_one() -> None:
+    """Text of 4 MiB takes half a GiB while it is encoded, which its thread then keeps: all go to the same thread."""
+
+    class Watched(Tokenizer):
+        threads: ClassVar[set[int]] = set()
+
+        def encode(self, text: str, add_special_tokens: bool = False, parse_special_tokens: bool = True) -> list[int]:
+            self.threads.add(threading.get_ident())
+            return super().encode(text, add_special_tokens, parse_special_tokens)
+
+    tokenizer = Watched((DEMO_FOLDER / "tokenizer.json").read_text())
+    template = ChatTemplate(TokenizerConfig({}, {"default": "{{ messages[0].content }}"}))
+    with RunningServer(tokenizer=tokenizer, chat_template=template) as server:
+        text = "x = 1\n" * 40_000
+        calls: list[Any] = [server.text.Encode.future(tokenizer_pb2.EncodeRequest(text=text)) for _ in range(4)]
+        request = tokenizer_pb2.ApplyChatTemplateRequest(messages=[said("user", text)])
+        calls += [server.text.ApplyChatTemplate.future(request) for _ in range(4)]
+        assert len({len(call.result().token_ids) for call in calls}) == 1
+    assert len(Watched.threads) == 1
 
 
 def test_a_slow_template_freezes_nobody_else() -> None:

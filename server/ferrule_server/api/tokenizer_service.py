@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import MutableSequence, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, MutableSequence, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from ferrule.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from ferrule_server.api.calls import Context, unary
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from ferrule_server.text.chat_template import ChatTemplate
     from ferrule_server.text.tokenizer import Tokenizer
 
+_Response = TypeVar("_Response")
+
 _INLINE_LENGTH: Final = 1024
 """Texts and id lists up to this length take less time than a thread hop."""
 _SLICE_LENGTH: Final = 65536
@@ -24,9 +27,7 @@ _SLICE_LENGTH: Final = 65536
 _TAIL_LENGTH: Final = 64
 """Among so many last tokens are those of a character that is not whole, skipped special ones between them included."""
 _SHORT_CONVERSATION: Final = 64
-_SHORT_CONVERSATION_BYTES: Final = 64 << 10
-_MAX_LONG_CONVERSATIONS: Final = 1
-"""Rendering holds the interpreter, which the engine needs too: long conversations wait for each other."""
+_SHORT_BYTES: Final = 64 << 10
 
 
 class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
@@ -38,7 +39,9 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
     def __init__(self, state: ServerState) -> None:
         self.state = state
-        self._long_conversations = asyncio.Semaphore(_MAX_LONG_CONVERSATIONS)
+        # One thread for all that is long: text of 4 MiB takes half a GiB while it is encoded, which its thread keeps
+        # for the next one, and rendering holds the interpreter, which the engine needs too.
+        self._long_texts = ThreadPoolExecutor(1, thread_name_prefix="ferrule-text")
 
     @unary
     async def Encode(self, request: tokenizer_pb2.EncodeRequest, context: Context) -> tokenizer_pb2.EncodeResponse:
@@ -49,7 +52,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         num_bytes, limit = len(request.text.encode()), self.state.limits.max_text_bytes
         if num_bytes > limit:
             raise InvalidRequest("text", f"has {num_bytes} bytes, the limit is {limit}; send it in pieces")
-        return await asyncio.to_thread(_encoded, codec, request)
+        return await self._on_a_thread(num_bytes, functools.partial(_encoded, codec, request))
 
     @unary
     async def Decode(
@@ -68,15 +71,19 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     async def ApplyChatTemplate(
         self, request: tokenizer_pb2.ApplyChatTemplateRequest, context: Context
     ) -> tokenizer_pb2.ApplyChatTemplateResponse:
-        """Render a conversation; on a thread, since a template may take long, and few long ones at a time."""
+        """Render a conversation; on a thread, since a template may take long, and long ones one at a time."""
         codec, template = self._codec(), self.state.use().chat_template
         if template is None:
             raise FeatureUnsupported("chat template", "the served model brings none; send the text of a prompt")
         rendered = functools.partial(_rendered, codec, template, request, self.state.limits.max_text_bytes)
-        if len(request.messages) <= _SHORT_CONVERSATION and request.ByteSize() <= _SHORT_CONVERSATION_BYTES:
-            return await asyncio.to_thread(rendered)
-        async with self._long_conversations:
-            return await asyncio.to_thread(rendered)
+        is_short = len(request.messages) <= _SHORT_CONVERSATION
+        return await self._on_a_thread(request.ByteSize() if is_short else _SHORT_BYTES + 1, rendered)
+
+    async def _on_a_thread(self, num_bytes: int, work: Callable[[], _Response]) -> _Response:
+        """Return what comes of some work on so many bytes; what is long waits for its turn."""
+        if num_bytes <= _SHORT_BYTES:
+            return await asyncio.to_thread(work)
+        return await asyncio.get_running_loop().run_in_executor(self._long_texts, work)
 
     def _codec(self) -> Tokenizer:
         """Return the tokenizer.

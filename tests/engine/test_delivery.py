@@ -74,3 +74,25 @@ def test_small_steps_behind_a_large_one_are_delivered_too() -> None:
     loop.run()
     assert isinstance(last[0][1], Pending)
     assert last[0][1].is_done
+
+
+def test_nobody_waits_for_the_slices_of_others() -> None:
+    """Thousands of refusals of one stream do not hold up what another one's step gave; its own frames follow them."""
+    loop, flood, stream, job = Loop(), Pending(), Stream(), generate(None, 1)
+    delivery = Delivery(loop.posted.append, Gate(10))
+    delivery.refuse([(job, flood, outcome) for job, _, outcome in many(9 * _LOOP_SLICE)])
+    delivery.refuse([(job, stream, GenerateFrame((), StepTiming())), *many(2 * _LOOP_SLICE), *many(1)])
+    delivery.refuse([(job, stream, last := GenerateFrame((), StepTiming(), is_last=True))])
+    delivery.refuse(alone := many(1))
+    for _ in range(4):
+        loop.posted.popleft()()
+    assert isinstance(alone[0][1], Pending)
+    assert alone[0][1].is_done
+    assert len(stream.outcomes) == 1
+    while len(stream.outcomes) < 2:
+        loop.posted.popleft()()
+    assert flood.num_flushes == 0
+    assert stream.outcomes[-1] is last
+    loop.run()
+    assert flood.num_flushes == 1
+    assert not delivery._chain_of

@@ -12,12 +12,18 @@ from ferrule_server.engine.jobs import Sink
 _LOOP_SLICE: Final = 256
 """Outcomes delivered before others get their turn on the event loop: a few milliseconds."""
 
+_Chain = deque[list[Finished]]
+
 
 class Delivery:
     """Collects outcomes on the engine thread and delivers them on that of the event loop.
 
-    Invariant: outcomes are given to their sinks in the order in which they were handed over; ``_sliced`` has those that
-    are being delivered slice by slice, and what came behind them.
+    Many outcomes at once are delivered slice by slice, with turns of others in between. What comes for the same sinks
+    meanwhile forms a chain behind them, or frames of a stream would overtake each other; what comes for others does not
+    wait for it.
+
+    Invariant: a sink is given its outcomes in the order in which they were handed over; ``_chain_of`` has the sinks, by
+    id, of each chain that is not all delivered.
 
     Args:
         post: Runs a callable on the event loop's thread.
@@ -31,7 +37,7 @@ class Delivery:
         self._post = post
         self._gate = gate
         self.finished: list[Finished] = []
-        self._sliced: deque[list[Finished]] = deque()
+        self._chain_of: dict[int, _Chain] = {}
 
     def hand_over(self) -> None:
         """Deliver everything finished, with one call on the event loop; engine thread only."""
@@ -54,32 +60,51 @@ class Delivery:
         self._line_up(finished)
 
     def _line_up(self, finished: list[Finished]) -> None:
-        """Deliver outcomes at once, or behind those that are being delivered slice by slice.
-
-        Frames of one job would else overtake each other.
-        """
-        if not self._sliced and len(finished) <= _LOOP_SLICE:
+        """Deliver outcomes at once; those of a sink that still waits for earlier ones come behind these."""
+        if self._chain_of:
+            finished = self._line_up_behind(finished)
+        if len(finished) <= _LOOP_SLICE:
             self._deliver_slice(finished, 0, {})
             return
-        self._sliced.append(finished)
-        if len(self._sliced) == 1:
-            self._next_slice(0, {})
+        chain: _Chain = deque([finished])
+        self._chain_of.update((id(sink), chain) for _, sink, _ in finished)
+        self._next_slice(chain, 0, {})
 
-    def _next_slice(self, start: int, touched: dict[int, Sink]) -> None:
-        """Deliver a slice of the first in line; others have their turn on the loop before the next one.
+    def _line_up_behind(self, finished: list[Finished]) -> list[Finished]:
+        """Add outcomes to the chains of their sinks; returns those of sinks in none."""
+        free: list[Finished] = []
+        late: dict[int, list[Finished]] = {}
+        for each in finished:
+            chain = self._chain_of.get(id(each[1]))
+            if chain is None:
+                free.append(each)
+            elif id(chain) in late:
+                late[id(chain)].append(each)
+            else:
+                late[id(chain)] = [each]
+                chain.append(late[id(chain)])
+        return free
+
+    def _next_slice(self, chain: _Chain, start: int, touched: dict[int, Sink]) -> None:
+        """Deliver a slice of the first in a chain; others have their turn on the loop before the next one.
 
         A frame of thousands of items that are all refused makes as many error messages.
         """
-        finished, stop = self._sliced[0], start + _LOOP_SLICE
+        finished, stop = chain[0], start + _LOOP_SLICE
         try:
             self._deliver_slice(finished, start, touched)
         finally:  # whatever a sink does: those behind it must hear something
             if stop < len(finished):
-                self._post(lambda: self._next_slice(stop, touched))
+                self._post(lambda: self._next_slice(chain, stop, touched))
             else:
-                self._sliced.popleft()
-                if self._sliced:
-                    self._post(lambda: self._next_slice(0, {}))
+                self._end_first(chain)
+
+    def _end_first(self, chain: _Chain) -> None:
+        chain.popleft()
+        if chain:
+            self._post(lambda: self._next_slice(chain, 0, {}))
+        else:
+            self._chain_of = {sink_id: each for sink_id, each in self._chain_of.items() if each is not chain}
 
     @staticmethod
     def _deliver_slice(finished: list[Finished], start: int, touched: dict[int, Sink]) -> None:

@@ -65,4 +65,4 @@ def _sentence(action: str, done: Warmed | Drained) -> str:
         return f"warm for batches of {sizes or 'no size'}: {len(done.steps)} steps in {done.run_ns / 1e6:.0f} ms"
     if action == "drain":
         return f"draining: {done.live_sequences} live handles, {done.pending_jobs} requests under way"
-    return f"ending: {done.live_sequences} live handles are lost"
+    return f"ending: {done.live_sequences} live handles, served until the grace ends"

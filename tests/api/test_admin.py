@@ -13,7 +13,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from ferrule.v1 import admin_pb2, admin_pb2_grpc, executor_pb2, info_pb2, types_pb2
+from ferrule.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, executor_pb2, info_pb2, types_pb2
 from tests.api.harness import RunningServer, decode_item, refusal_of, refused, wait_until
 
 Health = health_pb2.HealthCheckResponse
@@ -117,7 +117,7 @@ def test_a_drain_refuses_new_prompts_and_serves_live_handles(own: RunningServer)
 
 
 def test_when_the_grace_is_over_nothing_is_taken(own: RunningServer) -> None:
-    """Live handles and open streams hear DRAINING; status and administration are still there."""
+    """Live handles and open streams hear DRAINING; what only looks, and administration, is still there."""
     handle = own.prefill().kv_cache
     stream = own.open_stream()
     stream.send(decode_item(handle, 7))
@@ -130,6 +130,9 @@ def test_when_the_grace_is_over_nothing_is_taken(own: RunningServer) -> None:
     assert _state(own) == info_pb2.EXECUTOR_STATE_DRAINING
     assert _drain(own).live_sequences == 1
     assert _reason(lambda: own.decode(handle, 8)) == "DRAINING"  # what is closed stays closed
+    own.stub.GetModelInfo(executor_pb2.GetModelInfoRequest(), timeout=10)
+    own.stub.GetCapabilities(executor_pb2.GetCapabilitiesRequest(), timeout=10)
+    own.stub.GetCacheMetrics(cache_pb2.GetCacheMetricsRequest(), timeout=10)
     _shut_down(own)
     assert own.server.asked_to_stop.is_set()
 

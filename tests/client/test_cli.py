@@ -195,7 +195,7 @@ def test_admin_drains_and_ends_a_server(tmp_path: Path, capsys: pytest.CaptureFi
         assert "DRAINING" in capsys.readouterr().err
         assert process.poll() is None
         assert run("admin", "shutdown", "--grace", "0", "--target", listen) == 0
-        assert capsys.readouterr().out == "ending: 0 live handles are lost\n"
+        assert capsys.readouterr().out == "ending: 0 live handles, served until the grace ends\n"
         assert process.wait(20) == 0
 
 

@@ -263,7 +263,9 @@ class ModelExecutorServiceServicer(object):
 
     def Generate(self, request, context):
         """Runs the decode loop on the server and streams the tokens. Each token is committed as it is drawn, so after a
-        cancel the tip may be ahead of what was read: go on with STALE_POLICY_REWIND. Not idempotent.
+        cancel the tip may be ahead of what was read: go on with STALE_POLICY_REWIND. Idempotent by `request_id`: the same
+        request again finds the same sequences and draws the same tokens; and by the append rule for an existing sequence,
+        where it names its seed or draws greedily.
         Errors before the first frame as in Prefill; later ones are in the frame of the branch they concern.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

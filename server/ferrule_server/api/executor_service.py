@@ -62,14 +62,14 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         self, request: executor_pb2.GetModelInfoRequest, context: Context
     ) -> executor_pb2.GetModelInfoResponse:
         """Describe the model."""
-        return executor_pb2.GetModelInfoResponse(info=model_info(self.state.use()))
+        return executor_pb2.GetModelInfoResponse(info=model_info(self.state.describe()))
 
     @unary
     async def GetCapabilities(
         self, request: executor_pb2.GetCapabilitiesRequest, context: Context
     ) -> executor_pb2.GetCapabilitiesResponse:
         """Describe what is served, and the limits."""
-        serving, caller = self.state.use(), caller_of(context)
+        serving, caller = self.state.describe(), caller_of(context)
         who = caller_info(caller, self.state.limits_of(caller.principal))
         return executor_pb2.GetCapabilitiesResponse(capabilities=capabilities(serving, self.state.limits, who))
 
@@ -272,7 +272,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         self, request: cache_pb2.GetCacheMetricsRequest, context: Context
     ) -> cache_pb2.GetCacheMetricsResponse:
         """Count what happened in the KV pool."""
-        return cache_pb2.GetCacheMetricsResponse(metrics=cache_metrics(self.state.use()))
+        return cache_pb2.GetCacheMetricsResponse(metrics=cache_metrics(self.state.describe()))
 
     @unary
     async def RegisterTokenMask(

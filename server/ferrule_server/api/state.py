@@ -151,12 +151,21 @@ class ServerState:
             Starting: The model is not loaded yet.
             Draining: The server takes nothing any more.
         """
-        serving = self.serving
-        if serving is None:
-            raise Starting if self.phase is Phase.STARTING else Draining
+        serving = self.describe()
         if self.phase in (Phase.CLOSING, Phase.FAILED):
             raise Draining
         return serving
+
+    def describe(self) -> Serving:
+        """Return the parts that calls need which only look: they are answered as long as the process is there.
+
+        Raises:
+            Starting: The model is not loaded yet.
+            Draining: Nor will it be.
+        """
+        if self.serving is None:
+            raise Starting if self.phase is Phase.STARTING else Draining
+        return self.serving
 
     def use_for_new(self) -> Serving:
         """Return the parts that new prompts need. Branches of live sequences are none: they need :meth:`use`.

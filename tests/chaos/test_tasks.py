@@ -28,6 +28,12 @@ def end_badly(target: str, handle: types_pb2.KvCacheHandle, proxy: CuttingProxy)
         streams = [stub.StreamDecode(iter(endless.get, None), timeout=20) for _ in range(2)]
         next(streams[0])
         streams[0].cancel()
+        generate = executor_pb2.GenerateRequest(kv_cache=handle, max_tokens=200, n=2)
+        forward = executor_pb2.ForwardRequest(input_ids=[1] * 100)
+        for answers in (stub.Generate(generate, timeout=20), stub.Forward(forward, timeout=20)):
+            next(answers)
+            answers.cancel()
+        cut = [stub.Generate(generate, timeout=20), stub.Forward(forward, timeout=0.002)]
         calls = [stub.Decode.future(request, timeout=20) for _ in range(8)]
         calls += [stub.Decode.future(request, timeout=0.0005) for _ in range(8)]
         for call in calls[:4]:
@@ -35,6 +41,7 @@ def end_badly(target: str, handle: types_pb2.KvCacheHandle, proxy: CuttingProxy)
         proxy.cut_all()
         for _ in streams:
             endless.put(None)
+        assert len(cut) == 2  # kept so long: a call that nobody refers to is cancelled
 
 
 def test_no_task_is_left_of_calls_that_were_cancelled_timed_out_or_cut() -> None:

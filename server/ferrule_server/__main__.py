@@ -106,6 +106,7 @@ async def _serve(config: ServerConfig) -> int:
     finally:
         stopping.cancel()
         await server.stop()
+        _ignore_signals()
 
 
 async def _run_engine(
@@ -251,19 +252,29 @@ def _say_draining(num_sequences: int, grace_s: float, *, has_failed: bool) -> No
 
 
 def _stop_signal() -> asyncio.Task[signal.Signals]:
-    """Return a task that the first SIGTERM or SIGINT ends and is the result of; a second ends the process at once."""
+    """Return a task that the first SIGTERM or SIGINT ends and is the result of; a second ends the process at once.
+
+    The first one may come when nobody waits for the task any more, because something else ends the process already.
+    """
     loop = asyncio.get_running_loop()
     first: asyncio.Queue[signal.Signals] = asyncio.Queue(1)
     stopping = loop.create_task(first.get())
 
     def on_signal(number: signal.Signals) -> None:
-        if stopping.done() or first.full():
+        if first.full() or (stopping.done() and not stopping.cancelled()):
             _exit_now(128 + number)
         first.put_nowait(number)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
     return stopping
+
+
+def _ignore_signals() -> None:
+    """Let nothing change how the process ends, once it does: the loop would give signals back their deadly default."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().remove_signal_handler(number)
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _exit_now(code: int) -> NoReturn:

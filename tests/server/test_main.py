@@ -217,6 +217,23 @@ def test_an_administrator_ends_the_process_with_0() -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.06, 0.15])
+def test_a_signal_that_comes_while_a_shutdown_ends_the_process_changes_nothing(delay_s: float) -> None:
+    """It is the first one, so there is nothing to hurry: whoever watches sees 0, at whatever moment it comes."""
+    with (
+        _running(*REFERENCE, "--listen", "127.0.0.1:0") as (process, values),
+        grpc.insecure_channel(values["listen"]) as channel,
+    ):
+        admin_pb2_grpc.AdminServiceStub(channel).Shutdown(admin_pb2.ShutdownRequest(), timeout=10)
+        assert process.stderr is not None
+        while "drained" not in process.stderr.readline():
+            assert process.poll() is None
+        time.sleep(delay_s)
+        process.send_signal(signal.SIGTERM)  # where the process is gone already, this does nothing
+        process.communicate(timeout=20)
+    assert process.returncode == 0
+
+
 def test_a_process_that_an_administrator_drains_stays_until_it_is_told_to_end() -> None:
     """By a signal here: the handle that was waited for is served till then, and SIGTERM sets a grace of its own."""
     with (

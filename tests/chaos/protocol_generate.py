@@ -276,9 +276,16 @@ class GenerateRules(ProtocolBase):
             return
         request = cache_pb2.GetCacheInfoRequest(kv_cache=heard.handles[-1][1], include_token_ids=True)
         held = tuple(self.call(self.server.stub.GetCacheInfo, request, principal).info.token_ids)
-        at = next(at for at in reversed(range(len(branch.states))) if branch.states[at].held == held)
-        assert at >= len(heard.tokens) - 1, "less is there than was read"
-        branch.states[at].restore()
+        later = branch.states[len(heard.tokens) - 1 :]
+        state = next((each for each in reversed(later) if each.held == held), None)
+        if state is not None:
+            state.restore()
+            return
+        # The tail that a rewind drops is gone even if its append was cancelled before it ran.
+        state = next((each for each in reversed(later) if each.tokens == held), None)
+        assert state is not None, f"{held} is there, not one of {[each.held for each in later]}"
+        state.restore()
+        state.owner.tokens, state.owner.last_truncate = held, None
 
     def wait_for_streams(self) -> None:
         """Wait until nothing goes on that was hung up on."""

@@ -72,6 +72,24 @@ def test_model_info_tells_that_there_is_a_tokenizer(texts: RunningServer) -> Non
     info = texts.stub.GetModelInfo(executor_pb2.GetModelInfoRequest()).info
     assert info.has_tokenizer
     assert not info.has_chat_template
+    assert not info.HasField("bos_token_id")
+
+
+def test_model_info_tells_what_is_put_before_a_text() -> None:
+    """As Encode does it with ``add_special_tokens``; here token 7."""
+    described = json.loads((DEMO_FOLDER / "tokenizer.json").read_text())
+    token = {"id": "x", "ids": [7], "tokens": ["x"]}
+    single = [{"SpecialToken": {"id": "x", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    described["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": single,
+        "special_tokens": {"x": token},
+    }
+    with RunningServer(tokenizer=Tokenizer(json.dumps(described))) as server:
+        assert server.stub.GetModelInfo(executor_pb2.GetModelInfoRequest()).info.bos_token_id == 7
+        request = tokenizer_pb2.EncodeRequest(text="x", add_special_tokens=True)
+        assert server.text.Encode(request).token_ids[0] == 7
 
 
 def test_without_a_tokenizer_every_call_is_unsupported(server: RunningServer) -> None:
@@ -260,6 +278,7 @@ def test_long_texts_take_the_memory_of_one() -> None:
             return super().encode(text, add_special_tokens, parse_special_tokens)
 
     tokenizer = Watched((DEMO_FOLDER / "tokenizer.json").read_text())
+    Watched.threads.clear()
     template = ChatTemplate(TokenizerConfig({}, {"default": "{{ messages[0].content }}"}))
     with RunningServer(tokenizer=tokenizer, chat_template=template) as server:
         text = "x = 1\n" * 40_000

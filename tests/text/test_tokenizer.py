@@ -49,6 +49,16 @@ def test_begin_token_is_added_on_request_only(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode([0, *plain, 1]) == "<bos>def f<eos>"
 
 
+@pytest.mark.parametrize(
+    ("around", "bos_id"), [("<bos> $A", 0), ("<bos> $A <eos>", 0), ("$A <eos>", None), ("$A", None)]
+)
+def test_the_begin_token_is_what_is_put_before_a_text(around: str, bos_id: int | None) -> None:
+    """Not what is put behind one, whatever the folder calls its tokens."""
+    made = byte_level()
+    made.post_processor = processors.TemplateProcessing(single=around, special_tokens=[("<bos>", 0), ("<eos>", 1)])
+    assert Tokenizer(made.to_str()).bos_id == bos_id
+
+
 def test_special_tokens_in_text_of_others_stay_text(tokenizer: Tokenizer) -> None:
     """Parsed by default, ordinary text on request, and the two do not disturb each other."""
     assert tokenizer.encode("<eos>") == [1]

@@ -56,6 +56,7 @@ def model_info(serving: Serving) -> info_pb2.ModelInfo:
         fingerprint=model.fingerprint,
         eos_token_ids=model.eos_ids,
         stop_token_ids=serving.inputs.stop_ids,
+        bos_token_id=None if serving.tokenizer is None else serving.tokenizer.bos_id,
         has_tokenizer=serving.tokenizer is not None,
         has_chat_template=serving.chat_template is not None,
     )

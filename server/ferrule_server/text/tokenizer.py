@@ -34,6 +34,7 @@ class Tokenizer:
     Attributes:
         vocab_size: Tokens there are.
         eos_id: Of ``eos_token``; None: there is none, or the tokenizer does not know it.
+        bos_id: Put before a text when special tokens are added; None: nothing is.
 
     Raises:
         ModelError: The text is no tokenizer.
@@ -50,6 +51,8 @@ class Tokenizer:
         self._has_byte_fallback = "ByteFallback" in decoder_types
         self.vocab_size: int = self._parsing.get_vocab_size(with_added_tokens=True)
         self.eos_id: int | None = None if eos_token is None else self._parsing.token_to_id(eos_token)
+        first, plain = self.encode("a", add_special_tokens=True)[:1], self.encode("a")[:1]
+        self.bos_id: int | None = first[0] if first and first != plain else None
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer | None:

@@ -219,6 +219,7 @@ def test_a_folder_without_a_template_loads_none(tmp_path: Path) -> None:
         ('{"chat_template": [{"name": "x", "template": "y"}]}', r"\['x'\] have no 'default'"),
         ("[]", "no JSON object"),
         ("{", "cannot be loaded"),
+        ('{"chat_template": "{{ ' + "1" * 5000 + ' }}"}', "'default'"),
     ],
 )
 def test_a_template_that_cannot_be_used_ends_the_start(tmp_path: Path, content: str, message: str) -> None:
@@ -248,6 +249,10 @@ def template(source: str, **limits: Any) -> ChatTemplate:
         "{{ namespace(_x=1) }}",
         "{% set n = namespace() %}{% set n._x = 1 %}",
         "{{ ('%' ~ 's') | format }}",
+        "{{ ('x' * 10 ** 9) | length }}",
+        "{{ (10 ** 9 * messages) | length }}",
+        "{{ (9 ** 999999) % 10 }}",
+        "{{ lipsum(n=1000000000) }}",
     ],
 )
 def test_an_error_of_the_template_is_the_callers(source: str) -> None:
@@ -277,6 +282,12 @@ def test_a_template_that_runs_too_long_is_stopped(source: str) -> None:
     with pytest.raises(InvalidRequest, match=r"takes more than 0\.1 s"):
         slow.render(conversation)
     assert time.monotonic() - start < 3.0
+
+
+def test_arithmetic_of_a_template_is_that_of_python() -> None:
+    """Below the limits."""
+    source = "{{ 'ab' * 3 }}{{ 2 * [1] }}{{ 2 ** 10 }}{{ 2 ** -1 }}{{ 1.5 * 2 }}{{ 3 * true }}{{ 'x' * -1 }}"
+    assert template(source).render(Conversation([said("user", "x")])) == "ababab[1, 1]10240.53.03"
 
 
 def test_a_template_that_writes_too_much_is_stopped() -> None:

@@ -116,6 +116,8 @@ class ChatTemplate:
             return self._environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(f"chat template {name!r}, line {error.lineno}: {error.message}") from error
+        except (ArithmeticError, RecursionError, ValueError) as error:  # of constants worked out beforehand
+            raise ModelError(f"chat template {name!r}: {_complaint(error)}") from error
 
 
 def _as_templates_expect(message: Mapping[str, Any]) -> dict[str, Any]:

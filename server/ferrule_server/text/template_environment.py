@@ -1,9 +1,11 @@
 """The Jinja environment of chat templates: what ``transformers`` gives them, and a limit on how long they run.
 
 Filters, globals, tags and settings are those of ``transformers.utils.chat_template_utils`` (Hugging Face, Apache-2.0),
-so that a template renders to the same bytes. The sandbox keeps a template away from the process; the limit keeps a
-conversation from hanging the server: every turn of a loop, every macro, every attribute and every call looks at the
-clock. Nothing else in Jinja takes long without one of these, but for work that grows with the size of its input only.
+so that a template renders to the same bytes (but for ``lipsum``, which makes text without an end). The sandbox keeps a
+template away from the process; the limit keeps a conversation from hanging the server: every turn of a loop, every
+macro, every attribute, every call, every product and every power looks at the clock, and the last two at what they make
+too. Nothing else in Jinja takes long without one of these, but for work that grows with the size of its input, and for
+filters told to write widely, which no conversation can tell a template that was not made for it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, Final, NoReturn
 
 import jinja2
 from jinja2 import nodes
@@ -28,8 +30,14 @@ class TemplateTooSlow(Exception):
     """A template has not come to its end in time."""
 
 
+_MAX_PRODUCT_LENGTH: Final = 4 << 20
+_MAX_INT_BITS: Final = 1 << 16
+
+
 class ChatEnvironment(ImmutableSandboxedEnvironment):
     """Compiles chat templates; safe to share between threads, each of which has a deadline of its own."""
+
+    intercepted_binops = frozenset({"*", "**"})  # so they are not worked out when a template is compiled, either
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
@@ -38,6 +46,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
         self.globals["dict"] = _Dict()
+        del self.globals["lipsum"]
         self.globals["namespace"] = _Namespace
 
     def start_clock(self, limit_s: float) -> None:
@@ -68,6 +77,12 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         """Call ``obj``, if the sandbox allows it."""
         __self.check_clock()
         return super().call(__context, __obj, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Return a product or a power, unless it is huge."""
+        self.check_clock()
+        _check_product(operator, left, right)
+        return super().call_binop(context, operator, left, right)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         """Put a look at the clock into every loop and macro; it is no output and changes nothing else."""
@@ -123,6 +138,24 @@ class _Namespace(Namespace):
 def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise jinja2.exceptions.SecurityError(f"a namespace takes no name with an underscore in front: {name!r}")
+
+
+def _check_product(operator: str, left: Any, right: Any) -> None:
+    """Refuse what would fill the memory.
+
+    Raises:
+        jinja2.exceptions.SecurityError: It would.
+    """
+    is_too_large = False
+    if isinstance(left, int) and isinstance(right, int):
+        num_bits = left.bit_length() * max(0, right) if operator == "**" else left.bit_length() + right.bit_length()
+        is_too_large = num_bits > _MAX_INT_BITS
+    elif operator == "*":
+        times, what = (left, right) if isinstance(left, int) else (right, left)
+        is_sized = isinstance(times, int) and isinstance(what, str | bytes | list | tuple)
+        is_too_large = is_sized and len(what) * times > _MAX_PRODUCT_LENGTH
+    if is_too_large:
+        raise jinja2.exceptions.SecurityError(f"the result of {operator!r} is too large")
 
 
 def _to_json(

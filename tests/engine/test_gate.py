@@ -421,6 +421,22 @@ def test_a_stream_holds_its_place_until_its_last_frame() -> None:
         gate.check_integrity()
 
 
+def test_a_generate_that_has_begun_is_a_row_for_each_branch() -> None:
+    """A chat that goes on for long must not hold the rows of its prompt, nor what the rate charged for cached ones."""
+    gate, _ = gate_of(limits=QuotaLimits(queued_rows=20, prefill_tokens_per_s=8))
+    first = generate(None, *range(16), num_branches=3)
+    assert try_jobs(gate, first) == [None]
+    assert isinstance(try_jobs(gate, decode(handle=OTHER), forward(1, 2))[1], QuotaExceeded)
+    finish(gate, first, outcome=GenerateFrame((), StepTiming()))  # all 16 were found in the prefix cache
+    finish(gate, first, outcome=GenerateFrame((), StepTiming()))
+    second = generate(None, *range(13), num_branches=3)
+    assert try_jobs(gate, second) == [None]
+    for job in (first, second):
+        finish(gate, job, outcome=GenerateFrame((), StepTiming(), is_last=True))
+    gate.check_integrity()
+    assert gate.num_jobs == 1
+
+
 def test_a_generate_counts_its_prompt_and_a_row_for_each_branch_and_a_forward_all_its_tokens() -> None:
     """Rows that may wait for a step at once."""
     for job, rows in (

@@ -116,6 +116,8 @@ class AnswerStream:
             error = await self._serve()
         finally:
             self._abandon()
+            if self._refusals is not None:
+                self._refusals.log(is_last=True)
             self._state.streams.discard(self)
         if error is not None:
             await refuse(self._context, self._rpc, error)
@@ -158,7 +160,7 @@ class AnswerStream:
     def flush(self) -> None:
         """Wake the writer."""
         if self._refusals is not None:
-            self._refusals.log()
+            self._refusals.log(is_last=self._is_over)
         self._has_news.set()
 
     # ---- client side ------------------------------------------------------------------------------------------------

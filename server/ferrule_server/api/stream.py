@@ -95,6 +95,7 @@ class DecodeStream:
             error = await self._serve()
         finally:
             self._abandon()
+            self._refusals.log(is_last=True)
             self._state.streams.discard(self)
         if error is not None:
             await refuse(self._context, _RPC, error)

@@ -167,6 +167,8 @@ class Gate:
                 if isinstance(job, COUNTED_JOBS) and (type(outcome) is AppendResult or _is_last(outcome)):
                     num_jobs += 1
                     num_rows += self._leave(job, now)
+                elif isinstance(job, GenerateJob) and not job.has_begun:
+                    self._begin(job, now)
             self._num_jobs -= num_jobs
             if num_jobs:
                 self._finished_jobs.add(num_jobs, now)
@@ -228,10 +230,17 @@ class Gate:
         usage, num_rows = self._usages[job.principal], _rows_of(job)
         usage.num_jobs -= 1
         usage.rows -= num_rows
-        if usage.debt and isinstance(job, _PROMPT_JOBS):
-            usage.settle(usage.rate, now)
-            usage.debt = max(0.0, usage.debt - max(0, _prefill_tokens(job) - job.rows_run))
+        if not (isinstance(job, GenerateJob) and job.has_begun):
+            _refund(usage, job, now)
         return num_rows
+
+    def _begin(self, job: GenerateJob, now: float) -> None:
+        """The prompt of a Generate has been run: from here on it is a row for each branch, however long it goes on."""
+        usage = self._usages[job.principal]
+        _refund(usage, job, now)
+        usage.rows -= _rows_of(job)
+        job.has_begun = True
+        usage.rows += _rows_of(job)
 
     def _usage_of(self, principal: str, now: float) -> _Usage:
         if principal != self._last_principal:
@@ -269,12 +278,19 @@ class _Rate:
         return min(max(amount / rate, _MIN_RETRY_S), _MAX_RETRY_S) if rate > _MIN_RATE else _UNKNOWN_RETRY_S
 
 
+def _refund(usage: _Usage, job: CountedJob, now: float) -> None:
+    """Give back what was charged for prompt tokens that were not run."""
+    if usage.debt and isinstance(job, _PROMPT_JOBS):
+        usage.settle(usage.rate, now)
+        usage.debt = max(0.0, usage.debt - max(0, _prefill_tokens(job) - job.rows_run))
+
+
 def _rows_of(job: CountedJob) -> int:
     """Rows that the job may need; a query is one, a fork none, and each branch of a Generate has one in each step."""
     if isinstance(job, AppendJob):
         return max(1, len(job.token_ids))
     if isinstance(job, GenerateJob):
-        return len(job.token_ids) + job.num_branches
+        return job.num_branches + (0 if job.has_begun else len(job.token_ids))
     return len(job.token_ids) if isinstance(job, ForwardJob) else 0
 
 

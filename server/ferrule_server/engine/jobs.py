@@ -264,6 +264,7 @@ class GenerateJob:
         stop: What ends a branch.
         window: How far it may run ahead of its reader.
         row_bytes: What a token takes in the window.
+        has_begun: Its first frame is delivered: the prompt has been run. Written by the gate.
     """
 
     principal: str
@@ -284,6 +285,7 @@ class GenerateJob:
     publish_prefix: bool = True
     num_branches: int = 1
     row_bytes: int = 64
+    has_begun: bool = False
 
 
 class Pooling(enum.Enum):

@@ -299,7 +299,9 @@ class Cache:
         Raises:
             TypeError: The tokens are no ints, or the policy is none.
             ValueError: The policy has no selection, or comes with sampling settings; a number is out of its range.
-            ExecutorError: While iterating, as in ``decode``; a full context ends the loop instead.
+            ContextExceededError: While iterating: the input does not fit, and nothing of it was appended. A context
+                that gets full by the draws ends the loop instead, as ``context_full``.
+            ExecutorError: While iterating, as in ``decode``.
 
         Example:
             ``tokens = list(cache.generate(max_tokens=32, temperature=0.7, seed=1))``

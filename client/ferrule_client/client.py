@@ -499,6 +499,8 @@ class Client:
         Raises:
             TypeError: The prompt is neither text nor token ids, or the policy is none.
             ValueError: An argument is out of its range.
+            ContextExceededError: While iterating: the prompt does not fit. A context that gets full by the draws ends
+                the loop instead, as ``context_full``.
             ExecutorError: While iterating, as in ``prefill``; that of the tokenizer too.
 
         Example:

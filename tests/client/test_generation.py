@@ -12,6 +12,7 @@ import pytest
 from ferrule_client import (
     BlocksExhaustedError,
     Client,
+    ContextExceededError,
     DeadlineExceededError,
     HandleStaleError,
     InvalidRequestError,
@@ -123,6 +124,46 @@ def test_full_context_ends_the_loop(client: Client) -> None:
         loop = cache.generate()
         assert len(list(loop)) == 5
         assert loop.finish_reason == "context_full"
+        assert cache.length == 512
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_prompt_that_does_not_fit_is_an_error(client: Client, n: int) -> None:
+    """Nothing of it was run, so that it is no generation that has ended."""
+    with pytest.raises(ContextExceededError):
+        client.generate([1] * 513, 5, n=n).read()
+
+
+def test_tokens_that_do_not_fit_are_an_error(client: Client) -> None:
+    """Nothing is appended, nothing gets lost, and shorter ones go on from there."""
+    with client.prefill([1] * 500, policy=no_output()) as cache:
+        pending = cache.generate(1).tokens + list(cache.generate(1, temperature=0))
+        loop = cache.generate(5, tokens=[5] * 20)
+        with pytest.raises(ContextExceededError):
+            loop.read()
+        assert (loop.tokens, loop.finish_reason) == ([], "error")
+        assert cache.length == 500
+        assert list(cache.pending) == pending
+        assert cache.info().handle.length == 500
+        assert len(cache.generate(2, tokens=[5] * 5).read().tokens) == 2
+        assert cache.info(token_ids=True).token_ids[500:506] == (*pending, *[5] * 5)
+
+
+def test_text_behind_tokens_that_do_not_fit_is_an_error(fake: FakeServer, fake_client: Client) -> None:
+    """No text at all is not what the model had to say."""
+    fake.max_length = 20
+    with fake_client.prefill([*b"the"], policy=no_output()) as cache:
+        with pytest.raises(ContextExceededError):
+            "".join(cache.generate_text(5, tokens=[5] * 20))
+        assert cache.length == 3
+
+
+def test_full_context_without_room_for_one_token_is_an_error(client: Client) -> None:
+    """A loop that can append nothing, and draw nothing, says so by an error."""
+    with client.prefill([1] * 508, policy=no_output()) as cache:
+        assert cache.generate().read().finish_reason == "context_full"
+        with pytest.raises(ContextExceededError):
+            next(cache.generate())
         assert cache.length == 512
 
 

@@ -439,8 +439,8 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
                 leg.restore()
             elif isinstance(error, HandleStaleError):  # somebody else has moved it: what stands there is not ours
                 course.branch.cache.tip.is_ahead = False
-            if isinstance(final, ContextExceededError):
-                self._fail(courses, None, "context_full")
+            if isinstance(final, ContextExceededError) and any(one.branch.tokens for one in courses):
+                self._fail(courses, None, "context_full")  # without a token, it is the input that does not fit
                 return
             self._fail(courses, final, reason)
             if len(courses) == len(self._courses):

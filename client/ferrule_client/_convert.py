@@ -231,11 +231,20 @@ def tensor_to_array(tensor: types_pb2.Tensor) -> t.FloatArray:
 
 
 def draft_probs_to_message(laws: DraftLaws) -> executor_pb2.DraftProbs:
-    """Return the laws of drafts: an array [drafts, vocab_size] as a float32 tensor, mappings without their zeros."""
+    """Return the laws of drafts: an array [drafts, vocab_size] as a float32 tensor, mappings without their zeros.
+
+    Raises:
+        ValueError: A probability is no finite number, or negative.
+    """
     if isinstance(laws, np.ndarray):
         array = np.ascontiguousarray(laws, dtype="<f4")
+        if not np.isfinite(array).all():
+            raise ValueError("draft_probs must be finite numbers")
         tensor = types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_FLOAT32, shape=array.shape, data=array.tobytes())
         return executor_pb2.DraftProbs(dense=tensor)
+    for place, law in enumerate(laws):
+        for token, prob in law.items():
+            _check.number(f"draft_probs[{place}] of token {token}", prob, 0)
     rows = [{token: prob for token, prob in law.items() if prob > 0} for law in laws]
     sparse = executor_pb2.SparseProbs(
         row_sizes=map(len, rows),

@@ -26,7 +26,8 @@ class Branch:
         text: Their text, if it was asked for.
         seed: Seed of its draws, or None where nothing is drawn.
         finish_reason: Why it ended, or None while it goes on.
-        error: What it failed with, if it did and others went on.
+        error: What it failed with, if it did.
+        cached_tokens: Tokens of the prompt that came out of the prefix cache; there with the first token.
     """
 
     def __init__(self, index: int, seed: int | None, cache: Cache | None) -> None:
@@ -36,6 +37,7 @@ class Branch:
         self.text = ""
         self.finish_reason: FinishReason | None = None
         self.error: ExecutorError | None = None
+        self.cached_tokens = 0
         self._cache = cache
 
     def __repr__(self) -> str:

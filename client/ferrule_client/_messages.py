@@ -65,6 +65,8 @@ Appended = (
 VerifyOutput = executor_pb2.VerifyOutput
 
 _MAX_LENGTH = 2**32 - 1
+_UNSET = (None, None, True, True)
+"""Options of a chunk that makes a sequence, left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,6 +420,9 @@ def chunk_input(
         logits_policy=None if not item.is_final else _convert.policy_to_message(policy),
         logits_positions=_positions(item.all_positions),
     )
+    if sent is not None and (item.ttl, item.reserve_length, item.reuse_prefix, item.publish_prefix) != _UNSET:
+        text = "ttl, reserve_length, reuse_prefix and publish_prefix are for a chunk that makes a sequence"
+        raise ValueError(f"{text}; for one that is there see Cache.reserve and Client.keep_alive")
     if sent is None:
         common.request_id = new_request_id()
         common.q_tokens.extend(_check.token_list(item.tokens))

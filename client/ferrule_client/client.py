@@ -76,8 +76,8 @@ class Client:
                 print("".join(cache.generate_text(max_tokens=20)))
 
     Every method takes ``timeout``: seconds for the call with all its retries; None means no limit, and left out it is
-    the client's own. What is tried again is said at ``Attempts`` in ``_retry.py``: broken connections, where that is
-    safe, and a server that is still loading.
+    the client's own. Tried again are broken connections, where that is safe, and full queues, ``max_retries`` times at
+    most; and a server that is still loading, as long as the timeout allows.
 
     Attributes:
         admin: Warms the server up, drains it and ends it; needs the admin role.
@@ -755,7 +755,7 @@ class Client:
             timeout: Seconds this may take, retries included.
 
         Raises:
-            TypeError: A message has no text as ``role``, or holds what JSON cannot.
+            TypeError: It is no list of messages, one has no text as ``role``, or holds what JSON cannot.
             UnsupportedError: The model has no chat template.
             InvalidRequestError: The template refuses the conversation.
             ExecutorError: Anything else, see ``errors``.
@@ -764,7 +764,7 @@ class Client:
             ``ids = client.apply_chat_template([{"role": "user", "content": "Hello"}]).token_ids``
         """
         request = tokenizer_pb2.ApplyChatTemplateRequest(
-            messages=list(map(_chat_message, messages)),
+            messages=_chat_messages(messages),
             tools_json=json.dumps(list(tools)) if tools else "",
             add_generation_prompt=add_generation_prompt,
             variables_json=json.dumps(dict(variables)) if variables else "",
@@ -958,6 +958,17 @@ def _per_item(policy: Policy | Sequence[Policy] | None, count: int) -> Sequence[
     if len(policies) != count:
         raise ValueError(f"policy needs one entry for each: there are {count} and {len(policies)} entries")
     return policies
+
+
+def _chat_messages(messages: Sequence[ChatMessage]) -> list[tokenizer_pb2.ChatMessage]:
+    """Return the wire form of a conversation.
+
+    Raises:
+        TypeError: It is no list of messages, or as in ``_chat_message``.
+    """
+    if isinstance(messages, (str, bytes, Mapping)) or not all(isinstance(one, Mapping) for one in messages):
+        raise TypeError('a conversation is a list of messages, such as [{"role": "user", "content": "Hello"}]')
+    return [_chat_message(one) for one in messages]
 
 
 def _chat_message(message: ChatMessage) -> tokenizer_pb2.ChatMessage:

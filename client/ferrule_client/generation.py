@@ -57,7 +57,8 @@ class Generation(Iterator[DrawnToken]):
     from there, and what the server had drawn beyond is dropped. A broken connection is resumed, so that no token
     is lost or comes twice. A cache that is moved in the middle of the loop is gone on with from where it is then.
 
-    Where there are several branches, one that fails is noted in its ``error`` and the others go on.
+    Where there are several branches, one that fails is noted in its ``error`` and the others go on. Once all have
+    failed, the last error is raised; what they had drawn is in ``branches`` all the same.
 
     Attributes:
         branches: The continuations; one, unless ``n`` said otherwise.
@@ -135,6 +136,11 @@ class Generation(Iterator[DrawnToken]):
     def seed(self) -> int | None:
         """Seed of the first branch, or None where nothing is drawn."""
         return self.branches[0].seed
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that came out of the prefix cache; there with the first token."""
+        return self.branches[0].cached_tokens
 
     @property
     def output(self) -> Output | None:
@@ -324,6 +330,7 @@ class Generation(Iterator[DrawnToken]):
         for message in frame.outputs:
             course = leg.courses[message.index]
             branch, num_seen = course.branch, leg.num_seen[message.index]
+            branch.cached_tokens = max(branch.cached_tokens, message.cached_tokens)
             is_new = not branch.has_cache
             if is_new:
                 self._follow_branch(course, message)
@@ -347,7 +354,7 @@ class Generation(Iterator[DrawnToken]):
         is_new: bool,
     ) -> None:
         reason = _convert.finish_from_message(message.finish_reason)
-        error = _error_of(message, reason)
+        error = _error_of(message, reason, keeps=self._keeps)
         text = leg.texts[message.index][len(course.branch.text) :]
         for output in outputs[:-1]:
             self._events.append(Event(course, leg, output, "", False, is_new, None, None))
@@ -421,7 +428,7 @@ class Generation(Iterator[DrawnToken]):
             reason: What a branch that ends by it ended for.
 
         Raises:
-            ExecutorError: ``error``, where it ends all branches.
+            ExecutorError: ``error``, where with it all branches have failed.
         """
         courses = [one for one in courses if one.goes_on and not one.is_moved]
         if not courses:
@@ -440,7 +447,7 @@ class Generation(Iterator[DrawnToken]):
                 self._fail(courses, None, "context_full")  # without a token, it is the input that does not fit
                 return
             self._fail(courses, final, reason)
-            if len(courses) == len(self._courses):
+            if all(one.branch.error is not None for one in self._courses):
                 raise
 
     def _can_go_on(self, leg: Leg, course: Course, error: ExecutorError, attempts: Attempts) -> bool:
@@ -541,11 +548,14 @@ class TextGeneration(Iterator[str]):
         return self._connection.decode_text(token_ids)
 
 
-def _error_of(message: executor_pb2.GenerateOutput, reason: FinishReason | None) -> ExecutorError | None:
+def _error_of(
+    message: executor_pb2.GenerateOutput, reason: FinishReason | None, *, keeps: bool
+) -> ExecutorError | None:
     """Return what a branch failed with, if it did."""
     if reason == "error" or message.HasField("error"):
         return error_from_status(message.error)
     if reason == "kv_blocks_exhausted":
-        text = "the KV pool has no block left; what was drawn so far is good: release something, or go on later"
+        text = "the KV pool has no block left; what was drawn so far is good: "
+        text += "release something, or go on later" if keeps else "it is in branches, its sequences are released"
         return BlocksExhaustedError(grpc.StatusCode.RESOURCE_EXHAUSTED, "KV_BLOCKS_EXHAUSTED", text)
     return None

@@ -24,7 +24,8 @@ class TokenMask:
     Attributes:
         allowed_ids: The allowed token ids; None: see ``bits``.
         bits: One bit per token id, ceil(vocab_size / 8) bytes, id i at bit (i mod 8) of byte (i div 8), 1 = allowed.
-        fingerprint: Name under which the server keeps ``bits``, 16 bytes; None: it does not.
+        fingerprint: Name under which the server keeps it, 16 bytes; None: it does not. Alone it is enough, for a mask
+            that another process of the same principal has registered, but then this client cannot give it anew.
     """
 
     allowed_ids: tuple[int, ...] | None = None
@@ -32,8 +33,10 @@ class TokenMask:
     fingerprint: bytes | None = None
 
     def __post_init__(self) -> None:
-        if (self.allowed_ids is None) == (self.bits is None):
+        if self.allowed_ids is not None and self.bits is not None:
             raise ValueError("a mask is either allowed_ids or bits")
+        if self.allowed_ids is None and self.bits is None and self.fingerprint is None:
+            raise ValueError("a mask needs allowed_ids, bits, or the fingerprint of one that is registered")
         if self.allowed_ids is not None and not self.allowed_ids:
             raise ValueError("a mask must allow at least one token")
 
@@ -44,11 +47,12 @@ class TokenMask:
             vocab_size: Number of token ids.
 
         Raises:
-            ValueError: An allowed id is out of the vocabulary.
+            ValueError: An allowed id is out of the vocabulary, or the mask is known by its fingerprint alone.
         """
         if self.bits is not None:
             return self.bits
-        assert self.allowed_ids is not None  # __post_init__: one of the two
+        if self.allowed_ids is None:
+            raise ValueError("the mask is known by its fingerprint alone: register it by its content")
         if max(self.allowed_ids) >= vocab_size:
             raise ValueError(f"token {max(self.allowed_ids)} is not in the vocabulary of {vocab_size} tokens")
         allowed = np.zeros(vocab_size, dtype=np.bool_)

@@ -14,6 +14,7 @@ Only what is asked for is computed and sent. No policy at all means full logits 
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -103,6 +104,8 @@ class Sampling:
         _check.whole("penalty_start", self.penalty_start)
         for token, bias in self.logit_bias.items():
             _check.whole("a token id of logit_bias", token, 0, 2**32 - 1)
+            if bias == -math.inf:
+                raise ValueError(f"logit_bias must be finite; to rule token {token} out use a mask")
             _check.number("a value of logit_bias", bias)
 
 
@@ -180,7 +183,10 @@ def check_policy(value: object) -> None:
 def greedy(
     *,
     repetition_penalty: float | None = None,
+    frequency_penalty: float | None = None,
+    presence_penalty: float | None = None,
     penalty_start: int | None = None,
+    logit_bias: Mapping[int, float] | None = None,
     mask: MaskLike | None = None,
     allowed_ids: Sequence[int] | None = None,
     logprobs: bool = False,
@@ -195,7 +201,11 @@ def greedy(
 
     Args:
         repetition_penalty: See ``Greedy``.
+        frequency_penalty: See ``Sampling``; with this, the next or ``logit_bias`` the selection is a ``Sampling`` with
+            temperature 0, which is the same choice.
+        presence_penalty: See ``Sampling``.
         penalty_start: See ``Greedy``.
+        logit_bias: See ``Sampling``.
         mask: Tokens that may be chosen: ids, a bool array, packed bits, or what ``client.register_mask`` returned.
         allowed_ids: The same as ``mask``, by ids.
         logprobs: See ``Policy``; so are the settings up to ``hidden_state``.
@@ -209,9 +219,20 @@ def greedy(
     Example:
         ``token = cache.decode(token, policy=greedy()).token``
     """
-    selection = Greedy(
-        repetition_penalty=repetition_penalty, penalty_start=penalty_start, mask=_mask(mask, allowed_ids)
+    allowed = _mask(mask, allowed_ids)
+    selection: Greedy | Sampling = Greedy(
+        repetition_penalty=repetition_penalty, penalty_start=penalty_start, mask=allowed
     )
+    if logit_bias or frequency_penalty is not None or presence_penalty is not None:
+        selection = Sampling(
+            temperature=0,
+            repetition_penalty=repetition_penalty,
+            frequency_penalty=frequency_penalty,
+            presence_penalty=presence_penalty,
+            penalty_start=penalty_start,
+            logit_bias=dict(logit_bias or {}),
+            mask=allowed,
+        )
     return Policy(
         selection=selection,
         logits=logits,

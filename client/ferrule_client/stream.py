@@ -212,12 +212,14 @@ class Stream:
 
         Raises:
             ExecutorError: The stream failed; each append may or may not have happened, and repeating it is safe.
+            TypeError: An item is none of the three.
             ValueError: A cache comes twice, or an item is not as it must be.
 
         Example:
             ``output, check = stream.run([DecodeItem(a, 5, greedy()), VerifyItem(b, [7, 8], 6, greedy())])``
         """
         timeout = self._connection.until(timeout)
+        _check_items(items)
         caches = [item.cache for item in items]
         _check_once(caches)
         inputs = [self._prepared(item, timeout) for item in items]
@@ -480,6 +482,17 @@ def _check_sizes(caches: Sequence[Cache], tokens: Sequence[Tokens], policies: Se
 def _check_size(name: str, given: Sequence[object], caches: Sequence[Cache]) -> None:
     if len(given) != len(caches):
         raise ValueError(f"{name} needs one entry per cache: there are {len(caches)} caches and {len(given)} entries")
+
+
+def _check_items(items: Sequence[object]) -> None:
+    """Make sure that a frame is made of what it can be made of.
+
+    Raises:
+        TypeError: It is not.
+    """
+    wrong = next((one for one in items if not isinstance(one, (Chunk, DecodeItem, VerifyItem))), None)
+    if wrong is not None:
+        raise TypeError(f"an item is a DecodeItem, a VerifyItem or a Chunk, got {type(wrong).__name__}")
 
 
 def _check_once(caches: Sequence[Cache | None]) -> None:

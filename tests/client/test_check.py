@@ -7,11 +7,12 @@ import math
 import pickle
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
-from ferrule_client import Client, Handle, Policy, full_logits, greedy, no_output, sample
+from ferrule_client import Chunk, Client, Handle, Policy, full_logits, greedy, no_output, sample
 from ferrule_client._check import token_list
 from tests.client.fake_server import FakeServer
 
@@ -245,3 +246,36 @@ def test_caches_are_not_pickled(fake_client: Client) -> None:
         for way in (pickle.dumps, copy.copy, copy.deepcopy):
             with pytest.raises(TypeError, match=r"cache.detach\(\)"):
                 way(cache)
+
+
+def test_conversation_is_a_list_of_messages(fake_client: Client) -> None:
+    """A bare text is told what it should be."""
+    for wrong in ("hello", {"role": "user", "content": "hello"}, ["hello"]):
+        with pytest.raises(TypeError, match="list of messages"):
+            fake_client.apply_chat_template(wrong)  # type: ignore[arg-type]
+
+
+def test_items_of_a_frame_are_told_apart(client: Client) -> None:
+    """What is none of them is a TypeError, and nothing is sent."""
+    with client.stream() as stream, pytest.raises(TypeError, match="DecodeItem"):
+        stream.run(["x"])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    "option", [{"reserve_length": 400}, {"ttl": 9.0}, {"reuse_prefix": False}, {"publish_prefix": False}]
+)
+def test_chunk_of_a_sequence_takes_no_options_of_a_new_one(client: Client, option: dict[str, Any]) -> None:
+    """They would be without effect."""
+    with client.prefill([1, 2], policy=no_output()) as cache:
+        with pytest.raises(ValueError, match="makes a sequence"):
+            client.unified([Chunk([3], cache, **option)])
+        assert cache.length == 2
+
+
+@pytest.mark.parametrize("prob", [float("nan"), float("inf"), -0.5])
+def test_draft_probabilities_are_numbers(client: Client, prob: float) -> None:
+    """One that is none is named, by its draft and its token."""
+    with client.prefill([1, 2], policy=no_output()) as cache:
+        with pytest.raises(ValueError, match=r"draft_probs\[0\] of token 7"):
+            cache.verify([7], tokens=3, policy=sample(), draft_probs=[{7: prob}])
+        assert cache.length == 2

@@ -466,6 +466,53 @@ def test_memory_that_runs_out_is_an_error_and_the_tokens_are_kept(fake: FakeServ
         fake_client.release(loop.caches[1:])
 
 
+def test_memory_that_runs_out_for_all_branches_is_an_error(fake: FakeServer, fake_client: Client) -> None:
+    """However many there are; what each had drawn can be read."""
+    full = Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, reason="KV_BLOCKS_EXHAUSTED")
+    for n in (1, 3):
+        fake.failures["append"] = [full] * n
+        loop = fake_client.generate([*b"the"], 9, n=n)
+        with pytest.raises(BlocksExhaustedError, match="in branches"):
+            loop.read()
+        assert [branch.finish_reason for branch in loop.branches] == ["kv_blocks_exhausted"] * n
+        assert all(branch.tokens for branch in loop.branches)
+        assert fake.sequences == {}
+
+
+def test_generation_tells_what_the_prefix_cache_had(client: Client) -> None:
+    """Whole blocks of a prompt that was there before, told for each branch."""
+    prompt = list(range(130, 170))
+    assert client.generate(prompt, 2).read().cached_tokens == 0
+    again = client.generate(prompt, 2, n=2).read()
+    assert again.cached_tokens == again.branches[0].cached_tokens == 32
+    assert client.generate(prompt, 2, reuse_prefix=False).read().cached_tokens == 0
+
+
+def test_mask_of_another_process_goes_by_its_fingerprint(fake_client: Client, client: Client) -> None:
+    """Its name is all that travels; this client cannot register it anew."""
+    name = client.register_mask([5, 9]).fingerprint
+    mask = pickle.loads(pickle.dumps(TokenMask(fingerprint=name)))
+    assert set(client.generate(PROMPT, 6, policy=sample(mask=mask)).read().tokens) <= {5, 9}
+    with pytest.raises(MaskUnknownError):
+        client.generate(PROMPT, 6, policy=sample(mask=TokenMask(fingerprint=b"0" * 16))).read()
+    with pytest.raises(ValueError, match="fingerprint alone"):
+        client.register_mask(mask)
+    with pytest.raises(ValueError, match="needs"):
+        TokenMask()
+
+
+def test_greedy_takes_what_shapes_logits(client: Client) -> None:
+    """A bias and penalties make the same choice as a draw at temperature 0."""
+    policy = greedy(logit_bias={77: 1000.0}, presence_penalty=0.5)
+    assert client.generate(PROMPT, 3, policy=policy).read().tokens == [77, 77, 77]
+    shaped = greedy(frequency_penalty=2.0, repetition_penalty=1.5)
+    drawn = sample(temperature=0, frequency_penalty=2.0, repetition_penalty=1.5)
+    one, other = (client.generate(PROMPT, 8, policy=wanted).read().tokens for wanted in (shaped, drawn))
+    assert one == other
+    with pytest.raises(ValueError, match="use a mask"):
+        greedy(logit_bias={7: float("-inf")})
+
+
 def test_token_is_an_int_that_knows_more(client: Client) -> None:
     """It can be used as the id it is, and has what the policy asked for."""
     with client.prefill(PROMPT, policy=no_output()) as cache:

@@ -27,7 +27,8 @@ class AsyncBranch:
         text: Their text, if it was asked for.
         seed: Seed of its draws, or None where nothing is drawn.
         finish_reason: Why it ended, or None while it goes on.
-        error: What it failed with, if it did and others went on.
+        error: What it failed with, if it did.
+        cached_tokens: Tokens of the prompt that came out of the prefix cache; there with the first token.
     """
 
     def __init__(self, index: int, seed: int | None, cache: AsyncCache | None) -> None:
@@ -37,6 +38,7 @@ class AsyncBranch:
         self.text = ""
         self.finish_reason: FinishReason | None = None
         self.error: ExecutorError | None = None
+        self.cached_tokens = 0
         self._cache = cache
 
     def __repr__(self) -> str:

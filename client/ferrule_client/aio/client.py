@@ -31,7 +31,7 @@ from ferrule_client.aio.detokenizer import AsyncDetokenizer
 from ferrule_client.aio.forward import AsyncForwardPass
 from ferrule_client.aio.generation import AsyncGeneration
 from ferrule_client.aio.stream import AsyncStream
-from ferrule_client.client import DEFAULT_TARGET, _chat_message, _not_ready, _per_item
+from ferrule_client.client import DEFAULT_TARGET, _chat_messages, _not_ready, _per_item
 from ferrule_client.errors import ExecutorError, UnavailableError
 from ferrule_client.items import Chunk, DecodeItem
 from ferrule_client.masks import MaskLike, TokenMask, as_mask
@@ -78,8 +78,8 @@ class AsyncClient:
                 print("".join([piece async for piece in cache.generate_text(max_tokens=20)]))
 
     Every method takes ``timeout``: seconds for the call with all its retries; None means no limit, and left out it is
-    the client's own. What is tried again is said at ``Attempts`` in ``_retry.py``: broken connections, where that is
-    safe, and a server that is still loading.
+    the client's own. Tried again are broken connections, where that is safe, and full queues, ``max_retries`` times at
+    most; and a server that is still loading, as long as the timeout allows.
 
     Attributes:
         admin: Warms the server up, drains it and ends it; needs the admin role.
@@ -764,7 +764,7 @@ class AsyncClient:
             timeout: Seconds this may take, retries included.
 
         Raises:
-            TypeError: A message has no text as ``role``, or holds what JSON cannot.
+            TypeError: It is no list of messages, one has no text as ``role``, or holds what JSON cannot.
             UnsupportedError: The model has no chat template.
             InvalidRequestError: The template refuses the conversation.
             ExecutorError: Anything else, see ``errors``.
@@ -773,7 +773,7 @@ class AsyncClient:
             ``ids = (await client.apply_chat_template([{"role": "user", "content": "Hello"}])).token_ids``
         """
         request = tokenizer_pb2.ApplyChatTemplateRequest(
-            messages=list(map(_chat_message, messages)),
+            messages=_chat_messages(messages),
             tools_json=json.dumps(list(tools)) if tools else "",
             add_generation_prompt=add_generation_prompt,
             variables_json=json.dumps(dict(variables)) if variables else "",

@@ -58,7 +58,8 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
     from there, and what the server had drawn beyond is dropped. A broken connection is resumed, so that no token
     is lost or comes twice. A cache that is moved in the middle of the loop is gone on with from where it is then.
 
-    Where there are several branches, one that fails is noted in its ``error`` and the others go on.
+    Where there are several branches, one that fails is noted in its ``error`` and the others go on. Once all have
+    failed, the last error is raised; what they had drawn is in ``branches`` all the same.
 
     Attributes:
         branches: The continuations; one, unless ``n`` said otherwise.
@@ -138,6 +139,11 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
     def seed(self) -> int | None:
         """Seed of the first branch, or None where nothing is drawn."""
         return self.branches[0].seed
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that came out of the prefix cache; there with the first token."""
+        return self.branches[0].cached_tokens
 
     @property
     def output(self) -> Output | None:
@@ -327,6 +333,7 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
         for message in frame.outputs:
             course = leg.courses[message.index]
             branch, num_seen = course.branch, leg.num_seen[message.index]
+            branch.cached_tokens = max(branch.cached_tokens, message.cached_tokens)
             is_new = not branch.has_cache
             if is_new:
                 self._follow_branch(course, message)
@@ -350,7 +357,7 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
         is_new: bool,
     ) -> None:
         reason = _convert.finish_from_message(message.finish_reason)
-        error = _error_of(message, reason)
+        error = _error_of(message, reason, keeps=self._keeps)
         text = leg.texts[message.index][len(course.branch.text) :]
         for output in outputs[:-1]:
             self._events.append(Event(course, leg, output, "", False, is_new, None, None))
@@ -424,7 +431,7 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
             reason: What a branch that ends by it ended for.
 
         Raises:
-            ExecutorError: ``error``, where it ends all branches.
+            ExecutorError: ``error``, where with it all branches have failed.
         """
         courses = [one for one in courses if one.goes_on and not one.is_moved]
         if not courses:
@@ -443,7 +450,7 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
                 self._fail(courses, None, "context_full")  # without a token, it is the input that does not fit
                 return
             self._fail(courses, final, reason)
-            if len(courses) == len(self._courses):
+            if all(one.branch.error is not None for one in self._courses):
                 raise
 
     async def _can_go_on(self, leg: Leg, course: Course, error: ExecutorError, attempts: Attempts) -> bool:

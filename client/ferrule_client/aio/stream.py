@@ -25,7 +25,7 @@ from ferrule_client.aio._stream_call import StreamCall
 from ferrule_client.errors import CallCancelledError, ExecutorError, UnavailableError
 from ferrule_client.items import Chunk, DecodeItem, DraftLaws, VerifyItem
 from ferrule_client.policy import Policy, check_policy
-from ferrule_client.stream import _check_branches, _moved
+from ferrule_client.stream import _check_branches, _check_items, _moved
 from ferrule_client.types import Acceptance, OnStale, Output, Tokens, Verification
 
 if TYPE_CHECKING:
@@ -218,12 +218,14 @@ class AsyncStream:
 
         Raises:
             ExecutorError: The stream failed; each append may or may not have happened, and repeating it is safe.
+            TypeError: An item is none of the three.
             ValueError: A cache comes twice, or an item is not as it must be.
 
         Example:
             ``output, check = await stream.run([DecodeItem(a, 5, greedy()), VerifyItem(b, [7, 8], 6, greedy())])``
         """
         timeout = self._connection.until(timeout)
+        _check_items(items)
         caches = [item.cache for item in items]
         _check_once(caches)
         inputs = [await self._prepared(item, timeout) for item in items]

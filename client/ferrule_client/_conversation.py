@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -150,12 +151,14 @@ class Conversation:
             self._cache.release()
             self._cache = None
         prompt = list(token_ids[:-1] or token_ids)
-        self._cache = self._client.prefill(prompt, policy=no_output(), recover=True)
+        repeats = self._settings.seed is not None  # cached KV differs by rounding, which can change the text
+        self._cache = self._client.prefill(prompt, policy=no_output(), reuse_prefix=not repeats, recover=True)
         self._token_ids = prompt
         return self._cache
 
     def _draw(self, cache: Cache, token_ids: Sequence[int], answer: Answer, on_piece: Callable[[str], None]) -> None:
         wanted = self._settings
+        seed = secrets.randbits(52) if wanted.seed is None and wanted.temperature != 0 else wanted.seed  # exact in JSON
         loop = cache.generate_text(
             wanted.max_tokens,
             tokens=token_ids[len(self._token_ids) :],
@@ -163,7 +166,7 @@ class Conversation:
             top_k=wanted.top_k,
             top_p=wanted.top_p,
             min_p=wanted.min_p,
-            seed=wanted.seed,
+            seed=seed,
         )
         try:
             _read(loop, answer, on_piece)

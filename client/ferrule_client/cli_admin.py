@@ -17,25 +17,39 @@ examples:
   ferrule admin drain --grace 60                    no new prompts; live handles for a minute
   ferrule admin shutdown                            drain, then end the process
 
+A drained server stays so: it takes prompts again only after it was started anew.
 On a server with credentials the token must have the admin role.
 """
 
+_ACTIONS = {
+    "warmup": "run steps of real shapes before the first request",
+    "drain": "take no new prompts; live handles are served, and nothing takes it back but a new start of the server",
+    "shutdown": "drain, then end the process",
+}
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command."""
-    parser.add_argument("action", choices=("warmup", "drain", "shutdown"), help="what the server is to do")
-    parser.add_argument(
-        "--batch-sizes",
-        type=number(int, 1),
-        nargs="+",
-        default=[],
-        metavar="N",
-        help="sizes to warm up (its own choice)",
-    )
-    parser.add_argument(
-        "--grace", type=number(float, 0), metavar="SECONDS", help="time for what is alive (the server's setting)"
-    )
-    add_connection_options(parser)
+    """Add the actions, each with the options that it knows."""
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
+    for name, text in _ACTIONS.items():
+        action = actions.add_parser(name, help=text.partition(";")[0], description=text[0].upper() + text[1:] + ".")
+        if name == "warmup":
+            action.add_argument(
+                "--batch-sizes",
+                type=number(int, 1),
+                nargs="+",
+                default=[],
+                metavar="N",
+                help="sizes to warm up (its own choice)",
+            )
+        else:
+            action.add_argument(
+                "--grace",
+                type=number(float, 0),
+                metavar="SECONDS",
+                help="time for what is alive (the server's setting)",
+            )
+        add_connection_options(action)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,9 @@ from ferrule_client.client import Client
 from ferrule_client.errors import ExecutorError
 
 __all__ = ["EXAMPLES", "add_options", "run"]
+
+_WORD = re.compile(r"/[a-z]+")
+"""What is meant as a command, also where it comes from a file; a path is not."""
 
 EXAMPLES = """\
 examples:
@@ -121,7 +125,7 @@ class _Chat:
             return False
         if name in self._commands:
             self._commands[name](argument.strip())
-        elif self.is_live and line.startswith("/") and not line.startswith("//"):
+        elif line.startswith("/") and not line.startswith("//") and (self.is_live or _WORD.fullmatch(name)):
             _note(f"there is no {name}; /help lists the commands, // begins a text with a slash")
         elif line:
             self._say(line[1:] if line.startswith("//") else line)

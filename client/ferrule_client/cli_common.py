@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -22,6 +23,7 @@ __all__ = [
     "CommandError",
     "add_connection_options",
     "connect",
+    "draw_seed",
     "ending_in_order",
     "number",
     "print_json",
@@ -84,12 +86,27 @@ def number(
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
         if not low <= value <= (float("inf") if high is None else high) or (above_low and value == low):
-            least = f"more than {low:g}" if above_low else f"at least {low:g}"
-            bounds = least if high is None else f"{least} and at most {high:g}"
+            least = f"more than {_plain(low)}" if above_low else f"at least {_plain(low)}"
+            bounds = least if high is None else f"{least} and at most {_plain(high)}"
             raise argparse.ArgumentTypeError(f"{text} is out of range, it must be {bounds}")
         return value
 
     return parse
+
+
+def _plain(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
+
+
+def draw_seed(args: argparse.Namespace) -> int | None:
+    """Return ``--seed``, or a random one of at most 52 bits: every reader of JSON keeps such a number, and those after.
+
+    Returns:
+        None: nothing is drawn, because the temperature is 0.
+    """
+    if args.seed is not None or args.temperature == 0:
+        return None if args.seed is None else int(args.seed)
+    return secrets.randbits(52)
 
 
 def add_connection_options(parser: argparse.ArgumentParser) -> None:

@@ -5,30 +5,34 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import dataclass
 
 from ferrule_client._check import token_list
 from ferrule_client.cli_common import (
     CommandError,
     add_connection_options,
     connect,
+    draw_seed,
     ending_in_order,
     number,
     print_json,
     wait_for_model,
 )
 from ferrule_client.client import Client
-from ferrule_client.errors import TokenOutOfVocabError
+from ferrule_client.errors import TokenOutOfVocabError, UnsupportedError
 from ferrule_client.generation import Branch, Generation
 from ferrule_client.policy import Policy, sample
 from ferrule_client.types import DrawnToken
 
 __all__ = ["EXAMPLES", "add_options", "run"]
 
+_UNSUPPORTED = "FEATURE_UNSUPPORTED"
+
 EXAMPLES = """\
 examples:
   ferrule generate "def read_file(path):"
   ferrule generate --temperature 0 --max-tokens 40 "import os"
-  cat prompt.txt | ferrule generate --seed 7        the same seed draws the same text
+  cat prompt.txt | ferrule generate --seed 7        the same seed draws the same text; the prompt is run whole for it
   ferrule generate --json "class Queue:" | jq -r .text
   ferrule generate --n 3 --stop "\\n\\n" "def area("    three texts, each up to an empty line
   ferrule generate --top-logprobs 3 "import "       a line per token, with the likeliest in its place
@@ -50,12 +54,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--min-p", type=number(float, 0, 1), metavar="P", help="draw from tokens at least P times the most likely one"
     )
-    parser.add_argument("--seed", type=number(int, 0, 2**64 - 1), metavar="S", help="seed of the draws (random)")
+    parser.add_argument(
+        "--seed",
+        type=number(int, 0, 2**64 - 1),
+        metavar="S",
+        help="seed of the draws (random); with one the prompt is run whole, because KV from the prefix cache differs "
+        "by rounding and can change the text",
+    )
     parser.add_argument(
         "--n", type=number(int, 1), default=1, metavar="N", help="texts to draw, each by a seed of its own (1)"
     )
     parser.add_argument(
         "--stop",
+        type=_stop_text,
         action="append",
         default=[],
         metavar="TEXT",
@@ -91,14 +102,20 @@ def run(args: argparse.Namespace) -> int:
         wait_for_model(client, args)
         ids = ids or _encode(client, prompt)
         start = time.perf_counter()
+        texts_of = _Texts(None if args.ids else client)
         with _begin(client, ids, args) as loop:
-            first_s = _show(loop, args, start)
+            shown = _show(loop, args, texts_of)
+        first_s = (shown.first_at or start) - start
         loop_s = time.perf_counter() - start
     num_tokens = sum(len(branch.tokens) for branch in loop.branches)
     if args.json:
         texts = [_as_dict(branch, as_ids=args.ids) for branch in loop.branches]
+        if args.top_logprobs:
+            for facts, tokens in zip(texts, shown.tokens, strict=True):
+                facts["logprobs"] = [_logprobs(token, texts_of) for token in tokens]
         figures = {
             "num_prompt_tokens": len(ids),
+            "num_cached_tokens": loop.cached_tokens,
             "first_token_ms": round(1e3 * first_s, 3),
             "tokens_per_s": round(num_tokens / loop_s, 1),
         }
@@ -131,12 +148,22 @@ def _read_stdin() -> str:
         raise _misuse(f"the prompt is no text in {error.encoding.upper()}", "PROMPT_NOT_TEXT") from None
 
 
+def _stop_text(text: str) -> str:
+    """Return a text to end at, with its escapes resolved, for argparse."""
+    if not text:
+        raise argparse.ArgumentTypeError("a text to end at has at least one character")
+    return text.replace("\\n", "\n").replace("\\t", "\t")
+
+
 def _misuse(text: str, reason: str) -> CommandError:
     return CommandError(text, reason, exit_code=2)
 
 
 def _encode(client: Client, prompt: str) -> list[int]:
-    ids = client.encode(prompt)
+    try:
+        ids = client.encode(prompt)
+    except UnsupportedError:
+        raise CommandError("the served model has no tokenizer: give token ids with --ids", _UNSUPPORTED) from None
     if not ids:
         raise _misuse("the prompt has no tokens", "PROMPT_EMPTY")
     return ids
@@ -153,8 +180,15 @@ def _parse_ids(text: str) -> list[int]:
 
 
 def _begin(client: Client, ids: list[int], args: argparse.Namespace) -> Generation:
-    stops = [stop.replace("\\n", "\n").replace("\\t", "\t") for stop in args.stop]
-    return client.generate(ids, args.max_tokens, n=args.n, stop=stops, text=not args.ids, policy=_policy(args))
+    return client.generate(
+        ids,
+        args.max_tokens,
+        n=args.n,
+        stop=args.stop,
+        text=not args.ids,
+        policy=_policy(args),
+        reuse_prefix=args.seed is None,
+    )
 
 
 def _policy(args: argparse.Namespace) -> Policy:
@@ -163,7 +197,7 @@ def _policy(args: argparse.Namespace) -> Policy:
         top_k=args.top_k,
         top_p=args.top_p,
         min_p=args.min_p,
-        seed=args.seed,
+        seed=draw_seed(args),
         repetition_penalty=args.repetition_penalty,
         frequency_penalty=args.frequency_penalty,
         presence_penalty=args.presence_penalty,
@@ -172,39 +206,82 @@ def _policy(args: argparse.Namespace) -> Policy:
     )
 
 
-def _show(loop: Generation, args: argparse.Namespace, start: float) -> float:
-    """Print tokens as they come, unless JSON is wanted; several texts one after another, at their end.
+@dataclass(slots=True)
+class _Shown:
+    """What has come: the tokens of each branch, and when the first one did."""
 
-    Returns:
-        The seconds until the first token.
-    """
-    first_s = 0.0
+    tokens: list[list[DrawnToken]]
+    first_at: float | None = None
+
+
+class _Texts:
+    """Texts of single tokens, each asked for once. Without a client there are none."""
+
+    def __init__(self, client: Client | None) -> None:
+        self._client = client
+        self._known: dict[int, str] = {}
+
+    def of(self, token: int) -> str | None:
+        """Return the text of a token."""
+        if self._client is None:
+            return None
+        if token not in self._known:
+            self._known[token] = self._client.decode_tokens([token])
+        return self._known[token]
+
+
+def _show(loop: Generation, args: argparse.Namespace, texts: _Texts) -> _Shown:
+    """Print tokens as they come, unless JSON is wanted; several texts one after another, at their end."""
+    shown = _Shown([[] for _ in loop.branches])
     streams = args.n == 1 and not args.json
     try:
         for token in loop:
-            first_s = first_s or time.perf_counter() - start
+            shown.first_at = shown.first_at or time.perf_counter()
+            shown.tokens[token.index].append(token)
             if streams:
-                print(_line(token) if args.top_logprobs else _piece(token, as_ids=args.ids), end="", flush=True)
+                print(_line(token, texts) if args.top_logprobs else _piece(token, as_ids=args.ids), end="", flush=True)
     except TokenOutOfVocabError as error:
         token_id, size = (error.metadata.get(name, "?") for name in ("token_id", "vocab_size"))
         raise _misuse(f"token {token_id} is not in the vocabulary of {size} tokens", "PROMPT_NOT_IDS") from None
+    except UnsupportedError:
+        if not args.stop:
+            raise
+        raise CommandError("the served model has no tokenizer, so it cannot --stop at a text", _UNSUPPORTED) from None
     if streams:
         print(flush=True)
     elif not args.json:
-        for branch in loop.branches:
-            print(f"--- {branch.index}, seed {branch.seed}, {branch.finish_reason}", flush=True)
-            print(_said(branch, as_ids=args.ids), flush=True)
-    return first_s
+        _print_branches(loop, shown, args, texts)
+    return shown
+
+
+def _print_branches(loop: Generation, shown: _Shown, args: argparse.Namespace, texts: _Texts) -> None:
+    for branch, tokens in zip(loop.branches, shown.tokens, strict=True):
+        print(f"--- {branch.index}, seed {branch.seed}, {branch.finish_reason}", flush=True)
+        lines = "".join(_line(token, texts) for token in tokens)
+        print(lines if args.top_logprobs else _said(branch, as_ids=args.ids), flush=True)
 
 
 def _piece(token: DrawnToken, *, as_ids: bool) -> str:
     return f"{int(token)} " if as_ids else token.text
 
 
-def _line(token: DrawnToken) -> str:
+def _line(token: DrawnToken, texts: _Texts) -> str:
     """Return a line about one token: itself, and the likeliest in its place."""
-    others = "  ".join(f"{one.token} {one.logprob:.3f}" for one in token.top_logprobs)
+    others = "  ".join(f"{_name(one.token, texts)} {one.logprob:.3f}" for one in token.top_logprobs)
     return f"{int(token):>7} {token.logprob or 0.0:8.3f}  {token.text!r:<20} | {others}\n"
+
+
+def _name(token: int, texts: _Texts) -> str:
+    text = texts.of(token)
+    return str(token) if text is None else f"{token} {text!r}"
+
+
+def _logprobs(token: DrawnToken, texts: _Texts) -> dict[str, object]:
+    """Return what JSON tells of one token and of the likeliest in its place."""
+    likeliest = [
+        {"token": one.token, "text": texts.of(one.token), "logprob": one.logprob} for one in token.top_logprobs
+    ]
+    return {"token": int(token), "text": texts.of(int(token)), "logprob": token.logprob, "top": likeliest}
 
 
 def _said(branch: Branch, *, as_ids: bool) -> str:

@@ -123,6 +123,70 @@ def test_generate_streams_text(
     assert fake.sequences == {}
 
 
+def test_seeded_texts_come_of_the_whole_prompt(fake: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a seed the prefix cache is left out, because its rounding could change the text the second time."""
+    options = ("generate", "--target", fake.target, "--max-tokens", "2", "the")
+    assert run(*options, "--seed", "7") == run(*options) == 0
+    assert [request.cache.reuse_prefix for request in fake.generates] == [False, True]
+
+
+def test_drawn_seeds_are_exact_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """Many a reader keeps 53 bits of a number; greedy has no seed."""
+    options = ("generate", "--ids", "--max-tokens", "1", "1", "--json", "--n", "3")
+    for _ in range(3):
+        assert run(*options) == 0
+        assert all(one["seed"] < 2**53 for one in json.loads(capsys.readouterr().out)["texts"])
+
+
+def test_generate_tells_what_the_prefix_cache_had(capsys: pytest.CaptureFixture[str]) -> None:
+    """In JSON, beside the length of the prompt."""
+    options = ("generate", "--ids", "--max-tokens", "1", "--json", " ".join(map(str, range(90, 130))))
+    found = []
+    for _ in range(2):
+        assert run(*options) == 0
+        found.append(json.loads(capsys.readouterr().out)["num_cached_tokens"])
+    assert found == [0, 32]
+
+
+def test_generate_refuses_an_empty_stop(capsys: pytest.CaptureFixture[str]) -> None:
+    """It would end every text at once."""
+    assert run("generate", "--stop", "", "hi") == 2
+    assert "at least one character" in capsys.readouterr().err
+
+
+def test_generate_tells_the_bounds_of_a_seed_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+    """A whole number reads as one."""
+    assert run("generate", "--seed", str(2**64), "hi") == 2
+    assert str(2**64 - 1) in capsys.readouterr().err
+
+
+def test_generate_without_a_tokenizer_names_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither a text nor a stop at one can be told to a model of bare ids."""
+    assert run("generate", "hi") == 1
+    assert "--ids" in capsys.readouterr().err
+    assert run("generate", "--ids", "1", "--stop", "x") == 1
+    assert "--stop" in capsys.readouterr().err
+
+
+def test_generate_refuses_a_prompt_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """It must not look like an answer of no token."""
+    assert run("generate", "--ids", "1 " * 600) == 1
+    assert "CONTEXT_EXCEEDED" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("num_texts", [1, 2])
+def test_generate_tells_the_likeliest_tokens(capsys: pytest.CaptureFixture[str], num_texts: int) -> None:
+    """A line per token, or an entry in JSON, for each of the texts."""
+    options = ("generate", "--ids", "--max-tokens", "3", "--top-logprobs", "2", "--n", str(num_texts), "1 2")
+    assert run(*options) == 0
+    assert len([line for line in capsys.readouterr().out.splitlines() if " | " in line]) == 3 * num_texts
+    assert run(*options, "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    for one in facts.get("texts", [facts]):
+        assert [entry["token"] for entry in one["logprobs"]] == one["tokens"]
+        assert all(len(entry["top"]) == 2 and entry["logprob"] < 0 for entry in one["logprobs"])
+
+
 def test_generate_draws_several_texts_and_stops(fake: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     """One after another for people, side by side in JSON; a stop is part of the text."""
     options = (
@@ -180,6 +244,19 @@ def test_admin_warms_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("admin", "warmup", "--batch-sizes", "2", "--json") == 0
     assert 2 in json.loads(capsys.readouterr().out)["batch_sizes"]
     assert run("admin", "dance") == 2
+
+
+@pytest.mark.parametrize("flags", [("drain", "--batch-sizes", "3"), ("warmup", "--grace", "5")])
+def test_admin_refuses_flags_of_other_actions(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]) -> None:
+    """Nothing is done for a flag that says something else."""
+    assert run("admin", *flags) == 2
+    assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_admin_tells_that_nothing_takes_a_drain_back(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before it is done."""
+    assert run("admin", "drain", "--help") == 0
+    assert "nothing takes it back" in " ".join(capsys.readouterr().out.split())
 
 
 def test_admin_drains_and_ends_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -177,6 +177,13 @@ def test_the_same_seed_says_the_same(chat: Callable[..., tuple[int, str, str]]) 
     assert json.loads(chat("Hello", "--json", "--max-tokens", "1")[1])["seed"] is not None
 
 
+def test_piped_command_that_there_is_not_is_no_question(chat: Callable[..., tuple[int, str, str]]) -> None:
+    """A mistyped command is told, as at a terminal; a path is a text."""
+    code, out, err = chat("/info\n/etc/hosts holds\n", "--max-tokens", "2", "--temperature", "0", "--json")
+    assert (code, len(out.splitlines())) == (0, 1)
+    assert "there is no /info" in err
+
+
 def test_commands_change_the_conversation(chat: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     """System message, undo, reset, save; nothing after /quit is said."""
     path = tmp_path / "talk.json"

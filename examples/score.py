@@ -7,10 +7,11 @@ prompt, fork it and run each completion alone.
 from __future__ import annotations
 
 import argparse
+import contextlib
 
 import numpy as np
 
-from ferrule_client import Client, FloatArray, Policy, no_output
+from ferrule_client import Chunk, Client, ExecutorError, FloatArray, Policy, no_output
 
 PROMPT = "def read_file(path):"
 COMPLETIONS = (
@@ -29,16 +30,24 @@ def score_forked(client: Client, prompt: list[int], completions: list[list[int]]
     """Return the log-probability of each token of each completion; the prompt is run once.
 
     Its last token is left out of the prefill and sent with each completion: its row is the one that predicts the
-    completion's first token. Row i has the log-probability of token i + 1, so the last row has none.
+    completion's first token. Row i has the log-probability of token i + 1, so the last row has none. All completions go
+    in one frame, so that they share their steps.
     """
     scores = []
     policy = Policy(target_logprobs=True)
-    with client.prefill(prompt[:-1], policy=no_output()) as cache:
-        for completion in completions:
-            with cache.fork()[0] as branch:
-                output = branch.prefill([prompt[-1], *completion], policy=policy, all_positions=True)
-            assert output.target_logprobs is not None
-            scores.append(output.target_logprobs)
+    with contextlib.ExitStack() as stack:
+        cache = stack.enter_context(client.prefill(prompt[:-1], policy=no_output()))
+        stream = stack.enter_context(client.stream())
+        branches = [stack.enter_context(branch) for branch in cache.fork(len(completions))]
+        pairs = zip(branches, completions, strict=True)
+        chunks = [Chunk([prompt[-1], *ids], branch, policy, all_positions=True) for branch, ids in pairs]
+        for result in stream.run(chunks):
+            if isinstance(result, ExecutorError):
+                raise result
+        for branch in branches:
+            assert branch.last is not None
+            assert branch.last.target_logprobs is not None
+            scores.append(branch.last.target_logprobs)
     return scores
 
 

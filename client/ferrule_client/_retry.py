@@ -17,6 +17,9 @@ __all__ = ["Attempts", "RetrySettings", "wait_s"]
 # tokens) end when somebody releases something, and that is the caller's to decide.
 _PASSING = ("QUEUE_FULL", "QUOTA_PREFILL_RATE", "QUOTA_QUEUED_ROWS")
 
+# Reasons of the client's own, besides the names of status codes, behind which gRPC's error may say more.
+_UNTOLD = ("CONNECTION_LOST", "MESSAGE_TOO_LARGE", "RPC_UNKNOWN")
+
 _GROWTH = 4
 
 # A server whose bound is too small for the masks of one request drops one as it takes the next.
@@ -112,7 +115,7 @@ class Attempts:
 
         Args:
             error: What the attempt failed with.
-            cause: The gRPC error behind it, chained when ``error`` is raised, unless nobody listened at all.
+            cause: The gRPC error behind it, chained when ``error`` is raised, where it says more.
 
         Raises:
             ExecutorError: ``error``, if there is to be no further attempt.
@@ -154,5 +157,9 @@ def wait_s(result: object) -> float | None:
 
 
 def _worth_showing(error: ExecutorError, cause: grpc.RpcError | None) -> grpc.RpcError | None:
-    """Return the cause to chain; where there is no server, our one line says it and gRPC's thirty would hide it."""
-    return None if error.reason == "CONNECTION_FAILED" else cause
+    """Return the cause to chain, where it says more than the error.
+
+    What a server told of itself is in the error as a whole; where there is none, our one line says it. gRPC's thirty
+    lines would hide either.
+    """
+    return cause if error.reason in _UNTOLD or error.reason == error.code.name else None

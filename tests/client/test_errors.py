@@ -191,3 +191,12 @@ def test_rewritten_details_are_not_believed(fake: FakeServer, fake_client: Clien
         fake_client.status()
     assert (caught.value.code, caught.value.reason) == (CODES.DATA_LOSS, "DATA_LOSS")
     assert isinstance(caught.value.__cause__, grpc.RpcError)
+
+
+def test_what_the_server_told_is_not_hidden_behind_grpc(fake: FakeServer, fake_client: Client) -> None:
+    """The error has all of it, so that its traceback is of one error."""
+    fake.failures["Prefill"] = [Failure(CODES.INVALID_ARGUMENT, "no", reason="INVALID_FIELD")]
+    with pytest.raises(InvalidRequestError) as caught:
+        fake_client.prefill([1])
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+from ferrule_client._token_log import common_length
 from ferrule_client.cache import Cache
 from ferrule_client.client import Client
 from ferrule_client.generation import TextGeneration
@@ -137,7 +137,7 @@ class Conversation:
 
     def _taken_back(self, token_ids: Sequence[int]) -> tuple[Cache, int]:
         """Return a sequence that holds a beginning of these tokens and nothing else, and the length of that."""
-        same = _common_length(self._token_ids, token_ids)
+        same = common_length(self._token_ids, token_ids)
         if self._cache is None or same == 0:
             return self._begun(token_ids), 0
         if same < len(self._token_ids):
@@ -187,9 +187,3 @@ def _read(loop: TextGeneration, answer: Answer, on_piece: Callable[[str], None])
     except KeyboardInterrupt:
         answer.finish_reason = "stopped"
     answer.seed = loop.seed
-
-
-def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens two lists begin with in common."""
-    pairs = zip(one, other, strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -59,7 +59,7 @@ class Branch:
             raise RuntimeError(f"branch {self.index} has no sequence yet: it is there with its first token")
         return self._cache
 
-    def follow(self, cache: Cache) -> None:
+    def attach(self, cache: Cache) -> None:
         """Take a sequence. For generations; not for callers."""
         self._cache = cache
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-__all__ = ["TokenLog"]
+__all__ = ["TokenLog", "common_length"]
 
 _TYPE = "I"  # 4 bytes wherever Python runs
 
@@ -81,3 +82,9 @@ class TokenLog:
     def to_list(self) -> list[int]:
         """Return every known token."""
         return [*self._base[: self._num_base], *self._own]
+
+
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens two lists begin with in common."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -14,11 +14,12 @@ from ferrule_client._calls import SequenceCalls
 from ferrule_client._connection import USE_DEFAULT, Connection, Timeout
 from ferrule_client._retry import Attempts
 from ferrule_client._tip import Tip, using
+from ferrule_client._token_log import common_length
 from ferrule_client.errors import ExecutorError, HandleNotFoundError
 from ferrule_client.generation import Generation, TextGeneration
 from ferrule_client.items import Chunk, DraftLaws, VerifyItem
 from ferrule_client.masks import MaskLike
-from ferrule_client.policy import Policy
+from ferrule_client.policy import Policy, no_output
 from ferrule_client.types import Acceptance, CacheInfo, Handle, Lease, OnStale, Output, Released, Tokens, Verification
 
 __all__ = ["Cache"]
@@ -244,6 +245,45 @@ class Cache:
             )
         self._calls.lease_anew(ttl, _convert.granted_ttl_s(reply.output))
         return self.tip.moved(sent.input_ids, _convert.output_from_message(reply.output))
+
+    def follow(self, tokens: Tokens, *, policy: Policy | None = None, timeout: Timeout = USE_DEFAULT) -> int:
+        """Make the sequence hold exactly these tokens: drop what differs, run what is lacking, keep the rest.
+
+        What a conversation needs that is rendered anew for each turn. When it raises, what differs may be dropped
+        already.
+
+        Args:
+            tokens: All token ids that the sequence is to hold; what is pending counts as there.
+            policy: What to return for the newest row, as ``last``, if anything is run. None: nothing.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            How many of them it held before.
+
+        Raises:
+            ValueError: It has not even the first token in common: prefill a new one.
+            ExecutorError: As in ``decode``.
+
+        Example:
+            ``cache.follow(client.apply_chat_template(chat).token_ids)``
+        """
+        timeout = self._connection.until(timeout)
+        ids = _check.token_list(tokens)
+        if self.token_ids is None:
+            self.info(token_ids=True, timeout=timeout)
+        held = self.token_ids or []
+        text = [*held, *self.pending]
+        same = common_length(text, ids)
+        num_kept = min(same, len(held))
+        if num_kept == 0:
+            raise ValueError("the sequence has not even the first of these tokens: prefill a new one")
+        lacking = ids[same:]
+        if same < len(text) or len(ids) == len(held):
+            self.truncate(num_kept, timeout=timeout)
+            lacking = ids[num_kept:]
+        if lacking or self.pending:
+            self.prefill(lacking, policy=policy or no_output(), timeout=timeout)
+        return num_kept
 
     def generate(
         self,

@@ -21,7 +21,7 @@ NAMES = [
 ]
 DUNDERS = {"__enter__": "__aenter__", "__exit__": "__aexit__", "__next__": "__anext__", "__iter__": "__aiter__"}
 WITHOUT_WAITING = {
-    "Branch": {"follow"},
+    "Branch": {"attach"},
     "Cache": {"detach", "generate", "generate_text", "give_up", "has_room", "lease_anew", "sibling"},
     "Client": {"adopt", "connect", "detokenizer", "forward", "generate", "list_caches", "prefill", "stream"},
 }

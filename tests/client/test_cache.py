@@ -273,3 +273,39 @@ def test_long_lists_of_handles_are_sent_in_parts(client: Client) -> None:
     strangers = [Handle(f"test.e1.{i:022d}", 1, bytes(16)) for i in range(4097)]
     assert client.release(strangers).released == (False,) * 4097
     assert len(client.keep_alive(strangers)) == 4097
+
+
+def test_followed_tokens_are_exactly_those_held(client: Client) -> None:
+    """Longer, shorter, other at the end, with a pending token that fits or does not, or after a loop left early."""
+    base = [5, 6, 7, 8]
+    with client.prefill(base, policy=no_output()) as cache:
+
+        def follow(ids: list[int]) -> int:
+            kept = cache.follow(ids)
+            assert (list(cache.info(token_ids=True).token_ids), cache.token_ids, cache.pending) == (ids, ids, ())
+            return kept
+
+        assert follow([*base, 9, 10]) == 4
+        assert follow([5, 6, 11]) == 2
+        assert follow([5, 6]) == 2
+        assert follow(base) == 2
+        said = cache.generate(3, temperature=0).read().tokens
+        assert follow([*base, *said]) == 6
+        said = cache.generate(3, temperature=0).read().tokens
+        assert follow([*(cache.token_ids or []), said[-1] ^ 1, 4]) == 9
+        next(cache.generate(50, temperature=0))
+        assert follow(cache.token_ids or []) == 11
+        assert cache.follow([*base, 1], policy=greedy()) == 4
+        assert cache.last is not None
+        assert len(cache.last.tokens) == 1
+        with pytest.raises(ValueError, match="first of these"):
+            cache.follow([9, 9])
+
+
+def test_adopted_sequence_follows_too(client: Client) -> None:
+    """Its tokens are asked for once."""
+    with client.prefill([5, 6, 7], policy=no_output()) as first:
+        handle = first.detach()
+    with client.adopt(handle) as cache:
+        assert cache.follow([5, 6, 9]) == 2
+        assert cache.info(token_ids=True).token_ids == (5, 6, 9)

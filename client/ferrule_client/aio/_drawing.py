@@ -60,7 +60,7 @@ class AsyncBranch:
             raise RuntimeError(f"branch {self.index} has no sequence yet: it is there with its first token")
         return self._cache
 
-    def follow(self, cache: AsyncCache) -> None:
+    def attach(self, cache: AsyncCache) -> None:
         """Take a sequence. For generations; not for callers."""
         self._cache = cache
 

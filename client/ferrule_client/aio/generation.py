@@ -374,7 +374,7 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
         tip = Tip(_convert.handle_from_message(message.kv_cache), log=log)
         tip.is_ahead, tip.running = True, course.give_way
         tip.num_unseen = max(0, len(message.outputs.tokens) - 1)
-        course.branch.follow(self.branches[0].cache.sibling(tip) if self._follow is None else self._follow(tip))
+        course.branch.attach(self.branches[0].cache.sibling(tip) if self._follow is None else self._follow(tip))
         if len(message.outputs.tokens) <= 1:
             course.start = Start(message.kv_cache, ())
 

@@ -431,6 +431,7 @@ class _Branch:
         self._on_stale = request.on_stale
         self._tokens: list[int] = []
         self._text = ""
+        self._held = list(server.sequences.get(handle.cache_id, [])[: handle.length])
         self.has_ended = False
 
     def fill(self, output: executor_pb2.GenerateOutput) -> None:
@@ -454,12 +455,16 @@ class _Branch:
         if self._server.failures["append"]:
             return self._server.failures["append"].pop(0).status
         with self._server._lock:
+            held = self._server.sequences.get(self._handle.cache_id)
+            if held is not None and held[: self._handle.length] != self._held:  # rewritten by a later call
+                return status_of(grpc.StatusCode.ABORTED, "HANDLE_STALE", "stale", tip_length=str(len(held)))
             result = self._server._decode(
                 executor_pb2.DecodeInput(input_ids=self._tokens[-1:], kv_cache=self._handle, on_stale=self._on_stale)
             )
         if isinstance(result, status_pb2.Status):
             return result
         self._handle = result.kv_cache
+        self._held.append(self._tokens[-1])
         return None
 
     def _draw(self, output: executor_pb2.GenerateOutput) -> None:

@@ -1,8 +1,10 @@
 """What the wire takes from Generate: tokens/s through gRPC over those of the same engine in process.
 
-Sequences of 128 tokens are prefilled and 64 tokens drawn greedily for each: as one Generate per sequence, all at once,
-and with one Generate of as many branches. Both sides run in turns within each round; the ratio is taken by round. The
-share of the time that the executor itself ran, in process, tells what is left to the engine.
+Sequences of 128 tokens are prefilled first, then 64 tokens drawn greedily behind each: as one Generate per sequence,
+all at once, and with one Generate of as many branches. The rate is that of the time in which all sequences are being
+continued: from the first token of the last one to the last token of the first that ends. Both sides run in turns within
+each round, and the ratio is taken by round. The median step of each side, as its frames tell it, shows what of a
+difference is not the wire: two processes never run the same step in the same time.
 
     python benchmarks/bench_generate.py [FOLDER ...] [--rounds 5] [--tokens 64] [--wait-policy PASSIVE]
 
@@ -26,7 +28,7 @@ from typing import Any
 import grpc
 import numpy as np
 from bench_grpc import server  # type: ignore[import-not-found]  # beside this script, not a package
-from in_process import PRINCIPAL, Inbox, InProcess, in_process, load_executor  # type: ignore[import-not-found]
+from in_process import PRINCIPAL, Inbox, InProcess, append_job, in_process, load_executor  # type: ignore[import-not-found]
 
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, policy_pb2, types_pb2
 
@@ -34,6 +36,39 @@ PROMPT_TOKENS = 128
 SIZES = (1, 16)
 KV_BYTES = 1 << 30
 Pair = dict[str, list[float]]
+
+
+class Arrivals:
+    """When tokens of several sequences came.
+
+    Args:
+        size: Sequences. num_tokens: of each.
+    """
+
+    def __init__(self, size: int, num_tokens: int) -> None:
+        self._size = size
+        self._num_tokens = num_tokens
+        self._times: dict[tuple[int, int], list[float]] = {}
+        self._run_ns: list[float] = []
+
+    def add(self, sequence: tuple[int, int], count: int, run_ns: int) -> None:
+        """Take ``count`` tokens of a sequence that have just come, drawn in steps of ``run_ns`` in all."""
+        self._times.setdefault(sequence, []).extend([time.perf_counter()] * count)
+        self._run_ns += [run_ns / count] * count if count else []
+
+    def rate(self) -> float:
+        """Return tokens/s while all sequences are being continued."""
+        counts = {len(times) for times in self._times.values()}
+        if len(self._times) != self._size or counts != {self._num_tokens}:
+            raise RuntimeError(f"{len(self._times)} sequences of {counts} tokens came")
+        begin = max(times[0] for times in self._times.values())
+        end = min(times[-1] for times in self._times.values())
+        count = sum(begin < at <= end for times in self._times.values() for at in times)
+        return count / (end - begin)
+
+    def step_ms(self) -> float:
+        """Return the median of what a token's step took."""
+        return statistics.median(self._run_ns) * 1e-6
 
 
 def main() -> None:
@@ -72,10 +107,11 @@ async def _compare(engine: InProcess, target: str, rounds: int, num_tokens: int)
                 for is_branching in (False, True) if size > 1 else (False,):
                     name = f"{size} {'branches' if is_branching else 'sequences'}"
                     prompts = _prompts(engine, size, round_, is_branching=is_branching)
-                    mine, share = await asyncio.to_thread(_run_in_process, engine, prompts, size, num_tokens)
-                    theirs = await _run_grpc(stub, prompts, size, num_tokens)
-                    pair = rates.setdefault(name, {"in process": [], "gRPC": [], "executor share": []})
-                    for side, value in (("in process", mine), ("gRPC", theirs), ("executor share", share)):
+                    mine, my_step = await asyncio.to_thread(_run_in_process, engine, prompts, size, num_tokens)
+                    theirs, their_step = await _run_grpc(stub, prompts, size, num_tokens)
+                    sides = {"in process": mine, "gRPC": theirs, "step": my_step, "gRPC step": their_step}
+                    pair = rates.setdefault(name, {side: [] for side in sides})
+                    for side, value in sides.items():
                         pair[side] += [value] if round_ else []  # the first round warms up
     return rates
 
@@ -88,7 +124,7 @@ def _prompts(engine: InProcess, size: int, round_: int, *, is_branching: bool) -
 
 
 def _run_in_process(engine: InProcess, prompts: list[list[int]], size: int, num_tokens: int) -> tuple[float, float]:
-    """Draw on the engine of this process; tokens/s over all sequences, prefill included, and the executor's share."""
+    """Draw on the engine of this process; tokens/s and mean step in ms."""
     from ferrule_server.engine.jobs import (
         BranchFrame,
         GenerateFrame,
@@ -114,36 +150,40 @@ def _run_in_process(engine: InProcess, prompts: list[list[int]], size: int, num_
         )
         for prompt in prompts
     ]
-    step_ns = engine.engine.counters.step_ns
-    started = time.perf_counter()
+    prefills = engine.append([append_job(prompt, None, None) for prompt in prompts])
+    engine.release([prefill.handle for prefill in prefills])  # their blocks are found again, so that all begin at once
+    arrivals = Arrivals(size, num_tokens)
     engine.engine.submit([(job, inbox) for job in jobs])
-    num_left, num_drawn = len(jobs), 0
+    num_left = len(jobs)
     newest: dict[tuple[int, int], BranchFrame] = {}
     while num_left:
         job, outcome = inbox.outcomes.get()
         if not isinstance(outcome, GenerateFrame):
             raise TypeError(f"{outcome!r}")
         for branch in outcome.branches:
-            num_drawn += len(branch.rows)
+            arrivals.add((id(job), branch.index), len(branch.rows), outcome.timing.run_ns)
             newest[id(job), branch.index] = branch
         num_left -= outcome.is_last
-    elapsed = time.perf_counter() - started
-    share = (engine.engine.counters.step_ns - step_ns) * 1e-9 / elapsed
     handles = tuple(branch.handle for branch in newest.values() if branch.handle is not None)
     engine.run([ReleaseJob(PRINCIPAL, handles)])
-    if num_drawn != size * num_tokens:
-        raise RuntimeError(f"{num_drawn} tokens were drawn, not {size * num_tokens}")
-    return num_drawn / elapsed, share
+    return arrivals.rate(), arrivals.step_ms()
 
 
 async def _run_grpc(
     stub: executor_pb2_grpc.ModelExecutorServiceAsyncStub, prompts: list[list[int]], size: int, num_tokens: int
-) -> float:
-    """Draw through the service; tokens/s over all sequences, prefill included."""
+) -> tuple[float, float]:
+    """Draw through the service; tokens/s and mean step in ms."""
     handles: dict[tuple[int, int], types_pb2.KvCacheHandle] = {}
     policy = policy_pb2.LogitsReturnPolicy(greedy_argmax=policy_pb2.GreedyArgmax())
 
-    async def draw(index: int, prompt: list[int]) -> int:
+    none = policy_pb2.LogitsReturnPolicy(none=True)
+    inputs = [executor_pb2.PrefillInput(input_ids=prompt, logits_policy=none) for prompt in prompts]
+    prefilled = await stub.BatchPrefill(executor_pb2.BatchPrefillRequest(inputs=inputs))
+    made = [result.output.kv_cache for result in prefilled.results]
+    await stub.ReleaseCache(cache_pb2.ReleaseCacheRequest(kv_caches=made))
+    arrivals = Arrivals(size, num_tokens)
+
+    async def draw(index: int, prompt: list[int]) -> None:
         request = executor_pb2.GenerateRequest(
             input_ids=prompt,
             logits_policy=policy,
@@ -151,20 +191,14 @@ async def _run_grpc(
             n=size // len(prompts),
             ignore_eos=True,
         )
-        count = 0
         async for reply in stub.Generate(request):
             for output in reply.outputs:
-                count += len(output.outputs.tokens)
+                arrivals.add((index, output.index), len(output.outputs.tokens), reply.timing.run_ns)
                 handles[index, output.index] = output.kv_cache
-        return count
 
-    started = time.perf_counter()
-    counts = await asyncio.gather(*(draw(index, prompt) for index, prompt in enumerate(prompts)))
-    elapsed = time.perf_counter() - started
+    await asyncio.gather(*(draw(index, prompt) for index, prompt in enumerate(prompts)))
     await stub.ReleaseCache(cache_pb2.ReleaseCacheRequest(kv_caches=handles.values()))
-    if sum(counts) != size * num_tokens:
-        raise RuntimeError(f"{sum(counts)} tokens were drawn, not {size * num_tokens}")
-    return sum(counts) / elapsed
+    return arrivals.rate(), arrivals.step_ms()
 
 
 def _figures(rates: dict[str, Pair]) -> dict[str, dict[str, Any]]:
@@ -194,14 +228,15 @@ def _environment(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _print_table(report: dict[str, Any]) -> None:
-    print(f"{report['model']}, commit {report['commit']}: tokens/s, prefill of {PROMPT_TOKENS} included")
-    print(f"  {'':<14} {'in process':>22} {'gRPC':>22} {'ratio':>20} {'executor share':>16}")
+    print(f"{report['model']}, commit {report['commit']}: tokens/s behind {PROMPT_TOKENS} tokens of context")
+    print(f"  {'':<14} {'in process':>22} {'gRPC':>22} {'ratio':>20} {'steps, ms':>14}")
     for name, row in report["figures"].items():
         cells = [
             f"{row[key]['median']:{form}} ({row[key]['min']:{form}}-{row[key]['max']:{form}})"
             for key, form in (("in process", ".1f"), ("gRPC", ".1f"), ("ratio", ".3f"))
         ]
-        print(f"  {name:<14} {cells[0]:>22} {cells[1]:>22} {cells[2]:>20} {row['executor share']['median']:16.2f}")
+        steps = f"{row['step']['median']:.1f} / {row['gRPC step']['median']:.1f}"
+        print(f"  {name:<14} {cells[0]:>22} {cells[1]:>22} {cells[2]:>20} {steps:>14}")
 
 
 if __name__ == "__main__":

@@ -141,19 +141,13 @@ def unary(
     handler: Callable[[_S, _Request, Context], Awaitable[_Response]],
 ) -> Callable[[_S, _Request, Context], Awaitable[_Response]]:
     """Wrap a unary method: errors become statuses and one log line each, and the call is counted while it runs."""
-    rpc = handler.__name__
+    refusing = _refusing(handler)
 
     @functools.wraps(handler)
     async def call(self: _S, request: _Request, context: Context) -> _Response:
         self.state.num_active += 1
         try:
-            return await handler(self, request, context)
-        except FerruleError as error:
-            await refuse(context, rpc, error)
-        except grpc.aio.AbortError:
-            raise
-        except Exception as failure:  # noqa: BLE001  (fault_of logs it)
-            await refuse(context, rpc, fault_of(failure, rpc))
+            return await refusing(self, request, context)
         finally:
             self.state.num_active -= 1
 
@@ -165,12 +159,19 @@ def streamed(handler: Callable[[_S, _Request, Context], Awaitable[None]]) -> Any
 
     Any, because the stubs know such methods as ones that return an iterator.
     """
+    return _refusing(handler)
+
+
+def _refusing(
+    handler: Callable[[_S, _Request, Context], Awaitable[_Response]],
+) -> Callable[[_S, _Request, Context], Awaitable[_Response]]:
+    """Wrap a method: what it raises ends the call with a status and one log line."""
     rpc = handler.__name__
 
     @functools.wraps(handler)
-    async def call(self: _S, request: _Request, context: Context) -> None:
+    async def call(self: _S, request: _Request, context: Context) -> _Response:
         try:
-            await handler(self, request, context)
+            return await handler(self, request, context)
         except FerruleError as error:
             await refuse(context, rpc, error)
         except grpc.aio.AbortError:

@@ -1,0 +1,598 @@
+"""Every instruction that Python has no word for, in one place: a port to another compiler touches this file alone.
+
+An intrinsic is declared as a plain function whose signature gives the register kinds and whose decorator gives the PTX.
+The body never runs: :mod:`ferrule_server.kernels.cuda.compile` turns declarations into numba intrinsics, the simulator
+of the tests has a twin of each. Importing this module needs neither numba nor a GPU.
+
+Addresses are byte addresses (``Address``, 64 bits, global memory) or byte offsets into the dynamic shared memory of the
+CTA (``Offset``, 32 bits); there is no other shared memory. ``Vec4`` is four 32-bit words, 16 bytes; addresses of vector
+accesses are multiples of 16. bf16 values travel as raw bits, two to a word, the lower address in the lower half.
+
+Memory model (PTX ISA, chapter "Memory Consistency Model"): ``load_*`` and ``store_*`` are weak: only what barriers, a
+fence with a ticket, or ``grid_wait`` put before a load is certain to be seen by it. ``*_relaxed`` are strong at gpu
+scope. Source of the instructions: NVIDIA, "Parallel Thread Execution ISA", version 9.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+__all__ = ["INTRINSICS", "Address", "F32x4", "Intrinsic", "Offset", "Vec4", "device"]
+
+Address = int
+Offset = int
+U32 = int
+I32 = int
+U64 = int
+F32 = float
+Vec2 = tuple[int, int]
+Vec4 = tuple[int, int, int, int]
+F32x4 = tuple[float, float, float, float]
+
+_KINDS = {"Address": "l", "U64": "l", "Offset": "s", "U32": "r", "I32": "i", "F32": "f"}
+_TUPLES = {"Vec2": ("r",) * 2, "Vec4": ("r",) * 4, "F32x4": ("f",) * 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Intrinsic:
+    """What an intrinsic compiles to.
+
+    Attributes:
+        name: Of the function.
+        ptx: One or more instructions; ``$0``, ``$1``, ... are the results, then the arguments, tuples laid out flat.
+        results: Register kinds of the results: r (u32), i (i32), l (64 bits), f (f32).
+        arguments: One tuple of register kinds per argument; kind s is an offset into shared memory.
+        is_pure: Neither reads nor writes memory and synchronises nothing: may be moved, merged and dropped.
+        since: First compute capability that has it, times 10; on older ones it is left out.
+    """
+
+    name: str
+    ptx: str
+    results: tuple[str, ...]
+    arguments: tuple[tuple[str, ...], ...]
+    is_pure: bool
+    since: int
+
+
+INTRINSICS: dict[str, Intrinsic] = {}
+"""All declarations, by name; filled once, while this module is imported."""
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+def device(function: _Function) -> _Function:
+    """Mark a function made of intrinsics as one that kernels may call; it is inlined.
+
+    Keyword-only parameters are compile-time constants, as in kernels.
+    """
+    function.__ferrule_device__ = True  # type: ignore[attr-defined]
+    return function
+
+
+def _ptx(ptx: str, *, is_pure: bool = False, since: int = 80) -> Callable[[_Function], _Function]:
+    def declare(function: _Function) -> _Function:
+        annotations = dict(function.__annotations__)
+        results = _kinds(annotations.pop("return"))
+        arguments = tuple(_kinds(annotation) for annotation in annotations.values())
+        name = function.__name__
+        INTRINSICS[name] = Intrinsic(name, ptx, results, arguments, is_pure, since)
+        return function
+
+    return declare
+
+
+def _kinds(annotation: str) -> tuple[str, ...]:
+    if annotation == "None":
+        return ()
+    return _TUPLES.get(annotation) or (_KINDS[annotation],)
+
+
+def _compiled_only() -> RuntimeError:
+    return RuntimeError("an intrinsic runs on a device or in the simulator of the tests, not in Python")
+
+
+# Threads. All four are constant during a kernel.
+
+
+@_ptx("mov.u32 $0, %tid.x;", is_pure=True)
+def thread_id() -> I32:
+    """Return the index of this thread in its CTA."""
+    raise _compiled_only()
+
+
+@_ptx("mov.u32 $0, %ctaid.x;", is_pure=True)
+def cta_id() -> I32:
+    """Return the index of this CTA in the grid."""
+    raise _compiled_only()
+
+
+@_ptx("mov.u32 $0, %nctaid.x;", is_pure=True)
+def num_ctas() -> I32:
+    """Return the number of CTAs of the grid."""
+    raise _compiled_only()
+
+
+@_ptx("mov.u32 $0, %ctaid.y;", is_pure=True)
+def cta_id_y() -> I32:
+    """Return the second index of this CTA in the grid."""
+    raise _compiled_only()
+
+
+# Global memory.
+
+
+@_ptx("ld.global.L1::no_allocate.v4.u32 {$0, $1, $2, $3}, [$4];")
+def load_stream_v4(address: Address) -> Vec4:
+    """Load 16 bytes that nobody writes while the model lives (weights): may stand above ``grid_wait``.
+
+    Not ``.nc``: with it ptxas sinks the load below the wait, and the prefetch is lost.
+    """
+    raise _compiled_only()
+
+
+@_ptx("ld.global.v4.u32 {$0, $1, $2, $3}, [$4];")
+def load_v4(address: Address) -> Vec4:
+    """Load 16 bytes, weak."""
+    raise _compiled_only()
+
+
+@_ptx("ld.global.v2.u32 {$0, $1}, [$2];")
+def load_v2(address: Address) -> Vec2:
+    """Load 8 bytes, weak; the address is a multiple of 8."""
+    raise _compiled_only()
+
+
+@_ptx("ld.global.u32 $0, [$1];")
+def load_u32(address: Address) -> U32:
+    """Load 32 bits, weak."""
+    raise _compiled_only()
+
+
+@_ptx("ld.global.s32 $0, [$1];")
+def load_i32(address: Address) -> I32:
+    """Load a signed 32-bit integer, weak."""
+    raise _compiled_only()
+
+
+@_ptx("ld.global.u64 $0, [$1];")
+def load_u64(address: Address) -> U64:
+    """Load 64 bits, weak."""
+    raise _compiled_only()
+
+
+@_ptx("ld.global.f32 $0, [$1];")
+def load_f32(address: Address) -> F32:
+    """Load a float32, weak."""
+    raise _compiled_only()
+
+
+@_ptx("{ .reg .b16 h; ld.global.u16 h, [$1]; cvt.u32.u16 $0, h; }")
+def load_u16(address: Address) -> U32:
+    """Load 16 bits (the raw bits of one bf16), zero-extended, weak."""
+    raise _compiled_only()
+
+
+@_ptx("ld.relaxed.gpu.global.v4.f32 {$0, $1, $2, $3}, [$4];")
+def load_relaxed_f32x4(address: Address) -> F32x4:
+    """Load four float32 that another CTA of this grid wrote, strong at gpu scope."""
+    raise _compiled_only()
+
+
+@_ptx("ld.relaxed.gpu.global.f32 $0, [$1];")
+def load_relaxed_f32(address: Address) -> F32:
+    """Load a float32 that another CTA of this grid wrote, strong at gpu scope."""
+    raise _compiled_only()
+
+
+@_ptx("ld.relaxed.gpu.global.u32 $0, [$1];")
+def load_relaxed_u32(address: Address) -> U32:
+    """Load 32 bits that another CTA of this grid wrote, strong at gpu scope."""
+    raise _compiled_only()
+
+
+@_ptx("ld.relaxed.gpu.global.u64 $0, [$1];")
+def load_relaxed_u64(address: Address) -> U64:
+    """Load 64 bits that another CTA of this grid wrote, strong at gpu scope."""
+    raise _compiled_only()
+
+
+@_ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};")
+def store_v4(address: Address, value: Vec4) -> None:
+    """Store 16 bytes, weak."""
+    raise _compiled_only()
+
+
+@_ptx("st.global.v4.f32 [$0], {$1, $2, $3, $4};")
+def store_f32x4(address: Address, value: F32x4) -> None:
+    """Store four float32, weak."""
+    raise _compiled_only()
+
+
+@_ptx("st.global.u32 [$0], $1;")
+def store_u32(address: Address, value: U32) -> None:
+    """Store 32 bits, weak."""
+    raise _compiled_only()
+
+
+@_ptx("st.global.s32 [$0], $1;")
+def store_i32(address: Address, value: I32) -> None:
+    """Store a signed 32-bit integer, weak."""
+    raise _compiled_only()
+
+
+@_ptx("st.global.u64 [$0], $1;")
+def store_u64(address: Address, value: U64) -> None:
+    """Store 64 bits, weak."""
+    raise _compiled_only()
+
+
+@_ptx("st.global.f32 [$0], $1;")
+def store_f32(address: Address, value: F32) -> None:
+    """Store a float32, weak."""
+    raise _compiled_only()
+
+
+@_ptx("{ .reg .b16 h; cvt.u16.u32 h, $1; st.global.u16 [$0], h; }")
+def store_u16(address: Address, value: U32) -> None:
+    """Store the low 16 bits (the raw bits of one bf16), weak."""
+    raise _compiled_only()
+
+
+# Global memory, atomic. All are relaxed at gpu scope: order comes from fences.
+
+
+@_ptx("atom.relaxed.gpu.global.inc.u32 $0, [$1], $2;")
+def atomic_increment_wrapping(address: Address, last: U32) -> U32:
+    """Add 1, or go back to 0 from ``last``; return the value before: a ticket counter that resets itself."""
+    raise _compiled_only()
+
+
+@_ptx("red.relaxed.gpu.global.add.u32 [$0], $1;")
+def atomic_add_u32(address: Address, value: U32) -> None:
+    """Add to a 32-bit counter."""
+    raise _compiled_only()
+
+
+@_ptx("red.relaxed.gpu.global.add.u64 [$0], $1;")
+def atomic_add_u64(address: Address, value: U64) -> None:
+    """Add to a 64-bit counter."""
+    raise _compiled_only()
+
+
+# Shared memory: offsets in bytes from the start of the CTA's dynamic shared memory.
+
+
+@_ptx("ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];")
+def shared_load_v4(offset: Offset) -> Vec4:
+    """Load 16 bytes from shared memory."""
+    raise _compiled_only()
+
+
+@_ptx("ld.shared.u32 $0, [$1];")
+def shared_load_u32(offset: Offset) -> U32:
+    """Load 32 bits from shared memory."""
+    raise _compiled_only()
+
+
+@_ptx("ld.shared.s32 $0, [$1];")
+def shared_load_i32(offset: Offset) -> I32:
+    """Load a signed 32-bit integer from shared memory."""
+    raise _compiled_only()
+
+
+@_ptx("ld.shared.u64 $0, [$1];")
+def shared_load_u64(offset: Offset) -> U64:
+    """Load 64 bits from shared memory."""
+    raise _compiled_only()
+
+
+@_ptx("ld.shared.f32 $0, [$1];")
+def shared_load_f32(offset: Offset) -> F32:
+    """Load a float32 from shared memory."""
+    raise _compiled_only()
+
+
+@_ptx("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];")
+def shared_load_f32x4(offset: Offset) -> F32x4:
+    """Load four float32 from shared memory."""
+    raise _compiled_only()
+
+
+@_ptx("st.shared.v4.u32 [$0], {$1, $2, $3, $4};")
+def shared_store_v4(offset: Offset, value: Vec4) -> None:
+    """Store 16 bytes to shared memory."""
+    raise _compiled_only()
+
+
+@_ptx("st.shared.u32 [$0], $1;")
+def shared_store_u32(offset: Offset, value: U32) -> None:
+    """Store 32 bits to shared memory."""
+    raise _compiled_only()
+
+
+@_ptx("st.shared.s32 [$0], $1;")
+def shared_store_i32(offset: Offset, value: I32) -> None:
+    """Store a signed 32-bit integer to shared memory."""
+    raise _compiled_only()
+
+
+@_ptx("st.shared.u64 [$0], $1;")
+def shared_store_u64(offset: Offset, value: U64) -> None:
+    """Store 64 bits to shared memory."""
+    raise _compiled_only()
+
+
+@_ptx("st.shared.f32 [$0], $1;")
+def shared_store_f32(offset: Offset, value: F32) -> None:
+    """Store a float32 to shared memory."""
+    raise _compiled_only()
+
+
+@_ptx("st.shared.v4.f32 [$0], {$1, $2, $3, $4};")
+def shared_store_f32x4(offset: Offset, value: F32x4) -> None:
+    """Store four float32 to shared memory."""
+    raise _compiled_only()
+
+
+@_ptx("{ .reg .b16 h; cvt.u16.u32 h, $1; st.shared.u16 [$0], h; }")
+def shared_store_u16(offset: Offset, value: U32) -> None:
+    """Store the low 16 bits to shared memory."""
+    raise _compiled_only()
+
+
+@_ptx("{ .reg .b16 h; ld.shared.u16 h, [$1]; cvt.u32.u16 $0, h; }")
+def shared_load_u16(offset: Offset) -> U32:
+    """Load 16 bits from shared memory, zero-extended."""
+    raise _compiled_only()
+
+
+@_ptx("red.shared.add.u32 [$0], $1;")
+def shared_add_u32(offset: Offset, value: U32) -> None:
+    """Add atomically to 32 bits of shared memory."""
+    raise _compiled_only()
+
+
+@_ptx("red.shared.add.u64 [$0], $1;")
+def shared_add_u64(offset: Offset, value: U64) -> None:
+    """Add atomically to 64 bits of shared memory."""
+    raise _compiled_only()
+
+
+@_ptx("cp.async.cg.shared.global [$0], [$1], 16;")
+def copy_async_16(offset: Offset, address: Address) -> None:
+    """Begin to copy 16 bytes from global to shared memory; done for this thread after ``copy_async_wait``."""
+    raise _compiled_only()
+
+
+@_ptx("cp.async.commit_group;")
+def copy_async_commit() -> None:
+    """Close the group of this thread's copies begun since the last commit."""
+    raise _compiled_only()
+
+
+@_ptx("cp.async.wait_group 0;")
+def copy_async_wait_all() -> None:
+    """Wait until all of this thread's groups have arrived; other threads see them after a barrier."""
+    raise _compiled_only()
+
+
+@_ptx("cp.async.wait_group 1;")
+def copy_async_wait_1() -> None:
+    """Wait until all of this thread's groups but the last one have arrived."""
+    raise _compiled_only()
+
+
+# Order.
+
+
+@_ptx("bar.sync 0;")
+def barrier() -> None:
+    """Wait for all threads of the CTA; what any of them did before is seen by all after."""
+    raise _compiled_only()
+
+
+@_ptx("bar.warp.sync 0xffffffff;")
+def warp_barrier() -> None:
+    """Wait for all threads of the warp; what any of them did before is seen by all after."""
+    raise _compiled_only()
+
+
+@_ptx("fence.acq_rel.gpu;")
+def fence() -> None:
+    """Order this thread's accesses, and those it has observed, before and after it for the whole GPU."""
+    raise _compiled_only()
+
+
+@_ptx("griddepcontrol.wait;", since=90)
+def grid_wait() -> None:
+    """Wait until the kernels before this one are complete and seen; every kernel of the chain executes it.
+
+    Before sm_90 there is nothing to wait for: kernels of one stream follow each other whole.
+    """
+    raise _compiled_only()
+
+
+@_ptx("griddepcontrol.launch_dependents;", since=90)
+def grid_launch_dependents() -> None:
+    """Let the next kernel of the chain start what it does before its own ``grid_wait``."""
+    raise _compiled_only()
+
+
+# Warps. All 32 lanes take part; nobody else's memory accesses are ordered by them.
+
+
+@_ptx("shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;")
+def shuffle_xor_f32(value: F32, lane_mask: I32) -> F32:
+    """Return the value of the lane whose index differs in the bits of ``lane_mask``."""
+    raise _compiled_only()
+
+
+@_ptx("shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;")
+def shuffle_xor_u32(value: U32, lane_mask: I32) -> U32:
+    """Return the value of the lane whose index differs in the bits of ``lane_mask``."""
+    raise _compiled_only()
+
+
+@_ptx("shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;")
+def shuffle_f32(value: F32, lane: I32) -> F32:
+    """Return the value of ``lane``."""
+    raise _compiled_only()
+
+
+@_ptx("shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;")
+def shuffle_u32(value: U32, lane: I32) -> U32:
+    """Return the value of ``lane``."""
+    raise _compiled_only()
+
+
+@_ptx("{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }")
+def ballot(predicate: I32) -> U32:
+    """Return a word whose bit i says whether lane i's predicate is not 0."""
+    raise _compiled_only()
+
+
+_MMA_BF16 = (
+    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+    "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+)
+
+
+@_ptx(_MMA_BF16)
+def mma_bf16(a: Vec4, b: Vec2, c: F32x4) -> F32x4:
+    """Return ``a @ b + c`` over the warp: a is 16 x 16 (rows x k), b is 16 x 8 (k x columns), float32 sums.
+
+    Fragments of lane ``4 g + t``: a = (row g, k 2t..2t+1), (row g+8, k 2t..), (row g, k 2t+8..), (row g+8, k 2t+8..);
+    b = (k 2t..2t+1, column g), (k 2t+8.., column g); c = (row g, columns 2t, 2t+1), (row g+8, columns 2t, 2t+1).
+    """
+    raise _compiled_only()
+
+
+# Numbers. Approximations follow the PTX ISA: ex2, lg2, rcp and rsqrt err by at most 2 ulp in float32.
+
+
+@_ptx("mov.b32 $0, $1;", is_pure=True)
+def float_bits(value: F32) -> U32:
+    """Return the bits of a float32."""
+    raise _compiled_only()
+
+
+@_ptx("mov.b32 $0, $1;", is_pure=True)
+def bits_float(bits: U32) -> F32:
+    """Return the float32 of these bits."""
+    raise _compiled_only()
+
+
+@_ptx("shl.b32 $0, $1, 16;", is_pure=True)
+def bf16_low(word: U32) -> F32:
+    """Return the lower bf16 of a word."""
+    raise _compiled_only()
+
+
+@_ptx("and.b32 $0, $1, 0xffff0000;", is_pure=True)
+def bf16_high(word: U32) -> F32:
+    """Return the upper bf16 of a word."""
+    raise _compiled_only()
+
+
+@_ptx("cvt.rn.bf16x2.f32 $0, $2, $1;", is_pure=True)
+def pack_bf16(low: F32, high: F32) -> U32:
+    """Return two values rounded to bf16, to nearest even."""
+    raise _compiled_only()
+
+
+@_ptx("{ .reg .b32 w; cvt.rn.bf16x2.f32 w, 0f00000000, $1; shl.b32 $0, w, 16; }", is_pure=True)
+def round_bf16(value: F32) -> F32:
+    """Return the value rounded to bf16, as a float32."""
+    raise _compiled_only()
+
+
+@_ptx("fma.rn.ftz.f32 $0, $1, $2, $3;", is_pure=True)
+def fma(a: F32, b: F32, c: F32) -> F32:
+    """Return ``a * b + c``, rounded once."""
+    raise _compiled_only()
+
+
+@_ptx("ex2.approx.ftz.f32 $0, $1;", is_pure=True)
+def exp2(value: F32) -> F32:
+    """Return 2 to the power of the value."""
+    raise _compiled_only()
+
+
+@_ptx("lg2.approx.ftz.f32 $0, $1;", is_pure=True)
+def log2(value: F32) -> F32:
+    """Return the binary logarithm."""
+    raise _compiled_only()
+
+
+@_ptx("rcp.approx.ftz.f32 $0, $1;", is_pure=True)
+def reciprocal(value: F32) -> F32:
+    """Return 1 / value."""
+    raise _compiled_only()
+
+
+@_ptx("rsqrt.approx.ftz.f32 $0, $1;", is_pure=True)
+def reciprocal_sqrt(value: F32) -> F32:
+    """Return 1 / sqrt(value)."""
+    raise _compiled_only()
+
+
+@_ptx("max.f32 $0, $1, $2;", is_pure=True)
+def max_f32(a: F32, b: F32) -> F32:
+    """Return the larger; of a number and NaN the number."""
+    raise _compiled_only()
+
+
+@_ptx("prmt.b32 $0, $1, $2, $3;", is_pure=True)
+def permute_bytes(a: U32, b: U32, selector: U32) -> U32:
+    """Return four of the eight bytes of (a, b), chosen by the four nibbles of the selector; 4..7 are b's."""
+    raise _compiled_only()
+
+
+@_ptx("cvt.rn.f32.s32 $0, $1;", is_pure=True)
+def float_of(value: I32) -> F32:
+    """Return the integer as a float32, rounded to nearest."""
+    raise _compiled_only()
+
+
+@_ptx("cvt.rni.u64.f32 $0, $1;", is_pure=True)
+def round_u64(value: F32) -> U64:
+    """Return the nearest unsigned 64-bit integer; values below 0 give 0."""
+    raise _compiled_only()
+
+
+@_ptx("cvt.rn.f32.u64 $0, $1;", is_pure=True)
+def float_of_u64(value: U64) -> F32:
+    """Return the unsigned integer as a float32, rounded to nearest."""
+    raise _compiled_only()
+
+
+@_ptx("mul.hi.u32 $0, $1, $2;", is_pure=True)
+def multiply_high(a: U32, b: U32) -> U32:
+    """Return the upper 32 bits of the product."""
+    raise _compiled_only()
+
+
+@_ptx("mul.lo.u32 $0, $1, $2;", is_pure=True)
+def multiply_low(a: U32, b: U32) -> U32:
+    """Return the lower 32 bits of the product: wraps on purpose."""
+    raise _compiled_only()
+
+
+@_ptx("mul.hi.u64 $0, $1, $2;", is_pure=True)
+def multiply_high_u64(a: U64, b: U64) -> U64:
+    """Return the upper 64 bits of the product."""
+    raise _compiled_only()
+
+
+@_ptx("add.u32 $0, $1, $2;", is_pure=True)
+def add_wrapping(a: U32, b: U32) -> U32:
+    """Return the lower 32 bits of the sum: wraps on purpose."""
+    raise _compiled_only()
+
+
+@_ptx("popc.b32 $0, $1;", is_pure=True)
+def count_ones(word: U32) -> I32:
+    """Return the number of bits that are 1."""
+    raise _compiled_only()

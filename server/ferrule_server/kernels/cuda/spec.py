@@ -1,0 +1,87 @@
+"""What one compiled kernel is and what is promised of its machine code; the shapes of the models it is built for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ferrule_server.kernels.cuda.specialise import Constant
+
+__all__ = ["MODEL_SHAPES", "KernelSpec", "ModelShape"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of a model that decide which kernels it needs.
+
+    Attributes:
+        hidden_size: Width of the residual stream.
+        intermediate_size: Width inside the feed-forward part.
+        num_layers: Decoder layers.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads, a divisor of ``num_heads``.
+        head_dim: Width of one head, 64 or 128.
+        vocab_size: Rows of the output head.
+        has_qk_norm: Query and key heads are normalised before the rotation (Qwen3).
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    has_qk_norm: bool
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def qkv_size(self) -> int:
+        """Rows of the joint query, key and value projection."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+MODEL_SHAPES: dict[str, ModelShape] = {
+    "Qwen3-0.6B": ModelShape(1024, 3072, 28, 16, 8, 128, 151936, True),
+    "Qwen3-1.7B": ModelShape(2048, 6144, 28, 16, 8, 128, 151936, True),
+    "Qwen3-4B": ModelShape(2560, 9728, 36, 32, 8, 128, 151936, True),
+    "Qwen3-8B": ModelShape(4096, 12288, 36, 32, 8, 128, 151936, True),
+    "Llama-3.2-1B": ModelShape(2048, 8192, 16, 32, 8, 64, 128256, False),
+}
+"""The models whose machine code is checked (their config.json on the Hugging Face hub)."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """One kernel with its constants and the resources it is planned with.
+
+    Attributes:
+        kernel: A function in the language of :mod:`ferrule_server.kernels.cuda.specialise`.
+        constants: Its keyword-only parameters, sorted by name.
+        num_threads: Per CTA, a multiple of 32.
+        shared_bytes: Dynamic shared memory per CTA at the largest runtime sizes it is planned for.
+        ctas_per_sm: CTAs that must fit one multiprocessor together; bounds registers and shared memory.
+        has_mma: The machine code holds tensor-core instructions.
+        min_vector_loads: At least so many 16-byte global loads stand in the machine code.
+        prefetches: Loads of immutable data stand above ``grid_wait``.
+        has_ticket: CTAs meet at a ticket: a fence and a strong atomic stand in the code.
+    """
+
+    kernel: Callable[..., None]
+    constants: tuple[tuple[str, Constant], ...]
+    num_threads: int
+    shared_bytes: int
+    ctas_per_sm: int = 1
+    has_mma: bool = False
+    min_vector_loads: int = 1
+    prefetches: bool = False
+    has_ticket: bool = False
+
+    @property
+    def name(self) -> str:
+        """Kernel and constants, readable and unique: ``gemv[M=1,R=2]``."""
+        return f"{self.kernel.__name__}[{','.join(f'{key}={value}' for key, value in self.constants)}]"

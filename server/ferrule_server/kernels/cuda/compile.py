@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from ferrule_server.kernels.cuda.intrinsics import INTRINSICS, Intrinsic
+from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.specialise import Constant, specialise
 
-__all__ = ["ARCHITECTURES", "CompileError", "Cubin", "compile_kernel", "toolkit"]
+__all__ = ["ARCHITECTURES", "CompileError", "Cubin", "compile_kernel", "compile_spec", "tool", "toolkit"]
 
 ARCHITECTURES: dict[str, tuple[Any, ...]] = {"sm_80": (8, 0), "sm_90a": (9, 0, "a")}
 """What kernels are built for, and how numba names it."""
@@ -95,6 +96,17 @@ def compile_kernel(
     return _assemble(ptx, kernel.__name__, architecture)
 
 
+def compile_spec(spec: KernelSpec, architecture: str) -> Cubin:
+    """Compile what a spec says, with registers for at most half a multiprocessor: the next kernel starts beside it."""
+    return compile_kernel(
+        spec.kernel,
+        dict(spec.constants),
+        architecture=architecture,
+        num_threads=spec.num_threads,
+        ctas_per_sm=2 * spec.ctas_per_sm,
+    )
+
+
 def _write_ptx(
     kernel: Callable[..., None], constants: Mapping[str, Constant], architecture: str, bounds: tuple[int, int]
 ) -> str:
@@ -132,7 +144,8 @@ def _assemble(ptx: str, name: str, architecture: str) -> Cubin:
 def _resources(report: str) -> tuple[int, int, int]:
     registers = re.search(r"Used (\d+) registers", report)
     frame = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
-    assert registers and frame, report
+    assert registers, report
+    assert frame, report
     return int(registers[1]), int(frame[2]) + int(frame[3]), int(frame[1])
 
 
@@ -181,11 +194,10 @@ def _numba_intrinsic(declared: Intrinsic) -> object:
     from numba.core import types
     from numba.cuda.extending import intrinsic
 
+    tuple_of: Any = getattr(types, "UniTuple")  # noqa: B009  (numba fills this module at run time)
     outer = {"r": types.int64, "i": types.int64, "l": types.int64, "f": types.float32}
     results = [outer[kind] for kind in declared.results]
-    returned = (
-        types.void if not results else results[0] if len(results) == 1 else types.UniTuple(results[0], len(results))
-    )
+    returned = types.void if not results else results[0] if len(results) == 1 else tuple_of(results[0], len(results))
 
     def typed(context: Any, *arguments: Any) -> Any:  # noqa: ARG001
         if len(arguments) != len(declared.arguments):

@@ -24,7 +24,8 @@ import itertools
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
 from ferrule_server.kernels.cuda.intrinsics import INTRINSICS
 
@@ -38,6 +39,7 @@ CASTS = ("f32", "i32", "u32")
 _PARAMETER_KINDS = ("Address", "I32", "F32")
 _BUILTINS = {"min": min, "max": max, "abs": abs, "len": len, "range": range, "int": int, "bool": bool}
 _UNKNOWN = object()
+_Node = TypeVar("_Node", bound=ast.AST)
 
 
 class KernelError(Exception):
@@ -96,7 +98,7 @@ class Specialised:
 class _Scope:
     """What names mean inside one function."""
 
-    function: Callable[..., object]
+    function: FunctionType
     constants: dict[str, Any]
     prefix: str = ""
     arrays: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
@@ -118,6 +120,7 @@ def specialise(kernel: Callable[..., None], constants: Mapping[str, Constant]) -
     if expected != set(constants):
         raise KernelError(f"{kernel.__name__} takes the constants {sorted(expected)}, was given {sorted(constants)}")
     parameters = tuple((argument.arg, _kind(kernel, argument)) for argument in definition.args.args)
+    assert isinstance(kernel, FunctionType)
     scope = _Scope(kernel, dict(constants), locals={name for name, _ in parameters})
     body = _Writer(path).statements(_without_docstring(definition.body), scope)
     function = ast.FunctionDef(
@@ -171,7 +174,7 @@ class _Writer:
             written += self._statement(statement, scope)
         return written
 
-    def _statement(self, node: ast.stmt, scope: _Scope) -> list[ast.stmt]:
+    def _statement(self, node: ast.stmt, scope: _Scope) -> list[ast.stmt]:  # noqa: PLR0911  (one case each)
         match node:
             case ast.For():
                 return self._unroll(node, scope)
@@ -188,7 +191,9 @@ class _Writer:
                 return self._assign(node, target, value, scope)
             case ast.AugAssign():
                 value, before = self._expression(node.value, scope)
-                return [*before, _at(node, ast.AugAssign(self._target(node.target, scope), node.op, value))]
+                target = self._target(node.target, scope)
+                assert isinstance(target, ast.Name), ast.unparse(node)
+                return [*before, _at(node, ast.AugAssign(target, node.op, value))]
             case ast.Expr(value=ast.Constant()) | ast.Pass():
                 return []
             case ast.Expr():
@@ -282,7 +287,7 @@ class _Writer:
         before: list[ast.stmt] = []
         return self._write(node, scope, before), before
 
-    def _write(self, node: ast.expr, scope: _Scope, before: list[ast.stmt]) -> ast.expr:
+    def _write(self, node: ast.expr, scope: _Scope, before: list[ast.stmt]) -> ast.expr:  # noqa: PLR0911  (likewise)
         value = _evaluate(node, scope)
         if value is not _UNKNOWN:
             return _at(node, _literal(value))
@@ -336,8 +341,8 @@ class _Writer:
         if not isinstance(node.func, ast.Name):
             raise self._error(node, f"cannot call {ast.unparse(node.func)}")
         name = node.func.id
-        callee = scope.function.__globals__.get(name)  # type: ignore[attr-defined]
-        if getattr(callee, "__ferrule_device__", False):
+        callee = scope.function.__globals__.get(name)
+        if callee is not None and getattr(callee, "__ferrule_device__", False):
             return self._inline(node, callee, scope, before)
         called = getattr(callee, "__name__", name)
         if called not in INTRINSICS and called not in CASTS:
@@ -345,7 +350,7 @@ class _Writer:
         arguments = [self._write(argument, scope, before) for argument in node.args]
         return _at(node, ast.Call(ast.Name(called, ast.Load()), arguments, []))
 
-    def _inline(self, node: ast.Call, callee: Callable[..., object], scope: _Scope, before: list[ast.stmt]) -> ast.expr:
+    def _inline(self, node: ast.Call, callee: FunctionType, scope: _Scope, before: list[ast.stmt]) -> ast.expr:
         definition, _ = _parse(callee)
         parameters = [argument.arg for argument in definition.args.args]
         constants = {str(keyword.arg): self._constant(keyword.value, scope) for keyword in node.keywords}
@@ -399,10 +404,8 @@ def _literal(value: object) -> ast.expr:
     return ast.Constant(value)
 
 
-_Node = Any  # any syntax node: copy_location keeps its type, which the stubs of ast do not say for unions
-
-
 def _at(origin: ast.AST, node: _Node) -> _Node:
+    """Return ``node``, said to stand where ``origin`` stands."""
     return ast.copy_location(node, origin)
 
 
@@ -429,5 +432,5 @@ def _look_up(name: str, scope: _Scope) -> Any:
     if name in _BUILTINS:
         return _BUILTINS[name]
     if name.lstrip("_").isupper():
-        return scope.function.__globals__.get(name, _UNKNOWN)  # type: ignore[attr-defined]
+        return scope.function.__globals__.get(name, _UNKNOWN)
     return _UNKNOWN

@@ -1,0 +1,164 @@
+"""Cubins: compiled once per machine, kept on disk, found again by what they are made from.
+
+A bundle (:mod:`ferrule_server.kernels.cuda.bundle`) brings cubins from another machine; it is asked first, by the
+sources alone, so that a machine needs neither the compiler nor its versions. Then the cache of this machine
+(:mod:`ferrule_server.kernels.cuda.cubin_cache`), by sources and versions; what is in neither is compiled.
+
+    python -m ferrule_server.kernels.cuda.cubins build --architecture sm_90a --shape Qwen3-8B --output kernels.bundle
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import multiprocessing
+import os
+import platform
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+
+from ferrule_server.kernels.cuda.bundle import Bundle
+from ferrule_server.kernels.cuda.compile import CompileError, Cubin, compile_spec, toolkit
+from ferrule_server.kernels.cuda.cubin_cache import CubinCache
+from ferrule_server.kernels.cuda.sources import source_key
+from ferrule_server.kernels.cuda.spec import KernelSpec
+
+__all__ = ["Job", "Progress", "build", "load_all"]
+
+Job = tuple[KernelSpec, str]
+"""What to compile, and for which architecture."""
+
+Progress = Callable[[int, int, str], None]
+"""Called with kernels that are ready, kernels in all, and the name of the latest."""
+
+_log = logging.getLogger(__name__)
+
+
+def load_all(
+    specs: Iterable[KernelSpec],
+    architecture: str,
+    *,
+    cache: CubinCache | None = None,
+    bundle: Bundle | None = None,
+    num_workers: int | None = None,
+    progress: Progress | None = None,
+) -> dict[KernelSpec, Cubin]:
+    """Return the cubin of every spec for one architecture; like :func:`build`."""
+    jobs = [(spec, architecture) for spec in specs]
+    made = build(jobs, cache=cache, bundle=bundle, num_workers=num_workers, progress=progress)
+    return {spec: cubin for (spec, _), cubin in made.items()}
+
+
+def build(
+    jobs: Iterable[Job],
+    *,
+    cache: CubinCache | None = None,
+    bundle: Bundle | None = None,
+    num_workers: int | None = None,
+    progress: Progress | None = None,
+) -> dict[Job, Cubin]:
+    """Return the cubin of every job: from the bundle, else from the cache, else compiled and cached.
+
+    Args:
+        jobs: What is wanted; the order of the result.
+        cache: None compiles all that the bundle lacks. One that cannot be written costs a warning only.
+        bundle: Made by :func:`ferrule_server.kernels.cuda.bundle.write_bundle`, perhaps elsewhere.
+        num_workers: Processes that compile; None: one per core.
+        progress: Told of each kernel that is ready.
+
+    Raises:
+        KernelError: A kernel's source leaves the language.
+        CompileError: Kernels are missing and the toolkit is too, or it refuses one.
+    """
+    jobs = list(dict.fromkeys(jobs))
+    report = progress or _no_progress
+    made: dict[Job, Cubin] = {}
+    missing: dict[str, list[Job]] = {}
+    for job in jobs:
+        found = _find(job, cache, bundle)
+        if found is None:
+            missing.setdefault(source_key(*job), []).append(job)
+            continue
+        made[job] = found
+        report(len(made), len(jobs), job[0].name)
+    if missing:
+        _check_toolkit(missing)
+    for job, cubin in _compile_all([same[0] for same in missing.values()], num_workers):
+        _keep(job, cubin, cache)
+        made.update(dict.fromkeys(missing[source_key(*job)], cubin))
+        report(len(made), len(jobs), job[0].name)
+    return {job: made[job] for job in jobs}
+
+
+def _no_progress(done: int, total: int, name: str) -> None:
+    pass
+
+
+def _find(job: Job, cache: CubinCache | None, bundle: Bundle | None) -> Cubin | None:
+    found = bundle.find(source_key(*job)) if bundle else None
+    if found is None and cache is not None and _has_toolkit():
+        found = cache.find(_cache_key(job))
+    return found
+
+
+def _has_toolkit() -> bool:
+    try:
+        return bool(toolkit())
+    except CompileError:
+        return False
+
+
+def _check_toolkit(missing: Mapping[str, list[Job]]) -> None:
+    try:
+        toolkit()
+    except CompileError as error:
+        (spec, architecture), *_ = next(iter(missing.values()))
+        raise CompileError(
+            f"{len(missing)} kernels are in no bundle, the first is {spec.name} for {architecture}, and {error}"
+        ) from error
+
+
+def _cache_key(job: Job) -> str:
+    return hashlib.sha256(f"{source_key(*job)} {_versions()}".encode()).hexdigest()[:32]
+
+
+def _versions() -> str:
+    """Return what decides the machine code besides sources: numba compiles bytecode, which Python's version shapes."""
+    return f"python={'.'.join(platform.python_version_tuple()[:2])} {toolkit()}"
+
+
+def _keep(job: Job, cubin: Cubin, cache: CubinCache | None) -> None:
+    if cache is None:
+        return
+    spec, architecture = job
+    description = {
+        "spec": spec.name,
+        "source_key": source_key(spec, architecture),
+        "versions": _versions(),
+        "num_threads": spec.num_threads,
+        "ctas_per_sm": spec.ctas_per_sm,
+    }
+    try:
+        cache.store(_cache_key(job), cubin, description)
+    except OSError as error:
+        _log.warning("event=cubin_not_cached folder=%s error=%r", cache.folder, error)
+
+
+def _compile_all(jobs: list[Job], num_workers: int | None) -> Iterable[tuple[Job, Cubin]]:
+    """Yield each job with its cubin as it is done; a single one is compiled in this process."""
+    num_workers = min(num_workers or os.cpu_count() or 1, len(jobs))
+    if num_workers <= 1:
+        for job in jobs:
+            yield job, compile_spec(*job)
+        return
+    context = multiprocessing.get_context("spawn")  # a fork would copy the locks of torch's and gRPC's threads
+    with ProcessPoolExecutor(num_workers, mp_context=context) as pool:
+        waiting: dict[Future[Cubin], Job] = {pool.submit(compile_spec, *job): job for job in jobs}
+        try:
+            for done in as_completed(waiting):
+                yield waiting[done], done.result()
+        except BrokenProcessPool as error:
+            raise CompileError("a process that compiled kernels died; is there enough memory?") from error
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)

@@ -366,6 +366,12 @@ def copy_async_16(offset: Offset, address: Address) -> None:
     raise _compiled_only()
 
 
+@_ptx("cp.async.cg.shared.global [$0], [$1], 16, $2;")
+def copy_async_16_or_zeros(offset: Offset, address: Address, num_bytes: I32) -> None:
+    """Begin to copy 16 bytes if ``num_bytes`` is 16; if it is 0 read nothing and write zeros instead."""
+    raise _compiled_only()
+
+
 @_ptx("cp.async.commit_group;")
 def copy_async_commit() -> None:
     """Close the group of this thread's copies begun since the last commit."""

@@ -6,14 +6,15 @@ import random
 from collections.abc import Generator
 from typing import Any
 
+from tests.kernels.cuda.simulator.clocks import Clocks, ThreadClock
 from tests.kernels.cuda.simulator.errors import Deadlock, Divergence, SimulationError, WaitMissing
 from tests.kernels.cuda.simulator.memory import PAGE_BITS, Memory, Page, views
+from tests.kernels.cuda.simulator.races import CTA_BITS, SHARED_BIT, check
 from tests.kernels.cuda.simulator.translate import Program
 from tests.kernels.cuda.simulator.warps import WARP_OPERATIONS
 
 __all__ = ["Cta", "Grid", "Thread"]
 
-_SHARED_BIT = 1 << 50
 _NO_PAGES: dict[int, Page] = {}
 
 
@@ -32,7 +33,7 @@ class Cta:
         self.immutable: dict[int, Page] = {}
         self.writable: dict[int, Page] = {}
         self.pending: dict[int, int] = {}
-        self.shared_base = _SHARED_BIT + (index << 20)
+        self.shared_base = SHARED_BIT + (index << CTA_BITS)
         self.threads: list[Thread] = []
         self.at_barrier: list[Thread] = []
         self.num_left = 0
@@ -77,16 +78,16 @@ class Thread:
     """One thread; ``loads`` and ``stores`` are the pages it may touch without asking."""
 
     __slots__ = (
-        "codes", "cta", "groups", "has_waited", "loads", "log", "open_copies", "reply", "request", "send", "shared",
+        "clock", "cta", "groups", "has_waited", "loads", "log", "open_copies", "reply", "request", "send", "shared",
         "shared_base", "stores", "thread_id", "warp",
     )  # fmt: skip
 
-    def __init__(self, cta: Cta, warp: Warp, thread_id: int) -> None:
+    def __init__(self, cta: Cta, warp: Warp, thread_id: int, index: int) -> None:
         self.cta, self.warp, self.thread_id = cta, warp, thread_id
         self.loads, self.stores = cta.immutable, _NO_PAGES
         self.shared, self.shared_base = cta.views, cta.shared_base
-        self.codes: list[int] = []
-        self.log = self.codes.append
+        self.clock = ThreadClock(index, [])
+        self.log = self.clock.codes.append
         self.open_copies: list[tuple[int, bytearray, int]] = []
         self.groups: list[list[tuple[int, bytearray, int]]] = []
         self.has_waited = False
@@ -96,15 +97,6 @@ class Thread:
     def begin(self, generator: Generator[Any, Any, None]) -> None:
         """Take the code to run."""
         self.send = generator.send
-
-    def observe(self, address: int) -> None:
-        """Note a strong load."""
-
-    def exchange(self, address: int) -> None:
-        """Note an atomic."""
-
-    def fence(self) -> None:
-        """Note a fence."""
 
     def __str__(self) -> str:
         return f"thread {self.thread_id} of CTA ({self.cta.x}, {self.cta.y})"
@@ -138,6 +130,7 @@ class Grid:
         self._random = random.Random(seed)
         self._ctas = [Cta(self, y * grid[0] + x, x, y, shared_bytes) for y in range(grid[1]) for x in range(grid[0])]
         self._threads: list[Thread] = []
+        self.clocks = Clocks(len(self._ctas) * num_threads)
         for cta in self._ctas:
             self._fill(cta, num_threads, arguments)
         self._ready = list(self._threads)
@@ -149,7 +142,8 @@ class Grid:
         for first in range(0, num_threads, 32):
             warp = Warp()
             for thread_id in range(first, first + 32):
-                thread = Thread(cta, warp, thread_id)
+                thread = Thread(cta, warp, thread_id, len(self._threads) + thread_id)
+                self.clocks.begin(thread.clock)
                 thread.begin(self.program.start(thread, *arguments))
                 warp.threads.append(thread)
                 cta.threads.append(thread)
@@ -171,6 +165,8 @@ class Grid:
         self._run()
         if self._num_left:
             raise Deadlock(self._stuck())
+        clocks = [thread.clock for thread in self._threads]
+        check(self.program, self.clocks, clocks, self.memory, len(self._ctas[0].threads))
 
     def _resume(self, threads: list[Thread]) -> None:
         order = list(threads)
@@ -228,6 +224,8 @@ class Grid:
         if any(request[1] != site for request in requests):
             raise Divergence(f"lanes of a warp are at different instructions: {self._where(warp.threads)}")
         warp.num_arrived = 0
+        if name == "warp_barrier":
+            self.clocks.join(thread.clock for thread in warp.threads)
         for thread, reply in zip(warp.threads, WARP_OPERATIONS[name](requests), strict=True):
             thread.reply, thread.request = reply, None
         self._ready += warp.threads
@@ -241,6 +239,7 @@ class Grid:
         if any(other.request is None or other.request[1] != site for other in cta.threads):
             raise Divergence(f"threads are at different barriers: {self._where(cta.threads)}")
         cta.at_barrier = []
+        self.clocks.join(other.clock for other in cta.threads)
         for other in cta.threads:
             other.request = None
         self._resume(cta.threads)

@@ -156,6 +156,10 @@ class Memory:
             raise OutOfBounds(f"address {address:#x} lies in no allocation{near}")
         return found
 
+    def allocations(self) -> list[Allocation]:
+        """Return all allocations."""
+        return list(self._by_name.values())
+
     def page(self, address: int) -> Page:
         """Return the page of an address, made now if it is touched first.
 

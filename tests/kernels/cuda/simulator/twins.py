@@ -20,7 +20,7 @@ from tests.kernels.cuda.simulator.memory import F32, I32, PAGE_BITS, U16, U32, U
 if TYPE_CHECKING:
     from tests.kernels.cuda.simulator.grid import Thread
 
-__all__ = ["ATOMIC", "GLOBAL", "SHARED", "SITE_BITS", "SIZES"]
+__all__ = ["ATOMIC", "GLOBAL", "SHARED", "SITE_BITS", "size_of"]
 
 SITE_BITS = 12
 Twin = Callable[..., object]
@@ -175,7 +175,7 @@ def _strong_loader(kind: int, size: int) -> Twin:
         page, place = _strong_page(thread, address, size)
         if page.is_mutable:
             thread.log(address << SITE_BITS | site)
-            thread.observe(address)
+            thread.cta.grid.clocks.observe(thread.clock, address)
         return page.views[kind][place >> shift]
 
     return load
@@ -185,7 +185,7 @@ def _load_relaxed_f32x4(thread: Thread, address: int, site: int) -> object:
     page, place = _strong_page(thread, address, 16)
     if page.is_mutable:
         thread.log(address << SITE_BITS | site)
-        thread.observe(address)
+        thread.cta.grid.clocks.observe(thread.clock, address)
     return struct.unpack_from("<4f", page.bytes, place)
 
 
@@ -200,7 +200,7 @@ def _atomic(kind: int, size: int, change: Callable[[int, int], int]) -> Twin:
         old: int = page.views[kind][place >> shift]
         page.views[kind][place >> shift] = change(old, value)
         thread.cta.mirror(address, size, page)
-        thread.exchange(address)
+        thread.cta.grid.clocks.exchange(thread.clock, address)
         return old
 
     return update
@@ -333,6 +333,20 @@ def _copy_async_16(thread: Thread, offset: int, address: int, site: int) -> None
     thread.open_copies.append((offset, page.bytes[place : place + 16], write))
 
 
+def _copy_async_16_or_zeros(thread: Thread, offset: int, address: int, num_bytes: int, site: int) -> None:
+    """Begin a copy, or the writing of zeros."""
+    if num_bytes == 16:
+        _copy_async_16(thread, offset, address, site)
+        return
+    if num_bytes:
+        raise PromiseBroken(f"a copy of {num_bytes} bytes, neither 16 nor 0")
+    if offset & 15 or offset < 0 or offset + 16 > len(thread.cta.shared):
+        _shared_fault(thread, offset, 16)
+    write = (offset + thread.shared_base) << SITE_BITS | site
+    thread.log(write)
+    thread.open_copies.append((offset, bytearray(16), write))
+
+
 def _copy_async_commit(thread: Thread, site: int) -> None:
     thread.groups.append(thread.open_copies)
     thread.open_copies = []
@@ -348,7 +362,7 @@ def _arrive(thread: Thread, keep: int) -> None:
 
 def _fence(thread: Thread, site: int) -> None:
     thread.cta.publish()
-    thread.fence()
+    thread.cta.grid.clocks.fence(thread.clock)
 
 
 SHARED: dict[str, Twin] = {
@@ -373,6 +387,7 @@ SHARED: dict[str, Twin] = {
     "shared_add_u32": _shared_adder(U32, 4, _MASK32),
     "shared_add_u64": _shared_adder(U64, 8, _MASK64),
     "copy_async_16": _copy_async_16,
+    "copy_async_16_or_zeros": _copy_async_16_or_zeros,
     "copy_async_commit": _copy_async_commit,
     "copy_async_wait_all": lambda thread, site: _arrive(thread, 0),
     "copy_async_wait_1": lambda thread, site: _arrive(thread, 1),
@@ -381,5 +396,9 @@ SHARED: dict[str, Twin] = {
 }
 """Twins that need the thread but never lose the turn."""
 
-SIZES = {"v4": 16, "f32x4": 16, "16": 16, "v2": 8, "u64": 8, "u16": 2}
-"""Bytes of an access by the last part of its name; 4 where it is not listed."""
+_SIZES = {"v4": 16, "f32x4": 16, "16": 16, "zeros": 16, "v2": 8, "u64": 8, "u16": 2}
+
+
+def size_of(name: str) -> int:
+    """Return how many bytes an instruction accesses, which the last part of its name tells."""
+    return _SIZES.get(name.rsplit("_", 1)[-1], 4)

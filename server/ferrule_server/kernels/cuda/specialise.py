@@ -147,7 +147,10 @@ def _parse(function: Callable[..., object]) -> tuple[ast.FunctionDef, str]:
     if not isinstance(definition, ast.FunctionDef):
         raise KernelError(f"{function!r} is not a plain function")
     ast.increment_lineno(definition, first - 1)
-    return definition, inspect.getsourcefile(function) or "<kernel>"
+    path = inspect.getsourcefile(function) or "<kernel>"
+    for node in ast.walk(definition):
+        node.path = path  # type: ignore[attr-defined]
+    return definition, path
 
 
 def _kind(kernel: Callable[..., None], argument: ast.arg) -> str:
@@ -380,7 +383,8 @@ class _Writer:
         return _at(node, ast.Name(name, ast.Load()))
 
     def _error(self, node: ast.AST, message: str) -> KernelError:
-        return KernelError(f"{self._path}:{getattr(node, 'lineno', '?')}: {message}")
+        path = getattr(node, "path", self._path)
+        return KernelError(f"{path}:{getattr(node, 'lineno', '?')}: {message}")
 
 
 def _on_single_lines(tree: ast.Module) -> ast.Module:
@@ -405,7 +409,8 @@ def _literal(value: object) -> ast.expr:
 
 
 def _at(origin: ast.AST, node: _Node) -> _Node:
-    """Return ``node``, said to stand where ``origin`` stands."""
+    """Return ``node``, said to stand where ``origin`` stands, which may be another file than the kernel's."""
+    node.path = getattr(origin, "path", "")  # type: ignore[attr-defined]
     return ast.copy_location(node, origin)
 
 

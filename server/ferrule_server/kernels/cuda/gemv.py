@@ -1,21 +1,30 @@
-"""Matrix times one or two vectors on CUDA cores, RMSNorm in front of it, residual or SwiGLU behind it.
+"""Matrix times one or two vectors on CUDA cores, RMSNorm in front of it, residual or SwiGLU behind it; bf16 or int8.
 
-Maths: ``y[m, n] = sum_k bf16(rms_norm(x)[m, k]) * weight[n, k]`` with float32 sums, then the epilogue. A warp owns R
-rows of the weight at a time and reads them in chunks of 16 bytes per lane; U chunks of every row are always in flight,
-each register being loaded again as soon as its chunk is used. Beyond the end of a row nothing is loaded: what is left
-in the register is some weight, and is multiplied by zero. The first of them are loaded above ``grid_wait``, while
-the kernel before this one still runs. The vectors lie in shared memory as bf16, zero beyond ``size``.
+Maths: ``y[m, n] = scale[n] * sum_k bf16(rms_norm(x)[m, k]) * weight[n, k]`` with float32 sums, then the epilogue; the
+scales belong to int8 weights. A warp owns R rows of the weight at a time and reads them in chunks of 16 bytes per
+lane; U chunks of every row are always in flight, each register being loaded again as soon as its chunk is used. Beyond
+the end of a row nothing is loaded: what is left in the register is some weight, and is multiplied by zero. The first
+of them, and the weight of the norm, are loaded above ``grid_wait``, while the kernel before this one still runs. The
+vectors lie in shared memory as bf16, zero beyond ``size``.
 
-Reduction order: lane, then chunk, then the butterfly over lanes; it depends on R and U nowhere, and on M, grid and
-neighbours not at all.
+int8: byte b of a word with its sign bits flipped, under 0x4B000000, is the float32 ``8388608 + 128 + weight``; one
+subtraction gives the integer exactly, so nothing is converted.
 
-Bytes moved: ``2 * num_rows * size`` of weights (twice for SwiGLU), once; every CTA reads the vectors again from L2.
+Reduction order: lane, then chunk, then the butterfly over lanes. It does not depend on R, U, WARPS, M, the grid and
+the neighbours; the norm's sum neither: 256 values by a butterfly, then these sums in order.
+
+Bytes moved: the weights once (``2 * num_rows * size``, twice for SwiGLU, half of it and 4 a row for int8); every CTA
+reads the vectors again from L2.
 
 Source: the structure is the usual warp-per-row GEMV; prefetch above the wait after NVIDIA's "Programmatic Dependent
-Launch" chapter of the CUDA C++ Programming Guide.
+Launch" chapter of the CUDA C++ Programming Guide; the conversion after Kim et al., "Who Says Elephants Can't Run"
+(2022), there for float16.
 """
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 from ferrule_server.kernels.cuda.intrinsics import (
     F32,
@@ -27,11 +36,13 @@ from ferrule_server.kernels.cuda.intrinsics import (
     bf16_low,
     cta_id,
     device,
+    dot_bf16,
+    dot_int8,
     exp2,
     float_of,
-    fma,
     grid_launch_dependents,
     grid_wait,
+    load_f32,
     load_stream_v4,
     load_u16,
     load_v4,
@@ -55,13 +66,19 @@ __all__ = ["gemv", "num_ctas_needed", "shared_bytes", "spec", "specs", "variants
 
 LOG2_E = 1.4426950408889634
 CHUNK = 8
-"""bf16 values in the 16 bytes that a lane loads at a time."""
+"""bf16 values in 16 bytes."""
+VALUES = {False: 8, True: 16}
+"""Weights in 16 bytes, by INT8."""
+PARTS = {"store": 1, "residual": 1, "swiglu": 2}
+"""Matrices whose rows belong together."""
+LOG2 = {1: 0, 2: 1, 4: 2, 8: 3}
 
 
 def gemv(
     x: Address,
     norm_weight: Address,
     weight: Address,
+    scales: Address,
     bias: Address,
     out: Address,
     num_rows: I32,
@@ -71,10 +88,12 @@ def gemv(
     M: int,
     R: int,
     U: int,
+    X: int,
     WARPS: int,
     NORM: bool,
     EPILOGUE: str,
     BIAS: bool,
+    INT8: bool,
 ) -> None:
     """Multiply M vectors by a matrix.
 
@@ -84,118 +103,178 @@ def gemv(
     Args:
         x: bf16 [M, size].
         norm_weight: bf16 [size], immutable; read where NORM.
-        weight: bf16 [num_rows, size], immutable; [2 * num_rows, size], rows of gate, then up, for swiglu.
+        weight: bf16 [num_rows, size], immutable; int8 where INT8; [2 * num_rows, size], rows of gate, then up, for
+            swiglu.
+        scales: float32 [rows of weight], immutable; read where INT8.
         bias: bf16 [rows of weight], immutable; read where BIAS.
         out: bf16 [M, num_rows]; ``residual`` adds to what is there.
         num_rows: Values per vector that come out.
-        size: Of a vector, a multiple of 8.
+        size: Of a vector, a multiple of 8, of 16 where INT8.
         eps: Of the norm.
         M: Vectors, 1 or 2.
         R: Rows per warp and turn.
         U: Chunks per row in flight.
+        X: Chunks of a vector that a thread loads at a time; where NORM, all of them.
         WARPS: Per CTA.
         NORM: Normalise the vectors first (RMSNorm).
         EPILOGUE: ``store``, ``residual`` or ``swiglu``.
         BIAS: Add a bias before rounding.
+        INT8: The weights are int8 with a scale per row.
     """
     assert M in (1, 2)
     assert EPILOGUE in ("store", "residual", "swiglu")
     lane = i32(thread_id() & 31)
-    group = i32(cta_id() * WARPS + (thread_id() >> 5))
-    step = i32(num_ctas() * WARPS)
-    num_groups = i32((num_rows + R - 1) >> LOG2[R])
+    warp = i32(thread_id() >> 5)
+    row_bytes = i32(size * (16 // VALUES[INT8]))
+    first = i32(cta_id() * WARPS * R)
     w = registers(PARTS[EPILOGUE] * R, U)
-    for r in unrolled(PARTS[EPILOGUE] * R):
-        for u in unrolled(U):
-            w[r, u] = (0, 0, 0, 0)
-    left = i32(size - lane * CHUNK)
-    if group >= num_groups:
-        left = i32(0)
-    for r in unrolled(PARTS[EPILOGUE] * R):
-        row = _row_address(weight, group, num_rows, size, R=R, r=r) + lane * (CHUNK * 2)
-        for u in unrolled(U):
-            if left > 32 * CHUNK * u:
-                w[r, u] = load_stream_v4(row + 64 * CHUNK * u)
+    norm = registers(X)
+    prefetch(w, weight, i32(first + warp * R), num_rows, row_bytes, P=PARTS[EPILOGUE], R=R, U=U)
+    if NORM:
+        prefetch_norm(norm, norm_weight, size, X=X, WARPS=WARPS)
     grid_launch_dependents()
     grid_wait()
-    stage_vectors(x, norm_weight, size, eps, M=M, SPAN=32 * CHUNK * U, WARPS=WARPS, NORM=NORM)
-    stride = i32(_padded(size, SPAN=32 * CHUNK * U) * 2)
-    while group < num_groups:
+    stage_vectors(x, norm, size, eps, M=M, X=X, SPAN=32 * U * VALUES[INT8], WARPS=WARPS, NORM=NORM, INT8=INT8)
+    # The bound is the same for the whole CTA, so that the compiler sees converged warps at the shuffles; a warp
+    # beyond the last row multiplies what it has and stores nothing.
+    while first < num_rows:
+        row = i32(first + warp * R)
+        after = i32(row + num_ctas() * WARPS * R)
+        m = i32(lane & (M - 1))
+        n = i32(row + (lane >> LOG2[M]))
+        place = out + (m * num_rows + n) * 2
+        before = 0.0
+        offsets = registers(PARTS[EPILOGUE], init=0.0)
+        factors = registers(PARTS[EPILOGUE], init=1.0)
+        if lane < R * M and n < num_rows:
+            if EPILOGUE == "residual":
+                before = bf16_low(load_u16(place))
+            for p in unrolled(PARTS[EPILOGUE]):
+                if BIAS:
+                    offsets[p] = bf16_low(load_u16(bias + (n + p * num_rows) * 2))
+                if INT8:
+                    factors[p] = load_f32(scales + (n + p * num_rows) * 4)
         sums = registers(PARTS[EPILOGUE] * R, M, init=0.0)
-        start = i32(0)
-        while start < size:
-            next_group = group
-            next_start = i32(start + 32 * CHUNK * U)
-            if next_start >= size:
-                next_start = i32(0)
-                next_group = i32(group + step)
-            left = i32(size - next_start - lane * CHUNK)
-            if next_group >= num_groups:
-                left = i32(0)
-            rows = registers(PARTS[EPILOGUE] * R)
-            for r in unrolled(PARTS[EPILOGUE] * R):
-                rows[r] = _row_address(weight, next_group, num_rows, size, R=R, r=r) + (next_start + lane * CHUNK) * 2
-            for u in unrolled(U):
-                offset = i32((start + (32 * u + lane) * CHUNK) * 2)
-                for m in unrolled(M):
-                    values = shared_load_v4(m * stride + offset)
-                    for r in unrolled(PARTS[EPILOGUE] * R):
-                        sums[r, m] = dot_chunk(sums[r, m], w[r, u], values)
-                if left > 32 * CHUNK * u:
-                    for r in unrolled(PARTS[EPILOGUE] * R):
-                        w[r, u] = load_stream_v4(rows[r] + 64 * CHUNK * u)
-            start = i32(start + 32 * CHUNK * U)
-        for r in unrolled(PARTS[EPILOGUE] * R):
-            for m in unrolled(M):
-                sums[r, m] = warp_sum(sums[r, m])
-        for r in unrolled(R):
-            for m in unrolled(M):
-                n = i32(group * R + r)
-                if lane == r * M + m:
-                    if n < num_rows:
-                        first = sums[r, m]
-                        if BIAS:
-                            first = first + bf16_low(load_u16(bias + n * 2))
-                        place = out + (m * num_rows + n) * 2
-                        if EPILOGUE == "swiglu":
-                            second = sums[R + r, m]
-                            if BIAS:
-                                second = second + bf16_low(load_u16(bias + (n + num_rows) * 2))
-                            store_u16(place, pack_bf16(swiglu(first, second), 0.0))
-                        elif EPILOGUE == "residual":
-                            before = bf16_low(load_u16(place))
-                            store_u16(place, pack_bf16(before + round_bf16(first), 0.0))
-                        else:
-                            store_u16(place, pack_bf16(first, 0.0))
-        group = i32(group + step)
-
-
-PARTS = {"store": 1, "residual": 1, "swiglu": 2}
-LOG2 = {1: 0, 2: 1, 4: 2, 8: 3}
+        multiply(
+            w,
+            sums,
+            weight,
+            row,
+            after,
+            num_rows,
+            row_bytes,
+            vector_stride(size, SPAN=32 * U * VALUES[INT8]),
+            M=M,
+            P=PARTS[EPILOGUE],
+            R=R,
+            U=U,
+            INT8=INT8,
+        )
+        mine = registers(PARTS[EPILOGUE])
+        for p in unrolled(PARTS[EPILOGUE]):
+            mine[p] = own_sum(sums, lane, M=M, R=R, PART=p)
+            if INT8:
+                mine[p] = mine[p] * factors[p]
+            if BIAS:
+                mine[p] = mine[p] + offsets[p]
+        if lane < R * M and n < num_rows:
+            result = mine[0]
+            if EPILOGUE == "swiglu":
+                result = swiglu(mine[0], mine[PARTS[EPILOGUE] - 1])
+            if EPILOGUE == "residual":
+                result = before + round_bf16(result)
+            store_u16(place, pack_bf16(result, 0.0))
+        first = i32(first + num_ctas() * WARPS * R)
 
 
 @device
-def _row_address(weight: Address, group: I32, num_rows: I32, size: I32, *, R: int, r: int) -> Address:
-    """Return where row r of a group starts: its R rows, then those of ``up``; the last row stands for any beyond."""
-    n = i32(group * R + r % R)
+def row_address(weight: Address, row: I32, num_rows: I32, row_bytes: I32, *, R: int, r: int) -> Address:
+    """Return where row r of a warp's rows starts: R rows, then those of ``up``; the last row stands for any beyond."""
+    n = i32(row + r % R)
     if n >= num_rows:
         n = i32(num_rows - 1)
-    return weight + (n + (r // R) * num_rows) * (size * 2)
+    return weight + (n + (r // R) * num_rows) * row_bytes
 
 
 @device
-def _padded(size: I32, *, SPAN: int) -> I32:
-    """Return ``size`` rounded up to a multiple of SPAN, a power of two."""
-    return i32((size + SPAN - 1) & -SPAN)
+def prefetch(w: Any, weight: Address, row: I32, num_rows: I32, row_bytes: I32, *, P: int, R: int, U: int) -> None:
+    """Load the first chunks of a warp's rows into ``w`` [P * R, U]; zero where there are none."""
+    for r in unrolled(P * R):
+        for u in unrolled(U):
+            w[r, u] = (0, 0, 0, 0)
+    left = i32(row_bytes - (thread_id() & 31) * 16)
+    if row >= num_rows:
+        left = i32(0)
+    for r in unrolled(P * R):
+        address = row_address(weight, row, num_rows, row_bytes, R=R, r=r) + (thread_id() & 31) * 16
+        for u in unrolled(U):
+            if left > 512 * u:
+                w[r, u] = load_stream_v4(address + 512 * u)
 
 
 @device
-def dot_chunk(total: F32, weights: Vec4, values: Vec4) -> F32:
-    """Return ``total`` plus eight products of bf16 pairs, in order."""
-    for k in unrolled(4):
-        total = fma(bf16_low(weights[k]), bf16_low(values[k]), total)
-        total = fma(bf16_high(weights[k]), bf16_high(values[k]), total)
-    return total
+def multiply(
+    w: Any,
+    sums: Any,
+    weight: Address,
+    row: I32,
+    after: I32,
+    num_rows: I32,
+    row_bytes: I32,
+    stride: I32,
+    *,
+    M: int,
+    P: int,
+    R: int,
+    U: int,
+    INT8: bool,
+) -> None:
+    """Add this lane's part of a warp's rows times the vectors to ``sums`` [P * R, M].
+
+    ``w`` holds the first chunks of the rows from ``row``, and at the end those of the rows from ``after``.
+    """
+    lane = i32(thread_id() & 31)
+    start = i32(0)
+    while start < row_bytes:
+        next_row = row
+        next_start = i32(start + 512 * U)
+        if next_start >= row_bytes:
+            next_start = i32(0)
+            next_row = after
+        left = i32(row_bytes - next_start - lane * 16)
+        if next_row >= num_rows:
+            left = i32(0)
+        addresses = registers(P * R)
+        for r in unrolled(P * R):
+            addresses[r] = row_address(weight, next_row, num_rows, row_bytes, R=R, r=r) + (next_start + lane * 16)
+        for u in unrolled(U):
+            for m in unrolled(M):
+                if INT8:
+                    place = i32(m * stride + (start + 512 * u) * 2 + lane * 16)
+                    values = shared_load_v4(place)
+                    more = shared_load_v4(i32(place + 512))
+                    for r in unrolled(P * R):
+                        sums[r, m] = dot_int8(sums[r, m], w[r, u], values, more)
+                else:
+                    values = shared_load_v4(i32(m * stride + start + 512 * u + lane * 16))
+                    for r in unrolled(P * R):
+                        sums[r, m] = dot_bf16(sums[r, m], w[r, u], values)
+            if left > 512 * u:
+                for r in unrolled(P * R):
+                    w[r, u] = load_stream_v4(addresses[r] + 512 * u)
+        start = i32(start + 512 * U)
+
+
+@device
+def own_sum(sums: Any, lane: I32, *, M: int, R: int, PART: int) -> F32:
+    """Return the warp's sum of row ``lane // M`` and vector ``lane % M`` of a part, in the lanes that have one."""
+    mine = 0.0
+    for r in unrolled(R):
+        for m in unrolled(M):
+            total = warp_sum(sums[PART * R + r, m])
+            if lane == r * M + m:
+                mine = total
+    return mine
 
 
 @device
@@ -215,42 +294,97 @@ def swiglu(gate: F32, up: F32) -> F32:
 
 
 @device
-def stage_vectors(
-    x: Address, norm_weight: Address, size: I32, eps: F32, *, M: int, SPAN: int, WARPS: int, NORM: bool
-) -> None:
-    """Put M vectors into shared memory as bf16, each padded with zeros to a multiple of SPAN; ends with a barrier.
+def vector_stride(size: I32, *, SPAN: int) -> I32:
+    """Return the bytes of a vector in shared memory: ``size`` rounded up to a multiple of SPAN, a power of two."""
+    return i32(((size + SPAN - 1) & -SPAN) * 2)
 
-    With NORM each is scaled to mean square 1, rounded, multiplied by the weight and rounded again. Behind the vectors
-    lie the sums of the warps, float32 [M, WARPS].
+
+@device
+def vector_place(k: I32, *, INT8: bool) -> I32:
+    """Return where the chunk of a vector that starts at value k lies in shared memory.
+
+    A lane's 16 int8 weights meet two chunks; the second ones of a warp lie together behind its first ones, which
+    keeps both loads free of bank conflicts.
     """
-    stride = i32(_padded(size, SPAN=SPAN) * 2)
-    first = i32(thread_id() * CHUNK)
-    squares = registers(M, init=0.0)
+    place = i32(k * 2)
+    if INT8:
+        place = i32((k & -512) * 2 + ((k & 8) << 6) + (k & 496))
+    return place
+
+
+@device
+def prefetch_norm(norm: Any, norm_weight: Address, size: I32, *, X: int, WARPS: int) -> None:
+    """Load this thread's chunks of the norm's weight into ``norm`` [X]; zero beyond ``size``."""
+    for i in unrolled(X):
+        norm[i] = (0, 0, 0, 0)
+        k = i32((thread_id() + 32 * WARPS * i) * CHUNK)
+        if k < size:
+            norm[i] = load_stream_v4(norm_weight + k * 2)
+
+
+@device
+def load_vector(chunks: Any, x: Address, start: I32, size: I32, *, X: int, WARPS: int, m: int) -> None:
+    """Load this thread's chunks of a vector, from value ``start``, into ``chunks`` [m, X]; zero beyond ``size``."""
+    for i in unrolled(X):
+        chunks[m, i] = (0, 0, 0, 0)
+        k = i32(start + (thread_id() + 32 * WARPS * i) * CHUNK)
+        if k < size:
+            chunks[m, i] = load_v4(x + k * 2)
+
+
+@device
+def normalise(chunks: Any, norm: Any, size: I32, eps: F32, base: I32, *, M: int, X: int, WARPS: int) -> None:
+    """Apply RMSNorm to M vectors, spread over the CTA's registers as :func:`load_vector` does.
+
+    ``base`` is the offset of float32 [M, X * WARPS] in shared memory; nothing else may use it before a barrier.
+    """
     for m in unrolled(M):
-        k = first
-        while k * 2 < stride:
-            chunk = (0, 0, 0, 0)
-            if k < size:
-                chunk = load_v4(x + (m * size + k) * 2)
-            shared_store_v4(i32(m * stride + k * 2), chunk)
-            squares[m] = dot_chunk(squares[m], chunk, chunk)
-            k = i32(k + 32 * WARPS * CHUNK)
-    if NORM:
-        for m in unrolled(M):
-            total = warp_sum(squares[m])
+        for i in unrolled(X):
+            total = warp_sum(dot_bf16(0.0, chunks[m, i], chunks[m, i]))
             if (thread_id() & 31) == 0:
-                shared_store_f32(i32(M * stride + (m * WARPS + (thread_id() >> 5)) * 4), total)
-        barrier()
+                shared_store_f32(i32(base + ((m * X + i) * WARPS + (thread_id() >> 5)) * 4), total)
+    barrier()
+    for m in unrolled(M):
+        total = 0.0
+        for i in unrolled(X * WARPS):
+            total = total + shared_load_f32(i32(base + (m * X * WARPS + i) * 4))
+        scale = reciprocal_sqrt(total * reciprocal(float_of(size)) + eps)
+        for i in unrolled(X):
+            chunks[m, i] = scale_chunk(chunks[m, i], norm[i], scale)
+
+
+@device
+def stage_vectors(
+    x: Address,
+    norm: Any,
+    size: I32,
+    eps: F32,
+    *,
+    M: int,
+    X: int,
+    SPAN: int,
+    WARPS: int,
+    NORM: bool,
+    INT8: bool,
+) -> None:
+    """Put M vectors, normalised where NORM, into shared memory, each padded with zeros; ends with a barrier.
+
+    Behind them lies what :func:`normalise` needs; ``norm`` is from :func:`prefetch_norm`.
+    """
+    stride = vector_stride(size, SPAN=SPAN)
+    chunks = registers(M, X)
+    start = i32(0)
+    while start * 2 < stride:
         for m in unrolled(M):
-            total = 0.0
-            for warp in unrolled(WARPS):
-                total = total + shared_load_f32(i32(M * stride + (m * WARPS + warp) * 4))
-            scale = reciprocal_sqrt(total * reciprocal(float_of(size)) + eps)
-            k = first
-            while k < size:
-                place = i32(m * stride + k * 2)
-                shared_store_v4(place, scale_chunk(shared_load_v4(place), load_v4(norm_weight + k * 2), scale))
-                k = i32(k + 32 * WARPS * CHUNK)
+            load_vector(chunks, x + m * size * 2, start, size, X=X, WARPS=WARPS, m=m)
+        if NORM:
+            normalise(chunks, norm, size, eps, i32(M * stride), M=M, X=X, WARPS=WARPS)
+        for m in unrolled(M):
+            for i in unrolled(X):
+                k = i32(start + (thread_id() + 32 * WARPS * i) * CHUNK)
+                if k * 2 < stride:
+                    shared_store_v4(i32(m * stride + vector_place(k, INT8=INT8)), chunks[m, i])
+        start = i32(start + 32 * WARPS * X * CHUNK)
     barrier()
 
 
@@ -265,10 +399,9 @@ def scale_chunk(values: Vec4, weights: Vec4, scale: F32) -> Vec4:
     return (words[0], words[1], words[2], words[3])
 
 
-def shared_bytes(size: int, *, M: int, U: int, WARPS: int) -> int:
+def shared_bytes(size: int, *, M: int, U: int, X: int, WARPS: int, INT8: bool) -> int:
     """Return the dynamic shared memory of a launch in bytes."""
-    span = 32 * CHUNK * U
-    return M * (-(-size // span) * span) * 2 + M * WARPS * 4
+    return M * 2 * _padded(size, U=U, INT8=INT8) + M * X * WARPS * 4
 
 
 def num_ctas_needed(num_rows: int, *, R: int, WARPS: int) -> int:
@@ -283,47 +416,88 @@ def spec(
     NORM: bool,
     EPILOGUE: str,
     BIAS: bool = False,
+    INT8: bool = False,
     R: int = 2,
     U: int = 4,
     WARPS: int = 8,
     ctas_per_sm: int = 1,
 ) -> KernelSpec:
     """Return the kernel for vectors of up to ``size`` values; the keywords are its constants."""
+    chunks = chunks_per_thread(size, M=M, U=U, WARPS=WARPS, NORM=NORM, INT8=INT8)
     constants: dict[str, Constant] = {
         "BIAS": BIAS,
         "EPILOGUE": EPILOGUE,
+        "INT8": INT8,
         "M": M,
         "NORM": NORM,
         "R": R,
         "U": U,
         "WARPS": WARPS,
+        "X": chunks,
     }
     return KernelSpec(
         kernel=gemv,
         constants=tuple(sorted(constants.items())),
         num_threads=32 * WARPS,
-        shared_bytes=shared_bytes(size, M=M, U=U, WARPS=WARPS),
+        shared_bytes=shared_bytes(size, M=M, U=U, X=chunks, WARPS=WARPS, INT8=INT8),
         ctas_per_sm=ctas_per_sm,
         min_vector_loads=PARTS[EPILOGUE] * R * U,
         prefetches=True,
     )
 
 
+def chunks_per_thread(size: int, *, M: int, U: int, WARPS: int, NORM: bool, INT8: bool) -> int:
+    """Return the constant X: a whole vector where it is normalised, otherwise what keeps six loads in flight."""
+    return -(-_padded(size, U=U, INT8=INT8) // (32 * WARPS * CHUNK)) if NORM else 6 // M
+
+
 def specs(shape: ModelShape) -> list[KernelSpec]:
-    """Return what the linears of a model need for one and two rows."""
+    """Return what the linears of a model need for one and two rows, in bf16 and in int8."""
     attended = shape.num_heads * shape.head_dim
     found = []
-    for m in (1, 2):
-        found.append(spec(shape.hidden_size, M=m, NORM=True, EPILOGUE="store"))
-        found.append(spec(max(attended, shape.intermediate_size), M=m, NORM=False, EPILOGUE="residual", R=1, U=8))
-        found.append(spec(shape.hidden_size, M=m, NORM=True, EPILOGUE="swiglu", R=1))
+    for is_int8 in (False, True):
+        for m in (1, 2):
+            qkv = plan(shape.qkv_size, shape.hidden_size, parts=1, is_int8=is_int8)
+            found.append(spec(shape.hidden_size, M=m, NORM=True, EPILOGUE="store", INT8=is_int8, **qkv))
+            wide = max(attended, shape.intermediate_size)
+            back = plan(shape.hidden_size, wide, parts=1, is_int8=is_int8)
+            found.append(spec(wide, M=m, NORM=False, EPILOGUE="residual", INT8=is_int8, **back))
+            up = plan(shape.intermediate_size, shape.hidden_size, parts=2, is_int8=is_int8)
+            found.append(spec(shape.hidden_size, M=m, NORM=True, EPILOGUE="swiglu", INT8=is_int8, **up))
     return found
+
+
+def plan(num_rows: int, size: int, *, parts: int, is_int8: bool, num_sms: int = 132) -> dict[str, int]:
+    """Return R, U and WARPS that keep eight loads per lane in flight and share the rows out evenly.
+
+    The first choice, before a sweep on the GPU itself: U at most a quarter larger than a row fills, WARPS so that the
+    last turn has work for as many of them as possible.
+    """
+    chunks = -(-size // (32 * VALUES[is_int8]))
+    in_flight = 8 // parts
+    u = max(u for u in (1, 2, 4, 8) if u <= in_flight and (-(-chunks // u) * u * 3 <= chunks * 4 or u == 1))
+    r = min(4, in_flight // u)
+
+    def used(warps: int) -> float:
+        turns = num_rows / (r * warps * num_sms)
+        return turns / math.ceil(turns)
+
+    return {"R": r, "U": u, "WARPS": max((8, 10, 12), key=lambda warps: (round(used(warps), 1), -warps))}
 
 
 def variants(shape: ModelShape) -> list[KernelSpec]:
     """Return what a sweep on a GPU tries: rows per warp, chunks in flight, warps per CTA, CTAs per multiprocessor."""
     found = []
-    sizes = ((1, 4, 8, 1), (1, 8, 8, 1), (2, 4, 8, 1), (2, 8, 8, 1), (4, 4, 8, 1), (1, 4, 4, 2), (2, 4, 4, 2))
+    sizes = (
+        (1, 4, 8, 1),
+        (1, 8, 8, 1),
+        (2, 4, 8, 1),
+        (2, 8, 8, 1),
+        (4, 4, 8, 1),
+        (1, 4, 4, 2),
+        (2, 4, 4, 2),
+        (2, 4, 12, 1),
+    )
     for rows, chunks, warps, ctas in sizes:
         for size, is_normed, epilogue in (
             (shape.hidden_size, True, "store"),
@@ -334,3 +508,8 @@ def variants(shape: ModelShape) -> list[KernelSpec]:
                 spec(size, M=1, NORM=is_normed, EPILOGUE=epilogue, R=rows, U=chunks, WARPS=warps, ctas_per_sm=ctas)
             )
     return found
+
+
+def _padded(size: int, *, U: int, INT8: bool) -> int:
+    span = 32 * VALUES[INT8] * U
+    return -(-size // span) * span

@@ -520,6 +520,41 @@ def fma(a: F32, b: F32, c: F32) -> F32:
     raise _compiled_only()
 
 
+def _dot_bf16() -> str:
+    lines = [".reg .b32 s, x, y; mov.b32 s, $1;"]
+    for word in range(4):
+        a, b = f"${2 + word}", f"${6 + word}"
+        lines.append(f"shl.b32 x, {a}, 16; shl.b32 y, {b}, 16; fma.rn.ftz.f32 s, x, y, s;")
+        lines.append(f"and.b32 x, {a}, 0xffff0000; and.b32 y, {b}, 0xffff0000; fma.rn.ftz.f32 s, x, y, s;")
+    return f"{{ {' '.join(lines)} mov.b32 $0, s; }}"
+
+
+@_ptx(_dot_bf16(), is_pure=True)
+def dot_bf16(total: F32, a: Vec4, b: Vec4) -> F32:
+    """Return ``total`` plus eight products of bf16 values, in order, rounded to float32 after each."""
+    raise _compiled_only()
+
+
+def _dot_int8() -> str:
+    lines = [".reg .b32 s, w, x, y; mov.b32 s, $1;"]
+    for value in range(16):
+        if value % 4 == 0:
+            lines.append(f"xor.b32 w, ${2 + value // 4}, 0x80808080;")
+        lines.append(f"prmt.b32 x, w, 0x4b000000, {0x7440 + value % 4:#x}; sub.rn.ftz.f32 x, x, 0f4B000080;")
+        extract = "and.b32 y, {}, 0xffff0000;" if value % 2 else "shl.b32 y, {}, 16;"
+        lines.append(f"{extract.format(f'${6 + value // 2}')} fma.rn.ftz.f32 s, x, y, s;")
+    return f"{{ {' '.join(lines)} mov.b32 $0, s; }}"
+
+
+@_ptx(_dot_int8(), is_pure=True)
+def dot_int8(total: F32, weights: Vec4, values: Vec4, more: Vec4) -> F32:
+    """Return ``total`` plus sixteen products of int8 weights and bf16 values, in order, rounded after each.
+
+    Nothing is converted: a byte whose sign bit is flipped, under 0x4B0000, is the float32 8388608 + 128 + weight.
+    """
+    raise _compiled_only()
+
+
 @_ptx("ex2.approx.ftz.f32 $0, $1;", is_pure=True)
 def exp2(value: F32) -> F32:
     """Return 2 to the power of the value."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable
 
 import numpy as np
@@ -98,6 +99,23 @@ def fma(a: float, b: float, c: float) -> float:
     return a * b + c
 
 
+def dot_bf16(total: float, a: tuple[int, ...], b: tuple[int, ...]) -> float:
+    """Return ``total`` plus eight products of bf16 values, in order."""
+    for first, second in zip(a, b, strict=True):
+        total = BF16[first & 0xFFFF] * BF16[second & 0xFFFF] + total
+        total = BF16[first >> 16] * BF16[second >> 16] + total
+    return total
+
+
+def dot_int8(total: float, weights: tuple[int, ...], values: tuple[int, ...], more: tuple[int, ...]) -> float:
+    """Return ``total`` plus sixteen products of int8 weights and bf16 values, in order."""
+    integers = struct.unpack("<16b", struct.pack("<4I", *weights))
+    for index, word in enumerate((*values, *more)):
+        total = integers[2 * index] * BF16[word & 0xFFFF] + total
+        total = integers[2 * index + 1] * BF16[word >> 16] + total
+    return total
+
+
 def exp2(value: float) -> float:
     """Return 2 to the power of the value; below the normal numbers 0, as the device does."""
     if value < -126.0:
@@ -188,7 +206,8 @@ def count_ones(word: int) -> int:
 PURE: dict[str, Callable[..., object]] = {
     twin.__name__: twin
     for twin in (
-        f32, i32, u32, float_bits, bits_float, bf16_low, bf16_high, pack_bf16, round_bf16, fma, exp2, log2, reciprocal,
+        f32, i32, u32, float_bits, bits_float, bf16_low, bf16_high, pack_bf16, round_bf16, fma,
+        dot_bf16, dot_int8, exp2, log2, reciprocal,
         reciprocal_sqrt, max_f32, permute_bytes, float_of, round_u64, float_of_u64, multiply_high, multiply_low,
         multiply_high_u64, add_wrapping, count_ones,
     )

@@ -5,14 +5,16 @@ numba is the compiler only: nothing of its launch path, its types for arrays or 
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import re
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ __all__ = ["ARCHITECTURES", "CompileError", "Cubin", "compile_kernel", "compile_
 ARCHITECTURES: dict[str, tuple[Any, ...]] = {"sm_80": (8, 0), "sm_90a": (9, 0, "a")}
 """What kernels are built for, and how numba names it."""
 
+_NEWEST = "sm_90a"
 _SHARED_MEMORY = "ferrule_shared"
 _PACKAGES = ("numba", "numba-cuda", "llvmlite", "nvidia-nvvm", "nvidia-cuda-nvcc")
 
@@ -92,7 +95,8 @@ def compile_kernel(
         KernelError: The source leaves the language.
         CompileError: The toolkit is missing or refuses the code.
     """
-    ptx = _write_ptx(kernel, constants, architecture, (num_threads, ctas_per_sm))
+    bounds = (num_threads, ctas_per_sm)
+    ptx = _retarget(_write_ptx(kernel, tuple(sorted(constants.items())), bounds), architecture)
     return _assemble(ptx, kernel.__name__, architecture)
 
 
@@ -107,27 +111,62 @@ def compile_spec(spec: KernelSpec, architecture: str) -> Cubin:
     )
 
 
+@lru_cache(maxsize=8)
 def _write_ptx(
-    kernel: Callable[..., None], constants: Mapping[str, Constant], architecture: str, bounds: tuple[int, int]
+    kernel: Callable[..., None], constants: tuple[tuple[str, Constant], ...], bounds: tuple[int, int]
 ) -> str:
+    """Return the PTX of a kernel for the newest architecture; nearly all the time of a compilation is spent here.
+
+    numba's garbage is large and short-lived: collecting it while it grows costs a tenth of the time.
+    """
     toolkit()
     from numba import cuda, types
 
     kinds = {"Address": types.int64, "I32": types.int32, "F32": types.float32}
-    made = specialise(kernel, constants)
+    made = specialise(kernel, dict(constants))
     signature = tuple(kinds[kind] for _, kind in made.parameters)
-    ptx, _ = cuda.compile_ptx(
-        made.function(_device_names(architecture)),
-        signature,
-        cc=ARCHITECTURES[architecture],
-        fastmath=True,
-        launch_bounds=bounds,
-    )
+    with _without_collections():
+        ptx, _ = cuda.compile_ptx(
+            made.function(_device_names()),
+            signature,
+            cc=ARCHITECTURES[_NEWEST],
+            fastmath=True,
+            launch_bounds=bounds,
+        )
     entry = re.search(r"\.entry\s+([\w$]+)", ptx)
     if entry is None:
         raise CompileError(f"{kernel.__name__}: no entry point in the PTX")
     text: str = ptx.replace(entry.group(1), kernel.__name__)
-    return text
+    # numba's own bookkeeping, unused here; its name counts what the process has compiled before.
+    return re.sub(r"^\.common .*NumbaEnv.*\n", "", text, flags=re.MULTILINE)
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _retarget(ptx: str, architecture: str) -> str:
+    """Return PTX of the newest architecture for another one, without the instructions it does not have.
+
+    Nothing else of it depends on the architecture: the layer-2 tests assemble and check every kernel for each.
+    """
+    number = _compute_capability(architecture)
+    for intrinsic in INTRINSICS.values():
+        if intrinsic.since > number:
+            ptx = re.sub(rf"^\s*{re.escape(intrinsic.ptx)}\n", "", ptx, flags=re.MULTILINE)
+    return ptx.replace(f".target {_NEWEST}", f".target {architecture}")
+
+
+def _compute_capability(architecture: str) -> int:
+    major, minor, *_ = ARCHITECTURES[architecture]
+    return int(10 * major + minor)
 
 
 def _assemble(ptx: str, name: str, architecture: str) -> Cubin:
@@ -162,13 +201,11 @@ def tool(name: str) -> Path:
 
 
 @cache
-def _device_names(architecture: str) -> dict[str, object]:
+def _device_names() -> dict[str, object]:
     """Return what a kernel's names mean to numba; made once, because numba keeps what it has seen of each."""
     from numba.core import types
 
-    number = 10 * ARCHITECTURES[architecture][0] + ARCHITECTURES[architecture][1]
-    known = {name: it if it.since <= number else replace(it, ptx="") for name, it in INTRINSICS.items()}
-    names: dict[str, object] = {name: _numba_intrinsic(declared) for name, declared in known.items()}
+    names: dict[str, object] = {name: _numba_intrinsic(declared) for name, declared in INTRINSICS.items()}
     names.update(f32=types.float32, i32=types.int32, u32=_numba_u32())
     return names
 

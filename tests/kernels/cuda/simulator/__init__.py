@@ -1,10 +1,10 @@
 """A GPU in Python, for tests: runs kernels thread by thread and raises at what a GPU may or may not get wrong.
 
-    memory = Memory()
-    x = memory.put("x", np.arange(64, dtype=np.float32))
-    y = memory.empty("y", 64, np.float32)
-    run(memory, [Launch(double, {"UNROLL": 2}, (x, y, 64), grid=2, num_threads=32, shared_bytes=0)], seed=1)
-    assert (memory.get("y") == 2 * memory.get("x")).all()
+memory = Memory()
+x = memory.put("x", np.arange(64, dtype=np.float32))
+y = memory.empty("y", 64, np.float32)
+run(memory, [Launch(double, {"UNROLL": 2}, (x, y, 64), grid=2, num_threads=32, shared_bytes=0)], seed=1)
+assert (memory.get("y") == 2 * memory.get("x")).all()
 """
 
 from tests.kernels.cuda.simulator.errors import (

@@ -120,6 +120,7 @@ class Grid:
         memory: Memory,
         program: Program,
         arguments: tuple[Any, ...],
+        *,
         grid: tuple[int, int],
         num_threads: int,
         shared_bytes: int,

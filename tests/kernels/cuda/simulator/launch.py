@@ -61,7 +61,15 @@ def _begin(memory: Memory, launch: Launch, seed: int) -> Grid:
     assert len(kinds) == len(launch.args), f"{program.name} takes {[name for name, _ in kinds]}"
     arguments = tuple(_argument(value, kind) for value, (_, kind) in zip(launch.args, kinds, strict=True))
     size = launch.grid if isinstance(launch.grid, tuple) else (launch.grid, 1)
-    grid = Grid(memory, program, arguments, size, launch.num_threads, launch.shared_bytes, seed)
+    grid = Grid(
+        memory,
+        program,
+        arguments,
+        grid=size,
+        num_threads=launch.num_threads,
+        shared_bytes=launch.shared_bytes,
+        seed=seed,
+    )
     grid.run_to_wait()
     return grid
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -19,13 +19,14 @@ _REGION_BITS = 40
 _POISON_FLOAT, _POISON_INT = 0xFF, 0xA5
 
 U16, U32, I32, F32, U64 = range(5)
-_FORMATS = ("H", "I", "i", "f", "Q")
+_FORMATS: tuple[Literal["H", "I", "i", "f", "Q"], ...] = ("H", "I", "i", "f", "Q")
 
 
-def views(whole: memoryview) -> tuple[memoryview, ...]:
+def views(whole: memoryview) -> tuple[memoryview[Any], ...]:
     """Return typed views of bytes, in the order U16, U32, I32, F32, U64; what does not fill an element is left out."""
     sizes = zip(_FORMATS, (2, 4, 4, 4, 8), strict=True)
-    return tuple(whole[: len(whole) & -size].cast(code) for code, size in sizes)
+    made: list[memoryview[Any]] = [whole[: len(whole) & -size].cast(code) for code, size in sizes]
+    return tuple(made)
 
 
 class Page:
@@ -90,7 +91,7 @@ class Memory:
         """Place a copy of an array and return its address, which is ``offset`` beyond a multiple of 64 KiB."""
         values = np.ascontiguousarray(array)
         flat = values.reshape(-1).view(np.uint8)
-        allocation = self._allocate(name, flat.size, values.dtype, values.shape, mutable, offset)
+        allocation = self._allocate(name, flat.size, values.dtype, shape=values.shape, mutable=mutable, offset=offset)
         allocation.fill = lambda start, count: flat[start : start + count]
         self._touch_all(allocation)
         return allocation.base
@@ -100,18 +101,20 @@ class Memory:
         kind = np.dtype(dtype)
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         num_bytes = int(np.prod(sizes, dtype=np.int64)) * kind.itemsize
-        allocation = self._allocate(name, num_bytes, kind, sizes, True, offset)
+        allocation = self._allocate(name, num_bytes, kind, shape=sizes, mutable=True, offset=offset)
         allocation.is_tracked = True
         allocation.written = np.zeros(num_bytes // 2 + 1, bool)
         self._touch_all(allocation)
         return allocation.base
 
-    def sparse(self, name: str, num_bytes: int, init: Fill | None = None, *, mutable: bool = True, offset: int = 0) -> int:
+    def sparse(
+        self, name: str, num_bytes: int, init: Fill | None = None, *, mutable: bool = True, offset: int = 0
+    ) -> int:
         """Allocate memory of any size, NaN or ``init(offset, count)`` at first touch; return its address.
 
         Use :meth:`write` and :meth:`read` for its parts. Reading what nobody wrote gives the poison, and no error.
         """
-        allocation = self._allocate(name, num_bytes, np.dtype(np.uint16), None, mutable, offset)
+        allocation = self._allocate(name, num_bytes, np.dtype(np.uint16), shape=None, mutable=mutable, offset=offset)
         if init is not None:
             allocation.fill = init
         return allocation.base
@@ -177,7 +180,14 @@ class Memory:
         return f"{found.name}+{address - found.base}" if found else f"{address:#x}"
 
     def _allocate(
-        self, name: str, num_bytes: int, dtype: np.dtype[Any], shape: tuple[int, ...] | None, mutable: bool, offset: int
+        self,
+        name: str,
+        num_bytes: int,
+        dtype: np.dtype[Any],
+        *,
+        shape: tuple[int, ...] | None,
+        mutable: bool,
+        offset: int,
     ) -> Allocation:
         assert name not in self._by_name, name
         assert num_bytes > 0, name

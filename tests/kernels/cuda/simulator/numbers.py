@@ -1,4 +1,4 @@
-"""Twins of the instructions that only compute. Values are Python floats; what has fewer bits on the device is rounded."""
+"""Twins of the instructions that only compute: on Python floats, rounded where bits of them are used."""
 
 from __future__ import annotations
 

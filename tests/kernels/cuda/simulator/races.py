@@ -124,8 +124,9 @@ def _split(accesses: _Accesses) -> tuple[Ints, Ints]:
 
 def _is_ordered(accesses: _Accesses, before: Ints, after: Ints, vectors: NDArray[np.int32]) -> Flags:
     """Return for each pair whether the first happens before the second."""
-    known = vectors[accesses.base[after], accesses.thread[before]] >= accesses.now[before]
-    return known | (accesses.thread[before] == accesses.thread[after])
+    is_known: Flags = vectors[accesses.base[after], accesses.thread[before]] >= accesses.now[before]
+    is_same: Flags = accesses.thread[before] == accesses.thread[after]
+    return is_known | is_same
 
 
 def _check_neighbours(accesses: _Accesses, rows: Ints, granule: Ints, clocks: Clocks, report: _Report) -> None:
@@ -211,18 +212,15 @@ class _Report:
     def race(self, accesses: _Accesses, one: int, other: int) -> None:
         """Raise the error of two accesses."""
         both = " and ".join(self._describe(accesses, row) for row in (one, other))
-        raise Race(f"{self.program.path}: {self.program.name}: nothing orders {both}")
+        raise Race(f"{self.program.name}: nothing orders {both}")
 
     def uninitialised(self, accesses: _Accesses, row: int) -> None:
         """Raise the error of a load."""
-        where = f"{self.program.path}: {self.program.name}"
-        raise Uninitialised(f"{where}: nothing was written before {self._describe(accesses, row)}")
+        raise Uninitialised(f"{self.program.name}: nothing was written before {self._describe(accesses, row)}")
 
     def _describe(self, accesses: _Accesses, row: int) -> str:
         cta, thread = divmod(int(accesses.thread[row]), self.num_threads)
         address = int(accesses.address[row])
-        place = (
-            f"shared+{address & (1 << CTA_BITS) - 1}" if address >= SHARED_BIT else self.memory.describe(address)
-        )
+        place = f"shared+{address & (1 << CTA_BITS) - 1}" if address >= SHARED_BIT else self.memory.describe(address)
         site = self.program.sites[int(accesses.site[row])]
         return f"{site} ({accesses.size[row]} bytes at {place} by thread {thread} of CTA {cta})"

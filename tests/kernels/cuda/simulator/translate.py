@@ -6,30 +6,32 @@ import ast
 import copy
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ferrule_server.kernels.cuda.specialise import Specialised
-from tests.kernels.cuda.simulator.numbers import BF16, PURE
+from tests.kernels.cuda.simulator.numbers import BF16, PURE, f32
 from tests.kernels.cuda.simulator.twins import ATOMIC, GLOBAL, SHARED, SITE_BITS
 
 __all__ = ["BLOCKING", "Program", "Site", "translate"]
 
 BLOCKING = (
-    "barrier", "warp_barrier", "grid_wait", "shuffle_xor_f32", "shuffle_xor_u32", "shuffle_f32", "shuffle_u32", "ballot",
-    "mma_bf16",
+    "barrier", "warp_barrier", "grid_wait", "shuffle_xor_f32", "shuffle_xor_u32", "shuffle_f32", "shuffle_u32",
+    "ballot", "mma_bf16",
 )  # fmt: skip
 """Instructions at which a thread waits for others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A line of a kernel and the instruction called there."""
+    """A line of a kernel, or of a function it calls, and the instruction called there."""
 
+    path: str
     line: int
     name: str
 
     def __str__(self) -> str:
-        return f"{self.name} on line {self.line}"
+        return f"{self.name} on line {self.line} of {Path(self.path).name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +71,9 @@ class _Writer(ast.NodeTransformer):
         return ast.copy_location(self._written(name, arguments, node), node)
 
     def _written(self, name: str, arguments: list[ast.expr], node: ast.Call) -> ast.expr:
-        if name == "f32" and isinstance(arguments[0], ast.Constant):
-            return ast.Constant(PURE["f32"](arguments[0].value))
-        if name == "bf16_low":
-            return _bf16(ast.BinOp(arguments[0], ast.BitAnd(), ast.Constant(0xFFFF)))
-        if name == "bf16_high":
-            return _bf16(ast.BinOp(arguments[0], ast.RShift(), ast.Constant(16)))
-        if name == "fma":
-            return ast.BinOp(ast.BinOp(arguments[0], ast.Mult(), arguments[1]), ast.Add(), arguments[2])
         if name in PURE:
-            return node
-        site = ast.Constant(self._site(Site(node.lineno, name)))
+            return _computed(name, arguments, node)
+        site = ast.Constant(self._site(Site(getattr(node, "path", ""), node.lineno, name)))
         if name in BLOCKING:
             return ast.Yield(ast.Tuple([ast.Constant(name), site, *arguments], ast.Load()))
         if name in GLOBAL or name in ATOMIC:
@@ -93,6 +87,20 @@ class _Writer(ast.NodeTransformer):
             self.sites.append(site)
             assert len(self.sites) <= 1 << SITE_BITS
         return self._index[site]
+
+
+def _computed(name: str, arguments: list[ast.expr], call: ast.Call) -> ast.expr:
+    """Return what stands for a call that needs no thread: the shortest twins are written in place."""
+    match name, arguments:
+        case "f32", [ast.Constant(value=float(value))]:
+            return ast.Constant(f32(value))
+        case "bf16_low", [word]:
+            return _bf16(ast.BinOp(word, ast.BitAnd(), ast.Constant(0xFFFF)))
+        case "bf16_high", [word]:
+            return _bf16(ast.BinOp(word, ast.RShift(), ast.Constant(16)))
+        case "fma", [a, b, c]:
+            return ast.BinOp(ast.BinOp(a, ast.Mult(), b), ast.Add(), c)
+    return call
 
 
 def _bf16(index: ast.expr) -> ast.expr:

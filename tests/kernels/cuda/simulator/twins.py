@@ -12,7 +12,6 @@ from tests.kernels.cuda.simulator.errors import (
     PromiseBroken,
     ReadBeforeWait,
     ReadOnly,
-    SimulationError,
     WroteBeforeWait,
 )
 from tests.kernels.cuda.simulator.memory import F32, I32, PAGE_BITS, U16, U32, U64, Page

@@ -1,0 +1,102 @@
+"""Mutation test of everything that orders: without any one of its barriers, fences and waits a kernel must fail."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import linecache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ferrule_server.kernels.cuda.specialise import Constant, Specialised, specialise
+
+__all__ = ["EQUIVALENT", "SYNCHRONISING", "Mutation", "SurvivingMutants", "check_mutants", "mutate", "mutations"]
+
+SYNCHRONISING = (
+    "barrier",
+    "copy_async_commit",
+    "copy_async_wait_1",
+    "copy_async_wait_all",
+    "fence",
+    "grid_wait",
+    "warp_barrier",
+)
+"""Instructions that only order."""
+
+EQUIVALENT = "# unprovable here:"
+"""A line with this comment is left alone; what follows says why a GPU needs it and the simulator cannot tell."""
+
+
+class SurvivingMutants(AssertionError):
+    """A kernel works without some of its synchronisation: it is superfluous, or the test does not reach it."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Mutation:
+    """All calls of one instruction that one place of the source gives, however often it was written out."""
+
+    path: str
+    line: int
+    column: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.name} on line {self.line} of {Path(self.path).name}"
+
+
+def mutations(specialised: Specialised) -> list[Mutation]:
+    """Return what can be deleted of a kernel."""
+    found = {made for node in ast.walk(specialised.tree) if (made := _mutation(node)) is not None}
+    return sorted(one for one in found if EQUIVALENT not in linecache.getline(one.path, one.line))
+
+
+def mutate(specialised: Specialised, mutation: Mutation) -> Specialised:
+    """Return the kernel without the calls of one mutation."""
+    tree = _Deleter(mutation).visit(copy.deepcopy(specialised.tree))
+    return replace(specialised, tree=ast.fix_missing_locations(tree))
+
+
+def check_mutants(
+    kernel: Callable[..., None], constants: Mapping[str, Constant], run: Callable[[Specialised], None]
+) -> list[Mutation]:
+    """Run a kernel as it is, then without each of its synchronising calls, and return the mutations.
+
+    Args:
+        kernel: The kernel.
+        constants: Its keyword-only parameters.
+        run: Simulates what it is given on fresh memory and asserts that the result is right.
+
+    Raises:
+        SurvivingMutants: ``run`` found nothing wrong with some mutants.
+    """
+    specialised = specialise(kernel, constants)
+    run(specialised)
+    found = mutations(specialised)
+    survivors = [mutation for mutation in found if not _fails(run, mutate(specialised, mutation))]
+    if survivors:
+        raise SurvivingMutants(f"{specialised.name} passes without {'; '.join(map(str, survivors))}")
+    return found
+
+
+def _fails(run: Callable[[Specialised], None], mutant: Specialised) -> bool:
+    try:
+        run(mutant)
+    except Exception:  # noqa: BLE001  (whatever goes wrong shows that the call was needed)
+        return True
+    return False
+
+
+def _mutation(node: ast.AST) -> Mutation | None:
+    match node:
+        case ast.Expr(value=ast.Call(func=ast.Name(id=name)) as call) if name in SYNCHRONISING:
+            return Mutation(getattr(call, "path", ""), call.lineno, call.col_offset, name)
+    return None
+
+
+class _Deleter(ast.NodeTransformer):
+    def __init__(self, mutation: Mutation) -> None:
+        self._mutation = mutation
+
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
+        return ast.copy_location(ast.Pass(), node) if _mutation(node) == self._mutation else node

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from tests.kernels.cuda.simulator.errors import Divergence, PromiseBroken
-from tests.kernels.cuda.simulator.numbers import f32
 
 __all__ = ["WARP_OPERATIONS"]
 
@@ -46,17 +45,9 @@ def _word(requests: list[Request]) -> None:
             raise PromiseBroken(f"shuffle of {request[2]}, which is no 32-bit word")
 
 
-def _shuffle_xor_f32(requests: list[Request]) -> list[Any]:
-    return [f32(value) for value in _shuffle_xor(requests)]
-
-
 def _shuffle_xor_u32(requests: list[Request]) -> list[Any]:
     _word(requests)
     return _shuffle_xor(requests)
-
-
-def _shuffle_f32(requests: list[Request]) -> list[Any]:
-    return [f32(value) for value in _shuffle(requests)]
 
 
 def _shuffle_u32(requests: list[Request]) -> list[Any]:
@@ -83,9 +74,10 @@ def _fragments(words: list[tuple[int, ...]]) -> Any:
 
 
 WARP_OPERATIONS: dict[str, Callable[[list[Request]], list[Any]]] = {
-    "shuffle_xor_f32": _shuffle_xor_f32,
+    # Not rounded, as the lane's own value is not: a butterfly then gives all lanes the same bits, as on a GPU.
+    "shuffle_xor_f32": _shuffle_xor,
     "shuffle_xor_u32": _shuffle_xor_u32,
-    "shuffle_f32": _shuffle_f32,
+    "shuffle_f32": _shuffle,
     "shuffle_u32": _shuffle_u32,
     "ballot": _ballot,
     "mma_bf16": _mma_bf16,

@@ -1,0 +1,568 @@
+"""Matrix times 3 to 64 vectors on tensor cores, with residual, SwiGLU or float32 logits behind it.
+
+Maths: ``y[m, n] = sum_k x[m, k] * weight[n, k]`` with float32 sums, then the epilogue. The 16 rows of an ``m16n8k16``
+are rows of the weight and its 8 columns are tokens, so that a skinny product wastes nothing on padding.
+
+K-permuted fragments: a sum does not care which k stands in which slot of an mma, as long as both operands agree. Lane
+``4 g + t`` loads the 16 contiguous bytes k = 8 t .. 8 t + 7 of a slab of 32 of its rows, and uses them as the slots it
+owes in two mma steps; activations come from shared memory by the same rule. No second copy of the weights, no ldmatrix:
+
+    elements of the 16 bytes     0 1     2 3      4 5     6 7
+    slots they stand for         2t,+1   2t+8,+9  2t,+1   2t+8,+9
+    mma step                     first   first    second  second
+
+A CTA owns ``16 * ROW_TILES * ROW_WARPS`` rows at a time; ``K_WARPS`` warps share each row tile along K, and their sums
+meet in shared memory. Every warp keeps its share of DEPTH tiles of K in flight in registers, each register being loaded
+again as soon as it is used; the first of them are loaded above ``grid_wait``, while the kernel before this one still
+runs. Activations pass through STAGES buffers of shared memory. Their rows are 64 bytes longer than a tile of K, so that
+the eight lanes which read at a time (two rows of 64 bytes) meet different banks.
+
+Reduction order: slab s of a row belongs to warp ``s % K_WARPS``; a warp adds its slabs in order, the warps are added in
+order. It depends on ``size`` and K_WARPS and on nothing else: not on the number of tokens, the grid, the tile sizes or
+the other tokens. ``k_warps_for`` chooses K_WARPS by the rows of the weight alone, so a token's result has the same bits
+alone and among 64.
+
+Bytes moved: ``2 * num_rows * size`` of weights (twice for SwiGLU), once; activations are read from L2 once for each
+group of rows: ``num_tokens / (16 * ROW_TILES * ROW_WARPS)`` of the weights.
+
+Source: NVIDIA, "Parallel Thread Execution ISA" 9.0, "Matrix Fragments for mma.m16n8k16"; permuting K so that fragments
+are contiguous in memory is the idea of Marlin (IST-DASLab/marlin, README, Apache-2.0), which prepacks; here the
+activations are permuted instead. No code was taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ferrule_server.kernels.cuda.gemv import swiglu
+from ferrule_server.kernels.cuda.intrinsics import (
+    F32,
+    I32,
+    Address,
+    Offset,
+    barrier,
+    bf16_low,
+    copy_async_16_or_zeros,
+    copy_async_commit,
+    copy_async_wait_1,
+    copy_async_wait_all,
+    cta_id,
+    device,
+    fma,
+    grid_launch_dependents,
+    grid_wait,
+    load_stream_v4,
+    load_u16,
+    mma_bf16,
+    num_ctas,
+    pack_bf16,
+    round_bf16,
+    shared_load_f32,
+    shared_load_v4,
+    shared_store_f32,
+    store_f32,
+    store_u16,
+    thread_id,
+)
+from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
+from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unrolled
+
+__all__ = ["gemm", "k_warps_for", "num_ctas_needed", "shared_bytes", "spec", "specs", "tiles_for", "variants"]
+
+SLAB = 32
+"""Values of K that a warp takes at a time: 4 lanes with 8 each."""
+PAD = 64
+"""Bytes between the rows of a buffer of activations."""
+ROW_PAD = 4
+"""Floats between the tokens of partial sums: the 32 lanes that store one register meet different banks."""
+LOG2 = {1 << i: i for i in range(12)}
+NUM_MULTIPROCESSORS = 132
+"""Of an H100 or H200; the default sizes are chosen for them."""
+TILE_ROWS = {"store": 16, "residual": 16, "logits": 16, "swiglu": 8}
+"""Values per token that a tile of 16 rows gives: gate and up stand 8 rows apart in a tile."""
+NEXT_K, NEXT_GROUP, NEXT_BUFFER, BUFFER = range(4)
+"""What is copied next: first value of K, group of rows, offset of the buffer; and the buffer that is read now."""
+PASS_TILES = {1: 1, 2: 2, 4: 2, 8: 1}
+"""Tiles of tokens whose partial sums meet at a time; with 8, registers are short."""
+VALUE_BYTES = {"store": 2, "residual": 2, "logits": 4, "swiglu": 2}
+
+
+def gemm(
+    x: Address,
+    weight: Address,
+    bias: Address,
+    out: Address,
+    num_tokens: I32,
+    num_rows: I32,
+    size: I32,
+    *,
+    TILES: int,
+    ROW_TILES: int,
+    ROW_WARPS: int,
+    K_WARPS: int,
+    SLABS: int,
+    DEPTH: int,
+    STAGES: int,
+    EPILOGUE: str,
+    BIAS: bool,
+) -> None:
+    """Multiply up to ``8 * TILES`` vectors by a matrix.
+
+    Launch: any grid of at least one CTA (``num_ctas_needed`` at most is of use), ``32 * ROW_WARPS * K_WARPS`` threads,
+    ``shared_bytes`` of dynamic shared memory.
+
+    Args:
+        x: bf16 [num_tokens, size].
+        weight: bf16 [num_rows, size], immutable; [2 * num_rows, size], rows of gate, then up, for swiglu.
+        bias: bf16 [rows of weight], immutable; read where BIAS.
+        out: bf16 [num_tokens, num_rows], float32 for logits; ``residual`` adds to what is there.
+        num_tokens: 1 to ``8 * TILES``; rows beyond are neither read nor written.
+        num_rows: Values per token that come out.
+        size: Of a vector, a multiple of 8.
+        TILES: Tiles of 8 tokens.
+        ROW_TILES: Tiles of 16 rows that a warp holds at a time.
+        ROW_WARPS: Warps side by side along rows.
+        K_WARPS: Warps that share a row tile along K; decides the order of the sums.
+        SLABS: Slabs of each warp in a tile of K: a tile is ``32 * SLABS * K_WARPS`` values.
+        DEPTH: Tiles of K whose weights are in flight.
+        STAGES: Buffers of activations, 2 or 3.
+        EPILOGUE: ``store``, ``residual``, ``swiglu``, or ``logits`` (rounded to bf16 and stored as float32).
+        BIAS: Add a bias before rounding.
+    """
+    assert STAGES in (2, 3)
+    lane_k = i32(((thread_id() >> 5) & (K_WARPS - 1)) * SLAB + (thread_id() & 3) * 8)
+    row_warp = i32(thread_id() >> (5 + LOG2[K_WARPS]))
+    group = i32(cta_id())
+    num_groups = i32(
+        (num_rows + TILE_ROWS[EPILOGUE] * ROW_TILES * ROW_WARPS - 1)
+        >> LOG2[TILE_ROWS[EPILOGUE] * ROW_TILES * ROW_WARPS]
+    )
+    left = i32(size - lane_k)
+    if group >= num_groups:
+        left = i32(0)
+    rows = registers(ROW_TILES, 2)
+    first = i32(group * ROW_WARPS + row_warp)
+    _point(rows, weight, first, num_rows, size, lane_k, ROW_TILES=ROW_TILES, EPILOGUE=EPILOGUE)
+    w = registers(DEPTH, SLABS, ROW_TILES, 2)
+    for d in unrolled(DEPTH):
+        for s in unrolled(SLABS):
+            for r in unrolled(ROW_TILES):
+                w[d, s, r, 0] = (0, 0, 0, 0)
+                w[d, s, r, 1] = (0, 0, 0, 0)
+            _load(w, rows, left, ROW_TILES=ROW_TILES, K_WARPS=K_WARPS, SLABS=SLABS, d=d, s=s)
+    grid_launch_dependents()
+    grid_wait()
+    tile = registers(4, init=0)
+    tile[NEXT_GROUP] = group
+    for _ in unrolled(STAGES - 1):
+        _copy_tile(
+            tile,
+            x,
+            num_tokens,
+            num_groups,
+            size,
+            TILES=TILES,
+            CHUNKS=K_WARPS * SLABS * 4,
+            STAGES=STAGES,
+            THREADS=32 * ROW_WARPS * K_WARPS,
+        )
+    sums = registers(ROW_TILES, TILES)
+    while group < num_groups:
+        for r in unrolled(ROW_TILES):
+            for n in unrolled(TILES):
+                sums[r, n] = (0.0, 0.0, 0.0, 0.0)
+        start = i32(0)
+        while start < size:
+            # Where the weights come from that are loaded in this turn, for the next: further along, or the next group.
+            ahead = i32(start + DEPTH * SLABS * K_WARPS * SLAB)
+            left = i32(size - ahead - lane_k)
+            for r in unrolled(ROW_TILES):
+                rows[r, 0] += DEPTH * SLABS * K_WARPS * SLAB * 2
+                rows[r, 1] += DEPTH * SLABS * K_WARPS * SLAB * 2
+            if ahead >= size:
+                left = i32(size - lane_k)
+                if group + num_ctas() >= num_groups:
+                    left = i32(0)
+                first = i32((group + num_ctas()) * ROW_WARPS + row_warp)
+                _point(rows, weight, first, num_rows, size, lane_k, ROW_TILES=ROW_TILES, EPILOGUE=EPILOGUE)
+            for d in unrolled(DEPTH):
+                if d == 0 or start + d * SLABS * K_WARPS * SLAB < size:
+                    if STAGES == 2:
+                        copy_async_wait_all()
+                    else:
+                        copy_async_wait_1()
+                    barrier()
+                    _copy_tile(
+                        tile,
+                        x,
+                        num_tokens,
+                        num_groups,
+                        size,
+                        TILES=TILES,
+                        CHUNKS=K_WARPS * SLABS * 4,
+                        STAGES=STAGES,
+                        THREADS=32 * ROW_WARPS * K_WARPS,
+                    )
+                    token = i32((thread_id() & 31) >> 2)
+                    values = i32(tile[BUFFER] + token * (K_WARPS * SLABS * 64 + PAD) + lane_k * 2)
+                    for s in unrolled(SLABS):
+                        _multiply(
+                            sums,
+                            w,
+                            values,
+                            TILES=TILES,
+                            ROW_TILES=ROW_TILES,
+                            K_WARPS=K_WARPS,
+                            SLABS=SLABS,
+                            d=d,
+                            s=s,
+                        )
+                        _load(w, rows, left, ROW_TILES=ROW_TILES, K_WARPS=K_WARPS, SLABS=SLABS, d=d, s=s)
+                    tile[BUFFER] = _next_buffer(
+                        tile[BUFFER], BYTES=8 * TILES * (K_WARPS * SLABS * 64 + PAD), STAGES=STAGES
+                    )
+                else:
+                    for s in unrolled(SLABS):
+                        _load(w, rows, left, ROW_TILES=ROW_TILES, K_WARPS=K_WARPS, SLABS=SLABS, d=d, s=s)
+            start = ahead
+        _finish(
+            sums,
+            out,
+            bias,
+            group,
+            num_tokens,
+            num_rows,
+            TILES=TILES,
+            ROW_TILES=ROW_TILES,
+            K_WARPS=K_WARPS,
+            OUTS=TILE_ROWS[EPILOGUE] * ROW_TILES * ROW_WARPS,
+            STEP=32 * K_WARPS // (TILE_ROWS[EPILOGUE] * ROW_TILES),
+            PASS=PASS_TILES[TILES],
+            STRIDE=16 * ROW_TILES * ROW_WARPS + ROW_PAD,
+            BASE=STAGES * 8 * TILES * (K_WARPS * SLABS * 64 + PAD),
+            EPILOGUE=EPILOGUE,
+            BIAS=BIAS,
+        )
+        group = i32(group + num_ctas())
+
+
+@device
+def _point(
+    rows: Any, weight: Address, first: I32, num_rows: I32, size: I32, lane_k: I32, *, ROW_TILES: int, EPILOGUE: str
+) -> None:
+    """Set the addresses of this lane's rows in tile row ``first``; the last row stands for any beyond."""
+    for r in unrolled(ROW_TILES):
+        for h in unrolled(2):
+            n = i32((first * ROW_TILES + r) * TILE_ROWS[EPILOGUE] + ((thread_id() & 31) >> 2))
+            if EPILOGUE != "swiglu":
+                n = i32(n + 8 * h)
+            if n >= num_rows:
+                n = i32(num_rows - 1)
+            if EPILOGUE == "swiglu":
+                n = i32(n + h * num_rows)
+            rows[r, h] = weight + n * (size * 2) + lane_k * 2
+
+
+@device
+def _load(w: Any, rows: Any, left: I32, *, ROW_TILES: int, K_WARPS: int, SLABS: int, d: int, s: int) -> None:
+    """Load slab s of tile d again, unless it lies beyond the end: then activations are zero there."""
+    if left > (d * SLABS + s) * K_WARPS * SLAB:
+        for r in unrolled(ROW_TILES):
+            for h in unrolled(2):
+                w[d, s, r, h] = load_stream_v4(rows[r, h] + (d * SLABS + s) * K_WARPS * SLAB * 2)
+
+
+@device
+def _multiply(
+    sums: Any, w: Any, values: Offset, *, TILES: int, ROW_TILES: int, K_WARPS: int, SLABS: int, d: int, s: int
+) -> None:
+    """Add the products of slab s, two mma steps for each tile of rows and tokens.
+
+    As many tiles of tokens at a time as give four sums: their fragments fit the registers, and two mma that depend on
+    each other are four apart.
+    """
+    b = registers(4 // ROW_TILES)
+    for m in unrolled(0, TILES, 4 // ROW_TILES):
+        for n in unrolled(m, min(m + 4 // ROW_TILES, TILES)):
+            b[n - m] = shared_load_v4(values + n * 8 * (K_WARPS * SLABS * 64 + PAD) + s * K_WARPS * 64)
+        for i in unrolled(2):
+            for r in unrolled(ROW_TILES):
+                a = (w[d, s, r, 0][2 * i], w[d, s, r, 1][2 * i], w[d, s, r, 0][2 * i + 1], w[d, s, r, 1][2 * i + 1])
+                for n in unrolled(m, min(m + 4 // ROW_TILES, TILES)):
+                    sums[r, n] = mma_bf16(a, (b[n - m][2 * i], b[n - m][2 * i + 1]), sums[r, n])
+
+
+@device
+def _copy_tile(
+    tile: Any,
+    x: Address,
+    num_tokens: I32,
+    num_groups: I32,
+    size: I32,
+    *,
+    TILES: int,
+    CHUNKS: int,
+    STAGES: int,
+    THREADS: int,
+) -> None:
+    """Begin to copy the next tile of activations; zeros where a token or a k does not exist."""
+    assert CHUNKS <= THREADS
+    if tile[NEXT_GROUP] < num_groups:
+        token = i32(thread_id() >> LOG2[CHUNKS])
+        chunk = i32(thread_id() & (CHUNKS - 1))
+        k = i32(tile[NEXT_K] + chunk * 8)
+        left = i32(num_tokens - token)
+        if k >= size:
+            left = i32(0)
+        source = x + i32(token * size + k) * 2
+        target = i32(tile[NEXT_BUFFER] + token * (CHUNKS * 16 + PAD) + chunk * 16)
+        for j in unrolled(8 * TILES * CHUNKS // THREADS):
+            num_bytes = i32(16 if left > j * (THREADS // CHUNKS) else 0)
+            copy_async_16_or_zeros(
+                target + j * (THREADS // CHUNKS) * (CHUNKS * 16 + PAD),
+                source + j * (THREADS // CHUNKS) * 2 * size,
+                num_bytes,
+            )
+        if 8 * TILES * CHUNKS < THREADS:
+            if token < 8 * TILES:
+                copy_async_16_or_zeros(target, source, i32(16 if left > 0 else 0))
+    copy_async_commit()
+    tile[NEXT_K] = i32(tile[NEXT_K] + CHUNKS * 8)
+    if tile[NEXT_K] >= size:
+        tile[NEXT_K] = i32(0)
+        tile[NEXT_GROUP] = i32(tile[NEXT_GROUP] + num_ctas())
+    tile[NEXT_BUFFER] = _next_buffer(tile[NEXT_BUFFER], BYTES=8 * TILES * (CHUNKS * 16 + PAD), STAGES=STAGES)
+
+
+@device
+def _next_buffer(buffer: Offset, *, BYTES: int, STAGES: int) -> Offset:
+    """Return the offset of the buffer after this one."""
+    following = i32(buffer + BYTES)
+    if following >= STAGES * BYTES:
+        following = i32(0)
+    return following
+
+
+@device
+def _finish(
+    sums: Any,
+    out: Address,
+    bias: Address,
+    group: I32,
+    num_tokens: I32,
+    num_rows: I32,
+    *,
+    TILES: int,
+    ROW_TILES: int,
+    K_WARPS: int,
+    OUTS: int,
+    STEP: int,
+    PASS: int,
+    STRIDE: int,
+    BASE: int,
+    EPILOGUE: str,
+    BIAS: bool,
+) -> None:
+    """Add the sums of the warps in order, PASS tiles of tokens at a time, and store what comes of them.
+
+    Partial sums are float32 [K_WARPS, 8 * PASS tokens, STRIDE], at BASE. Two such areas take turns, so that one barrier
+    a pass is enough: who writes an area again has passed the barrier that comes after its last reads. A thread gives
+    one row's values for tokens STEP apart; the old values of ``residual`` are loaded a pass ahead.
+    """
+    assert STEP >= 1
+    lane = i32(thread_id() & 31)
+    k_warp = i32((thread_id() >> 5) & (K_WARPS - 1))
+    row = i32((thread_id() >> (5 + LOG2[K_WARPS])) * (16 * ROW_TILES) + (lane >> 2))
+    mine = i32(BASE + ((k_warp * 8 * PASS + (lane & 3) * 2) * STRIDE + row) * 4)
+    token = i32(thread_id() >> LOG2[OUTS])
+    row = i32(thread_id() & (OUTS - 1))
+    n = i32(group * OUTS + row)
+    if EPILOGUE == "swiglu":
+        row = i32(row + (row & -8))
+    parts = i32(BASE + (token * STRIDE + row) * 4)
+    left = i32(num_tokens - token)
+    if n >= num_rows:
+        left = i32(0)
+    if STEP > 8 * PASS:
+        if token >= 8 * PASS:
+            left = i32(0)
+    place = out + i32(token * num_rows + n) * VALUE_BYTES[EPILOGUE]
+    step_bytes = i32(num_rows * VALUE_BYTES[EPILOGUE])
+    shifts = registers(2, init=0.0)
+    if BIAS:
+        if left > 0:
+            shifts[0] = bf16_low(load_u16(bias + n * 2))
+            if EPILOGUE == "swiglu":
+                shifts[1] = bf16_low(load_u16(bias + (n + num_rows) * 2))
+    old = registers(2, -(-8 * PASS // STEP), init=0.0)
+    if EPILOGUE == "residual":
+        _load_old(old, place, left, step_bytes, COUNT=-(-8 * PASS // STEP), STEP=STEP, PASS=PASS, p=0)
+    for p in unrolled(TILES // PASS):
+        area = i32(mine + (p % 2) * K_WARPS * 8 * PASS * STRIDE * 4)
+        for r in unrolled(ROW_TILES):
+            for q in unrolled(PASS):
+                for c in unrolled(4):
+                    place_of = area + ((8 * q + c % 2) * STRIDE + 16 * r + 8 * (c // 2)) * 4
+                    shared_store_f32(place_of, sums[r, p * PASS + q][c])
+        if EPILOGUE == "residual" and p + 1 < TILES // PASS:
+            _load_old(old, place, left, step_bytes, COUNT=-(-8 * PASS // STEP), STEP=STEP, PASS=PASS, p=p + 1)
+        barrier()
+        for j in unrolled(-(-8 * PASS // STEP)):
+            if left > p * 8 * PASS + j * STEP:
+                area = i32(parts + ((p % 2) * K_WARPS * 8 * PASS + j * STEP) * STRIDE * 4)
+                value = _total(area, K_WARPS=K_WARPS, BYTES=8 * PASS * STRIDE * 4) + shifts[0]
+                target = place + (p * 8 * PASS + j * STEP) * step_bytes
+                if EPILOGUE == "logits":
+                    store_f32(target, round_bf16(value))
+                else:
+                    if EPILOGUE == "swiglu":
+                        up = _total(area + 32, K_WARPS=K_WARPS, BYTES=8 * PASS * STRIDE * 4) + shifts[1]
+                        value = swiglu(value, up)
+                    if EPILOGUE == "residual":
+                        value = old[p % 2, j] + round_bf16(value)
+                    store_u16(target, pack_bf16(value, 0.0))
+
+
+@device
+def _load_old(
+    old: Any, place: Address, left: I32, step_bytes: I32, *, COUNT: int, STEP: int, PASS: int, p: int
+) -> None:
+    """Load what the thread's values of pass p are added to."""
+    for j in unrolled(COUNT):
+        if left > p * 8 * PASS + j * STEP:
+            old[p % 2, j] = bf16_low(load_u16(place + (p * 8 * PASS + j * STEP) * step_bytes))
+
+
+@device
+def _total(area: Offset, *, K_WARPS: int, BYTES: int) -> F32:
+    """Return the sum of the warps' parts, in order: ``fma`` by 1, because no compiler reorders it."""
+    total = shared_load_f32(area)
+    for k in unrolled(1, K_WARPS):
+        total = fma(shared_load_f32(area + k * BYTES), 1.0, total)
+    return total
+
+
+def tiles_for(num_tokens: int) -> int:
+    """Return the smallest TILES that kernels are built for and that holds so many tokens.
+
+    Raises:
+        ValueError: More than 64 tokens, or none.
+    """
+    for tiles in PASS_TILES:
+        if 1 <= num_tokens <= 8 * tiles:
+            return tiles
+    raise ValueError(f"{num_tokens} tokens; one launch takes 1 to 64")
+
+
+def k_warps_for(num_rows: int, epilogue: str) -> int:
+    """Return how many of 8 warps share a row tile: the fewest that keep 132 multiprocessors about as busy as any.
+
+    Fewer means larger groups of rows, and activations read less often. Decides the order of the sums, therefore a
+    function of the weight alone.
+    """
+    times = {k_warps: _rows_in_turn(num_rows, TILE_ROWS[epilogue] * (8 // k_warps)) for k_warps in (2, 4, 8)}
+    return min(k_warps for k_warps, time in times.items() if time <= 1.1 * min(times.values()))
+
+
+def num_ctas_needed(num_rows: int, constants: Mapping[str, Constant]) -> int:
+    """Return how many CTAs find work at all."""
+    row_tiles, row_warps = (int(constants[name]) for name in ("ROW_TILES", "ROW_WARPS"))  # type: ignore[arg-type]
+    return -(-num_rows // (TILE_ROWS[str(constants["EPILOGUE"])] * row_tiles * row_warps))
+
+
+def _rows_in_turn(num_rows: int, rows: int) -> int:
+    """Return how many rows the busiest multiprocessor works on, with so many rows to a group."""
+    return -(-num_rows // (rows * NUM_MULTIPROCESSORS)) * rows
+
+
+def shared_bytes(constants: Mapping[str, Constant]) -> int:
+    """Return the dynamic shared memory of a launch in bytes: buffers of activations, then areas of partial sums."""
+    tiles, k_warps, slabs, stages, row_tiles, row_warps = (
+        int(constants[name])  # type: ignore[arg-type]
+        for name in ("TILES", "K_WARPS", "SLABS", "STAGES", "ROW_TILES", "ROW_WARPS")
+    )
+    num_areas = min(2, tiles // PASS_TILES[tiles])
+    area = k_warps * 8 * PASS_TILES[tiles] * (16 * row_tiles * row_warps + ROW_PAD) * 4
+    return stages * 8 * tiles * (k_warps * slabs * 64 + PAD) + num_areas * area
+
+
+def spec(
+    num_rows: int,
+    *,
+    TILES: int,
+    EPILOGUE: str,
+    BIAS: bool = False,
+    ctas_per_sm: int = 1,
+    sizes: Mapping[str, int] | None = None,
+) -> KernelSpec:
+    """Return the kernel for a weight that gives ``num_rows`` values per token.
+
+    Args:
+        num_rows: Of the product.
+        TILES: Tiles of 8 tokens.
+        EPILOGUE: Of the kernel.
+        BIAS: Of the kernel.
+        ctas_per_sm: CTAs that share a multiprocessor, and 8 warps.
+        sizes: Other constants of the kernel, where the default is not wanted.
+    """
+    chosen = {"STAGES": 2, **(sizes or {})}
+    k_warps = chosen.setdefault("K_WARPS", k_warps_for(num_rows, EPILOGUE))
+    row_warps = chosen.setdefault("ROW_WARPS", 8 // ctas_per_sm // k_warps)
+    rows = TILE_ROWS[EPILOGUE] * row_warps
+    row_tiles = chosen.setdefault("ROW_TILES", 2 if _has_two_row_tiles(num_rows, rows, TILES, EPILOGUE) else 1)
+    slabs = chosen.setdefault("SLABS", 4 // row_tiles if k_warps == 2 else 2 if TILES < 8 else 1)
+    depth = chosen.setdefault("DEPTH", max(1, (8 if TILES < 8 else 6) // (2 * row_tiles * slabs)))
+    constants: dict[str, Constant] = {**chosen, "BIAS": BIAS, "EPILOGUE": EPILOGUE, "TILES": TILES}
+    return KernelSpec(
+        kernel=gemm,
+        constants=tuple(sorted(constants.items())),
+        num_threads=32 * row_warps * k_warps,
+        shared_bytes=shared_bytes(constants),
+        ctas_per_sm=ctas_per_sm,
+        has_mma=True,
+        min_vector_loads=2 * 2 * row_tiles * slabs * depth,
+        prefetches=True,
+    )
+
+
+def _has_two_row_tiles(num_rows: int, rows: int, tiles: int, epilogue: str) -> bool:
+    """Return whether a warp holds two row tiles: it halves much traffic of activations and idles no multiprocessor.
+
+    The registers allow it where nothing else is to be kept for the epilogue.
+    """
+    is_as_busy = _rows_in_turn(num_rows, 2 * rows) <= 1.1 * _rows_in_turn(num_rows, rows)
+    return tiles == 8 and epilogue == "logits" and is_as_busy
+
+
+def specs(shape: ModelShape) -> list[KernelSpec]:
+    """Return what the linears and the output head of a model need for 3 to 64 tokens."""
+    linears = (
+        (shape.qkv_size, "store"),
+        (shape.hidden_size, "residual"),
+        (shape.intermediate_size, "swiglu"),
+        (shape.vocab_size, "logits"),
+    )
+    return [spec(num_rows, TILES=tiles, EPILOGUE=epilogue) for num_rows, epilogue in linears for tiles in PASS_TILES]
+
+
+def variants(shape: ModelShape) -> list[KernelSpec]:
+    """Return what a sweep on a GPU tries besides, for the projection and the feed-forward part.
+
+    Split of the warps, buffers, loads in flight, row tiles per warp, two smaller CTAs per multiprocessor.
+    """
+    sizes = (
+        (1, {"K_WARPS": 2}),
+        (1, {"K_WARPS": 4}),
+        (1, {"K_WARPS": 8}),
+        (1, {"K_WARPS": 4, "STAGES": 3}),
+        (1, {"K_WARPS": 4, "DEPTH": 1}),
+        (1, {"K_WARPS": 4, "ROW_TILES": 2, "SLABS": 1}),
+        (2, {"K_WARPS": 4}),
+    )
+    return [
+        spec(num_rows, TILES=tiles, EPILOGUE=epilogue, ctas_per_sm=ctas_per_sm, sizes=chosen)
+        for num_rows, epilogue in ((shape.hidden_size, "residual"), (shape.intermediate_size, "swiglu"))
+        for tiles in (1, 2, 4)
+        for ctas_per_sm, chosen in sizes
+    ]

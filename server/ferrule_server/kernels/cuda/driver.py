@@ -1,0 +1,376 @@
+"""The one way kernels are launched: cubins through the CUDA driver API of ``cuda.bindings``.
+
+The driver API and not numba's launcher, because programmatic dependent launch, more than 48 KiB of shared memory and
+launches prepared ahead are needed. The context is the device's primary one, which torch uses too: addresses and stream
+handles of torch are valid here. Importing this module needs neither the package nor a GPU; :meth:`Device.open` does.
+
+Source: NVIDIA, "CUDA Driver API", chapters "Library Management" and "Execution Control"; "CUDA C++ Programming Guide",
+"Programmatic Dependent Launch".
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+from ferrule_server.kernels.cuda.compile import Cubin
+from ferrule_server.kernels.cuda.sources import parameters
+from ferrule_server.kernels.cuda.spec import KernelSpec
+
+__all__ = ["Device", "DriverError", "Function", "Launch", "NoDevice"]
+
+_DEFAULT_SHARED_BYTES = 48 << 10
+"""Dynamic shared memory a function may have without being asked for more."""
+
+_MAX_SHARED_CARVEOUT = 100
+"""Percent of the L1 that is shared memory. All kernels ask for the same: a change of the split drains the SM."""
+
+_LOST = frozenset(
+    f"CUDA_ERROR_{name}"
+    for name in (
+        "ASSERT",
+        "CONTAINED",
+        "CONTEXT_IS_DESTROYED",
+        "DEINITIALIZED",
+        "DEVICE_UNAVAILABLE",
+        "ECC_UNCORRECTABLE",
+        "EXTERNAL_DEVICE",
+        "HARDWARE_STACK_ERROR",
+        "ILLEGAL_ADDRESS",
+        "ILLEGAL_INSTRUCTION",
+        "INVALID_ADDRESS_SPACE",
+        "INVALID_PC",
+        "LAUNCH_FAILED",
+        "LAUNCH_TIMEOUT",
+        "MISALIGNED_ADDRESS",
+        "NVLINK_UNCORRECTABLE",
+        "TENSOR_MEMORY_LEAK",
+        "UNKNOWN",
+    )
+)
+
+_CELLS: dict[str, type[Any]] = {"Address": ctypes.c_int64, "I32": ctypes.c_int32, "F32": ctypes.c_float}
+_BOUNDS = {"Address": (0, 1 << 63), "I32": (-(1 << 31), 1 << 31)}
+_Driver = Any  # the module cuda.bindings.driver, which is not typed, or a double of it
+
+
+class DriverError(Exception):
+    """The driver refused a call, or reports what an earlier one broke.
+
+    Attributes:
+        call: The driver's function.
+        name: Of the error, such as ``CUDA_ERROR_ILLEGAL_ADDRESS``; empty where it has none.
+    """
+
+    def __init__(self, message: str, *, call: str = "", name: str = "") -> None:
+        super().__init__(message)
+        self.call = call
+        self.name = name
+
+    @property
+    def is_context_lost(self) -> bool:
+        """Whether every further call of this process on this device fails too: only a new process helps."""
+        return self.name in _LOST
+
+
+class NoDevice(DriverError):
+    """Nothing here can run the kernels: a package, the driver or a fitting GPU is missing; the message says which."""
+
+
+class Device:
+    """One GPU, its primary context current in the thread that opened it.
+
+    Attributes:
+        index: Of the GPU, as the driver counts them.
+        name: As the driver says it.
+        architecture: Of the cubins it runs: ``sm_80`` or ``sm_90a``.
+        num_sms: Multiprocessors.
+        shared_bytes_per_cta: Most dynamic shared memory of one CTA.
+    """
+
+    def __init__(self, driver: _Driver, index: int) -> None:
+        self._driver = driver
+        self.index = index
+        self._handle = _call(driver, "cuDeviceGet", index)
+        kinds = driver.CUdevice_attribute
+        capability = (
+            self._attribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
+            self._attribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR),
+        )
+        self.architecture = _architecture(*capability)
+        self.has_dependent_launch = capability >= (9, 0)
+        self.name = _call(driver, "cuDeviceGetName", 256, self._handle).split(b"\0")[0].decode()
+        self.num_sms = self._attribute(kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
+        self.shared_bytes_per_cta = self._attribute(kinds.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+        self._context = _call(driver, "cuDevicePrimaryCtxRetain", self._handle)
+        self.make_current()
+
+    @classmethod
+    def open(cls, index: int = 0, driver: _Driver | None = None) -> Device:
+        """Return a GPU, ready to load kernels.
+
+        Args:
+            index: Of the GPU.
+            driver: Stands for ``cuda.bindings.driver``.
+
+        Raises:
+            NoDevice: The package, the driver or the GPU is missing, or there are no kernels for it.
+            DriverError: The driver refuses.
+        """
+        driver = driver or _import_driver()
+        try:
+            _call(driver, "cuInit", 0)
+            count = int(_call(driver, "cuDeviceGetCount"))
+        except DriverError as error:
+            raise NoDevice(f"the CUDA driver does not start: {error}", call=error.call, name=error.name) from error
+        except (OSError, RuntimeError) as error:  # the bindings look for the driver's library at the first call
+            raise NoDevice(f"no CUDA driver is installed: {error}") from error
+        if index >= count:
+            raise NoDevice(f"there is no GPU {index}, the driver sees {count}")
+        return cls(driver, index)
+
+    def make_current(self) -> None:
+        """Make the context current in this thread: every thread that launches needs it once.
+
+        Raises:
+            DriverError: The driver refuses.
+        """
+        _call(self._driver, "cuCtxSetCurrent", self._context)
+
+    def load(self, spec: KernelSpec, cubin: Cubin) -> Function:
+        """Load a kernel, wholly: nothing is left to its first launch, which may stand in a capture.
+
+        Raises:
+            DriverError: The driver refuses the code.
+            ValueError: The cubin takes other parameters than the kernel, or the spec more shared memory than there is.
+        """
+        if spec.shared_bytes > self.shared_bytes_per_cta:
+            raise ValueError(
+                f"{spec.name} takes {spec.shared_bytes} bytes of shared memory, {self.name} gives one CTA "
+                f"{self.shared_bytes_per_cta}"
+            )
+        return Function(self, self._driver, spec, cubin)
+
+    def synchronize(self, stream: int) -> None:
+        """Wait until a stream is idle.
+
+        Args:
+            stream: Its handle (``torch.cuda.Stream.cuda_stream``), 0 for the default one.
+
+        Raises:
+            DriverError: Something in it failed, perhaps long ago.
+        """
+        _call(self._driver, "cuStreamSynchronize", self._driver.CUstream(stream))
+
+    def close(self) -> None:
+        """Give the context back; functions loaded by this device must not be used any more.
+
+        Raises:
+            DriverError: The driver refuses.
+        """
+        _call(self._driver, "cuDevicePrimaryCtxRelease", self._handle)
+
+    def _attribute(self, kind: object) -> int:
+        return int(_call(self._driver, "cuDeviceGetAttribute", kind, self._handle))
+
+
+class Function:
+    """A loaded kernel.
+
+    Attributes:
+        spec: What it was made from.
+        parameters: Name and kind of its runtime parameters.
+    """
+
+    def __init__(self, device: Device, driver: _Driver, spec: KernelSpec, cubin: Cubin) -> None:
+        self.spec = spec
+        self.parameters = parameters(spec.kernel)
+        self._device = device
+        self._driver = driver
+        self._code = cubin.code  # the library may read it as long as it lives
+        self._library = _call(driver, "cuLibraryLoadData", self._code, None, None, 0, None, None, 0)
+        kernel = _call(driver, "cuLibraryGetKernel", self._library, cubin.name.encode())
+        self._handle = _call(driver, "cuKernelGetFunction", kernel)
+        _call(driver, "cuFuncLoad", self._handle)
+        self._check_parameters()
+        kinds = driver.CUfunction_attribute
+        if spec.shared_bytes > _DEFAULT_SHARED_BYTES:
+            self._set(kinds.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, spec.shared_bytes)
+        self._set(kinds.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, _MAX_SHARED_CARVEOUT)
+
+    def prepare(
+        self,
+        arguments: Sequence[int | float],
+        *,
+        grid: int | tuple[int, int],
+        shared_bytes: int | None = None,
+        starts_early: bool = True,
+    ) -> Launch:
+        """Return a launch that can be made any number of times.
+
+        Args:
+            arguments: One value per parameter.
+            grid: CTAs.
+            shared_bytes: Dynamic shared memory per CTA; None: what the spec is planned for.
+            starts_early: The kernel may start while the one before it in the stream still runs, up to its
+                ``grid_wait`` (programmatic dependent launch); without effect before sm_90.
+
+        Raises:
+            ValueError: An argument does not fit its kind, their number is wrong, or the shared memory is more than the
+                spec is planned for.
+        """
+        shared_bytes = self.spec.shared_bytes if shared_bytes is None else shared_bytes
+        if shared_bytes > self.spec.shared_bytes:
+            raise ValueError(f"{self.spec.name} is planned for {self.spec.shared_bytes} bytes, not {shared_bytes}")
+        config = self._driver.CUlaunchConfig()
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.spec.num_threads, 1, 1
+        config.sharedMemBytes = shared_bytes
+        if starts_early and self._device.has_dependent_launch:
+            config.attrs = [_dependent_launch(self._driver)]
+            config.numAttrs = 1
+        launch = Launch(self._driver, self._handle, self.spec.name, self.parameters, config)
+        launch.set_grid(grid)
+        if len(arguments) != len(self.parameters):
+            raise ValueError(f"{self.spec.name} takes {len(self.parameters)} arguments, was given {len(arguments)}")
+        launch.set(**{name: value for (name, _), value in zip(self.parameters, arguments, strict=True)})
+        return launch
+
+    def max_ctas_per_sm(self, shared_bytes: int) -> int:
+        """Return how many CTAs fit one multiprocessor at a time.
+
+        Raises:
+            DriverError: The driver refuses.
+        """
+        threads = self.spec.num_threads
+        return int(
+            _call(self._driver, "cuOccupancyMaxActiveBlocksPerMultiprocessor", self._handle, threads, shared_bytes)
+        )
+
+    def unload(self) -> None:
+        """Give the code's memory on the device back; launches of this function must not be made any more.
+
+        Raises:
+            DriverError: The driver refuses.
+        """
+        _call(self._driver, "cuLibraryUnload", self._library)
+
+    def _set(self, kind: object, value: int) -> None:
+        _call(self._driver, "cuFuncSetAttribute", self._handle, kind, value)
+
+    def _check_parameters(self) -> None:
+        """Compare the sizes of the cubin's parameters: what is packed wrongly would be read as something else."""
+        for index, (name, kind) in enumerate(self.parameters):
+            _, size = _call_pair(self._driver, "cuFuncGetParamInfo", self._handle, index)
+            if size != ctypes.sizeof(_CELLS[kind]):
+                raise ValueError(f"{self.spec.name}: {name} is {kind}, the cubin takes {size} bytes there")
+
+
+class Launch:
+    """A prepared launch: change an argument, call, call again. Not for two threads at a time.
+
+    The driver copies the arguments during the call, and a capture keeps those of its moment: changes afterwards reach
+    later calls only.
+    """
+
+    def __init__(
+        self, driver: _Driver, function: object, name: str, kinds: Sequence[tuple[str, str]], config: Any
+    ) -> None:
+        self._driver = driver
+        self._function = function
+        self._name = name
+        self._kinds = dict(kinds)
+        self._cells = {parameter: _CELLS[kind]() for parameter, kind in kinds}
+        self._addresses = (ctypes.c_void_p * len(kinds))(*map(ctypes.addressof, self._cells.values()))
+        self._arguments = ctypes.addressof(self._addresses)
+        self._config = config
+        self._stream: int | None = None
+
+    def set(self, **values: float) -> None:
+        """Change arguments by name.
+
+        Raises:
+            ValueError: There is no such parameter, or a value does not fit its kind.
+        """
+        for name, value in values.items():
+            if name not in self._cells:
+                raise ValueError(f"{self._name} has no parameter {name}; it has {', '.join(self._cells)}")
+            bounds = _BOUNDS.get(self._kinds[name])
+            if bounds and not (isinstance(value, int) and bounds[0] <= value < bounds[1]):
+                raise ValueError(f"{self._name}: {name} = {value!r} is no {self._kinds[name]}")
+            self._cells[name].value = value
+
+    def set_grid(self, grid: int | tuple[int, int]) -> None:
+        """Change the number of CTAs.
+
+        Raises:
+            ValueError: Less than one.
+        """
+        x, y = (grid, 1) if isinstance(grid, int) else grid
+        if x < 1 or y < 1:
+            raise ValueError(f"{self._name}: a grid of {grid} CTAs")
+        self._config.gridDimX, self._config.gridDimY, self._config.gridDimZ = x, y, 1
+
+    def __call__(self, stream: int) -> None:
+        """Put the kernel into a stream; faults of the kernel itself show at later calls.
+
+        Args:
+            stream: Its handle (``torch.cuda.Stream.cuda_stream``), 0 for the default one.
+
+        Raises:
+            DriverError: The driver refuses, or reports an earlier fault.
+        """
+        if stream != self._stream:
+            self._config.hStream = self._driver.CUstream(stream)
+            self._stream = stream
+        code = self._driver.cuLaunchKernelEx(self._config, self._function, self._arguments, 0)[0]
+        if code:
+            raise _error("cuLaunchKernelEx", code, self._name)
+
+
+def _import_driver() -> _Driver:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise NoDevice(f"the package cuda-bindings is missing ({error}); pip install 'ferrule[cuda]'") from error
+    return driver
+
+
+def _architecture(major: int, minor: int) -> str:
+    """Return what cubins a device runs: those of its own capability, or of a lower minor one without suffix."""
+    if (major, minor) == (9, 0):
+        return "sm_90a"
+    if major == 8:
+        return "sm_80"
+    raise NoDevice(f"there are no kernels for compute capability {major}.{minor}, only for 8.x and 9.0")
+
+
+def _dependent_launch(driver: _Driver) -> object:
+    value = driver.CUlaunchAttributeValue()
+    value.programmaticStreamSerializationAllowed = 1
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value = value
+    return attribute
+
+
+def _call(driver: _Driver, name: str, *arguments: object) -> Any:
+    code, *values = getattr(driver, name)(*arguments)
+    if code:
+        raise _error(name, code)
+    return values[0] if values else None
+
+
+def _call_pair(driver: _Driver, name: str, *arguments: object) -> tuple[int, int]:
+    code, *values = getattr(driver, name)(*arguments)
+    if code:
+        raise _error(name, code)
+    return int(values[0]), int(values[1])
+
+
+def _error(call: str, code: Any, subject: str = "") -> DriverError:
+    name = getattr(code, "name", f"CUDA error {int(code)}")
+    message = f"{call}{f' of {subject}' if subject else ''} failed: {name}"
+    if name in _LOST:
+        message += "; the context is lost, only a new process can use this GPU again"
+    return DriverError(message, call=call, name=name)

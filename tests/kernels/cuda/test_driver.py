@@ -1,0 +1,198 @@
+"""The launch path against a recorded driver; structures and enumerations are those of the real bindings."""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import gc
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from ferrule_server.kernels.cuda import copy_blocks
+from ferrule_server.kernels.cuda.compile import Cubin, compile_spec
+from ferrule_server.kernels.cuda.driver import Device, DriverError, Function, NoDevice
+from ferrule_server.kernels.cuda.intrinsics import F32, I32, Address
+from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec
+from tests.kernels.cuda.recorded_driver import FUNCTION, LIBRARY, RecordedDriver, RecordedLaunch
+
+KINDS = (ctypes.c_int64, ctypes.c_int32, ctypes.c_float)
+
+
+def scale(x: Address, size: I32, factor: F32, *, M: int) -> None:  # noqa: N803
+    """Stand for a kernel."""
+
+
+def _spec(shared_bytes: int = 100 << 10) -> KernelSpec:
+    return KernelSpec(scale, (("M", 1),), num_threads=256, shared_bytes=shared_bytes)
+
+
+CUBIN = Cubin("scale", "sm_90a", b"code", "", 32, 0, 0)
+
+
+def _load(driver: RecordedDriver, shared_bytes: int = 100 << 10) -> Function:
+    return Device.open(0, driver).load(_spec(shared_bytes), CUBIN)
+
+
+def test_launch_packs_every_argument_by_its_kind() -> None:
+    """An address of more than 32 bits, a negative integer and a float arrive as they were given."""
+    driver = RecordedDriver(kinds=KINDS)
+    launch = _load(driver).prepare((0x7F00_1234_5678, -5, 0.5), grid=(264, 3), shared_bytes=70_000)
+    launch(stream=0xABC0)
+    (seen,) = driver.launches
+    assert seen == RecordedLaunch(
+        function=FUNCTION,
+        grid=(264, 3, 1),
+        block=(256, 1, 1),
+        shared_bytes=70_000,
+        stream=0xABC0,
+        starts_early=True,
+        arguments=(0x7F00_1234_5678, -5, 0.5),
+    )
+
+
+def test_prepared_launch_survives_a_collection_and_takes_changes_in_place() -> None:
+    """Nothing that the driver reads is owned by a temporary; a change reaches the next call only."""
+    driver = RecordedDriver(kinds=KINDS)
+    launch = _load(driver).prepare((1, 2, 3.0), grid=1)
+    gc.collect()
+    launch(7)
+    launch.set(size=40, x=1 << 40)
+    launch.set_grid(9)
+    launch(8)
+    launch(7)
+    assert [seen.arguments for seen in driver.launches] == [(1, 2, 3.0), (1 << 40, 40, 3.0), (1 << 40, 40, 3.0)]
+    assert [(seen.grid[0], seen.stream) for seen in driver.launches] == [(1, 7), (9, 8), (9, 7)]
+
+
+@pytest.mark.parametrize(("capability", "asked", "given"), [((9, 0), False, False), ((8, 0), True, False)])
+def test_early_start_is_left_out_where_unwanted_or_unknown(
+    capability: tuple[int, int], asked: bool, given: bool
+) -> None:
+    """Before sm_90 the attribute is an error."""
+    driver = RecordedDriver(capability=capability, kinds=KINDS)
+    _load(driver).prepare((1, 2, 3.0), grid=1, starts_early=asked)(0)
+    assert driver.launches[0].starts_early == given
+
+
+def test_loading_raises_the_limit_of_shared_memory_only_above_48_kib() -> None:
+    """The driver refuses launches above 48 KiB without it."""
+    limit = "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
+    for shared_bytes, expected in ((48 << 10, []), ((48 << 10) + 16, [(48 << 10) + 16])):
+        driver = RecordedDriver(kinds=KINDS)
+        _load(driver, shared_bytes)
+        attributes = driver.named("cuFuncSetAttribute")
+        assert [value for _, kind, value in attributes if kind.name == limit] == expected
+        assert driver.named("cuLibraryLoadData")[0][0] == b"code"
+        assert driver.named("cuLibraryGetKernel") == [(LIBRARY, b"scale")]
+        assert driver.named("cuFuncLoad") == [(FUNCTION,)], "lazily loaded code would load within a capture"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"size": 1 << 31}, {"size": 1.0}, {"x": -1}, {"x": 1 << 63}, {"other": 1}],
+)
+def test_arguments_that_do_not_fit_are_refused(change: dict[str, Any]) -> None:
+    """They would wrap silently."""
+    launch = _load(RecordedDriver(kinds=KINDS)).prepare((1, 2, 3.0), grid=1)
+    with pytest.raises(ValueError, match=next(iter(change))):
+        launch.set(**change)
+
+
+def test_launch_outside_the_plan_is_refused() -> None:
+    """Too few arguments, more shared memory than planned, no CTA, more shared memory than there is."""
+    function = _load(RecordedDriver(kinds=KINDS))
+    with pytest.raises(ValueError, match="takes 3 arguments"):
+        function.prepare((1, 2), grid=1)
+    with pytest.raises(ValueError, match="planned for"):
+        function.prepare((1, 2, 3.0), grid=1, shared_bytes=(100 << 10) + 1)
+    with pytest.raises(ValueError, match="grid of 0"):
+        function.prepare((1, 2, 3.0), grid=0)
+    with pytest.raises(ValueError, match="shared memory"):
+        _load(RecordedDriver(kinds=KINDS), 228 << 10)
+
+
+def test_cubin_with_other_parameters_is_refused() -> None:
+    """Else a float would be read as the half of an address."""
+    with pytest.raises(ValueError, match="size is I32, the cubin takes 8 bytes"):
+        _load(RecordedDriver(kinds=(ctypes.c_int64, ctypes.c_int64, ctypes.c_float)))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_lost"),
+    [("CUDA_ERROR_ILLEGAL_ADDRESS", True), ("CUDA_ERROR_INVALID_VALUE", False), ("CUDA_ERROR_OUT_OF_MEMORY", False)],
+)
+def test_failures_carry_the_name_of_cuda_and_say_whether_the_context_is_lost(name: str, is_lost: bool) -> None:
+    """At a launch and at any other call."""
+    driver = RecordedDriver(kinds=KINDS)
+    device = Device.open(0, driver)
+    launch = device.load(_spec(), CUBIN).prepare((1, 2, 3.0), grid=1)
+    driver.failures = {"cuLaunchKernelEx": name, "cuStreamSynchronize": name}
+    for call in (launch, device.synchronize):
+        with pytest.raises(DriverError, match=name) as caught:
+            call(0)
+        assert (caught.value.name, caught.value.is_context_lost) == (name, is_lost)
+        assert ("only a new process" in str(caught.value)) == is_lost
+
+
+def test_names_of_lost_contexts_exist() -> None:
+    """A name that is spelled wrongly would never match."""
+    from ferrule_server.kernels.cuda import driver
+
+    names = {result.name for result in RecordedDriver().CUresult}
+    assert names >= driver._LOST  # of 13.0 and later
+
+
+@pytest.mark.parametrize(
+    ("driver", "reason"),
+    [
+        (RecordedDriver(failures={"cuInit": "CUDA_ERROR_NO_DEVICE"}), "CUDA_ERROR_NO_DEVICE"),
+        (RecordedDriver(num_devices=0), "no GPU 0"),
+        (RecordedDriver(capability=(7, 5)), "compute capability 7.5"),
+        (RecordedDriver(capability=(12, 0)), "compute capability 12.0"),
+    ],
+)
+def test_missing_device_is_one_clear_error(driver: RecordedDriver, reason: str) -> None:
+    """The reason a server tells for running without one."""
+    with pytest.raises(NoDevice, match=reason):
+        Device.open(0, driver)
+
+
+def test_missing_package_is_the_same_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the way to install it."""
+    real_import = builtins.__import__
+
+    def refuse(name: str, *arguments: Any, **keywords: Any) -> Any:
+        if name.startswith("cuda"):
+            raise ImportError(name)
+        return real_import(name, *arguments, **keywords)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(NoDevice, match=r"pip install 'ferrule\[cuda\]'"):
+        Device.open()
+
+
+def test_real_bindings_without_a_driver_give_the_same_error() -> None:
+    """In a process of its own: the bindings remember what they did not find."""
+    code = (
+        "from ferrule_server.kernels.cuda.driver import Device, NoDevice\n"
+        "import sys\n"
+        "assert not any(name.startswith(('cuda', 'numba')) for name in sys.modules)\n"
+        "try:\n    Device.open()\nexcept NoDevice as error:\n    print('none:', error)\nelse:\n    print('found')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.match("none: .+|found", done.stdout)
+
+
+def test_compiled_parameters_have_the_sizes_that_are_packed() -> None:
+    """In the PTX that the cubin is assembled from."""
+    spec = copy_blocks.specs(MODEL_SHAPES["Qwen3-0.6B"])[0]
+    ptx = compile_spec(spec, "sm_80").ptx
+    sizes = re.findall(rf"\.param \.[a-z](\d+) {spec.kernel.__name__}_param_\d+", ptx)
+    expected = {"Address": "64", "I32": "32", "F32": "32"}
+    names = spec.kernel.__code__.co_varnames[: spec.kernel.__code__.co_argcount]
+    assert sizes == [expected[spec.kernel.__annotations__[name]] for name in names]

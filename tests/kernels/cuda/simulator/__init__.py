@@ -23,7 +23,7 @@ from tests.kernels.cuda.simulator.errors import (
 )
 from tests.kernels.cuda.simulator.launch import Launch, run
 from tests.kernels.cuda.simulator.memory import Memory
-from tests.kernels.cuda.simulator.numbers import from_bf16, to_bf16
+from tests.kernels.cuda.simulator.numbers import PURE, from_bf16, to_bf16
 
 __all__ = [
     "Deadlock",
@@ -32,6 +32,7 @@ __all__ = [
     "Memory",
     "Misaligned",
     "OutOfBounds",
+    "PURE",
     "PromiseBroken",
     "Race",
     "ReadBeforeWait",

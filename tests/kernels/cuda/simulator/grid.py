@@ -15,6 +15,7 @@ from tests.kernels.cuda.simulator.warps import WARP_OPERATIONS
 
 __all__ = ["Cta", "Grid", "Thread"]
 
+_MOST_TURNS = 2_000_000
 _NO_PAGES: dict[int, Page] = {}
 
 
@@ -165,7 +166,7 @@ class Grid:
         self._waiting = []
         self._run()
         if self._num_left:
-            raise Deadlock(self._stuck())
+            raise self._stuck()
         clocks = [thread.clock for thread in self._threads]
         check(self.program, self.clocks, clocks, self.memory, len(self._ctas[0].threads))
 
@@ -176,7 +177,7 @@ class Grid:
 
     def _run(self) -> None:
         ready, pick = self._ready, self._random.random
-        left = 1
+        left, turns = 1, 0
         while ready:
             thread = ready.pop()
             send, reply = thread.send, thread.reply
@@ -187,12 +188,15 @@ class Grid:
                         break
                     reply = thread
                     left -= 1
-                    if left <= 0 and ready:
+                    if left <= 0:
                         left = int(pick() * 8) + 1
+                        turns += 1
+                        if turns > _MOST_TURNS:
+                            raise Deadlock(f"no end after {turns} turns")
                         thread.reply = thread
+                        ready.append(thread)
                         other = int(pick() * len(ready))
-                        ready.append(ready[other])
-                        ready[other] = thread
+                        ready[other], ready[-1] = thread, ready[other]
                         break
             except StopIteration:
                 self._finish(thread)
@@ -261,5 +265,13 @@ class Grid:
             counts[place] = counts.get(place, 0) + 1
         return ", ".join(f"{count} at {place}" for place, count in counts.items())
 
-    def _stuck(self) -> str:
-        return f"{self.program.name}: threads wait for ever: {self._where(self._threads)}"
+    def _stuck(self) -> SimulationError:
+        """Return why nothing moves: some of those that must arrive at an instruction are gone or elsewhere."""
+        for cta in self._ctas:
+            for first in range(0, len(cta.threads), 32):
+                warp = cta.threads[first].warp
+                if warp.num_arrived:
+                    return Divergence(f"{self.program.name}: not all lanes arrive: {self._where(warp.threads)}")
+            if cta.num_left:
+                return Divergence(f"{self.program.name}: not all threads arrive: {self._where(cta.threads)}")
+        return Deadlock(f"{self.program.name}: {self._where(self._threads)}")

@@ -107,6 +107,12 @@ def dot_bf16(total: float, a: tuple[int, ...], b: tuple[int, ...]) -> float:
     return total
 
 
+def fma_bf16(factor: float, first: int, second: int, sums: tuple[float, ...]) -> tuple[float, ...]:
+    """Return the sums plus a factor times the four bf16 values of two words."""
+    values = (BF16[first & 0xFFFF], BF16[first >> 16], BF16[second & 0xFFFF], BF16[second >> 16])
+    return tuple(factor * value + total for value, total in zip(values, sums, strict=True))
+
+
 def dot_int8(total: float, weights: tuple[int, ...], values: tuple[int, ...], more: tuple[int, ...]) -> float:
     """Return ``total`` plus sixteen products of int8 weights and bf16 values, in order."""
     integers = struct.unpack("<16b", struct.pack("<4I", *weights))
@@ -207,7 +213,7 @@ PURE: dict[str, Callable[..., object]] = {
     twin.__name__: twin
     for twin in (
         f32, i32, u32, float_bits, bits_float, bf16_low, bf16_high, pack_bf16, round_bf16, fma,
-        dot_bf16, dot_int8, exp2, log2, reciprocal,
+        dot_bf16, dot_int8, fma_bf16, exp2, log2, reciprocal,
         reciprocal_sqrt, max_f32, permute_bytes, float_of, round_u64, float_of_u64, multiply_high, multiply_low,
         multiply_high_u64, add_wrapping, count_ones,
     )

@@ -64,6 +64,12 @@ class _Writer(ast.NodeTransformer):
         self.sites: list[Site] = []
         self._index: dict[Site, int] = {}
 
+    def visit_While(self, node: ast.While) -> ast.stmt:
+        """Let every round of a loop lose the turn, so that one without end is noticed."""
+        self.generic_visit(node)
+        node.body.insert(0, ast.copy_location(ast.Expr(ast.Yield()), node))
+        return node
+
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
         assert isinstance(node.func, ast.Name)

@@ -1,0 +1,942 @@
+"""Paged attention of up to 16 query rows per KV head on tensor cores: verify steps, trees and small chunks.
+
+Maths: ``out[r] = sum_t p[r, t] v[t] / sum_t p[r, t]`` with ``p = exp2((q . k) * scale * log2(e) - max)`` over the tokens
+row r sees; all sums are float32. The rows of a tile are ``group * query tokens`` of one sequence and KV head, token
+by token; rows that are left over repeat the last token and are not stored.
+
+Two products run on ``mma.sync`` m16n8k16 without any layout change (no ldmatrix, no shared memory for K and V):
+
+* ``S = Q K^T``, 8 tokens as the columns. Lane ``4 g + t`` loads the 16 bytes at dims ``32 slab + 8 t`` of token g and
+  uses them as the k-slots of two mma steps; Q is permuted alike by being read with the same rule.
+* ``P V``: the C layout of two tiles of S, packed to bf16, is the A fragment of rows x 16 tokens. Lane (g, t) loads the
+  16 bytes at dims ``64 half + 8 g`` of tokens 2t, 2t+1, 2t+8, 2t+9; byte permutes pair the tokens, and dim ``8 g + j`` is
+  column g of tile j. Column 2t of tile j of the output is then dim ``16 t + j``, column 2t+1 dim ``16 t + 8 + j``:
+  a lane ends up with 16 neighbouring dims of rows g and g+8.
+
+A split (SPLIT tokens at a fixed place of the sequence) is cut into tiles of 16 tokens, tile i belongs to warp
+``i % WARPS``; each warp keeps its own running maximum, and the warps merge in order through shared memory. The next
+tile's K and V are loaded while this one is worked on, across splits. Splits give partial results, added in order by the
+CTA that arrives last. No order of a sum depends on the grid, on how splits were dealt, or on other rows.
+
+The step's new tokens lie in shared memory: every CTA whose splits hold some of them normalises, rotates and rounds their
+K itself, together with Q, and one of them writes K and V to the pool; nobody reads those back. Old tokens of the same
+tile of 16 are copied next to them, so that a tile comes wholly from the pool or wholly from shared memory.
+
+Rounding: P is rounded to bf16 for the product, and the sum that divides is the sum of the rounded values, so that the
+weights still add up to 1. What this adds to the error of one rounding of the output is at most
+``2^-8 * sum_t w[t] |v[t] - out|`` (w the softmax weights, each off by at most 2^-9 of itself before and after
+division).
+
+Bytes moved: every token's K and V once per tile of rows, ``4 * head_dim`` a token, and partials where a tile has more
+than one split: ``(4 * head_dim + 8) * rows`` per split, written and read once.
+
+Source: online softmax after "Online normalizer calculation for softmax" (Milakov and Gimelshein, 2018), split KV after
+"Flash-Decoding" (Dao et al., 2023), fragments after the PTX ISA, "Matrix Fragments for mma.m16n8k16".
+"""
+
+from __future__ import annotations
+
+from ferrule_server.kernels.cuda.intrinsics import (
+    F32,
+    I32,
+    Address,
+    F32x4,
+    Offset,
+    Vec4,
+    atomic_increment_wrapping,
+    barrier,
+    bf16_high,
+    bf16_low,
+    bits_float,
+    cta_id,
+    device,
+    exp2,
+    fence,
+    fma,
+    grid_launch_dependents,
+    grid_wait,
+    load_i32,
+    load_relaxed_f32x4,
+    load_u32,
+    load_v4,
+    max_f32,
+    mma_bf16,
+    num_ctas,
+    pack_bf16,
+    permute_bytes,
+    reciprocal,
+    reciprocal_sqrt,
+    shared_load_f32,
+    shared_load_f32x4,
+    shared_load_i32,
+    shared_load_v4,
+    shared_store_f32,
+    shared_store_f32x4,
+    shared_store_i32,
+    shared_store_v4,
+    shuffle_xor_f32,
+    store_f32x4,
+    store_v4,
+    thread_id,
+)
+from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
+from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unrolled
+from ferrule_server.kernels.cuda.work_list import MAX_NEW, SEGMENT, SPLIT
+
+__all__ = ["ROWS", "attention_mma", "partial_bytes", "shared_bytes", "spec", "specs", "variants"]
+
+ROWS = 16
+"""Query rows of a tile: heads of the group times tokens."""
+TILE = 16
+"""Tokens of one step of the online softmax."""
+
+LOG2 = {16: 4, 32: 5, 64: 6}
+SCALE_LOG2 = {64: 0.18033688011112042, 128: 0.12751743082459868}
+"""log2(e) / sqrt(head_dim)."""
+NOTHING = -1e30
+"""Where a maximum starts: finite, so that no difference is NaN."""
+HIDDEN = -1e38
+"""Score of a token that a row does not see: far below NOTHING, so that its weight is 0 even where nothing is seen."""
+
+
+def attention_mma(
+    qkv: Address,
+    q_norm: Address,
+    k_norm: Address,
+    rope: Address,
+    pool: Address,
+    block_stride: Address,
+    layer_stride: Address,
+    layer: I32,
+    num_kv_heads: I32,
+    items: Address,
+    positions: Address,
+    slot_mapping: Address,
+    block_tables: Address,
+    max_blocks: I32,
+    masks: Address,
+    partials: Address,
+    tickets: Address,
+    out: Address,
+    eps: F32,
+    *,
+    HEAD_DIM: int,
+    GROUP: int,
+    BLOCK_SIZE: int,
+    SPLIT: int,
+    WARPS: int,
+    QK_NORM: bool,
+    TREE: bool,
+) -> None:
+    """Attend."""
+    assert HEAD_DIM in (64, 128)
+    assert BLOCK_SIZE in LOG2
+    assert 1 <= GROUP <= ROWS
+    assert SPLIT % (TILE * WARPS) == 0
+    warp = i32(thread_id() >> 5)
+    g = i32((thread_id() & 31) >> 2)
+    t = i32(thread_id() & 3)
+    v_offset = i32(num_kv_heads * (BLOCK_SIZE * HEAD_DIM * 2))
+    grid_launch_dependents()
+    grid_wait()
+    index = i32(cta_id())
+    more = i32(1)
+    while more != 0:
+        item = items + index * 64
+        seq, kv_head, first_row, num_rows = load_v4(item)
+        first_split, end_split, kv_len, num_new = load_v4(item + 16)
+        first_new_row, writes_new, tile, num_items = load_v4(item + 32)
+        first_partial, tile_first_partial, tile_num_partials, more = load_v4(item + 48)
+        index = i32(more)
+        if num_rows > 0:
+            new_begin = i32(kv_len - num_new)
+            tail = i32(new_begin & -TILE)
+            end = _smaller(i32(end_split * SPLIT), i32(kv_len))
+            pool_end = _smaller(end, tail)
+            heads = pool + layer * layer_stride + kv_head * (BLOCK_SIZE * HEAD_DIM * 2)
+            table = block_tables + seq * max_blocks * 4
+            token = i32(first_split * SPLIT + warp * TILE)
+            k = registers(2, HEAD_DIM // 32)
+            v = registers(4, HEAD_DIM // 64)
+            _clear(k, v, HEAD_DIM=HEAD_DIM)
+            tile_base = heads
+            if token < pool_end:
+                tile_base = heads + _tile_offset(table, token, block_stride, BLOCK_SIZE=BLOCK_SIZE, HEAD_DIM=HEAD_DIM)
+                _load_keys(k, tile_base, g, t, HEAD_DIM=HEAD_DIM)
+                _load_values(v, tile_base + v_offset, g, t, HEAD_DIM=HEAD_DIM)
+            _stage_queries(
+                qkv, q_norm, rope, positions, i32(first_row), i32(num_rows), kv_head, num_kv_heads, eps,
+                HEAD_DIM=HEAD_DIM, GROUP=GROUP, WARPS=WARPS, QK_NORM=QK_NORM,
+            )
+            staged = i32(_larger(i32(first_split * SPLIT), tail))
+            while staged < ((end + TILE - 1) & -TILE):
+                _stage_tokens(
+                    qkv, k_norm, rope, positions, slot_mapping, heads, block_stride, v_offset, table,
+                    staged, end, tail, new_begin, first_row, first_new_row, writes_new, kv_head, num_kv_heads, eps,
+                    HEAD_DIM=HEAD_DIM, GROUP=GROUP, BLOCK_SIZE=BLOCK_SIZE, WARPS=WARPS, QK_NORM=QK_NORM,
+                )
+                staged = i32(staged + WARPS * HEADS_PER_WARP[HEAD_DIM])
+            barrier()
+            sight = registers(4, init=0)
+            _load_sight(sight, positions, masks, i32(first_row), i32(num_rows), g, GROUP=GROUP, TREE=TREE)
+            split = i32(first_split)
+            partial = i32(first_partial)
+            while split < end_split:
+                top = registers(2, init=NOTHING)
+                total = registers(2, init=0.0)
+                acc = registers(HEAD_DIM // 64, 8)
+                for h in unrolled(HEAD_DIM // 64):
+                    for j in unrolled(8):
+                        acc[h, j] = (0.0, 0.0, 0.0, 0.0)
+                for n in unrolled(SPLIT // (TILE * WARPS)):
+                    following = i32(token + TILE * WARPS)
+                    if token < end:
+                        if token >= tail:
+                            _tail_keys(k, i32(token - tail), g, t, HEAD_DIM=HEAD_DIM)
+                            _tail_values(v, i32(token - tail), g, t, HEAD_DIM=HEAD_DIM)
+                        x = registers(2, 4, init=0.0)
+                        _scores(x, k, g, t, HEAD_DIM=HEAD_DIM)
+                        if following < pool_end:
+                            tile_base = heads + _tile_offset(
+                                table, following, block_stride, BLOCK_SIZE=BLOCK_SIZE, HEAD_DIM=HEAD_DIM
+                            )
+                            _load_keys(k, tile_base, g, t, HEAD_DIM=HEAD_DIM)
+                        if TREE:
+                            if token >= tail:
+                                _hide_outside_tree(x, sight, i32(token - new_begin + 2 * t), i32(num_new))
+                        else:
+                            _hide_future(x, sight, i32(token + 2 * t))
+                        p = registers(4, init=0)
+                        decay = registers(2, init=0.0)
+                        _soften(p, decay, x, top, total)
+                        if n > 0:
+                            _decay(acc, decay, HEAD_DIM=HEAD_DIM)
+                        _add_values(acc, p, v, HEAD_DIM=HEAD_DIM)
+                        if following < pool_end:
+                            _load_values(v, tile_base + v_offset, g, t, HEAD_DIM=HEAD_DIM)
+                    token = following
+                _deposit(acc, top, total, warp, g, t, HEAD_DIM=HEAD_DIM, WARPS=WARPS)
+                barrier()
+                is_folding = i32((split & -SEGMENT) >= first_split)
+                closes = i32((split & (SEGMENT - 1)) == SEGMENT - 1 or split + 1 == end_split)
+                _merge(
+                    partials + partial * (ROWS * (HEAD_DIM + 4) * 4), out, split, is_folding, closes, end_split, num_items,
+                    first_row, num_rows, kv_head, num_kv_heads,
+                    HEAD_DIM=HEAD_DIM, GROUP=GROUP, WARPS=WARPS,
+                )
+                barrier()
+                if is_folding == 0 or closes != 0:
+                    partial = i32(partial + 1)
+                split = i32(split + 1)
+            if num_items > 1:
+                flag = _flag_offset(HEAD_DIM=HEAD_DIM, WARPS=WARPS)
+                if thread_id() == 0:
+                    fence()
+                    met = atomic_increment_wrapping(tickets + tile * 4, i32(num_items - 1))
+                    fence()
+                    shared_store_i32(flag, met)
+                barrier()
+                if shared_load_i32(flag) == num_items - 1:
+                    _combine(
+                        partials + tile_first_partial * (ROWS * (HEAD_DIM + 4) * 4), tile_num_partials, out,
+                        first_row, num_rows, kv_head, num_kv_heads,
+                        HEAD_DIM=HEAD_DIM, GROUP=GROUP, WARPS=WARPS,
+                    )
+
+
+# Shared memory: Q, K of the tail, V of the tail, results of the warps, their maxima and sums, what is folded of a segment
+# and of the segments before it, a flag.
+Q_PAD = 64
+TAIL_PAD = 16
+"""Bytes behind each row: spread what a quarter of a warp reads over all banks."""
+TAIL_TOKENS = MAX_NEW + TILE
+FOLD_BYTES = 48
+"""What a thread keeps of one piece (eight dims of a row): eight sums, maximum, sum of weights."""
+
+
+@device
+def _tail_offset(*, HEAD_DIM: int) -> Offset:
+    """Return where the K of the tail begins."""
+    return ROWS * (HEAD_DIM * 2 + Q_PAD)
+
+
+@device
+def _slots_offset(*, HEAD_DIM: int) -> Offset:
+    """Return where the results of the warps begin."""
+    return ROWS * (HEAD_DIM * 2 + Q_PAD) + 2 * TAIL_TOKENS * (HEAD_DIM * 2 + TAIL_PAD)
+
+
+@device
+def _stats_offset(*, HEAD_DIM: int, WARPS: int) -> Offset:
+    """Return where the maxima (float32 [WARPS, ROWS]) and then the sums of the warps begin."""
+    return _slots_offset(HEAD_DIM=HEAD_DIM) + WARPS * ROWS * HEAD_DIM * 4
+
+
+@device
+def _folds_offset(*, HEAD_DIM: int, WARPS: int) -> Offset:
+    """Return where the folded pieces of the segment, then those of the segments before it, begin."""
+    return _stats_offset(HEAD_DIM=HEAD_DIM, WARPS=WARPS) + WARPS * ROWS * 8
+
+
+@device
+def _flag_offset(*, HEAD_DIM: int, WARPS: int) -> Offset:
+    """Return where the word lies that tells all threads what the ticket was."""
+    return _folds_offset(HEAD_DIM=HEAD_DIM, WARPS=WARPS) + 2 * (ROWS * HEAD_DIM // 8) * FOLD_BYTES
+
+
+@device
+def _smaller(a: I32, b: I32) -> I32:
+    """Return the smaller of two."""
+    return a if a < b else b
+
+
+@device
+def _larger(a: I32, b: I32) -> I32:
+    """Return the larger of two."""
+    return a if a > b else b
+
+
+# Loads of one tile of 16 tokens: k[i, s] is token 8 i + g at dims 32 s + 8 t, v[i, h] dims 64 h + 8 g of token 2 t,
+# 2 t + 1, 2 t + 8, 2 t + 9.
+
+
+@device
+def _clear(k: Vec4, v: Vec4, *, HEAD_DIM: int) -> None:
+    """Give the fragments a value where no tile is loaded."""
+    for i in unrolled(2):
+        for s in unrolled(HEAD_DIM // 32):
+            k[i, s] = (0, 0, 0, 0)
+    for i in unrolled(4):
+        for h in unrolled(HEAD_DIM // 64):
+            v[i, h] = (0, 0, 0, 0)
+
+
+@device
+def _tile_offset(table: Address, token: I32, block_stride: Address, *, BLOCK_SIZE: int, HEAD_DIM: int) -> Address:
+    """Return where a token lies, from the K of this layer and head of block 0."""
+    block = load_i32(table + (token >> LOG2[BLOCK_SIZE]) * 4)
+    return block * block_stride + i32((token & (BLOCK_SIZE - 1)) * (HEAD_DIM * 2))
+
+
+@device
+def _load_keys(k: Vec4, base: Address, g: I32, t: I32, *, HEAD_DIM: int) -> None:
+    """Begin to load the K of a tile."""
+    place = base + i32(g * (HEAD_DIM * 2) + t * 16)
+    for i in unrolled(2):
+        for s in unrolled(HEAD_DIM // 32):
+            k[i, s] = load_v4(place + (i * HEAD_DIM * 16 + s * 64))
+
+
+@device
+def _load_values(v: Vec4, base: Address, g: I32, t: I32, *, HEAD_DIM: int) -> None:
+    """Begin to load the V of a tile."""
+    place = base + i32(t * (HEAD_DIM * 4) + g * 16)
+    for i in unrolled(4):
+        for h in unrolled(HEAD_DIM // 64):
+            v[i, h] = load_v4(place + ((i % 2 + i // 2 * 8) * HEAD_DIM * 2 + h * 128))
+
+
+@device
+def _tail_keys(k: Vec4, token: I32, g: I32, t: I32, *, HEAD_DIM: int) -> None:
+    """Read the K of a tile of the tail; ``token`` counts from its beginning."""
+    place = i32(_tail_offset(HEAD_DIM=HEAD_DIM) + (token + g) * (HEAD_DIM * 2 + TAIL_PAD) + t * 16)
+    for i in unrolled(2):
+        for s in unrolled(HEAD_DIM // 32):
+            k[i, s] = shared_load_v4(place + (i * 8 * (HEAD_DIM * 2 + TAIL_PAD) + s * 64))
+
+
+@device
+def _tail_values(v: Vec4, token: I32, g: I32, t: I32, *, HEAD_DIM: int) -> None:
+    """Read the V of a tile of the tail; ``token`` counts from its beginning."""
+    row = i32(token + 2 * t + TAIL_TOKENS)
+    place = i32(_tail_offset(HEAD_DIM=HEAD_DIM) + row * (HEAD_DIM * 2 + TAIL_PAD) + g * 16)
+    for i in unrolled(4):
+        for h in unrolled(HEAD_DIM // 64):
+            v[i, h] = shared_load_v4(place + ((i % 2 + i // 2 * 8) * (HEAD_DIM * 2 + TAIL_PAD) + h * 128))
+
+
+# Query, new keys and new values.
+
+
+@device
+def _token_of_row(row: I32, num_rows: I32, *, GROUP: int) -> I32:
+    """Return which token of the tile a query row belongs to; the last one for rows that are left over."""
+    return _smaller(i32((row * ((ROWS * ROWS + GROUP - 1) // GROUP)) >> 8), i32(num_rows - 1))
+
+
+@device
+def _stage_queries(
+    qkv: Address,
+    q_norm: Address,
+    rope: Address,
+    positions: Address,
+    first_row: I32,
+    num_rows: I32,
+    kv_head: I32,
+    num_kv_heads: I32,
+    eps: F32,
+    *,
+    HEAD_DIM: int,
+    GROUP: int,
+    WARPS: int,
+    QK_NORM: bool,
+) -> None:
+    """Put the query rows into shared memory, normalised and rotated."""
+    lane = i32(thread_id() & (HEAD_DIM // 16 - 1))
+    r = i32(thread_id() >> LOG2_LANES[HEAD_DIM])
+    while r < ROWS:
+        token = _token_of_row(r, num_rows, GROUP=GROUP)
+        head = i32(kv_head * GROUP + _smaller(i32(r - token * GROUP), GROUP - 1))
+        row = i32(first_row + token)
+        low = registers(4, init=0)
+        high = registers(4, init=0)
+        rotate_head(
+            qkv + (row * ((GROUP + 2) * num_kv_heads) + head) * (HEAD_DIM * 2),
+            q_norm,
+            rope + load_i32(positions + row * 4) * (HEAD_DIM * 4),
+            lane,
+            eps,
+            low,
+            high,
+            HEAD_DIM=HEAD_DIM,
+            QK_NORM=QK_NORM,
+        )
+        place = i32(r * (HEAD_DIM * 2 + Q_PAD) + lane * 16)
+        shared_store_v4(place, (low[0], low[1], low[2], low[3]))
+        shared_store_v4(place + HEAD_DIM, (high[0], high[1], high[2], high[3]))
+        r = i32(r + WARPS * HEADS_PER_WARP[HEAD_DIM])
+
+
+LOG2_LANES = {64: 2, 128: 3}
+"""Of the lanes that share a head in the prologue."""
+HEADS_PER_WARP = {64: 8, 128: 4}
+
+
+@device
+def _stage_tokens(
+    qkv: Address,
+    k_norm: Address,
+    rope: Address,
+    positions: Address,
+    slot_mapping: Address,
+    heads: Address,
+    block_stride: Address,
+    v_offset: I32,
+    table: Address,
+    staged: I32,
+    end: I32,
+    tail: I32,
+    new_begin: I32,
+    first_row: I32,
+    first_new_row: I32,
+    writes_new: I32,
+    kv_head: I32,
+    num_kv_heads: I32,
+    eps: F32,
+    *,
+    HEAD_DIM: int,
+    GROUP: int,
+    BLOCK_SIZE: int,
+    WARPS: int,
+    QK_NORM: bool,
+) -> None:
+    """Put K and V of some tokens of the tail, from ``staged`` to ``end``, into shared memory.
+
+    A new one is normalised, rotated and, with ``writes_new``, written to its slot; an old one is copied from the pool;
+    beyond the end there are zeros, to the end of the tile.
+    """
+    lane = i32(thread_id() & (HEAD_DIM // 16 - 1))
+    token = i32(staged + (thread_id() >> LOG2_LANES[HEAD_DIM]))
+    row = i32(first_row)
+    slot = i32(-1)
+    if token >= new_begin and token < end:
+        row = i32(first_new_row + token - new_begin)
+        if writes_new != 0:
+            slot = load_i32(slot_mapping + row * 4)
+    source = qkv + (row * ((GROUP + 2) * num_kv_heads) + GROUP * num_kv_heads + kv_head) * (HEAD_DIM * 2)
+    turn = rope + load_i32(positions + row * 4) * (HEAD_DIM * 4)
+    low = registers(4, init=0)
+    high = registers(4, init=0)
+    rotate_head(source, k_norm, turn, lane, eps, low, high, HEAD_DIM=HEAD_DIM, QK_NORM=QK_NORM)
+    parts = registers(4)
+    parts[0] = (low[0], low[1], low[2], low[3])
+    parts[1] = (high[0], high[1], high[2], high[3])
+    if token < new_begin:
+        old = heads + _tile_offset(table, token, block_stride, BLOCK_SIZE=BLOCK_SIZE, HEAD_DIM=HEAD_DIM) + lane * 16
+        parts[0] = load_v4(old)
+        parts[1] = load_v4(old + HEAD_DIM)
+        parts[2] = load_v4(old + v_offset)
+        parts[3] = load_v4(old + v_offset + HEAD_DIM)
+    elif token < end:
+        parts[2] = load_v4(source + num_kv_heads * (HEAD_DIM * 2) + lane * 16)
+        parts[3] = load_v4(source + num_kv_heads * (HEAD_DIM * 2) + HEAD_DIM + lane * 16)
+    else:
+        for i in unrolled(4):
+            parts[i] = (0, 0, 0, 0)
+    if slot >= 0:
+        target = heads + _slot_offset(slot, block_stride, BLOCK_SIZE=BLOCK_SIZE, HEAD_DIM=HEAD_DIM) + lane * 16
+        store_v4(target, parts[0])
+        store_v4(target + HEAD_DIM, parts[1])
+        store_v4(target + v_offset, parts[2])
+        store_v4(target + v_offset + HEAD_DIM, parts[3])
+    if token < ((end + TILE - 1) & -TILE):
+        place = i32(_tail_offset(HEAD_DIM=HEAD_DIM) + (token - tail) * (HEAD_DIM * 2 + TAIL_PAD) + lane * 16)
+        shared_store_v4(place, parts[0])
+        shared_store_v4(place + HEAD_DIM, parts[1])
+        shared_store_v4(place + TAIL_TOKENS * (HEAD_DIM * 2 + TAIL_PAD), parts[2])
+        shared_store_v4(place + (TAIL_TOKENS * (HEAD_DIM * 2 + TAIL_PAD) + HEAD_DIM), parts[3])
+
+
+@device
+def _slot_offset(slot: I32, block_stride: Address, *, BLOCK_SIZE: int, HEAD_DIM: int) -> Address:
+    """Return where a slot lies, from the K of this layer and head of block 0."""
+    return (slot >> LOG2[BLOCK_SIZE]) * block_stride + i32((slot & (BLOCK_SIZE - 1)) * (HEAD_DIM * 2))
+
+
+@device
+def rotate_head(
+    source: Address,
+    norm_weight: Address,
+    rope_row: Address,
+    lane: I32,
+    eps: F32,
+    low: I32,
+    high: I32,
+    *,
+    HEAD_DIM: int,
+    QK_NORM: bool,
+) -> None:
+    """Normalise and rotate."""
+    lows = load_v4(source + lane * 16)
+    highs = load_v4(source + lane * 16 + HEAD_DIM)
+    x = registers(2, 8, init=0.0)
+    for w in unrolled(4):
+        x[0, 2 * w] = bf16_low(lows[w])
+        x[0, 2 * w + 1] = bf16_high(lows[w])
+        x[1, 2 * w] = bf16_low(highs[w])
+        x[1, 2 * w + 1] = bf16_high(highs[w])
+    if QK_NORM:
+        square = 0.0
+        for half in unrolled(2):
+            for e in unrolled(8):
+                square = fma(x[half, e], x[half, e], square)
+        for s in unrolled(LOG2_LANES[HEAD_DIM]):
+            square = square + shuffle_xor_f32(square, HEAD_DIM // 32 >> s)
+        scale = reciprocal_sqrt(square * (1.0 / HEAD_DIM) + eps)
+        for half in unrolled(2):
+            weights = load_v4(norm_weight + lane * 16 + half * HEAD_DIM)
+            for w in unrolled(4):
+                x[half, 2 * w] = x[half, 2 * w] * scale * bf16_low(weights[w])
+                x[half, 2 * w + 1] = x[half, 2 * w + 1] * scale * bf16_high(weights[w])
+    for part in unrolled(2):
+        cos = load_v4(rope_row + lane * 32 + part * 16)
+        sin = load_v4(rope_row + lane * 32 + (HEAD_DIM * 2 + part * 16))
+        for e in unrolled(4):
+            a = x[0, 4 * part + e]
+            b = x[1, 4 * part + e]
+            c = bits_float(cos[e])
+            d = bits_float(sin[e])
+            x[0, 4 * part + e] = a * c - b * d
+            x[1, 4 * part + e] = b * c + a * d
+    for w in unrolled(4):
+        low[w] = pack_bf16(x[0, 2 * w], x[0, 2 * w + 1])
+        high[w] = pack_bf16(x[1, 2 * w], x[1, 2 * w + 1])
+
+
+# One tile. x[i, e]: C layout of the scores of tokens 8 i ..: rows g, g, g + 8, g + 8, columns 2 t, 2 t + 1, 2 t, 2 t + 1.
+
+
+@device
+def _load_sight(
+    sight: I32, positions: Address, masks: Address, first_row: I32, num_rows: I32, g: I32, *, GROUP: int, TREE: bool
+) -> None:
+    """Load what rows g and g + 8 see: their last position; or with TREE two words of bits each."""
+    for r in unrolled(2):
+        row = i32(first_row + _token_of_row(i32(g + 8 * r), num_rows, GROUP=GROUP))
+        if TREE:
+            sight[2 * r] = load_u32(masks + row * 8)
+            sight[2 * r + 1] = load_u32(masks + row * 8 + 4)
+        else:
+            sight[r] = load_i32(positions + row * 4)
+
+
+@device
+def _scores(x: F32, k: Vec4, g: I32, t: I32, *, HEAD_DIM: int) -> None:
+    """Multiply the query rows with 16 tokens; the results are scaled for ``exp2``."""
+    sums = registers(2)
+    for i in unrolled(2):
+        sums[i] = (0.0, 0.0, 0.0, 0.0)
+    place = i32(g * (HEAD_DIM * 2 + Q_PAD) + t * 16)
+    for s in unrolled(HEAD_DIM // 32):
+        upper = shared_load_v4(place + s * 64)
+        lower = shared_load_v4(place + (8 * (HEAD_DIM * 2 + Q_PAD) + s * 64))
+        for step in unrolled(2):
+            for i in unrolled(2):
+                sums[i] = mma_bf16(
+                    (upper[2 * step], lower[2 * step], upper[2 * step + 1], lower[2 * step + 1]),
+                    (k[i, s][2 * step], k[i, s][2 * step + 1]),
+                    sums[i],
+                )
+    for i in unrolled(2):
+        for e in unrolled(4):
+            x[i, e] = sums[i][e] * SCALE_LOG2[HEAD_DIM]
+
+
+@device
+def _hide_future(x: F32, sight: I32, token: I32) -> None:
+    """Hide what comes after a row's own position; ``token`` is that of the lane's first column."""
+    for i in unrolled(2):
+        for e in unrolled(4):
+            if token + (8 * i + e % 2) > sight[e // 2]:
+                x[i, e] = HIDDEN
+
+
+@device
+def _hide_outside_tree(x: F32, sight: I32, new: I32, num_new: I32) -> None:
+    """Hide new tokens whose bit is not set; ``new`` counts the lane's first column from the first new token."""
+    for i in unrolled(2):
+        for e in unrolled(2):
+            j = i32(new + (8 * i + e))
+            for r in unrolled(2):
+                word = sight[2 * r] if j < 32 else sight[2 * r + 1]
+                if j >= 0:
+                    if j >= num_new or ((word >> (j & 31)) & 1) == 0:
+                        x[i, 2 * r + e] = HIDDEN
+
+
+@device
+def _soften(p: I32, decay: F32, x: F32, top: F32, total: F32) -> None:
+    """Turn scores into weights: bf16 in A layout; updates each row's maximum and this lane's part of its sum."""
+    for r in unrolled(2):
+        peak = max_f32(max_f32(x[0, 2 * r], x[0, 2 * r + 1]), max_f32(x[1, 2 * r], x[1, 2 * r + 1]))
+        peak = max_f32(peak, shuffle_xor_f32(peak, 1))
+        peak = max_f32(top[r], max_f32(peak, shuffle_xor_f32(peak, 2)))
+        decay[r] = exp2(top[r] - peak)
+        top[r] = peak
+        for i in unrolled(2):
+            p[2 * i + r] = pack_bf16(exp2(x[i, 2 * r] - peak), exp2(x[i, 2 * r + 1] - peak))
+        sums = bf16_low(p[r]) + bf16_high(p[r]) + (bf16_low(p[2 + r]) + bf16_high(p[2 + r]))
+        total[r] = total[r] * decay[r] + sums
+
+
+@device
+def _decay(acc: F32x4, decay: F32, *, HEAD_DIM: int) -> None:
+    """Scale what was added up under an older maximum."""
+    for h in unrolled(HEAD_DIM // 64):
+        for j in unrolled(8):
+            c = acc[h, j]
+            acc[h, j] = (c[0] * decay[0], c[1] * decay[0], c[2] * decay[1], c[3] * decay[1])
+
+
+@device
+def _add_values(acc: F32x4, p: I32, v: Vec4, *, HEAD_DIM: int) -> None:
+    """Add the weighted V of 16 tokens; tile j of half h has dim ``64 h + 8 n + j`` as column n."""
+    for h in unrolled(HEAD_DIM // 64):
+        for j in unrolled(8):
+            low = permute_bytes(v[0, h][j // 2], v[1, h][j // 2], HALVES[j % 2])
+            high = permute_bytes(v[2, h][j // 2], v[3, h][j // 2], HALVES[j % 2])
+            acc[h, j] = mma_bf16((p[0], p[1], p[2], p[3]), (low, high), acc[h, j])
+
+
+HALVES = (0x5410, 0x7632)
+"""Byte selectors that put the lower, and the upper, halves of two words together."""
+
+
+# Merging. A warp's slot is float32 [ROWS, HEAD_DIM] in chunks of 16 bytes, chunk c of row r at c ^ swizzle(r, c): without
+# it the lanes of a store would meet in two banks.
+
+
+@device
+def _swizzled(row: I32, chunk: I32) -> I32:
+    """Return where a chunk of four values lies in its row."""
+    return i32(chunk ^ (((chunk >> 3) & 1) | ((row & 1) << 1)))
+
+
+@device
+def _deposit(
+    acc: F32x4, top: F32, total: F32, warp: I32, g: I32, t: I32, *, HEAD_DIM: int, WARPS: int
+) -> None:
+    """Put a warp's results into its slot."""
+    slot = i32(_slots_offset(HEAD_DIM=HEAD_DIM) + warp * (ROWS * HEAD_DIM * 4))
+    stats = i32(_stats_offset(HEAD_DIM=HEAD_DIM, WARPS=WARPS) + (warp * ROWS + g) * 4)
+    for r in unrolled(2):
+        row = i32(g + 8 * r)
+        for h in unrolled(HEAD_DIM // 64):
+            for q in unrolled(4):
+                # Values 4 q .. 4 q + 3 of the lane's 16: column 2 t of tiles 0..7, then column 2 t + 1.
+                place = i32(slot + row * (HEAD_DIM * 4) + _swizzled(row, i32(16 * h + 4 * t + q)) * 16)
+                shared_store_f32x4(
+                    place,
+                    (
+                        acc[h, q % 2 * 4][2 * r + q // 2],
+                        acc[h, q % 2 * 4 + 1][2 * r + q // 2],
+                        acc[h, q % 2 * 4 + 2][2 * r + q // 2],
+                        acc[h, q % 2 * 4 + 3][2 * r + q // 2],
+                    ),
+                )
+        whole = total[r] + shuffle_xor_f32(total[r], 1)
+        whole = whole + shuffle_xor_f32(whole, 2)
+        if t == 0:
+            shared_store_f32(stats + 32 * r, top[r])
+            shared_store_f32(stats + (WARPS * ROWS * 4 + 32 * r), whole)
+
+
+@device
+def _merge(
+    partial: Address,
+    out: Address,
+    split: I32,
+    is_folding: I32,
+    closes: I32,
+    end_split: I32,
+    num_items: I32,
+    first_row: I32,
+    num_rows: I32,
+    kv_head: I32,
+    num_kv_heads: I32,
+    *,
+    HEAD_DIM: int,
+    GROUP: int,
+    WARPS: int,
+) -> None:
+    """Merge the warps' results of a split, in order, and pass them on; a thread takes eight dims of a row.
+
+    A split of a segment that the item does not hold from its begin becomes a partial; others are folded. What is folded
+    becomes a partial where the segment (or the item) ends; or, if the item is all of its tile, the output.
+    """
+    slots = _slots_offset(HEAD_DIM=HEAD_DIM)
+    stats = _stats_offset(HEAD_DIM=HEAD_DIM, WARPS=WARPS)
+    folds = _folds_offset(HEAD_DIM=HEAD_DIM, WARPS=WARPS)
+    piece = i32(thread_id())
+    while piece < ROWS * HEAD_DIM // 8:
+        row = i32(piece >> LOG2_PIECES[HEAD_DIM])
+        chunk = i32((piece & (HEAD_DIM // 8 - 1)) * 2)
+        if row < num_rows * GROUP:
+            new = registers(10, init=0.0)
+            tops = registers(WARPS, init=0.0)
+            top = NOTHING
+            for w in unrolled(WARPS):
+                tops[w] = shared_load_f32(i32(stats + (w * ROWS + row) * 4))
+                top = max_f32(top, tops[w])
+            for w in unrolled(WARPS):
+                weight = exp2(tops[w] - top)
+                new[9] = fma(weight, shared_load_f32(i32(stats + ((WARPS + w) * ROWS + row) * 4)), new[9])
+                for q in unrolled(2):
+                    place = i32((w * ROWS + row) * (HEAD_DIM * 4) + _swizzled(row, i32(chunk + q)) * 16)
+                    values = shared_load_f32x4(slots + place)
+                    for e in unrolled(4):
+                        new[4 * q + e] = fma(weight, values[e], new[4 * q + e])
+            new[8] = top
+            if is_folding == 0:
+                _store_partial(partial, new, row, chunk, 0.0, HEAD_DIM=HEAD_DIM)
+            else:
+                fold = i32(folds + piece * FOLD_BYTES)
+                if (split & (SEGMENT - 1)) != 0:
+                    _fold_behind(new, fold)
+                if closes == 0:
+                    _keep(new, fold)
+                elif num_items > 1:
+                    _store_partial(partial, new, row, chunk, 1.0, HEAD_DIM=HEAD_DIM)
+                else:
+                    fold = i32(fold + ROWS * HEAD_DIM // 8 * FOLD_BYTES)
+                    if split >= SEGMENT:
+                        _fold_behind(new, fold)
+                    if split + 1 < end_split:
+                        _keep(new, fold)
+                    else:
+                        _store_row(out, new, row, chunk, first_row, kv_head, num_kv_heads, HEAD_DIM=HEAD_DIM, GROUP=GROUP)
+        piece = i32(piece + 32 * WARPS)
+
+
+# A folded piece: registers(10), eight sums, the maximum they are scaled by, the sum of weights. Products and sums are
+# fused by hand, so that every copy of this code rounds alike.
+
+
+@device
+def _fold(total: F32, new: F32) -> None:
+    """Add ``new`` to ``total``."""
+    top = max_f32(total[8], new[8])
+    old_weight = exp2(total[8] - top)
+    weight = exp2(new[8] - top)
+    total[8] = top
+    for e in unrolled(10):
+        if e != 8:
+            total[e] = fma(total[e], old_weight, new[e] * weight)
+
+
+@device
+def _fold_behind(new: F32, place: Offset) -> None:
+    """Replace ``new`` by what is kept, with ``new`` added."""
+    total = registers(10, init=0.0)
+    first = shared_load_f32x4(place)
+    second = shared_load_f32x4(place + 16)
+    third = shared_load_f32x4(place + 32)
+    for e in unrolled(4):
+        total[e] = first[e]
+        total[4 + e] = second[e]
+    total[8] = third[0]
+    total[9] = third[1]
+    _fold(total, new)
+    for e in unrolled(10):
+        new[e] = total[e]
+
+
+@device
+def _keep(new: F32, place: Offset) -> None:
+    """Put a folded piece into shared memory, for this thread only."""
+    shared_store_f32x4(place, (new[0], new[1], new[2], new[3]))
+    shared_store_f32x4(place + 16, (new[4], new[5], new[6], new[7]))
+    shared_store_f32x4(place + 32, (new[8], new[9], 0.0, 0.0))
+
+
+@device
+def _store_partial(partial: Address, new: F32, row: I32, chunk: I32, is_segment: F32, *, HEAD_DIM: int) -> None:
+    """Store eight dims of a partial; its first thread of a row stores maximum, sum of weights and what it begins."""
+    place = partial + i32(row * (HEAD_DIM * 4) + chunk * 16)
+    store_f32x4(place, (new[0], new[1], new[2], new[3]))
+    store_f32x4(place + 16, (new[4], new[5], new[6], new[7]))
+    if chunk == 0:
+        store_f32x4(partial + i32((ROWS * HEAD_DIM + row * 4) * 4), (new[8], new[9], is_segment, 0.0))
+
+
+LOG2_PIECES = {64: 3, 128: 4}
+"""Of the pieces of eight dims in a row."""
+
+
+@device
+def _store_row(
+    out: Address,
+    sums: F32,
+    row: I32,
+    chunk: I32,
+    first_row: I32,
+    kv_head: I32,
+    num_kv_heads: I32,
+    *,
+    HEAD_DIM: int,
+    GROUP: int,
+) -> None:
+    """Store eight dims of a query row, divided by its sum of weights and rounded."""
+    token = i32((row * ((ROWS * ROWS + GROUP - 1) // GROUP)) >> 8)
+    head = i32(kv_head * GROUP + row - token * GROUP)
+    scale = reciprocal(sums[9])
+    store_v4(
+        out + ((first_row + token) * (GROUP * num_kv_heads) + head) * (HEAD_DIM * 2) + chunk * 8,
+        (
+            pack_bf16(sums[0] * scale, sums[1] * scale),
+            pack_bf16(sums[2] * scale, sums[3] * scale),
+            pack_bf16(sums[4] * scale, sums[5] * scale),
+            pack_bf16(sums[6] * scale, sums[7] * scale),
+        ),
+    )
+
+
+@device
+def _combine(
+    partials: Address,
+    num_partials: I32,
+    out: Address,
+    first_row: I32,
+    num_rows: I32,
+    kv_head: I32,
+    num_kv_heads: I32,
+    *,
+    HEAD_DIM: int,
+    GROUP: int,
+    WARPS: int,
+) -> None:
+    """Fold the partials of a tile, in order; a thread takes eight dims of a row and loads IN_FLIGHT partials at a time."""
+    piece = i32(thread_id())
+    while piece < ROWS * HEAD_DIM // 8:
+        row = i32(piece >> LOG2_PIECES[HEAD_DIM])
+        chunk = i32((piece & (HEAD_DIM // 8 - 1)) * 2)
+        if row < num_rows * GROUP:
+            total = registers(10, init=0.0)
+            segment = registers(10, init=0.0)
+            total[8] = NOTHING
+            segment[8] = NOTHING
+            index = i32(0)
+            while index < num_partials:
+                first = registers(IN_FLIGHT)
+                second = registers(IN_FLIGHT)
+                third = registers(IN_FLIGHT)
+                for u in unrolled(IN_FLIGHT):
+                    first[u] = (0.0, 0.0, 0.0, 0.0)
+                    second[u] = (0.0, 0.0, 0.0, 0.0)
+                    third[u] = (NOTHING, 0.0, 0.0, 0.0)
+                    if index + u < num_partials:
+                        partial = partials + (index + u) * (ROWS * (HEAD_DIM + 4) * 4)
+                        place = partial + i32(row * (HEAD_DIM * 4) + chunk * 16)
+                        first[u] = load_relaxed_f32x4(place)
+                        second[u] = load_relaxed_f32x4(place + 16)
+                        third[u] = load_relaxed_f32x4(partial + i32((ROWS * HEAD_DIM + row * 4) * 4))
+                for u in unrolled(IN_FLIGHT):
+                    if third[u][2] > 0.5:
+                        _fold(total, segment)
+                        for e in unrolled(10):
+                            segment[e] = 0.0
+                        segment[8] = NOTHING
+                    new = registers(10, init=0.0)
+                    for e in unrolled(4):
+                        new[e] = first[u][e]
+                        new[4 + e] = second[u][e]
+                    new[8] = third[u][0]
+                    new[9] = third[u][1]
+                    _fold(segment, new)
+                index = i32(index + IN_FLIGHT)
+            _fold(total, segment)
+            _store_row(out, total, row, chunk, first_row, kv_head, num_kv_heads, HEAD_DIM=HEAD_DIM, GROUP=GROUP)
+        piece = i32(piece + 32 * WARPS)
+
+
+IN_FLIGHT = 4
+"""Partials that a thread of the last CTA loads at a time."""
+
+
+def partial_bytes(head_dim: int) -> int:
+    """Return the bytes of one partial: sums of all rows, then maximum, sum of weights and a flag of each."""
+    return ROWS * (head_dim + 4) * 4
+
+
+def shared_bytes(head_dim: int, *, WARPS: int) -> int:
+    """Return the dynamic shared memory of a launch in bytes."""
+    query = ROWS * (head_dim * 2 + Q_PAD)
+    tail = 2 * TAIL_TOKENS * (head_dim * 2 + TAIL_PAD)
+    results = WARPS * ROWS * (head_dim * 4 + 8)
+    return query + tail + results + 2 * (ROWS * head_dim // 8) * FOLD_BYTES + 16
+
+
+def spec(
+    shape: ModelShape, *, TREE: bool, BLOCK_SIZE: int = 16, WARPS: int = 4, ctas_per_sm: int | None = None
+) -> KernelSpec:
+    """Return the kernel for a model; the other keywords are its constants."""
+    constants: dict[str, Constant] = {
+        "BLOCK_SIZE": BLOCK_SIZE,
+        "GROUP": shape.group,
+        "HEAD_DIM": shape.head_dim,
+        "QK_NORM": shape.has_qk_norm,
+        "SPLIT": SPLIT,
+        "TREE": TREE,
+        "WARPS": WARPS,
+    }
+    return KernelSpec(
+        kernel=attention_mma,
+        constants=tuple(sorted(constants.items())),
+        num_threads=32 * WARPS,
+        shared_bytes=shared_bytes(shape.head_dim, WARPS=WARPS),
+        ctas_per_sm=ctas_per_sm or (2 if shape.head_dim == 64 else 1),
+        has_mma=True,
+        min_vector_loads=shape.head_dim // 4,
+        has_ticket=True,
+    )
+
+
+def specs(shape: ModelShape) -> list[KernelSpec]:
+    """Return what a model needs: causal rows and trees."""
+    return [spec(shape, TREE=is_tree) for is_tree in (False, True)]
+
+
+def variants(shape: ModelShape) -> list[KernelSpec]:
+    """Return what a sweep on a GPU tries: warps per CTA, CTAs per multiprocessor, block sizes."""
+    few = [spec(shape, TREE=False, WARPS=2, ctas_per_sm=ctas) for ctas in (1, 2)] if shape.head_dim == 64 else []
+    return [*few, *(spec(shape, TREE=False, BLOCK_SIZE=size) for size in (32, 64))]

@@ -23,6 +23,7 @@ Launch" chapter of the CUDA C++ Programming Guide; the conversion after Kim et a
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -62,7 +63,17 @@ from ferrule_server.kernels.cuda.intrinsics import (
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unrolled
 
-__all__ = ["gemv", "num_ctas_needed", "shared_bytes", "spec", "specs", "variants"]
+__all__ = [
+    "chunks_per_thread",
+    "gemv",
+    "num_ctas_needed",
+    "plan",
+    "planned",
+    "shared_bytes",
+    "spec",
+    "specs",
+    "variants",
+]
 
 LOG2_E = 1.4426950408889634
 CHUNK = 8
@@ -451,38 +462,41 @@ def chunks_per_thread(size: int, *, M: int, U: int, WARPS: int, NORM: bool, INT8
     return -(-_padded(size, U=U, INT8=INT8) // (32 * WARPS * CHUNK)) if NORM else 6 // M
 
 
+def planned(num_rows: int, size: int, *, M: int, NORM: bool, EPILOGUE: str, INT8: bool) -> KernelSpec:
+    """Return the kernel of a linear, with the tiles that :func:`plan` chooses."""
+    rows, chunks, warps = plan(num_rows, size, parts=PARTS[EPILOGUE], is_int8=INT8)
+    return spec(size, M=M, NORM=NORM, EPILOGUE=EPILOGUE, INT8=INT8, R=rows, U=chunks, WARPS=warps)
+
+
 def specs(shape: ModelShape) -> list[KernelSpec]:
     """Return what the linears of a model need for one and two rows, in bf16 and in int8."""
-    attended = shape.num_heads * shape.head_dim
+    wide = max(shape.num_heads * shape.head_dim, shape.intermediate_size)
     found = []
-    for is_int8 in (False, True):
-        for m in (1, 2):
-            qkv = plan(shape.qkv_size, shape.hidden_size, parts=1, is_int8=is_int8)
-            found.append(spec(shape.hidden_size, M=m, NORM=True, EPILOGUE="store", INT8=is_int8, **qkv))
-            wide = max(attended, shape.intermediate_size)
-            back = plan(shape.hidden_size, wide, parts=1, is_int8=is_int8)
-            found.append(spec(wide, M=m, NORM=False, EPILOGUE="residual", INT8=is_int8, **back))
-            up = plan(shape.intermediate_size, shape.hidden_size, parts=2, is_int8=is_int8)
-            found.append(spec(shape.hidden_size, M=m, NORM=True, EPILOGUE="swiglu", INT8=is_int8, **up))
+    for is_int8, m in itertools.product((False, True), (1, 2)):
+        found += [
+            planned(shape.qkv_size, shape.hidden_size, M=m, NORM=True, EPILOGUE="store", INT8=is_int8),
+            planned(shape.hidden_size, wide, M=m, NORM=False, EPILOGUE="residual", INT8=is_int8),
+            planned(shape.intermediate_size, shape.hidden_size, M=m, NORM=True, EPILOGUE="swiglu", INT8=is_int8),
+        ]
     return found
 
 
-def plan(num_rows: int, size: int, *, parts: int, is_int8: bool, num_sms: int = 132) -> dict[str, int]:
+def plan(num_rows: int, size: int, *, parts: int, is_int8: bool, num_sms: int = 132) -> tuple[int, int, int]:
     """Return R, U and WARPS that keep eight loads per lane in flight and share the rows out evenly.
 
-    The first choice, before a sweep on the GPU itself: U at most a quarter larger than a row fills, WARPS so that the
-    last turn has work for as many of them as possible.
+    The first choice, before a sweep on the GPU itself: U at most a third more than a row fills, WARPS so that the last
+    turn has work for as many of them as possible.
     """
-    chunks = -(-size // (32 * VALUES[is_int8]))
+    filled = -(-size // (32 * VALUES[is_int8]))
     in_flight = 8 // parts
-    u = max(u for u in (1, 2, 4, 8) if u <= in_flight and (-(-chunks // u) * u * 3 <= chunks * 4 or u == 1))
-    r = min(4, in_flight // u)
+    chunks = max(u for u in (1, 2, 4, 8) if u == 1 or (u <= in_flight and -(-filled // u) * u * 3 <= filled * 4))
+    rows = min(4, in_flight // chunks)
 
     def used(warps: int) -> float:
-        turns = num_rows / (r * warps * num_sms)
-        return turns / math.ceil(turns)
+        turns = num_rows / (rows * warps * num_sms)
+        return round(turns / math.ceil(turns), 1)
 
-    return {"R": r, "U": u, "WARPS": max((8, 10, 12), key=lambda warps: (round(used(warps), 1), -warps))}
+    return rows, chunks, max((8, 10, 12), key=lambda warps: (used(warps), -warps))
 
 
 def variants(shape: ModelShape) -> list[KernelSpec]:

@@ -1,0 +1,370 @@
+"""Layer 1 of the GEMV: numbers against the definition, hazards in the simulator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ferrule_server.kernels import quantise, reference
+from ferrule_server.kernels.cuda.gemv import (
+    chunks_per_thread,
+    gemv,
+    num_ctas_needed,
+    plan,
+    shared_bytes,
+    spec,
+    specs,
+    variants,
+)
+from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
+from ferrule_server.kernels.cuda.specialise import Constant, Specialised
+from tests.kernels.cuda.mutation import check_mutants
+from tests.kernels.cuda.simulator import Launch, Memory, from_bf16, run
+
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch of the kernel; sizes have tails, CTAs have unequal work."""
+
+    epilogue: str = "store"
+    m: int = 1
+    size: int = 264
+    num_rows: int = 13
+    r: int = 2
+    u: int = 2
+    warps: int = 2
+    grid: int = 2
+    is_normed: bool = False
+    has_bias: bool = False
+    is_int8: bool = False
+
+    @property
+    def constants(self) -> dict[str, Constant]:
+        """The compile-time constants."""
+        return dict(
+            spec(
+                self.size,
+                M=self.m,
+                NORM=self.is_normed,
+                EPILOGUE=self.epilogue,
+                BIAS=self.has_bias,
+                INT8=self.is_int8,
+                R=self.r,
+                U=self.u,
+                WARPS=self.warps,
+            ).constants
+        )
+
+    @property
+    def num_weight_rows(self) -> int:
+        """Rows of the weight."""
+        return self.num_rows * (2 if self.epilogue == "swiglu" else 1)
+
+
+@dataclass
+class Data:
+    """What a case computes with, all bf16 but int8 weights and their float32 scales."""
+
+    x: Tensor
+    norm: Tensor
+    weight: Tensor
+    scales: Tensor
+    bias: Tensor
+    before: Tensor
+
+
+def _random(case: Case, seed: int = 0) -> Data:
+    torch.manual_seed(seed)
+    weight = torch.randn(case.num_weight_rows, case.size) / case.size**0.5
+    quantised, scales = quantise.quantise_rows(weight)
+    return Data(
+        x=torch.randn(case.m, case.size).bfloat16() * 3,
+        norm=torch.rand(case.size).bfloat16() + 0.5,
+        weight=quantised if case.is_int8 else weight.bfloat16(),
+        scales=scales,
+        bias=torch.randn(case.num_weight_rows).bfloat16(),
+        before=torch.randn(case.m, case.num_rows).bfloat16(),
+    )
+
+
+def _exact(case: Case, seed: int = 0) -> Data:
+    """Return data whose float32 sums are exact in any order: all that can differ is where bf16 is rounded."""
+    data = _random(case, seed)
+    data.x = (torch.randint(0, 2, data.x.shape) * 4 - 2).bfloat16()
+    data.norm = (torch.randint(1, 200, data.norm.shape) / 64).bfloat16()
+    data.weight = torch.randint(-60, 61, data.weight.shape).to(data.weight.dtype)
+    data.scales = 2.0 ** -torch.randint(5, 9, data.scales.shape).float()
+    if not case.is_int8:
+        data.weight /= 256
+    return data
+
+
+def _expected(case: Case, data: Data) -> Tensor:
+    x = reference.rms_norm(data.x, data.norm, EPS) if case.is_normed else data.x
+    bias = data.bias if case.has_bias else None
+    if case.is_int8:
+        y = reference.linear_int8(x, data.weight, data.scales, bias)
+    else:
+        y = reference.linear(x.float(), data.weight.float(), None if bias is None else bias.float()).bfloat16()
+    if case.epilogue == "swiglu":
+        return reference.swiglu(y)
+    return data.before + y if case.epilogue == "residual" else y
+
+
+def _numpy(tensor: Tensor) -> Any:
+    return tensor.contiguous().view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+def _place(case: Case, data: Data, offset: int = 0) -> Memory:
+    memory = Memory()
+    memory.put("x", _numpy(data.x), mutable=True, offset=offset)
+    memory.put("norm", _numpy(data.norm), offset=offset)
+    memory.put("weight", _numpy(data.weight), offset=offset)
+    memory.put("scales", _numpy(data.scales), offset=offset)
+    memory.put("bias", _numpy(data.bias), offset=offset)
+    if case.epilogue == "residual":
+        memory.put("out", _numpy(data.before), mutable=True, offset=offset)
+    else:
+        memory.empty("out", (case.m, case.num_rows), np.uint16, offset=offset)
+    return memory
+
+
+def _launch(case: Case, memory: Memory, specialised: Specialised | None = None, eps: float = EPS) -> Launch:
+    addresses = [memory.address(name) for name in ("x", "norm", "weight", "scales", "bias", "out")]
+    chunks = chunks_per_thread(case.size, M=case.m, U=case.u, WARPS=case.warps, NORM=case.is_normed, INT8=case.is_int8)
+    return Launch(
+        gemv,
+        case.constants,
+        (*addresses, case.num_rows, case.size, eps),
+        grid=case.grid,
+        num_threads=32 * case.warps,
+        shared_bytes=shared_bytes(case.size, M=case.m, U=case.u, X=chunks, WARPS=case.warps, INT8=case.is_int8),
+        specialised=specialised,
+    )
+
+
+def _run(case: Case, data: Data, *, num_runs: int = 1, offset: int = 0, eps: float = EPS) -> Tensor:
+    """Run a case several times on one state, each in another order, and return what all runs gave."""
+    memory = _place(case, data, offset)
+    found = []
+    for seed in range(num_runs):
+        if case.epilogue == "residual":
+            memory.write(memory.address("out"), _numpy(data.before))
+        run(memory, [_launch(case, memory, eps=eps)], seed=seed)
+        found.append(memory.get("out"))
+    assert all(np.array_equal(found[0], other) for other in found)
+    return torch.from_numpy(found[0]).view(torch.bfloat16)
+
+
+CASES = [
+    Case(),
+    Case(m=2, size=520, num_rows=7, r=1, u=4, has_bias=True),
+    Case(m=2, size=776, num_rows=9, r=4, u=1, warps=1, is_normed=True),
+    Case(size=776, num_rows=33, r=4, u=2, warps=3, grid=3, is_normed=True, has_bias=True),
+    Case("residual", size=1032, num_rows=11, r=1, u=4, grid=3),
+    Case("residual", m=2, size=264, num_rows=10, r=2, u=1, has_bias=True),
+    Case("swiglu", size=520, num_rows=9, r=1, u=2, is_normed=True),
+    Case("swiglu", m=2, size=264, num_rows=6, r=2, u=1, is_normed=True, has_bias=True),
+    Case(size=8, num_rows=1, r=1, u=1, warps=1, grid=1),
+    Case(size=256, num_rows=5, r=1, u=1, warps=1, grid=5),
+    Case(num_rows=3, grid=4, is_normed=True),
+    Case(is_int8=True, size=272),
+    Case(m=2, size=528, num_rows=7, r=1, u=2, has_bias=True, is_int8=True),
+    Case(m=2, size=784, num_rows=9, r=4, u=1, warps=1, is_normed=True, is_int8=True),
+    Case("residual", size=1040, num_rows=11, r=1, u=4, grid=3, has_bias=True, is_int8=True),
+    Case("swiglu", m=2, size=528, num_rows=6, r=2, u=1, is_normed=True, has_bias=True, is_int8=True),
+    Case("swiglu", size=16, num_rows=3, r=1, u=1, is_normed=True, is_int8=True),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rounds_where_the_definition_rounds(case: Case) -> None:
+    """With sums that are exact in float32 every bit is that of the definition; bases are multiples of 16 only."""
+    data = _exact(case)
+    # SwiGLU's exp2 and reciprocal are approximations: one unit of bf16 where the rounding of silu is close.
+    found, expected = _run(case, data, num_runs=3, offset=48, eps=0.0), _expected(case, data)
+    if case.epilogue == "swiglu":
+        torch.testing.assert_close(found, expected, rtol=2**-7, atol=0)
+        assert (found == expected).float().mean() > 0.8
+    else:
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_is_close_for_any_numbers(case: Case) -> None:
+    """Random numbers: within a unit of bf16, and of its rounding of the normalised vector."""
+    data = _random(case)
+    torch.testing.assert_close(_run(case, data), _expected(case, data), rtol=2**-7, atol=2**-7)
+
+
+def _order_dependent(case: Case) -> Data:
+    """Return data whose rows add up to what their order rounds away: every number comes with its opposite."""
+    data = _random(case)
+    data.x = torch.ones_like(data.x)
+    half = (torch.randn(case.num_rows, case.size // 2) * 2.0 ** torch.randint(0, 60, (case.size // 2,))).bfloat16()
+    data.weight = torch.cat((half, -half), 1)[:, torch.randperm(case.size)]
+    return data
+
+
+def test_order_of_a_sum_depends_on_nothing() -> None:
+    """Tile sizes, warps, the grid and a second vector leave every bit of a row as it is."""
+    case = Case(size=1032, num_rows=6)
+    data = _order_dependent(case)
+    expected = _run(case, data)
+    assert len(set(expected.flatten().tolist())) > 3
+    others = [(1, 1, 1, 1), (1, 4, 2, 3), (4, 2, 1, 2), (2, 8, 3, 1)]
+    for r, u, warps, grid in others:
+        other = Case(size=1032, num_rows=6, r=r, u=u, warps=warps, grid=grid)
+        assert torch.equal(_run(other, data), expected), other
+    data.x = torch.cat((data.x, data.x * 2))
+    data.before = data.before.repeat(2, 1)
+    both = _run(Case(m=2, size=1032, num_rows=6), data)
+    assert torch.equal(both[0], expected[0])
+    assert torch.equal(both[1], expected[0] * 2)
+
+
+def test_order_of_the_norm_depends_on_nothing() -> None:
+    """Nor do warps and tile sizes change the sum of squares: its bits show in the normalised vector."""
+    case = Case(size=776, num_rows=8, is_normed=True)
+    data = _random(case)
+    data.x = (torch.randn(1, 776) * 2.0 ** torch.randint(-20, 20, (1, 776))).bfloat16()
+    data.weight = torch.eye(8, 776).bfloat16() * 1e30
+    expected = _run(case, data)
+    for u, warps in ((1, 1), (4, 3), (2, 4)):
+        assert torch.equal(_run(Case(size=776, num_rows=8, u=u, warps=warps, is_normed=True), data), expected)
+
+
+def test_int8_sum_has_the_order_of_its_weights_alone() -> None:
+    """Like bf16: tile sizes, warps and the grid leave every bit as it is."""
+    case = Case(size=1040, num_rows=6, is_int8=True)
+    data = _random(case)
+    sign = torch.ones(1040)
+    sign[torch.randperm(1040)[:520]] = -1
+    data.x = (sign * 2.0 ** torch.randint(0, 60, (1, 1040))).bfloat16()
+    expected = _run(case, data)
+    for r, u, warps, grid in ((1, 1, 1, 1), (1, 4, 2, 3), (4, 2, 1, 2)):
+        assert torch.equal(
+            _run(Case(size=1040, num_rows=6, r=r, u=u, warps=warps, grid=grid, is_int8=True), data), expected
+        )
+
+
+def test_every_int8_is_its_integer() -> None:
+    """All 256 values of a byte, each alone in its row."""
+    case = Case(size=16, num_rows=256, r=4, u=1, warps=2, grid=1, is_int8=True)
+    data = _random(case)
+    data.x, data.scales = torch.ones(1, 16).bfloat16(), torch.ones(256)
+    data.weight = torch.zeros(256, 16, dtype=torch.int8)
+    values = torch.arange(-128, 128).to(torch.int8)
+    data.weight[torch.arange(256), torch.arange(256) % 16] = values
+    assert torch.equal(_run(case, data), values.bfloat16().unsqueeze(0))
+
+
+def test_feed_forward_is_a_chain_of_two() -> None:
+    """Norm, gate, up and SiLU, then down and residual, the second begun before the first has published."""
+    first = Case("swiglu", size=264, num_rows=24, is_normed=True)
+    second = Case("residual", size=24, num_rows=264, r=4, u=1)
+    up, down = _random(first), _random(second, seed=1)
+    memory = _place(first, up)
+    memory.put("down", _numpy(down.weight))
+    launches = []
+    for case in (first, second):
+        launch = _launch(case, memory)
+        args = list(launch.args)
+        if case is second:
+            args[0], args[2], args[5] = memory.address("out"), memory.address("down"), memory.address("x")
+        launches.append(
+            Launch(gemv, launch.constants, tuple(args), launch.grid, launch.num_threads, launch.shared_bytes)
+        )
+    run(memory, launches, seed=5)
+    activated = torch.from_numpy(memory.get("out")).view(torch.bfloat16)
+    found = torch.from_numpy(memory.get("x")).view(torch.bfloat16)
+    torch.testing.assert_close(activated, _expected(first, up), rtol=2**-7, atol=2**-7)
+    added = reference.linear(activated.float(), down.weight.float()).bfloat16()
+    torch.testing.assert_close(found, up.x + added, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_needs_all_of_its_synchronisation(is_int8: bool) -> None:
+    """Without any barrier or the wait the simulator finds a hazard."""
+    case = Case("residual", m=2, size=272, num_rows=5, grid=2, is_normed=True, is_int8=is_int8)
+    data = _random(case)
+
+    def simulate(mutant: Specialised) -> None:
+        memory = _place(case, data)
+        run(memory, [_launch(case, memory, mutant)], seed=3)
+        found = torch.from_numpy(memory.get("out")).view(torch.bfloat16)
+        torch.testing.assert_close(found, _expected(case, data), rtol=2**-7, atol=2**-7)
+
+    assert [mutation.name for mutation in check_mutants(gemv, case.constants, simulate)].count("barrier") == 2
+
+
+def test_nan_and_infinity_of_a_vector_stay_in_its_outputs() -> None:
+    """What is beyond the end of a row does not spread, nor does one vector to the other."""
+    case = Case(m=2, size=264, num_rows=5, r=4)
+    data = _random(case)
+    data.x[0, 263] = float("nan")
+    found = _run(case, data)
+    assert found[0].isnan().all()
+    assert torch.equal(found[1], _run(Case(size=264, num_rows=5, r=4), _with_x(data, data.x[1:]))[0])
+
+
+def _with_x(data: Data, x: Tensor) -> Data:
+    return Data(x, data.norm, data.weight, data.scales, data.bias, data.before[: len(x)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("epilogue", ["store", "residual", "swiglu"])
+@pytest.mark.parametrize("is_int8", [False, True])
+@pytest.mark.parametrize("size", [16, 528, 1040, 2064])
+def test_sweep(epilogue: str, is_int8: bool, size: int) -> None:
+    """Every tile size of the sweep, with bias and norm, at sizes below, at and above a tile."""
+    for r, u in ((1, 1), (1, 8), (2, 4), (4, 1), (4, 4)):
+        for m in (1, 2):
+            case = Case(epilogue, m, size, 4 * r + 1, r, u, 2, 2, True, True, is_int8)
+            data = _random(case, seed=r * u)
+            torch.testing.assert_close(_run(case, data, num_runs=3), _expected(case, data), rtol=2**-7, atol=2**-7)
+
+
+def test_launch_gives_every_warp_rows() -> None:
+    """The number of CTAs that find work is the number of warps' turns over the warps of a CTA."""
+    assert num_ctas_needed(13, R=2, WARPS=2) == 4
+    assert num_ctas_needed(1, R=4, WARPS=8) == 1
+
+
+@pytest.mark.parametrize("name", MODEL_SHAPES)
+def test_plan_shares_rows_out_evenly(name: str) -> None:
+    """At least 85 % of the warps' turns have a row, and eight loads of every lane are in flight, on 132 SMs."""
+    shape = MODEL_SHAPES[name]
+    attended = shape.num_heads * shape.head_dim
+    linears = [
+        (shape.qkv_size, shape.hidden_size, 1),
+        (shape.hidden_size, max(attended, shape.intermediate_size), 1),
+        (shape.intermediate_size, shape.hidden_size, 2),
+    ]
+    for num_rows, size, parts in linears:
+        for is_int8 in (False, True):
+            rows, chunks, warps = plan(num_rows, size, parts=parts, is_int8=is_int8)
+            turns = num_rows / (rows * warps * 132)
+            assert turns / np.ceil(turns) > 0.85, (num_rows, size, is_int8)
+            assert rows * chunks * parts == 8, (num_rows, size, is_int8)
+
+
+def test_specs_of_a_model_are_unique() -> None:
+    """Two to a model would be compiled twice; the sweep has all epilogues."""
+    shape = MODEL_SHAPES["Qwen3-1.7B"]
+    names = [one.name for one in specs(shape)]
+    assert len(names) == len(set(names)) == 12
+    assert {dict(one.constants)["EPILOGUE"] for one in variants(shape)} == {"store", "residual", "swiglu"}
+
+
+def test_from_bf16_is_torchs() -> None:
+    """The simulator's numbers and torch's are the same bits."""
+    values = torch.randn(64).bfloat16()
+    assert np.array_equal(from_bf16(_numpy(values)), values.float().numpy())

@@ -1,0 +1,422 @@
+"""The checker of machine code reports what it must: one small kernel, and one that breaks each rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from ferrule_server.kernels.cuda.compile import Cubin, _assemble, compile_spec
+from ferrule_server.kernels.cuda.intrinsics import (
+    I32,
+    Address,
+    atomic_add_u32,
+    atomic_increment_wrapping,
+    barrier,
+    cta_id,
+    fence,
+    float_of,
+    grid_launch_dependents,
+    grid_wait,
+    load_f32,
+    load_i32,
+    load_relaxed_f32,
+    load_stream_v4,
+    load_v4,
+    num_ctas,
+    shared_load_u32,
+    shared_store_u32,
+    shuffle_xor_f32,
+    store_f32,
+    store_u32,
+    store_v4,
+    thread_id,
+)
+from ferrule_server.kernels.cuda.machine_code import MULTIPROCESSORS, RULES, Made, check
+from ferrule_server.kernels.cuda.sass import disassemble
+from ferrule_server.kernels.cuda.spec import KernelSpec
+from ferrule_server.kernels.cuda.specialise import i32, registers, u32, unrolled
+
+Kernel = Callable[..., None]
+
+
+def _spec(kernel: Kernel, **promises: object) -> KernelSpec:
+    plain = KernelSpec(kernel, (), num_threads=128, shared_bytes=16, min_vector_loads=0)
+    return replace(plain, **promises)  # type: ignore[arg-type]
+
+
+def _rules(made: Made) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for violation in made.breaches():
+        found.setdefault(violation.rule, []).append(violation.message)
+    return found
+
+
+def _made(spec: KernelSpec, cubin: Cubin) -> Made:
+    return Made(spec, cubin, disassemble(cubin))
+
+
+def good(
+    weights: Address, pool: Address, tables: Address, out: Address, ticket: Address, block_stride: Address
+) -> None:
+    """All that the rules are about, done right."""
+    lane = i32(thread_id() * 16)
+    w = load_stream_v4(weights + lane)
+    grid_launch_dependents()
+    grid_wait()
+    slot = load_i32(tables + cta_id() * 4)
+    block = i32(slot >> 4)
+    x = load_v4(pool + block * block_stride + i32((slot & 15) * 2048 + lane))
+    total = float_of(i32((x[0] ^ x[1] ^ x[2] ^ x[3] ^ w[0] ^ w[1] ^ w[2] ^ w[3]) & 255))
+    store_f32(out + (cta_id() * 128 + thread_id()) * 4, total)
+    barrier()
+    if thread_id() == 0:
+        fence()
+        before = atomic_increment_wrapping(ticket, i32(num_ctas() - 1))
+        fence()
+        shared_store_u32(0, before)
+    barrier()
+    if shared_load_u32(0) == i32(num_ctas() - 1):
+        total = 0.0
+        cta = i32(0)
+        while cta < num_ctas():
+            total = total + load_relaxed_f32(out + (cta * 128 + thread_id()) * 4)
+            cta = i32(cta + 1)
+        store_f32(out + thread_id() * 4, total)
+
+
+GOOD = _spec(good, prefetches=True, has_ticket=True, min_vector_loads=2)
+
+
+@pytest.fixture(scope="module")
+def good_cubins() -> dict[str, Cubin]:
+    """Return the kernel that is right, for both architectures."""
+    return {architecture: compile_spec(GOOD, architecture) for architecture in MULTIPROCESSORS}
+
+
+@pytest.mark.parametrize("architecture", MULTIPROCESSORS)
+def test_a_kernel_that_keeps_the_rules_passes(good_cubins: dict[str, Cubin], architecture: str) -> None:
+    """Prefetch, block table, ticket: nothing is reported."""
+    assert check(GOOD, good_cubins[architecture]) == []
+
+
+def test_facts_are_those_of_the_listing(good_cubins: dict[str, Cubin]) -> None:
+    """Registers from ptxas, the rest counted."""
+    cubin = good_cubins["sm_90a"]
+    facts = _made(GOOD, cubin).facts()
+    assert facts.num_registers == cubin.num_registers
+    assert (facts.num_vector_loads, facts.num_mma, facts.num_spilled_bytes, facts.ctas_per_sm) == (2, 0, 0, 16)
+    assert 1000 < facts.code_bytes < 4000
+    assert facts.code_bytes % 16 == 0
+
+
+def test_a_violation_names_kernel_architecture_rule_and_instruction(good_cubins: dict[str, Cubin]) -> None:
+    """So that one line of a long run is enough."""
+    (violation,) = check(replace(GOOD, has_mma=True), good_cubins["sm_80"])
+    assert str(violation) == "good[] sm_80: tensor cores: 0 HMMA instructions, has_mma is True"
+
+
+def _waits(out: Address) -> None:
+    grid_launch_dependents()
+    grid_wait()
+    store_u32(out + thread_id() * 4, 1)
+
+
+def spills(values: Address, out: Address) -> None:
+    """Hold more values than its threads have registers for."""
+    grid_launch_dependents()
+    grid_wait()
+    held = registers(96, init=0.0)
+    for i in unrolled(96):
+        held[i] = load_f32(values + i32(thread_id() * 4 + i * 512))
+    barrier()
+    for i in unrolled(96):
+        store_f32(out + i32(thread_id() * 4 + i * 512), held[i] * held[95 - i])
+
+
+def doubles(out: Address, value: I32) -> None:
+    """Multiply a float by an integer: what numba means by it is double precision."""
+    grid_launch_dependents()
+    grid_wait()
+    store_f32(out + thread_id() * 4, load_f32(out + thread_id() * 4) * value)
+
+
+def divides(out: Address, value: Address, divisor: Address) -> None:
+    """Divide 64-bit integers, which no instruction does."""
+    grid_launch_dependents()
+    grid_wait()
+    store_u32(out + thread_id() * 4, value % divisor)
+
+
+def never_waits() -> None:
+    """Leave out the wait."""
+    grid_launch_dependents()
+    barrier()
+
+
+def may_not_wait(out: Address, num_rows: I32) -> None:
+    """Leave out the wait where there is no work."""
+    grid_launch_dependents()
+    if cta_id() < num_rows:
+        grid_wait()
+        store_u32(out + cta_id() * 4, 1)
+
+
+def waits_twice(out: Address) -> None:
+    """Wait again."""
+    grid_launch_dependents()
+    grid_wait()
+    store_u32(out + thread_id() * 4, 1)
+    grid_wait()
+
+
+def releases_nobody(out: Address) -> None:
+    """Leave the next kernel to the end of this one."""
+    grid_wait()
+    store_u32(out + thread_id() * 4, 1)
+
+
+def stores_above(out: Address) -> None:
+    """Store before the wait."""
+    grid_launch_dependents()
+    store_u32(out + thread_id() * 4, 1)
+    grid_wait()
+
+
+def adds_above(out: Address) -> None:
+    """Add to a counter before the wait, on one of two paths."""
+    grid_launch_dependents()
+    if thread_id() == 0:
+        atomic_add_u32(out, 1)
+    grid_wait()
+
+
+def loads_above(x: Address, out: Address) -> None:
+    """Load an activation before the wait."""
+    chunk = load_v4(x + thread_id() * 16)
+    grid_launch_dependents()
+    grid_wait()
+    store_v4(out + thread_id() * 16, chunk)
+
+
+def no_fence_before(out: Address, ticket: Address) -> None:
+    """Take a ticket without a fence before it."""
+    grid_launch_dependents()
+    grid_wait()
+    store_f32(out + (cta_id() * 128 + thread_id()) * 4, 1.0)
+    barrier()
+    if thread_id() == 0:
+        before = atomic_increment_wrapping(ticket, i32(num_ctas() - 1))
+        fence()
+        shared_store_u32(0, before)
+    barrier()
+    if shared_load_u32(0) == i32(num_ctas() - 1):
+        store_f32(out, load_relaxed_f32(out + thread_id() * 4))
+
+
+def no_fence_behind(out: Address, ticket: Address) -> None:
+    """Take a ticket without a fence behind it."""
+    grid_launch_dependents()
+    grid_wait()
+    store_f32(out + (cta_id() * 128 + thread_id()) * 4, 1.0)
+    barrier()
+    if thread_id() == 0:
+        fence()
+        before = atomic_increment_wrapping(ticket, i32(num_ctas() - 1))
+        shared_store_u32(0, before)
+    barrier()
+    if shared_load_u32(0) == i32(num_ctas() - 1):
+        store_f32(out, load_relaxed_f32(out + thread_id() * 4))
+
+
+def reads_weakly(out: Address, ticket: Address) -> None:
+    """Read what other CTAs wrote by weak loads."""
+    grid_launch_dependents()
+    grid_wait()
+    store_f32(out + (cta_id() * 128 + thread_id()) * 4, 1.0)
+    barrier()
+    if thread_id() == 0:
+        fence()
+        before = atomic_increment_wrapping(ticket, i32(num_ctas() - 1))
+        fence()
+        shared_store_u32(0, before)
+    barrier()
+    if shared_load_u32(0) == i32(num_ctas() - 1):
+        store_f32(out, load_f32(out + thread_id() * 4))
+
+
+def wraps(pool: Address, tables: Address, out: Address, block_stride: Address) -> None:
+    """Multiply block and stride in 32 bits, then widen."""
+    grid_launch_dependents()
+    grid_wait()
+    block = load_i32(tables + cta_id() * 4)
+    store_v4(out + thread_id() * 16, load_v4(pool + u32(block * block_stride) + i32(thread_id() * 16)))
+
+
+def cuts_the_stride(pool: Address, tables: Address, out: Address, block_stride: Address) -> None:
+    """Multiply in 64 bits, but with a stride of 32."""
+    grid_launch_dependents()
+    grid_wait()
+    block = load_i32(tables + cta_id() * 4)
+    store_v4(out + thread_id() * 16, load_v4(pool + block * u32(block_stride)))
+
+
+def scales_first(pool: Address, tables: Address, out: Address, block_stride: Address) -> None:
+    """Scale the block id in 32 bits before it meets the stride."""
+    grid_launch_dependents()
+    grid_wait()
+    block = load_i32(tables + cta_id() * 4)
+    store_v4(out + thread_id() * 16, load_v4(pool + u32(block * 36) * block_stride))
+
+
+def scales_a_part(pool: Address, slots: Address, out: Address, block_stride: Address) -> None:
+    """Use a slot without its mask for the place inside a block."""
+    grid_launch_dependents()
+    grid_wait()
+    slot = load_i32(slots + cta_id() * 4)
+    place = i32(slot * 2048 + thread_id() * 16)
+    store_v4(out + thread_id() * 16, load_v4(pool + (slot >> 4) * block_stride + place))
+
+
+def forgets_the_stride(pool: Address, slots: Address, out: Address) -> None:
+    """Take the pool for one array of slots."""
+    grid_launch_dependents()
+    grid_wait()
+    slot = load_i32(slots + cta_id() * 4)
+    store_v4(out + thread_id() * 16, load_v4(pool + i32(slot * 2048)))
+
+
+def wraps_a_row(weights: Address, out: Address, size: I32) -> None:
+    """Multiply row and length of a weight matrix in 32 bits."""
+    chunk = load_stream_v4(weights + i32(cta_id() * size))
+    grid_launch_dependents()
+    grid_wait()
+    store_v4(out + thread_id() * 16, chunk)
+
+
+BROKEN: list[tuple[KernelSpec, str, str]] = [
+    (_spec(spills, num_threads=1024), "local memory", "bytes spilled"),
+    (_spec(doubles), "float64", "F64"),
+    (_spec(divides), "calls", "CALL"),
+    (_spec(_waits, min_vector_loads=1), "vector loads", "0 loads of 16 bytes, 1 are promised"),
+    (_spec(never_waits), "wait", "ends without having waited"),
+    (_spec(may_not_wait), "wait", "ends without having waited"),
+    (_spec(waits_twice), "wait", "may wait again"),
+    (_spec(releases_nobody), "wait", "no PREEXIT"),
+    (_spec(stores_above), "above the wait", "stores above the wait"),
+    (_spec(adds_above), "above the wait", "stores above the wait"),
+    (_spec(loads_above), "above the wait", "loads what others may write"),
+    (_spec(_waits, prefetches=True), "above the wait", "0 loads above the wait, prefetches is True"),
+    (_spec(_waits, has_ticket=True), "ticket", "0 tickets, has_ticket is True"),
+    (_spec(reads_weakly), "ticket", "1 tickets, has_ticket is False"),
+    (_spec(no_fence_before, has_ticket=True), "ticket", "no fence before the ticket"),
+    (_spec(no_fence_behind, has_ticket=True), "ticket", "no fence between the ticket and"),
+    (_spec(reads_weakly, has_ticket=True), "ticket", "nothing is read strongly"),
+    (_spec(_waits, num_threads=96 + 16), "resources", "112 threads are not whole warps"),
+    (_spec(_waits, num_threads=1024, ctas_per_sm=2), "resources", "2 CTAs of 1024 threads"),
+    (_spec(_waits, shared_bytes=114 * 1024), "resources", "1 CTAs of 128 threads"),
+    (_spec(wraps), "addressing", "no 64-bit product with block_stride"),
+    (_spec(wraps), "addressing", "block_stride is cut to 32 bits"),
+    (_spec(cuts_the_stride), "addressing", "block_stride is cut to 32 bits"),
+    (_spec(scales_first), "addressing", "scaled in 32 bits before it meets block_stride"),
+    (_spec(scales_a_part), "addressing", "scaled in 32 bits in an address of the pool"),
+    (_spec(forgets_the_stride), "addressing", "no 64-bit product with block_stride"),
+    (_spec(wraps_a_row, prefetches=True), "addressing", "a 32-bit product of two runtime values"),
+]
+
+
+@pytest.fixture(scope="module")
+def made() -> Callable[[KernelSpec], Made]:
+    """Return a compiler that remembers, nvdisasm takes a third of a second."""
+    known: dict[Kernel, Made] = {}
+
+    def make_once(spec: KernelSpec) -> Made:
+        if spec.kernel not in known:
+            known[spec.kernel] = _made(spec, compile_spec(spec, "sm_90a"))
+        return replace(known[spec.kernel], spec=spec)
+
+    return make_once
+
+
+@pytest.mark.parametrize(("spec", "rule", "message"), BROKEN, ids=lambda it: getattr(it, "name", None))
+def test_what_breaks_a_rule_is_reported(
+    made: Callable[[KernelSpec], Made], spec: KernelSpec, rule: str, message: str
+) -> None:
+    """Under that rule and no other."""
+    found = _rules(made(spec))
+    assert any(message in reported for reported in found.get(rule, [])), found
+    assert set(found) == {rule}
+
+
+EDITS = [
+    ("ld.global.v4.u32", "ld.global.nc.v4.u32", "plain loads", "read-only cache: "),
+    ("ld.global.v4.u32", "ld.v4.u32", "plain loads", "generic address: "),
+    ("atom.relaxed.gpu.global.inc", "atom.relaxed.cta.global.inc", "atomics", "not strong at gpu scope: "),
+    (".extern .shared", ".shared .align 4 .b8 more[64];\n.extern .shared", "resources", "the spec does not count"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "rule", "message"), EDITS, ids=lambda it: it)
+def test_what_no_intrinsic_can_say_is_reported(
+    good_cubins: dict[str, Cubin], old: str, new: str, rule: str, message: str
+) -> None:
+    """The language has no word for these; the PTX of the right kernel is edited."""
+    ptx = good_cubins["sm_90a"].ptx
+    assert old in ptx
+    found = _rules(_made(GOOD, _assemble(ptx.replace(old, new), "good", "sm_90a")))
+    assert any(message in reported for reported in found[rule]), found
+
+
+def test_adding_floats_is_reported() -> None:
+    """Their sum would depend on who arrives first."""
+    ptx = compile_spec(_spec(adds_above), "sm_80").ptx.replace("global.add.u32", "global.add.f32")
+    found = _rules(_made(_spec(adds_above), _assemble(ptx, "adds_above", "sm_80")))
+    assert any("order of arrival" in reported for reported in found["atomics"])
+
+
+def test_sm_80_has_nothing_to_wait_for(good_cubins: dict[str, Cubin]) -> None:
+    """And a wait in it would be refused by the assembler, so the rule is tried on code of sm_90a."""
+    sm_90a = _made(GOOD, good_cubins["sm_90a"])
+    found = _rules(replace(sm_90a, cubin=replace(sm_90a.cubin, architecture="sm_80")))
+    assert any(message.startswith("sm_80 has no ") and "ACQBULK" in message for message in found["wait"])
+
+
+def shuffles(out: Address, num_rows: I32) -> None:
+    """Shuffle where ptxas cannot know that no lane has left."""
+    grid_launch_dependents()
+    grid_wait()
+    value = float_of(thread_id())
+    if load_i32(out) < num_rows:
+        value = value + shuffle_xor_f32(value, 1)
+    store_f32(out + thread_id() * 4, value)
+
+
+@pytest.mark.parametrize("architecture", MULTIPROCESSORS)
+def test_a_shuffle_of_diverged_lanes_is_no_call(architecture: str) -> None:
+    """On sm_80 ptxas calls a helper of its own there."""
+    assert check(_spec(shuffles), compile_spec(_spec(shuffles), architecture)) == []
+
+
+def test_every_rule_is_broken_by_some_test() -> None:
+    """A rule that nothing breaks may be one that reports nothing."""
+    assert {rule for _, rule, _ in BROKEN} | {rule for _, _, rule, _ in EDITS} | {"tensor cores"} == set(RULES)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "resources", "expected"),
+    [
+        ("sm_90a", (256, 128, 0), 2),
+        ("sm_90a", (256, 129, 0), 1),
+        ("sm_90a", (1024, 32, 0), 2),
+        ("sm_90a", (32, 255, 0), 8),
+        ("sm_90a", (128, 32, 113 * 1024), 2),
+        ("sm_90a", (128, 32, 113 * 1024 + 1), 1),
+        ("sm_90a", (128, 32, 227 * 1024 + 1), 0),
+        ("sm_80", (128, 32, 81 * 1024), 2),
+        ("sm_80", (128, 32, 163 * 1024 + 1), 0),
+    ],
+)
+def test_ctas_that_fit(architecture: str, resources: tuple[int, int, int], expected: int) -> None:
+    """Registers go to whole warps in pieces of 256, shared memory has 1 KiB of the system's per CTA."""
+    assert MULTIPROCESSORS[architecture].ctas(*resources) == expected

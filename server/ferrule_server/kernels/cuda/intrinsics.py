@@ -535,6 +535,21 @@ def dot_bf16(total: F32, a: Vec4, b: Vec4) -> F32:
     raise _compiled_only()
 
 
+def _fma_bf16() -> str:
+    lines = [".reg .b32 x0, x1, x2, x3;"]
+    for word in range(2):
+        lines.append(f"shl.b32 x{2 * word}, ${5 + word}, 16; and.b32 x{2 * word + 1}, ${5 + word}, 0xffff0000;")
+    lines += [f"fma.rn.ftz.f32 x{k}, $4, x{k}, ${7 + k};" for k in range(4)]
+    lines += [f"mov.b32 ${k}, x{k};" for k in range(4)]
+    return f"{{ {' '.join(lines)} }}"
+
+
+@_ptx(_fma_bf16(), is_pure=True)
+def fma_bf16(factor: F32, first: U32, second: U32, sums: F32x4) -> F32x4:
+    """Return the sums plus a factor times the four bf16 values of two words, each rounded once."""
+    raise _compiled_only()
+
+
 def _dot_int8() -> str:
     lines = [".reg .b32 s, w, x, y; mov.b32 s, $1;"]
     for value in range(16):

@@ -1,0 +1,222 @@
+"""What the kernels over rows of logits share: slices of a row, keys that order as floats do, sums over a CTA.
+
+A row is cut into slices of a fixed number of tokens. The work is every slice of every row, dealt to CTAs in order, so
+that no result depends on the grid; which thread holds which token depends on the token's id alone, so that no result
+depends on where a row lies either. Beyond the vocabulary a slice reads as -inf.
+
+A row is finished by the CTA that arrives last with a slice of it. Nobody waits for anybody.
+"""
+
+from __future__ import annotations
+
+from ferrule_server.kernels.cuda.intrinsics import (
+    I32,
+    U32,
+    U64,
+    Address,
+    Offset,
+    Vec4,
+    atomic_increment_wrapping,
+    barrier,
+    device,
+    fence,
+    load_u32,
+    load_v4,
+    shared_load_u32,
+    shared_load_u64,
+    shared_store_u32,
+    shared_store_u64,
+    shuffle_u32,
+    shuffle_xor_u32,
+    thread_id,
+)
+from ferrule_server.kernels.cuda.specialise import i32, unrolled
+
+__all__ = [
+    "DEFAULT_SLICE",
+    "DEFAULT_WARPS",
+    "KEY_INFINITY",
+    "KEY_NEGATIVE_INFINITY",
+    "arrive",
+    "block_max",
+    "compare",
+    "exclusive_sum",
+    "key_bits",
+    "load_chunk",
+    "load_slice",
+    "num_ctas_needed",
+    "num_slices",
+    "order_key",
+]
+
+DEFAULT_SLICE = 4096
+DEFAULT_WARPS = 8
+
+NEGATIVE_INFINITY = 0xFF800000
+KEY_NEGATIVE_ZERO = 0x7FFFFFFF
+KEY_INFINITY = 0xFF800000
+"""Key of +inf: NaN with a clear sign lies above it."""
+KEY_NEGATIVE_INFINITY = 0x007FFFFF
+"""Key of -inf: NaN with a set sign lies below it."""
+
+
+def num_slices(vocab_size: int, slice_size: int = DEFAULT_SLICE, num_threads: int = 32 * DEFAULT_WARPS) -> int:
+    """Return the number of slices of a row.
+
+    Raises:
+        ValueError: The vocabulary has more slices than a CTA has threads: the last CTA gives each thread one.
+    """
+    count = -(-vocab_size // slice_size)
+    if count > num_threads or vocab_size >= 1 << 20:
+        raise ValueError(f"a vocabulary of {vocab_size} is {count} slices, more than {num_threads}, or not below 2^20")
+    return count
+
+
+def num_ctas_needed(num_rows: int, vocab_size: int, slice_size: int = DEFAULT_SLICE) -> int:
+    """Return how many CTAs find work; more are of no use, fewer share it."""
+    return num_rows * -(-vocab_size // slice_size)
+
+
+@device
+def order_key(bits: U32) -> U32:
+    """Return a key that rises with the float of these bits; -0 and 0 have the same."""
+    key = bits ^ 0x80000000 ^ (-(bits >> 31) & 0x7FFFFFFF)
+    return key + i32(key == KEY_NEGATIVE_ZERO)
+
+
+@device
+def key_bits(key: U32) -> U32:
+    """Return the bits of the float of a key."""
+    bits = key ^ 0xFFFFFFFF
+    if key >= 0x80000000:
+        bits = key ^ 0x80000000
+    return bits
+
+
+@device
+def load_slice(row: Address, begin: I32, vocab_size: I32, words: Vec4, *, THREADS: int, SLICE: int) -> None:
+    """Load a slice, coalesced: ``words[g]`` is the bits of tokens ``begin + 4 (THREADS g + thread)`` and the next 3.
+
+    Args:
+        row: Of the first logit of the row; a multiple of 4, and the fast path needs one of 16.
+        begin: First token of the slice.
+        vocab_size: Of the row.
+        words: registers(SLICE // THREADS // 4).
+        THREADS: Per CTA.
+        SLICE: Tokens in a slice.
+    """
+    first = i32(begin + thread_id() * 4)
+    if (row & 15) == 0 and begin + SLICE <= vocab_size:
+        for g in unrolled(SLICE // THREADS // 4):
+            words[g] = load_v4(row + i32(first + 4 * THREADS * g) * 4)
+    else:
+        for g in unrolled(SLICE // THREADS // 4):
+            words[g] = _load_guarded(row, i32(first + 4 * THREADS * g), vocab_size)
+
+
+@device
+def load_chunk(row: Address, begin: I32, vocab_size: I32, words: Vec4, *, THREADS: int, SLICE: int) -> None:
+    """Load a slice in order: ``words[g]`` is the bits of tokens ``begin + thread SLICE / THREADS + 4 g`` and the next."""
+    first = i32(begin + thread_id() * (SLICE // THREADS))
+    if (row & 15) == 0 and begin + SLICE <= vocab_size:
+        for g in unrolled(SLICE // THREADS // 4):
+            words[g] = load_v4(row + i32(first + 4 * g) * 4)
+    else:
+        for g in unrolled(SLICE // THREADS // 4):
+            words[g] = _load_guarded(row, i32(first + 4 * g), vocab_size)
+
+
+@device
+def _load_guarded(row: Address, first: I32, vocab_size: I32) -> Vec4:
+    a = NEGATIVE_INFINITY
+    b = NEGATIVE_INFINITY
+    c = NEGATIVE_INFINITY
+    d = NEGATIVE_INFINITY
+    if first < vocab_size:
+        a = load_u32(row + first * 4)
+    if first + 1 < vocab_size:
+        b = load_u32(row + first * 4 + 4)
+    if first + 2 < vocab_size:
+        c = load_u32(row + first * 4 + 8)
+    if first + 3 < vocab_size:
+        d = load_u32(row + first * 4 + 12)
+    return (a, b, c, d)
+
+
+@device
+def compare(words: Vec4, border: int, *, COUNT: int) -> tuple[U32, U32]:
+    """Return one bit for each of the 4 * COUNT <= 32 logits: its key is above ``border``, its key is ``border``."""
+    above = 0
+    equal = 0
+    for g in unrolled(COUNT):
+        for i in unrolled(4):
+            key = order_key(words[g][i])
+            above = above | (i32(key > border) << (4 * g + i))
+            equal = equal | (i32(key == border) << (4 * g + i))
+    return (above, equal)
+
+
+@device
+def arrive(ticket: Address, num_arrivals: I32, flag: Offset) -> U32:
+    """Return 1 in all threads of the CTA that arrives last, else 0; orders what the others stored before its loads.
+
+    Args:
+        ticket: u32, 0 before the first arrival, and again after the last.
+        num_arrivals: How many arrivals there are.
+        flag: 4 bytes of shared memory.
+    """
+    barrier()
+    if thread_id() == 0:
+        fence()
+        before = atomic_increment_wrapping(ticket, num_arrivals - 1)
+        fence()
+        shared_store_u32(flag, 1 if before == num_arrivals - 1 else 0)
+    barrier()
+    return shared_load_u32(flag)
+
+
+@device
+def exclusive_sum(value: U64, scratch: Offset, *, WARPS: int) -> tuple[U64, U64]:
+    """Return the sum of ``value`` over the threads before this one, and over all; the total is below 2^63.
+
+    Args:
+        value: This thread's.
+        scratch: 8 * WARPS bytes of shared memory, free again after the next barrier.
+        WARPS: Per CTA.
+    """
+    lane = i32(thread_id() & 31)
+    warp = i32(thread_id() >> 5)
+    upto = value
+    for step in unrolled(5):
+        other = i32((lane - (1 << step)) & 31)
+        low = shuffle_u32(upto & 0xFFFFFFFF, other)
+        high = shuffle_u32(upto >> 32, other)
+        if lane >= 1 << step:
+            upto = upto + low + (high << 32)
+    if lane == 31:
+        shared_store_u64(scratch + warp * 8, upto)
+    barrier()
+    before = upto - value
+    total = 0
+    for w in unrolled(WARPS):
+        part = shared_load_u64(scratch + w * 8)
+        if warp > w:
+            before = before + part
+        total = total + part
+    return (before, total)
+
+
+@device
+def block_max(value: U32, scratch: Offset, *, WARPS: int) -> U32:
+    """Return the largest ``value`` of the CTA, in all threads; ``scratch`` (4 * WARPS bytes) as in the sum above."""
+    largest = value
+    for step in unrolled(5):
+        other = shuffle_xor_u32(largest, 1 << step)
+        largest = other if other > largest else largest
+    if (thread_id() & 31) == 0:
+        shared_store_u32(scratch + (thread_id() >> 5) * 4, largest)
+    barrier()
+    for w in unrolled(WARPS):
+        part = shared_load_u32(scratch + w * 4)
+        largest = part if part > largest else largest
+    return largest

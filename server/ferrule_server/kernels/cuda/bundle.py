@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,7 @@ class Bundle:
             if index["format"] != _FORMAT:
                 raise BundleError(f"{path}: bundles of format {index['format']} are not read here; build it anew")
             return cls(path, index["architecture"], index["versions"], index["kernels"])
-        except (OSError, KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
+        except (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
             raise BundleError(f"{path} is no bundle of kernels: {error}") from error
 
     def find(self, key: str) -> Cubin | None:
@@ -86,7 +87,7 @@ class Bundle:
         try:
             with zipfile.ZipFile(self.path) as file:
                 code = file.read(digest)
-        except (OSError, KeyError, zipfile.BadZipFile) as error:
+        except (OSError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
             raise BundleError(f"{self.path}: cubin {digest[:12]} cannot be read: {error}") from error
         if hashlib.sha256(code).hexdigest() != digest:
             raise BundleError(f"{self.path}: cubin {digest[:12]} holds something else")

@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import platform
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 
 from ferrule_server.kernels.cuda.bundle import Bundle
@@ -146,19 +146,33 @@ def _keep(job: Job, cubin: Cubin, cache: CubinCache | None) -> None:
 
 
 def _compile_all(jobs: list[Job], num_workers: int | None) -> Iterable[tuple[Job, Cubin]]:
-    """Yield each job with its cubin as it is done; a single one is compiled in this process."""
-    num_workers = min(num_workers or os.cpu_count() or 1, len(jobs))
+    """Yield each job with its cubin as it is done; those of one spec share the PTX, so one process does them all."""
+    by_spec: dict[KernelSpec, list[str]] = {}
+    for spec, architecture in jobs:
+        by_spec.setdefault(spec, []).append(architecture)
+    num_workers = min(num_workers or os.cpu_count() or 1, len(by_spec))
     if num_workers <= 1:
         for job in jobs:
             yield job, compile_spec(*job)
         return
     context = multiprocessing.get_context("spawn")  # a fork would copy the locks of torch's and gRPC's threads
     with ProcessPoolExecutor(num_workers, mp_context=context) as pool:
-        waiting: dict[Future[Cubin], Job] = {pool.submit(compile_spec, *job): job for job in jobs}
+        waiting = {pool.submit(_compile, spec, names): spec for spec, names in by_spec.items()}
         try:
             for done in as_completed(waiting):
-                yield waiting[done], done.result()
+                for cubin in done.result():
+                    yield (waiting[done], cubin.architecture), cubin
         except BrokenProcessPool as error:
             raise CompileError("a process that compiled kernels died; is there enough memory?") from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _compile(spec: KernelSpec, architectures: list[str]) -> list[Cubin]:
+    return [compile_spec(spec, architecture) for architecture in architectures]
+
+
+if __name__ == "__main__":
+    from ferrule_server.kernels.cuda.cubins_cli import main
+
+    main()

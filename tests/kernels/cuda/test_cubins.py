@@ -1,0 +1,250 @@
+"""Compiled kernels are found again by what they are made from: on disk, in bundles, from several processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ferrule_server.kernels.cuda import block_transfer, copy_blocks, cubins, move_slots, sources
+from ferrule_server.kernels.cuda.bundle import Bundle, BundleError, write_bundle
+from ferrule_server.kernels.cuda.compile import CompileError, Cubin
+from ferrule_server.kernels.cuda.cubin_cache import CubinCache
+from ferrule_server.kernels.cuda.cubins import build, load_all
+from ferrule_server.kernels.cuda.sources import parameters, source_files, source_key
+from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec
+
+SPEC = copy_blocks.spec()
+OTHER = block_transfer.spec("gather")
+
+
+class Compiler:
+    """Stands for the compiler, and counts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.jobs: list[tuple[str, str]] = []
+        monkeypatch.setattr(cubins, "compile_spec", self._compile)
+
+    def _compile(self, spec: KernelSpec, architecture: str) -> Cubin:
+        self.jobs.append((spec.name, architecture))
+        return Cubin(spec.kernel.__name__, architecture, f"{spec.name} {architecture}".encode(), "// ptx", 40, 0, 0)
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    """In place of the real one."""
+    return Compiler(monkeypatch)
+
+
+def test_second_start_compiles_nothing(compiler: Compiler, tmp_path: Path) -> None:
+    """What comes from disk equals what was compiled; progress tells of every kernel either way."""
+    jobs = [(SPEC, "sm_80"), (SPEC, "sm_90a"), (OTHER, "sm_80")]
+    told: list[tuple[int, int, str]] = []
+    first = build(jobs, cache=CubinCache(tmp_path), num_workers=1, progress=lambda *what: told.append(what))
+    assert [what[:2] for what in told] == [(1, 3), (2, 3), (3, 3)]
+    second = build(jobs, cache=CubinCache(tmp_path), num_workers=1, progress=lambda *what: told.append(what))
+    assert second == first
+    assert list(second) == jobs
+    assert len(compiler.jobs) == 3
+    assert len(told) == 6
+
+
+def test_specs_that_differ_in_promises_only_share_a_cubin(compiler: Compiler, tmp_path: Path) -> None:
+    """The machine code does not depend on the shared memory it is planned for."""
+    more = replace(SPEC, shared_bytes=1024)
+    made = load_all([SPEC, more], "sm_80", cache=CubinCache(tmp_path), num_workers=1)
+    assert made[SPEC] == made[more]
+    assert len(compiler.jobs) == 1
+
+
+@pytest.mark.parametrize("damage", ["truncate", "alter", "empty", "delete", "json", "keys"])
+def test_damaged_entries_are_compiled_anew(compiler: Compiler, tmp_path: Path, damage: str) -> None:
+    """Whatever file is hit, and the entry is whole afterwards."""
+    cache = CubinCache(tmp_path)
+    (expected,) = load_all([SPEC], "sm_80", cache=cache).values()
+    (entry,) = tmp_path.glob("*.json")
+    content = next(path for path in tmp_path.iterdir() if path.read_bytes() == expected.code)
+    match damage:
+        case "truncate":
+            content.write_bytes(content.read_bytes()[:-1])
+        case "alter":
+            content.write_bytes(content.read_bytes()[:-1] + b"?")
+        case "empty":
+            content.write_bytes(b"")
+        case "delete":
+            content.unlink()
+        case "json":
+            entry.write_bytes(entry.read_bytes()[:40])
+        case "keys":
+            entry.write_text('{"code": 3}')
+    for num_compiled in (2, 2):
+        assert list(load_all([SPEC], "sm_80", cache=cache).values()) == [expected]
+        assert len(compiler.jobs) == num_compiled
+
+
+def test_folder_that_cannot_be_written_costs_the_cache_only(
+    compiler: Compiler, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server on a read-only disk starts all the same, slowly."""
+    (tmp_path / "file").write_text("")
+    made = load_all([SPEC], "sm_80", cache=CubinCache(tmp_path / "file" / "below"))
+    assert made[SPEC].name == "copy_blocks"
+    assert "cubin_not_cached" in caplog.text
+
+
+def test_prune_deletes_what_was_not_used(compiler: Compiler, tmp_path: Path) -> None:
+    """Finding an entry counts as use; content that an entry names stays."""
+    cache = CubinCache(tmp_path)
+    load_all([SPEC, OTHER], "sm_80", cache=cache, num_workers=1)
+    long_ago = time.time() - 100
+    for path in tmp_path.iterdir():
+        os.utime(path, (long_ago, long_ago))
+    load_all([OTHER], "sm_80", cache=cache)
+    assert cache.prune(unused_s=50) == 1
+    assert [entry["spec"] for entry in cache.entries().values()] == [OTHER.name]
+    load_all([OTHER], "sm_80", cache=cache)
+    assert len(compiler.jobs) == 2
+    assert len(list(tmp_path.iterdir())) == 3
+    assert CubinCache(tmp_path / "none").prune(0) == 0
+
+
+def test_key_follows_every_source_and_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change of any file a kernel is made of changes its key; a promise does not."""
+    files = source_files(SPEC.kernel)
+    needed = {f"ferrule_server.kernels.cuda.{name}" for name in ("copy_blocks", "compile", "intrinsics", "specialise")}
+    assert needed <= set(files)
+    assert "ferrule_server.kernels.cuda.copy_blocks" in source_files(OTHER.kernel), (
+        "its device function comes from there"
+    )
+    assert "ferrule_server.kernels.cuda.move_slots" not in files
+    keys = {
+        source_key(spec, architecture)
+        for spec in (
+            SPEC,
+            OTHER,
+            copy_blocks.spec(parts=1),
+            replace(SPEC, num_threads=128),
+            replace(SPEC, ctas_per_sm=1),
+        )
+        for architecture in ("sm_80", "sm_90a")
+    }
+    assert len(keys) == 10
+    assert source_key(replace(SPEC, shared_bytes=64), "sm_80") == source_key(SPEC, "sm_80")
+    real = sources._file_hash
+    for changed in files.values():
+        monkeypatch.setattr(sources, "_file_hash", lambda path, changed=changed: real(path) + "x" * (path == changed))
+        assert source_key(SPEC, "sm_80") not in keys
+
+
+def test_key_is_the_same_in_a_copy_elsewhere(tmp_path: Path) -> None:
+    """The folder of the sources does not matter: a bundle serves another machine."""
+    server = Path(sources.__file__).parents[3]
+    shutil.copytree(server, tmp_path / "server", ignore=shutil.ignore_patterns("__pycache__", "demo_model"))
+    code = (
+        "from ferrule_server.kernels.cuda import copy_blocks, sources\n"
+        "print(sources.source_key(copy_blocks.spec(), 'sm_80'), sources.__file__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path / "server", capture_output=True, text=True, check=True
+    )
+    key, file = done.stdout.split()
+    assert file.startswith(str(tmp_path))
+    assert key == source_key(SPEC, "sm_80")
+
+
+def test_parameters_are_those_of_the_signature() -> None:
+    """Without the keyword-only constants."""
+    assert parameters(SPEC.kernel)[:2] == (("pool", "Address"), ("block_stride", "Address"))
+    assert parameters(SPEC.kernel)[-1] == ("part_bytes", "I32")
+
+
+def _bundle(path: Path, compiler: Compiler) -> tuple[Bundle, dict[KernelSpec, Cubin]]:
+    made = load_all([SPEC, OTHER], "sm_80", num_workers=1)
+    write_bundle(path, "sm_80", "numba=1", {source_key(spec, "sm_80"): (spec.name, made[spec]) for spec in made})
+    return Bundle.open(path), made
+
+
+def test_bundle_serves_without_the_toolkit(compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it lacks is an error that names the kernel and the way to install the compiler."""
+    bundle, made = _bundle(tmp_path / "kernels", compiler)
+
+    def missing() -> str:
+        raise CompileError("the compiler of GPU kernels is not installed")
+
+    monkeypatch.setattr(cubins, "toolkit", missing)
+    compiler.jobs.clear()
+    found = load_all([SPEC, OTHER], "sm_80", cache=CubinCache(tmp_path / "cache"), bundle=bundle)
+    assert found == {spec: replace(cubin, ptx="") for spec, cubin in made.items()}
+    assert compiler.jobs == []
+    lacking = move_slots.spec(MODEL_SHAPES["Qwen3-8B"])
+    with pytest.raises(CompileError, match=r"1 kernels are in no bundle, the first is move_slots.*not installed"):
+        load_all([SPEC, lacking], "sm_80", bundle=bundle)
+    with pytest.raises(CompileError, match="for sm_90a"):
+        load_all([SPEC], "sm_90a", bundle=bundle)
+
+
+def test_bundle_is_the_same_for_the_same_kernels(compiler: Compiler, tmp_path: Path) -> None:
+    """Byte for byte, whenever it is written."""
+    _bundle(tmp_path / "one", compiler)
+    _bundle(tmp_path / "two", compiler)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
+
+
+def test_damaged_bundles_are_errors(compiler: Compiler, tmp_path: Path) -> None:
+    """Cut short, no zip at all, altered inside, missing."""
+    path = tmp_path / "kernels"
+    bundle, _ = _bundle(path, compiler)
+    bundle.verify()
+    whole = path.read_bytes()
+    (digest,) = {record["code"] for record in bundle.records.values() if record["spec"] == SPEC.name}
+    at = whole.index(digest.encode()) + len(digest)
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :])
+    with pytest.raises(BundleError, match=digest[:12]):
+        bundle.verify()
+    for damaged in (whole[: len(whole) // 2], b"", b"kernels"):
+        path.write_bytes(damaged)
+        with pytest.raises(BundleError, match="no bundle"):
+            Bundle.open(path)
+    with pytest.raises(BundleError, match="no bundle"):
+        Bundle.open(tmp_path / "none")
+
+
+def _build_for_real(folder: Path, results: Any) -> None:
+    made = build([(SPEC, "sm_80"), (OTHER, "sm_80")], cache=CubinCache(folder), num_workers=1)
+    results.put([len(cubin.code) for cubin in made.values()])
+
+
+def test_processes_share_a_folder(tmp_path: Path) -> None:
+    """Two processes compile the same kernels at once, for real; whatever remains is whole."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    processes = [context.Process(target=_build_for_real, args=(tmp_path, results)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    sizes = [results.get(timeout=100) for _ in processes]
+    for process in processes:
+        process.join()
+    assert sizes[0] == sizes[1]
+    cache = CubinCache(tmp_path)
+    assert len(cache.entries()) == 2
+    found = [cache.find(key) for key in cache.entries()]
+    assert sorted(len(cubin.code) for cubin in found if cubin) == sorted(sizes[0])
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_pool_of_processes_compiles_each_spec_once_for_all_architectures(tmp_path: Path) -> None:
+    """The real compiler, in two processes; an error of one is the caller's."""
+    jobs = [(spec, architecture) for spec in (SPEC, OTHER) for architecture in ("sm_80", "sm_90a")]
+    made = build(jobs, cache=CubinCache(tmp_path), num_workers=2)
+    assert [cubin.architecture for cubin in made.values()] == ["sm_80", "sm_90a"] * 2
+    assert all(cubin.code.startswith(b"\x7fELF") and cubin.num_registers for cubin in made.values())
+    assert build(jobs, cache=CubinCache(tmp_path)) == made

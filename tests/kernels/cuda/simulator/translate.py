@@ -11,6 +11,7 @@ from typing import Any
 
 from ferrule_server.kernels.cuda.specialise import Specialised
 from tests.kernels.cuda.simulator.numbers import BF16, PURE, f32
+from tests.kernels.cuda.simulator.rounding import round_assignments
 from tests.kernels.cuda.simulator.twins import ATOMIC, GLOBAL, SHARED, SITE_BITS
 
 __all__ = ["BLOCKING", "Program", "Site", "translate"]
@@ -46,9 +47,12 @@ class Program:
 
 def translate(specialised: Specialised) -> Program:
     """Return the program of a kernel."""
-    writer = _Writer()
-    tree = writer.visit(copy.deepcopy(specialised.tree))
+    tree = copy.deepcopy(specialised.tree)
     function = tree.body[0]
+    assert isinstance(function, ast.FunctionDef)
+    round_assignments(function, {name for name, kind in specialised.parameters if kind == "F32"})
+    writer = _Writer()
+    writer.visit(tree)
     function.args.args.insert(0, ast.arg(arg="_t"))
     never = ast.If(ast.Constant(False), [ast.Expr(ast.Yield())], [])
     function.body.insert(0, ast.copy_location(never, function))

@@ -122,7 +122,7 @@ class Step:
         parts = []
         for heads, weight in (
             (self.qkv[:, :num_heads], self.q_norm),
-            (self.qkv[:, num_heads:-shape.num_kv_heads], self.k_norm),
+            (self.qkv[:, num_heads : -shape.num_kv_heads], self.k_norm),
         ):
             wide = heads.float()
             if shape.has_qk_norm:
@@ -190,21 +190,21 @@ class Simulation:
             put("q_norm", to_bf16(step.q_norm.float().numpy()), offset=16),
             put("k_norm", to_bf16(step.k_norm.float().numpy())),
             put("rope", step.rope.numpy(), offset=16),
+            put("positions", step.positions, mutable=True),
+            put("slot_mapping", step.slots, mutable=True),
+            put("block_tables", step.block_tables, mutable=True),
+            put("items", work.items, mutable=True, offset=16),
+            put("tickets", np.zeros(work.num_tiles, np.uint32), mutable=True),
+            memory.empty("partials", (max(work.num_partials, 1), partial_bytes(shape.head_dim) // 4), np.float32),
+            memory.empty("out", (len(step.qkv), shape.group * shape.num_kv_heads, shape.head_dim), np.uint16),
             pool,
             step.block_stride,
             step.layer_stride,
             LAYER,
             shape.num_kv_heads,
-            put("items", work.items, mutable=True, offset=16),
-            put("positions", step.positions, mutable=True),
-            put("slot_mapping", step.slots, mutable=True),
-            put("block_tables", step.block_tables, mutable=True),
             step.block_tables.shape[1],
-            put("masks", step.masks, mutable=True),
-            memory.empty("partials", (max(work.num_partials, 1), partial_bytes(shape.head_dim) // 4), np.float32),
-            put("tickets", np.zeros(work.num_tiles, np.uint32), mutable=True),
-            memory.empty("out", (len(step.qkv), shape.group * shape.num_kv_heads, shape.head_dim), np.uint16),
             EPS,
+            put("masks", step.masks, mutable=True),
         )
         self.num_ctas = num_ctas
 

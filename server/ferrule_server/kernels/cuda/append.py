@@ -102,11 +102,13 @@ def rotate_head(
         scale = reciprocal_sqrt(fma(squares, 1.0 / HEAD_DIM, eps))
         first_weights = load_v4(norm_weight + lane * 16)
         second_weights = load_v4(norm_weight + HEAD_DIM + lane * 16)
-    cos, sin = registers(2), registers(2)
+    cos = registers(2)
+    sin = registers(2)
     for k in unrolled(2):
         cos[k] = load_v4(rope_row + lane * 32 + k * 16)
         sin[k] = load_v4(rope_row + HEAD_DIM * 2 + lane * 32 + k * 16)
-    x, y = registers(2, init=0.0), registers(2, init=0.0)
+    x = registers(2, init=0.0)
+    y = registers(2, init=0.0)
     for k in unrolled(4):
         x[0] = bf16_low(first[k]) * scale
         x[1] = bf16_high(first[k]) * scale
@@ -117,7 +119,8 @@ def rotate_head(
             x[1] = x[1] * bf16_high(first_weights[k])
             y[0] = y[0] * bf16_low(second_weights[k])
             y[1] = y[1] * bf16_high(second_weights[k])
-        turned, partner = registers(2, init=0.0), registers(2, init=0.0)
+        turned = registers(2, init=0.0)
+        partner = registers(2, init=0.0)
         for j in unrolled(2):
             c = bits_float(cos[k // 2][2 * (k % 2) + j])
             s = bits_float(sin[k // 2][2 * (k % 2) + j])

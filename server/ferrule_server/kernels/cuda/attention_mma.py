@@ -1,26 +1,28 @@
 """Paged attention of up to 16 query rows per KV head on tensor cores: verify steps, trees and small chunks.
 
-Maths: ``out[r] = sum_t p[r, t] v[t] / sum_t p[r, t]`` with ``p = exp2((q . k) * scale * log2(e) - max)`` over the tokens
-row r sees; all sums are float32. The rows of a tile are ``group * query tokens`` of one sequence and KV head, token
-by token; rows that are left over repeat the last token and are not stored.
+Maths: ``out[r] = sum_t p[r, t] v[t] / sum_t p[r, t]`` with ``p = exp2((q . k) * scale * log2(e) - max)`` over the
+tokens row r sees; all sums are float32. The rows of a tile are ``group * query tokens`` of one sequence and KV head,
+token by token; rows that are left over repeat the last token and are not stored.
 
 Two products run on ``mma.sync`` m16n8k16 without any layout change (no ldmatrix, no shared memory for K and V):
 
 * ``S = Q K^T``, 8 tokens as the columns. Lane ``4 g + t`` loads the 16 bytes at dims ``32 slab + 8 t`` of token g and
   uses them as the k-slots of two mma steps; Q is permuted alike by being read with the same rule.
 * ``P V``: the C layout of two tiles of S, packed to bf16, is the A fragment of rows x 16 tokens. Lane (g, t) loads the
-  16 bytes at dims ``64 half + 8 g`` of tokens 2t, 2t+1, 2t+8, 2t+9; byte permutes pair the tokens, and dim ``8 g + j`` is
-  column g of tile j. Column 2t of tile j of the output is then dim ``16 t + j``, column 2t+1 dim ``16 t + 8 + j``:
+  16 bytes at dims ``64 half + 8 g`` of tokens 2t, 2t+1, 2t+8, 2t+9; byte permutes pair the tokens, and dim ``8 g + j``
+  is column g of tile j. Column 2t of tile j of the output is then dim ``16 t + j``, column 2t+1 dim ``16 t + 8 + j``:
   a lane ends up with 16 neighbouring dims of rows g and g+8.
 
 A split (SPLIT tokens at a fixed place of the sequence) is cut into tiles of 16 tokens, tile i belongs to warp
 ``i % WARPS``; each warp keeps its own running maximum, and the warps merge in order through shared memory. The next
-tile's K and V are loaded while this one is worked on, across splits. Splits give partial results, added in order by the
-CTA that arrives last. No order of a sum depends on the grid, on how splits were dealt, or on other rows.
+tile's K and V are loaded while this one is worked on, across splits. Splits are folded as
+:mod:`ferrule_server.kernels.cuda.work_list` says, partials by the CTA that arrives last. No order of a sum depends on
+the grid, on how splits were dealt, or on other rows.
 
-The step's new tokens lie in shared memory: every CTA whose splits hold some of them normalises, rotates and rounds their
-K itself, together with Q, and one of them writes K and V to the pool; nobody reads those back. Old tokens of the same
-tile of 16 are copied next to them, so that a tile comes wholly from the pool or wholly from shared memory.
+The step's new tokens lie in shared memory: every CTA whose splits hold some of them normalises, rotates and rounds
+their K itself, together with Q, and one of them writes K and V to the pool; nobody reads those back. Old tokens of the
+same tile of 16 are copied next to them (together the *tail*), so that a tile comes wholly from the pool or wholly from
+shared memory.
 
 Rounding: P is rounded to bf16 for the product, and the sum that divides is the sum of the rounded values, so that the
 weights still add up to 1. What this adds to the error of one rounding of the output is at most
@@ -36,18 +38,18 @@ Source: online softmax after "Online normalizer calculation for softmax" (Milako
 
 from __future__ import annotations
 
+from typing import Any
+
+from ferrule_server.kernels.cuda.append import kv_address, rotate_head
 from ferrule_server.kernels.cuda.intrinsics import (
     F32,
     I32,
     Address,
-    F32x4,
     Offset,
-    Vec4,
     atomic_increment_wrapping,
     barrier,
     bf16_high,
     bf16_low,
-    bits_float,
     cta_id,
     device,
     exp2,
@@ -61,11 +63,9 @@ from ferrule_server.kernels.cuda.intrinsics import (
     load_v4,
     max_f32,
     mma_bf16,
-    num_ctas,
     pack_bf16,
     permute_bytes,
     reciprocal,
-    reciprocal_sqrt,
     shared_load_f32,
     shared_load_f32x4,
     shared_load_i32,
@@ -90,6 +90,9 @@ ROWS = 16
 TILE = 16
 """Tokens of one step of the online softmax."""
 
+Registers = Any
+"""An array of variables; what it is in Python only the specialiser knows."""
+
 LOG2 = {16: 4, 32: 5, 64: 6}
 SCALE_LOG2 = {64: 0.18033688011112042, 128: 0.12751743082459868}
 """log2(e) / sqrt(head_dim)."""
@@ -104,21 +107,21 @@ def attention_mma(
     q_norm: Address,
     k_norm: Address,
     rope: Address,
+    positions: Address,
+    slot_mapping: Address,
+    block_tables: Address,
+    items: Address,
+    tickets: Address,
+    partials: Address,
+    out: Address,
     pool: Address,
     block_stride: Address,
     layer_stride: Address,
     layer: I32,
     num_kv_heads: I32,
-    items: Address,
-    positions: Address,
-    slot_mapping: Address,
-    block_tables: Address,
     max_blocks: I32,
-    masks: Address,
-    partials: Address,
-    tickets: Address,
-    out: Address,
     eps: F32,
+    masks: Address,
     *,
     HEAD_DIM: int,
     GROUP: int,
@@ -128,7 +131,40 @@ def attention_mma(
     QK_NORM: bool,
     TREE: bool,
 ) -> None:
-    """Attend."""
+    """Write the attention of every row of a work list, and the K and V of the new tokens.
+
+    Launch: the grid the list was made for, ``32 * WARPS`` threads, :func:`shared_bytes` of dynamic shared memory.
+
+    Args:
+        qkv: bf16 [rows, (GROUP + 2) * num_kv_heads * HEAD_DIM], output of the projection: q heads, k heads, v heads.
+        q_norm: bf16 [HEAD_DIM], immutable; read where QK_NORM.
+        k_norm: Likewise.
+        rope: float32 [max_context, HEAD_DIM], cosines of all pairs, then sines; immutable.
+        positions: int32 [rows], what rows are rotated by; without TREE also the last token they see.
+        slot_mapping: int32 [rows], slot of each new token; -1 = do not write.
+        block_tables: int32 [seqs, max_blocks]; entries beyond the old tokens are not read.
+        items: int32 [num_items, 16] of :mod:`ferrule_server.kernels.cuda.work_list`, made with ``rows_per_tile`` of
+            ``16 // GROUP``.
+        tickets: uint32 [num_tiles], 0 before and after.
+        partials: float32 [num_partials, 16 * (HEAD_DIM + 4)], written and read where a tile has several items.
+        out: bf16 [rows, GROUP * num_kv_heads, HEAD_DIM].
+        pool: bf16 [num_blocks, num_layers, 2, num_kv_heads, BLOCK_SIZE, HEAD_DIM]; slots of new tokens are written.
+        block_stride: Bytes from block to block, a multiple of 16.
+        layer_stride: Bytes from layer to layer inside a block, a multiple of 16.
+        layer: Which layer.
+        num_kv_heads: KV heads.
+        max_blocks: Width of a table.
+        eps: Of the norms.
+        masks: uint32 [rows, 2], bit j of the two words = the row sees the j-th new token of its sequence; it sees all
+            older ones. Read where TREE.
+        HEAD_DIM: 64 or 128.
+        GROUP: Query heads per KV head, at most 16.
+        BLOCK_SIZE: Slots of a block: 16, 32 or 64.
+        SPLIT: Tokens of a split, a multiple of ``16 * WARPS``.
+        WARPS: Per CTA; decides the order of sums.
+        QK_NORM: Normalise query and key heads (Qwen3).
+        TREE: Rows see what ``masks`` says.
+    """
     assert HEAD_DIM in (64, 128)
     assert BLOCK_SIZE in LOG2
     assert 1 <= GROUP <= ROWS
@@ -161,19 +197,50 @@ def attention_mma(
             _clear(k, v, HEAD_DIM=HEAD_DIM)
             tile_base = heads
             if token < pool_end:
-                tile_base = heads + _tile_offset(table, token, block_stride, BLOCK_SIZE=BLOCK_SIZE, HEAD_DIM=HEAD_DIM)
+                tile_base = _token_address(heads, table, token, block_stride, BLOCK_SIZE=BLOCK_SIZE, HEAD_DIM=HEAD_DIM)
                 _load_keys(k, tile_base, g, t, HEAD_DIM=HEAD_DIM)
                 _load_values(v, tile_base + v_offset, g, t, HEAD_DIM=HEAD_DIM)
             _stage_queries(
-                qkv, q_norm, rope, positions, i32(first_row), i32(num_rows), kv_head, num_kv_heads, eps,
-                HEAD_DIM=HEAD_DIM, GROUP=GROUP, WARPS=WARPS, QK_NORM=QK_NORM,
+                qkv,
+                q_norm,
+                rope,
+                positions,
+                i32(first_row),
+                i32(num_rows),
+                kv_head,
+                num_kv_heads,
+                eps,
+                HEAD_DIM=HEAD_DIM,
+                GROUP=GROUP,
+                WARPS=WARPS,
+                QK_NORM=QK_NORM,
             )
             staged = i32(_larger(i32(first_split * SPLIT), tail))
             while staged < ((end + TILE - 1) & -TILE):
                 _stage_tokens(
-                    qkv, k_norm, rope, positions, slot_mapping, heads, block_stride, v_offset, table,
-                    staged, end, tail, new_begin, first_row, first_new_row, writes_new, kv_head, num_kv_heads, eps,
-                    HEAD_DIM=HEAD_DIM, GROUP=GROUP, BLOCK_SIZE=BLOCK_SIZE, WARPS=WARPS, QK_NORM=QK_NORM,
+                    qkv,
+                    k_norm,
+                    rope,
+                    positions,
+                    slot_mapping,
+                    heads,
+                    block_stride,
+                    v_offset,
+                    table,
+                    staged,
+                    end,
+                    tail,
+                    new_begin,
+                    first_row,
+                    first_new_row,
+                    writes_new,
+                    kv_head,
+                    num_kv_heads,
+                    eps,
+                    HEAD_DIM=HEAD_DIM,
+                    GROUP=GROUP,
+                    BLOCK_SIZE=BLOCK_SIZE,
+                    QK_NORM=QK_NORM,
                 )
                 staged = i32(staged + WARPS * HEADS_PER_WARP[HEAD_DIM])
             barrier()
@@ -197,8 +264,8 @@ def attention_mma(
                         x = registers(2, 4, init=0.0)
                         _scores(x, k, g, t, HEAD_DIM=HEAD_DIM)
                         if following < pool_end:
-                            tile_base = heads + _tile_offset(
-                                table, following, block_stride, BLOCK_SIZE=BLOCK_SIZE, HEAD_DIM=HEAD_DIM
+                            tile_base = _token_address(
+                                heads, table, following, block_stride, BLOCK_SIZE=BLOCK_SIZE, HEAD_DIM=HEAD_DIM
                             )
                             _load_keys(k, tile_base, g, t, HEAD_DIM=HEAD_DIM)
                         if TREE:
@@ -220,9 +287,20 @@ def attention_mma(
                 is_folding = i32((split & -SEGMENT) >= first_split)
                 closes = i32((split & (SEGMENT - 1)) == SEGMENT - 1 or split + 1 == end_split)
                 _merge(
-                    partials + partial * (ROWS * (HEAD_DIM + 4) * 4), out, split, is_folding, closes, end_split, num_items,
-                    first_row, num_rows, kv_head, num_kv_heads,
-                    HEAD_DIM=HEAD_DIM, GROUP=GROUP, WARPS=WARPS,
+                    partials + partial * (ROWS * (HEAD_DIM + 4) * 4),
+                    out,
+                    split,
+                    is_folding,
+                    closes,
+                    end_split,
+                    num_items,
+                    first_row,
+                    num_rows,
+                    kv_head,
+                    num_kv_heads,
+                    HEAD_DIM=HEAD_DIM,
+                    GROUP=GROUP,
+                    WARPS=WARPS,
                 )
                 barrier()
                 if is_folding == 0 or closes != 0:
@@ -238,14 +316,21 @@ def attention_mma(
                 barrier()
                 if shared_load_i32(flag) == num_items - 1:
                     _combine(
-                        partials + tile_first_partial * (ROWS * (HEAD_DIM + 4) * 4), tile_num_partials, out,
-                        first_row, num_rows, kv_head, num_kv_heads,
-                        HEAD_DIM=HEAD_DIM, GROUP=GROUP, WARPS=WARPS,
+                        partials + tile_first_partial * (ROWS * (HEAD_DIM + 4) * 4),
+                        tile_num_partials,
+                        out,
+                        first_row,
+                        num_rows,
+                        kv_head,
+                        num_kv_heads,
+                        HEAD_DIM=HEAD_DIM,
+                        GROUP=GROUP,
+                        WARPS=WARPS,
                     )
 
 
-# Shared memory: Q, K of the tail, V of the tail, results of the warps, their maxima and sums, what is folded of a segment
-# and of the segments before it, a flag.
+# Shared memory: Q, K of the tail, V of the tail, results of the warps, their maxima and sums, what is folded of a
+# segment and of the segments before it, a flag.
 Q_PAD = 64
 TAIL_PAD = 16
 """Bytes behind each row: spread what a quarter of a warp reads over all banks."""
@@ -301,7 +386,7 @@ def _larger(a: I32, b: I32) -> I32:
 
 
 @device
-def _clear(k: Vec4, v: Vec4, *, HEAD_DIM: int) -> None:
+def _clear(k: Registers, v: Registers, *, HEAD_DIM: int) -> None:
     """Give the fragments a value where no tile is loaded."""
     for i in unrolled(2):
         for s in unrolled(HEAD_DIM // 32):
@@ -312,14 +397,18 @@ def _clear(k: Vec4, v: Vec4, *, HEAD_DIM: int) -> None:
 
 
 @device
-def _tile_offset(table: Address, token: I32, block_stride: Address, *, BLOCK_SIZE: int, HEAD_DIM: int) -> Address:
-    """Return where a token lies, from the K of this layer and head of block 0."""
+def _token_address(
+    heads: Address, table: Address, token: I32, block_stride: Address, *, BLOCK_SIZE: int, HEAD_DIM: int
+) -> Address:
+    """Return where the K of a token lies; ``heads`` is where that of this layer and head begins in block 0."""
     block = load_i32(table + (token >> LOG2[BLOCK_SIZE]) * 4)
-    return block * block_stride + i32((token & (BLOCK_SIZE - 1)) * (HEAD_DIM * 2))
+    return kv_address(
+        heads, block, block_stride, 0, 0, i32(token & (BLOCK_SIZE - 1)), BLOCK_SIZE=BLOCK_SIZE, HEAD_DIM=HEAD_DIM
+    )
 
 
 @device
-def _load_keys(k: Vec4, base: Address, g: I32, t: I32, *, HEAD_DIM: int) -> None:
+def _load_keys(k: Registers, base: Address, g: I32, t: I32, *, HEAD_DIM: int) -> None:
     """Begin to load the K of a tile."""
     place = base + i32(g * (HEAD_DIM * 2) + t * 16)
     for i in unrolled(2):
@@ -328,7 +417,7 @@ def _load_keys(k: Vec4, base: Address, g: I32, t: I32, *, HEAD_DIM: int) -> None
 
 
 @device
-def _load_values(v: Vec4, base: Address, g: I32, t: I32, *, HEAD_DIM: int) -> None:
+def _load_values(v: Registers, base: Address, g: I32, t: I32, *, HEAD_DIM: int) -> None:
     """Begin to load the V of a tile."""
     place = base + i32(t * (HEAD_DIM * 4) + g * 16)
     for i in unrolled(4):
@@ -337,7 +426,7 @@ def _load_values(v: Vec4, base: Address, g: I32, t: I32, *, HEAD_DIM: int) -> No
 
 
 @device
-def _tail_keys(k: Vec4, token: I32, g: I32, t: I32, *, HEAD_DIM: int) -> None:
+def _tail_keys(k: Registers, token: I32, g: I32, t: I32, *, HEAD_DIM: int) -> None:
     """Read the K of a tile of the tail; ``token`` counts from its beginning."""
     place = i32(_tail_offset(HEAD_DIM=HEAD_DIM) + (token + g) * (HEAD_DIM * 2 + TAIL_PAD) + t * 16)
     for i in unrolled(2):
@@ -346,7 +435,7 @@ def _tail_keys(k: Vec4, token: I32, g: I32, t: I32, *, HEAD_DIM: int) -> None:
 
 
 @device
-def _tail_values(v: Vec4, token: I32, g: I32, t: I32, *, HEAD_DIM: int) -> None:
+def _tail_values(v: Registers, token: I32, g: I32, t: I32, *, HEAD_DIM: int) -> None:
     """Read the V of a tile of the tail; ``token`` counts from its beginning."""
     row = i32(token + 2 * t + TAIL_TOKENS)
     place = i32(_tail_offset(HEAD_DIM=HEAD_DIM) + row * (HEAD_DIM * 2 + TAIL_PAD) + g * 16)
@@ -437,7 +526,6 @@ def _stage_tokens(
     HEAD_DIM: int,
     GROUP: int,
     BLOCK_SIZE: int,
-    WARPS: int,
     QK_NORM: bool,
 ) -> None:
     """Put K and V of some tokens of the tail, from ``staged`` to ``end``, into shared memory.
@@ -462,7 +550,7 @@ def _stage_tokens(
     parts[0] = (low[0], low[1], low[2], low[3])
     parts[1] = (high[0], high[1], high[2], high[3])
     if token < new_begin:
-        old = heads + _tile_offset(table, token, block_stride, BLOCK_SIZE=BLOCK_SIZE, HEAD_DIM=HEAD_DIM) + lane * 16
+        old = lane * 16 + _token_address(heads, table, token, block_stride, BLOCK_SIZE=BLOCK_SIZE, HEAD_DIM=HEAD_DIM)
         parts[0] = load_v4(old)
         parts[1] = load_v4(old + HEAD_DIM)
         parts[2] = load_v4(old + v_offset)
@@ -474,7 +562,16 @@ def _stage_tokens(
         for i in unrolled(4):
             parts[i] = (0, 0, 0, 0)
     if slot >= 0:
-        target = heads + _slot_offset(slot, block_stride, BLOCK_SIZE=BLOCK_SIZE, HEAD_DIM=HEAD_DIM) + lane * 16
+        target = lane * 16 + kv_address(
+            heads,
+            slot >> LOG2[BLOCK_SIZE],
+            block_stride,
+            0,
+            0,
+            i32(slot & (BLOCK_SIZE - 1)),
+            BLOCK_SIZE=BLOCK_SIZE,
+            HEAD_DIM=HEAD_DIM,
+        )
         store_v4(target, parts[0])
         store_v4(target + HEAD_DIM, parts[1])
         store_v4(target + v_offset, parts[2])
@@ -487,68 +584,21 @@ def _stage_tokens(
         shared_store_v4(place + (TAIL_TOKENS * (HEAD_DIM * 2 + TAIL_PAD) + HEAD_DIM), parts[3])
 
 
-@device
-def _slot_offset(slot: I32, block_stride: Address, *, BLOCK_SIZE: int, HEAD_DIM: int) -> Address:
-    """Return where a slot lies, from the K of this layer and head of block 0."""
-    return (slot >> LOG2[BLOCK_SIZE]) * block_stride + i32((slot & (BLOCK_SIZE - 1)) * (HEAD_DIM * 2))
-
-
-@device
-def rotate_head(
-    source: Address,
-    norm_weight: Address,
-    rope_row: Address,
-    lane: I32,
-    eps: F32,
-    low: I32,
-    high: I32,
-    *,
-    HEAD_DIM: int,
-    QK_NORM: bool,
-) -> None:
-    """Normalise and rotate."""
-    lows = load_v4(source + lane * 16)
-    highs = load_v4(source + lane * 16 + HEAD_DIM)
-    x = registers(2, 8, init=0.0)
-    for w in unrolled(4):
-        x[0, 2 * w] = bf16_low(lows[w])
-        x[0, 2 * w + 1] = bf16_high(lows[w])
-        x[1, 2 * w] = bf16_low(highs[w])
-        x[1, 2 * w + 1] = bf16_high(highs[w])
-    if QK_NORM:
-        square = 0.0
-        for half in unrolled(2):
-            for e in unrolled(8):
-                square = fma(x[half, e], x[half, e], square)
-        for s in unrolled(LOG2_LANES[HEAD_DIM]):
-            square = square + shuffle_xor_f32(square, HEAD_DIM // 32 >> s)
-        scale = reciprocal_sqrt(square * (1.0 / HEAD_DIM) + eps)
-        for half in unrolled(2):
-            weights = load_v4(norm_weight + lane * 16 + half * HEAD_DIM)
-            for w in unrolled(4):
-                x[half, 2 * w] = x[half, 2 * w] * scale * bf16_low(weights[w])
-                x[half, 2 * w + 1] = x[half, 2 * w + 1] * scale * bf16_high(weights[w])
-    for part in unrolled(2):
-        cos = load_v4(rope_row + lane * 32 + part * 16)
-        sin = load_v4(rope_row + lane * 32 + (HEAD_DIM * 2 + part * 16))
-        for e in unrolled(4):
-            a = x[0, 4 * part + e]
-            b = x[1, 4 * part + e]
-            c = bits_float(cos[e])
-            d = bits_float(sin[e])
-            x[0, 4 * part + e] = a * c - b * d
-            x[1, 4 * part + e] = b * c + a * d
-    for w in unrolled(4):
-        low[w] = pack_bf16(x[0, 2 * w], x[0, 2 * w + 1])
-        high[w] = pack_bf16(x[1, 2 * w], x[1, 2 * w + 1])
-
-
-# One tile. x[i, e]: C layout of the scores of tokens 8 i ..: rows g, g, g + 8, g + 8, columns 2 t, 2 t + 1, 2 t, 2 t + 1.
+# One tile. x[i, e] is the C layout of the scores of tokens 8 i ..: rows g, g, g + 8, g + 8 and columns 2 t, 2 t + 1,
+# 2 t, 2 t + 1.
 
 
 @device
 def _load_sight(
-    sight: I32, positions: Address, masks: Address, first_row: I32, num_rows: I32, g: I32, *, GROUP: int, TREE: bool
+    sight: Registers,
+    positions: Address,
+    masks: Address,
+    first_row: I32,
+    num_rows: I32,
+    g: I32,
+    *,
+    GROUP: int,
+    TREE: bool,
 ) -> None:
     """Load what rows g and g + 8 see: their last position; or with TREE two words of bits each."""
     for r in unrolled(2):
@@ -561,7 +611,7 @@ def _load_sight(
 
 
 @device
-def _scores(x: F32, k: Vec4, g: I32, t: I32, *, HEAD_DIM: int) -> None:
+def _scores(x: Registers, k: Registers, g: I32, t: I32, *, HEAD_DIM: int) -> None:
     """Multiply the query rows with 16 tokens; the results are scaled for ``exp2``."""
     sums = registers(2)
     for i in unrolled(2):
@@ -583,7 +633,7 @@ def _scores(x: F32, k: Vec4, g: I32, t: I32, *, HEAD_DIM: int) -> None:
 
 
 @device
-def _hide_future(x: F32, sight: I32, token: I32) -> None:
+def _hide_future(x: Registers, sight: Registers, token: I32) -> None:
     """Hide what comes after a row's own position; ``token`` is that of the lane's first column."""
     for i in unrolled(2):
         for e in unrolled(4):
@@ -592,7 +642,7 @@ def _hide_future(x: F32, sight: I32, token: I32) -> None:
 
 
 @device
-def _hide_outside_tree(x: F32, sight: I32, new: I32, num_new: I32) -> None:
+def _hide_outside_tree(x: Registers, sight: Registers, new: I32, num_new: I32) -> None:
     """Hide new tokens whose bit is not set; ``new`` counts the lane's first column from the first new token."""
     for i in unrolled(2):
         for e in unrolled(2):
@@ -605,7 +655,7 @@ def _hide_outside_tree(x: F32, sight: I32, new: I32, num_new: I32) -> None:
 
 
 @device
-def _soften(p: I32, decay: F32, x: F32, top: F32, total: F32) -> None:
+def _soften(p: Registers, decay: Registers, x: Registers, top: Registers, total: Registers) -> None:
     """Turn scores into weights: bf16 in A layout; updates each row's maximum and this lane's part of its sum."""
     for r in unrolled(2):
         peak = max_f32(max_f32(x[0, 2 * r], x[0, 2 * r + 1]), max_f32(x[1, 2 * r], x[1, 2 * r + 1]))
@@ -620,7 +670,7 @@ def _soften(p: I32, decay: F32, x: F32, top: F32, total: F32) -> None:
 
 
 @device
-def _decay(acc: F32x4, decay: F32, *, HEAD_DIM: int) -> None:
+def _decay(acc: Registers, decay: Registers, *, HEAD_DIM: int) -> None:
     """Scale what was added up under an older maximum."""
     for h in unrolled(HEAD_DIM // 64):
         for j in unrolled(8):
@@ -629,7 +679,7 @@ def _decay(acc: F32x4, decay: F32, *, HEAD_DIM: int) -> None:
 
 
 @device
-def _add_values(acc: F32x4, p: I32, v: Vec4, *, HEAD_DIM: int) -> None:
+def _add_values(acc: Registers, p: Registers, v: Registers, *, HEAD_DIM: int) -> None:
     """Add the weighted V of 16 tokens; tile j of half h has dim ``64 h + 8 n + j`` as column n."""
     for h in unrolled(HEAD_DIM // 64):
         for j in unrolled(8):
@@ -642,8 +692,8 @@ HALVES = (0x5410, 0x7632)
 """Byte selectors that put the lower, and the upper, halves of two words together."""
 
 
-# Merging. A warp's slot is float32 [ROWS, HEAD_DIM] in chunks of 16 bytes, chunk c of row r at c ^ swizzle(r, c): without
-# it the lanes of a store would meet in two banks.
+# Merging. A warp's slot is float32 [ROWS, HEAD_DIM] in chunks of 16 bytes, chunk c of row r at c ^ swizzle(r, c):
+# without it the lanes of a store would meet in two banks.
 
 
 @device
@@ -654,7 +704,7 @@ def _swizzled(row: I32, chunk: I32) -> I32:
 
 @device
 def _deposit(
-    acc: F32x4, top: F32, total: F32, warp: I32, g: I32, t: I32, *, HEAD_DIM: int, WARPS: int
+    acc: Registers, top: Registers, total: Registers, warp: I32, g: I32, t: I32, *, HEAD_DIM: int, WARPS: int
 ) -> None:
     """Put a warp's results into its slot."""
     slot = i32(_slots_offset(HEAD_DIM=HEAD_DIM) + warp * (ROWS * HEAD_DIM * 4))
@@ -744,7 +794,9 @@ def _merge(
                     if split + 1 < end_split:
                         _keep(new, fold)
                     else:
-                        _store_row(out, new, row, chunk, first_row, kv_head, num_kv_heads, HEAD_DIM=HEAD_DIM, GROUP=GROUP)
+                        _store_row(
+                            out, new, row, chunk, first_row, kv_head, num_kv_heads, HEAD_DIM=HEAD_DIM, GROUP=GROUP
+                        )
         piece = i32(piece + 32 * WARPS)
 
 
@@ -753,7 +805,7 @@ def _merge(
 
 
 @device
-def _fold(total: F32, new: F32) -> None:
+def _fold(total: Registers, new: Registers) -> None:
     """Add ``new`` to ``total``."""
     top = max_f32(total[8], new[8])
     old_weight = exp2(total[8] - top)
@@ -765,7 +817,7 @@ def _fold(total: F32, new: F32) -> None:
 
 
 @device
-def _fold_behind(new: F32, place: Offset) -> None:
+def _fold_behind(new: Registers, place: Offset) -> None:
     """Replace ``new`` by what is kept, with ``new`` added."""
     total = registers(10, init=0.0)
     first = shared_load_f32x4(place)
@@ -782,7 +834,7 @@ def _fold_behind(new: F32, place: Offset) -> None:
 
 
 @device
-def _keep(new: F32, place: Offset) -> None:
+def _keep(new: Registers, place: Offset) -> None:
     """Put a folded piece into shared memory, for this thread only."""
     shared_store_f32x4(place, (new[0], new[1], new[2], new[3]))
     shared_store_f32x4(place + 16, (new[4], new[5], new[6], new[7]))
@@ -790,7 +842,7 @@ def _keep(new: F32, place: Offset) -> None:
 
 
 @device
-def _store_partial(partial: Address, new: F32, row: I32, chunk: I32, is_segment: F32, *, HEAD_DIM: int) -> None:
+def _store_partial(partial: Address, new: Registers, row: I32, chunk: I32, is_segment: F32, *, HEAD_DIM: int) -> None:
     """Store eight dims of a partial; its first thread of a row stores maximum, sum of weights and what it begins."""
     place = partial + i32(row * (HEAD_DIM * 4) + chunk * 16)
     store_f32x4(place, (new[0], new[1], new[2], new[3]))
@@ -806,7 +858,7 @@ LOG2_PIECES = {64: 3, 128: 4}
 @device
 def _store_row(
     out: Address,
-    sums: F32,
+    sums: Registers,
     row: I32,
     chunk: I32,
     first_row: I32,
@@ -845,7 +897,7 @@ def _combine(
     GROUP: int,
     WARPS: int,
 ) -> None:
-    """Fold the partials of a tile, in order; a thread takes eight dims of a row and loads IN_FLIGHT partials at a time."""
+    """Fold the partials of a tile, in order; a thread takes eight dims of a row, IN_FLIGHT partials at a time."""
     piece = i32(thread_id())
     while piece < ROWS * HEAD_DIM // 8:
         row = i32(piece >> LOG2_PIECES[HEAD_DIM])

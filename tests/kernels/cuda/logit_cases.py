@@ -29,7 +29,7 @@ def philox_seed(number: int) -> int:
 
 
 def awkward_rows(vocab_size: int, seed: int) -> Rows:
-    """Return rows with few and many ties, masked tokens, zeros of both signs, all equal, very wide and one peak."""
+    """Return rows with few and many ties, masked tokens, zeros of both signs, all equal, very wide, one peak, few scattered ties."""
     rng = np.random.default_rng(seed)
     plain = rng.normal(0, 3, vocab_size)
     tied = np.round(rng.normal(0, 1, vocab_size) * 2) / 2
@@ -41,4 +41,6 @@ def awkward_rows(vocab_size: int, seed: int) -> Rows:
     wide = rng.normal(0, 1, vocab_size) * 10.0 ** rng.integers(-30, 30, vocab_size)
     peak = np.full(vocab_size, -np.inf)
     peak[-1] = -3.0
-    return np.stack([plain, tied, masked, zeros, equal, wide, peak]).astype(np.float32)
+    scattered = np.full(vocab_size, -3.0)
+    scattered[:: max(vocab_size // 20, 1)] = 4.0
+    return np.stack([plain, tied, masked, zeros, equal, wide, peak, scattered]).astype(np.float32)

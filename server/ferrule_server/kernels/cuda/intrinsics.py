@@ -255,6 +255,12 @@ def atomic_add_u32(address: Address, value: U32) -> None:
     raise _compiled_only()
 
 
+@_ptx("atom.relaxed.gpu.global.add.u32 $0, [$1], $2;")
+def atomic_fetch_add_u32(address: Address, value: U32) -> U32:
+    """Add to a 32-bit counter; return the value before."""
+    raise _compiled_only()
+
+
 @_ptx("red.relaxed.gpu.global.add.u64 [$0], $1;")
 def atomic_add_u64(address: Address, value: U64) -> None:
     """Add to a 64-bit counter."""

@@ -110,7 +110,7 @@ def log_sum_exp(
                 peak, weight, moment, bad = reduce_slice(source, i32(part * SLICE), vocab_size, SLICE=SLICE, WARPS=WARPS)
                 if thread == 0:
                     store_f32x4(partial + part * 16, (peak, weight, moment, bad))
-                is_last = arrive(tickets + slot * 4, num_slices, FLAG)
+                is_last = arrive(tickets + slot * 4, num_slices, FLAG, ALL_STORE=False)
                 if is_last == 1:
                     if thread < num_slices:
                         shared_store_f32x4(PARTIALS + thread * 16, load_relaxed_f32x4(partial + thread * 16))

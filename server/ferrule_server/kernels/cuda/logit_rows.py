@@ -157,15 +157,18 @@ def compare(words: Vec4, border: int, *, COUNT: int) -> tuple[U32, U32]:
 
 
 @device
-def arrive(ticket: Address, num_arrivals: I32, flag: Offset) -> U32:
+def arrive(ticket: Address, num_arrivals: I32, flag: Offset, *, ALL_STORE: bool) -> U32:
     """Return 1 in all threads of the CTA that arrives last, else 0; orders what the others stored before its loads.
 
     Args:
         ticket: u32, 0 before the first arrival, and again after the last.
         num_arrivals: How many arrivals there are.
         flag: 4 bytes of shared memory.
+        ALL_STORE: Any thread may have stored since the last barrier; else only thread 0 has, and there was a barrier
+            since the last arrival.
     """
-    barrier()
+    if ALL_STORE:
+        barrier()
     if thread_id() == 0:
         fence()
         before = atomic_increment_wrapping(ticket, num_arrivals - 1)

@@ -237,7 +237,7 @@ def select_mass(
                     mass = low + (high << HALF)
                     if mass > 0:
                         atomic_add_u64(masses + ((slot << BITS) + thread + 32 * WARPS * j) * 8, mass)
-                is_last = arrive(tickets + slot * 4, num_slices, FLAG)
+                is_last = arrive(tickets + slot * 4, num_slices, FLAG, ALL_STORE=True)
                 if is_last == 1:
                     find_mass_digit(
                         known,
@@ -387,7 +387,7 @@ def draw(
                 if thread == 0:
                     store_u64(partial + part * 16, mass)
                     store_u32(partial + part * 16 + 8, ties)
-                is_last = arrive(tickets + slot * 4, num_slices, FLAG)
+                is_last = arrive(tickets + slot * 4, num_slices, FLAG, ALL_STORE=False)
                 if is_last == 1:
                     tie_weight = 0
                     if num_ties > 0:

@@ -21,7 +21,7 @@ from ferrule_server.kernels.cuda.intrinsics import (
     I32,
     Address,
     atomic_add_u32,
-    atomic_increment_wrapping,
+    atomic_fetch_add_u32,
     barrier,
     count_ones,
     cta_id,
@@ -203,7 +203,7 @@ def select_count(
                     largest = block_max(largest & 0xFFFFFFFF | -(largest >> 32) & 0xFFFFFFFF, MAXIMA, WARPS=WARPS)
                     if thread == 0:
                         store_u32(partials + (slot * num_slices + part) * 16, largest)
-                is_last = arrive(tickets + slot * 4, num_slices, FLAG)
+                is_last = arrive(tickets + slot * 4, num_slices, FLAG, ALL_STORE=True)
                 if is_last == 1:
                     peak = 0
                     if HAS_PEAK and SHIFT + BITS == 32:
@@ -318,19 +318,21 @@ def gather_top_k(
                     words[g] = (0, 0, 0, 0)
                 load_slice(source, i32(part * SLICE), vocab_size, words, THREADS=32 * WARPS, SLICE=SLICE)
                 above, equal = compare(words, border, COUNT=SLICE // WARPS // 128)
+                _before, ties = exclusive_sum(count_ones(equal), SCRATCH, WARPS=WARPS)
+                if thread == 0:
+                    store_u32(partials + (slot * num_slices + part) * 16, ties)
                 while above > 0:
                     bit = count_ones((above & -above) - 1)
                     above = above & (above - 1)
                     token = i32(part * SLICE + (32 * WARPS * (bit >> 2) + thread) * 4 + (bit & 3))
                     if token < vocab_size:
                         key = order_key(load_u32(source + token * 4))
-                        place = atomic_increment_wrapping(places + slot * 4, k - num_ties - 1)
+                        place = atomic_fetch_add_u32(places + slot * 4, 1)
                         store_u64(candidates + (slot * K + place) * 8, rank_of(key, token))
-                _before, ties = exclusive_sum(count_ones(equal), SCRATCH, WARPS=WARPS)
-                if thread == 0:
-                    store_u32(partials + (slot * num_slices + part) * 16, ties)
-                is_last = arrive(tickets + slot * 4, num_slices, FLAG)
+                is_last = arrive(tickets + slot * 4, num_slices, FLAG, ALL_STORE=True)
                 if is_last == 1:
+                    if thread == 0:
+                        store_u32(places + slot * 4, 0)
                     place = i32(thread)
                     while place < k - num_ties:
                         found = load_relaxed_u64(candidates + (slot * K + place) * 8)

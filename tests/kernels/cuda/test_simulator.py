@@ -43,8 +43,9 @@ from ferrule_server.kernels.cuda.specialise import i32, u32, unrolled
 from tests.kernels.cuda import simulator
 from tests.kernels.cuda.mutation import SurvivingMutants, check_mutants
 from tests.kernels.cuda.simulator import Launch, Memory, run
+from tests.kernels.cuda.simulator.shared import SHARED
 from tests.kernels.cuda.simulator.translate import BLOCKING
-from tests.kernels.cuda.simulator.twins import ATOMIC, GLOBAL, SHARED
+from tests.kernels.cuda.simulator.twins import ATOMIC, GLOBAL
 
 NUM_THREADS = 64
 

@@ -18,6 +18,7 @@ BF16: list[float] = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
 
 _WORD = bytearray(4)
 _AS_FLOAT, _AS_BITS = memoryview(_WORD).cast("f"), memoryview(_WORD).cast("I")
+_FOUR = memoryview(bytearray(16)).cast("f")
 _U32, _U64 = (1 << 32) - 1, (1 << 64) - 1
 _BF16_NAN = 0x7FFF
 
@@ -110,7 +111,9 @@ def dot_bf16(total: float, a: tuple[int, ...], b: tuple[int, ...]) -> float:
 def fma_bf16(factor: float, first: int, second: int, sums: tuple[float, ...]) -> tuple[float, ...]:
     """Return the sums plus a factor times the four bf16 values of two words."""
     values = (BF16[first & 0xFFFF], BF16[first >> 16], BF16[second & 0xFFFF], BF16[second >> 16])
-    return tuple(factor * value + total for value, total in zip(values, sums, strict=True))
+    for index, value in enumerate(values):
+        _FOUR[index] = factor * value + sums[index]
+    return tuple(_FOUR)
 
 
 def dot_int8(total: float, weights: tuple[int, ...], values: tuple[int, ...], more: tuple[int, ...]) -> float:

@@ -12,7 +12,8 @@ from typing import Any
 from ferrule_server.kernels.cuda.specialise import Specialised
 from tests.kernels.cuda.simulator.numbers import BF16, PURE, f32
 from tests.kernels.cuda.simulator.rounding import round_assignments
-from tests.kernels.cuda.simulator.twins import ATOMIC, GLOBAL, SHARED, SITE_BITS
+from tests.kernels.cuda.simulator.shared import SHARED
+from tests.kernels.cuda.simulator.twins import ATOMIC, GLOBAL, SITE_BITS
 
 __all__ = ["BLOCKING", "Program", "Site", "translate"]
 

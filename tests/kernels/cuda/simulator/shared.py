@@ -1,0 +1,175 @@
+"""Twins of the instructions that touch shared memory, and of those that only need to know the thread."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, NoReturn
+
+from tests.kernels.cuda.simulator.errors import Misaligned, OutOfBounds, PromiseBroken
+from tests.kernels.cuda.simulator.memory import F32, I32, PAGE_BITS, U16, U32, U64
+from tests.kernels.cuda.simulator.twins import MASK32, MASK64, SITE_BITS, Twin, fault, open_page
+
+if TYPE_CHECKING:
+    from tests.kernels.cuda.simulator.grid import Thread
+
+__all__ = ["SHARED"]
+
+
+def _shared_fault(thread: Thread, offset: int, size: int, error: BaseException | None = None) -> NoReturn:
+    place = f"{size} bytes at shared+{offset} of {len(thread.cta.shared)}"
+    if offset < 0 or offset + size > len(thread.cta.shared):
+        raise OutOfBounds(place)
+    if offset & size - 1:
+        raise Misaligned(place)
+    raise PromiseBroken(f"{error}: {place}") from error
+
+
+def _shared_loader(kind: int, size: int) -> Twin:
+    shift, mask = size.bit_length() - 1, size - 1
+
+    def load(thread: Thread, offset: int, site: int) -> object:
+        if offset & mask or offset < 0:
+            _shared_fault(thread, offset, size)
+        thread.log(offset + thread.shared_base << SITE_BITS | site)
+        try:
+            return thread.shared[kind][offset >> shift]
+        except IndexError as error:
+            _shared_fault(thread, offset, size, error)
+
+    return load
+
+
+def _shared_vector_loader(pattern: str) -> Twin:
+    unpack = struct.Struct(pattern).unpack_from
+
+    def load(thread: Thread, offset: int, site: int) -> object:
+        if offset & 15 or offset < 0:
+            _shared_fault(thread, offset, 16)
+        thread.log(offset + thread.shared_base << SITE_BITS | site)
+        try:
+            return unpack(thread.cta.shared, offset)
+        except struct.error as error:
+            _shared_fault(thread, offset, 16, error)
+
+    return load
+
+
+def _shared_storer(kind: int, size: int, keep: int = 0) -> Twin:
+    shift, mask = size.bit_length() - 1, size - 1
+
+    def store(thread: Thread, offset: int, value: int, site: int) -> None:
+        if offset & mask or offset < 0:
+            _shared_fault(thread, offset, size)
+        thread.log(offset + thread.shared_base << SITE_BITS | site)
+        try:
+            thread.shared[kind][offset >> shift] = value & keep if keep else value
+        except (IndexError, ValueError) as error:
+            _shared_fault(thread, offset, size, error)
+
+    return store
+
+
+def _shared_v4_storer(kind: int) -> Twin:
+    def store(thread: Thread, offset: int, value: tuple[int, int, int, int], site: int) -> None:
+        if offset & 15 or offset < 0:
+            _shared_fault(thread, offset, 16)
+        thread.log(offset + thread.shared_base << SITE_BITS | site)
+        words, place = thread.shared[kind], offset >> 2
+        try:
+            words[place], words[place + 1], words[place + 2], words[place + 3] = value
+        except (IndexError, ValueError) as error:
+            _shared_fault(thread, offset, 16, error)
+
+    return store
+
+
+def _shared_adder(kind: int, size: int, keep: int) -> Twin:
+    shift, mask = size.bit_length() - 1, size - 1
+
+    def add(thread: Thread, offset: int, value: int, site: int) -> None:
+        if offset & mask or offset < 0 or offset + size > len(thread.cta.shared):
+            _shared_fault(thread, offset, size)
+        thread.log(offset + thread.shared_base << SITE_BITS | site)
+        words = thread.shared[kind]
+        words[offset >> shift] = words[offset >> shift] + value & keep
+
+    return add
+
+
+def _copy_async_16(thread: Thread, offset: int, address: int, site: int) -> None:
+    """Begin a copy; the bytes are read now and land when the thread waits."""
+    if offset & 15 or offset < 0 or offset + 16 > len(thread.cta.shared):
+        _shared_fault(thread, offset, 16)
+    page = thread.loads.get(address >> PAGE_BITS) or open_page(thread, address)
+    place = address - page.base
+    if place & 15 or place < 0 or place + 16 > len(page.bytes):
+        fault(thread, address, 16)
+    if page.is_mutable:
+        thread.log(address << SITE_BITS | site)
+    write = (offset + thread.shared_base) << SITE_BITS | site
+    thread.log(write)
+    thread.open_copies.append((offset, page.bytes[place : place + 16], write))
+
+
+def _copy_async_16_or_zeros(thread: Thread, offset: int, address: int, num_bytes: int, site: int) -> None:
+    """Begin a copy, or the writing of zeros."""
+    if num_bytes == 16:
+        _copy_async_16(thread, offset, address, site)
+        return
+    if num_bytes:
+        raise PromiseBroken(f"a copy of {num_bytes} bytes, neither 16 nor 0")
+    if offset & 15 or offset < 0 or offset + 16 > len(thread.cta.shared):
+        _shared_fault(thread, offset, 16)
+    write = (offset + thread.shared_base) << SITE_BITS | site
+    thread.log(write)
+    thread.open_copies.append((offset, bytearray(16), write))
+
+
+def _copy_async_commit(thread: Thread, site: int) -> None:
+    thread.groups.append(thread.open_copies)
+    thread.open_copies = []
+
+
+def _arrive(thread: Thread, keep: int) -> None:
+    shared = thread.cta.shared
+    while len(thread.groups) > keep:
+        for offset, data, write in thread.groups.pop(0):
+            thread.log(write)
+            shared[offset : offset + 16] = data
+
+
+def _fence(thread: Thread, site: int) -> None:
+    thread.cta.publish()
+    thread.cta.grid.clocks.fence(thread.clock)
+
+
+SHARED: dict[str, Twin] = {
+    "thread_id": lambda thread, site: thread.thread_id,
+    "cta_id": lambda thread, site: thread.cta.x,
+    "cta_id_y": lambda thread, site: thread.cta.y,
+    "num_ctas": lambda thread, site: thread.cta.grid.num_ctas,
+    "shared_load_v4": _shared_vector_loader("<4I"),
+    "shared_load_u32": _shared_loader(U32, 4),
+    "shared_load_i32": _shared_loader(I32, 4),
+    "shared_load_u64": _shared_loader(U64, 8),
+    "shared_load_f32": _shared_loader(F32, 4),
+    "shared_load_f32x4": _shared_vector_loader("<4f"),
+    "shared_load_u16": _shared_loader(U16, 2),
+    "shared_store_v4": _shared_v4_storer(U32),
+    "shared_store_u32": _shared_storer(U32, 4),
+    "shared_store_i32": _shared_storer(I32, 4),
+    "shared_store_u64": _shared_storer(U64, 8, MASK64),
+    "shared_store_f32": _shared_storer(F32, 4),
+    "shared_store_f32x4": _shared_v4_storer(F32),
+    "shared_store_u16": _shared_storer(U16, 2, 0xFFFF),
+    "shared_add_u32": _shared_adder(U32, 4, MASK32),
+    "shared_add_u64": _shared_adder(U64, 8, MASK64),
+    "copy_async_16": _copy_async_16,
+    "copy_async_16_or_zeros": _copy_async_16_or_zeros,
+    "copy_async_commit": _copy_async_commit,
+    "copy_async_wait_all": lambda thread, site: _arrive(thread, 0),
+    "copy_async_wait_1": lambda thread, site: _arrive(thread, 1),
+    "fence": _fence,
+    "grid_launch_dependents": lambda thread, site: None,
+}
+"""Twins that need the thread but never lose the turn."""

@@ -15,6 +15,9 @@ from tests.kernels.cuda.simulator.warps import WARP_OPERATIONS
 
 __all__ = ["Cta", "Grid", "Thread"]
 
+Copy = tuple[int, bytearray, tuple[int, ...]]
+"""An asynchronous copy under way: offset in shared memory, bytes, accesses to log again when it arrives."""
+
 _MOST_TURNS = 2_000_000
 _NO_PAGES: dict[int, Page] = {}
 
@@ -89,8 +92,8 @@ class Thread:
         self.shared, self.shared_base = cta.views, cta.shared_base
         self.clock = ThreadClock(index, [])
         self.log = self.clock.codes.append
-        self.open_copies: list[tuple[int, bytearray, int]] = []
-        self.groups: list[list[tuple[int, bytearray, int]]] = []
+        self.open_copies: list[Copy] = []
+        self.groups: list[list[Copy]] = []
         self.has_waited = False
         self.request: tuple[Any, ...] | None = None
         self.reply: Any = None

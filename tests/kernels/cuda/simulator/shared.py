@@ -97,32 +97,31 @@ def _shared_adder(kind: int, size: int, keep: int) -> Twin:
 
 
 def _copy_async_16(thread: Thread, offset: int, address: int, site: int) -> None:
-    """Begin a copy; the bytes are read now and land when the thread waits."""
-    if offset & 15 or offset < 0 or offset + 16 > len(thread.cta.shared):
-        _shared_fault(thread, offset, 16)
+    """Begin a copy: bytes move at some time until the thread waits; here they are read now and land then."""
     page = thread.loads.get(address >> PAGE_BITS) or open_page(thread, address)
     place = address - page.base
     if place & 15 or place < 0 or place + 16 > len(page.bytes):
         fault(thread, address, 16)
-    if page.is_mutable:
-        thread.log(address << SITE_BITS | site)
-    write = (offset + thread.shared_base) << SITE_BITS | site
-    thread.log(write)
-    thread.open_copies.append((offset, page.bytes[place : place + 16], write))
+    reads = (address << SITE_BITS | site,) if page.is_mutable else ()
+    _begin_copy(thread, offset, page.bytes[place : place + 16], reads, site)
 
 
 def _copy_async_16_or_zeros(thread: Thread, offset: int, address: int, num_bytes: int, site: int) -> None:
     """Begin a copy, or the writing of zeros."""
-    if num_bytes == 16:
-        _copy_async_16(thread, offset, address, site)
-        return
-    if num_bytes:
+    if num_bytes not in {0, 16}:
         raise PromiseBroken(f"a copy of {num_bytes} bytes, neither 16 nor 0")
+    if num_bytes:
+        _copy_async_16(thread, offset, address, site)
+    else:
+        _begin_copy(thread, offset, bytearray(16), (), site)
+
+
+def _begin_copy(thread: Thread, offset: int, data: bytearray, reads: tuple[int, ...], site: int) -> None:
     if offset & 15 or offset < 0 or offset + 16 > len(thread.cta.shared):
         _shared_fault(thread, offset, 16)
-    write = (offset + thread.shared_base) << SITE_BITS | site
-    thread.log(write)
-    thread.open_copies.append((offset, bytearray(16), write))
+    accesses = (*reads, (offset + thread.shared_base) << SITE_BITS | site)
+    thread.clock.codes += accesses
+    thread.open_copies.append((offset, data, accesses))
 
 
 def _copy_async_commit(thread: Thread, site: int) -> None:
@@ -133,8 +132,8 @@ def _copy_async_commit(thread: Thread, site: int) -> None:
 def _arrive(thread: Thread, keep: int) -> None:
     shared = thread.cta.shared
     while len(thread.groups) > keep:
-        for offset, data, write in thread.groups.pop(0):
-            thread.log(write)
+        for offset, data, accesses in thread.groups.pop(0):
+            thread.clock.codes += accesses
             shared[offset : offset + 16] = data
 
 

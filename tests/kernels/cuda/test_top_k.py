@@ -34,7 +34,7 @@ def place(rows: Rows, ks: Sequence[int], order: Sequence[int], digits: Sequence[
     memory, num_rows, slices = Memory(), len(order), num_slices(rows.shape[1])
     memory.put("logits", rows, mutable=True)
     memory.put("records", np.stack([order, ks], 1).astype(np.int32), mutable=True)
-    memory.empty("state", num_rows * STATE_BYTES, np.uint8)
+    memory.put("state", np.zeros(num_rows * STATE_BYTES, np.uint8), mutable=True)
     memory.put("counts", np.zeros((num_rows, 1 << max(bits for _, bits in digits)), np.uint32), mutable=True)
     memory.empty("partials", (num_rows, slices, 16), np.uint8)
     memory.put("tickets", np.zeros(num_rows, np.int32), mutable=True)

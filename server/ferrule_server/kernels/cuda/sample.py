@@ -285,12 +285,13 @@ def find_mass_digit(
         if first - j == tie_bin:
             own[j] = own[j] + tie_mass
         mine = mine + own[j]
+    goal = 0
+    if SHIFT + BITS < 32:
+        goal = load_u64(known + GOAL)
     before, total = exclusive_sum(mine, SCRATCH, WARPS=WARPS)
     if SHIFT + BITS == 32:
         goal = (multiply_high_u64(share, total << (65 - PROBABILITY_BITS)) + 1) >> 1
         goal = goal if goal > 0 else 1
-    else:
-        goal = load_u64(known + GOAL)
     for j in unrolled((1 << BITS) // (32 * WARPS)):
         if before < goal and before + own[j] >= goal:
             key = prefix | (i32(first - j) << SHIFT)

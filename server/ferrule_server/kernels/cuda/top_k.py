@@ -131,7 +131,7 @@ def select_count(
     Args:
         logits: float32 [any, vocab_size].
         records: int32 [num_rows, RECORD / 4]: row of ``logits`` (-1: nothing to do), k, then what others need.
-        state: [num_rows, STATE_BYTES].
+        state: [num_rows, STATE_BYTES], scratch, zero before the first launch.
         counts: u32 [num_rows, 2^BITS], zero before, left zero.
         partials: [num_rows, num_slices, 16 bytes], scratch; used where HAS_PEAK, with the first digit.
         tickets: int32 [num_rows], zero before the first launch, left zero.
@@ -203,7 +203,7 @@ def select_count(
                     largest = block_max(largest & 0xFFFFFFFF | -(largest >> 32) & 0xFFFFFFFF, MAXIMA, WARPS=WARPS)
                     if thread == 0:
                         store_u32(partials + (slot * num_slices + part) * 16, largest)
-                is_last = arrive(tickets + slot * 4, num_slices, FLAG, ALL_STORE=True)
+                is_last = arrive(tickets + slot * 4, num_slices, FLAG, ALL_STORE=not (HAS_PEAK and SHIFT + BITS == 32))
                 if is_last == 1:
                     peak = 0
                     if HAS_PEAK and SHIFT + BITS == 32:

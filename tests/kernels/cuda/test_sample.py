@@ -1,0 +1,344 @@
+"""One token per row, in the simulator, against the laws of the executor.
+
+The kernels' weights are integers made in float32, the executor's are float64: where a draw, a top-p goal or a min-p
+threshold lies within ``NEAR`` of a border the two may differ, and the test says nothing. The simulator computes wider
+than float32; what float32 does to a weight is tested apart, in numpy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ferrule_server.executor.base import SampleSpec
+from ferrule_server.executor.laws import Law, sampling_law
+from ferrule_server.executor.philox import Purpose, philox4x32, uniform
+from ferrule_server.kernels.cuda.intrinsics import Address, grid_launch_dependents, grid_wait, store_u32, thread_id
+from ferrule_server.kernels.cuda.sample import (
+    DRAW_SHARED_BYTES,
+    RECORD_BYTES,
+    draw,
+    mass_shared_bytes,
+    pack_records,
+    philox,
+    select_mass,
+    specs,
+)
+from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
+from ferrule_server.kernels.cuda.specialise import Constant, Specialised
+from ferrule_server.kernels.cuda.top_k import STATE_BYTES, count_shared_bytes, select_count
+from tests.kernels.cuda.logit_cases import (
+    DIGITS,
+    SLICE,
+    THREADS,
+    VOCABULARIES,
+    WARPS,
+    Rows,
+    awkward_rows,
+    num_slices,
+    philox_seed,
+)
+from tests.kernels.cuda.mutation import check_mutants
+from tests.kernels.cuda.simulator import Launch, Memory, run
+
+NEAR = 2e-6
+CONSTANTS: dict[str, Constant] = {"RECORD": RECORD_BYTES, "SLICE": SLICE, "WARPS": WARPS}
+Digits = Sequence[tuple[int, int]]
+Specs = Sequence[SampleSpec | None]
+
+
+def place(rows: Rows, specs: Specs, order: Sequence[int], positions: Sequence[int], digits: Digits = DIGITS) -> Memory:
+    """Return memory with rows of logits and what is to be drawn from them."""
+    memory, num_rows = Memory(), len(order)
+    memory.put("logits", rows, mutable=True)
+    memory.put("records", pack_records(specs, order, positions, rows.shape[1]), mutable=True)
+    memory.put("state", np.zeros(num_rows * STATE_BYTES, np.uint8), mutable=True)
+    num_bins = 1 << max(bits for _, bits in digits)
+    memory.put("counts", np.zeros((num_rows, num_bins), np.uint32), mutable=True)
+    memory.put("masses", np.zeros((num_rows, num_bins), np.uint64), mutable=True)
+    memory.empty("partials", (num_rows, num_slices(rows.shape[1]), 16), np.uint8)
+    memory.put("tickets", np.zeros(num_rows, np.int32), mutable=True)
+    memory.put("tokens", np.full(num_rows, -7, np.int32), mutable=True)
+    memory.put("logprobs", np.full(num_rows, 7, np.float32), mutable=True)
+    memory.put("totals", np.full(num_rows, 7, np.uint64), mutable=True)
+    return memory
+
+
+def chain(
+    memory: Memory,
+    grid: int,
+    digits: Digits = DIGITS,
+    mutants: Callable[[int], Specialised | None] = lambda _: None,
+) -> list[Launch]:
+    """Return the launches of a draw: counts of each digit, weights of each digit, the draw."""
+    num_rows, vocab_size = len(memory.get("records")), memory.get("logits").shape[1]
+    sizes = (num_rows, vocab_size, num_slices(vocab_size))
+    at = memory.address
+    common = (at("logits"), at("records"), at("state"))
+    launches = [
+        Launch(
+            select_count,
+            {**CONSTANTS, "SHIFT": shift, "BITS": bits, "HAS_PEAK": shift + bits == 32},
+            (*common, at("counts"), at("partials"), at("tickets"), *sizes),
+            grid=grid,
+            num_threads=THREADS,
+            shared_bytes=count_shared_bytes(bits),
+            specialised=mutants(index),
+        )
+        for index, (shift, bits) in enumerate(digits)
+    ]
+    launches += [
+        Launch(
+            select_mass,
+            {**CONSTANTS, "SHIFT": shift, "BITS": bits},
+            (*common, at("masses"), at("tickets"), *sizes),
+            grid=grid,
+            num_threads=THREADS,
+            shared_bytes=mass_shared_bytes(bits),
+            specialised=mutants(len(digits) + index),
+        )
+        for index, (shift, bits) in enumerate(digits)
+    ]
+    outputs = (at("tokens"), at("logprobs"), at("totals"))
+    launches.append(
+        Launch(
+            draw,
+            CONSTANTS,
+            (*common, at("partials"), at("tickets"), *outputs, *sizes),
+            grid=grid,
+            num_threads=THREADS,
+            shared_bytes=DRAW_SHARED_BYTES,
+            specialised=mutants(2 * len(digits)),
+        )
+    )
+    return launches
+
+
+def is_certain(row: Rows, spec: SampleSpec, law: Law, u: float) -> bool:
+    """Whether float32 cannot have chosen another token: no border of the law is near what it is compared with."""
+    sums = np.cumsum(law.probabilities())
+    if spec.temperature == 0:
+        return True
+    if np.abs(sums[:-1] - u).min(initial=1.0) < NEAR:
+        return False
+    before = sampling_law(row, replace(spec, top_p=1.0, min_p=0.0), float(row.max()))
+    ranked_sums = np.cumsum(np.sort(before.probabilities())[::-1])
+    distances = np.abs(ranked_sums - spec.top_p)
+    if spec.top_p < 1 and ((distances > 1e-9) & (distances < NEAR)).any():
+        return False
+    relative = np.abs(before.weights / spec.min_p - 1) if spec.min_p > 0 else np.ones(1)
+    return not ((relative > 0) & (relative < NEAR)).any()
+
+
+def check(memory: Memory, rows: Rows, specs: Specs, order: Sequence[int], positions: Sequence[int]) -> int:
+    """Assert that every certain token is that of the executor; return how many were not certain."""
+    tokens, logprobs, totals = memory.get("tokens"), memory.get("logprobs"), memory.get("totals")
+    num_uncertain = 0
+    for slot, (index, spec) in enumerate(zip(order, specs, strict=True)):
+        if index < 0:
+            assert tokens[slot] == -7
+            continue
+        row = rows[index]
+        if not np.isfinite(row.max()) or np.isnan(row).any():
+            assert (tokens[slot], totals[slot]) == (-1, 0)
+            assert np.isnan(logprobs[slot])
+            continue
+        spec = spec or SampleSpec(temperature=0)
+        law = sampling_law(row, spec, float(row.max()))
+        u = uniform(spec.seed, positions[slot], Purpose.SAMPLE)
+        if not is_certain(row, spec, law, u):
+            num_uncertain += 1
+            continue
+        token, logprob = law.draw(u)
+        assert tokens[slot] == token, (index, spec)
+        assert logprobs[slot] == pytest.approx(logprob, abs=1e-5, rel=1e-5)
+        assert float(totals[slot]) == pytest.approx(law.weights.sum() * 2.0**39, rel=2e-6)
+    for name in ("counts", "masses", "tickets"):
+        assert not memory.get(name).any(), name
+    return num_uncertain
+
+
+AWKWARD: Specs = (
+    SampleSpec(),
+    None,
+    SampleSpec(temperature=0.7, top_k=1),
+    SampleSpec(temperature=1.3, top_k=5, top_p=0.8),
+    SampleSpec(top_p=0.5),
+    SampleSpec(top_p=1e-9),
+    SampleSpec(temperature=2.0, min_p=1.0),
+    SampleSpec(top_k=10_000, min_p=0.05),
+    SampleSpec(temperature=1e-3, top_k=20, top_p=0.95, min_p=0.01),
+    SampleSpec(temperature=50.0, top_k=33, top_p=0.999, min_p=0.3),
+    SampleSpec(temperature=0.0, top_k=3, top_p=0.1),
+    SampleSpec(temperature=1e-200, top_p=0.9),
+)
+
+
+@pytest.mark.parametrize("vocab_size", VOCABULARIES)
+def test_tokens_are_those_of_the_law_on_any_grid_again_and_again(vocab_size: int) -> None:
+    """All filters on rows with ties, masks, both zeros; three runs on one state, scratch left as it was."""
+    rows = awkward_rows(vocab_size, seed=vocab_size)
+    rng = np.random.default_rng(vocab_size)
+    order = [*rng.permutation(np.arange(len(AWKWARD)) % len(rows)), -1]
+    specs = [replace(spec, seed=philox_seed(i)) if spec else None for i, spec in enumerate(AWKWARD)] + [None]
+    positions = rng.integers(0, 1 << 31, len(order)).tolist()
+    memory = place(rows, specs, order, positions)
+    results = []
+    for seed, grid in enumerate((2, 1, 5)):
+        run(memory, chain(memory, grid), seed=seed)
+        results.append([memory.get(name).tobytes() for name in ("tokens", "logprobs", "totals")])
+        assert check(memory, rows, specs, order, positions) <= 2
+    assert results[0] == results[1] == results[2]
+
+
+def test_rows_without_a_law_give_no_token_and_leave_no_trace() -> None:
+    """NaN of both signs, infinity, nothing allowed; their neighbour is drawn as ever."""
+    rows = np.zeros((5, 300), np.float32)
+    rows[0, 7] = np.inf
+    rows[1, 299] = np.nan
+    rows[2, 0] = -np.float32(np.nan)
+    rows[3] = -np.inf
+    specs = [SampleSpec(top_k=4, top_p=0.5)] * 5
+    memory = place(rows, specs, range(5), [3] * 5)
+    for seed in range(2):
+        run(memory, chain(memory, 3), seed=seed)
+        check(memory, rows, specs, range(5), [3] * 5)
+    assert memory.get("tokens")[:4].tolist() == [-1] * 4
+
+
+@pytest.mark.parametrize(
+    ("top_p", "num_kept"), [(0.1, 1), (0.3, 3), (0.5, 5), (0.7, 7), (0.05, 1), (0.95, 10), (1e-300, 1)]
+)
+def test_shares_of_equal_tokens_keep_the_lowest_ids(top_p: float, num_kept: int) -> None:
+    """Ten tokens of the same weight: p of 0.3 keeps three, as in float64, though no float is 0.3."""
+    rows = np.full((1, 300), -np.inf, np.float32)
+    rows[0, 7:257:25] = 2.5
+    spec = SampleSpec(top_p=top_p)
+    assert len(sampling_law(rows[0], spec, 2.5).weights) == num_kept
+    memory = place(rows, [spec], [0], [0])
+    run(memory, chain(memory, 2))
+    assert memory.get("totals")[0] == num_kept << 39
+    assert memory.get("tokens")[0] <= 7 + 25 * (num_kept - 1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_are_those_of_the_law_for_random_settings(seed: int) -> None:
+    """Random logits of few values, random filters, at every temperature."""
+    rng = np.random.default_rng(seed)
+    num_rows = 12
+    rows = np.round(rng.normal(0, 2, (num_rows, 300)) * 4).astype(np.float32) / 4
+    rows[rng.random(rows.shape) < 0.2] = -np.inf
+    rows[:, 11] = 1.0
+    drawn = [
+        SampleSpec(
+            temperature=float(rng.choice([0.1, 0.6, 1.0, 1.7])),
+            top_k=int(rng.choice([0, 1, 2, 7, 50, 299, 300])),
+            top_p=float(rng.choice([1.0, 0.99, 0.9, 0.6, 0.2])),
+            min_p=float(rng.choice([0.0, 0.02, 0.2, 0.9])),
+            seed=philox_seed(int(rng.integers(1 << 30))),
+        )
+        for _ in range(num_rows)
+    ]
+    positions = rng.integers(0, 4096, num_rows).tolist()
+    memory = place(rows, drawn, range(num_rows), positions)
+    run(memory, chain(memory, 3), seed=seed)
+    assert check(memory, rows, drawn, range(num_rows), positions) <= 1
+
+
+def test_tokens_with_the_digits_that_are_shipped() -> None:
+    """11, 11 and 10 bits."""
+    digits = ((21, 11), (10, 11), (0, 10))
+    rows = awkward_rows(300, seed=4)[:2]
+    specs = [SampleSpec(top_k=40, top_p=0.9, seed=5), SampleSpec(top_p=0.7, min_p=0.1, seed=6)]
+    memory = place(rows, specs, [0, 1], [8, 9], digits)
+    run(memory, chain(memory, 2, digits), seed=5)
+    assert check(memory, rows, specs, [0, 1], [8, 9]) == 0
+
+
+def first_word(record: Address, out: Address) -> None:
+    """Store the first word of Philox."""
+    grid_launch_dependents()
+    grid_wait()
+    word = philox(record)
+    if thread_id() == 0:
+        store_u32(out, word)
+
+
+ONES = 0xFFFFFFFF
+
+
+@pytest.mark.parametrize(
+    ("position", "purpose", "seed"),
+    [(0, 0, 0), (ONES, 3, 2**64 - 1), (12345, 2, 0x299F31D0A4093822), (1 << 31, 1, 1 << 63), (7, 0, ONES)],
+)
+def test_philox_gives_the_words_of_the_executor(position: int, purpose: int, seed: int) -> None:
+    """The first of them is a known answer of Random123; the executor's own function is checked against all three."""
+    memory = Memory()
+    packed = pack_records([SampleSpec(seed=seed)], [0], [position], 300, Purpose(purpose))
+    record = memory.put("record", packed, mutable=True)
+    out = memory.put("out", np.zeros(1, np.uint32), mutable=True)
+    run(memory, [Launch(first_word, {}, (record, out), grid=1, num_threads=32, shared_bytes=0)])
+    expected = philox4x32((position, purpose, 0, 0), (seed & ONES, seed >> 32))[0]
+    assert memory.get("out")[0] == expected
+    assert position or expected == 0x6627E8D5
+
+
+@pytest.mark.parametrize("temperature", [0.2, 1.0, 3.0])
+def test_float32_weights_err_by_no_more_than_is_said(temperature: float) -> None:
+    """The formula of ``weight_of`` in numpy float32, the exponential off by 2 ulp at worst: within 1.3e-7 |e| + 2.5e-7."""
+    rng = np.random.default_rng(1)
+    peak = np.float32(17.3)
+    logits = (peak - rng.exponential(4 * temperature, 20000)).astype(np.float32)
+    scale = np.float32(math.log2(math.e) / temperature)
+    exponent = (logits - peak) * scale
+    exact_exponent = (logits.astype(np.float64) - float(peak)) * math.log2(math.e) / temperature
+    for ulps in (-2, 2):
+        weight = np.exp2(exponent.astype(np.float64)).astype(np.float32) * np.float32(1 + ulps * 2.0**-24)
+        error = np.abs(weight.astype(np.float64) / np.exp2(exact_exponent) - 1)
+        assert (error <= 1.3e-7 * np.abs(exact_exponent) + 2.5e-7).all()
+        weights = np.round(weight.astype(np.float64) * 2.0**39)
+        assert abs(weights.sum() / np.exp2(exact_exponent).sum() / 2.0**39 - 1) < NEAR / 2
+
+
+@pytest.mark.parametrize("index", [len(DIGITS), len(DIGITS) + 1, 2 * len(DIGITS)])
+def test_the_draw_needs_all_of_its_synchronisation(index: int) -> None:
+    """Any barrier, fence or wait less is found out, in a first digit of weights, a later one, and the draw."""
+    rows = awkward_rows(600, seed=3)
+    order, positions = [0, 4, 1], [1, 2, 3]
+    specs = [SampleSpec(top_k=50, top_p=0.9, seed=1), SampleSpec(top_p=0.5, seed=2), SampleSpec(top_p=0.8, seed=3)]
+
+    def simulate(mutant: Specialised) -> None:
+        memory = place(rows, specs, order, positions)
+        run(memory, chain(memory, 2, mutants=lambda i: mutant if i == index else None), seed=index)
+        assert check(memory, rows, specs, order, positions) == 0
+
+    if index == 2 * len(DIGITS):
+        check_mutants(draw, CONSTANTS, simulate)
+    else:
+        shift, bits = DIGITS[index - len(DIGITS)]
+        check_mutants(select_mass, {**CONSTANTS, "SHIFT": shift, "BITS": bits}, simulate)
+
+
+def test_the_first_digit_with_the_peak_needs_all_of_its_synchronisation() -> None:
+    """Rows with and without top-k in turn, the same CTA finishing both."""
+    rows = awkward_rows(600, seed=3)
+    order, positions = [0, 4, 1, 2], [1, 2, 3, 4]
+    specs = [SampleSpec(seed=1), None, SampleSpec(top_k=9, seed=2), SampleSpec(seed=3)]
+    shift, bits = DIGITS[0]
+
+    def simulate(mutant: Specialised) -> None:
+        memory = place(rows, specs, order, positions)
+        run(memory, chain(memory, 2, mutants=lambda i: None if i else mutant), seed=1)
+        assert check(memory, rows, specs, order, positions) == 0
+
+    check_mutants(select_count, {**CONSTANTS, "SHIFT": shift, "BITS": bits, "HAS_PEAK": True}, simulate)
+
+
+def test_specs_are_the_chain() -> None:
+    """Counts of three digits, weights of three digits, the draw."""
+    chained = [spec.kernel for spec in specs(MODEL_SHAPES["Qwen3-8B"])]
+    assert chained == [select_count] * 3 + [select_mass] * 3 + [draw]

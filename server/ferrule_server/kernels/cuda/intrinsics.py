@@ -138,6 +138,19 @@ def load_v4(address: Address) -> Vec4:
     raise _compiled_only()
 
 
+_LOAD_IF = (
+    "{{ .reg .pred p; .reg .b32 x0, x1, x2, x3; setp.ne.s32 p, $4, 0; "
+    "mov.b32 x0, $6; mov.b32 x1, $7; mov.b32 x2, $8; mov.b32 x3, $9; @p ld.{}.v4.u32 {{x0, x1, x2, x3}}, [$5]; "
+    "mov.b32 $0, x0; mov.b32 $1, x1; mov.b32 $2, x2; mov.b32 $3, x3; }}"
+)
+
+
+@_ptx(_LOAD_IF.format("global"))
+def load_if_v4(condition: I32, address: Address, otherwise: Vec4) -> Vec4:
+    """Load 16 bytes, weak, where the condition is not 0; elsewhere return ``otherwise``, and nothing is read."""
+    raise _compiled_only()
+
+
 @_ptx("ld.global.v2.u32 {$0, $1}, [$2];")
 def load_v2(address: Address) -> Vec2:
     """Load 8 bytes, weak; the address is a multiple of 8."""
@@ -273,6 +286,12 @@ def atomic_add_u64(address: Address, value: U64) -> None:
 @_ptx("ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];")
 def shared_load_v4(offset: Offset) -> Vec4:
     """Load 16 bytes from shared memory."""
+    raise _compiled_only()
+
+
+@_ptx(_LOAD_IF.format("shared"))
+def shared_load_if_v4(condition: I32, offset: Offset, otherwise: Vec4) -> Vec4:
+    """Load 16 bytes from shared memory where the condition is not 0; elsewhere return ``otherwise``."""
     raise _compiled_only()
 
 
@@ -543,8 +562,7 @@ def dot_bf16(total: F32, a: Vec4, b: Vec4) -> F32:
 
 def _fma_bf16() -> str:
     lines = [".reg .b32 x0, x1, x2, x3;"]
-    for word in range(2):
-        lines.append(f"shl.b32 x{2 * word}, ${5 + word}, 16; and.b32 x{2 * word + 1}, ${5 + word}, 0xffff0000;")
+    lines += [f"shl.b32 x{2 * w}, ${5 + w}, 16; and.b32 x{2 * w + 1}, ${5 + w}, 0xffff0000;" for w in range(2)]
     lines += [f"fma.rn.ftz.f32 x{k}, $4, x{k}, ${7 + k};" for k in range(4)]
     lines += [f"mov.b32 ${k}, x{k};" for k in range(4)]
     return f"{{ {' '.join(lines)} }}"
@@ -597,6 +615,12 @@ def reciprocal(value: F32) -> F32:
 @_ptx("rsqrt.approx.ftz.f32 $0, $1;", is_pure=True)
 def reciprocal_sqrt(value: F32) -> F32:
     """Return 1 / sqrt(value)."""
+    raise _compiled_only()
+
+
+@_ptx("{ .reg .pred p; setp.ne.s32 p, $1, 0; selp.b32 $0, $2, $3, p; }", is_pure=True)
+def select_f32(condition: I32, chosen: F32, otherwise: F32) -> F32:
+    """Return ``chosen`` where the condition is not 0: what ``if`` says too, but cheaper to compile."""
     raise _compiled_only()
 
 

@@ -151,6 +151,11 @@ def reciprocal_sqrt(value: float) -> float:
     return math.inf if value == 0.0 else math.nan
 
 
+def select_f32(condition: int, chosen: float, otherwise: float) -> float:
+    """Return one of two values."""
+    return chosen if condition else otherwise
+
+
 def max_f32(a: float, b: float) -> float:
     """Return the larger; of a number and NaN the number."""
     return a if a >= b or b != b else b  # noqa: PLR0124
@@ -216,7 +221,7 @@ PURE: dict[str, Callable[..., object]] = {
     twin.__name__: twin
     for twin in (
         f32, i32, u32, float_bits, bits_float, bf16_low, bf16_high, pack_bf16, round_bf16, fma,
-        dot_bf16, dot_int8, fma_bf16, exp2, log2, reciprocal,
+        dot_bf16, dot_int8, fma_bf16, exp2, log2, reciprocal, select_f32,
         reciprocal_sqrt, max_f32, permute_bytes, float_of, round_u64, float_of_u64, multiply_high, multiply_low,
         multiply_high_u64, add_wrapping, count_ones,
     )

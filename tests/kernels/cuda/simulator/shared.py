@@ -142,12 +142,20 @@ def _fence(thread: Thread, site: int) -> None:
     thread.cta.grid.clocks.fence(thread.clock)
 
 
+_load_v4 = _shared_vector_loader("<4I")
+
+
+def _load_if_v4(thread: Thread, condition: int, offset: int, otherwise: object, site: int) -> object:
+    return _load_v4(thread, offset, site) if condition else otherwise
+
+
 SHARED: dict[str, Twin] = {
     "thread_id": lambda thread, site: thread.thread_id,
     "cta_id": lambda thread, site: thread.cta.x,
     "cta_id_y": lambda thread, site: thread.cta.y,
     "num_ctas": lambda thread, site: thread.cta.grid.num_ctas,
-    "shared_load_v4": _shared_vector_loader("<4I"),
+    "shared_load_if_v4": _load_if_v4,
+    "shared_load_v4": _load_v4,
     "shared_load_u32": _shared_loader(U32, 4),
     "shared_load_i32": _shared_loader(I32, 4),
     "shared_load_u64": _shared_loader(U64, 8),

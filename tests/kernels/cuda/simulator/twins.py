@@ -205,9 +205,17 @@ def _atomic(kind: int, size: int, change: Callable[[int, int], int]) -> Twin:
     return update
 
 
+_load_v4 = _vector_loader("<4I", 16, False)
+
+
+def _load_if_v4(thread: Thread, condition: int, address: int, otherwise: object, site: int) -> object:
+    return _load_v4(thread, address, site) if condition else otherwise
+
+
 GLOBAL: dict[str, Twin] = {
+    "load_if_v4": _load_if_v4,
     "load_stream_v4": _vector_loader("<4I", 16, True),
-    "load_v4": _vector_loader("<4I", 16, False),
+    "load_v4": _load_v4,
     "load_v2": _vector_loader("<2I", 8, False),
     "load_u32": _loader(U32, 4),
     "load_i32": _loader(I32, 4),

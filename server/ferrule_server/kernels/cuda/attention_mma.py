@@ -73,6 +73,7 @@ from ferrule_server.kernels.cuda.intrinsics import (
     shared_store_f32,
     shared_store_f32x4,
     shared_store_i32,
+    shared_store_u32,
     shared_store_v4,
     shuffle_xor_f32,
     store_f32x4,
@@ -262,7 +263,7 @@ def attention_mma(
                             _tail_keys(k, i32(token - tail), g, t, HEAD_DIM=HEAD_DIM)
                             _tail_values(v, i32(token - tail), g, t, HEAD_DIM=HEAD_DIM)
                         x = registers(2, 4, init=0.0)
-                        _scores(x, k, g, t, HEAD_DIM=HEAD_DIM)
+                        _scores(x, k, i32(thread_id() & 31), HEAD_DIM=HEAD_DIM)
                         if following < pool_end:
                             tile_base = _token_address(
                                 heads, table, following, block_stride, BLOCK_SIZE=BLOCK_SIZE, HEAD_DIM=HEAD_DIM
@@ -331,9 +332,8 @@ def attention_mma(
 
 # Shared memory: Q, K of the tail, V of the tail, results of the warps, their maxima and sums, what is folded of a
 # segment and of the segments before it, a flag.
-Q_PAD = 64
 TAIL_PAD = 16
-"""Bytes behind each row: spread what a quarter of a warp reads over all banks."""
+"""Bytes behind each row of the tail: spread what a quarter of a warp reads over all banks."""
 TAIL_TOKENS = MAX_NEW + TILE
 FOLD_BYTES = 48
 """What a thread keeps of one piece (eight dims of a row): eight sums, maximum, sum of weights."""
@@ -342,13 +342,13 @@ FOLD_BYTES = 48
 @device
 def _tail_offset(*, HEAD_DIM: int) -> Offset:
     """Return where the K of the tail begins."""
-    return ROWS * (HEAD_DIM * 2 + Q_PAD)
+    return ROWS * HEAD_DIM * 2
 
 
 @device
 def _slots_offset(*, HEAD_DIM: int) -> Offset:
     """Return where the results of the warps begin."""
-    return ROWS * (HEAD_DIM * 2 + Q_PAD) + 2 * TAIL_TOKENS * (HEAD_DIM * 2 + TAIL_PAD)
+    return ROWS * HEAD_DIM * 2 + 2 * TAIL_TOKENS * (HEAD_DIM * 2 + TAIL_PAD)
 
 
 @device
@@ -470,7 +470,10 @@ def _stage_queries(
     WARPS: int,
     QK_NORM: bool,
 ) -> None:
-    """Put the query rows into shared memory, normalised and rotated."""
+    """Put the query rows into shared memory, normalised and rotated, as A fragments.
+
+    ``[HEAD_DIM / 16 steps, 32 lanes, 4 words]``: a lane reads the fragment of an mma step with one load.
+    """
     lane = i32(thread_id() & (HEAD_DIM // 16 - 1))
     r = i32(thread_id() >> LOG2_LANES[HEAD_DIM])
     while r < ROWS:
@@ -490,12 +493,16 @@ def _stage_queries(
             HEAD_DIM=HEAD_DIM,
             QK_NORM=QK_NORM,
         )
-        place = i32(r * (HEAD_DIM * 2 + Q_PAD) + lane * 16)
-        shared_store_v4(place, (low[0], low[1], low[2], low[3]))
-        shared_store_v4(place + HEAD_DIM, (high[0], high[1], high[2], high[3]))
+        # Lane ``lane & 3`` of slab ``lane >> 2`` in the first half of the head, likewise HEAD_DIM / 64 slabs further.
+        place = i32((lane >> 2) * 1024 + ((r & 7) * 4 + (lane & 3)) * 16 + (r >> 3) * 4)
+        for w in unrolled(4):
+            shared_store_u32(place + FRAGMENT_WORDS[w], low[w])
+            shared_store_u32(place + (FRAGMENT_WORDS[w] + HEAD_DIM * 16), high[w])
         r = i32(r + WARPS * HEADS_PER_WARP[HEAD_DIM])
 
 
+FRAGMENT_WORDS = (0, 8, 512, 520)
+"""Where the four words of 16 bytes of a row lie: two per mma step, the other row of the lane between them."""
 LOG2_LANES = {64: 2, 128: 3}
 """Of the lanes that share a head in the prologue."""
 HEADS_PER_WARP = {64: 8, 128: 4}
@@ -611,22 +618,16 @@ def _load_sight(
 
 
 @device
-def _scores(x: Registers, k: Registers, g: I32, t: I32, *, HEAD_DIM: int) -> None:
+def _scores(x: Registers, k: Registers, lane: I32, *, HEAD_DIM: int) -> None:
     """Multiply the query rows with 16 tokens; the results are scaled for ``exp2``."""
     sums = registers(2)
     for i in unrolled(2):
         sums[i] = (0.0, 0.0, 0.0, 0.0)
-    place = i32(g * (HEAD_DIM * 2 + Q_PAD) + t * 16)
     for s in unrolled(HEAD_DIM // 32):
-        upper = shared_load_v4(place + s * 64)
-        lower = shared_load_v4(place + (8 * (HEAD_DIM * 2 + Q_PAD) + s * 64))
         for step in unrolled(2):
+            fragment = shared_load_v4(i32(lane * 16 + (2 * s + step) * 512))
             for i in unrolled(2):
-                sums[i] = mma_bf16(
-                    (upper[2 * step], lower[2 * step], upper[2 * step + 1], lower[2 * step + 1]),
-                    (k[i, s][2 * step], k[i, s][2 * step + 1]),
-                    sums[i],
-                )
+                sums[i] = mma_bf16(fragment, (k[i, s][2 * step], k[i, s][2 * step + 1]), sums[i])
     for i in unrolled(2):
         for e in unrolled(4):
             x[i, e] = sums[i][e] * SCALE_LOG2[HEAD_DIM]
@@ -637,7 +638,7 @@ def _hide_future(x: Registers, sight: Registers, token: I32) -> None:
     """Hide what comes after a row's own position; ``token`` is that of the lane's first column."""
     for i in unrolled(2):
         for e in unrolled(4):
-            if token + (8 * i + e % 2) > sight[e // 2]:
+            if i32(token + (8 * i + e % 2)) > sight[e // 2]:
                 x[i, e] = HIDDEN
 
 
@@ -952,7 +953,7 @@ def partial_bytes(head_dim: int) -> int:
 
 def shared_bytes(head_dim: int, *, WARPS: int) -> int:
     """Return the dynamic shared memory of a launch in bytes."""
-    query = ROWS * (head_dim * 2 + Q_PAD)
+    query = ROWS * head_dim * 2
     tail = 2 * TAIL_TOKENS * (head_dim * 2 + TAIL_PAD)
     results = WARPS * ROWS * (head_dim * 4 + 8)
     return query + tail + results + 2 * (ROWS * head_dim // 8) * FOLD_BYTES + 16

@@ -1,0 +1,191 @@
+"""Penalties, bias and mask, in the simulator, against the executor's shaping in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from ferrule_server.executor.base import Int32Array, Shaping, TokenMask
+from ferrule_server.executor.shaping import shape_row
+from ferrule_server.kernels.cuda.shape_logits import (
+    RECORD_BYTES,
+    pack_entries,
+    pack_mask,
+    pack_record,
+    shape_logits,
+    specs,
+)
+from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
+from ferrule_server.kernels.cuda.specialise import Constant, Specialised
+from tests.kernels.cuda.logit_cases import SLICE, THREADS, VOCABULARIES, WARPS, Rows, num_slices
+from tests.kernels.cuda.mutation import check_mutants
+from tests.kernels.cuda.simulator import Launch, Memory, run
+
+CONSTANTS: dict[str, Constant] = {"SLICE": SLICE, "WARPS": WARPS}
+Case = tuple[int, Shaping, Int32Array | None]
+
+
+def mask_of(is_allowed: npt.NDArray[np.bool_]) -> TokenMask:
+    """Return the mask that allows these tokens."""
+    return TokenMask(bytes(16), np.packbits(is_allowed, bitorder="little"))
+
+
+def cases(vocab_size: int, seed: int) -> list[Case]:
+    """Return rows to shape: each part alone, all together, nothing, and a place that is not used."""
+    rng = np.random.default_rng(seed)
+    history = rng.integers(0, vocab_size, 150, dtype=np.int32)
+    history[:40] = history[0]
+    some = mask_of(rng.random(vocab_size) < 0.5)
+    one = np.zeros(vocab_size, np.bool_)
+    one[vocab_size - 1] = True
+    ids = np.unique(np.append(rng.integers(0, vocab_size, 30), [0, vocab_size - 1]))
+    bias = tuple((int(token), float(rng.normal(0, 5))) for token in ids)
+    every = {"repetition_penalty": 1.3, "frequency_penalty": 0.37, "presence_penalty": -0.2}
+    return [
+        (0, Shaping(mask=some), None),
+        (1, Shaping(bias=bias), None),
+        (2, Shaping(repetition_penalty=0.6, penalty_start=3), history),
+        (-1, Shaping(), None),
+        (3, Shaping(**every, bias=bias, mask=some), history),
+        (0, Shaping(mask=mask_of(one), bias=((0, 100.0), (vocab_size - 1, -100.0))), None),
+        (1, Shaping(bias=((5, 3e38),), presence_penalty=1e38), history),
+        (2, Shaping(), None),
+    ]
+
+
+def rows_of(vocab_size: int, seed: int) -> Rows:
+    """Return rows of both signs, with zeros of both signs; one so large that a bias leaves float32."""
+    rows = np.random.default_rng(seed).normal(0, 6, (4, vocab_size)).astype(np.float32)
+    rows[:, 3::17] = -0.0
+    rows[1, 5] = 2e38
+    return rows
+
+
+def place(rows: Rows, shaped: Sequence[Case]) -> Memory:
+    """Return memory with rows of logits and what to do with them."""
+    memory, vocab_size = Memory(), rows.shape[1]
+    records, entries, masks = [], [np.zeros((1, 4), np.int32)], [np.full(16, 0xA5, np.uint8)]
+    for row, shaping, history in shaped:
+        first, mask = sum(map(len, entries)), -1
+        entries.append(pack_entries(shaping, history))
+        if shaping.mask is not None:
+            mask = sum(map(len, masks)) // 16
+            masks.append(pack_mask(shaping, vocab_size))
+        records.append(pack_record(shaping, row, mask, (first, first + len(entries[-1]))))
+    memory.put("logits", rows, mutable=True)
+    memory.put("shaped", np.full((len(shaped), vocab_size), np.nan, np.float32), mutable=True)
+    memory.put("records", np.stack(records), mutable=True)
+    memory.put("entries", np.concatenate(entries), mutable=True)
+    memory.put("masks", np.concatenate(masks), mutable=True)
+    assert memory.get("records").nbytes == len(shaped) * RECORD_BYTES
+    return memory
+
+
+def launch(memory: Memory, grid: int, mutant: Specialised | None = None) -> Launch:
+    """Return the launch over everything placed."""
+    names = ("logits", "shaped", "records", "entries", "masks")
+    num_rows, vocab_size = memory.get("shaped").shape
+    return Launch(
+        shape_logits,
+        CONSTANTS,
+        (*map(memory.address, names), num_rows, vocab_size, num_slices(vocab_size)),
+        grid=grid,
+        num_threads=THREADS,
+        shared_bytes=0,
+        specialised=mutant,
+    )
+
+
+def bound(row: Rows, shaping: Shaping, history: Int32Array | None) -> npt.NDArray[np.float64]:
+    """Return how far from the definition a logit may be: what ``shape_logits`` says."""
+    size = np.zeros(len(row))
+    if shaping.has_penalties:
+        assert history is not None
+        token_ids, counts = np.unique(history, return_counts=True)
+        factor = max(shaping.repetition_penalty, 1 / shaping.repetition_penalty)
+        penalties = counts * abs(shaping.frequency_penalty) + abs(shaping.presence_penalty)
+        size[token_ids] += np.abs(row[token_ids].astype(np.float64)) * factor + penalties
+    for token_id, amount in shaping.bias:
+        size[token_id] += abs(row[token_id]) + abs(amount)
+    return 2.0**-22 * size
+
+
+def check(memory: Memory, rows: Rows, shaped: Sequence[Case]) -> None:
+    """Assert that every row is shaped as by the executor, within the bound, and to the bit where nothing changes it."""
+    got = memory.get("shaped")
+    largest = np.finfo(np.float32).max
+    for slot, (index, shaping, history) in enumerate(shaped):
+        if index < 0:
+            assert np.isnan(got[slot]).all()
+            continue
+        expected = shape_row(rows[index], shaping, history)
+        allowed = np.isfinite(expected)
+        assert (np.isneginf(got[slot]) == ~allowed).all()
+        error = np.abs(got[slot, allowed].astype(np.float64) - expected[allowed].clip(-largest, largest))
+        limits = bound(rows[index], shaping, history)[allowed]
+        assert (error <= limits).all()
+        kept = limits == 0
+        assert got[slot, allowed][kept].tobytes() == rows[index, allowed][kept].tobytes()
+
+
+@pytest.mark.parametrize("vocab_size", VOCABULARIES)
+def test_rows_are_shaped_as_by_the_executor_on_any_grid_again_and_again(vocab_size: int) -> None:
+    """Every part alone and all together; bit-identical over grids and schedules."""
+    rows, shaped = rows_of(vocab_size, seed=1), cases(vocab_size, seed=vocab_size)
+    memory = place(rows, shaped)
+    results = []
+    for seed, grid in enumerate((1, 4, 2)):
+        run(memory, [launch(memory, grid)], seed=seed)
+        check(memory, rows, shaped)
+        results.append(memory.get("shaped").tobytes())
+    assert results[0] == results[1] == results[2]
+
+
+def test_logits_beyond_float32_become_its_largest() -> None:
+    """Infinity would read as a row that is not finite."""
+    rows = np.full((1, 97), 3e38, np.float32)
+    rows[0, 1] = -3e38
+    shaping = Shaping(bias=((0, 3e38), (1, -3e38)))
+    memory = place(rows, [(0, shaping, None)])
+    run(memory, [launch(memory, 1)])
+    largest = np.finfo(np.float32).max
+    assert memory.get("shaped")[0, :2].tolist() == [largest, -largest]
+
+
+def test_shaping_needs_all_of_its_synchronisation() -> None:
+    """Without the barrier an entry's logit and its copy race; without the wait the logits are not there."""
+    rows, shaped = rows_of(300, seed=1), cases(300, seed=5)[4:5]
+
+    def simulate(mutant: Specialised) -> None:
+        memory = place(rows, shaped)
+        run(memory, [launch(memory, 2, mutant)], seed=4)
+        check(memory, rows, shaped)
+
+    check_mutants(shape_logits, CONSTANTS, simulate)
+
+
+def test_float32_penalties_err_by_no_more_than_is_said() -> None:
+    """The formula of the kernel in numpy float32, rounded after each step, over many logits and settings."""
+    rng = np.random.default_rng(7)
+    shape = (200, 64)
+    logits = rng.normal(0, 10, shape).astype(np.float32)
+    counts = rng.integers(1, 500, shape)
+    repetition, frequency, presence = (rng.uniform(low, 2, (200, 1)) for low in (0.2, -2, -2))
+    bias = rng.normal(0, 10, shape)
+    wide = logits.astype(np.float64)
+    exact = np.where(wide > 0, wide / repetition, wide * repetition) - (counts * frequency + presence) + bias
+    factor = np.where(logits > 0, (1 / repetition).astype(np.float32), repetition.astype(np.float32))
+    single = frequency.astype(np.float32).astype(np.float64), presence.astype(np.float32).astype(np.float64)
+    loss = (counts * single[0] + single[1]).astype(np.float32)
+    value = (wide * factor - loss).astype(np.float32) + bias.astype(np.float32)
+    scale = np.where(wide > 0, np.abs(wide) / repetition, np.abs(wide) * repetition)
+    limit = 2.0**-22 * (scale + counts * np.abs(frequency) + np.abs(presence) + np.abs(bias))
+    assert (np.abs(value - exact) <= limit).all()
+
+
+def test_specs_shape_any_vocabulary() -> None:
+    """One kernel serves all."""
+    assert len({spec.name for shape in MODEL_SHAPES.values() for spec in specs(shape)}) == 1

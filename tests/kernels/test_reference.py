@@ -105,3 +105,17 @@ def test_paged_attention_equals_dense_attention_per_row(pool: torch.Tensor) -> N
         for head in range(num_heads):
             weights = torch.softmax(key[:, head // 2] @ query[row, head] / math.sqrt(HEAD_DIM), 0)
             torch.testing.assert_close(out[row, head], weights @ value[:, head // 2], rtol=1e-5, atol=1e-6)
+
+
+def test_embedding_of_no_token_is_zero() -> None:
+    """-1 stands for a token that could not be chosen; nothing outside the table is read, not even its NaN."""
+    table = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    assert reference.embed(torch.tensor([1, -1, 0, 2]), table).tolist() == [[3, 4], [0, 0], [1, 2], [0, 0]]
+
+
+def test_best_token_is_the_lowest_of_the_largest() -> None:
+    """-0 equals 0; a row with NaN or infinity has none."""
+    inf, nan = float("inf"), float("nan")
+    logits = torch.tensor([[-0.0, 0.0, -1], [1, 3, 3], [-inf, 2, 1], [inf, 0, 0], [nan, 0, 0], [-inf, -inf, -inf]])
+    assert reference.best_tokens(logits, is_masked=False).tolist() == [0, 1, -1, -1, -1, -1]
+    assert reference.best_tokens(logits, is_masked=True).tolist() == [0, 1, 1, -1, -1, -1]

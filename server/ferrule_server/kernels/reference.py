@@ -13,6 +13,8 @@ from torch import Tensor
 
 __all__ = [
     "apply_rope",
+    "best_tokens",
+    "embed",
     "gather_kv",
     "kv_append",
     "linear",
@@ -22,6 +24,37 @@ __all__ = [
     "rope_angles",
     "swiglu",
 ]
+
+
+def embed(token_ids: Tensor, table: Tensor) -> Tensor:
+    """Return the tokens' rows of a table, zeros for an id that is not one of the table's.
+
+    Args:
+        token_ids: Integers [rows].
+        table: [vocab_size, hidden_size].
+
+    Returns:
+        [rows, hidden_size], dtype of ``table``.
+    """
+    is_known = (token_ids >= 0) & (token_ids < len(table))
+    return table[torch.where(is_known, token_ids, 0).long()] * is_known.unsqueeze(1).to(table.dtype)
+
+
+def best_tokens(logits: Tensor, *, is_masked: bool) -> Tensor:
+    """Return the token of each row's largest logit, the lowest among equals.
+
+    Args:
+        logits: float32 [rows, vocab_size].
+        is_masked: -inf stands for a token that is not allowed.
+
+    Returns:
+        int32 [rows]; -1 where a logit is NaN or infinite (a mask's -inf apart), or no token is allowed.
+    """
+    is_allowed = logits != -torch.inf if is_masked else torch.ones_like(logits, dtype=torch.bool)
+    is_valid = (logits.isfinite() | ~is_allowed).all(1) & is_allowed.any(1)
+    best = torch.where(is_allowed, logits, -torch.inf)
+    is_best = best == best.amax(1, keepdim=True)
+    return torch.where(is_valid, is_best.int().argmax(1), -1).int()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

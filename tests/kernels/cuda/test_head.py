@@ -1,0 +1,355 @@
+"""Layer 1 of the output head and of the argmax over rows of logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ferrule_server.executor.ranking import best_ids
+from ferrule_server.kernels import quantise, reference
+from ferrule_server.kernels.cuda.head import (
+    argmax,
+    argmax_num_ctas_needed,
+    argmax_partial_bytes,
+    argmax_shared_bytes,
+    argmax_spec,
+    head,
+    num_ctas_needed,
+    partial_bytes,
+    shared_bytes,
+    spec,
+    specs,
+)
+from ferrule_server.kernels.cuda.logit_rows import num_slices
+from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
+from ferrule_server.kernels.cuda.specialise import Constant, Specialised
+from tests.kernels.cuda.mutation import check_mutants
+from tests.kernels.cuda.simulator import Launch, Memory, run
+
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch of the head."""
+
+    m: int = 1
+    size: int = 272
+    vocab_size: int = 31
+    r: int = 2
+    u: int = 1
+    warps: int = 2
+    grid: int = 3
+    is_int8: bool = False
+    is_stored: bool = True
+
+    @property
+    def constants(self) -> dict[str, Constant]:
+        """The compile-time constants."""
+        return dict(
+            spec(
+                self.size, M=self.m, INT8=self.is_int8, STORE=self.is_stored, R=self.r, U=self.u, WARPS=self.warps
+            ).constants
+        )
+
+
+@dataclass
+class Data:
+    """bf16 but int8 weights and their float32 scales."""
+
+    hidden: Tensor
+    norm: Tensor
+    weight: Tensor
+    scales: Tensor
+
+
+def _exact(case: Case) -> Data:
+    """Return data whose sums are exact in float32 and often equal: rounding and ties show."""
+    torch.manual_seed(case.vocab_size)
+    weight = torch.randint(-3, 4, (case.vocab_size, case.size))
+    weight[:, 8:] *= torch.rand(case.vocab_size, 1) < 0.3
+    return Data(
+        hidden=(torch.randint(0, 2, (case.m, case.size)) * 4 - 2).bfloat16(),
+        norm=(torch.randint(1, 3, (case.size,)) / 2).bfloat16(),
+        weight=weight.to(torch.int8) if case.is_int8 else weight.bfloat16(),
+        scales=torch.full((case.vocab_size,), 0.5),
+    )
+
+
+def _expected(case: Case, data: Data) -> Tensor:
+    normed = reference.rms_norm(data.hidden, data.norm, 0.0)
+    if case.is_int8:
+        return reference.linear_int8(normed, data.weight, data.scales).float()
+    return reference.linear(normed.float(), data.weight.float()).bfloat16().float()
+
+
+def _numpy(tensor: Tensor) -> Any:
+    return tensor.contiguous().view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+def _place(case: Case, data: Data) -> Memory:
+    memory = Memory()
+    memory.put("hidden", _numpy(data.hidden), mutable=True, offset=16)
+    memory.put("norm", _numpy(data.norm), offset=32)
+    memory.put("weight", _numpy(data.weight), offset=48)
+    memory.put("scales", _numpy(data.scales), offset=16)
+    memory.empty("logits", (case.m, case.vocab_size), np.float32, offset=16)
+    memory.empty("tokens", case.m, np.int32)
+    memory.empty("partials", partial_bytes(case.grid, M=case.m) // 8, np.uint64)
+    memory.put("ticket", np.zeros(1, np.uint32), mutable=True)
+    return memory
+
+
+def _launch(case: Case, memory: Memory, specialised: Specialised | None = None) -> Launch:
+    names = ("hidden", "norm", "weight", "scales", "logits", "tokens", "partials", "ticket")
+    constants = case.constants
+    chunks = constants["X"]
+    assert isinstance(chunks, int)
+    return Launch(
+        head,
+        constants,
+        (*map(memory.address, names), case.vocab_size, case.size, 0.0),
+        grid=case.grid,
+        num_threads=32 * case.warps,
+        shared_bytes=shared_bytes(case.size, M=case.m, U=case.u, X=chunks, WARPS=case.warps, INT8=case.is_int8),
+        specialised=specialised,
+    )
+
+
+CASES = [
+    Case(),
+    Case(m=2, size=520, r=4, u=2, vocab_size=37),
+    Case(m=2, size=264, r=1, u=2, warps=3, grid=1, vocab_size=29),
+    Case(is_int8=True, size=528, u=2, is_stored=False),
+    Case(m=2, is_int8=True, vocab_size=7, grid=5),
+    Case(size=8, vocab_size=1, r=4, grid=2, warps=1),
+    Case(size=16, vocab_size=53, r=1, grid=40, warps=1, is_stored=False),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_logits_and_best_tokens_are_the_definitions(case: Case) -> None:
+    """Every bit of the logits, the lowest id of equal ones, three times with the ticket as the run before left it."""
+    data = _exact(case)
+    memory, expected = _place(case, data), _expected(case, data)
+    for seed in range(3):
+        run(memory, [_launch(case, memory)], seed=seed)
+        if case.is_stored:
+            assert np.array_equal(memory.get("logits"), expected.numpy())
+        assert memory.get("tokens").tolist() == reference.best_tokens(expected, is_masked=False).tolist()
+        assert memory.get("ticket").tolist() == [0]
+
+
+def test_ties_go_to_the_lowest_id() -> None:
+    """Every second token of one row, all tokens of the other, whose logits are 0."""
+    case = Case(size=16, vocab_size=41, m=2)
+    data = _exact(case)
+    data.weight = torch.ones_like(data.weight)
+    data.weight[::2] = -1
+    data.norm[:] = 1
+    data.hidden[1] = torch.tensor([2.0, -2.0] * 8)
+    memory = _place(case, data)
+    run(memory, [_launch(case, memory)], seed=1)
+    sums = _expected(case, data)[0]
+    assert memory.get("tokens").tolist() == [int(sums[1] > sums[0]), 0]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38])
+def test_a_row_that_is_not_finite_has_no_token(value: float) -> None:
+    """A logit is NaN, infinite, or becomes so where it is rounded to bf16; the other row has its token."""
+    case = Case(m=2, size=16, vocab_size=19)
+    data = _exact(case)
+    data.hidden[0] = 2
+    data.norm[:] = 1
+    data.weight[11] = 0
+    data.weight[11, 0] = value
+    if value == 3e38:
+        data.weight[11, 1] = value
+    data.hidden[1, :2] = 0
+    memory = _place(case, data)
+    run(memory, [_launch(case, memory)], seed=1)
+    assert memory.get("tokens")[0] == -1
+    second = _expected(case, data)[1]
+    assert memory.get("tokens")[1] == (second.argmax() if second.isfinite().all() else -1)
+
+
+def test_the_best_token_does_not_depend_on_the_grid() -> None:
+    """Nor on tiles; the logits neither."""
+    data = _exact(Case(m=2, size=528, vocab_size=45))
+    found = set()
+    for r, u, warps, grid in ((1, 1, 2, 1), (2, 2, 3, 4), (4, 1, 2, 9)):
+        case = Case(2, 528, 45, r, u, warps, grid)
+        memory = _place(case, data)
+        run(memory, [_launch(case, memory)], seed=grid)
+        found.add((memory.get("tokens").tobytes(), memory.get("logits").tobytes()))
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("m", [1, 2])
+def test_head_needs_all_of_its_synchronisation(m: int) -> None:
+    """Barriers, both fences of the ticket, the wait: each deletion is found."""
+    case = Case(m=m, size=264, vocab_size=9, grid=2, r=1)
+    data = _exact(case)
+    expected = _expected(case, data)
+
+    def simulate(mutant: Specialised) -> None:
+        memory = _place(case, data)
+        for seed in range(2):
+            run(memory, [_launch(case, memory, mutant)], seed=seed)
+            assert memory.get("tokens").tolist() == reference.best_tokens(expected, is_masked=False).tolist()
+            assert np.array_equal(memory.get("logits"), expected.numpy())
+
+    found = [mutation.name for mutation in check_mutants(head, case.constants, simulate)]
+    assert (found.count("fence"), found.count("barrier"), found.count("grid_wait")) == (2, 4, 1)
+
+
+def _argmax(
+    logits: Tensor,
+    *,
+    is_masked: bool,
+    grid: int,
+    warps: int = 1,
+    slice_size: int = 128,
+    seeds: int = 3,
+    offset: int = 0,
+    specialised: Specialised | None = None,
+) -> list[int]:
+    """Run the argmax several times on one state and return what all runs gave."""
+    num_rows, vocab_size = logits.shape
+    constants = dict(argmax_spec(MASKED=is_masked, WARPS=warps, SLICE=slice_size).constants)
+    memory = Memory()
+    names = ("logits", "tokens", "partials", "tickets")
+    memory.put("logits", logits.numpy(), mutable=True, offset=offset)
+    memory.empty("tokens", num_rows, np.int32)
+    memory.empty("partials", (num_rows, -(-vocab_size // slice_size)), np.uint64)
+    memory.put("tickets", np.zeros(num_rows, np.uint32), mutable=True)
+    found = []
+    for seed in range(seeds):
+        launch = Launch(
+            argmax,
+            constants,
+            (*map(memory.address, names), num_rows, vocab_size),
+            grid=grid,
+            num_threads=32 * warps,
+            shared_bytes=argmax_shared_bytes(WARPS=warps),
+            specialised=specialised,
+        )
+        run(memory, [launch], seed=seed)
+        found.append(memory.get("tokens").tolist())
+    assert all(one == found[0] for one in found)
+    return list(map(int, found[0]))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "vocab_size", "grid", "warps", "slice_size"),
+    [(1, 1, 1, 1, 128), (3, 131, 2, 1, 128), (5, 257, 4, 2, 256), (2, 517, 7, 1, 256), (4, 128, 9, 1, 128)],
+)
+def test_argmax_is_the_definition(num_rows: int, vocab_size: int, grid: int, warps: int, slice_size: int) -> None:
+    """Few different values, so that ties are everywhere; rows that begin anywhere; more and fewer CTAs than slices."""
+    torch.manual_seed(vocab_size)
+    logits = torch.randint(-2, 3, (num_rows, vocab_size)).float() * 0.5
+    logits[:, -1] += 0.5
+    found = _argmax(logits, is_masked=False, grid=grid, warps=warps, slice_size=slice_size, offset=16)
+    assert found == reference.best_tokens(logits, is_masked=False).tolist()
+    assert found == best_ids(logits.numpy())
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_argmax_of_what_is_not_finite(is_masked: bool) -> None:
+    """NaN of either sign and infinities anywhere; -inf is a forbidden token where there are masks."""
+    inf, nan = float("inf"), float("nan")
+    logits = torch.randn(9, 131)
+    logits[0, 130], logits[1, 0], logits[2, 64], logits[3, 129] = nan, -nan, inf, -inf
+    logits[4] = -inf
+    logits[5] = -inf
+    logits[5, 77] = -3e38
+    logits[6] = -inf
+    logits[6, 100] = nan
+    logits[7] = torch.where(torch.arange(131) % 2 == 0, 0.0, -0.0)
+    logits[8] = -logits[8].abs() * 1e-42
+    found = _argmax(logits, is_masked=is_masked, grid=3)
+    assert found == reference.best_tokens(logits, is_masked=is_masked).tolist()
+    assert found[7] == 0
+    if not is_masked:
+        assert found == best_ids(logits.numpy())
+
+
+def test_argmax_needs_all_of_its_synchronisation() -> None:
+    """Two warps, two CTAs and several slices each: every barrier and fence is needed."""
+    logits = torch.randn(2, 3 * 256 - 5)
+    constants = dict(argmax_spec(MASKED=True, WARPS=2, SLICE=256).constants)
+
+    def simulate(mutant: Specialised) -> None:
+        found = _argmax(logits, is_masked=True, grid=2, warps=2, slice_size=256, seeds=1, specialised=mutant)
+        assert found == logits.argmax(1).tolist()
+
+    found = [mutation.name for mutation in check_mutants(argmax, constants, simulate)]
+    assert (found.count("fence"), found.count("barrier"), found.count("grid_wait")) == (2, 2, 1)
+
+
+def test_greedy_decoding_feeds_the_argmax_of_the_logits_of_the_head() -> None:
+    """Head with logits, then argmax over them, in one chain: the same tokens."""
+    case = Case(m=2, size=264, vocab_size=131)
+    torch.manual_seed(1)
+    data = Data(
+        torch.randn(2, 264).bfloat16(), torch.rand(264).bfloat16(), torch.randn(131, 264).bfloat16(), torch.ones(131)
+    )
+    memory = _place(case, data)
+    memory.empty("again", 2, np.int32)
+    memory.empty("slices", (2, 2), np.uint64)
+    memory.put("tickets", np.zeros(2, np.uint32), mutable=True)
+    names = ("logits", "again", "slices", "tickets")
+    second = Launch(
+        argmax,
+        dict(argmax_spec(MASKED=False, WARPS=1, SLICE=128).constants),
+        (*map(memory.address, names), 2, 131),
+        grid=3,
+        num_threads=32,
+        shared_bytes=argmax_shared_bytes(WARPS=1),
+    )
+    run(memory, [_launch(case, memory), second], seed=2)
+    assert memory.get("again").tolist() == memory.get("tokens").tolist()
+    assert memory.get("tokens").tolist() == memory.get("logits").argmax(1).tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_sweep(is_int8: bool) -> None:
+    """Every tile size of the sweep, random numbers."""
+    for r, u, warps in ((1, 8, 2), (2, 4, 2), (4, 4, 3), (4, 2, 2)):
+        for m in (1, 2):
+            case = Case(m, 1040, 61, r, u, warps, 3, is_int8)
+            torch.manual_seed(r)
+            integers, scales = quantise.quantise_rows(weight := torch.randn(61, 1040))
+            data = Data(
+                torch.randn(m, 1040).bfloat16(),
+                torch.rand(1040).bfloat16(),
+                integers if is_int8 else weight.bfloat16(),
+                scales,
+            )
+            memory = _place(case, data)
+            run(memory, [_launch(case, memory)], seed=r)
+            found = torch.from_numpy(memory.get("logits"))
+            torch.testing.assert_close(found, _expected(case, data), rtol=2**-7, atol=2**-4)
+            assert memory.get("tokens").tolist() == found.argmax(1).tolist()
+
+
+def test_scratch_of_a_launch() -> None:
+    """A key per CTA and vector, or per row and slice; CTAs beyond the work are of no use."""
+    assert num_ctas_needed(31, R=2, WARPS=2) == 8
+    assert partial_bytes(8, M=2) == 128
+    assert argmax_num_ctas_needed(3, 4097) == 6
+    assert argmax_partial_bytes(3, 4097) == 48
+
+
+def test_a_model_has_few_kernels_for_its_end() -> None:
+    """M, int8 and whether logits are written; masks for the argmax; one slice per thread is enough."""
+    for shape in MODEL_SHAPES.values():
+        names = [one.name for one in specs(shape)]
+        assert len(names) == len(set(names)) == 10
+        assert num_slices(shape.vocab_size) <= 64

@@ -116,7 +116,9 @@ def _storer(kind: int, size: int, keep: int = 0) -> Twin:
         except (IndexError, ValueError) as error:
             fault(thread, address, size, error)
         thread.log(address << SITE_BITS | site)
-        thread.cta.pending[address] = size
+        pending = thread.cta.pending
+        if pending.get(address, 0) < size:  # a wider store that began here is pending too
+            pending[address] = size
 
     return store
 

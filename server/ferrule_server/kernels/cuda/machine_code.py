@@ -10,12 +10,14 @@ allocation granularity: the occupancy calculator of Nsight Compute.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from ferrule_server.kernels.cuda.addressing import narrow_addresses
-from ferrule_server.kernels.cuda.compile import Cubin
-from ferrule_server.kernels.cuda.sass import INSTRUCTION_BYTES, Instruction, MachineCode, disassemble
+from ferrule_server.kernels.cuda.compile import ARCHITECTURES, Cubin
+from ferrule_server.kernels.cuda.cubin_cache import CubinCache
+from ferrule_server.kernels.cuda.cubins import Job, Progress, build
+from ferrule_server.kernels.cuda.sass import INSTRUCTION_BYTES, Instruction, MachineCode, disassemble, disassemble_all
 from ferrule_server.kernels.cuda.spec import KernelSpec
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "Multiprocessor",
     "Violation",
     "check",
+    "make_all",
 ]
 
 _GLOBAL_STORES = frozenset({"STG", "ST", "ATOMG", "ATOM", "RED", "REDG", "UBLKRED", "UTMASTG", "UTMAREDG"})
@@ -164,6 +167,36 @@ def check(spec: KernelSpec, cubin: Cubin) -> list[Violation]:
         CompileError: nvdisasm fails.
     """
     return Made(spec, cubin, disassemble(cubin)).breaches()
+
+
+def make_all(
+    specs: Iterable[KernelSpec],
+    architectures: Iterable[str] = ARCHITECTURES,
+    *,
+    cache: CubinCache | None = None,
+    num_workers: int | None = None,
+    progress: Progress | None = None,
+) -> list[Made]:
+    """Return every spec compiled for every architecture and taken apart, spec by spec.
+
+    Args:
+        specs: Each once.
+        architectures: Keys of :data:`ferrule_server.kernels.cuda.compile.ARCHITECTURES`.
+        cache: Where compiled kernels are looked for and kept.
+        num_workers: Processes that compile; None: one per core.
+        progress: Told of each kernel that is compiled.
+
+    Raises:
+        KernelError: A kernel's source leaves the language.
+        CompileError: The toolkit is missing, or refuses one.
+    """
+    jobs = [(spec, architecture) for spec in specs for architecture in architectures]
+    cubins = build(jobs, cache=cache, num_workers=num_workers, progress=progress)
+    codes: dict[Job, MachineCode] = {}
+    for architecture in {name for _, name in jobs}:
+        same = [job for job in jobs if job[1] == architecture]
+        codes.update(zip(same, disassemble_all([cubins[job] for job in same]), strict=True))
+    return [Made(spec, cubin, codes[spec, name]) for (spec, name), cubin in cubins.items()]
 
 
 def _no_local_memory(made: Made) -> Iterator[str]:

@@ -1,0 +1,108 @@
+"""Every kernel that a model needs: what is built at start-up, shipped, checked and tabled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+
+from ferrule_server.kernels.cuda import (
+    add_norm,
+    attention,
+    attention_mma,
+    block_transfer,
+    copy_blocks,
+    embed,
+    gemm,
+    gemv,
+    head,
+    log_sum_exp,
+    move_slots,
+    sample,
+    shape_logits,
+    top_k,
+)
+from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec, ModelShape
+from ferrule_server.kernels.cuda.specialise import KernelError
+
+__all__ = ["OPS", "Op", "kernels_of", "merged", "shipped_kernels", "variants_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One module of kernels.
+
+    Attributes:
+        name: Of the module.
+        specs: What a model of some shape needs of it.
+        variants: What a sweep on a GPU tries; nothing where there is nothing to choose.
+    """
+
+    name: str
+    specs: Callable[[ModelShape], list[KernelSpec]]
+    variants: Callable[[ModelShape], list[KernelSpec]]
+
+
+OPS: tuple[Op, ...] = (
+    Op("embed", embed.specs, embed.variants),
+    Op("gemv", gemv.specs, gemv.variants),
+    Op("gemm", gemm.specs, gemm.variants),
+    Op("add_norm", add_norm.specs, add_norm.variants),
+    Op("attention", attention.specs, attention.variants),
+    Op("attention_mma", attention_mma.specs, attention_mma.variants),
+    Op("head", head.specs, head.variants),
+    Op("shape_logits", shape_logits.specs, shape_logits.variants),
+    Op("log_sum_exp", log_sum_exp.specs, log_sum_exp.variants),
+    Op("top_k", top_k.specs, top_k.variants),
+    Op("sample", sample.specs, sample.variants),
+    Op("copy_blocks", copy_blocks.specs, copy_blocks.variants),
+    Op("move_slots", move_slots.specs, move_slots.variants),
+    Op("block_transfer", block_transfer.specs, block_transfer.variants),
+)
+"""All of them, in the order in which a step runs them."""
+
+
+def kernels_of(shape: ModelShape) -> list[KernelSpec]:
+    """Return the kernels that a model of this shape needs, each once, op by op.
+
+    Raises:
+        KernelError: Different things are promised of one kernel.
+    """
+    return merged(spec for op in OPS for spec in op.specs(shape))
+
+
+def variants_of(shape: ModelShape) -> list[KernelSpec]:
+    """Return what a sweep on a GPU tries for a model of this shape, each once, op by op; some it needs anyway.
+
+    Raises:
+        KernelError: Different things are promised of one kernel.
+    """
+    return merged(spec for op in OPS for spec in op.variants(shape))
+
+
+def shipped_kernels() -> list[KernelSpec]:
+    """Return the kernels of all :data:`~ferrule_server.kernels.cuda.spec.MODEL_SHAPES`, each once, op by op.
+
+    Raises:
+        KernelError: Different things are promised of one kernel.
+    """
+    return merged(spec for op in OPS for shape in MODEL_SHAPES.values() for spec in op.specs(shape))
+
+
+def merged(specs: Iterable[KernelSpec]) -> list[KernelSpec]:
+    """Return each kernel once, in the order of its first appearance, with the largest shared memory asked for.
+
+    Args:
+        specs: May name one kernel for several sizes, which differ in shared memory and in nothing else.
+
+    Raises:
+        KernelError: They differ in something else.
+    """
+    found: dict[str, KernelSpec] = {}
+    for spec in specs:
+        known = found.setdefault(spec.name, spec)
+        largest = max(known.shared_bytes, spec.shared_bytes)
+        if replace(known, shared_bytes=largest) != replace(spec, shared_bytes=largest):
+            names = [field.name for field in fields(spec) if getattr(known, field.name) != getattr(spec, field.name)]
+            raise KernelError(f"{spec.name} is wanted twice with different {' and '.join(names)}")
+        found[spec.name] = replace(spec, shared_bytes=largest)
+    return list(found.values())

@@ -21,9 +21,11 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import operator
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -38,6 +40,19 @@ CASTS = ("f32", "i32", "u32")
 
 _PARAMETER_KINDS = ("Address", "I32", "F32")
 _BUILTINS = {"min": min, "max": max, "abs": abs, "len": len, "range": range, "int": int, "bool": bool}
+_OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.LShift: operator.lshift,
+    ast.RShift: operator.rshift,
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
+    ast.BitXor: operator.xor,
+}
+"""The common ones: all others are left to ``eval``, which takes its time."""
 _UNKNOWN = object()
 _Node = TypeVar("_Node", bound=ast.AST)
 
@@ -141,7 +156,9 @@ def specialise(kernel: Callable[..., None], constants: Mapping[str, Constant]) -
     return Specialised(kernel.__name__, tree, parameters, path)
 
 
+@cache
 def _parse(function: Callable[..., object]) -> tuple[ast.FunctionDef, str]:
+    """Return a function's tree, which everybody leaves as it is, and its file."""
     lines, first = inspect.getsourcelines(function)
     definition = ast.parse(textwrap.dedent("".join(lines))).body[0]
     if not isinstance(definition, ast.FunctionDef):
@@ -416,15 +433,21 @@ def _at(origin: ast.AST, node: _Node) -> _Node:
 
 def _evaluate(node: ast.expr, scope: _Scope) -> Any:
     """Return the value of an expression made of constants alone, or ``_UNKNOWN``."""
-    values: dict[str, Any] = {}
-    for part in ast.walk(node):
-        if isinstance(part, ast.Call) and not (isinstance(part.func, ast.Name) and part.func.id in _BUILTINS):
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.Name(id=name):
+            return _look_up(name, scope)
+        case ast.BinOp(op=operation) if type(operation) in _OPERATIONS:
+            left = _evaluate(node.left, scope)
+            right = _UNKNOWN if left is _UNKNOWN else _evaluate(node.right, scope)
+            return _UNKNOWN if right is _UNKNOWN else _OPERATIONS[type(operation)](left, right)
+        case ast.Call(func=function) if not (isinstance(function, ast.Name) and function.id in _BUILTINS):
             return _UNKNOWN
-        if isinstance(part, ast.Name):
-            value = _look_up(part.id, scope)
-            if value is _UNKNOWN:
-                return _UNKNOWN
-            values[part.id] = value
+    for part in ast.iter_child_nodes(node):
+        if isinstance(part, ast.expr) and _evaluate(part, scope) is _UNKNOWN:
+            return _UNKNOWN
+    values = {part.id: _look_up(part.id, scope) for part in ast.walk(node) if isinstance(part, ast.Name)}
     code = compile(ast.fix_missing_locations(ast.Expression(body=node)), "<constant>", "eval")
     return eval(code, {"__builtins__": {}}, values)  # noqa: S307  (our own kernels)
 

@@ -52,9 +52,8 @@ def mutations(specialised: Specialised) -> list[Mutation]:
 
 
 def mutate(specialised: Specialised, mutation: Mutation) -> Specialised:
-    """Return the kernel without the calls of one mutation."""
-    tree = _Deleter(mutation).visit(copy.deepcopy(specialised.tree))
-    return replace(specialised, tree=ast.fix_missing_locations(tree))
+    """Return the kernel without the calls of one mutation; its own tree is left as it is."""
+    return replace(specialised, tree=ast.Module(_without(specialised.tree.body, mutation), []))
 
 
 def check_mutants(
@@ -94,9 +93,17 @@ def _mutation(node: ast.AST) -> Mutation | None:
     return None
 
 
-class _Deleter(ast.NodeTransformer):
-    def __init__(self, mutation: Mutation) -> None:
-        self._mutation = mutation
-
-    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
-        return ast.copy_location(ast.Pass(), node) if _mutation(node) == self._mutation else node
+def _without(body: list[ast.stmt], mutation: Mutation) -> list[ast.stmt]:
+    written: list[ast.stmt] = []
+    for node in body:
+        if _mutation(node) == mutation:
+            written.append(ast.copy_location(ast.Pass(), node))
+        elif isinstance(node, ast.FunctionDef | ast.If | ast.While):
+            made = copy.copy(node)
+            made.body = _without(node.body, mutation)
+            if not isinstance(made, ast.FunctionDef):
+                made.orelse = _without(made.orelse, mutation)
+            written.append(made)
+        else:
+            written.append(node)
+    return written

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ferrule_server.kernels.cuda.specialise import Specialised
 from tests.kernels.cuda.simulator.numbers import BF16, PURE, f32
-from tests.kernels.cuda.simulator.rounding import round_assignments
+from tests.kernels.cuda.simulator.rounding import Kinds
 from tests.kernels.cuda.simulator.shared import SHARED
 from tests.kernels.cuda.simulator.twins import ATOMIC, GLOBAL, SITE_BITS
 
@@ -22,6 +21,10 @@ BLOCKING = (
     "ballot", "mma_bf16",
 )  # fmt: skip
 """Instructions at which a thread waits for others."""
+
+
+_LOAD = ast.Load()
+_Node = TypeVar("_Node", bound=ast.AST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,50 +50,80 @@ class Program:
 
 
 def translate(specialised: Specialised) -> Program:
-    """Return the program of a kernel."""
-    tree = copy.deepcopy(specialised.tree)
-    function = tree.body[0]
+    """Return the program of a kernel; its own tree is left as it is."""
+    function = specialised.tree.body[0]
     assert isinstance(function, ast.FunctionDef)
-    round_assignments(function, {name for name, kind in specialised.parameters if kind == "F32"})
-    writer = _Writer()
-    writer.visit(tree)
-    function.args.args.insert(0, ast.arg(arg="_t"))
+    kinds = Kinds(function, {name for name, kind in specialised.parameters if kind == "F32"})
+    writer = _Writer(kinds)
     never = ast.If(ast.Constant(False), [ast.Expr(ast.Yield())], [])
-    function.body.insert(0, ast.copy_location(never, function))
+    made = writer.generic(function)
+    made.args = ast.arguments([], [ast.arg("_t"), *function.args.args], None, [], [], None, [])
+    made.body = [ast.fix_missing_locations(ast.copy_location(never, function)), *made.body]
+    made.args = ast.fix_missing_locations(made.args)
     scope: dict[str, Any] = {**PURE, **SHARED, **GLOBAL, **ATOMIC, "_BF16": BF16}
-    exec(compile(ast.fix_missing_locations(tree), specialised.path, "exec"), scope)
+    tree = ast.Module([made], [])
+    exec(compile(tree, specialised.path, "exec"), scope)
     return Program(specialised.name, specialised.path, tuple(writer.sites), scope[specialised.name])
 
 
-class _Writer(ast.NodeTransformer):
-    """Puts in what twins need; the shortest ones are written in place."""
+class _Writer:
+    """Copies a tree and puts in what twins need; the shortest twins are written in place."""
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: Kinds) -> None:
         self.sites: list[Site] = []
         self._index: dict[Site, int] = {}
+        self._kinds = kinds
 
-    def visit_While(self, node: ast.While) -> ast.stmt:
-        """Let every round of a loop lose the turn, so that one without end is noticed."""
-        self.generic_visit(node)
-        node.body.insert(0, ast.copy_location(ast.Expr(ast.Yield()), node))
-        return node
+    def write(self, node: Any) -> Any:
+        """Return what stands for a statement or an expression."""
+        match node:
+            case ast.Call():
+                return self._call(node)
+            case ast.Assign():
+                return _at(node, ast.Assign, targets=node.targets, value=self._rounded(node.value))
+            case ast.AugAssign() if self._kinds.is_float(node):
+                return self.write(_unfolded(node))
+            case ast.While():
+                turn = _at(node, ast.Expr, value=_at(node, ast.Yield, value=None))
+                return _at(node, ast.While, test=self.write(node.test), body=[turn, *self._all(node.body)], orelse=[])
+        return self.generic(node)
 
-    def visit_Call(self, node: ast.Call) -> ast.expr:
-        self.generic_visit(node)
+    def generic(self, node: Any) -> Any:
+        """Return a copy with everything below it written."""
+        made = node.__class__.__new__(node.__class__)
+        made.__dict__.update(node.__dict__)
+        for name in node._fields:
+            value = getattr(node, name, None)
+            if isinstance(value, ast.expr | ast.stmt):
+                setattr(made, name, self.write(value))
+            elif isinstance(value, list):
+                setattr(made, name, self._all(value))
+        return made
+
+    def _all(self, nodes: list[Any]) -> list[Any]:
+        return [self.write(node) if isinstance(node, ast.expr | ast.stmt) else node for node in nodes]
+
+    def _rounded(self, value: ast.expr) -> ast.expr:
+        if isinstance(value, ast.Tuple):
+            return _at(value, ast.Tuple, elts=[self._rounded(part) for part in value.elts], ctx=value.ctx)
+        if self._kinds.needs_rounding(value):
+            return _call(value, "f32", self.write(value))
+        written: ast.expr = self.write(value)
+        return written
+
+    def _call(self, node: ast.Call) -> ast.expr:
         assert isinstance(node.func, ast.Name)
-        name, arguments = node.func.id, node.args
-        return ast.copy_location(self._written(name, arguments, node), node)
-
-    def _written(self, name: str, arguments: list[ast.expr], node: ast.Call) -> ast.expr:
+        name, arguments = node.func.id, self._all(node.args)
         if name in PURE:
             return _computed(name, arguments, node)
-        site = ast.Constant(self._site(Site(getattr(node, "path", ""), node.lineno, name)))
+        site = _constant(node, self._site(Site(getattr(node, "path", ""), node.lineno, name)))
         if name in BLOCKING:
-            return ast.Yield(ast.Tuple([ast.Constant(name), site, *arguments], ast.Load()))
+            request = _at(node, ast.Tuple, elts=[_constant(node, name), site, *arguments], ctx=_LOAD)
+            return _at(node, ast.Yield, value=request)
         if name in GLOBAL or name in ATOMIC:
-            return ast.Call(node.func, [ast.Yield(), *arguments, site], [])
+            return _call(node, name, _at(node, ast.Yield, value=None), *arguments, site)
         assert name in SHARED, f"the simulator has no twin of {name}"
-        return ast.Call(node.func, [ast.Name("_t", ast.Load()), *arguments, site], [])
+        return _call(node, name, _name(node, "_t"), *arguments, site)
 
     def _site(self, site: Site) -> int:
         if site not in self._index:
@@ -104,15 +137,45 @@ def _computed(name: str, arguments: list[ast.expr], call: ast.Call) -> ast.expr:
     """Return what stands for a call that needs no thread: the shortest twins are written in place."""
     match name, arguments:
         case "f32", [ast.Constant(value=float(value))]:
-            return ast.Constant(f32(value))
+            return _constant(call, f32(value))
         case "bf16_low", [word]:
-            return _bf16(ast.BinOp(word, ast.BitAnd(), ast.Constant(0xFFFF)))
+            return _bf16(call, _binary(call, word, ast.BitAnd(), _constant(call, 0xFFFF)))
         case "bf16_high", [word]:
-            return _bf16(ast.BinOp(word, ast.RShift(), ast.Constant(16)))
+            return _bf16(call, _binary(call, word, ast.RShift(), _constant(call, 16)))
         case "fma", [a, b, c]:
-            return ast.BinOp(ast.BinOp(a, ast.Mult(), b), ast.Add(), c)
-    return call
+            return _binary(call, _binary(call, a, ast.Mult(), b), ast.Add(), c)
+    return _call(call, name, *arguments)
 
 
-def _bf16(index: ast.expr) -> ast.expr:
-    return ast.Subscript(ast.Name("_BF16", ast.Load()), index, ast.Load())
+def _unfolded(node: ast.AugAssign) -> ast.Assign:
+    """Return ``x = x + y`` for ``x += y``."""
+    assert isinstance(node.target, ast.Name)
+    total = _binary(node, _name(node, node.target.id), node.op, node.value)
+    return _at(node, ast.Assign, targets=[node.target], value=total)
+
+
+def _at(origin: ast.AST, kind: type[_Node], **fields: object) -> _Node:
+    """Return a node that stands where another stands."""
+    made = kind.__new__(kind)
+    made.__dict__.update(fields, lineno=origin.lineno, col_offset=origin.col_offset)  # type: ignore[attr-defined]
+    return made
+
+
+def _name(origin: ast.AST, name: str) -> ast.expr:
+    return _at(origin, ast.Name, id=name, ctx=_LOAD)
+
+
+def _constant(origin: ast.AST, value: object) -> ast.expr:
+    return _at(origin, ast.Constant, value=value)
+
+
+def _call(origin: ast.AST, name: str, *arguments: ast.expr) -> ast.expr:
+    return _at(origin, ast.Call, func=_name(origin, name), args=list(arguments), keywords=[])
+
+
+def _binary(origin: ast.AST, left: ast.expr, operator: ast.operator, right: ast.expr) -> ast.expr:
+    return _at(origin, ast.BinOp, left=left, op=operator, right=right)
+
+
+def _bf16(origin: ast.AST, index: ast.expr) -> ast.expr:
+    return _at(origin, ast.Subscript, value=_name(origin, "_BF16"), slice=index, ctx=_LOAD)

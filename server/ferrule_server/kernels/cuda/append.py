@@ -10,6 +10,8 @@ that RoPE turns them with (Hugging Face's pairing).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -34,8 +36,10 @@ from ferrule_server.kernels.cuda.intrinsics import (
 )
 from ferrule_server.kernels.cuda.specialise import i32, registers, unrolled
 
-__all__ = ["kv_address", "rope_table", "rotate_head", "stage_new_token"]
+__all__ = ["Registers", "kv_address", "rope_table", "rotate_head", "stage_new_token"]
 
+Registers = Any
+"""What ``registers`` makes: known to the specialiser alone, indexed by one or several constants."""
 LOG2 = {1: 0, 2: 1, 4: 2, 8: 3, 16: 4, 32: 5, 64: 6, 128: 7}
 
 
@@ -81,8 +85,8 @@ def rotate_head(
     rope_row: Address,
     lane: I32,
     eps: F32,
-    low: list[int],
-    high: list[int],
+    low: Registers,
+    high: Registers,
     *,
     HEAD_DIM: int,
     QK_NORM: bool,
@@ -132,8 +136,8 @@ def rotate_head(
 
 @device
 def stage_new_token(
-    low: list[int],
-    high: list[int],
+    low: Registers,
+    high: Registers,
     value_source: Address,
     slot_address: Address,
     writes: I32,

@@ -223,6 +223,24 @@ def test_accesses_of_different_width_are_compared_byte_by_byte() -> None:
     assert memory.get("y").view(np.uint16)[:64].tolist() == list(range(64))
 
 
+def narrow_after_wide(x: Address, y: Address, z: Address) -> None:
+    """Store a vector, then one word at its beginning and one inside."""
+    grid_wait()
+    if thread_id() == 0:
+        store_v4(z, (1, 2, 3, 4))
+    barrier()
+    if thread_id() == 1:
+        store_u32(z, 5)
+        store_u32(z + 8, 6)
+        fence()
+        store_u32(z + 12, load_relaxed_u32(z) + load_relaxed_u32(z + 4))
+
+
+def test_stores_that_overlap_are_published_whole() -> None:
+    """The later one wins where both wrote, the earlier one stays elsewhere."""
+    assert simple(narrow_after_wide).get("z").view(np.uint32)[:4].tolist() == [5, 2, 6, 7]
+
+
 def old_value(x: Address, y: Address, z: Address, *, LOAD: str, HAS_FENCE: bool) -> None:  # noqa: N803
     """CTA 1 looks at y, CTA 0 stores to it and raises a flag, CTA 1 looks again; the flags are at y + 128."""
     grid_wait()

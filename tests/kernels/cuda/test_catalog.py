@@ -1,0 +1,136 @@
+"""Layer 2: every shipped kernel compiles for every architecture and keeps every rule; docs/kernels.md says what is so.
+
+The compiled kernels are kept in pytest's cache folder, by what they are made from: a second run compiles nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ferrule_server.kernels.cuda import catalog, gemv
+from ferrule_server.kernels.cuda.catalog import OPS, Op, kernels_of, merged, shipped_kernels, variants_of
+from ferrule_server.kernels.cuda.compile import ARCHITECTURES, toolkit
+from ferrule_server.kernels.cuda.cubin_cache import CubinCache
+from ferrule_server.kernels.cuda.machine_code import Made, make_all
+from ferrule_server.kernels.cuda.report import BEGIN, END, table, written_into
+from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec, ModelShape
+from ferrule_server.kernels.cuda.specialise import KernelError
+
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "kernels.md").read_text()
+SHIPPED = shipped_kernels()
+KERNELS = sorted({spec.kernel for spec in SHIPPED}, key=lambda kernel: kernel.__name__)
+SHAPE = MODEL_SHAPES["Qwen3-0.6B"]
+
+
+@pytest.fixture(scope="module")
+def made(request: pytest.FixtureRequest) -> list[Made]:
+    """Return every shipped kernel for every architecture, taken apart."""
+    assert request.config.cache is not None
+    return make_all(SHIPPED, cache=CubinCache(request.config.cache.mkdir("cubins")), num_workers=2)
+
+
+@pytest.mark.timeout(600)  # the first one compiles them all
+@pytest.mark.parametrize("kernel", [kernel.__name__ for kernel in KERNELS])
+def test_machine_code_keeps_every_rule(made: list[Made], kernel: str) -> None:
+    """At the shapes of all models, for all architectures."""
+    of_kernel = [it for it in made if it.spec.kernel.__name__ == kernel]
+    assert {it.cubin.architecture for it in of_kernel} == set(ARCHITECTURES)
+    breaches = [str(breach) for it in of_kernel for breach in it.breaches()]
+    assert not breaches, "\n".join(breaches)
+
+
+@pytest.mark.timeout(600)
+def test_page_holds_the_table(made: list[Made]) -> None:
+    """Every kernel with its constants and promises; every figure where the compiler is the one that made the page."""
+    written = PAGE[PAGE.index(BEGIN) + len(BEGIN) : PAGE.index(END)].strip()
+    expected = table(made)
+    if toolkit() not in written:
+        written, expected = (
+            re.sub(r"^Made with .*|( \| [\d ]+){6} \|$", "", it, flags=re.M) for it in (written, expected)
+        )
+    advice = "run python -m ferrule_server.kernels.cuda.report --write docs/kernels.md"
+    assert written.splitlines() == expected.splitlines(), advice
+
+
+def test_every_module_with_kernels_is_in_the_catalog() -> None:
+    """In the table of ops, under its name."""
+    folder = Path(inspect.getsourcefile(catalog) or "").parent
+    modules = {path.stem for path in folder.glob("*.py") if re.search(r"^def specs\(", path.read_text(), re.M)}
+    assert {op.name for op in OPS} == modules
+    assert all(inspect.getmodule(op.specs).__name__.endswith(f".{op.name}") for op in OPS)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize("shape", MODEL_SHAPES.values(), ids=MODEL_SHAPES)
+def test_specs_are_of_the_kernels_they_name(op: Op, shape: ModelShape) -> None:
+    """Every constant has a value, sorted by name, and the sizes are possible."""
+    assert op.specs(shape)
+    for spec in op.specs(shape) + op.variants(shape):
+        constants = [it for it in inspect.signature(spec.kernel).parameters.values() if it.kind is it.KEYWORD_ONLY]
+        assert [name for name, _ in spec.constants] == sorted(it.name for it in constants), spec.name
+        assert spec.num_threads % 32 == 0
+        assert 32 <= spec.num_threads * spec.ctas_per_sm <= 1024
+        assert 0 <= (spec.shared_bytes + 1024) * spec.ctas_per_sm <= 114 * 1024, spec.name
+
+
+def test_shipped_kernels_are_those_of_all_shapes() -> None:
+    """Each once, with the shared memory of the largest."""
+    names = [spec.name for spec in SHIPPED]
+    assert len(names) == len(set(names))
+    assert set(names) == {spec.name for shape in MODEL_SHAPES.values() for spec in kernels_of(shape)}
+    largest = {spec.name: spec.shared_bytes for spec in SHIPPED}
+    assert all(spec.shared_bytes <= largest[spec.name] for shape in MODEL_SHAPES.values() for spec in kernels_of(shape))
+
+
+def test_variants_are_more_than_what_ships() -> None:
+    """There is something to choose from."""
+    names = [spec.name for spec in variants_of(SHAPE)]
+    assert len(names) == len(set(names))
+    assert set(names) - {spec.name for spec in SHIPPED}
+
+
+def test_one_kernel_for_two_sizes_gets_the_larger_shared_memory() -> None:
+    """And stays where it first appeared."""
+    first, second = gemv.specs(SHAPE)[:2]
+    smaller = replace(first, shared_bytes=first.shared_bytes - 16)
+    assert merged([smaller, second, first]) == [first, second]
+
+
+def test_one_kernel_with_two_promises_is_refused() -> None:
+    """One of them would go unchecked."""
+    spec = gemv.specs(SHAPE)[0]
+    with pytest.raises(KernelError, match=r"gemv\[.*\] is wanted twice with different num_threads and prefetches"):
+        merged([spec, replace(spec, num_threads=64, prefetches=not spec.prefetches)])
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
+def test_kernels_say_what_they_take(kernel: object) -> None:
+    """The docstring has the launch shape and one entry per parameter and constant."""
+    text = inspect.getdoc(kernel) or ""
+    assert "Launch:" in text
+    described = set(re.findall(r"^    (\w+(?:, \w+)*):", text, re.M))
+    names = {name for line in described for name in line.split(", ")}
+    assert names == set(inspect.signature(kernel).parameters)  # type: ignore[arg-type]
+
+
+def test_table_goes_between_the_markers() -> None:
+    """And nothing else of the page changes."""
+    page = f"before\n{BEGIN}\nold\n{END}\nafter\n"
+    assert written_into(page, "new") == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
+    assert written_into(written_into(page, "new"), "new") == written_into(page, "new")
+
+
+def test_a_page_without_markers_is_refused() -> None:
+    """The message names them."""
+    with pytest.raises(ValueError, match="generated"):
+        written_into("a page", "new")
+
+
+def test_a_spec_is_named_by_kernel_and_constants() -> None:
+    """Readable in a test's name and in the table."""
+    assert KernelSpec(gemv.gemv, (("M", 1), ("R", 2)), num_threads=32, shared_bytes=0).name == "gemv[M=1,R=2]"

@@ -19,7 +19,7 @@ the eight lanes which read at a time (two rows of 64 bytes) meet different banks
 
 Reduction order: slab s of a row belongs to warp ``s % K_WARPS``; a warp adds its slabs in order, the warps are added in
 order. It depends on ``size`` and K_WARPS and on nothing else: not on the number of tokens, the grid, the tile sizes or
-the other tokens. ``k_warps_for`` chooses K_WARPS by the rows of the weight alone, so a token's result has the same bits
+the other tokens. ``sizes_for`` chooses K_WARPS by the rows of the weight alone, so a token's result has the same bits
 alone and among 64.
 
 Bytes moved: ``2 * num_rows * size`` of weights (twice for SwiGLU), once; activations are read from L2 once for each
@@ -68,7 +68,7 @@ from ferrule_server.kernels.cuda.intrinsics import (
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unrolled
 
-__all__ = ["gemm", "k_warps_for", "num_ctas_needed", "shared_bytes", "spec", "specs", "tiles_for", "variants"]
+__all__ = ["gemm", "num_ctas_needed", "shared_bytes", "sizes_for", "spec", "specs", "tiles_for", "variants"]
 
 SLAB = 32
 """Values of K that a warp takes at a time: 4 lanes with 8 each."""
@@ -83,8 +83,8 @@ TILE_ROWS = {"store": 16, "residual": 16, "logits": 16, "swiglu": 8}
 """Values per token that a tile of 16 rows gives: gate and up stand 8 rows apart in a tile."""
 NEXT_K, NEXT_GROUP, NEXT_BUFFER, BUFFER = range(4)
 """What is copied next: first value of K, group of rows, offset of the buffer; and the buffer that is read now."""
-PASS_TILES = {1: 1, 2: 2, 4: 2, 8: 1}
-"""Tiles of tokens whose partial sums meet at a time; with 8, registers are short."""
+TILES_BUILT = (1, 2, 4, 8)
+"""Of the kernels of :func:`specs`."""
 VALUE_BYTES = {"store": 2, "residual": 2, "logits": 4, "swiglu": 2}
 
 
@@ -182,12 +182,13 @@ def gemm(
                 rows[r, 1] += DEPTH * SLABS * K_WARPS * SLAB * 2
             if ahead >= size:
                 left = i32(size - lane_k)
-                if group + num_ctas() >= num_groups:
+                following = i32(group + num_ctas())
+                if following >= num_groups:
                     left = i32(0)
-                first = i32((group + num_ctas()) * ROW_WARPS + row_warp)
+                first = i32(following * ROW_WARPS + row_warp)
                 _point(rows, weight, first, num_rows, size, lane_k, ROW_TILES=ROW_TILES, EPILOGUE=EPILOGUE)
             for d in unrolled(DEPTH):
-                if d == 0 or start + d * SLABS * K_WARPS * SLAB < size:
+                if d == 0 or i32(start + d * SLABS * K_WARPS * SLAB) < size:
                     if STAGES == 2:
                         copy_async_wait_all()
                     else:
@@ -238,7 +239,6 @@ def gemm(
             K_WARPS=K_WARPS,
             OUTS=TILE_ROWS[EPILOGUE] * ROW_TILES * ROW_WARPS,
             STEP=32 * K_WARPS // (TILE_ROWS[EPILOGUE] * ROW_TILES),
-            PASS=PASS_TILES[TILES],
             STRIDE=16 * ROW_TILES * ROW_WARPS + ROW_PAD,
             BASE=STAGES * 8 * TILES * (K_WARPS * SLABS * 64 + PAD),
             EPILOGUE=EPILOGUE,
@@ -279,17 +279,17 @@ def _multiply(
 ) -> None:
     """Add the products of slab s, two mma steps for each tile of rows and tokens.
 
-    As many tiles of tokens at a time as give four sums: their fragments fit the registers, and two mma that depend on
-    each other are four apart.
+    Up to four tiles of tokens at a time: their fragments fit the registers, and two mma that depend on each other are
+    as many apart.
     """
-    b = registers(4 // ROW_TILES)
-    for m in unrolled(0, TILES, 4 // ROW_TILES):
-        for n in unrolled(m, min(m + 4 // ROW_TILES, TILES)):
+    b = registers(4)
+    for m in unrolled(0, TILES, 4):
+        for n in unrolled(m, min(m + 4, TILES)):
             b[n - m] = shared_load_v4(values + n * 8 * (K_WARPS * SLABS * 64 + PAD) + s * K_WARPS * 64)
         for i in unrolled(2):
             for r in unrolled(ROW_TILES):
                 a = (w[d, s, r, 0][2 * i], w[d, s, r, 1][2 * i], w[d, s, r, 0][2 * i + 1], w[d, s, r, 1][2 * i + 1])
-                for n in unrolled(m, min(m + 4 // ROW_TILES, TILES)):
+                for n in unrolled(m, min(m + 4, TILES)):
                     sums[r, n] = mma_bf16(a, (b[n - m][2 * i], b[n - m][2 * i + 1]), sums[r, n])
 
 
@@ -319,11 +319,8 @@ def _copy_tile(
         target = i32(tile[NEXT_BUFFER] + token * (CHUNKS * 16 + PAD) + chunk * 16)
         for j in unrolled(8 * TILES * CHUNKS // THREADS):
             num_bytes = i32(16 if left > j * (THREADS // CHUNKS) else 0)
-            copy_async_16_or_zeros(
-                target + j * (THREADS // CHUNKS) * (CHUNKS * 16 + PAD),
-                source + j * (THREADS // CHUNKS) * 2 * size,
-                num_bytes,
-            )
+            copy_async_16_or_zeros(target + j * (THREADS // CHUNKS) * (CHUNKS * 16 + PAD), source, num_bytes)
+            source = source + i32(THREADS // CHUNKS * 2 * size)
         if 8 * TILES * CHUNKS < THREADS:
             if token < 8 * TILES:
                 copy_async_16_or_zeros(target, source, i32(16 if left > 0 else 0))
@@ -358,80 +355,62 @@ def _finish(
     K_WARPS: int,
     OUTS: int,
     STEP: int,
-    PASS: int,
     STRIDE: int,
     BASE: int,
     EPILOGUE: str,
     BIAS: bool,
 ) -> None:
-    """Add the sums of the warps in order, PASS tiles of tokens at a time, and store what comes of them.
+    """Add the sums of the warps in order and store what comes of them.
 
-    Partial sums are float32 [K_WARPS, 8 * PASS tokens, STRIDE], at BASE. Two such areas take turns, so that one barrier
-    a pass is enough: who writes an area again has passed the barrier that comes after its last reads. A thread gives
-    one row's values for tokens STEP apart; the old values of ``residual`` are loaded a pass ahead.
+    Partial sums are float32 [K_WARPS, 8 * TILES tokens, STRIDE], at BASE. One barrier is enough: who writes them again
+    has passed those of the next group. A thread gives one row's values for tokens STEP apart.
     """
     assert STEP >= 1
     lane = i32(thread_id() & 31)
     k_warp = i32((thread_id() >> 5) & (K_WARPS - 1))
     row = i32((thread_id() >> (5 + LOG2[K_WARPS])) * (16 * ROW_TILES) + (lane >> 2))
-    mine = i32(BASE + ((k_warp * 8 * PASS + (lane & 3) * 2) * STRIDE + row) * 4)
+    mine = i32(BASE + ((k_warp * 8 * TILES + (lane & 3) * 2) * STRIDE + row) * 4)
+    for r in unrolled(ROW_TILES):
+        for n in unrolled(TILES):
+            for c in unrolled(4):
+                shared_store_f32(mine + ((8 * n + c % 2) * STRIDE + 16 * r + 8 * (c // 2)) * 4, sums[r, n][c])
     token = i32(thread_id() >> LOG2[OUTS])
     row = i32(thread_id() & (OUTS - 1))
     n = i32(group * OUTS + row)
     if EPILOGUE == "swiglu":
         row = i32(row + (row & -8))
-    parts = i32(BASE + (token * STRIDE + row) * 4)
     left = i32(num_tokens - token)
     if n >= num_rows:
         left = i32(0)
-    if STEP > 8 * PASS:
-        if token >= 8 * PASS:
-            left = i32(0)
     place = out + i32(token * num_rows + n) * VALUE_BYTES[EPILOGUE]
-    step_bytes = i32(num_rows * VALUE_BYTES[EPILOGUE])
-    shifts = registers(2, init=0.0)
-    if BIAS:
-        if left > 0:
-            shifts[0] = bf16_low(load_u16(bias + n * 2))
-            if EPILOGUE == "swiglu":
-                shifts[1] = bf16_low(load_u16(bias + (n + num_rows) * 2))
-    old = registers(2, -(-8 * PASS // STEP), init=0.0)
+    step_bytes = i32(num_rows * (VALUE_BYTES[EPILOGUE] * STEP))
+    old = registers(-(-8 * TILES // STEP), init=0.0)
     if EPILOGUE == "residual":
-        _load_old(old, place, left, step_bytes, COUNT=-(-8 * PASS // STEP), STEP=STEP, PASS=PASS, p=0)
-    for p in unrolled(TILES // PASS):
-        area = i32(mine + (p % 2) * K_WARPS * 8 * PASS * STRIDE * 4)
-        for r in unrolled(ROW_TILES):
-            for q in unrolled(PASS):
-                for c in unrolled(4):
-                    place_of = area + ((8 * q + c % 2) * STRIDE + 16 * r + 8 * (c // 2)) * 4
-                    shared_store_f32(place_of, sums[r, p * PASS + q][c])
-        if EPILOGUE == "residual" and p + 1 < TILES // PASS:
-            _load_old(old, place, left, step_bytes, COUNT=-(-8 * PASS // STEP), STEP=STEP, PASS=PASS, p=p + 1)
-        barrier()
-        for j in unrolled(-(-8 * PASS // STEP)):
-            if left > p * 8 * PASS + j * STEP:
-                area = i32(parts + ((p % 2) * K_WARPS * 8 * PASS + j * STEP) * STRIDE * 4)
-                value = _total(area, K_WARPS=K_WARPS, BYTES=8 * PASS * STRIDE * 4) + shifts[0]
-                target = place + (p * 8 * PASS + j * STEP) * step_bytes
-                if EPILOGUE == "logits":
-                    store_f32(target, round_bf16(value))
-                else:
-                    if EPILOGUE == "swiglu":
-                        up = _total(area + 32, K_WARPS=K_WARPS, BYTES=8 * PASS * STRIDE * 4) + shifts[1]
-                        value = swiglu(value, up)
-                    if EPILOGUE == "residual":
-                        value = old[p % 2, j] + round_bf16(value)
-                    store_u16(target, pack_bf16(value, 0.0))
-
-
-@device
-def _load_old(
-    old: Any, place: Address, left: I32, step_bytes: I32, *, COUNT: int, STEP: int, PASS: int, p: int
-) -> None:
-    """Load what the thread's values of pass p are added to."""
-    for j in unrolled(COUNT):
-        if left > p * 8 * PASS + j * STEP:
-            old[p % 2, j] = bf16_low(load_u16(place + (p * 8 * PASS + j * STEP) * step_bytes))
+        old_place = place
+        for j in unrolled(-(-8 * TILES // STEP)):
+            if left > j * STEP:
+                old[j] = bf16_low(load_u16(old_place))
+            old_place = old_place + step_bytes
+    shifts = registers(2, init=0.0)
+    if BIAS and left > 0:
+        shifts[0] = bf16_low(load_u16(bias + n * 2))
+        if EPILOGUE == "swiglu":
+            shifts[1] = bf16_low(load_u16(bias + (n + num_rows) * 2))
+    barrier()
+    parts = i32(BASE + (token * STRIDE + row) * 4)
+    for j in unrolled(-(-8 * TILES // STEP)):
+        if left > j * STEP:
+            value = _total(parts + j * STEP * STRIDE * 4, K_WARPS=K_WARPS, BYTES=8 * TILES * STRIDE * 4) + shifts[0]
+            if EPILOGUE == "logits":
+                store_f32(place, round_bf16(value))
+            else:
+                if EPILOGUE == "swiglu":
+                    up = _total(parts + j * STEP * STRIDE * 4 + 32, K_WARPS=K_WARPS, BYTES=8 * TILES * STRIDE * 4)
+                    value = swiglu(value, up + shifts[1])
+                if EPILOGUE == "residual":
+                    value = old[j] + round_bf16(value)
+                store_u16(place, pack_bf16(value, 0.0))
+        place = place + step_bytes
 
 
 @device
@@ -449,42 +428,33 @@ def tiles_for(num_tokens: int) -> int:
     Raises:
         ValueError: More than 64 tokens, or none.
     """
-    for tiles in PASS_TILES:
+    for tiles in TILES_BUILT:
         if 1 <= num_tokens <= 8 * tiles:
             return tiles
     raise ValueError(f"{num_tokens} tokens; one launch takes 1 to 64")
 
 
-def k_warps_for(num_rows: int, epilogue: str) -> int:
-    """Return how many of 8 warps share a row tile: the fewest that keep 132 multiprocessors about as busy as any.
-
-    Fewer means larger groups of rows, and activations read less often. Decides the order of the sums, therefore a
-    function of the weight alone.
-    """
-    times = {k_warps: _rows_in_turn(num_rows, TILE_ROWS[epilogue] * (8 // k_warps)) for k_warps in (2, 4, 8)}
-    return min(k_warps for k_warps, time in times.items() if time <= 1.1 * min(times.values()))
-
-
 def num_ctas_needed(num_rows: int, constants: Mapping[str, Constant]) -> int:
     """Return how many CTAs find work at all."""
-    row_tiles, row_warps = (int(constants[name]) for name in ("ROW_TILES", "ROW_WARPS"))  # type: ignore[arg-type]
+    row_tiles, row_warps = _integers(constants, "ROW_TILES", "ROW_WARPS")
     return -(-num_rows // (TILE_ROWS[str(constants["EPILOGUE"])] * row_tiles * row_warps))
 
 
-def _rows_in_turn(num_rows: int, rows: int) -> int:
-    """Return how many rows the busiest multiprocessor works on, with so many rows to a group."""
-    return -(-num_rows // (rows * NUM_MULTIPROCESSORS)) * rows
-
-
 def shared_bytes(constants: Mapping[str, Constant]) -> int:
-    """Return the dynamic shared memory of a launch in bytes: buffers of activations, then areas of partial sums."""
-    tiles, k_warps, slabs, stages, row_tiles, row_warps = (
-        int(constants[name])  # type: ignore[arg-type]
-        for name in ("TILES", "K_WARPS", "SLABS", "STAGES", "ROW_TILES", "ROW_WARPS")
-    )
-    num_areas = min(2, tiles // PASS_TILES[tiles])
-    area = k_warps * 8 * PASS_TILES[tiles] * (16 * row_tiles * row_warps + ROW_PAD) * 4
-    return stages * 8 * tiles * (k_warps * slabs * 64 + PAD) + num_areas * area
+    """Return the dynamic shared memory of a launch in bytes: buffers of activations, then partial sums."""
+    names = ("TILES", "K_WARPS", "SLABS", "STAGES", "ROW_TILES", "ROW_WARPS")
+    tiles, k_warps, slabs, stages, row_tiles, row_warps = _integers(constants, *names)
+    sums = k_warps * 8 * tiles * (16 * row_tiles * row_warps + ROW_PAD) * 4
+    return stages * 8 * tiles * (k_warps * slabs * 64 + PAD) + sums
+
+
+def _integers(constants: Mapping[str, Constant], *names: str) -> tuple[int, ...]:
+    found = []
+    for name in names:
+        value = constants[name]
+        assert isinstance(value, int), name
+        found.append(value)
+    return tuple(found)
 
 
 def spec(
@@ -503,17 +473,18 @@ def spec(
         TILES: Tiles of 8 tokens.
         EPILOGUE: Of the kernel.
         BIAS: Of the kernel.
-        ctas_per_sm: CTAs that share a multiprocessor, and 8 warps.
-        sizes: Other constants of the kernel, where the default is not wanted.
+        ctas_per_sm: CTAs that share a multiprocessor.
+        sizes: Other constants of the kernel, instead of :func:`sizes_for`.
     """
-    chosen = {"STAGES": 2, **(sizes or {})}
-    k_warps = chosen.setdefault("K_WARPS", k_warps_for(num_rows, EPILOGUE))
-    row_warps = chosen.setdefault("ROW_WARPS", 8 // ctas_per_sm // k_warps)
-    rows = TILE_ROWS[EPILOGUE] * row_warps
-    row_tiles = chosen.setdefault("ROW_TILES", 2 if _has_two_row_tiles(num_rows, rows, TILES, EPILOGUE) else 1)
-    slabs = chosen.setdefault("SLABS", 4 // row_tiles if k_warps == 2 else 2 if TILES < 8 else 1)
-    depth = chosen.setdefault("DEPTH", max(1, (8 if TILES < 8 else 6) // (2 * row_tiles * slabs)))
-    constants: dict[str, Constant] = {**chosen, "BIAS": BIAS, "EPILOGUE": EPILOGUE, "TILES": TILES}
+    constants: dict[str, Constant] = {
+        **(sizes or sizes_for(num_rows, TILES, EPILOGUE)),
+        "BIAS": BIAS,
+        "EPILOGUE": EPILOGUE,
+        "TILES": TILES,
+    }
+    row_tiles, row_warps, k_warps, slabs, depth = _integers(
+        constants, "ROW_TILES", "ROW_WARPS", "K_WARPS", "SLABS", "DEPTH"
+    )
     return KernelSpec(
         kernel=gemm,
         constants=tuple(sorted(constants.items())),
@@ -526,13 +497,31 @@ def spec(
     )
 
 
-def _has_two_row_tiles(num_rows: int, rows: int, tiles: int, epilogue: str) -> bool:
-    """Return whether a warp holds two row tiles: it halves much traffic of activations and idles no multiprocessor.
+def sizes_for(num_rows: int, tiles: int, epilogue: str) -> dict[str, int]:
+    """Return the constants that are a matter of speed: for 132 multiprocessors, 32 KiB of weights in flight on each.
 
-    The registers allow it where nothing else is to be kept for the epilogue.
+    The largest groups of rows (activations are read the less often) that keep the busiest multiprocessor within a
+    tenth of the least work. K_WARPS, which decides the order of the sums, comes out the same for any number of tokens.
     """
-    is_as_busy = _rows_in_turn(num_rows, 2 * rows) <= 1.1 * _rows_in_turn(num_rows, rows)
-    return tiles == 8 and epilogue == "logits" and is_as_busy
+    num_tiles = -(-num_rows // TILE_ROWS[epilogue])
+    turns = {rows: -(-num_tiles // (rows * NUM_MULTIPROCESSORS)) * rows for rows in (4, 2, 1)}
+    rows = next(rows for rows, turn in turns.items() if turn <= 1.1 * min(turns.values()))
+    k_warps = 2 if rows == 4 else 4
+    if tiles == 8 or rows == 1:  # four warps with twice the registers
+        row_tiles = min(2, rows) if tiles == 8 else 1
+        row_warps, loads = 4 // k_warps, 16
+    else:
+        row_tiles, row_warps, loads = 1, rows, 8
+    slabs = 4 // row_tiles if k_warps == 2 else 2
+    depth = loads // (2 * row_tiles * slabs)
+    return {
+        "DEPTH": depth,
+        "K_WARPS": k_warps,
+        "ROW_TILES": row_tiles,
+        "ROW_WARPS": row_warps,
+        "SLABS": slabs,
+        "STAGES": 2,
+    }
 
 
 def specs(shape: ModelShape) -> list[KernelSpec]:
@@ -543,25 +532,33 @@ def specs(shape: ModelShape) -> list[KernelSpec]:
         (shape.intermediate_size, "swiglu"),
         (shape.vocab_size, "logits"),
     )
-    return [spec(num_rows, TILES=tiles, EPILOGUE=epilogue) for num_rows, epilogue in linears for tiles in PASS_TILES]
+    return [spec(num_rows, TILES=tiles, EPILOGUE=epilogue) for num_rows, epilogue in linears for tiles in TILES_BUILT]
 
 
 def variants(shape: ModelShape) -> list[KernelSpec]:
     """Return what a sweep on a GPU tries besides, for the projection and the feed-forward part.
 
-    Split of the warps, buffers, loads in flight, row tiles per warp, two smaller CTAs per multiprocessor.
+    All with 4 warps along K, so that the winners can be mixed: loads in flight, tile of K, buffers, rows per CTA, two
+    smaller CTAs per multiprocessor.
     """
+    names = ("ROW_TILES", "ROW_WARPS", "SLABS", "DEPTH", "STAGES")
     sizes = (
-        (1, {"K_WARPS": 2}),
-        (1, {"K_WARPS": 4}),
-        (1, {"K_WARPS": 8}),
-        (1, {"K_WARPS": 4, "STAGES": 3}),
-        (1, {"K_WARPS": 4, "DEPTH": 1}),
-        (1, {"K_WARPS": 4, "ROW_TILES": 2, "SLABS": 1}),
-        (2, {"K_WARPS": 4}),
+        (1, (1, 2, 2, 2, 2)),
+        (1, (1, 2, 4, 1, 2)),
+        (1, (1, 2, 2, 2, 3)),
+        (1, (1, 1, 2, 4, 2)),
+        (1, (1, 1, 4, 2, 2)),
+        (1, (2, 1, 2, 2, 2)),
+        (2, (1, 1, 2, 2, 2)),
     )
     return [
-        spec(num_rows, TILES=tiles, EPILOGUE=epilogue, ctas_per_sm=ctas_per_sm, sizes=chosen)
+        spec(
+            num_rows,
+            TILES=tiles,
+            EPILOGUE=epilogue,
+            ctas_per_sm=ctas_per_sm,
+            sizes={"K_WARPS": 4, **dict(zip(names, chosen, strict=True))},
+        )
         for num_rows, epilogue in ((shape.hidden_size, "residual"), (shape.intermediate_size, "swiglu"))
         for tiles in (1, 2, 4)
         for ctas_per_sm, chosen in sizes

@@ -108,7 +108,7 @@ def test_top_k_is_the_rank_of_the_executor_on_any_grid_again_and_again(vocab_siz
 
 
 def test_top_k_of_a_small_vocabulary_is_all_of_it() -> None:
-    """k >= the vocabulary, equal to it and above, also where a logit is no number: counters come back to zero."""
+    """K >= the vocabulary, equal to it and above, also where a logit is no number: counters come back to zero."""
     rows = awkward_rows(50, seed=1)
     rows[0, 3:5] = np.array([0xFFFFFFFF, 0x7FFFFFFF], np.uint32).view(np.float32)
     order, ks = [1, 2, 4], [50, 64, 51]

@@ -678,6 +678,22 @@ def add_wrapping(a: U32, b: U32) -> U32:
     raise _compiled_only()
 
 
+@_ptx("max.u32 $0, $1, $2;", is_pure=True)
+def max_u32(a: U32, b: U32) -> U32:
+    """Return the larger."""
+    raise _compiled_only()
+
+
+@_ptx(
+    "{ .reg .pred p; .reg .b32 k; shr.s32 k, $1, 31; or.b32 k, k, 0x80000000; xor.b32 k, k, $1; "
+    "setp.eq.u32 p, k, 0x7fffffff; selp.b32 $0, 0x80000000, k, p; }",
+    is_pure=True,
+)
+def order_key(bits: U32) -> U32:
+    """Return a key that rises with the float of these bits; -0 and 0 have the same."""
+    raise _compiled_only()
+
+
 @_ptx("popc.b32 $0, $1;", is_pure=True)
 def count_ones(word: U32) -> I32:
     """Return the number of bits that are 1."""

@@ -17,7 +17,6 @@ from ferrule_server.kernels.cuda.intrinsics import (
     F32,
     I32,
     Address,
-    Offset,
     barrier,
     bits_float,
     cta_id,
@@ -107,7 +106,9 @@ def log_sum_exp(
             if row >= 0:
                 source = logits + row * (vocab_size * 4)
                 partial = partials + slot * (num_slices * 16)
-                peak, weight, moment, bad = reduce_slice(source, i32(part * SLICE), vocab_size, SLICE=SLICE, WARPS=WARPS)
+                peak, weight, moment, bad = reduce_slice(
+                    source, i32(part * SLICE), vocab_size, SLICE=SLICE, WARPS=WARPS
+                )
                 if thread == 0:
                     store_f32x4(partial + part * 16, (peak, weight, moment, bad))
                 is_last = arrive(tickets + slot * 4, num_slices, FLAG, ALL_STORE=False)
@@ -147,9 +148,7 @@ def shared_bytes(num_slices: int) -> int:
 
 
 @device
-def reduce_slice(
-    source: Address, begin: I32, vocab_size: I32, *, SLICE: int, WARPS: int
-) -> tuple[F32, F32, F32, F32]:
+def reduce_slice(source: Address, begin: I32, vocab_size: I32, *, SLICE: int, WARPS: int) -> tuple[F32, F32, F32, F32]:
     """Return of a slice, in thread 0, m, sum exp(l - m), sum exp(l - m) (l - m) and how many logits are not finite."""
     thread = i32(thread_id())
     lane = i32(thread & 31)

@@ -22,6 +22,8 @@ from ferrule_server.kernels.cuda.intrinsics import (
     fence,
     load_u32,
     load_v4,
+    max_u32,
+    order_key,
     shared_load_u32,
     shared_load_u64,
     shared_store_u32,
@@ -42,18 +44,16 @@ __all__ = [
     "compare",
     "exclusive_sum",
     "key_bits",
-    "load_chunk",
+    "load_four",
     "load_slice",
     "num_ctas_needed",
     "num_slices",
-    "order_key",
 ]
 
 DEFAULT_SLICE = 4096
 DEFAULT_WARPS = 8
 
 NEGATIVE_INFINITY = 0xFF800000
-KEY_NEGATIVE_ZERO = 0x7FFFFFFF
 KEY_INFINITY = 0xFF800000
 """Key of +inf: NaN with a clear sign lies above it."""
 KEY_NEGATIVE_INFINITY = 0x007FFFFF
@@ -78,13 +78,6 @@ def num_ctas_needed(num_rows: int, vocab_size: int, slice_size: int = DEFAULT_SL
 
 
 @device
-def order_key(bits: U32) -> U32:
-    """Return a key that rises with the float of these bits; -0 and 0 have the same."""
-    key = bits ^ 0x80000000 ^ (-(bits >> 31) & 0x7FFFFFFF)
-    return key + i32(key == KEY_NEGATIVE_ZERO)
-
-
-@device
 def key_bits(key: U32) -> U32:
     """Return the bits of the float of a key."""
     bits = key ^ 0xFFFFFFFF
@@ -94,7 +87,7 @@ def key_bits(key: U32) -> U32:
 
 
 @device
-def load_slice(row: Address, begin: I32, vocab_size: I32, words: Vec4, *, THREADS: int, SLICE: int) -> None:
+def load_slice(row: Address, begin: I32, vocab_size: I32, words: list[Vec4], *, THREADS: int, SLICE: int) -> None:
     """Load a slice, coalesced: ``words[g]`` is the bits of tokens ``begin + 4 (THREADS g + thread)`` and the next 3.
 
     Args:
@@ -115,15 +108,14 @@ def load_slice(row: Address, begin: I32, vocab_size: I32, words: Vec4, *, THREAD
 
 
 @device
-def load_chunk(row: Address, begin: I32, vocab_size: I32, words: Vec4, *, THREADS: int, SLICE: int) -> None:
-    """Load a slice in order: ``words[g]`` is the bits of tokens ``begin + thread SLICE / THREADS + 4 g`` and the next."""
-    first = i32(begin + thread_id() * (SLICE // THREADS))
-    if (row & 15) == 0 and begin + SLICE <= vocab_size:
-        for g in unrolled(SLICE // THREADS // 4):
-            words[g] = load_v4(row + i32(first + 4 * g) * 4)
+def load_four(row: Address, first: I32, vocab_size: I32) -> Vec4:
+    """Return the bits of four tokens of a row, from ``first`` on."""
+    words = (0, 0, 0, 0)
+    if (row & 15) == 0 and first + 4 <= vocab_size:
+        words = load_v4(row + first * 4)
     else:
-        for g in unrolled(SLICE // THREADS // 4):
-            words[g] = _load_guarded(row, i32(first + 4 * g), vocab_size)
+        words = _load_guarded(row, first, vocab_size)
+    return words
 
 
 @device
@@ -144,7 +136,7 @@ def _load_guarded(row: Address, first: I32, vocab_size: I32) -> Vec4:
 
 
 @device
-def compare(words: Vec4, border: int, *, COUNT: int) -> tuple[U32, U32]:
+def compare(words: list[Vec4], border: int, *, COUNT: int) -> tuple[U32, U32]:
     """Return one bit for each of the 4 * COUNT <= 32 logits: its key is above ``border``, its key is ``border``."""
     above = 0
     equal = 0
@@ -214,12 +206,10 @@ def block_max(value: U32, scratch: Offset, *, WARPS: int) -> U32:
     """Return the largest ``value`` of the CTA, in all threads; ``scratch`` (4 * WARPS bytes) as in the sum above."""
     largest = value
     for step in unrolled(5):
-        other = shuffle_xor_u32(largest, 1 << step)
-        largest = other if other > largest else largest
+        largest = max_u32(largest, shuffle_xor_u32(largest, 1 << step))
     if (thread_id() & 31) == 0:
         shared_store_u32(scratch + (thread_id() >> 5) * 4, largest)
     barrier()
     for w in unrolled(WARPS):
-        part = shared_load_u32(scratch + w * 4)
-        largest = part if part > largest else largest
+        largest = max_u32(largest, shared_load_u32(scratch + w * 4))
     return largest

@@ -43,6 +43,7 @@ from ferrule_server.kernels.cuda.intrinsics import (
     U32,
     U64,
     Address,
+    Vec4,
     add_wrapping,
     atomic_add_u64,
     barrier,
@@ -65,6 +66,7 @@ from ferrule_server.kernels.cuda.intrinsics import (
     multiply_high_u64,
     multiply_low,
     num_ctas,
+    order_key,
     round_u64,
     shared_add_u32,
     shared_load_u32,
@@ -85,15 +87,23 @@ from ferrule_server.kernels.cuda.logit_rows import (
     arrive,
     exclusive_sum,
     key_bits,
-    load_chunk,
+    load_four,
     load_slice,
-    order_key,
 )
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unrolled
 from ferrule_server.kernels.cuda.top_k import COUNT, DIGITS, KEY, PEAK, STATE_BYTES, select_specs
 
-__all__ = ["DRAW_SHARED_BYTES", "RECORD_BYTES", "draw", "mass_shared_bytes", "pack_records", "select_mass", "specs", "variants"]
+__all__ = [
+    "DRAW_SHARED_BYTES",
+    "RECORD_BYTES",
+    "draw",
+    "mass_shared_bytes",
+    "pack_records",
+    "select_mass",
+    "specs",
+    "variants",
+]
 
 RECORD_BYTES = 48
 POSITION = 12
@@ -381,7 +391,10 @@ def draw(
                 for g in unrolled(SLICE // WARPS // 128):
                     words[g] = (0, 0, 0, 0)
                 load_slice(source, i32(part * SLICE), vocab_size, words, THREADS=32 * WARPS, SLICE=SLICE)
-                mass, ties = measure(words, border, peak, scale, bound, COUNT=SLICE // WARPS // 128)
+                mass = 0
+                ties = i32(0)
+                for g in unrolled(SLICE // WARPS // 128):
+                    mass, ties = measure(mass, ties, words[g], border, peak, scale, bound)
                 _mass, mass = exclusive_sum(mass, SCRATCH, WARPS=WARPS)
                 _ties, ties = exclusive_sum(ties, SCRATCH_2, WARPS=WARPS)
                 partial = partials + slot * (num_slices * 16)
@@ -397,8 +410,13 @@ def draw(
                     total = find_slice(partial, num_slices, num_ties, tie_weight, x0, WARPS=WARPS)
                     barrier()
                     begin = i32(shared_load_u32(FOUND) * SLICE)
-                    load_chunk(source, begin, vocab_size, words, THREADS=32 * WARPS, SLICE=SLICE)
-                    mass, ties = measure(words, border, peak, scale, bound, COUNT=SLICE // WARPS // 128)
+                    mass = 0
+                    ties = i32(0)
+                    group = i32(0)
+                    while group < SLICE // WARPS // 128:
+                        first = i32(begin + thread * (SLICE // WARPS // 32) + group * 4)
+                        mass, ties = measure(mass, ties, load_four(source, first, vocab_size), border, peak, scale, bound)
+                        group = i32(group + 1)
                     before, _sum = exclusive_sum(ties, SCRATCH, WARPS=WARPS)
                     left = shared_load_u32(FOUND + 4)
                     kept = ties_kept(left, before, ties)
@@ -437,17 +455,16 @@ def bounded_weight(bits: U32, peak: F32, scale: F32, bound: F32) -> U64:
 
 
 @device
-def measure(words: int, border: U32, peak: F32, scale: F32, bound: F32, *, COUNT: int) -> tuple[U64, U32]:
-    """Return the weight above the border, and the ties, of this thread's logits."""
-    mass = 0
-    ties = i32(0)
-    for g in unrolled(COUNT):
-        for i in unrolled(4):
-            key = order_key(words[g][i])
-            weight = bounded_weight(words[g][i], peak, scale, bound)
-            if key > border:
-                mass = mass + weight
-            ties = i32(ties + i32(key == border))
+def measure(
+    mass: U64, ties: I32, words: Vec4, border: U32, peak: F32, scale: F32, bound: F32
+) -> tuple[U64, I32]:
+    """Return the weight above the border, and the ties, with those of four logits added."""
+    for i in unrolled(4):
+        key = order_key(words[i])
+        below = fma(bits_float(words[i]), 1.0, -peak)
+        if key > border and below >= bound:
+            mass = mass + round_u64(fma(exp2(fma(below, scale, 0.0)), ONE, 0.0))
+        ties = i32(ties + i32(key == border))
     return (mass, ties)
 
 
@@ -460,9 +477,7 @@ def ties_kept(left: I32, before: I32, ties: I32) -> I32:
 
 
 @device
-def find_slice(
-    partial: Address, num_slices: I32, num_ties: U32, tie_weight: U64, x0: U32, *, WARPS: int
-) -> U64:
+def find_slice(partial: Address, num_slices: I32, num_ties: U32, tie_weight: U64, x0: U32, *, WARPS: int) -> U64:
     """Put the slice that holds the token into shared memory, and return the weight of the row."""
     mass = 0
     ties = 0

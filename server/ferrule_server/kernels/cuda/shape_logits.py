@@ -49,7 +49,16 @@ from ferrule_server.kernels.cuda.logit_rows import DEFAULT_SLICE, DEFAULT_WARPS,
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import i32, registers, unrolled
 
-__all__ = ["RECORD_BYTES", "mask_bytes", "pack_entries", "pack_mask", "pack_record", "shape_logits", "specs", "variants"]
+__all__ = [
+    "RECORD_BYTES",
+    "mask_bytes",
+    "pack_entries",
+    "pack_mask",
+    "pack_record",
+    "shape_logits",
+    "specs",
+    "variants",
+]
 
 RECORD_BYTES = 32
 LARGEST = 3.4028234663852886e38

@@ -20,6 +20,7 @@ from __future__ import annotations
 from ferrule_server.kernels.cuda.intrinsics import (
     I32,
     Address,
+    add_wrapping,
     atomic_add_u32,
     atomic_fetch_add_u32,
     barrier,
@@ -33,7 +34,9 @@ from ferrule_server.kernels.cuda.intrinsics import (
     load_relaxed_u32,
     load_relaxed_u64,
     load_u32,
+    max_u32,
     num_ctas,
+    order_key,
     shared_add_u32,
     shared_load_u32,
     shared_load_u64,
@@ -53,9 +56,8 @@ from ferrule_server.kernels.cuda.logit_rows import (
     block_max,
     compare,
     exclusive_sum,
-    load_chunk,
+    load_four,
     load_slice,
-    order_key,
 )
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unrolled
@@ -85,7 +87,9 @@ RECORD_BYTES = 8
 STATE_BYTES = 32
 """What is known of a row between launches; offsets of its words, u32 but for GOAL."""
 PEAK = 0
-"""Largest key; at least that of infinity where a logit is no number, at most that of -inf where nothing is allowed."""
+"""Largest key; one that is not between those of -inf and infinity where a logit is NaN or infinity or none is allowed."""
+FROM_NEGATIVE_INFINITY = (1 << 32) - KEY_NEGATIVE_INFINITY
+"""Added to a key, so that NaN with a set sign, too, comes out above all numbers: the sum wraps."""
 KEY = 4
 COUNT = 8
 """Key of the k-th largest logit, as far as it is known, and how many of that key are wanted; 0 and 0: keep all."""
@@ -197,10 +201,8 @@ def select_count(
                     largest = 0
                     for g in unrolled(SLICE // WARPS // 128):
                         for i in unrolled(4):
-                            key = order_key(words[g][i])
-                            key = key | (i32(key < KEY_NEGATIVE_INFINITY) << 32)
-                            largest = key if key > largest else largest
-                    largest = block_max(largest & 0xFFFFFFFF | -(largest >> 32) & 0xFFFFFFFF, MAXIMA, WARPS=WARPS)
+                            largest = max_u32(largest, add_wrapping(order_key(words[g][i]), FROM_NEGATIVE_INFINITY))
+                    largest = block_max(largest, MAXIMA, WARPS=WARPS)
                     if thread == 0:
                         store_u32(partials + (slot * num_slices + part) * 16, largest)
                 is_last = arrive(tickets + slot * 4, num_slices, FLAG, ALL_STORE=not (HAS_PEAK and SHIFT + BITS == 32))
@@ -209,7 +211,7 @@ def select_count(
                     if HAS_PEAK and SHIFT + BITS == 32:
                         if thread < num_slices:
                             peak = load_relaxed_u32(partials + (slot * num_slices + thread) * 16)
-                        peak = block_max(peak, ROW_MAXIMA, WARPS=WARPS)
+                        peak = add_wrapping(block_max(peak, ROW_MAXIMA, WARPS=WARPS), KEY_NEGATIVE_INFINITY)
                         if thread == 0:
                             store_u32(known + PEAK, peak)
                     if has_k == 1:
@@ -224,9 +226,7 @@ def select_count(
 
 
 @device
-def find_digit(
-    known: Address, counts: Address, prefix: int, k: int, *, SHIFT: int, BITS: int, WARPS: int
-) -> None:
+def find_digit(known: Address, counts: Address, prefix: int, k: int, *, SHIFT: int, BITS: int, WARPS: int) -> None:
     """Walk the counts down to the k-th key, put its digit and what is still wanted into the state, zero the counts."""
     first = i32((1 << BITS) - 1 - thread_id() * ((1 << BITS) // (32 * WARPS)))
     own = registers((1 << BITS) // (32 * WARPS), init=0)
@@ -394,11 +394,14 @@ def add_ties(
     part = i32(0)
     while part < num_slices:
         if shared_load_u32(BINS + 8 * K + part * 8) > 0 and shared_load_u32(BINS + 8 * K + part * 8 + 4) < num_ties:
-            words = registers(SLICE // WARPS // 128)
-            for g in unrolled(SLICE // WARPS // 128):
-                words[g] = (0, 0, 0, 0)
-            load_chunk(source, i32(part * SLICE), vocab_size, words, THREADS=32 * WARPS, SLICE=SLICE)
-            _above, equal = compare(words, border, COUNT=SLICE // WARPS // 128)
+            equal = 0
+            group = i32(0)
+            while group < SLICE // WARPS // 128:
+                first = i32(part * SLICE + thread * (SLICE // WARPS // 32) + group * 4)
+                words = load_four(source, first, vocab_size)
+                for i in unrolled(4):
+                    equal = equal | (i32(order_key(words[i]) == border) << (group * 4 + i))
+                group = i32(group + 1)
             barrier()
             place, _sum = exclusive_sum(count_ones(equal), SCRATCH, WARPS=WARPS)
             place = place + shared_load_u32(BINS + 8 * K + part * 8 + 4)

@@ -95,6 +95,8 @@ def compile_kernel(
         KernelError: The source leaves the language.
         CompileError: The toolkit is missing or refuses the code.
     """
+    if architecture not in ARCHITECTURES:
+        raise CompileError(f"no kernels for {architecture!r}; there are some for {', '.join(ARCHITECTURES)}")
     bounds = (num_threads, ctas_per_sm)
     ptx = _retarget(_write_ptx(kernel, tuple(sorted(constants.items())), bounds), architecture)
     return _assemble(ptx, kernel.__name__, architecture)
@@ -126,13 +128,16 @@ def _write_ptx(
     made = specialise(kernel, dict(constants))
     signature = tuple(kinds[kind] for _, kind in made.parameters)
     with _without_collections():
-        ptx, _ = cuda.compile_ptx(
-            made.function(_device_names()),
-            signature,
-            cc=ARCHITECTURES[_NEWEST],
-            fastmath=True,
-            launch_bounds=bounds,
-        )
+        try:
+            ptx, _ = cuda.compile_ptx(
+                made.function(_device_names()),
+                signature,
+                cc=ARCHITECTURES[_NEWEST],
+                fastmath=True,
+                launch_bounds=bounds,
+            )
+        except Exception as error:  # numba says what it cannot type with many classes, TypeError among them
+            raise CompileError(f"numba refuses {kernel.__name__} with {dict(constants)}: {error}") from error
     entry = re.search(r"\.entry\s+([\w$]+)", ptx)
     if entry is None:
         raise CompileError(f"{kernel.__name__}: no entry point in the PTX")

@@ -23,6 +23,8 @@ class ModelShape:
         head_dim: Width of one head, 64 or 128.
         vocab_size: Rows of the output head.
         has_qk_norm: Query and key heads are normalised before the rotation (Qwen3).
+        has_attention_bias: The projections of attention carry biases.
+        has_mlp_bias: The projections of the feed-forward part carry biases.
     """
 
     hidden_size: int
@@ -33,6 +35,8 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     has_qk_norm: bool
+    has_attention_bias: bool = False
+    has_mlp_bias: bool = False
 
     @property
     def group(self) -> int:

@@ -20,6 +20,7 @@ __all__ = [
     "linear",
     "linear_int8",
     "paged_attention",
+    "qk_norm_rope",
     "rms_norm",
     "rope_angles",
     "swiglu",
@@ -133,6 +134,25 @@ def apply_rope(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = heads.float().chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
+
+
+def qk_norm_rope(heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return heads normalised, where there is a weight, and rotated: in float32 throughout, rounded once.
+
+    Args:
+        heads: [rows, num_heads, head_dim].
+        weight: [head_dim], or None: not normalised.
+        eps: Added to the mean square.
+        cos: float32 [rows, head_dim / 2].
+        sin: float32 [rows, head_dim / 2].
+
+    Returns:
+        [rows, num_heads, head_dim], dtype of ``heads``.
+    """
+    wide = heads.float()
+    if weight is not None:
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return apply_rope(wide, cos, sin).to(heads.dtype)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

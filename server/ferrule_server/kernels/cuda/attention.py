@@ -227,7 +227,11 @@ def _attend_item(
     SCRATCH: int,
     MERGED: int,
 ) -> None:
-    """Do one item. Its fields are the four vectors; R.. are sizes and shared offsets made of the kernel's constants."""
+    """Do one item. Its fields are the four vectors; R.. are sizes and shared offsets made of the kernel's constants.
+
+    The next item may begin at once: queries and new tokens were last read before the last split's barrier, and all else
+    is written only after the barrier behind the next item's queries.
+    """
     lane = i32(thread_id() & 31)
     warp = i32(thread_id() >> 5)
     kv_head, first_row, num_rows = i32(first[1]), i32(first[2]), i32(first[3])
@@ -352,7 +356,7 @@ def _attend_item(
             load_tile(values, bases, key_bytes, left, LANES=LANES, LOADS=LOADS, BLOCKS=BLOCKS)
             patch_tile(values, start, new_begin, end, lane, NEW_VALUES, LANES=LANES, LOADS=LOADS)
             done = i32(done + 1)
-        merged = i32(MERGED + (split & 1) * (WARPS * R * (HEAD_DIM + 2) * 4))
+        merged = i32(MERGED + (split & 1) * (WARPS * R * (HEAD_DIM + 4) * 4))
         publish_warp(sums, state, merged, lane, warp, R=R, LANES=LANES, LOADS=LOADS, WARPS=WARPS)
         barrier()
         if owns:
@@ -387,7 +391,6 @@ def _attend_item(
         )
         store_u32(at, pack_bf16(total[0] * inverse, total[1] * inverse))
         store_u32(at + 4, pack_bf16(total[2] * inverse, total[3] * inverse))
-    barrier()
 
 
 @device
@@ -484,7 +487,7 @@ def shared_bytes(
     """Return the dynamic shared memory of a launch: queries, new K and V, probabilities, two sets of warps' sums."""
     rows, passes = PADDED[GROUP * ROWS], SPLIT_TOKENS // (WARPS * TILE)
     scratch = WARPS * rows * (TILE + 4) * 4 * min(passes, 2)
-    return rows * HEAD_DIM * 2 + MAX_NEW_TOKENS * HEAD_DIM * 4 + scratch + 2 * WARPS * rows * (HEAD_DIM + 2) * 4
+    return rows * HEAD_DIM * 2 + MAX_NEW_TOKENS * HEAD_DIM * 4 + scratch + 2 * WARPS * rows * (HEAD_DIM + 4) * 4
 
 
 def spec(

@@ -64,11 +64,12 @@ class Clocks:
         vector = self._merge({thread.base for thread in members})
         vector[[thread.index for thread in members]] = [thread.now for thread in members]
         self.vectors.append(vector)
-        base = len(self.vectors) - 1
+        base, order = len(self.vectors) - 1, self._num_begun
         for thread in members:
             thread.base = base
             thread.now += 1
-            self.begin(thread)
+            thread.segments.append((len(thread.codes), thread.now, base, order))
+        self._num_begun += 1
 
     def fence(self, thread: ThreadClock) -> None:
         """Release what was before for later strong writes; acquire what earlier strong reads have seen."""

@@ -174,9 +174,8 @@ class Grid:
         check(self.program, self.clocks, clocks, self.memory, len(self._ctas[0].threads))
 
     def _resume(self, threads: list[Thread]) -> None:
-        order = list(threads)
-        self._random.shuffle(order)
-        self._ready += order
+        first = int(self._random.random() * len(threads))
+        self._ready += threads[first:] + threads[:first]
 
     def _run(self) -> None:
         ready, pick = self._ready, self._random.random
@@ -228,8 +227,7 @@ class Grid:
 
     def _together(self, warp: Warp, name: str) -> None:
         requests: list[Any] = [thread.request for thread in warp.threads]
-        site = requests[0][1]
-        if any(request[1] != site for request in requests):
+        if len({request[1] for request in requests}) > 1:
             raise Divergence(f"lanes of a warp are at different instructions: {self._where(warp.threads)}")
         warp.num_arrived = 0
         if name == "warp_barrier":
@@ -243,8 +241,7 @@ class Grid:
         cta.at_barrier.append(thread)
         if len(cta.at_barrier) < len(cta.threads):
             return
-        site = thread.request[1] if thread.request else 0
-        if any(other.request is None or other.request[1] != site for other in cta.threads):
+        if len({other.request[1] for other in cta.threads if other.request}) > 1:
             raise Divergence(f"threads are at different barriers: {self._where(cta.threads)}")
         cta.at_barrier = []
         self.clocks.join(other.clock for other in cta.threads)

@@ -271,6 +271,9 @@ class Launch:
 
     The driver copies the arguments during the call, and a capture keeps those of its moment: changes afterwards reach
     later calls only.
+
+    Attributes:
+        kinds: Of the parameters, in order.
     """
 
     def __init__(
@@ -279,6 +282,7 @@ class Launch:
         self._driver = driver
         self._function = function
         self._name = name
+        self.kinds = [kind for _, kind in kinds]
         self._kinds = dict(kinds)
         self._cells = {parameter: _CELLS[kind]() for parameter, kind in kinds}
         self._addresses = (ctypes.c_void_p * len(kinds))(*map(ctypes.addressof, self._cells.values()))

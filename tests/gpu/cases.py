@@ -1,0 +1,464 @@
+"""What is measured of each op: buffers at the sizes of a model, what is expected, how many bytes move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ferrule_server.kernels import reference
+from ferrule_server.kernels.cuda import add_norm, block_transfer, copy_blocks, embed, gemm, gemv, head, move_slots
+from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
+from tests.gpu.gpu import Call, Gpu
+
+EPS = 1e-6
+BLOCK_SIZE = 16
+_NUM_BLOCKS = 512
+_LINEARS = {
+    "qkv": ("store", "qkv_size", "hidden_size"),
+    "o": ("residual", "hidden_size", "attended_size"),
+    "gate_up": ("swiglu", "intermediate_size", "hidden_size"),
+    "down": ("residual", "hidden_size", "intermediate_size"),
+    "head": ("logits", "vocab_size", "hidden_size"),
+}
+
+
+@dataclass
+class Instance:
+    """One set of buffers of an op.
+
+    Attributes:
+        calls: The kernels of the op, in order.
+        outputs: What they write, for comparison bit by bit.
+        expect: Returns what is expected, from the state before the first launch.
+        check: Given that, returns the worst error in units of what is allowed.
+        torch_op: The same op in torch, without allocations that matter.
+        restore: Puts back what the op changes in place.
+    """
+
+    calls: list[Call]
+    outputs: list[Tensor]
+    expect: Callable[[], Any]
+    check: Callable[[Any], float]
+    torch_op: Callable[[], Any]
+    restore: Callable[[], None] = lambda: None
+
+
+@dataclass
+class Case:
+    """An op at one size.
+
+    Attributes:
+        name: ``gemv qkv M=1``.
+        specs: Its kernels.
+        num_bytes: Moved by definition: read once, written once.
+        build: Makes instance i; instances share nothing that a cache could keep for the next.
+        bar: Share of the read ceiling that is asked of it, if any.
+        most_instances: Where memory or meaning limits them.
+    """
+
+    name: str
+    specs: list[KernelSpec]
+    num_bytes: int
+    build: Callable[[Gpu, int], Instance]
+    bar: float | None = None
+    most_instances: int = 32
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+def random_bf16(gpu: Gpu, shape: Sequence[int], seed: int, scale: float = 1.0) -> Tensor:
+    """Return normal values; in a dry run, whatever memory holds, because nobody reads it."""
+    if gpu.is_dry:
+        return torch.empty(tuple(shape), dtype=torch.bfloat16)
+    generator = torch.Generator(gpu.torch_device).manual_seed(seed)
+    values = torch.empty(tuple(shape), dtype=torch.bfloat16, device=gpu.torch_device)
+    return values.normal_(0.0, scale, generator=generator)
+
+
+def zeros(gpu: Gpu, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return zeros on the device."""
+    return torch.zeros(tuple(shape), dtype=dtype, device=gpu.torch_device)
+
+
+def worst(found: Tensor, expected: Tensor) -> float:
+    """Return the worst error of bf16 results: allowed are 2^-7 of the value and 2^-6 of the root mean square."""
+    expected = expected.float()
+    allowed = expected.abs() * 2**-7 + expected.square().mean().sqrt() * 2**-6
+    return float(((found.float() - expected).abs() / allowed).nan_to_num(torch.inf).max())
+
+
+def unequal(found: Tensor, expected: Tensor) -> float:
+    """Return infinity unless two tensors hold the same bits."""
+    return 0.0 if torch.equal(_bits(found), _bits(expected)) else torch.inf
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.uint8)
+
+
+def sizes(shape: ModelShape, role: str) -> tuple[str, int, int]:
+    """Return epilogue, rows and size of a linear of the model."""
+    epilogue, rows, size = _LINEARS[role]
+    width = shape.num_heads * shape.head_dim if size == "attended_size" else int(getattr(shape, size))
+    return epilogue, int(getattr(shape, rows)), width
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear of the model with what stands before and behind it."""
+
+    role: str
+    num_tokens: int
+    epilogue: str
+    num_rows: int
+    size: int
+    is_int8: bool
+    is_normed: bool
+
+    @property
+    def weight_rows(self) -> int:
+        """Rows of the weight: gate and up for swiglu."""
+        return self.num_rows * (2 if self.epilogue == "swiglu" else 1)
+
+    @property
+    def num_bytes(self) -> int:
+        """Weights, once."""
+        return self.weight_rows * self.size * (1 if self.is_int8 else 2)
+
+    def instance(self, gpu: Gpu, seed: int, call: Callable[[dict[str, Any]], Call]) -> Instance:
+        """Return buffers for it; ``call`` makes the launch of them by parameter name."""
+        x = random_bf16(gpu, (self.num_tokens, self.size), seed)
+        norm = random_bf16(gpu, (self.size,), seed + 1)
+        weight = self._weight(gpu, seed + 2)
+        scales = torch.full((self.weight_rows,), 0.01, device=gpu.torch_device)
+        dtype = torch.float32 if self.epilogue == "logits" else torch.bfloat16
+        out = random_bf16(gpu, (self.num_tokens, self.num_rows), seed + 3).to(dtype)
+        before = out.clone()
+        given = {"x": x, "norm_weight": norm, "weight": weight, "scales": scales, "bias": 0, "out": out}
+        given |= {"num_rows": self.num_rows, "size": self.size, "eps": EPS, "num_tokens": self.num_tokens}
+
+        def product(vectors: Tensor) -> Tensor:
+            if self.is_int8:
+                return vectors.float() @ weight.float().T * scales
+            return vectors.float() @ weight.float().T
+
+        def expect() -> Tensor:
+            made = product(reference.rms_norm(x, norm, EPS) if self.is_normed else x).bfloat16()
+            if self.epilogue == "swiglu":
+                return reference.swiglu(made)
+            return before + made if self.epilogue == "residual" else made
+
+        def torch_op() -> Tensor:
+            vectors = F.rms_norm(x, (self.size,), norm, EPS) if self.is_normed else x
+            made = F.linear(vectors, weight.bfloat16() if self.is_int8 else weight)
+            if self.epilogue == "swiglu":
+                gate, up = made.chunk(2, dim=-1)
+                return F.silu(gate) * up
+            return before + made if self.epilogue == "residual" else made
+
+        return Instance(
+            [call(given)], [out], expect, lambda expected: worst(out, expected), torch_op, lambda: _put(out, before)
+        )
+
+    def _weight(self, gpu: Gpu, seed: int) -> Tensor:
+        shape = (self.weight_rows, self.size)
+        if not self.is_int8:
+            return random_bf16(gpu, shape, seed, self.size**-0.5)
+        return (random_bf16(gpu, shape, seed) * 30).clamp(-127, 127).to(torch.int8)
+
+
+def _put(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)
+
+
+def gemv_case(shape: ModelShape, role: str, spec: KernelSpec) -> Case:
+    """Return a linear for one or two tokens."""
+    constants: dict[str, Any] = dict(spec.constants)
+    epilogue, num_rows, size = sizes(shape, role)
+    linear = Linear(role, constants["M"], epilogue, num_rows, size, constants["INT8"], constants["NORM"])
+    names = ("M", "U", "X", "WARPS", "INT8")
+
+    def build(gpu: Gpu, index: int) -> Instance:
+        grid = min(gemv.num_ctas_needed(num_rows, R=constants["R"], WARPS=constants["WARPS"]), _wave(gpu, spec))
+        shared = gemv.shared_bytes(size, **{name: constants[name] for name in names})
+        return linear.instance(gpu, index, lambda given: Call(spec, given, grid, shared))
+
+    kind = "int8" if linear.is_int8 else "bf16"
+    bar = None if linear.is_int8 else 0.9
+    return Case(f"gemv {role} {kind} M={linear.num_tokens}", [spec], linear.num_bytes, build, bar)
+
+
+def gemm_case(shape: ModelShape, role: str, spec: KernelSpec) -> Case:
+    """Return a linear for up to 64 tokens."""
+    constants: dict[str, Any] = dict(spec.constants)
+    epilogue, num_rows, size = sizes(shape, role)
+    linear = Linear(role, 8 * constants["TILES"], epilogue, num_rows, size, False, False)
+
+    def build(gpu: Gpu, index: int) -> Instance:
+        grid = min(gemm.num_ctas_needed(num_rows, constants), _wave(gpu, spec))
+        return linear.instance(gpu, index, lambda given: Call(spec, given, grid, gemm.shared_bytes(constants)))
+
+    return Case(f"gemm {role} M={linear.num_tokens}", [spec], linear.num_bytes, build, most_instances=8)
+
+
+def head_case(shape: ModelShape, spec: KernelSpec) -> Case:
+    """Return the output head with its argmax."""
+    constants: dict[str, Any] = dict(spec.constants)
+    m, size, vocab = constants["M"], shape.hidden_size, shape.vocab_size
+    linear = Linear("head", m, "logits", vocab, size, constants["INT8"], True)
+    names = ("M", "U", "X", "WARPS", "INT8")
+
+    def build(gpu: Gpu, index: int) -> Instance:
+        grid = _wave(gpu, spec)
+        shared = head.shared_bytes(size, **{name: constants[name] for name in names})
+        tokens = zeros(gpu, (m,), torch.int32)
+        more = {"logits": zeros(gpu, (m, vocab if constants["STORE"] else 1), torch.float32), "tokens": tokens}
+        more |= {"partials": zeros(gpu, (grid, m), torch.int64), "ticket": zeros(gpu, (1,), torch.int32)}
+        made = linear.instance(
+            gpu,
+            index,
+            lambda given: Call(spec, {**given, **more, "hidden": given["x"], "vocab_size": vocab}, grid, shared),
+        )
+
+        def check(expected: Tensor) -> float:
+            chosen = expected.float().gather(1, tokens.long().unsqueeze(1)).squeeze(1)
+            best = expected.float().amax(1)
+            return float(((best - chosen) / (best.abs() * 2**-7)).max())
+
+        return Instance(made.calls, [tokens], made.expect, check, lambda: made.torch_op().argmax(-1))
+
+    kind = "int8" if linear.is_int8 else "bf16"
+    store = " stored" if constants["STORE"] else ""
+    return Case(f"head {kind}{store} M={m}", [spec], linear.num_bytes, build, most_instances=2)
+
+
+def embed_case(shape: ModelShape, spec: KernelSpec) -> Case:
+    """Return the gather of 64 embeddings."""
+    num_rows, size = 64, shape.hidden_size
+
+    def build(gpu: Gpu, index: int) -> Instance:
+        table = random_bf16(gpu, (4096, size), index)
+        ids = torch.arange(num_rows, dtype=torch.int32, device=gpu.torch_device) * 61
+        hidden = random_bf16(gpu, (num_rows, size), index + 1)
+        given: dict[str, Any] = {"token_ids": ids, "table": table, "hidden": hidden}
+        given |= {"num_rows": num_rows, "table_rows": 4096, "size": size}
+        return Instance(
+            [Call(spec, given, num_rows)],
+            [hidden],
+            lambda: table[ids.long()],
+            lambda expected: unequal(hidden, expected),
+            lambda: F.embedding(ids, table),
+        )
+
+    return Case("embed rows=64", [spec], 4 * num_rows * size, build)
+
+
+def add_norm_case(shape: ModelShape, spec: KernelSpec) -> Case:
+    """Return addition and norm of 64 rows."""
+    constants: dict[str, Any] = dict(spec.constants)
+    num_rows, size, adds = 64, shape.hidden_size, constants["ADD"]
+
+    def build(gpu: Gpu, index: int) -> Instance:
+        hidden, delta, normed = (random_bf16(gpu, (num_rows, size), 10 * index + i) for i in range(3))
+        norm, before = random_bf16(gpu, (size,), 10 * index + 4), hidden.clone()
+        given: dict[str, Any] = {"hidden": hidden, "delta": delta, "norm_weight": norm, "normed": normed}
+        given |= {"num_rows": num_rows, "size": size, "eps": EPS}
+        shared = add_norm.shared_bytes(X=constants["X"], WARPS=constants["WARPS"])
+
+        def expect() -> tuple[Tensor, Tensor]:
+            added = before + delta if adds else before
+            return added, reference.rms_norm(added, norm, EPS)
+
+        def torch_op() -> Tensor:
+            return F.rms_norm(before + delta if adds else before, (size,), norm, EPS)
+
+        return Instance(
+            [Call(spec, given, min(num_rows, _wave(gpu, spec)), shared)],
+            [hidden, normed],
+            expect,
+            lambda expected: max(unequal(hidden, expected[0]), worst(normed, expected[1])),
+            torch_op,
+            lambda: _put(hidden, before),
+        )
+
+    return Case(f"add_norm rows=64{'' if adds else ' first'}", [spec], (8 if adds else 4) * num_rows * size, build)
+
+
+def _pool(gpu: Gpu, shape: ModelShape, state: dict[str, Any]) -> Tensor:
+    """Return a pool with the bytes of 512 blocks of the model, the same for all instances of a case."""
+    if "pool" not in state:
+        inside = (2, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
+        state["pool"] = random_bf16(gpu, (_NUM_BLOCKS, shape.num_layers, *inside), 5)
+    pool: Tensor = state["pool"]
+    return pool
+
+
+def _blocks(pool: Tensor, state: dict[str, Any]) -> Tensor:
+    """Return the ids of all blocks but the first, shuffled."""
+    if "order" not in state:
+        state["order"] = torch.randperm(len(pool) - 1, generator=torch.Generator().manual_seed(7)) + 1
+    order: Tensor = state["order"]
+    return order
+
+
+def _strides(pool: Tensor) -> dict[str, Any]:
+    block, layer = (int(pool.stride(axis)) * pool.element_size() for axis in (0, 1))
+    return {"pool": pool, "block_stride": block, "layer_stride": layer, "num_layers": pool.shape[1]}
+
+
+def copy_blocks_case(shape: ModelShape, spec: KernelSpec, num_pairs: int) -> Case:
+    """Return the copy of some blocks."""
+    constants: dict[str, Any] = dict(spec.constants)
+    state: dict[str, Any] = {}
+    layer_bytes = 2 * shape.num_kv_heads * BLOCK_SIZE * shape.head_dim * 2
+
+    def build(gpu: Gpu, index: int) -> Instance:
+        pool = _pool(gpu, shape, state)
+        at = 2 * num_pairs * index
+        chosen = _blocks(pool, state).roll(-at)[: 2 * num_pairs].view(-1, 2)
+        pairs = chosen.to(gpu.torch_device, torch.int32)
+        count = len(pairs)
+        source, target = chosen.to(gpu.torch_device).unbind(1)
+        given = {**_strides(pool), "pairs": pairs, "num_pairs": count, "part_bytes": layer_bytes // constants["PARTS"]}
+        grid = copy_blocks.num_ctas_needed(spec, count, shape.num_layers, gpu.num_sms)
+        return Instance(
+            [Call(spec, given, grid)],
+            [],
+            lambda: None,
+            lambda _: unequal(pool[target], pool[source]),
+            lambda: pool.index_copy_(0, target, pool.index_select(0, source)),
+        )
+
+    num_bytes = 2 * num_pairs * shape.num_layers * layer_bytes
+    return Case(
+        f"copy_blocks pairs={num_pairs}", [spec], num_bytes, build, most_instances=255 // num_pairs, state=state
+    )
+
+
+def transfer_case(shape: ModelShape, spec: KernelSpec, num_blocks: int) -> Case:
+    """Return the export or import of some blocks."""
+    constants: dict[str, Any] = dict(spec.constants)
+    state: dict[str, Any] = {}
+    layer_bytes = 2 * shape.num_kv_heads * BLOCK_SIZE * shape.head_dim * 2
+    direction = constants["DIRECTION"]
+
+    def build(gpu: Gpu, index: int) -> Instance:
+        pool = _pool(gpu, shape, state)
+        chosen = _blocks(pool, state).roll(-num_blocks * index)[:num_blocks].to(gpu.torch_device)
+        buffer = random_bf16(gpu, (len(chosen), *pool.shape[1:]), index + 9)
+        given = {**_strides(pool), "block_ids": chosen.int(), "buffer": buffer, "num_blocks": len(chosen)}
+        given["part_bytes"] = layer_bytes // constants["PARTS"]
+        grid = block_transfer.num_ctas_needed(spec, len(chosen), shape.num_layers, gpu.num_sms)
+        gather = direction == "gather"
+        return Instance(
+            [Call(spec, given, grid)],
+            [buffer],
+            lambda: None,
+            lambda _: unequal(pool[chosen], buffer),
+            lambda: torch.index_select(pool, 0, chosen) if gather else pool.index_copy_(0, chosen, buffer),
+        )
+
+    num_bytes = 2 * num_blocks * shape.num_layers * layer_bytes
+    return Case(f"transfer_blocks {direction} n={num_blocks}", [spec], num_bytes, build, most_instances=4, state=state)
+
+
+def move_slots_case(shape: ModelShape, specs: Sequence[KernelSpec], num_pairs: int) -> Case:
+    """Return the move of some slots, by one kernel or by gather and scatter."""
+    state: dict[str, Any] = {}
+    planes = 2 * shape.num_kv_heads
+
+    def build(gpu: Gpu, index: int) -> Instance:
+        pool = _pool(gpu, shape, state)
+        slots = _blocks(pool, state).roll(-8 * index)
+        slots = (slots.unsqueeze(1) * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()[: 2 * num_pairs].view(2, -1).T
+        count = len(slots)
+        pairs = slots.contiguous().to(gpu.torch_device, torch.int32)
+        source, target = slots.to(gpu.torch_device).unbind(1)
+        given = {**_strides(pool), "pairs": pairs, "num_pairs": count, "num_planes": planes}
+        given["staging"] = random_bf16(gpu, (count, shape.num_layers, planes, shape.head_dim), 3)
+        if len(specs) == 1:
+            grid = move_slots.num_ctas_needed(specs[0], shape.num_layers, planes, gpu.num_sms)
+        else:
+            grid = move_slots.stage_ctas_needed(specs[0], count, shape.num_layers, gpu.num_sms)
+
+        def moved(which: Tensor) -> Tensor:
+            return pool[which // BLOCK_SIZE, :, :, :, which % BLOCK_SIZE]
+
+        def torch_op() -> None:
+            pool[target // BLOCK_SIZE, :, :, :, target % BLOCK_SIZE] = moved(source)
+
+        return Instance(
+            [Call(spec, given, grid) for spec in specs],
+            [],
+            lambda: moved(source),
+            lambda expected: unequal(moved(target), expected),
+            torch_op,
+        )
+
+    num_bytes = 2 * num_pairs * shape.num_layers * planes * shape.head_dim * 2
+    kind = "few" if len(specs) == 1 else "staged"
+    return Case(f"move_slots {kind} pairs={num_pairs}", list(specs), num_bytes, build, most_instances=16, state=state)
+
+
+def _wave(gpu: Gpu, spec: KernelSpec) -> int:
+    return gpu.num_sms * spec.ctas_per_sm
+
+
+def linear_cases(shape: ModelShape, specs: Sequence[KernelSpec]) -> Iterator[Case]:
+    """Yield the GEMVs of a model for each role that a spec can serve."""
+    for spec in specs:
+        for role, (epilogue, _, _) in _LINEARS.items():
+            constants: dict[str, Any] = dict(spec.constants)
+            fits_norm = constants["NORM"] == (role in ("qkv", "gate_up"))
+            if constants["EPILOGUE"] == epilogue and fits_norm:
+                yield gemv_case(shape, role, spec)
+
+
+def _gemm_cases(shape: ModelShape, specs: Sequence[KernelSpec] | None) -> Iterator[Case]:
+    """Yield each linear with its own default kernels, or those of an epilogue with others."""
+    for role in _LINEARS:
+        epilogue, num_rows, _ = sizes(shape, role)
+        own = [gemm.spec(num_rows, TILES=tiles, EPILOGUE=epilogue) for tiles in (1, 2, 4, 8)]
+        for spec in specs or own:
+            if dict(spec.constants)["EPILOGUE"] == epilogue:
+                yield gemm_case(shape, role, spec)
+
+
+def _move_slots_cases(shape: ModelShape, specs: Sequence[KernelSpec] | None) -> Iterator[Case]:
+    for spec in specs or move_slots.specs(shape):
+        if spec.kernel is move_slots.move_slots:
+            yield move_slots_case(shape, [spec], 32)
+    if not specs:
+        staged = [move_slots.stage_spec(shape, direction) for direction in ("gather", "scatter")]
+        yield move_slots_case(shape, staged, 256)
+
+
+def _copy_blocks_cases(shape: ModelShape, specs: Sequence[KernelSpec] | None) -> Iterator[Case]:
+    for spec in specs or copy_blocks.specs(shape):
+        for num_pairs in (1, 64):
+            yield copy_blocks_case(shape, spec, num_pairs)
+
+
+def cases_of(op: str, shape: ModelShape, specs: Sequence[KernelSpec] | None = None) -> list[Case]:
+    """Return the cases of one op, with the default kernels or with others that are to be compared."""
+    from tests.gpu import attention_cases, logit_cases
+
+    simple: dict[str, Callable[[], Iterable[Case]]] = {
+        "gemv": lambda: linear_cases(shape, specs or gemv.specs(shape)),
+        "gemm": lambda: _gemm_cases(shape, specs),
+        "head": lambda: (head_case(shape, it) for it in specs or head.specs(shape) if it.kernel is head.head),
+        "embed": lambda: (embed_case(shape, spec) for spec in specs or embed.specs(shape)),
+        "add_norm": lambda: (add_norm_case(shape, spec) for spec in specs or add_norm.specs(shape)),
+        "copy_blocks": lambda: _copy_blocks_cases(shape, specs),
+        "block_transfer": lambda: (transfer_case(shape, it, 64) for it in specs or block_transfer.specs(shape)),
+        "move_slots": lambda: _move_slots_cases(shape, specs),
+    }
+    if op in simple:
+        return list(simple[op]())
+    if op in ("attention", "attention_mma"):
+        return attention_cases.cases_of(op, shape, specs)
+    return logit_cases.cases_of(op, shape, specs)

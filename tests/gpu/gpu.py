@@ -1,0 +1,112 @@
+"""The GPU under test, or its double of a dry run: cubins from a bundle, the cache or the compiler, ready to launch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ferrule_server.kernels.cuda.bundle import Bundle
+from ferrule_server.kernels.cuda.cubin_cache import CubinCache
+from ferrule_server.kernels.cuda.cubins import load_all
+from ferrule_server.kernels.cuda.driver import Device, Function, Launch
+from ferrule_server.kernels.cuda.sources import parameters
+from ferrule_server.kernels.cuda.spec import KernelSpec
+from tests.kernels.cuda.recorded_driver import RecordedDriver
+
+CELLS: dict[str, type[Any]] = {"Address": ctypes.c_int64, "I32": ctypes.c_int32, "F32": ctypes.c_float}
+_CAPABILITIES = {"sm_80": (8, 0), "sm_90a": (9, 0)}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One kernel with what it is launched with.
+
+    Attributes:
+        spec: Of the kernel.
+        arguments: By parameter name; tensors stand for their addresses.
+        grid: CTAs.
+        shared_bytes: Dynamic shared memory per CTA; None: what the spec is planned for.
+    """
+
+    spec: KernelSpec
+    arguments: Mapping[str, Any]
+    grid: int | tuple[int, int]
+    shared_bytes: int | None = None
+
+
+class Gpu:
+    """One GPU and its loaded kernels.
+
+    Args:
+        cache: Folder of compiled kernels.
+        bundle: Asked before it, if there is one.
+        dry_architecture: Of what a dry run compiles; None: use the GPU.
+    """
+
+    def __init__(self, cache: Path, bundle: Path | None = None, dry_architecture: str | None = None) -> None:
+        self.is_dry = dry_architecture is not None
+        self._recorded: RecordedDriver | None = None
+        if dry_architecture is None:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+            self.device = Device.open(torch.cuda.current_device())
+        else:
+            self._recorded = RecordedDriver(capability=_CAPABILITIES[dry_architecture])
+            self.device = Device.open(0, self._recorded)
+        self.torch_device = torch.device("cpu" if self.is_dry else "cuda")
+        self.num_sms = self.device.num_sms
+        self._cache = CubinCache(cache)
+        self._bundle = Bundle.open(bundle) if bundle else None
+        self._functions: dict[KernelSpec, Function] = {}
+
+    def load(self, specs: Sequence[KernelSpec]) -> None:
+        """Compile what is missing of several kernels at once, and load them."""
+        missing = [spec for spec in specs if spec not in self._functions]
+        made = load_all(missing, self.device.architecture, cache=self._cache, bundle=self._bundle)
+        for spec, cubin in made.items():
+            if self._recorded:
+                self._recorded.kinds = _cells(spec)
+            self._functions[spec] = self.device.load(spec, cubin)
+
+    def prepare(self, calls: Sequence[Call], *, starts_early: bool = True) -> list[Launch]:
+        """Return the launches of several calls, all arguments packed."""
+        self.load([call.spec for call in calls])
+        return [
+            self._functions[call.spec].prepare(
+                [_value(call.arguments[name]) for name, _ in parameters(call.spec.kernel)],
+                grid=call.grid,
+                shared_bytes=call.shared_bytes,
+                starts_early=starts_early,
+            )
+            for call in calls
+        ]
+
+    def launch(self, launches: Sequence[Launch]) -> None:
+        """Put launches into torch's current stream; in a dry run, into the record."""
+        stream = 0 if self.is_dry else torch.cuda.current_stream().cuda_stream
+        for launch in launches:
+            if self._recorded:
+                self._recorded.kinds = [CELLS[kind] for kind in launch.kinds]
+            launch(stream)
+
+    def synchronize(self) -> None:
+        """Wait for everything; faults of kernels show here."""
+        if not self.is_dry:
+            torch.cuda.synchronize()
+
+    def function(self, spec: KernelSpec) -> Function:
+        """Return a loaded kernel."""
+        self.load([spec])
+        return self._functions[spec]
+
+
+def _cells(spec: KernelSpec) -> list[type[Any]]:
+    return [CELLS[kind] for _, kind in parameters(spec.kernel)]
+
+
+def _value(argument: Any) -> int | float:
+    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument

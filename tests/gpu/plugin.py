@@ -1,0 +1,77 @@
+"""A plugin of pytest that puts a GPU in the place of the simulator, or notes what the simulator runs.
+
+python -m pytest -p tests.gpu.plugin --gpu-cache FOLDER [--gpu-bundle FILE] [--gpu-dry sm_90a] tests/kernels/cuda/...
+python -m pytest -p tests.gpu.plugin --gpu-record FILE tests/kernels/cuda/...
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kernels.cuda import simulator
+from tests.kernels.cuda.simulator.launch import Launch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare where kernels come from, or that launches are noted."""
+    group = parser.getgroup("gpu")
+    group.addoption("--gpu-cache", type=Path)
+    group.addoption("--gpu-bundle", type=Path)
+    group.addoption("--gpu-dry", help="architecture of a dry run")
+    group.addoption("--gpu-record", type=Path, help="note the kernels that the simulator runs")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Replace the simulator before any test imports it."""
+    record = config.getoption("--gpu-record")
+    if record is not None:
+        _note_launches(record)
+    elif config.getoption("--gpu-cache") is not None:
+        _use_gpu(config)
+
+
+def _use_gpu(config: pytest.Config) -> None:
+    from tests.gpu.device_memory import DeviceMemory, run_on_device
+    from tests.gpu.gpu import Gpu
+
+    options = [config.getoption(name) for name in ("--gpu-cache", "--gpu-bundle", "--gpu-dry")]
+    gpu = Gpu(*options)
+
+    def run(memory: DeviceMemory, launches: Sequence[Launch], *, seed: int = 0) -> None:
+        run_on_device(gpu, memory, launches)
+
+    def memory() -> Any:
+        return DeviceMemory(gpu)
+
+    simulator.Memory = memory  # type: ignore[assignment,misc]
+    simulator.run = run  # type: ignore[assignment]
+
+
+def _note_launches(record: Path) -> None:
+    simulate = simulator.run
+    seen: set[str] = set()
+
+    def run(memory: Any, launches: Sequence[Launch], *, seed: int = 0) -> None:
+        if any(launch.specialised is not None for launch in launches):
+            pytest.skip("mutants are not run on a GPU")
+        for launch in launches:
+            line = json.dumps(
+                {
+                    "module": launch.kernel.__module__,
+                    "kernel": launch.kernel.__name__,
+                    "constants": sorted(launch.constants.items()),
+                    "num_threads": launch.num_threads,
+                }
+            )
+            if line not in seen:
+                seen.add(line)
+                with record.open("a") as file:
+                    file.write(line + "\n")
+        simulate(memory, launches, seed=seed)
+
+    simulator.run = run

@@ -1,0 +1,354 @@
+"""Everything that only a GPU can prove, in one command under ten minutes: a table on the screen, and JSON.
+
+    make test-gpu
+    python3 tests/gpu/run.py [--shape Qwen3-8B] [--bundle kernels.bundle] [--output FOLDER]
+
+Stages, each with its share of the time; every piece is a process of its own, so that one that hangs or breaks the
+context costs its own result only:
+
+    compile    what neither the bundle nor the cache has
+    ceiling    how fast anything reads on this GPU: what bandwidths are compared with
+    check      each kernel at the sizes of the model against torch; 1 000 replays of a graph, bit for bit
+    numerics   the tests of layer 1, on the GPU in place of the simulator (needs pytest)
+    time       each kernel: time, bandwidth, share of the ceiling, and the same op in torch
+    sweep      the variants of each kernel; the winners in the form that is committed
+    layout     KV in blocks of all layers against a pool per layer, 8 and 100 GiB
+    tools      compute-sanitizer and ncu, where the host lets them
+
+Without a GPU it says so and makes a dry run: buffers on the CPU, kernels compiled, arguments packed, and a stop where
+the driver would be called. From another machine, without numba-cuda and under other versions:
+
+    python3 tests/gpu/run.py --build-bundle kernels.bundle --architecture sm_90a      (here)
+    PYTHONPATH=server python3 tests/gpu/run.py --bundle kernels.bundle                (there)
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+OPS = (
+    "embed",
+    "gemv",
+    "gemm",
+    "add_norm",
+    "attention",
+    "attention_mma",
+    "head",
+    "shape_logits",
+    "log_sum_exp",
+    "top_k",
+    "sample",
+    "copy_blocks",
+    "move_slots",
+    "block_transfer",
+)
+BUDGETS_S = {
+    "compile": 120,
+    "ceiling": 25,
+    "check": 110,
+    "time": 80,
+    "layout": 40,
+    "sweep": 110,
+    "numerics": 90,
+    "tools": 45,
+}
+"""Seconds of each stage, in the order they run; what one leaves over the later ones may use."""
+TOTAL_S = 590.0
+_NOT_ON_A_GPU = ("test_simulator", "test_machine_code", "test_compile", "test_catalog", "test_driver", "test_cubins")
+
+Result = dict[str, Any]
+
+
+@dataclass
+class Run:
+    """One run: what it was asked, what it has found, how much time is left.
+
+    Attributes:
+        task: What every worker is told.
+        ops: That are run.
+        dry: Architecture of a dry run; None: there is a GPU.
+        output: Folder of results.
+        results: By stage.
+        failures: One line each.
+    """
+
+    task: Result
+    ops: Sequence[str]
+    dry: str | None
+    output: Path
+    stages: Sequence[str]
+    started: float = field(default_factory=time.monotonic)
+    results: dict[str, list[Result]] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    deadline: float = 0.0
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the stage must end."""
+        return self.deadline - time.monotonic()
+
+    def work(self, stage: str, limit_s: float, **task: Any) -> list[Result]:
+        """Run one worker and keep what it says; it is killed at its limit or the stage's."""
+        command = [sys.executable, "-m", "tests.gpu.worker", json.dumps({**self.task, "task": stage, **task})]
+        subject = " ".join([stage, *([str(task["op"])] if "op" in task else [])])
+        results = [{**task, **result} for result in self._lines(command, subject, limit_s)]
+        self.results.setdefault(stage, []).extend(results)
+        for result in results:
+            if result.get("status") not in (None, "ok", "stopped at the driver"):
+                self.failures.append(f"{subject}: {json.dumps(result)}")
+            print("  " + _line(result), flush=True)
+        return results
+
+    def _lines(self, command: Sequence[str], subject: str, limit_s: float) -> Iterator[Result]:
+        done = self.process(command, subject, limit_s)
+        for line in done.splitlines():
+            if line.startswith("{"):
+                yield json.loads(line)
+
+    def process(self, command: Sequence[str], subject: str, limit_s: float, *, is_needed: bool = True) -> str:
+        """Run a process and return what it wrote; a failure is noted with the end of its errors."""
+        limit_s = min(limit_s, self.left_s)
+        if limit_s <= 1:
+            self.failures.append(f"{subject}: not run, the time of the stage is over")
+            return ""
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=limit_s, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            self.failures.append(f"{subject}: stopped after {limit_s:.0f} s")
+            return error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+        if done.returncode and is_needed:
+            last = (done.stderr or done.stdout).strip().splitlines()[-3:]
+            self.failures.append(f"{subject}: exit status {done.returncode}: {' | '.join(last)}")
+        return done.stdout
+
+
+def _environment() -> dict[str, str]:
+    paths = [str(ROOT), str(ROOT / "server"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def main() -> None:
+    """Run all stages; exits with 1 where something failed."""
+    args = _parse_arguments()
+    if args.build_bundle:
+        raise SystemExit(_build_bundle(args))
+    args.output.mkdir(parents=True, exist_ok=True)
+    device, dry = _find_device(args)
+    shape = args.shape or ("Qwen3-0.6B" if dry else "Qwen3-8B")
+    task: Result = {"shape": shape, "cache": str(args.cache), "dry": dry}
+    task["bundle"] = str(args.bundle.resolve()) if args.bundle else None
+    run = Run(task, args.ops, dry, args.output, args.stages)
+    for stage in [stage for stage in BUDGETS_S if stage in args.stages]:
+        _run_stage(run, stage)
+    _write(run, device)
+    raise SystemExit(1 if run.failures else 0)
+
+
+def _run_stage(run: Run, stage: str) -> None:
+    began = time.monotonic()
+    whole = run.started + TOTAL_S
+    later = sum(BUDGETS_S[name] for name in list(BUDGETS_S)[list(BUDGETS_S).index(stage) + 1 :] if name in run.stages)
+    run.deadline = whole if run.dry else max(began + BUDGETS_S[stage], whole - later)
+    print(f"{stage}", flush=True)
+    STAGES[stage](run)
+    print(f"  {time.monotonic() - began:.0f} s", flush=True)
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", help="the model; Qwen3-8B, in a dry run Qwen3-0.6B")
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS), metavar="OP")
+    parser.add_argument("--stages", nargs="+", choices=list(BUDGETS_S), default=list(BUDGETS_S), metavar="STAGE")
+    parser.add_argument("--bundle", type=Path, help="kernels that were compiled elsewhere")
+    parser.add_argument("--cache", type=Path, default=Path("~/.cache/ferrule/cubins").expanduser())
+    parser.add_argument("--output", type=Path, default=ROOT / "build" / "test-gpu")
+    parser.add_argument("--dry-run", action="store_true", help="up to the driver, whether or not there is a GPU")
+    parser.add_argument("--architecture", default="sm_90a", help="of a dry run, and of a bundle")
+    parser.add_argument("--build-bundle", type=Path, help="compile all that a run needs into a file, and end")
+    return parser.parse_args()
+
+
+def _find_device(args: argparse.Namespace) -> tuple[Result, str | None]:
+    """Return what the device says of itself, and the architecture of a dry run where there is none."""
+    if args.dry_run:
+        print(f"dry run for {args.architecture}, as asked: up to the driver, nothing is executed", flush=True)
+        return {"device": None}, args.architecture
+    probe = Run({}, (), None, args.output, (), deadline=time.monotonic() + 60)
+    results = list(probe._lines([sys.executable, "-m", "tests.gpu.worker", '{"task": "device"}'], "device", 60))
+    if results and results[0]["status"] == "ok":
+        print("device: " + _line(results[0]), flush=True)
+        return results[0], None
+    reason = results[0]["error"] if results else "; ".join(probe.failures)
+    print(f"no GPU: {reason}\ndry run for {args.architecture}: up to the driver, nothing is executed", flush=True)
+    return {"device": None, "reason": reason}, args.architecture
+
+
+def _compile(run: Run) -> None:
+    run.work("compile", run.left_s, ops=list(run.ops))
+
+
+def _ceiling(run: Run) -> None:
+    run.work("ceiling", 25)
+
+
+def _each_op(task: str, limit_s: float) -> Callable[[Run], None]:
+    def stage(run: Run) -> None:
+        if run.dry and task == "time":
+            return  # what is timed has been packed by `check`
+        more = {"ceiling_gbs": _best_read(run)} if task == "time" else {}
+        for op in run.ops:
+            run.work(task, limit_s, op=op, **more)
+
+    return stage
+
+
+def _best_read(run: Run) -> float | None:
+    return max((result["gbs"] for result in run.results.get("ceiling", []) if "gbs" in result), default=None)
+
+
+def _layout(run: Run) -> None:
+    run.work("layout", 40)
+
+
+def _numerics(run: Run) -> None:
+    """Run the tests of layer 1 with the GPU in the simulator's place, one process per file."""
+    if importlib.util.find_spec("pytest") is None:
+        print("  left out: pytest is not installed")
+        return
+    for name in _test_files(run):
+        options = ["--gpu-cache", run.task["cache"]]
+        options += ["--gpu-bundle", run.task["bundle"]] if run.task["bundle"] else []
+        options += ["--gpu-dry", run.dry] if run.dry else []
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.gpu.plugin", "-p", "no:cacheprovider"]
+        command += ["-m", "not slow", "-r", "fE", *options, f"tests/kernels/cuda/{name}.py"]
+        lines = run.process(command, f"numerics {name}", 60).strip().splitlines()
+        run.results.setdefault("numerics", []).append({"tests": name, "summary": lines[-1] if lines else ""})
+        for line in [line for line in lines if line.startswith(("FAILED", "ERROR"))]:
+            run.failures.append(f"numerics {name}: {line}")
+        print(f"  {name}: {lines[-1] if lines else 'nothing'}", flush=True)
+
+
+def _test_files(run: Run) -> list[str]:
+    """Return the test modules that launch kernels; a dry run, which must compile each kernel, takes those of its ops."""
+    names = sorted(path.stem for path in (ROOT / "tests" / "kernels" / "cuda").glob("test_*.py"))
+    names = [name for name in names if not name.startswith(_NOT_ON_A_GPU)]
+    few = {f"test_{op}" for op in (run.ops if len(run.ops) < len(OPS) else ("copy_blocks", "move_slots"))}
+    return [name for name in names if name in few] if run.dry else names
+
+
+def _tools(run: Run) -> None:
+    task = json.dumps({**run.task, "task": "check", "op": "copy_blocks", "most": 1})
+    worker = [sys.executable, "-m", "tests.gpu.worker", task]
+    tools = {
+        "compute-sanitizer": ["--tool", "memcheck", "--error-exitcode", "9"],
+        "ncu": ["--launch-count", "1", "--metrics", "dram__bytes_read.sum"],
+    }
+    for name, options in tools.items():
+        path = shutil.which(name) or shutil.which(name, path="/usr/local/cuda/bin")
+        if path is None or run.dry:
+            said = "not on this machine" if path is None else "found, not run without a GPU"
+        else:
+            said = run.process([path, *options, *worker], name, 40, is_needed=False).strip()[-300:] or "did not run"
+        run.results.setdefault("tools", []).append({"tool": name, "said": said})
+        print(f"  {name}: {said.splitlines()[-1]}", flush=True)
+
+
+STAGES: dict[str, Callable[[Run], None]] = {
+    "ceiling": _ceiling,
+    "check": _each_op("check", 40),
+    "compile": _compile,
+    "layout": _layout,
+    "numerics": _numerics,
+    "sweep": _each_op("sweep", 60),
+    "time": _each_op("time", 30),
+    "tools": _tools,
+}
+
+
+def winners(results: Sequence[Result], architecture: str, shape: str) -> Result:
+    """Return the fastest right variant of each case, in the form that is committed per (architecture, shape)."""
+    best: dict[str, Result] = {}
+    defaults: dict[str, float] = {}
+    for result in results:
+        if result.get("status") != "ok" or "us" not in result:
+            continue
+        name = result["case"]
+        if result["is_default"]:
+            defaults[name] = min(result["us"], defaults.get(name, result["us"]))
+        if name not in best or result["us"] < best[name]["us"]:
+            best[name] = result
+    chosen = {
+        name: {"kernels": result["spec"], "us": result["us"], "default_us": defaults.get(name)}
+        for name, result in sorted(best.items())
+    }
+    return {"architecture": architecture, "shape": shape, "winners": chosen}
+
+
+def _write(run: Run, device: Result) -> None:
+    """Write all results, and the winners of a sweep beside them; say what failed."""
+    report = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "seconds": round(time.monotonic() - run.started, 1),
+        "is_dry": run.dry is not None,
+        "shape": run.task["shape"],
+        **device,
+        "results": run.results,
+        "failures": run.failures,
+    }
+    run.output.mkdir(parents=True, exist_ok=True)
+    (run.output / "results.json").write_text(json.dumps(report, indent=1) + "\n")
+    if run.results.get("sweep") and not run.dry:
+        chosen = winners(run.results["sweep"], device["architecture"], run.task["shape"])
+        chosen["device"] = device["device"]
+        (run.output / f"{device['architecture']}-{run.task['shape']}.json").write_text(
+            json.dumps(chosen, indent=1) + "\n"
+        )
+    for failure in run.failures:
+        print(f"FAILED {failure}")
+    outcome = f"{len(run.failures)} failures" if run.failures else "nothing failed"
+    limits = " (a dry run: nothing was executed on a GPU)" if run.dry else ""
+    print(f"{outcome} in {report['seconds']:.0f} s{limits}; {run.output / 'results.json'}")
+    print(json.dumps({key: value for key, value in report.items() if key != "results"}))
+
+
+def _commit() -> str | None:
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
+
+
+def _line(result: Result) -> str:
+    """Return one row of the table."""
+    if "us" not in result:
+        return "  ".join(f"{key}={value}" for key, value in result.items() if key not in ("op", "spec", "ceiling_gbs"))
+    share = f"{100 * result['share_of_ceiling']:5.1f} %" if "share_of_ceiling" in result else "       "
+    bar = f"  bar {100 * result['bar']:.0f} %" if "bar" in result else ""
+    versus = f"  torch x{result['times_torch']:.2f}" if "times_torch" in result else ""
+    return f"{result['case']:44} {result['us']:9.2f} us {result['gbs']:8.1f} GB/s {share}{versus}{bar}"
+
+
+def _build_bundle(args: argparse.Namespace) -> int:
+    """Compile what a run needs, the kernels of the tests of layer 1 included, into one file."""
+    command = [sys.executable, "-m", "tests.gpu.build_bundle", "--output", str(args.build_bundle.resolve())]
+    command += ["--architecture", args.architecture, "--cache", str(args.cache), "--ops", *args.ops]
+    command += ["--shape", args.shape or "Qwen3-8B"]
+    return subprocess.run(command, cwd=ROOT, env=_environment(), check=False).returncode
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""One piece of the run in a process of its own: what hangs or loses the context takes nothing else with it.
+
+    python -m tests.gpu.worker '{"task": "check", "op": "gemv", "shape": "Qwen3-8B", ...}'
+
+Every result is one line of JSON on standard output, as soon as there is one.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ferrule_server.kernels.cuda import catalog
+from ferrule_server.kernels.cuda.driver import Device, DriverError
+from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec, ModelShape
+from tests.gpu import layout, measure
+from tests.gpu.cases import Case, cases_of
+from tests.gpu.gpu import Call, Gpu
+from tests.gpu.probes import CEILINGS, read_blocks_spec
+
+Result = dict[str, Any]
+_CEILING_BYTES = 4 << 30
+
+
+def main() -> None:
+    """Do one task; exits with 3 where the context is lost."""
+    task = json.loads(sys.argv[1])
+    try:
+        for result in TASKS[task["task"]](task):
+            print(json.dumps(result), flush=True)
+    except DriverError as error:
+        print(json.dumps({"status": "DRIVER ERROR", "error": str(error)}), flush=True)
+        raise SystemExit(3) from error
+
+
+def specs_of(op: str, shape: ModelShape) -> tuple[list[KernelSpec], list[KernelSpec]]:
+    """Return what an op needs for a model, and its variants."""
+    found = next(it for it in catalog.OPS if it.name == op)
+    return found.specs(shape), found.variants(shape)
+
+
+def every_spec(ops: Sequence[str], shape: ModelShape) -> list[KernelSpec]:
+    """Return all kernels that a run launches for some ops, probes included."""
+    specs = [*CEILINGS, read_blocks_spec()]
+    for op in ops:
+        specs += [spec for case in cases_of(op, shape) for spec in case.specs]
+        specs += [spec for case in variant_cases(op, shape) for spec in case.specs]
+    return list(dict.fromkeys(specs))
+
+
+def variant_cases(op: str, shape: ModelShape) -> list[Case]:
+    """Return one case for each variant of an op and each role it can play."""
+    variants = list(dict.fromkeys(specs_of(op, shape)[1]))
+    return cases_of(op, shape, variants) if variants else []
+
+
+def _gpu(task: Result) -> Gpu:
+    bundle = Path(task["bundle"]) if task.get("bundle") else None
+    return Gpu(Path(task["cache"]), bundle, task.get("dry"))
+
+
+def _device(task: Result) -> Iterator[Result]:
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    device = Device.open()
+    yield {
+        "status": "ok",
+        "device": device.name,
+        "architecture": device.architecture,
+        "num_sms": device.num_sms,
+        "memory_gib": round(torch.cuda.mem_get_info()[1] / 2**30, 1),
+        "cuda_of_torch": torch.version.cuda,
+        **versions,
+    }
+
+
+def _compile(task: Result) -> Iterator[Result]:
+    specs = every_spec(task["ops"], MODEL_SHAPES[task["shape"]])
+    _gpu(task).load(specs)
+    yield {"status": "ok", "kernels": len(specs)}
+
+
+def _check(task: Result) -> Iterator[Result]:
+    gpu = _gpu(task)
+    cases = cases_of(task["op"], MODEL_SHAPES[task["shape"]])[: task.get("most")]
+    gpu.load([spec for case in cases for spec in case.specs])
+    for case in cases:
+        yield measure.dry_run(gpu, case) if gpu.is_dry else measure.check(gpu, case)
+        case.state.clear()
+
+
+def _time(task: Result) -> Iterator[Result]:
+    gpu = _gpu(task)
+    for case in cases_of(task["op"], MODEL_SHAPES[task["shape"]]):
+        yield measure.time_case(gpu, case, ceiling_gbs=task.get("ceiling_gbs"))
+
+
+def _sweep(task: Result) -> Iterator[Result]:
+    """Yield every kernel that can play a role, default first, right ones with their time."""
+    gpu, shape = _gpu(task), MODEL_SHAPES[task["shape"]]
+    variants = variant_cases(task["op"], shape)
+    roles = {case.name for case in variants}
+    default = [case for case in cases_of(task["op"], shape) if case.name in roles]
+    for case, is_default in [*((case, True) for case in default), *((case, False) for case in variants)]:
+        described = {"spec": [_described(spec) for spec in case.specs], "is_default": is_default}
+        if gpu.is_dry:
+            yield {**measure.dry_run(gpu, case), **described}
+            case.state.clear()
+            continue
+        checked = measure.check(gpu, case)
+        case.state.clear()
+        if checked["status"] != "ok":
+            yield {**checked, **described}
+            continue
+        yield {**measure.time_case(gpu, case, with_torch=False), **described, "status": "ok"}
+
+
+def _described(spec: KernelSpec) -> Result:
+    return {
+        "kernel": spec.kernel.__name__,
+        "constants": dict(spec.constants),
+        "num_threads": spec.num_threads,
+        "ctas_per_sm": spec.ctas_per_sm,
+    }
+
+
+def _ceiling(task: Result) -> Iterator[Result]:
+    """Yield what each reader reads per second, of more than any cache holds."""
+    gpu = _gpu(task)
+    num_bytes = 1 << 22 if gpu.is_dry else min(_CEILING_BYTES, torch.cuda.mem_get_info()[0] // 2) >> 22 << 22
+    buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=gpu.torch_device)
+    for spec in CEILINGS:
+        grid = gpu.num_sms * spec.ctas_per_sm
+        out = torch.zeros(grid * spec.num_threads, dtype=torch.int32, device=gpu.torch_device)
+        launches = gpu.prepare([Call(spec, {"buffer": buffer, "num_bytes": num_bytes, "out": out}, grid)])
+        if gpu.is_dry:
+            gpu.launch(launches)
+            yield {"reader": spec.name, "status": "stopped at the driver"}
+            continue
+        samples = measure.time_us(measure.captured(partial(gpu.launch, launches)))
+        gbs = num_bytes / statistics.median(samples) / 1e3
+        yield {"reader": spec.name, "ctas_per_sm": spec.ctas_per_sm, "gbs": round(gbs, 1), "status": "ok"}
+
+
+def _layout(task: Result) -> Iterator[Result]:
+    yield from layout.compare(_gpu(task), MODEL_SHAPES[task["shape"]])
+
+
+TASKS: dict[str, Callable[[Result], Iterator[Result]]] = {
+    "ceiling": _ceiling,
+    "check": _check,
+    "compile": _compile,
+    "device": _device,
+    "layout": _layout,
+    "sweep": _sweep,
+    "time": _time,
+}
+
+if __name__ == "__main__":
+    main()

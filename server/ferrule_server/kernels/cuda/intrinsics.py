@@ -546,11 +546,12 @@ def fma(a: F32, b: F32, c: F32) -> F32:
 
 
 def _dot_bf16() -> str:
-    lines = [".reg .b32 s, x, y; mov.b32 s, $1;"]
+    lines = [".reg .b32 s, left, right; mov.b32 s, $1;"]
     for word in range(4):
         a, b = f"${2 + word}", f"${6 + word}"
-        lines.append(f"shl.b32 x, {a}, 16; shl.b32 y, {b}, 16; fma.rn.ftz.f32 s, x, y, s;")
-        lines.append(f"and.b32 x, {a}, 0xffff0000; and.b32 y, {b}, 0xffff0000; fma.rn.ftz.f32 s, x, y, s;")
+        lines.append(f"shl.b32 left, {a}, 16; shl.b32 right, {b}, 16; fma.rn.ftz.f32 s, left, right, s;")
+        lines.append(f"and.b32 left, {a}, 0xffff0000; and.b32 right, {b}, 0xffff0000;")
+        lines.append("fma.rn.ftz.f32 s, left, right, s;")
     return f"{{ {' '.join(lines)} mov.b32 $0, s; }}"
 
 
@@ -575,13 +576,14 @@ def fma_bf16(factor: F32, first: U32, second: U32, sums: F32x4) -> F32x4:
 
 
 def _dot_int8() -> str:
-    lines = [".reg .b32 s, w, x, y; mov.b32 s, $1;"]
+    lines = [".reg .b32 s, flipped, left, right; mov.b32 s, $1;"]
     for value in range(16):
         if value % 4 == 0:
-            lines.append(f"xor.b32 w, ${2 + value // 4}, 0x80808080;")
-        lines.append(f"prmt.b32 x, w, 0x4b000000, {0x7440 + value % 4:#x}; sub.rn.ftz.f32 x, x, 0f4B000080;")
-        extract = "and.b32 y, {}, 0xffff0000;" if value % 2 else "shl.b32 y, {}, 16;"
-        lines.append(f"{extract.format(f'${6 + value // 2}')} fma.rn.ftz.f32 s, x, y, s;")
+            lines.append(f"xor.b32 flipped, ${2 + value // 4}, 0x80808080;")
+        lines.append(f"prmt.b32 left, flipped, 0x4b000000, {0x7440 + value % 4:#x};")
+        lines.append("sub.rn.ftz.f32 left, left, 0f4B000080;")
+        extract = "and.b32 right, {}, 0xffff0000;" if value % 2 else "shl.b32 right, {}, 16;"
+        lines.append(f"{extract.format(f'${6 + value // 2}')} fma.rn.ftz.f32 s, left, right, s;")
     return f"{{ {' '.join(lines)} mov.b32 $0, s; }}"
 
 

@@ -6,7 +6,7 @@ PY ?= python3
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-chaos lint types proto aio bench clean
+.PHONY: help demo test test-kernels test-gpu test-chaos lint types proto aio bench clean
 
 help:             ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1\t/p' Makefile | expand -t 20
@@ -16,6 +16,12 @@ demo: $(VENV)/.ok ## start the shipped model, stream text, fork, roll back, rele
 
 test: $(VENV)/.ok ## all tests that need neither a GPU, a network nor much time
 	@$(BIN)/python -m pytest -q -m "not slow and not gpu"
+
+test-kernels: $(VENV)/.ok ## the long campaign of the GPU kernels; needs no GPU
+	@$(BIN)/python -m pytest -q --timeout=1800 -m "not gpu" tests/kernels/cuda tests/gpu
+
+test-gpu: $(VENV)/.ok ## kernels on a GPU: numerics, replays, bandwidth, sweep; without one, up to the driver
+	@$(BIN)/python tests/gpu/run.py
 
 test-chaos: $(VENV)/.ok ## break things on purpose for about an hour; figures as JSON lines
 	@echo "cuts, kills, freezes, restarts, overload, hostile input: about an hour, a third of it churn (FERRULE_CHAOS_MINUTES)"

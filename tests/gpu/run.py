@@ -244,7 +244,7 @@ def _numerics(run: Run) -> None:
 
 
 def _test_files(run: Run) -> list[str]:
-    """Return the test modules that launch kernels; a dry run, which must compile each kernel, takes those of its ops."""
+    """Return the test modules that launch kernels; of a dry run, which compiles them all, those of its ops."""
     names = sorted(path.stem for path in (ROOT / "tests" / "kernels" / "cuda").glob("test_*.py"))
     names = [name for name in names if not name.startswith(_NOT_ON_A_GPU)]
     few = {f"test_{op}" for op in (run.ops if len(run.ops) < len(OPS) else ("copy_blocks", "move_slots"))}

@@ -29,7 +29,7 @@ def philox_seed(number: int) -> int:
 
 
 def awkward_rows(vocab_size: int, seed: int) -> Rows:
-    """Return rows with few and many ties, masked tokens, zeros of both signs, all equal, very wide, one peak, few scattered ties."""
+    """Return rows without ties, with many, masked, of both zeros, all equal, very wide, one peak, scattered ties."""
     rng = np.random.default_rng(seed)
     plain = rng.normal(0, 3, vocab_size)
     tied = np.round(rng.normal(0, 1, vocab_size) * 2) / 2

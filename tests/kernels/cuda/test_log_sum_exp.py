@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ def place(rows: Rows, order: Sequence[int], requests: Sequence[Sequence[int]], t
     records[:, 0], records[:, 1], records[:, 2] = order, [0, *ends[:-1]], ends
     memory.put("logits", rows, mutable=True)
     memory.put("records", records, mutable=True)
-    memory.put("request_ids", np.array([*sum(map(list, requests), []), 0], np.int32), mutable=True)
+    memory.put("request_ids", np.array([*chain.from_iterable(requests), 0], np.int32), mutable=True)
     memory.put("tokens", np.array(tokens, np.int32), mutable=True)
     memory.put("figures", np.full((len(order), 4), np.nan, np.float32), mutable=True)
     memory.put("logprobs", np.full(ends[-1] + 1, np.nan, np.float32), mutable=True)
@@ -76,10 +77,11 @@ def check(memory: Memory, rows: Rows, order: Sequence[int], requests: Sequence[S
         ids = tuple(3 if token == CHOSEN else token for token in asked)
         (expected,) = select_rows(row[None], [0], [OutputSpec(logprob_ids=ids, target_id=0, entropy=True)])
         assert figures[slot, 0] == row.max()
+        assert expected.target_logprob is not None
         normaliser = float(row[0]) - expected.target_logprob
         assert float(figures[slot, 0]) + float(figures[slot, 1]) == pytest.approx(normaliser, rel=1e-6, abs=1e-6)
         assert figures[slot, 2] == pytest.approx(expected.entropy, rel=1e-5, abs=2e-6)
-        if ids:
+        if expected.requested_logprobs is not None:
             np.testing.assert_allclose(answers, expected.requested_logprobs, rtol=1e-6, atol=2e-6)
     assert not memory.get("tickets").any()
 

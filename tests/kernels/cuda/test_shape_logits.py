@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -43,13 +44,13 @@ def cases(vocab_size: int, seed: int) -> list[Case]:
     one[vocab_size - 1] = True
     ids = np.unique(np.append(rng.integers(0, vocab_size, 30), [0, vocab_size - 1]))
     bias = tuple((int(token), float(rng.normal(0, 5))) for token in ids)
-    every = {"repetition_penalty": 1.3, "frequency_penalty": 0.37, "presence_penalty": -0.2}
+    penalties = Shaping(repetition_penalty=1.3, frequency_penalty=0.37, presence_penalty=-0.2)
     return [
         (0, Shaping(mask=some), None),
         (1, Shaping(bias=bias), None),
         (2, Shaping(repetition_penalty=0.6, penalty_start=3), history),
         (-1, Shaping(), None),
-        (3, Shaping(**every, bias=bias, mask=some), history),
+        (3, replace(penalties, bias=bias, mask=some), history),
         (0, Shaping(mask=mask_of(one), bias=((0, 100.0), (vocab_size - 1, -100.0))), None),
         (1, Shaping(bias=((5, 3e38),), presence_penalty=1e38), history),
         (2, Shaping(), None),

@@ -25,15 +25,15 @@ from tests.kernels.cuda.mutation import check_mutants
 from tests.kernels.cuda.simulator import Launch, Memory, run
 
 K = 64
-COUNT_CONSTANTS: dict[str, Constant] = {"RECORD": RECORD_BYTES, "HAS_PEAK": False, "SLICE": SLICE, "WARPS": WARPS}
-GATHER_CONSTANTS: dict[str, Constant] = {"K": K, "RECORD": RECORD_BYTES, "SLICE": SLICE, "WARPS": WARPS}
+COUNT_CONSTANTS: dict[str, Constant] = {"SLICE": SLICE, "WARPS": WARPS}
+GATHER_CONSTANTS: dict[str, Constant] = {"K": K, "SLICE": SLICE, "WARPS": WARPS}
 
 
 def place(rows: Rows, ks: Sequence[int], order: Sequence[int], digits: Sequence[tuple[int, int]] = DIGITS) -> Memory:
     """Return memory with rows of logits, of which those in ``order`` are asked for."""
     memory, num_rows, slices = Memory(), len(order), num_slices(rows.shape[1])
     memory.put("logits", rows, mutable=True)
-    memory.put("records", np.stack([order, ks], 1).astype(np.int32), mutable=True)
+    memory.put("records", np.stack([order, ks, 0 * np.array(ks), ks], 1).astype(np.int32), mutable=True)
     memory.put("state", np.zeros(num_rows * STATE_BYTES, np.uint8), mutable=True)
     memory.put("counts", np.zeros((num_rows, 1 << max(bits for _, bits in digits)), np.uint32), mutable=True)
     memory.empty("partials", (num_rows, slices, 16), np.uint8)
@@ -60,7 +60,7 @@ def chain(
         Launch(
             select_count,
             {**COUNT_CONSTANTS, "SHIFT": shift, "BITS": bits},
-            arguments,
+            (*arguments, RECORD_BYTES),
             grid=grid,
             num_threads=THREADS,
             shared_bytes=count_shared_bytes(bits),

@@ -1,22 +1,22 @@
 """One token for each row: temperature, top-k, top-p, min-p and one Philox draw, without sorting anything.
 
-Maths: that of ``executor.laws``. The weight of a token is an integer, ``w = round(exp2((l - m) log2(e) / T) 2^39)``, m the
-largest logit; a sum of weights is exact, so that it depends on no order, and stays below 2^59. Tokens rank by logit,
-equal ones by lowest id. What is kept is a prefix of that rank, so it is said by a key (see ``top_k``): all larger keys,
-and of the tokens with that key ("ties") the given number, lowest ids first.
+Maths: that of ``executor.laws``. The weight of a token is an integer, ``w = round(exp2((l - m) log2(e) / T) 2^39)``,
+m the largest logit; a sum of weights is exact, so that it depends on no order, and stays below 2^59. Tokens rank by
+logit, equal ones by lowest id. What is kept is a prefix of that rank, so it is said by a key (see ``top_k``): all
+larger keys, and of the tokens with that key ("ties") the given number, lowest ids first.
 
 * top-k finds this key by counting keys, digit by digit (``select_count``).
-* top-p finds it alike by adding up weights (``select_mass``): the smallest prefix whose weight reaches ``round(p W)``, W
-  the weight of what top-k left.
+* top-p finds it alike by adding up weights (``select_mass``): the smallest prefix whose weight reaches ``round(p W)``,
+  W the weight of what top-k left.
 * min-p drops a token with ``l - m < T ln(min_p)``, which the host computes in float64 and rounds.
-* The draw (``draw``): with u = (x0 + 1/2) / 2^32, x0 the first word of Philox4x32-10, the first token by id at which the
-  weight kept so far exceeds u times the whole of it: ``floor((2 x0 + 1) W / 2^33)``, exactly.
+* The draw (``draw``): with u = (x0 + 1/2) / 2^32, x0 the first word of Philox4x32-10, the first token by id at which
+  the weight kept so far exceeds u times the whole of it: ``floor((2 x0 + 1) W / 2^33)``, exactly.
 * Temperature 0 keeps the largest key and one tie, the lowest id.
 
-Where float32 shows: an exponent ``e`` (in powers of two) carries a relative error of 2^-22.4, so a weight is off by about
-1.3e-7 |e| + 2.5e-7 of itself and by 2^-40; a border of the law moves by the mean of that, about 1e-6 of the whole
-weight. Another token than the float64 law's comes out only where u, top_p or a min-p threshold is so close to a border.
-The logarithm of the probability is off by at most 1e-5.
+Where float32 shows: an exponent ``e`` (in powers of two) carries a relative error of 2^-22.4, so a weight is off by
+1.3e-7 |e| + 2.5e-7 of itself at most, and by 2^-40; a border of the law moves by the mean of that, about 1e-6 of the
+whole weight. Another token than the float64 law's comes out only where u, top_p or a min-p threshold is so close to a
+border. The logarithm of the probability is off by at most 1e-5.
 
 Chain of launches: ``select_count`` (first digit and largest key: always), its other digits (where a row has a top-k),
 ``select_mass`` for each digit (where a row has a top-p), ``draw``.
@@ -165,7 +165,6 @@ def select_mass(
     *,
     SHIFT: int,
     BITS: int,
-    RECORD: int,
     SLICE: int,
     WARPS: int,
 ) -> None:
@@ -187,7 +186,6 @@ def select_mass(
         num_slices: Of a row, at most 32 * WARPS.
         SHIFT: Lowest bit of the digit.
         BITS: Its width; 2^BITS is a multiple of 32 * WARPS.
-        RECORD: Bytes of a record.
         SLICE: Tokens in a slice, a multiple of 128 * WARPS, at most 4096.
         WARPS: Per CTA.
     """
@@ -204,7 +202,7 @@ def select_mass(
             part = i32(part - num_slices)
             slot = i32(slot + 1)
         else:
-            record = records + slot * RECORD
+            record = records + slot * RECORD_BYTES
             known = state + slot * STATE_BYTES
             row = load_i32(record)
             is_greedy = load_i32(record + 8) & 1
@@ -278,7 +276,7 @@ def find_mass_digit(
     BITS: int,
     WARPS: int,
 ) -> None:
-    """Walk the weights down to the goal, put the digit and what is left of the goal into the state, zero the weights."""
+    """Walk the weights down to the goal, put the digit and the rest of the goal into the state, zero the weights."""
     first = i32((1 << BITS) - 1 - thread_id() * ((1 << BITS) // (32 * WARPS)))
     tie_bin = i32(-1)
     if floor >> (SHIFT + BITS) == prefix >> (SHIFT + BITS):
@@ -338,7 +336,6 @@ def draw(
     vocab_size: I32,
     num_slices: I32,
     *,
-    RECORD: int,
     SLICE: int,
     WARPS: int,
 ) -> None:
@@ -360,7 +357,6 @@ def draw(
         num_rows: Records.
         vocab_size: Logits of a row, below 2^20.
         num_slices: Of a row, at most 32 * WARPS.
-        RECORD: Bytes of a record.
         SLICE: Tokens in a slice, a multiple of 128 * WARPS, at most 4096.
         WARPS: Per CTA.
     """
@@ -375,7 +371,7 @@ def draw(
             part = i32(part - num_slices)
             slot = i32(slot + 1)
         else:
-            record = records + slot * RECORD
+            record = records + slot * RECORD_BYTES
             known = state + slot * STATE_BYTES
             row = load_i32(record)
             top = load_u32(known + PEAK)
@@ -415,7 +411,9 @@ def draw(
                     group = i32(0)
                     while group < SLICE // WARPS // 128:
                         first = i32(begin + thread * (SLICE // WARPS // 32) + group * 4)
-                        mass, ties = measure(mass, ties, load_four(source, first, vocab_size), border, peak, scale, bound)
+                        mass, ties = measure(
+                            mass, ties, load_four(source, first, vocab_size), border, peak, scale, bound
+                        )
                         group = i32(group + 1)
                     before, _sum = exclusive_sum(ties, SCRATCH, WARPS=WARPS)
                     left = shared_load_u32(FOUND + 4)
@@ -455,9 +453,7 @@ def bounded_weight(bits: U32, peak: F32, scale: F32, bound: F32) -> U64:
 
 
 @device
-def measure(
-    mass: U64, ties: I32, words: Vec4, border: U32, peak: F32, scale: F32, bound: F32
-) -> tuple[U64, I32]:
+def measure(mass: U64, ties: I32, words: Vec4, border: U32, peak: F32, scale: F32, bound: F32) -> tuple[U64, I32]:
     """Return the weight above the border, and the ties, with those of four logits added."""
     for i in unrolled(4):
         key = order_key(words[i])
@@ -575,8 +571,8 @@ def variants(shape: ModelShape) -> list[KernelSpec]:
 
 def _specs(shape: ModelShape, slice_size: int) -> list[KernelSpec]:
     assert shape.vocab_size < 1 << 20
-    common: dict[str, Constant] = {"RECORD": RECORD_BYTES, "SLICE": slice_size, "WARPS": DEFAULT_WARPS}
-    made = select_specs(RECORD_BYTES, slice_size, has_peak=True)
+    common: dict[str, Constant] = {"SLICE": slice_size, "WARPS": DEFAULT_WARPS}
+    made = select_specs(slice_size)
     for shift, bits in DIGITS:
         items = tuple(sorted({**common, "SHIFT": shift, "BITS": bits}.items()))
         shared = mass_shared_bytes(bits)

@@ -1,7 +1,8 @@
 """Penalties, then bias, then mask: rows of logits become the rows that a token is chosen from.
 
-Maths, of a token with c occurrences: ``l / r`` (l > 0) or ``l * r``, minus ``c * frequency + presence``, where c > 0; plus
-the bias; -inf where the mask forbids it. See ``executor.shaping``, which computes in float64. Here all is float32: with
+Maths, of a token with c occurrences: ``l / r`` (l > 0) or ``l * r``, minus ``c * frequency + presence``, where c > 0;
+plus the bias; -inf where the mask forbids it. See ``executor.shaping``, which computes in float64. Here all is float32:
+with
 ``1 / r`` rounded by the host, one rounding for the product and what is subtracted, one for the bias, the result is
 within ``2^-22 (|l r'| + c |frequency| + |presence| + |bias|)`` of the definition (r' is r or 1 / r), so that two tokens
 closer than that may change places. What lies beyond float32 becomes the largest float32, never infinity. Tokens that

@@ -17,6 +17,8 @@ Batcher, "Sorting networks and their applications", 1968.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ferrule_server.kernels.cuda.intrinsics import (
     I32,
     Address,
@@ -82,12 +84,12 @@ __all__ = [
 DIGITS = ((21, 11), (10, 11), (0, 10))
 """Lowest bit and number of bits of each digit, from the top."""
 LARGEST_K = 1024
-RECORD_BYTES = 8
+RECORD_BYTES = 16
 
 STATE_BYTES = 32
 """What is known of a row between launches; offsets of its words, u32 but for GOAL."""
 PEAK = 0
-"""Largest key; one that is not between those of -inf and infinity where a logit is NaN or infinity or none is allowed."""
+"""Largest key; not between those of -inf and infinity where a logit is NaN or infinity, or none is allowed."""
 FROM_NEGATIVE_INFINITY = (1 << 32) - KEY_NEGATIVE_INFINITY
 """Added to a key, so that NaN with a set sign, too, comes out above all numbers: the sum wraps."""
 KEY = 4
@@ -116,37 +118,36 @@ def select_count(
     num_rows: I32,
     vocab_size: I32,
     num_slices: I32,
+    record_bytes: I32,
     *,
     SHIFT: int,
     BITS: int,
-    RECORD: int,
-    HAS_PEAK: bool,
     SLICE: int,
     WARPS: int,
 ) -> None:
     """Find one digit of the key of each row's k-th largest logit.
 
-    The first digit (SHIFT + BITS == 32) sets the state of every row; later ones do nothing for a row that keeps all,
-    which is one with k = 0 or k >= vocab_size.
+    The first digit (SHIFT + BITS == 32) sets the state of every row and finds its largest key; later ones do nothing
+    for a row that keeps all, which is one with k = 0 or k >= vocab_size. A greedy row, with k = 0, keeps the largest
+    key alone.
 
     Launch: any grid of at least one CTA (``num_ctas_needed`` at most is of use), 32 * WARPS threads,
     ``count_shared_bytes``.
 
     Args:
         logits: float32 [any, vocab_size].
-        records: int32 [num_rows, RECORD / 4]: row of ``logits`` (-1: nothing to do), k, then what others need.
+        records: int32 [num_rows, record_bytes / 4]: row of ``logits`` (-1: nothing to do), k, 1 where it is greedy,
+            then what others need.
         state: [num_rows, STATE_BYTES], scratch, zero before the first launch.
         counts: u32 [num_rows, 2^BITS], zero before, left zero.
-        partials: [num_rows, num_slices, 16 bytes], scratch; used where HAS_PEAK, with the first digit.
+        partials: [num_rows, num_slices, 16 bytes], scratch of the first digit.
         tickets: int32 [num_rows], zero before the first launch, left zero.
         num_rows: Records.
         vocab_size: Logits of a row.
         num_slices: Of a row, at most 32 * WARPS.
+        record_bytes: From one record to the next.
         SHIFT: Lowest bit of the digit.
         BITS: Its width; 2^BITS is a multiple of 32 * WARPS.
-        RECORD: Bytes of a record.
-        HAS_PEAK: Find the largest key with the first digit; a row whose record says greedy (bit 0 of its third word)
-            then keeps the largest alone.
         SLICE: Tokens in a slice, a multiple of 128 * WARPS.
         WARPS: Per CTA.
     """
@@ -162,8 +163,8 @@ def select_count(
             part = i32(part - num_slices)
             slot = i32(slot + 1)
         else:
-            row = load_i32(records + slot * RECORD)
-            k = load_i32(records + slot * RECORD + 4)
+            row = load_i32(records + slot * record_bytes)
+            k = load_i32(records + slot * record_bytes + 4)
             has_k = 1 if k > 0 and k < vocab_size else 0
             is_open = has_k if SHIFT + BITS < 32 else 1
             if row >= 0 and is_open == 1:
@@ -197,7 +198,7 @@ def select_count(
                         count = shared_load_u32(BINS + (thread + 32 * WARPS * j) * 4)
                         if count > 0:
                             atomic_add_u32(counts + ((slot << BITS) + thread + 32 * WARPS * j) * 4, count)
-                if HAS_PEAK and SHIFT + BITS == 32:
+                if SHIFT + BITS == 32:
                     largest = 0
                     for g in unrolled(SLICE // WARPS // 128):
                         for i in unrolled(4):
@@ -205,10 +206,10 @@ def select_count(
                     largest = block_max(largest, MAXIMA, WARPS=WARPS)
                     if thread == 0:
                         store_u32(partials + (slot * num_slices + part) * 16, largest)
-                is_last = arrive(tickets + slot * 4, num_slices, FLAG, ALL_STORE=not (HAS_PEAK and SHIFT + BITS == 32))
+                is_last = arrive(tickets + slot * 4, num_slices, FLAG, ALL_STORE=SHIFT + BITS != 32)
                 if is_last == 1:
                     peak = 0
-                    if HAS_PEAK and SHIFT + BITS == 32:
+                    if SHIFT + BITS == 32:
                         if thread < num_slices:
                             peak = load_relaxed_u32(partials + (slot * num_slices + thread) * 16)
                         peak = add_wrapping(block_max(peak, ROW_MAXIMA, WARPS=WARPS), KEY_NEGATIVE_INFINITY)
@@ -218,8 +219,8 @@ def select_count(
                         find_digit(known, counts + (slot << BITS) * 4, prefix, k, SHIFT=SHIFT, BITS=BITS, WARPS=WARPS)
                     elif thread == 0:
                         is_greedy = 0
-                        if HAS_PEAK:
-                            is_greedy = load_i32(records + slot * RECORD + 8) & 1
+                        if SHIFT + BITS == 32:
+                            is_greedy = load_i32(records + slot * record_bytes + 8) & 1
                         store_u32(known + KEY, peak if is_greedy == 1 else 0)
                         store_u32(known + COUNT, is_greedy)
             part = i32(part + num_ctas())
@@ -265,7 +266,6 @@ def gather_top_k(
     num_slices: I32,
     *,
     K: int,
-    RECORD: int,
     SLICE: int,
     WARPS: int,
 ) -> None:
@@ -276,7 +276,7 @@ def gather_top_k(
 
     Args:
         logits: float32 [any, vocab_size].
-        records: As for ``select_count``; ``min(k, vocab_size) <= K``.
+        records: int32 [num_rows, 4]: row of ``logits`` (-1: nothing to do), k, 0, 0; ``min(k, vocab_size) <= K``.
         state: What ``select_count`` found, of all digits.
         candidates: u64 [num_rows, K], scratch.
         partials: [num_rows, num_slices, 16 bytes], scratch.
@@ -288,7 +288,6 @@ def gather_top_k(
         vocab_size: Logits of a row, below 2^20.
         num_slices: Of a row, at most 32 * WARPS.
         K: Room for one row, a power of two.
-        RECORD: Bytes of a record.
         SLICE: Tokens in a slice, a multiple of 128 * WARPS.
         WARPS: Per CTA.
     """
@@ -303,8 +302,8 @@ def gather_top_k(
             part = i32(part - num_slices)
             slot = i32(slot + 1)
         else:
-            row = load_i32(records + slot * RECORD)
-            k = load_i32(records + slot * RECORD + 4)
+            row = load_i32(records + slot * RECORD_BYTES)
+            k = load_i32(records + slot * RECORD_BYTES + 4)
             if row >= 0 and k > 0:
                 source = logits + row * (vocab_size * 4)
                 border = load_u32(state + slot * STATE_BYTES + KEY)
@@ -445,18 +444,11 @@ def sort(count: I32, *, WARPS: int) -> None:
         width = i32(width << 1)
 
 
-def select_specs(record_bytes: int, slice_size: int, *, has_peak: bool) -> list[KernelSpec]:
+def select_specs(slice_size: int) -> list[KernelSpec]:
     """Return ``select_count`` for every digit, in order."""
     made = []
     for shift, bits in DIGITS:
-        constants: dict[str, Constant] = {
-            "SHIFT": shift,
-            "BITS": bits,
-            "RECORD": record_bytes,
-            "HAS_PEAK": has_peak and shift + bits == 32,
-            "SLICE": slice_size,
-            "WARPS": DEFAULT_WARPS,
-        }
+        constants: dict[str, Constant] = {"BITS": bits, "SHIFT": shift, "SLICE": slice_size, "WARPS": DEFAULT_WARPS}
         made.append(_spec(select_count, constants, count_shared_bytes(bits)))
     return made
 
@@ -472,17 +464,11 @@ def variants(shape: ModelShape) -> list[KernelSpec]:
 
 
 def _specs(shape: ModelShape, slice_size: int) -> list[KernelSpec]:
-    constants: dict[str, Constant] = {
-        "K": LARGEST_K,
-        "RECORD": RECORD_BYTES,
-        "SLICE": slice_size,
-        "WARPS": DEFAULT_WARPS,
-    }
+    constants: dict[str, Constant] = {"K": LARGEST_K, "SLICE": slice_size, "WARPS": DEFAULT_WARPS}
     gather = _spec(gather_top_k, constants, gather_shared_bytes(-(-shape.vocab_size // slice_size)))
-    return [*select_specs(RECORD_BYTES, slice_size, has_peak=False), gather]
+    return [*select_specs(slice_size), gather]
 
 
-def _spec(kernel: object, constants: dict[str, Constant], shared: int) -> KernelSpec:
-    assert callable(kernel)
+def _spec(kernel: Callable[..., None], constants: dict[str, Constant], shared: int) -> KernelSpec:
     items = tuple(sorted(constants.items()))
     return KernelSpec(kernel, items, 32 * DEFAULT_WARPS, shared, ctas_per_sm=2, has_ticket=True)

@@ -216,7 +216,7 @@ def head_case(shape: ModelShape, spec: KernelSpec) -> Case:
         grid = _wave(gpu, spec)
         shared = head.shared_bytes(size, **{name: constants[name] for name in names})
         tokens = zeros(gpu, (m,), torch.int32)
-        more = {"logits": zeros(gpu, (m, vocab if constants["STORE"] else 1), torch.float32), "tokens": tokens}
+        more = {"logits": zeros(gpu, (m, vocab), torch.float32), "tokens": tokens}
         more |= {"partials": zeros(gpu, (grid, m), torch.int64), "ticket": zeros(gpu, (1,), torch.int32)}
         made = linear.instance(
             gpu,
@@ -232,8 +232,7 @@ def head_case(shape: ModelShape, spec: KernelSpec) -> Case:
         return Instance(made.calls, [tokens], made.expect, check, lambda: made.torch_op().argmax(-1))
 
     kind = "int8" if linear.is_int8 else "bf16"
-    store = " stored" if constants["STORE"] else ""
-    return Case(f"head {kind}{store} M={m}", [spec], linear.num_bytes, build, most_instances=2)
+    return Case(f"head {kind} M={m}", [spec], linear.num_bytes, build, most_instances=2)
 
 
 def embed_case(shape: ModelShape, spec: KernelSpec) -> Case:

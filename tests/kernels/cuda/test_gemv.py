@@ -340,7 +340,7 @@ def test_launch_gives_every_warp_rows() -> None:
 
 @pytest.mark.parametrize("name", MODEL_SHAPES)
 def test_plan_shares_rows_out_evenly(name: str) -> None:
-    """At least 85 % of the warps' turns have a row, and eight loads of every lane are in flight, on 132 SMs."""
+    """At least 90 % of the warps' turns have a row, and eight loads of every lane are in flight, on 132 SMs."""
     shape = MODEL_SHAPES[name]
     attended = shape.num_heads * shape.head_dim
     linears = [
@@ -352,7 +352,7 @@ def test_plan_shares_rows_out_evenly(name: str) -> None:
         for is_int8 in (False, True):
             rows, chunks, warps = plan(num_rows, size, parts=parts, is_int8=is_int8)
             turns = num_rows / (rows * warps * 132)
-            assert turns / np.ceil(turns) > 0.85, (num_rows, size, is_int8)
+            assert turns / np.ceil(turns) > 0.9, (num_rows, size, is_int8)
             assert rows * chunks * parts == 8, (num_rows, size, is_int8)
 
 

@@ -253,7 +253,7 @@ def _small_chain(chain: Chain, num_rows: int) -> None:
         chain.gemv("act", "", f"down{i}", "hidden", num_rows=HIDDEN, size=INTERMEDIATE, epilogue="residual")
     a = chain._a
     chain.launch(
-        head.spec(HIDDEN, M=num_rows, STORE=True, R=1, U=2, WARPS=2),
+        head.spec(HIDDEN, M=num_rows, R=1, U=2, WARPS=2),
         *(a["hidden"], a["final_norm"], a["head"], 0, a["logits"], a["tokens"], a["head_partials"], a["head_ticket"]),
         *(VOCAB, HIDDEN, 1e-6),
     )

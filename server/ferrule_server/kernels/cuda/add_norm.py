@@ -106,8 +106,8 @@ def store_vector(out: Address, chunks: Any, size: I32, *, X: int, WARPS: int) ->
 
 
 def chunks_per_thread(size: int, *, WARPS: int) -> int:
-    """Return the constant X for rows of ``size`` values."""
-    return -(-size // (32 * WARPS * CHUNK))
+    """Return the constant X for rows of ``size`` values; at least 2, so that few cubins serve all models."""
+    return max(2, -(-size // (32 * WARPS * CHUNK)))
 
 
 def shared_bytes(*, X: int, WARPS: int) -> int:

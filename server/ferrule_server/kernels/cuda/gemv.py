@@ -458,8 +458,11 @@ def spec(
 
 
 def chunks_per_thread(size: int, *, M: int, U: int, WARPS: int, NORM: bool, INT8: bool) -> int:
-    """Return the constant X: a whole vector where it is normalised, otherwise what keeps six loads in flight."""
-    return -(-_padded(size, U=U, INT8=INT8) // (32 * WARPS * CHUNK)) if NORM else 6 // M
+    """Return the constant X: a whole vector where it is normalised, otherwise what keeps six loads in flight.
+
+    At least 2, so that few cubins serve all models.
+    """
+    return max(2, -(-_padded(size, U=U, INT8=INT8) // (32 * WARPS * CHUNK))) if NORM else 6 // M
 
 
 def planned(num_rows: int, size: int, *, M: int, NORM: bool, EPILOGUE: str, INT8: bool) -> KernelSpec:
@@ -482,21 +485,27 @@ def specs(shape: ModelShape) -> list[KernelSpec]:
 
 
 def plan(num_rows: int, size: int, *, parts: int, is_int8: bool, num_sms: int = 132) -> tuple[int, int, int]:
-    """Return R, U and WARPS that keep eight loads per lane in flight and share the rows out evenly.
+    """Return R, U and WARPS, the first choice before a sweep on the GPU itself.
 
-    The first choice, before a sweep on the GPU itself: U at most a third more than a row fills, WARPS so that the last
-    turn has work for as many of them as possible.
+    The first of a few (few cubins serve all models) with which the last turn of the warps is nearly full, and U is
+    little more than a row fills; else the one that comes closest.
     """
     filled = -(-size // (32 * VALUES[is_int8]))
-    in_flight = 8 // parts
-    chunks = max(u for u in (1, 2, 4, 8) if u == 1 or (u <= in_flight and -(-filled // u) * u * 3 <= filled * 4))
-    rows = min(4, in_flight // chunks)
 
-    def used(warps: int) -> float:
+    def used(tiles: tuple[int, int, int]) -> float:
+        rows, chunks, warps = tiles
         turns = num_rows / (rows * warps * num_sms)
-        return round(turns / math.ceil(turns), 1)
+        return turns / math.ceil(turns) * min(1.0, 4 * filled / (3 * -(-filled // chunks) * chunks))
 
-    return rows, chunks, max((8, 10, 12), key=lambda warps: (used(warps), -warps))
+    candidates = PLANS[parts]
+    return next((tiles for tiles in candidates if used(tiles) >= 0.9), max(candidates, key=used))
+
+
+PLANS = {
+    1: ((2, 4, 8), (4, 2, 8), (1, 8, 8), (2, 4, 12), (4, 2, 12), (1, 8, 10)),
+    2: ((1, 4, 8), (2, 2, 8), (2, 2, 12)),
+}
+"""R, U and WARPS by parts, best first; all keep eight loads of every lane in flight."""
 
 
 def variants(shape: ModelShape) -> list[KernelSpec]:

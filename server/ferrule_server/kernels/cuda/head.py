@@ -42,6 +42,7 @@ from ferrule_server.kernels.cuda.intrinsics import (
     load_f32,
     load_relaxed_u64,
     num_ctas,
+    order_key,
     round_bf16,
     shared_load_u64,
     shared_store_u64,
@@ -58,7 +59,6 @@ from ferrule_server.kernels.cuda.logit_rows import (
     arrive,
     load_slice,
     num_slices,
-    order_key,
 )
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unrolled
@@ -104,20 +104,19 @@ def head(
     X: int,
     WARPS: int,
     INT8: bool,
-    STORE: bool,
 ) -> None:
     """Multiply M normalised vectors by the output matrix and find the best token of each.
 
     Launch: any grid, ``32 * WARPS`` threads, ``shared_bytes`` of dynamic shared memory.
 
-    Bytes moved: the weights once, ``2 * vocab_size * size`` (int8 half, and 4 a row); 4 per logit where STORE.
+    Bytes moved: the weights once, ``2 * vocab_size * size`` (int8 half, and 4 a row); 4 per logit that is written.
 
     Args:
         hidden: bf16 [M, size], before the final norm.
         norm_weight: bf16 [size], immutable.
         weight: bf16 [vocab_size, size], immutable; int8 where INT8.
         scales: float32 [vocab_size], immutable; read where INT8.
-        logits: float32 [M, vocab_size], written where STORE.
+        logits: float32 [M, vocab_size], written; 0 where nobody reads them, as in greedy decoding.
         tokens: int32 [M], written.
         partials: uint64 [CTAs, M], scratch.
         ticket: uint32, 0 before the first launch and after every one.
@@ -130,7 +129,6 @@ def head(
         X: Chunks of a vector that a thread holds, all of them.
         WARPS: Per CTA, at least M.
         INT8: The weights are int8 with a scale per row.
-        STORE: Write the logits; greedy decoding does not read them.
     """
     assert M in (1, 2)
     assert M <= WARPS
@@ -164,7 +162,7 @@ def head(
         mine = round_bf16(mine)
         key = key_of(float_bits(mine), n)
         if lane < R * M and n < vocab_size:
-            if STORE:
+            if logits != 0:
                 store_f32(logits + (mine_of * vocab_size + n) * 4, mine)
             best = max_key(best, key)
         first = i32(first + num_ctas() * WARPS * R)
@@ -351,7 +349,6 @@ def spec(
     *,
     M: int,
     INT8: bool = False,
-    STORE: bool = False,
     R: int = 2,
     U: int = 4,
     WARPS: int = 8,
@@ -363,7 +360,6 @@ def spec(
         "INT8": INT8,
         "M": M,
         "R": R,
-        "STORE": STORE,
         "U": U,
         "WARPS": WARPS,
         "X": chunks,
@@ -399,11 +395,7 @@ def specs(shape: ModelShape) -> list[KernelSpec]:
     found = [argmax_spec(MASKED=is_masked) for is_masked in (False, True)]
     for is_int8 in (False, True):
         rows, chunks, warps = plan(shape.vocab_size, shape.hidden_size, parts=1, is_int8=is_int8)
-        found += [
-            spec(shape.hidden_size, M=m, INT8=is_int8, STORE=is_stored, R=rows, U=chunks, WARPS=warps)
-            for m in (1, 2)
-            for is_stored in (False, True)
-        ]
+        found += [spec(shape.hidden_size, M=m, INT8=is_int8, R=rows, U=chunks, WARPS=warps) for m in (1, 2)]
     return found
 
 

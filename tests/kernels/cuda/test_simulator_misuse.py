@@ -30,6 +30,10 @@ def misuse(x: Address, y: Address, z: Address, *, HOW: str) -> None:  # noqa: N8
     i = thread_id()
     if HOW == "read before wait":
         load_f32(y)
+    if HOW == "read of immutable before wait":
+        load_f32(x)
+    if HOW == "stream of mutable before wait":
+        load_stream_v4(y)
     if HOW == "strong before wait":
         load_relaxed_f32(y)
     if HOW == "write before wait":
@@ -92,6 +96,8 @@ def misuse(x: Address, y: Address, z: Address, *, HOW: str) -> None:  # noqa: N8
     ("error", "how"),
     [
         (simulator.ReadBeforeWait, "read before wait"),
+        (simulator.ReadBeforeWait, "read of immutable before wait"),
+        (simulator.ReadOnly, "stream of mutable before wait"),
         (simulator.ReadBeforeWait, "strong before wait"),
         (simulator.WroteBeforeWait, "write before wait"),
         (simulator.WaitMissing, "wait in some threads"),

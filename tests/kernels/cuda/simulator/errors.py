@@ -55,7 +55,7 @@ class WaitMissing(SimulationError):
 
 
 class ReadBeforeWait(SimulationError):
-    """A load of mutable memory above ``grid_wait``."""
+    """A load above ``grid_wait`` that is not the streaming load of immutable memory."""
 
 
 class WroteBeforeWait(SimulationError):

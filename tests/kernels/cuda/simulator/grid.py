@@ -88,7 +88,7 @@ class Thread:
 
     def __init__(self, cta: Cta, warp: Warp, thread_id: int, index: int) -> None:
         self.cta, self.warp, self.thread_id = cta, warp, thread_id
-        self.loads, self.stores = cta.immutable, _NO_PAGES
+        self.loads, self.stores = _NO_PAGES, _NO_PAGES
         self.shared, self.shared_base = cta.views, cta.shared_base
         self.clock = ThreadClock(index, [])
         self.log = self.clock.codes.append

@@ -44,21 +44,30 @@ def fault(thread: Thread, address: int, size: int, error: BaseException | None =
 def open_page(thread: Thread, address: int) -> Page:
     """Return the page of a load that this thread's CTA has not touched yet."""
     cta = thread.cta
-    memory = cta.grid.memory
-    page = memory.page(address)
+    page = cta.grid.memory.page(address)
+    if not thread.has_waited:
+        raise ReadBeforeWait(f"only load_stream_v4 may stand above grid_wait: {cta.grid.memory.describe(address)}")
     if not page.is_mutable:
         cta.immutable[address >> PAGE_BITS] = cta.pages[address >> PAGE_BITS] = page
         return page
-    if thread.loads is not cta.pages:
-        raise ReadBeforeWait(f"mutable memory is read above grid_wait: {memory.describe(address)}")
     return cta.open(address >> PAGE_BITS, page)
+
+
+def _open_immutable(thread: Thread, address: int) -> Page:
+    """Return the page of a streaming load, which may stand above the wait."""
+    cta = thread.cta
+    page = cta.grid.memory.page(address)
+    if page.is_mutable:
+        raise ReadOnly(f"a streaming load of mutable memory: {cta.grid.memory.describe(address)}")
+    cta.immutable[address >> PAGE_BITS] = page
+    return page
 
 
 def _open_to_store(thread: Thread, address: int) -> Page:
     cta = thread.cta
     memory = cta.grid.memory
     page = memory.page(address)
-    if thread.loads is not cta.pages:
+    if not thread.has_waited:
         raise WroteBeforeWait(f"a store above grid_wait: {memory.describe(address)}")
     if not page.is_mutable:
         raise ReadOnly(f"a store to immutable memory: {memory.describe(address)}")
@@ -83,7 +92,7 @@ def _loader(kind: int, size: int) -> Twin:
     return load
 
 
-def _vector_loader(pattern: str, size: int, is_stream: bool) -> Twin:
+def _vector_loader(pattern: str, size: int) -> Twin:
     mask, unpack = size - 1, struct.Struct(pattern).unpack_from
 
     def load(thread: Thread, address: int, site: int) -> object:
@@ -92,8 +101,6 @@ def _vector_loader(pattern: str, size: int, is_stream: bool) -> Twin:
         if place & mask or place < 0:
             fault(thread, address, size)
         if page.is_mutable:
-            if is_stream:
-                raise ReadOnly(f"a streaming load of mutable memory: {thread.cta.grid.memory.describe(address)}")
             thread.log(address << SITE_BITS | site)
         try:
             return unpack(page.bytes, place)
@@ -101,6 +108,20 @@ def _vector_loader(pattern: str, size: int, is_stream: bool) -> Twin:
             fault(thread, address, size, error)
 
     return load
+
+
+_FOUR_WORDS = struct.Struct("<4I")
+
+
+def _load_stream_v4(thread: Thread, address: int, site: int) -> object:
+    page = thread.cta.immutable.get(address >> PAGE_BITS) or _open_immutable(thread, address)
+    place = address - page.base
+    if place & 15 or place < 0:
+        fault(thread, address, 16)
+    try:
+        return _FOUR_WORDS.unpack_from(page.bytes, place)
+    except struct.error as error:
+        fault(thread, address, 16, error)
 
 
 def _storer(kind: int, size: int, keep: int = 0) -> Twin:
@@ -158,7 +179,7 @@ def _f32x4_storer() -> Twin:
 def _strong_page(thread: Thread, address: int, size: int) -> tuple[Page, int]:
     """Return where a strong access works: in memory itself, where this CTA's own stores to the place come first."""
     cta = thread.cta
-    if thread.loads is not cta.pages:
+    if not thread.has_waited:
         raise ReadBeforeWait(f"a strong access above grid_wait: {cta.grid.memory.describe(address)}")
     page = cta.grid.memory.page(address)
     place = address - page.base
@@ -207,7 +228,7 @@ def _atomic(kind: int, size: int, change: Callable[[int, int], int]) -> Twin:
     return update
 
 
-_load_v4 = _vector_loader("<4I", 16, False)
+_load_v4 = _vector_loader("<4I", 16)
 
 
 def _load_if_v4(thread: Thread, condition: int, address: int, otherwise: object, site: int) -> object:
@@ -216,9 +237,9 @@ def _load_if_v4(thread: Thread, condition: int, address: int, otherwise: object,
 
 GLOBAL: dict[str, Twin] = {
     "load_if_v4": _load_if_v4,
-    "load_stream_v4": _vector_loader("<4I", 16, True),
+    "load_stream_v4": _load_stream_v4,
     "load_v4": _load_v4,
-    "load_v2": _vector_loader("<2I", 8, False),
+    "load_v2": _vector_loader("<2I", 8),
     "load_u32": _loader(U32, 4),
     "load_i32": _loader(I32, 4),
     "load_u64": _loader(U64, 8),

@@ -134,7 +134,7 @@ class Step:
         assert self.inverse_frequencies is not None
         angles = reference.rope_angles(torch.from_numpy(self.positions), self.inverse_frequencies)
         sizes = [shape.group * shape.num_kv_heads, shape.num_kv_heads, shape.num_kv_heads]
-        query, key, value = self.qkv.split(sizes, dim=1)
+        query, key, value = torch.split(self.qkv, sizes, dim=1)
         weights = (self.q_norm, self.k_norm) if shape.has_qk_norm else (None, None)
         query = reference.qk_norm_rope(query, weights[0], EPS, *angles)
         return query, reference.qk_norm_rope(key, weights[1], EPS, *angles), value

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ferrule_server.kernels.cuda.attention import PADDED, attention, shared_bytes, specs, variants
 from ferrule_server.kernels.cuda.partials import partial_bytes
-from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
+from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, ModelShape
 from ferrule_server.kernels.cuda.specialise import Constant, Specialised
 from tests.kernels.cuda.attention_case import EPS, LAYER, POOL_BYTES, Seq, Shape, Step, bits
 from tests.kernels.cuda.mutation import check_mutants
@@ -258,9 +258,9 @@ def test_attention_needs_all_its_synchronisation() -> None:
 
 
 @pytest.mark.parametrize("shape", MODEL_SHAPES.values(), ids=MODEL_SHAPES)
-def test_models_get_every_row_count_that_fits(shape: object) -> None:
-    """At most four rows of a KV head; two CTAs' worth of shared memory fits half a multiprocessor."""
+def test_what_models_get_fits_half_a_multiprocessor(shape: ModelShape) -> None:
+    """Shared memory of all CTAs together, and at most four rows of a KV head."""
     for made in (*specs(shape), *variants(shape)):
-        constants = dict(made.constants)
-        assert constants["GROUP"] * constants["ROWS"] <= 4
+        assert dict(made.constants)["GROUP"] == shape.group
         assert made.ctas_per_sm * (made.shared_bytes + 1024) <= 114 * 1024
+    assert len(specs(shape)) == 4 // shape.group

@@ -126,10 +126,10 @@ def rotate_head(
         turned = registers(2, init=0.0)
         partner = registers(2, init=0.0)
         for j in unrolled(2):
-            c = bits_float(cos[k // 2][2 * (k % 2) + j])
-            s = bits_float(sin[k // 2][2 * (k % 2) + j])
-            turned[j] = fma(x[j], c, -(y[j] * s))
-            partner[j] = fma(y[j], c, x[j] * s)
+            cosine = bits_float(cos[k // 2][2 * (k % 2) + j])
+            sine = bits_float(sin[k // 2][2 * (k % 2) + j])
+            turned[j] = fma(x[j], cosine, -(y[j] * sine))
+            partner[j] = fma(y[j], cosine, x[j] * sine)
         low[k] = pack_bf16(turned[0], turned[1])
         high[k] = pack_bf16(partner[0], partner[1])
 

@@ -175,17 +175,17 @@ def make_work_list(
         TooManyNewTokens: A sequence has more than MAX_NEW.
     """
     _check_new(num_new)
-    begins, kv_lens = cu_seqlens_q.astype(np.int64), kv_lens.astype(np.int64)
+    begins, lengths = cu_seqlens_q.astype(np.int64), kv_lens.astype(np.int64)
     tiles_of_seq = -(-np.diff(begins) // rows_per_tile)
-    seq = np.repeat(np.arange(len(kv_lens)), tiles_of_seq)
+    seq = np.repeat(np.arange(len(lengths)), tiles_of_seq)
     index = np.arange(len(seq)) - np.repeat(np.cumsum(tiles_of_seq) - tiles_of_seq, tiles_of_seq)
     first_row = begins[seq] + index * rows_per_tile
     num_rows = np.minimum(begins[seq + 1] - first_row, rows_per_tile)
     is_last = index == tiles_of_seq[seq] - 1
-    end = kv_lens[seq]
+    end = lengths[seq]
     if not is_tree:
         end = np.where(is_last, end, positions[first_row + num_rows - 1] + 1)
-    num_splits = np.repeat(-(-end // split), num_kv_heads)
+    num_splits: _Ints = np.repeat(-(-end // split), num_kv_heads)
     pieces = _deal(num_splits, num_ctas)
     counts, num_items = _count_partials(pieces, len(num_splits))
     if partials_capacity is not None and counts.sum() > partials_capacity:
@@ -207,7 +207,7 @@ def make_work_list(
     fields[3] = num_rows[row_tile]
     fields[4] = pieces.first
     fields[5] = pieces.end
-    fields[6] = kv_lens[seq_of]
+    fields[6] = lengths[seq_of]
     fields[7] = num_new[seq_of]
     fields[8] = begins[seq_of + 1] - fields[7]
     fields[9] = is_last[row_tile]

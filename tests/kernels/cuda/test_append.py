@@ -1,0 +1,150 @@
+"""Rotation and normalisation of a head, and where K and V of new tokens go (the rest is seen in test_attention)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ferrule_server.kernels import reference
+from ferrule_server.kernels.cuda.append import kv_address, rope_table, rotate_head
+from ferrule_server.kernels.cuda.intrinsics import (
+    F32,
+    I32,
+    Address,
+    grid_launch_dependents,
+    grid_wait,
+    store_u64,
+    store_v4,
+    thread_id,
+)
+from ferrule_server.kernels.cuda.specialise import i32, registers
+from ferrule_server.model.config import Llama3Scaling, ModelConfig
+from ferrule_server.model.rope import inverse_frequencies
+from tests.kernels.cuda.simulator import Launch, Memory, PromiseBroken, from_bf16, run, to_bf16
+
+SCALING = Llama3Scaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
+LOG2 = {64: 2, 128: 3}
+EPS = 1e-6
+
+
+def config(head_dim: int, scaling: Llama3Scaling | None) -> ModelConfig:
+    """Return a model of which only the rotation matters."""
+    return ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=8,
+        hidden_size=64,
+        intermediate_size=64,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=head_dim,
+        max_positions=131072,
+        norm_eps=EPS,
+        rope_theta=500000.0,
+        rope_scaling=scaling,
+        is_tied=True,
+        has_qk_norm=False,
+        has_attention_bias=False,
+        has_mlp_bias=False,
+        eos_ids=(1,),
+    )
+
+
+def rotate(
+    heads: Address,
+    weight: Address,
+    rope: Address,
+    out: Address,
+    eps: F32,
+    *,
+    HEAD_DIM: int,  # noqa: N803
+    QK_NORM: bool,  # noqa: N803
+) -> None:
+    """Rotate as many heads as a warp holds; head i has position 3 i."""
+    grid_launch_dependents()
+    grid_wait()
+    head = i32(thread_id() >> LOG2[HEAD_DIM])
+    lane = i32(thread_id() & (HEAD_DIM // 16 - 1))
+    low = registers(4, init=0)
+    high = registers(4, init=0)
+    rotate_head(
+        heads + head * (HEAD_DIM * 2),
+        weight,
+        rope + head * 3 * (HEAD_DIM * 4),
+        lane,
+        eps,
+        low,
+        high,
+        HEAD_DIM=HEAD_DIM,
+        QK_NORM=QK_NORM,
+    )
+    place = out + head * (HEAD_DIM * 2) + lane * 16
+    store_v4(place, (low[0], low[1], low[2], low[3]))
+    store_v4(place + HEAD_DIM, (high[0], high[1], high[2], high[3]))
+
+
+def address(  # noqa: PLR0917
+    pool: Address, block: I32, stride: Address, inside: Address, head: I32, offset: I32, out: Address
+) -> None:
+    """Store where a slot lies."""
+    grid_launch_dependents()
+    grid_wait()
+    if thread_id() == 0:
+        store_u64(out, kv_address(pool, block, stride, inside, head, offset, BLOCK_SIZE=16, HEAD_DIM=128))
+
+
+@pytest.mark.parametrize("scaling", [None, SCALING], ids=["plain", "llama-3"])
+@pytest.mark.parametrize(("head_dim", "has_norm"), [(64, False), (64, True), (128, False), (128, True)])
+def test_heads_are_normalised_and_rotated(head_dim: int, has_norm: bool, scaling: Llama3Scaling | None) -> None:
+    """In float32, rounded once: at most one bf16 step from plain torch, where the two round a tie apart."""
+    num_heads = 512 // head_dim
+    frequencies = inverse_frequencies(config(head_dim, scaling))
+    table = rope_table(frequencies, 3 * num_heads)
+    heads = torch.randn((num_heads, 1, head_dim), generator=torch.Generator().manual_seed(1)).bfloat16()
+    weight = torch.linspace(0.5, 1.5, head_dim).bfloat16()
+    memory = Memory()
+    arguments = (
+        memory.put("heads", to_bf16(heads.float().numpy()), mutable=True, offset=16),
+        memory.put("weight", to_bf16(weight.float().numpy()), offset=16),
+        memory.put("rope", table.numpy(), offset=16),
+        memory.empty("out", (num_heads, 1, head_dim), np.uint16, offset=16),
+        EPS,
+    )
+    constants = {"HEAD_DIM": head_dim, "QK_NORM": has_norm}
+    run(memory, [Launch(rotate, constants, arguments, grid=1, num_threads=32)], seed=1)
+    angles = reference.rope_angles(3 * torch.arange(num_heads), frequencies)
+    expected = reference.qk_norm_rope(heads, weight if has_norm else None, EPS, *angles)
+    got, wanted = from_bf16(memory.get("out")), expected.float().numpy()
+    np.testing.assert_allclose(got, wanted, rtol=2**-7)
+    assert (got == wanted).mean() > 0.99
+
+
+def test_the_table_is_that_of_the_decoder_at_every_position() -> None:
+    """Default and Llama-3 rotation: cosines of all pairs, then sines."""
+    for scaling in (None, SCALING):
+        frequencies = inverse_frequencies(config(64, scaling))
+        cos, sin = reference.rope_angles(torch.arange(9000), frequencies)
+        assert torch.equal(rope_table(frequencies, 9000), torch.cat((cos, sin), dim=1))
+
+
+def place(block: int, head: int, offset: int) -> int:
+    """Return what the kernel says about a slot, from the pool's begin."""
+    memory = Memory()
+    stride, inside, pool = 3 * 16 * 128 * 2 * 8, 4096, 1 << 40
+    out = memory.empty("out", 1, np.uint64)
+    arguments = (pool, block, stride, inside, head, offset, out)
+    run(memory, [Launch(address, {}, arguments, grid=1, num_threads=32)])
+    return int(memory.get("out")[0]) - pool - block * stride - inside
+
+
+def test_slots_lie_beyond_4_gi_elements() -> None:
+    """The base of a block is 64 bits wide, whatever its id."""
+    assert place(block=(1 << 31) - 1, head=15, offset=15) == (15 * 16 + 15) * 256
+    assert place(block=0, head=0, offset=0) == 0
+
+
+def test_a_layer_of_a_block_fits_32_bits() -> None:
+    """Inside a block the index is 32 bits wide, and the simulator notices where that is not enough."""
+    with pytest.raises(PromiseBroken):
+        place(block=0, head=1 << 20, offset=0)

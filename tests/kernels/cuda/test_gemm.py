@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -218,6 +218,15 @@ def test_shared_memory_leaves_half_a_multiprocessor_free() -> None:
     for shape in MODEL_SHAPES.values():
         for spec in gemm.specs(shape) + gemm.variants(shape):
             assert spec.ctas_per_sm * (spec.shared_bytes + 1024) <= 114 * 1024, spec.name
+
+
+def test_biases_are_added_where_the_model_has_them() -> None:
+    """One kernel more for each number of tokens: the output projection and the down projection then differ."""
+    plain = MODEL_SHAPES["Qwen3-0.6B"]
+    biased = [dict(spec.constants) for spec in gemm.specs(replace(plain, has_attention_bias=True))]
+    assert len(gemm.specs(plain)) == 4 * len(gemm.TILES_BUILT)
+    assert {str(spec["EPILOGUE"]) for spec in biased if spec["BIAS"]} == {"store", "residual"}
+    assert len(biased) == 5 * len(gemm.TILES_BUILT)
 
 
 def test_more_than_64_tokens_are_refused() -> None:

@@ -66,7 +66,7 @@ from ferrule_server.kernels.cuda.intrinsics import (
     thread_id,
 )
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
-from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unrolled
+from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, u32, unrolled
 
 __all__ = ["gemm", "num_ctas_needed", "shared_bytes", "sizes_for", "spec", "specs", "tiles_for", "variants"]
 
@@ -153,6 +153,7 @@ def gemm(
             _load(w, rows, left, ROW_TILES=ROW_TILES, K_WARPS=K_WARPS, SLABS=SLABS, d=d, s=s)
     grid_launch_dependents()
     grid_wait()
+    zero = i32(num_tokens >> 31)
     tile = registers(4, init=0)
     tile[NEXT_GROUP] = group
     for _ in unrolled(STAGES - 1):
@@ -212,6 +213,7 @@ def gemm(
                             sums,
                             w,
                             values,
+                            zero,
                             TILES=TILES,
                             ROW_TILES=ROW_TILES,
                             K_WARPS=K_WARPS,
@@ -275,12 +277,25 @@ def _load(w: Any, rows: Any, left: I32, *, ROW_TILES: int, K_WARPS: int, SLABS: 
 
 @device
 def _multiply(
-    sums: Any, w: Any, values: Offset, *, TILES: int, ROW_TILES: int, K_WARPS: int, SLABS: int, d: int, s: int
+    sums: Any,
+    w: Any,
+    values: Offset,
+    zero: I32,
+    *,
+    TILES: int,
+    ROW_TILES: int,
+    K_WARPS: int,
+    SLABS: int,
+    d: int,
+    s: int,
 ) -> None:
     """Add the products of slab s, two mma steps for each tile of rows and tokens.
 
     Up to four tiles of tokens at a time: their fragments fit the registers, and two mma that depend on each other are
     as many apart.
+
+    ``zero`` is 0, which no compiler knows: the words that a load leaves in one order and an mma wants in another become
+    new values by it, laid out once. Without it ptxas (13.0) gives each mma copies of its own, and spills.
     """
     b = registers(4)
     for m in unrolled(0, TILES, 4):
@@ -288,7 +303,13 @@ def _multiply(
             b[n - m] = shared_load_v4(values + n * 8 * (K_WARPS * SLABS * 64 + PAD) + s * K_WARPS * 64)
         for i in unrolled(2):
             for r in unrolled(ROW_TILES):
-                a = (w[d, s, r, 0][2 * i], w[d, s, r, 1][2 * i], w[d, s, r, 0][2 * i + 1], w[d, s, r, 1][2 * i + 1])
+                low, high = w[d, s, r, 0], w[d, s, r, 1]
+                a = (
+                    u32(low[2 * i] ^ zero),
+                    u32(high[2 * i] ^ zero),
+                    u32(low[2 * i + 1] ^ zero),
+                    u32(high[2 * i + 1] ^ zero),
+                )
                 for n in unrolled(m, min(m + 4, TILES)):
                     sums[r, n] = mma_bf16(a, (b[n - m][2 * i], b[n - m][2 * i + 1]), sums[r, n])
 
@@ -526,13 +547,18 @@ def sizes_for(num_rows: int, tiles: int, epilogue: str) -> dict[str, int]:
 
 def specs(shape: ModelShape) -> list[KernelSpec]:
     """Return what the linears and the output head of a model need for 3 to 64 tokens."""
-    linears = (
-        (shape.qkv_size, "store"),
-        (shape.hidden_size, "residual"),
-        (shape.intermediate_size, "swiglu"),
-        (shape.vocab_size, "logits"),
-    )
-    return [spec(num_rows, TILES=tiles, EPILOGUE=epilogue) for num_rows, epilogue in linears for tiles in TILES_BUILT]
+    linears = {
+        (shape.qkv_size, "store", shape.has_attention_bias),
+        (shape.hidden_size, "residual", shape.has_attention_bias),
+        (shape.hidden_size, "residual", shape.has_mlp_bias),
+        (shape.intermediate_size, "swiglu", shape.has_mlp_bias),
+        (shape.vocab_size, "logits", False),
+    }
+    return [
+        spec(num_rows, TILES=tiles, EPILOGUE=epilogue, BIAS=has_bias)
+        for num_rows, epilogue, has_bias in sorted(linears)
+        for tiles in TILES_BUILT
+    ]
 
 
 def variants(shape: ModelShape) -> list[KernelSpec]:

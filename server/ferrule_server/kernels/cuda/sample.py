@@ -68,6 +68,7 @@ from ferrule_server.kernels.cuda.intrinsics import (
     num_ctas,
     order_key,
     round_u64,
+    select_f32,
     shared_add_u32,
     shared_load_u32,
     shared_load_u64,
@@ -300,15 +301,20 @@ def find_mass_digit(
     if SHIFT + BITS == 32:
         goal = (multiply_high_u64(share, total << (65 - PROBABILITY_BITS)) + 1) >> 1
         goal = goal if goal > 0 else 1
+    digit = -1
+    rest = 0
     for j in unrolled((1 << BITS) // (32 * WARPS)):
         if before < goal and before + own[j] >= goal:
-            key = prefix | (i32(first - j) << SHIFT)
-            store_u32(known + MASS_KEY, key)
-            if SHIFT > 0:
-                store_u64(known + GOAL, goal - before)
-            else:
-                store_u32(known + MASS_COUNT, fewest(weight_of(key_bits(key), peak, scale), goal - before))
+            digit = first - j
+            rest = goal - before
         before = before + own[j]
+    if digit >= 0:
+        key = prefix | (digit << SHIFT)
+        store_u32(known + MASS_KEY, key)
+        if SHIFT > 0:
+            store_u64(known + GOAL, rest)
+        else:
+            store_u32(known + MASS_COUNT, fewest(weight_of(key_bits(key), peak, scale), rest))
 
 
 @device
@@ -458,8 +464,9 @@ def measure(mass: U64, ties: I32, words: Vec4, border: U32, peak: F32, scale: F3
     for i in unrolled(4):
         key = order_key(words[i])
         below = fma(bits_float(words[i]), 1.0, -peak)
-        if key > border and below >= bound:
-            mass = mass + round_u64(fma(exp2(fma(below, scale, 0.0)), ONE, 0.0))
+        is_kept = i32(key > border) & i32(below >= bound)
+        exponent = select_f32(is_kept, fma(below, scale, 0.0), -1000.0)
+        mass = mass + round_u64(fma(exp2(exponent), ONE, 0.0))
         ties = i32(ties + i32(key == border))
     return (mass, ties)
 

@@ -239,11 +239,16 @@ def find_digit(known: Address, counts: Address, prefix: int, k: int, *, SHIFT: i
         if own[j] > 0:
             store_u32(counts + (first - j) * 4, 0)
     before, _total = exclusive_sum(mine, SCRATCH, WARPS=WARPS)
+    digit = -1
+    rest = 0
     for j in unrolled((1 << BITS) // (32 * WARPS)):
         if before < k and before + own[j] >= k:
-            store_u32(known + KEY, prefix | (i32(first - j) << SHIFT))
-            store_u32(known + COUNT, k - before)
+            digit = first - j
+            rest = k - before
         before = before + own[j]
+    if digit >= 0:
+        store_u32(known + KEY, prefix | (digit << SHIFT))
+        store_u32(known + COUNT, rest)
 
 
 def gather_shared_bytes(num_slices: int, largest_k: int = LARGEST_K) -> int:

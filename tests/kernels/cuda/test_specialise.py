@@ -220,6 +220,8 @@ def wrong(x: Address, n: I32, *, HOW: str) -> None:  # noqa: N803
             store_i32(x, n)
         finally:
             store_i32(x, 0)
+    if HOW == "divide":
+        store_i32(x, n // 3)
     if HOW == "attribute":
         n.real = 1  # type: ignore[misc]
 
@@ -245,6 +247,7 @@ def wrong(x: Address, n: I32, *, HOW: str) -> None:  # noqa: N803
         ("assert", r"len\(HOW\) == 2 is not so for \{'HOW': 'assert'\}"),
         ("list", r"\[n\] is not part of the language"),
         ("try", "Try is not part of the language"),
+        ("divide", r"n // 3: write a shift, a mask or a product with reciprocal\(\.\.\.\)"),
         ("attribute", "cannot assign to n.real"),
     ],
 )

@@ -333,6 +333,8 @@ class _Writer:
             case ast.Compare():
                 others = [self._write(other, scope, before) for other in node.comparators]
                 return _at(node, ast.Compare(self._write(node.left, scope, before), node.ops, others))
+            case ast.BinOp(op=ast.Div() | ast.FloorDiv() | ast.Mod() | ast.Pow() | ast.MatMult()):
+                raise self._error(node, f"{ast.unparse(node)}: write a shift, a mask or a product with reciprocal(...)")
             case ast.BinOp():
                 left, right = self._write(node.left, scope, before), self._write(node.right, scope, before)
                 return _at(node, ast.BinOp(left, node.op, right))

@@ -192,33 +192,40 @@ def make_work_list(
         pieces = _deal_whole(num_splits, num_ctas)
         counts, num_items = _count_partials(pieces, len(num_splits))
 
-    row_tile = pieces.tile // num_kv_heads
-    first_partial = np.cumsum(counts) - counts
-    first_piece = np.cumsum(num_items) - num_items
-    is_first = np.diff(pieces.cta, prepend=-1) != 0
+    # One row per row tile, per tile, per item: gathered in one go each (this runs every step).
+    of_rows = np.stack(
+        (seq, first_row, num_rows, lengths[seq], num_new[seq], begins[seq + 1] - num_new[seq], is_last), axis=1
+    ).astype(np.int32)
+    before = np.cumsum(counts) - counts
+    first_partial = before.take(np.cumsum(num_items) - num_items)
+    num_partials = int(counts.sum())
+    of_tiles = np.empty((len(num_splits), 4), np.int32)
+    of_tiles[:, 0] = np.arange(len(num_splits))
+    of_tiles[:, 1] = num_items
+    of_tiles[:, 2] = first_partial
+    of_tiles[:-1, 3] = first_partial[1:] - first_partial[:-1]
+    of_tiles[-1, 3] = num_partials - first_partial[-1]
+
+    is_first = np.empty(len(pieces.cta), np.bool_)
+    is_first[0] = True
+    np.not_equal(pieces.cta[1:], pieces.cta[:-1], out=is_first[1:])
     place = np.where(is_first, pieces.cta, num_ctas - 1 + np.cumsum(~is_first))
-    following = np.append(np.where(is_first[1:], 0, place[1:]), 0)
-    items = np.zeros((num_ctas + len(place) - int(is_first.sum()), len(FIELDS)), np.int32)
-    seq_of = seq[row_tile]
-    fields = np.empty((len(FIELDS), len(place)), np.int32)
-    fields[0] = seq_of
-    fields[1] = pieces.tile - row_tile * num_kv_heads
-    fields[2] = first_row[row_tile]
-    fields[3] = num_rows[row_tile]
-    fields[4] = pieces.first
-    fields[5] = pieces.end
-    fields[6] = lengths[seq_of]
-    fields[7] = num_new[seq_of]
-    fields[8] = begins[seq_of + 1] - fields[7]
-    fields[9] = is_last[row_tile]
-    fields[10] = pieces.tile
-    fields[11] = num_items[pieces.tile]
-    fields[12] = first_partial
-    fields[13] = first_partial[first_piece][pieces.tile]
-    fields[14] = np.add.reduceat(counts, first_piece)[pieces.tile]
-    fields[15] = following
-    items[place] = fields.T
-    return WorkList(items, num_ctas, len(num_splits), int(counts.sum()))
+    row_tile = pieces.tile // num_kv_heads
+    fields = np.zeros((len(place), len(FIELDS)), np.int32)
+    row, tile = of_rows.take(row_tile, 0), of_tiles.take(pieces.tile, 0)
+    fields[:, 0] = row[:, 0]
+    fields[:, 1] = pieces.tile - row_tile * num_kv_heads
+    fields[:, 2:4] = row[:, 1:3]
+    fields[:, 4] = pieces.first
+    fields[:, 5] = pieces.end
+    fields[:, 6:10] = row[:, 3:]
+    fields[:, 10:12] = tile[:, :2]
+    fields[:, 12] = before
+    fields[:, 13:15] = tile[:, 2:]
+    fields[:-1, 15] = np.where(is_first[1:], 0, place[1:])
+    items = np.zeros((num_ctas + len(place) - int(np.count_nonzero(is_first)), len(FIELDS)), np.int32)
+    items[place] = fields
+    return WorkList(items, num_ctas, len(num_splits), num_partials)
 
 
 def _check_new(num_new: Int32Array) -> None:
@@ -297,13 +304,14 @@ def _cut_line(num_splits: _Ints, tile: _Ints, at: _Ints) -> _Pieces:
     """Cut the line of tiles before split ``at`` of ``tile``, once per CTA but the last."""
     begins = np.concatenate(([0], np.cumsum(num_splits)))
     cuts = begins[tile] + at
-    is_cut = np.zeros(begins[-1] + 1, np.bool_)
-    is_cut[begins] = True
+    is_begin = np.zeros(begins[-1] + 1, np.bool_)
+    is_begin[begins] = True
+    is_cut = is_begin.copy()
     is_cut[cuts] = True
     places = np.flatnonzero(is_cut)
     starts = places[:-1]
-    piece_tile = np.searchsorted(begins, starts, side="right") - 1
-    origin = begins[piece_tile]
+    piece_tile = np.cumsum(is_begin.take(starts)) - 1
+    origin = begins.take(piece_tile)
     return _Pieces(piece_tile, starts - origin, places[1:] - origin, np.searchsorted(cuts, starts, side="right"))
 
 
@@ -313,4 +321,4 @@ def _count_partials(pieces: _Pieces, num_tiles: int) -> tuple[_Ints, _Ints]:
     aligned = -(-pieces.first // SEGMENT) * SEGMENT
     single = np.minimum(aligned, pieces.end) - pieces.first
     whole = -(-np.maximum(pieces.end - aligned, 0) // SEGMENT)
-    return np.where(num_items[pieces.tile] > 1, single + whole, 0), num_items
+    return np.where(num_items.take(pieces.tile) > 1, single + whole, 0), num_items

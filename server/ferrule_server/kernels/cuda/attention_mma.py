@@ -66,9 +66,12 @@ from ferrule_server.kernels.cuda.intrinsics import (
     select_f32,
     shared_load_f32,
     shared_load_f32x4,
+    shared_load_i32,
+    shared_load_u64,
     shared_load_v4,
     shared_store_f32,
     shared_store_f32x4,
+    shared_store_i32,
     shared_store_u32,
     shared_store_v4,
     shuffle_xor_f32,
@@ -183,9 +186,8 @@ def attention_mma(
         item = items + index * 64
         seq, kv_head, first_row, num_rows = load_v4(item)
         first_split, end_split, kv_len, num_new = load_v4(item + 16)
-        first_new_row, writes_new, tile, num_items = load_v4(item + 32)
-        first_partial, tile_first_partial, tile_num_partials, more = load_v4(item + 48)
-        index = i32(more)
+        first_new_row, writes_new, _, num_items = load_v4(item + 32)
+        first_partial, _, _, more = load_v4(item + 48)
         if num_rows > 0:
             new_begin = i32(kv_len - num_new)
             tail = i32(new_begin & -TILE)
@@ -207,6 +209,7 @@ def attention_mma(
                 q_norm,
                 rope,
                 positions,
+                masks,
                 i32(first_row),
                 i32(num_rows),
                 kv_head,
@@ -216,6 +219,7 @@ def attention_mma(
                 GROUP=GROUP,
                 WARPS=WARPS,
                 QK_NORM=QK_NORM,
+                TREE=TREE,
             )
             staged = i32(_larger(i32(first_split * SPLIT), tail))
             while staged < ((end + TILE - 1) & -TILE):
@@ -246,8 +250,9 @@ def attention_mma(
                 )
                 staged = i32(staged + WARPS * HEADS_PER_WARP[HEAD_DIM])
             barrier()
-            sight = registers(4, init=0)
-            _load_sight(sight, positions, masks, i32(first_row), i32(num_rows), g, GROUP=GROUP, TREE=TREE)
+            sight = registers(2, init=0)
+            if not TREE:
+                _load_sight(sight, g, HEAD_DIM=HEAD_DIM, WARPS=WARPS, TREE=False)
             split = i32(first_split)
             partial = i32(first_partial)
             while split < end_split:
@@ -272,6 +277,7 @@ def attention_mma(
                             _load_keys(k, tile_base, g, t, HEAD_DIM=HEAD_DIM)
                         if TREE:
                             if token >= tail:
+                                _load_sight(sight, g, HEAD_DIM=HEAD_DIM, WARPS=WARPS, TREE=True)
                                 _hide_outside_tree(x, sight, i32(token - new_begin + 2 * t), i32(num_new))
                         else:
                             _hide_future(x, sight, i32(token + 2 * t))
@@ -309,8 +315,11 @@ def attention_mma(
                     partial = i32(partial + 1)
                 split = i32(split + 1)
             if num_items > 1:
+                # Read again: what is needed here alone would take registers all along.
+                tile = load_i32(item + 40)
                 is_last = arrives_last(tickets + tile * 4, num_items, _flag_offset(HEAD_DIM=HEAD_DIM, WARPS=WARPS))
                 if is_last != 0:
+                    _, tile_first_partial, tile_num_partials, _ = load_v4(item + 48)
                     _combine(
                         partials + tile_first_partial * (ROWS * (HEAD_DIM + 4) * 4),
                         tile_num_partials,
@@ -323,10 +332,11 @@ def attention_mma(
                         GROUP=GROUP,
                         WARPS=WARPS,
                     )
+        index = i32(more)
 
 
 # Shared memory: Q, K of the tail, V of the tail, results of the warps, their maxima and sums, what is folded of a
-# segment and of the segments before it, a flag.
+# segment and of the segments before it, a flag, what each row sees (two words).
 TAIL_PAD = 16
 """Bytes behind each row of the tail: spread what a quarter of a warp reads over all banks."""
 TAIL_TOKENS = MAX_NEW + TILE
@@ -360,7 +370,7 @@ def _folds_offset(*, HEAD_DIM: int, WARPS: int) -> Offset:
 
 @device
 def _flag_offset(*, HEAD_DIM: int, WARPS: int) -> Offset:
-    """Return where the word lies that tells all threads what the ticket was."""
+    """Return where the word lies that tells all threads what the ticket was; what rows see is 16 bytes further."""
     return _folds_offset(HEAD_DIM=HEAD_DIM, WARPS=WARPS) + 2 * (ROWS * HEAD_DIM // 4) * FOLD_BYTES
 
 
@@ -454,6 +464,7 @@ def _stage_queries(
     q_norm: Address,
     rope: Address,
     positions: Address,
+    masks: Address,
     first_row: I32,
     num_rows: I32,
     kv_head: I32,
@@ -464,8 +475,9 @@ def _stage_queries(
     GROUP: int,
     WARPS: int,
     QK_NORM: bool,
+    TREE: bool,
 ) -> None:
-    """Put the query rows into shared memory, normalised and rotated, as A fragments.
+    """Put the query rows into shared memory, normalised and rotated, as A fragments, and what they see.
 
     ``[HEAD_DIM / 16 steps, 32 lanes, 4 words]``: a lane reads the fragment of an mma step with one load.
     """
@@ -475,12 +487,20 @@ def _stage_queries(
         token = _token_of_row(r, num_rows, GROUP=GROUP)
         head = i32(kv_head * GROUP + _smaller(i32(r - token * GROUP), GROUP - 1))
         row = i32(first_row + token)
+        position = load_i32(positions + row * 4)
+        if lane == 0:
+            sight = i32(_flag_offset(HEAD_DIM=HEAD_DIM, WARPS=WARPS) + 16 + r * 8)
+            if TREE:
+                shared_store_u32(sight, load_u32(masks + row * 8))
+                shared_store_u32(sight + 4, load_u32(masks + row * 8 + 4))
+            else:
+                shared_store_i32(sight, position)
         low = registers(4, init=0)
         high = registers(4, init=0)
         rotate_head(
             qkv + (row * ((GROUP + 2) * num_kv_heads) + head) * (HEAD_DIM * 2),
             q_norm,
-            rope + load_i32(positions + row * 4) * (HEAD_DIM * 4),
+            rope + position * (HEAD_DIM * 4),
             lane,
             eps,
             low,
@@ -591,25 +611,14 @@ def _stage_tokens(
 
 
 @device
-def _load_sight(
-    sight: Registers,
-    positions: Address,
-    masks: Address,
-    first_row: I32,
-    num_rows: I32,
-    g: I32,
-    *,
-    GROUP: int,
-    TREE: bool,
-) -> None:
-    """Load what rows g and g + 8 see: their last position; or with TREE two words of bits each."""
+def _load_sight(sight: Registers, g: I32, *, HEAD_DIM: int, WARPS: int, TREE: bool) -> None:
+    """Load what rows g and g + 8 see: the last position, or with TREE 64 bits."""
+    place = i32(_flag_offset(HEAD_DIM=HEAD_DIM, WARPS=WARPS) + 16 + g * 8)
     for r in unrolled(2):
-        row = i32(first_row + _token_of_row(i32(g + 8 * r), num_rows, GROUP=GROUP))
         if TREE:
-            sight[2 * r] = load_u32(masks + row * 8)
-            sight[2 * r + 1] = load_u32(masks + row * 8 + 4)
+            sight[r] = shared_load_u64(place + 64 * r)
         else:
-            sight[r] = load_i32(positions + row * 4)
+            sight[r] = shared_load_i32(place + 64 * r)
 
 
 @device
@@ -643,8 +652,7 @@ def _hide_outside_tree(x: Registers, sight: Registers, new: I32, num_new: I32) -
         for e in unrolled(2):
             j = i32(new + (8 * i + e))
             for r in unrolled(2):
-                word = sight[2 * r] if j < 32 else sight[2 * r + 1]
-                hides = (j >= 0) & ((j >= num_new) | (((word >> (j & 31)) & 1) == 0))
+                hides = (j >= 0) & ((j >= num_new) | (((sight[r] >> (j & 63)) & 1) == 0))
                 x[i, 2 * r + e] = select_f32(hides, MASKED, x[i, 2 * r + e])
 
 
@@ -878,7 +886,7 @@ def shared_bytes(head_dim: int, *, WARPS: int) -> int:
     query = ROWS * head_dim * 2
     tail = 2 * TAIL_TOKENS * (head_dim * 2 + TAIL_PAD)
     results = WARPS * ROWS * (head_dim * 4 + 8)
-    return query + tail + results + 2 * (ROWS * head_dim // 4) * FOLD_BYTES + 16
+    return query + tail + results + 2 * (ROWS * head_dim // 4) * FOLD_BYTES + 16 + ROWS * 8
 
 
 def spec(

@@ -184,10 +184,8 @@ def exclusive_sum(value: U64, scratch: Offset, *, WARPS: int) -> tuple[U64, U64]
     upto = value
     for step in unrolled(5):
         other = i32((lane - (1 << step)) & 31)
-        low = shuffle_u32(upto & 0xFFFFFFFF, other)
-        high = shuffle_u32(upto >> 32, other)
-        if lane >= 1 << step:
-            upto = upto + low + (high << 32)
+        parted = shuffle_u32(upto & 0xFFFFFFFF, other) | (shuffle_u32(upto >> 32, other) << 32)
+        upto = upto + (parted & -i32(lane >= 1 << step))
     if lane == 31:
         shared_store_u64(scratch + warp * 8, upto)
     barrier()
@@ -195,8 +193,7 @@ def exclusive_sum(value: U64, scratch: Offset, *, WARPS: int) -> tuple[U64, U64]
     total = 0
     for w in unrolled(WARPS):
         part = shared_load_u64(scratch + w * 8)
-        if warp > w:
-            before = before + part
+        before = before + (part & -i32(warp > w))
         total = total + part
     return (before, total)
 

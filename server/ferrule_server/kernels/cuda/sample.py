@@ -507,7 +507,8 @@ def philox(record: Address) -> U32:
     x3 = 0
     k0 = load_u32(record + SEED)
     k1 = load_u32(record + SEED + 4)
-    for _round in unrolled(10):
+    turn = i32(0)
+    while turn < 10:
         high_0 = multiply_high(x0, 0xD2511F53)
         low_0 = multiply_low(x0, 0xD2511F53)
         high_1 = multiply_high(x2, 0xCD9E8D57)
@@ -518,6 +519,7 @@ def philox(record: Address) -> U32:
         x3 = low_0
         k0 = add_wrapping(k0, 0x9E3779B9)
         k1 = add_wrapping(k1, 0xBB67AE85)
+        turn = i32(turn + 1)
     return x0
 
 

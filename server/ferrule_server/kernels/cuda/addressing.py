@@ -28,7 +28,8 @@ __all__ = ["narrow_addresses"]
 _COMMENT = re.compile(r"//.*$", re.MULTILINE)
 _BEFORE_OPCODE = re.compile(r"^[\s{}]*(\$\w+:\s*)*[\s{}]*(@!?%?\w+\s+)?")
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
-_REGISTER = re.compile(r"%\w+|\b[a-z]\b")
+_REGISTER = re.compile(r"%\w+")
+_LOCAL = re.compile(r"(?<![\w%.$])(?!\w*_param_)[a-z]\w*(?=[,\s;\]}]|$)")
 _SUMS = ("add", "sub", "mov", "selp", "min", "max")
 _BOUNDS = ("and", "bfe", "rem")
 _NO_RESULT = ("st", "red", "bra", "bar", "ret", "fence", "griddepcontrol", "cp", "membar", "trap", "prefetch")
@@ -49,6 +50,10 @@ class _Statement:
     def is_wide(self) -> bool:
         """The result has 64 bits."""
         return self.opcode.endswith("64") or ".wide." in self.opcode or self.opcode.startswith(("cvt.s64", "cvt.u64"))
+
+    @property
+    def is_float(self) -> bool:
+        return ".f32" in self.opcode
 
     @property
     def written(self) -> list[str]:
@@ -102,10 +107,13 @@ def narrow_addresses(kernel: Callable[..., None], ptx: str) -> Iterator[str]:
 def _statements(ptx: str) -> list[_Statement]:
     body = ptx[ptx.index("{", ptx.index(".entry")) :]
     found = []
+    scope = 0
     for text in _COMMENT.sub("", body).split(";"):
+        scope += ".reg" in text  # opens an inline assembly; the next one uses the same names for other registers
         opcode, *rest = _BEFORE_OPCODE.sub("", text).split(maxsplit=1) or [""]
         if rest and not opcode.startswith("."):
-            found.append(_Statement(opcode, tuple(part.strip() for part in _OPERAND.findall(rest[0]))))
+            operands = _LOCAL.sub(rf"%local_\g<0>_{scope}", rest[0])
+            found.append(_Statement(opcode, tuple(part.strip() for part in _OPERAND.findall(operands))))
     return found
 
 
@@ -173,7 +181,8 @@ class _Flow:
         starts = [it.operands[1] for it in terms if it.opcode.startswith(("cvt.s64.s32", "cvt.u64.u32"))]
         starts += [part for it in terms if ".wide." in it.opcode for part in it.operands[1:3]]
         reached = self._above(starts, lambda it: _is_not_load(it) and it.base not in _BOUNDS)
-        return [it for it in reached if it.base in ("mul", "mad", "shl") and not it.is_wide and counts(it)]
+        narrow = [it for it in reached if it.base in ("mul", "mad", "shl") and not it.is_wide and not it.is_float]
+        return [it for it in narrow if counts(it)]
 
     def _sources(self, statement: _Statement) -> set[str]:
         """Return the registers a statement depends on, up to loads and masks."""

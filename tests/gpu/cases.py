@@ -152,9 +152,13 @@ class Linear:
                 return reference.swiglu(made)
             return before + made if self.epilogue == "residual" else made
 
+        plain: list[Tensor] = []
+
         def torch_op() -> Tensor:
+            if not plain:  # torch multiplies bf16 only
+                plain.append(weight.bfloat16())
             vectors = F.rms_norm(x, (self.size,), norm, EPS) if self.is_normed else x
-            made = F.linear(vectors, weight.bfloat16() if self.is_int8 else weight)
+            made = F.linear(vectors, plain[0])
             if self.epilogue == "swiglu":
                 gate, up = made.chunk(2, dim=-1)
                 return F.silu(gate) * up
@@ -208,20 +212,20 @@ def gemm_case(shape: ModelShape, role: str, spec: KernelSpec) -> Case:
 def head_case(shape: ModelShape, spec: KernelSpec) -> Case:
     """Return the output head with its argmax."""
     constants: dict[str, Any] = dict(spec.constants)
+    if spec.kernel is head.argmax:
+        return _argmax_case(shape, spec)
     m, size, vocab = constants["M"], shape.hidden_size, shape.vocab_size
     linear = Linear("head", m, "logits", vocab, size, constants["INT8"], True)
-    names = ("M", "U", "X", "WARPS", "INT8")
 
     def build(gpu: Gpu, index: int) -> Instance:
         grid = _wave(gpu, spec)
-        shared = head.shared_bytes(size, **{name: constants[name] for name in names})
         tokens = zeros(gpu, (m,), torch.int32)
         more = {"logits": zeros(gpu, (m, vocab), torch.float32), "tokens": tokens}
         more |= {"partials": zeros(gpu, (grid, m), torch.int64), "ticket": zeros(gpu, (1,), torch.int32)}
         made = linear.instance(
             gpu,
             index,
-            lambda given: Call(spec, {**given, **more, "hidden": given["x"], "vocab_size": vocab}, grid, shared),
+            lambda given: Call(spec, {**given, **more, "hidden": given["x"], "vocab_size": vocab}, grid),
         )
 
         def check(expected: Tensor) -> float:
@@ -233,6 +237,29 @@ def head_case(shape: ModelShape, spec: KernelSpec) -> Case:
 
     kind = "int8" if linear.is_int8 else "bf16"
     return Case(f"head {kind} M={m}", [spec], linear.num_bytes, build, most_instances=2)
+
+
+def _argmax_case(shape: ModelShape, spec: KernelSpec) -> Case:
+    constants: dict[str, Any] = dict(spec.constants)
+    num_rows, vocab = 8, shape.vocab_size
+
+    def build(gpu: Gpu, index: int) -> Instance:
+        logits = random_bf16(gpu, (num_rows, vocab), index).float()
+        tokens = zeros(gpu, (num_rows,), torch.int32)
+        slices = -(-vocab // constants["SLICE"])
+        given: dict[str, Any] = {"logits": logits, "tokens": tokens, "num_rows": num_rows, "vocab_size": vocab}
+        given["partials"] = zeros(gpu, (num_rows, slices), torch.int64)
+        given["tickets"] = zeros(gpu, (num_rows,), torch.int32)
+        return Instance(
+            [Call(spec, given, min(num_rows * slices, _wave(gpu, spec)))],
+            [tokens],
+            lambda: reference.best_tokens(logits, is_masked=constants["MASKED"]),
+            lambda expected: unequal(tokens, expected.int()),
+            lambda: logits.argmax(-1),
+        )
+
+    kind = " masked" if constants["MASKED"] else ""
+    return Case(f"argmax rows={num_rows}{kind}", [spec], 4 * num_rows * vocab, build)
 
 
 def embed_case(shape: ModelShape, spec: KernelSpec) -> Case:
@@ -449,7 +476,7 @@ def cases_of(op: str, shape: ModelShape, specs: Sequence[KernelSpec] | None = No
     simple: dict[str, Callable[[], Iterable[Case]]] = {
         "gemv": lambda: linear_cases(shape, specs or gemv.specs(shape)),
         "gemm": lambda: _gemm_cases(shape, specs),
-        "head": lambda: (head_case(shape, it) for it in specs or head.specs(shape) if it.kernel is head.head),
+        "head": lambda: (head_case(shape, spec) for spec in specs or head.specs(shape)),
         "embed": lambda: (embed_case(shape, spec) for spec in specs or embed.specs(shape)),
         "add_norm": lambda: (add_norm_case(shape, spec) for spec in specs or add_norm.specs(shape)),
         "copy_blocks": lambda: _copy_blocks_cases(shape, specs),

@@ -49,6 +49,7 @@ def _given(gpu: Gpu, shape: ModelShape, spec: KernelSpec, logits: Tensor, record
         "logits": logits,
         "records": torch.from_numpy(records).to(gpu.torch_device),
         "partials": zeros(gpu, (NUM_ROWS, num_slices, 16), torch.uint8),
+        "record_bytes": 4 * records.shape[1],
         "tickets": zeros(gpu, (NUM_ROWS,), torch.int32),
         "num_rows": NUM_ROWS,
         "vocab_size": shape.vocab_size,
@@ -116,7 +117,7 @@ def _normalise(shape: ModelShape, chain: Sequence[KernelSpec]) -> Case:
 def _top_k(shape: ModelShape, chain: Sequence[KernelSpec]) -> Case:
     def build(gpu: Gpu, index: int) -> Instance:
         logits = _logits(gpu, shape, index)
-        records = np.array([[row, TOP_K] for row in range(NUM_ROWS)], np.int32)
+        records = np.array([[row, TOP_K, 0, 0] for row in range(NUM_ROWS)], np.int32)
         room = (NUM_ROWS, top_k.LARGEST_K)
         ids, values = zeros(gpu, room, torch.int32), zeros(gpu, room, torch.float32)
         given = {**_given(gpu, shape, chain[0], logits, records), "top_ids": ids, "top_logits": values}

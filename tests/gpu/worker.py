@@ -1,6 +1,6 @@
 """One piece of the run in a process of its own: what hangs or loses the context takes nothing else with it.
 
-    python -m tests.gpu.worker '{"task": "check", "op": "gemv", "shape": "Qwen3-8B", ...}'
+    python -m tests.gpu.worker '{"task": "kernels", "op": "gemv", "shape": "Qwen3-8B", ...}'
 
 Every result is one line of JSON on standard output, as soon as there is one.
 """
@@ -87,19 +87,17 @@ def _compile(task: Result) -> Iterator[Result]:
     yield {"status": "ok", "kernels": len(specs)}
 
 
-def _check(task: Result) -> Iterator[Result]:
+def _kernels(task: Result) -> Iterator[Result]:
+    """Yield for each case whether it is right and repeatable, and then how fast."""
     gpu = _gpu(task)
     cases = cases_of(task["op"], MODEL_SHAPES[task["shape"]])[: task.get("most")]
     gpu.load([spec for case in cases for spec in case.specs])
     for case in cases:
-        yield measure.dry_run(gpu, case) if gpu.is_dry else measure.check(gpu, case)
+        result = measure.dry_run(gpu, case) if gpu.is_dry else measure.check(gpu, case)
+        if result["status"] == "ok" and not task.get("is_untimed"):
+            result |= measure.time_case(gpu, case, ceiling_gbs=task.get("ceiling_gbs"))
         case.state.clear()
-
-
-def _time(task: Result) -> Iterator[Result]:
-    gpu = _gpu(task)
-    for case in cases_of(task["op"], MODEL_SHAPES[task["shape"]]):
-        yield measure.time_case(gpu, case, ceiling_gbs=task.get("ceiling_gbs"))
+        yield result
 
 
 def _sweep(task: Result) -> Iterator[Result]:
@@ -155,12 +153,11 @@ def _layout(task: Result) -> Iterator[Result]:
 
 TASKS: dict[str, Callable[[Result], Iterator[Result]]] = {
     "ceiling": _ceiling,
-    "check": _check,
     "compile": _compile,
     "device": _device,
+    "kernels": _kernels,
     "layout": _layout,
     "sweep": _sweep,
-    "time": _time,
 }
 
 if __name__ == "__main__":

@@ -511,26 +511,37 @@ PLANS = {
 def variants(shape: ModelShape) -> list[KernelSpec]:
     """Return what a sweep on a GPU tries: rows per warp, chunks in flight, warps per CTA, CTAs per multiprocessor."""
     found = []
-    sizes = (
-        (1, 4, 8, 1),
-        (1, 8, 8, 1),
-        (2, 4, 8, 1),
-        (2, 8, 8, 1),
-        (4, 4, 8, 1),
-        (1, 4, 4, 2),
-        (2, 4, 4, 2),
-        (2, 4, 12, 1),
-    )
-    for rows, chunks, warps, ctas in sizes:
-        for size, is_normed, epilogue in (
+    for is_int8, (size, is_normed, epilogue) in itertools.product(
+        (False, True),
+        (
             (shape.hidden_size, True, "store"),
             (shape.intermediate_size, False, "residual"),
             (shape.hidden_size, True, "swiglu"),
-        ):
-            found.append(
-                spec(size, M=1, NORM=is_normed, EPILOGUE=epilogue, R=rows, U=chunks, WARPS=warps, ctas_per_sm=ctas)
+        ),
+    ):
+        parts = PARTS[epilogue]
+        found += [
+            spec(
+                size,
+                M=1,
+                NORM=is_normed,
+                EPILOGUE=epilogue,
+                INT8=is_int8,
+                R=rows,
+                U=chunks,
+                WARPS=warps,
+                ctas_per_sm=ctas,
             )
+            for rows, chunks, warps, ctas in (*((*tiles, 1) for tiles in PLANS[parts]), *SWEEP[parts])
+        ]
     return found
+
+
+SWEEP = {
+    1: ((2, 8, 8, 1), (4, 4, 8, 1), (1, 4, 4, 2), (2, 4, 4, 2)),
+    2: ((1, 8, 8, 1), (1, 4, 4, 2)),
+}
+"""R, U, WARPS and CTAs per multiprocessor to try besides :data:`PLANS`."""
 
 
 def _padded(size: int, *, U: int, INT8: bool) -> int:

@@ -35,7 +35,6 @@ from tests.kernels.cuda.logit_cases import (
     DIGITS,
     SLICE,
     THREADS,
-    VOCABULARIES,
     WARPS,
     Rows,
     awkward_rows,
@@ -178,7 +177,7 @@ AWKWARD: Specs = (
 )
 
 
-@pytest.mark.parametrize("vocab_size", VOCABULARIES)
+@pytest.mark.parametrize("vocab_size", [97, pytest.param(300, marks=pytest.mark.slow), 517])
 def test_tokens_are_those_of_the_law_on_any_grid_again_and_again(vocab_size: int) -> None:
     """All filters on rows with ties, masks, both zeros; three runs on one state, scratch left as it was."""
     rows = awkward_rows(vocab_size, seed=vocab_size)
@@ -225,7 +224,7 @@ def test_shares_of_equal_tokens_keep_the_lowest_ids(top_p: float, num_kept: int)
     assert memory.get("tokens")[0] <= 7 + 25 * (num_kept - 1)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40))])
 def test_tokens_are_those_of_the_law_for_random_settings(seed: int) -> None:
     """Random logits of few values, random filters, at every temperature."""
     rng = np.random.default_rng(seed)
@@ -304,7 +303,7 @@ def test_float32_weights_err_by_no_more_than_is_said(temperature: float) -> None
         assert abs(weights.sum() / np.exp2(exact_exponent).sum() / 2.0**39 - 1) < NEAR / 2
 
 
-@pytest.mark.parametrize("index", [len(DIGITS), len(DIGITS) + 1, 2 * len(DIGITS)])
+@pytest.mark.parametrize("index", [pytest.param(len(DIGITS), marks=pytest.mark.slow), len(DIGITS) + 1, 2 * len(DIGITS)])
 def test_the_draw_needs_all_of_its_synchronisation(index: int) -> None:
     """Any barrier, fence or wait less is found out, in a first digit of weights, a later one, and the draw."""
     rows = awkward_rows(600, seed=3)

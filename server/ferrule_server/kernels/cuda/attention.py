@@ -21,7 +21,7 @@ Source: "Flash-Decoding for long-context inference" (Dao, Haziza, Massa, Sizov, 
 
 from __future__ import annotations
 
-from ferrule_server.kernels.cuda.append import LOG2, rotate_head, stage_new_token
+from ferrule_server.kernels.cuda.append import LOG2
 from ferrule_server.kernels.cuda.attention_tile import (
     add_values,
     fold_warps,
@@ -29,6 +29,7 @@ from ferrule_server.kernels.cuda.attention_tile import (
     load_limits,
     load_tile,
     patch_tile,
+    prepare_head,
     publish_warp,
     reduce_scores,
     set_bases,
@@ -44,12 +45,10 @@ from ferrule_server.kernels.cuda.intrinsics import (
     device,
     grid_launch_dependents,
     grid_wait,
-    load_i32,
     load_v4,
     pack_bf16,
     reciprocal,
     shared_load_v4,
-    shared_store_v4,
     store_u32,
     thread_id,
     warp_barrier,
@@ -279,7 +278,7 @@ def _attend_item(
     row_bytes = i32(num_kv_heads * ((GROUP + 2) * HEAD_DIM * 2))
     job = i32(warp * (512 // HEAD_DIM))
     while job < R + end_new - first_new:
-        _prepare(
+        prepare_head(
             i32(job + (lane >> LOG2[HEAD_DIM // 16])),
             first_new,
             end_new,
@@ -391,94 +390,6 @@ def _attend_item(
         )
         store_u32(at, pack_bf16(total[0] * inverse, total[1] * inverse))
         store_u32(at + 4, pack_bf16(total[2] * inverse, total[3] * inverse))
-
-
-@device
-def _prepare(
-    job: I32,
-    first_new: I32,
-    end_new: I32,
-    first_row: I32,
-    num_rows: I32,
-    first_new_row: I32,
-    writes: I32,
-    kv_head: I32,
-    num_kv_heads: I32,
-    row_bytes: I32,
-    qkv: Address,
-    q_norm: Address,
-    k_norm: Address,
-    rope: Address,
-    positions: Address,
-    slot_mapping: Address,
-    pool: Address,
-    block_stride: Address,
-    inside: Address,
-    eps: F32,
-    *,
-    BLOCK_SIZE: int,
-    GROUP: int,
-    HEAD_DIM: int,
-    QK_NORM: bool,
-    ROWS: int,
-    R: int,
-    NEW: int,
-    NEW_VALUES: int,
-) -> None:
-    """Rotate one head into shared memory: jobs below R are query rows, then come the new tokens of this item."""
-    lane = i32(thread_id() & (HEAD_DIM // 16 - 1))
-    token = i32(first_new + job - R)
-    row = i32(first_new_row + token)
-    head = i32(num_kv_heads * GROUP + kv_head)
-    weight = k_norm
-    if job < R:
-        query_token = i32(0) if ROWS == 1 else i32(job >> LOG2[GROUP])
-        query_head = i32(job - query_token * GROUP)
-        if query_head >= GROUP:
-            query_head = i32(GROUP - 1)
-        if query_token >= num_rows:
-            query_token = i32(num_rows - 1)
-        row = i32(first_row + query_token)
-        head = i32(kv_head * GROUP + query_head)
-        weight = q_norm
-    elif token >= end_new:
-        row = first_row
-    source = qkv + row * row_bytes
-    rope_row = rope + load_i32(positions + row * 4) * (HEAD_DIM * 4)
-    low = registers(4, init=0)
-    high = registers(4, init=0)
-    rotate_head(
-        source + head * (HEAD_DIM * 2),
-        weight,
-        rope_row,
-        lane,
-        eps,
-        low,
-        high,
-        HEAD_DIM=HEAD_DIM,
-        QK_NORM=QK_NORM,
-    )
-    if job < R:
-        shared_store_v4(i32(job * HEAD_DIM * 2 + lane * 16), (low[0], low[1], low[2], low[3]))
-        shared_store_v4(i32(job * HEAD_DIM * 2 + HEAD_DIM + lane * 16), (high[0], high[1], high[2], high[3]))
-    elif token < end_new:
-        stage_new_token(
-            low,
-            high,
-            source + (num_kv_heads * (GROUP + 1) + kv_head) * (HEAD_DIM * 2),
-            slot_mapping + row * 4,
-            writes,
-            pool,
-            block_stride,
-            inside,
-            kv_head,
-            num_kv_heads,
-            lane,
-            i32(NEW + token * HEAD_DIM * 2),
-            i32(NEW_VALUES + token * HEAD_DIM * 2),
-            BLOCK_SIZE=BLOCK_SIZE,
-            HEAD_DIM=HEAD_DIM,
-        )
 
 
 def shared_bytes(

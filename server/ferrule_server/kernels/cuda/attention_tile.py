@@ -1,4 +1,4 @@
-"""A warp and a tile of tokens, on CUDA cores: loads, scores, softmax, weighted values.
+"""A warp and a tile of tokens, on CUDA cores: queries and new tokens, loads, scores, softmax, weighted values.
 
 LANES neighbouring lanes hold a token, 8 values each (HEAD_DIM is 8 * LANES), so 32 / LANES tokens per load; a tile is
 LOADS loads. Of the rows (tokens times query heads) there are R, a power of two. After the scores are reduced a lane
@@ -9,7 +9,7 @@ keeps one load's ``KEPT = max(1, R * LOADS / LANES)`` rows::
 
 from __future__ import annotations
 
-from ferrule_server.kernels.cuda.append import LOG2, Registers
+from ferrule_server.kernels.cuda.append import LOG2, Registers, rotate_head, stage_new_token
 from ferrule_server.kernels.cuda.intrinsics import (
     F32,
     I32,
@@ -29,7 +29,9 @@ from ferrule_server.kernels.cuda.intrinsics import (
     shared_load_if_v4,
     shared_store_f32,
     shared_store_f32x4,
+    shared_store_v4,
     shuffle_xor_f32,
+    thread_id,
 )
 from ferrule_server.kernels.cuda.partials import EMPTY, MASKED, fold
 from ferrule_server.kernels.cuda.specialise import i32, registers, unrolled
@@ -41,6 +43,7 @@ __all__ = [
     "load_limits",
     "load_tile",
     "patch_tile",
+    "prepare_head",
     "publish_warp",
     "reduce_scores",
     "set_bases",
@@ -48,6 +51,94 @@ __all__ = [
 ]
 
 LOG2_E = 1.4426950408889634
+
+
+@device
+def prepare_head(
+    job: I32,
+    first_new: I32,
+    end_new: I32,
+    first_row: I32,
+    num_rows: I32,
+    first_new_row: I32,
+    writes: I32,
+    kv_head: I32,
+    num_kv_heads: I32,
+    row_bytes: I32,
+    qkv: Address,
+    q_norm: Address,
+    k_norm: Address,
+    rope: Address,
+    positions: Address,
+    slot_mapping: Address,
+    pool: Address,
+    block_stride: Address,
+    inside: Address,
+    eps: F32,
+    *,
+    BLOCK_SIZE: int,
+    GROUP: int,
+    HEAD_DIM: int,
+    QK_NORM: bool,
+    ROWS: int,
+    R: int,
+    NEW: int,
+    NEW_VALUES: int,
+) -> None:
+    """Rotate one head into shared memory: jobs below R are query rows, then come the new tokens of this item."""
+    lane = i32(thread_id() & (HEAD_DIM // 16 - 1))
+    token = i32(first_new + job - R)
+    row = i32(first_new_row + token)
+    head = i32(num_kv_heads * GROUP + kv_head)
+    weight = k_norm
+    if job < R:
+        query_token = i32(0) if ROWS == 1 else i32(job >> LOG2[GROUP])
+        query_head = i32(job - query_token * GROUP)
+        if query_head >= GROUP:
+            query_head = i32(GROUP - 1)
+        if query_token >= num_rows:
+            query_token = i32(num_rows - 1)
+        row = i32(first_row + query_token)
+        head = i32(kv_head * GROUP + query_head)
+        weight = q_norm
+    elif token >= end_new:
+        row = first_row
+    source = qkv + row * row_bytes
+    rope_row = rope + load_i32(positions + row * 4) * (HEAD_DIM * 4)
+    low = registers(4, init=0)
+    high = registers(4, init=0)
+    rotate_head(
+        source + head * (HEAD_DIM * 2),
+        weight,
+        rope_row,
+        lane,
+        eps,
+        low,
+        high,
+        HEAD_DIM=HEAD_DIM,
+        QK_NORM=QK_NORM,
+    )
+    if job < R:
+        shared_store_v4(i32(job * HEAD_DIM * 2 + lane * 16), (low[0], low[1], low[2], low[3]))
+        shared_store_v4(i32(job * HEAD_DIM * 2 + HEAD_DIM + lane * 16), (high[0], high[1], high[2], high[3]))
+    elif token < end_new:
+        stage_new_token(
+            low,
+            high,
+            source + (num_kv_heads * (GROUP + 1) + kv_head) * (HEAD_DIM * 2),
+            slot_mapping + row * 4,
+            writes,
+            pool,
+            block_stride,
+            inside,
+            kv_head,
+            num_kv_heads,
+            lane,
+            i32(NEW + token * HEAD_DIM * 2),
+            i32(NEW_VALUES + token * HEAD_DIM * 2),
+            BLOCK_SIZE=BLOCK_SIZE,
+            HEAD_DIM=HEAD_DIM,
+        )
 
 
 @device

@@ -17,13 +17,23 @@ import pytest
 from ferrule_server.executor.base import SampleSpec
 from ferrule_server.executor.laws import Law, sampling_law
 from ferrule_server.executor.philox import Purpose, philox4x32, uniform
-from ferrule_server.kernels.cuda.intrinsics import Address, grid_launch_dependents, grid_wait, store_u32, thread_id
+from ferrule_server.kernels.cuda.intrinsics import (
+    Address,
+    grid_launch_dependents,
+    grid_wait,
+    load_u32,
+    load_u64,
+    store_u32,
+    store_u64,
+    thread_id,
+)
 from ferrule_server.kernels.cuda.sample import (
     DRAW_SHARED_BYTES,
     RECORD_BYTES,
     draw,
     mass_shared_bytes,
     pack_records,
+    passed_by,
     philox,
     select_mass,
     specs,
@@ -45,6 +55,7 @@ from tests.kernels.cuda.mutation import check_mutants
 from tests.kernels.cuda.simulator import Launch, Memory, run
 
 NEAR = 2e-6
+ONES = 0xFFFFFFFF
 CONSTANTS: dict[str, Constant] = {"SLICE": SLICE, "WARPS": WARPS}
 Digits = Sequence[tuple[int, int]]
 Specs = Sequence[SampleSpec | None]
@@ -258,6 +269,50 @@ def test_tokens_with_the_digits_that_are_shipped() -> None:
     assert check(memory, rows, specs, [0, 1], [8, 9]) == 0
 
 
+def test_a_goal_that_is_reached_exactly_is_reached() -> None:
+    """Weights of exactly 1, 1/2, 1/4, 1/8, 1/8 of the largest: a share of 1/2 keeps one token, of 7/8 three."""
+    rows = np.full((1, 97), -np.inf, np.float32)
+    rows[0, [90, 3, 40, 41, 2]] = (0, -1, -2, -3, -3)
+    shares = {0.5: 8, 0.5 + 1e-9: 12, 0.75: 12, 0.875: 14, 0.9375: 15, 0.99: 16}
+    specs = [SampleSpec(temperature=math.log2(math.e), top_p=share) for share in shares]
+    memory = place(rows, specs, [0] * len(shares), range(len(shares)))
+    run(memory, chain(memory, 2))
+    assert (memory.get("totals") / 2**36).tolist() == list(shares.values())
+
+
+def test_ties_that_are_dropped_do_not_displace_what_follows_them() -> None:
+    """Of two equal tokens before a better one, all in one thread's piece, top-k keeps the first."""
+    rows = np.full((1, 97), -np.inf, np.float32)
+    rows[0, 4:8] = (1.0, 1.0, 1.5, 1.0)
+    specs = [SampleSpec(top_k=2, seed=seed) for seed in range(12)]
+    memory = place(rows, specs, [0] * 12, [5] * 12)
+    run(memory, chain(memory, 2))
+    assert check(memory, rows, specs, [0] * 12, [5] * 12) == 0
+    assert set(memory.get("tokens").tolist()) == {4, 6}
+
+
+def passed(numbers: Address, out: Address) -> None:
+    """Store how much weight a draw passes: x0 and total in, one thread each."""
+    grid_launch_dependents()
+    grid_wait()
+    pair = numbers + thread_id() * 16
+    weight = passed_by(load_u32(pair), load_u64(pair + 8))
+    store_u64(out + thread_id() * 8, weight)
+
+
+def test_what_a_draw_passes_is_exact() -> None:
+    """(x0 + 1/2) total / 2^32, rounded down, for any total below 2^59."""
+    rng = np.random.default_rng(1)
+    numbers = np.stack([rng.integers(0, 1 << 32, 32), rng.integers(1 << 39, 1 << 59, 32)], 1).astype(np.uint64)
+    numbers[:6] = [(x0, total) for x0 in (0, 1 << 31, ONES) for total in (1 << 39, (1 << 59) - 1)]
+    memory = Memory()
+    pairs = memory.put("numbers", numbers, mutable=True)
+    out = memory.put("out", np.zeros(32, np.uint64), mutable=True)
+    run(memory, [Launch(passed, {}, (pairs, out), grid=1, num_threads=32, shared_bytes=0)])
+    expected = [(2 * x0 + 1) * total >> 33 for x0, total in numbers.tolist()]
+    assert memory.get("out").tolist() == expected
+
+
 def first_word(record: Address, out: Address) -> None:
     """Store the first word of Philox."""
     grid_launch_dependents()
@@ -265,9 +320,6 @@ def first_word(record: Address, out: Address) -> None:
     word = philox(record)
     if thread_id() == 0:
         store_u32(out, word)
-
-
-ONES = 0xFFFFFFFF
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ logit, equal ones by lowest id. What is kept is a prefix of that rank, so it is 
 larger keys, and of the tokens with that key ("ties") the given number, lowest ids first.
 
 * top-k finds this key by counting keys, digit by digit (``select_count``).
-* top-p finds it alike by adding up weights (``select_mass``): the smallest prefix whose weight reaches ``round(p W)``,
+* top-p finds it alike by adding up weights (``select_mass``): the smallest prefix whose weight reaches ``floor(p W)``,
   W the weight of what top-k left.
 * min-p drops a token with ``l - m < T ln(min_p)``, which the host computes in float64 and rounds.
 * The draw (``draw``): with u = (x0 + 1/2) / 2^32, x0 the first word of Philox4x32-10, the first token by id at which
@@ -101,6 +101,8 @@ __all__ = [
     "draw",
     "mass_shared_bytes",
     "pack_records",
+    "passed_by",
+    "philox",
     "select_mass",
     "specs",
     "variants",
@@ -299,7 +301,7 @@ def find_mass_digit(
         goal = load_u64(known + GOAL)
     before, total = exclusive_sum(mine, SCRATCH, WARPS=WARPS)
     if SHIFT + BITS == 32:
-        goal = (multiply_high_u64(share, total << (65 - PROBABILITY_BITS)) + 1) >> 1
+        goal = multiply_high_u64(share, total << (64 - PROBABILITY_BITS))
         goal = goal if goal > 0 else 1
     digit = -1
     rest = 0
@@ -490,12 +492,18 @@ def find_slice(partial: Address, num_slices: I32, num_ties: U32, tie_weight: U64
     before, _sum = exclusive_sum(ties, SCRATCH_3, WARPS=WARPS)
     mass = mass + ties_kept(num_ties, before, ties) * tie_weight
     passed, total = exclusive_sum(mass, SCRATCH_4, WARPS=WARPS)
-    goal = multiply_high_u64((2 * x0 + 1) << 30, total << 1)
+    goal = passed_by(x0, total)
     if passed <= goal and passed + mass > goal:
         shared_store_u32(FOUND, thread_id())
         shared_store_u32(FOUND + 4, ties_kept(num_ties, before, num_ties))
         shared_store_u64(FOUND + 8, goal - passed)
     return total
+
+
+@device
+def passed_by(x0: U32, total: U64) -> U64:
+    """Return ``floor((x0 + 1/2) total / 2^32)``: the token drawn is the first to pass this weight."""
+    return multiply_high_u64((2 * x0 + 1) << 30, total << 1)
 
 
 @device

@@ -11,7 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ferrule_server.kernels import reference
-from ferrule_server.kernels.cuda import add_norm, block_transfer, copy_blocks, embed, gemm, gemv, head, move_slots
+from ferrule_server.kernels.cuda import (
+    add_norm,
+    argmax,
+    block_transfer,
+    copy_blocks,
+    embed,
+    gemm,
+    gemv,
+    head,
+    move_slots,
+)
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from tests.gpu.gpu import Call, Gpu
 
@@ -212,8 +222,6 @@ def gemm_case(shape: ModelShape, role: str, spec: KernelSpec) -> Case:
 def head_case(shape: ModelShape, spec: KernelSpec) -> Case:
     """Return the output head with its argmax."""
     constants: dict[str, Any] = dict(spec.constants)
-    if spec.kernel is head.argmax:
-        return _argmax_case(shape, spec)
     m, size, vocab = constants["M"], shape.hidden_size, shape.vocab_size
     linear = Linear("head", m, "logits", vocab, size, constants["INT8"], True)
 
@@ -239,7 +247,8 @@ def head_case(shape: ModelShape, spec: KernelSpec) -> Case:
     return Case(f"head {kind} M={m}", [spec], linear.num_bytes, build, most_instances=2)
 
 
-def _argmax_case(shape: ModelShape, spec: KernelSpec) -> Case:
+def argmax_case(shape: ModelShape, spec: KernelSpec) -> Case:
+    """Return the best tokens of 8 rows of logits."""
     constants: dict[str, Any] = dict(spec.constants)
     num_rows, vocab = 8, shape.vocab_size
 
@@ -476,6 +485,7 @@ def cases_of(op: str, shape: ModelShape, specs: Sequence[KernelSpec] | None = No
     simple: dict[str, Callable[[], Iterable[Case]]] = {
         "gemv": lambda: linear_cases(shape, specs or gemv.specs(shape)),
         "gemm": lambda: _gemm_cases(shape, specs),
+        "argmax": lambda: (argmax_case(shape, spec) for spec in specs or argmax.specs(shape)),
         "head": lambda: (head_case(shape, spec) for spec in specs or head.specs(shape)),
         "embed": lambda: (embed_case(shape, spec) for spec in specs or embed.specs(shape)),
         "add_norm": lambda: (add_norm_case(shape, spec) for spec in specs or add_norm.specs(shape)),

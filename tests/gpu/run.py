@@ -47,6 +47,7 @@ OPS = (
     "attention",
     "attention_mma",
     "head",
+    "argmax",
     "shape_logits",
     "log_sum_exp",
     "top_k",

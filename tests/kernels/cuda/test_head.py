@@ -1,4 +1,4 @@
-"""Layer 1 of the output head and of the argmax over rows of logits."""
+"""Layer 1 of the output head."""
 
 from __future__ import annotations
 
@@ -10,22 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ferrule_server.executor.ranking import best_ids
 from ferrule_server.kernels import quantise, reference
-from ferrule_server.kernels.cuda.head import (
-    argmax,
-    argmax_num_ctas_needed,
-    argmax_partial_bytes,
-    argmax_shared_bytes,
-    argmax_spec,
-    head,
-    num_ctas_needed,
-    partial_bytes,
-    shared_bytes,
-    spec,
-    specs,
-)
-from ferrule_server.kernels.cuda.logit_rows import num_slices
+from ferrule_server.kernels.cuda import argmax
+from ferrule_server.kernels.cuda.head import head, num_ctas_needed, partial_bytes, shared_bytes, spec, specs
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
 from ferrule_server.kernels.cuda.specialise import Constant, Specialised
 from tests.kernels.cuda.mutation import check_mutants
@@ -205,90 +192,6 @@ def test_head_needs_all_of_its_synchronisation(m: int) -> None:
     assert (found.count("fence"), found.count("barrier"), found.count("grid_wait")) == (2, 4, 1)
 
 
-def _argmax(
-    logits: Tensor,
-    *,
-    is_masked: bool,
-    grid: int,
-    warps: int = 1,
-    slice_size: int = 128,
-    seeds: int = 3,
-    offset: int = 0,
-    specialised: Specialised | None = None,
-) -> list[int]:
-    """Run the argmax several times on one state and return what all runs gave."""
-    num_rows, vocab_size = logits.shape
-    constants = dict(argmax_spec(MASKED=is_masked, WARPS=warps, SLICE=slice_size).constants)
-    memory = Memory()
-    names = ("logits", "tokens", "partials", "tickets")
-    memory.put("logits", logits.numpy(), mutable=True, offset=offset)
-    memory.empty("tokens", num_rows, np.int32)
-    memory.empty("partials", (num_rows, -(-vocab_size // slice_size)), np.uint64)
-    memory.put("tickets", np.zeros(num_rows, np.uint32), mutable=True)
-    found = []
-    for seed in range(seeds):
-        launch = Launch(
-            argmax,
-            constants,
-            (*map(memory.address, names), num_rows, vocab_size),
-            grid=grid,
-            num_threads=32 * warps,
-            shared_bytes=argmax_shared_bytes(WARPS=warps),
-            specialised=specialised,
-        )
-        run(memory, [launch], seed=seed)
-        found.append(memory.get("tokens").tolist())
-    assert all(one == found[0] for one in found)
-    return list(map(int, found[0]))
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "vocab_size", "grid", "warps", "slice_size"),
-    [(1, 1, 1, 1, 128), (3, 131, 2, 1, 128), (5, 257, 4, 2, 256), (2, 517, 7, 1, 256), (4, 128, 9, 1, 128)],
-)
-def test_argmax_is_the_definition(num_rows: int, vocab_size: int, grid: int, warps: int, slice_size: int) -> None:
-    """Few different values, so that ties are everywhere; rows that begin anywhere; more and fewer CTAs than slices."""
-    torch.manual_seed(vocab_size)
-    logits = torch.randint(-2, 3, (num_rows, vocab_size)).float() * 0.5
-    logits[:, -1] += 0.5
-    found = _argmax(logits, is_masked=False, grid=grid, warps=warps, slice_size=slice_size, offset=16)
-    assert found == reference.best_tokens(logits, is_masked=False).tolist()
-    assert found == best_ids(logits.numpy())
-
-
-@pytest.mark.parametrize("is_masked", [False, True])
-def test_argmax_of_what_is_not_finite(is_masked: bool) -> None:
-    """NaN of either sign and infinities anywhere; -inf is a forbidden token where there are masks."""
-    inf, nan = float("inf"), float("nan")
-    logits = torch.randn(9, 131)
-    logits[0, 130], logits[1, 0], logits[2, 64], logits[3, 129] = nan, -nan, inf, -inf
-    logits[4] = -inf
-    logits[5] = -inf
-    logits[5, 77] = -3e38
-    logits[6] = -inf
-    logits[6, 100] = nan
-    logits[7] = torch.where(torch.arange(131) % 2 == 0, 0.0, -0.0)
-    logits[8] = -logits[8].abs() * 1e-42
-    found = _argmax(logits, is_masked=is_masked, grid=3)
-    assert found == reference.best_tokens(logits, is_masked=is_masked).tolist()
-    assert found[7] == 0
-    if not is_masked:
-        assert found == best_ids(logits.numpy())
-
-
-def test_argmax_needs_all_of_its_synchronisation() -> None:
-    """Two warps, two CTAs and several slices each: every barrier and fence is needed."""
-    logits = torch.randn(2, 3 * 256 - 5)
-    constants = dict(argmax_spec(MASKED=True, WARPS=2, SLICE=256).constants)
-
-    def simulate(mutant: Specialised) -> None:
-        found = _argmax(logits, is_masked=True, grid=2, warps=2, slice_size=256, seeds=1, specialised=mutant)
-        assert found == logits.argmax(1).tolist()
-
-    found = [mutation.name for mutation in check_mutants(argmax, constants, simulate)]
-    assert (found.count("fence"), found.count("barrier"), found.count("grid_wait")) == (2, 2, 1)
-
-
 def test_greedy_decoding_feeds_the_argmax_of_the_logits_of_the_head() -> None:
     """Head with logits, then argmax over them, in one chain: the same tokens."""
     case = Case(m=2, size=264, vocab_size=131)
@@ -302,12 +205,12 @@ def test_greedy_decoding_feeds_the_argmax_of_the_logits_of_the_head() -> None:
     memory.put("tickets", np.zeros(2, np.uint32), mutable=True)
     names = ("logits", "again", "slices", "tickets")
     second = Launch(
-        argmax,
-        dict(argmax_spec(MASKED=False, WARPS=1, SLICE=128).constants),
+        argmax.argmax,
+        dict(argmax.spec(MASKED=False, WARPS=1, SLICE=128).constants),
         (*map(memory.address, names), 2, 131),
         grid=3,
         num_threads=32,
-        shared_bytes=argmax_shared_bytes(WARPS=1),
+        shared_bytes=argmax.shared_bytes(WARPS=1),
     )
     run(memory, [_launch(case, memory), second], seed=2)
     assert memory.get("again").tolist() == memory.get("tokens").tolist()
@@ -337,16 +240,13 @@ def test_sweep(is_int8: bool) -> None:
 
 
 def test_scratch_of_a_launch() -> None:
-    """A key per CTA and vector, or per row and slice; CTAs beyond the work are of no use."""
+    """A key per CTA and vector; CTAs beyond the work are of no use."""
     assert num_ctas_needed(31, R=2, WARPS=2) == 8
     assert partial_bytes(8, M=2) == 128
-    assert argmax_num_ctas_needed(3, 4097) == 6
-    assert argmax_partial_bytes(3, 4097) == 48
 
 
-def test_a_model_has_few_kernels_for_its_end() -> None:
-    """One or two rows, bf16 or int8; the argmax with masks or without; one slice per thread is enough."""
+def test_a_model_has_four_heads() -> None:
+    """One or two rows, bf16 or int8."""
     for shape in MODEL_SHAPES.values():
         names = [one.name for one in specs(shape)]
-        assert len(names) == len(set(names)) == 6
-        assert num_slices(shape.vocab_size) <= 64
+        assert len(names) == len(set(names)) == 4

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ferrule_server.kernels.cuda import add_norm, attention, attention_mma, embed, gemm, gemv, head
+from ferrule_server.kernels.cuda import add_norm, argmax, attention, attention_mma, embed, gemm, gemv, head
 from ferrule_server.kernels.cuda.append import rope_table
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.work_list import WorkList, make_work_list
@@ -278,7 +278,7 @@ def _large_chain(chain: Chain, num_rows: int) -> None:
     chain.gemm("normed", "head", "logits", num_rows=VOCAB, size=HIDDEN, epilogue="logits")
     a = chain._a
     chain.launch(
-        head.argmax_spec(MASKED=False, WARPS=2, SLICE=512),
+        argmax.spec(MASKED=False, WARPS=2, SLICE=512),
         *(a["logits"], a["tokens"], a["head_partials"], a["head_ticket"], num_rows, VOCAB),
     )
 

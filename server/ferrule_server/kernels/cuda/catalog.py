@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from ferrule_server.kernels.cuda import (
     add_norm,
+    argmax,
     attention,
     attention_mma,
     block_transfer,
@@ -50,6 +51,7 @@ OPS: tuple[Op, ...] = (
     Op("attention", attention.specs, attention.variants),
     Op("attention_mma", attention_mma.specs, attention_mma.variants),
     Op("head", head.specs, head.variants),
+    Op("argmax", argmax.specs, argmax.variants),
     Op("shape_logits", shape_logits.specs, shape_logits.variants),
     Op("log_sum_exp", log_sum_exp.specs, log_sum_exp.variants),
     Op("top_k", top_k.specs, top_k.variants),

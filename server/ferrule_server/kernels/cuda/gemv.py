@@ -31,37 +31,28 @@ from ferrule_server.kernels.cuda.intrinsics import (
     F32,
     I32,
     Address,
-    Vec4,
-    barrier,
-    bf16_high,
     bf16_low,
     cta_id,
     device,
     dot_bf16,
     dot_int8,
     exp2,
-    float_of,
     grid_launch_dependents,
     grid_wait,
     load_f32,
     load_stream_v4,
     load_u16,
-    load_v4,
     num_ctas,
     pack_bf16,
     reciprocal,
-    reciprocal_sqrt,
     round_bf16,
-    shared_load_f32,
     shared_load_v4,
-    shared_store_f32,
-    shared_store_v4,
-    shuffle_xor_f32,
     store_u16,
     thread_id,
 )
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unrolled
+from ferrule_server.kernels.cuda.vectors import CHUNK, prefetch_norm, stage_vectors, vector_stride, warp_sum
 
 __all__ = [
     "chunks_per_thread",
@@ -76,8 +67,6 @@ __all__ = [
 ]
 
 LOG2_E = 1.4426950408889634
-CHUNK = 8
-"""bf16 values in 16 bytes."""
 VALUES = {False: 8, True: 16}
 """Weights in 16 bytes, by INT8."""
 PARTS = {"store": 1, "residual": 1, "swiglu": 2}
@@ -289,125 +278,11 @@ def own_sum(sums: Any, lane: I32, *, M: int, R: int, PART: int) -> F32:
 
 
 @device
-def warp_sum(value: F32) -> F32:
-    """Return the sum over the warp, the same bits in every lane."""
-    for s in unrolled(5):
-        value = value + shuffle_xor_f32(value, 16 >> s)
-    return value
-
-
-@device
 def swiglu(gate: F32, up: F32) -> F32:
     """Return silu(gate) * up, rounded to bf16 where torch rounds: gate, up, silu."""
     gate = round_bf16(gate)
     silu = gate * reciprocal(1.0 + exp2(-LOG2_E * gate))
     return round_bf16(silu) * round_bf16(up)
-
-
-@device
-def vector_stride(size: I32, *, SPAN: int) -> I32:
-    """Return the bytes of a vector in shared memory: ``size`` rounded up to a multiple of SPAN, a power of two."""
-    return i32(((size + SPAN - 1) & -SPAN) * 2)
-
-
-@device
-def vector_place(k: I32, *, INT8: bool) -> I32:
-    """Return where the chunk of a vector that starts at value k lies in shared memory.
-
-    A lane's 16 int8 weights meet two chunks; the second ones of a warp lie together behind its first ones, which
-    keeps both loads free of bank conflicts.
-    """
-    place = i32(k * 2)
-    if INT8:
-        place = i32((k & -512) * 2 + ((k & 8) << 6) + (k & 496))
-    return place
-
-
-@device
-def prefetch_norm(norm: Any, norm_weight: Address, size: I32, *, X: int, WARPS: int) -> None:
-    """Load this thread's chunks of the norm's weight into ``norm`` [X]; zero beyond ``size``."""
-    for i in unrolled(X):
-        norm[i] = (0, 0, 0, 0)
-        k = i32((thread_id() + 32 * WARPS * i) * CHUNK)
-        if k < size:
-            norm[i] = load_stream_v4(norm_weight + k * 2)
-
-
-@device
-def load_vector(chunks: Any, x: Address, start: I32, size: I32, *, X: int, WARPS: int, m: int) -> None:
-    """Load this thread's chunks of a vector, from value ``start``, into ``chunks`` [m, X]; zero beyond ``size``."""
-    for i in unrolled(X):
-        chunks[m, i] = (0, 0, 0, 0)
-        k = i32(start + (thread_id() + 32 * WARPS * i) * CHUNK)
-        if k < size:
-            chunks[m, i] = load_v4(x + k * 2)
-
-
-@device
-def normalise(chunks: Any, norm: Any, size: I32, eps: F32, base: I32, *, M: int, X: int, WARPS: int) -> None:
-    """Apply RMSNorm to M vectors, spread over the CTA's registers as :func:`load_vector` does.
-
-    ``base`` is the offset of float32 [M, X * WARPS] in shared memory; nothing else may use it before a barrier.
-    """
-    for m in unrolled(M):
-        for i in unrolled(X):
-            total = warp_sum(dot_bf16(0.0, chunks[m, i], chunks[m, i]))
-            if (thread_id() & 31) == 0:
-                shared_store_f32(i32(base + ((m * X + i) * WARPS + (thread_id() >> 5)) * 4), total)
-    barrier()
-    for m in unrolled(M):
-        total = 0.0
-        for i in unrolled(X * WARPS):
-            total = total + shared_load_f32(i32(base + (m * X * WARPS + i) * 4))
-        scale = reciprocal_sqrt(total * reciprocal(float_of(size)) + eps)
-        for i in unrolled(X):
-            chunks[m, i] = scale_chunk(chunks[m, i], norm[i], scale)
-
-
-@device
-def stage_vectors(
-    x: Address,
-    norm: Any,
-    size: I32,
-    eps: F32,
-    *,
-    M: int,
-    X: int,
-    SPAN: int,
-    WARPS: int,
-    NORM: bool,
-    INT8: bool,
-) -> None:
-    """Put M vectors, normalised where NORM, into shared memory, each padded with zeros; ends with a barrier.
-
-    Behind them lies what :func:`normalise` needs; ``norm`` is from :func:`prefetch_norm`.
-    """
-    stride = vector_stride(size, SPAN=SPAN)
-    chunks = registers(M, X)
-    start = i32(0)
-    while start * 2 < stride:
-        for m in unrolled(M):
-            load_vector(chunks, x + m * size * 2, start, size, X=X, WARPS=WARPS, m=m)
-        if NORM:
-            normalise(chunks, norm, size, eps, i32(M * stride), M=M, X=X, WARPS=WARPS)
-        for m in unrolled(M):
-            for i in unrolled(X):
-                k = i32(start + (thread_id() + 32 * WARPS * i) * CHUNK)
-                if k * 2 < stride:
-                    shared_store_v4(i32(m * stride + vector_place(k, INT8=INT8)), chunks[m, i])
-        start = i32(start + 32 * WARPS * X * CHUNK)
-    barrier()
-
-
-@device
-def scale_chunk(values: Vec4, weights: Vec4, scale: F32) -> Vec4:
-    """Return eight values times a scale, rounded to bf16, times their weights, rounded again."""
-    words = registers(4, init=0)
-    for k in unrolled(4):
-        low = round_bf16(bf16_low(values[k]) * scale) * bf16_low(weights[k])
-        high = round_bf16(bf16_high(values[k]) * scale) * bf16_high(weights[k])
-        words[k] = pack_bf16(low, high)
-    return (words[0], words[1], words[2], words[3])
 
 
 def shared_bytes(size: int, *, M: int, U: int, X: int, WARPS: int, INT8: bool) -> int:

@@ -1,0 +1,160 @@
+"""The best token of each of any number of rows of logits.
+
+Maths: per row the token with the largest logit, the lowest id among equals, -1 where a logit is NaN or infinite. See
+``kernels.reference.best_tokens``.
+
+A CTA looks at a slice of a row at a time; the one that arrives last at the row's ticket takes the maximum over the
+keys (:mod:`ferrule_server.kernels.cuda.best_token`) of all slices.
+
+Source: the ticket is the "threadFenceReduction" of NVIDIA's CUDA samples, with a counter that wraps.
+"""
+
+from __future__ import annotations
+
+from ferrule_server.kernels.cuda.best_token import (
+    LOG2_OF,
+    best_partial,
+    cta_max_key,
+    key_of,
+    max_key,
+    token_of,
+    warp_max_key,
+)
+from ferrule_server.kernels.cuda.intrinsics import (
+    I32,
+    Address,
+    barrier,
+    cta_id,
+    grid_launch_dependents,
+    grid_wait,
+    num_ctas,
+    shared_store_u64,
+    store_i32,
+    store_u64,
+    thread_id,
+)
+from ferrule_server.kernels.cuda.logit_rows import (
+    DEFAULT_SLICE,
+    DEFAULT_WARPS,
+    NEGATIVE_INFINITY,
+    arrive,
+    load_slice,
+    num_slices,
+)
+from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
+from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unrolled
+
+__all__ = ["argmax", "num_ctas_needed", "partial_bytes", "shared_bytes", "spec", "specs", "variants"]
+
+
+def argmax(
+    logits: Address,
+    tokens: Address,
+    partials: Address,
+    tickets: Address,
+    num_rows: I32,
+    vocab_size: I32,
+    *,
+    WARPS: int,
+    SLICE: int,
+    MASKED: bool,
+) -> None:
+    """Find the best token of rows of logits.
+
+    Launch: any grid (one CTA per row and slice at most is of use), ``32 * WARPS`` threads, ``shared_bytes`` of
+    dynamic shared memory.
+
+    Bytes moved: 4 per logit.
+
+    Args:
+        logits: float32 [num_rows, vocab_size].
+        tokens: int32 [num_rows], written.
+        partials: uint64 [num_rows, slices], scratch; a slice is SLICE tokens.
+        tickets: uint32 [num_rows], 0 before the first launch and after every one.
+        num_rows: Rows.
+        vocab_size: Logits per row, below 2^20.
+        WARPS: Per CTA.
+        SLICE: Tokens that a CTA looks at at a time, a multiple of 128 * WARPS.
+        MASKED: -inf stands for a token that is not allowed, and is no error; -1 where no token is allowed.
+    """
+    assert SLICE % (128 * WARPS) == 0
+    lane = i32(thread_id() & 31)
+    grid_launch_dependents()
+    grid_wait()
+    slices = i32((vocab_size + SLICE - 1) >> LOG2_OF[SLICE])
+    row = i32(0)
+    part = i32(cta_id())
+    while part >= slices and row < num_rows:
+        part = i32(part - slices)
+        row = i32(row + 1)
+    while row < num_rows:
+        words = registers(SLICE // (128 * WARPS))
+        load_slice(
+            logits + row * (vocab_size * 4), i32(part * SLICE), vocab_size, words, THREADS=32 * WARPS, SLICE=SLICE
+        )
+        best = 0
+        for g in unrolled(SLICE // (128 * WARPS)):
+            for i in unrolled(4):
+                token = i32(part * SLICE + (thread_id() + 32 * WARPS * g) * 4 + i)
+                key = key_of(words[g][i], token)
+                if MASKED:
+                    key = 0 if words[g][i] == NEGATIVE_INFINITY else key
+                if token < vocab_size:
+                    best = max_key(best, key)
+        best = warp_max_key(best, COUNT=1)
+        if lane == 0:
+            shared_store_u64(i32((thread_id() >> 5) * 8), best)
+        barrier()
+        place = partials + (row * slices + part) * 8
+        if thread_id() == 0:
+            best = cta_max_key(i32(0), WARPS=WARPS)
+            store_u64(place, best)
+        if arrive(tickets + row * 4, slices, i32(WARPS * 8), ALL_STORE=False) == 1:
+            if thread_id() < 32:
+                best = best_partial(partials + row * slices * 8, slices, STEP=8)
+                if lane == 0:
+                    store_i32(tokens + row * 4, token_of(best))
+        part = i32(part + num_ctas())
+        while part >= slices and row < num_rows:
+            part = i32(part - slices)
+            row = i32(row + 1)
+
+
+def shared_bytes(*, WARPS: int) -> int:
+    """Return the dynamic shared memory of a launch in bytes."""
+    return WARPS * 8 + 16
+
+
+def num_ctas_needed(num_rows: int, vocab_size: int, *, SLICE: int = DEFAULT_SLICE) -> int:
+    """Return how many CTAs find work at all."""
+    return num_rows * -(-vocab_size // SLICE)
+
+
+def partial_bytes(num_rows: int, vocab_size: int, *, SLICE: int = DEFAULT_SLICE) -> int:
+    """Return the size of the scratch of a launch; it need not be cleared, the tickets must be 0."""
+    return num_rows * -(-vocab_size // SLICE) * 8
+
+
+def spec(*, MASKED: bool, WARPS: int = DEFAULT_WARPS, SLICE: int = DEFAULT_SLICE) -> KernelSpec:
+    """Return the kernel; the keywords are its constants."""
+    constants: dict[str, Constant] = {"MASKED": MASKED, "SLICE": SLICE, "WARPS": WARPS}
+    return KernelSpec(
+        kernel=argmax,
+        constants=tuple(sorted(constants.items())),
+        num_threads=32 * WARPS,
+        shared_bytes=shared_bytes(WARPS=WARPS),
+        min_vector_loads=SLICE // (128 * WARPS),
+        has_ticket=True,
+    )
+
+
+def specs(shape: ModelShape) -> list[KernelSpec]:
+    """Return what a model needs: with masks and without."""
+    num_slices(shape.vocab_size)
+    return [spec(MASKED=is_masked) for is_masked in (False, True)]
+
+
+def variants(shape: ModelShape) -> list[KernelSpec]:
+    """Return what a sweep on a GPU tries: smaller slices."""
+    num_slices(shape.vocab_size, 2048)
+    return [spec(MASKED=False, SLICE=2048), spec(MASKED=False, SLICE=2048, WARPS=4)]

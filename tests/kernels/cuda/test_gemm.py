@@ -245,5 +245,5 @@ def test_default_sizes_equal_the_reference(tokens: int, epilogue: str) -> None:
         constants: dict[str, Constant] = dict(
             gemm.spec(num_rows, TILES=gemm.tiles_for(tokens), EPILOGUE=epilogue).constants
         )
-        case = normal_numbers(tokens, 150, 1096, epilogue=epilogue)
+        case = normal_numbers(tokens, 70, 584, epilogue=epilogue)
         np.testing.assert_allclose(simulate(case, constants), expected(case, constants), rtol=2**-6, atol=2**-6)

@@ -1,7 +1,7 @@
 """Matrix times 3 to 64 vectors on tensor cores, with residual, SwiGLU or float32 logits behind it.
 
 Maths: ``y[m, n] = sum_k x[m, k] * weight[n, k]`` with float32 sums, then the epilogue. The 16 rows of an ``m16n8k16``
-are rows of the weight and its 8 columns are tokens, so that a skinny product wastes nothing on padding.
+are rows of the weight and its 8 columns are tokens, so that tokens are padded to 8 and no further.
 
 K-permuted fragments: a sum does not care which k stands in which slot of an mma, as long as both operands agree. Lane
 ``4 g + t`` loads the 16 contiguous bytes k = 8 t .. 8 t + 7 of a slab of 32 of its rows, and uses them as the slots it
@@ -268,7 +268,7 @@ def _point(
 
 @device
 def _load(w: Any, rows: Any, left: I32, *, ROW_TILES: int, K_WARPS: int, SLABS: int, d: int, s: int) -> None:
-    """Load slab s of tile d again, unless it lies beyond the end: then activations are zero there."""
+    """Load slab s of tile d again, unless it lies beyond the end: some older weight is multiplied by zeros then."""
     if left > (d * SLABS + s) * K_WARPS * SLAB:
         for r in unrolled(ROW_TILES):
             for h in unrolled(2):

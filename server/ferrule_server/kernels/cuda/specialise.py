@@ -408,9 +408,18 @@ class _Writer:
 
 def _on_single_lines(tree: ast.Module) -> ast.Module:
     """Give every node a line, and end it there: parts of a statement may come from several files."""
-    for node in ast.walk(ast.fix_missing_locations(tree)):
+    open_nodes: list[tuple[ast.AST, int, int]] = [(tree, 1, 0)]
+    while open_nodes:
+        node, line, column = open_nodes.pop()
         if isinstance(node, ast.stmt | ast.expr | ast.arg):
-            node.end_lineno, node.end_col_offset = node.lineno, node.col_offset
+            line, column = getattr(node, "lineno", line), getattr(node, "col_offset", column)
+            node.lineno = node.end_lineno = line
+            node.col_offset = node.end_col_offset = column
+        for value in vars(node).values():
+            if isinstance(value, ast.AST):
+                open_nodes.append((value, line, column))
+            elif isinstance(value, list):
+                open_nodes += [(part, line, column) for part in value]
     return tree
 
 

@@ -137,8 +137,8 @@ def attention_mma(
         num_kv_heads: KV heads.
         max_blocks: Width of a table.
         eps: Of the norms.
-        masks: uint32 [rows, 2], bit j of the two words = the row sees the j-th new token of its sequence; it sees all
-            older ones. Read where TREE.
+        masks: uint32 [rows, 2], bit j of the two words = the row sees the j-th new token of its sequence (a new
+            row at least itself); it sees all older ones. Read where TREE.
         HEAD_DIM: 64 or 128.
         GROUP: Query heads per KV head, at most 16.
         BLOCK_SIZE: Slots of a block: 16, 32 or 64.
@@ -164,7 +164,7 @@ def attention_mma(
         seq, kv_head, first_row, num_rows = load_v4(item)
         first_split, end_split, kv_len, num_new = load_v4(item + 16)
         first_new_row, writes_new, _, num_items = load_v4(item + 32)
-        first_partial, _, _, more = load_v4(item + 48)
+        first_partial, _, _, _ = load_v4(item + 48)
         if num_rows > 0:
             new_begin = i32(kv_len - num_new)
             tail = i32(new_begin & -TILE)
@@ -178,7 +178,8 @@ def attention_mma(
             no_tile(k, v, HEAD_DIM=HEAD_DIM)
             tile_base = heads
             if token < pool_end:
-                tile_base = token_address(heads, table, token, block_stride, BLOCK_SIZE=BLOCK_SIZE, HEAD_DIM=HEAD_DIM)
+                block = load_i32(table + (token >> LOG2[BLOCK_SIZE]) * 4)
+                tile_base = token_address(heads, block, token, block_stride, BLOCK_SIZE=BLOCK_SIZE, HEAD_DIM=HEAD_DIM)
                 load_keys(k, tile_base, g, t, HEAD_DIM=HEAD_DIM)
                 load_values(v, tile_base + v_offset, g, t, HEAD_DIM=HEAD_DIM)
             stage_queries(
@@ -245,17 +246,21 @@ def attention_mma(
                         if token >= tail:
                             tail_keys(k, i32(token - tail), g, t, HEAD_DIM=HEAD_DIM)
                             tail_values(v, i32(token - tail), g, t, HEAD_DIM=HEAD_DIM)
+                        # The id of the next block arrives while the scores are computed.
+                        block = i32(0)
+                        if following < pool_end:
+                            block = load_i32(table + (following >> LOG2[BLOCK_SIZE]) * 4)
                         x = registers(2, 4, init=0.0)
                         scores(x, k, i32(thread_id() & 31), HEAD_DIM=HEAD_DIM)
                         if following < pool_end:
                             tile_base = token_address(
-                                heads, table, following, block_stride, BLOCK_SIZE=BLOCK_SIZE, HEAD_DIM=HEAD_DIM
+                                heads, block, following, block_stride, BLOCK_SIZE=BLOCK_SIZE, HEAD_DIM=HEAD_DIM
                             )
                             load_keys(k, tile_base, g, t, HEAD_DIM=HEAD_DIM)
                         if TREE:
                             if token >= tail:
                                 load_sight(sight, g, HEAD_DIM=HEAD_DIM, WARPS=WARPS, TREE=True)
-                                hide_outside_tree(x, sight, i32(token - new_begin + 2 * t), i32(num_new))
+                                hide_outside_tree(x, sight, i32(token - new_begin + 2 * t), i32(end - new_begin))
                         else:
                             hide_future(x, sight, i32(token + 2 * t))
                         p = registers(4, init=0)
@@ -291,8 +296,8 @@ def attention_mma(
                 if is_folding == 0 or closes != 0:
                     partial = i32(partial + 1)
                 split = i32(split + 1)
+            # What is needed from here on is read again: it would take registers all along.
             if num_items > 1:
-                # Read again: what is needed here alone would take registers all along.
                 tile = load_i32(item + 40)
                 is_last = arrives_last(tickets + tile * 4, num_items, flag_offset(HEAD_DIM=HEAD_DIM, WARPS=WARPS))
                 if is_last != 0:
@@ -309,7 +314,8 @@ def attention_mma(
                         GROUP=GROUP,
                         WARPS=WARPS,
                     )
-        index = i32(more)
+        index = i32(load_i32(item + 60))
+        more = index
 
 
 def spec(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ferrule_server.kernels.cuda.append import kv_address
-from ferrule_server.kernels.cuda.intrinsics import I32, Address, Offset, device, load_i32
+from ferrule_server.kernels.cuda.intrinsics import I32, Address, Offset, device
 from ferrule_server.kernels.cuda.specialise import i32
 from ferrule_server.kernels.cuda.work_list import MAX_NEW
 
@@ -98,13 +98,14 @@ def token_of_row(row: I32, num_rows: I32, *, GROUP: int) -> I32:
 
 @device
 def token_address(
-    heads: Address, table: Address, token: I32, block_stride: Address, *, BLOCK_SIZE: int, HEAD_DIM: int
+    heads: Address, block: I32, token: I32, block_stride: Address, *, BLOCK_SIZE: int, HEAD_DIM: int
 ) -> Address:
-    """Return where the K of a token lies; ``heads`` is where that of this layer and head begins in block 0."""
-    block = load_i32(table + (token >> LOG2[BLOCK_SIZE]) * 4)
-    return kv_address(
-        heads, block, block_stride, 0, 0, i32(token & (BLOCK_SIZE - 1)), BLOCK_SIZE=BLOCK_SIZE, HEAD_DIM=HEAD_DIM
-    )
+    """Return where the K of a token in a block lies; ``heads`` is where that of this layer and head begins in block 0.
+
+    ``token`` may be a slot too: what counts is its place in the block.
+    """
+    offset = i32(token & (BLOCK_SIZE - 1))
+    return kv_address(heads, block, block_stride, 0, 0, offset, BLOCK_SIZE=BLOCK_SIZE, HEAD_DIM=HEAD_DIM)
 
 
 def shared_bytes(head_dim: int, *, WARPS: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ferrule_server.kernels.cuda.append import kv_address, rotate_head
+from ferrule_server.kernels.cuda.append import rotate_head
 from ferrule_server.kernels.cuda.attention_mma_memory import (
     LOG2,
     ROWS,
@@ -147,7 +147,8 @@ def stage_tokens(
     parts[0] = (low[0], low[1], low[2], low[3])
     parts[1] = (high[0], high[1], high[2], high[3])
     if token < new_begin:
-        old = lane * 16 + token_address(heads, table, token, block_stride, BLOCK_SIZE=BLOCK_SIZE, HEAD_DIM=HEAD_DIM)
+        block = load_i32(table + (token >> LOG2[BLOCK_SIZE]) * 4)
+        old = token_address(heads, block, token, block_stride, BLOCK_SIZE=BLOCK_SIZE, HEAD_DIM=HEAD_DIM) + lane * 16
         parts[0] = load_v4(old)
         parts[1] = load_v4(old + HEAD_DIM)
         parts[2] = load_v4(old + v_offset)
@@ -159,16 +160,8 @@ def stage_tokens(
         for i in unrolled(4):
             parts[i] = (0, 0, 0, 0)
     if slot >= 0:
-        target = lane * 16 + kv_address(
-            heads,
-            slot >> LOG2[BLOCK_SIZE],
-            block_stride,
-            0,
-            0,
-            i32(slot & (BLOCK_SIZE - 1)),
-            BLOCK_SIZE=BLOCK_SIZE,
-            HEAD_DIM=HEAD_DIM,
-        )
+        block = slot >> LOG2[BLOCK_SIZE]
+        target = token_address(heads, block, slot, block_stride, BLOCK_SIZE=BLOCK_SIZE, HEAD_DIM=HEAD_DIM) + lane * 16
         store_v4(target, parts[0])
         store_v4(target + HEAD_DIM, parts[1])
         store_v4(target + v_offset, parts[2])

@@ -140,13 +140,13 @@ def hide_future(x: Registers, sight: Registers, token: I32) -> None:
 
 
 @device
-def hide_outside_tree(x: Registers, sight: Registers, new: I32, num_new: I32) -> None:
-    """Hide new tokens whose bit is not set; ``new`` counts the lane's first column from the first new token."""
+def hide_outside_tree(x: Registers, sight: Registers, new: I32, end: I32) -> None:
+    """Hide new tokens whose bit is not set; ``new`` (of the lane's first column) and ``end`` count from the first."""
     for i in unrolled(2):
         for e in unrolled(2):
             j = i32(new + (8 * i + e))
             for r in unrolled(2):
-                hides = (j >= 0) & ((j >= num_new) | (((sight[r] >> (j & 63)) & 1) == 0))
+                hides = (j >= 0) & ((j >= end) | (((sight[r] >> (j & 63)) & 1) == 0))
                 x[i, 2 * r + e] = select_f32(hides, MASKED, x[i, 2 * r + e])
 
 

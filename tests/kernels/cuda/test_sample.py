@@ -31,16 +31,15 @@ from ferrule_server.kernels.cuda.sample import (
     DRAW_SHARED_BYTES,
     RECORD_BYTES,
     draw,
-    mass_shared_bytes,
     pack_records,
     passed_by,
     philox,
-    select_mass,
     specs,
 )
+from ferrule_server.kernels.cuda.select_count import STATE_BYTES, count_shared_bytes, select_count
+from ferrule_server.kernels.cuda.select_mass import mass_shared_bytes, select_mass
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
 from ferrule_server.kernels.cuda.specialise import Constant, Specialised
-from ferrule_server.kernels.cuda.top_k import STATE_BYTES, count_shared_bytes, select_count
 from tests.kernels.cuda.logit_cases import (
     DIGITS,
     SLICE,

@@ -9,17 +9,10 @@ import pytest
 
 from ferrule_server.executor.ranking import ranked_largest
 from ferrule_server.kernels.cuda.logit_rows import num_slices as checked_num_slices
+from ferrule_server.kernels.cuda.select_count import count_shared_bytes, select_count
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
 from ferrule_server.kernels.cuda.specialise import Constant, Specialised
-from ferrule_server.kernels.cuda.top_k import (
-    RECORD_BYTES,
-    STATE_BYTES,
-    count_shared_bytes,
-    gather_shared_bytes,
-    gather_top_k,
-    select_count,
-    specs,
-)
+from ferrule_server.kernels.cuda.top_k import RECORD_BYTES, STATE_BYTES, gather_shared_bytes, gather_top_k, specs
 from tests.kernels.cuda.logit_cases import DIGITS, SLICE, THREADS, VOCABULARIES, WARPS, Rows, awkward_rows, num_slices
 from tests.kernels.cuda.mutation import check_mutants
 from tests.kernels.cuda.simulator import Launch, Memory, run

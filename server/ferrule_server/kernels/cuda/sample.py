@@ -2,8 +2,8 @@
 
 Maths: that of ``executor.laws``. The weight of a token is an integer, ``w = round(exp2((l - m) log2(e) / T) 2^39)``,
 m the largest logit; a sum of weights is exact, so that it depends on no order, and stays below 2^59. Tokens rank by
-logit, equal ones by lowest id. What is kept is a prefix of that rank, so it is said by a key (see ``top_k``): all
-larger keys, and of the tokens with that key ("ties") the given number, lowest ids first.
+logit, equal ones by lowest id. What is kept is a prefix of that rank, so it is said by a key (see ``select_count``):
+all larger keys, and of the tokens with that key ("ties") the given number, lowest ids first.
 
 * top-k finds this key by counting keys, digit by digit (``select_count``).
 * top-p finds it alike by adding up weights (``select_mass``): the smallest prefix whose weight reaches ``floor(p W)``,
@@ -45,7 +45,6 @@ from ferrule_server.kernels.cuda.intrinsics import (
     Address,
     Vec4,
     add_wrapping,
-    atomic_add_u64,
     barrier,
     bits_float,
     cta_id,
@@ -69,7 +68,6 @@ from ferrule_server.kernels.cuda.intrinsics import (
     order_key,
     round_u64,
     select_f32,
-    shared_add_u32,
     shared_load_u32,
     shared_load_u64,
     shared_store_u32,
@@ -91,45 +89,38 @@ from ferrule_server.kernels.cuda.logit_rows import (
     load_four,
     load_slice,
 )
+from ferrule_server.kernels.cuda.select_count import COUNT, KEY, PEAK, STATE_BYTES, select_specs
+from ferrule_server.kernels.cuda.select_mass import (
+    BOUND,
+    MASS_COUNT,
+    MASS_KEY,
+    ONE,
+    POSITION,
+    PROBABILITY_BITS,
+    PURPOSE,
+    RECORD_BYTES,
+    SCALE,
+    SEED,
+    TOP_P,
+    mass_specs,
+    weight_of,
+)
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
-from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unrolled
-from ferrule_server.kernels.cuda.top_k import COUNT, DIGITS, KEY, PEAK, STATE_BYTES, select_specs
+from ferrule_server.kernels.cuda.specialise import i32, registers, unrolled
 
 __all__ = [
     "DRAW_SHARED_BYTES",
     "RECORD_BYTES",
     "draw",
-    "mass_shared_bytes",
     "pack_records",
     "passed_by",
     "philox",
-    "select_mass",
     "specs",
     "variants",
 ]
 
-RECORD_BYTES = 48
-POSITION = 12
-SCALE = 16
-BOUND = 20
-PURPOSE = 24
-TOP_P = 32
-SEED = 40
-"""Offsets in a record; row, k and is_greedy stand before them."""
-
-MASS_KEY = 12
-GOAL = 16
-MASS_COUNT = 24
-"""Offsets in the state of a row, behind those of ``top_k``: the key top-p found, the weight still to be reached (u64),
-and how many of that key are kept."""
-
-ONE = 549755813888.0
-LOG2_ONE = 39
-"""The weight of the largest logit, 2^39: the sums of both halves of 4096 weights then fit 32 bits."""
 INVERSE_ONE = 1.8189894035458565e-12
 LN_2 = 0.6931471805599453
-HALF = 20
-PROBABILITY_BITS = 62
 LARGEST = 3.4028234663852886e38
 SMALLEST = 1.1754943508222875e-38
 
@@ -141,194 +132,6 @@ SCRATCH_4 = SCRATCH_3 + 8 * 32
 FOUND = SCRATCH_4 + 8 * 32
 """Slice, ties still kept (u32 each), weight still to be passed (u64)."""
 DRAW_SHARED_BYTES = FOUND + 16
-BINS = FOUND + 16
-
-
-def mass_shared_bytes(num_bits: int) -> int:
-    """Return the dynamic shared memory of a CTA of ``select_mass``."""
-    return BINS + (8 << num_bits)
-
-
-@device
-def weight_of(bits: U32, peak: F32, scale: F32) -> U64:
-    """Return the weight of the logit of these bits."""
-    below = fma(bits_float(bits), 1.0, -peak)
-    return round_u64(fma(exp2(fma(below, scale, 0.0)), ONE, 0.0))
-
-
-def select_mass(
-    logits: Address,
-    records: Address,
-    state: Address,
-    masses: Address,
-    tickets: Address,
-    num_rows: I32,
-    vocab_size: I32,
-    num_slices: I32,
-    *,
-    SHIFT: int,
-    BITS: int,
-    SLICE: int,
-    WARPS: int,
-) -> None:
-    """Find one digit of the key at which the weights of a row, from the top, reach its top-p share.
-
-    Does nothing for a row without top-p, a greedy one, or one that has no law.
-
-    Launch: any grid of at least one CTA (``num_ctas_needed`` at most is of use), 32 * WARPS threads,
-    ``mass_shared_bytes``.
-
-    Args:
-        logits: float32 [any, vocab_size].
-        records: As for ``draw``.
-        state: [num_rows, STATE_BYTES], holds what ``select_count`` found.
-        masses: u64 [num_rows, 2^BITS], zero before, left zero.
-        tickets: int32 [num_rows], zero before the first launch, left zero.
-        num_rows: Records.
-        vocab_size: Logits of a row, below 2^20.
-        num_slices: Of a row, at most 32 * WARPS.
-        SHIFT: Lowest bit of the digit.
-        BITS: Its width; 2^BITS is a multiple of 32 * WARPS.
-        SLICE: Tokens in a slice, a multiple of 128 * WARPS, at most 4096.
-        WARPS: Per CTA.
-    """
-    assert SLICE % (128 * WARPS) == 0
-    assert SLICE <= 4096
-    assert (1 << BITS) % (32 * WARPS) == 0
-    thread = i32(thread_id())
-    grid_launch_dependents()
-    grid_wait()
-    slot = i32(0)
-    part = i32(cta_id())
-    while slot < num_rows:
-        if part >= num_slices:
-            part = i32(part - num_slices)
-            slot = i32(slot + 1)
-        else:
-            record = records + slot * RECORD_BYTES
-            known = state + slot * STATE_BYTES
-            row = load_i32(record)
-            is_greedy = load_i32(record + 8) & 1
-            share = load_u64(record + TOP_P)
-            top = load_u32(known + PEAK)
-            if row >= 0 and share > 0 and is_greedy == 0 and top > KEY_NEGATIVE_INFINITY and top < KEY_INFINITY:
-                scale = load_f32(record + SCALE)
-                peak = bits_float(key_bits(top))
-                floor = load_u32(known + KEY)
-                prefix = 0
-                if SHIFT + BITS < 32:
-                    prefix = load_u32(known + MASS_KEY)
-                for j in unrolled((2 << BITS) // (32 * WARPS)):
-                    shared_store_u32(BINS + (thread + 32 * WARPS * j) * 4, 0)
-                words = registers(SLICE // WARPS // 128)
-                for g in unrolled(SLICE // WARPS // 128):
-                    words[g] = (0, 0, 0, 0)
-                load_slice(
-                    logits + row * (vocab_size * 4),
-                    i32(part * SLICE),
-                    vocab_size,
-                    words,
-                    THREADS=32 * WARPS,
-                    SLICE=SLICE,
-                )
-                barrier()
-                for g in unrolled(SLICE // WARPS // 128):
-                    for i in unrolled(4):
-                        key = order_key(words[g][i])
-                        if key > floor and key >> (SHIFT + BITS) == prefix >> (SHIFT + BITS):
-                            weight = weight_of(words[g][i], peak, scale)
-                            if weight > 0:
-                                place = BINS + ((key >> SHIFT) & ((1 << BITS) - 1)) * 4
-                                shared_add_u32(place, weight & ((1 << HALF) - 1))
-                                shared_add_u32(place + (4 << BITS), weight >> HALF)
-                barrier()
-                for j in unrolled((1 << BITS) // (32 * WARPS)):
-                    low = shared_load_u32(BINS + (thread + 32 * WARPS * j) * 4)
-                    high = shared_load_u32(BINS + (thread + 32 * WARPS * j) * 4 + (4 << BITS))
-                    mass = low + (high << HALF)
-                    if mass > 0:
-                        atomic_add_u64(masses + ((slot << BITS) + thread + 32 * WARPS * j) * 8, mass)
-                is_last = arrive(tickets + slot * 4, num_slices, FLAG, ALL_STORE=True)
-                if is_last == 1:
-                    find_mass_digit(
-                        known,
-                        masses + (slot << BITS) * 8,
-                        prefix,
-                        share,
-                        floor,
-                        peak,
-                        scale,
-                        SHIFT=SHIFT,
-                        BITS=BITS,
-                        WARPS=WARPS,
-                    )
-            part = i32(part + num_ctas())
-
-
-@device
-def find_mass_digit(
-    known: Address,
-    masses: Address,
-    prefix: U32,
-    share: U64,
-    floor: U32,
-    peak: F32,
-    scale: F32,
-    *,
-    SHIFT: int,
-    BITS: int,
-    WARPS: int,
-) -> None:
-    """Walk the weights down to the goal, put the digit and the rest of the goal into the state, zero the weights."""
-    first = i32((1 << BITS) - 1 - thread_id() * ((1 << BITS) // (32 * WARPS)))
-    tie_bin = i32(-1)
-    if floor >> (SHIFT + BITS) == prefix >> (SHIFT + BITS):
-        tie_bin = i32((floor >> SHIFT) & ((1 << BITS) - 1))
-    tie_mass = load_u32(known + COUNT)
-    if tie_mass > 0:
-        tie_mass = tie_mass * weight_of(key_bits(floor), peak, scale)
-    own = registers((1 << BITS) // (32 * WARPS), init=0)
-    mine = 0
-    for j in unrolled((1 << BITS) // (32 * WARPS)):
-        own[j] = load_relaxed_u64(masses + (first - j) * 8)
-        if own[j] > 0:
-            store_u64(masses + (first - j) * 8, 0)
-        if first - j == tie_bin:
-            own[j] = own[j] + tie_mass
-        mine = mine + own[j]
-    goal = 0
-    if SHIFT + BITS < 32:
-        goal = load_u64(known + GOAL)
-    before, total = exclusive_sum(mine, SCRATCH, WARPS=WARPS)
-    if SHIFT + BITS == 32:
-        goal = multiply_high_u64(share, total << (64 - PROBABILITY_BITS))
-        goal = goal if goal > 0 else 1
-    digit = -1
-    rest = 0
-    for j in unrolled((1 << BITS) // (32 * WARPS)):
-        if before < goal and before + own[j] >= goal:
-            digit = first - j
-            rest = goal - before
-        before = before + own[j]
-    if digit >= 0:
-        key = prefix | (digit << SHIFT)
-        store_u32(known + MASS_KEY, key)
-        if SHIFT > 0:
-            store_u64(known + GOAL, rest)
-        else:
-            store_u32(known + MASS_COUNT, fewest(weight_of(key_bits(key), peak, scale), rest))
-
-
-@device
-def fewest(weight: U64, goal: U64) -> U32:
-    """Return the smallest number of weights that reaches the goal; at most 2^20."""
-    count = 0
-    step = i32(19)
-    while step >= 0:
-        if (count + (1 << step)) * weight < goal:
-            count = count + (1 << step)
-        step = i32(step - 1)
-    return count + 1
 
 
 def draw(
@@ -588,11 +391,6 @@ def variants(shape: ModelShape) -> list[KernelSpec]:
 
 def _specs(shape: ModelShape, slice_size: int) -> list[KernelSpec]:
     assert shape.vocab_size < 1 << 20
-    common: dict[str, Constant] = {"SLICE": slice_size, "WARPS": DEFAULT_WARPS}
-    made = select_specs(slice_size)
-    for shift, bits in DIGITS:
-        items = tuple(sorted({**common, "SHIFT": shift, "BITS": bits}.items()))
-        shared = mass_shared_bytes(bits)
-        made.append(KernelSpec(select_mass, items, 32 * DEFAULT_WARPS, shared, ctas_per_sm=2, has_ticket=True))
-    items = tuple(sorted(common.items()))
-    return [*made, KernelSpec(draw, items, 32 * DEFAULT_WARPS, DRAW_SHARED_BYTES, ctas_per_sm=2, has_ticket=True)]
+    items = (("SLICE", slice_size), ("WARPS", DEFAULT_WARPS))
+    last = KernelSpec(draw, items, 32 * DEFAULT_WARPS, DRAW_SHARED_BYTES, ctas_per_sm=2, has_ticket=True)
+    return [*select_specs(slice_size), *mass_specs(slice_size), last]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ferrule_server.kernels.cuda.attention import PADDED, attention, shared_bytes, specs, variants
 from ferrule_server.kernels.cuda.partials import partial_bytes
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, ModelShape
-from ferrule_server.kernels.cuda.specialise import Constant, Specialised
+from ferrule_server.kernels.cuda.specialise import Constant, Specialised, specialise
 from tests.kernels.cuda.attention_case import EPS, LAYER, POOL_BYTES, Seq, Shape, Step, bits
 from tests.kernels.cuda.mutation import check_mutants
 from tests.kernels.cuda.simulator import Launch, Memory, from_bf16, run
@@ -128,11 +128,11 @@ LENGTHS = tuple(Seq(kv_len) for kv_len in (1, 15, 16, 17, 97))
     [
         pytest.param(Shape(group=1), Build(split=64), LENGTHS, id="group-1"),
         pytest.param(Shape(group=2, block_size=32), Build(), (Seq(97), Seq(130)), id="group-2-split"),
-        pytest.param(Shape(group=4), Build(warps=2, split=64), LENGTHS, id="group-4"),
+        pytest.param(Shape(group=4, num_kv_heads=1), Build(warps=2, split=64), LENGTHS, id="group-4"),
         pytest.param(
             Shape(group=4, num_kv_heads=1, head_dim=128, block_size=64, has_qk_norm=False),
             Build(tile=16, warps=4, split=64),
-            (Seq(97), Seq(16)),
+            (Seq(97),),
             id="group-4-wide",
         ),
         pytest.param(
@@ -144,6 +144,13 @@ LENGTHS = tuple(Seq(kv_len) for kv_len in (1, 15, 16, 17, 97))
         pytest.param(
             Shape(group=2, num_kv_heads=1, head_dim=128), Build(tile=16, warps=2), (Seq(17), Seq(97)), id="group-2-wide"
         ),
+        pytest.param(
+            Shape(group=4, num_kv_heads=1, head_dim=128), Build(tile=8, warps=4), (Seq(40),), id="group-4-short-tile"
+        ),
+        pytest.param(
+            Shape(group=2, num_kv_heads=1, head_dim=128), Build(tile=8, warps=2), (Seq(40),), id="group-2-short-tile"
+        ),
+        pytest.param(Shape(group=1, num_kv_heads=1, head_dim=128), Build(tile=8), (Seq(40),), id="group-1-short-tile"),
         pytest.param(Shape(group=3, num_kv_heads=1), Build(warps=2, tile=16), (Seq(40),), id="group-3"),
         pytest.param(
             Shape(group=2, num_kv_heads=1),
@@ -263,4 +270,5 @@ def test_what_models_get_fits_half_a_multiprocessor(shape: ModelShape) -> None:
     for made in (*specs(shape), *variants(shape)):
         assert dict(made.constants)["GROUP"] == shape.group
         assert made.ctas_per_sm * (made.shared_bytes + 1024) <= 114 * 1024
+        assert specialise(made.kernel, dict(made.constants)).parameters
     assert len(specs(shape)) == 4 // shape.group

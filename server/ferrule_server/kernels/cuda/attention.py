@@ -124,13 +124,14 @@ def attention(
         QK_NORM: Normalise query and key heads.
         ROWS: Query tokens per tile; ``GROUP * ROWS`` is at most 4.
         SPLIT_TOKENS: Tokens of a split, a multiple of ``WARPS * TILE``.
-        TILE: Tokens that a warp takes at a time: 4, 8 or 16 loads (K) per lane.
+        TILE: Tokens that a warp takes at a time: 4 to 16 loads of K per lane, at most as many as lanes per token.
         WARPS: Per CTA.
     """
     assert GROUP * ROWS in (1, 2, 3, 4)
     assert ROWS == 1 or GROUP in (1, 2)
     assert SPLIT_TOKENS % (WARPS * TILE) == 0
-    assert TILE * HEAD_DIM // 256 in (HEAD_DIM // 8, HEAD_DIM // 16)
+    assert TILE * HEAD_DIM // 256 in (4, 8, 16)
+    assert TILE <= 32
     assert PADDED[GROUP * ROWS] * HEAD_DIM <= 128 * WARPS
     grid_launch_dependents()
     grid_wait()
@@ -440,9 +441,11 @@ def specs(shape: ModelShape) -> list[KernelSpec]:
 
 
 def variants(shape: ModelShape) -> list[KernelSpec]:
-    """Return what a sweep on a GPU tries: warps and CTAs per multiprocessor, tiles, block sizes."""
+    """Return what a sweep on a GPU tries: warps, CTAs per multiprocessor, block sizes, halved tiles."""
     found = []
-    for warps, ctas, block_size, tile in ((8, 1, 16, 1), (4, 2, 16, 1), (4, 1, 16, 2), (4, 1, 32, 1), (4, 1, 64, 1)):
+    more = ((8, 1, 16, 2), (4, 2, 16, 2)) if shape.group <= 2 else ((4, 1, 16, 2),)  # what needs no spills
+    sizes = ((4, 1, 32, 1), (4, 1, 64, 1), *more)
+    for warps, ctas, block_size, part in sizes:
         found.append(
             spec(
                 GROUP=shape.group,
@@ -450,7 +453,7 @@ def variants(shape: ModelShape) -> list[KernelSpec]:
                 HEAD_DIM=shape.head_dim,
                 QK_NORM=shape.has_qk_norm,
                 BLOCK_SIZE=block_size,
-                TILE=tile * 2048 // shape.head_dim,
+                TILE=2048 // shape.head_dim // part,
                 WARPS=warps,
                 ctas_per_sm=ctas,
             )

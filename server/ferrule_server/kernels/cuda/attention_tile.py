@@ -2,9 +2,9 @@
 
 LANES neighbouring lanes hold a token, 8 values each (HEAD_DIM is 8 * LANES), so 32 / LANES tokens per load; a tile is
 LOADS loads. Of the rows (tokens times query heads) there are R, a power of two. After the scores are reduced a lane
-keeps one load's ``KEPT = max(1, R * LOADS / LANES)`` rows::
+keeps one load's ``KEPT = max(1, R * LOADS / LANES)`` rows; where that is less than one, neighbours keep the same::
 
-    column = lane % LANES     load = column / (LANES / LOADS)     first row = column % (LANES / LOADS) * R / 2
+    column = lane % LANES    load = column / (LANES / LOADS)    row = column % (LANES / LOADS) * R / (LANES / LOADS)
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def load_limits(
 ) -> None:
     """Set the last position that each row kept by this lane sees, -1 for rows that are none."""
     for k in unrolled(max(1, R * LOADS // LANES)):
-        row = i32(k + (column & (LANES // LOADS - 1)) * (R // 2))
+        row = i32(k + ((column & (LANES // LOADS - 1)) * R >> LOG2[LANES // LOADS]))
         token = i32(0) if ROWS == 1 else i32(row >> LOG2[GROUP])
         limits[k] = i32(-1)
         if token < num_rows and row < GROUP * ROWS:
@@ -272,10 +272,10 @@ def update_softmax(
         factor = exp2(state[0, k] - top)
         state[1, k] = fma(state[1, k], factor, probability)
         state[0, k] = top
-        row = i32(k + (column & (LANES // LOADS - 1)) * (R // 2))
-        if R * LOADS >= LANES or (column & 1) == 0:
+        row = i32(k + ((column & (LANES // LOADS - 1)) * R >> LOG2[LANES // LOADS]))
+        if (lane & (max(1, LANES // (R * LOADS)) - 1)) == 0:
             shared_store_f32(i32(scratch + ((row * (32 // LANES) + token_of_lane) * LOADS + load) * 4), probability)
-        if lane < (LANES // LOADS if R * LOADS >= LANES else 1):
+        if lane < LANES // LOADS and (lane & (max(1, LANES // (R * LOADS)) - 1)) == 0:
             shared_store_f32(i32(scratch + (R * (32 // LANES) * LOADS + row) * 4), factor)
 
 
@@ -326,8 +326,8 @@ def publish_warp(
         total = state[1, k]
         for s in unrolled(5 - LOG2[LANES // LOADS]):
             total = total + shuffle_xor_f32(total, 16 >> s)
-        row = i32(k + (column & (LANES // LOADS - 1)) * (R // 2))
-        if lane < (LANES // LOADS if R * LOADS >= LANES else 1):
+        row = i32(k + ((column & (LANES // LOADS - 1)) * R >> LOG2[LANES // LOADS]))
+        if lane < LANES // LOADS and (lane & (max(1, LANES // (R * LOADS)) - 1)) == 0:
             at = i32(merged + WARPS * R * LANES * 32 + (warp * R + row) * 8)
             shared_store_f32(at, state[0, k])
             shared_store_f32(at + 4, total)

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from ferrule_server.kernels.cuda import block_transfer, copy_blocks, cubins, move_slots, sources
+from ferrule_server.kernels.cuda import block_transfer, catalog, copy_blocks, cubins, move_slots, sources
 from ferrule_server.kernels.cuda.bundle import Bundle, BundleError, write_bundle
 from ferrule_server.kernels.cuda.compile import CompileError, Cubin
 from ferrule_server.kernels.cuda.cubin_cache import CubinCache
 from ferrule_server.kernels.cuda.cubins import build, load_all
+from ferrule_server.kernels.cuda.cubins_cli import main
 from ferrule_server.kernels.cuda.sources import parameters, source_files, source_key
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec
 
@@ -216,6 +217,31 @@ def test_damaged_bundles_are_errors(compiler: Compiler, tmp_path: Path) -> None:
             Bundle.open(path)
     with pytest.raises(BundleError, match="no bundle"):
         Bundle.open(tmp_path / "none")
+
+
+def test_command_line_builds_lists_verifies_and_prunes(
+    compiler: Compiler, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One model into a bundle; the kernels of another are missing from it, and that is said."""
+    cache, bundle = ["--cache", str(tmp_path / "cache")], tmp_path / "kernels"
+    shape = ["--shape", "Llama-3.2-1B"]
+    main(["build", "--architecture", "sm_80", *shape, "--workers", "1", *cache, "--output", str(bundle)])
+    num_kernels = len(catalog.kernels_of(MODEL_SHAPES["Llama-3.2-1B"]))
+    assert f"{num_kernels} kernels for sm_80" in capsys.readouterr().err
+    main(["list", str(bundle)])
+    main(["list", *cache])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 * num_kernels
+    assert lines[:num_kernels] == lines[num_kernels:]
+    main(["verify", str(bundle), *shape])
+    assert f"{num_kernels} cubins for sm_80, whole" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"error: .* lacks"):
+        main(["verify", str(bundle), "--shape", "Qwen3-8B"])
+    main(["prune", "--days", "-1", *cache])
+    assert "kernels deleted" in capsys.readouterr().err
+    assert CubinCache(tmp_path / "cache").entries() == {}
+    with pytest.raises(SystemExit, match=r"error: .* no bundle"):
+        main(["list", str(tmp_path / "none")])
 
 
 def _build_for_real(folder: Path, results: Any) -> None:

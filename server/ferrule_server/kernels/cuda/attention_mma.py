@@ -26,11 +26,10 @@ shared memory.
 
 Rounding: P is rounded to bf16 for the product, and the sum that divides is the sum of the rounded values, so that the
 weights still add up to 1. What this adds to the error of one rounding of the output is at most
-``2^-8 * sum_t w[t] |v[t] - out|`` (w the softmax weights, each off by at most 2^-9 of itself before and after
-division).
+``2^-8 * sum_t w[t] |v[t] - out|`` (w the softmax weights, of which bf16 rounds each by at most 2^-8 of itself).
 
-Bytes moved: every token's K and V once per tile of rows, ``4 * head_dim`` a token, and partials where a tile has more
-than one split: ``(4 * head_dim + 8) * rows`` per split, written and read once.
+Bytes moved: every token's K and V once per tile of rows, ``4 * head_dim`` a token; where several items share a tile,
+``4 * (head_dim + 4)`` per row and partial (a segment of splits, or a split), written and read once.
 
 Source: online softmax after "Online normalizer calculation for softmax" (Milakov and Gimelshein, 2018), split KV after
 "Flash-Decoding" (Dao et al., 2023), fragments after the PTX ISA, "Matrix Fragments for mma.m16n8k16".

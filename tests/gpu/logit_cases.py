@@ -70,13 +70,14 @@ def _name(op: str, chain: Sequence[KernelSpec]) -> str:
 
 def _shape(shape: ModelShape, chain: Sequence[KernelSpec]) -> Case:
     mask = np.arange(shape.vocab_size) % 3 > 0
-    shaping = Shaping(mask=TokenMask(b"", np.packbits(mask, bitorder="little")))
+    allowed = np.packbits(mask, bitorder="little")
+    shaping = Shaping(mask=TokenMask(b"", allowed))
 
     def build(gpu: Gpu, index: int) -> Instance:
         logits = _logits(gpu, shape, index)
         records = np.stack([shape_logits.pack_record(shaping, row, 0, (0, 0)) for row in range(NUM_ROWS)])
         shaped = torch.zeros_like(logits)
-        bits = torch.from_numpy(shape_logits.pack_mask(shaping, shape.vocab_size)).to(gpu.torch_device)
+        bits = torch.from_numpy(shape_logits.pack_mask(allowed, shape.vocab_size)).to(gpu.torch_device)
         given = {**_given(gpu, shape, chain[0], logits, records), "shaped": shaped, "masks": bits}
         given["entries"] = zeros(gpu, (1, 4), torch.int32)
         forbidden = torch.from_numpy(~mask).to(gpu.torch_device)

@@ -74,7 +74,7 @@ def place(rows: Rows, shaped: Sequence[Case]) -> Memory:
         entries.append(pack_entries(shaping, history))
         if shaping.mask is not None:
             mask = sum(map(len, masks)) // 16
-            masks.append(pack_mask(shaping, vocab_size))
+            masks.append(pack_mask(shaping.mask.bits, vocab_size))
         records.append(pack_record(shaping, row, mask, (first, first + len(entries[-1]))))
     memory.put("logits", rows, mutable=True)
     memory.put("shaped", np.full((len(shaped), vocab_size), np.nan, np.float32), mutable=True)

@@ -12,7 +12,15 @@ from ferrule_server.kernels.cuda.logit_rows import num_slices as checked_num_sli
 from ferrule_server.kernels.cuda.select_count import count_shared_bytes, select_count
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
 from ferrule_server.kernels.cuda.specialise import Constant, Specialised
-from ferrule_server.kernels.cuda.top_k import RECORD_BYTES, STATE_BYTES, gather_shared_bytes, gather_top_k, specs
+from ferrule_server.kernels.cuda.top_k import (
+    LARGEST_K,
+    RECORD_BYTES,
+    STATE_BYTES,
+    gather_shared_bytes,
+    gather_top_k,
+    pack_records,
+    specs,
+)
 from tests.kernels.cuda.logit_cases import DIGITS, SLICE, THREADS, VOCABULARIES, WARPS, Rows, awkward_rows, num_slices
 from tests.kernels.cuda.mutation import check_mutants
 from tests.kernels.cuda.simulator import Launch, Memory, run
@@ -26,7 +34,7 @@ def place(rows: Rows, ks: Sequence[int], order: Sequence[int], digits: Sequence[
     """Return memory with rows of logits, of which those in ``order`` are asked for."""
     memory, num_rows, slices = Memory(), len(order), num_slices(rows.shape[1])
     memory.put("logits", rows, mutable=True)
-    memory.put("records", np.stack([order, ks, 0 * np.array(ks), ks], 1).astype(np.int32), mutable=True)
+    memory.put("records", pack_records(order, ks), mutable=True)
     memory.put("state", np.zeros(num_rows * STATE_BYTES, np.uint8), mutable=True)
     memory.put("counts", np.zeros((num_rows, 1 << max(bits for _, bits in digits)), np.uint32), mutable=True)
     memory.empty("partials", (num_rows, slices, 16), np.uint8)
@@ -159,3 +167,9 @@ def test_a_vocabulary_beyond_the_last_cta_is_refused() -> None:
     assert checked_num_slices(151936) == 38
     with pytest.raises(ValueError, match="slices"):
         checked_num_slices(1 << 20)
+
+
+def test_more_than_there_is_room_for_is_refused() -> None:
+    """The message names both numbers."""
+    with pytest.raises(ValueError, match=r"1025.*1024"):
+        pack_records([0], [LARGEST_K + 1])

@@ -31,12 +31,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from ferrule_server.executor.base import Int32Array, SampleSpec
-from ferrule_server.executor.laws import SMALLEST_TEMPERATURE
-from ferrule_server.executor.philox import Purpose
 from ferrule_server.kernels.cuda.intrinsics import (
     F32,
     I32,
@@ -111,6 +110,7 @@ from ferrule_server.kernels.cuda.specialise import i32, registers, unrolled
 __all__ = [
     "DRAW_SHARED_BYTES",
     "RECORD_BYTES",
+    "Sampling",
     "draw",
     "pack_records",
     "passed_by",
@@ -341,13 +341,37 @@ def log_share(logit: F32, peak: F32, scale: F32, total: U64) -> F32:
     return fma(below - log2(fma(float_of_u64(total), INVERSE_ONE, 0.0)), LN_2, 0.0)
 
 
+class Sampling(Protocol):
+    """How one token is drawn: what ``executor.base.SampleSpec`` says."""
+
+    @property
+    def temperature(self) -> float:
+        """At least 0; 0 takes the largest logit."""
+
+    @property
+    def top_k(self) -> int:
+        """Keep the k largest; 0 keeps all."""
+
+    @property
+    def top_p(self) -> float:
+        """Keep the smallest set of largest probabilities whose sum reaches it; 1 keeps all."""
+
+    @property
+    def min_p(self) -> float:
+        """Drop tokens below this share of the largest probability."""
+
+    @property
+    def seed(self) -> int:
+        """64-bit unsigned key of the draw."""
+
+
 def pack_records(
-    specs: Sequence[SampleSpec | None],
+    specs: Sequence[Sampling | None],
     rows: Sequence[int],
     positions: Sequence[int],
     vocab_size: int,
-    purpose: Purpose = Purpose.SAMPLE,
-) -> Int32Array:
+    purpose: int = 0,
+) -> npt.NDArray[np.int32]:
     """Return the records of rows: int32 [num_rows, 12].
 
     Words: row of ``logits``, k (0: all), is greedy, position (low 32 bits), float32 log2(e) / T, float32 T ln(min_p),
@@ -358,21 +382,20 @@ def pack_records(
         rows: Among the logits; -1: nothing to do.
         positions: Index in its sequence of each token to draw.
         vocab_size: Logits of a row.
-        purpose: What the numbers are for.
+        purpose: What the numbers are for: ``executor.philox.Purpose``, 0 for a plain draw.
     """
     records = np.zeros((len(specs), 12), np.int32)
     words, wide = records.view(np.uint32), records.view(np.uint64)
     for i, spec in enumerate(specs):
         records[i, 0] = rows[i]
-        words[i, 3], words[i, 6] = positions[i] & 0xFFFFFFFF, int(purpose)
+        words[i, 3], words[i, 6] = positions[i] & 0xFFFFFFFF, purpose
         if spec is None or spec.temperature == 0:
             records[i, 2] = 1
             records[i, 4:6] = np.array([1.0, -LARGEST], np.float32).view(np.int32)
             continue
         records[i, 1] = spec.top_k if 0 < spec.top_k < vocab_size else 0
-        temperature = max(spec.temperature, SMALLEST_TEMPERATURE)
-        bound = temperature * math.log(spec.min_p) if spec.min_p > 0 else -LARGEST
-        scale = min(max(math.log2(math.e) / temperature, SMALLEST), LARGEST)
+        bound = spec.temperature * math.log(spec.min_p) if spec.min_p > 0 else -LARGEST
+        scale = min(max(math.log2(math.e) / spec.temperature, SMALLEST), LARGEST)
         records[i, 4:6] = np.array([scale, max(bound, -LARGEST)], np.float32).view(np.int32)
         wide[i, 4] = max(1, round(spec.top_p * 2.0**PROBABILITY_BITS)) if spec.top_p < 1 else 0
         wide[i, 5] = spec.seed

@@ -16,11 +16,11 @@ Bytes moved: 8 per logit, a bit of mask each, and the entries of a row once per 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from ferrule_server.executor.base import Int32Array, Shaping
 from ferrule_server.kernels.cuda.intrinsics import (
     F32,
     I32,
@@ -51,6 +51,7 @@ from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import i32, registers, unrolled
 
 __all__ = [
+    "Penalties",
     "RECORD_BYTES",
     "mask_bytes",
     "pack_entries",
@@ -175,25 +176,51 @@ def changed(logit: F32, change: Vec4, record: Address, masks: Address, mask: I32
     return value
 
 
+Int32Array = npt.NDArray[np.int32]
+
+
+class Penalties(Protocol):
+    """What changes a row's logits besides a mask: what ``executor.base.Shaping`` says."""
+
+    @property
+    def repetition_penalty(self) -> float:
+        """More than 0; 1 changes nothing."""
+
+    @property
+    def frequency_penalty(self) -> float:
+        """0 changes nothing."""
+
+    @property
+    def presence_penalty(self) -> float:
+        """0 changes nothing."""
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens before count."""
+
+    @property
+    def bias(self) -> tuple[tuple[int, float], ...]:
+        """Token id and what is added to its logit; ids ascend and are distinct."""
+
+
 def mask_bytes(vocab_size: int) -> int:
     """Return the bytes one mask takes among the others: a multiple of 16."""
     return -(-vocab_size // 128) * 16
 
 
-def pack_mask(shaping: Shaping, vocab_size: int) -> npt.NDArray[np.uint8]:
+def pack_mask(bits: npt.NDArray[np.uint8], vocab_size: int) -> npt.NDArray[np.uint8]:
     """Return the bits of a mask, zero up to a multiple of 16 bytes: uint8 [mask_bytes(vocab_size)].
 
     Args:
-        shaping: Has a mask.
+        bits: uint8 [ceil(vocab_size / 8)], id i at bit (i mod 8) of byte (i div 8), 1 = allowed.
         vocab_size: Logits of a row.
     """
-    assert shaping.mask is not None
     packed = np.zeros(mask_bytes(vocab_size), np.uint8)
-    packed[: len(shaping.mask.bits)] = shaping.mask.bits
+    packed[: len(bits)] = bits
     return packed
 
 
-def pack_entries(shaping: Shaping, history: Int32Array | None) -> Int32Array:
+def pack_entries(shaping: Penalties, history: Int32Array | None) -> Int32Array:
     """Return one entry for each token that a penalty or the bias names, ascending: int32 [n, 4].
 
     Args:
@@ -212,7 +239,7 @@ def pack_entries(shaping: Shaping, history: Int32Array | None) -> Int32Array:
     return entries
 
 
-def pack_record(shaping: Shaping, row: int, mask: int, entries: Sequence[int]) -> Int32Array:
+def pack_record(shaping: Penalties, row: int, mask: int, entries: Sequence[int]) -> Int32Array:
     """Return the record of one row: int32 [8].
 
     Args:

@@ -13,7 +13,10 @@ Source: bitonic sort after Batcher, "Sorting networks and their applications", 1
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from ferrule_server.kernels.cuda.intrinsics import (
     I32,
@@ -61,6 +64,7 @@ __all__ = [
     "STATE_BYTES",
     "gather_shared_bytes",
     "gather_top_k",
+    "pack_records",
     "specs",
     "variants",
 ]
@@ -272,6 +276,23 @@ def sort(count: I32, *, WARPS: int) -> None:
             barrier()
             stride = i32(stride >> 1)
         width = i32(width << 1)
+
+
+def pack_records(rows: Sequence[int], ks: Sequence[int]) -> npt.NDArray[np.int32]:
+    """Return the records of rows: int32 [num_rows, 4].
+
+    Args:
+        rows: Among the logits; -1: nothing to do.
+        ks: How many of each row; 0: nothing.
+
+    Raises:
+        ValueError: More than ``LARGEST_K`` are asked for.
+    """
+    if max(ks, default=0) > LARGEST_K:
+        raise ValueError(f"the {max(ks)} largest logits are asked for, there is room for {LARGEST_K}")
+    records = np.zeros((len(rows), RECORD_BYTES // 4), np.int32)
+    records[:, 0], records[:, 1] = rows, ks
+    return records
 
 
 def specs(shape: ModelShape) -> list[KernelSpec]:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from ferrule_server.kernels.cuda import catalog, gemv
+from ferrule_server.kernels.cuda import catalog, embed, gemv, report
 from ferrule_server.kernels.cuda.catalog import OPS, Op, kernels_of, merged, shipped_kernels, variants_of
 from ferrule_server.kernels.cuda.compile import ARCHITECTURES, toolkit
 from ferrule_server.kernels.cuda.cubin_cache import CubinCache
-from ferrule_server.kernels.cuda.machine_code import Made, make_all
+from ferrule_server.kernels.cuda.machine_code import RULES, Made, make_all
 from ferrule_server.kernels.cuda.report import BEGIN, END, table, written_into
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import KernelError
@@ -116,6 +116,35 @@ def test_kernels_say_what_they_take(kernel: object) -> None:
     described = set(re.findall(r"^    (\w+(?:, \w+)*):", text, re.M))
     names = {name for line in described for name in line.split(", ")}
     assert names == set(inspect.signature(kernel).parameters)  # type: ignore[arg-type]
+
+
+def test_page_lists_every_op_and_every_rule() -> None:
+    """In the order of the code, and nothing that is gone."""
+    assert tuple(re.findall(r"^\| `(\w+)` \|", PAGE, re.M)) == tuple(op.name for op in OPS)
+    assert re.findall(r"^\* \*\*([\w ]+)\*\*: ", PAGE, re.M) == list(RULES)
+
+
+def test_report_writes_the_page(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With what is wrong on stderr, one line each, and 1 at the end."""
+    right = embed.specs(SHAPE)[0]
+    monkeypatch.setattr(report, "shipped_kernels", lambda: [right, replace(right, has_mma=True)])
+    page = tmp_path / "page.md"
+    page.write_text(f"{BEGIN}\n{END}\n")
+    with pytest.raises(SystemExit, match="1"):
+        report.main(["--write", str(page), "--cache", str(tmp_path / "cache")])
+    assert "### embed\n" in page.read_text()
+    assert len(re.findall(r"^embed\[.*\] sm_\w+: tensor cores: ", capsys.readouterr().err, re.M)) == 2
+
+
+def test_report_refuses_a_page_without_markers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In one line."""
+    monkeypatch.setattr(report, "shipped_kernels", lambda: embed.specs(SHAPE))
+    page = tmp_path / "page.md"
+    page.write_text("nothing\n")
+    with pytest.raises(SystemExit, match=r"^error: the page has no line"):
+        report.main(["--write", str(page), "--cache", str(tmp_path / "cache")])
 
 
 def test_table_goes_between_the_markers() -> None:

@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(f"error: {error}") from error
     breaches = [breach for it in made for breach in it.breaches()]
     print("".join(f"{breach}\n" for breach in breaches), end="", file=sys.stderr)
-    raise SystemExit(bool(breaches))
+    raise SystemExit(1 if breaches else 0)
 
 
 def _make(cache: CubinCache) -> list[Made]:

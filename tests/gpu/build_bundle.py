@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ferrule_server.kernels.cuda.cubins import load_all
 from ferrule_server.kernels.cuda.sources import source_key
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec
 from tests.gpu.device_memory import spec_of
+from tests.gpu.run import OPS, launching_tests
 from tests.gpu.worker import every_spec
 
 _TESTS = Path("tests", "kernels", "cuda")
@@ -48,9 +50,8 @@ def _parse_arguments() -> argparse.Namespace:
 def _specs_of_tests(ops: list[str]) -> list[KernelSpec]:
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder, "launches")
-        files = [
-            str(path) for path in sorted(_TESTS.glob("test_*.py")) if path.stem.removeprefix("test_") in (*ops, "step")
-        ]
+        is_wanted = [len(ops) == len(OPS) or name.removeprefix("test_") in ops for name in launching_tests()]
+        files = [str(_TESTS / f"{name}.py") for name in compress(launching_tests(), is_wanted)]
         command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.gpu.plugin", "-p", "no:cacheprovider"]
         subprocess.run([*command, "-m", "not slow", "--gpu-record", str(record), *files], check=True)
         lines = record.read_text().splitlines()

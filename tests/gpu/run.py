@@ -252,13 +252,17 @@ def _numerics(run: Run) -> None:
         print(f"  {name}: {lines[-1] if lines else 'nothing'}", flush=True)
 
 
-def _test_files(run: Run) -> list[str]:
-    """Return the test modules that launch kernels; of a dry run, which compiles them all, those of its ops."""
+def launching_tests() -> list[str]:
+    """Return the test modules of layer 1 that launch kernels."""
     paths = sorted((ROOT / "tests" / "kernels" / "cuda").glob("test_*.py"))
     launching = [path.stem for path in paths if "cuda.simulator import" in path.read_text(encoding="utf-8")]
-    names = [name for name in launching if not name.startswith("test_simulator")]
+    return [name for name in launching if not name.startswith("test_simulator")]
+
+
+def _test_files(run: Run) -> list[str]:
+    """Return what is tested: a dry run, which compiles each kernel, takes the modules of its ops."""
     few = {f"test_{op}" for op in (run.ops if len(run.ops) < len(OPS) else ("copy_blocks", "move_slots"))}
-    return [name for name in names if name in few] if run.dry else names
+    return [name for name in launching_tests() if not run.dry or name in few]
 
 
 def _tools(run: Run) -> None:

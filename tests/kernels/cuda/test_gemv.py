@@ -340,7 +340,7 @@ def test_launch_gives_every_warp_rows() -> None:
 
 @pytest.mark.parametrize("name", MODEL_SHAPES)
 def test_plan_shares_rows_out_evenly(name: str) -> None:
-    """At least 90 % of the warps' turns have a row, and eight loads of every lane are in flight, on 132 SMs."""
+    """At least 90 % of the warps' turns have a row, and every CTA has 24 KiB in flight, on 132 SMs."""
     shape = MODEL_SHAPES[name]
     attended = shape.num_heads * shape.head_dim
     linears = [
@@ -349,11 +349,12 @@ def test_plan_shares_rows_out_evenly(name: str) -> None:
         (shape.intermediate_size, shape.hidden_size, 2),
     ]
     for num_rows, size, parts in linears:
-        for is_int8 in (False, True):
-            rows, chunks, warps = plan(num_rows, size, parts=parts, is_int8=is_int8)
+        for m, is_int8 in ((1, False), (2, False), (1, True), (2, True)):
+            rows, chunks, warps = plan(num_rows, size, m=m, parts=parts, is_int8=is_int8)
             turns = num_rows / (rows * warps * 132)
-            assert turns / np.ceil(turns) > 0.9, (num_rows, size, is_int8)
-            assert rows * chunks * parts == 8, (num_rows, size, is_int8)
+            assert turns / np.ceil(turns) > 0.9, (num_rows, size, m, is_int8)
+            in_flight = rows * chunks * parts
+            assert in_flight == 8 or warps * in_flight * 512 == 24 << 10, (num_rows, size, m, is_int8)
 
 
 def test_specs_of_a_model_are_unique() -> None:

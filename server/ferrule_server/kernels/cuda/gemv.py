@@ -335,14 +335,16 @@ def spec(
 def chunks_per_thread(size: int, *, M: int, U: int, WARPS: int, NORM: bool, INT8: bool) -> int:
     """Return the constant X: a whole vector where it is normalised, otherwise what keeps six loads in flight.
 
-    At least 2, so that few cubins serve all models.
+    At least 2 with the warps of most plans, so that few cubins serve all models; the others lack registers for more.
     """
-    return max(2, -(-_padded(size, U=U, INT8=INT8) // (32 * WARPS * CHUNK))) if NORM else 6 // M
+    if not NORM:
+        return 6 // M
+    return max(2 if WARPS == 8 else 1, -(-_padded(size, U=U, INT8=INT8) // (32 * WARPS * CHUNK)))
 
 
 def planned(num_rows: int, size: int, *, M: int, NORM: bool, EPILOGUE: str, INT8: bool) -> KernelSpec:
     """Return the kernel of a linear, with the tiles that :func:`plan` chooses."""
-    rows, chunks, warps = plan(num_rows, size, parts=PARTS[EPILOGUE], is_int8=INT8)
+    rows, chunks, warps = plan(num_rows, size, m=M, parts=PARTS[EPILOGUE], is_int8=INT8)
     return spec(size, M=M, NORM=NORM, EPILOGUE=EPILOGUE, INT8=INT8, R=rows, U=chunks, WARPS=warps)
 
 
@@ -359,7 +361,7 @@ def specs(shape: ModelShape) -> list[KernelSpec]:
     return found
 
 
-def plan(num_rows: int, size: int, *, parts: int, is_int8: bool, num_sms: int = 132) -> tuple[int, int, int]:
+def plan(num_rows: int, size: int, *, m: int, parts: int, is_int8: bool, num_sms: int = 132) -> tuple[int, int, int]:
     """Return R, U and WARPS, the first choice before a sweep on the GPU itself.
 
     The first of a few (few cubins serve all models) with which the last turn of the warps is nearly full, and U is
@@ -372,15 +374,17 @@ def plan(num_rows: int, size: int, *, parts: int, is_int8: bool, num_sms: int = 
         turns = num_rows / (rows * warps * num_sms)
         return turns / math.ceil(turns) * min(1.0, 4 * filled / (3 * -(-filled // chunks) * chunks))
 
-    candidates = PLANS[parts]
+    candidates = PLANS[m, parts]
     return next((tiles for tiles in candidates if used(tiles) >= 0.9), max(candidates, key=used))
 
 
 PLANS = {
-    1: ((2, 4, 8), (4, 2, 8), (1, 8, 8), (2, 4, 12), (4, 2, 12), (1, 8, 10)),
-    2: ((1, 4, 8), (2, 2, 8), (2, 2, 12)),
+    (1, 1): ((2, 4, 8), (4, 2, 8), (1, 8, 8), (2, 4, 12), (4, 2, 12), (1, 8, 10)),
+    (1, 2): ((1, 4, 8), (2, 2, 8), (2, 2, 12)),
+    (2, 1): ((2, 4, 8), (4, 2, 8), (1, 8, 8), (1, 4, 12), (2, 2, 12), (1, 8, 10)),
+    (2, 2): ((1, 4, 8), (2, 2, 8), (1, 2, 12)),
 }
-"""R, U and WARPS by parts, best first; all keep eight loads of every lane in flight."""
+"""R, U and WARPS by M and parts, best first; all keep eight loads of every lane in flight, or 24 KiB per CTA."""
 
 
 def variants(shape: ModelShape) -> list[KernelSpec]:
@@ -407,7 +411,7 @@ def variants(shape: ModelShape) -> list[KernelSpec]:
                 WARPS=warps,
                 ctas_per_sm=ctas,
             )
-            for rows, chunks, warps, ctas in (*((*tiles, 1) for tiles in PLANS[parts]), *SWEEP[parts])
+            for rows, chunks, warps, ctas in (*((*tiles, 1) for tiles in PLANS[1, parts]), *SWEEP[parts])
         ]
     return found
 

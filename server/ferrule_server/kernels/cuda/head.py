@@ -210,7 +210,7 @@ def specs(shape: ModelShape) -> list[KernelSpec]:
     """Return the head of a model for one and two rows, in bf16 and in int8."""
     found = []
     for is_int8 in (False, True):
-        rows, chunks, warps = plan(shape.vocab_size, shape.hidden_size, parts=1, is_int8=is_int8)
+        rows, chunks, warps = plan(shape.vocab_size, shape.hidden_size, m=1, parts=1, is_int8=is_int8)
         found += [spec(shape.hidden_size, M=m, INT8=is_int8, R=rows, U=chunks, WARPS=warps) for m in (1, 2)]
     return found
 

@@ -68,10 +68,22 @@ from ferrule_server.kernels.cuda.intrinsics import (
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, u32, unrolled
 
-__all__ = ["gemm", "num_ctas_needed", "shared_bytes", "sizes_for", "spec", "specs", "tiles_for", "variants"]
+__all__ = [
+    "MAX_TOKENS",
+    "gemm",
+    "num_ctas_needed",
+    "shared_bytes",
+    "sizes_for",
+    "spec",
+    "specs",
+    "tiles_for",
+    "variants",
+]
 
 SLAB = 32
 """Values of K that a warp takes at a time: 4 lanes with 8 each."""
+MAX_TOKENS = 64
+"""Of one launch; above, cuBLAS or several launches."""
 PAD = 64
 """Bytes between the rows of a buffer of activations."""
 ROW_PAD = 4
@@ -447,12 +459,12 @@ def tiles_for(num_tokens: int) -> int:
     """Return the smallest TILES that kernels are built for and that holds so many tokens.
 
     Raises:
-        ValueError: More than 64 tokens, or none.
+        ValueError: More than MAX_TOKENS, or none.
     """
     for tiles in TILES_BUILT:
         if 1 <= num_tokens <= 8 * tiles:
             return tiles
-    raise ValueError(f"{num_tokens} tokens; one launch takes 1 to 64")
+    raise ValueError(f"{num_tokens} tokens; one launch takes 1 to {MAX_TOKENS}")
 
 
 def num_ctas_needed(num_rows: int, constants: Mapping[str, Constant]) -> int:

@@ -11,7 +11,7 @@ __all__ = ["linear_out"]
 
 
 def linear_out(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
-    """Put ``x @ weight.T + bias`` into ``out``; nothing is allocated where there is no bias, and little where there is.
+    """Put ``x @ weight.T + bias`` into ``out``; no result is allocated.
 
     For more than ``MAX_TOKENS`` rows. cuBLAS adds in an order of its own, which may change with the number of rows: what
     promises equal bits uses :func:`ferrule_server.kernels.cuda.gemm.gemm` in turns of 64 rows instead.

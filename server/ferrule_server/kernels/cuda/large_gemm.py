@@ -13,8 +13,8 @@ __all__ = ["linear_out"]
 def linear_out(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
     """Put ``x @ weight.T + bias`` into ``out``; no result is allocated.
 
-    For more than ``MAX_TOKENS`` rows. cuBLAS adds in an order of its own, which may change with the number of rows: what
-    promises equal bits uses :func:`ferrule_server.kernels.cuda.gemm.gemm` in turns of 64 rows instead.
+    For more than ``MAX_TOKENS`` rows. cuBLAS adds in an order of its own, which may change with the number of rows:
+    what promises equal bits uses :func:`ferrule_server.kernels.cuda.gemm.gemm` in turns of 64 rows instead.
 
     Args:
         x: bf16 [rows, in_features].

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -363,6 +363,20 @@ def test_specs_of_a_model_are_unique() -> None:
     names = [one.name for one in specs(shape)]
     assert len(names) == len(set(names)) == 12
     assert {dict(one.constants)["EPILOGUE"] for one in variants(shape)} == {"store", "residual", "swiglu"}
+
+
+@pytest.mark.parametrize("has_attention_bias", [False, True])
+@pytest.mark.parametrize("has_mlp_bias", [False, True])
+def test_specs_have_the_biases_of_the_model(has_attention_bias: bool, has_mlp_bias: bool) -> None:
+    """QKV and O those of attention, gate, up and down those of the feed-forward part."""
+    shape = replace(MODEL_SHAPES["Qwen3-0.6B"], has_attention_bias=has_attention_bias, has_mlp_bias=has_mlp_bias)
+    found = {(constants["EPILOGUE"], constants["BIAS"]) for one in specs(shape) if (constants := dict(one.constants))}
+    assert found == {
+        ("store", has_attention_bias),
+        ("residual", has_attention_bias),
+        ("residual", has_mlp_bias),
+        ("swiglu", has_mlp_bias),
+    }
 
 
 def test_from_bf16_is_torchs() -> None:

@@ -327,7 +327,7 @@ def spec(
         num_threads=32 * WARPS,
         shared_bytes=shared_bytes(size, M=M, U=U, X=chunks, WARPS=WARPS, INT8=INT8),
         ctas_per_sm=ctas_per_sm,
-        min_vector_loads=PARTS[EPILOGUE] * R * U,
+        min_vector_loads=vector_loads(M=M, P=PARTS[EPILOGUE], R=R, U=U, X=chunks, NORM=NORM),
         prefetches=True,
     )
 
@@ -342,23 +342,32 @@ def chunks_per_thread(size: int, *, M: int, U: int, WARPS: int, NORM: bool, INT8
     return max(2 if WARPS == 8 else 1, -(-_padded(size, U=U, INT8=INT8) // (32 * WARPS * CHUNK)))
 
 
-def planned(num_rows: int, size: int, *, M: int, NORM: bool, EPILOGUE: str, INT8: bool) -> KernelSpec:
+def vector_loads(*, M: int, P: int, R: int, U: int, X: int, NORM: bool) -> int:
+    """Return the 16-byte loads in the code: weights above the wait and in the loop, vectors, weight of the norm."""
+    return 2 * P * R * U + M * X + (X if NORM else 0)
+
+
+def planned(num_rows: int, size: int, *, M: int, NORM: bool, EPILOGUE: str, BIAS: bool, INT8: bool) -> KernelSpec:
     """Return the kernel of a linear, with the tiles that :func:`plan` chooses."""
     rows, chunks, warps = plan(num_rows, size, m=M, parts=PARTS[EPILOGUE], is_int8=INT8)
-    return spec(size, M=M, NORM=NORM, EPILOGUE=EPILOGUE, INT8=INT8, R=rows, U=chunks, WARPS=warps)
+    return spec(size, M=M, NORM=NORM, EPILOGUE=EPILOGUE, BIAS=BIAS, INT8=INT8, R=rows, U=chunks, WARPS=warps)
 
 
 def specs(shape: ModelShape) -> list[KernelSpec]:
     """Return what the linears of a model need for one and two rows, in bf16 and in int8."""
     wide = max(shape.num_heads * shape.head_dim, shape.intermediate_size)
-    found = []
-    for is_int8, m in itertools.product((False, True), (1, 2)):
-        found += [
-            planned(shape.qkv_size, shape.hidden_size, M=m, NORM=True, EPILOGUE="store", INT8=is_int8),
-            planned(shape.hidden_size, wide, M=m, NORM=False, EPILOGUE="residual", INT8=is_int8),
-            planned(shape.intermediate_size, shape.hidden_size, M=m, NORM=True, EPILOGUE="swiglu", INT8=is_int8),
-        ]
-    return found
+    linears = [
+        (shape.qkv_size, shape.hidden_size, "store", shape.has_attention_bias),
+        (shape.hidden_size, wide, "residual", shape.has_attention_bias),
+        (shape.intermediate_size, shape.hidden_size, "swiglu", shape.has_mlp_bias),
+    ]
+    if shape.has_attention_bias != shape.has_mlp_bias:
+        linears.append((shape.hidden_size, wide, "residual", shape.has_mlp_bias))
+    return [
+        planned(num_rows, size, M=m, NORM=epilogue != "residual", EPILOGUE=epilogue, BIAS=has_bias, INT8=is_int8)
+        for is_int8, m in itertools.product((False, True), (1, 2))
+        for num_rows, size, epilogue, has_bias in linears
+    ]
 
 
 def plan(num_rows: int, size: int, *, m: int, parts: int, is_int8: bool, num_sms: int = 132) -> tuple[int, int, int]:

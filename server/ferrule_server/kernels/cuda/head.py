@@ -29,6 +29,7 @@ from ferrule_server.kernels.cuda.gemv import (
     own_sum,
     plan,
     prefetch,
+    vector_loads,
 )
 from ferrule_server.kernels.cuda.gemv import shared_bytes as vector_bytes
 from ferrule_server.kernels.cuda.intrinsics import (
@@ -200,7 +201,7 @@ def spec(
         num_threads=32 * WARPS,
         shared_bytes=shared_bytes(size, M=M, U=U, X=chunks, WARPS=WARPS, INT8=INT8),
         ctas_per_sm=ctas_per_sm,
-        min_vector_loads=R * U,
+        min_vector_loads=vector_loads(M=M, P=1, R=R, U=U, X=chunks, NORM=True),
         prefetches=True,
         has_ticket=True,
     )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ferrule_server.kernels import quantise, reference
+from ferrule_server.kernels.cuda.compile import ARCHITECTURES, compile_spec
 from ferrule_server.kernels.cuda.gemv import (
     chunks_per_thread,
     gemv,
@@ -21,6 +22,7 @@ from ferrule_server.kernels.cuda.gemv import (
     specs,
     variants,
 )
+from ferrule_server.kernels.cuda.sass import disassemble
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
 from ferrule_server.kernels.cuda.specialise import Constant, Specialised
 from tests.kernels.cuda.mutation import check_mutants
@@ -355,6 +357,17 @@ def test_plan_shares_rows_out_evenly(name: str) -> None:
             assert turns / np.ceil(turns) > 0.9, (num_rows, size, m, is_int8)
             in_flight = rows * chunks * parts
             assert in_flight == 8 or warps * in_flight * 512 == 24 << 10, (num_rows, size, m, is_int8)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_int8_weights_are_not_converted(architecture: str) -> None:
+    """The slow conversions of integers to floats are absent; bytes are placed, subtracted from and multiplied."""
+    code = disassemble(
+        compile_spec(spec(512, M=1, NORM=False, EPILOGUE="store", INT8=True, R=1, U=1, WARPS=4), architecture)
+    )
+    assert not code.of("I2F", "I2FP", "I2IP", "F2F")
+    assert len(code.of("PRMT")) >= 16
+    assert len(code.of("FFMA")) >= 16
 
 
 def test_specs_of_a_model_are_unique() -> None:

@@ -47,7 +47,8 @@ class Instance:
         expect: Returns what is expected, from the state before the first launch.
         check: Given that, returns the worst error in units of what is allowed.
         torch_op: The same op in torch, without allocations that matter.
-        restore: Puts back what the op changes in place.
+        restore: Puts back what the op changes in place, or takes away what it copies to.
+        written: Copies of what they write in a pool, for the same comparison.
     """
 
     calls: list[Call]
@@ -56,6 +57,11 @@ class Instance:
     check: Callable[[Any], float]
     torch_op: Callable[[], Any]
     restore: Callable[[], None] = lambda: None
+    written: Callable[[], list[Tensor]] | None = None
+
+    def results(self) -> list[Tensor]:
+        """Return what the kernels wrote."""
+        return [*self.outputs, *(self.written() if self.written else [])]
 
 
 @dataclass
@@ -187,6 +193,10 @@ class Linear:
 
 def _put(target: Tensor, source: Tensor) -> None:
     target.copy_(source)
+
+
+def _clear(pool: Tensor, blocks: Tensor) -> None:
+    pool.index_fill_(0, blocks, 0.0)
 
 
 def gemv_case(shape: ModelShape, role: str, spec: KernelSpec) -> Case:
@@ -366,6 +376,8 @@ def copy_blocks_case(shape: ModelShape, spec: KernelSpec, num_pairs: int) -> Cas
             lambda: None,
             lambda _: unequal(pool[target], pool[source]),
             lambda: pool.index_copy_(0, target, pool.index_select(0, source)),
+            lambda: _clear(pool, target),
+            lambda: [pool.index_select(0, target)],
         )
 
     num_bytes = 2 * num_pairs * shape.num_layers * layer_bytes
@@ -395,6 +407,8 @@ def transfer_case(shape: ModelShape, spec: KernelSpec, num_blocks: int) -> Case:
             lambda: None,
             lambda _: unequal(pool[chosen], buffer),
             lambda: torch.index_select(pool, 0, chosen) if gather else pool.index_copy_(0, chosen, buffer),
+            lambda: _put(buffer, torch.zeros_like(buffer)) if gather else _clear(pool, chosen),
+            lambda: [pool.index_select(0, chosen)],
         )
 
     num_bytes = 2 * num_blocks * shape.num_layers * layer_bytes
@@ -423,6 +437,11 @@ def move_slots_case(shape: ModelShape, specs: Sequence[KernelSpec], num_pairs: i
         def moved(which: Tensor) -> Tensor:
             return pool[which // BLOCK_SIZE, :, :, :, which % BLOCK_SIZE]
 
+        blank = torch.zeros_like(moved(source))
+
+        def clear() -> None:
+            pool[target // BLOCK_SIZE, :, :, :, target % BLOCK_SIZE] = blank
+
         def torch_op() -> None:
             pool[target // BLOCK_SIZE, :, :, :, target % BLOCK_SIZE] = moved(source)
 
@@ -432,6 +451,8 @@ def move_slots_case(shape: ModelShape, specs: Sequence[KernelSpec], num_pairs: i
             lambda: moved(source),
             lambda expected: unequal(moved(target), expected),
             torch_op,
+            clear,
+            lambda: [moved(target)],
         )
 
     num_bytes = 2 * num_pairs * shape.num_layers * planes * shape.head_dim * 2
@@ -480,7 +501,7 @@ def _copy_blocks_cases(shape: ModelShape, specs: Sequence[KernelSpec] | None) ->
 
 def cases_of(op: str, shape: ModelShape, specs: Sequence[KernelSpec] | None = None) -> list[Case]:
     """Return the cases of one op, with the default kernels or with others that are to be compared."""
-    from tests.gpu import attention_cases, logit_cases
+    from tests.gpu import attention_cases, layer_cases, logit_cases
 
     simple: dict[str, Callable[[], Iterable[Case]]] = {
         "gemv": lambda: linear_cases(shape, specs or gemv.specs(shape)),
@@ -493,6 +514,8 @@ def cases_of(op: str, shape: ModelShape, specs: Sequence[KernelSpec] | None = No
         "block_transfer": lambda: (transfer_case(shape, it, 64) for it in specs or block_transfer.specs(shape)),
         "move_slots": lambda: _move_slots_cases(shape, specs),
     }
+    if op == "layer":
+        return layer_cases.cases_of(shape)
     if op in simple:
         return list(simple[op]())
     if op in ("attention", "attention_mma"):

@@ -55,19 +55,22 @@ OPS = (
     "copy_blocks",
     "move_slots",
     "block_transfer",
+    "layer",
 )
+"""Modules of kernels; ``layer`` is the chain of five that a layer is, in one graph."""
 BUDGETS_S = {
     "compile": 120,
     "ceiling": 25,
     "kernels": 160,
     "layout": 35,
-    "sweep": 120,
+    "sweep": 95,
     "numerics": 90,
-    "tools": 35,
+    "tools": 60,
 }
 """Seconds of each stage, in the order they run; what one leaves over the later ones may use."""
 TOTAL_S = 590.0
 
+_TOOL_ERROR = 9
 _PLAIN_PYTEST = (
     "-c",
     os.devnull,
@@ -129,8 +132,10 @@ class Run:
             if line.startswith("{"):
                 yield json.loads(line)
 
-    def process(self, command: Sequence[str], subject: str, limit_s: float, *, is_needed: bool = True) -> str:
-        """Run a process and return what it wrote; a failure is noted with the end of its errors."""
+    def process(
+        self, command: Sequence[str], subject: str, limit_s: float, failing: Sequence[int] | None = None
+    ) -> str:
+        """Run a process and return what it wrote; a failing exit status is noted, any but 0 unless said otherwise."""
         limit_s = min(limit_s, self.left_s)
         if limit_s <= 1:
             self.failures.append(f"{subject}: not run, the time of the stage is over")
@@ -142,7 +147,7 @@ class Run:
         except subprocess.TimeoutExpired as error:
             self.failures.append(f"{subject}: stopped after {limit_s:.0f} s")
             return error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
-        if done.returncode and is_needed:
+        if done.returncode in failing if failing else done.returncode:
             last = (done.stderr or done.stdout).strip().splitlines()[-3:]
             self.failures.append(f"{subject}: exit status {done.returncode}: {' | '.join(last)}")
         return done.stdout
@@ -266,20 +271,22 @@ def _test_files(run: Run) -> list[str]:
 
 
 def _tools(run: Run) -> None:
-    task = json.dumps({**run.task, "task": "kernels", "op": "copy_blocks", "most": 1, "is_untimed": True})
-    worker = [sys.executable, "-m", "tests.gpu.worker", task]
+    """Run some ops under the tools of CUDA; an error that a sanitizer finds fails the run."""
+    wanted = [op for op in ("copy_blocks", "attention", "gemm", "sample") if op in run.ops]
+    worker = [sys.executable, "-m", "tests.gpu.worker", json.dumps({**run.task, "task": "brief", "ops": wanted})]
     tools = {
-        "compute-sanitizer": ["--tool", "memcheck", "--error-exitcode", "9"],
-        "ncu": ["--launch-count", "1", "--metrics", "dram__bytes_read.sum"],
+        "memcheck": ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", str(_TOOL_ERROR)],
+        "racecheck": ["compute-sanitizer", "--tool", "racecheck", "--error-exitcode", str(_TOOL_ERROR)],
+        "ncu": ["ncu", "--launch-count", "1", "--metrics", "dram__bytes_read.sum"],
     }
-    for name, options in tools.items():
-        path = shutil.which(name) or shutil.which(name, path="/usr/local/cuda/bin")
+    for name, (program, *options) in tools.items():
+        path = shutil.which(program) or shutil.which(program, path="/usr/local/cuda/bin")
         if path is None or run.dry:
-            said = "not on this machine" if path is None else "found, not run without a GPU"
+            said = f"{program} is not on this machine" if path is None else "not run without a GPU"
         else:
-            said = run.process([path, *options, *worker], name, 40, is_needed=False).strip()[-300:] or "did not run"
+            said = run.process([path, *options, *worker], name, 30, failing=(_TOOL_ERROR,)).strip()[-300:]
         run.results.setdefault("tools", []).append({"tool": name, "said": said})
-        print(f"  {name}: {said.splitlines()[-1]}", flush=True)
+        print(f"  {name}: {said.splitlines()[-1] if said else 'did not run'}", flush=True)
 
 
 STAGES: dict[str, Callable[[Run], None]] = {

@@ -38,11 +38,14 @@ def test_work_that_hangs_or_dies_is_a_failure_and_no_end(tmp_path: Path) -> None
     hangs = "import time; print('before', flush=True); time.sleep(60)"
     assert it.process([sys.executable, "-c", hangs], "hangs", 1.5) == "before\n"
     assert it.process([sys.executable, "-c", "raise SystemExit('gone')"], "dies", 20) == ""
+    assert it.process([sys.executable, "-c", "raise SystemExit(4)"], "tool", 20, failing=(9,)) == ""
+    it.process([sys.executable, "-c", "raise SystemExit(9)"], "tool", 20, failing=(9,))
     it.deadline = it.started
     assert it.process([sys.executable, "-c", ""], "late", 20) == ""
     assert it.failures == [
         "hangs: stopped after 2 s",
         "dies: exit status 1: gone",
+        "tool: exit status 9: ",
         "late: not run, the time of the stage is over",
     ]
 

@@ -58,6 +58,8 @@ def every_spec(ops: Sequence[str], shape: ModelShape) -> list[KernelSpec]:
 
 def variant_cases(op: str, shape: ModelShape) -> list[Case]:
     """Return one case for each variant of an op and each role it can play."""
+    if op == "layer":
+        return []
     variants = list(dict.fromkeys(specs_of(op, shape)[1]))
     return cases_of(op, shape, variants) if variants else []
 
@@ -90,14 +92,24 @@ def _compile(task: Result) -> Iterator[Result]:
 def _kernels(task: Result) -> Iterator[Result]:
     """Yield for each case whether it is right and repeatable, and then how fast."""
     gpu = _gpu(task)
-    cases = cases_of(task["op"], MODEL_SHAPES[task["shape"]])[: task.get("most")]
+    cases = cases_of(task["op"], MODEL_SHAPES[task["shape"]])
     gpu.load([spec for case in cases for spec in case.specs])
     for case in cases:
         result = measure.dry_run(gpu, case) if gpu.is_dry else measure.check(gpu, case)
-        if result["status"] == "ok" and not task.get("is_untimed"):
+        if result["status"] == "ok":
             result |= measure.time_case(gpu, case, ceiling_gbs=task.get("ceiling_gbs"))
         case.state.clear()
         yield result
+
+
+def _brief(task: Result) -> Iterator[Result]:
+    """Yield whether the first case of several ops is right: what a tool that slows everything down can follow."""
+    gpu = _gpu(task)
+    measure.NUM_REPLAYS = 2
+    for op in task["ops"]:
+        case = cases_of(op, MODEL_SHAPES[task["shape"]])[0]
+        yield measure.dry_run(gpu, case) if gpu.is_dry else measure.check(gpu, case)
+        case.state.clear()
 
 
 def _sweep(task: Result) -> Iterator[Result]:
@@ -152,6 +164,7 @@ def _layout(task: Result) -> Iterator[Result]:
 
 
 TASKS: dict[str, Callable[[Result], Iterator[Result]]] = {
+    "brief": _brief,
     "ceiling": _ceiling,
     "compile": _compile,
     "device": _device,

@@ -40,12 +40,12 @@ def _load(driver: RecordedDriver, shared_bytes: int = 100 << 10) -> Function:
 def test_launch_packs_every_argument_by_its_kind() -> None:
     """An address of more than 32 bits, a negative integer and a float arrive as they were given."""
     driver = RecordedDriver(kinds=KINDS)
-    launch = _load(driver).prepare((0x7F00_1234_5678, -5, 0.5), grid=(264, 3), shared_bytes=70_000)
+    launch = _load(driver).prepare((0x7F00_1234_5678, -5, 0.5), grid=(44, 3), shared_bytes=70_000)
     launch(stream=0xABC0)
     (seen,) = driver.launches
     assert seen == RecordedLaunch(
         function=FUNCTION,
-        grid=(264, 3, 1),
+        grid=(44, 3, 1),
         block=(256, 1, 1),
         shared_bytes=70_000,
         stream=0xABC0,
@@ -109,6 +109,9 @@ def test_launch_outside_the_plan_is_refused() -> None:
         function.prepare((1, 2), grid=1)
     with pytest.raises(ValueError, match="planned for"):
         function.prepare((1, 2, 3.0), grid=1, shared_bytes=(100 << 10) + 1)
+    with pytest.raises(ValueError, match="one wave is 132"):
+        function.prepare((1, 2, 3.0), grid=133)
+    function.prepare((1, 2, 3.0), grid=133, starts_early=False)
     with pytest.raises(ValueError, match="grid of 0"):
         function.prepare((1, 2, 3.0), grid=0)
     with pytest.raises(ValueError, match="shared memory"):

@@ -217,8 +217,9 @@ class Function:
                 ``grid_wait`` (programmatic dependent launch); without effect before sm_90.
 
         Raises:
-            ValueError: An argument does not fit its kind, their number is wrong, or the shared memory is more than the
-                spec is planned for.
+            ValueError: An argument does not fit its kind, their number is wrong, the shared memory is more than the
+                spec is planned for, or a grid that starts early is more than one wave of what it is planned for: the
+                rest would start behind the next kernel of the chain.
         """
         shared_bytes = self.spec.shared_bytes if shared_bytes is None else shared_bytes
         if shared_bytes > self.spec.shared_bytes:
@@ -229,7 +230,8 @@ class Function:
         if starts_early and self._device.has_dependent_launch:
             config.attrs = [_dependent_launch(self._driver)]
             config.numAttrs = 1
-        launch = Launch(self._driver, self._handle, self.spec.name, self.parameters, config)
+        wave = self.spec.ctas_per_sm * self._device.num_sms if starts_early else None
+        launch = Launch(self._driver, self._handle, self.spec.name, self.parameters, config, wave)
         launch.set_grid(grid)
         if len(arguments) != len(self.parameters):
             raise ValueError(f"{self.spec.name} takes {len(self.parameters)} arguments, was given {len(arguments)}")
@@ -277,7 +279,13 @@ class Launch:
     """
 
     def __init__(
-        self, driver: _Driver, function: object, name: str, kinds: Sequence[tuple[str, str]], config: Any
+        self,
+        driver: _Driver,
+        function: object,
+        name: str,
+        kinds: Sequence[tuple[str, str]],
+        config: Any,
+        max_ctas: int | None,
     ) -> None:
         self._driver = driver
         self._function = function
@@ -288,6 +296,7 @@ class Launch:
         self._addresses = (ctypes.c_void_p * len(kinds))(*map(ctypes.addressof, self._cells.values()))
         self._arguments = ctypes.addressof(self._addresses)
         self._config = config
+        self._max_ctas = max_ctas
         self._stream: int | None = None
 
     def set(self, **values: float) -> None:
@@ -308,9 +317,11 @@ class Launch:
         """Change the number of CTAs.
 
         Raises:
-            ValueError: Less than one.
+            ValueError: Less than one, or more than a wave where the kernel starts early.
         """
         x, y = (grid, 1) if isinstance(grid, int) else grid
+        if self._max_ctas is not None and x * y > self._max_ctas:
+            raise ValueError(f"{self._name}: a grid of {x * y} CTAs that start early, one wave is {self._max_ctas}")
         if x < 1 or y < 1:
             raise ValueError(f"{self._name}: a grid of {grid} CTAs")
         self._config.gridDimX, self._config.gridDimY, self._config.gridDimZ = x, y, 1

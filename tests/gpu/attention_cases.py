@@ -86,7 +86,9 @@ def _case(shape: ModelShape, spec: KernelSpec, batch: int) -> Case:
     return Case(name, [spec], num_bytes, build, bar, most_instances=shape.num_layers, state=state)
 
 
-def instance(gpu: Gpu, shape: ModelShape, spec: KernelSpec, batch: int, state: dict[str, Any], layer: int) -> Instance:
+def instance(
+    gpu: Gpu, shape: ModelShape, spec: KernelSpec, batch: int, *, state: dict[str, Any], layer: int
+) -> Instance:
     """Return buffers of a decode step of some sequences, for one layer of the pool that ``state`` keeps."""
     constants: dict[str, Any] = dict(spec.constants)
     return _instance(gpu, _Step(shape, constants["BLOCK_SIZE"], batch, constants["ROWS"]), spec, state, layer)

@@ -24,7 +24,7 @@ def cases_of(shape: ModelShape) -> list[Case]:
     state: dict[str, Any] = {}
 
     def build(gpu: Gpu, index: int) -> Instance:
-        return _instance(gpu, shape, linears, attend, state, index)
+        return _instance(gpu, shape, linears, attend, state=state, index=index)
 
     weights = sum(_bytes(shape, role) for role in ROLES)
     kv = 2 * attention_cases.CONTEXT * shape.num_kv_heads * shape.head_dim * 2
@@ -48,10 +48,11 @@ def _instance(
     shape: ModelShape,
     specs: dict[str, KernelSpec],
     attend: KernelSpec,
+    *,
     state: dict[str, Any],
     index: int,
 ) -> Instance:
-    attended = attention_cases.instance(gpu, shape, attend, 1, state, index)
+    attended = attention_cases.instance(gpu, shape, attend, 1, state=state, layer=index)
     (call,) = attended.calls
     hidden = random_bf16(gpu, (1, shape.hidden_size), index)
     act = random_bf16(gpu, (1, shape.intermediate_size), index + 1)

@@ -32,8 +32,9 @@ PAIRS = ((20, 17), (17, 40), (40, 18), (33, 34), (34, 33), (63, 16), (50, 62))
 
 def _expected(values: Bits, pairs: tuple[tuple[int, int], ...]) -> Bits:
     sources, targets = np.array(pairs, np.int64).reshape(-1, 2).T
+    size = values.shape[4]
     moved = values.copy()
-    moved[targets // 16, :, :, :, targets % 16] = values[sources // 16, :, :, :, sources % 16]
+    moved[targets // size, :, :, :, targets % size] = values[sources // size, :, :, :, sources % size]
     return moved
 
 
@@ -46,8 +47,8 @@ def _memory(pool: PaddedPool, pairs: tuple[tuple[int, int], ...], seed: int) -> 
     return memory, values
 
 
-def _few(head_dim: int, unroll: int) -> dict[str, Constant]:
-    return {"HEAD_DIM": head_dim, "BLOCK_SIZE": 16, "U": unroll, "THREADS": THREADS}
+def _few(head_dim: int, unroll: int, block_size: int = 16) -> dict[str, Constant]:
+    return {"HEAD_DIM": head_dim, "BLOCK_SIZE": block_size, "U": unroll, "THREADS": THREADS}
 
 
 def _move(
@@ -61,7 +62,7 @@ def _move(
 ) -> Launch:
     addresses = (memory.address("pool"), pool.block_stride, pool.layer_stride, memory.address("pairs"))
     arguments = (*addresses, num_pairs, pool.num_layers, PLANES)
-    return Launch(move_slots, _few(pool.head_dim, unroll), arguments, grid, THREADS, 0, specialised)
+    return Launch(move_slots, _few(pool.head_dim, unroll, pool.block_size), arguments, grid, THREADS, 0, specialised)
 
 
 def _stage(
@@ -75,7 +76,7 @@ def _stage(
 ) -> Launch:
     addresses = (memory.address("pool"), pool.block_stride, pool.layer_stride)
     more = (memory.address("pairs"), memory.address("staging"), num_pairs, pool.num_layers, PLANES)
-    constants: dict[str, Constant] = {**_few(pool.head_dim, 1), "DIRECTION": direction}
+    constants: dict[str, Constant] = {**_few(pool.head_dim, 1, pool.block_size), "DIRECTION": direction}
     return Launch(stage_slots, constants, (*addresses, *more), grid, THREADS, 0, specialised)
 
 
@@ -100,6 +101,18 @@ def test_any_number_of_slots_moves_through_a_buffer(head_dim: int, grid: int, nu
         chain = [_stage(memory, pool, direction, num_pairs, grid=grid) for direction in ("gather", "scatter")]
         run(memory, chain, seed=seed)
         np.testing.assert_array_equal(pool.get(memory), _expected(values, PAIRS[:num_pairs]))
+
+
+@pytest.mark.parametrize("block_size", [32, 64])
+def test_blocks_of_other_sizes_are_addressed_alike(block_size: int) -> None:
+    """A slot is block and offset; pairs within a block and across two."""
+    pool = PaddedPool(3, 2, 2, block_size, 64)
+    pairs = ((block_size + 1, 2 * block_size), (2 * block_size, 5), (3 * block_size - 1, block_size - 1))
+    for staged in (False, True):
+        memory, values = _memory(pool, pairs, 1)
+        chain = [_stage(memory, pool, direction, 3) for direction in ("gather", "scatter")]
+        run(memory, chain if staged else [_move(memory, pool, 3, unroll=1)], seed=2)
+        np.testing.assert_array_equal(pool.get(memory), _expected(values, pairs))
 
 
 def test_moving_few_needs_its_wait_and_its_barrier() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ferrule_server.kernels.cuda import catalog, embed, gemv, report
+from ferrule_server.kernels.cuda import attention, attention_mma, catalog, embed, gemv, move_slots, report
 from ferrule_server.kernels.cuda.catalog import OPS, Op, kernels_of, merged, shipped_kernels, variants_of
 from ferrule_server.kernels.cuda.compile import ARCHITECTURES, toolkit
 from ferrule_server.kernels.cuda.cubin_cache import CubinCache
@@ -27,11 +27,24 @@ KERNELS = sorted({spec.kernel for spec in SHIPPED}, key=lambda kernel: kernel.__
 SHAPE = MODEL_SHAPES["Qwen3-0.6B"]
 
 
+def _with_blocks_of(block_size: int) -> list[KernelSpec]:
+    """Return a kernel of each op that knows the block size, for another one than ships."""
+    chosen = [*attention.specs(SHAPE)[:1], *attention_mma.specs(MODEL_SHAPES["Llama-3.2-1B"])[:1]]
+    chosen += move_slots.specs(SHAPE)[:2]
+    return [
+        replace(spec, constants=tuple(sorted({**dict(spec.constants), "BLOCK_SIZE": block_size}.items())))
+        for spec in chosen
+    ]
+
+
+OTHER_BLOCKS = _with_blocks_of(32) + _with_blocks_of(64)
+
+
 @pytest.fixture(scope="module")
 def made(request: pytest.FixtureRequest) -> list[Made]:
-    """Return every shipped kernel for every architecture, taken apart."""
+    """Return every shipped kernel for every architecture, taken apart, then those for other block sizes."""
     assert request.config.cache is not None
-    return make_all(SHIPPED, cache=CubinCache(request.config.cache.mkdir("cubins")), num_workers=2)
+    return make_all(SHIPPED + OTHER_BLOCKS, cache=CubinCache(request.config.cache.mkdir("cubins")), num_workers=2)
 
 
 @pytest.mark.timeout(600)  # the first one compiles them all
@@ -45,10 +58,19 @@ def test_machine_code_keeps_every_rule(made: list[Made], kernel: str) -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("spec", OTHER_BLOCKS, ids=lambda spec: spec.name)
+def test_machine_code_of_other_block_sizes_keeps_every_rule(made: list[Made], spec: KernelSpec) -> None:
+    """The pool's block size is a choice of whoever starts the server."""
+    breaches = [str(breach) for it in made if it.spec == spec for breach in it.breaches()]
+    assert sum(it.spec == spec for it in made) == len(ARCHITECTURES)
+    assert not breaches, "\n".join(breaches)
+
+
+@pytest.mark.timeout(600)
 def test_page_holds_the_table(made: list[Made]) -> None:
     """Every kernel with its constants and promises; every figure where the compiler is the one that made the page."""
     written = PAGE[PAGE.index(BEGIN) + len(BEGIN) : PAGE.index(END)].strip()
-    expected = table(made)
+    expected = table(it for it in made if it.spec not in OTHER_BLOCKS)
     if toolkit() not in written:
         written, expected = (
             re.sub(r"^Made with .*|( \| [\d ]+){6} \|$", "", it, flags=re.M) for it in (written, expected)

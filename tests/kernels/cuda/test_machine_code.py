@@ -239,6 +239,23 @@ def reads_weakly(out: Address, ticket: Address) -> None:
         store_f32(out, load_f32(out + thread_id() * 4))
 
 
+def reads_both_ways(out: Address, ticket: Address) -> None:
+    """Read one part of what other CTAs wrote by strong loads and another by weak ones."""
+    grid_launch_dependents()
+    grid_wait()
+    store_f32(out + (cta_id() * 128 + thread_id()) * 4, 1.0)
+    barrier()
+    if thread_id() == 0:
+        fence()
+        before = atomic_increment_wrapping(ticket, i32(num_ctas() - 1))
+        fence()
+        shared_store_u32(0, before)
+    barrier()
+    if shared_load_u32(0) == i32(num_ctas() - 1):
+        first = load_relaxed_f32(out + thread_id() * 4)
+        store_f32(out, first + load_f32(out + (128 + thread_id()) * 4))
+
+
 def wraps(pool: Address, tables: Address, out: Address, block_stride: Address) -> None:
     """Multiply block and stride in 32 bits, then widen."""
     grid_launch_dependents()
@@ -305,6 +322,7 @@ BROKEN: list[tuple[KernelSpec, str, str]] = [
     (_spec(no_fence_before, has_ticket=True), "ticket", "no fence before the ticket"),
     (_spec(no_fence_behind, has_ticket=True), "ticket", "no fence between the ticket and"),
     (_spec(reads_weakly, has_ticket=True), "ticket", "nothing is read strongly"),
+    (_spec(reads_both_ways, has_ticket=True), "ticket", "out is read weakly here: ld.global.f32"),
     (_spec(_waits, num_threads=96 + 16), "resources", "112 threads are not whole warps"),
     (_spec(_waits, num_threads=1024, ctas_per_sm=2), "resources", "2 CTAs of 1024 threads"),
     (_spec(_waits, shared_bytes=114 * 1024), "resources", "1 CTAs of 128 threads"),

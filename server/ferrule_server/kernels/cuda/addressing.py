@@ -23,7 +23,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-__all__ = ["narrow_addresses"]
+__all__ = ["mixed_loads", "narrow_addresses"]
 
 _COMMENT = re.compile(r"//.*$", re.MULTILINE)
 _BEFORE_OPCODE = re.compile(r"^[\s{}]*(\$\w+:\s*)*[\s{}]*(@!?%?\w+\s+)?")
@@ -91,6 +91,21 @@ class _Statement:
         return f"{self.opcode} {', '.join(self.operands)}"
 
 
+def mixed_loads(kernel: Callable[..., None], ptx: str) -> Iterator[str]:
+    """Yield one message for every weak load of an array that other loads read strongly, as CTAs write it meanwhile.
+
+    Args:
+        kernel: Gives the names of the parameters.
+        ptx: What it was compiled to.
+    """
+    flow = _Flow(_statements(ptx), _names(kernel))
+    loads = [access for access in flow.accesses() if access.base == "ld"]
+    strong = {name for it in loads if ".relaxed" in it.opcode for name in flow.arrays(it)}
+    for load in loads:
+        if ".relaxed" not in load.opcode and strong.intersection(flow.arrays(load)):
+            yield f"{' and '.join(sorted(strong.intersection(flow.arrays(load))))} is read weakly here: {load}"
+
+
 def narrow_addresses(kernel: Callable[..., None], ptx: str) -> Iterator[str]:
     """Yield one message for every address that 32 bits may wrap, and for every pool or stride that is cut to 32 bits.
 
@@ -98,10 +113,13 @@ def narrow_addresses(kernel: Callable[..., None], ptx: str) -> Iterator[str]:
         kernel: Gives the names of the parameters.
         ptx: What it was compiled to.
     """
-    names = [p.name for p in inspect.signature(kernel).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    flow = _Flow(_statements(ptx), names)
+    flow = _Flow(_statements(ptx), _names(kernel))
     found = [*flow.cut(), *(message for access in flow.accesses() for message in flow.breaches(access))]
     yield from dict.fromkeys(found)
+
+
+def _names(kernel: Callable[..., None]) -> list[str]:
+    return [it.name for it in inspect.signature(kernel).parameters.values() if it.kind is it.POSITIONAL_OR_KEYWORD]
 
 
 def _statements(ptx: str) -> list[_Statement]:
@@ -130,6 +148,10 @@ class _Flow:
 
     def accesses(self) -> list[_Statement]:
         return [statement for statement in self._statements if statement.is_memory]
+
+    def arrays(self, access: _Statement) -> set[str]:
+        """Return the parameters that an address begins at."""
+        return set(self._parameters(self._terms(access.address)))
 
     def cut(self) -> Iterator[str]:
         """Yield what loses the upper half of a pool or a stride."""

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from ferrule_server.kernels.cuda.addressing import narrow_addresses
+from ferrule_server.kernels.cuda.addressing import mixed_loads, narrow_addresses
 from ferrule_server.kernels.cuda.compile import ARCHITECTURES, Cubin
 from ferrule_server.kernels.cuda.cubin_cache import CubinCache
 from ferrule_server.kernels.cuda.cubins import Job, Progress, build
@@ -299,12 +299,13 @@ def _is_stream(instruction: Instruction) -> bool:
 
 
 def _ticket(made: Made) -> Iterator[str]:
-    """A fence stands on every path to a ticket and right behind it, and what others wrote is read strongly."""
+    """A fence stands on every path to a ticket and right behind it; what one load reads strongly, none reads weakly."""
     tickets = [instruction for instruction in made.code.of("ATOMG", "ATOM") if "INC" in instruction.modifiers]
     if bool(tickets) != made.spec.has_ticket:
         yield f"{len(tickets)} tickets, has_ticket is {made.spec.has_ticket}"
     for ticket in tickets:
         yield from _ticket_breaches(ticket, made.code)
+    yield from mixed_loads(made.spec.kernel, made.cubin.ptx)
 
 
 def _ticket_breaches(ticket: Instruction, code: MachineCode) -> Iterator[str]:

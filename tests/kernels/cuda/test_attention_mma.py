@@ -58,7 +58,7 @@ class Simulation:
             "GROUP": shape.group,
             "HEAD_DIM": shape.head_dim,
             "QK_NORM": shape.has_qk_norm,
-            "SPLIT": split,
+            "SPLIT_TOKENS": split,
             "TREE": self.is_tree,
             "WARPS": warps,
         }

@@ -13,9 +13,7 @@ import torch
 from ferrule_server.kernels.cuda.intrinsics import (
     I32,
     Address,
-    ballot,
     barrier,
-    copy_async_16,
     copy_async_16_or_zeros,
     copy_async_commit,
     copy_async_wait_1,
@@ -69,7 +67,7 @@ def pipeline(x: Address, y: Address, n: I32) -> None:
     """Copy n tiles of 512 bytes through two stages of shared memory; the tile after the last is zeros."""
     grid_wait()
     i = thread_id()
-    copy_async_16(16 * i, x + 16 * i)
+    copy_async_16_or_zeros(16 * i, x + 16 * i, 16)
     copy_async_commit()
     tile = 0
     while tile < n:
@@ -110,7 +108,7 @@ def early(x: Address, y: Address, *, HOW: str) -> None:  # noqa: N803
     """Read what an asynchronous copy brings before it is there."""
     grid_wait()
     i = thread_id()
-    copy_async_16(16 * i, x + 16 * i)
+    copy_async_16_or_zeros(16 * i, x + 16 * i, 16)
     if HOW != "no commit":
         copy_async_commit()
     if HOW != "no wait":
@@ -136,22 +134,6 @@ def _early(how: str) -> Any:
     x, y = memory.put("x", np.full(128, 7, np.uint32), mutable=True), memory.empty("y", 32, np.uint32)
     run(memory, [Launch(early, {"HOW": how}, (x, y), 1, 32, 512)])
     return memory.get("y")
-
-
-def votes(y: Address) -> None:
-    """Let every third lane of each warp vote."""
-    grid_wait()
-    i = thread_id()
-    word = ballot(1 if (i & 31) == 5 or i > 60 else 0)
-    store_u32(y + 4 * i, word)
-
-
-def test_a_ballot_is_of_one_warp() -> None:
-    """Bit i is lane i's vote."""
-    memory = Memory()
-    run(memory, [Launch(votes, {}, (memory.empty("y", 64, np.uint32),), 1, 64)])
-    assert set(memory.get("y")[:32].tolist()) == {1 << 5}
-    assert set(memory.get("y")[32:].tolist()) == {1 << 5 | 7 << 29}
 
 
 def overflow(x: Address, y: Address) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ferrule_server.kernels.cuda.constants import CHUNK
 from ferrule_server.kernels.cuda.intrinsics import (
     F32,
     I32,
@@ -29,7 +30,7 @@ from ferrule_server.kernels.cuda.intrinsics import (
 )
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unrolled
-from ferrule_server.kernels.cuda.vectors import CHUNK, load_vector, normalise, prefetch_norm
+from ferrule_server.kernels.cuda.vectors import load_vector, normalise, prefetch_norm
 
 __all__ = ["add_norm", "chunks_per_thread", "shared_bytes", "spec", "specs", "variants"]
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ferrule_server.kernels.cuda.constants import LOG2
 from ferrule_server.kernels.cuda.intrinsics import (
     F32,
     I32,
@@ -40,7 +41,6 @@ __all__ = ["Registers", "kv_address", "rope_table", "rotate_head", "stage_new_to
 
 Registers = Any
 """What ``registers`` makes: known to the specialiser alone, indexed by one or several constants."""
-LOG2 = {1: 0, 2: 1, 4: 2, 8: 3, 16: 4, 32: 5, 64: 6, 128: 7}
 
 
 def rope_table(inverse_frequencies: Tensor, max_context: int) -> Tensor:

@@ -12,7 +12,6 @@ Source: the ticket is the "threadFenceReduction" of NVIDIA's CUDA samples, with 
 from __future__ import annotations
 
 from ferrule_server.kernels.cuda.best_token import (
-    LOG2_OF,
     best_partial,
     cta_max_key,
     key_of,
@@ -20,6 +19,7 @@ from ferrule_server.kernels.cuda.best_token import (
     token_of,
     warp_max_key,
 )
+from ferrule_server.kernels.cuda.constants import LOG2
 from ferrule_server.kernels.cuda.intrinsics import (
     I32,
     Address,
@@ -37,12 +37,12 @@ from ferrule_server.kernels.cuda.logit_rows import (
     DEFAULT_SLICE,
     DEFAULT_WARPS,
     NEGATIVE_INFINITY,
-    arrive,
     load_slice,
     num_slices,
 )
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unrolled
+from ferrule_server.kernels.cuda.ticket import arrive
 
 __all__ = ["argmax", "num_ctas_needed", "partial_bytes", "shared_bytes", "spec", "specs", "variants"]
 
@@ -81,7 +81,7 @@ def argmax(
     lane = i32(thread_id() & 31)
     grid_launch_dependents()
     grid_wait()
-    slices = i32((vocab_size + SLICE - 1) >> LOG2_OF[SLICE])
+    slices = i32((vocab_size + SLICE - 1) >> LOG2[SLICE])
     row = i32(0)
     part = i32(cta_id())
     while part >= slices and row < num_rows:

@@ -21,7 +21,6 @@ Source: "Flash-Decoding for long-context inference" (Dao, Haziza, Massa, Sizov, 
 
 from __future__ import annotations
 
-from ferrule_server.kernels.cuda.append import LOG2
 from ferrule_server.kernels.cuda.attention_tile import (
     add_values,
     fold_warps,
@@ -35,6 +34,7 @@ from ferrule_server.kernels.cuda.attention_tile import (
     set_bases,
     update_softmax,
 )
+from ferrule_server.kernels.cuda.constants import LOG2
 from ferrule_server.kernels.cuda.intrinsics import (
     F32,
     I32,
@@ -53,9 +53,10 @@ from ferrule_server.kernels.cuda.intrinsics import (
     thread_id,
     warp_barrier,
 )
-from ferrule_server.kernels.cuda.partials import EMPTY, arrives_last, clear, fold, fold_partials, store_partial
+from ferrule_server.kernels.cuda.partials import EMPTY, clear, fold, fold_partials, store_partial
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unrolled
+from ferrule_server.kernels.cuda.ticket import arrive
 from ferrule_server.kernels.cuda.work_list import MAX_NEW, SEGMENT, SPLIT
 
 __all__ = ["attention", "shared_bytes", "spec", "specs", "variants"]
@@ -375,7 +376,7 @@ def _attend_item(
         split = i32(split + 1)
     finishes = i32(1)
     if third[3] > 1:
-        finishes = arrives_last(tickets + third[2] * 4, i32(third[3]), SCRATCH)
+        finishes = arrive(tickets + third[2] * 4, i32(third[3]), SCRATCH, ALL_STORE=True)
         if owns and finishes > 0:
             place = row_partials + fourth[1] * (R * (HEAD_DIM + 4) * 4)
             fold_partials(total, segment, place, i32(fourth[2]), column, HEAD_DIM=HEAD_DIM, ROWS=R)

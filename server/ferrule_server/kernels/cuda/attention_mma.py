@@ -13,7 +13,7 @@ Two products run on ``mma.sync`` m16n8k16 without any layout change (no ldmatrix
   is column g of tile j. Column 2t of tile j of the output is then dim ``16 t + j``, column 2t+1 dim ``16 t + 8 + j``:
   a lane ends up with 16 neighbouring dims of rows g and g+8.
 
-A split (SPLIT tokens at a fixed place of the sequence) is cut into tiles of 16 tokens, tile i belongs to warp
+A split (SPLIT_TOKENS tokens at a fixed place of the sequence) is cut into tiles of 16 tokens, tile i belongs to warp
 ``i % WARPS``; each warp keeps its own running maximum, and the warps merge in order through shared memory. The next
 tile's K and V are loaded while this one is worked on, across splits. Splits are folded as
 :mod:`ferrule_server.kernels.cuda.work_list` says, partials by the CTA that arrives last. No order of a sum depends on
@@ -38,7 +38,6 @@ Source: online softmax after "Online normalizer calculation for softmax" (Milako
 from __future__ import annotations
 
 from ferrule_server.kernels.cuda.attention_mma_memory import (
-    LOG2,
     ROWS,
     TILE,
     flag_offset,
@@ -63,6 +62,7 @@ from ferrule_server.kernels.cuda.attention_mma_tile import (
     tail_keys,
     tail_values,
 )
+from ferrule_server.kernels.cuda.constants import LOG2
 from ferrule_server.kernels.cuda.intrinsics import (
     F32,
     I32,
@@ -75,9 +75,10 @@ from ferrule_server.kernels.cuda.intrinsics import (
     load_v4,
     thread_id,
 )
-from ferrule_server.kernels.cuda.partials import EMPTY, arrives_last
+from ferrule_server.kernels.cuda.partials import EMPTY
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unrolled
+from ferrule_server.kernels.cuda.ticket import arrive
 from ferrule_server.kernels.cuda.work_list import SEGMENT, SPLIT
 
 __all__ = ["ROWS", "attention_mma", "shared_bytes", "spec", "specs", "variants"]
@@ -107,7 +108,7 @@ def attention_mma(
     HEAD_DIM: int,
     GROUP: int,
     BLOCK_SIZE: int,
-    SPLIT: int,
+    SPLIT_TOKENS: int,
     WARPS: int,
     QK_NORM: bool,
     TREE: bool,
@@ -141,7 +142,7 @@ def attention_mma(
         HEAD_DIM: 64 or 128.
         GROUP: Query heads per KV head, at most 16.
         BLOCK_SIZE: Slots of a block: 16, 32 or 64.
-        SPLIT: Tokens of a split, a multiple of ``16 * WARPS``.
+        SPLIT_TOKENS: Tokens of a split, a multiple of ``16 * WARPS``.
         WARPS: Per CTA; decides the order of sums.
         QK_NORM: Normalise query and key heads (Qwen3).
         TREE: Rows see what ``masks`` says.
@@ -149,7 +150,7 @@ def attention_mma(
     assert HEAD_DIM in (64, 128)
     assert BLOCK_SIZE in LOG2
     assert 1 <= GROUP <= ROWS
-    assert SPLIT % (TILE * WARPS) == 0
+    assert SPLIT_TOKENS % (TILE * WARPS) == 0
     warp = i32(thread_id() >> 5)
     g = i32((thread_id() & 31) >> 2)
     t = i32(thread_id() & 3)
@@ -167,11 +168,11 @@ def attention_mma(
         if num_rows > 0:
             new_begin = i32(kv_len - num_new)
             tail = i32(new_begin & -TILE)
-            end = smaller(i32(end_split * SPLIT), i32(kv_len))
+            end = smaller(i32(end_split * SPLIT_TOKENS), i32(kv_len))
             pool_end = smaller(end, tail)
             heads = pool + layer * layer_stride + kv_head * (BLOCK_SIZE * HEAD_DIM * 2)
             table = block_tables + seq * max_blocks * 4
-            token = i32(first_split * SPLIT + warp * TILE)
+            token = i32(first_split * SPLIT_TOKENS + warp * TILE)
             k = registers(2, HEAD_DIM // 32)
             v = registers(4, HEAD_DIM // 64)
             no_tile(k, v, HEAD_DIM=HEAD_DIM)
@@ -198,7 +199,7 @@ def attention_mma(
                 QK_NORM=QK_NORM,
                 TREE=TREE,
             )
-            staged = i32(larger(i32(first_split * SPLIT), tail))
+            staged = i32(larger(i32(first_split * SPLIT_TOKENS), tail))
             while staged < ((end + TILE - 1) & -TILE):
                 stage_tokens(
                     qkv,
@@ -239,7 +240,7 @@ def attention_mma(
                 for h in unrolled(HEAD_DIM // 64):
                     for j in unrolled(8):
                         acc[h, j] = (0.0, 0.0, 0.0, 0.0)
-                for n in unrolled(SPLIT // (TILE * WARPS)):
+                for n in unrolled(SPLIT_TOKENS // (TILE * WARPS)):
                     following = i32(token + TILE * WARPS)
                     if token < end:
                         if token >= tail:
@@ -298,7 +299,8 @@ def attention_mma(
             # What is needed from here on is read again: it would take registers all along.
             if num_items > 1:
                 tile = load_i32(item + 40)
-                is_last = arrives_last(tickets + tile * 4, num_items, flag_offset(HEAD_DIM=HEAD_DIM, WARPS=WARPS))
+                flag = flag_offset(HEAD_DIM=HEAD_DIM, WARPS=WARPS)
+                is_last = arrive(tickets + tile * 4, num_items, flag, ALL_STORE=True)
                 if is_last != 0:
                     _, tile_first_partial, tile_num_partials, _ = load_v4(item + 48)
                     combine(
@@ -326,7 +328,7 @@ def spec(
         "GROUP": shape.group,
         "HEAD_DIM": shape.head_dim,
         "QK_NORM": shape.has_qk_norm,
-        "SPLIT": SPLIT,
+        "SPLIT_TOKENS": SPLIT,
         "TREE": TREE,
         "WARPS": WARPS,
     }

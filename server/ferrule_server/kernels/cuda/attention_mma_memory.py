@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ferrule_server.kernels.cuda.append import kv_address
+from ferrule_server.kernels.cuda.constants import LOG2
 from ferrule_server.kernels.cuda.intrinsics import I32, Address, Offset, device
 from ferrule_server.kernels.cuda.specialise import i32
 from ferrule_server.kernels.cuda.work_list import MAX_NEW
@@ -36,8 +37,6 @@ TILE = 16
 
 Registers = Any
 """An array of variables; what it is in Python only the specialiser knows."""
-LOG2 = {16: 4, 32: 5, 64: 6}
-"""Of block sizes."""
 
 # Shared memory: Q, K of the tail, V of the tail, results of the warps, their maxima and sums, what is folded of a
 # segment and of the segments before it, a flag, what each row sees (two words).

@@ -10,6 +10,7 @@ from ferrule_server.kernels.cuda.attention_mma_memory import (
     slots_offset,
     stats_offset,
 )
+from ferrule_server.kernels.cuda.constants import LOG2
 from ferrule_server.kernels.cuda.intrinsics import (
     I32,
     Address,
@@ -33,9 +34,6 @@ from ferrule_server.kernels.cuda.specialise import i32, registers, unrolled
 from ferrule_server.kernels.cuda.work_list import SEGMENT
 
 __all__ = ["combine", "deposit", "merge"]
-
-LOG2_PIECES = {64: 4, 128: 5}
-"""Of the pieces of four dims in a row."""
 
 
 # Merging. A warp's slot is float32 [ROWS, HEAD_DIM] in chunks of 16 bytes, chunk c of row r at c ^ swizzle(r, c):
@@ -105,7 +103,7 @@ def merge(
     folds = folds_offset(HEAD_DIM=HEAD_DIM, WARPS=WARPS)
     piece = i32(thread_id())
     while piece < ROWS * HEAD_DIM // 4:
-        row = i32(piece >> LOG2_PIECES[HEAD_DIM])
+        row = i32(piece >> LOG2[HEAD_DIM // 4])
         column = i32(piece & (HEAD_DIM // 4 - 1))
         if row < num_rows * GROUP:
             target = partial + i32(row * ((HEAD_DIM + 4) * 4))
@@ -207,7 +205,7 @@ def combine(
     """Fold the partials of a tile, in order; a thread takes four dims of a row at a time."""
     piece = i32(thread_id())
     while piece < ROWS * HEAD_DIM // 4:
-        row = i32(piece >> LOG2_PIECES[HEAD_DIM])
+        row = i32(piece >> LOG2[HEAD_DIM // 4])
         column = i32(piece & (HEAD_DIM // 4 - 1))
         if row < num_rows * GROUP:
             total = registers(6, init=0.0)

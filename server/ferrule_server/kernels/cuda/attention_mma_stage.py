@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ferrule_server.kernels.cuda.append import rotate_head
 from ferrule_server.kernels.cuda.attention_mma_memory import (
-    LOG2,
     ROWS,
     TAIL_PAD,
     TAIL_TOKENS,
@@ -15,6 +14,7 @@ from ferrule_server.kernels.cuda.attention_mma_memory import (
     token_address,
     token_of_row,
 )
+from ferrule_server.kernels.cuda.constants import LOG2
 from ferrule_server.kernels.cuda.intrinsics import (
     F32,
     I32,
@@ -35,8 +35,6 @@ __all__ = ["HEADS_PER_WARP", "stage_queries", "stage_tokens"]
 
 FRAGMENT_WORDS = (0, 8, 512, 520)
 """Where the four words of 16 bytes of a row lie: two per mma step, the other row of the lane between them."""
-LOG2_LANES = {64: 2, 128: 3}
-"""Of the lanes that share a head in the prologue."""
 HEADS_PER_WARP = {64: 8, 128: 4}
 
 
@@ -64,7 +62,7 @@ def stage_queries(
     ``[HEAD_DIM / 16 steps, 32 lanes, 4 words]``: a lane reads the fragment of an mma step with one load.
     """
     lane = i32(thread_id() & (HEAD_DIM // 16 - 1))
-    r = i32(thread_id() >> LOG2_LANES[HEAD_DIM])
+    r = i32(thread_id() >> LOG2[HEAD_DIM // 16])
     while r < ROWS:
         token = token_of_row(r, num_rows, GROUP=GROUP)
         head = i32(kv_head * GROUP + smaller(i32(r - token * GROUP), GROUP - 1))
@@ -131,7 +129,7 @@ def stage_tokens(
     beyond the end there are zeros, to the end of the tile.
     """
     lane = i32(thread_id() & (HEAD_DIM // 16 - 1))
-    token = i32(staged + (thread_id() >> LOG2_LANES[HEAD_DIM]))
+    token = i32(staged + (thread_id() >> LOG2[HEAD_DIM // 16]))
     row = i32(first_row)
     slot = i32(-1)
     if token >= new_begin and token < end:

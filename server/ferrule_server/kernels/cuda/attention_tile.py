@@ -9,7 +9,8 @@ keeps one load's ``KEPT = max(1, R * LOADS / LANES)`` rows; where that is less t
 
 from __future__ import annotations
 
-from ferrule_server.kernels.cuda.append import LOG2, Registers, rotate_head, stage_new_token
+from ferrule_server.kernels.cuda.append import Registers, rotate_head, stage_new_token
+from ferrule_server.kernels.cuda.constants import LOG2, LOG2_E
 from ferrule_server.kernels.cuda.intrinsics import (
     F32,
     I32,
@@ -49,8 +50,6 @@ __all__ = [
     "set_bases",
     "update_softmax",
 ]
-
-LOG2_E = 1.4426950408889634
 
 
 @device

@@ -6,6 +6,7 @@ has the largest key of all, no logit at all the key 0.
 
 from __future__ import annotations
 
+from ferrule_server.kernels.cuda.constants import LOG2
 from ferrule_server.kernels.cuda.intrinsics import (
     I32,
     U32,
@@ -21,14 +22,12 @@ from ferrule_server.kernels.cuda.intrinsics import (
 )
 from ferrule_server.kernels.cuda.specialise import i32, unrolled
 
-__all__ = ["LOG2_OF", "best_partial", "cta_max_key", "key_of", "max_key", "token_of", "warp_max_key"]
+__all__ = ["best_partial", "cta_max_key", "key_of", "max_key", "token_of", "warp_max_key"]
 
 EXPONENT = 0x7F800000
 NOT_FINITE = 0xFFFFFFFF
 """Above the order of every finite number."""
 LAST_ID = 0x7FFFFFFF
-LOG2_OF = {1 << bit: bit for bit in range(20)}
-"""Logarithms of powers of two, for shifts."""
 
 
 @device
@@ -58,7 +57,7 @@ def max_key(a: U64, b: U64) -> U64:
 @device
 def warp_max_key(key: U64, *, COUNT: int) -> U64:
     """Return the largest key of the lanes that are equal modulo COUNT, a power of two."""
-    for s in unrolled(5 - LOG2_OF[COUNT]):
+    for s in unrolled(5 - LOG2[COUNT]):
         high = shuffle_xor_u32(key >> 32, 16 >> s)
         low = shuffle_xor_u32(key & 0xFFFFFFFF, 16 >> s)
         key = max_key(key, (high << 32) | low)

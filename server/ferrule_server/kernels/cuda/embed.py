@@ -8,6 +8,7 @@ Bytes moved: ``4 * num_rows * size``. Source: nothing to name.
 
 from __future__ import annotations
 
+from ferrule_server.kernels.cuda.constants import CHUNK
 from ferrule_server.kernels.cuda.intrinsics import (
     I32,
     Address,
@@ -24,9 +25,6 @@ from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unrolled
 
 __all__ = ["embed", "spec", "specs", "variants"]
-
-CHUNK = 8
-"""bf16 values in 16 bytes."""
 
 
 def embed(

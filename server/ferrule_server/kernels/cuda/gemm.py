@@ -35,6 +35,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ferrule_server.kernels.cuda.constants import LOG2
 from ferrule_server.kernels.cuda.gemv import swiglu
 from ferrule_server.kernels.cuda.intrinsics import (
     F32,
@@ -88,7 +89,6 @@ PAD = 64
 """Bytes between the rows of a buffer of activations."""
 ROW_PAD = 4
 """Floats between the tokens of partial sums: the 32 lanes that store one register meet different banks."""
-LOG2 = {1 << i: i for i in range(12)}
 NUM_MULTIPROCESSORS = 132
 """Of an H100 or H200; the default sizes are chosen for them."""
 TILE_ROWS = {"store": 16, "residual": 16, "logits": 16, "swiglu": 8}

@@ -27,6 +27,7 @@ import itertools
 import math
 from typing import Any
 
+from ferrule_server.kernels.cuda.constants import CHUNK, LOG2, LOG2_E
 from ferrule_server.kernels.cuda.intrinsics import (
     F32,
     I32,
@@ -52,7 +53,7 @@ from ferrule_server.kernels.cuda.intrinsics import (
 )
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unrolled
-from ferrule_server.kernels.cuda.vectors import CHUNK, prefetch_norm, stage_vectors, vector_stride, warp_sum
+from ferrule_server.kernels.cuda.vectors import prefetch_norm, stage_vectors, vector_stride, warp_sum
 
 __all__ = [
     "chunks_per_thread",
@@ -66,12 +67,10 @@ __all__ = [
     "variants",
 ]
 
-LOG2_E = 1.4426950408889634
 VALUES = {False: 8, True: 16}
 """Weights in 16 bytes, by INT8."""
 PARTS = {"store": 1, "residual": 1, "swiglu": 2}
 """Matrices whose rows belong together."""
-LOG2 = {1: 0, 2: 1, 4: 2, 8: 3}
 
 
 def gemv(

@@ -14,7 +14,6 @@ NVIDIA's CUDA samples, with a counter that wraps.
 from __future__ import annotations
 
 from ferrule_server.kernels.cuda.best_token import (
-    LOG2_OF,
     best_partial,
     cta_max_key,
     key_of,
@@ -22,6 +21,7 @@ from ferrule_server.kernels.cuda.best_token import (
     token_of,
     warp_max_key,
 )
+from ferrule_server.kernels.cuda.constants import LOG2
 from ferrule_server.kernels.cuda.gemv import (
     VALUES,
     chunks_per_thread,
@@ -50,9 +50,9 @@ from ferrule_server.kernels.cuda.intrinsics import (
     store_u64,
     thread_id,
 )
-from ferrule_server.kernels.cuda.logit_rows import arrive
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unrolled
+from ferrule_server.kernels.cuda.ticket import arrive
 from ferrule_server.kernels.cuda.vectors import prefetch_norm, stage_vectors, vector_stride
 
 __all__ = ["head", "num_ctas_needed", "partial_bytes", "shared_bytes", "spec", "specs", "variants"]
@@ -121,7 +121,7 @@ def head(
     best = 0
     while first < vocab_size:
         row = i32(first + warp * R)
-        n = i32(row + (lane >> LOG2_OF[M]))
+        n = i32(row + (lane >> LOG2[M]))
         factor = 1.0
         if INT8:
             if lane < R * M and n < vocab_size:

@@ -114,12 +114,6 @@ def num_ctas() -> I32:
     raise _compiled_only()
 
 
-@_ptx("mov.u32 $0, %ctaid.y;", is_pure=True)
-def cta_id_y() -> I32:
-    """Return the second index of this CTA in the grid."""
-    raise _compiled_only()
-
-
 # Global memory.
 
 
@@ -148,12 +142,6 @@ _LOAD_IF = (
 @_ptx(_LOAD_IF.format("global"))
 def load_if_v4(condition: I32, address: Address, otherwise: Vec4) -> Vec4:
     """Load 16 bytes, weak, where the condition is not 0; elsewhere return ``otherwise``, and nothing is read."""
-    raise _compiled_only()
-
-
-@_ptx("ld.global.v2.u32 {$0, $1}, [$2];")
-def load_v2(address: Address) -> Vec2:
-    """Load 8 bytes, weak; the address is a multiple of 8."""
     raise _compiled_only()
 
 
@@ -361,33 +349,9 @@ def shared_store_f32x4(offset: Offset, value: F32x4) -> None:
     raise _compiled_only()
 
 
-@_ptx("{ .reg .b16 h; cvt.u16.u32 h, $1; st.shared.u16 [$0], h; }")
-def shared_store_u16(offset: Offset, value: U32) -> None:
-    """Store the low 16 bits to shared memory."""
-    raise _compiled_only()
-
-
-@_ptx("{ .reg .b16 h; ld.shared.u16 h, [$1]; cvt.u32.u16 $0, h; }")
-def shared_load_u16(offset: Offset) -> U32:
-    """Load 16 bits from shared memory, zero-extended."""
-    raise _compiled_only()
-
-
 @_ptx("red.shared.add.u32 [$0], $1;")
 def shared_add_u32(offset: Offset, value: U32) -> None:
     """Add atomically to 32 bits of shared memory."""
-    raise _compiled_only()
-
-
-@_ptx("red.shared.add.u64 [$0], $1;")
-def shared_add_u64(offset: Offset, value: U64) -> None:
-    """Add atomically to 64 bits of shared memory."""
-    raise _compiled_only()
-
-
-@_ptx("cp.async.cg.shared.global [$0], [$1], 16;")
-def copy_async_16(offset: Offset, address: Address) -> None:
-    """Begin to copy 16 bytes from global to shared memory; done for this thread after ``copy_async_wait``."""
     raise _compiled_only()
 
 
@@ -467,20 +431,8 @@ def shuffle_xor_u32(value: U32, lane_mask: I32) -> U32:
 
 
 @_ptx("shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;")
-def shuffle_f32(value: F32, lane: I32) -> F32:
-    """Return the value of ``lane``."""
-    raise _compiled_only()
-
-
-@_ptx("shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;")
 def shuffle_u32(value: U32, lane: I32) -> U32:
     """Return the value of ``lane``."""
-    raise _compiled_only()
-
-
-@_ptx("{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }")
-def ballot(predicate: I32) -> U32:
-    """Return a word whose bit i says whether lane i's predicate is not 0."""
     raise _compiled_only()
 
 

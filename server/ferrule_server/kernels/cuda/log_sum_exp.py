@@ -13,6 +13,7 @@ Bytes moved: 4 per logit, once; 16 per slice.
 
 from __future__ import annotations
 
+from ferrule_server.kernels.cuda.constants import LN_2, LOG2_E
 from ferrule_server.kernels.cuda.intrinsics import (
     F32,
     I32,
@@ -42,15 +43,14 @@ from ferrule_server.kernels.cuda.intrinsics import (
     store_f32x4,
     thread_id,
 )
-from ferrule_server.kernels.cuda.logit_rows import DEFAULT_SLICE, DEFAULT_WARPS, arrive, load_slice
+from ferrule_server.kernels.cuda.logit_rows import DEFAULT_SLICE, DEFAULT_WARPS, load_slice
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import i32, registers, unrolled
+from ferrule_server.kernels.cuda.ticket import arrive
 
 __all__ = ["RECORD_BYTES", "log_sum_exp", "shared_bytes", "specs", "variants"]
 
 RECORD_BYTES = 16
-LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
 LOWEST = -3.4028234663852886e38
 
 

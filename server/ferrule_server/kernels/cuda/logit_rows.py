@@ -16,10 +16,8 @@ from ferrule_server.kernels.cuda.intrinsics import (
     Address,
     Offset,
     Vec4,
-    atomic_increment_wrapping,
     barrier,
     device,
-    fence,
     load_u32,
     load_v4,
     max_u32,
@@ -39,7 +37,6 @@ __all__ = [
     "DEFAULT_WARPS",
     "KEY_INFINITY",
     "KEY_NEGATIVE_INFINITY",
-    "arrive",
     "block_max",
     "compare",
     "exclusive_sum",
@@ -146,28 +143,6 @@ def compare(words: list[Vec4], border: int, *, COUNT: int) -> tuple[U32, U32]:
             above = above | (i32(key > border) << (4 * g + i))
             equal = equal | (i32(key == border) << (4 * g + i))
     return (above, equal)
-
-
-@device
-def arrive(ticket: Address, num_arrivals: I32, flag: Offset, *, ALL_STORE: bool) -> U32:
-    """Return 1 in all threads of the CTA that arrives last, else 0; orders what the others stored before its loads.
-
-    Args:
-        ticket: u32, 0 before the first arrival, and again after the last.
-        num_arrivals: How many arrivals there are.
-        flag: 4 bytes of shared memory.
-        ALL_STORE: Any thread may have stored since the last barrier; else only thread 0 has, and there was a barrier
-            since the last arrival.
-    """
-    if ALL_STORE:
-        barrier()
-    if thread_id() == 0:
-        fence()
-        before = atomic_increment_wrapping(ticket, num_arrivals - 1)
-        fence()
-        shared_store_u32(flag, 1 if before == num_arrivals - 1 else 0)
-    barrier()
-    return shared_load_u32(flag)
 
 
 @device

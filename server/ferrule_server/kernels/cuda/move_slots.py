@@ -13,6 +13,7 @@ Bytes moved: every moved byte is read once and written once; twice each with a b
 
 from __future__ import annotations
 
+from ferrule_server.kernels.cuda.constants import LOG2
 from ferrule_server.kernels.cuda.intrinsics import (
     I32,
     Address,
@@ -42,8 +43,6 @@ __all__ = [
     "staging_bytes",
     "variants",
 ]
-
-LOG2 = {8: 3, 16: 4, 32: 5, 64: 6, 128: 7}
 
 
 def move_slots(

@@ -15,23 +15,16 @@ from ferrule_server.kernels.cuda.intrinsics import (
     F32,
     I32,
     Address,
-    Offset,
-    atomic_increment_wrapping,
-    barrier,
     device,
     exp2,
-    fence,
     fma,
     load_relaxed_f32x4,
     max_f32,
-    shared_load_u32,
-    shared_store_u32,
     store_f32x4,
-    thread_id,
 )
 from ferrule_server.kernels.cuda.specialise import i32, registers, unrolled
 
-__all__ = ["EMPTY", "MASKED", "arrives_last", "clear", "fold", "fold_partials", "partial_bytes", "store_partial"]
+__all__ = ["EMPTY", "MASKED", "clear", "fold", "fold_partials", "partial_bytes", "store_partial"]
 
 EMPTY = -1e30
 """Maximum of no scores."""
@@ -71,22 +64,6 @@ def store_partial(place: Address, state: Registers, begins: F32, column: I32, *,
     store_f32x4(place + column * 16, (state[0], state[1], state[2], state[3]))
     if column == 0:
         store_f32x4(place + HEAD_DIM * 4, (state[4], state[5], begins, 0.0))
-
-
-@device
-def arrives_last(ticket: Address, num_items: I32, flag: Offset) -> I32:
-    """Return, to all threads, 1 in the CTA that comes last of those which meet at a ticket, else 0.
-
-    What the others stored before is then seen by strong loads. ``flag`` is 4 bytes of shared memory, in nobody's use.
-    """
-    barrier()
-    if thread_id() == 0:
-        fence()
-        arrived = atomic_increment_wrapping(ticket, num_items - 1)
-        fence()
-        shared_store_u32(flag, i32(1) if arrived == num_items - 1 else i32(0))
-    barrier()
-    return i32(shared_load_u32(flag))
 
 
 @device

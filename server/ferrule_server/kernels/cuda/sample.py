@@ -82,7 +82,6 @@ from ferrule_server.kernels.cuda.logit_rows import (
     DEFAULT_WARPS,
     KEY_INFINITY,
     KEY_NEGATIVE_INFINITY,
-    arrive,
     exclusive_sum,
     key_bits,
     load_four,
@@ -106,6 +105,7 @@ from ferrule_server.kernels.cuda.select_mass import (
 )
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import i32, registers, unrolled
+from ferrule_server.kernels.cuda.ticket import arrive
 
 __all__ = [
     "DRAW_SHARED_BYTES",

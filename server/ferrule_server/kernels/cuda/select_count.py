@@ -38,13 +38,13 @@ from ferrule_server.kernels.cuda.intrinsics import (
 from ferrule_server.kernels.cuda.logit_rows import (
     DEFAULT_WARPS,
     KEY_NEGATIVE_INFINITY,
-    arrive,
     block_max,
     exclusive_sum,
     load_slice,
 )
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unrolled
+from ferrule_server.kernels.cuda.ticket import arrive
 
 __all__ = [
     "COUNT",

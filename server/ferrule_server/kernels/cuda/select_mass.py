@@ -48,7 +48,6 @@ from ferrule_server.kernels.cuda.logit_rows import (
     DEFAULT_WARPS,
     KEY_INFINITY,
     KEY_NEGATIVE_INFINITY,
-    arrive,
     exclusive_sum,
     key_bits,
     load_slice,
@@ -56,6 +55,7 @@ from ferrule_server.kernels.cuda.logit_rows import (
 from ferrule_server.kernels.cuda.select_count import COUNT, DIGITS, KEY, PEAK, STATE_BYTES
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unrolled
+from ferrule_server.kernels.cuda.ticket import arrive
 
 __all__ = [
     "BOUND",

@@ -48,7 +48,6 @@ from ferrule_server.kernels.cuda.intrinsics import (
 from ferrule_server.kernels.cuda.logit_rows import (
     DEFAULT_SLICE,
     DEFAULT_WARPS,
-    arrive,
     compare,
     exclusive_sum,
     load_four,
@@ -57,6 +56,7 @@ from ferrule_server.kernels.cuda.logit_rows import (
 from ferrule_server.kernels.cuda.select_count import COUNT, KEY, STATE_BYTES, select_specs
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unrolled
+from ferrule_server.kernels.cuda.ticket import arrive
 
 __all__ = [
     "LARGEST_K",

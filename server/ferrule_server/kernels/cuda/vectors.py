@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ferrule_server.kernels.cuda.constants import CHUNK
 from ferrule_server.kernels.cuda.intrinsics import (
     F32,
     I32,
@@ -44,9 +45,6 @@ __all__ = [
     "vector_stride",
     "warp_sum",
 ]
-
-CHUNK = 8
-"""bf16 values in 16 bytes."""
 
 
 @device

@@ -6,7 +6,7 @@ import struct
 from typing import TYPE_CHECKING, NoReturn
 
 from tests.kernels.cuda.simulator.errors import Misaligned, OutOfBounds, PromiseBroken
-from tests.kernels.cuda.simulator.memory import F32, I32, PAGE_BITS, U16, U32, U64
+from tests.kernels.cuda.simulator.memory import F32, I32, PAGE_BITS, U32, U64
 from tests.kernels.cuda.simulator.twins import MASK32, MASK64, SITE_BITS, Twin, fault, open_page
 
 if TYPE_CHECKING:
@@ -152,7 +152,6 @@ def _load_if_v4(thread: Thread, condition: int, offset: int, otherwise: object, 
 SHARED: dict[str, Twin] = {
     "thread_id": lambda thread, site: thread.thread_id,
     "cta_id": lambda thread, site: thread.cta.x,
-    "cta_id_y": lambda thread, site: thread.cta.y,
     "num_ctas": lambda thread, site: thread.cta.grid.num_ctas,
     "shared_load_if_v4": _load_if_v4,
     "shared_load_v4": _load_v4,
@@ -161,17 +160,13 @@ SHARED: dict[str, Twin] = {
     "shared_load_u64": _shared_loader(U64, 8),
     "shared_load_f32": _shared_loader(F32, 4),
     "shared_load_f32x4": _shared_vector_loader("<4f"),
-    "shared_load_u16": _shared_loader(U16, 2),
     "shared_store_v4": _shared_v4_storer(U32),
     "shared_store_u32": _shared_storer(U32, 4),
     "shared_store_i32": _shared_storer(I32, 4),
     "shared_store_u64": _shared_storer(U64, 8, MASK64),
     "shared_store_f32": _shared_storer(F32, 4),
     "shared_store_f32x4": _shared_v4_storer(F32),
-    "shared_store_u16": _shared_storer(U16, 2, 0xFFFF),
     "shared_add_u32": _shared_adder(U32, 4, MASK32),
-    "shared_add_u64": _shared_adder(U64, 8, MASK64),
-    "copy_async_16": _copy_async_16,
     "copy_async_16_or_zeros": _copy_async_16_or_zeros,
     "copy_async_commit": _copy_async_commit,
     "copy_async_wait_all": lambda thread, site: _arrive(thread, 0),

@@ -17,8 +17,8 @@ from tests.kernels.cuda.simulator.twins import ATOMIC, GLOBAL, SITE_BITS
 __all__ = ["BLOCKING", "Program", "Site", "translate"]
 
 BLOCKING = (
-    "barrier", "warp_barrier", "grid_wait", "shuffle_xor_f32", "shuffle_xor_u32", "shuffle_f32", "shuffle_u32",
-    "ballot", "mma_bf16",
+    "barrier", "warp_barrier", "grid_wait", "shuffle_xor_f32", "shuffle_xor_u32", "shuffle_u32",
+    "mma_bf16",
 )  # fmt: skip
 """Instructions at which a thread waits for others."""
 

@@ -239,7 +239,6 @@ GLOBAL: dict[str, Twin] = {
     "load_if_v4": _load_if_v4,
     "load_stream_v4": _load_stream_v4,
     "load_v4": _load_v4,
-    "load_v2": _vector_loader("<2I", 8),
     "load_u32": _loader(U32, 4),
     "load_i32": _loader(I32, 4),
     "load_u64": _loader(U64, 8),

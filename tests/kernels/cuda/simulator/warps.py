@@ -55,10 +55,6 @@ def _shuffle_u32(requests: list[Request]) -> list[Any]:
     return _shuffle(requests)
 
 
-def _ballot(requests: list[Request]) -> list[Any]:
-    return [sum(1 << lane for lane, request in enumerate(requests) if request[2])] * 32
-
-
 def _mma_bf16(requests: list[Request]) -> list[Any]:
     a, b = np.empty(256, np.float32), np.empty(128, np.float32)
     a[_A_PLACES] = _fragments([request[2] for request in requests])
@@ -77,9 +73,7 @@ WARP_OPERATIONS: dict[str, Callable[[list[Request]], list[Any]]] = {
     # Not rounded, as the lane's own value is not: a butterfly then gives all lanes the same bits, as on a GPU.
     "shuffle_xor_f32": _shuffle_xor,
     "shuffle_xor_u32": _shuffle_xor_u32,
-    "shuffle_f32": _shuffle,
     "shuffle_u32": _shuffle_u32,
-    "ballot": _ballot,
     "mma_bf16": _mma_bf16,
     "warp_barrier": lambda requests: [None] * 32,
 }

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from ferrule_server.kernels.cuda.addressing import narrow_addresses
 from ferrule_server.kernels.cuda.compile import Cubin, _assemble, compile_spec
 from ferrule_server.kernels.cuda.intrinsics import (
     I32,
@@ -434,3 +435,10 @@ def test_every_rule_is_broken_by_some_test() -> None:
 def test_ctas_that_fit(architecture: str, resources: tuple[int, int, int], expected: int) -> None:
     """Registers go to whole warps in pieces of 256, shared memory has 1 KiB of the system's per CTA."""
     assert MULTIPROCESSORS[architecture].ctas(*resources) == expected
+
+
+def test_an_address_from_nowhere_is_reported() -> None:
+    """What cannot be followed is not taken for right."""
+    ptx = ".visible .entry good()\n{\n\tmov.u64 \t%rd1, 4096;\n\tld.global.u32 %r1, [%rd1];\n\tret;\n}\n"
+    (message,) = narrow_addresses(good, ptx)
+    assert message.startswith("no parameter is found that this address begins at: ld.global.u32")

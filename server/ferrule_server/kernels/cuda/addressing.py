@@ -166,6 +166,8 @@ class _Flow:
 
     def breaches(self, access: _Statement) -> Iterator[str]:
         terms = self._terms(access.address)
+        if not self._parameters(terms):
+            yield f"no parameter is found that this address begins at: {access}"
         if any(_is_pool(name) for name in self._parameters(terms)):
             yield from self._pool_breaches(access, terms)
         if "no_allocate" in access.opcode:

@@ -106,7 +106,7 @@ def _instance(gpu: Gpu, step: _Step, spec: KernelSpec, state: dict[str, Any], la
     arrays = {name: torch.from_numpy(array).to(gpu.torch_device) for name, array in step.arrays().items()}
     is_mma = spec.kernel is attention_mma.attention_mma
     rows_per_tile = 16 // shape.group if is_mma else step.rows
-    split: Any = constants["SPLIT" if is_mma else "SPLIT_TOKENS"]
+    split: Any = constants["SPLIT_TOKENS"]
     items = step.items(rows_per_tile, split, gpu.num_sms * spec.ctas_per_sm, step.arrays()["positions"])
     partial_rows = attention_mma.ROWS if is_mma else attention.PADDED[shape.group * step.rows]
     size = partials.partial_bytes(rows=partial_rows, head_dim=head_dim)

@@ -75,13 +75,14 @@ class DeviceMemory:
         """Allocate memory of any size, if the GPU has so much, and return its address."""
         free = 1 << 28 if self._gpu.is_dry else torch.cuda.mem_get_info()[0]
         if num_bytes > 0.9 * free:
+            self._gpu.num_without_room += 1
             pytest.skip(f"a pool of {num_bytes >> 30} GiB does not fit into {free >> 30} GiB")
         if init is not None and num_bytes > _LARGEST_FILL:
             pytest.skip(f"filling {num_bytes >> 30} GiB from the host takes too long")
         address = self._allocate(name, num_bytes, np.dtype(np.uint16), None, offset)
         if init is not None:
             self.write(address, np.asarray(init(0, num_bytes)))
-        elif num_bytes <= _LARGEST_FILL:
+        elif num_bytes <= _LARGEST_FILL or not self._gpu.is_dry:
             self._by_name[name].part(0, num_bytes).fill_(0xFF)
         return address
 
@@ -141,6 +142,7 @@ def run_on_device(gpu: Gpu, memory: DeviceMemory, launches: Sequence[Launch]) ->
         pytest.skip("mutants are for the simulator")
     calls = [_call(launch) for launch in launches]
     gpu.launch(gpu.prepare(calls))
+    gpu.num_chains += 1
     if gpu.is_dry:
         pytest.skip("dry run: stopped at the driver")
     gpu.synchronize()

@@ -46,6 +46,10 @@ class Gpu:
         cache: Folder of compiled kernels.
         bundle: Asked before it, if there is one.
         dry_architecture: Of what a dry run compiles; None: use the GPU.
+
+    Attributes:
+        num_chains: Launched by tests of layer 1.
+        num_without_room: Tests of layer 1 whose memory does not fit the GPU.
     """
 
     def __init__(self, cache: Path, bundle: Path | None = None, dry_architecture: str | None = None) -> None:
@@ -62,6 +66,8 @@ class Gpu:
         self._cache = CubinCache(cache)
         self._bundle = Bundle.open(bundle) if bundle else None
         self._functions: dict[KernelSpec, Function] = {}
+        self.num_chains = 0
+        self.num_without_room = 0
 
     def load(self, specs: Sequence[KernelSpec]) -> None:
         """Compile what is missing of several kernels at once, and load them."""

@@ -36,6 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _use_gpu(config: pytest.Config) -> None:
+    import torch
+
     from tests.gpu.device_memory import DeviceMemory, run_on_device
     from tests.gpu.gpu import Gpu
 
@@ -50,6 +52,28 @@ def _use_gpu(config: pytest.Config) -> None:
 
     simulator.Memory = memory  # type: ignore[assignment,misc]
     simulator.run = run  # type: ignore[assignment]
+    if not gpu.is_dry:
+        _fit_pools(int(0.4 * torch.cuda.mem_get_info()[0]))
+    config.pluginmanager.register(_Summary(gpu))
+
+
+def _fit_pools(num_bytes: int) -> None:
+    """Have the tests take pools that fit, before they import the size: still more than 32 bits address."""
+    from tests.kernels.cuda import attention_case, padded_pool
+
+    attention_case.set_pool_bytes(min(attention_case.pool_bytes(), num_bytes))
+    padded_pool.POOL_BYTES = min(padded_pool.POOL_BYTES, num_bytes)
+
+
+class _Summary:
+    """Says at the end what ran: a skipped test proves nothing."""
+
+    def __init__(self, gpu: Any) -> None:
+        self._gpu = gpu
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Write the line that the run of layer 3 reads."""
+        terminalreporter.write_line(f"gpu: {self._gpu.num_chains} chains, {self._gpu.num_without_room} without room")
 
 
 def _note_launches(record: Path) -> None:

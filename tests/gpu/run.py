@@ -9,10 +9,11 @@ context costs its own result only:
     compile    what neither the bundle nor the cache has
     ceiling    how fast anything reads on this GPU: what bandwidths are compared with
     kernels    each at the sizes of the model against torch; 1 000 replays of a graph, bit for bit; then time,
-               bandwidth, share of the ceiling, and the same op in torch
+               bandwidth, share of the ceiling, and the same op in torch; a bar that is missed is said, and no failure
     layout     KV in blocks of all layers against a pool per layer, 8 and 100 GiB
     sweep      the variants of each kernel; the winners in the form that is committed
-    numerics   the tests of layer 1, on the GPU in place of the simulator (needs pytest)
+    numerics   the tests of layer 1, on the GPU in place of the simulator (needs pytest, and a bundle, because
+               their kernels take longer to compile than the rest of the run takes)
     tools      compute-sanitizer and ncu, where the host lets them
 
 Without a GPU it says so and makes a dry run: buffers on the CPU, kernels compiled, arguments packed, and a stop where
@@ -244,6 +245,9 @@ def _numerics(run: Run) -> None:
     if importlib.util.find_spec("pytest") is None:
         print("  left out: pytest is not installed")
         return
+    if not run.dry and not run.task["bundle"]:
+        print("  left out: no --bundle; make one with --build-bundle")
+        return
     for name in _test_files(run):
         options = ["--gpu-cache", run.task["cache"]]
         options += ["--gpu-bundle", run.task["bundle"]] if run.task["bundle"] else []
@@ -251,10 +255,14 @@ def _numerics(run: Run) -> None:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.gpu.plugin", *_PLAIN_PYTEST]
         command += ["-m", "not slow", "-r", "fE", *options, f"tests/kernels/cuda/{name}.py"]
         lines = run.process(command, f"numerics {name}", 60).strip().splitlines()
-        run.results.setdefault("numerics", []).append({"tests": name, "summary": lines[-1] if lines else ""})
+        ran = next((line for line in lines if line.startswith("gpu: ")), "gpu: 0 chains")
+        summary = f"{lines[-1] if lines else 'nothing'}; {ran}"
+        run.results.setdefault("numerics", []).append({"tests": name, "summary": summary})
+        if ran.startswith("gpu: 0 chains"):
+            run.failures.append(f"numerics {name}: no kernel ran ({summary})")
         for line in [line for line in lines if line.startswith(("FAILED", "ERROR"))]:
             run.failures.append(f"numerics {name}: {line}")
-        print(f"  {name}: {lines[-1] if lines else 'nothing'}", flush=True)
+        print(f"  {name}: {summary}", flush=True)
 
 
 def launching_tests() -> list[str]:

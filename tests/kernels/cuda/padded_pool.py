@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from tests.kernels.cuda.simulator import Memory
 
 Bits = NDArray[np.uint16]
+POOL_BYTES = 100 << 30
+"""Of the pools that show whether addresses wrap; a run on a GPU makes it fit."""
 GAP = 0x7FC1  # a NaN that no test writes
 
 

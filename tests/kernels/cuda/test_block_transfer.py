@@ -9,7 +9,7 @@ from ferrule_server.kernels.cuda.block_transfer import specs, transfer_blocks, v
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
 from ferrule_server.kernels.cuda.specialise import Constant, Specialised
 from tests.kernels.cuda.mutation import check_mutants
-from tests.kernels.cuda.padded_pool import PaddedPool
+from tests.kernels.cuda.padded_pool import POOL_BYTES, PaddedPool
 from tests.kernels.cuda.simulator import Launch, Memory, run
 
 POOL = PaddedPool(num_blocks=7, num_layers=3, num_kv_heads=1, block_size=16, head_dim=64)
@@ -96,9 +96,9 @@ def test_every_wait_is_needed(mutated: str) -> None:
 def test_block_and_buffer_addresses_hold_beyond_8_gib(direction: str) -> None:
     """Blocks of 2.25 MiB at the end of a pool of 100 GiB."""
     block_stride, layer_stride, layer_bytes = 36 << 16, 1 << 16, 64
-    last = (100 << 30) // block_stride - 1
+    last = POOL_BYTES // block_stride - 1
     memory = Memory()
-    pool, buffer = memory.sparse("pool", 100 << 30), memory.sparse("buffer", 1 << 12)
+    pool, buffer = memory.sparse("pool", POOL_BYTES), memory.sparse("buffer", 1 << 12)
     ids = memory.put("block_ids", np.array([last, 1], np.int32))
     data = np.arange(2 * 2 * layer_bytes // 2, dtype=np.uint16).reshape(2, 2, -1)
     inside = [[pool + block * block_stride + layer * layer_stride for layer in range(2)] for block in (last, 1)]

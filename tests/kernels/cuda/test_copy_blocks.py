@@ -9,7 +9,7 @@ from ferrule_server.kernels.cuda.copy_blocks import copy_blocks, num_ctas_needed
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
 from ferrule_server.kernels.cuda.specialise import Constant, Specialised
 from tests.kernels.cuda.mutation import check_mutants
-from tests.kernels.cuda.padded_pool import PaddedPool
+from tests.kernels.cuda.padded_pool import POOL_BYTES, PaddedPool
 from tests.kernels.cuda.simulator import Launch, Memory, run
 
 POOL = PaddedPool(num_blocks=9, num_layers=3, num_kv_heads=1, block_size=16, head_dim=64)
@@ -78,9 +78,9 @@ def test_every_wait_is_needed() -> None:
 def test_block_addresses_hold_beyond_8_gib() -> None:
     """Blocks of 2.25 MiB at the end of a pool of 100 GiB: 32 bits would wrap many times."""
     block_stride, layer_stride, layer_bytes = 36 << 16, 1 << 16, 64
-    last = (100 << 30) // block_stride - 1
+    last = POOL_BYTES // block_stride - 1
     memory = Memory()
-    pool = memory.sparse("pool", 100 << 30)
+    pool = memory.sparse("pool", POOL_BYTES)
     data = np.arange(2 * layer_bytes // 2, dtype=np.uint16).reshape(2, -1)
     for layer in range(2):
         memory.write(pool + (last - 1) * block_stride + layer * layer_stride, data[layer])

@@ -19,7 +19,7 @@ from ferrule_server.kernels.cuda.move_slots import (
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
 from ferrule_server.kernels.cuda.specialise import Constant, Specialised
 from tests.kernels.cuda.mutation import check_mutants
-from tests.kernels.cuda.padded_pool import Bits, PaddedPool
+from tests.kernels.cuda.padded_pool import POOL_BYTES, Bits, PaddedPool
 from tests.kernels.cuda.simulator import Launch, Memory, run
 
 POOLS = {head_dim: PaddedPool(4, 2, 2, 16, head_dim) for head_dim in (64, 128)}
@@ -103,15 +103,16 @@ def test_any_number_of_slots_moves_through_a_buffer(head_dim: int, grid: int, nu
         np.testing.assert_array_equal(pool.get(memory), _expected(values, PAIRS[:num_pairs]))
 
 
-@pytest.mark.parametrize("block_size", [32, 64])
-def test_blocks_of_other_sizes_are_addressed_alike(block_size: int) -> None:
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+def test_blocks_of_all_sizes_are_addressed_alike(block_size: int, head_dim: int) -> None:
     """A slot is block and offset; pairs within a block and across two."""
-    pool = PaddedPool(3, 2, 2, block_size, 64)
+    pool = PaddedPool(3, 2, 2, block_size, head_dim)
     pairs = ((block_size + 1, 2 * block_size), (2 * block_size, 5), (3 * block_size - 1, block_size - 1))
     for staged in (False, True):
         memory, values = _memory(pool, pairs, 1)
         chain = [_stage(memory, pool, direction, 3) for direction in ("gather", "scatter")]
-        run(memory, chain if staged else [_move(memory, pool, 3, unroll=1)], seed=2)
+        run(memory, chain if staged else [_move(memory, pool, 3, unroll=head_dim // 64)], seed=2)
         np.testing.assert_array_equal(pool.get(memory), _expected(values, pairs))
 
 
@@ -150,9 +151,9 @@ def test_moving_many_needs_its_waits(mutated: str) -> None:
 def test_slot_addresses_hold_beyond_8_gib() -> None:
     """The last blocks of a pool of 100 GiB, by both ways."""
     block_stride, layer_stride, plane_bytes = 36 << 16, 1 << 16, 16 * 64 * 2
-    last = (100 << 30) // block_stride - 1
+    last = POOL_BYTES // block_stride - 1
     memory = Memory()
-    pool, staging = memory.sparse("pool", 100 << 30), memory.sparse("staging", 1 << 12)
+    pool, staging = memory.sparse("pool", POOL_BYTES), memory.sparse("staging", 1 << 12)
     pairs = memory.put("pairs", np.array([[last * 16 + 15, 16 + 3], [last * 16 + 15, last * 16 + 2]], np.int32))
     kept = np.arange(2 * PLANES * 64, dtype=np.uint16).reshape(2, PLANES, 64)
 

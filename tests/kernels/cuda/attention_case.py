@@ -14,12 +14,27 @@ from ferrule_server.kernels.cuda.append import rope_table
 from ferrule_server.kernels.cuda.work_list import WorkList, make_work_list
 from tests.kernels.cuda.simulator import Memory, to_bf16
 
-__all__ = ["EPS", "LAYER", "POOL_BYTES", "Seq", "Shape", "Step"]
+__all__ = ["EPS", "LAYER", "Seq", "Shape", "Step", "bits", "pool_bytes", "set_pool_bytes"]
 
 EPS = 1e-6
 LAYER, NUM_LAYERS = 1, 3
-POOL_BYTES = 120 << 30
 THETA = 10000.0
+_POOL = {"bytes": 120 << 30}
+
+
+def pool_bytes() -> int:
+    """Return the size of the pool that steps are placed at the end of: 120 GiB, or what was set."""
+    return _POOL["bytes"]
+
+
+def set_pool_bytes(num_bytes: int) -> None:
+    """Set the size of the pool, before any step is made: a GPU has less memory than the simulator.
+
+    Args:
+        num_bytes: More than 8 GiB, so that 32 bits count neither the bytes nor the values before the last block.
+    """
+    assert num_bytes > 8 << 30, num_bytes
+    _POOL["bytes"] = num_bytes
 
 
 @dataclass(frozen=True)
@@ -101,7 +116,7 @@ class Step:
         """Give the sequences blocks at the very end of the pool, in no order, and the new rows their slots."""
         size = self.shape.block_size
         width = int(-(-self.kv_lens.max() // size)) + 2
-        last = POOL_BYTES // self.shape.block_stride - 1
+        last = pool_bytes() // self.shape.block_stride - 1
         ids = iter(last - np.random.default_rng(self.seed).permutation(width * len(self.seqs)))
         self.block_tables = np.zeros((len(self.seqs), width), np.int32)
         self.slots = np.full(len(self.positions), -1, np.int32)
@@ -122,7 +137,10 @@ class Step:
         return base + LAYER * shape.layer_stride + row * shape.head_dim * 2
 
     def fill(self, memory: Memory, pool: int) -> None:
-        """Write the old tokens of all sequences; all else stays NaN."""
+        """Write NaN into every byte of the blocks of the tables, whatever was there, then all old tokens."""
+        nothing = np.full(self.shape.block_stride, 0xFF, np.uint8)
+        for block in np.unique(self.block_tables):
+            memory.write(pool + int(block) * self.shape.block_stride, nothing)
         for index, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
             for part, data in enumerate((bits(keys), bits(values))):
                 for token, head in np.ndindex(*data.shape[:2]):

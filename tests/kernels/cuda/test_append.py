@@ -85,13 +85,21 @@ def rotate(
 
 
 def address(  # noqa: PLR0917
-    pool: Address, block: I32, stride: Address, inside: Address, head: I32, offset: I32, out: Address
+    pool: Address,
+    block: I32,
+    stride: Address,
+    inside: Address,
+    head: I32,
+    offset: I32,
+    out: Address,
+    *,
+    BLOCK_SIZE: int,  # noqa: N803
 ) -> None:
     """Store where a slot lies."""
     grid_launch_dependents()
     grid_wait()
     if thread_id() == 0:
-        store_u64(out, kv_address(pool, block, stride, inside, head, offset, BLOCK_SIZE=16, HEAD_DIM=128))
+        store_u64(out, kv_address(pool, block, stride, inside, head, offset, BLOCK_SIZE=BLOCK_SIZE, HEAD_DIM=128))
 
 
 @pytest.mark.parametrize("scaling", [None, SCALING], ids=["plain", "llama-3"])
@@ -128,20 +136,24 @@ def test_the_table_is_that_of_the_decoder_at_every_position() -> None:
         assert torch.equal(rope_table(frequencies, 9000), torch.cat((cos, sin), dim=1))
 
 
-def place(block: int, head: int, offset: int) -> int:
+def place(block: int, head: int, offset: int, block_size: int = 16) -> int:
     """Return what the kernel says about a slot, from the pool's begin."""
     memory = Memory()
-    stride, inside, pool = 3 * 16 * 128 * 2 * 8, 4096, 1 << 40
+    stride, inside, pool = 3 * block_size * 128 * 2 * 8, 4096, 1 << 40
     out = memory.empty("out", 1, np.uint64)
     arguments = (pool, block, stride, inside, head, offset, out)
-    run(memory, [Launch(address, {}, arguments, grid=1, num_threads=32)])
+    run(memory, [Launch(address, {"BLOCK_SIZE": block_size}, arguments, grid=1, num_threads=32)])
     return int(memory.get("out")[0]) - pool - block * stride - inside
 
 
-def test_slots_lie_beyond_4_gi_elements() -> None:
-    """The base of a block is 64 bits wide, whatever its id."""
-    assert place(block=(1 << 31) - 1, head=15, offset=15) == (15 * 16 + 15) * 256
-    assert place(block=0, head=0, offset=0) == 0
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+def test_slots_lie_beyond_4_gi_elements(block_size: int) -> None:
+    """The base of a block is 64 bits wide, whatever its id; the last slot of a head borders on the next head."""
+    last = block_size - 1
+    for head in (0, 15):
+        assert place((1 << 31) - 1, head, last, block_size) == (head * block_size + last) * 256
+    assert place(0, 0, 0, block_size) == 0
+    assert place(0, 3, 0, block_size) - place(0, 2, last, block_size) == 256
 
 
 def test_a_layer_of_a_block_fits_32_bits() -> None:

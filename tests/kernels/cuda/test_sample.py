@@ -2,7 +2,7 @@
 
 The kernels' weights are integers made in float32, the executor's are float64: where a draw, a top-p goal or a min-p
 threshold lies within ``NEAR`` of a border the two may differ, and the test says nothing. The simulator computes wider
-than float32; what float32 does to a weight is tested apart, in numpy.
+than float32; what float32 does to a weight is tested apart, by running the kernel's code in numpy.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import CodeType, FunctionType
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from ferrule_server.executor.base import SampleSpec
 from ferrule_server.executor.laws import Law, sampling_law
@@ -37,7 +39,7 @@ from ferrule_server.kernels.cuda.sample import (
     specs,
 )
 from ferrule_server.kernels.cuda.select_count import STATE_BYTES, count_shared_bytes, select_count
-from ferrule_server.kernels.cuda.select_mass import mass_shared_bytes, select_mass
+from ferrule_server.kernels.cuda.select_mass import ONE, mass_shared_bytes, select_mass, weight_of
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
 from ferrule_server.kernels.cuda.specialise import Constant, Specialised
 from tests.kernels.cuda.logit_cases import (
@@ -337,21 +339,49 @@ def test_philox_gives_the_words_of_the_executor(position: int, purpose: int, see
     assert position or expected == 0x6627E8D5
 
 
+def weights_in_float32(logits: Rows, peak: np.float32, scale: np.float32, ulps: int) -> NDArray[np.float64]:
+    """Return what the code of ``weight_of`` gives where every instruction rounds, as on a GPU and unlike the simulator.
+
+    Its exponential lies up to ``ulps`` units in the last place above the true one, or below if they are negative.
+    """
+
+    def fma(a: Rows, b: Rows, c: Rows) -> Rows:
+        return (a.astype(np.float64) * b + c).astype(np.float32)
+
+    def exp2(values: Rows) -> Rows:
+        exact = np.exp2(values.astype(np.float64))
+        unit = np.spacing(exact.astype(np.float32)).astype(np.float64)
+        return ((np.floor if ulps > 0 else np.ceil)(exact / unit + ulps) * unit).astype(np.float32)
+
+    def bits_float(bits: NDArray[np.uint32]) -> Rows:
+        return bits.view(np.float32)
+
+    def round_u64(values: Rows) -> NDArray[np.float64]:
+        return np.rint(values.astype(np.float64))
+
+    instructions = {"fma": fma, "exp2": exp2, "bits_float": bits_float, "round_u64": round_u64, "ONE": ONE}
+    code: CodeType = weight_of.__code__
+    weights: NDArray[np.float64] = FunctionType(code, instructions)(logits.view(np.uint32), peak, scale)
+    return weights
+
+
 @pytest.mark.parametrize("temperature", [0.2, 1.0, 3.0])
-def test_float32_weights_err_by_no_more_than_is_said(temperature: float) -> None:
-    """The formula of ``weight_of`` in numpy float32, its exponential off by 2 ulp: within 1.3e-7 |e| + 2.5e-7."""
+@pytest.mark.parametrize("ulps", [-2, 2])
+def test_weights_in_float32_err_by_no_more_than_the_tests_allow(temperature: float, ulps: int) -> None:
+    """The kernel's own code in float32, its exponential off by 2 ulp: within 1.3e-7 |e| + 2.5e-7, and half a unit.
+
+    Their sum then moves by less than half of NEAR.
+    That the GPU's ``ex2.approx`` is off by no more than 2 ulp is NVIDIA's word, not proved here.
+    """
     rng = np.random.default_rng(1)
     peak = np.float32(17.3)
     logits = (peak - rng.exponential(4 * temperature, 20000)).astype(np.float32)
     scale = np.float32(math.log2(math.e) / temperature)
-    exponent = (logits - peak) * scale
-    exact_exponent = (logits.astype(np.float64) - float(peak)) * math.log2(math.e) / temperature
-    for ulps in (-2, 2):
-        weight = np.exp2(exponent.astype(np.float64)).astype(np.float32) * np.float32(1 + ulps * 2.0**-24)
-        error = np.abs(weight.astype(np.float64) / np.exp2(exact_exponent) - 1)
-        assert (error <= 1.3e-7 * np.abs(exact_exponent) + 2.5e-7).all()
-        weights = np.round(weight.astype(np.float64) * 2.0**39)
-        assert abs(weights.sum() / np.exp2(exact_exponent).sum() / 2.0**39 - 1) < NEAR / 2
+    exponent = (logits.astype(np.float64) - float(peak)) * math.log2(math.e) / temperature
+    exact = np.exp2(exponent) * ONE
+    weights = weights_in_float32(logits, peak, scale, ulps)
+    assert (np.abs(weights - exact) <= (1.3e-7 * np.abs(exponent) + 2.5e-7) * exact + 0.5).all()
+    assert 1e-8 < abs(weights.sum() / exact.sum() - 1) < NEAR / 2
 
 
 @pytest.mark.parametrize("index", [pytest.param(len(DIGITS), marks=pytest.mark.slow), len(DIGITS) + 1, 2 * len(DIGITS)])

@@ -168,23 +168,31 @@ def test_shaping_needs_all_of_its_synchronisation() -> None:
     check_mutants(shape_logits, CONSTANTS, simulate)
 
 
-def test_float32_penalties_err_by_no_more_than_is_said() -> None:
-    """The formula of the kernel in numpy float32, rounded after each step, over many logits and settings."""
+def test_penalties_err_by_no_more_than_is_said() -> None:
+    """The kernel's own logits, over many settings, within the bound that it states, in which r' is the factor used.
+
+    Each statement of ``changed`` is one instruction, whose result the simulator rounds to float32 as a GPU does.
+    """
     rng = np.random.default_rng(7)
-    shape = (200, 64)
-    logits = rng.normal(0, 10, shape).astype(np.float32)
-    counts = rng.integers(1, 500, shape)
-    repetition, frequency, presence = (rng.uniform(low, 2, (200, 1)) for low in (0.2, -2, -2))
-    bias = rng.normal(0, 10, shape)
-    wide = logits.astype(np.float64)
-    exact = np.where(wide > 0, wide / repetition, wide * repetition) - (counts * frequency + presence) + bias
-    factor = np.where(logits > 0, (1 / repetition).astype(np.float32), repetition.astype(np.float32))
-    single = frequency.astype(np.float32).astype(np.float64), presence.astype(np.float32).astype(np.float64)
-    loss = (counts * single[0] + single[1]).astype(np.float32)
-    value = (wide * factor - loss).astype(np.float32) + bias.astype(np.float32)
-    scale = np.where(wide > 0, np.abs(wide) / repetition, np.abs(wide) * repetition)
-    limit = 2.0**-22 * (scale + counts * np.abs(frequency) + np.abs(presence) + np.abs(bias))
-    assert (np.abs(value - exact) <= limit).all()
+    num_rows, vocab_size = 24, 97
+    rows = rng.normal(0, 10, (num_rows, vocab_size)).astype(np.float32)
+    counts = rng.integers(1, 500, rows.shape)
+    biases = rng.normal(0, 10, rows.shape)
+    shaped: list[Case] = []
+    for row, (repetition, frequency, presence) in enumerate(rng.uniform((0.2, -2, -2), 2, (num_rows, 3)).tolist()):
+        penalties = {"frequency_penalty": frequency, "presence_penalty": presence, "repetition_penalty": repetition}
+        history = np.repeat(np.arange(vocab_size, dtype=np.int32), counts[row])
+        shaped.append((row, Shaping(bias=tuple(enumerate(biases[row].tolist())), **penalties), history))
+    memory = place(rows, shaped)
+    run(memory, [launch(memory, 4)], seed=1)
+    largest = 0.0
+    for row, shaping, tokens in shaped:
+        wide, repetition = rows[row].astype(np.float64), shaping.repetition_penalty
+        scale = np.abs(wide) * np.where(wide > 0, 1 / repetition, repetition)
+        lost = counts[row] * abs(shaping.frequency_penalty) + abs(shaping.presence_penalty)
+        error = np.abs(memory.get("shaped")[row].astype(np.float64) - shape_row(rows[row], shaping, tokens))
+        largest = max(largest, float((error / (scale + lost + np.abs(biases[row]))).max()))
+    assert 2.0**-26 < largest <= 2.0**-22
 
 
 def test_specs_shape_any_vocabulary() -> None:

@@ -176,3 +176,21 @@ def test_more_new_tokens_than_shared_memory_holds_are_refused() -> None:
         make(step([100], [rows], [rows]))
     with pytest.raises(TooManyNewTokens):
         count_new_tokens(np.arange(rows, dtype=np.int32), np.array([0, rows], np.int32))
+
+
+@pytest.mark.parametrize("num_seqs", [0, 2])
+def test_a_step_without_rows_is_a_list_without_work(num_seqs: int) -> None:
+    """Where one attention kernel serves all sequences, the other one still runs in the captured step."""
+    none = np.zeros(num_seqs, np.int32)
+    work = make_work_list(
+        cu_seqlens_q=np.zeros(num_seqs + 1, np.int32),
+        kv_lens=none + 5,
+        num_new=none,
+        positions=np.zeros(0, np.int32),
+        num_kv_heads=2,
+        rows_per_tile=1,
+        num_ctas=3,
+    )
+    assert not work.items.any()
+    assert work.items.shape == (3, len(FIELDS))
+    assert (work.num_tiles, work.num_partials) == (0, 0)

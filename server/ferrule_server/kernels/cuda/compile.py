@@ -294,7 +294,8 @@ def _code_generator(declared: Intrinsic) -> Callable[..., Any]:
             ",".join(constraints),
             side_effect=not declared.is_pure,
         )
-        result = builder.call(code, scalars)
+        # Convergent: never copied into the branches of a condition, or the threads of a warp would meet in two places.
+        result = builder.call(code, scalars, attrs=() if declared.is_pure else ("convergent",))
         if not outputs:
             return context.get_dummy_value()
         if len(outputs) == 1:

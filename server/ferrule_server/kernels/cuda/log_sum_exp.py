@@ -219,7 +219,8 @@ def combine(num_slices: I32) -> tuple[F32, F32, F32, F32]:
         moment = fma(scale, fma(sums[1], below, sums[2]), moment)
         count = fma(sums[3], 1.0, count)
         part = i32(part + 1)
-    log_sum = fma(log2(weight), LN_2, 0.0)
+    log_sum = fma(log2(weight), LN_2, 0.0)  # at least 0: the largest token alone weighs 1
+    log_sum = max_f32(log_sum, 0.0)
     entropy = max_f32(fma(-moment, reciprocal(weight), log_sum), 0.0)
     return (largest, log_sum, entropy, count)
 

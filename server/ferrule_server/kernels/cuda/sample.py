@@ -60,6 +60,7 @@ from ferrule_server.kernels.cuda.intrinsics import (
     load_u32,
     load_u64,
     log2,
+    max_f32,
     multiply_high,
     multiply_high_u64,
     multiply_low,
@@ -338,7 +339,8 @@ def philox(record: Address) -> U32:
 def log_share(logit: F32, peak: F32, scale: F32, total: U64) -> F32:
     """Return the natural logarithm of a token's probability."""
     below = fma(fma(logit, 1.0, -peak), scale, 0.0)
-    return fma(below - log2(fma(float_of_u64(total), INVERSE_ONE, 0.0)), LN_2, 0.0)
+    share = fma(below - log2(fma(float_of_u64(total), INVERSE_ONE, 0.0)), LN_2, 0.0)
+    return -max_f32(-share, 0.0)
 
 
 class Sampling(Protocol):

@@ -20,6 +20,7 @@ from ferrule_server.kernels.cuda.intrinsics import (
     device,
     dot_bf16,
     float_of,
+    fma,
     load_stream_v4,
     load_v4,
     pack_bf16,
@@ -101,7 +102,8 @@ def normalise(chunks: Any, norm: Any, size: I32, eps: F32, base: I32, *, M: int,
     for m in unrolled(M):
         total = 0.0
         for i in unrolled(X * WARPS):
-            total = total + shared_load_f32(i32(base + (m * X * WARPS + i) * 4))
+            # As a product: a sum the compiler is free to add in another order.
+            total = fma(shared_load_f32(i32(base + (m * X * WARPS + i) * 4)), 1.0, total)
         scale = reciprocal_sqrt(total * reciprocal(float_of(size)) + eps)
         for i in unrolled(X):
             chunks[m, i] = scale_chunk(chunks[m, i], norm[i], scale)
@@ -123,23 +125,35 @@ def stage_vectors(
 ) -> None:
     """Put M vectors, normalised where NORM, into shared memory, each padded with zeros; ends with a barrier.
 
-    Behind them lies what :func:`normalise` needs; ``norm`` is from :func:`prefetch_norm`.
+    Behind them lies what :func:`normalise` needs; ``norm`` is from :func:`prefetch_norm`. With NORM the CTA's X chunks
+    per thread hold the whole padded vector, and there is no loop: out of one the compiler would move the unpacking of
+    ``norm`` in front of the loads of ``x``, which would then wait for it.
     """
     stride = vector_stride(size, SPAN=SPAN)
     chunks = registers(M, X)
     start = i32(0)
-    while start * 2 < stride:
+    if NORM:
         for m in unrolled(M):
             load_vector(chunks, x + m * size * 2, start, size, X=X, WARPS=WARPS, m=m)
-        if NORM:
-            normalise(chunks, norm, size, eps, i32(M * stride), M=M, X=X, WARPS=WARPS)
-        for m in unrolled(M):
-            for i in unrolled(X):
-                k = i32(start + (thread_id() + 32 * WARPS * i) * CHUNK)
-                if k * 2 < stride:
-                    shared_store_v4(i32(m * stride + vector_place(k, INT8=INT8)), chunks[m, i])
-        start = i32(start + 32 * WARPS * X * CHUNK)
+        normalise(chunks, norm, size, eps, i32(M * stride), M=M, X=X, WARPS=WARPS)
+        _store_chunks(chunks, start, stride, M=M, X=X, WARPS=WARPS, INT8=INT8)
+    else:
+        while start * 2 < stride:
+            for m in unrolled(M):
+                load_vector(chunks, x + m * size * 2, start, size, X=X, WARPS=WARPS, m=m)
+            _store_chunks(chunks, start, stride, M=M, X=X, WARPS=WARPS, INT8=INT8)
+            start = i32(start + 32 * WARPS * X * CHUNK)
     barrier()
+
+
+@device
+def _store_chunks(chunks: Any, start: I32, stride: I32, *, M: int, X: int, WARPS: int, INT8: bool) -> None:
+    """Put this thread's chunks [M, X] of M vectors, from value ``start``, into shared memory."""
+    for m in unrolled(M):
+        for i in unrolled(X):
+            k = i32(start + (thread_id() + 32 * WARPS * i) * CHUNK)
+            if k * 2 < stride:
+                shared_store_v4(i32(m * stride + vector_place(k, INT8=INT8)), chunks[m, i])
 
 
 @device

@@ -157,7 +157,7 @@ def make_work_list(
     is_tree: bool = False,
     partials_capacity: int | None = None,
 ) -> WorkList:
-    """Return the items of a step, dealt evenly: long sequences cut, short ones whole.
+    """Return the items of a step, dealt evenly: long sequences cut, short ones whole; no rows, no work.
 
     Args:
         cu_seqlens_q: int32 [seqs + 1], first row of each sequence.
@@ -177,6 +177,8 @@ def make_work_list(
     _check_new(num_new)
     begins, lengths = cu_seqlens_q.astype(np.int64), kv_lens.astype(np.int64)
     tiles_of_seq = -(-np.diff(begins) // rows_per_tile)
+    if not tiles_of_seq.any():
+        return WorkList(np.zeros((num_ctas, len(FIELDS)), np.int32), num_ctas, 0, 0)
     seq = np.repeat(np.arange(len(lengths)), tiles_of_seq)
     index = np.arange(len(seq)) - np.repeat(np.cumsum(tiles_of_seq) - tiles_of_seq, tiles_of_seq)
     first_row = begins[seq] + index * rows_per_tile

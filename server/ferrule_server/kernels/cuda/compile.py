@@ -127,7 +127,7 @@ def _write_ptx(
     kinds = {"Address": types.int64, "I32": types.int32, "F32": types.float32}
     made = specialise(kernel, dict(constants))
     signature = tuple(kinds[kind] for _, kind in made.parameters)
-    with _without_collections():
+    with _without_collections(), _without_needless_passes():
         try:
             ptx, _ = cuda.compile_ptx(
                 made.function(_device_names()),
@@ -155,6 +155,39 @@ def _without_collections() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+_NEEDLESS_PASSES = frozenset(
+    {
+        "DeadBranchPrune",
+        "InlineClosureLikes",
+        "InlineOverloads",
+        "NopythonRewrites",
+        "PreLowerStripPhis",
+        "ReconstructSSA",
+    }
+)
+"""Passes of numba that take half of its time and change nothing that matters in the machine code: a kernel has no
+closures, overloads or array expressions, constant branches are gone already, and LLVM finds the SSA form by itself."""
+
+
+@contextmanager
+def _without_needless_passes() -> Iterator[None]:
+    from numba.cuda import compiler
+
+    define = compiler.CUDACompiler.define_pipelines
+
+    def define_shorter(self: Any) -> Any:
+        managers = define(self)
+        for manager in managers:
+            manager.passes = [(it, why) for it, why in manager.passes if it.__name__ not in _NEEDLESS_PASSES]
+        return managers
+
+    compiler.CUDACompiler.define_pipelines = define_shorter
+    try:
+        yield
+    finally:
+        compiler.CUDACompiler.define_pipelines = define
 
 
 def _retarget(ptx: str, architecture: str) -> str:

@@ -76,9 +76,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "ferrule_server.model": ("ferrule_server.model", "ferrule_server.kernels", "ferrule_server.errors", *DEVICE),
     "ferrule_server.kernels": ("ferrule_server.kernels", *DEVICE),
     # The GPU kernels know neither their compiler nor the driver: a port replaces one module each.
-    "ferrule_server.kernels.cuda": ("ferrule_server.kernels", "numpy", "rich", "torch"),
-    "ferrule_server.kernels.cuda.compile": ("ferrule_server.kernels.cuda", "llvmlite", "numba"),
-    "ferrule_server.kernels.cuda.driver": ("ferrule_server.kernels.cuda", "cuda"),
+    "ferrule_server.kernels.cuda": ("ferrule_server.kernels.cuda", "numpy", "torch"),
+    "ferrule_server.kernels.cuda.toolchain": ("ferrule_server.kernels.cuda", "numpy", "rich"),
+    "ferrule_server.kernels.cuda.toolchain.compile": ("ferrule_server.kernels.cuda", "llvmlite", "numba"),
+    "ferrule_server.kernels.cuda.toolchain.driver": ("ferrule_server.kernels.cuda", "cuda"),
     "ferrule_server.training": ("ferrule_server.training", "rich", "tokenizers", *DEVICE),
 }
 

@@ -20,7 +20,7 @@ from ferrule_client.cli import build_parser
 ROOT = Path(__file__).resolve().parents[1]
 ADDRESS = "127.0.0.1:50051"
 README = (ROOT / "README.md").read_text()
-ABSENT = README[README.index("Also not there yet") :]
+ABSENT = README[README.index("Not there yet") :]
 HANDLES = (ROOT / "docs" / "handles.md").read_text()
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
 CONTRACT = (ROOT / "protos" / "README.md").read_text()

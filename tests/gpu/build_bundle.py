@@ -12,12 +12,12 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from ferrule_server.kernels.cuda.bundle import write_bundle
-from ferrule_server.kernels.cuda.compile import toolkit
-from ferrule_server.kernels.cuda.cubin_cache import CubinCache
-from ferrule_server.kernels.cuda.cubins import load_all
-from ferrule_server.kernels.cuda.sources import source_key
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec
+from ferrule_server.kernels.cuda.toolchain.bundle import write_bundle
+from ferrule_server.kernels.cuda.toolchain.compile import toolkit
+from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache
+from ferrule_server.kernels.cuda.toolchain.cubins import load_all
+from ferrule_server.kernels.cuda.toolchain.sources import source_key
 from tests.gpu.device_memory import spec_of
 from tests.gpu.run import OPS, launching_tests
 from tests.gpu.worker import every_spec

@@ -16,9 +16,9 @@ import torch
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 from torch import Tensor
 
-from ferrule_server.kernels.cuda.sources import parameters
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.specialise import Constant
+from ferrule_server.kernels.cuda.toolchain.sources import parameters
 from tests.gpu.gpu import Call, Gpu
 from tests.kernels.cuda.simulator.launch import Launch
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from ferrule_server.kernels.cuda.bundle import Bundle
-from ferrule_server.kernels.cuda.cubin_cache import CubinCache
-from ferrule_server.kernels.cuda.cubins import load_all
-from ferrule_server.kernels.cuda.driver import Device, Function, Launch
-from ferrule_server.kernels.cuda.sources import parameters
 from ferrule_server.kernels.cuda.spec import KernelSpec
-from tests.kernels.cuda.recorded_driver import RecordedDriver
+from ferrule_server.kernels.cuda.toolchain.bundle import Bundle
+from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache
+from ferrule_server.kernels.cuda.toolchain.cubins import load_all
+from ferrule_server.kernels.cuda.toolchain.driver import Device, Function, Launch
+from ferrule_server.kernels.cuda.toolchain.sources import parameters
+from tests.kernels.cuda.toolchain.recorded_driver import RecordedDriver
 
 CELLS: dict[str, type[Any]] = {"Address": ctypes.c_int64, "I32": ctypes.c_int32, "F32": ctypes.c_float}
 _CAPABILITIES = {"sm_80": (8, 0), "sm_90a": (9, 0)}

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ferrule_server.kernels.cuda.sources import parameters
 from ferrule_server.kernels.cuda.spec import ModelShape
+from ferrule_server.kernels.cuda.toolchain.sources import parameters
 from tests.gpu import attention_cases, cases, measure, run, worker
 from tests.gpu.cases import Case, Instance
 from tests.gpu.gpu import Call
@@ -164,7 +164,7 @@ def test_worker_checks_replays_and_times(task: str, monkeypatch: pytest.MonkeyPa
 
 def test_every_op_of_the_catalog_is_run() -> None:
     """An op that nobody listed would never meet a GPU."""
-    from ferrule_server.kernels.cuda import catalog
+    from ferrule_server.kernels.cuda.toolchain import catalog
 
     assert set(run.OPS) == {op.name for op in catalog.OPS} | {"layer"}
     for op in run.OPS:

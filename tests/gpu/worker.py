@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from ferrule_server.kernels.cuda import catalog
-from ferrule_server.kernels.cuda.driver import Device, DriverError
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec, ModelShape
+from ferrule_server.kernels.cuda.toolchain import catalog
+from ferrule_server.kernels.cuda.toolchain.driver import Device, DriverError
 from tests.gpu import layout, measure
 from tests.gpu.cases import Case, cases_of
 from tests.gpu.gpu import Call, Gpu

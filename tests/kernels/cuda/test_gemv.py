@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ferrule_server.kernels import quantise, reference
-from ferrule_server.kernels.cuda.compile import ARCHITECTURES, compile_spec
 from ferrule_server.kernels.cuda.gemv import (
     chunks_per_thread,
     gemv,
@@ -22,9 +21,10 @@ from ferrule_server.kernels.cuda.gemv import (
     specs,
     variants,
 )
-from ferrule_server.kernels.cuda.sass import disassemble
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
 from ferrule_server.kernels.cuda.specialise import Constant, Specialised
+from ferrule_server.kernels.cuda.toolchain.compile import ARCHITECTURES, compile_spec
+from ferrule_server.kernels.cuda.toolchain.sass import disassemble
 from tests.kernels.cuda.mutation import check_mutants
 from tests.kernels.cuda.simulator import Launch, Memory, from_bf16, run
 

@@ -1,8 +1,8 @@
 """Every instruction that Python has no word for, in one place: a port to another compiler touches this file alone.
 
 An intrinsic is declared as a plain function whose signature gives the register kinds and whose decorator gives the PTX.
-The body never runs: :mod:`ferrule_server.kernels.cuda.compile` turns declarations into numba intrinsics, the simulator
-of the tests has a twin of each. Importing this module needs neither numba nor a GPU.
+The body never runs: the toolchain's ``compile`` turns declarations into numba intrinsics, the simulator of the tests
+has a twin of each. Importing this module needs neither numba nor a GPU.
 
 Addresses are byte addresses (``Address``, 64 bits, global memory) or byte offsets into the dynamic shared memory of the
 CTA (``Offset``, 32 bits); there is no other shared memory. ``Vec4`` is four 32-bit words, 16 bytes; addresses of vector

@@ -20,7 +20,7 @@ from ferrule_server.kernels.cuda.spec import KernelSpec
 __all__ = ["parameters", "source_files", "source_key"]
 
 _PACKAGE = "ferrule_server.kernels.cuda"
-_COMPILER = f"{_PACKAGE}.compile"
+_COMPILER = f"{_PACKAGE}.toolchain.compile"
 _FORMAT = 1
 
 
@@ -73,7 +73,7 @@ def _imports(path: Path) -> set[str]:
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.add(node.module)
-            names.update(f"{node.module}.{alias.name}" for alias in node.names if node.module == _PACKAGE)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names if node.module.startswith(_PACKAGE))
     return {name for name in names if name.startswith(_PACKAGE + ".")}
 
 

@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from ferrule_server.kernels.cuda.addressing import narrow_addresses
-from ferrule_server.kernels.cuda.compile import Cubin, _assemble, compile_spec
 from ferrule_server.kernels.cuda.intrinsics import (
     I32,
     Address,
@@ -34,10 +32,12 @@ from ferrule_server.kernels.cuda.intrinsics import (
     store_v4,
     thread_id,
 )
-from ferrule_server.kernels.cuda.machine_code import MULTIPROCESSORS, RULES, Made, check
-from ferrule_server.kernels.cuda.sass import disassemble
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.specialise import i32, registers, u32, unrolled
+from ferrule_server.kernels.cuda.toolchain.addressing import narrow_addresses
+from ferrule_server.kernels.cuda.toolchain.compile import Cubin, _assemble, compile_spec
+from ferrule_server.kernels.cuda.toolchain.machine_code import MULTIPROCESSORS, RULES, Made, check
+from ferrule_server.kernels.cuda.toolchain.sass import disassemble
 
 Kernel = Callable[..., None]
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ferrule_server.kernels.cuda.compile import Cubin
+from ferrule_server.kernels.cuda.toolchain.compile import Cubin
 
 __all__ = ["CubinCache", "default_folder"]
 

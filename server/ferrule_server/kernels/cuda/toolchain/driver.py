@@ -14,9 +14,9 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-from ferrule_server.kernels.cuda.compile import Cubin
-from ferrule_server.kernels.cuda.sources import parameters
 from ferrule_server.kernels.cuda.spec import KernelSpec
+from ferrule_server.kernels.cuda.toolchain.compile import Cubin
+from ferrule_server.kernels.cuda.toolchain.sources import parameters
 
 __all__ = ["Device", "DriverError", "Function", "Launch", "NoDevice"]
 

@@ -1,10 +1,10 @@
 """Cubins: compiled once per machine, kept on disk, found again by what they are made from.
 
-A bundle (:mod:`ferrule_server.kernels.cuda.bundle`) brings cubins from another machine; it is asked first, by the
-sources alone, so that a machine needs neither the compiler nor its versions. Then the cache of this machine
-(:mod:`ferrule_server.kernels.cuda.cubin_cache`), by sources and versions; what is in neither is compiled.
+A bundle (``bundle.py``) brings cubins from another machine; it is asked first, by the sources alone, so that a machine
+needs neither the compiler nor its versions. Then the cache of this machine (``cubin_cache.py``), by sources and
+versions; what is in neither is compiled.
 
-    python -m ferrule_server.kernels.cuda.cubins build --architecture sm_90a --shape Qwen3-8B --output kernels.bundle
+    python -m ferrule_server.kernels.cuda.toolchain.cubins build --architecture sm_90a --output kernels.bundle
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 
-from ferrule_server.kernels.cuda.bundle import Bundle
-from ferrule_server.kernels.cuda.compile import CompileError, Cubin, compile_spec, toolkit
-from ferrule_server.kernels.cuda.cubin_cache import CubinCache
-from ferrule_server.kernels.cuda.sources import source_key
 from ferrule_server.kernels.cuda.spec import KernelSpec
+from ferrule_server.kernels.cuda.toolchain.bundle import Bundle
+from ferrule_server.kernels.cuda.toolchain.compile import CompileError, Cubin, compile_spec, toolkit
+from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache
+from ferrule_server.kernels.cuda.toolchain.sources import source_key
 
 __all__ = ["Job", "Progress", "build", "load_all"]
 
@@ -63,7 +63,7 @@ def build(
     Args:
         jobs: What is wanted; the order of the result.
         cache: None compiles all that the bundle lacks. One that cannot be written costs a warning only.
-        bundle: Made by :func:`ferrule_server.kernels.cuda.bundle.write_bundle`, perhaps elsewhere.
+        bundle: Made by :func:`ferrule_server.kernels.cuda.toolchain.bundle.write_bundle`, perhaps elsewhere.
         num_workers: Processes that compile; None: one per core.
         progress: Told of each kernel that is ready.
 
@@ -173,6 +173,6 @@ def _compile(spec: KernelSpec, architectures: list[str]) -> list[Cubin]:
 
 
 if __name__ == "__main__":
-    from ferrule_server.kernels.cuda.cubins_cli import main
+    from ferrule_server.kernels.cuda.toolchain.cubins_cli import main
 
     main()

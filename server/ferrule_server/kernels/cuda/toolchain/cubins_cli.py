@@ -7,14 +7,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ferrule_server.kernels.cuda import catalog
-from ferrule_server.kernels.cuda.bundle import Bundle, BundleError, write_bundle
-from ferrule_server.kernels.cuda.compile import ARCHITECTURES, CompileError, Cubin, toolkit
-from ferrule_server.kernels.cuda.cubin_cache import CubinCache, default_folder
-from ferrule_server.kernels.cuda.cubins import load_all
-from ferrule_server.kernels.cuda.sources import source_key
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec
 from ferrule_server.kernels.cuda.specialise import KernelError
+from ferrule_server.kernels.cuda.toolchain import catalog
+from ferrule_server.kernels.cuda.toolchain.bundle import Bundle, BundleError, write_bundle
+from ferrule_server.kernels.cuda.toolchain.compile import ARCHITECTURES, CompileError, Cubin, toolkit
+from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache, default_folder
+from ferrule_server.kernels.cuda.toolchain.cubins import load_all
+from ferrule_server.kernels.cuda.toolchain.sources import source_key
 
 __all__ = ["main"]
 
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m ferrule_server.kernels.cuda.cubins", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m ferrule_server.kernels.cuda.toolchain.cubins", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
     build = commands.add_parser("build", help="compile what is missing, and perhaps put all of it into a bundle")
     build.add_argument("--architecture", choices=sorted(ARCHITECTURES), required=True)

@@ -1,10 +1,11 @@
 """The table of the machine code: every shipped kernel, what it takes of a GPU and what stands in it.
 
-    python -m ferrule_server.kernels.cuda.report                          print it
-    python -m ferrule_server.kernels.cuda.report --write docs/kernels.md  put it between the markers of that page
+    python -m ferrule_server.kernels.cuda.toolchain.report --write docs/kernels.md
+
+prints it, or puts it between the markers of that page.
 
 Ends with 1, and one line for each breach, where a kernel breaks a rule of
-:mod:`ferrule_server.kernels.cuda.machine_code`. Needs the compiler and nvdisasm, no GPU.
+``machine_code.py``. Needs the compiler and nvdisasm, no GPU.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ferrule_server.kernels.cuda.catalog import shipped_kernels
-from ferrule_server.kernels.cuda.compile import ARCHITECTURES, CompileError, toolkit
-from ferrule_server.kernels.cuda.cubin_cache import CubinCache, default_folder
-from ferrule_server.kernels.cuda.machine_code import Facts, Made, make_all
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.specialise import KernelError
+from ferrule_server.kernels.cuda.toolchain.catalog import shipped_kernels
+from ferrule_server.kernels.cuda.toolchain.compile import ARCHITECTURES, CompileError, toolkit
+from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache, default_folder
+from ferrule_server.kernels.cuda.toolchain.machine_code import Facts, Made, make_all
 
 __all__ = ["BEGIN", "END", "main", "table", "written_into"]
 
-BEGIN = "<!-- generated: python -m ferrule_server.kernels.cuda.report --write docs/kernels.md -->"
+BEGIN = "<!-- generated: python -m ferrule_server.kernels.cuda.toolchain.report --write docs/kernels.md -->"
 END = "<!-- end of what is generated -->"
 
 _HEAD = (
@@ -74,7 +75,7 @@ def written_into(page: str, content: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Compile, check, print or write the table."""
-    parser = argparse.ArgumentParser(prog="python -m ferrule_server.kernels.cuda.report", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m ferrule_server.kernels.cuda.toolchain.report", description=__doc__)
     parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table between the markers of this file")
     parser.add_argument("--cache", type=Path, default=default_folder(), help="folder (default: %(default)s)")
     args = parser.parse_args(arguments)

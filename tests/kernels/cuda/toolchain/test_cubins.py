@@ -14,14 +14,15 @@ from typing import Any
 
 import pytest
 
-from ferrule_server.kernels.cuda import block_transfer, catalog, copy_blocks, cubins, move_slots, sources
-from ferrule_server.kernels.cuda.bundle import Bundle, BundleError, write_bundle
-from ferrule_server.kernels.cuda.compile import CompileError, Cubin
-from ferrule_server.kernels.cuda.cubin_cache import CubinCache
-from ferrule_server.kernels.cuda.cubins import build, load_all
-from ferrule_server.kernels.cuda.cubins_cli import main
-from ferrule_server.kernels.cuda.sources import parameters, source_files, source_key
+from ferrule_server.kernels.cuda import block_transfer, copy_blocks, move_slots
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec
+from ferrule_server.kernels.cuda.toolchain import catalog, cubins, sources
+from ferrule_server.kernels.cuda.toolchain.bundle import Bundle, BundleError, write_bundle
+from ferrule_server.kernels.cuda.toolchain.compile import CompileError, Cubin
+from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache
+from ferrule_server.kernels.cuda.toolchain.cubins import build, load_all
+from ferrule_server.kernels.cuda.toolchain.cubins_cli import main
+from ferrule_server.kernels.cuda.toolchain.sources import parameters, source_files, source_key
 
 SPEC = copy_blocks.spec()
 OTHER = block_transfer.spec("gather")
@@ -147,10 +148,11 @@ def test_key_follows_every_source_and_constant(monkeypatch: pytest.MonkeyPatch) 
 
 def test_key_is_the_same_in_a_copy_elsewhere(tmp_path: Path) -> None:
     """The folder of the sources does not matter: a bundle serves another machine."""
-    server = Path(sources.__file__).parents[3]
+    server = Path(sources.__file__).parents[4]
     shutil.copytree(server, tmp_path / "server", ignore=shutil.ignore_patterns("__pycache__", "demo_model"))
     code = (
-        "from ferrule_server.kernels.cuda import copy_blocks, sources\n"
+        "from ferrule_server.kernels.cuda import copy_blocks\n"
+        "from ferrule_server.kernels.cuda.toolchain import sources\n"
         "print(sources.source_key(copy_blocks.spec(), 'sm_80'), sources.__file__)"
     )
     done = subprocess.run(

@@ -1,7 +1,7 @@
 """A bundle: all cubins for one architecture in one file, to be run where they were not compiled.
 
 A zip file with ``bundle.json`` (format, architecture, versions of the toolkit, and one record per kernel by its
-:func:`~ferrule_server.kernels.cuda.sources.source_key`) and one member per cubin, named by its SHA-256. A machine with
+``sources.source_key``) and one member per cubin, named by its SHA-256. A machine with
 the same sources finds its kernels in it under any version of Python or numba, or without numba at all.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ferrule_server.kernels.cuda.compile import Cubin
+from ferrule_server.kernels.cuda.toolchain.compile import Cubin
 
 __all__ = ["Bundle", "BundleError", "write_bundle"]
 

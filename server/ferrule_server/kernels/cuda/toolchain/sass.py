@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ferrule_server.kernels.cuda.compile import CompileError, Cubin, tool
+from ferrule_server.kernels.cuda.toolchain.compile import CompileError, Cubin, tool
 
 __all__ = ["INSTRUCTION_BYTES", "Instruction", "MachineCode", "disassemble", "disassemble_all"]
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from ferrule_server.kernels.cuda import copy_blocks
-from ferrule_server.kernels.cuda.compile import Cubin, compile_spec
-from ferrule_server.kernels.cuda.driver import Device, DriverError, Function, NoDevice
 from ferrule_server.kernels.cuda.intrinsics import F32, I32, Address
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec
-from tests.kernels.cuda.recorded_driver import FUNCTION, LIBRARY, RecordedDriver, RecordedLaunch
+from ferrule_server.kernels.cuda.toolchain.compile import Cubin, compile_spec
+from ferrule_server.kernels.cuda.toolchain.driver import Device, DriverError, Function, NoDevice
+from tests.kernels.cuda.toolchain.recorded_driver import FUNCTION, LIBRARY, RecordedDriver, RecordedLaunch
 
 KINDS = (ctypes.c_int64, ctypes.c_int32, ctypes.c_float)
 
@@ -143,7 +143,7 @@ def test_failures_carry_the_name_of_cuda_and_say_whether_the_context_is_lost(nam
 
 def test_names_of_lost_contexts_exist() -> None:
     """A name that is spelled wrongly would never match."""
-    from ferrule_server.kernels.cuda import driver
+    from ferrule_server.kernels.cuda.toolchain import driver
 
     names = {result.name for result in RecordedDriver().CUresult}
     assert names >= driver._LOST  # of 13.0 and later
@@ -181,7 +181,7 @@ def test_missing_package_is_the_same_error(monkeypatch: pytest.MonkeyPatch) -> N
 def test_real_bindings_without_a_driver_give_the_same_error() -> None:
     """In a process of its own: the bindings remember what they did not find."""
     code = (
-        "from ferrule_server.kernels.cuda.driver import Device, NoDevice\n"
+        "from ferrule_server.kernels.cuda.toolchain.driver import Device, NoDevice\n"
         "import sys\n"
         "assert not any(name.startswith(('cuda', 'numba')) for name in sys.modules)\n"
         "try:\n    Device.open()\nexcept NoDevice as error:\n    print('none:', error)\nelse:\n    print('found')"

@@ -12,16 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from ferrule_server.kernels.cuda import compile as compiler
-from ferrule_server.kernels.cuda.compile import (
-    ARCHITECTURES,
-    CompileError,
-    Cubin,
-    compile_kernel,
-    compile_spec,
-    tool,
-    toolkit,
-)
 from ferrule_server.kernels.cuda.intrinsics import (
     F32,
     I32,
@@ -44,9 +34,19 @@ from ferrule_server.kernels.cuda.intrinsics import (
     store_v4,
     thread_id,
 )
-from ferrule_server.kernels.cuda.sass import MachineCode, disassemble
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.specialise import KernelError, i32, registers, u32, unrolled
+from ferrule_server.kernels.cuda.toolchain import compile as compiler
+from ferrule_server.kernels.cuda.toolchain.compile import (
+    ARCHITECTURES,
+    CompileError,
+    Cubin,
+    compile_kernel,
+    compile_spec,
+    tool,
+    toolkit,
+)
+from ferrule_server.kernels.cuda.toolchain.sass import MachineCode, disassemble
 
 
 def scale(x: Address, out: Address, factor: F32, *, count: int) -> None:

@@ -12,16 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from ferrule_server.kernels.cuda import attention, attention_mma, catalog, embed, gemv, move_slots, report
-from ferrule_server.kernels.cuda.catalog import OPS, Op, kernels_of, merged, shipped_kernels, variants_of
-from ferrule_server.kernels.cuda.compile import ARCHITECTURES, toolkit
-from ferrule_server.kernels.cuda.cubin_cache import CubinCache
-from ferrule_server.kernels.cuda.machine_code import RULES, Made, make_all
-from ferrule_server.kernels.cuda.report import BEGIN, END, table, written_into
+from ferrule_server.kernels.cuda import attention, attention_mma, embed, gemv, move_slots
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import KernelError
+from ferrule_server.kernels.cuda.toolchain import catalog, report
+from ferrule_server.kernels.cuda.toolchain.catalog import OPS, Op, kernels_of, merged, shipped_kernels, variants_of
+from ferrule_server.kernels.cuda.toolchain.compile import ARCHITECTURES, toolkit
+from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache
+from ferrule_server.kernels.cuda.toolchain.machine_code import RULES, Made, make_all
+from ferrule_server.kernels.cuda.toolchain.report import BEGIN, END, table, written_into
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "kernels.md").read_text()
+PAGE = (Path(__file__).resolve().parents[4] / "docs" / "kernels.md").read_text()
 SHIPPED = shipped_kernels()
 KERNELS = sorted({spec.kernel for spec in SHIPPED}, key=lambda kernel: kernel.__name__)
 SHAPE = MODEL_SHAPES["Qwen3-0.6B"]
@@ -75,7 +76,7 @@ def test_page_holds_the_table(made: list[Made]) -> None:
         written, expected = (
             re.sub(r"^Made with .*|( \| [\d ]+){6} \|$", "", it, flags=re.M) for it in (written, expected)
         )
-    advice = "run python -m ferrule_server.kernels.cuda.report --write docs/kernels.md"
+    advice = "run python -m ferrule_server.kernels.cuda.toolchain.report --write docs/kernels.md"
     assert written.splitlines() == expected.splitlines(), advice
 
 

@@ -1,7 +1,7 @@
 """What a cubin must be before a GPU sees it: every rule is checked on the machine code itself.
 
 Each rule is one function that names what breaks it, with the instruction. What machine code no longer shows, where an
-address comes from, is read from the PTX (:mod:`ferrule_server.kernels.cuda.addressing`).
+address comes from, is read from the PTX (:mod:`ferrule_server.kernels.cuda.toolchain.addressing`).
 
 Limits of a multiprocessor: "CUDA C++ Programming Guide", table of technical specifications per compute capability;
 allocation granularity: the occupancy calculator of Nsight Compute.
@@ -13,12 +13,18 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from ferrule_server.kernels.cuda.addressing import mixed_loads, narrow_addresses
-from ferrule_server.kernels.cuda.compile import ARCHITECTURES, Cubin
-from ferrule_server.kernels.cuda.cubin_cache import CubinCache
-from ferrule_server.kernels.cuda.cubins import Job, Progress, build
-from ferrule_server.kernels.cuda.sass import INSTRUCTION_BYTES, Instruction, MachineCode, disassemble, disassemble_all
 from ferrule_server.kernels.cuda.spec import KernelSpec
+from ferrule_server.kernels.cuda.toolchain.addressing import mixed_loads, narrow_addresses
+from ferrule_server.kernels.cuda.toolchain.compile import ARCHITECTURES, Cubin
+from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache
+from ferrule_server.kernels.cuda.toolchain.cubins import Job, Progress, build
+from ferrule_server.kernels.cuda.toolchain.sass import (
+    INSTRUCTION_BYTES,
+    Instruction,
+    MachineCode,
+    disassemble,
+    disassemble_all,
+)
 
 __all__ = [
     "MULTIPROCESSORS",
@@ -181,7 +187,7 @@ def make_all(
 
     Args:
         specs: Each once.
-        architectures: Keys of :data:`ferrule_server.kernels.cuda.compile.ARCHITECTURES`.
+        architectures: Keys of :data:`ferrule_server.kernels.cuda.toolchain.compile.ARCHITECTURES`.
         cache: Where compiled kernels are looked for and kept.
         num_workers: Processes that compile; None: one per core.
         progress: Told of each kernel that is compiled.

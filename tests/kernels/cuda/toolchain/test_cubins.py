@@ -121,7 +121,8 @@ def test_prune_deletes_what_was_not_used(compiler: Compiler, tmp_path: Path) -> 
 def test_key_follows_every_source_and_constant(monkeypatch: pytest.MonkeyPatch) -> None:
     """A change of any file a kernel is made of changes its key; a promise does not."""
     files = source_files(SPEC.kernel)
-    needed = {f"ferrule_server.kernels.cuda.{name}" for name in ("copy_blocks", "compile", "intrinsics", "specialise")}
+    names = ("copy_blocks", "toolchain.compile", "intrinsics", "specialise")
+    needed = {f"ferrule_server.kernels.cuda.{name}" for name in names}
     assert needed <= set(files)
     assert "ferrule_server.kernels.cuda.copy_blocks" in source_files(OTHER.kernel), (
         "its device function comes from there"

@@ -20,7 +20,8 @@ from ferrule_server.kernels.cuda.spec import KernelSpec
 __all__ = ["parameters", "source_files", "source_key"]
 
 _PACKAGE = "ferrule_server.kernels.cuda"
-_COMPILER = f"{_PACKAGE}.toolchain.compile"
+_TOOLCHAIN = f"{_PACKAGE}.toolchain"
+_COMPILER = f"{_TOOLCHAIN}.compile"
 _FORMAT = 1
 
 
@@ -73,7 +74,8 @@ def _imports(path: Path) -> set[str]:
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.add(node.module)
-            names.update(f"{node.module}.{alias.name}" for alias in node.names if node.module.startswith(_PACKAGE))
+            if node.module in {_PACKAGE, _TOOLCHAIN}:
+                names.update(f"{node.module}.{alias.name}" for alias in node.names)
     return {name for name in names if name.startswith(_PACKAGE + ".")}
 
 

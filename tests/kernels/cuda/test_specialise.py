@@ -212,9 +212,25 @@ def wrong(x: Address, n: I32, *, HOW: str) -> None:  # noqa: N803
     if HOW == "arguments":
         store_i32(x, plus(n))  # type: ignore[call-arg]
     if HOW == "assert":
-        assert len(HOW) == 2
+        assert len(HOW) == 2, "two letters"
     if HOW == "list":
         store_i32(x, [n])  # type: ignore[arg-type]
+    if HOW == "constant list":
+        kept = [1, 2, 3]
+    if HOW == "none":
+        kept = None
+    if HOW == "few":
+        store_i32(x)  # type: ignore[call-arg]
+    if HOW == "many":
+        store_i32(x, i32(n, n))  # type: ignore[call-arg]
+    if HOW == "keyword":
+        store_i32(x, value=n)
+    if HOW == "power":
+        store_i32(x, n**2)
+    if HOW == "quotient":
+        store_f32(x, n / 3.0)
+    if HOW == "in place":
+        n //= 3
     if HOW == "try":
         try:
             store_i32(x, n)
@@ -244,8 +260,16 @@ def wrong(x: Address, n: I32, *, HOW: str) -> None:  # noqa: N803
         ("choice", "a @device call cannot stand where it runs on a condition"),
         ("and", "a @device call cannot stand where it runs on a condition"),
         ("arguments", r"plus takes \['value'\] and the constants \['MORE'\]"),
-        ("assert", r"len\(HOW\) == 2 is not so for \{'HOW': 'assert'\}"),
+        ("assert", r"len\(HOW\) == 2 is not so for \{'HOW': 'assert'\}: two letters"),
         ("list", r"\[n\] is not part of the language"),
+        ("constant list", r"\[1, 2, 3\] is not part of the language"),
+        ("none", "None is not part of the language"),
+        ("few", r"store_i32 takes 2 arguments, by position: store_i32\(x\)"),
+        ("many", r"i32 takes 1 arguments, by position: i32\(n, n\)"),
+        ("keyword", r"store_i32 takes 2 arguments, by position: store_i32\(x, value=n\)"),
+        ("power", r"n \*\* 2: write a product, or exp2\(y \* log2\(x\)\)"),
+        ("quotient", r"n / 3.0: write a product with reciprocal\(\.\.\.\), or with a constant"),
+        ("in place", r"n //= 3: write a shift, a mask or a product with reciprocal\(\.\.\.\)"),
         ("try", "Try is not part of the language"),
         ("divide", r"n // 3: write a shift, a mask or a product with reciprocal\(\.\.\.\)"),
         ("attribute", "cannot assign to n.real"),

@@ -53,6 +53,15 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.BitXor: operator.xor,
 }
 """The common ones: all others are left to ``eval``, which takes its time."""
+_DIVISION = "write a shift, a mask or a product with reciprocal(...)"
+_INSTEAD: dict[type[ast.operator], str] = {
+    ast.Div: "write a product with reciprocal(...), or with a constant",
+    ast.FloorDiv: _DIVISION,
+    ast.Mod: _DIVISION,
+    ast.Pow: "write a product, or exp2(y * log2(x))",
+    ast.MatMult: "write fma(...) or mma_bf16(...)",
+}
+"""What to write for operators that have no instruction."""
 _UNKNOWN = object()
 _Node = TypeVar("_Node", bound=ast.AST)
 
@@ -210,6 +219,7 @@ class _Writer:
             case ast.AnnAssign(target=target, value=ast.expr() as value):
                 return self._assign(node, target, value, scope)
             case ast.AugAssign():
+                self._check_operator(node)
                 value, before = self._expression(node.value, scope)
                 target = self._target(node.target, scope)
                 assert isinstance(target, ast.Name), ast.unparse(node)
@@ -255,7 +265,8 @@ class _Writer:
     def _check(self, node: ast.Assert, scope: _Scope) -> list[ast.stmt]:
         if not self._constant(node.test, scope):
             values = {name: value for name, value in scope.constants.items() if isinstance(value, int | str)}
-            raise self._error(node, f"{ast.unparse(node.test)} is not so for {values}")
+            said = f": {ast.literal_eval(node.msg)}" if isinstance(node.msg, ast.Constant) else ""
+            raise self._error(node, f"{ast.unparse(node.test)} is not so for {values}{said}")
         return []
 
     def _assign(self, node: ast.stmt, target: ast.expr, value: ast.expr, scope: _Scope) -> list[ast.stmt]:
@@ -309,7 +320,7 @@ class _Writer:
 
     def _write(self, node: ast.expr, scope: _Scope, before: list[ast.stmt]) -> ast.expr:  # noqa: PLR0911  (likewise)
         value = _evaluate(node, scope)
-        if value is not _UNKNOWN:
+        if value is not _UNKNOWN and _is_literal(value):
             return _at(node, _literal(value))
         match node:
             case ast.Name():
@@ -333,9 +344,8 @@ class _Writer:
             case ast.Compare():
                 others = [self._write(other, scope, before) for other in node.comparators]
                 return _at(node, ast.Compare(self._write(node.left, scope, before), node.ops, others))
-            case ast.BinOp(op=ast.Div() | ast.FloorDiv() | ast.Mod() | ast.Pow() | ast.MatMult()):
-                raise self._error(node, f"{ast.unparse(node)}: write a shift, a mask or a product with reciprocal(...)")
             case ast.BinOp():
+                self._check_operator(node)
                 left, right = self._write(node.left, scope, before), self._write(node.right, scope, before)
                 return _at(node, ast.BinOp(left, node.op, right))
             case ast.UnaryOp():
@@ -351,6 +361,10 @@ class _Writer:
         if before:
             raise self._error(node, "a @device call cannot stand where it runs on a condition; give it its own line")
         return written
+
+    def _check_operator(self, node: ast.BinOp | ast.AugAssign) -> None:
+        if type(node.op) in _INSTEAD:
+            raise self._error(node, f"{ast.unparse(node)}: {_INSTEAD[type(node.op)]}")
 
     def _choice(self, node: ast.IfExp, scope: _Scope, before: list[ast.stmt]) -> ast.expr:
         test = _evaluate(node.test, scope)
@@ -369,6 +383,9 @@ class _Writer:
         called = getattr(callee, "__name__", name)
         if called not in INTRINSICS and called not in CASTS:
             raise self._error(node, f"{name} is neither an intrinsic nor marked @device")
+        expected = len(INTRINSICS[called].arguments) if called in INTRINSICS else 1
+        if node.keywords or len(node.args) != expected:
+            raise self._error(node, f"{called} takes {expected} arguments, by position: {ast.unparse(node)}")
         arguments = [self._write(argument, scope, before) for argument in node.args]
         return _at(node, ast.Call(ast.Name(called, ast.Load()), arguments, []))
 
@@ -425,6 +442,10 @@ def _on_single_lines(tree: ast.Module) -> ast.Module:
 
 def _element(name: str, index: tuple[int, ...]) -> str:
     return "__".join((name, *map(str, index)))
+
+
+def _is_literal(value: object) -> bool:
+    return all(map(_is_literal, value)) if isinstance(value, tuple) else isinstance(value, bool | int | float | str)
 
 
 def _literal(value: object) -> ast.expr:

@@ -8,7 +8,7 @@ source being read before any target is written: chains and swaps mean what they 
 * ``stage_slots``, any number: one launch gathers the sources into a buffer, a second one scatters it.
 
 Bytes moved: every moved byte is read once and written once; twice each with a buffer. A slot of a plane is
-``2 * head_dim`` bytes, so at 128 every access fills two whole sectors of 128 bytes.
+``2 * head_dim`` bytes, so every slot is whole sectors of 32 bytes: 8 at a width of 128, 4 at 64.
 """
 
 from __future__ import annotations

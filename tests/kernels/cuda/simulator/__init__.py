@@ -15,9 +15,11 @@ What is checked does not depend on the order of turns: every access to mutable m
 after a launch all pairs that conflict must be ordered by barriers or by fences around atomics (:mod:`clocks`,
 :mod:`races`). That, not luck, is why a deleted barrier is noticed.
 
-What is not modelled: time; banks and coalescing; reordering that no race is needed for (none is possible if all
-conflicting accesses are ordered); the error of ``ex2.approx`` and its like, which are exact here; rounding inside one
-expression, which is float64 (:mod:`rounding`); integers of 64 bits do not wrap but fail as addresses or in a cast.
+What is not modelled: time; CTAs that wait for a place on a multiprocessor, so that a loop that waits for another CTA
+ends here and may hang a GPU (no kernel may have one); banks and coalescing; reordering that no race is needed for (none
+is possible if all conflicting accesses are ordered); the error of ``ex2.approx`` and its like, which are exact here;
+rounding inside one expression, which is float64 (:mod:`rounding`); integers of 64 bits do not wrap but fail as
+addresses or in a cast.
 """
 
 from tests.kernels.cuda.simulator.errors import (

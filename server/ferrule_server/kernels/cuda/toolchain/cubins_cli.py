@@ -18,6 +18,13 @@ from ferrule_server.kernels.cuda.toolchain.sources import source_key
 
 __all__ = ["main"]
 
+_DESCRIPTION = """\
+Compiled kernels: in the cache of this machine, and in bundles for machines without the compiler.
+
+A bundle is one file with all kernels for one architecture. Building it takes minutes unless the cache has them; no
+GPU is needed. "build --help" and so on say what a command takes; docs/kernels.md, "Cubins and bundles", has
+examples."""
+
 _ALL = "all"
 _DAY_S = 24 * 3600.0
 _BAR = 30
@@ -33,7 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m ferrule_server.kernels.cuda.toolchain.cubins", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m ferrule_server.kernels.cuda.toolchain.cubins",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(required=True, metavar="command")
     build = commands.add_parser("build", help="compile what is missing, and perhaps put all of it into a bundle")
     build.add_argument("--architecture", choices=sorted(ARCHITECTURES), required=True)

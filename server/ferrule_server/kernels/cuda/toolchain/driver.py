@@ -214,7 +214,9 @@ class Function:
             grid: CTAs.
             shared_bytes: Dynamic shared memory per CTA; None: what the spec is planned for.
             starts_early: The kernel may start while the one before it in the stream still runs, up to its
-                ``grid_wait`` (programmatic dependent launch); without effect before sm_90.
+                ``grid_wait`` (programmatic dependent launch); without effect before sm_90. False for the first kernel
+                of a chain behind anything in the stream that wrote weights or tables: ``load_stream_v4`` reads them
+                above the wait, when such a write need not be seen yet.
 
         Raises:
             ValueError: An argument does not fit its kind, their number is wrong, the shared memory is more than the

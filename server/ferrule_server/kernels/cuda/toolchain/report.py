@@ -2,10 +2,8 @@
 
     python -m ferrule_server.kernels.cuda.toolchain.report --write docs/kernels.md
 
-prints it, or puts it between the markers of that page.
-
-Ends with 1, and one line for each breach, where a kernel breaks a rule of
-``machine_code.py``. Needs the compiler and nvdisasm, no GPU.
+puts it between the markers of that page; without ``--write`` it is printed. Ends with 1, and one line for each breach,
+where a kernel breaks a rule of ``machine_code.py``. Needs the compiler and nvdisasm, no GPU.
 """
 
 from __future__ import annotations
@@ -30,6 +28,12 @@ __all__ = ["BEGIN", "END", "main", "table", "written_into"]
 
 BEGIN = "<!-- generated: python -m ferrule_server.kernels.cuda.toolchain.report --write docs/kernels.md -->"
 END = "<!-- end of what is generated -->"
+
+_DESCRIPTION = """\
+The table of the machine code: every shipped kernel, what it takes of a GPU and what stands in it.
+
+What the cache lacks is compiled first, which takes minutes; no GPU is needed. The exit status is 1, with a line on
+stderr for each breach, where a kernel breaks a rule of docs/kernels.md, "Layer 2 in detail"."""
 
 _HEAD = (
     "| constants | threads | shared | registers | spilled | CTAs/SM | LDG.128 | HMMA | code bytes |\n"
@@ -75,10 +79,7 @@ def written_into(page: str, content: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Compile, check, print or write the table."""
-    parser = argparse.ArgumentParser(prog="python -m ferrule_server.kernels.cuda.toolchain.report", description=__doc__)
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table between the markers of this file")
-    parser.add_argument("--cache", type=Path, default=default_folder(), help="folder (default: %(default)s)")
-    args = parser.parse_args(arguments)
+    args = _parse(arguments)
     try:
         made = _make(CubinCache(args.cache))
         if args.write:
@@ -90,6 +91,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     breaches = [breach for it in made for breach in it.breaches()]
     print("".join(f"{breach}\n" for breach in breaches), end="", file=sys.stderr)
     raise SystemExit(1 if breaches else 0)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m ferrule_server.kernels.cuda.toolchain.report",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--write", type=Path, metavar="PAGE", help="put the table between the markers of this file, and print nothing"
+    )
+    parser.add_argument("--cache", type=Path, default=default_folder(), help="folder (default: %(default)s)")
+    return parser.parse_args(arguments)
 
 
 def _make(cache: CubinCache) -> list[Made]:

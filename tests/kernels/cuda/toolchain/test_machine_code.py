@@ -425,6 +425,8 @@ def test_every_rule_is_broken_by_some_test() -> None:
         ("sm_90a", (256, 129, 0), 1),
         ("sm_90a", (1024, 32, 0), 2),
         ("sm_90a", (32, 255, 0), 8),
+        ("sm_90a", (32, 16, 0), 32),
+        ("sm_80", (32, 16, 0), 32),
         ("sm_90a", (128, 32, 113 * 1024), 2),
         ("sm_90a", (128, 32, 113 * 1024 + 1), 1),
         ("sm_90a", (128, 32, 227 * 1024 + 1), 0),
@@ -433,7 +435,7 @@ def test_every_rule_is_broken_by_some_test() -> None:
     ],
 )
 def test_ctas_that_fit(architecture: str, resources: tuple[int, int, int], expected: int) -> None:
-    """Registers go to whole warps in pieces of 256, shared memory has 1 KiB of the system's per CTA."""
+    """Registers go to whole warps in pieces of 256, shared memory has 1 KiB of the system's per CTA; 32 at most."""
     assert MULTIPROCESSORS[architecture].ctas(*resources) == expected
 
 

@@ -55,12 +55,14 @@ class Multiprocessor:
         shared_bytes: Shared memory of all its CTAs together.
         max_shared_bytes_per_cta: What one CTA can have of it.
         num_threads: Resident at a time.
+        num_ctas: Resident at a time, however small.
     """
 
     num_registers: int
     shared_bytes: int
     max_shared_bytes_per_cta: int
     num_threads: int
+    num_ctas: int
 
     def ctas(self, num_threads: int, num_registers: int, shared_bytes: int) -> int:
         """Return how many CTAs fit together.
@@ -76,12 +78,13 @@ class Multiprocessor:
         registers_of_warp = -(-num_registers * 32 // 256) * 256
         warps_by_registers = self.num_registers // registers_of_warp // 4 * 4
         shared_of_cta = -(-(shared_bytes + 1024) // 128) * 128
-        return min(warps_by_registers // warps, self.shared_bytes // shared_of_cta, self.num_threads // (32 * warps))
+        by_shared, by_threads = self.shared_bytes // shared_of_cta, self.num_threads // (32 * warps)
+        return min(warps_by_registers // warps, by_shared, by_threads, self.num_ctas)
 
 
 MULTIPROCESSORS: dict[str, Multiprocessor] = {
-    "sm_80": Multiprocessor(65536, 164 * 1024, 163 * 1024, 2048),
-    "sm_90a": Multiprocessor(65536, 228 * 1024, 227 * 1024, 2048),
+    "sm_80": Multiprocessor(65536, 164 * 1024, 163 * 1024, 2048, 32),
+    "sm_90a": Multiprocessor(65536, 228 * 1024, 227 * 1024, 2048, 32),
 }
 """By architecture."""
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+
 import numpy as np
 import pytest
 
@@ -131,6 +134,31 @@ def test_misuse_is_an_error_of_its_class(error: type[Exception], how: str, monke
     with pytest.raises(error) as caught:
         _run(how)
     assert caught.type is error
+
+
+def line_of(code: str, times: int = 1) -> int:
+    """Return the line of the first, second, ... place in this file that begins with this code."""
+    lines = inspect.getsource(sys.modules[__name__]).splitlines()
+    return [number for number, line in enumerate(lines, 1) if line.strip().startswith(code)][times - 1]
+
+
+def test_what_did_not_arrive_is_not_said_to_be_where_it_was_before() -> None:
+    """The other warp has passed its wait and ended: it is not at ``grid_wait``."""
+    line = line_of('if HOW == "barrier in some threads"') + 1
+    with pytest.raises(simulator.Divergence) as caught:
+        _run("barrier in some threads")
+    assert str(caught.value) == (
+        f"misuse: not all threads arrive: 32 at barrier on line {line} of test_simulator_misuse.py, 32 ended"
+    )
+
+
+def test_an_endless_loop_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernel, thread, file and a line of the loop."""
+    monkeypatch.setattr("tests.kernels.cuda.simulator.grid._MOST_TURNS", 10_000)
+    line = line_of("while i >= 0:")
+    message = r"misuse: no end after 10001 turns: thread \d+ of CTA \(0, 0\) is on line "
+    with pytest.raises(simulator.Deadlock, match=rf"{message}{line} of test_simulator_misuse\.py"):
+        _run("endless")
 
 
 def _run(how: str) -> None:

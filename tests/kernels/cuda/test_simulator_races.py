@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import random
 from dataclasses import dataclass, field
 
@@ -124,7 +125,8 @@ def _conflict(one: tuple[int, int, int, str], other: tuple[int, int, int, str]) 
 def test_finds_a_race_exactly_where_the_definition_has_one(seed: int) -> None:
     """In hundreds of short histories, a good part of them with a race."""
     rng = random.Random(seed)
-    program = Program("random", "", tuple(Site("file.py", line, name) for line, name in enumerate(NAMES)), iter)
+    sites = tuple(Site("file.py", line, name) for line, name in enumerate(NAMES))
+    program = Program("random", "", sites, iter, ast.Module([], []))
     verdicts = []
     for _ in range(150):
         memory = Memory()

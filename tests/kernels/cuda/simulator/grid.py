@@ -82,8 +82,8 @@ class Thread:
     """One thread; ``loads`` and ``stores`` are the pages it may touch without asking."""
 
     __slots__ = (
-        "clock", "cta", "groups", "has_waited", "loads", "log", "open_copies", "reply", "request", "send", "shared",
-        "shared_base", "stores", "thread_id", "warp",
+        "clock", "cta", "generator", "groups", "has_waited", "loads", "log", "open_copies", "reply", "request", "send",
+        "shared", "shared_base", "stores", "thread_id", "warp",
     )  # fmt: skip
 
     def __init__(self, cta: Cta, warp: Warp, thread_id: int, index: int) -> None:
@@ -100,7 +100,11 @@ class Thread:
 
     def begin(self, generator: Generator[Any, Any, None]) -> None:
         """Take the code to run."""
-        self.send = generator.send
+        self.generator, self.send = generator, generator.send
+
+    def line(self) -> int:
+        """Return the line of the source at which it lost its turn."""
+        return int(self.generator.gi_frame.f_lineno)  # type: ignore[attr-defined]
 
     def __str__(self) -> str:
         return f"thread {self.thread_id} of CTA ({self.cta.x}, {self.cta.y})"
@@ -163,6 +167,7 @@ class Grid:
         """Pass ``grid_wait`` and run every thread to its end."""
         for thread in self._waiting:
             thread.loads, thread.stores, thread.has_waited = thread.cta.pages, thread.cta.writable, True
+            thread.request = None
         for cta in self._ctas:
             cta.pages.update(cta.immutable)
         self._resume(self._waiting)
@@ -194,7 +199,7 @@ class Grid:
                         left = int(pick() * 8) + 1
                         turns += 1
                         if turns > _MOST_TURNS:
-                            raise Deadlock(f"no end after {turns} turns")
+                            raise self._endless(thread, turns)
                         thread.reply = thread
                         ready.append(thread)
                         other = int(pick() * len(ready))
@@ -259,11 +264,16 @@ class Grid:
             cta.publish()
 
     def _where(self, threads: list[Thread]) -> str:
+        """Return where threads wait of which none can run."""
         counts: dict[str, int] = {}
         for thread in threads:
-            place = str(self.program.sites[thread.request[1]]) if thread.request else "ended or running"
+            place = str(self.program.sites[thread.request[1]]) if thread.request else ""
             counts[place] = counts.get(place, 0) + 1
-        return ", ".join(f"{count} at {place}" for place, count in counts.items())
+        return ", ".join(f"{count} at {place}" if place else f"{count} ended" for place, count in counts.items())
+
+    def _endless(self, thread: Thread, turns: int) -> Deadlock:
+        place = self.program.place(thread.line())
+        return Deadlock(f"{self.program.name}: no end after {turns} turns: {thread} is on {place}")
 
     def _stuck(self) -> SimulationError:
         """Return why nothing moves: some of those that must arrive at an instruction are gone or elsewhere."""

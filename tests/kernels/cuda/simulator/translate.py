@@ -47,6 +47,13 @@ class Program:
     path: str
     sites: tuple[Site, ...]
     start: Callable[..., Generator[Any, Any, None]]
+    tree: ast.Module
+
+    def place(self, line: int) -> str:
+        """Return a line with its file, or with all files that have code of this kernel on that line."""
+        nodes = [node for node in ast.walk(self.tree) if getattr(node, "lineno", 0) == line]
+        names = {Path(path).name for node in nodes if (path := getattr(node, "path", ""))}
+        return f"line {line} of {' or '.join(sorted(names)) or Path(self.path).name}"
 
 
 def translate(specialised: Specialised) -> Program:
@@ -63,7 +70,7 @@ def translate(specialised: Specialised) -> Program:
     scope: dict[str, Any] = {**PURE, **SHARED, **GLOBAL, **ATOMIC, "_BF16": BF16}
     tree = ast.Module([made], [])
     exec(compile(tree, specialised.path, "exec"), scope)
-    return Program(specialised.name, specialised.path, tuple(writer.sites), scope[specialised.name])
+    return Program(specialised.name, specialised.path, tuple(writer.sites), scope[specialised.name], specialised.tree)
 
 
 class _Writer:

@@ -34,6 +34,7 @@ class _Allocation:
     num_bytes: int
     dtype: np.dtype[Any]
     shape: tuple[int, ...] | None
+    first: NDArray[np.uint8] | None
 
     def part(self, offset: int, num_bytes: int) -> Tensor:
         assert 0 <= offset <= offset + num_bytes <= self.num_bytes
@@ -51,7 +52,8 @@ class DeviceMemory:
     def put(self, name: str, array: ArrayLike, *, mutable: bool = False, offset: int = 0) -> int:
         """Place a copy of an array and return its address."""
         values = np.ascontiguousarray(array)
-        address = self._allocate(name, values.nbytes, values.dtype, values.shape, offset)
+        first = values.reshape(-1).view(np.uint8).copy()
+        address = self._allocate(name, values.nbytes, values.dtype, values.shape, offset, first=first)
         self.write(address, values)
         return address
 
@@ -62,6 +64,16 @@ class DeviceMemory:
         address = self._allocate(name, num_bytes, kind, sizes, offset)
         self._by_name[name].part(0, num_bytes).fill_(0xFF)
         return address
+
+    def reset(self, *names: str) -> None:
+        """Give allocations of ``put`` and ``empty`` what they began with."""
+        for name in names:
+            found = self._by_name[name]
+            assert found.shape is not None, f"{name} is sparse"
+            if found.first is None:
+                found.part(0, found.num_bytes).fill_(0xFF)
+            else:
+                self.write(found.base, found.first)
 
     def sparse(
         self,
@@ -117,7 +129,14 @@ class DeviceMemory:
                 assert bool((guard == GUARD).all()), f"something was written beside {name}"
 
     def _allocate(
-        self, name: str, num_bytes: int, dtype: np.dtype[Any], shape: tuple[int, ...] | None, offset: int
+        self,
+        name: str,
+        num_bytes: int,
+        dtype: np.dtype[Any],
+        shape: tuple[int, ...] | None,
+        offset: int,
+        *,
+        first: NDArray[np.uint8] | None = None,
     ) -> int:
         assert name not in self._by_name, name
         size = num_bytes + 2 * GUARD_BYTES + offset
@@ -126,7 +145,7 @@ class DeviceMemory:
         whole[:begin].fill_(GUARD)
         whole[begin + num_bytes :].fill_(GUARD)
         base = whole.data_ptr() + begin
-        self._by_name[name] = _Allocation(whole, base, num_bytes, dtype, shape)
+        self._by_name[name] = _Allocation(whole, base, num_bytes, dtype, shape, first)
         return base
 
     def _find(self, address: int) -> _Allocation:

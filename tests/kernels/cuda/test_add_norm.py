@@ -13,6 +13,7 @@ from ferrule_server.kernels.cuda.add_norm import add_norm, shared_bytes, spec, s
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
 from ferrule_server.kernels.cuda.specialise import Specialised
 from tests.kernels.cuda.mutation import check_mutants
+from tests.kernels.cuda.replay import replay
 from tests.kernels.cuda.simulator import Launch, Memory, run
 
 EPS = 1e-6
@@ -56,10 +57,7 @@ def _run(
     )
     found = []
     for seed in range(num_runs):
-        memory.write(memory.address("hidden"), _bits(hidden))
-        if delta is not None:
-            memory.write(memory.address("delta"), _bits(delta))
-        run(memory, [launch], seed=seed)
+        replay(memory, [launch], outputs=("hidden", "delta", "normed"), seed=seed)
         found.append((memory.get("hidden"), memory.get(out)))
     assert all(np.array_equal(found[0], one) for one in found)
     first, second = (torch.from_numpy(part).view(torch.bfloat16) for part in found[0])

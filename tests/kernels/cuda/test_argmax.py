@@ -21,7 +21,8 @@ from ferrule_server.kernels.cuda.argmax import (
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
 from ferrule_server.kernels.cuda.specialise import Specialised
 from tests.kernels.cuda.mutation import check_mutants
-from tests.kernels.cuda.simulator import Launch, Memory, run
+from tests.kernels.cuda.replay import replay, without_wrapping
+from tests.kernels.cuda.simulator import Launch, Memory
 
 
 def _argmax(
@@ -55,7 +56,7 @@ def _argmax(
             shared_bytes=shared_bytes(WARPS=warps),
             specialised=specialised,
         )
-        run(memory, [launch], seed=seed)
+        replay(memory, [launch], outputs=("tokens",), counters=("tickets",), seed=seed)
         found.append(memory.get("tokens").tolist())
     assert all(one == found[0] for one in found)
     return list(map(int, found[0]))
@@ -106,6 +107,13 @@ def test_argmax_needs_all_of_its_synchronisation() -> None:
 
     found = [mutation.name for mutation in check_mutants(argmax, constants, simulate)]
     assert (found.count("fence"), found.count("barrier"), found.count("grid_wait")) == (2, 2, 1)
+
+
+def test_a_ticket_that_does_not_wrap_is_found() -> None:
+    """The next run would give no token."""
+    constants = dict(spec(MASKED=False, WARPS=1, SLICE=128).constants)
+    with pytest.raises(AssertionError, match="tickets must be 0"):
+        _argmax(torch.randn(2, 300), is_masked=False, grid=2, specialised=without_wrapping(argmax, constants))
 
 
 def test_launches_of_models() -> None:

@@ -19,7 +19,8 @@ from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, ModelShape
 from ferrule_server.kernels.cuda.specialise import Constant, Specialised, specialise
 from tests.kernels.cuda.attention_case import EPS, LAYER, Seq, Shape, Step, bits, pool_bytes
 from tests.kernels.cuda.mutation import check_mutants
-from tests.kernels.cuda.simulator import Launch, Memory, from_bf16, run
+from tests.kernels.cuda.replay import replay
+from tests.kernels.cuda.simulator import Launch, Memory, from_bf16
 
 Bits = NDArray[np.uint16]
 
@@ -88,7 +89,7 @@ class Simulation:
         )
 
     def run(self, *, seed: int = 0, times: int = 1, mutant: Specialised | None = None) -> Bits:
-        """Launch and return the bits of the output."""
+        """Launch, in memory as the run before left it but for the output; return the bits of the output."""
         launch = Launch(
             attention,
             self.build.constants(self.step.shape),
@@ -98,7 +99,7 @@ class Simulation:
             shared_bytes=shared_bytes(**self.build.sizes(self.step.shape)),
             specialised=mutant,
         )
-        run(self.memory, [launch] * times, seed=seed)
+        replay(self.memory, [launch] * times, outputs=("out",), counters=("tickets",), seed=seed)
         return self.memory.get("out")
 
     def check(self, out: Bits) -> None:

@@ -10,6 +10,7 @@ from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
 from ferrule_server.kernels.cuda.specialise import Constant, Specialised
 from tests.kernels.cuda.mutation import check_mutants
 from tests.kernels.cuda.padded_pool import POOL_BYTES, PaddedPool
+from tests.kernels.cuda.replay import replay
 from tests.kernels.cuda.simulator import Launch, Memory, run
 
 POOL = PaddedPool(num_blocks=7, num_layers=3, num_kv_heads=1, block_size=16, head_dim=64)
@@ -52,7 +53,8 @@ def test_gather_fills_the_buffer_without_gaps(parts: int, grid: int, num_blocks:
     memory, values = _memory(1)
     memory.empty("buffer", (3, POOL.num_layers, *POOL.inside), np.uint16, offset=32)
     for seed in range(3):
-        run(memory, [_launch(memory, "gather", num_blocks=num_blocks, parts=parts, grid=grid)], seed=seed)
+        launch = _launch(memory, "gather", num_blocks=num_blocks, parts=parts, grid=grid)
+        replay(memory, [launch], outputs=("buffer",), seed=seed)
         np.testing.assert_array_equal(memory.get("buffer")[:num_blocks], values[list(BLOCKS)][:num_blocks])
         np.testing.assert_array_equal(POOL.get(memory), values)
 
@@ -65,7 +67,7 @@ def test_scatter_overwrites_the_blocks_named_and_no_other(parts: int, grid: int)
     memory.put("buffer", data, mutable=True, offset=32)
     values[list(BLOCKS)] = data
     for seed in range(3):
-        run(memory, [_launch(memory, "scatter", parts=parts, grid=grid)], seed=seed)
+        replay(memory, [_launch(memory, "scatter", parts=parts, grid=grid)], outputs=("pool",), seed=seed)
         np.testing.assert_array_equal(POOL.get(memory), values)
 
 

@@ -10,6 +10,7 @@ from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
 from ferrule_server.kernels.cuda.specialise import Constant, Specialised
 from tests.kernels.cuda.mutation import check_mutants
 from tests.kernels.cuda.padded_pool import POOL_BYTES, PaddedPool
+from tests.kernels.cuda.replay import replay
 from tests.kernels.cuda.simulator import Launch, Memory, run
 
 POOL = PaddedPool(num_blocks=9, num_layers=3, num_kv_heads=1, block_size=16, head_dim=64)
@@ -53,7 +54,7 @@ def test_blocks_are_copied_whole_and_nothing_else_is_touched(
     for source, target in pairs:
         expected[target] = expected[source]
     for seed in range(3):
-        run(memory, [launch], seed=seed)
+        replay(memory, [launch], outputs=("pool",), seed=seed)
         np.testing.assert_array_equal(POOL.get(memory), expected)
 
 

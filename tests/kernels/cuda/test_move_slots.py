@@ -20,6 +20,7 @@ from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
 from ferrule_server.kernels.cuda.specialise import Constant, Specialised
 from tests.kernels.cuda.mutation import check_mutants
 from tests.kernels.cuda.padded_pool import POOL_BYTES, Bits, PaddedPool
+from tests.kernels.cuda.replay import replay
 from tests.kernels.cuda.simulator import Launch, Memory, run
 
 POOLS = {head_dim: PaddedPool(4, 2, 2, 16, head_dim) for head_dim in (64, 128)}
@@ -85,9 +86,9 @@ def _stage(
 def test_few_slots_are_read_before_any_is_written(head_dim: int, grid: int, num_pairs: int) -> None:
     """Chains and swaps too; nothing else of the pool changes."""
     pool, unroll = POOLS[head_dim], 512 // head_dim  # capacity 8 either way, and once what is not full
+    memory, values = _memory(pool, PAIRS[:num_pairs], 0)
     for seed in range(3):
-        memory, values = _memory(pool, PAIRS[:num_pairs], seed)
-        run(memory, [_move(memory, pool, num_pairs, unroll=unroll, grid=grid)], seed=seed)
+        replay(memory, [_move(memory, pool, num_pairs, unroll=unroll, grid=grid)], outputs=("pool",), seed=seed)
         np.testing.assert_array_equal(pool.get(memory), _expected(values, PAIRS[:num_pairs]))
 
 
@@ -96,10 +97,10 @@ def test_few_slots_are_read_before_any_is_written(head_dim: int, grid: int, num_
 def test_any_number_of_slots_moves_through_a_buffer(head_dim: int, grid: int, num_pairs: int) -> None:
     """Gather and scatter, one chain; three runs with other orders."""
     pool = POOLS[head_dim]
+    memory, values = _memory(pool, PAIRS[:num_pairs], 0)
+    chain = [_stage(memory, pool, direction, num_pairs, grid=grid) for direction in ("gather", "scatter")]
     for seed in range(3):
-        memory, values = _memory(pool, PAIRS[:num_pairs], seed)
-        chain = [_stage(memory, pool, direction, num_pairs, grid=grid) for direction in ("gather", "scatter")]
-        run(memory, chain, seed=seed)
+        replay(memory, chain, outputs=("pool",), seed=seed)
         np.testing.assert_array_equal(pool.get(memory), _expected(values, PAIRS[:num_pairs]))
 
 

@@ -53,6 +53,7 @@ from tests.kernels.cuda.logit_cases import (
     philox_seed,
 )
 from tests.kernels.cuda.mutation import check_mutants
+from tests.kernels.cuda.replay import replay, without_wrapping
 from tests.kernels.cuda.simulator import Launch, Memory, run
 
 NEAR = 2e-6
@@ -60,6 +61,8 @@ ONES = 0xFFFFFFFF
 CONSTANTS: dict[str, Constant] = {"SLICE": SLICE, "WARPS": WARPS}
 Digits = Sequence[tuple[int, int]]
 Specs = Sequence[SampleSpec | None]
+OUTPUTS = ("tokens", "logprobs", "totals")
+COUNTERS = ("counts", "masses", "tickets")
 
 
 def place(rows: Rows, specs: Specs, order: Sequence[int], positions: Sequence[int], digits: Digits = DIGITS) -> Memory:
@@ -168,7 +171,7 @@ def check(memory: Memory, rows: Rows, specs: Specs, order: Sequence[int], positi
         assert tokens[slot] == token, (index, spec)
         assert logprobs[slot] == pytest.approx(logprob, abs=1e-5, rel=1e-5)
         assert float(totals[slot]) == pytest.approx(law.weights.sum() * 2.0**39, rel=2e-6)
-    for name in ("counts", "masses", "tickets"):
+    for name in COUNTERS:
         assert not memory.get(name).any(), name
     return num_uncertain
 
@@ -200,8 +203,8 @@ def test_tokens_are_those_of_the_law_on_any_grid_again_and_again(vocab_size: int
     memory = place(rows, specs, order, positions)
     results = []
     for seed, grid in enumerate((2, 1, 5)):
-        run(memory, chain(memory, grid), seed=seed)
-        results.append([memory.get(name).tobytes() for name in ("tokens", "logprobs", "totals")])
+        replay(memory, chain(memory, grid), outputs=OUTPUTS, counters=COUNTERS, seed=seed)
+        results.append([memory.get(name).tobytes() for name in OUTPUTS])
         assert check(memory, rows, specs, order, positions) <= 2
     assert results[0] == results[1] == results[2]
 
@@ -215,10 +218,22 @@ def test_rows_without_a_law_give_no_token_and_leave_no_trace() -> None:
     rows[3] = -np.inf
     specs = [SampleSpec(top_k=4, top_p=0.5)] * 5
     memory = place(rows, specs, range(5), [3] * 5)
-    for seed in range(2):
-        run(memory, chain(memory, 3), seed=seed)
+    for seed in range(3):
+        replay(memory, chain(memory, 3), outputs=OUTPUTS, counters=COUNTERS, seed=seed)
         check(memory, rows, specs, range(5), [3] * 5)
     assert memory.get("tokens")[:4].tolist() == [-1] * 4
+
+
+@pytest.mark.parametrize("index", [0, len(DIGITS), 2 * len(DIGITS)])
+def test_a_ticket_that_does_not_wrap_is_found(index: int) -> None:
+    """In a count, a mass and the draw, where each ends."""
+    rows = awkward_rows(300, seed=1)
+    memory = place(rows, [SampleSpec(top_k=9, top_p=0.9)] * 2, [0, 1], [3, 4])
+    launch = chain(memory, 2)[index]
+    mutant = without_wrapping(launch.kernel, launch.constants)
+    mutated = chain(memory, 2, mutants=lambda i: mutant if i == index else None)[: index + 1]
+    with pytest.raises(AssertionError, match="tickets must be 0 for the next run"):
+        replay(memory, mutated, outputs=OUTPUTS, counters=COUNTERS)
 
 
 @pytest.mark.parametrize(

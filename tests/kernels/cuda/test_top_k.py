@@ -23,9 +23,12 @@ from ferrule_server.kernels.cuda.top_k import (
 )
 from tests.kernels.cuda.logit_cases import DIGITS, SLICE, THREADS, VOCABULARIES, WARPS, Rows, awkward_rows, num_slices
 from tests.kernels.cuda.mutation import check_mutants
+from tests.kernels.cuda.replay import replay, without_wrapping
 from tests.kernels.cuda.simulator import Launch, Memory, run
 
 K = 64
+OUTPUTS = ("top_ids", "top_logits")
+COUNTERS = ("counts", "tickets", "places")
 COUNT_CONSTANTS: dict[str, Constant] = {"SLICE": SLICE, "WARPS": WARPS}
 GATHER_CONSTANTS: dict[str, Constant] = {"K": K, "SLICE": SLICE, "WARPS": WARPS}
 
@@ -92,7 +95,7 @@ def check(memory: Memory, rows: Rows, ks: Sequence[int], order: Sequence[int]) -
         assert ids[slot, : len(expected)].tolist() == expected.tolist(), (row, k)
         assert (ids[slot, len(expected) :] == -7).all()
         assert values[slot, : len(expected)].tobytes() == rows[row, expected].tobytes()
-    for name in ("counts", "tickets", "places"):
+    for name in COUNTERS:
         assert not memory.get(name).any(), name
 
 
@@ -104,7 +107,7 @@ def test_top_k_is_the_rank_of_the_executor_on_any_grid_again_and_again(vocab_siz
     ks = [7, 64, 3, 1, 40, 33, 5, 2, 0, 16]
     memory = place(rows, ks, order)
     for seed, grid in enumerate((1, 4, 2)):
-        run(memory, chain(memory, grid), seed=seed)
+        replay(memory, chain(memory, grid), outputs=OUTPUTS, counters=COUNTERS, seed=seed)
         check(memory, rows, ks, order)
 
 
@@ -114,15 +117,24 @@ def test_top_k_of_a_small_vocabulary_is_all_of_it() -> None:
     rows[0, 3:5] = np.array([0xFFFFFFFF, 0x7FFFFFFF], np.uint32).view(np.float32)
     order, ks = [1, 2, 4], [50, 64, 51]
     memory = place(rows, [*ks, 64], [*order, 0])
-    for seed in range(2):
-        run(memory, chain(memory, 2), seed=seed)
-    memory.get("top_ids")
-    for name in ("counts", "tickets", "places"):
-        assert not memory.get(name).any(), name
-    ids = memory.get("top_ids")
-    for slot, (row, _k) in enumerate(zip(order, ks, strict=True)):
-        assert ids[slot, :50].tolist() == ranked_largest(rows[row], 50).tolist()
-    assert sorted(ids[3, :50]) == list(range(50))
+    for seed in range(3):
+        replay(memory, chain(memory, 2), outputs=OUTPUTS, counters=COUNTERS, seed=seed)
+        ids = memory.get("top_ids")
+        for slot, (row, _k) in enumerate(zip(order, ks, strict=True)):
+            assert ids[slot, :50].tolist() == ranked_largest(rows[row], 50).tolist()
+        assert sorted(ids[3, :50]) == list(range(50))
+
+
+@pytest.mark.parametrize("index", range(len(DIGITS) + 1))
+def test_a_ticket_that_does_not_wrap_is_found(index: int) -> None:
+    """In each launch of the chain, where it ends."""
+    rows = awkward_rows(300, seed=1)
+    memory = place(rows, [5, 9], [0, 1])
+    launch = chain(memory, 2)[index]
+    mutant = without_wrapping(launch.kernel, launch.constants)
+    mutated = chain(memory, 2, mutants=lambda i: mutant if i == index else None)[: index + 1]
+    with pytest.raises(AssertionError, match="tickets must be 0 for the next run"):
+        replay(memory, mutated, outputs=OUTPUTS, counters=COUNTERS)
 
 
 def test_top_k_with_the_digits_that_are_shipped() -> None:

@@ -90,7 +90,7 @@ class Memory:
     def put(self, name: str, array: ArrayLike, *, mutable: bool = False, offset: int = 0) -> int:
         """Place a copy of an array and return its address, which is ``offset`` beyond a multiple of 64 KiB."""
         values = np.ascontiguousarray(array)
-        flat = values.reshape(-1).view(np.uint8)
+        flat = values.reshape(-1).view(np.uint8).copy()
         allocation = self._allocate(name, flat.size, values.dtype, shape=values.shape, mutable=mutable, offset=offset)
         allocation.fill = lambda start, count: flat[start : start + count]
         self._touch_all(allocation)
@@ -106,6 +106,14 @@ class Memory:
         allocation.written = np.zeros(num_bytes // 2 + 1, bool)
         self._touch_all(allocation)
         return allocation.base
+
+    def reset(self, *names: str) -> None:
+        """Give allocations of ``put`` and ``empty`` what they began with, poison and nobody's writing included."""
+        for name in names:
+            allocation = self._by_name[name]
+            assert allocation.shape is not None, f"{name} is sparse"
+            allocation.written[:] = False
+            self._touch_all(allocation)
 
     def sparse(
         self, name: str, num_bytes: int, init: Fill | None = None, *, mutable: bool = True, offset: int = 0

@@ -164,12 +164,13 @@ def main() -> None:
     args = _parse_arguments()
     if args.build_bundle:
         raise SystemExit(_build_bundle(args))
-    args.output.mkdir(parents=True, exist_ok=True)
     device, dry = _find_device(args)
     shape = args.shape or ("Qwen3-0.6B" if dry else "Qwen3-8B")
     task: Result = {"shape": shape, "cache": str(args.cache), "dry": dry}
-    task["bundle"] = str(args.bundle.resolve()) if args.bundle else None
+    task["bundle"] = str(args.bundle) if args.bundle else None
     run = Run(task, args.ops, dry, args.output, args.stages)
+    if args.bundle:
+        _check_bundle(run, dry or device["architecture"])
     for stage in [stage for stage in BUDGETS_S if stage in args.stages]:
         _run_stage(run, stage)
     _write(run, device)
@@ -186,18 +187,79 @@ def _run_stage(run: Run, stage: str) -> None:
     print(f"  {time.monotonic() - began:.0f} s", flush=True)
 
 
-def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", help="the model; Qwen3-8B, in a dry run Qwen3-0.6B")
+def _parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
+    from ferrule_server.kernels.cuda.toolchain.compile import ARCHITECTURES
+
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="With an empty cache, the kernels of one model take about a minute and a half on two cores to compile;\n"
+        "those of the sweep and of the tests come on top of that.",
+    )
+    parser.add_argument("--shape", choices=list(MODEL_SHAPES), help="the model; Qwen3-8B, in a dry run Qwen3-0.6B")
     parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS), metavar="OP")
     parser.add_argument("--stages", nargs="+", choices=list(BUDGETS_S), default=list(BUDGETS_S), metavar="STAGE")
-    parser.add_argument("--bundle", type=Path, help="kernels that were compiled elsewhere")
-    parser.add_argument("--cache", type=Path, default=Path("~/.cache/ferrule/cubins").expanduser())
-    parser.add_argument("--output", type=Path, default=ROOT / "build" / "test-gpu")
+    parser.add_argument("--bundle", type=_path, help="kernels that were compiled elsewhere")
+    parser.add_argument("--cache", type=_path, default=_path("~/.cache/ferrule/cubins"))
+    parser.add_argument("--output", type=_path, default=ROOT / "build" / "test-gpu")
     parser.add_argument("--dry-run", action="store_true", help="up to the driver, whether or not there is a GPU")
-    parser.add_argument("--architecture", default="sm_90a", help="of a dry run, and of a bundle")
-    parser.add_argument("--build-bundle", type=Path, help="compile all that a run needs into a file, and end")
-    return parser.parse_args()
+    parser.add_argument(
+        "--architecture", choices=list(ARCHITECTURES), default="sm_90a", help="of a dry run, and of a bundle"
+    )
+    parser.add_argument("--build-bundle", type=_path, help="compile all that a run needs into a file, and end")
+    args = parser.parse_args(arguments)
+    wrong = _what_is_wrong(args)
+    if wrong:
+        parser.error(wrong)
+    return args
+
+
+def _path(text: str) -> Path:
+    """Return a path as meant where the command is run; workers run in the checkout."""
+    return Path(text).expanduser().resolve()
+
+
+def _what_is_wrong(args: argparse.Namespace) -> str | None:
+    """Try every file and folder of a run before anything takes time."""
+    from ferrule_server.kernels.cuda.toolchain.bundle import Bundle, BundleError, check_target
+    from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache
+
+    option = ""
+    try:
+        if args.bundle:
+            option = "--bundle"
+            Bundle.open(args.bundle)
+        if args.build_bundle:
+            option = "--build-bundle"
+            check_target(args.build_bundle)
+        else:
+            option = "--output"
+            args.output.mkdir(parents=True, exist_ok=True)
+            check_target(args.output / "results.json")
+        if not args.bundle:  # with one there is nothing to keep, unless it lacks some
+            option = "--cache"
+            CubinCache(args.cache).check()
+    except (BundleError, OSError) as error:
+        return f"argument {option}: {error}"
+    return None
+
+
+def _check_bundle(run: Run, architecture: str) -> None:
+    """Refuse a bundle that serves nothing of this run; say what it lacks."""
+    run.deadline = time.monotonic() + 60
+    task = json.dumps({**run.task, "task": "bundle", "ops": list(run.ops), "architecture": architecture})
+    results = list(run._lines([sys.executable, "-m", "tests.gpu.worker", task], "bundle", 60))
+    run.results["bundle"] = results
+    for result in results:
+        told = f"{run.task['bundle']}: {{}} of the {result.get('kernels')} kernels of this run, {run.task['shape']}"
+        if "error" in result:
+            raise SystemExit(f"error: {result['error']}")
+        if not result["in_bundle"]:
+            raise SystemExit(f"error: {told.format('none')}; it is of other sources or another model")
+        if result["in_bundle"] < result["kernels"]:
+            only = told.format(f"only {result['in_bundle']}")
+            print(f"WARNING {only}; the others come from the cache or are compiled", flush=True)
 
 
 def _find_device(args: argparse.Namespace) -> tuple[Result, str | None]:
@@ -373,11 +435,12 @@ def _line(result: Result) -> str:
 
 def _build_bundle(args: argparse.Namespace) -> int:
     """Compile what a run needs, the kernels of the tests of layer 1 included, into one file."""
-    command = [sys.executable, "-m", "tests.gpu.build_bundle", "--output", str(args.build_bundle.resolve())]
+    command = [sys.executable, "-m", "tests.gpu.build_bundle", "--output", str(args.build_bundle)]
     command += ["--architecture", args.architecture, "--cache", str(args.cache), "--ops", *args.ops]
     command += ["--shape", args.shape or "Qwen3-8B"]
     return subprocess.run(command, cwd=ROOT, env=_environment(), check=False).returncode
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT / "server"))
     main()

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from ferrule_server.kernels.cuda import copy_blocks
+from ferrule_server.kernels.cuda.spec import KernelSpec
+from ferrule_server.kernels.cuda.toolchain.bundle import write_bundle
+from ferrule_server.kernels.cuda.toolchain.compile import Cubin
+from ferrule_server.kernels.cuda.toolchain.sources import source_key
 from tests.gpu import run
 from tests.gpu.device_memory import DeviceMemory
 from tests.gpu.gpu import Gpu
@@ -29,6 +36,89 @@ def test_dry_run_passes_up_to_the_driver(tmp_path: Path) -> None:
     assert report["failures"] == []
     assert {row["status"] for row in report["results"]["kernels"]} == {"stopped at the driver"}
     assert json.loads(done.stdout.splitlines()[-1])["is_dry"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--shape", "Nope"], "--shape: invalid choice"),
+        (["--architecture", "sm_70"], "--architecture: invalid choice"),
+        (["--output", "file/below"], "--output: .*file"),
+        (["--cache", "file/below"], "--cache: .*file"),
+        (["--build-bundle", "none/kernels"], "--build-bundle: .*none"),
+        (["--build-bundle", "."], "--build-bundle: .*folder"),
+        (["--bundle", "none"], "--bundle: .*none is no bundle"),
+    ],
+)
+def test_arguments_are_checked_first(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    said: str,
+) -> None:
+    """With 2 and one line, before any process is started."""
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    monkeypatch.setattr(subprocess, "run", None)
+    with pytest.raises(SystemExit, match="2"):
+        run._parse_arguments(["--dry-run", "--output", "out", "--cache", "cache", *arguments])
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_paths_count_from_where_the_command_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers run in the checkout."""
+    monkeypatch.chdir(tmp_path)
+    args = run._parse_arguments(["--output", "out", "--cache", "cache", "--build-bundle", "kernels"])
+    assert (args.output, args.cache, args.build_bundle) == tuple(tmp_path / it for it in ("out", "cache", "kernels"))
+    assert [path.name for path in tmp_path.rglob("*")] == ["cache"], "nothing is left of trying"
+
+
+def _bundle(path: Path, spec: KernelSpec, architecture: str = "sm_90a") -> list[str]:
+    """Write a bundle with what stands for one kernel; return the options of a dry run with it."""
+    cubin = Cubin(spec.kernel.__name__, architecture, b"code", "", 40, 0, 0)
+    write_bundle(path, architecture, "numba=1", {source_key(spec, architecture): (spec.name, cubin)})
+    options = ["--dry-run", "--stages", "tools", "--ops", "copy_blocks", "--bundle", str(path)]
+    return [*options, "--cache", str(path.with_name("cache")), "--output", str(path.with_name("out"))]
+
+
+def _main(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> str | int | None:
+    monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        run.main()
+    return ended.value.code
+
+
+def test_bundle_of_another_architecture_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any stage."""
+    said = _main(monkeypatch, _bundle(tmp_path / "kernels", copy_blocks.spec(), "sm_80"))
+    assert re.search(r"error: .*kernels: for sm_80, wanted are kernels for sm_90a", str(said))
+
+
+def test_bundle_without_a_kernel_of_the_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is of other sources or another model."""
+    said = _main(monkeypatch, _bundle(tmp_path / "kernels", replace(copy_blocks.spec(), num_threads=32)))
+    assert re.search(r"error: .*kernels: none of the \d+ kernels of this run", str(said))
+
+
+def test_what_a_bundle_lacks_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the screen and in the report."""
+    assert _main(monkeypatch, _bundle(tmp_path / "kernels", copy_blocks.spec())) == 0
+    assert re.search(r"WARNING .*kernels: only 1 of the \d+ kernels of this run", capsys.readouterr().out)
+    report = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert report["results"]["bundle"][0]["in_bundle"] == 1
+
+
+def test_bundle_is_built_without_control_characters(tmp_path: Path) -> None:
+    """Into a pipe, and what pytest writes meanwhile is announced; one kernel, and those of its tests."""
+    options = ["--ops", "copy_blocks", "--cache", str(tmp_path / "cache"), "--build-bundle", str(tmp_path / "kernels")]
+    done = subprocess.run([sys.executable, str(RUN), *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not set("\r\033") & set(done.stdout + done.stderr)
+    assert "in the simulator" in done.stdout.splitlines()[0]
+    assert re.search(r"kernels: \d+ kernels, \d+ kB$", done.stdout.strip())
 
 
 def test_work_that_hangs_or_dies_is_a_failure_and_no_end(tmp_path: Path) -> None:

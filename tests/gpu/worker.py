@@ -20,7 +20,9 @@ import torch
 
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.toolchain import catalog
+from ferrule_server.kernels.cuda.toolchain.bundle import Bundle, BundleError
 from ferrule_server.kernels.cuda.toolchain.driver import Device, DriverError
+from ferrule_server.kernels.cuda.toolchain.sources import source_key
 from tests.gpu import layout, measure
 from tests.gpu.cases import Case, cases_of
 from tests.gpu.gpu import Call, Gpu
@@ -81,6 +83,19 @@ def _device(task: Result) -> Iterator[Result]:
         "cuda_of_torch": torch.version.cuda,
         **versions,
     }
+
+
+def _bundle(task: Result) -> Iterator[Result]:
+    """Yield how many kernels of a run a bundle has."""
+    specs = every_spec(task["ops"], MODEL_SHAPES[task["shape"]])
+    try:
+        bundle = Bundle.open(Path(task["bundle"]))
+        bundle.check_architecture([task["architecture"]])
+    except BundleError as error:
+        yield {"status": "ERROR", "error": str(error)}
+        return
+    num_found = sum(source_key(spec, bundle.architecture) in bundle.records for spec in specs)
+    yield {"status": "ok", "kernels": len(specs), "in_bundle": num_found}
 
 
 def _compile(task: Result) -> Iterator[Result]:
@@ -165,6 +180,7 @@ def _layout(task: Result) -> Iterator[Result]:
 
 TASKS: dict[str, Callable[[Result], Iterator[Result]]] = {
     "brief": _brief,
+    "bundle": _bundle,
     "ceiling": _ceiling,
     "compile": _compile,
     "device": _device,

@@ -162,12 +162,17 @@ def test_report_writes_the_page(
 
 
 def test_report_refuses_a_page_without_markers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In one line."""
-    monkeypatch.setattr(report, "shipped_kernels", lambda: embed.specs(SHAPE))
+    """In one line, before anything is compiled; as a page that is not there."""
+    monkeypatch.setattr(report, "make_all", None)
     page = tmp_path / "page.md"
     page.write_text("nothing\n")
     with pytest.raises(SystemExit, match=r"^error: the page has no line"):
         report.main(["--write", str(page), "--cache", str(tmp_path / "cache")])
+    with pytest.raises(SystemExit, match=r"^error: .*none"):
+        report.main(["--write", str(tmp_path / "none"), "--cache", str(tmp_path / "cache")])
+    page.write_text(f"{BEGIN}\n{END}\n")
+    with pytest.raises(SystemExit, match=r"^error: .*page.md"):
+        report.main(["--write", str(page), "--cache", str(page / "cache")])
 
 
 def test_table_goes_between_the_markers() -> None:

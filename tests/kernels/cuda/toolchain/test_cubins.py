@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,8 @@ from ferrule_server.kernels.cuda.toolchain.bundle import Bundle, BundleError, wr
 from ferrule_server.kernels.cuda.toolchain.compile import CompileError, Cubin
 from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache
 from ferrule_server.kernels.cuda.toolchain.cubins import build, load_all
-from ferrule_server.kernels.cuda.toolchain.cubins_cli import main
+from ferrule_server.kernels.cuda.toolchain.cubins_cli import keyed, main
+from ferrule_server.kernels.cuda.toolchain.progress import progress_bar, size
 from ferrule_server.kernels.cuda.toolchain.sources import parameters, source_files, source_key
 
 SPEC = copy_blocks.spec()
@@ -97,9 +99,9 @@ def test_folder_that_cannot_be_written_costs_the_cache_only(
 ) -> None:
     """A server on a read-only disk starts all the same, slowly."""
     (tmp_path / "file").write_text("")
-    made = load_all([SPEC], "sm_80", cache=CubinCache(tmp_path / "file" / "below"))
+    made = load_all([SPEC, OTHER], "sm_80", cache=CubinCache(tmp_path / "file" / "below"), num_workers=1)
     assert made[SPEC].name == "copy_blocks"
-    assert "cubin_not_cached" in caplog.text
+    assert caplog.text.count("cubin_not_cached") == 1
 
 
 def test_prune_deletes_what_was_not_used(compiler: Compiler, tmp_path: Path) -> None:
@@ -192,7 +194,30 @@ def test_bundle_serves_without_the_toolkit(compiler: Compiler, tmp_path: Path, m
     with pytest.raises(CompileError, match=r"1 kernels are in no bundle, the first is move_slots.*not installed"):
         load_all([SPEC, lacking], "sm_80", bundle=bundle)
     with pytest.raises(CompileError, match="for sm_90a"):
+        build([(SPEC, "sm_80"), (SPEC, "sm_90a")], bundle=bundle)
+
+
+def test_bundle_of_another_architecture_is_refused(compiler: Compiler, tmp_path: Path) -> None:
+    """Not passed over, which would compile everything."""
+    bundle, _ = _bundle(tmp_path / "kernels", compiler)
+    compiler.jobs.clear()
+    with pytest.raises(BundleError, match=r"kernels: for sm_80, wanted are kernels for sm_90a"):
         load_all([SPEC], "sm_90a", bundle=bundle)
+    assert compiler.jobs == []
+
+
+def test_what_a_bundle_lacks_is_said_once(
+    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other sources, or another model: compiling takes a while, and nobody asked for it."""
+    bundle, _ = _bundle(tmp_path / "kernels", compiler)
+    load_all([SPEC, OTHER], "sm_80", bundle=bundle)
+    assert caplog.text == ""
+    real = sources._file_hash
+    monkeypatch.setattr(sources, "_file_hash", lambda path: real(path) + "x")
+    load_all([SPEC, OTHER], "sm_80", bundle=bundle, num_workers=1)
+    assert caplog.text.count("bundle_lacks_kernels") == 1
+    assert "lacking=2 wanted=2" in caplog.text
 
 
 def test_bundle_is_the_same_for_the_same_kernels(compiler: Compiler, tmp_path: Path) -> None:
@@ -236,15 +261,100 @@ def test_command_line_builds_lists_verifies_and_prunes(
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 * num_kernels
     assert lines[:num_kernels] == lines[num_kernels:]
-    main(["verify", str(bundle), *shape])
-    assert f"{num_kernels} cubins for sm_80, whole" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match=r"error: .* lacks"):
+    for more in (shape, []):
+        main(["verify", str(bundle), *more])
+        assert f"{num_kernels} cubins for sm_80, whole" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"error: .* lacks \d+ of the \d+ kernels .*, and \d+ more$"):
         main(["verify", str(bundle), "--shape", "Qwen3-8B"])
-    main(["prune", "--days", "-1", *cache])
+    main(["prune", "--days", "0", *cache])
     assert "kernels deleted" in capsys.readouterr().err
     assert CubinCache(tmp_path / "cache").entries() == {}
     with pytest.raises(SystemExit, match=r"error: .* no bundle"):
         main(["list", str(tmp_path / "none")])
+
+
+def test_verify_says_what_is_of_other_sources(
+    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By name; what a test launches with other threads than the shipped spec is of these sources all the same."""
+    as_tested = replace(OTHER, num_threads=96, ctas_per_sm=1)
+    made = load_all([SPEC, as_tested], "sm_80", num_workers=1)
+    bundle = tmp_path / "kernels"
+    write_bundle(bundle, "sm_80", "numba=1", keyed(made, "sm_80"))
+    main(["verify", str(bundle)])
+    real = sources._file_hash
+    monkeypatch.setattr(sources, "_file_hash", lambda path: real(path) + "x" * (path.stem == "block_transfer"))
+    with pytest.raises(SystemExit, match=rf"error: .*: 1 of 2 kernels are of other sources: {re.escape(OTHER.name)}$"):
+        main(["verify", str(bundle)])
+
+
+@pytest.mark.parametrize("option", [["--output", "none/kernels"], ["--output", "."], ["--cache", "file/below"]])
+def test_targets_are_checked_before_anything_is_compiled(
+    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: list[str]
+) -> None:
+    """A folder that is missing, a folder in a file's place, a file in a folder's."""
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    with pytest.raises(SystemExit, match=r"^error: .*(none|\.|file)"):
+        main(["build", "--architecture", "sm_80", "--shape", "Llama-3.2-1B", "--cache", "cache", *option])
+    assert compiler.jobs == []
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["build", "--architecture", "sm_80", "--workers", "0"], "--workers: .*at least 1"),
+        (["build", "--architecture", "sm_80", "--workers", "-3"], "--workers: .*at least 1"),
+        (["prune", "--days", "-1"], "--days: .*not negative"),
+        (["prune", "--days", "nan"], "--days: .*not negative"),
+    ],
+)
+def test_numbers_without_a_meaning_are_refused(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With 2, as any argument that cannot be."""
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert re.search(said, capsys.readouterr().err)
+    with pytest.raises(ValueError, match="num_workers"):
+        build([(SPEC, "sm_80")], num_workers=0)
+
+
+@pytest.mark.parametrize("command", ["list", "prune"])
+def test_a_cache_that_is_not_there_is_an_error(tmp_path: Path, command: str) -> None:
+    """Rather than one that holds nothing: the name may be wrong."""
+    with pytest.raises(SystemExit, match=r"error: .*none: no such folder"):
+        main([command, "--cache", str(tmp_path / "none")])
+
+
+def test_help_of_build_says_how_long_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    """A cold build is no matter of seconds."""
+    with pytest.raises(SystemExit, match="0"):
+        main(["build", "--help"])
+    assert "minute and a half" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(("num_bytes", "text"), [(0, "0 kB"), (37_412, "37 kB"), (2_340_000, "2.3 MB")])
+def test_sizes_are_readable(num_bytes: int, text: str) -> None:
+    """Small ones in kB."""
+    assert size(num_bytes) == text
+
+
+def test_bar_is_for_terminals_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the time that passed and the time that is left; nothing at all in a pipe."""
+    with progress_bar() as show:
+        show(1, 2, "copy_blocks[P=1]")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    with progress_bar() as show:
+        show(1, 2, "copy_blocks[P=1]")
+        show(2, 2, "copy_blocks[P=2]")
+    drawn = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", capsys.readouterr().err)
+    assert "copy_blocks" in drawn
+    assert "2/2" in drawn
+    assert re.search(r"0:00:00 passed, \S+ left", drawn)
 
 
 def _build_for_real(folder: Path, results: Any) -> None:

@@ -11,14 +11,14 @@ import hashlib
 import json
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ferrule_server.kernels.cuda.toolchain.compile import Cubin
 
-__all__ = ["Bundle", "BundleError", "write_bundle"]
+__all__ = ["Bundle", "BundleError", "check_target", "write_bundle"]
 
 _FORMAT = 1
 _INDEX = "bundle.json"
@@ -83,6 +83,15 @@ class Bundle:
         for key in self.records:
             self.find(key)
 
+    def check_architecture(self, wanted: Collection[str]) -> None:
+        """Refuse to serve other GPUs than the bundle was built for.
+
+        Raises:
+            BundleError: Its architecture is not among those that are wanted.
+        """
+        if self.architecture not in wanted:
+            raise BundleError(f"{self.path}: for {self.architecture}, wanted are kernels for {', '.join(wanted)}")
+
     def _content(self, digest: str) -> bytes:
         try:
             with zipfile.ZipFile(self.path) as file:
@@ -119,13 +128,33 @@ def write_bundle(
     }
     index = {"format": _FORMAT, "architecture": architecture, "versions": versions, "kernels": records}
     contents = {str(records[key]["code"]): cubin.code for key, (_, cubin) in kernels.items()}
-    written = path.with_name(f".{path.name}.tmp")
+    written = _beside(path)
     with zipfile.ZipFile(written, "w") as file:
         file.writestr(_member(_INDEX), json.dumps(index, indent=1))
         for digest, code in sorted(contents.items()):
             file.writestr(_member(digest), code)
     written.replace(path)
     return records
+
+
+def check_target(path: Path) -> None:
+    """Find out whether a file can be written, before the work whose result goes there.
+
+    Raises:
+        BundleError: Its folder is missing or cannot be written, or there is a folder in its place.
+    """
+    if path.is_dir():
+        raise BundleError(f"{path} is a folder, not a file")
+    try:
+        _beside(path).touch()
+        _beside(path).unlink()
+    except OSError as error:
+        raise BundleError(f"{path} cannot be written: {error}") from error
+
+
+def _beside(path: Path) -> Path:
+    """Return where a file is written before it is put in place whole."""
+    return path.with_name(f".{path.name}.tmp")
 
 
 def _member(name: str) -> zipfile.ZipInfo:

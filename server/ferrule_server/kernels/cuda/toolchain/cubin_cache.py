@@ -38,10 +38,20 @@ class CubinCache:
     Invariant: an entry that ``find`` returns is byte for byte what was stored under that key.
 
     Attributes:
-        folder: Made at the first ``store``.
+        folder: Made at the first ``store`` or ``check``.
     """
 
     folder: Path
+
+    def check(self) -> None:
+        """Make the folder and find out whether it can be written, before the work whose results go there.
+
+        Raises:
+            OSError: It cannot.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".", suffix=".tmp"):
+            pass
 
     def find(self, key: str) -> Cubin | None:
         """Return what is stored under a key; None where nothing whole is."""

@@ -62,16 +62,22 @@ def build(
 
     Args:
         jobs: What is wanted; the order of the result.
-        cache: None compiles all that the bundle lacks. One that cannot be written costs a warning only.
-        bundle: Made by :func:`ferrule_server.kernels.cuda.toolchain.bundle.write_bundle`, perhaps elsewhere.
-        num_workers: Processes that compile; None: one per core.
+        cache: None compiles all that the bundle lacks. One that cannot be written costs one warning only.
+        bundle: Made by :func:`ferrule_server.kernels.cuda.toolchain.bundle.write_bundle`, perhaps elsewhere. What it
+            lacks is said in one warning.
+        num_workers: Processes that compile, at least one; None: one per core.
         progress: Told of each kernel that is ready.
 
     Raises:
+        BundleError: The bundle is of another architecture, or damaged.
         KernelError: A kernel's source leaves the language.
         CompileError: Kernels are missing and the toolkit is too, or it refuses one.
     """
+    if num_workers is not None and num_workers < 1:
+        raise ValueError(f"num_workers is {num_workers}, must be at least 1")
     jobs = list(dict.fromkeys(jobs))
+    if bundle:
+        _check_bundle(bundle, jobs)
     report = progress or _no_progress
     made: dict[Job, Cubin] = {}
     missing: dict[str, list[Job]] = {}
@@ -85,7 +91,8 @@ def build(
     if missing:
         _check_toolkit(missing)
     for job, cubin in _compile_all([same[0] for same in missing.values()], num_workers):
-        _keep(job, cubin, cache)
+        if cache and not _keep(job, cubin, cache):
+            cache = None
         made.update(dict.fromkeys(missing[source_key(*job)], cubin))
         report(len(made), len(jobs), job[0].name)
     return {job: made[job] for job in jobs}
@@ -93,6 +100,21 @@ def build(
 
 def _no_progress(done: int, total: int, name: str) -> None:
     pass
+
+
+def _check_bundle(bundle: Bundle, jobs: list[Job]) -> None:
+    if not jobs:
+        return
+    bundle.check_architecture(list(dict.fromkeys(architecture for _, architecture in jobs)))
+    lacking = [spec.name for spec, architecture in jobs if source_key(spec, architecture) not in bundle.records]
+    if lacking:
+        _log.warning(
+            "event=bundle_lacks_kernels bundle=%s lacking=%d wanted=%d first=%s",
+            bundle.path,
+            len(lacking),
+            len(jobs),
+            lacking[0],
+        )
 
 
 def _find(job: Job, cache: CubinCache | None, bundle: Bundle | None) -> Cubin | None:
@@ -128,9 +150,8 @@ def _versions() -> str:
     return f"python={'.'.join(platform.python_version_tuple()[:2])} {toolkit()}"
 
 
-def _keep(job: Job, cubin: Cubin, cache: CubinCache | None) -> None:
-    if cache is None:
-        return
+def _keep(job: Job, cubin: Cubin, cache: CubinCache) -> bool:
+    """Return whether the cache took it."""
     spec, architecture = job
     description = {
         "spec": spec.name,
@@ -143,6 +164,8 @@ def _keep(job: Job, cubin: Cubin, cache: CubinCache | None) -> None:
         cache.store(_cache_key(job), cubin, description)
     except OSError as error:
         _log.warning("event=cubin_not_cached folder=%s error=%r", cache.folder, error)
+        return False
+    return True
 
 
 def _compile_all(jobs: list[Job], num_workers: int | None) -> Iterable[tuple[Job, Cubin]]:
@@ -150,7 +173,7 @@ def _compile_all(jobs: list[Job], num_workers: int | None) -> Iterable[tuple[Job
     by_spec: dict[KernelSpec, list[str]] = {}
     for spec, architecture in jobs:
         by_spec.setdefault(spec, []).append(architecture)
-    num_workers = min(num_workers or os.cpu_count() or 1, len(by_spec))
+    num_workers = min(num_workers or os.cpu_count() or 1, len(by_spec))  # None: one per core
     if num_workers <= 1:
         for job in jobs:
             yield job, compile_spec(*job)

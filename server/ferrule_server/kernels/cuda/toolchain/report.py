@@ -14,15 +14,14 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.specialise import KernelError
+from ferrule_server.kernels.cuda.toolchain.bundle import BundleError, check_target
 from ferrule_server.kernels.cuda.toolchain.catalog import shipped_kernels
 from ferrule_server.kernels.cuda.toolchain.compile import ARCHITECTURES, CompileError, toolkit
 from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache, default_folder
 from ferrule_server.kernels.cuda.toolchain.machine_code import Facts, Made, make_all
+from ferrule_server.kernels.cuda.toolchain.progress import progress_bar
 
 __all__ = ["BEGIN", "END", "main", "table", "written_into"]
 
@@ -81,12 +80,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Compile, check, print or write the table."""
     args = _parse(arguments)
     try:
-        made = _make(CubinCache(args.cache))
+        if args.write:
+            written_into(args.write.read_text(), "")
+            check_target(args.write)
+        cache = CubinCache(args.cache)
+        cache.check()
+        with progress_bar() as show:
+            made = make_all(shipped_kernels(), cache=cache, progress=show)
         if args.write:
             args.write.write_text(written_into(args.write.read_text(), table(made)))
         else:
             print(table(made))
-    except (CompileError, KernelError, OSError, ValueError) as error:
+    except (BundleError, CompileError, KernelError, OSError, ValueError) as error:
         raise SystemExit(f"error: {error}") from error
     breaches = [breach for it in made for breach in it.breaches()]
     print("".join(f"{breach}\n" for breach in breaches), end="", file=sys.stderr)
@@ -104,18 +109,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--cache", type=Path, default=default_folder(), help="folder (default: %(default)s)")
     return parser.parse_args(arguments)
-
-
-def _make(cache: CubinCache) -> list[Made]:
-    """Return every shipped kernel; a bar on stderr says how far it is."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("compiling", total=None)
-
-        def show(done: int, total: int, name: str) -> None:
-            bar.update(task, completed=done, total=total, description=name.partition("[")[0])
-
-        return make_all(shipped_kernels(), cache=cache, progress=show)
 
 
 if __name__ == "__main__":

@@ -252,14 +252,14 @@ def _check_bundle(run: Run, architecture: str) -> None:
     results = list(run._lines([sys.executable, "-m", "tests.gpu.worker", task], "bundle", 60))
     run.results["bundle"] = results
     for result in results:
-        told = f"{run.task['bundle']}: {{}} of the {result.get('kernels')} kernels of this run, {run.task['shape']}"
         if "error" in result:
             raise SystemExit(f"error: {result['error']}")
+        whole = f"of the {result['kernels']} kernels of this run, {run.task['shape']}"
         if not result["in_bundle"]:
-            raise SystemExit(f"error: {told.format('none')}; it is of other sources or another model")
+            raise SystemExit(f"error: {run.task['bundle']}: none {whole}; it is of other sources or another model")
         if result["in_bundle"] < result["kernels"]:
-            only = told.format(f"only {result['in_bundle']}")
-            print(f"WARNING {only}; the others come from the cache or are compiled", flush=True)
+            has = f"{run.task['bundle']}: only {result['in_bundle']} {whole}"
+            print(f"WARNING {has}; the others come from the cache or are compiled", flush=True)
 
 
 def _find_device(args: argparse.Namespace) -> tuple[Result, str | None]:

@@ -52,7 +52,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     build = commands.add_parser(
         "build",
         help="compile what is missing, and perhaps put all of it into a bundle",
-        epilog="With an empty cache this takes about a minute and a half for one model on two cores.",
+        epilog="With an empty cache this takes less than a minute for one model on two idle cores.",
     )
     build.add_argument("--architecture", choices=sorted(ARCHITECTURES), required=True)
     build.add_argument("--shape", nargs="+", choices=[*MODEL_SHAPES, _ALL], default=[_ALL], metavar="MODEL")

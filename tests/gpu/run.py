@@ -194,7 +194,7 @@ def _parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespa
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="With an empty cache, the kernels of one model take about a minute and a half on two cores to compile;\n"
+        epilog="With an empty cache, the kernels of one model take about a minute on two cores to compile;\n"
         "those of the sweep and of the tests come on top of that.",
     )
     parser.add_argument("--shape", choices=list(MODEL_SHAPES), help="the model; Qwen3-8B, in a dry run Qwen3-0.6B")

@@ -46,9 +46,10 @@ class Mutation:
 
 
 def mutations(specialised: Specialised) -> list[Mutation]:
-    """Return what can be deleted of a kernel."""
+    """Return what can be deleted of a kernel, by file name and place: the same list wherever the files lie."""
     found = {made for node in ast.walk(specialised.tree) if (made := _mutation(node)) is not None}
-    return sorted(one for one in found if EQUIVALENT not in linecache.getline(one.path, one.line))
+    provable = (one for one in found if EQUIVALENT not in linecache.getline(one.path, one.line))
+    return sorted(provable, key=lambda one: (Path(one.path).name, one))
 
 
 def mutate(specialised: Specialised, mutation: Mutation) -> Specialised:

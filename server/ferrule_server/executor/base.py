@@ -7,7 +7,7 @@ Index arrays are int32, C-contiguous, owned by the caller and not kept after ``r
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -208,6 +208,9 @@ class StepBatch:
         output_specs: What each output row returns; len == num_outputs.
         histories: For each output whose shaping has penalties, the tokens they count: int32, those of its sequence
             from ``penalty_start`` up to the row's own. None for the others; empty where there are none at all.
+        feedback: int32 [num_rows]: the row's token is the one that so many-th output row of the step submitted just
+            before chooses, which the host need not know yet (``token_ids`` says nothing then); -1: it is in
+            ``token_ids``. None: all are. For :meth:`PipelinedExecutor.submit` only.
     """
 
     token_ids: Int32Array
@@ -219,6 +222,7 @@ class StepBatch:
     output_rows: Int32Array
     output_specs: tuple[OutputSpec, ...]
     histories: tuple[Int32Array | None, ...] = ()
+    feedback: Int32Array | None = None
 
     @property
     def num_rows(self) -> int:
@@ -290,6 +294,54 @@ class ExecutorInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What the memory of a device is for, in bytes.
+
+    Attributes:
+        total: Of the device.
+        weights: Of the model.
+        kv_pool: Blocks.
+        buffers: Everything a step on the kernels needs besides.
+        workspace: Kept for torch: prefill and outputs that the kernels do not cover.
+        graphs: Taken by captured graphs so far; in a plan made before, what is kept for them.
+        free: Left over.
+    """
+
+    total: int
+    weights: int
+    kv_pool: int
+    buffers: int
+    workspace: int
+    graphs: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorState:
+    """How a :class:`PipelinedExecutor` is doing.
+
+    Attributes:
+        name: What runs the next decode step: ``numba-cuda`` or ``torch``.
+        preparation: What is still being prepared, for people: ``compiling kernels, 23 of 56``; empty: nothing.
+        fallback_reason: Why torch serves for good; empty as long as it does not.
+        memory: What the memory is for; None where no device was found.
+        captured_batch_sizes: Rows of the graphs that exist, ascending.
+        num_graph_steps: Steps that replayed a graph.
+        num_launched_steps: Steps whose kernels were launched one by one, for want of a graph.
+        num_torch_steps: Steps, or parts of steps, that torch ran.
+    """
+
+    name: str
+    preparation: str = ""
+    fallback_reason: str = ""
+    memory: MemoryPlan | None = None
+    captured_batch_sizes: tuple[int, ...] = ()
+    num_graph_steps: int = 0
+    num_launched_steps: int = 0
+    num_torch_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step returned.
 
@@ -338,6 +390,58 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Free the device; the executor is not used again."""
+        ...
+
+
+class PendingStep(Protocol):
+    """A step that was submitted and may not have run yet."""
+
+    def result(self) -> StepResult:
+        """Wait for the step and return what its output rows asked for; once.
+
+        Raises:
+            DeviceLost: As :meth:`Executor.run`.
+        """
+        ...
+
+
+@runtime_checkable
+class PipelinedExecutor(Executor, Protocol):
+    """An executor that takes the next step before the last one's results are read, and prepares things in between.
+
+    Steps, copies and transfers act in the order of the calls. At most two submitted steps are pending at a time, and
+    their results are asked for in order; ``run`` is not called while one is pending. A step whose result nobody wants
+    is asked for it all the same.
+    """
+
+    @property
+    def state(self) -> ExecutorState:
+        """What it is doing and how; from any thread, a new value whenever something changes."""
+        ...
+
+    def can_submit(self, batch: StepBatch) -> bool:
+        """Return whether :meth:`submit` would take this batch without waiting for the device.
+
+        One row per sequence, each with an output whose values leave the device without the host's help.
+        """
+        ...
+
+    def submit(self, batch: StepBatch) -> PendingStep:
+        """Put a step that :meth:`can_submit` into the device's queue.
+
+        Raises:
+            DeviceLost: As :meth:`Executor.run`.
+        """
+        ...
+
+    def tend(self) -> bool:
+        """Do one piece of preparation (load kernels, capture a graph) and return whether there is more to do.
+
+        Called between steps, when nothing is pending: who is served waits for one piece at most.
+
+        Raises:
+            DeviceLost: As :meth:`Executor.run`.
+        """
         ...
 
 

@@ -29,7 +29,7 @@ class GpuError(Exception):
 
 
 class GpuLost(GpuError):
-    """A fault that ends the context: nothing on the GPU can be trusted, every further call fails, a new process helps."""
+    """A fault that ends the context: nothing on the GPU can be trusted, only a new process helps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class Gpu(Protocol):
         ...
 
     def upload(self, target: Tensor, source: Tensor) -> None:
-        """Copy pinned memory to the device: uint8 tensors of one size. The source is read when the stream gets there."""
+        """Copy pinned memory to the device, uint8 tensors of one size; it is read when the stream gets there."""
         ...
 
     def download(self, target: Tensor, source: Tensor) -> None:

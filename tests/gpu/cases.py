@@ -282,15 +282,17 @@ def argmax_case(shape: ModelShape, spec: KernelSpec) -> Case:
 
 
 def embed_case(shape: ModelShape, spec: KernelSpec) -> Case:
-    """Return the gather of 64 embeddings."""
+    """Return the gather of 64 embeddings, every other of a token that the step before chose."""
     num_rows, size = 64, shape.hidden_size
 
     def build(gpu: Gpu, index: int) -> Instance:
         table = random_bf16(gpu, (4096, size), index)
         ids = torch.arange(num_rows, dtype=torch.int32, device=gpu.torch_device) * 61
+        places = torch.arange(num_rows, dtype=torch.int32, device=gpu.torch_device)
         hidden = random_bf16(gpu, (num_rows, size), index + 1)
-        given: dict[str, Any] = {"token_ids": ids, "table": table, "hidden": hidden}
-        given |= {"num_rows": num_rows, "table_rows": 4096, "size": size}
+        given: dict[str, Any] = {"token_ids": torch.where(places % 2 == 0, ids, -2 - places), "sampled": ids}
+        given |= {"table": table, "hidden": hidden}
+        given |= {"num_rows": num_rows, "num_sampled": num_rows, "table_rows": 4096, "size": size}
         return Instance(
             [Call(spec, given, num_rows)],
             [hidden],

@@ -113,6 +113,13 @@ def test_embedding_of_no_token_is_zero() -> None:
     assert reference.embed(torch.tensor([1, -1, 0, 2]), table).tolist() == [[3, 4], [0, 0], [1, 2], [0, 0]]
 
 
+def test_embedding_of_a_token_of_the_step_before() -> None:
+    """-2 - j stands for the j-th; where that is none, for none."""
+    table, sampled = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, -1])
+    found = reference.embed(torch.tensor([-3, -2, 0, -4]), table, sampled)
+    assert found.tolist() == [[0, 0], [3, 4], [1, 2], [0, 0]]
+
+
 def test_best_token_is_the_lowest_of_the_largest() -> None:
     """-0 equals 0; a row with NaN or infinity has none."""
     inf, nan = float("inf"), float("nan")

@@ -27,16 +27,21 @@ __all__ = [
 ]
 
 
-def embed(token_ids: Tensor, table: Tensor) -> Tensor:
+def embed(token_ids: Tensor, table: Tensor, sampled: Tensor | None = None) -> Tensor:
     """Return the tokens' rows of a table, zeros for an id that is not one of the table's.
 
     Args:
-        token_ids: Integers [rows].
+        token_ids: Integers [rows]; ``-2 - j`` stands for ``sampled[j]``.
         table: [vocab_size, hidden_size].
+        sampled: Integers [tokens of the step before].
 
     Returns:
         [rows, hidden_size], dtype of ``table``.
     """
+    if sampled is not None:
+        place = -2 - token_ids.long()
+        is_sampled = (place >= 0) & (place < len(sampled))
+        token_ids = torch.where(is_sampled, sampled[torch.where(is_sampled, place, 0)], token_ids)
     is_known = (token_ids >= 0) & (token_ids < len(table))
     return table[torch.where(is_known, token_ids, 0).long()] * is_known.unsqueeze(1).to(table.dtype)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -20,6 +22,7 @@ def _run(
     token_ids: list[int],
     table: Tensor,
     *,
+    sampled: Sequence[int] = (),
     grid: int = 2,
     chunks: int = 2,
     warps: int = 1,
@@ -29,13 +32,14 @@ def _run(
     """Run three times on one state, each in another order, and return what all runs gave."""
     memory = Memory()
     memory.put("token_ids", np.array(token_ids, np.int32), mutable=True)
+    memory.put("sampled", np.array([*sampled, 0], np.int32), mutable=True)
     memory.put("table", table.view(torch.uint16).numpy(), offset=16, mutable=is_mutable)
     memory.empty("hidden", (len(token_ids), table.shape[1]), np.uint16, offset=48)
-    names = ("token_ids", "table", "hidden")
+    names = ("token_ids", "sampled", "table", "hidden")
     launch = Launch(
         embed,
         dict(spec(X=chunks, WARPS=warps).constants),
-        (*map(memory.address, names), len(token_ids), *table.shape),
+        (*map(memory.address, names), len(token_ids), len(sampled), *table.shape),
         grid=grid,
         num_threads=32 * warps,
         specialised=specialised,
@@ -68,6 +72,28 @@ def test_ids_outside_the_table_give_zeros() -> None:
     assert found[[0, 1, 3, 4]].count_nonzero() == 0
 
 
+def test_ids_may_stand_for_tokens_of_the_step_before() -> None:
+    """-2 - j is the j-th of them, each at its own place; a choice that failed, or is none of theirs, gives zeros."""
+    table = torch.randn(5, 264).bfloat16()
+    token_ids, sampled = [-3, 4, -2, -4, -5, -6, -(2**31), -1, -3], [2, 3, -1, -2]
+    found = _run(token_ids, table, sampled=sampled)
+    zeros = torch.zeros(264).bfloat16()
+    expected = [table[3], table[4], table[2], zeros, zeros, zeros, zeros, zeros, table[3]]
+    assert torch.equal(found, torch.stack(expected))
+    assert torch.equal(found, reference.embed(torch.tensor(token_ids), table, torch.tensor(sampled)))
+
+
+def test_nothing_is_read_where_nothing_was_sampled() -> None:
+    """No address is needed then."""
+    memory = Memory()
+    memory.put("token_ids", np.array([-2, 1], np.int32), mutable=True)
+    memory.put("table", np.ones((2, 8), np.uint16))
+    memory.empty("hidden", (2, 8), np.uint16)
+    token_ids, table, hidden = map(memory.address, ("token_ids", "table", "hidden"))
+    run(memory, [Launch(embed, dict(spec().constants), (token_ids, 0, table, hidden, 2, 0, 2, 8), 1, 128)])
+    assert memory.get("hidden").tolist() == [[0] * 8, [1] * 8]
+
+
 def test_gathers_rows_of_what_a_kernel_wrote() -> None:
     """The table may be activations: the rows of a step whose logits are wanted."""
     hidden = torch.randn(9, 264).bfloat16()
@@ -84,7 +110,8 @@ def test_a_large_table_is_addressed_in_64_bits() -> None:
     memory.write(table + (num_rows - 1) * size * 2, row)
     hidden = memory.empty("hidden", size, np.uint16)
     constants = dict(spec().constants)
-    run(memory, [Launch(embed, constants, (memory.address("token_ids"), table, hidden, 1, num_rows, size), 1, 128)])
+    arguments = (memory.address("token_ids"), 0, table, hidden, 1, 0, num_rows, size)
+    run(memory, [Launch(embed, constants, arguments, 1, 128)])
     assert np.array_equal(memory.get("hidden"), row)
 
 
@@ -93,7 +120,7 @@ def test_needs_its_wait() -> None:
     table = torch.randn(5, 264).bfloat16()
 
     def simulate(mutant: Specialised) -> None:
-        assert torch.equal(_run([4, 1], table, specialised=mutant), table[[4, 1]])
+        assert torch.equal(_run([4, -2], table, sampled=[1], specialised=mutant), table[[4, 1]])
 
     found = check_mutants(embed, dict(spec(X=2, WARPS=1).constants), simulate)
     assert [mutation.name for mutation in found] == ["grid_wait"]

@@ -142,7 +142,9 @@ class Chain:
         self._arrays = step.arrays
         put = self.memory.put
         self._a = {name: put(name, values, mutable=True) for name, values in self._arrays.items()}
-        self._a["token_ids"] = put("token_ids", np.array(token_ids, np.int32), mutable=True)
+        # The last token is one that the step before chose.
+        self._a["sampled"] = put("sampled", np.array(token_ids[::-1], np.int32), mutable=True)
+        self._a["token_ids"] = put("token_ids", np.array([*token_ids[:-1], -2], np.int32), mutable=True)
         self._num_new = np.array(step.num_rows, np.int32)
 
     def _place_weights(self, weights: ModelWeights, config: ModelConfig) -> None:
@@ -176,7 +178,11 @@ class Chain:
     def begin(self) -> None:
         """Add the gather of embeddings."""
         a = self._a
-        self.launch(embed.spec(), a["token_ids"], a["embedding"], a["hidden"], self._rows, VOCAB, HIDDEN)
+        self.launch(
+            embed.spec(),
+            *(a["token_ids"], a["sampled"], a["embedding"], a["hidden"]),
+            *(self._rows, self._rows, VOCAB, HIDDEN),
+        )
 
     def work_list(self, rows_per_tile: int) -> WorkList:
         """Write the work list of the step and return it."""

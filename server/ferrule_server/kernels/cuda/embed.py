@@ -1,7 +1,8 @@
 """Rows of a table, by the ids that lie on the device: the embedding of a step's tokens, sampled ones among them.
 
 Maths: ``out[r] = table[ids[r]]``, zeros where the id is not one of the table's: -1 stands for a token that could not
-be chosen, and the step after it must not read outside the table. See ``kernels.reference.embed``.
+be chosen, and the step after it must not read outside the table. An id of ``-2 - j`` stands for ``sampled[j]``: a token
+that the step before chose and the host had not seen when it wrote the ids. See ``kernels.reference.embed``.
 
 Bytes moved: ``4 * num_rows * size``. Source: nothing to name.
 """
@@ -29,9 +30,11 @@ __all__ = ["embed", "spec", "specs", "variants"]
 
 def embed(
     token_ids: Address,
+    sampled: Address,
     table: Address,
     hidden: Address,
     num_rows: I32,
+    num_sampled: I32,
     table_rows: I32,
     size: I32,
     *,
@@ -46,9 +49,11 @@ def embed(
 
     Args:
         token_ids: int32 [num_rows].
+        sampled: int32 [num_sampled]; 0 where there are none.
         table: bf16 [table_rows, size].
         hidden: bf16 [num_rows, size], written.
         num_rows: Rows that come out.
+        num_sampled: Tokens that an id may stand for; one that stands for none of them gives zeros.
         table_rows: Rows of the table.
         size: Of a row, a multiple of 8.
         X: Chunks of a row that a thread copies at a time.
@@ -59,6 +64,11 @@ def embed(
     row = i32(cta_id())
     while row < num_rows:
         token = load_i32(token_ids + row * 4)
+        if token < -1:
+            place = i32(-2 - token)
+            token = i32(-1)
+            if place < num_sampled:
+                token = load_i32(sampled + place * 4)
         left = i32(size - thread_id() * CHUNK)
         if token < 0 or token >= table_rows:
             left = i32(0)

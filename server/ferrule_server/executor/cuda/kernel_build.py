@@ -1,0 +1,128 @@
+"""Kernels compiled, or found compiled, on a thread of its own while torch serves."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from ferrule_server.executor.cuda.gpu import GpuError
+from ferrule_server.kernels.cuda.spec import KernelSpec
+from ferrule_server.kernels.cuda.toolchain.bundle import Bundle
+from ferrule_server.kernels.cuda.toolchain.compile import Cubin
+from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache
+from ferrule_server.kernels.cuda.toolchain.cubins import load_all
+
+__all__ = ["KernelBuild"]
+
+_log = logging.getLogger(__name__)
+
+
+class _Closed(Exception):
+    """Nobody wants the kernels any more."""
+
+
+class KernelBuild:
+    """The cubins of a model, being made. Started once; everything else may be called from any thread.
+
+    Invariant: ``is_done`` turns true once, and what ``result`` returns or raises is settled from then on.
+
+    Args:
+        specs: What is wanted.
+        architecture: Of the GPU.
+        cache: Where compiled kernels are kept; None keeps none.
+        bundle: File that is asked first; a bad one is a failure of the build.
+        num_workers: Processes that compile; None: all cores but one, and two at least. With a single one the compiler
+            would run on the thread of this build and take turns with the engine's.
+        load: Stands for ``toolchain.cubins.load_all``.
+    """
+
+    def __init__(
+        self,
+        specs: Iterable[KernelSpec],
+        architecture: str,
+        *,
+        cache: CubinCache | None = None,
+        bundle: Path | None = None,
+        num_workers: int | None = None,
+        load: Callable[..., dict[KernelSpec, Cubin]] = load_all,
+    ) -> None:
+        self._specs = list(specs)
+        self._architecture = architecture
+        self._cache = cache
+        self._bundle = bundle
+        self._num_workers = num_workers or max(2, (os.cpu_count() or 1) - 1)
+        self._load = load
+        self._num_ready = 0
+        self._cubins: dict[KernelSpec, Cubin] | None = None
+        self._error: Exception | None = None
+        self._is_closed = False
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="ferrule-kernels", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    @property
+    def progress(self) -> str:
+        """What is being done, for people: ``compiling kernels, 23 of 56``; empty once it is done."""
+        return "" if self.is_done else f"compiling kernels, {self._num_ready} of {len(self._specs)}"
+
+    @property
+    def is_done(self) -> bool:
+        """Whether :meth:`result` returns, or raises, at once."""
+        return self._done.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is done, for so long at most; return whether it is."""
+        return self._done.wait(timeout_s)
+
+    def result(self) -> Mapping[KernelSpec, Cubin]:
+        """Return every cubin; waits for them.
+
+        Raises:
+            GpuError: There will be none; the message, one line, says why.
+        """
+        self._done.wait()
+        if self._cubins is None:
+            raise GpuError(_sentence(self._error)) from self._error
+        return self._cubins
+
+    def close(self) -> None:
+        """Begin no further kernel; those that are being compiled are not waited for."""
+        self._is_closed = True
+
+    def _main(self) -> None:
+        begun = time.monotonic()
+        try:
+            self._cubins = self._build()
+        except Exception as error:  # noqa: BLE001 - whatever it is, torch serves; whoever asks for the result is told
+            self._error = error
+        else:
+            _log.info("event=kernels_ready num=%d seconds=%.1f", len(self._cubins), time.monotonic() - begun)
+        self._done.set()
+
+    def _build(self) -> dict[KernelSpec, Cubin]:
+        return self._load(
+            self._specs,
+            self._architecture,
+            cache=self._cache,
+            bundle=None if self._bundle is None else Bundle.open(self._bundle),
+            num_workers=self._num_workers,
+            progress=self._told,
+        )
+
+    def _told(self, num_ready: int, num_wanted: int, name: str) -> None:  # noqa: ARG002
+        if self._is_closed:
+            raise _Closed("the server ends")
+        self._num_ready = num_ready
+
+
+def _sentence(error: Exception | None) -> str:
+    """Return the first line of what an error says: tools add pages of their own output."""
+    lines = str(error).splitlines()
+    return lines[0].rstrip(":") if lines else type(error).__name__

@@ -1,0 +1,120 @@
+"""Kernels are built beside a server that serves: told of, waited for by nobody, and failing without harm."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ferrule_server.executor.cuda.gpu import GpuError
+from ferrule_server.executor.cuda.kernel_build import KernelBuild
+from ferrule_server.kernels.cuda import block_transfer, copy_blocks
+from ferrule_server.kernels.cuda.spec import KernelSpec
+from ferrule_server.kernels.cuda.toolchain.compile import CompileError, Cubin
+
+SPECS = [copy_blocks.spec(), block_transfer.spec("gather")]
+TIMEOUT_S = 10.0
+
+
+def cubin(spec: KernelSpec) -> Cubin:
+    """A cubin of nothing."""
+    return Cubin(spec.kernel.__name__, "sm_90a", b"", "", 32, 0, 0)
+
+
+class SlowLoad:
+    """Stands for ``load_all``: each kernel waits until the test lets it go."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.options: dict[str, Any] = {}
+        self.told = threading.Semaphore(0)
+        self.may_go_on = threading.Semaphore(0)
+
+    def __call__(
+        self, specs: Iterable[KernelSpec], architecture: str, *, progress: Callable[[int, int, str], None], **more: Any
+    ) -> dict[KernelSpec, Cubin]:
+        """Return cubins, or fail behind the first."""
+        self.options = {"architecture": architecture, **more}
+        specs = list(specs)
+        for index, spec in enumerate(specs, 1):
+            assert self.may_go_on.acquire(timeout=TIMEOUT_S)
+            progress(index, len(specs), spec.name)
+            self.told.release()
+            if self.error is not None:
+                raise self.error
+        return {spec: cubin(spec) for spec in specs}
+
+
+def started(load: SlowLoad, **options: Any) -> KernelBuild:
+    """Return a build that runs."""
+    build = KernelBuild(SPECS, "sm_90a", load=load, **options)
+    build.start()
+    return build
+
+
+def test_progress_counts_kernels_until_all_are_there() -> None:
+    """Nobody waits meanwhile; the result is every cubin, and stays."""
+    load = SlowLoad()
+    build = started(load)
+    assert (build.progress, build.is_done) == ("compiling kernels, 0 of 2", False)
+    load.may_go_on.release()
+    assert load.told.acquire(timeout=TIMEOUT_S)
+    assert build.progress == "compiling kernels, 1 of 2"
+    assert not build.wait(0)
+    load.may_go_on.release()
+    assert build.wait(TIMEOUT_S)
+    assert build.progress == ""
+    assert build.result() == build.result() == {spec: cubin(spec) for spec in SPECS}
+
+
+def test_the_compiler_gets_processes_of_its_own() -> None:
+    """Two at least, because one would compile on a thread of the server."""
+    load = SlowLoad()
+    load.may_go_on.release(2)
+    assert started(load).wait(TIMEOUT_S)
+    assert load.options["num_workers"] >= 2
+    assert (load.options["architecture"], load.options["cache"], load.options["bundle"]) == ("sm_90a", None, None)
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        pytest.param(CompileError("ptxas refuses gemv for sm_90a:\nline 3: no"), "ptxas refuses gemv for sm_90a"),
+        pytest.param(RuntimeError("can't start new thread"), "can't start new thread"),
+        pytest.param(MemoryError(), "MemoryError"),
+    ],
+)
+def test_what_fails_is_said_in_one_line(error: Exception, sentence: str) -> None:
+    """The build is done, and whoever wants its result is told why there is none."""
+    load = SlowLoad(error)
+    load.may_go_on.release()
+    build = started(load)
+    assert build.wait(TIMEOUT_S)
+    with pytest.raises(GpuError) as raised:
+        build.result()
+    assert str(raised.value) == sentence
+    assert raised.value.__cause__ is error
+    assert build.progress == ""
+
+
+def test_a_missing_bundle_fails_the_build(tmp_path: Path) -> None:
+    """It is opened on the thread; its name is said."""
+    build = started(SlowLoad(), bundle=tmp_path / "none.bundle")
+    with pytest.raises(GpuError, match=r"none\.bundle"):
+        build.result()
+
+
+def test_a_closed_build_begins_no_further_kernel() -> None:
+    """The one that is being compiled ends, the next is not begun."""
+    load = SlowLoad()
+    build = started(load)
+    build.close()
+    assert not build.is_done
+    load.may_go_on.release()
+    assert build.wait(TIMEOUT_S)
+    assert not load.told.acquire(blocking=False)
+    with pytest.raises(GpuError, match="the server ends"):
+        build.result()

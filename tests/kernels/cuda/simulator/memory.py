@@ -30,13 +30,16 @@ def views(whole: memoryview) -> tuple[memoryview[Any], ...]:
 
 
 class Page:
-    """Bytes of one allocation within one page: ``base`` is the address of the first, ``views`` are typed."""
+    """Bytes of one allocation within one page: ``base`` is the address of the first, ``views`` are typed.
+
+    The bytes are its own, or those of an array that somebody else holds.
+    """
 
     __slots__ = ("base", "bytes", "is_mutable", "views")
 
-    def __init__(self, base: int, data: bytearray, is_mutable: bool) -> None:
+    def __init__(self, base: int, data: bytearray | memoryview, is_mutable: bool) -> None:
         self.base = base
-        self.bytes = data
+        self.bytes: Any = data  # both slice and take slices; they have no common type
         self.is_mutable = is_mutable
         whole = memoryview(data)
         self.views = views(whole)
@@ -63,6 +66,7 @@ class Allocation:
         fill: Gives the bytes of a page at first touch, from (offset, count).
         is_tracked: Reading what nobody wrote is an error.
         written: One flag per two bytes, where tracked.
+        shared: The bytes of an array of :meth:`Memory.share`.
     """
 
     name: str
@@ -74,6 +78,7 @@ class Allocation:
     fill: Fill
     is_tracked: bool
     written: NDArray[np.bool_]
+    shared: memoryview | None = None
 
 
 class Memory:
@@ -112,6 +117,7 @@ class Memory:
         for name in names:
             allocation = self._by_name[name]
             assert allocation.shape is not None, f"{name} is sparse"
+            assert allocation.shared is None, f"{name} belongs to somebody else"
             allocation.written[:] = False
             self._touch_all(allocation)
 
@@ -125,6 +131,20 @@ class Memory:
         allocation = self._allocate(name, num_bytes, np.dtype(np.uint16), shape=None, mutable=mutable, offset=offset)
         if init is not None:
             allocation.fill = init
+        return allocation.base
+
+    def share(self, name: str, array: NDArray[Any], *, mutable: bool, offset: int = 0) -> int:
+        """Let kernels use an array where it is, contiguous: what either side writes, the other reads.
+
+        All of it counts as written: what its owner does to it is not seen here.
+
+        Returns:
+            Its address, which is ``offset`` beyond a multiple of 64 KiB.
+        """
+        flat = array.reshape(-1).view(np.uint8)
+        assert np.shares_memory(flat, array), f"{name} is not contiguous"
+        allocation = self._allocate(name, flat.size, array.dtype, shape=array.shape, mutable=mutable, offset=offset)
+        allocation.shared = memoryview(flat)  # type: ignore[arg-type]  # numpy's arrays are buffers
         return allocation.base
 
     def get(self, name: str) -> NDArray[Any]:
@@ -218,10 +238,16 @@ class Memory:
     def _make(self, allocation: Allocation, index: int) -> Page:
         first = max(allocation.base, index << PAGE_BITS)
         end = min(allocation.base + allocation.num_bytes, index + 1 << PAGE_BITS)
-        data = np.ascontiguousarray(allocation.fill(first - allocation.base, end - first)).view(np.uint8)
-        assert data.size == end - first, (allocation.name, data.size, end - first)
-        page = self._pages[index] = Page(first, bytearray(data.tobytes()), allocation.is_mutable)
+        data = self._bytes(allocation, first - allocation.base, end - first)
+        page = self._pages[index] = Page(first, data, allocation.is_mutable)
         return page
+
+    def _bytes(self, allocation: Allocation, start: int, count: int) -> bytearray | memoryview:
+        if allocation.shared is not None:
+            return allocation.shared[start : start + count]
+        data = np.ascontiguousarray(allocation.fill(start, count)).view(np.uint8)
+        assert data.size == count, (allocation.name, data.size, count)
+        return bytearray(data.tobytes())
 
     def _spans(self, address: int, num_bytes: int) -> list[tuple[Page, int, int, int]]:
         spans, done = [], 0

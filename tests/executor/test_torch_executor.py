@@ -54,6 +54,31 @@ def random_blocks(executor: Executor, num_blocks: int) -> np.ndarray:
     return values.astype(np.float32).view(np.uint8)
 
 
+def test_plain_weights_are_those_of_the_checkpoint(folder: Path) -> None:
+    """What kernels share: nothing is missing, and a tied head is the embedding itself."""
+    model = load_model(folder, dtype="bfloat16")
+    executor = TorchExecutor(model, kv_memory_bytes=TorchExecutor.min_kv_bytes(model), max_context=64, is_plain=True)
+    stored = load_file(folder / "model.safetensors")
+    plain = executor.plain_weights
+    assert plain is not None
+    assert plain.head is plain.embedding
+    assert torch.equal(plain.embedding, stored["model.embed_tokens.weight"].bfloat16())
+    assert torch.equal(plain.final_norm, stored["model.norm.weight"].bfloat16())
+    assert len(plain.layers) == executor.config.num_layers
+    for index, layer in enumerate(plain.layers):
+        assert torch.equal(layer.down, stored[f"model.layers.{index}.mlp.down_proj.weight"].bfloat16())
+        assert layer.q_norm is not None
+        assert torch.equal(layer.q_norm, stored[f"model.layers.{index}.self_attn.q_norm.weight"].bfloat16())
+
+
+def test_the_pool_is_shared(executor: TorchExecutor) -> None:
+    """What somebody else writes into it is there."""
+    assert tuple(executor.pool.shape[:1]) == (executor.info.num_blocks,)
+    with torch.inference_mode():
+        executor.pool[3].fill_(1.5)
+    assert (executor.read_blocks(np.array([3], np.int32)).view(np.float32) == 1.5).all()
+
+
 def test_info_describes_model_and_pool(executor: TorchExecutor) -> None:
     """Every figure follows from config.json and the settings."""
     info = executor.info

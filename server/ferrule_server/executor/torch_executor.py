@@ -11,8 +11,9 @@ from ferrule_server.executor.base import ExecutorInfo, Int32Array, ModelDescript
 from ferrule_server.executor.buffers import KvPool, bytes_per_block
 from ferrule_server.executor.device_outputs import DeviceOutputs
 from ferrule_server.model.attention import GroupedAttention, PlainAttention, StepArrays, StepAttention
+from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.decoder import Decoder
-from ferrule_server.model.weights import LoadedModel
+from ferrule_server.model.weights import LoadedModel, ModelWeights
 
 __all__ = ["TorchExecutor"]
 
@@ -80,6 +81,21 @@ class TorchExecutor:
     def info(self) -> ExecutorInfo:
         """What this executor is; constant."""
         return self._info
+
+    @property
+    def config(self) -> ModelConfig:
+        """What decides the network."""
+        return self._config
+
+    @property
+    def plain_weights(self) -> ModelWeights | None:
+        """The very tensors it runs on, for kernels that share its device; None where they are packed for a CPU."""
+        return self._decoder.plain_weights
+
+    @property
+    def pool(self) -> torch.Tensor:
+        """The KV of every sequence, ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``."""
+        return self._pool.tensor
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> StepResult:

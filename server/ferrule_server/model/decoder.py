@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -61,10 +61,20 @@ class Decoder:
         self._frequencies = inverse_frequencies(config).to(device)
         self._final_norm = weights.final_norm.to(device)
         make: MakeLinear = plain_linear if is_plain or not can_pack(self._final_norm.unsqueeze(0)) else packed_linear
-        self._embed, self._head = _prepare_ends(weights, make, device)
+        ends = _take_ends(weights, device)
+        self._plain = replace(ends) if make is plain_linear else None
+        self._embed, self._head = _prepare_ends(ends, make)
         self._layers = []
         while weights.layers:
-            self._layers.append(_prepare_layer(config, weights.layers.pop(0), make, device))
+            layer = _moved(weights.layers.pop(0), device)
+            if self._plain is not None:
+                self._plain.layers.append(replace(layer))
+            self._layers.append(_prepare_layer(config, layer, make))
+
+    @property
+    def plain_weights(self) -> ModelWeights | None:
+        """The very tensors this decoder reads, on its device; None where they are packed."""
+        return self._plain
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: StepAttention, output_rows: Tensor) -> Tensor:
         """Run a step: write the rows' KV through ``attention`` and return the hidden states of the rows asked for.
@@ -145,38 +155,51 @@ def _rotation(positions: Tensor, frequencies: Tensor) -> Tensor:
     return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))).unsqueeze(2)
 
 
-def _prepare_ends(weights: ModelWeights, make: MakeLinear, device: torch.device) -> tuple[Embed, Linear]:
-    """Return embedding and output head; the plain matrices are removed from ``weights``."""
-    embedding, head = weights.embedding.to(device), weights.head
-    is_tied = head is weights.embedding
+def _take_ends(weights: ModelWeights, device: torch.device) -> ModelWeights:
+    """Return embedding, output head and final norm on the device; the matrices are removed from ``weights``."""
+    embedding = weights.embedding.to(device)
+    head = embedding if weights.head is weights.embedding else weights.head.to(device)
     del weights.embedding, weights.head
-    if not is_tied:
-        return plain_embedding(embedding), make(head.to(device), None)
+    return ModelWeights(embedding, head, weights.final_norm.to(device))
+
+
+def _prepare_ends(ends: ModelWeights, make: MakeLinear) -> tuple[Embed, Linear]:
+    """Return embedding and output head; the plain matrices are removed from ``ends``."""
+    embedding, head = ends.embedding, ends.head
+    del ends.embedding, ends.head
+    if head is not embedding:
+        return plain_embedding(embedding), make(head, None)
     return (plain_embedding(embedding), plain_linear(embedding, None)) if make is plain_linear else tied_ends(embedding)
 
 
-def _prepare_layer(config: ModelConfig, weights: LayerWeights, make: MakeLinear, device: torch.device) -> _Layer:
+def _moved(layer: LayerWeights, device: torch.device) -> LayerWeights:
+    """Return a layer whose tensors lie on the device."""
+    tensors = ((field.name, getattr(layer, field.name)) for field in fields(layer))
+    return LayerWeights(**{name: tensor if tensor is None else tensor.to(device) for name, tensor in tensors})
+
+
+def _prepare_layer(config: ModelConfig, weights: LayerWeights, make: MakeLinear) -> _Layer:
     """Return a layer ready to run; each plain weight is let go of as soon as it is packed."""
 
     def linear(name: str) -> Linear:
-        weight, bias = getattr(weights, name).to(device), getattr(weights, f"{name}_bias")
+        weight, bias = getattr(weights, name), getattr(weights, f"{name}_bias")
         setattr(weights, name, None)
-        return make(weight, None if bias is None else bias.to(device))
+        return make(weight, bias)
 
     return _Layer(
-        input_norm=weights.input_norm.to(device),
+        input_norm=weights.input_norm,
         qkv=linear("qkv"),
-        qk_norm=_stack_norms(config, weights, device),
+        qk_norm=_stack_norms(config, weights),
         attention_out=linear("attention_out"),
-        post_attention_norm=weights.post_attention_norm.to(device),
+        post_attention_norm=weights.post_attention_norm,
         gate_up=linear("gate_up"),
         down=linear("down"),
     )
 
 
-def _stack_norms(config: ModelConfig, weights: LayerWeights, device: torch.device) -> Tensor | None:
+def _stack_norms(config: ModelConfig, weights: LayerWeights) -> Tensor | None:
     """Return the head norms repeated for every query and key head, so that one norm covers both."""
     if weights.q_norm is None or weights.k_norm is None:
         return None
     q_norm = weights.q_norm.expand(config.num_heads, -1)
-    return torch.cat((q_norm, weights.k_norm.expand(config.num_kv_heads, -1))).to(device)
+    return torch.cat((q_norm, weights.k_norm.expand(config.num_kv_heads, -1)))

@@ -1,0 +1,108 @@
+"""Arrays side by side in one memory, each at a fixed place: what crosses between host and device in one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+__all__ = ["ALIGNMENT", "Array", "Field", "Layout", "pack"]
+
+ALIGNMENT = 256
+"""Fields begin at multiples of so many bytes."""
+
+Array = npt.NDArray[np.int32 | np.float32]
+"""What a field looks like on the host."""
+
+_NUMPY_DTYPES: dict[torch.dtype, np.dtype[np.int32 | np.float32]] = {
+    torch.int32: np.dtype(np.int32),
+    torch.float32: np.dtype(np.float32),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One array of a layout.
+
+    Attributes:
+        name: Unique in its layout.
+        dtype: torch.int32 or torch.float32.
+        shape: First dimension: rows, of which a step may use the first ones alone.
+        offset: Bytes from the begin of the layout.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def row_bytes(self) -> int:
+        """From one row to the next."""
+        return prod(self.shape[1:]) * self.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        """Bytes from the begin of the layout to the end of the last row."""
+        return self.offset + self.shape[0] * self.row_bytes
+
+
+class Layout:
+    """Where each field lies.
+
+    Invariant: fields lie in order, apart, each at a multiple of ALIGNMENT; ``num_bytes`` is such a multiple too.
+
+    Args:
+        fields: In order.
+    """
+
+    def __init__(self, fields: Iterable[Field]) -> None:
+        self._fields = {field.name: field for field in fields}
+        self.num_bytes = max((_aligned(field.end) for field in self._fields.values()), default=0)
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """All of them, in order."""
+        return tuple(self._fields.values())
+
+    def offset_of(self, name: str) -> int:
+        """Return where a field begins, in bytes."""
+        return self._fields[name].offset
+
+    def end_of(self, name: str, num_rows: int | None = None) -> int:
+        """Return where the first ``num_rows`` rows of a field end, in bytes; None: all of them."""
+        field = self._fields[name]
+        return field.end if num_rows is None else field.offset + num_rows * field.row_bytes
+
+    def views(self, memory: Tensor) -> dict[str, Tensor]:
+        """Return the fields as views of ``memory``, uint8 [num_bytes], by name."""
+        return {
+            field.name: memory[field.offset : field.end].view(field.dtype).view(field.shape)
+            for field in self._fields.values()
+        }
+
+    def arrays(self, memory: npt.NDArray[np.uint8]) -> dict[str, Array]:
+        """Return the fields as views of ``memory`` on the host, uint8 [num_bytes], by name."""
+        return {
+            field.name: memory[field.offset : field.end].view(_NUMPY_DTYPES[field.dtype]).reshape(field.shape)
+            for field in self._fields.values()
+        }
+
+
+def pack(shapes: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> Layout:
+    """Return the layout of fields side by side, from (name, dtype, shape) of each."""
+    fields: list[Field] = []
+    offset = 0
+    for name, dtype, shape in shapes:
+        fields.append(Field(name, dtype, shape, offset))
+        offset = _aligned(fields[-1].end)
+    return Layout(fields)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

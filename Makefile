@@ -1,12 +1,18 @@
 # Everything runs in one virtual environment, made by the first target that needs it.
 #   make demo               see it work          make test PY=python3.12    with another interpreter
-#   make test VENV=/tmp/v   somewhere else       make help                  the list of targets
+#   make test VENV=/tmp/v   somewhere else       make test JOBS=8           with more processes
+#   make help               the list of targets
 VENV ?= .venv
 PY ?= python3
+JOBS ?= 2
 BIN := $(VENV)/bin
 
+# Tests that only compute: they share the cores. The others run servers and clocks, one after the other.
+COMPUTING_TESTS := tests/kernels tests/gpu tests/executor tests/kv tests/model tests/text tests/training
+PYTEST := $(BIN)/python -m pytest -q -m "not slow and not gpu"
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kernels test-gpu test-chaos lint types proto aio bench clean
+.PHONY: help demo test test-kernels test-gpu test-chaos lint types proto aio bench bench-gpu clean
 
 help:             ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1\t/p' Makefile | expand -t 20
@@ -15,7 +21,12 @@ demo: $(VENV)/.ok ## start the shipped model, stream text, fork, roll back, rele
 	@$(BIN)/ferrule demo
 
 test: $(VENV)/.ok ## all tests that need neither a GPU, a network nor much time
-	@$(BIN)/python -m pytest -q -m "not slow and not gpu"
+	@status=0; \
+	  echo "== $(COMPUTING_TESTS): in $(JOBS) processes"; \
+	  $(PYTEST) --numprocesses=$(JOBS) --dist=worksteal $(COMPUTING_TESTS) || status=1; \
+	  echo "== all other tests: one after the other"; \
+	  $(PYTEST) $(COMPUTING_TESTS:%=--ignore=%) || status=1; \
+	  exit $$status
 
 test-kernels: $(VENV)/.ok ## the long campaign of the GPU kernels; needs no GPU
 	@$(BIN)/python -m pytest -q --timeout=1800 -m "not gpu" tests/kernels/cuda tests/gpu
@@ -40,8 +51,12 @@ proto: $(VENV)/.ok ## regenerate the committed stubs from protos/
 aio: $(VENV)/.ok   ## write the asyncio client anew from the sync one
 	@$(BIN)/python client/generate_aio.py
 
-bench: $(VENV)/.ok ## run every benchmark: a table for people, then one JSON line
-	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+bench: $(VENV)/.ok ## run every benchmark of the CPU: a table for people, then one JSON line
+	@set -e; for script in $(filter-out %/bench_gpu.py,$(wildcard benchmarks/bench_*.py)); do \
+	  echo "== $$script"; $(BIN)/python "$$script"; done
+
+bench-gpu: $(VENV)/.ok ## decode on a GPU beside its ceilings and its peers; without one, a dry run
+	@$(BIN)/python benchmarks/bench_gpu.py
 
 clean:            ## remove caches and build output, keep the environment
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -241,7 +241,7 @@ class MemoryRequirements(_message.Message):
     def __init__(self, parameter_bytes: _Optional[int] = ..., activation_bytes_per_row: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_pool_bytes: _Optional[int] = ..., overhead_bytes: _Optional[int] = ...) -> None: ...
 
 class ExecutorStatus(_message.Message):
-    __slots__ = ("state", "is_ready", "load_progress", "load_stage", "executor", "fallback_reason", "instance", "epoch", "server_version", "start_time", "live_sequences", "queue_depth", "total_blocks", "free_blocks", "current_batch_size", "num_steps", "num_prefills", "num_decodes", "num_verifies", "num_prefill_tokens", "num_decode_tokens", "num_errors", "avg_prefill_ns", "avg_decode_ns", "memory", "last_step_time", "num_draft_tokens", "num_accepted_tokens", "num_generates", "active_streams")
+    __slots__ = ("state", "is_ready", "load_progress", "load_stage", "executor", "fallback_reason", "instance", "epoch", "server_version", "start_time", "live_sequences", "queue_depth", "total_blocks", "free_blocks", "current_batch_size", "num_steps", "num_prefills", "num_decodes", "num_verifies", "num_prefill_tokens", "num_decode_tokens", "num_errors", "avg_prefill_ns", "avg_decode_ns", "memory", "last_step_time", "num_draft_tokens", "num_accepted_tokens", "num_generates", "active_streams", "preparation", "memory_plan", "captured_batch_sizes", "num_graph_steps", "num_launched_steps", "num_torch_steps", "num_queued_steps", "num_discarded_rows")
     STATE_FIELD_NUMBER: _ClassVar[int]
     IS_READY_FIELD_NUMBER: _ClassVar[int]
     LOAD_PROGRESS_FIELD_NUMBER: _ClassVar[int]
@@ -272,6 +272,14 @@ class ExecutorStatus(_message.Message):
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_GENERATES_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    PREPARATION_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_PLAN_FIELD_NUMBER: _ClassVar[int]
+    CAPTURED_BATCH_SIZES_FIELD_NUMBER: _ClassVar[int]
+    NUM_GRAPH_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAUNCHED_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TORCH_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUEUED_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DISCARDED_ROWS_FIELD_NUMBER: _ClassVar[int]
     state: ExecutorState
     is_ready: bool
     load_progress: float
@@ -302,7 +310,33 @@ class ExecutorStatus(_message.Message):
     num_accepted_tokens: int
     num_generates: int
     active_streams: int
-    def __init__(self, state: _Optional[_Union[ExecutorState, str]] = ..., is_ready: bool = ..., load_progress: _Optional[float] = ..., load_stage: _Optional[str] = ..., executor: _Optional[str] = ..., fallback_reason: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[str] = ..., server_version: _Optional[str] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., live_sequences: _Optional[int] = ..., queue_depth: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., current_batch_size: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prefills: _Optional[int] = ..., num_decodes: _Optional[int] = ..., num_verifies: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ..., num_errors: _Optional[int] = ..., avg_prefill_ns: _Optional[int] = ..., avg_decode_ns: _Optional[int] = ..., memory: _Optional[_Union[MemoryUsage, _Mapping]] = ..., last_step_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_generates: _Optional[int] = ..., active_streams: _Optional[int] = ...) -> None: ...
+    preparation: str
+    memory_plan: MemoryPlan
+    captured_batch_sizes: _containers.RepeatedScalarFieldContainer[int]
+    num_graph_steps: int
+    num_launched_steps: int
+    num_torch_steps: int
+    num_queued_steps: int
+    num_discarded_rows: int
+    def __init__(self, state: _Optional[_Union[ExecutorState, str]] = ..., is_ready: bool = ..., load_progress: _Optional[float] = ..., load_stage: _Optional[str] = ..., executor: _Optional[str] = ..., fallback_reason: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[str] = ..., server_version: _Optional[str] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., live_sequences: _Optional[int] = ..., queue_depth: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., current_batch_size: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prefills: _Optional[int] = ..., num_decodes: _Optional[int] = ..., num_verifies: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ..., num_errors: _Optional[int] = ..., avg_prefill_ns: _Optional[int] = ..., avg_decode_ns: _Optional[int] = ..., memory: _Optional[_Union[MemoryUsage, _Mapping]] = ..., last_step_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_generates: _Optional[int] = ..., active_streams: _Optional[int] = ..., preparation: _Optional[str] = ..., memory_plan: _Optional[_Union[MemoryPlan, _Mapping]] = ..., captured_batch_sizes: _Optional[_Iterable[int]] = ..., num_graph_steps: _Optional[int] = ..., num_launched_steps: _Optional[int] = ..., num_torch_steps: _Optional[int] = ..., num_queued_steps: _Optional[int] = ..., num_discarded_rows: _Optional[int] = ...) -> None: ...
+
+class MemoryPlan(_message.Message):
+    __slots__ = ("total_bytes", "weights_bytes", "kv_pool_bytes", "buffer_bytes", "workspace_bytes", "graph_bytes", "free_bytes")
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BUFFER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WORKSPACE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GRAPH_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    total_bytes: int
+    weights_bytes: int
+    kv_pool_bytes: int
+    buffer_bytes: int
+    workspace_bytes: int
+    graph_bytes: int
+    free_bytes: int
+    def __init__(self, total_bytes: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., kv_pool_bytes: _Optional[int] = ..., buffer_bytes: _Optional[int] = ..., workspace_bytes: _Optional[int] = ..., graph_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ...) -> None: ...
 
 class MemoryUsage(_message.Message):
     __slots__ = ("host_resident_bytes", "host_peak_bytes", "device_allocated_bytes", "device_peak_bytes", "device_total_bytes")

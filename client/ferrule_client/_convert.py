@@ -460,7 +460,8 @@ def reservation_from_message(message: cache_pb2.KvSlotReservation) -> t.Reservat
 
 def status_from_message(message: info_pb2.ExecutorStatus) -> t.Status:
     """Return how the server is doing."""
-    return _copy(t.Status, message, memory=_copy(t.MemoryUsage, message.memory))
+    plan = _copy(t.MemoryPlan, message.memory_plan) if message.HasField("memory_plan") else None
+    return _copy(t.Status, message, memory=_copy(t.MemoryUsage, message.memory), memory_plan=plan)
 
 
 def metrics_from_message(message: cache_pb2.CacheMetrics) -> t.CacheMetrics:

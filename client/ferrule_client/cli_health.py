@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 
 from ferrule_client.cli_common import add_connection_options, connect, print_json
 from ferrule_client.errors import AuthError, ExecutorError
@@ -46,22 +47,28 @@ def run(args: argparse.Namespace) -> int:
         except AuthError as error:
             return _without_status(is_serving, error, is_json=args.json)
     if args.json:
-        print_json(
-            {
-                "serving": is_serving,
-                "state": status.state,
-                "load_progress": status.load_progress,
-                "executor": status.executor,
-                "instance": status.instance,
-                "server_version": status.server_version,
-                "live_sequences": status.live_sequences,
-                "free_blocks": status.free_blocks,
-                "total_blocks": status.total_blocks,
-            }
-        )
+        print_json({"serving": is_serving} | _values(status))
     else:
         print(_sentence(is_serving, status))
     return 0 if is_serving else 1
+
+
+def _values(status: Status) -> dict[str, object]:
+    plan = status.memory_plan
+    return {
+        "state": status.state,
+        "load_progress": status.load_progress,
+        "executor": status.executor,
+        "fallback_reason": status.fallback_reason,
+        "preparation": status.preparation,
+        "captured_batch_sizes": list(status.captured_batch_sizes),
+        "memory_plan": None if plan is None else dataclasses.asdict(plan),
+        "instance": status.instance,
+        "server_version": status.server_version,
+        "live_sequences": status.live_sequences,
+        "free_blocks": status.free_blocks,
+        "total_blocks": status.total_blocks,
+    }
 
 
 def _probed(is_serving: bool, *, is_json: bool) -> int:
@@ -83,6 +90,9 @@ def _without_status(is_serving: bool, error: AuthError, *, is_json: bool) -> int
 def _sentence(is_serving: bool, status: Status) -> str:
     if is_serving:
         pool = f"{status.free_blocks} of {status.total_blocks} blocks free"
-        return f"serving: {status.executor}, {status.live_sequences} live handles, {pool}"
+        lines = [f"serving: {status.executor}, {status.live_sequences} live handles, {pool}"]
+        lines += [f"preparing: {status.preparation}"] if status.preparation else []
+        lines += [f"fallback: {status.fallback_reason}"] if status.fallback_reason else []
+        return "\n".join(lines)
     progress = "" if status.load_progress is None else f" {status.load_progress:.0%}"
     return f"not serving: {status.state}{progress} {status.load_stage}".rstrip()

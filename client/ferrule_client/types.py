@@ -31,6 +31,7 @@ __all__ = [
     "ForwardChunk",
     "Handle",
     "Lease",
+    "MemoryPlan",
     "MemoryUsage",
     "ModelInfo",
     "OnStale",
@@ -606,6 +607,29 @@ class MemoryUsage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """What the memory of the server's device is for, in bytes.
+
+    Attributes:
+        total_bytes: Of the whole device.
+        weights_bytes: Weights of the model.
+        kv_pool_bytes: The KV pool.
+        buffer_bytes: Buffers of a step, allocated once.
+        workspace_bytes: Kept for prompts and for outputs that the kernels do not cover.
+        graph_bytes: Taken by captured graphs.
+        free_bytes: Left over.
+    """
+
+    total_bytes: int
+    weights_bytes: int
+    kv_pool_bytes: int
+    buffer_bytes: int
+    workspace_bytes: int
+    graph_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
     """How the server is doing now; every figure is measured.
 
@@ -615,7 +639,8 @@ class Status:
         load_progress: From 0 to 1 while loading, None once loaded.
         load_stage: What is being loaded, for people; empty once loaded.
         executor: Name of the executor that runs decode steps.
-        fallback_reason: Why the preferred executor is not the one that runs; empty: it is.
+        fallback_reason: Why the preferred executor is not the one that runs; empty: it is, or it is being prepared.
+        preparation: What is still being prepared while requests are served, for people; empty: nothing.
         instance: Name of this server.
         epoch: Text that is new with every server run.
         server_version: Version of the server.
@@ -640,6 +665,13 @@ class Status:
         avg_decode_ns: Mean nanoseconds of the step of a decode; 0: none yet.
         last_step_time: When the last step ended, by the server's wall clock; None: none yet.
         memory: Memory of the server's process and its device.
+        memory_plan: What the memory of the device is for; None: the model runs in the memory of the host.
+        captured_batch_sizes: Rows of the steps that start with one call of the driver, ascending.
+        num_graph_steps: Steps since start that did; 0 as the next two where the executor does not tell them apart.
+        num_launched_steps: Steps since start whose kernels were launched one by one.
+        num_torch_steps: Steps since start, or parts of steps, that torch ran.
+        num_queued_steps: Steps since start that were queued before the results of those before them had been read.
+        num_discarded_rows: Rows of these that were computed for nothing.
     """
 
     state: str
@@ -648,6 +680,7 @@ class Status:
     load_stage: str
     executor: str
     fallback_reason: str
+    preparation: str
     instance: str
     epoch: str
     server_version: str
@@ -672,6 +705,13 @@ class Status:
     avg_decode_ns: int
     last_step_time: datetime | None
     memory: MemoryUsage
+    memory_plan: MemoryPlan | None
+    captured_batch_sizes: tuple[int, ...]
+    num_graph_steps: int
+    num_launched_steps: int
+    num_torch_steps: int
+    num_queued_steps: int
+    num_discarded_rows: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

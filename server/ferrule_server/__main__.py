@@ -207,7 +207,7 @@ def _failpoints(config: ServerConfig) -> Failpoints | None:
 
 def _serving(config: ServerConfig, state: ServerState, engine: Engine, loaded: LoadedExecutor) -> Serving:
     from ferrule_server.api.inputs import InputReader
-    from ferrule_server.api.state import Serving
+    from ferrule_server.api.state import Serving, state_of
     from ferrule_server.engine.masks import MaskRegistry
 
     inputs = InputReader(
@@ -218,7 +218,14 @@ def _serving(config: ServerConfig, state: ServerState, engine: Engine, loaded: L
         tokenizer=loaded.tokenizer,
     )
     return Serving(
-        engine, inputs, loaded.tokenizer, config.max_step_rows, loaded.chat_template, config.has_prefix_cache
+        engine,
+        inputs,
+        loaded.tokenizer,
+        config.max_step_rows,
+        loaded.chat_template,
+        has_prefix_cache=config.has_prefix_cache,
+        is_deterministic=config.is_deterministic,
+        executor_state=state_of(loaded.executor),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from ferrule_server import __version__
 
-EXECUTORS: Final = ("auto", "torch", "paged-reference")
+EXECUTORS: Final = ("auto", "torch", "numba-cuda", "paged-reference")
 DTYPES: Final = ("auto", "bfloat16", "float32")
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
@@ -31,13 +31,20 @@ def build_parser() -> argparse.ArgumentParser:
     model.add_argument(
         "--executor",
         metavar="|".join(EXECUTORS),
-        help="what runs the steps; paged-reference needs no model and starts"
-        " at once, for client authors and tests (default: auto = torch)",
+        help="what runs the steps: torch on any device; numba-cuda, kernels of our own on a GPU with torch beside them"
+        " and behind them; paged-reference needs no model and starts at once, for client authors and tests"
+        " (default: auto = numba-cuda on a GPU, else torch)",
+    )
+    model.add_argument(
+        "--device",
+        metavar="auto|cpu|cuda|cuda:N",
+        help="where the model runs (default: auto = the first GPU, else the processor); a GPU that is named must be"
+        " there",
     )
     model.add_argument(
         "--dtype",
         metavar="|".join(DTYPES),
-        help="of weights, activations and KV (default: auto = bfloat16 where the"
+        help="of weights, activations and KV (default: auto = bfloat16 on a GPU, and where the"
         " processor has instructions for it, else float32)",
     )
     model.add_argument(
@@ -45,11 +52,41 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="threads that compute (default: one per core; one in all below 128 MiB of weights)",
     )
+    gpu = parser.add_argument_group("on a GPU")
+    gpu.add_argument(
+        "--gpu-memory-fraction",
+        metavar="SHARE",
+        help="share of the GPU's memory that the server may use, from 0.1 to 1 (default: 0.9)",
+    )
+    gpu.add_argument(
+        "--deterministic",
+        action="store_const",
+        const="1",
+        help="logits do not depend on what else is in a step: the same bits for one build, kind of GPU and executor;"
+        " slower, and without the kernels there is no such server",
+    )
+    gpu.add_argument(
+        "--disable-cuda-runner",
+        action="store_const",
+        const="1",
+        help="run everything in torch, on the GPU too: to see whether a fault is the kernels'",
+    )
+    gpu.add_argument(
+        "--kernel-cache",
+        metavar="FOLDER",
+        help="where compiled kernels are kept for the next start (default: ~/.cache/ferrule/cubins)",
+    )
+    gpu.add_argument(
+        "--kernel-bundle",
+        metavar="FILE",
+        help="kernels that were compiled elsewhere; what it lacks is compiled here (default: none)",
+    )
     memory = parser.add_argument_group("memory and limits")
     memory.add_argument(
         "--kv-memory",
         metavar="SIZE",
-        help="size of the KV pool, allocated at start, in KiB, MiB, GiB or TiB: 512MiB (default: 1GiB)",
+        help="size of the KV pool, allocated at start, in KiB, MiB, GiB or TiB: 512MiB (default: 1GiB; on a GPU what"
+        " --gpu-memory-fraction leaves beside the model)",
     )
     memory.add_argument("--max-context", metavar="N", help="longest sequence in tokens (default: the model's limit)")
     memory.add_argument(
@@ -141,6 +178,7 @@ FERRULE_INSECURE=1. Flags win over the environment, the environment over default
 examples:
   ferrule serve                                        the demo model on 127.0.0.1:50051
   ferrule serve --model ~/models/Qwen3-0.6B --kv-memory 4GiB
+  ferrule serve --model ~/models/Qwen3-8B --device cuda --gpu-memory-fraction 0.8
   ferrule serve --executor paged-reference --listen unix:/tmp/ferrule.sock
   ferrule serve --listen 0.0.0.0:50051 --token-file tokens --tls-cert cert.pem --tls-key key.pem
   ferrule serve --listen 0.0.0.0:50051 --insecure      beyond this machine, on a trusted network
@@ -148,8 +186,10 @@ examples:
 Without --token-file and --tls-client-ca everybody who can reach the server is one principal, 'local', and handles are
 shared; that is allowed on 127.0.0.1, [::1] and unix sockets, elsewhere only with --insecure.
 
+A GPU whose kernels cannot be used, for whatever reason, runs the model in torch: one warning says why, and GetStatus.
+
 When the model is loaded, one line starting 'ready' appears on stdout. SIGTERM or Ctrl-C ends the server: new
 prompts are refused, live handles are served until none is left or --drain-grace is over; a second signal ends it at
-once. Exit codes: 0 ended as asked, 1 a fault, 2 a setting, address or model folder is unusable, 130 Ctrl-C before the
-line 'ready', 128 + its number for a second signal.
+once. Exit codes: 0 ended as asked, 1 a fault (such as a GPU that is lost: start it again), 2 a setting, address or
+model folder is unusable, 130 Ctrl-C before the line 'ready', 128 + its number for a second signal.
 """

@@ -21,6 +21,8 @@ from ferrule_server.quotas import QuotaLimits
 DEMO_MODEL: Final = "demo"
 DEFAULT_MASK_BYTES: Final = 64 << 20
 """What the registered token masks of one principal may take, unless something else is set."""
+DEFAULT_KV_BYTES: Final = 1 << 30
+"""Size of the KV pool in the memory of the host, unless something else is set."""
 DEFAULT_QUOTAS: Final = QuotaLimits(mask_bytes=DEFAULT_MASK_BYTES)
 
 _SIZE_UNITS: Final = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -28,6 +30,7 @@ _TIME_UNITS: Final = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _MIN_TTL_S: Final = 5.0
 _MAX_TTL_S: Final = 30 * 24 * 3600.0
 _MAX_UNIX_PATH_BYTES: Final = 107
+_DEVICE: Final = re.compile(r"auto|cpu|cuda(:(0|[1-9]\d{0,2}))?")
 _INSTANCE: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _TRUE: Final = ("1", "true", "yes", "on")
 _FALSE: Final = ("", "0", "false", "no", "off")
@@ -75,8 +78,15 @@ class ServerConfig:
         model: ``demo`` or a model folder; None for an executor without weights.
         listen: Where to serve.
         executor: One of EXECUTORS.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         dtype: One of DTYPES.
-        kv_memory_bytes: Size of the KV pool.
+        kv_memory_bytes: Size of the KV pool; None: on a GPU what ``gpu_memory_fraction`` leaves, else
+            DEFAULT_KV_BYTES.
+        gpu_memory_fraction: Share of a GPU's memory that may be used.
+        is_deterministic: Logits must not depend on what else is in a step.
+        has_cuda_runner: The kernels may run where there is a GPU.
+        kernel_cache: Folder of compiled kernels; None: in the user's cache folder.
+        kernel_bundle: File of kernels that were compiled elsewhere, or None.
         max_context: Longest sequence in tokens; None: the model's own limit.
         max_ttl_s: Longest lease in seconds.
         max_step_rows: Most rows in one step.
@@ -101,8 +111,14 @@ class ServerConfig:
     model: str | None = DEMO_MODEL
     listen: ListenAddress = ListenAddress("127.0.0.1", 50051)
     executor: str = "auto"
+    device: str = "auto"
     dtype: str = "auto"
-    kv_memory_bytes: int = 1 << 30
+    kv_memory_bytes: int | None = None
+    gpu_memory_fraction: float = 0.9
+    is_deterministic: bool = False
+    has_cuda_runner: bool = True
+    kernel_cache: Path | None = None
+    kernel_bundle: Path | None = None
     max_context: int | None = None
     max_ttl_s: float = 3600.0
     max_step_rows: int = 512
@@ -134,7 +150,8 @@ class ServerConfig:
         _require(self.dtype in DTYPES, f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         _require(self.log_level in LOG_LEVELS, f"--log-level must be one of {', '.join(LOG_LEVELS)}")
         _require(
-            self.kv_memory_bytes >= 1 << 16, f"--kv-memory must be at least 64KiB, got {self.kv_memory_bytes} bytes"
+            self.kv_memory_bytes is None or self.kv_memory_bytes >= 1 << 16,
+            f"--kv-memory must be at least 64KiB, got {self.kv_memory_bytes} bytes",
         )
         _require(self.max_context is None or self.max_context >= 1, "--max-context must be at least 1")
         _require(_MIN_TTL_S <= self.max_ttl_s <= _MAX_TTL_S, "--max-ttl must be from 5s to 720h")
@@ -147,11 +164,42 @@ class ServerConfig:
             f"--instance must be 1 to 64 of A-Z a-z 0-9 _ -, got {self.instance!r}",
         )
         self._check_access()
+        self._check_device()
         if self.executor == "paged-reference":
             _require(self.model is None, "--executor paged-reference has no weights; leave --model out")
             _require(
                 self.dtype in ("auto", "float32"), "--executor paged-reference computes in float32; leave --dtype out"
             )
+
+    def _check_device(self) -> None:
+        """Refuse settings of the device that contradict each other; whether it is there is seen at the start."""
+        _require(
+            _DEVICE.fullmatch(self.device) is not None,
+            f"--device must be auto, cpu, cuda or cuda:N, got {self.device!r}",
+        )
+        _require(
+            0.1 <= self.gpu_memory_fraction <= 1.0,
+            f"--gpu-memory-fraction must be from 0.1 to 1, got {self.gpu_memory_fraction:g}",
+        )
+        if self.executor == "paged-reference":
+            _require(
+                self.device in ("auto", "cpu"),
+                "--executor paged-reference computes on the processor; leave --device out",
+            )
+        if self.executor == "numba-cuda":
+            _require(self.device != "cpu", "--executor numba-cuda runs on a GPU; leave --device cpu out")
+        if self.is_deterministic:
+            self._check_deterministic()
+
+    def _check_deterministic(self) -> None:
+        """Refuse settings under which the kernels cannot run, whose bits alone are promised."""
+        for holds, setting in (
+            (self.executor in ("auto", "numba-cuda"), f"--executor {self.executor}"),
+            (self.device != "cpu", "--device cpu"),
+            (self.has_cuda_runner, "--disable-cuda-runner"),
+            (self.dtype != "float32", "--dtype float32"),
+        ):
+            _require(holds, f"--deterministic needs the kernels of a GPU, which compute in bfloat16: no {setting}")
 
     def _check_access(self) -> None:
         """Refuse settings of access that contradict each other, or leave the server open to a network unasked."""
@@ -207,8 +255,14 @@ def parse_config(arguments: Sequence[str], environment: Mapping[str, str]) -> Se
         model=setting("model", str, None if executor == "paged-reference" else DEMO_MODEL),
         listen=setting("listen", parse_listen, ListenAddress("127.0.0.1", 50051)),
         executor=executor,
+        device=setting("device", str, "auto"),
         dtype=setting("dtype", str, "auto"),
-        kv_memory_bytes=setting("kv_memory", parse_size, 1 << 30),
+        kv_memory_bytes=setting("kv_memory", parse_size, None),
+        gpu_memory_fraction=setting("gpu_memory_fraction", _number, 0.9),
+        is_deterministic=setting("deterministic", _boolean, False),
+        has_cuda_runner=not setting("disable_cuda_runner", _boolean, False),
+        kernel_cache=setting("kernel_cache", _path, None),
+        kernel_bundle=setting("kernel_bundle", _path, None),
         max_context=setting("max_context", _count, None),
         max_ttl_s=setting("max_ttl", parse_duration, 3600.0),
         max_step_rows=setting("max_step_rows", _count, 512),
@@ -296,6 +350,18 @@ def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise ValueError("must be a whole number")
     return int(text)
+
+
+def _number(text: str) -> float:
+    if not re.fullmatch(r"\d*\.?\d+|\d+\.", text.strip()):
+        raise ValueError("must be a number such as 0.9")
+    return float(text)
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise ValueError("must be a path")
+    return Path(text).expanduser()
 
 
 def _size_or_none(text: str) -> int | None:

@@ -23,7 +23,7 @@ from ferrule_server.api.auth import Access, OpenAccess
 from ferrule_server.api.inputs import InputReader
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.serve import ApiServer
-from ferrule_server.api.state import ServerState, Serving
+from ferrule_server.api.state import ServerState, Serving, state_of
 from ferrule_server.api.tls import TlsFiles
 from ferrule_server.config import ListenAddress
 from ferrule_server.engine.engine import Engine
@@ -132,6 +132,7 @@ class RunningServer:
         access: Everybody may do everything, unless told otherwise.
         clock: What leases are told on. epoch: name of this run.
         has_prefix_cache: Prompts find the blocks of released sequences again.
+        is_deterministic: The capabilities say so.
     """
 
     executor: Executor = field(default_factory=lambda: PagedReferenceExecutor(kv_memory_bytes=4 << 20))
@@ -147,6 +148,7 @@ class RunningServer:
     clock: FakeClock = field(default_factory=FakeClock)
     epoch: str = EPOCH
     has_prefix_cache: bool = True
+    is_deterministic: bool = False
 
     def __enter__(self) -> RunningServer:
         self.loop = _server_loop()
@@ -210,6 +212,8 @@ class RunningServer:
             self.settings.max_step_rows,
             self.chat_template,
             self.has_prefix_cache,
+            self.is_deterministic,
+            state_of(self.executor),
         )
         await self.server.ready(serving)
 

@@ -28,7 +28,11 @@ def test_defaults_need_nothing() -> None:
     assert config == ServerConfig(instance=config.instance)
     assert config.model == "demo"
     assert config.listen.target == "127.0.0.1:50051"
-    assert config.kv_memory_bytes == 1 << 30
+    assert config.kv_memory_bytes is None
+    assert config.device == "auto"
+    assert config.gpu_memory_fraction == 0.9
+    assert config.has_cuda_runner
+    assert not config.is_deterministic
 
 
 def test_flags_win_over_the_environment() -> None:
@@ -77,11 +81,15 @@ def test_every_setting_has_a_flag_and_a_variable() -> None:
         "--quota-retained": "5KiB",
         "--quota-mask-bytes": "6KiB",
         "--prefix-cache": "off",
+        "--device": "cuda:1",
+        "--gpu-memory-fraction": "0.75",
+        "--kernel-cache": "/var/cache/kernels",
+        "--kernel-bundle": "/opt/kernels.bundle",
     }
-    switches = ["--insecure", "--reflection", "--debug-top-tokens"]
+    switches = ["--insecure", "--reflection", "--debug-top-tokens", "--disable-cuda-runner"]
     by_flag = parse_config([*(part for pair in values.items() for part in pair), *switches], {})
     environment = {flag[2:].replace("-", "_").upper(): value for flag, value in values.items()}
-    environment |= {"INSECURE": "true", "REFLECTION": "yes", "DEBUG_TOP_TOKENS": "1"}
+    environment |= {"INSECURE": "true", "REFLECTION": "yes", "DEBUG_TOP_TOKENS": "1", "DISABLE_CUDA_RUNNER": "1"}
     by_variable = parse_config([], {f"FERRULE_{name}": value for name, value in environment.items()})
     assert by_flag == by_variable
     assert by_flag.kv_memory_bytes == 3 << 29
@@ -92,6 +100,28 @@ def test_every_setting_has_a_flag_and_a_variable() -> None:
     assert by_flag.quotas == QuotaLimits(1, 2, 3, 4, 5 << 10, 6 << 10)
     assert not by_flag.has_prefix_cache
     assert by_flag.logs_top_tokens
+    assert by_flag.device == "cuda:1"
+    assert by_flag.gpu_memory_fraction == 0.75
+    assert by_flag.kernel_cache == Path("/var/cache/kernels")
+    assert by_flag.kernel_bundle == Path("/opt/kernels.bundle")
+    assert not by_flag.has_cuda_runner
+
+
+def test_determinism_is_a_switch_of_its_own() -> None:
+    """It cannot stand beside those that it excludes."""
+    assert parse_config(["--deterministic"], {}).is_deterministic
+    assert parse_config(["--device", "cuda"], {"FERRULE_DETERMINISTIC": "1"}).is_deterministic
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["--executor torch", "--device cpu", "--disable-cuda-runner", "--dtype float32", "--executor paged-reference"],
+)
+def test_determinism_needs_the_kernels(arguments: str) -> None:
+    """What keeps them from running is named."""
+    environment = {"FERRULE_MODEL": "demo"} if "paged" not in arguments else {}
+    with pytest.raises(ConfigError, match=f"--deterministic needs the kernels of a GPU.*: no {arguments}$"):
+        parse_config(["--deterministic", *arguments.split()], environment)
 
 
 def test_contents_are_logged_only_if_asked_for_and_prefixes_are_kept() -> None:
@@ -153,6 +183,17 @@ def test_other_addresses_need_insecure(text: str) -> None:
         (["--quota-mask-bytes", "64"], "KiB, MiB, GiB or TiB"),
         (["--instance", "x" * 65], "1 to 64"),
         (["--executor", "cuda"], "paged-reference"),
+        (["--device", "gpu"], "auto, cpu, cuda or cuda:N"),
+        (["--device", "cuda:-1"], "auto, cpu, cuda or cuda:N"),
+        (["--device", "cuda:01"], "auto, cpu, cuda or cuda:N"),
+        (["--gpu-memory-fraction", "90%"], "such as 0.9"),
+        (["--gpu-memory-fraction", "nan"], "such as 0.9"),
+        (["--gpu-memory-fraction", "1e-1"], "such as 0.9"),
+        (["--gpu-memory-fraction", "0.05"], "from 0.1 to 1"),
+        (["--gpu-memory-fraction", "90"], "from 0.1 to 1"),
+        (["--kernel-cache", ""], "a path"),
+        (["--executor", "numba-cuda", "--device", "cpu"], "leave --device cpu out"),
+        (["--executor", "paged-reference", "--device", "cuda"], "leave --device out"),
         (["--dtype", "float16"], "bfloat16"),
         (["--log-level", "chatty"], "warning"),
         (["--executor", "paged-reference", "--model", "demo"], "leave --model out"),
@@ -252,7 +293,16 @@ def test_the_default_instance_is_made_of_the_host_name(host_name: str, instance:
 def test_help_teaches_every_flag_with_its_default() -> None:
     """Groups, examples, units, the environment, exit codes."""
     text = build_parser().format_help()
-    for word in ("examples:", "FERRULE_KV_MEMORY", "default: 1GiB", "unix:", "ready", "Exit codes", "--insecure"):
+    for word in (
+        "examples:",
+        "FERRULE_KV_MEMORY",
+        "default: 1GiB",
+        "default: 0.9",
+        "unix:",
+        "ready",
+        "Exit codes",
+        "--insecure",
+    ):
         assert word in text
     actions = [action for action in build_parser()._actions if action.option_strings]
     one_flag_each = len(dataclasses.fields(ServerConfig)) - 1 + len(dataclasses.fields(QuotaLimits))

@@ -13,7 +13,7 @@ from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.principal import Caller
 from ferrule_server.api.state import Phase, ServerState, Serving
 from ferrule_server.engine.counters import EngineSnapshot
-from ferrule_server.executor.base import ExecutorInfo
+from ferrule_server.executor.base import ExecutorInfo, ExecutorState, MemoryPlan
 from ferrule_server.quotas import QuotaLimits
 
 _DTYPES: Final = {
@@ -88,7 +88,7 @@ def capabilities(serving: Serving, limits: ApiLimits, caller: info_pb2.CallerInf
         attention_mechanisms=[_ATTENTION[name] for name in info.attention_mechanisms],
         supported_dtypes=[_DTYPES[name] for name in info.supported_dtypes],
         supported_devices=[_device_type(info)],
-        memory_requirements=_memory_requirements(info),
+        memory_requirements=_memory_requirements(info, serving.executor_state()),
         max_draft_tokens=limits.max_draft_tokens,
         max_masks_per_request=limits.max_masks_per_request,
         max_logprob_token_ids=limits.max_logprob_token_ids,
@@ -116,6 +116,7 @@ def capabilities(serving: Serving, limits: ApiLimits, caller: info_pb2.CallerInf
         supports_prefix_cache=serving.has_prefix_cache,
         supports_request_id=True,
         supports_chat_template=serving.chat_template is not None,
+        supports_deterministic=serving.is_deterministic,
         supports_cache_metrics=True,
         supports_admin=True,
     )
@@ -152,8 +153,7 @@ def status(state: ServerState) -> info_pb2.ExecutorStatus:
     snapshot = serving.engine.snapshot()
     message.state = _executor_state(state.phase, snapshot)
     message.is_ready = message.state in (info_pb2.EXECUTOR_STATE_READY, info_pb2.EXECUTOR_STATE_BUSY)
-    message.executor = serving.engine.info.name
-    message.fallback_reason = serving.engine.info.fallback_reason
+    _fill_executor(message, serving.engine.info, serving.executor_state())
     _fill_counters(message, snapshot)
     return message
 
@@ -185,6 +185,34 @@ def cache_metrics(serving: Serving) -> cache_pb2.CacheMetrics:
         num_stale=snapshot.refused().get("HANDLE_STALE", 0),
         token_masks=masks.num_masks,
         token_mask_bytes=masks.num_bytes,
+    )
+
+
+def _fill_executor(message: info_pb2.ExecutorStatus, info: ExecutorInfo, state: ExecutorState | None) -> None:
+    """Say what runs steps at the moment, and why it does; only an executor that prepares things has a state."""
+    message.executor = info.name if state is None else state.name
+    message.fallback_reason = info.fallback_reason if state is None else state.fallback_reason
+    if state is None:
+        return
+    message.preparation = state.preparation
+    message.captured_batch_sizes.extend(state.captured_batch_sizes)
+    message.num_graph_steps = state.num_graph_steps
+    message.num_launched_steps = state.num_launched_steps
+    message.num_torch_steps = state.num_torch_steps
+    if state.memory is not None:
+        message.memory_plan.CopyFrom(_memory_plan(state.memory))
+        message.memory.device_total_bytes = state.memory.total
+
+
+def _memory_plan(plan: MemoryPlan) -> info_pb2.MemoryPlan:
+    return info_pb2.MemoryPlan(
+        total_bytes=plan.total,
+        weights_bytes=plan.weights,
+        kv_pool_bytes=plan.kv_pool,
+        buffer_bytes=plan.buffers,
+        workspace_bytes=plan.workspace,
+        graph_bytes=plan.graphs,
+        free_bytes=max(0, plan.free),
     )
 
 
@@ -221,11 +249,13 @@ def _executor_state(phase: Phase, snapshot: EngineSnapshot) -> info_pb2.Executor
     return info_pb2.EXECUTOR_STATE_BUSY if is_busy else info_pb2.EXECUTOR_STATE_READY
 
 
-def _memory_requirements(info: ExecutorInfo) -> info_pb2.MemoryRequirements:
+def _memory_requirements(info: ExecutorInfo, state: ExecutorState | None) -> info_pb2.MemoryRequirements:
+    plan = None if state is None else state.memory
     return info_pb2.MemoryRequirements(
         parameter_bytes=info.model.weights_bytes,
         kv_bytes_per_token=info.bytes_per_block // info.block_size,
         kv_pool_bytes=info.bytes_per_block * info.num_blocks,
+        overhead_bytes=0 if plan is None else plan.buffers + plan.workspace,
     )
 
 

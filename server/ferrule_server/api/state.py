@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,7 +15,7 @@ from ferrule_server.api.principal import Caller
 from ferrule_server.engine.counters import EngineSnapshot
 from ferrule_server.engine.jobs import Job, Sink, StreamJob
 from ferrule_server.errors import Draining, FerruleError, Starting
-from ferrule_server.executor.base import ExecutorInfo
+from ferrule_server.executor.base import Executor, ExecutorInfo, ExecutorState, PipelinedExecutor
 from ferrule_server.kv.metrics import KvMetrics
 from ferrule_server.quotas import LimitsOf, unlimited
 
@@ -79,6 +79,17 @@ class Ending(Protocol):
         ...
 
 
+def _no_state() -> None:
+    """Return what an executor that prepares nothing has to say."""
+
+
+def state_of(executor: Executor) -> Callable[[], ExecutorState | None]:
+    """Return what tells how an executor is doing; of one that prepares nothing it tells None."""
+    if isinstance(executor, PipelinedExecutor):
+        return lambda: executor.state
+    return _no_state
+
+
 @dataclass(frozen=True, slots=True)
 class Serving:
     """What exists once the model is loaded.
@@ -90,6 +101,8 @@ class Serving:
         max_step_rows: Most rows in one step.
         chat_template: None where the model has none.
         has_prefix_cache: Prompts find the blocks of released sequences again.
+        is_deterministic: Logits do not depend on what else is in a step.
+        executor_state: Returns how an executor that prepares things is doing, None for one that does not; cheap.
     """
 
     engine: EngineApi
@@ -98,6 +111,8 @@ class Serving:
     max_step_rows: int
     chat_template: ChatTemplate | None = None
     has_prefix_cache: bool = True
+    is_deterministic: bool = False
+    executor_state: Callable[[], ExecutorState | None] = _no_state
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
-from ferrule_server.config import DEMO_MODEL, ServerConfig
+from ferrule_server.config import DEFAULT_KV_BYTES, DEMO_MODEL, ServerConfig
 from ferrule_server.errors import ConfigError, ModelError
 from ferrule_server.executor.base import Executor
 from ferrule_server.executor.paged_reference import PagedReferenceExecutor
@@ -68,11 +68,12 @@ def has_bfloat16_instructions(cpuinfo: str) -> bool:
 
 
 def _paged_reference(config: ServerConfig) -> Executor:
-    with _allocating(config.kv_memory_bytes):
+    kv_memory_bytes = config.kv_memory_bytes or DEFAULT_KV_BYTES
+    with _allocating(kv_memory_bytes):
         return PagedReferenceExecutor(
             max_context=config.max_context or _PAGED_REFERENCE_CONTEXT,
             block_size=_BLOCK_SIZE,
-            kv_memory_bytes=config.kv_memory_bytes,
+            kv_memory_bytes=kv_memory_bytes,
         )
 
 
@@ -97,10 +98,11 @@ def _torch(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
         model.model_id = DEMO_MODEL
     torch.set_num_threads(config.num_threads or suggested_threads(model.weights_bytes, torch.get_num_threads()))
     on_progress("allocating the KV pool", 0.05 + _WEIGHTS_SHARE)
-    with _allocating(config.kv_memory_bytes):
+    kv_memory_bytes = config.kv_memory_bytes or DEFAULT_KV_BYTES
+    with _allocating(kv_memory_bytes):
         executor = TorchExecutor(
             model,
-            kv_memory_bytes=config.kv_memory_bytes,
+            kv_memory_bytes=kv_memory_bytes,
             max_context=config.max_context or model.config.max_positions,
             block_size=_BLOCK_SIZE,
         )

@@ -1,0 +1,126 @@
+"""What GetStatus and GetCapabilities say of an executor that prepares things on a device of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ferrule.v1 import executor_pb2, info_pb2
+from ferrule_client import Client
+from ferrule_client.cli import main
+from ferrule_server.executor.base import ExecutorState, MemoryPlan, PendingStep, StepBatch
+from ferrule_server.executor.paged_reference import PagedReferenceExecutor
+from tests.api.harness import RunningServer
+
+PLAN = MemoryPlan(total=900, weights=100, kv_pool=200, buffers=30, workspace=40, graphs=5, free=525)
+STATE = ExecutorState(
+    name="torch",
+    preparation="compiling kernels, 23 of 56",
+    memory=PLAN,
+    captured_batch_sizes=(1, 2, 8),
+    num_graph_steps=3,
+    num_launched_steps=4,
+    num_torch_steps=5,
+)
+
+
+class PreparingExecutor(PagedReferenceExecutor):
+    """The paged reference with a state that is set from outside; takes no step ahead."""
+
+    state: ExecutorState = STATE
+
+    def can_submit(self, batch: StepBatch) -> bool:
+        """Return that every step runs at once."""
+        return False
+
+    def submit(self, batch: StepBatch) -> PendingStep:
+        """Fail: nobody may ask."""
+        raise AssertionError("it said that it cannot")
+
+    def tend(self) -> bool:
+        """Return that there is nothing to do."""
+        return False
+
+
+def _status(server: RunningServer) -> info_pb2.ExecutorStatus:
+    return server.stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=20).status
+
+
+def _capabilities(server: RunningServer) -> info_pb2.ExecutorCapabilities:
+    return server.stub.GetCapabilities(executor_pb2.GetCapabilitiesRequest(), timeout=20).capabilities
+
+
+@pytest.fixture
+def executor() -> PreparingExecutor:
+    """One that is still compiling."""
+    return PreparingExecutor(kv_memory_bytes=4 << 20)
+
+
+def test_status_tells_what_is_prepared_and_what_the_memory_is_for(executor: PreparingExecutor) -> None:
+    """Each field of the executor's state has its place, and follows it."""
+    with RunningServer(executor) as server:
+        status = _status(server)
+        assert (status.executor, status.fallback_reason) == ("torch", "")
+        assert status.preparation == "compiling kernels, 23 of 56"
+        plan = status.memory_plan
+        assert (plan.total_bytes, plan.weights_bytes, plan.kv_pool_bytes) == (900, 100, 200)
+        assert (plan.buffer_bytes, plan.workspace_bytes, plan.graph_bytes, plan.free_bytes) == (30, 40, 5, 525)
+        assert status.memory.device_total_bytes == 900
+        assert list(status.captured_batch_sizes) == [1, 2, 8]
+        assert (status.num_graph_steps, status.num_launched_steps, status.num_torch_steps) == (3, 4, 5)
+        executor.state = replace(STATE, name="numba-cuda", preparation="", num_graph_steps=99)
+        later = _status(server)
+        assert (later.executor, later.preparation, later.num_graph_steps) == ("numba-cuda", "", 99)
+
+
+def test_a_fallback_is_told_with_its_reason(executor: PreparingExecutor) -> None:
+    """As the state has it now, whatever was expected at the start; a plan that does not add up stays readable."""
+    with RunningServer(executor) as server:
+        plan = replace(PLAN, free=-7)
+        executor.state = ExecutorState("torch", fallback_reason="kernels: no memory for a graph", memory=plan)
+        status = _status(server)
+        assert status.fallback_reason == "kernels: no memory for a graph"
+        assert status.memory_plan.free_bytes == 0
+
+
+def test_an_executor_without_a_device_of_its_own_leaves_all_of_it_unset() -> None:
+    """No plan, no zeros that look like one."""
+    with RunningServer() as server:
+        status = _status(server)
+        assert (status.executor, status.fallback_reason, status.preparation) == ("paged-reference", "", "")
+        assert not status.HasField("memory_plan")
+        assert not status.captured_batch_sizes
+        assert _capabilities(server).memory_requirements.overhead_bytes == 0
+        assert not _capabilities(server).supports_deterministic
+
+
+def test_capabilities_count_what_a_device_needs_besides(executor: PreparingExecutor) -> None:
+    """Buffers and workspace."""
+    with RunningServer(executor) as server:
+        assert _capabilities(server).memory_requirements.overhead_bytes == 70
+
+
+def test_determinism_is_announced_where_it_is_kept(executor: PreparingExecutor) -> None:
+    """The flag of the settings becomes the flag of the capabilities."""
+    with RunningServer(executor, is_deterministic=True) as server:
+        assert _capabilities(server).supports_deterministic
+
+
+def test_the_client_reads_it_and_the_command_line_says_it(
+    executor: PreparingExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``Client.status`` has every field; ``ferrule health`` a line for what is prepared, or for what went wrong."""
+    with RunningServer(executor) as server, Client.connect(server.address.target) as client:
+        status = client.status()
+        assert status.memory_plan is not None
+        assert (status.memory_plan.kv_pool_bytes, status.captured_batch_sizes) == (200, (1, 2, 8))
+        assert (status.preparation, status.num_torch_steps) == ("compiling kernels, 23 of 56", 5)
+        assert main(["health", "--target", server.address.target]) == 0
+        assert capsys.readouterr().out.splitlines()[1:] == ["preparing: compiling kernels, 23 of 56"]
+        executor.state = ExecutorState("torch", fallback_reason="there is no GPU")
+        assert client.status().memory_plan is None
+        assert main(["health", "--target", server.address.target]) == 0
+        assert capsys.readouterr().out.splitlines()[1:] == ["fallback: there is no GPU"]
+        assert main(["metrics", "--target", server.address.target]) == 0
+        assert "num_graph_steps" in capsys.readouterr().out

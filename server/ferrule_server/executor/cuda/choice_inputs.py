@@ -1,0 +1,173 @@
+"""The records that the kernels behind the logits read, filled in for the output rows of a step.
+
+Slot i of the draws, of the shapings and of the scores is output i; the top log-probabilities of those that ask for them
+follow one another. A shaped row is drawn from its place behind the raw rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ferrule_server.executor.base import Int32Array, OutputSpec, SampleSpec, Shaping, StepBatch
+from ferrule_server.executor.cuda.choices import (
+    CHOSEN,
+    ChoiceCounts,
+    OutputKind,
+    chooses,
+    requested_ids,
+    shaping_of,
+)
+from ferrule_server.executor.sampling import needs_normaliser
+from ferrule_server.kernels.cuda import sample, shape_logits
+
+__all__ = ["fill_choices"]
+
+Views = Mapping[str, npt.NDArray[Any]]
+
+_NUM_CACHED = 4096
+_NOTHING_TO_DO = -1
+
+
+def fill_choices(
+    views: Views,
+    batch: StepBatch,
+    num_rows_bucket: int,
+    kind: OutputKind,
+    mask_slots: Mapping[bytes, int],
+    *,
+    vocab_size: int,
+) -> ChoiceCounts:
+    """Fill in the records of every kernel that the kind runs.
+
+    Args:
+        views: Fields of the staged inputs by name.
+        batch: The step.
+        num_rows_bucket: Records that the kernels look at.
+        kind: Of the step; nothing is filled for GREEDY and TORCH.
+        mask_slots: Where the masks of the step lie, by fingerprint.
+        vocab_size: Logits of a row.
+    """
+    if kind in (OutputKind.GREEDY, OutputKind.TORCH):
+        return ChoiceCounts()
+    num_entries = _fill_shapings(views, batch, num_rows_bucket, mask_slots, shape_logits.mask_bytes(vocab_size) // 16)
+    _fill_draws(views, batch, num_rows_bucket, vocab_size)
+    num_requests = _fill_scores(views, batch, num_rows_bucket) if kind >= OutputKind.SCORE else 0
+    num_tops = _fill_tops(views, batch, num_rows_bucket, vocab_size) if kind >= OutputKind.TOP else 0
+    return ChoiceCounts(num_requests, num_entries, num_tops)
+
+
+def _fill_draws(views: Views, batch: StepBatch, num_slots: int, vocab_size: int) -> None:
+    """Fill in how each token is drawn, and from which row."""
+    records, specs = views["draw_records"], batch.output_specs
+    first_shaped, num_outputs = len(records), len(specs)
+    records[num_outputs:num_slots, 0] = _NOTHING_TO_DO
+    words = b"".join([_draw_words(_law_of(spec), vocab_size) for spec in specs])
+    records[:num_outputs] = np.frombuffer(words, np.int32).reshape(num_outputs, -1)
+    records[:num_outputs, 0] = [
+        _row_drawn_from(spec, row, first_shaped + i)
+        for i, (spec, row) in enumerate(zip(specs, batch.output_rows.tolist(), strict=True))
+    ]
+    records[:num_outputs, 3] = batch.positions[batch.output_rows] + 1
+
+
+def _law_of(spec: OutputSpec) -> SampleSpec | None:
+    """Return how a token is drawn, None: it is the largest."""
+    return None if spec.sample is None or spec.sample.temperature == 0 else spec.sample
+
+
+@lru_cache(_NUM_CACHED)
+def _draw_words(law: SampleSpec | None, vocab_size: int) -> bytes:
+    """Return the record of a draw but for its row and position: the same for every token of a text."""
+    return sample.pack_records([law], [_NOTHING_TO_DO], [0], vocab_size).tobytes()
+
+
+def _row_drawn_from(spec: OutputSpec, row: int, shaped_row: int) -> int:
+    """Return the row of the logits that a token is drawn from."""
+    if not chooses(spec):
+        return _NOTHING_TO_DO
+    return row if shaping_of(spec) is None else shaped_row
+
+
+def _fill_shapings(
+    views: Views, batch: StepBatch, num_slots: int, mask_slots: Mapping[bytes, int], mask_units: int
+) -> int:
+    """Fill in what changes logits before a draw; return the number of entries.
+
+    Args:
+        views: Fields of the staged inputs.
+        batch: The step.
+        num_slots: Records that the kernel looks at.
+        mask_slots: Where masks lie.
+        mask_units: From one mask to the next.
+    """
+    records = views["shape_records"]
+    records[:num_slots, 0] = _NOTHING_TO_DO
+    num_entries = 0
+    for i, (row, spec) in enumerate(zip(batch.output_rows.tolist(), batch.output_specs, strict=True)):
+        shaping = shaping_of(spec)
+        if shaping is not None:
+            mask = -1 if shaping.mask is None else mask_slots[shaping.mask.fingerprint] * mask_units
+            end = _fill_entries(views["entries"], num_entries, shaping, _history(batch, i))
+            records[i] = _shaping_words(*_penalties(shaping))
+            records[i, :4] = (row, mask, num_entries, end)
+            num_entries = end
+    return num_entries
+
+
+def _history(batch: StepBatch, output: int) -> Int32Array | None:
+    return batch.histories[output] if batch.histories else None
+
+
+def _fill_entries(entries: Int32Array, begin: int, shaping: Shaping, history: Int32Array | None) -> int:
+    """Fill in the tokens that penalties or the bias name, from ``begin`` on; return where they end."""
+    if not shaping.bias and not shaping.has_penalties:
+        return begin
+    packed = shape_logits.pack_entries(shaping, history)
+    entries[begin : begin + len(packed)] = packed
+    return begin + len(packed)
+
+
+def _penalties(shaping: Shaping) -> tuple[float, float, float]:
+    return shaping.repetition_penalty, shaping.frequency_penalty, shaping.presence_penalty
+
+
+@lru_cache(_NUM_CACHED)
+def _shaping_words(repetition: float, frequency: float, presence: float) -> Int32Array:
+    """Return the record of a shaping but for row, mask and entries; not to be changed."""
+    return shape_logits.pack_record(Shaping(repetition, frequency, presence), _NOTHING_TO_DO, -1, (0, 0))
+
+
+def _fill_scores(views: Views, batch: StepBatch, num_slots: int) -> int:
+    """Fill in whose log-probabilities are asked for; return the number of requests."""
+    records: list[tuple[int, int, int, int]] = []
+    requests: list[int] = []
+    for i, (row, spec) in enumerate(zip(batch.output_rows.tolist(), batch.output_specs, strict=True)):
+        begin = len(requests)
+        requests += [-1 - i if token == CHOSEN else token for token in requested_ids(spec)]
+        records.append((row if needs_normaliser(spec) else _NOTHING_TO_DO, begin, len(requests), 0))
+    _write_records(views["score_records"], records, num_slots)
+    views["request_ids"][: len(requests)] = requests
+    return len(requests)
+
+
+def _fill_tops(views: Views, batch: StepBatch, num_slots: int, vocab_size: int) -> int:
+    """Fill in which rows return their largest log-probabilities, one behind the other; return how many do."""
+    records = [
+        (row, min(spec.num_top_logprobs, vocab_size), 0, 0)
+        for row, spec in zip(batch.output_rows.tolist(), batch.output_specs, strict=True)
+        if spec.num_top_logprobs > 0
+    ]
+    _write_records(views["top_records"], records, num_slots)
+    return len(records)
+
+
+def _write_records(target: Int32Array, records: Sequence[tuple[int, ...]], num_slots: int) -> None:
+    """Write records, and behind them such that say there is nothing to do."""
+    target[len(records) : num_slots, 0] = _NOTHING_TO_DO
+    if records:
+        target[: len(records)] = records

@@ -1,0 +1,243 @@
+"""What the output rows of a step are returned: which kernels that takes, and the results as rows on the host.
+
+The meaning is that of ``executor.sampling``; shaping, weights and normalisers are made in float32, as the kernels'
+pages say, and what they do not cover is left to torch (:attr:`OutputKind.TORCH`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ferrule_server.executor.base import Int32Array, OutputSpec, RowOutput, Shaping, StepBatch, TokenMask
+from ferrule_server.executor.cuda.buffers import Limits
+from ferrule_server.executor.cuda.layout import Layout
+from ferrule_server.executor.sampling import logprobs, needs_normaliser
+
+__all__ = [
+    "ChoiceCounts",
+    "OutputKind",
+    "chooses",
+    "input_span",
+    "kind_of",
+    "masks_of",
+    "read_choices",
+    "requested_ids",
+    "result_spans",
+    "shaping_of",
+]
+
+CHOSEN = -1
+"""Stands for the row's own token among the ids whose log-probabilities are asked for."""
+
+
+class OutputKind(IntEnum):
+    """What a step's rows ask for, at most: each kind runs what the ones before it run, but for the last.
+
+    GREEDY: the largest raw logit of each row. SAMPLE: tokens shaped and drawn. SCORE: log-probabilities and entropies.
+    TOP: the largest log-probabilities. TORCH: the kernels end with the logits.
+    """
+
+    GREEDY = 0
+    SAMPLE = 1
+    SCORE = 2
+    TOP = 3
+    TORCH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceCounts:
+    """How much of the fields that are not by row a step uses.
+
+    Attributes:
+        num_requests: Log-probabilities of single tokens.
+        num_entries: Tokens that penalties or biases name.
+        num_tops: Rows with top log-probabilities.
+    """
+
+    num_requests: int = 0
+    num_entries: int = 0
+    num_tops: int = 0
+
+
+def chooses(spec: OutputSpec) -> bool:
+    """Whether a row gives a token."""
+    return spec.greedy or spec.sample is not None
+
+
+def shaping_of(spec: OutputSpec) -> Shaping | None:
+    """Return what changes the logits that a row's token is chosen from; None where nothing does."""
+    shaping = spec.shaping
+    if shaping is None or not chooses(spec):
+        return None
+    return shaping if shaping.mask is not None or shaping.bias or shaping.has_penalties else None
+
+
+def masks_of(specs: Iterable[OutputSpec]) -> list[TokenMask]:
+    """Return the distinct masks that rows choose under, in their order."""
+    shapings = (shaping_of(spec) for spec in specs if spec.shaping is not None)
+    masks = (shaping.mask for shaping in shapings if shaping is not None and shaping.mask is not None)
+    return list({mask.fingerprint: mask for mask in masks}.values())
+
+
+def kind_of(specs: Sequence[OutputSpec], histories: Sequence[Int32Array | None], limits: Limits) -> OutputKind:
+    """Return the kind of a step: the largest of its rows', TORCH where they do not fit together.
+
+    Args:
+        specs: Of the output rows.
+        histories: As ``StepBatch.histories``.
+        limits: What fits.
+    """
+    kind = max((_kind_of_row(spec, limits) for spec in specs), default=OutputKind.GREEDY)
+    if kind in (OutputKind.GREEDY, OutputKind.TORCH):
+        return kind
+    return kind if _fits(specs, histories, limits) else OutputKind.TORCH
+
+
+def _kind_of_row(spec: OutputSpec, limits: Limits) -> OutputKind:
+    is_random = spec.sample is not None and spec.sample.temperature != 0
+    if spec.full_logits or spec.hidden_state or spec.num_top_logprobs > limits.largest_k:
+        return OutputKind.TORCH
+    if spec.draft is not None and is_random:
+        return OutputKind.TORCH
+    if spec.num_top_logprobs > 0:
+        return OutputKind.TOP
+    if needs_normaliser(spec):
+        return OutputKind.SCORE
+    return OutputKind.SAMPLE if is_random or shaping_of(spec) is not None else OutputKind.GREEDY
+
+
+def _fits(specs: Sequence[OutputSpec], histories: Sequence[Int32Array | None], limits: Limits) -> bool:
+    """Whether requests, entries and masks of all rows have room; tokens that occur twice are counted twice."""
+    num_requests = sum(spec.logprobs + (spec.target_id >= 0) + len(spec.logprob_ids) for spec in specs)
+    num_entries = 0
+    for i, spec in enumerate(specs):
+        shaping = shaping_of(spec) if spec.shaping is not None else None
+        if shaping is not None:
+            history = histories[i] if histories and shaping.has_penalties else None
+            num_entries += len(shaping.bias) + (len(history) if history is not None else 0)
+    if num_requests > limits.max_requests or num_entries > limits.max_entries:
+        return False
+    return len(masks_of(specs)) <= limits.num_masks
+
+
+def requested_ids(spec: OutputSpec) -> tuple[int, ...]:
+    """Return the tokens whose log-probabilities a row returns, CHOSEN for its own."""
+    chosen = (CHOSEN,) if spec.logprobs and chooses(spec) else ()
+    target = (spec.target_id,) if spec.target_id >= 0 else ()
+    return chosen + target + spec.logprob_ids
+
+
+def input_span(layout: Layout, kind: OutputKind, counts: ChoiceCounts) -> slice | None:
+    """Return the bytes of the inputs that ``fill_choices`` filled, None where it fills none."""
+    if kind in (OutputKind.GREEDY, OutputKind.TORCH):
+        return None
+    begin = layout.offset_of("draw_records")
+    if counts.num_entries:
+        return slice(begin, layout.end_of("entries", counts.num_entries))
+    if kind is OutputKind.SAMPLE:
+        return slice(begin, layout.offset_of("score_records"))
+    return slice(begin, layout.end_of("request_ids", counts.num_requests))
+
+
+def result_spans(layout: Layout, num_rows: int, kind: OutputKind, counts: ChoiceCounts) -> list[slice]:
+    """Return the bytes of the results that :func:`read_choices` reads.
+
+    Args:
+        layout: Of the results.
+        num_rows: Of the step, those without output too.
+        kind: Of the step.
+        counts: What ``fill_choices`` returned.
+    """
+    begin = layout.offset_of("tokens")
+    if kind is OutputKind.TORCH:
+        return []
+    if kind is OutputKind.GREEDY:
+        return [slice(begin, layout.end_of("tokens", num_rows))]
+    if kind is OutputKind.SAMPLE:
+        return [slice(begin, layout.end_of("greedy", num_rows))]
+    spans = [slice(begin, layout.end_of("requested", counts.num_requests))]
+    if counts.num_tops:
+        spans += [
+            slice(layout.offset_of(name), layout.end_of(name, counts.num_tops)) for name in ("top_ids", "top_logits")
+        ]
+    return spans
+
+
+Results = Mapping[str, npt.NDArray[Any]]
+
+
+def read_choices(results: Results, batch: StepBatch, kind: OutputKind, *, vocab_size: int) -> list[RowOutput]:
+    """Return the output rows of a step; nothing of the results is kept.
+
+    Args:
+        results: Fields of the results by name.
+        batch: The step.
+        kind: Of the step, not TORCH.
+        vocab_size: Logits of a row.
+    """
+    assert kind is not OutputKind.TORCH
+    rows, specs = batch.output_rows, batch.output_specs
+    best = results["tokens" if kind is OutputKind.GREEDY else "greedy"][rows].tolist()
+    tokens = best if kind is OutputKind.GREEDY else results["tokens"][: len(rows)].tolist()
+    positions = (batch.positions[rows] + 1).tolist()
+    outputs = [
+        _chosen_row(position, spec, best_id, token)
+        for position, spec, best_id, token in zip(positions, specs, best, tokens, strict=True)
+    ]
+    if kind >= OutputKind.SCORE:
+        _fill_scores(outputs, specs, results, vocab_size)
+    return outputs
+
+
+def _chosen_row(position: int, spec: OutputSpec, best_id: int, token: int) -> RowOutput:
+    """Return a row with its token; not finite where its raw logits were not, or no token came of them."""
+    if best_id < 0:
+        return RowOutput(position, is_finite=False)
+    if not chooses(spec):
+        return RowOutput(position)
+    if token < 0:
+        return RowOutput(position, is_finite=False)
+    is_accepted = None if spec.draft is None else token == spec.draft.token_id
+    return RowOutput(position, token, is_accepted=is_accepted)
+
+
+def _fill_scores(outputs: Sequence[RowOutput], specs: Sequence[OutputSpec], results: Results, vocab_size: int) -> None:
+    """Fill in what the log softmax at T=1 gives."""
+    figures = results["figures"][: len(specs)].astype(np.float64)
+    normalisers = (figures[:, 0] + figures[:, 1]).tolist()
+    begin = slot = 0
+    for i, (output, spec) in enumerate(zip(outputs, specs, strict=True)):
+        end = begin + len(requested_ids(spec))
+        if output.is_finite:
+            _fill_requested(output, spec, results["requested"][begin:end], results["chosen_logprobs"][i])
+            output.entropy = float(figures[i, 2]) if spec.entropy else None
+            if spec.num_top_logprobs > 0:
+                count = min(spec.num_top_logprobs, vocab_size)
+                _fill_top(output, results, slot, count, normalisers[i])
+        begin, slot = end, slot + (spec.num_top_logprobs > 0)
+
+
+def _fill_requested(
+    output: RowOutput, spec: OutputSpec, values: npt.NDArray[np.float32], chosen_logprob: np.float32
+) -> None:
+    """Fill in the log-probabilities of :func:`requested_ids`, and the one under the law drawn from."""
+    num_single = len(values) - len(spec.logprob_ids)
+    if spec.logprob_ids:
+        output.requested_logprobs = values[num_single:].copy()
+    if spec.target_id >= 0:
+        output.target_logprob = float(values[num_single - 1])
+    if spec.logprobs and chooses(spec):
+        is_random = spec.sample is not None and spec.sample.temperature != 0
+        output.model_logprob, output.sampled_logprob = float(values[0]), float(chosen_logprob) if is_random else 0.0
+
+
+def _fill_top(output: RowOutput, results: Results, slot: int, count: int, normaliser: float) -> None:
+    """Fill in the ``count`` largest log-probabilities, which lie at ``slot``."""
+    output.top_ids = results["top_ids"][slot, :count].copy()
+    output.top_logprobs = logprobs(results["top_logits"][slot, :count], normaliser)

@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import pytest
+from cuda.bindings import driver as real
 
 from ferrule_server.kernels.cuda import copy_blocks
 from ferrule_server.kernels.cuda.intrinsics import F32, I32, Address
@@ -141,12 +142,33 @@ def test_failures_carry_the_name_of_cuda_and_say_whether_the_context_is_lost(nam
         assert ("only a new process" in str(caught.value)) == is_lost
 
 
-def test_names_of_lost_contexts_exist() -> None:
-    """A name that is spelled wrongly would never match."""
+def test_names_and_numbers_of_lost_contexts_exist() -> None:
+    """One that is wrong would never match; torch knows the numbers only."""
     from ferrule_server.kernels.cuda.toolchain import driver
 
-    names = {result.name for result in RecordedDriver().CUresult}
-    assert names >= driver._LOST  # of 13.0 and later
+    codes = {result.name: int(result) for result in RecordedDriver().CUresult}
+    assert {name: codes[name] for name in driver._LOST} == driver._LOST  # of 13.0 and later
+    assert driver.is_context_lost(700)
+    assert not driver.is_context_lost(2)
+
+
+def test_copies_take_host_and_device_in_the_order_of_the_driver() -> None:
+    """Target first, either way; the stream is a handle."""
+    driver = RecordedDriver()
+    device = Device.open(0, driver)
+    device.upload(0x7F00_0000_0000, 0x1000, 96, 7)
+    device.download(0x1000, 0x7F00_0000_0000, 64, 7)
+    for name, expected in (
+        ("cuMemcpyHtoDAsync", (0x7F00_0000_0000, 0x1000, 96)),
+        ("cuMemcpyDtoHAsync", (0x1000, 0x7F00_0000_0000, 64)),
+    ):
+        ((*given, stream),) = driver.named(name)
+        assert (tuple(given), int(stream)) == (expected, 7)
+        assert getattr(real, name).__doc__.startswith(f"{name}(dst")
+        driver.failures[name] = "CUDA_ERROR_ILLEGAL_ADDRESS"
+    for copy in (device.upload, device.download):
+        with pytest.raises(DriverError, match="ILLEGAL_ADDRESS"):
+            copy(1, 2, 3, 4)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.toolchain.compile import Cubin
 from ferrule_server.kernels.cuda.toolchain.sources import parameters
 
-__all__ = ["Device", "DriverError", "Function", "Launch", "NoDevice"]
+__all__ = ["Device", "DriverError", "Function", "Launch", "NoDevice", "is_context_lost"]
 
 _DEFAULT_SHARED_BYTES = 48 << 10
 """Dynamic shared memory a function may have without being asked for more."""
@@ -26,29 +26,27 @@ _DEFAULT_SHARED_BYTES = 48 << 10
 _MAX_SHARED_CARVEOUT = 100
 """Percent of the L1 that is shared memory. All kernels ask for the same: a change of the split drains the SM."""
 
-_LOST = frozenset(
-    f"CUDA_ERROR_{name}"
-    for name in (
-        "ASSERT",
-        "CONTAINED",
-        "CONTEXT_IS_DESTROYED",
-        "DEINITIALIZED",
-        "DEVICE_UNAVAILABLE",
-        "ECC_UNCORRECTABLE",
-        "EXTERNAL_DEVICE",
-        "HARDWARE_STACK_ERROR",
-        "ILLEGAL_ADDRESS",
-        "ILLEGAL_INSTRUCTION",
-        "INVALID_ADDRESS_SPACE",
-        "INVALID_PC",
-        "LAUNCH_FAILED",
-        "LAUNCH_TIMEOUT",
-        "MISALIGNED_ADDRESS",
-        "NVLINK_UNCORRECTABLE",
-        "TENSOR_MEMORY_LEAK",
-        "UNKNOWN",
-    )
-)
+_LOST = {
+    "CUDA_ERROR_DEINITIALIZED": 4,
+    "CUDA_ERROR_DEVICE_UNAVAILABLE": 46,
+    "CUDA_ERROR_ECC_UNCORRECTABLE": 214,
+    "CUDA_ERROR_NVLINK_UNCORRECTABLE": 220,
+    "CUDA_ERROR_CONTAINED": 226,
+    "CUDA_ERROR_ILLEGAL_ADDRESS": 700,
+    "CUDA_ERROR_LAUNCH_TIMEOUT": 702,
+    "CUDA_ERROR_CONTEXT_IS_DESTROYED": 709,
+    "CUDA_ERROR_ASSERT": 710,
+    "CUDA_ERROR_HARDWARE_STACK_ERROR": 714,
+    "CUDA_ERROR_ILLEGAL_INSTRUCTION": 715,
+    "CUDA_ERROR_MISALIGNED_ADDRESS": 716,
+    "CUDA_ERROR_INVALID_ADDRESS_SPACE": 717,
+    "CUDA_ERROR_INVALID_PC": 718,
+    "CUDA_ERROR_LAUNCH_FAILED": 719,
+    "CUDA_ERROR_TENSOR_MEMORY_LEAK": 721,
+    "CUDA_ERROR_EXTERNAL_DEVICE": 911,
+    "CUDA_ERROR_UNKNOWN": 999,
+}
+"""Errors that end the context. The numbers stand here, as torch knows no more and may run without the package."""
 
 _CELLS: dict[str, type[Any]] = {"Address": ctypes.c_int64, "I32": ctypes.c_int32, "F32": ctypes.c_float}
 _BOUNDS = {"Address": (0, 1 << 63), "I32": (-(1 << 31), 1 << 31)}
@@ -76,6 +74,11 @@ class DriverError(Exception):
 
 class NoDevice(DriverError):
     """Nothing here can run the kernels: a package, the driver or a fitting GPU is missing; the message says which."""
+
+
+def is_context_lost(code: int) -> bool:
+    """Return whether an error, of the driver or of the runtime, which number theirs alike, ends the context."""
+    return code in _LOST.values()
 
 
 class Device:
@@ -163,6 +166,24 @@ class Device:
         """
         _call(self._driver, "cuStreamSynchronize", self._driver.CUstream(stream))
 
+    def upload(self, target: int, source: int, num_bytes: int, stream: int) -> None:
+        """Put a copy from page-locked memory of the host to the device into a stream.
+
+        Args:
+            target: Address on the device.
+            source: Address on the host, read when the stream gets there.
+            num_bytes: Length.
+            stream: Its handle.
+
+        Raises:
+            DriverError: The driver refuses, or reports an earlier fault.
+        """
+        _call(self._driver, "cuMemcpyHtoDAsync", target, source, num_bytes, self._driver.CUstream(stream))
+
+    def download(self, target: int, source: int, num_bytes: int, stream: int) -> None:
+        """Put a copy from the device to page-locked memory of the host into a stream; as :meth:`upload`."""
+        _call(self._driver, "cuMemcpyDtoHAsync", target, source, num_bytes, self._driver.CUstream(stream))
+
     def close(self) -> None:
         """Give the context back; functions loaded by this device must not be used any more.
 
@@ -233,7 +254,7 @@ class Function:
             config.attrs = [_dependent_launch(self._driver)]
             config.numAttrs = 1
         wave = self.spec.ctas_per_sm * self._device.num_sms if starts_early else None
-        launch = Launch(self._driver, self._handle, self.spec.name, self.parameters, config, wave)
+        launch = Launch(self._driver, self._handle, self.spec, self.parameters, config, wave)
         launch.set_grid(grid)
         if len(arguments) != len(self.parameters):
             raise ValueError(f"{self.spec.name} takes {len(self.parameters)} arguments, was given {len(arguments)}")
@@ -277,6 +298,7 @@ class Launch:
     later calls only.
 
     Attributes:
+        spec: Of the kernel.
         kinds: Of the parameters, in order.
     """
 
@@ -284,14 +306,15 @@ class Launch:
         self,
         driver: _Driver,
         function: object,
-        name: str,
+        spec: KernelSpec,
         kinds: Sequence[tuple[str, str]],
         config: Any,
         max_ctas: int | None,
     ) -> None:
         self._driver = driver
         self._function = function
-        self._name = name
+        self.spec = spec
+        self._name = spec.name
         self.kinds = [kind for _, kind in kinds]
         self._kinds = dict(kinds)
         self._cells = {parameter: _CELLS[kind]() for parameter, kind in kinds}

@@ -1,0 +1,309 @@
+"""The real GPU: memory, stream, events and graphs of torch, kernels and copies through the driver, one context.
+
+Why torch's: its allocator, cuBLAS and what is captured must know of each other. A graph keeps addresses, so whatever
+stands in one must stay where it is. Kernels use memory of :meth:`TorchGpu.allocate` only. The workspace of cuBLAS is
+torch's: one for each thread and stream, made when a product is launched for the first time and kept until the end, so
+launch and capture in one thread. What else a product takes for itself comes from a pool that all graphs share, which
+is safe as they run one after another and keep nothing in it.
+
+Why the driver's: a copy through ``Tensor.copy_`` takes the host longer.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ferrule_server.executor.cuda.gpu import Event, GpuError, GpuInfo, GpuLost, Graph, Kernel, Operation
+from ferrule_server.kernels.cuda.spec import KernelSpec
+from ferrule_server.kernels.cuda.toolchain.compile import Cubin
+from ferrule_server.kernels.cuda.toolchain.driver import Device, DriverError, Function, Launch, is_context_lost
+
+__all__ = ["TorchGpu", "translated"]
+
+_CUDA_MESSAGE = re.compile(r"\b(CUDA|CUBLAS|cuBLAS|CUDNN|cuDNN|NVIDIA|NVML)")
+_Cuda = Any  # the module torch.cuda, or a double of it
+
+
+def translated(error: BaseException) -> GpuError | None:
+    """Return what an error of torch or of the driver means; None: it does not come from a GPU.
+
+    What torch's libraries report (``CUBLAS_STATUS_EXECUTION_FAILED``) may be the first sign of a lost context, without
+    saying so: :meth:`TorchGpu.synchronize` tells.
+    """
+    if isinstance(error, GpuError):
+        return error
+    if isinstance(error, DriverError):
+        return _made(error, is_lost=error.is_context_lost)
+    if isinstance(error, torch.AcceleratorError):
+        return _made(error, is_lost=is_context_lost(int(getattr(error, "error_code", 0))))
+    if isinstance(error, torch.OutOfMemoryError) or (type(error) is RuntimeError and _CUDA_MESSAGE.search(str(error))):
+        return _made(error, is_lost=False)
+    return None
+
+
+def _made(error: BaseException, *, is_lost: bool) -> GpuError:
+    message = str(error).partition("\n")[0]  # torch goes on with advice for debugging
+    return (GpuLost if is_lost else GpuError)(message)
+
+
+@contextmanager
+def _translating() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        meant = translated(error)
+        if meant is None or meant is error:
+            raise
+        raise meant from error
+
+
+class TorchEvent:
+    """A place in the stream."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        """Block until everything before it has run; other threads go on."""
+        with _translating():
+            self._event.synchronize()
+
+
+class TorchGraph:
+    """Captured operations."""
+
+    __slots__ = ("graph",)
+
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self.graph = graph
+
+    def close(self) -> None:
+        """Give its memory back."""
+        with _translating():
+            self.graph.reset()
+
+
+class TorchGpu:
+    """A GPU that torch and the driver share; implements :class:`~ferrule_server.executor.cuda.gpu.Gpu`.
+
+    For one thread at a time; a thread that comes to it makes the context its own.
+
+    Args:
+        device: The GPU, as the driver sees it; closed by :meth:`close`.
+        torch_device: The same one.
+        cuda: Stands for ``torch.cuda``.
+    """
+
+    def __init__(self, device: Device, torch_device: torch.device, cuda: _Cuda = torch.cuda) -> None:
+        self._device, self._torch_device, self._cuda = device, torch_device, cuda
+        self._thread: int | None = None
+        self._is_current = False
+        self._functions: list[Function] = []
+        with _translating():
+            self._bind()
+            self._stream = cuda.Stream(device=torch_device)
+            self._pool = cuda.graph_pool_handle()
+            total_bytes = cuda.mem_get_info(torch_device)[1]
+        self._handle = int(self._stream.cuda_stream)
+        shared_bytes = device.shared_bytes_per_cta
+        self._info = GpuInfo(device.name, device.architecture, device.num_sms, total_bytes, shared_bytes)
+
+    @classmethod
+    def open(cls, index: int = 0) -> TorchGpu:
+        """Return a GPU.
+
+        Args:
+            index: Of the GPU, as torch and the driver count them.
+
+        Raises:
+            GpuError: torch, the driver, the package or the GPU is missing, or there are no kernels for it; the message
+                says which.
+        """
+        if torch.version.cuda is None:
+            raise GpuError(f"torch {torch.__version__} was built without CUDA")
+        with _translating():
+            device = Device.open(index)
+            num_devices = torch.cuda.device_count()
+            if index >= num_devices:
+                raise GpuError(f"torch {torch.__version__} sees {num_devices} GPUs, the driver more: is it too old?")
+            return cls(device, torch.device("cuda", index))
+
+    @property
+    def info(self) -> GpuInfo:
+        """What it is."""
+        return self._info
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where its tensors are."""
+        return self._torch_device
+
+    def free_bytes(self) -> int:
+        """Return how much memory nobody has."""
+        with _translating():
+            return int(self._cuda.mem_get_info(self._torch_device)[0])
+
+    def allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a zeroed tensor, at a multiple of 512 bytes as torch gives them."""
+        with self._named(f"memory for {name}"), self.current():
+            return torch.zeros(shape, dtype=dtype, device=self._torch_device)
+
+    def allocate_pinned(self, name: str, num_bytes: int) -> Tensor:
+        """Return zeroed page-locked memory."""
+        with self._named(f"page-locked memory for {name}"):
+            self._bind()
+            return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def adopt(self, name: str, tensor: Tensor, *, is_mutable: bool) -> None:  # noqa: ARG002  (the double checks it)
+        """Order what torch has put into its current stream, the tensor's contents perhaps, before what comes."""
+        self._check(name, tensor)
+        with _translating():
+            self._bind()
+            self._stream.wait_stream(self._cuda.current_stream(self._torch_device))
+
+    def address(self, tensor: Tensor) -> int:
+        """Return where kernels find a tensor."""
+        self._check("a tensor", tensor)
+        return tensor.data_ptr()
+
+    def load(self, spec: KernelSpec, cubin: Cubin) -> Kernel:
+        """Load a kernel, wholly."""
+        with _translating():
+            self._bind()
+            function = self._device.load(spec, cubin)
+        self._functions.append(function)
+        return function
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Have torch put what it does inside into the stream; inside of another one it costs nothing."""
+        if self._is_current:
+            yield
+            return
+        self._bind()
+        with self._cuda.stream(self._stream):
+            self._is_current = True
+            try:
+                yield
+            finally:
+                self._is_current = False
+
+    def upload(self, target: Tensor, source: Tensor) -> None:
+        """Copy pinned memory to the device."""
+        num_bytes = _num_bytes(target, source)
+        with _translating():
+            self._bind()
+            self._device.upload(target.data_ptr(), source.data_ptr(), num_bytes, self._handle)
+
+    def download(self, target: Tensor, source: Tensor) -> None:
+        """Copy device memory to pinned memory."""
+        num_bytes = _num_bytes(target, source)
+        with _translating():
+            self._bind()
+            self._device.download(target.data_ptr(), source.data_ptr(), num_bytes, self._handle)
+
+    def record(self) -> Event:
+        """Mark the place that the stream has come to."""
+        with _translating():
+            self._bind()
+            event = self._cuda.Event()
+            event.record(self._stream)
+        return TorchEvent(event)
+
+    def launch(self, operations: Sequence[Operation]) -> None:
+        """Put operations into the stream."""
+        with _translating(), self.current():
+            self._put(operations)
+
+    def capture(self, operations: Sequence[Operation]) -> Graph:
+        """Return a graph of operations; other threads may go on allocating and waiting meanwhile."""
+        with _translating(), self.current(), _no_collection():
+            graph = self._cuda.CUDAGraph()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                self._put(operations)
+            except BaseException:
+                with suppress(RuntimeError):  # the capture has failed, and says so again
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return TorchGraph(graph)
+
+    def replay(self, graph: Graph) -> None:
+        """Put all operations of a graph into the stream."""
+        assert isinstance(graph, TorchGraph), graph
+        with _translating(), self.current():
+            graph.graph.replay()
+
+    def synchronize(self) -> None:
+        """Wait until the stream is idle."""
+        with _translating():
+            self._bind()
+            self._device.synchronize(self._handle)
+
+    def close(self) -> None:
+        """Unload the kernels and give the context back; one that is lost is given back by the end of the process."""
+        with suppress(DriverError):
+            self._bind()
+            self._device.synchronize(self._handle)
+            while self._functions:
+                self._functions.pop().unload()
+            self._device.close()
+
+    def _put(self, operations: Sequence[Operation]) -> None:
+        handle = self._handle
+        for operation in operations:
+            if isinstance(operation, Launch):
+                operation(handle)
+            else:
+                assert callable(operation), operation
+                operation()
+
+    def _bind(self) -> None:
+        thread = threading.get_ident()
+        if thread != self._thread:
+            self._cuda.set_device(self._torch_device)
+            self._device.make_current()
+            self._thread = thread
+
+    def _check(self, name: str, tensor: Tensor) -> None:
+        if tensor.device != self._torch_device:
+            raise ValueError(f"{name} lies on {tensor.device}, kernels need it on {self._torch_device}")
+
+    @contextmanager
+    def _named(self, wanted: str) -> Iterator[None]:
+        try:
+            with _translating():
+                yield
+        except GpuLost:
+            raise
+        except GpuError as error:
+            raise GpuError(f"no {wanted}: {error}") from error
+
+
+def _num_bytes(target: Tensor, source: Tensor) -> int:
+    if target.nbytes != source.nbytes or not (target.is_contiguous() and source.is_contiguous()):
+        raise ValueError(f"{source.nbytes} bytes do not fit {target.nbytes}, or either has holes")
+    return target.nbytes
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector from freeing what belongs to the device in the midst of a capture, which ends it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

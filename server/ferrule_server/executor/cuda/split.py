@@ -59,7 +59,7 @@ def split_step(
     Args:
         batch: The step; at least one row in each sequence.
         max_rows: Most rows that the kernels take at a time.
-        small_rows: Most rows of a sequence that is for the kernels.
+        small_rows: Most rows of a sequence that is for the kernels, at least 1.
         is_deterministic: All of it is for the kernels, in parts of at most 64 rows: what gives the same bits whatever
             the number of rows.
 
@@ -69,6 +69,8 @@ def split_step(
     if not batch.num_rows:
         return []
     most = min(max_rows, MAX_TOKENS) if is_deterministic else max_rows
+    if batch.num_rows == batch.num_seqs <= most:  # decodes: most steps
+        return [_whole(batch, is_for_kernels=True)]
     counts = np.diff(batch.cu_seqlens_q)
     is_small = np.full(len(counts), fill_value=True) if is_deterministic else counts <= small_rows
     breaks = _breaks(batch)

@@ -1,0 +1,161 @@
+"""What the memory of a GPU is for, decided before anything of a model is read: what does not fit is one error, at once.
+
+Weights, pool and buffers are known to the byte. What torch takes for a while in a prefill, and what the driver takes
+for graphs, are estimates on the safe side; what they do not use stays free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ferrule_server.errors import ConfigError
+from ferrule_server.executor.base import MemoryPlan
+from ferrule_server.executor.cuda.buckets import bucket_sizes
+from ferrule_server.executor.cuda.buffers import Limits, decode_buffer_bytes
+from ferrule_server.kernels.cuda.spec import ModelShape
+from ferrule_server.model.config import ModelConfig
+
+__all__ = ["format_plan", "plan_memory", "shape_of", "weights_bytes"]
+
+_GIB = 1 << 30
+_MIN_BLOCKS = 8
+"""Fewer, the null block included, could not hold a prompt and a fork of it."""
+
+_LIBRARY_BYTES = 128 << 20
+"""Work space of cuBLAS, loaded kernels, and the pieces torch's allocator cannot use."""
+_LOGIT_TILE_BYTES = 32 << 20
+"""Of the float32 logits that torch has at a time; selecting from them takes three times as much besides."""
+_ATTENTION_TILE_ROWS = 256
+"""Rows of a chunk that torch attends at a time."""
+_SCORE_BYTES = 16
+"""Per score of such a tile: two bfloat16 products, float32 scores and weights, bfloat16 weights."""
+_GRAPH_BYTES = 2 << 20
+"""Of one captured step."""
+_GRAPHS_PER_BUCKET = 4
+"""Decodes and verifies, chosen greedily or drawn: what is asked for most."""
+
+
+def shape_of(config: ModelConfig) -> ModelShape:
+    """Return the sizes of a model that decide which kernels it needs."""
+    return ModelShape(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        has_qk_norm=config.has_qk_norm,
+        has_attention_bias=config.has_attention_bias,
+        has_mlp_bias=config.has_mlp_bias,
+    )
+
+
+def weights_bytes(config: ModelConfig, dtype_bytes: int = 2) -> int:
+    """Return what the weights of a model take, those that are tied once."""
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    attention, qkv = config.num_heads * config.head_dim, shape_of(config).qkv_size
+    layer = hidden * (qkv + attention + 3 * intermediate + 2)
+    layer += 2 * config.head_dim * config.has_qk_norm
+    layer += (qkv + hidden) * config.has_attention_bias + (2 * intermediate + hidden) * config.has_mlp_bias
+    vocabulary = config.vocab_size * hidden * (1 if config.is_tied else 2)
+    return dtype_bytes * (vocabulary + hidden + config.num_layers * layer)
+
+
+def plan_memory(
+    config: ModelConfig,
+    *,
+    dtype_bytes: int = 2,
+    total_bytes: int,
+    free_bytes: int,
+    fraction: float,
+    kv_bytes: int | None,
+    block_size: int,
+    max_context: int,
+    max_step_rows: int,
+    limits: Limits | None,
+    num_ctas: int = 0,
+) -> MemoryPlan:
+    """Return what the memory of a GPU will be for.
+
+    Args:
+        config: Of the model.
+        dtype_bytes: Of a weight, and of a value in the pool.
+        total_bytes: Of the GPU.
+        free_bytes: Of these what nobody uses yet.
+        fraction: How much of ``total_bytes`` may be used in all, by others too, where ``kv_bytes`` is None.
+        kv_bytes: Of the pool, rounded down to whole blocks; None: all that is left.
+        block_size: Slots per block.
+        max_context: Longest sequence in tokens.
+        max_step_rows: Most rows of a step that torch runs.
+        limits: Of steps on the kernels; None: they are not used.
+        num_ctas: As ``DecodeBuffers`` has it.
+
+    Raises:
+        ConfigError: It is too little.
+    """
+    plan = MemoryPlan(
+        total=total_bytes,
+        weights=weights_bytes(config, dtype_bytes),
+        kv_pool=0,
+        buffers=_buffer_bytes(config, limits, max_context, num_ctas),
+        workspace=_workspace_bytes(config, dtype_bytes, max_context, max_step_rows),
+        graphs=0 if limits is None else _GRAPH_BYTES * _GRAPHS_PER_BUCKET * len(bucket_sizes(limits.max_rows)),
+        free=0,
+    )
+    plan = replace(plan, free=free_bytes - plan.weights - plan.buffers - plan.workspace - plan.graphs)
+    left = plan.free if kv_bytes is not None else plan.free - int(total_bytes * (1 - fraction))
+    block_bytes = 2 * config.num_layers * config.num_kv_heads * block_size * config.head_dim * dtype_bytes
+    kv_pool = (left if kv_bytes is None else kv_bytes) // block_bytes * block_bytes
+    if not _MIN_BLOCKS * block_bytes <= kv_pool <= left:
+        asked = f"--gpu-memory-fraction {fraction}" if kv_bytes is None else f"--kv-memory {_gib(kv_bytes)}"
+        raise ConfigError(_complaint(plan, asked, left, _MIN_BLOCKS * block_bytes))
+    return replace(plan, kv_pool=kv_pool, free=plan.free - kv_pool)
+
+
+def format_plan(plan: MemoryPlan) -> str:
+    """Return a plan for people: a line for each use, in GiB, aligned."""
+    lines = [("memory of the GPU", plan.total), *((f"  {name}", size) for name, size in _uses(plan).items())]
+    return "\n".join(f"{name:<18}{_gib(size):>12}" for name, size in lines)
+
+
+def _uses(plan: MemoryPlan) -> dict[str, int]:
+    """Return every part of the memory by name; they add up to all of it."""
+    uses = {
+        "weights": plan.weights,
+        "KV pool": plan.kv_pool,
+        "buffers": plan.buffers,
+        "workspace": plan.workspace,
+        "graphs": plan.graphs,
+    }
+    return {**uses, "others": plan.total - sum(uses.values()) - plan.free, "free": plan.free}
+
+
+def _complaint(plan: MemoryPlan, asked: str, left: int, least: int) -> str:
+    """Return what is too little and what would do."""
+    uses = ", ".join(f"{name} {_gib(size)}" for name, size in _uses(plan).items() if size > 0 and name != "free")
+    return (
+        f"{asked}: of the {_gib(plan.total)} of the GPU are for {uses}; that leaves {_gib(max(0, left))} for the KV "
+        f"pool, which needs at least {_gib(least)}; change --kv-memory or --gpu-memory-fraction, lower --max-context, "
+        "end other programs on the GPU, or take a smaller model"
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.2f} GiB"
+
+
+def _buffer_bytes(config: ModelConfig, limits: Limits | None, max_context: int, num_ctas: int) -> int:
+    """Return what the kernels need besides weights and pool: their buffers and the table of rotations."""
+    if limits is None:
+        return 0
+    return decode_buffer_bytes(shape_of(config), limits, num_ctas) + max_context * config.head_dim * 4
+
+
+def _workspace_bytes(config: ModelConfig, dtype_bytes: int, max_context: int, max_rows: int) -> int:
+    """Return what torch takes at most for a prefill of one long sequence: activations, attention, logits."""
+    qkv, group = shape_of(config).qkv_size, config.num_heads // config.num_kv_heads
+    activations = max_rows * dtype_bytes * (10 * config.hidden_size + 2 * qkv + 4 * config.intermediate_size)
+    scores = min(_ATTENTION_TILE_ROWS, max_rows) * group * max_context * _SCORE_BYTES
+    gathered = 4 * max_context * config.num_kv_heads * config.head_dim * dtype_bytes
+    return activations + scores + gathered + 4 * _LOGIT_TILE_BYTES + _LIBRARY_BYTES

@@ -108,6 +108,18 @@ def test_a_failed_capture_leaves_its_key_wanted(store: GraphStore, gpu: FakeGpu)
     assert not store.put(ONE)
 
 
+def test_what_cannot_be_prepared_is_an_error_of_the_gpu(gpu: FakeGpu) -> None:
+    """A kernel that takes other arguments, say: no request is to blame."""
+
+    def operations_of(key: GraphKey) -> list[Operation]:
+        raise ValueError(f"{key.kind.name} takes 3 arguments, was given 4")
+
+    store = GraphStore(gpu, operations_of, memory_bytes=GRAPH_BYTES)
+    with pytest.raises(GpuError, match="1 rows cannot be launched: GREEDY takes 3 arguments"):
+        store.put(ONE)
+    assert store.num_wanted == 0
+
+
 def test_closing_gives_every_graph_back(store: GraphStore, gpu: FakeGpu) -> None:
     """Also where one refuses; afterwards nothing is captured or wanted."""
     for key in (ONE, TWO):

@@ -59,14 +59,14 @@ def test_progress_counts_kernels_until_all_are_there() -> None:
     """Nobody waits meanwhile; the result is every cubin, and stays."""
     load = SlowLoad()
     build = started(load)
-    assert (build.progress, build.is_done) == ("compiling kernels, 0 of 2", False)
+    assert (build.progress, build.is_done, build.has_succeeded) == ("compiling kernels, 0 of 2", False, False)
     load.may_go_on.release()
     assert load.told.acquire(timeout=TIMEOUT_S)
     assert build.progress == "compiling kernels, 1 of 2"
     assert not build.wait(0)
     load.may_go_on.release()
     assert build.wait(TIMEOUT_S)
-    assert build.progress == ""
+    assert (build.progress, build.has_succeeded, build.failure) == ("", True, "")
     assert build.result() == build.result() == {spec: cubin(spec) for spec in SPECS}
 
 
@@ -97,7 +97,7 @@ def test_what_fails_is_said_in_one_line(error: Exception, sentence: str) -> None
         build.result()
     assert str(raised.value) == sentence
     assert raised.value.__cause__ is error
-    assert build.progress == ""
+    assert (build.progress, build.has_succeeded, build.failure) == ("", False, sentence)
 
 
 def test_a_missing_bundle_fails_the_build(tmp_path: Path) -> None:

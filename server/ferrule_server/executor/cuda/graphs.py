@@ -69,14 +69,14 @@ class GraphStore:
         """Put the operations of a key into the stream and return whether that was one replay.
 
         Raises:
-            GpuError: It was refused; part of it may be in the stream.
+            GpuError: It was refused; part of it may be in the stream. Or its operations cannot be prepared.
         """
         graph = self._graphs.get(key)
         if graph is not None:
             self._gpu.replay(graph)
             return True
         if key not in self._launches:
-            self._launches[key] = self._operations_of(key)
+            self._launches[key] = self._prepared(key)
         self._gpu.launch(self._launches[key])
         self._num_launched[key] = self._num_launched.get(key, 0) + 1
         return False
@@ -107,6 +107,15 @@ class GraphStore:
         self._num_launched.clear()
         if refused is not None:
             raise refused
+
+    def _prepared(self, key: GraphKey) -> Sequence[Operation]:
+        try:
+            return self._operations_of(key)
+        except GpuError:
+            raise
+        except Exception as error:
+            # Whatever it is, it would be the same again at every step of this key.
+            raise GpuError(f"the kernels of a step of {key.num_rows} rows cannot be launched: {error}") from error
 
     def _capture(self, key: GraphKey) -> None:
         begun, free_bytes = time.monotonic(), self._gpu.free_bytes()

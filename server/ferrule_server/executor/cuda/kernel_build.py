@@ -77,6 +77,16 @@ class KernelBuild:
         """Whether :meth:`result` returns, or raises, at once."""
         return self._done.is_set()
 
+    @property
+    def has_succeeded(self) -> bool:
+        """Whether :meth:`result` returns cubins, at once."""
+        return self._cubins is not None
+
+    @property
+    def failure(self) -> str:
+        """Why there will be no kernels, in one line; empty as long as there may be some."""
+        return "" if self._error is None else _sentence(self._error)
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until it is done, for so long at most; return whether it is."""
         return self._done.wait(timeout_s)
@@ -89,7 +99,7 @@ class KernelBuild:
         """
         self._done.wait()
         if self._cubins is None:
-            raise GpuError(_sentence(self._error)) from self._error
+            raise GpuError(self.failure) from self._error
         return self._cubins
 
     def close(self) -> None:
@@ -122,7 +132,7 @@ class KernelBuild:
         self._num_ready = num_ready
 
 
-def _sentence(error: Exception | None) -> str:
+def _sentence(error: Exception) -> str:
     """Return the first line of what an error says: tools add pages of their own output."""
     lines = str(error).splitlines()
     return lines[0].rstrip(":") if lines else type(error).__name__

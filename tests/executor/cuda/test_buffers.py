@@ -1,0 +1,129 @@
+"""Buffers: where fields lie, how much memory they take, what a step finds in them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from ferrule_server.executor.cuda.buffers import (
+    TABLE_WIDTH,
+    DecodeBuffers,
+    Limits,
+    decode_buffer_bytes,
+    input_layout,
+    result_layout,
+)
+from ferrule_server.executor.cuda.layout import ALIGNMENT, Layout, pack
+from ferrule_server.kernels.cuda import argmax, head, log_sum_exp, partials, sample, shape_logits, top_k
+from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, ModelShape
+from ferrule_server.kernels.cuda.work_list import max_items, max_partials
+from tests.executor.cuda.fake_gpu import FakeGpu
+
+SHAPE = ModelShape(136, 200, 2, 4, 2, 64, 1001, has_qk_norm=True)
+LIMITS = Limits(max_blocks=37, max_rows=20, max_requests=7, max_entries=11, num_masks=3)
+NUM_CTAS = 3
+LAYOUTS = [input_layout(SHAPE, LIMITS, NUM_CTAS), result_layout(LIMITS), result_layout(Limits(1, max_rows=1))]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fields_lie_apart_and_aligned(layout: Layout) -> None:
+    """In order, each at a multiple of 256, none in another, all inside."""
+    end = 0
+    for field in layout.fields:
+        assert field.offset % ALIGNMENT == 0
+        assert end <= field.offset < end + ALIGNMENT
+        end = field.offset + math.prod(field.shape) * field.dtype.itemsize
+        assert layout.offset_of(field.name) == field.offset
+        assert layout.end_of(field.name) == end
+    assert layout.num_bytes % ALIGNMENT == 0
+    assert end <= layout.num_bytes < end + ALIGNMENT
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_host_and_device_see_the_same_fields(layout: Layout) -> None:
+    """What is written through one view is read through the other, value by value and shape by shape."""
+    memory = np.zeros(layout.num_bytes, np.uint8)
+    arrays, views = layout.arrays(memory), layout.views(torch.from_numpy(memory))
+    for number, array in enumerate(arrays.values()):
+        array[...] = number + 1
+    for number, field in enumerate(layout.fields):
+        view = views[field.name]
+        assert (view.dtype, tuple(view.shape)) == (field.dtype, field.shape) == (view.dtype, arrays[field.name].shape)
+        assert bool((view == number + 1).all())
+
+
+def test_the_rows_in_use_end_inside_a_field() -> None:
+    """So many rows of so many bytes behind its begin."""
+    layout = pack([("a", torch.int32, (5,)), ("b", torch.float32, (6, 3, 2))])
+    assert layout.end_of("a", 2) == 8
+    assert layout.end_of("b", 0) == layout.offset_of("b") == 256
+    assert layout.end_of("b", 5) == 256 + 5 * 24
+
+
+@pytest.mark.parametrize(
+    ("shape", "limits", "num_ctas"),
+    [(SHAPE, LIMITS, NUM_CTAS), (SHAPE, Limits(2, max_rows=1, num_masks=1), 1), (SHAPE, Limits(9, max_entries=1), 7)],
+)
+def test_the_sum_is_what_is_allocated(shape: ModelShape, limits: Limits, num_ctas: int) -> None:
+    """Known before anything is allocated; memory comes in pieces of 256 bytes."""
+    gpu = FakeGpu()
+    DecodeBuffers(gpu, shape, limits, num_ctas)
+    taken = sum(-(-call.num_bytes // 256) * 256 for call in gpu.calls("allocate"))
+    assert decode_buffer_bytes(shape, limits, num_ctas) == taken
+
+
+@pytest.mark.parametrize("shape", MODEL_SHAPES.values(), ids=MODEL_SHAPES)
+def test_buffers_take_little_of_a_gpu(shape: ModelShape) -> None:
+    """Half a GiB at most for the models that are checked, at their longest context."""
+    assert decode_buffer_bytes(shape, Limits(131072 // 16), 264) < 1 << 29
+
+
+def test_every_tensor_is_documented_and_zero() -> None:
+    """Each attribute that the class names is there; tickets and counts begin at 0."""
+    buffers = DecodeBuffers(FakeGpu(), SHAPE, LIMITS, NUM_CTAS)
+    for name in DecodeBuffers.__annotations__:
+        tensor = getattr(buffers, name)
+        assert isinstance(tensor, torch.Tensor), name
+        assert not tensor.view(torch.uint8).any(), name
+    assert set(vars(buffers)) - set(DecodeBuffers.__annotations__) == {
+        *("limits", "num_ctas", "input_layout", "result_layout", "input", "result", "shaped")
+    }
+
+
+def test_scratch_holds_what_the_kernels_say_they_need() -> None:
+    """At the limits of a step, by the functions and constants of the kernels themselves."""
+    buffers, rows, vocab = DecodeBuffers(FakeGpu(), SHAPE, LIMITS, NUM_CTAS), LIMITS.max_rows, SHAPE.vocab_size
+    assert buffers.head_partials.nbytes >= head.partial_bytes(NUM_CTAS, M=2)
+    assert buffers.argmax_partials.nbytes >= argmax.partial_bytes(rows, vocab)
+    assert buffers.attention_tickets.numel() >= rows * SHAPE.num_kv_heads
+    assert buffers.input["work"].shape[0] >= max_items(rows * SHAPE.num_kv_heads, NUM_CTAS) + rows * 3
+    assert buffers.input["draw_records"][0].nbytes == sample.RECORD_BYTES
+    assert buffers.input["shape_records"][0].nbytes == shape_logits.RECORD_BYTES
+    assert buffers.input["score_records"][0].nbytes == log_sum_exp.RECORD_BYTES
+    assert buffers.input["top_records"][0].nbytes == top_k.RECORD_BYTES
+    assert buffers.select_state[0].nbytes == top_k.STATE_BYTES
+    assert buffers.shaped.data_ptr() == buffers.logits[rows].data_ptr()
+    assert buffers.masks.shape == (3, shape_logits.mask_bytes(vocab))
+
+
+def test_partials_fit_whatever_a_short_context_leaves() -> None:
+    """And for a long one as many as the budget holds, of the size of the kernel that writes them."""
+    buffers = DecodeBuffers(FakeGpu(), SHAPE, LIMITS, NUM_CTAS)
+    most = max_partials(LIMITS.max_rows * SHAPE.num_kv_heads, NUM_CTAS, LIMITS.max_context)
+    assert buffers.partials_capacity(16) == most
+    assert buffers.partials_capacity(2) == 8 * most
+    size = partials.partial_bytes(rows=16, head_dim=64)
+    assert buffers.attention_partials.nbytes == most * size
+    large = DecodeBuffers(FakeGpu(), SHAPE, Limits(1 << 16, max_rows=8, max_entries=1), 500)
+    assert large.partials_capacity(16) == (64 << 20) // size
+
+
+def test_results_begin_with_what_every_step_returns() -> None:
+    """The tokens, which the step after reads where they are."""
+    assert result_layout(LIMITS).offset_of("tokens") == 0
+    names = [field.name for field in input_layout(SHAPE, LIMITS, NUM_CTAS).fields]
+    assert names[:4] == ["token_ids", "positions", "slot_mapping", "work"]
+    assert LAYOUTS[0].fields[3].shape[1] == TABLE_WIDTH == 16

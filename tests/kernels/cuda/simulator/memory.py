@@ -141,8 +141,8 @@ class Memory:
         Returns:
             Its address, which is ``offset`` beyond a multiple of 64 KiB.
         """
+        assert array.flags.c_contiguous, f"{name} is not contiguous"
         flat = array.reshape(-1).view(np.uint8)
-        assert np.shares_memory(flat, array), f"{name} is not contiguous"
         allocation = self._allocate(name, flat.size, array.dtype, shape=array.shape, mutable=mutable, offset=offset)
         allocation.shared = memoryview(flat)  # type: ignore[arg-type]  # numpy's arrays are buffers
         return allocation.base

@@ -294,6 +294,36 @@ def build_batch(chunks: Sequence[Chunk], block_size: int) -> StepBatch:
     )
 
 
+def build_next(batch: StepBatch, rows: Sequence[int], block_ids: Sequence[int], block_size: int) -> StepBatch:
+    """Return the step of one more token behind some rows of a step that has one row per sequence, each an output.
+
+    Args:
+        batch: The step, submitted just before.
+        rows: Which of its rows; their tokens are those that it chooses.
+        block_ids: The block that each of these tokens goes to.
+        block_size: Slots per block of the pool.
+    """
+    kept = np.array(rows, np.int32)
+    positions = batch.positions[kept] + np.int32(1)
+    index, offset = np.divmod(positions, np.int32(block_size))
+    last_ids = np.array(block_ids, np.int32)
+    tables = np.full((len(kept), int(index.max()) + 1), NULL_BLOCK, np.int32)
+    width = min(tables.shape[1], batch.block_tables.shape[1])
+    tables[:, :width] = batch.block_tables[kept, :width]
+    tables[np.arange(len(kept)), index] = last_ids
+    return StepBatch(
+        token_ids=np.zeros(len(kept), np.int32),
+        positions=positions,
+        slot_mapping=last_ids * np.int32(block_size) + offset,
+        cu_seqlens_q=np.arange(len(kept) + 1, dtype=np.int32),
+        kv_lens=positions + np.int32(1),
+        block_tables=tables,
+        output_rows=np.arange(len(kept), dtype=np.int32),
+        output_specs=tuple(batch.output_specs[row] for row in rows),
+        feedback=kept,
+    )
+
+
 def _histories(chunks: Iterable[Chunk]) -> tuple[Int32Array | None, ...]:
     """What the penalties of each output row count, as ``StepBatch.histories`` says; rows of one append share memory."""
     histories: list[Int32Array | None] = []

@@ -11,7 +11,9 @@ class EngineCounters:
     """Totals since start. Written by the engine thread alone; a reader may be one step behind.
 
     Attributes:
-        steps: Executor runs. step_ns: their summed duration.
+        steps: Executor runs whose rows were used. step_ns: their summed duration, where two overlap counted once.
+        queued_steps: Steps put into the device's queue before the tokens they begin with were known; discarded_rows:
+            rows of those that nobody wanted in the end.
         prefills: Appends finished that carried more than one token or a new prompt; prefill_tokens: their tokens;
             prefill_ns: their summed ``run_ns``.
             Tokens found in the prefix cache do not count.
@@ -54,6 +56,8 @@ class EngineCounters:
     last_step_unix_ns: int = 0
     max_step_rows: int = 0
     last_step_ns: int = 0
+    queued_steps: int = 0
+    discarded_rows: int = 0
     refused: dict[str, int] = field(default_factory=dict)
 
     @property

@@ -6,7 +6,7 @@ The life of a request::
     ----------                                -------------
     submit([(job, sink), ...]) -- inbox -->   take: host jobs are carried out, appends judged and reserved   lanes
                                               gather: a moment for the rows of the last step to come back
-                                              step: plan, copy-on-write copies, executor.run                 steps
+                                              step: plan, copy-on-write copies, executor.run        steps, lookahead
                                               commit: tips move, leases renew, records are kept              commits
                                           turn: Generates and Forwards enter what comes next               drivers
     sink.deliver, sink.flush  <-- one call -- hand over everything finished, once per step
@@ -54,13 +54,14 @@ from ferrule_server.engine.jobs import (
     WarmupJob,
 )
 from ferrule_server.engine.lanes import Lanes
+from ferrule_server.engine.lookahead import Lookahead
 from ferrule_server.engine.records import ReplayRecords
 from ferrule_server.engine.running import LaneJob, RunningAppend
 from ferrule_server.engine.settings import EngineSettings
 from ferrule_server.engine.steps import StepOutcome, StepRunner
 from ferrule_server.engine.warmup import Warmup
 from ferrule_server.errors import Cancelled, Draining, FerruleError, HandleLost
-from ferrule_server.executor.base import DeviceLost, Executor
+from ferrule_server.executor.base import DeviceLost, Executor, PipelinedExecutor
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.metrics import KvMetrics
 from ferrule_server.kv.sequence import Sequence
@@ -138,6 +139,9 @@ class Engine:
         )
         self._warmup = Warmup(executor, settings.max_step_rows, self._finish)
         self._steps = StepRunner(executor, self.counters, failpoints, logs_top_tokens=settings.debug_top_tokens)
+        self._lookahead: Lookahead | None = None
+        if isinstance(executor, PipelinedExecutor):
+            self._lookahead = Lookahead(executor, self._steps, store, self.counters)
         self._commits = Commits(store, self._records, self._creations, self.counters, failpoints)
         self._gate = Gate(settings.max_waiting_jobs, limits_of)
         self._delivery = Delivery(post, self._gate)
@@ -220,6 +224,8 @@ class Engine:
                     self._hand_over()
                 if self._warmup.is_pending:
                     self._warm()
+                if self._lookahead is not None and not self._is_stopping:
+                    self._tend(self._lookahead)
         except Exception:  # noqa: BLE001 - whatever it is, the server must say that nothing runs any more
             _LOG.exception("the engine failed; it cannot go on")
             self._is_failed = True
@@ -262,6 +268,8 @@ class Engine:
             return self._gather.remaining_s(time.monotonic())
         if self._delivery.finished or self._drivers.has_work or self._warmup.is_pending:
             return 0.0
+        if self._lookahead is not None and self._lookahead.has_more:
+            return 0.0
         expiry_s = self._store.next_expiry()
         return _IDLE_S if expiry_s is None else min(_IDLE_S, max(0.001, expiry_s))
 
@@ -298,6 +306,9 @@ class Engine:
         with contextlib.suppress(RuntimeError):  # the event loop may be closed already: nobody waits any more
             self._hand_over()
             self._refuse_rest()
+        if self._lookahead is not None:
+            with contextlib.suppress(Exception):  # whatever becomes of it, nobody waits for it
+                self._lookahead.drop()
         self._executor.close()
 
     def _refuse_rest(self) -> None:
@@ -369,7 +380,7 @@ class Engine:
         if not chunks:
             return
         try:
-            outcome = self._run_chunks(chunks)
+            outcome = self._run_chunks(chunks, is_alone=self._are_all(chunks))
         except DeviceLost:
             self._lose_device()
         except Exception:  # noqa: BLE001 - the parts are run alone to find whose fault it is
@@ -383,10 +394,17 @@ class Engine:
             self._failpoints.hit("before_schedule")
         for run in [run for run in self._lanes.running if run.job.is_cancelled and run.is_abandoned]:
             self._lanes.fail(run, Cancelled())
-        return self._batcher.plan(self._lanes.running)
+        claimed = [] if self._lookahead is None else self._lookahead.claim(self._lanes.running)
+        return claimed or self._batcher.plan(self._lanes.running)
 
-    def _run_chunks(self, chunks: list[Chunk]) -> StepOutcome:
-        outcome = self._steps.run(chunks)
+    def _are_all(self, chunks: list[Chunk]) -> bool:
+        """Whether nobody waits for a step but those who have a part in this one."""
+        is_wanted = self._lanes.num_waiting or self._warmup.is_pending or self._settings.debug_top_tokens
+        return len(chunks) == len(self._lanes.running) and not is_wanted
+
+    def _run_chunks(self, chunks: list[Chunk], *, is_alone: bool = False) -> StepOutcome:
+        ahead = self._lookahead
+        outcome = self._steps.run(chunks) if ahead is None else ahead.run(chunks, is_alone=is_alone)
         self._batcher.ran(chunks, outcome.elapsed_ns)
         return outcome
 
@@ -438,10 +456,23 @@ class Engine:
     def _warm(self) -> None:
         """Run one step of a warm-up: who is served waits for one at most."""
         try:
+            if self._lookahead is not None:
+                self._lookahead.make_way()
             self._warmup.run_one()
         except DeviceLost:
             self._lose_device()
         self._hand_over()
+
+    def _tend(self, lookahead: Lookahead) -> None:
+        """Drop a step that nobody can claim any more, and let the executor prepare itself where nothing is pending."""
+        try:
+            if not self._lanes.running:
+                lookahead.drop()
+            lookahead.tend()
+        except DeviceLost:
+            self._lose_device()
+        except Exception:  # noqa: BLE001 - it goes on without what could not be prepared
+            fault("the executor could not be prepared")
 
     # ---- leaving ----------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from ferrule_server.engine.jobs import (
     AppendResult,
     BranchFrame,
     Finish,
+    Follow,
     ForkJob,
     ForkResult,
     GenerateFrame,
@@ -253,6 +254,10 @@ class Generation:
         job.submitted_ns = time.monotonic_ns()
         branch.in_flight = job
         self._num_in_flight += 1
+        if branch.stops.is_next_last:
+            job.follow = Follow.NOTHING
+        elif self._has_room():  # for one more besides this one
+            job.follow = Follow.LIKELY
         self._drivers.enter(job, branch.sink)
 
     def _park(self, branch: _Branch, handle: Handle) -> None:

@@ -69,6 +69,17 @@ class Drafts:
     wants_row_handles: bool = False
 
 
+class Follow(enum.Enum):
+    """What comes after an append that chooses a token, as far as can be told before the token is there."""
+
+    UNKNOWN = "unknown"
+    """Whatever its caller likes, whenever."""
+    LIKELY = "likely"
+    """The token is appended at once, unless it ends the text."""
+    NOTHING = "nothing"
+    """Whatever the token, it is the last."""
+
+
 @dataclass(eq=False, slots=True)
 class AppendJob:
     """Prefill or decode: tokens behind a handle, or a new sequence.
@@ -91,6 +102,7 @@ class AppendJob:
         cohort: Jobs of one request that are to run in one step, by a number of their own; 0: none.
         is_internal: Made by the engine itself for a Generate or Forward: nobody comes back with its handle.
         keeps_record: Its answer is remembered for a retry; False where nobody can ask again.
+        follow: Whether the engine itself goes on behind it: so the next step may be prepared (``lookahead.py``).
     """
 
     principal: str
@@ -111,6 +123,7 @@ class AppendJob:
     cohort: int = 0
     is_internal: bool = False
     keeps_record: bool = True
+    follow: Follow = Follow.UNKNOWN
 
     def branched_to(self, cache_id: str) -> bool:
         """Return whether an answer in the sequence ``cache_id`` lies in a branch of the handle's own."""

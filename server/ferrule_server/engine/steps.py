@@ -53,20 +53,39 @@ class StepRunner:
 
     def run(self, chunks: list[Chunk]) -> StepOutcome:
         """Make the copies that the chunks need and run their rows as one batch; raises what the executor raises."""
+        return self.run_batch(self.prepare(chunks), chunks)
+
+    def begin(self) -> None:
+        """Say that the rows of a step are chosen: from here on cancelling comes too late."""
         if self._failpoints is not None:
             self._failpoints.hit("after_schedule")
+
+    def prepare(self, chunks: list[Chunk]) -> StepBatch:
+        """Make the copies that the chunks need and return their rows as one batch; raises what the executor raises."""
+        self.begin()
         self._copy_on_write(chunks)
-        batch = build_batch(chunks, self._block_size)
+        return build_batch(chunks, self._block_size)
+
+    def run_batch(self, batch: StepBatch, chunks: list[Chunk]) -> StepOutcome:
+        """Run what :meth:`prepare` made of the chunks; raises what the executor raises."""
         asked = batch.output_specs
         if self._logs_top_tokens:
             batch = top_tokens.with_top_tokens(batch)
         started_ns = time.monotonic_ns()
         rows = self._executor.run(batch).rows
-        elapsed_ns = time.monotonic_ns() - started_ns
-        if len(rows) != len(asked):
-            raise RuntimeError(f"the executor gave {len(rows)} rows for {len(asked)} asked for")
+        outcome = self.done(batch, rows, started_ns, time.monotonic_ns() - started_ns)
         if self._logs_top_tokens:
-            rows = top_tokens.log_top_tokens(chunks, asked, rows)
+            outcome.rows = top_tokens.log_top_tokens(chunks, asked, rows)
+        return outcome
+
+    def done(self, batch: StepBatch, rows: list[RowOutput], started_ns: int, elapsed_ns: int) -> StepOutcome:
+        """Count a step that was run, and return what it gave.
+
+        Raises:
+            RuntimeError: It gave more or fewer rows than it was asked for.
+        """
+        if len(rows) != len(batch.output_specs):
+            raise RuntimeError(f"the executor gave {len(rows)} rows for {len(batch.output_specs)} asked for")
         self._count(batch, elapsed_ns)
         return StepOutcome(rows, started_ns, elapsed_ns, batch.num_rows)
 

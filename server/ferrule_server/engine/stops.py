@@ -25,6 +25,11 @@ class StopCheck:
         for sequence in rules.sequences:
             self._by_last.setdefault(sequence[-1], []).append(list(sequence))
 
+    @property
+    def is_next_last(self) -> bool:
+        """Whether the branch ends with the next token, whichever it is."""
+        return self._num_left == 1
+
     def after(self, token_id: int) -> Finish | None:
         """Take the next token; returns why the branch ends with it, None where it goes on."""
         self._num_left -= 1

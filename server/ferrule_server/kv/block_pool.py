@@ -127,6 +127,15 @@ class BlockPool:
             self._refcounts[block_id] = 1
         return block_ids
 
+    def next_blocks(self, count: int) -> list[int]:
+        """Return the blocks that allocations of one block each would hand out next, in order; fewer if fewer are free.
+
+        They are empty from now on: cached ones among them are evicted at once, which would happen then.
+        """
+        while len(self._empty) < count and self._cached:
+            self._empty.insert(0, self._evict())
+        return self._empty[: -count - 1 : -1]
+
     def share(self, block_ids: Iterable[int], count: int = 1) -> None:
         """Give each block ``count`` more owners.
 

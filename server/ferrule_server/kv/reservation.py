@@ -212,6 +212,30 @@ class Reservations:
         self._usage.check(sequence.principal, num_blocks=num_needed - num_own, num_whole=num_whole)
         self._pool.require(num_needed, num_own)
 
+    def foresee(self, reservations: SequenceOf[Reservation]) -> list[list[int] | None]:
+        """Return the tables of :meth:`KvStore.foresee`.
+
+        A token in the block of the one before it goes where nothing was committed, in a block with one owner that the
+        cache does not know (or the reservation could not be live). Other blocks are spares of the sequence, or empty
+        ones of the pool; neither are known to the cache, and whoever gets them writes to a slot before it is read.
+        """
+        tables: list[list[int] | None] = []
+        without: list[int] = []
+        for reservation in reservations:
+            table, stop = reservation.block_ids, reservation.start + reservation.num_tokens
+            if stop >= self._max_context:
+                tables.append(None)
+            elif self._is_partial(stop):
+                tables.append(table)
+            elif (spare_id := _next_spare(reservation)) is not None:
+                tables.append([*table, spare_id])
+            else:
+                without.append(len(tables))
+                tables.append(None)
+        for index, block_id in zip(without, self._pool.next_blocks(len(without)), strict=False):
+            tables[index] = [*reservations[index].block_ids, block_id]
+        return tables
+
     def shorten(self, reservation: Reservation, num_tokens: int) -> None:
         """Make the reservation one for fewer tokens, at least one; what it holds beyond these goes back.
 
@@ -337,6 +361,15 @@ def _extended(prefix: list[int], fresh_ids: list[int], *, is_copied: bool) -> tu
     if is_copied:
         return prefix[:-1] + fresh_ids, [(prefix[-1], fresh_ids[0])]
     return prefix + fresh_ids, []
+
+
+def _next_spare(reservation: Reservation) -> int | None:
+    """Return the first spare of its sequence that the reservation leaves; None: there is none."""
+    sequence = reservation.sequence
+    if sequence is None or not sequence.spare_ids:
+        return None
+    taken = set(reservation.block_ids)
+    return next((each for each in sequence.spare_ids if each not in taken), None)
 
 
 def prefix_blocks(sequence: Sequence, length: int, pool: BlockPool) -> list[int]:

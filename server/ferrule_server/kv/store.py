@@ -315,6 +315,20 @@ class KvStore:
         """Give back what was reserved and nothing else; a closed reservation is left alone."""
         self._reservations.abort(reservation)
 
+    def foresee(self, reservations: SequenceOf[Reservation]) -> list[list[int] | None]:
+        """Return, for appends in flight, the block table that one more token behind each is likely to get.
+
+        Nothing is promised, and nothing is held. But the slot of that token is one that nobody has written to and that
+        nobody will read before it is written to once more, so it does no harm to write to it, whatever happens next.
+
+        Args:
+            reservations: Live ones on sequences, in the order in which the next appends are likely to come.
+
+        Returns:
+            For each a table that covers one token more than its own; None: there is no room for one.
+        """
+        return self._reservations.foresee(reservations)
+
     def fork(self, sequence: Sequence, length: int, count: int, ttl_s: float | None = None) -> list[Sequence]:
         """Return ``count`` new sequences on the first ``length`` tokens, sharing all their blocks.
 

@@ -38,6 +38,7 @@ class UploadRing:
         self._arrays = [layout.arrays(memory.numpy()) for memory in self._memory]
         self._copied: list[Event | None] = [None] * _NUM_SLOTS
         self._slot = 0
+        self._is_filled = False
 
     def fill(self) -> Mapping[str, Array]:
         """Return the fields of the next slot, to be written before :meth:`upload`; they hold what an older step left.
@@ -51,6 +52,7 @@ class UploadRing:
         if event is not None:
             event.wait()
             self._copied[self._slot] = None
+        self._is_filled = True
         return self._arrays[self._slot]
 
     def upload(self, *spans: slice) -> None:
@@ -59,7 +61,8 @@ class UploadRing:
         Raises:
             GpuError: The stream refused it.
         """
-        assert self._copied[self._slot] is None, "a slot is filled before it is copied"
+        assert self._is_filled, "a slot is filled before it is copied"
+        self._is_filled = False
         try:
             for span in spans:
                 self._gpu.upload(self._target[span], self._memory[self._slot][span])

@@ -7,7 +7,7 @@ records, one upload, launches, download, rows. What is not meant to be read hold
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +38,7 @@ from ferrule_server.executor.cuda.choices import (
     read_choices,
     result_spans,
 )
-from ferrule_server.executor.cuda.gpu import Launch
+from ferrule_server.executor.cuda.kernel_set import KernelSet
 from ferrule_server.executor.cuda.masks import DeviceMasks
 from ferrule_server.executor.ranking import best_ids
 from ferrule_server.executor.sampling import select_rows
@@ -51,9 +51,8 @@ from ferrule_server.kernels.cuda.shape_logits import shape_logits
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import Constant
 from ferrule_server.kernels.cuda.toolchain.catalog import kernels_of
-from ferrule_server.kernels.cuda.toolchain.sources import parameters
 from ferrule_server.kernels.cuda.top_k import gather_shared_bytes, gather_top_k
-from tests.executor.cuda.fake_gpu import CUBIN, FakeGpu
+from tests.executor.cuda.fake_gpu import CUBIN, FakeGpu, FakeLaunch
 from tests.kernels.cuda.logit_cases import DIGITS, SLICE, THREADS, WARPS
 
 VOCAB, MAX_ROWS, LARGEST_K = 300, 16, 32
@@ -81,29 +80,12 @@ SMALL = ChoiceSpecs(
 """The kernels with slices that a simulated CTA is through with soon."""
 
 
-class Kernels:
-    """Prepares launches on a GPU, whose code nobody looks at."""
-
-    def __init__(self, gpu: FakeGpu) -> None:
-        self.gpu = gpu
-        self.grids: list[int] = []
-
-    def prepare(
-        self, spec: KernelSpec, arguments: Mapping[str, int | float | Tensor], grid: int, starts_early: bool = True
-    ) -> Launch:
-        """Return a launch."""
-        self.grids.append(grid)
-        values = [arguments[name] for name, _ in parameters(spec.kernel)]
-        numbers = [self.gpu.address(value) if isinstance(value, Tensor) else value for value in values]
-        return self.gpu.load(spec, CUBIN).prepare(numbers, grid=grid, starts_early=starts_early)
-
-
 class Bench:
     """Buffers on a simulated GPU, and what a runner does with them behind the logits."""
 
     def __init__(self) -> None:
         self.gpu = FakeGpu(simulate=True, seed=5)
-        self.kernels = Kernels(self.gpu)
+        self.kernels = KernelSet(self.gpu, dict.fromkeys(SMALL.all, CUBIN))
         self.buffers = DecodeBuffers(self.gpu, SHAPE, LIMITS, 2)
         self.buffers.choice_partials = self.gpu.allocate("small_partials", (MAX_ROWS, 2, 16), torch.uint8)
         self.masks = DeviceMasks(self.gpu, self.buffers.masks)
@@ -371,7 +353,7 @@ def test_greedy_rows_need_no_launch_and_no_upload() -> None:
     assert bench.kind is OutputKind.GREEDY
     assert_same(found, expected_rows(logits, batch))
     assert [row.is_accepted for row in found] == [None, None, True, False]
-    assert not bench.kernels.grids
+    assert [call.kernels for call in bench.gpu.calls("launch")] == [()]
     assert not bench.gpu.calls("upload")
 
 
@@ -379,13 +361,12 @@ def test_a_launch_is_one_wave_and_no_more_than_finds_work() -> None:
     """A fixed grid for each bucket: two slices a row, or what the multiprocessors hold."""
     gpu = FakeGpu(num_sms=3)
     buffers = DecodeBuffers(gpu, SHAPE, LIMITS, 2)
-    kernels = Kernels(gpu)
+    kernels = KernelSet(gpu, dict.fromkeys(SMALL.all, CUBIN))
 
     for bucket, kind, grids in ((1, OutputKind.TOP, {2}), (4, OutputKind.SAMPLE, {3}), (4, OutputKind.TORCH, set())):
-        kernels.grids.clear()
         operations = choice_operations(kernels, buffers, bucket, kind, SMALL)
-        assert len(operations) == len(kernels.grids)
-        assert set(kernels.grids) == grids
+        assert {launch.grid for launch in operations if isinstance(launch, FakeLaunch)} == grids
+        assert all(isinstance(launch, FakeLaunch) for launch in operations)
 
 
 @pytest.mark.parametrize("name", MODEL_SHAPES)

@@ -54,7 +54,7 @@ def fill_choices(
     """
     if kind in (OutputKind.GREEDY, OutputKind.TORCH):
         return ChoiceCounts()
-    num_entries = _fill_shapings(views, batch, num_rows_bucket, mask_slots, shape_logits.mask_bytes(vocab_size) // 16)
+    num_entries = _fill_shapings(views, batch, num_rows_bucket, mask_slots, vocab_size)
     _fill_draws(views, batch, num_rows_bucket, vocab_size)
     num_requests = _fill_scores(views, batch, num_rows_bucket) if kind >= OutputKind.SCORE else 0
     num_tops = _fill_tops(views, batch, num_rows_bucket, vocab_size) if kind >= OutputKind.TOP else 0
@@ -94,7 +94,7 @@ def _row_drawn_from(spec: OutputSpec, row: int, shaped_row: int) -> int:
 
 
 def _fill_shapings(
-    views: Views, batch: StepBatch, num_slots: int, mask_slots: Mapping[bytes, int], mask_units: int
+    views: Views, batch: StepBatch, num_slots: int, mask_slots: Mapping[bytes, int], vocab_size: int
 ) -> int:
     """Fill in what changes logits before a draw; return the number of entries.
 
@@ -103,37 +103,52 @@ def _fill_shapings(
         batch: The step.
         num_slots: Records that the kernel looks at.
         mask_slots: Where masks lie.
-        mask_units: From one mask to the next.
+        vocab_size: Logits of a row.
     """
     records = views["shape_records"]
     records[:num_slots, 0] = _NOTHING_TO_DO
-    num_entries = 0
-    for i, (row, spec) in enumerate(zip(batch.output_rows.tolist(), batch.output_specs, strict=True)):
-        shaping = shaping_of(spec)
-        if shaping is not None:
-            mask = -1 if shaping.mask is None else mask_slots[shaping.mask.fingerprint] * mask_units
-            end = _fill_entries(views["entries"], num_entries, shaping, _history(batch, i))
-            records[i] = _shaping_words(*_penalties(shaping))
-            records[i, :4] = (row, mask, num_entries, end)
-            num_entries = end
-    return num_entries
+    shapings = [(i, shaping_of(spec)) for i, spec in enumerate(batch.output_specs) if spec.shaping is not None]
+    found = {i: shaping for i, shaping in shapings if shaping is not None}
+    borders = _fill_entries(views["entries"], batch, found, vocab_size)
+    mask_units = shape_logits.mask_bytes(vocab_size) // 16
+    for i, shaping in found.items():
+        mask = -1 if shaping.mask is None else mask_slots[shaping.mask.fingerprint] * mask_units
+        records[i] = _shaping_words(shaping.repetition_penalty, shaping.frequency_penalty, shaping.presence_penalty)
+        records[i, :4] = (batch.output_rows[i], mask, borders[i], borders[i + 1])
+    return borders[-1]
 
 
-def _history(batch: StepBatch, output: int) -> Int32Array | None:
-    return batch.histories[output] if batch.histories else None
+def _fill_entries(
+    entries: Int32Array, batch: StepBatch, shapings: Mapping[int, Shaping], vocab_size: int
+) -> Sequence[int]:
+    """Fill in the tokens that penalties or a bias name, output by output; return where each begins, and the end.
+
+    All outputs are packed at once: token t of output i goes as ``i * vocab_size + t``, which orders them.
+    """
+    num_outputs = len(batch.output_specs)
+    histories = [
+        history + np.int32(i * vocab_size)
+        for i, history in enumerate(batch.histories)
+        if history is not None and i in shapings and shapings[i].has_penalties
+    ]
+    bias = [(i * vocab_size + token, amount) for i, shaping in shapings.items() for token, amount in shaping.bias]
+    if not histories and not bias:
+        return [0] * (num_outputs + 1)
+    packed = _packed(np.concatenate(histories) if histories else np.empty(0, np.int32), bias)
+    begins: list[int] = packed[:, 0].searchsorted(np.arange(num_outputs + 1) * vocab_size).tolist()
+    packed[:, 0] %= vocab_size
+    entries[: len(packed)] = packed
+    return begins
 
 
-def _fill_entries(entries: Int32Array, begin: int, shaping: Shaping, history: Int32Array | None) -> int:
-    """Fill in the tokens that penalties or the bias name, from ``begin`` on; return where they end."""
-    if not shaping.bias and not shaping.has_penalties:
-        return begin
-    packed = shape_logits.pack_entries(shaping, history)
-    entries[begin : begin + len(packed)] = packed
-    return begin + len(packed)
-
-
-def _penalties(shaping: Shaping) -> tuple[float, float, float]:
-    return shaping.repetition_penalty, shaping.frequency_penalty, shaping.presence_penalty
+def _packed(history: Int32Array, bias: Sequence[tuple[int, float]]) -> Int32Array:
+    """Return entries ascending; without a bias, which is the rule, in a third of the time."""
+    if bias:
+        return shape_logits.pack_entries(Shaping(presence_penalty=1.0, bias=tuple(bias)), history)
+    token_ids, counts = np.unique(history, return_counts=True)
+    packed = np.zeros((len(token_ids), 4), np.int32)
+    packed[:, 0], packed[:, 1] = token_ids, counts
+    return packed
 
 
 @lru_cache(_NUM_CACHED)

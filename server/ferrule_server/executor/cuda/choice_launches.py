@@ -6,22 +6,19 @@ each launch waits for the one before it and leaves counters at zero.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
 from ferrule_server.executor.cuda.buffers import DecodeBuffers
 from ferrule_server.executor.cuda.choices import OutputKind
-from ferrule_server.executor.cuda.gpu import Gpu, Launch, Operation
+from ferrule_server.executor.cuda.gpu import Launch, Operation
+from ferrule_server.executor.cuda.kernel_set import Arguments, KernelSet
 from ferrule_server.kernels.cuda import log_sum_exp, sample, shape_logits, top_k
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.toolchain.sources import parameters
 
-__all__ = ["ChoiceKernels", "ChoiceSpecs", "choice_operations"]
-
-Arguments = Mapping[str, int | float | Tensor]
+__all__ = ["ChoiceSpecs", "choice_operations"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +62,8 @@ class ChoiceSpecs:
         return size
 
 
-class ChoiceKernels(Protocol):
-    """What prepares launches: see ``chain.KernelSet``."""
-
-    @property
-    def gpu(self) -> Gpu:
-        """That they run on."""
-
-    def prepare(self, spec: KernelSpec, arguments: Arguments, grid: int, starts_early: bool = True) -> Launch:
-        """Return a launch of a kernel with its arguments by name."""
-        ...
-
-
 def choice_operations(
-    kernels: ChoiceKernels,
+    kernels: KernelSet,
     buffers: DecodeBuffers,
     num_rows_bucket: int,
     kind: OutputKind,
@@ -107,7 +92,7 @@ def choice_operations(
     return [_prepare(kernels, spec, {**_scratch(buffers), **sizes, **given}, most) for spec, given in calls]
 
 
-def _prepare(kernels: ChoiceKernels, spec: KernelSpec, given: Arguments, most_ctas: int) -> Launch:
+def _prepare(kernels: KernelSet, spec: KernelSpec, given: Arguments, most_ctas: int) -> Launch:
     """Return the launch of a kernel with those of the arguments that it takes, in one wave at most."""
     arguments = {name: given[name] for name, _ in parameters(spec.kernel)}
     grid = min(most_ctas, kernels.gpu.info.num_sms * spec.ctas_per_sm)

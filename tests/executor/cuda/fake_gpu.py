@@ -16,35 +16,31 @@ were never launched, and in a capture everything but launches and torch's ``out=
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ferrule_server.executor.cuda.gpu import Event, Gpu, GpuError, GpuInfo, GpuLost, Graph, Launch, Operation
+from ferrule_server.executor.cuda.gpu import Event, Gpu, GpuError, GpuInfo, Graph, Operation
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.toolchain.compile import Cubin
 from ferrule_server.kernels.cuda.toolchain.driver import Device, Function
 from ferrule_server.kernels.cuda.toolchain.sources import parameters
 from tests.executor.cuda.fake_memory import FakeMemory
+from tests.executor.cuda.fake_stream import Copy, FakeLaunch, FakeStream, Faults, Mark, Replay, StandIn, TorchWork, Work
 from tests.executor.cuda.torch_recorder import recorded
 from tests.gpu.gpu import CELLS
-from tests.kernels.cuda import simulator
 from tests.kernels.cuda.toolchain.recorded_driver import RecordedDriver
 
-__all__ = ["CUBIN", "Call", "FakeEvent", "FakeGpu", "FakeGraph", "FakeLaunch", "StandIn"]
+__all__ = ["CUBIN", "UNREAD", "Call", "FakeEvent", "FakeGpu", "FakeGraph", "FakeKernel", "FakeLaunch", "StandIn"]
 
 CUBIN = Cubin("kernel", "sm_90a", b"", "", 0, 0, 0)
 """Serves as the code of every kernel."""
 
 UNREAD = 0xDB
 """What the target of a download holds until it has run."""
-
-StandIn = Callable[[Mapping[str, int | float]], None]
-"""Does what a kernel would, from its arguments by name; :meth:`FakeGpu.at` gives the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +58,6 @@ class Call:
     subject: str = ""
     kernels: tuple[str, ...] = ()
     num_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FakeLaunch:
-    """A kernel with its arguments."""
-
-    spec: KernelSpec
-    arguments: Mapping[str, int | float]
-    grid: int | tuple[int, int]
-    shared_bytes: int
-    starts_early: bool
-
-    @property
-    def kernel(self) -> str:
-        """Name of the kernel, without constants."""
-        return self.spec.kernel.__name__
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,69 +79,41 @@ class FakeKernel:
         """Return a launch."""
         self.gpu._called("prepare", self.spec.kernel.__name__)
         self.function.prepare(arguments, grid=grid, shared_bytes=shared_bytes, starts_early=starts_early)
-        kinds = parameters(self.spec.kernel)
-        for (name, kind), value in zip(kinds, arguments, strict=True):
-            assert kind != "Address" or self.gpu.memory.is_valid(int(value)), f"{self.spec.name}: {name} = {value:#x}"
-        named = {name: value for (name, _), value in zip(kinds, arguments, strict=True)}
+        kinds = dict(parameters(self.spec.kernel))
+        named = dict(zip(kinds, arguments, strict=True))
+        for name, value in named.items():
+            if kinds[name] == "Address" and not name.endswith("_stride"):  # those have 64 bits too
+                assert self.gpu.memory.is_valid(int(value)), f"{self.spec.name}: {name} = {value:#x}"
         size = self.spec.shared_bytes if shared_bytes is None else shared_bytes
         return FakeLaunch(self.spec, named, grid, size, starts_early)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class FakeEvent:
     """A place in the stream."""
 
     gpu: FakeGpu
-    has_passed: bool = False
+    mark: Mark
 
     def wait(self) -> None:
         """Run the stream up to here."""
         self.gpu._called("wait")
-        self.gpu._run(until=self)
+        self.gpu._stream.run(until=self.mark)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class FakeGraph:
-    """Captured operations; kernels are those of :attr:`work`, in order."""
+    """Captured operations: the names of their kernels, and what is replayed."""
 
     gpu: FakeGpu
-    work: list[Work]
     kernels: tuple[str, ...]
-    is_closed: bool = False
+    replay: Replay
 
     def close(self) -> None:
         """Give the memory back."""
-        if not self.is_closed:
+        if self in self.gpu.graphs:
             self.gpu._called("close graph", kernels=self.kernels)
             self.gpu.graphs.remove(self)
-        self.is_closed = True
-
-
-@dataclass(slots=True, eq=False)
-class _Copy:
-    """Checked when it runs: pinned memory must still be what it was when the copy was put into the stream."""
-
-    target: Tensor
-    source: Tensor
-    pinned: Tensor
-    pinned_then: Tensor
-
-    def run(self) -> None:
-        assert torch.equal(self.pinned, self.pinned_then), "staging memory was changed before its copy has run"
-        self.target.copy_(self.source)
-
-
-_TorchCalls = list[Callable[[], object]]
-Work = FakeLaunch | FakeEvent | FakeGraph | _Copy | _TorchCalls
-"""What may stand in the stream."""
-
-
-@dataclass(slots=True)
-class _Failure:
-    call: str
-    error: GpuError
-    num_before: int
-    num_times: int
 
 
 class FakeGpu:
@@ -199,12 +151,11 @@ class FakeGpu:
         self._driver = RecordedDriver()
         self._device = Device.open(0, self._driver)
         self._device.num_sms = num_sms
-        self._simulate, self._seed, self._graph_bytes = simulate, seed, graph_bytes
+        self._graph_bytes = graph_bytes
         self._info = GpuInfo("Fake GPU", "sm_90a", num_sms, total_bytes, self._device.shared_bytes_per_cta)
-        self._queue: deque[Work] = deque()
+        self._faults = Faults()
+        self._stream = FakeStream(self.memory.simulated, self._faults, self.stand_ins, simulate=simulate, seed=seed)
         self._launched: set[Operation] = set()
-        self._failures: list[_Failure] = []
-        self._lost: GpuLost | None = None
         self._depth = 0
         self._inside = ""
 
@@ -221,7 +172,7 @@ class FakeGpu:
     @property
     def num_waiting(self) -> int:
         """What stands in the stream and has not run."""
-        return len(self._queue)
+        return len(self._stream)
 
     def names(self) -> list[str]:
         """Return the names of all calls so far."""
@@ -248,7 +199,7 @@ class FakeGpu:
             nth: 1 for the next.
             times: In a row.
         """
-        self._failures.append(_Failure(call, error, nth - 1, times))
+        self._faults.plan(call, error, nth, times)
 
     def free_bytes(self) -> int:
         """Return what is not taken."""
@@ -291,7 +242,7 @@ class FakeGpu:
     def current(self) -> Iterator[None]:
         """Run the stream, which torch's work inside comes after; what is put into it inside runs at once."""
         self._called("current")
-        self._run()
+        self._stream.run()
         self._depth += 1
         try:
             yield
@@ -312,8 +263,8 @@ class FakeGpu:
     def record(self) -> Event:
         """Return the place that the stream has come to."""
         self._called("record")
-        event = FakeEvent(self)
-        self._put(event)
+        event = FakeEvent(self, Mark())
+        self._put(event.mark)
         return event
 
     def launch(self, operations: Sequence[Operation]) -> None:
@@ -332,7 +283,7 @@ class FakeGpu:
         work = [self._work("capture", operation) for operation in operations]
         if self._free_bytes < self._graph_bytes:
             raise GpuError("out of memory: no room for a graph")
-        self.graphs.append(FakeGraph(self, work, kernels))
+        self.graphs.append(FakeGraph(self, kernels, Replay(work)))
         return self.graphs[-1]
 
     def replay(self, graph: Graph) -> None:
@@ -340,12 +291,12 @@ class FakeGpu:
         assert isinstance(graph, FakeGraph)
         assert graph in self.graphs, "this graph is closed, or another GPU's"
         self._called("replay", kernels=graph.kernels)
-        self._put(graph)
+        self._put(graph.replay)
 
     def synchronize(self) -> None:
         """Run the stream."""
         self._called("synchronize")
-        self._run()
+        self._stream.run()
 
     def close(self) -> None:
         """Take no more calls."""
@@ -358,34 +309,19 @@ class FakeGpu:
 
     def _called(self, name: str, subject: str = "", *, kernels: tuple[str, ...] = (), num_bytes: int = 0) -> None:
         assert not self._inside, f"{name} in {self._inside}"
-        if self._lost:
-            raise self._lost
-        self.log.append(Call(name, subject, kernels, num_bytes))
-        self._fail_if_due(name)
-        if subject:
-            self._fail_if_due(f"{name} {subject}")
-
-    def _fail_if_due(self, name: str) -> None:
-        for failure in [failure for failure in self._failures if failure.call == name]:
-            failure.num_before -= 1
-            if failure.num_before < 0:
-                failure.num_times -= 1
-                if not failure.num_times:
-                    self._failures.remove(failure)
-                if isinstance(failure.error, GpuLost):
-                    self._lost = failure.error
-                    self._queue.clear()
-                raise failure.error
+        if not self._faults.lost:
+            self.log.append(Call(name, subject, kernels, num_bytes))
+        self._faults.check(name, f"{name} {subject}")
 
     def _work(self, call: str, operation: Operation) -> Work:
         if isinstance(operation, FakeLaunch):
-            self._fail_if_due(f"{call} {operation.kernel}")
+            self._faults.check(f"{call} {operation.kernel}")
             return operation
         assert callable(operation), operation
-        self._fail_if_due(f"{call} torch")
+        self._faults.check(f"{call} torch")
         self._inside = f"an operation of a {call}"
         try:
-            return recorded(operation)
+            return TorchWork(recorded(operation))
         finally:
             self._inside = ""
 
@@ -394,73 +330,18 @@ class FakeGpu:
             assert (tensor.dtype, tensor.dim(), tensor.is_contiguous()) == (torch.uint8, 1, True), tensor.shape
         assert target.numel() == source.numel(), f"{source.numel()} bytes into {target.numel()}"
         assert self.memory.is_pinned(pinned), "only pinned memory is copied without waiting"
-        self._put(_Copy(target, source, pinned, pinned.clone()))
+        self._put(Copy(target, source, pinned, pinned.clone()))
 
     def _put(self, work: Work) -> None:
-        self._queue.append(work)
+        self._stream.put(work)
         if self._depth:
-            self._run()
-
-    def _run(self, until: FakeEvent | None = None) -> None:
-        while self._queue and not (until and until.has_passed):
-            work = self._queue.popleft()
-            if isinstance(work, FakeLaunch):
-                chain = [work]
-                while self._queue and _follows(self._queue[0]):
-                    chain.append(self._queue.popleft())  # type: ignore[arg-type]  # _follows says so
-                self._run_chain(chain)
-            else:
-                self._run_one(work)
-
-    def _run_one(self, work: Work) -> None:
-        if isinstance(work, FakeEvent):
-            work.has_passed = True
-        elif isinstance(work, _Copy):
-            work.run()
-        elif isinstance(work, FakeGraph):
-            rest, self._queue = self._queue, deque(work.work)
-            try:
-                self._run()
-            finally:
-                self._queue.extend(() if self._lost else rest)
-        else:
-            for call in work if isinstance(work, list) else ():
-                call()
-
-    def _run_chain(self, chain: list[FakeLaunch]) -> None:
-        """Run kernels that start early, each before the one in front has ended; stand-ins part a chain."""
-        together: list[simulator.Launch] = []
-        for launch in chain:
-            self._fail_if_due(f"run {launch.kernel}")
-            if launch.kernel in self.stand_ins:
-                self._simulate_all(together)
-                self.stand_ins[launch.kernel](launch.arguments)
-            elif self._simulate:
-                together.append(_simulated(launch))
-        self._simulate_all(together)
-
-    def _simulate_all(self, launches: list[simulator.Launch]) -> None:
-        if launches:
-            simulator.run(self.memory.simulated, launches, seed=self._seed)
-            self._seed += 1
-            launches.clear()
-
-
-def _follows(work: Work) -> bool:
-    return isinstance(work, FakeLaunch) and work.starts_early
-
-
-def _simulated(launch: FakeLaunch) -> simulator.Launch:
-    spec, arguments = launch.spec, tuple(launch.arguments.values())
-    return simulator.Launch(
-        spec.kernel, dict(spec.constants), arguments, launch.grid, spec.num_threads, launch.shared_bytes
-    )
+            self._stream.run()
 
 
 def _kernels(operations: Sequence[Operation]) -> tuple[str, ...]:
     return tuple(operation.kernel if isinstance(operation, FakeLaunch) else "torch" for operation in operations)
 
 
-def _as_gpu(gpu: FakeGpu) -> tuple[Gpu, Launch | None]:
+def _as_gpu(gpu: FakeGpu) -> Gpu:
     """Say to the type checker that the double has all of the interface."""
-    return gpu, None
+    return gpu

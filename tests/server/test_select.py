@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from ferrule_server.config import ServerConfig
 from ferrule_server.errors import ConfigError, ModelError
-from ferrule_server.executor import select
+from ferrule_server.executor import devices, select
+from ferrule_server.executor.base import Executor, PipelinedExecutor
+from ferrule_server.executor.cuda import compose
+from ferrule_server.executor.cuda.cuda_executor import CudaExecutor
+from ferrule_server.executor.devices import Device
 from ferrule_server.executor.select import create_executor, has_bfloat16_instructions
+from ferrule_server.executor.torch_executor import TorchExecutor
+from tests.executor.cuda.fake_gpu import FakeGpu
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -72,6 +82,171 @@ def test_paged_reference_starts_without_torch() -> None:
 def test_bfloat16_is_chosen_by_processor_flags(cpuinfo: str, has: bool) -> None:
     """Without the instructions bfloat16 is emulated and slower than float32."""
     assert has_bfloat16_instructions(cpuinfo) is has
+
+
+def test_a_start_on_the_processor_loads_nothing_of_a_gpu() -> None:
+    """Neither kernels nor their compiler, which would make the start longer."""
+    code = (
+        "import sys; from ferrule_server.executor.select import create_executor;"
+        "from ferrule_server.config import ServerConfig;"
+        "create_executor(ServerConfig(kv_memory_bytes=1 << 22), lambda *_: None).executor.close();"
+        "found = [name for name in sys.modules if name.startswith(('numba', 'llvmlite', 'ferrule_server.kernels.cuda',"
+        "'ferrule_server.executor.cuda'))];"
+        "assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+SMALL: dict[str, Any] = {"kv_memory_bytes": 1 << 22}
+
+
+def _created(stages: list[str] | None = None, **settings: Any) -> Executor:
+    """Return the executor for settings, with a small pool unless they say otherwise."""
+
+    def on_progress(stage: str, share: float) -> None:
+        if stages is not None:
+            stages.append(stage)
+
+    return create_executor(ServerConfig(**SMALL | settings), on_progress).executor
+
+
+def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a GPU."""
+    monkeypatch.setattr(devices, "find_device", lambda wanted: Device(reason="" if wanted == "cpu" else "no GPU here"))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    """A machine with a GPU of 3 GiB, a third of it taken, whose memory is that of the host; nothing is compiled."""
+    fake = FakeGpu()
+
+    def build(*_: object, **__: object) -> None:
+        """Have none, so that the executor serves in torch."""
+
+    monkeypatch.setattr(devices, "find_device", lambda _: Device(0))
+    monkeypatch.setattr(devices, "memory_of", lambda _: (4 << 29, 3 << 30))
+    monkeypatch.setattr(Device, "name", "cpu")
+    monkeypatch.setattr(compose.TorchGpu, "open", lambda _: fake)
+    monkeypatch.setattr(compose, "_building", build)
+    num_threads = torch.get_num_threads()
+    yield fake
+    torch.set_num_threads(num_threads)
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("settings", [{}, {"executor": "torch"}, {"device": "cpu"}])
+def test_without_a_gpu_nothing_changes(settings: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """Plain torch on the processor, no word about GPUs, no state of preparations."""
+    executor = _created(**settings)
+    assert isinstance(executor, TorchExecutor)
+    assert not isinstance(executor, PipelinedExecutor)
+    assert (executor.info.device, executor.info.fallback_reason) == ("cpu", "")
+    assert _warnings(caplog) == []
+    executor.close()
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_kernels_that_were_asked_for_without_a_gpu_leave_it_to_torch(caplog: pytest.LogCaptureFixture) -> None:
+    """One warning; the reason is there for GetStatus."""
+    executor = _created(executor="numba-cuda")
+    assert isinstance(executor, CudaExecutor)
+    assert (executor.state.name, executor.state.fallback_reason) == ("torch", "no GPU here")
+    assert executor.info.device == "cpu"
+    assert ["no GPU here" in text for text in _warnings(caplog)] == [True]
+    executor.close()
+
+
+def test_a_gpu_that_cannot_be_used_is_told_of_unasked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody wants a model on the processor beside a GPU without knowing."""
+    monkeypatch.setattr(devices, "find_device", lambda _: Device(None, "GPU 0 is taken", is_broken=True))
+    executor = _created()
+    assert isinstance(executor, CudaExecutor)
+    assert executor.state.fallback_reason == "GPU 0 is taken"
+    assert len(_warnings(caplog)) == 1
+    executor.close()
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"device": "cuda:1"}, "--device cuda:1: no GPU here"),
+        ({"is_deterministic": True}, "--deterministic needs the kernels of a GPU: no GPU here"),
+    ],
+)
+def test_a_gpu_that_must_be_there_and_is_not_ends_the_start(settings: dict[str, Any], message: str) -> None:
+    """Before any weight is read."""
+    stages: list[str] = []
+    with pytest.raises(ConfigError, match=message):
+        _created(stages, **settings)
+    assert stages == ["importing torch"]
+
+
+def test_a_gpu_that_is_found_serves(gpu: FakeGpu) -> None:
+    """With weights in bfloat16, a pool of what the memory leaves, and the plan in the state."""
+    executor = _created(kv_memory_bytes=None, gpu_memory_fraction=0.5, max_context=512)
+    assert isinstance(executor, CudaExecutor)
+    info, memory = executor.info, executor.state.memory
+    assert (info.model.dtype, info.block_size, info.model.max_context) == ("bfloat16", 16, 512)
+    assert memory is not None
+    assert memory.total == 3 << 30
+    assert 0 < info.num_blocks * info.bytes_per_block == memory.kv_pool < 1 << 29
+    executor.close()
+    assert gpu.names()[-1] == "close"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_kernels_switched_off_leave_the_gpu_to_torch(caplog: pytest.LogCaptureFixture) -> None:
+    """FERRULE_DISABLE_CUDA_RUNNER=1: one warning, and the flag is named."""
+    executor = _created(has_cuda_runner=False)
+    assert isinstance(executor, CudaExecutor)
+    assert executor.state.fallback_reason == "the kernels are switched off by --disable-cuda-runner"
+    assert len(_warnings(caplog)) == 1
+    executor.close()
+
+
+@pytest.mark.usefixtures("gpu")
+def test_torch_on_a_gpu_is_no_fallback(caplog: pytest.LogCaptureFixture) -> None:
+    """It was asked for."""
+    executor = _created(executor="torch")
+    assert isinstance(executor, CudaExecutor)
+    assert (executor.state.name, executor.state.fallback_reason) == ("torch", "")
+    assert _warnings(caplog) == []
+    executor.close()
+
+
+@pytest.mark.usefixtures("gpu")
+def test_too_little_memory_on_a_gpu_is_one_error_before_weights_are_read() -> None:
+    """With the flag to change."""
+    stages: list[str] = []
+    with pytest.raises(ConfigError, match="--kv-memory"):
+        _created(stages, kv_memory_bytes=3 << 30)
+    assert stages == ["importing torch"]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_kernels_that_do_not_fit_the_settings_end_a_deterministic_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch cannot keep the promise, so there is no fallback."""
+    monkeypatch.setattr(compose, "unsupported_reason", lambda *_: "the kernels do not know this model")
+    with pytest.raises(ConfigError, match=r"--deterministic needs .*: the kernels do not know this model"):
+        _created(is_deterministic=True)
+
+
+def test_what_was_begun_on_a_gpu_ends_where_weights_cannot_be_read(gpu: FakeGpu, tmp_path: Path) -> None:
+    """No compiler may hold up the end of a process that cannot serve."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(QWEN3))
+    with pytest.raises(ModelError):
+        _created(model=str(folder))
+    assert gpu.names()[-1] == "close"
 
 
 def test_a_model_folder_that_is_not_there_is_named(tmp_path: Path) -> None:

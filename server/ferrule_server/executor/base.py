@@ -279,6 +279,7 @@ class ExecutorInfo:
         bytes_per_block: K and V of all layers of one block.
         supported_dtypes: Weight types this executor can run.
         fallback_reason: Why a faster executor is not in use; empty when none was wanted.
+        device_name: Of the device, as its driver says it; empty: nobody has asked it.
     """
 
     name: str
@@ -291,6 +292,7 @@ class ExecutorInfo:
     supported_dtypes: tuple[str, ...] = ("float32",)
     attention_mechanisms: tuple[str, ...] = ("paged", "grouped-query")
     fallback_reason: str = ""
+    device_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,17 @@ from ferrule_server.executor.paged_reference import PagedReferenceExecutor
 from ferrule_server.model.config import read_config
 
 if TYPE_CHECKING:
+    from ferrule_server.executor.cuda.compose import Preparation
+    from ferrule_server.executor.devices import Device
+    from ferrule_server.model.config import ModelConfig
+    from ferrule_server.model.weights import LoadedModel
     from ferrule_server.text.chat_template import ChatTemplate
     from ferrule_server.text.tokenizer import Tokenizer
 
 OnProgress = Callable[[str, float], None]
 """Called with what is being done, for people, and how far all of it has come, from 0 to 1; from any thread."""
+
+DTypeName = Literal["float32", "bfloat16"]
 
 _BLOCK_SIZE: Final = 16
 _DEMO_FOLDER: Final = Path(__file__).parent.parent / "demo_model"
@@ -49,7 +55,7 @@ def create_executor(config: ServerConfig, on_progress: OnProgress) -> LoadedExec
     """
     if config.executor == "paged-reference":
         return LoadedExecutor(_paged_reference(config), None)
-    return _torch(config, on_progress)
+    return _load(config, on_progress)
 
 
 def suggested_threads(weights_bytes: int, num_cores: int) -> int:
@@ -77,13 +83,12 @@ def _paged_reference(config: ServerConfig) -> Executor:
         )
 
 
-def _torch(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
+def _load(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
     folder = _folder(config)
-    _check_context(config, folder)
+    model_config = _model_config(config, folder)
     on_progress("importing torch", 0.0)
     import torch
 
-    from ferrule_server.executor.torch_executor import TorchExecutor
     from ferrule_server.model.weights import load_model
     from ferrule_server.text.chat_template import ChatTemplate
     from ferrule_server.text.tokenizer import Tokenizer
@@ -91,13 +96,80 @@ def _torch(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
     def on_bytes(done_bytes: int, total_bytes: int) -> None:
         on_progress("reading weights", 0.05 + _WEIGHTS_SHARE * done_bytes / max(1, total_bytes))
 
+    device = _device(config)
+    dtype = _dtype(config, device)
     tokenizer = Tokenizer.load(folder)
     chat_template = None if tokenizer is None else ChatTemplate.load(folder)
-    model = load_model(folder, dtype=_dtype(config), on_progress=on_bytes)
-    if config.model == DEMO_MODEL:
-        model.model_id = DEMO_MODEL
-    torch.set_num_threads(config.num_threads or suggested_threads(model.weights_bytes, torch.get_num_threads()))
-    on_progress("allocating the KV pool", 0.05 + _WEIGHTS_SHARE)
+    with _preparing(config, model_config, device, dtype) as preparation:
+        model = load_model(folder, dtype=dtype, on_progress=on_bytes)
+        if config.model == DEMO_MODEL:
+            model.model_id = DEMO_MODEL
+        torch.set_num_threads(config.num_threads or suggested_threads(model.weights_bytes, torch.get_num_threads()))
+        on_progress("allocating the KV pool", 0.05 + _WEIGHTS_SHARE)
+        if preparation is None:
+            executor = _on_host(config, model, device)
+        else:
+            executor = preparation.finish(model, lambda stage: on_progress(stage, 0.05 + _WEIGHTS_SHARE))
+    return LoadedExecutor(executor, tokenizer, chat_template)
+
+
+def _device(config: ServerConfig) -> Device:
+    """Return where the model runs.
+
+    Raises:
+        ConfigError: A GPU is named, or needed, and there is none.
+    """
+    from ferrule_server.executor.devices import find_device
+
+    device = find_device(config.device)
+    if device.index is None and config.device.startswith("cuda"):
+        raise ConfigError(f"--device {config.device}: {device.reason}; --device auto runs on the processor then")
+    if device.index is None and config.is_deterministic:
+        raise ConfigError(f"--deterministic needs the kernels of a GPU: {device.reason}")
+    return device
+
+
+@contextlib.contextmanager
+def _preparing(
+    config: ServerConfig, model_config: ModelConfig, device: Device, dtype: DTypeName
+) -> Iterator[Preparation | None]:
+    """Give what is begun on a GPU before the model is read, None without a GPU; end it where the body fails."""
+    if device.index is None:
+        yield None
+        return
+    import torch
+
+    from ferrule_server.executor.cuda.compose import GpuOptions, prepare
+    from ferrule_server.executor.devices import memory_of
+
+    free_bytes, total_bytes = memory_of(device.index)
+    options = GpuOptions(
+        device=device.name,
+        free_bytes=free_bytes,
+        total_bytes=total_bytes,
+        dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32,
+        max_context=config.max_context or model_config.max_positions,
+        max_step_rows=config.max_step_rows,
+        memory_fraction=config.gpu_memory_fraction,
+        kv_memory_bytes=config.kv_memory_bytes,
+        wants_kernels=config.executor in ("auto", "numba-cuda"),
+        reason="" if config.has_cuda_runner else "the kernels are switched off by --disable-cuda-runner",
+        is_deterministic=config.is_deterministic,
+        kernel_cache=config.kernel_cache,
+        kernel_bundle=config.kernel_bundle,
+    )
+    preparation = prepare(model_config, options)
+    try:
+        yield preparation
+    except BaseException:
+        preparation.close()
+        raise
+
+
+def _on_host(config: ServerConfig, model: LoadedModel, device: Device) -> Executor:
+    """Return torch on the processor; where a GPU was wanted, or is there and unusable, it says why it is not used."""
+    from ferrule_server.executor.torch_executor import TorchExecutor
+
     kv_memory_bytes = config.kv_memory_bytes or DEFAULT_KV_BYTES
     with _allocating(kv_memory_bytes):
         executor = TorchExecutor(
@@ -106,7 +178,11 @@ def _torch(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
             max_context=config.max_context or model.config.max_positions,
             block_size=_BLOCK_SIZE,
         )
-    return LoadedExecutor(executor, tokenizer, chat_template)
+    if config.executor != "numba-cuda" and not device.is_broken:
+        return executor
+    from ferrule_server.executor.cuda.cuda_executor import CudaExecutor
+
+    return CudaExecutor(executor, None, reason=device.reason)
 
 
 @contextlib.contextmanager
@@ -143,21 +219,23 @@ def _demo_folder() -> Path:
     return _DEMO_FOLDER
 
 
-def _check_context(config: ServerConfig, folder: Path) -> None:
-    """Refuse a context that the model does not have, before its weights are read.
+def _model_config(config: ServerConfig, folder: Path) -> ModelConfig:
+    """Return the model's configuration; refuse a context that it does not have, before its weights are read.
 
     Raises:
         ConfigError: ``--max-context`` is beyond it.
         ModelError: config.json is missing or unusable.
     """
-    most = read_config(folder).max_positions
+    model_config = read_config(folder)
+    most = model_config.max_positions
     if config.max_context is not None and config.max_context > most:
         raise ConfigError(f"--max-context {config.max_context} is beyond the {most} tokens that {config.model} knows")
+    return model_config
 
 
-def _dtype(config: ServerConfig) -> Literal["float32", "bfloat16"]:
+def _dtype(config: ServerConfig, device: Device) -> DTypeName:
     if config.dtype == "auto":
-        return "bfloat16" if _has_bfloat16() else "float32"
+        return "bfloat16" if device.index is not None or _has_bfloat16() else "float32"
     return "bfloat16" if config.dtype == "bfloat16" else "float32"
 
 

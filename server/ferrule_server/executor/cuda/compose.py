@@ -1,0 +1,248 @@
+"""Puts the executor on a GPU together, in two moves: before the model is read, and with it.
+
+Before: what the memory is for, so that too little of it is said at once; and the kernels begin to be compiled, while
+weights are read. Whatever keeps the kernels away leaves the steps to torch, with the reason; only in deterministic
+mode, which promises the bits of the kernels, it ends the start.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from ferrule_server.errors import ConfigError
+from ferrule_server.executor.base import MemoryPlan
+from ferrule_server.executor.cuda.buffers import Limits
+from ferrule_server.executor.cuda.cuda_executor import CudaExecutor
+from ferrule_server.executor.cuda.gpu import Gpu, GpuError
+from ferrule_server.executor.cuda.kernel_build import KernelBuild
+from ferrule_server.executor.cuda.kernel_choice import max_attention_grid, shape_of, specs_needed, unsupported_reason
+from ferrule_server.executor.cuda.kernel_path import MakeRunner
+from ferrule_server.executor.cuda.memory_plan import format_plan, plan_memory
+from ferrule_server.executor.cuda.runner import create_runner
+from ferrule_server.executor.cuda.torch_gpu import TorchGpu
+from ferrule_server.executor.torch_executor import TorchExecutor
+from ferrule_server.kernels.cuda.toolchain.bundle import Bundle, BundleError
+from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache, default_folder
+from ferrule_server.model.config import ModelConfig
+from ferrule_server.model.weights import LoadedModel
+
+__all__ = ["BLOCK_SIZE", "GpuOptions", "Preparation", "open_gpu", "prepare"]
+
+BLOCK_SIZE: Final = 16
+"""Slots per block that the kernels are compiled for, and that a bundle has them for."""
+
+_POLL_S: Final = 1.0
+"""How often a start that waits for its kernels says how far they are."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuOptions:
+    """What the settings say of a GPU.
+
+    Attributes:
+        device: As torch writes it: ``cuda:0``.
+        free_bytes: Of its memory, what nobody uses yet.
+        total_bytes: Of its memory.
+        dtype: Of weights, activations and KV.
+        max_context: Longest sequence in tokens.
+        max_step_rows: Most rows of a step.
+        memory_fraction: How much of ``total_bytes`` may be used.
+        kv_memory_bytes: Of the KV pool; None: what is left.
+        wants_kernels: False leaves everything to torch, and nobody wonders why.
+        reason: Why the kernels may not run although they are wanted; empty: they may.
+        is_deterministic: Bits must not depend on what else is in a step.
+        kernel_cache: Folder of compiled kernels; None: in the user's cache folder.
+        kernel_bundle: File of kernels compiled elsewhere, or None.
+    """
+
+    device: str
+    free_bytes: int
+    total_bytes: int
+    dtype: torch.dtype
+    max_context: int
+    max_step_rows: int = 512
+    memory_fraction: float = 0.9
+    kv_memory_bytes: int | None = None
+    wants_kernels: bool = True
+    reason: str = ""
+    is_deterministic: bool = False
+    kernel_cache: Path | None = None
+    kernel_bundle: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparation:
+    """An executor on a GPU, as far as it can be made without its model. Either finish it or close it.
+
+    Attributes:
+        options: As given.
+        gpu: None: only torch can use it.
+        plan: What the memory is for.
+        limits: Of steps on the kernels; None: torch runs them all.
+        num_ctas: The largest grid of attention.
+        build: Kernels in the making; None: torch runs all steps.
+        reason: Why it does although that was not wanted.
+    """
+
+    options: GpuOptions
+    gpu: Gpu | None
+    plan: MemoryPlan
+    limits: Limits | None
+    num_ctas: int
+    build: KernelBuild | None
+    reason: str
+
+    def finish(self, model: LoadedModel, on_wait: Callable[[str], None] = lambda _: None) -> CudaExecutor:
+        """Return the executor, with the weights and the pool on the GPU.
+
+        Args:
+            model: Its weights are taken over.
+            on_wait: In deterministic mode, which waits for its kernels, told about each second how far they are.
+
+        Raises:
+            ConfigError: The GPU has less memory than it had, or there is no deterministic mode.
+        """
+        try:
+            with nullcontext() if self.gpu is None else self.gpu.current():
+                torch_executor = self._torch_executor(model)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(f"the memory of {self.options.device} is taken by somebody else: {error}") from error
+        if self.build is not None and self.options.is_deterministic:
+            while not self.build.wait(_POLL_S):
+                on_wait(self.build.progress)
+        return CudaExecutor(
+            torch_executor,
+            self.gpu,
+            build=self.build,
+            make_runner=self._make_runner(torch_executor),
+            reason=self.reason,
+            is_deterministic=self.options.is_deterministic,
+            memory=self.plan,
+        )
+
+    def close(self) -> None:
+        """Give back what was begun; kernels that are being compiled are not waited for."""
+        if self.build is not None:
+            self.build.close()
+        if self.gpu is not None:
+            self.gpu.close()
+
+    def _torch_executor(self, model: LoadedModel) -> TorchExecutor:
+        return TorchExecutor(
+            model,
+            kv_memory_bytes=self.plan.kv_pool,
+            max_context=self.options.max_context,
+            block_size=BLOCK_SIZE,
+            device=self.options.device,
+        )
+
+    def _make_runner(self, torch_executor: TorchExecutor) -> MakeRunner | None:
+        if self.gpu is None or self.limits is None:
+            return None
+        return partial(
+            create_runner,
+            gpu=self.gpu,
+            torch_executor=torch_executor,
+            limits=self.limits,
+            num_ctas=self.num_ctas,
+            is_deterministic=self.options.is_deterministic,
+            graph_bytes=self.plan.graphs,
+        )
+
+
+def open_gpu(device: str) -> Gpu:
+    """Return a GPU by the name that torch has for it.
+
+    Raises:
+        GpuError: The kernels cannot run there; the message says why.
+    """
+    return TorchGpu.open(torch.device(device).index or 0)
+
+
+def prepare(config: ModelConfig, options: GpuOptions, *, open_gpu: Callable[[str], Gpu] = open_gpu) -> Preparation:
+    """Return what can be made of an executor without its model; log what the memory is for.
+
+    Args:
+        config: Of the model.
+        options: What the settings say.
+        open_gpu: Returns a GPU by its name, or raises GpuError.
+
+    Raises:
+        ConfigError: The memory is too little, the bundle is none for this GPU, or there is no deterministic mode.
+    """
+    gpu, reason = _opened(config, options, open_gpu)
+    has_kernels = gpu is not None and options.wants_kernels and not reason
+    if options.is_deterministic and not has_kernels:
+        raise ConfigError(f"--deterministic needs the kernels of a GPU: {reason}")
+    num_ctas = max_attention_grid(shape_of(config), gpu.info.num_sms) if gpu is not None and has_kernels else 0
+    limits = Limits(max_blocks=-(-options.max_context // BLOCK_SIZE), block_size=BLOCK_SIZE) if has_kernels else None
+    plan = _planned(config, options, limits, num_ctas)
+    for line in format_plan(plan).splitlines():
+        _log.info("%s", line)
+    build = _building(config, options, gpu.info.architecture) if gpu is not None and has_kernels else None
+    return Preparation(
+        options=options, gpu=gpu, plan=plan, limits=limits, num_ctas=num_ctas, build=build, reason=reason
+    )
+
+
+def _opened(config: ModelConfig, options: GpuOptions, open_gpu: Callable[[str], Gpu]) -> tuple[Gpu | None, str]:
+    """Return the GPU, and why the kernels do not run on it where that is wanted."""
+    reason = ""
+    if options.wants_kernels:
+        reason = options.reason or unsupported_reason(config, options.dtype, BLOCK_SIZE)
+    try:
+        return open_gpu(options.device), reason
+    except GpuError as error:
+        return None, (reason or str(error)) if options.wants_kernels else ""
+
+
+def _planned(config: ModelConfig, options: GpuOptions, limits: Limits | None, num_ctas: int) -> MemoryPlan:
+    return plan_memory(
+        config,
+        dtype_bytes=options.dtype.itemsize,
+        total_bytes=options.total_bytes,
+        free_bytes=options.free_bytes,
+        fraction=options.memory_fraction,
+        kv_bytes=options.kv_memory_bytes,
+        block_size=BLOCK_SIZE,
+        max_context=options.max_context,
+        max_step_rows=options.max_step_rows,
+        limits=limits,
+        num_ctas=num_ctas,
+    )
+
+
+def _building(config: ModelConfig, options: GpuOptions, architecture: str) -> KernelBuild:
+    """Return the kernels of a model, begun."""
+    if options.kernel_bundle is not None:
+        _check_bundle(options.kernel_bundle, architecture)
+    build = KernelBuild(
+        specs_needed(shape_of(config), is_deterministic=options.is_deterministic, block_size=BLOCK_SIZE),
+        architecture,
+        cache=CubinCache(options.kernel_cache or default_folder()),
+        bundle=options.kernel_bundle,
+    )
+    build.start()
+    return build
+
+
+def _check_bundle(path: Path, architecture: str) -> None:
+    """Refuse a file that holds no kernels for this GPU: whoever names one wants it used.
+
+    Raises:
+        ConfigError: The file is not there, is no bundle, or is of another architecture.
+    """
+    try:
+        Bundle.open(path).check_architecture([architecture])
+    except BundleError as error:
+        raise ConfigError(f"--kernel-bundle: {error}") from error

@@ -37,12 +37,14 @@ _EXIT_INTERRUPTED: Final = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the server until a signal ends it; return the exit code: 0 as asked, 1 a fault, 2 unusable settings.
 
-    Ctrl-C before the server is ready leaves no such choice to whoever called: the process ends with 130.
+    Ctrl-C before the server is ready leaves no such choice to whoever called: the process ends with 130. Nor does a
+    fault, after which it ends with 1: in a broken context of a GPU the interpreter's own end may abort or hang.
     """
     try:
         config = parse_config(sys.argv[1:] if arguments is None else arguments, os.environ)
         _set_up_process(config)
-        return asyncio.run(_serve(config))
+        code = asyncio.run(_serve(config))
+        return code if code != _EXIT_FAULT else _exit_now(code)
     except (ConfigError, ModelError) as error:
         return _say(str(error))
     except ModuleNotFoundError as error:

@@ -352,7 +352,7 @@ def test_after_a_restart_old_handles_are_of_another_epoch_or_another_instance(tm
 
 
 _FAULTY = """
-import sys
+import atexit, os, sys
 from ferrule_server.__main__ import main
 from ferrule_server.executor.base import DeviceLost
 from ferrule_server.executor.paged_reference import PagedReferenceExecutor
@@ -366,6 +366,7 @@ def run_twice(self, batch):
     return run(self, batch)
 
 PagedReferenceExecutor.run = run_twice
+atexit.register(os.abort)  # what a GPU's libraries do at the end of a process whose context is broken
 sys.exit(main())
 """
 
@@ -389,6 +390,12 @@ def test_a_device_fault_loses_the_handles_turns_health_and_ends_with_1() -> None
             _, err = process.communicate(timeout=20)
         assert process.returncode == 1
         assert "every handle is lost" in err
+
+
+def test_compose_starts_a_server_again_that_ended_by_itself() -> None:
+    """A lost device costs the handles, not the service."""
+    compose = (Path(__file__).parents[2] / "docker-compose.yml").read_text()
+    assert re.search(r"^    restart: (unless-stopped|always|on-failure)$", compose, re.MULTILINE)
 
 
 def test_compose_waits_longer_than_the_grace() -> None:

@@ -235,6 +235,8 @@ def _fill_counters(message: info_pb2.ExecutorStatus, snapshot: EngineSnapshot) -
     message.num_accepted_tokens = counters.accepted_tokens
     message.num_generates = counters.generates
     message.active_streams = snapshot.num_streams
+    message.num_queued_steps = counters.queued_steps
+    message.num_discarded_rows = counters.discarded_rows
     message.num_errors = sum(snapshot.refused().values())
     message.avg_prefill_ns = counters.prefill_ns // max(1, counters.prefills)
     message.avg_decode_ns = counters.decode_ns // max(1, counters.decodes)
@@ -275,9 +277,9 @@ def _device_type(info: ExecutorInfo) -> types_pb2.DeviceType:
 
 
 def _device_name(info: ExecutorInfo) -> str:
-    """Return the processor's name for people; for other devices what the executor calls them."""
-    if info.device != "cpu":
-        return info.device
+    """Return what the driver calls the device; for the processor what the system calls it."""
+    if info.device_name or info.device != "cpu":
+        return info.device_name or info.device
     names = (line.partition(":")[2].strip() for line in _lines_of(_CPUINFO) if line.startswith("model name"))
     return next(names, info.device)
 

@@ -30,7 +30,7 @@ from ferrule_server.kernels.cuda.toolchain.driver import Device, Function
 from ferrule_server.kernels.cuda.toolchain.sources import parameters
 from tests.executor.cuda.fake_memory import FakeMemory
 from tests.executor.cuda.fake_stream import Copy, FakeLaunch, FakeStream, Faults, Mark, Replay, StandIn, TorchWork, Work
-from tests.executor.cuda.torch_recorder import recorded
+from tests.executor.cuda.torch_recorder import recorded, watched
 from tests.gpu.gpu import CELLS
 from tests.kernels.cuda.toolchain.recorded_driver import RecordedDriver
 
@@ -200,6 +200,15 @@ class FakeGpu:
             times: In a row.
         """
         self._faults.plan(call, error, nth, times)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Let torch's work on memory of the GPU fail where it is in no order with the stream: outside of ``current``.
+
+        For what is tested; a test's own looks at tensors fail as well.
+        """
+        with watched(lambda tensor: not self._depth and not self._stream.is_running and tensor in self.memory):
+            yield
 
     def free_bytes(self) -> int:
         """Return what is not taken."""

@@ -41,6 +41,10 @@ class FakeMemory:
         self._by_name: dict[str, _Range] = {}
         self._pinned: list[Tensor] = []
 
+    def __contains__(self, tensor: Tensor) -> bool:
+        near = self._near(tensor.data_ptr()) if tensor.numel() else None
+        return near is not None and tensor.data_ptr() < near.host + near.data.numel()
+
     def add(self, name: str, tensor: Tensor, *, is_mutable: bool) -> None:
         """Give a tensor an address; one that has it already keeps it, as tied weights do."""
         data = _bytes(tensor)

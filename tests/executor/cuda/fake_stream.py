@@ -141,6 +141,9 @@ class FakeStream:
         stand_ins: Act for kernels, by name; not copied.
         simulate: Run the others in the simulator.
         seed: Of the order of their threads.
+
+    Attributes:
+        is_running: Work is being done.
     """
 
     def __init__(
@@ -149,6 +152,7 @@ class FakeStream:
         self._memory, self._faults, self._stand_ins = memory, faults, stand_ins
         self._simulate, self._seed = simulate, seed
         self._queue: deque[Work] = deque()
+        self.is_running = False
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -163,12 +167,15 @@ class FakeStream:
         Raises:
             GpuError: A fault; nothing behind it runs if it is a lost context.
         """
+        self.is_running = True
         try:
             while self._queue and not (until and until.has_passed):
                 self._run_next(self._queue)
         except GpuLost:
             self._queue.clear()
             raise
+        finally:
+            self.is_running = False
 
     def _run_next(self, queue: deque[Work]) -> None:
         work = queue.popleft()

@@ -363,6 +363,25 @@ def test_kernels_that_start_early_run_as_one_chain(bench: Bench, monkeypatch: py
     assert chains == [3, 2, 1, 2]
 
 
+def test_torch_outside_of_current_is_in_no_order_with_the_stream(bench: Bench) -> None:
+    """Where a test watches: reading, writing and adopted memory alike; views and other tensors are free."""
+    pool, other = torch.zeros(8), torch.zeros(8)
+    bench.gpu.adopt("pool", pool, is_mutable=True)
+    functions: list[Callable[[], object]] = [pool[2:].zero_, lambda: other.copy_(bench.x), bench.y.sum, bench.y[0].item]
+    for function in functions:
+        with bench.gpu.watched(), pytest.raises(AssertionError, match=r"outside of gpu.current"):
+            function()
+    bench.upload(1.0)
+    with bench.gpu.watched():
+        other.add_(1.0)
+        bench.gpu.launch([bench.double, bench.increment])
+        bench.gpu.record().wait()
+        with bench.gpu.current():
+            pool.copy_(bench.z)
+            bench.gpu.allocate("more", (1,), torch.int32)
+    assert (pool == 3).all()
+
+
 def test_a_shared_array_is_one_memory_for_both_sides() -> None:
     """What the owner writes later is read, what is written is the owner's, and a copy of the array is refused."""
     memory, array = Memory(), np.zeros((3, 40_000), np.int16)

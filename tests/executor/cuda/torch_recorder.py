@@ -1,15 +1,18 @@
-"""Records what a function does through torch, so that it can run later and again: what a stream and a capture do."""
+"""What a stream needs to know of torch: calls recorded to be made later, and calls that come at a wrong time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-__all__ = ["recorded"]
+__all__ = ["recorded", "watched"]
 
 
 def recorded(function: Callable[[], None]) -> list[Callable[[], object]]:
@@ -22,6 +25,13 @@ def recorded(function: Callable[[], None]) -> list[Callable[[], object]]:
     with recorder:
         function()
     return recorder.calls
+
+
+@contextmanager
+def watched(is_forbidden: Callable[[Tensor], bool]) -> Iterator[None]:
+    """Raise an AssertionError at whatever is done to a forbidden tensor; views may be made of it."""
+    with _Watch(is_forbidden):
+        yield
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's, likewise below
@@ -45,6 +55,26 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's,
             return func(*args, **kwargs)
         self.calls.append(partial(_call, func, args, kwargs))
         return written[0] if len(schema.returns) == 1 else tuple(written[: len(schema.returns)])
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, is_forbidden: Callable[[Tensor], bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._is_forbidden = is_forbidden
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        if not _is_view(func._schema):
+            for value in tree_leaves((args, kwargs)):
+                message = f"{func} on memory of the GPU outside of gpu.current(): in no order with the stream"
+                assert not (isinstance(value, Tensor) and self._is_forbidden(value)), message
+        return func(*args, **(kwargs or {}))
+
+
+def _is_view(schema: Any) -> bool:
+    aliases = [result.alias_info for result in schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
 def _call(func: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,0 +1,160 @@
+"""The launches of a step, from the tokens to the logits and the best token of every row.
+
+A step is a chain of kernels of which each may start while the one before it still runs, but for the first: the kernels
+behind it load weights before they wait, and those must be there. Everything that changes from step to step lies in the
+buffers, so the same chain serves every step of its number of rows and can be captured as a graph.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ferrule_server.executor.cuda import kernel_choice
+from ferrule_server.executor.cuda.buffers import TABLE_WIDTH, DecodeBuffers
+from ferrule_server.executor.cuda.gpu import Launch, Operation
+from ferrule_server.executor.cuda.kernel_set import Arguments, KernelSet
+from ferrule_server.executor.cuda.linears import StepParts, linears_for
+from ferrule_server.executor.cuda.weights import StepWeights
+from ferrule_server.kernels.cuda import attention_mma, embed
+from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
+
+__all__ = ["StepChain"]
+
+
+class StepChain:
+    """Makes the launches of steps; the pool is adopted.
+
+    Args:
+        kernels: Every kernel of :func:`~ferrule_server.executor.cuda.kernel_choice.specs_needed`.
+        weights: Of the model.
+        buffers: That steps read and write.
+        pool: bf16 [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], on the GPU, contiguous from the
+            third dimension on.
+        shape: Of the model.
+        eps: Of its norms.
+    """
+
+    def __init__(
+        self,
+        kernels: KernelSet,
+        weights: StepWeights,
+        buffers: DecodeBuffers,
+        pool: Tensor,
+        *,
+        shape: ModelShape,
+        eps: float,
+    ) -> None:
+        assert pool[0, 0].is_contiguous(), pool.stride()
+        self._parts = StepParts(kernels, weights, buffers, shape, eps)
+        self._pool = pool
+        kernels.gpu.adopt("pool", pool, is_mutable=True)
+
+    @property
+    def block_size(self) -> int:
+        """Slots per block."""
+        return self._pool.shape[4]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads, which the work list of a step is made for."""
+        return self._parts.shape.num_kv_heads
+
+    def attention_grid(self, *, is_decode: bool, is_deterministic: bool = False) -> int:
+        """Return the CTAs that the work list of a step is made for."""
+        num_sms = self._parts.kernels.gpu.info.num_sms
+        return kernel_choice.attention_grid(
+            self._parts.shape, num_sms, is_decode=is_decode, is_deterministic=is_deterministic
+        )
+
+    def rows_per_tile(self, *, is_decode: bool, is_deterministic: bool = False) -> int:
+        """Return how many tokens a tile of the work list of a step has."""
+        return kernel_choice.rows_per_tile(self._parts.shape, is_decode=is_decode, is_deterministic=is_deterministic)
+
+    def partials_capacity(self, *, is_decode: bool, is_deterministic: bool = False) -> int:
+        """Return how many partials of attention the work list of a step may leave."""
+        shape = self._parts.shape
+        rows = kernel_choice.partial_rows(shape, is_decode=is_decode, is_deterministic=is_deterministic)
+        return self._parts.buffers.partials_capacity(rows)
+
+    def operations(
+        self,
+        num_rows: int,
+        *,
+        is_decode: bool,
+        stores_logits: bool,
+        is_deterministic: bool = False,
+        keeps_hidden: bool = False,
+    ) -> list[Operation]:
+        """Return what leads from ``input`` to the best token of each row: -1 where a logit is NaN or infinite.
+
+        The tokens are in ``result["greedy"]`` where logits are stored, else in ``result["tokens"]``.
+
+        Args:
+            num_rows: Of the step, padded ones included; their KV goes nowhere and their results mean nothing.
+            is_decode: Every sequence has one row.
+            stores_logits: ``logits`` is written.
+            is_deterministic: A row's bits do not depend on the rows beside it, nor on how its sequence is cut.
+            keeps_hidden: ``normed`` holds the rows behind the final norm.
+
+        Raises:
+            KernelMissing: A kernel was not built.
+            GpuError: The GPU refuses one.
+            ValueError: ``is_deterministic`` and more than 64 rows.
+        """
+        linears = linears_for(self._parts, num_rows, is_deterministic=is_deterministic)
+        made: list[Operation] = [self._embed(num_rows)]
+        for layer in range(self._parts.shape.num_layers):
+            made += linears.project(layer)
+            made.append(self._attend(layer, is_decode, is_deterministic))
+            made += linears.finish(layer)
+        result = self._parts.buffers.result
+        tokens = result["greedy" if stores_logits else "tokens"]
+        return made + linears.head(tokens, stores_logits=stores_logits, keeps_hidden=keeps_hidden)
+
+    def _embed(self, num_rows: int) -> Launch:
+        buffers, shape = self._parts.buffers, self._parts.shape
+        arguments: Arguments = {
+            "token_ids": buffers.input["token_ids"],
+            "sampled": buffers.result["tokens"],
+            "table": self._parts.weights.embedding,
+            "hidden": buffers.hidden,
+            "num_rows": num_rows,
+            "num_sampled": buffers.limits.max_rows,
+            "table_rows": shape.vocab_size,
+            "size": shape.hidden_size,
+        }
+        return self._parts.kernels.prepare(embed.spec(), arguments, num_rows, starts_early=False)
+
+    def _attend(self, layer: int, is_decode: bool, is_deterministic: bool) -> Launch:
+        buffers, weights = self._parts.buffers, self._parts.weights
+        spec = self._attention_spec(is_decode, is_deterministic)
+        q_norm, k_norm = weights.layers[layer].q_norm, weights.layers[layer].k_norm
+        arguments: dict[str, int | float | Tensor] = {
+            "qkv": buffers.qkv,
+            "q_norm": 0 if q_norm is None else q_norm,
+            "k_norm": 0 if k_norm is None else k_norm,
+            "rope": weights.rope,
+            "positions": buffers.input["positions"],
+            "slot_mapping": buffers.input["slot_mapping"],
+            "block_tables": buffers.input["work"],
+            "items": buffers.input["work"],
+            "tickets": buffers.attention_tickets,
+            "partials": buffers.attention_partials,
+            "out": buffers.attended,
+            "pool": self._pool,
+            "block_stride": self._pool.stride(0) * self._pool.itemsize,
+            "layer_stride": self._pool.stride(1) * self._pool.itemsize,
+            "layer": layer,
+            "num_kv_heads": self._parts.shape.num_kv_heads,
+            "max_blocks": TABLE_WIDTH,
+            "eps": self._parts.eps,
+        }
+        if spec.kernel is attention_mma.attention_mma:
+            arguments["masks"] = 0
+        grid = self.attention_grid(is_decode=is_decode, is_deterministic=is_deterministic)
+        return self._parts.kernels.prepare(spec, arguments, grid)
+
+    def _attention_spec(self, is_decode: bool, is_deterministic: bool) -> KernelSpec:
+        return kernel_choice.attention_spec(
+            self._parts.shape, self.block_size, is_decode=is_decode, is_deterministic=is_deterministic
+        )

@@ -1,0 +1,239 @@
+"""Which kernels run a step of a model: by the number of its rows, and whether bits must not depend on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from ferrule_server.kernels.cuda import add_norm, argmax, attention, attention_mma, embed, gemm, gemv, head, logit_rows
+from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
+from ferrule_server.kernels.cuda.toolchain.catalog import OPS, merged
+from ferrule_server.model.config import ModelConfig
+
+__all__ = [
+    "BLOCK_SIZES",
+    "HEAD_DIMS",
+    "LINEARS",
+    "MAX_GEMM_ROWS",
+    "MAX_GEMV_ROWS",
+    "MAX_VOCAB_SIZE",
+    "LinearShape",
+    "argmax_spec",
+    "attention_grid",
+    "attention_spec",
+    "gemm_spec",
+    "gemv_spec",
+    "head_spec",
+    "integers",
+    "linear_shape",
+    "max_attention_grid",
+    "norm_spec",
+    "partial_rows",
+    "rows_per_tile",
+    "shape_of",
+    "specs_needed",
+    "unsupported_reason",
+]
+
+MAX_GEMV_ROWS = 2
+"""Rows whose linears are products with vectors, the norm in front of them; above, tensor cores and a norm apart."""
+MAX_GEMM_ROWS = gemm.MAX_TOKENS
+"""Rows whose linears are kernels of ours; above, cuBLAS."""
+BLOCK_SIZES = (16, 32, 64)
+"""Slots per block that the attention kernels know."""
+HEAD_DIMS = (64, 128)
+"""Widths of a head that they know."""
+MAX_VOCAB_SIZE = min((1 << 20) - 1, 32 * logit_rows.DEFAULT_WARPS * logit_rows.DEFAULT_SLICE)
+"""Logits of a row whose slices the threads of one CTA can fold; see ``logit_rows.num_slices``."""
+
+_LOGIT_OPS = ("argmax", "shape_logits", "log_sum_exp", "top_k", "sample")
+"""Modules of which a step behind the logits may need everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearShape:
+    """One of the four linears of a layer.
+
+    Attributes:
+        num_rows: Values per token that come out.
+        size: Values per token that go in.
+        epilogue: ``store``, ``residual`` or ``swiglu``; the last has twice as many rows of weight.
+        has_bias: There is a bias.
+        planned_size: What its kernel for vectors is planned for: linears with the same epilogue share one.
+    """
+
+    num_rows: int
+    size: int
+    epilogue: str
+    has_bias: bool
+    planned_size: int
+
+
+LINEARS = ("qkv", "attention_out", "gate_up", "down")
+"""The linears of a layer, in order."""
+
+
+def shape_of(config: ModelConfig) -> ModelShape:
+    """Return the sizes of a model that decide which kernels it needs."""
+    return ModelShape(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        has_qk_norm=config.has_qk_norm,
+        has_attention_bias=config.has_attention_bias,
+        has_mlp_bias=config.has_mlp_bias,
+    )
+
+
+def unsupported_reason(config: ModelConfig, dtype: torch.dtype, block_size: int) -> str:
+    """Return why the kernels cannot run a model; empty where they can.
+
+    Args:
+        config: Of the model.
+        dtype: Of weights, activations and KV.
+        block_size: Slots per block of the pool.
+    """
+    group = config.num_heads // config.num_kv_heads
+    sizes = {"a hidden_size": config.hidden_size, "an intermediate_size": config.intermediate_size}
+    reasons = [f"{name} that is a multiple of 8, not {size}" for name, size in sizes.items() if size % 8]
+    if dtype != torch.bfloat16:
+        reasons.append(f"bfloat16, not {str(dtype).removeprefix('torch.')}")
+    if config.head_dim not in HEAD_DIMS:
+        reasons.append(f"heads of {' or '.join(map(str, HEAD_DIMS))} values, not {config.head_dim}")
+    if group > attention_mma.ROWS:
+        reasons.append(f"at most {attention_mma.ROWS} query heads per KV head, not {group}")
+    if block_size not in BLOCK_SIZES:
+        reasons.append(f"blocks of {' or '.join(map(str, BLOCK_SIZES))} tokens, not {block_size}")
+    if config.vocab_size > MAX_VOCAB_SIZE:
+        reasons.append(f"a vocabulary of at most {MAX_VOCAB_SIZE}, not {config.vocab_size}")
+    return f"the kernels need {', '.join(reasons)}" if reasons else ""
+
+
+def linear_shape(shape: ModelShape, name: str) -> LinearShape:
+    """Return the sizes of one of :data:`LINEARS`."""
+    hidden, intermediate, attended = shape.hidden_size, shape.intermediate_size, shape.num_heads * shape.head_dim
+    wide = max(attended, intermediate)
+    return {
+        "qkv": LinearShape(shape.qkv_size, hidden, "store", shape.has_attention_bias, hidden),
+        "attention_out": LinearShape(hidden, attended, "residual", shape.has_attention_bias, wide),
+        "gate_up": LinearShape(intermediate, hidden, "swiglu", shape.has_mlp_bias, hidden),
+        "down": LinearShape(hidden, intermediate, "residual", shape.has_mlp_bias, wide),
+    }[name]
+
+
+def gemv_spec(linear: LinearShape, num_rows: int) -> KernelSpec:
+    """Return the kernel of a linear for one or two rows of a step, with the shared memory that its own size takes."""
+    spec = gemv.planned(
+        linear.num_rows,
+        linear.planned_size,
+        M=num_rows,
+        NORM=linear.epilogue != "residual",
+        EPILOGUE=linear.epilogue,
+        BIAS=linear.has_bias,
+        INT8=False,
+    )
+    return replace(
+        spec, shared_bytes=gemv.shared_bytes(linear.size, **integers(spec, "M", "U", "X", "WARPS"), INT8=False)
+    )
+
+
+def integers(spec: KernelSpec, *names: str) -> dict[str, int]:
+    """Return constants of a kernel by name."""
+    return {name: value for name, value in spec.constants if name in names and isinstance(value, int)}
+
+
+def gemm_spec(linear: LinearShape, num_rows: int) -> KernelSpec:
+    """Return the kernel of a linear for up to 64 rows of a step."""
+    tiles = gemm.tiles_for(num_rows)
+    return gemm.spec(linear.num_rows, TILES=tiles, EPILOGUE=linear.epilogue, BIAS=linear.has_bias)
+
+
+def head_spec(shape: ModelShape, num_rows: int) -> KernelSpec:
+    """Return the output head for one or two rows."""
+    wanted = {("INT8", False), ("M", num_rows)}
+    return next(spec for spec in head.specs(shape) if wanted <= set(spec.constants))
+
+
+def norm_spec(shape: ModelShape, *, has_delta: bool) -> KernelSpec:
+    """Return the norm of rows of the residual stream, behind the addition of a delta or not."""
+    return add_norm.spec(shape.hidden_size, ADD=has_delta)
+
+
+def argmax_spec() -> KernelSpec:
+    """Return the search for the best token of rows of logits."""
+    return argmax.spec(MASKED=False)
+
+
+def attention_spec(shape: ModelShape, block_size: int, *, is_decode: bool, is_deterministic: bool) -> KernelSpec:
+    """Return the attention of a step.
+
+    Args:
+        shape: Of the model.
+        block_size: Slots per block.
+        is_decode: Every sequence has one row.
+        is_deterministic: A row's bits must not depend on how many there are of its sequence.
+    """
+    if is_decode and not is_deterministic and shape.group in attention.PADDED:
+        return attention.spec(
+            GROUP=shape.group, ROWS=1, HEAD_DIM=shape.head_dim, QK_NORM=shape.has_qk_norm, BLOCK_SIZE=block_size
+        )
+    return attention_mma.spec(shape, TREE=False, BLOCK_SIZE=block_size)
+
+
+def attention_grid(shape: ModelShape, num_sms: int, *, is_decode: bool, is_deterministic: bool) -> int:
+    """Return the CTAs that the work list of a step is made for."""
+    spec = attention_spec(shape, BLOCK_SIZES[0], is_decode=is_decode, is_deterministic=is_deterministic)
+    return num_sms * spec.ctas_per_sm
+
+
+def max_attention_grid(shape: ModelShape, num_sms: int) -> int:
+    """Return the largest :func:`attention_grid` of the model; no grid of the output head is larger."""
+    return max(
+        attention_grid(shape, num_sms, is_decode=is_decode, is_deterministic=False) for is_decode in (False, True)
+    )
+
+
+def rows_per_tile(shape: ModelShape, *, is_decode: bool, is_deterministic: bool) -> int:
+    """Return how many tokens a tile of the work list of a step has."""
+    spec = attention_spec(shape, BLOCK_SIZES[0], is_decode=is_decode, is_deterministic=is_deterministic)
+    return 1 if spec.kernel is attention.attention else attention_mma.ROWS // shape.group
+
+
+def partial_rows(shape: ModelShape, *, is_decode: bool, is_deterministic: bool) -> int:
+    """Return the rows of a partial of attention: tokens of a tile times query heads, padded."""
+    spec = attention_spec(shape, BLOCK_SIZES[0], is_decode=is_decode, is_deterministic=is_deterministic)
+    return attention.PADDED[shape.group] if spec.kernel is attention.attention else attention_mma.ROWS
+
+
+def specs_needed(shape: ModelShape, *, is_deterministic: bool, block_size: int = 16) -> list[KernelSpec]:
+    """Return every kernel that steps of a model may launch, each once.
+
+    Those are among ``toolchain.catalog.kernels_of`` where blocks have 16 slots: no int8, no trees, no block moves; and
+    no products with vectors where bits must not depend on the number of rows.
+    """
+    logit_kernels = (spec for op in OPS if op.name in _LOGIT_OPS for spec in op.specs(shape))
+    return merged([*_chain_specs(shape, is_deterministic, block_size), *logit_kernels])
+
+
+def _chain_specs(shape: ModelShape, is_deterministic: bool, block_size: int) -> Iterator[KernelSpec]:
+    """Yield the kernels from embedding to logits."""
+    linears = [linear_shape(shape, name) for name in LINEARS]
+    yield embed.spec()
+    if not is_deterministic:
+        for num_rows in range(1, MAX_GEMV_ROWS + 1):
+            yield from (gemv_spec(linear, num_rows) for linear in linears)
+            yield head_spec(shape, num_rows)
+    logits = LinearShape(shape.vocab_size, shape.hidden_size, "logits", False, shape.hidden_size)
+    for tiles in gemm.TILES_BUILT:
+        yield from (gemm_spec(linear, 8 * tiles) for linear in (*linears, logits))
+    yield norm_spec(shape, has_delta=False)
+    if not is_deterministic:
+        yield norm_spec(shape, has_delta=True)
+    for is_decode in (False, True):
+        yield attention_spec(shape, block_size, is_decode=is_decode, is_deterministic=is_deterministic)

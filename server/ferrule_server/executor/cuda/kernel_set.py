@@ -1,0 +1,84 @@
+"""The kernels of a model on a GPU: loaded when first asked for, launched with arguments by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from ferrule_server.executor.cuda.gpu import Gpu, GpuError, Kernel, Launch
+from ferrule_server.kernels.cuda.spec import KernelSpec
+from ferrule_server.kernels.cuda.toolchain.compile import Cubin
+from ferrule_server.kernels.cuda.toolchain.sources import parameters
+
+__all__ = ["Arguments", "KernelMissing", "KernelSet"]
+
+Arguments = Mapping[str, int | float | Tensor]
+"""The runtime parameters of a kernel by name; a tensor stands for its address."""
+
+
+class KernelMissing(GpuError):
+    """A kernel is asked for that nobody built."""
+
+
+class KernelSet:
+    """Kernels by name; what is not asked for takes no memory on the GPU.
+
+    Invariant: no kernel is loaded twice.
+
+    Args:
+        gpu: That they run on.
+        cubins: Of every kernel that may be asked for.
+    """
+
+    def __init__(self, gpu: Gpu, cubins: Mapping[KernelSpec, Cubin]) -> None:
+        self._gpu = gpu
+        self._cubins = {spec.name: (spec, cubin) for spec, cubin in cubins.items()}
+        self._kernels: dict[str, Kernel] = {}
+
+    @property
+    def gpu(self) -> Gpu:
+        """That the kernels run on."""
+        return self._gpu
+
+    def load(self, spec: KernelSpec) -> Kernel:
+        """Return a kernel, loaded now if it is not yet: not while a graph is captured.
+
+        Raises:
+            KernelMissing: It is not among those that were built, or is built for less shared memory.
+            GpuError: The GPU refuses it.
+        """
+        kernel = self._kernels.get(spec.name)
+        if kernel is None:
+            kernel = self._kernels[spec.name] = self._load(spec)
+        return kernel
+
+    def prepare(self, spec: KernelSpec, arguments: Arguments, grid: int, starts_early: bool = True) -> Launch:
+        """Return a launch with the shared memory that ``spec`` says.
+
+        Args:
+            spec: Of the kernel; what was built of the same name may be planned for more shared memory.
+            arguments: All runtime parameters by name, and no others.
+            grid: CTAs.
+            starts_early: As :meth:`~ferrule_server.executor.cuda.gpu.Kernel.prepare` says.
+
+        Raises:
+            KernelMissing: As :meth:`load`.
+            GpuError: The GPU refuses the kernel or the launch.
+        """
+        kernel = self.load(spec)
+        names = [name for name, _ in parameters(spec.kernel)]
+        assert arguments.keys() == set(names), f"{spec.name} takes {names}, is given {sorted(arguments)}"
+        values = [self._value(arguments[name]) for name in names]
+        return kernel.prepare(values, grid=grid, shared_bytes=spec.shared_bytes, starts_early=starts_early)
+
+    def _value(self, argument: float | Tensor) -> int | float:
+        return self._gpu.address(argument) if isinstance(argument, Tensor) else argument
+
+    def _load(self, spec: KernelSpec) -> Kernel:
+        if spec.name not in self._cubins:
+            raise KernelMissing(f"{spec.name} was not built; it is not among the {len(self._cubins)} kernels there are")
+        built, cubin = self._cubins[spec.name]
+        if spec.shared_bytes > built.shared_bytes:
+            raise KernelMissing(f"{spec.name} was built for {built.shared_bytes} bytes, not {spec.shared_bytes}")
+        return self._gpu.load(built, cubin)

@@ -1,0 +1,305 @@
+"""The linears of a step, with norms, residuals and SwiGLU: one class per number of rows.
+
+=============  ==========================================================================================
+rows           what runs
+=============  ==========================================================================================
+1 and 2        products with vectors, the norm in front and the rest behind inside of them
+3 to 64        products on tensor cores, the rest behind inside of them; a norm in front of two of them
+above          cuBLAS through torch; sums and norms in one kernel, SwiGLU in two of torch's
+=============  ==========================================================================================
+
+The second also serves fewer rows where bits must not depend on their number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ferrule_server.executor.cuda.buffers import DecodeBuffers
+from ferrule_server.executor.cuda.gpu import Launch, Operation
+from ferrule_server.executor.cuda.kernel_choice import (
+    MAX_GEMM_ROWS,
+    MAX_GEMV_ROWS,
+    LinearShape,
+    argmax_spec,
+    gemm_spec,
+    gemv_spec,
+    head_spec,
+    integers,
+    linear_shape,
+    norm_spec,
+)
+from ferrule_server.executor.cuda.kernel_set import Arguments, KernelSet
+from ferrule_server.executor.cuda.weights import StepWeights
+from ferrule_server.kernels.cuda import argmax, gemm, gemv, head
+from ferrule_server.kernels.cuda.large_gemm import linear_out
+from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
+
+__all__ = ["Linears", "StepParts", "linears_for"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """What the launches of a step are made from.
+
+    Attributes:
+        kernels: Prepares launches.
+        weights: Of the model.
+        buffers: That steps read and write.
+        shape: Of the model.
+        eps: Of its norms.
+    """
+
+    kernels: KernelSet
+    weights: StepWeights
+    buffers: DecodeBuffers
+    shape: ModelShape
+    eps: float
+
+    def launch(self, spec: KernelSpec, arguments: Arguments, most_ctas: int) -> Launch:
+        """Return a launch of as many CTAs as find work, in one wave at most."""
+        wave = self.kernels.gpu.info.num_sms * spec.ctas_per_sm
+        return self.kernels.prepare(spec, arguments, min(most_ctas, wave))
+
+    def norm(self, weight: Tensor, num_rows: int, delta: Tensor | None = None) -> Launch:
+        """Return the launch that puts the norm of ``hidden`` into ``normed``, behind the addition of a delta."""
+        hidden, normed = self.buffers.hidden, self.buffers.normed
+        arguments: Arguments = {
+            "hidden": hidden,
+            "delta": 0 if delta is None else delta,
+            "norm_weight": weight,
+            "normed": normed,
+            "num_rows": num_rows,
+            "size": self.shape.hidden_size,
+            "eps": self.eps,
+        }
+        return self.launch(norm_spec(self.shape, has_delta=delta is not None), arguments, num_rows)
+
+    def best_tokens(self, tokens: Tensor, num_rows: int) -> Launch:
+        """Return the launch that finds the best token of each row of ``logits``."""
+        buffers, vocab = self.buffers, self.shape.vocab_size
+        arguments: Arguments = {
+            "logits": buffers.logits,
+            "tokens": tokens,
+            "partials": buffers.argmax_partials,
+            "tickets": buffers.argmax_tickets,
+            "num_rows": num_rows,
+            "vocab_size": vocab,
+        }
+        return self.launch(argmax_spec(), arguments, argmax.num_ctas_needed(num_rows, vocab))
+
+
+class Linears(Protocol):
+    """The linears of a step of some rows: ``hidden`` is the residual stream between them."""
+
+    def project(self, layer: int) -> list[Operation]:
+        """Return what leads from ``hidden`` to ``qkv``."""
+        ...
+
+    def finish(self, layer: int) -> list[Operation]:
+        """Return what leads from ``attended`` to the ``hidden`` of the next layer."""
+        ...
+
+    def head(self, tokens: Tensor, *, stores_logits: bool, keeps_hidden: bool) -> list[Operation]:
+        """Return what leads from ``hidden`` to the best token of every row.
+
+        Args:
+            tokens: int32 [rows], written.
+            stores_logits: ``logits`` must be written too.
+            keeps_hidden: ``normed`` must hold the rows behind the final norm.
+        """
+        ...
+
+
+def linears_for(parts: StepParts, num_rows: int, *, is_deterministic: bool) -> Linears:
+    """Return the linears of steps of so many rows.
+
+    Args:
+        parts: Of every step.
+        num_rows: Of the step.
+        is_deterministic: A row's bits must not depend on ``num_rows``.
+
+    Raises:
+        ValueError: More than 64 rows, of which bits depend on their number.
+    """
+    if is_deterministic and num_rows > MAX_GEMM_ROWS:
+        raise ValueError(f"{num_rows} rows; bits are the same for any number up to {MAX_GEMM_ROWS}")
+    if num_rows <= MAX_GEMV_ROWS and not is_deterministic:
+        return _Vectors(parts, num_rows)
+    return _Tiles(parts, num_rows) if num_rows <= MAX_GEMM_ROWS else _Large(parts, num_rows)
+
+
+def _weight(parts: StepParts, layer: int, name: str) -> tuple[Tensor, Tensor | None]:
+    """Return weight and bias of a linear."""
+    weights = parts.weights.layers[layer]
+    return getattr(weights, name), getattr(weights, f"{name}_bias")
+
+
+@dataclass(frozen=True, slots=True)
+class _Vectors:
+    """One or two rows."""
+
+    parts: StepParts
+    num_rows: int
+
+    def project(self, layer: int) -> list[Operation]:
+        buffers = self.parts.buffers
+        return [self._linear(layer, "qkv", buffers.hidden, buffers.qkv, norm="input_norm")]
+
+    def finish(self, layer: int) -> list[Operation]:
+        buffers = self.parts.buffers
+        return [
+            self._linear(layer, "attention_out", buffers.attended, buffers.hidden),
+            self._linear(layer, "gate_up", buffers.hidden, buffers.gated, norm="post_attention_norm"),
+            self._linear(layer, "down", buffers.gated, buffers.hidden),
+        ]
+
+    def head(self, tokens: Tensor, *, stores_logits: bool, keeps_hidden: bool) -> list[Operation]:
+        parts, buffers = self.parts, self.parts.buffers
+        spec = head_spec(parts.shape, self.num_rows)
+        arguments: Arguments = {
+            "hidden": buffers.hidden,
+            "norm_weight": parts.weights.final_norm,
+            "weight": parts.weights.head,
+            "scales": 0,
+            "logits": buffers.logits if stores_logits else 0,
+            "tokens": tokens,
+            "partials": buffers.head_partials,
+            "ticket": buffers.head_ticket,
+            "vocab_size": parts.shape.vocab_size,
+            "size": parts.shape.hidden_size,
+            "eps": parts.eps,
+        }
+        needed = head.num_ctas_needed(parts.shape.vocab_size, **integers(spec, "R", "WARPS"))
+        made: list[Operation] = [parts.launch(spec, arguments, needed)]
+        return [*made, parts.norm(parts.weights.final_norm, self.num_rows)] if keeps_hidden else made
+
+    def _linear(self, layer: int, name: str, x: Tensor, out: Tensor, *, norm: str = "") -> Launch:
+        linear = linear_shape(self.parts.shape, name)
+        spec = gemv_spec(linear, self.num_rows)
+        weight, bias = _weight(self.parts, layer, name)
+        arguments: Arguments = {
+            "x": x,
+            "norm_weight": getattr(self.parts.weights.layers[layer], norm) if norm else 0,
+            "weight": weight,
+            "scales": 0,
+            "bias": 0 if bias is None else bias,
+            "out": out,
+            "num_rows": linear.num_rows,
+            "size": linear.size,
+            "eps": self.parts.eps,
+        }
+        return self.parts.launch(spec, arguments, gemv.num_ctas_needed(linear.num_rows, **integers(spec, "R", "WARPS")))
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """Up to 64 rows."""
+
+    parts: StepParts
+    num_rows: int
+
+    def project(self, layer: int) -> list[Operation]:
+        buffers = self.parts.buffers
+        return [self._norm(layer, "input_norm"), self._linear(layer, "qkv", buffers.normed, buffers.qkv)]
+
+    def finish(self, layer: int) -> list[Operation]:
+        buffers = self.parts.buffers
+        return [
+            self._linear(layer, "attention_out", buffers.attended, buffers.hidden),
+            self._norm(layer, "post_attention_norm"),
+            self._linear(layer, "gate_up", buffers.normed, buffers.gated),
+            self._linear(layer, "down", buffers.gated, buffers.hidden),
+        ]
+
+    def head(self, tokens: Tensor, *, stores_logits: bool, keeps_hidden: bool) -> list[Operation]:
+        del stores_logits, keeps_hidden  # both happen anyway
+        parts, shape = self.parts, self.parts.shape
+        linear = LinearShape(shape.vocab_size, shape.hidden_size, "logits", False, shape.hidden_size)
+        return [
+            parts.norm(parts.weights.final_norm, self.num_rows),
+            self._product(linear, parts.buffers.normed, parts.weights.head, None, parts.buffers.logits),
+            parts.best_tokens(tokens, self.num_rows),
+        ]
+
+    def _norm(self, layer: int, name: str) -> Launch:
+        return self.parts.norm(getattr(self.parts.weights.layers[layer], name), self.num_rows)
+
+    def _linear(self, layer: int, name: str, x: Tensor, out: Tensor) -> Launch:
+        return self._product(linear_shape(self.parts.shape, name), x, *_weight(self.parts, layer, name), out)
+
+    def _product(self, linear: LinearShape, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Launch:
+        spec = gemm_spec(linear, self.num_rows)
+        arguments: Arguments = {
+            "x": x,
+            "weight": weight,
+            "bias": 0 if bias is None else bias,
+            "out": out,
+            "num_tokens": self.num_rows,
+            "num_rows": linear.num_rows,
+            "size": linear.size,
+        }
+        return self.parts.launch(spec, arguments, gemm.num_ctas_needed(linear.num_rows, dict(spec.constants)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Large:
+    """More than 64 rows: what a linear gives the residual stream lies in ``normed`` until the next norm adds it."""
+
+    parts: StepParts
+    num_rows: int
+
+    def project(self, layer: int) -> list[Operation]:
+        buffers = self.parts.buffers
+        norm = self.parts.weights.layers[layer].input_norm
+        return [
+            self.parts.norm(norm, self.num_rows, buffers.normed if layer else None),
+            self._linear(layer, "qkv", buffers.normed, buffers.qkv),
+        ]
+
+    def finish(self, layer: int) -> list[Operation]:
+        buffers = self.parts.buffers
+        norm = self.parts.weights.layers[layer].post_attention_norm
+        gate_up, gated = buffers.gate_up[: self.num_rows], buffers.gated[: self.num_rows]
+        return [
+            self._linear(layer, "attention_out", buffers.attended, buffers.normed),
+            self.parts.norm(norm, self.num_rows, buffers.normed),
+            self._linear(layer, "gate_up", buffers.normed, buffers.gate_up),
+            partial(_swiglu_out, gate_up, gated),
+            self._linear(layer, "down", buffers.gated, buffers.normed),
+        ]
+
+    def head(self, tokens: Tensor, *, stores_logits: bool, keeps_hidden: bool) -> list[Operation]:
+        del stores_logits, keeps_hidden  # both happen anyway
+        parts, buffers, num_rows = self.parts, self.parts.buffers, self.num_rows
+        vocab = parts.shape.vocab_size
+        # Nothing is in the shaped logits yet, so they hold the bf16 ones.
+        rounded = buffers.shaped.view(torch.bfloat16).view(-1)[: num_rows * vocab].view(num_rows, vocab)
+        return [
+            parts.norm(parts.weights.final_norm, num_rows, buffers.normed),
+            partial(_logits_out, buffers.normed[:num_rows], parts.weights.head, rounded, buffers.logits[:num_rows]),
+            parts.best_tokens(tokens, num_rows),
+        ]
+
+    def _linear(self, layer: int, name: str, x: Tensor, out: Tensor) -> Operation:
+        weight, bias = _weight(self.parts, layer, name)
+        return partial(linear_out, x[: self.num_rows], weight, out[: self.num_rows], bias)
+
+
+def _swiglu_out(gate_up: Tensor, out: Tensor) -> None:
+    """Put ``silu(gate) * up`` into ``out``; the gate is overwritten."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    F.silu(gate, inplace=True)
+    torch.mul(gate, up, out=out)
+
+
+def _logits_out(x: Tensor, weight: Tensor, rounded: Tensor, logits: Tensor) -> None:
+    """Put the output head's product, rounded to bf16, into ``logits`` as float32."""
+    linear_out(x, weight, rounded)
+    logits.copy_(rounded)

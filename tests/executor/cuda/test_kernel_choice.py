@@ -1,0 +1,142 @@
+"""Which kernels steps run: those that are shipped, and for every size that there is a step of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ferrule_server.executor.cuda import kernel_choice
+from ferrule_server.executor.cuda.buckets import bucket_sizes
+from ferrule_server.executor.cuda.buffers import DecodeBuffers, Limits
+from ferrule_server.executor.cuda.chain import StepChain
+from ferrule_server.executor.cuda.kernel_choice import (
+    attention_grid,
+    attention_spec,
+    gemv_spec,
+    linear_shape,
+    max_attention_grid,
+    partial_rows,
+    rows_per_tile,
+    shape_of,
+    specs_needed,
+    unsupported_reason,
+)
+from ferrule_server.executor.cuda.kernel_set import KernelSet
+from ferrule_server.executor.cuda.weights import adopt_weights
+from ferrule_server.kernels.cuda.logit_rows import num_slices
+from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, ModelShape
+from ferrule_server.kernels.cuda.toolchain.catalog import kernels_of
+from ferrule_server.model.config import ModelConfig
+from tests.executor.cuda.fake_gpu import CUBIN, FakeGpu, FakeLaunch
+from tests.executor.cuda.tiny_model import KINDS, tiny_config, tiny_executor
+
+QWEN, LLAMA = MODEL_SHAPES["Qwen3-8B"], MODEL_SHAPES["Llama-3.2-1B"]
+
+
+@pytest.mark.parametrize("name", MODEL_SHAPES)
+def test_what_steps_need_is_shipped(name: str) -> None:
+    """Less than all of it: no int8, no trees, no block moves; still less where bits must not depend on the rows."""
+    shape = MODEL_SHAPES[name]
+    shipped = {spec.name: spec for spec in kernels_of(shape)}
+    needed = {one: specs_needed(shape, is_deterministic=one) for one in (False, True)}
+    for spec in needed[False]:
+        assert spec.shared_bytes <= shipped[spec.name].shared_bytes
+        assert replace(spec, shared_bytes=0) == replace(shipped[spec.name], shared_bytes=0)
+    assert set(needed[True]) <= set(needed[False])
+    assert {"gemv", "head", "attention"}.isdisjoint(spec.kernel.__name__ for spec in needed[True])
+    constants = [dict(spec.constants) for spec in needed[False]]
+    assert not any(one.get("INT8") or one.get("TREE") for one in constants)
+    assert not any("copy" in spec.kernel.__name__ or "move" in spec.kernel.__name__ for spec in needed[False])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_no_step_asks_for_more_than_was_said(kind: str, is_deterministic: bool) -> None:
+    """Every size of a graph, decode and not, uses every kernel but those behind the logits."""
+    executor = tiny_executor(kind, num_layers=1)
+    assert executor.plain_weights is not None
+    shape, gpu = shape_of(executor.config), FakeGpu(num_sms=3)
+    specs = specs_needed(shape, is_deterministic=is_deterministic)
+    limits = Limits(max_blocks=16, max_rows=64 if is_deterministic else 80, max_entries=8, num_masks=1)
+    chain = StepChain(
+        KernelSet(gpu, dict.fromkeys(specs, CUBIN)),
+        adopt_weights(gpu, executor.plain_weights, executor.config, 256),
+        DecodeBuffers(gpu, shape, limits, max_attention_grid(shape, 3)),
+        executor.pool,
+        shape=shape,
+        eps=1e-6,
+    )
+    used = {
+        launch.spec.name
+        for num_rows in bucket_sizes(limits.max_rows)
+        for is_decode in (False, True)
+        for launch in chain.operations(
+            num_rows, is_decode=is_decode, stores_logits=True, is_deterministic=is_deterministic
+        )
+        if isinstance(launch, FakeLaunch)
+    }
+    left = {spec.kernel.__module__.rpartition(".")[2] for spec in specs if spec.name not in used}
+    assert left == {"argmax", "log_sum_exp", "sample", "select_count", "select_mass", "shape_logits", "top_k"}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (replace(tiny_config(), head_dim=96), "heads of 64 or 128 values, not 96"),
+        (replace(tiny_config(), num_heads=34, num_kv_heads=2), "at most 16 query heads per KV head, not 17"),
+        (replace(tiny_config(), hidden_size=100), "a hidden_size that is a multiple of 8, not 100"),
+        (replace(tiny_config(), intermediate_size=1001), "an intermediate_size that is a multiple of 8, not 1001"),
+        (replace(tiny_config(), vocab_size=1 << 20), "a vocabulary of at most 1048575, not 1048576"),
+    ],
+)
+def test_models_the_kernels_cannot_run_are_named(config: ModelConfig, words: str) -> None:
+    """With what would do and what there is."""
+    assert unsupported_reason(tiny_config(), torch.bfloat16, 16) == ""
+    assert unsupported_reason(config, torch.bfloat16, 16) == f"the kernels need {words}"
+
+
+def test_other_data_types_and_blocks_are_refused() -> None:
+    """Both are settings of the server; all reasons are given at once."""
+    reason = unsupported_reason(tiny_config(), torch.float32, 8)
+    assert reason == "the kernels need bfloat16, not float32, blocks of 16 or 32 or 64 tokens, not 8"
+
+
+def test_the_largest_vocabulary_is_one_the_kernels_take() -> None:
+    """The limit said here is theirs."""
+    num_slices(kernel_choice.MAX_VOCAB_SIZE)
+    with pytest.raises(ValueError, match="vocabulary"):
+        num_slices(kernel_choice.MAX_VOCAB_SIZE + 1)
+
+
+def test_attention_of_a_step() -> None:
+    """CUDA cores where every sequence has one row and few heads share its KV; tensor cores else, and for equal bits."""
+
+    def kernel(shape: ModelShape, *, is_decode: bool, is_deterministic: bool) -> str:
+        return attention_spec(shape, 32, is_decode=is_decode, is_deterministic=is_deterministic).kernel.__name__
+
+    assert kernel(QWEN, is_decode=True, is_deterministic=False) == "attention"
+    assert kernel(QWEN, is_decode=False, is_deterministic=False) == "attention_mma"
+    assert kernel(QWEN, is_decode=True, is_deterministic=True) == "attention_mma"
+    wide = replace(QWEN, num_kv_heads=4)
+    assert kernel(wide, is_decode=True, is_deterministic=False) == "attention_mma"
+    assert dict(attention_spec(QWEN, 32, is_decode=True, is_deterministic=False).constants)["BLOCK_SIZE"] == 32
+
+
+def test_work_lists_fit_the_attention_of_a_step() -> None:
+    """Tokens per tile, rows per partial and CTAs are those of the kernel."""
+    decode, verify = {"is_decode": True, "is_deterministic": False}, {"is_decode": False, "is_deterministic": False}
+    assert (rows_per_tile(QWEN, **decode), rows_per_tile(QWEN, **verify)) == (1, 4)
+    assert (partial_rows(QWEN, **decode), partial_rows(QWEN, **verify)) == (4, 16)
+    assert partial_rows(replace(QWEN, num_heads=24), **decode) == 4  # three heads, padded
+    assert rows_per_tile(replace(QWEN, num_heads=24), **verify) == 5
+    assert (attention_grid(LLAMA, 132, **decode), attention_grid(LLAMA, 132, **verify)) == (132, 264)
+    assert (max_attention_grid(LLAMA, 132), max_attention_grid(QWEN, 132)) == (264, 132)
+
+
+def test_linears_of_one_epilogue_share_a_kernel() -> None:
+    """Which is planned for the wider; a launch takes the shared memory of its own size."""
+    out, down = (gemv_spec(linear_shape(QWEN, name), 1) for name in ("attention_out", "down"))
+    assert out.name == down.name
+    assert out.shared_bytes < down.shared_bytes

@@ -45,11 +45,11 @@ def batch_of(seqs: Seqs, *, more_width: int = 0, feedback: Int32Array | None = N
         used = -(-length // BLOCK_SIZE)
         tables[seq, :used] = 1000 * (seq + 1) + np.arange(used)
     positions = np.concatenate([np.arange(old, old + count) for count, old in seqs]).astype(np.int32)
-    seq = np.repeat(np.arange(len(seqs)), rows)
+    of_row = np.repeat(np.arange(len(seqs)), rows)
     return StepBatch(
         token_ids=np.arange(10, 10 + len(positions), dtype=np.int32),
         positions=positions,
-        slot_mapping=tables[seq, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
+        slot_mapping=tables[of_row, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
         cu_seqlens_q=np.cumsum([0, *rows]).astype(np.int32),
         kv_lens=np.array(lengths, np.int32),
         block_tables=tables,

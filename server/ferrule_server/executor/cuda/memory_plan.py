@@ -12,10 +12,10 @@ from ferrule_server.errors import ConfigError
 from ferrule_server.executor.base import MemoryPlan
 from ferrule_server.executor.cuda.buckets import bucket_sizes
 from ferrule_server.executor.cuda.buffers import Limits, decode_buffer_bytes
-from ferrule_server.kernels.cuda.spec import ModelShape
+from ferrule_server.executor.cuda.kernel_choice import shape_of
 from ferrule_server.model.config import ModelConfig
 
-__all__ = ["format_plan", "plan_memory", "shape_of", "weights_bytes"]
+__all__ = ["format_plan", "plan_memory", "weights_bytes"]
 
 _GIB = 1 << 30
 _MIN_BLOCKS = 8
@@ -33,22 +33,6 @@ _GRAPH_BYTES = 2 << 20
 """Of one captured step."""
 _GRAPHS_PER_BUCKET = 4
 """Decodes and verifies, chosen greedily or drawn: what is asked for most."""
-
-
-def shape_of(config: ModelConfig) -> ModelShape:
-    """Return the sizes of a model that decide which kernels it needs."""
-    return ModelShape(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
-        has_qk_norm=config.has_qk_norm,
-        has_attention_bias=config.has_attention_bias,
-        has_mlp_bias=config.has_mlp_bias,
-    )
 
 
 def weights_bytes(config: ModelConfig, dtype_bytes: int = 2) -> int:

@@ -1,0 +1,175 @@
+"""The plan of the memory: it adds up, it is kept, and what does not fit is refused with what would do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from ferrule_server.errors import ConfigError
+from ferrule_server.executor.base import MemoryPlan
+from ferrule_server.executor.buffers import bytes_per_block
+from ferrule_server.executor.cuda.buffers import DecodeBuffers, Limits, decode_buffer_bytes
+from ferrule_server.executor.cuda.kernel_choice import shape_of
+from ferrule_server.executor.cuda.memory_plan import format_plan, plan_memory, weights_bytes
+from ferrule_server.model import weights
+from ferrule_server.model.config import ModelConfig
+from tests.executor.cuda.fake_gpu import FakeGpu
+
+GIB = 1 << 30
+QWEN3_8B = ModelConfig(
+    architecture="Qwen3ForCausalLM",
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_layers=36,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_positions=40960,
+    norm_eps=1e-6,
+    rope_theta=1e6,
+    rope_scaling=None,
+    is_tied=False,
+    has_qk_norm=True,
+    has_attention_bias=False,
+    has_mlp_bias=False,
+    eos_ids=(),
+)
+TINY = replace(QWEN3_8B, vocab_size=1001, hidden_size=64, intermediate_size=72, num_layers=2, num_heads=4, head_dim=64)
+BLOCK_BYTES = bytes_per_block(QWEN3_8B, 16, torch.bfloat16)
+
+
+def plan(config: ModelConfig = QWEN3_8B, **changed: Any) -> MemoryPlan:
+    """Return the plan of an H100, with some things changed."""
+    settings: dict[str, Any] = {
+        "total_bytes": 80 * GIB,
+        "free_bytes": 79 * GIB,
+        "fraction": 0.9,
+        "kv_bytes": None,
+        "block_size": 16,
+        "max_context": 40960,
+        "max_step_rows": 512,
+        "limits": Limits(40960 // 16),
+        "num_ctas": 132,
+    }
+    return plan_memory(config, **{**settings, **changed})
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"is_tied": True},
+        {"has_attention_bias": True, "has_mlp_bias": True},
+        {"has_qk_norm": False, "num_kv_heads": 4},
+        {"hidden_size": 96, "head_dim": 10, "num_layers": 3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_take_what_the_loader_allocates(changed: dict[str, Any], dtype: torch.dtype) -> None:
+    """To the byte, from the configuration alone."""
+    config = replace(TINY, **changed)
+    _, places = weights._allocate(config, dtype, lambda shape, dtype: torch.empty(*shape, dtype=dtype, device="meta"))
+    assert weights_bytes(config, dtype.itemsize) == sum(place.nbytes for place in places.values())
+
+
+def test_buffers_take_what_is_allocated() -> None:
+    """And the table of rotations besides."""
+    limits, gpu = Limits(64, max_rows=8, max_entries=16), FakeGpu()
+    DecodeBuffers(gpu, shape_of(TINY), limits, 3)
+    planned = plan(TINY, limits=limits, num_ctas=3, max_context=1000).buffers
+    assert planned == decode_buffer_bytes(shape_of(TINY), limits, 3) + 1000 * 64 * 4
+    assert planned >= sum(call.num_bytes for call in gpu.calls("allocate"))
+
+
+@given(
+    st.integers(1, 200),
+    st.integers(0, 200),
+    st.floats(0.05, 1.0),
+    st.one_of(st.none(), st.integers(0, 100 * GIB)),
+    st.booleans(),
+)
+def test_every_plan_adds_up(total: int, free: int, fraction: float, kv_bytes: int | None, has_kernels: bool) -> None:
+    """Nothing is given out twice, nothing is negative, and the setting is kept."""
+    assume(free <= total)
+    total_bytes, free_bytes = total * GIB, free * GIB
+    limits = Limits(2560) if has_kernels else None
+    try:
+        made = plan(total_bytes=total_bytes, free_bytes=free_bytes, fraction=fraction, kv_bytes=kv_bytes, limits=limits)
+    except ConfigError:
+        return
+    used = made.weights + made.kv_pool + made.buffers + made.workspace + made.graphs
+    assert made.total == total_bytes
+    assert used + made.free == free_bytes
+    assert made.free >= 0
+    assert made.kv_pool % BLOCK_BYTES == 0
+    assert made.kv_pool >= 8 * BLOCK_BYTES
+    if kv_bytes is None:
+        left = total_bytes * fraction - (total_bytes - made.free)
+        assert -1 <= left < BLOCK_BYTES
+    else:
+        assert kv_bytes - BLOCK_BYTES < made.kv_pool <= kv_bytes
+
+
+@pytest.mark.parametrize("total", [GIB, 17 * GIB, 19 * GIB, 40 * GIB])
+@pytest.mark.parametrize("kv_bytes", [None, 100, 2 * GIB, 30 * GIB])
+def test_what_fits_is_not_refused(total: int, kv_bytes: int | None) -> None:
+    """A pool of eight blocks at least, of the size asked for."""
+    need = plan(kv_bytes=GIB)
+    fixed = need.weights + need.buffers + need.workspace + need.graphs
+    left = total - fixed - (total - int(total * 0.9) if kv_bytes is None else 0)
+    fits = left > 9 * BLOCK_BYTES and (kv_bytes is None or 8 * BLOCK_BYTES <= kv_bytes <= left)
+    if fits:
+        assert plan(total_bytes=total, free_bytes=total, kv_bytes=kv_bytes).kv_pool > 0
+    else:
+        with pytest.raises(ConfigError):
+            plan(total_bytes=total, free_bytes=total, kv_bytes=kv_bytes)
+
+
+def test_more_than_the_fraction_may_be_asked_for() -> None:
+    """A size of the pool is taken at its word, as long as there is memory."""
+    assert plan(fraction=0.1, kv_bytes=GIB).kv_pool == GIB // BLOCK_BYTES * BLOCK_BYTES
+
+
+def test_without_kernels_nothing_is_kept_for_them() -> None:
+    """Torch alone needs neither buffers nor graphs; the pool gets what they would take."""
+    alone, both = plan(limits=None), plan()
+    assert (alone.buffers, alone.graphs) == (0, 0)
+    gained = alone.kv_pool - both.kv_pool
+    assert abs(gained - both.buffers - both.graphs) < BLOCK_BYTES
+    assert alone.workspace == both.workspace
+
+
+def test_longer_contexts_and_larger_steps_need_more_workspace() -> None:
+    """What torch takes for a prefill grows with both."""
+    usual = plan().workspace
+    assert plan(max_context=2048).workspace < usual < plan(max_step_rows=4096).workspace
+    assert usual > 40960 * 1024 * 8  # scores of one tile of rows in bfloat16 and float32
+
+
+def test_too_little_memory_names_numbers_and_settings() -> None:
+    """One sentence says what takes what and which settings change it."""
+    with pytest.raises(ConfigError) as refused:
+        plan(total_bytes=16 * GIB, free_bytes=15 * GIB)
+    text = str(refused.value)
+    for part in ("--gpu-memory-fraction 0.9", "16.00 GiB", "weights 15.26 GiB", "others 1.00 GiB", "--max-context"):
+        assert part in text
+    assert "free" not in text
+    with pytest.raises(ConfigError, match=r"^--kv-memory 70.00 GiB: .* leaves 61.83 GiB"):
+        plan(kv_bytes=70 * GIB)
+
+
+def test_a_plan_for_people_is_aligned_and_adds_up() -> None:
+    """A line for each use; the numbers end in one column."""
+    lines = format_plan(plan()).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    sizes = {line[:18].strip(): float(line[18:].removesuffix("GiB")) for line in lines}
+    assert list(sizes)[:3] == ["memory of the GPU", "weights", "KV pool"]
+    assert sizes["weights"] == 15.26
+    assert sum(sizes.values()) == pytest.approx(2 * sizes["memory of the GPU"], abs=0.05)

@@ -63,7 +63,7 @@ class Limits:
     block_size: int = 16
     max_rows: int = 256
     max_requests: int = 4096
-    max_entries: int = 1 << 16
+    max_entries: int = 1 << 18
     num_masks: int = 64
     largest_k: int = LARGEST_K
 

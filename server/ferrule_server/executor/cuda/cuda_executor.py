@@ -80,8 +80,12 @@ class CudaExecutor:
         self._gpu = gpu
         self._is_deterministic = is_deterministic
         self._memory = memory
-        name = NAME if build else torch_executor.info.name
-        self._info = replace(torch_executor.info, name=name, fallback_reason=reason)
+        self._info = replace(
+            torch_executor.info,
+            name=NAME if build else torch_executor.info.name,
+            device_name=gpu.info.name if gpu else torch_executor.info.device_name,
+            fallback_reason=reason,
+        )
         self._kernels = KernelPath(gpu, build, make_runner, reason)
         self._has_decoded = False
         self._pending: deque[SubmittedStep] = deque()
@@ -219,6 +223,9 @@ class CudaExecutor:
                 return runner.run(part.batch)
             except GpuError as error:
                 self._give_up(error)
+            except Exception as error:
+                self._check_lost_by(error)
+                raise
         return self._run_in_torch(part.batch)
 
     def _run_in_torch(self, batch: StepBatch) -> list[RowOutput]:
@@ -331,23 +338,22 @@ class CudaExecutor:
             with nullcontext() if self._gpu is None else self._gpu.current():
                 yield
         except Exception as error:
-            lost = self._lost_by(error)
-            if lost is None:
-                raise
-            raise self._lose(lost) from error
+            self._check_lost_by(error)
+            raise
 
-    def _lost_by(self, error: Exception) -> GpuLost | None:
-        """Return how the device was lost, where it was: torch's libraries fail first and do not say so."""
+    def _check_lost_by(self, error: Exception) -> None:
+        """Raise DeviceLost where that is what an error means: torch's libraries fail first and do not say so."""
         meant = translated(error)
-        if meant is None or isinstance(meant, GpuLost) or self._gpu is None:
-            return meant if isinstance(meant, GpuLost) else None
+        if isinstance(meant, GpuLost):
+            raise self._lose(meant) from error
+        if meant is None or self._gpu is None:
+            return
         try:
             self._gpu.synchronize()
         except GpuLost as lost:
-            return lost
+            raise self._lose(lost) from error
         except GpuError:
-            return None
-        return None
+            return
 
 
 def _has_small_sequence(batch: StepBatch) -> bool:

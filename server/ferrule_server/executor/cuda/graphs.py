@@ -65,6 +65,10 @@ class GraphStore:
         """Keys that were launched and are to be captured."""
         return len(self._launches) if self.taken_bytes < self._memory_bytes else 0
 
+    def is_settled(self, key: GraphKey) -> bool:
+        """Whether a key has its graph, or will never get one."""
+        return key in self._graphs or self.taken_bytes >= self._memory_bytes
+
     def put(self, key: GraphKey) -> bool:
         """Put the operations of a key into the stream and return whether that was one replay.
 

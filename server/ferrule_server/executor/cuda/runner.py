@@ -1,0 +1,326 @@
+"""Steps on the kernels: one upload, one graph, one download each, and two of them in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+from torch import Tensor
+
+from ferrule_server.executor.base import Int32Array, RowOutput, StepBatch
+from ferrule_server.executor.cuda.buckets import bucket_for
+from ferrule_server.executor.cuda.buffers import DecodeBuffers, Limits
+from ferrule_server.executor.cuda.chain import StepChain
+from ferrule_server.executor.cuda.choice_inputs import fill_choices
+from ferrule_server.executor.cuda.choice_launches import ChoiceSpecs, choice_operations
+from ferrule_server.executor.cuda.choices import (
+    ChoiceCounts,
+    OutputKind,
+    input_span,
+    kind_of,
+    masks_of,
+    read_choices,
+    result_spans,
+)
+from ferrule_server.executor.cuda.gpu import Gpu, Operation
+from ferrule_server.executor.cuda.graphs import GraphKey, GraphStore
+from ferrule_server.executor.cuda.inputs import fill_inputs
+from ferrule_server.executor.cuda.kernel_choice import MAX_GEMM_ROWS, shape_of
+from ferrule_server.executor.cuda.kernel_set import KernelSet
+from ferrule_server.executor.cuda.masks import DeviceMasks
+from ferrule_server.executor.cuda.staging import Download, DownloadRing, UploadRing
+from ferrule_server.executor.cuda.weights import adopt_weights
+from ferrule_server.executor.device_outputs import DeviceOutputs
+from ferrule_server.executor.torch_executor import TorchExecutor
+from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
+from ferrule_server.kernels.cuda.toolchain.compile import Cubin
+
+__all__ = ["CudaDecodeRunner", "QueuedStep", "create_runner"]
+
+_GRAPH_BYTES = 1 << 30
+_TILE_ROWS = 32
+"""Output rows that torch selects from at a time: bounds what it allocates."""
+
+
+class CudaDecodeRunner:
+    """Runs steps of at most ``max_rows`` rows. For one thread at a time; counts are read by any.
+
+    Invariant: between steps the stream holds nothing that reads pinned memory which may be written, nor writes some
+    that may be read: the rings wait where it does.
+
+    Args:
+        gpu: Whose stream runs everything.
+        kernels: Of the model.
+        chain: From tokens to logits; over the same kernels and buffers.
+        buffers: Of the steps.
+        shape: Of the model.
+        is_deterministic: A row's bits must not depend on the rows beside it.
+        graph_bytes: What graphs may take.
+    """
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        kernels: KernelSet,
+        chain: StepChain,
+        buffers: DecodeBuffers,
+        *,
+        shape: ModelShape,
+        is_deterministic: bool = False,
+        graph_bytes: int = _GRAPH_BYTES,
+    ) -> None:
+        self._gpu = gpu
+        self._kernels = kernels
+        self._chain = chain
+        self._buffers = buffers
+        self._is_deterministic = is_deterministic
+        self._vocab_size = shape.vocab_size
+        self._max_rows = min(buffers.limits.max_rows, MAX_GEMM_ROWS) if is_deterministic else buffers.limits.max_rows
+        self._choice_specs = ChoiceSpecs.of(shape)
+        self._uploads = UploadRing(gpu, "inputs", buffers.inputs, buffers.input_layout)
+        self._downloads = DownloadRing(gpu, "results", buffers.results, buffers.result_layout)
+        self._masks = DeviceMasks(gpu, buffers.masks)
+        self._outputs = DeviceOutputs(gpu.torch_device)
+        self._graphs = GraphStore(gpu, self._operations, memory_bytes=graph_bytes)
+        self._latest: tuple[StepBatch, GraphKey] | None = None
+        self._captured_sizes: tuple[int, ...] = ()
+        self._num_graph_steps = self._num_launched_steps = 0
+
+    @property
+    def buffers(self) -> DecodeBuffers:
+        """What steps read and write."""
+        return self._buffers
+
+    @property
+    def max_rows(self) -> int:
+        """Of one step."""
+        return self._max_rows
+
+    @property
+    def captured(self) -> tuple[GraphKey, ...]:
+        """Which graphs exist, oldest first."""
+        return self._graphs.captured
+
+    @property
+    def captured_batch_sizes(self) -> tuple[int, ...]:
+        """Rows of the graphs that exist, ascending."""
+        return self._captured_sizes
+
+    @property
+    def num_wanted(self) -> int:
+        """Graphs that are to be captured."""
+        return self._graphs.num_wanted
+
+    @property
+    def graph_bytes(self) -> int:
+        """Taken by graphs."""
+        return self._graphs.taken_bytes
+
+    @property
+    def num_graph_steps(self) -> int:
+        """Steps that replayed a graph."""
+        return self._num_graph_steps
+
+    @property
+    def num_launched_steps(self) -> int:
+        """Steps whose kernels were launched one by one."""
+        return self._num_launched_steps
+
+    def can_submit(self, batch: StepBatch) -> bool:
+        """Return whether :meth:`submit` takes this step without waiting for anything.
+
+        Not before its graph is there: who runs ahead leaves no gap for the capture.
+
+        Args:
+            batch: Of at most ``max_rows`` rows.
+        """
+        key = self._key(batch)
+        return (
+            key.kind is not OutputKind.TORCH
+            and self._downloads.has_room
+            and self._graphs.is_settled(key)
+            and self._masks.has_all(masks_of(batch.output_specs))
+        )
+
+    def submit(self, batch: StepBatch) -> QueuedStep:
+        """Put a step into the stream; at most two are pending.
+
+        Args:
+            batch: Of at most ``max_rows`` rows, at most 64 of a sequence, those with a slot last; of no kind that
+                torch is needed for.
+
+        Raises:
+            GpuError: It was refused; part of it may be in the stream.
+        """
+        key = self._key(batch)
+        assert key.kind is not OutputKind.TORCH, "torch selects from this step's logits, which takes the host"
+        counts = self._put(batch, key)
+        spans = result_spans(self._buffers.result_layout, batch.num_rows, key.kind, counts)
+        return QueuedStep(self._downloads.download(*spans), batch, key.kind, self._vocab_size)
+
+    def run(self, batch: StepBatch) -> list[RowOutput]:
+        """Run a step; none is pending.
+
+        Args:
+            batch: As :meth:`submit` takes, but of any kind.
+
+        Raises:
+            GpuError: It was refused, or failed.
+        """
+        key = self._key(batch)
+        if key.kind is not OutputKind.TORCH:
+            return self.submit(batch).result()
+        self._put(batch, key)
+        return self._selected(batch)
+
+    def capture_next(self) -> bool:
+        """Capture a graph that is wanted and return whether there are more; no step is pending.
+
+        Raises:
+            GpuError: It was refused.
+        """
+        has_more = self._graphs.capture_next()
+        self._captured_sizes = tuple(sorted({key.num_rows for key in self._graphs.captured}))
+        return has_more
+
+    def close(self) -> None:
+        """Give back the graphs; the stream is idle. Memory goes with this object.
+
+        Raises:
+            GpuError: The GPU refuses.
+        """
+        self._graphs.close()
+
+    def _key(self, batch: StepBatch) -> GraphKey:
+        """Return what decides the operations of a step; whoever asks whether it can be submitted submits it next."""
+        if self._latest is None or self._latest[0] is not batch:
+            limits = self._buffers.limits
+            key = GraphKey(
+                bucket_for(batch.num_rows, self._max_rows),
+                batch.num_rows == batch.num_seqs,
+                kind_of(batch.output_specs, batch.histories, limits),
+            )
+            self._latest = batch, key
+        return self._latest[1]
+
+    def _put(self, batch: StepBatch, key: GraphKey) -> ChoiceCounts:
+        """Put upload and kernels of a step into the stream."""
+        self._latest = None
+        arrays = self._uploads.fill()
+        num_work = self._fill_inputs(arrays, batch, key)
+        slots = self._masks.slots_for(masks_of(batch.output_specs)) if key.kind is not OutputKind.TORCH else {}
+        counts = fill_choices(arrays, batch, key.num_rows, key.kind, slots, vocab_size=self._vocab_size)
+        layout = self._buffers.input_layout
+        span = input_span(layout, key.kind, counts)
+        self._uploads.upload(slice(0, layout.end_of("work", num_work)), *([span] if span else []))
+        if self._graphs.put(key):
+            self._num_graph_steps += 1
+        else:
+            self._num_launched_steps += 1
+        return counts
+
+    def _fill_inputs(self, arrays: Mapping[str, np.ndarray], batch: StepBatch, key: GraphKey) -> int:
+        way = {"is_decode": key.is_decode, "is_deterministic": self._is_deterministic}
+        return fill_inputs(
+            arrays,
+            batch,
+            key.num_rows,
+            rows_per_tile=self._chain.rows_per_tile(**way),
+            num_kv_heads=self._chain.num_kv_heads,
+            num_ctas=self._chain.attention_grid(**way),
+            partials_capacity=self._chain.partials_capacity(**way),
+            block_size=self._chain.block_size,
+        )
+
+    def _operations(self, key: GraphKey) -> list[Operation]:
+        chain = self._chain.operations(
+            key.num_rows,
+            is_decode=key.is_decode,
+            stores_logits=key.kind is not OutputKind.GREEDY,
+            is_deterministic=self._is_deterministic,
+            keeps_hidden=key.kind is OutputKind.TORCH,
+        )
+        return chain + choice_operations(self._kernels, self._buffers, key.num_rows, key.kind, self._choice_specs)
+
+    def _selected(self, batch: StepBatch) -> list[RowOutput]:
+        """Return what torch selects from the logits of the step that was just put; waits for it."""
+        rows: list[RowOutput] = []
+        with self._gpu.current():
+            for part in self._tiles(len(batch.output_rows)):
+                places = batch.output_rows[part]
+                rows += self._outputs.select(
+                    _rows_of(self._buffers.logits, places),
+                    _rows_of(self._buffers.normed, places),
+                    batch.positions[places].tolist(),
+                    batch.output_specs[part],
+                    batch.histories[part],
+                )
+        return rows
+
+    def _tiles(self, num_outputs: int) -> Iterator[slice]:
+        """Yield which outputs are selected together: torch's sums may depend on how many there are."""
+        size = 1 if self._is_deterministic else _TILE_ROWS
+        return (slice(begin, begin + size) for begin in range(0, num_outputs, size))
+
+
+class QueuedStep:
+    """A step in the stream, whose results are on their way."""
+
+    def __init__(self, download: Download, batch: StepBatch, kind: OutputKind, vocab_size: int) -> None:
+        self._download = download
+        self._batch = batch
+        self._kind = kind
+        self._vocab_size = vocab_size
+
+    def result(self) -> list[RowOutput]:
+        """Wait for the step and return its output rows; once, and before the next but one is submitted.
+
+        Raises:
+            GpuError: It failed.
+        """
+        return read_choices(self._download.read(), self._batch, self._kind, vocab_size=self._vocab_size)
+
+
+def create_runner(
+    cubins: Mapping[KernelSpec, Cubin],
+    *,
+    gpu: Gpu,
+    torch_executor: TorchExecutor,
+    limits: Limits,
+    num_ctas: int,
+    is_deterministic: bool = False,
+    graph_bytes: int = _GRAPH_BYTES,
+) -> CudaDecodeRunner:
+    """Return a runner over the weights and the pool of torch.
+
+    Args:
+        cubins: Every kernel of the model.
+        gpu: On whose device the executor is.
+        torch_executor: Its weights are plain.
+        limits: Of a step.
+        num_ctas: The largest grid of attention.
+        is_deterministic: A row's bits must not depend on the rows beside it.
+        graph_bytes: What graphs may take.
+
+    Raises:
+        GpuError: Memory is short, or the GPU refuses.
+    """
+    config = torch_executor.config
+    weights = torch_executor.plain_weights
+    assert weights is not None, "the weights were packed for a CPU"
+    shape = shape_of(config)
+    buffers = DecodeBuffers(gpu, shape, limits, num_ctas)
+    kernels = KernelSet(gpu, cubins)
+    adopted = adopt_weights(gpu, weights, config, torch_executor.info.model.max_context)
+    chain = StepChain(kernels, adopted, buffers, torch_executor.pool, shape=shape, eps=config.norm_eps)
+    return CudaDecodeRunner(
+        gpu, kernels, chain, buffers, shape=shape, is_deterministic=is_deterministic, graph_bytes=graph_bytes
+    )
+
+
+def _rows_of(tensor: Tensor, places: Int32Array) -> Tensor:
+    """Return rows of a tensor, without a copy where they follow one another."""
+    first, last = int(places[0]), int(places[-1])
+    if last - first == len(places) - 1:
+        return tensor[first : last + 1]
+    return tensor[places.tolist()]

@@ -1,0 +1,301 @@
+"""When the kernels fail: everything is run in torch, as if nothing had happened, or the device is lost for good."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from ferrule_server.errors import ConfigError
+from ferrule_server.executor.base import (
+    DeviceLost,
+)
+from ferrule_server.executor.cuda.cuda_executor import CudaExecutor
+from ferrule_server.executor.cuda.gpu import Gpu, GpuError, GpuLost
+from ferrule_server.kernels.cuda.spec import KernelSpec
+from ferrule_server.kernels.cuda.toolchain.compile import CompileError, Cubin
+from tests.executor.cuda.reference_world import (
+    GREEDY,
+    MAX_ROWS,
+    TIMEOUT_S,
+    ReferenceRunner,
+    StreamGpu,
+    Torch,
+    World,
+    no_cubins,
+    tokens_of,
+)
+from tests.model.stepping import Piece, PooledSequence, Stepper
+
+# ---- when the kernels fail ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["submit", "result"])
+@pytest.mark.parametrize("nth", [1, 2])
+def test_failed_steps_are_run_again_in_torch(call: str, nth: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Whichever of two in flight fails: rows and pool are as if nothing had happened, and it is said once."""
+    world, plain = World(), World()
+    for each in (world, plain):
+        each.start()
+    world.gpu.fail(call, GpuError("the launch was refused"), nth)
+    first = world.executor.submit(world.decode(4, 5))
+    second = world.executor.submit(world.fed(1, 0))
+    rows = [first.result(), second.result()]
+    expected = [plain.executor.run(plain.decode(4, 5))]
+    expected.append(plain.executor.run(plain.decode(*reversed(tokens_of(expected[0])))))  # type: ignore[arg-type]
+    assert rows == expected
+    assert world.pool() == plain.pool()
+    world.executor.run(world.decode(1, 2))
+    state = world.executor.state
+    assert (state.name, state.fallback_reason) == ("torch", "the launch was refused")
+    assert state.num_launched_steps >= 2
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [record.getMessage() for record in warnings] == [
+        "event=kernels_not_used reason='the launch was refused' torch serves"
+    ]
+    assert world.made().is_closed
+
+
+def test_a_step_submitted_after_the_kernels_failed_runs_in_torch() -> None:
+    """It is done at once, fed back tokens included."""
+    world, plain = World(), World()
+    for each in (world, plain):
+        each.start()
+    first, second = world.decode(4), world.fed(0)
+    world.gpu.fail("result", GpuError("no"))
+    pending = world.executor.submit(first)
+    rows = [pending.result()]
+    assert not world.executor.can_submit(second)
+    rows.append(world.executor.submit(second).result())
+    expected = [plain.executor.run(plain.decode(4))]
+    expected.append(plain.executor.run(plain.decode(tokens_of(expected[0])[0] or 0)))
+    assert rows == expected
+
+
+def test_a_failed_part_of_a_step_is_run_again_alone() -> None:
+    """What ran before it stays, what comes behind it goes to torch."""
+    world, plain = World(), Stepper(Torch())
+    for stepper in (world.stepper, plain):
+        seqs = [PooledSequence() for _ in range(10)]
+        if stepper is world.stepper:
+            world.start()
+            world.gpu.fail("result", GpuError("no"), nth=2)
+        rows = stepper.run(*(Piece(seq, [n], spec=GREEDY) for n, seq in enumerate(seqs)))
+        if stepper is world.stepper:
+            split = rows
+    assert split == rows
+    assert [batch.num_rows for batch in world.torch.batches[1:]] == [2]
+
+
+def test_a_failed_capture_leaves_everything_to_torch() -> None:
+    """The gap does not fail, and nothing more is to be done in the next."""
+    world = World()
+    world.start()
+    world.gpu.fail("capture", GpuError("out of memory"))
+    assert not world.executor.tend()
+    state = world.executor.state
+    assert (state.name, state.preparation, state.fallback_reason) == ("torch", "", "out of memory")
+    assert not world.executor.tend()
+    world.executor.run(world.decode(3))
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        pytest.param(GpuError("gemv does not load: bad image\nlog"), "gemv does not load: bad image", id="load"),
+        pytest.param(ValueError("takes 3 arguments"), "takes 3 arguments", id="bug"),
+        pytest.param(GpuError("no memory for logits"), "no memory for logits", id="memory"),
+    ],
+)
+def test_a_runner_that_cannot_be_made_is_done_without(error: Exception, reason: str) -> None:
+    """The step that wanted it runs in torch, and no later one tries again."""
+    calls = []
+
+    def make_runner(cubins: Mapping[KernelSpec, Cubin]) -> ReferenceRunner:
+        calls.append(cubins)
+        raise error
+
+    world = World(make_runner=make_runner)
+    for _ in range(2):
+        assert tokens_of(world.executor.run(world.decode(3))) != []
+    state = world.executor.state
+    assert (state.name, state.fallback_reason, state.num_torch_steps, len(calls)) == ("torch", reason, 2, 1)
+
+
+@pytest.mark.parametrize("wakes_by", ["run", "tend"])
+def test_kernels_that_do_not_compile_are_done_without(wakes_by: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The state says so at once, the log as soon as the engine comes by, once."""
+
+    def load(*_: object, **__: object) -> dict[KernelSpec, Cubin]:
+        raise CompileError("the compiler of GPU kernels is not installed (numba-cuda); pip install 'ferrule[cuda]'")
+
+    world = World(load)
+    assert world.build.wait(TIMEOUT_S)
+    assert "pip install" in world.executor.state.fallback_reason
+    assert world.executor.state.name == "torch"
+    if wakes_by == "run":
+        world.executor.run(world.decode(3))
+    assert not world.executor.tend()
+    world.executor.run(world.decode(3))
+    assert [record.levelno for record in caplog.records].count(logging.WARNING) == 1
+    assert world.executor.state.fallback_reason.startswith("the compiler of GPU kernels is not installed")
+
+
+def test_a_reason_not_to_begin_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """No device, or switched off: torch serves, on the CPU too."""
+    executor = CudaExecutor(Torch(), None, reason="FERRULE_DISABLE_CUDA_RUNNER is set")
+    stepper = Stepper(executor)
+    stepper.run(Piece(PooledSequence(), [3]))
+    assert not executor.tend()
+    assert not executor.can_submit(stepper.batch(Piece(PooledSequence(), [3])))
+    assert (executor.state.name, executor.state.fallback_reason) == ("torch", "FERRULE_DISABLE_CUDA_RUNNER is set")
+    assert [record.levelno for record in caplog.records].count(logging.WARNING) == 1
+
+
+def test_torch_alone_is_no_fallback(caplog: pytest.LogCaptureFixture) -> None:
+    """Where nothing else was asked for, nothing is said."""
+    executor = CudaExecutor(Torch(), cast("Gpu", StreamGpu()))
+    Stepper(executor).run(Piece(PooledSequence(), [3]))
+    assert (executor.state.name, executor.state.fallback_reason, caplog.records) == ("torch", "", [])
+
+
+def test_a_step_that_torch_cannot_run_either_fails_for_whoever_asks() -> None:
+    """Both in flight, since the second needs the first; the executor goes on."""
+    world = World()
+    world.start()
+    first = world.executor.submit(world.decode(4))
+    world.torch.error = torch.OutOfMemoryError("CUDA out of memory")
+    world.gpu.fail("submit", GpuError("no"))
+    second = world.executor.submit(world.fed(0))
+    for step in (first, second):
+        with pytest.raises(torch.OutOfMemoryError):
+            step.result()
+    world.torch.error = None
+    assert len(world.executor.run(world.decode(5)).rows) == 1
+
+
+def test_a_bug_in_submitting_leaves_no_step_pending() -> None:
+    """It is not the GPU's fault: the runner stays, and whoever submitted is told."""
+    world = World()
+    world.start()
+    world.made().max_rows = 99
+    many = world.stepper.batch(*(Piece(PooledSequence(), [1], spec=GREEDY) for _ in range(MAX_ROWS + 1)))
+    with pytest.raises(AssertionError):
+        world.executor.submit(many)
+    assert len(world.executor.submit(world.decode(3)).result().rows) == 1
+    assert world.executor.state.fallback_reason == ""
+
+
+# ---- when the device is lost ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["submit", "result", "current", "capture", "synchronize"])
+def test_a_lost_device_is_lost_for_every_later_call(call: str) -> None:
+    """Whoever notices it first: nothing is run again, because nothing in the pool can be trusted."""
+    world = World()
+    world.start()
+    batches = len(world.torch.batches)
+    pending = world.executor.submit(world.decode(4))
+    world.gpu.fail(call, GpuLost("an illegal memory access\nadvice"))
+    if call == "synchronize":
+        world.gpu.fail("result", GpuError("cuBLAS failed"))
+    notice = {
+        "submit": lambda: world.executor.submit(world.decode(4)),
+        "current": lambda: world.executor.copy_blocks(np.array([[1, 2]], np.int32)),
+        "capture": lambda: (pending.result(), world.executor.tend()),
+    }
+    with pytest.raises(DeviceLost, match=r"an illegal memory access$"):
+        notice.get(call, pending.result)()
+    for later in (
+        lambda: world.executor.run(world.decode(3)),
+        lambda: world.executor.submit(world.decode(3)),
+        lambda: world.executor.copy_blocks(np.array([[1, 2]], np.int32)),
+        world.executor.tend,
+    ):
+        with pytest.raises(DeviceLost):
+            later()
+    assert len(world.torch.batches) == batches
+    world.executor.close()
+    assert world.torch.is_closed
+
+
+class LostError(torch.AcceleratorError):
+    """What torch raises on a lost context."""
+
+    error_code = 700
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_torch_notices_a_lost_device_too(has_gpu: bool) -> None:
+    """Also where the kernels never ran."""
+    world = World() if has_gpu else None
+    torch_executor = world.torch if world else Torch()
+    executor = world.executor if world else CudaExecutor(torch_executor, None, reason="no driver")
+    torch_executor.error = LostError("CUDA error: an illegal memory access was encountered")
+    for _ in range(2):
+        with pytest.raises(DeviceLost, match="illegal memory access"):
+            Stepper(executor).run(Piece(PooledSequence(), range(3, 30)))
+    assert len(torch_executor.batches) == 1
+
+
+def test_a_library_that_fails_is_asked_behind() -> None:
+    """CuBLAS does not say that the context is lost; synchronising does. Where it is not, the error is the caller's."""
+    world = World()
+    world.torch.error = RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling cublasGemmEx")
+    with pytest.raises(RuntimeError, match="CUBLAS"):
+        world.stepper.run(Piece(PooledSequence(), range(3, 30)))
+    world.gpu.fail("synchronize", GpuLost("gone"))
+    with pytest.raises(DeviceLost, match="gone"):
+        world.stepper.run(Piece(PooledSequence(), range(3, 30)))
+
+
+def test_memory_that_is_short_in_torch_is_an_error_of_its_step() -> None:
+    """Neither the device nor the kernels are to blame."""
+    world = World()
+    world.start()
+    world.torch.error = torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(torch.OutOfMemoryError):
+        world.stepper.run(Piece(PooledSequence(), range(3, 30)))
+    assert world.executor.state.fallback_reason == ""
+    world.executor.run(world.decode(4))
+
+
+# ---- deterministic --------------------------------------------------------------------------------------------------
+
+
+def test_deterministic_mode_has_no_other_way() -> None:
+    """Torch runs nothing, and what fails on the kernels ends the device."""
+    world = World(is_deterministic=True)
+    world.start()
+    assert world.torch.batches == []
+    world.gpu.fail("submit", GpuError("no"))
+    with pytest.raises(DeviceLost, match="no"):
+        world.executor.run(world.decode(3))
+
+
+@pytest.mark.parametrize("why", ["no device", "compile", "make"])
+def test_deterministic_mode_does_not_begin_without_kernels(why: str) -> None:
+    """The message says what is missing."""
+
+    def fail(*_: object, **__: object) -> Any:
+        raise CompileError(f"reason: {why}\nmore")
+
+    options: dict[str, Any] = {"no device": {"build": None, "reason": f"reason: {why}"}, "make": {"make_runner": fail}}
+    with pytest.raises(ConfigError, match=f"--deterministic needs the GPU kernels: reason: {why}$"):
+        World(fail if why == "compile" else no_cubins, is_deterministic=True, **options.get(why, {}))
+
+
+# ---- closing --------------------------------------------------------------------------------------------------------
+
+
+def test_closing_gives_everything_back() -> None:
+    """The runner once the stream is idle; a pending step is let go."""
+    world = World()
+    world.start()
+    world.executor.submit(world.decode(4))
+    world.executor.close()
+    assert (world.made().is_closed, world.torch.is_closed, world.gpu.is_closed) == (True, True, True)

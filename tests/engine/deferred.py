@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from ferrule_server.engine.jobs import GenerateJob, Job
 from ferrule_server.executor.base import (
     DeviceLost,
     Executor,
@@ -26,7 +27,8 @@ from ferrule_server.executor.base import (
     StepResult,
 )
 from ferrule_server.executor.paged_reference import PagedReferenceExecutor
-from tests.engine.harness import Harness
+from tests.engine.harness import Harness, Pending
+from tests.engine.streams import Branch, Stream, start
 from tests.fakes import FakeExecutor
 
 Call = Literal["submit", "result", "tend", "run"]
@@ -216,7 +218,7 @@ class DeferredExecutor:
             self._expect(max(sources) < len(self._last.batch.output_rows), "feedback of a row that chooses nothing")
             self._expect(len(set(sources)) == len(sources), "one token fed to two rows")
 
-    def _expect(self, is_right: bool, what: str) -> None:  # noqa: FBT001 - read as an assertion
+    def _expect(self, is_right: bool, what: str) -> None:
         if not is_right:
             self.misuse.append(what)
 
@@ -241,6 +243,57 @@ class DeferredHarness(Harness):
         if failure[0] is None:
             assert self.deferred.misuse == []
             assert not self.deferred.num_pending or self.engine.snapshot().is_failed
+
+
+class Rounds:
+    """An engine without its thread: what comes in which round is the same in every run.
+
+    Args:
+        harness: Over a fake executor.
+    """
+
+    def __init__(self, harness: Harness) -> None:
+        self.harness = harness
+
+    def start(self, job: GenerateJob) -> Stream:
+        """Submit a Generate."""
+        return start(self.harness, job)
+
+    def run(self, count: int) -> None:
+        """Run rounds while there is something to run."""
+        for _ in range(count):
+            if self.is_idle:
+                return
+            self.harness.engine._round()
+
+    def finish(self) -> None:
+        """Run until nothing is left, and check everything."""
+        self.run(500)
+        assert self.is_idle
+        self.harness.check_integrity()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a round would wait for somebody."""
+        engine = self.harness.engine
+        return engine._inbox.empty() and not engine._lanes.running and not engine._drivers.has_work
+
+    def ask(self, job: Job) -> Pending:
+        """Submit a job."""
+        return self.harness.submit(job)
+
+
+def check_pool(harness: Harness, executor: FakeExecutor) -> None:
+    """Every sequence finds its own tokens in its blocks, whatever was written beyond its tip."""
+    for sequence in harness.store._registry:
+        assert executor.tokens_at(sequence.block_ids, sequence.length) == list(sequence.token_ids)
+
+
+def what_became_of(branch: Branch) -> tuple[object, ...]:
+    """All that a reader learns, names of sequences left out."""
+    error = None if branch.last.error is None else branch.last.error.reason
+    handles = [(handle.length, handle.lineage) for handle in branch.handles]
+    return (branch.tokens, handles, branch.last.finish, error, branch.frames[0].seed)
 
 
 def _needs_host(spec: OutputSpec) -> bool:

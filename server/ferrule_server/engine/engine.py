@@ -214,24 +214,28 @@ class Engine:
     def _main(self) -> None:
         try:
             while not self._is_stopping:
-                self._take()
-                self._expire()
-                self._drivers.turn()
-                self._hand_over()
-                if self._lanes.running:
-                    self._step()
-                    self._drivers.turn()
-                    self._hand_over()
-                if self._warmup.is_pending:
-                    self._warm()
-                if self._lookahead is not None and not self._is_stopping:
-                    self._tend(self._lookahead)
+                self._round()
         except Exception:  # noqa: BLE001 - whatever it is, the server must say that nothing runs any more
             _LOG.exception("the engine failed; it cannot go on")
             self._is_failed = True
             self._on_failure()
         finally:
             self._shut_down()
+
+    def _round(self) -> None:
+        """Take what has come, run a step if somebody waits for one, hand over, and look after the executor."""
+        self._take()
+        self._expire()
+        self._drivers.turn()
+        self._hand_over()
+        if self._lanes.running:
+            self._step()
+            self._drivers.turn()
+            self._hand_over()
+        if self._warmup.is_pending:
+            self._warm()
+        if self._lookahead is not None and not self._is_stopping:
+            self._tend(self._lookahead)
 
     def _take(self) -> None:
         """Carry out what is in the inbox; sleep for more only where nothing is to be run or handed over, or to gather.

@@ -123,19 +123,18 @@ def check(bench: Bench, batch: StepBatch, found: Tensor, *, atol: float) -> None
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_rows", "bucket"),
+    ("kind", "num_layers", "num_rows", "bucket"),
     [
-        pytest.param("qwen3", (1,), 1, id="one row"),
-        pytest.param("llama", (1, 1), 2, id="two rows with biases"),
-        pytest.param("wide group", (1,), 2, id="padded, tensor cores attend"),
-        pytest.param("qwen3", (3, 1), 8, id="verify, padded"),
-        pytest.param("llama", (1, 4), 5, id="verify with biases"),
+        pytest.param("qwen3", 2, (1,), 1, id="one row"),
+        pytest.param("llama", 1, (1, 1), 2, id="two rows with biases"),
+        pytest.param("qwen3", 2, (2, 1), 8, id="verify, padded"),
+        pytest.param("wide group", 1, (1, 1, 1), 3, id="tensor cores attend, with biases"),
     ],
 )
-def test_a_step_is_one_of_the_decoder(kind: str, num_rows: Sequence[int], bucket: int) -> None:
+def test_a_step_is_one_of_the_decoder(kind: str, num_layers: int, num_rows: Sequence[int], bucket: int) -> None:
     """Logits, best tokens and what is written to the pool, up to rounding; padded rows write nothing."""
-    bench = Bench(kind)
-    seqs = bench.prefill(*(17, 33)[: len(num_rows)])
+    bench = Bench(kind, num_layers=num_layers)
+    seqs = bench.prefill(*(17, 33, 1)[: len(num_rows)])
     pieces = [Piece(seq, TOKENS[50 : 50 + count]) for seq, count in zip(seqs, num_rows, strict=True)]
     batch = bench.stepper.batch(*pieces)
     check(bench, batch, bench.run(batch, bucket), atol=0.06)
@@ -143,13 +142,23 @@ def test_a_step_is_one_of_the_decoder(kind: str, num_rows: Sequence[int], bucket
 
 def test_many_rows_go_through_torch() -> None:
     """70 rows in a bucket of 72: the linears are torch's, everything between them is ours."""
-    bench = Bench("llama", max_rows=72)
+    bench = Bench("llama", max_rows=72, num_layers=1)
     first, second = bench.prefill(5, 20)
-    batch = bench.stepper.batch(Piece(first, TOKENS[:7]), Piece(second, TOKENS[60:123]))
+    batch = bench.stepper.batch(Piece(first, TOKENS[:8]), Piece(second, TOKENS[60:122]))
     check(bench, batch, bench.run(batch, 72), atol=0.06)
     kernels = bench.gpu.calls("launch")[-1].kernels
-    assert kernels.count("torch") == 5 * 2 + 1
+    assert kernels.count("torch") == 5 + 1
     assert {"gemm", "gemv", "head"}.isdisjoint(kernels)
+
+
+def test_what_torch_multiplies_is_added_by_the_next_norm() -> None:
+    """That of the next layer too; only the first norm of a step has nothing to add."""
+    bench = Bench(max_rows=72, num_layers=3, simulate=False)
+    made = bench.chain.operations(72, is_decode=True, stores_logits=True)
+    norms = [one for one in made if isinstance(one, FakeLaunch) and one.kernel == "add_norm"]
+    normed = bench.gpu.address(bench.buffers.normed)
+    assert [norm.arguments["delta"] for norm in norms] == [0] + [normed] * 6
+    assert [dict(norm.spec.constants)["ADD"] for norm in norms] == [False] + [True] * 6
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])

@@ -23,7 +23,12 @@ KINDS = {
         "mlp_bias": True,
         "tie_word_embeddings": True,
     },
-    "wide group": {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 6, "num_key_value_heads": 1},
+    "wide group": {
+        "architectures": ["LlamaForCausalLM"],
+        "num_attention_heads": 6,
+        "num_key_value_heads": 1,
+        "mlp_bias": True,
+    },
 }
 """What differs from model to model; the last has more query heads per KV head than the kernel for decode takes."""
 

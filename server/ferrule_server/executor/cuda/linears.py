@@ -289,9 +289,16 @@ class _Large:
 
     def _linear(self, layer: int, name: str, x: Tensor, out: Tensor) -> Operation:
         weight, bias = _weight(self.parts, layer, name)
-        return partial(linear_out, x[: self.num_rows], weight, out[: self.num_rows], bias)
+        return partial(_linear_out, x[: self.num_rows], weight, out[: self.num_rows], bias)
 
 
+@torch.inference_mode()
+def _linear_out(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None) -> None:
+    """Put a product into ``out``, whatever mode its tensors were made in."""
+    linear_out(x, weight, out, bias)
+
+
+@torch.inference_mode()
 def _swiglu_out(gate_up: Tensor, out: Tensor) -> None:
     """Put ``silu(gate) * up`` into ``out``; the gate is overwritten."""
     gate, up = gate_up.chunk(2, dim=-1)
@@ -299,6 +306,7 @@ def _swiglu_out(gate_up: Tensor, out: Tensor) -> None:
     torch.mul(gate, up, out=out)
 
 
+@torch.inference_mode()
 def _logits_out(x: Tensor, weight: Tensor, rounded: Tensor, logits: Tensor) -> None:
     """Put the output head's product, rounded to bf16, into ``logits`` as float32."""
     linear_out(x, weight, rounded)

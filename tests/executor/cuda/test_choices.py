@@ -208,6 +208,7 @@ CHOICES = (
     OutputSpec(sample=SampleSpec(temperature=2.0, seed=5), shaping=Shaping(bias=((3, 9.0), (299, 8.5)), mask=MASKS[1])),
     OutputSpec(sample=SampleSpec(top_k=1000, top_p=0.5, seed=6), shaping=Shaping(0.7, bias=((0, -100.0), (7, 4.0)))),
     OutputSpec(sample=SampleSpec(temperature=0.0), draft=DraftSpec(3)),
+    OutputSpec(greedy=True, shaping=Shaping(bias=((5, -9.0), (298, 90.0)))),
     OutputSpec(greedy=True, shaping=Shaping()),
 )
 
@@ -224,17 +225,27 @@ def histories_of(specs: Sequence[OutputSpec]) -> list[Int32Array | None]:
 def test_tokens_are_those_of_the_definition() -> None:
     """Greedy, drawn, penalised, biased, masked, drafted and silent rows in one step, padded; rows without output."""
     bench = Bench()
-    logits = random_logits(14, seed=1)
-    logits[4, 200] = logits[11, 299] = np.nan
-    output_rows = [0, 1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 13]
-    batch = make_batch(CHOICES, histories_of(CHOICES), output_rows, num_rows=14)
+    logits = random_logits(15, seed=1)
+    output_rows = [0, 1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 13, 14]
+    forbidden = int(np.unpackbits(MASKS[0].bits, count=VOCAB, bitorder="little").argmin())
+    logits[4, 200] = logits[8, forbidden] = np.nan
+    batch = make_batch(CHOICES, histories_of(CHOICES), output_rows, num_rows=15)
 
     found = bench.run(logits, batch, 16)
 
     assert bench.kind is OutputKind.SAMPLE
     assert_same(found, expected_rows(logits, batch))
-    assert not found[4].is_finite
+    assert [i for i, row in enumerate(found) if not row.is_finite] == [4, 7]
     assert bench.buffers.result["tokens"][:4].tolist() == [row.token for row in found[:4]]
+
+
+def test_a_mask_alone_is_enough() -> None:
+    """No entries: the records of the shaping reach the GPU all the same."""
+    bench = Bench()
+    logits = random_logits(2, seed=6)
+    batch = make_batch([OutputSpec(greedy=True, shaping=Shaping(mask=mask)) for mask in MASKS[2:]])
+
+    assert_same(bench.run(logits, batch, 2), expected_rows(logits, batch))
 
 
 SCORES = (
@@ -255,10 +266,10 @@ def test_scores_are_those_of_the_definition_and_again_on_the_same_buffers() -> N
     """Two steps, the second of fewer rows: nothing of the first is left; rows that are not finite say nothing else."""
     bench = Bench()
     logits = random_logits(8, seed=2)
-    logits[1, 3], logits[5, 299] = -np.inf, np.inf
-    for specs, bucket in ((SCORES, 8), (SCORES[2:5], 4)):
-        batch = make_batch(specs)
-        found = bench.run(logits[: len(specs)], batch, bucket)
+    logits[0, 3], logits[5, 299] = -np.inf, np.inf
+    for specs, num_rows in ((SCORES, 8), (SCORES[2:5], 4)):
+        batch = make_batch(specs, (), range(num_rows - len(specs), num_rows), num_rows)
+        found = bench.run(logits[:num_rows], batch, num_rows)
         assert bench.kind is OutputKind.SCORE
         assert_same(found, expected_rows(logits, batch))
         assert all(not counter.any() for counter in bench.counters())

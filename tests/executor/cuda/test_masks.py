@@ -83,6 +83,19 @@ def test_the_mask_least_recently_used_gives_up_its_place() -> None:
     assert bench.masks.has_all([])
 
 
+def test_places_given_up_in_any_order_are_written_in_one_copy() -> None:
+    """The order of use is not that of the places."""
+    bench = Bench()
+    bench.use(0, 1, 2, 3)
+    for index in (2, 3, 0, 1):
+        bench.use(index)
+    slots = bench.use(4, 5, 6, 7)
+
+    assert list(slots.values()) == [2, 3, 0, 1]
+    assert bench.uploads() == [4, 4]
+    assert bench.read(slots.values()) == [_packed(i) for i in range(4, 8)]
+
+
 def test_a_step_before_reads_its_own_masks_though_they_are_given_up() -> None:
     """Copies lie in the stream behind those who read the place before, and no staging changes before its copy ran."""
     bench = Bench()

@@ -129,7 +129,7 @@ def _fill_entries(
     histories = [
         history + np.int32(i * vocab_size)
         for i, history in enumerate(batch.histories)
-        if history is not None and i in shapings and shapings[i].has_penalties
+        if history is not None and i in shapings
     ]
     bias = [(i * vocab_size + token, amount) for i, shaping in shapings.items() for token, amount in shaping.bias]
     if not histories and not bias:

@@ -25,7 +25,8 @@ class DeviceMasks:
 
     Args:
         gpu: That they are on.
-        masks: uint8 [num_masks, bytes of a mask, a multiple of 16], on the GPU.
+        masks: uint8 [num_masks, bytes of a mask, a multiple of 16], on the GPU; bits beyond the vocabulary mean
+            nothing there.
     """
 
     def __init__(self, gpu: Gpu, masks: Tensor) -> None:
@@ -70,7 +71,6 @@ class DeviceMasks:
         for mask, slot in zip(masks, slots, strict=True):
             if slot in self._events:
                 self._events.pop(slot).wait()
-            self._bytes[slot] = 0
             self._bytes[slot, : len(mask.bits)] = mask.bits
         for first, end in _runs(sorted(slots)):
             self._gpu.upload(self._masks[first:end].view(-1), self._staged[first:end].view(-1))

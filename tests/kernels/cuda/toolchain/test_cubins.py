@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from ferrule_server.kernels.cuda import block_transfer, copy_blocks, move_slots
@@ -387,3 +388,27 @@ def test_pool_of_processes_compiles_each_spec_once_for_all_architectures(tmp_pat
     assert [cubin.architecture for cubin in made.values()] == ["sm_80", "sm_90a"] * 2
     assert all(cubin.code.startswith(b"\x7fELF") and cubin.num_registers for cubin in made.values())
     assert build(jobs, cache=CubinCache(tmp_path)) == made
+
+
+_DIES = """
+import multiprocessing, os
+from concurrent.futures import ProcessPoolExecutor
+from ferrule_server.kernels.cuda.toolchain import cubins
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(1, mp_context=context, initializer=cubins._end_with_parent)
+    print(pool.submit(os.getpid).result(), flush=True)
+    os._exit(0)
+"""
+
+
+def test_processes_that_compile_end_with_the_one_that_started_them(tmp_path: Path) -> None:
+    """Also where that is killed: nobody is left that waits for work for ever."""
+    script = tmp_path / "dies.py"
+    script.write_text(_DIES)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=30, check=True)
+    worker = int(done.stdout)
+    deadline = time.monotonic() + 20
+    while psutil.pid_exists(worker) and psutil.Process(worker).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, f"process {worker} lives on"
+        time.sleep(0.05)

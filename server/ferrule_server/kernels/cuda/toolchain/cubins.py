@@ -14,6 +14,7 @@ import logging
 import multiprocessing
 import os
 import platform
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -179,7 +180,7 @@ def _compile_all(jobs: list[Job], num_workers: int | None) -> Iterable[tuple[Job
             yield job, compile_spec(*job)
         return
     context = multiprocessing.get_context("spawn")  # a fork would copy the locks of torch's and gRPC's threads
-    with ProcessPoolExecutor(num_workers, mp_context=context) as pool:
+    with ProcessPoolExecutor(num_workers, mp_context=context, initializer=_end_with_parent) as pool:
         waiting = {pool.submit(_compile, spec, names): spec for spec, names in by_spec.items()}
         try:
             for done in as_completed(waiting):
@@ -189,6 +190,19 @@ def _compile_all(jobs: list[Job], num_workers: int | None) -> Iterable[tuple[Job
             raise CompileError("a process that compiled kernels died; is there enough memory?") from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it ends, however: else it would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def _compile(spec: KernelSpec, architectures: list[str]) -> list[Cubin]:

@@ -15,7 +15,7 @@ from tests.kernels.cuda import simulator
 
 __all__ = ["Copy", "FakeLaunch", "FakeStream", "Faults", "Mark", "Replay", "StandIn", "TorchWork", "Work"]
 
-StandIn = Callable[[Mapping[str, int | float]], None]
+StandIn = Callable[[Mapping[str, int | float]], object]
 """Does what a kernel would, from its arguments by name; ``FakeGpu.at`` gives the tensors."""
 
 

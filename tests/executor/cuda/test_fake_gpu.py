@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,6 +26,10 @@ def twice(x: Address, y: Address, size: I32, *, FACTOR: float) -> None:  # noqa:
     i = thread_id()
     if i < size:
         store_f32(y + 4 * i, FACTOR * load_f32(x + 4 * i))
+
+
+def strided(x: Address, x_stride: Address, *, FACTOR: float) -> None:  # noqa: N803
+    """Take a number of bytes that needs 64 bits."""
 
 
 SPEC = KernelSpec(twice, (("FACTOR", 2.0),), num_threads=32, shared_bytes=0)
@@ -186,7 +191,7 @@ def _reads(bench: Bench) -> None:
 
 
 def _calls(bench: Bench) -> None:
-    bench.gpu.allocate("more", (1,), torch.int32)
+    bench.gpu.record()
 
 
 @pytest.mark.parametrize("function", [_allocates, _waits, _reads, _calls])
@@ -253,6 +258,7 @@ def test_a_fault_on_the_device_shows_at_the_next_wait_and_stays(bench: Bench) ->
         with pytest.raises(GpuLost, match="illegal"):
             call()
     assert bench.z.sum() == 0
+    assert bench.gpu.num_waiting == 0
 
 
 def test_loading_preparing_and_allocating_fail_by_name(bench: Bench) -> None:
@@ -329,6 +335,15 @@ def test_addresses_are_of_known_memory_only(bench: Bench) -> None:
         kernel.prepare([0x1000, 0, 1], grid=1)
     with pytest.raises(ValueError, match="one wave is 2"):
         kernel.prepare([0, 0, 1], grid=3)
+    bench.gpu.load(replace(SPEC, kernel=strided), CUBIN).prepare([0, 0x1000], grid=1)
+
+
+def test_a_part_of_a_tensor_is_aligned_as_it_would_be_on_a_gpu(bench: Bench) -> None:
+    """What begins 16 bytes behind a whole tensor is no better aligned than that."""
+    joint = torch.zeros(64)
+    bench.gpu.adopt("part", joint[4:], is_mutable=False)
+    assert bench.gpu.address(joint[4:]) % 256 == 16
+    assert bench.gpu.address(bench.x) % 256 == 0
 
 
 def test_stand_ins_act_for_kernels_in_their_place() -> None:
@@ -347,6 +362,16 @@ def test_stand_ins_act_for_kernels_in_their_place() -> None:
     gpu.launch([bench.double])
     gpu.synchronize()
     assert bench.y.sum() == 0
+
+
+def test_a_stand_in_finds_what_the_kernels_before_it_wrote(bench: Bench) -> None:
+    """In the midst of a chain, too."""
+    other = bench.gpu.load(replace(SPEC, kernel=strided), CUBIN).prepare([bench.gpu.address(bench.y), 0], grid=1)
+    bench.gpu.stand_ins["strided"] = lambda values: bench.z.copy_(bench.gpu.at(values["x"], (SIZE,), torch.float32))
+    bench.upload(2.0)
+    bench.gpu.launch([bench.double, other])
+    bench.gpu.synchronize()
+    assert (bench.z == 4).all()
 
 
 def test_kernels_that_start_early_run_as_one_chain(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,6 +398,7 @@ def test_torch_outside_of_current_is_in_no_order_with_the_stream(bench: Bench) -
             function()
     bench.upload(1.0)
     with bench.gpu.watched():
+        bench.x.view(2, 4).t()
         other.add_(1.0)
         bench.gpu.launch([bench.double, bench.increment])
         bench.gpu.record().wait()

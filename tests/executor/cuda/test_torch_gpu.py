@@ -280,6 +280,7 @@ def test_every_call_translates_its_errors(doubles: Doubles, name: str, is_lost: 
         (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"), GpuError),
         (RuntimeError("Found no NVIDIA driver on your system."), GpuError),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)"), None),
+        (type("CudaError", (RuntimeError,), {})("CUDA error: invalid argument (1)"), GpuError),
         (NotImplementedError("no kernel for CUDA"), None),
         (ValueError("CUDA"), None),
         (KeyboardInterrupt(), None),
@@ -316,3 +317,32 @@ def test_a_torch_without_cuda_is_one_clear_error(monkeypatch: pytest.MonkeyPatch
         TorchGpu.open(3)
     with pytest.raises(GpuError, match="sees 1 GPUs"):
         TorchGpu.open(3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_real_gpu_replays_copies_and_products() -> None:
+    """Uploads, a graph of torch's work, events and downloads, as a step uses them."""
+    gpu = TorchGpu.open(torch.cuda.current_device())
+    weight = torch.randn(256, 128, device=gpu.torch_device).bfloat16()
+    gpu.adopt("weight", weight, is_mutable=False)
+    x, y = gpu.allocate("x", (96, 128), torch.bfloat16), gpu.allocate("y", (96, 256), torch.bfloat16)
+    host_x, host_y = gpu.allocate_pinned("x", x.nbytes), gpu.allocate_pinned("y", y.nbytes)
+
+    def product() -> None:
+        torch.matmul(x, weight.t(), out=y)
+
+    with torch.inference_mode():
+        gpu.launch([product])
+        graph = gpu.capture([product])
+        for seed in range(3):
+            values = torch.randn(96, 128, generator=torch.Generator().manual_seed(seed)).bfloat16()
+            host_x.copy_(values.view(torch.uint8).view(-1))
+            gpu.upload(x.view(torch.uint8).view(-1), host_x)
+            gpu.replay(graph)
+            gpu.download(host_y, y.view(torch.uint8).view(-1))
+            gpu.record().wait()
+            expected = values.float() @ weight.cpu().float().t()
+            torch.testing.assert_close(host_y.view(torch.bfloat16).view(96, 256).float(), expected, rtol=0.02, atol=0.1)
+    graph.close()
+    gpu.close()

@@ -44,8 +44,8 @@ def translated(error: BaseException) -> GpuError | None:
         return _made(error, is_lost=error.is_context_lost)
     if isinstance(error, torch.AcceleratorError):
         return _made(error, is_lost=is_context_lost(int(getattr(error, "error_code", 0))))
-    if isinstance(error, torch.OutOfMemoryError) or (type(error) is RuntimeError and _CUDA_MESSAGE.search(str(error))):
-        return _made(error, is_lost=False)
+    if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
+        return _made(error, is_lost=False) if _CUDA_MESSAGE.search(str(error)) else None
     return None
 
 

@@ -1,198 +1,50 @@
-"""What output rows return through the kernels, in the simulator, against the definition in numpy.
-
-Raw logits stand for the chain before; everything from a step's specs to its output rows is the runner's own path: kind,
-records, one upload, launches, download, rows. What is not meant to be read holds garbage.
-"""
+"""What output rows return through the kernels, in the simulator, against the definition in numpy."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-import torch
-from torch import Tensor
 
 from ferrule_server.executor.base import (
     DraftLaw,
     DraftSpec,
     Int32Array,
     OutputSpec,
-    RowOutput,
     SampleSpec,
     Shaping,
-    StepBatch,
-    TokenMask,
 )
 from ferrule_server.executor.cuda.buffers import DecodeBuffers, Limits
-from ferrule_server.executor.cuda.choice_inputs import fill_choices
 from ferrule_server.executor.cuda.choice_launches import ChoiceSpecs, choice_operations
 from ferrule_server.executor.cuda.choices import (
-    ChoiceCounts,
     OutputKind,
-    input_span,
     kind_of,
-    masks_of,
-    read_choices,
-    result_spans,
 )
 from ferrule_server.executor.cuda.kernel_set import KernelSet
-from ferrule_server.executor.cuda.masks import DeviceMasks
-from ferrule_server.executor.ranking import best_ids
-from ferrule_server.executor.sampling import select_rows
 from ferrule_server.kernels.cuda.log_sum_exp import log_sum_exp
-from ferrule_server.kernels.cuda.log_sum_exp import shared_bytes as score_shared_bytes
-from ferrule_server.kernels.cuda.sample import DRAW_SHARED_BYTES, draw
-from ferrule_server.kernels.cuda.select_count import count_shared_bytes, select_count
-from ferrule_server.kernels.cuda.select_mass import mass_shared_bytes, select_mass
+from ferrule_server.kernels.cuda.sample import draw
+from ferrule_server.kernels.cuda.select_count import select_count
+from ferrule_server.kernels.cuda.select_mass import select_mass
 from ferrule_server.kernels.cuda.shape_logits import shape_logits
-from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec, ModelShape
-from ferrule_server.kernels.cuda.specialise import Constant
+from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
 from ferrule_server.kernels.cuda.toolchain.catalog import kernels_of
-from ferrule_server.kernels.cuda.top_k import gather_shared_bytes, gather_top_k
-from tests.executor.cuda.fake_gpu import CUBIN, FakeGpu, FakeLaunch
-from tests.kernels.cuda.logit_cases import DIGITS, SLICE, THREADS, WARPS
-
-VOCAB, MAX_ROWS, LARGEST_K = 300, 16, 32
-"""Two slices."""
-SHAPE = ModelShape(64, 64, 1, 2, 1, 64, VOCAB, False)
-LIMITS = Limits(max_blocks=4, max_rows=MAX_ROWS, max_requests=64, max_entries=256, num_masks=3, largest_k=LARGEST_K)
-GARBAGE = 0x5B
-
-Rows = npt.NDArray[np.float32]
-
-
-def _spec(kernel: object, shared_bytes: int, **constants: Constant) -> KernelSpec:
-    items = tuple(sorted({"SLICE": SLICE, "WARPS": WARPS, **constants}.items()))
-    return KernelSpec(kernel, items, THREADS, shared_bytes)  # type: ignore[arg-type]  # kernels differ in signature
-
-
-SMALL = ChoiceSpecs(
-    shape=_spec(shape_logits, 0),
-    counts=tuple(_spec(select_count, count_shared_bytes(bits), SHIFT=shift, BITS=bits) for shift, bits in DIGITS),
-    masses=tuple(_spec(select_mass, mass_shared_bytes(bits), SHIFT=shift, BITS=bits) for shift, bits in DIGITS),
-    draw=_spec(draw, DRAW_SHARED_BYTES),
-    score=_spec(log_sum_exp, score_shared_bytes(2)),
-    gather=_spec(gather_top_k, gather_shared_bytes(2, LARGEST_K), K=LARGEST_K),
+from ferrule_server.kernels.cuda.top_k import gather_top_k
+from tests.executor.cuda.choice_bench import (
+    LARGEST_K,
+    LIMITS,
+    MAX_ROWS,
+    SHAPE,
+    SMALL,
+    VOCAB,
+    Bench,
+    assert_same,
+    expected_rows,
+    make_batch,
+    make_mask,
+    random_logits,
 )
-"""The kernels with slices that a simulated CTA is through with soon."""
-
-
-class Bench:
-    """Buffers on a simulated GPU, and what a runner does with them behind the logits."""
-
-    def __init__(self) -> None:
-        self.gpu = FakeGpu(simulate=True, seed=5)
-        self.kernels = KernelSet(self.gpu, dict.fromkeys(SMALL.all, CUBIN))
-        self.buffers = DecodeBuffers(self.gpu, SHAPE, LIMITS, 2)
-        self.buffers.choice_partials = self.gpu.allocate("small_partials", (MAX_ROWS, 2, 16), torch.uint8)
-        self.masks = DeviceMasks(self.gpu, self.buffers.masks)
-        self.inputs = self.gpu.allocate_pinned("staged_inputs", self.buffers.input_layout.num_bytes)
-        self.results = self.gpu.allocate_pinned("staged_results", self.buffers.result_layout.num_bytes)
-        self.kind = OutputKind.GREEDY
-
-    def run(self, logits: Rows, batch: StepBatch, num_rows_bucket: int) -> list[RowOutput]:
-        """Return the output rows of a step with these logits: float32 [num_rows, VOCAB]."""
-        self.kind = kind_of(batch.output_specs, batch.histories, LIMITS)
-        self._chain_ends(logits)
-        counts = self._upload(batch, num_rows_bucket)
-        self.gpu.launch(choice_operations(self.kernels, self.buffers, num_rows_bucket, self.kind, SMALL))
-        self.results.fill_(GARBAGE)
-        for span in result_spans(self.buffers.result_layout, batch.num_rows, self.kind, counts):
-            self.gpu.download(self.results[span], self.buffers.results[span])
-        self.gpu.synchronize()
-        arrays = self.buffers.result_layout.arrays(self.results.numpy())
-        rows = read_choices(arrays, batch, self.kind, vocab_size=VOCAB)
-        self.results.fill_(GARBAGE)  # what was read does not change with it
-        return rows
-
-    def _chain_ends(self, logits: Rows) -> None:
-        """Do what the chain does last; everything else in these buffers is garbage."""
-        self.buffers.logits.fill_(torch.nan)
-        self.buffers.logits[: len(logits)] = torch.from_numpy(logits)
-        self.buffers.results.fill_(GARBAGE)
-        name = "tokens" if self.kind is OutputKind.GREEDY else "greedy"
-        self.buffers.result[name][: len(logits)] = torch.tensor(best_ids(logits), dtype=torch.int32)
-
-    def _upload(self, batch: StepBatch, num_rows_bucket: int) -> ChoiceCounts:
-        slots = self.masks.slots_for(masks_of(batch.output_specs))
-        self.inputs.fill_(GARBAGE)
-        self.buffers.inputs.fill_(GARBAGE)
-        views = self.buffers.input_layout.arrays(self.inputs.numpy())
-        counts = fill_choices(views, batch, num_rows_bucket, self.kind, slots, vocab_size=VOCAB)
-        span = input_span(self.buffers.input_layout, self.kind, counts)
-        if span is not None:
-            self.gpu.upload(self.buffers.inputs[span], self.inputs[span])
-        return counts
-
-    def counters(self) -> list[Tensor]:
-        """Return what is zero between steps."""
-        names = ("select_counts", "select_masses", "choice_tickets", "top_places")
-        return [getattr(self.buffers, name) for name in names]
-
-
-def make_batch(
-    specs: Sequence[OutputSpec],
-    histories: Sequence[Int32Array | None] = (),
-    output_rows: Sequence[int] | None = None,
-    num_rows: int | None = None,
-) -> StepBatch:
-    """Return a step of single rows, of which some are output rows; nothing but outputs and positions counts."""
-    rows = np.arange(len(specs) if num_rows is None else num_rows, dtype=np.int32)
-    return StepBatch(
-        token_ids=rows,
-        positions=7 * rows + 3,
-        slot_mapping=rows,
-        cu_seqlens_q=np.arange(len(rows) + 1, dtype=np.int32),
-        kv_lens=7 * rows + 4,
-        block_tables=np.zeros((len(rows), 1), np.int32),
-        output_rows=rows[: len(specs)] if output_rows is None else np.array(output_rows, np.int32),
-        output_specs=tuple(specs),
-        histories=tuple(histories),
-    )
-
-
-def make_mask(seed: int, share: float = 0.3) -> TokenMask:
-    """Return a mask that allows about this share of all tokens."""
-    is_allowed = np.random.default_rng(seed).random(VOCAB) < share
-    is_allowed[seed % VOCAB] = True
-    bits = np.packbits(is_allowed, bitorder="little")
-    return TokenMask(hashlib.blake2b(bits.tobytes(), digest_size=16).digest(), bits)
-
-
-def random_logits(num_rows: int, seed: int) -> Rows:
-    """Return rows some of which have many ties."""
-    logits = np.random.default_rng(seed).normal(0, 3, (num_rows, VOCAB))
-    logits[1::2] = np.round(logits[1::2])
-    return logits.astype(np.float32)
-
-
-def expected_rows(logits: Rows, batch: StepBatch) -> list[RowOutput]:
-    """Return what the definition says."""
-    rows = batch.output_rows
-    return select_rows(logits[rows], batch.positions[rows].tolist(), batch.output_specs, batch.histories)
-
-
-def assert_same(found: Sequence[RowOutput], expected: Sequence[RowOutput]) -> None:
-    """Compare rows, log-probabilities up to what float32 sums are good for."""
-    assert len(found) == len(expected)
-    for row, other in zip(found, expected, strict=True):
-        for name in ("position", "token", "is_accepted", "is_finite"):
-            assert getattr(row, name) == getattr(other, name), (name, row, other)
-        for name in ("model_logprob", "sampled_logprob", "target_logprob", "entropy"):
-            value = getattr(other, name)
-            assert getattr(row, name) == (None if value is None else pytest.approx(value, rel=1e-6, abs=1e-5)), name
-        for name in ("requested_logprobs", "top_logprobs"):
-            value = getattr(other, name)
-            assert (getattr(row, name) is None) == (value is None), name
-            if value is not None:
-                np.testing.assert_allclose(getattr(row, name), value, rtol=1e-6, atol=1e-5)
-        assert (None if row.top_ids is None else row.top_ids.tolist()) == (
-            None if other.top_ids is None else other.top_ids.tolist()
-        )
-
+from tests.executor.cuda.fake_gpu import CUBIN, FakeGpu, FakeLaunch
 
 MASKS = [make_mask(seed) for seed in range(4)]
 PENALTIES = Shaping(repetition_penalty=1.4, frequency_penalty=0.3, presence_penalty=-0.2)
@@ -343,6 +195,21 @@ def test_random_steps_are_those_of_the_definition(seed: int) -> None:
         assert bench.kind is not OutputKind.TORCH
         assert_same(found, expected_rows(logits, batch))
         assert all(not counter.any() for counter in bench.counters())
+
+
+def test_the_kernels_of_a_model_find_room_in_its_buffers() -> None:
+    """With their own slices and digits: top-k, top-p and the largest, more of them than there are tokens."""
+    bench = Bench(ChoiceSpecs.of(SHAPE), Limits(max_blocks=4, max_rows=2))
+    logits = random_logits(2, seed=7)
+    draw_spec = SampleSpec(top_k=20, top_p=0.9, seed=1)
+    batch = make_batch(
+        [
+            OutputSpec(sample=draw_spec, logprobs=True, shaping=Shaping(mask=MASKS[3])),
+            OutputSpec(num_top_logprobs=1000),
+        ]
+    )
+
+    assert_same(bench.run(logits, batch, 2), expected_rows(logits, batch))
 
 
 def test_greedy_rows_need_no_launch_and_no_upload() -> None:

@@ -23,11 +23,13 @@ class GraphKey:
         num_rows: Rows of the bucket.
         is_decode: Every sequence has one row.
         kind: What its output rows want.
+        has_outputs: There are output rows; without, only KV is written.
     """
 
     num_rows: int
     is_decode: bool
     kind: OutputKind
+    has_outputs: bool = True
 
 
 class GraphStore:

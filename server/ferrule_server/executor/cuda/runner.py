@@ -199,6 +199,7 @@ class CudaDecodeRunner:
                 bucket_for(batch.num_rows, self._max_rows),
                 batch.num_rows == batch.num_seqs,
                 kind_of(batch.output_specs, batch.histories, limits),
+                len(batch.output_rows) > 0,
             )
             self._latest = batch, key
         return self._latest[1]
@@ -239,6 +240,7 @@ class CudaDecodeRunner:
             stores_logits=key.kind is not OutputKind.GREEDY,
             is_deterministic=self._is_deterministic,
             keeps_hidden=key.kind is OutputKind.TORCH,
+            has_outputs=key.has_outputs,
         )
         return chain + choice_operations(self._kernels, self._buffers, key.num_rows, key.kind, self._choice_specs)
 

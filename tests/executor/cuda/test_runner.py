@@ -1,0 +1,241 @@
+"""Steps on the kernels: what is put into the stream and in which order, buckets, graphs, two steps in flight."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+
+from ferrule_server.executor.base import OutputSpec, RowOutput, SampleSpec, Shaping, TokenMask
+from ferrule_server.executor.cuda.choices import OutputKind
+from ferrule_server.executor.cuda.gpu import GpuError
+from ferrule_server.executor.cuda.graphs import GraphKey
+from tests.executor.cuda.toy_runner import GREEDY, Toy, next_tokens, rows_of
+
+SAMPLED = OutputSpec(sample=SampleSpec(seed=3))
+FULL = OutputSpec(greedy=True, full_logits=True, hidden_state=True)
+STEP = ["upload", "record", "launch", "download", "record"]
+
+
+def tokens_of(rows: list[RowOutput]) -> list[int | None]:
+    """Return the tokens of rows."""
+    return [row.token for row in rows]
+
+
+def test_a_step_is_one_upload_its_kernels_and_one_download() -> None:
+    """In this order, and then one wait; nothing is allocated."""
+    toy = Toy()
+    assert tokens_of(toy.runner.run(rows_of([5, 9], [3, 20]))) == next_tokens([5, 9], [3, 20])
+    assert [name for name in toy.gpu.names() if name not in ("load", "prepare")] == [*STEP, "wait"]
+    upload, download = toy.gpu.calls("upload")[0], toy.gpu.calls("download")[0]
+    assert (upload.subject, download.subject, download.num_bytes) == ("inputs", "results", 8)
+
+
+def test_a_graph_replays_what_was_launched() -> None:
+    """One call instead of many; tokens and positions of the new step are used."""
+    toy = Toy()
+    toy.settle(rows_of([5], [3]))
+    toy.gpu.log.clear()
+    assert tokens_of(toy.runner.run(rows_of([8], [40]))) == next_tokens([8], [40])
+    assert toy.gpu.names() == ["upload", "record", "replay", "download", "record", "wait"]
+    runner = toy.runner
+    assert (runner.num_graph_steps, runner.num_launched_steps, runner.captured_batch_sizes) == (1, 1, (1,))
+    assert runner.graph_bytes == 1 << 20
+
+
+@pytest.mark.parametrize(("num_rows", "bucket"), [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 20)])
+def test_a_step_runs_in_the_smallest_bucket(num_rows: int, bucket: int) -> None:
+    """Padded rows have neither token nor slot, and no results; the largest bucket is the limit."""
+    toy = Toy(max_rows=20)
+    tokens, positions = [(5 * n + 2) % 67 for n in range(num_rows)], [n % 16 for n in range(num_rows)]
+    toy.runner.run(rows_of([1] * 20, [15] * 20))
+    assert tokens_of(toy.runner.run(rows_of(tokens, positions))) == next_tokens(tokens, positions)
+    assert toy.num_rows[-1] == bucket
+    assert toy.seen[num_rows:] == [0] * (bucket - num_rows)
+    slots = toy.runner.buffers.input["slot_mapping"][num_rows:bucket].tolist()
+    assert slots == [-1] * (bucket - num_rows)
+
+
+def test_what_decides_a_graph() -> None:
+    """Rows, decode or not, kind, outputs or none; nothing else: one sequence more or another length needs no other."""
+    toy = Toy(max_rows=16)
+    toy.runner.run(rows_of([1, 2, 3], [4, 5, 6]))
+    toy.runner.run(rows_of([1, 2, 3, 4], [4, 5, 6, 9]))
+    toy.runner.run(rows_of([1, 2, 3], [4, 5, 6], counts=[2, 1]))
+    toy.runner.run(rows_of([1, 2, 3, 4], [4, 5, 6, 6], counts=[3, 1], outputs=[1]))
+    toy.runner.run(rows_of([1, 2, 3], [4, 5, 6], outputs=[]))
+    toy.runner.run(rows_of([1, 2, 3], [4, 5, 6], spec=FULL))
+    assert toy.runner.num_wanted == 4
+    toy.capture()
+    assert set(toy.runner.captured) == {
+        GraphKey(4, True, OutputKind.GREEDY),
+        GraphKey(4, False, OutputKind.GREEDY),
+        GraphKey(4, True, OutputKind.GREEDY, False),
+        GraphKey(4, True, OutputKind.TORCH),
+    }
+    assert toy.runner.captured_batch_sizes == (4,)
+
+
+def test_a_step_without_outputs_has_no_head() -> None:
+    """Only its KV is wanted."""
+    toy = Toy()
+    assert toy.runner.run(rows_of([1, 2], [4, 5], counts=[2], outputs=[])) == []
+    assert "head" not in toy.gpu.calls("launch")[-1].kernels
+    toy.runner.run(rows_of([1, 2], [4, 5], counts=[2], outputs=[1]))
+    assert "head" in toy.gpu.calls("launch")[-1].kernels
+
+
+def test_sampling_takes_a_second_span_each_way_and_its_kernels() -> None:
+    """The records behind the block tables; nobody else pays for them."""
+    toy = Toy()
+    toy.runner.run(rows_of([1], [4], spec=SAMPLED))
+    assert [call.subject for call in toy.gpu.calls("upload")] == ["inputs", "inputs"]
+    assert "draw" in toy.gpu.calls("launch")[-1].kernels
+
+
+def test_torch_selects_what_the_kernels_do_not() -> None:
+    """Whole logits and hidden states, of the output rows alone; nothing is downloaded."""
+    toy = Toy()
+    rows = toy.runner.run(rows_of([1, 2, 3, 4], [4, 5, 6, 9], counts=[3, 1], spec=FULL, outputs=[0, 2, 3]))
+    assert tokens_of(rows) == next_tokens([1, 3, 4], [4, 6, 9])
+    assert [row.position for row in rows] == [5, 7, 10]
+    for row in rows:
+        assert row.logits is not None
+        assert int(row.logits.argmax()) == row.token
+        assert row.hidden_state is not None
+        assert row.hidden_state.shape == (72,)
+    assert toy.gpu.calls("download") == []
+
+
+def test_torch_selects_from_many_rows_in_tiles() -> None:
+    """Each row once, in order."""
+    toy = Toy(max_rows=48)
+    tokens, positions = [n % 67 for n in range(48)], [n % 16 for n in range(48)]
+    assert tokens_of(toy.runner.run(rows_of(tokens, positions, spec=FULL))) == next_tokens(tokens, positions)
+
+
+# ---- two steps in flight --------------------------------------------------------------------------------------------
+
+
+def test_the_second_step_takes_the_tokens_of_the_first_on_the_device() -> None:
+    """Both are put before anything has run; which output a row takes is free."""
+    toy = Toy()
+    toy.settle(rows_of([1, 1], [1, 1]))
+    first = toy.runner.submit(rows_of([5, 9], [3, 20]))
+    second = toy.runner.submit(rows_of([0, 0], [21, 4], feedback=[1, 0]))
+    chosen = next_tokens([5, 9], [3, 20])
+    assert toy.gpu.num_waiting > 0
+    assert tokens_of(first.result()) == chosen
+    assert tokens_of(second.result()) == next_tokens([chosen[1], chosen[0]], [21, 4])
+
+
+def test_a_long_pipeline_overwrites_nothing_too_early() -> None:
+    """Twenty steps, each put before the one in front of it is read, of different sizes: every token is right."""
+    toy = Toy()
+    for num_rows in (1, 2, 3):
+        toy.settle(rows_of([1] * num_rows, [1] * num_rows))
+    known = [3, 4, 5]
+    waiting = [toy.runner.submit(rows_of(known, [0, 1, 2]))]
+    expected = [next_tokens(known, [0, 1, 2])]
+    for step in range(1, 20):
+        num_rows = 1 + step % 3
+        sources = [(step + n) % len(expected[-1]) for n in range(num_rows)]
+        positions = [(5 * step + n) % 200 for n in range(num_rows)]
+        batch = rows_of([0] * num_rows, positions, feedback=sources)
+        assert toy.runner.can_submit(batch)
+        waiting.append(toy.runner.submit(batch))
+        assert not toy.runner.can_submit(batch)
+        assert tokens_of(waiting[-2].result()) == expected[-1]
+        expected.append(next_tokens([expected[-1][source] for source in sources], positions))
+    assert tokens_of(waiting[-1].result()) == expected[-1]
+
+
+def test_a_step_is_submitted_once_its_graph_is_there() -> None:
+    """Before that somebody has to leave a gap for the capture."""
+    toy = Toy()
+    batch = rows_of([5], [3])
+    assert not toy.runner.can_submit(batch)
+    toy.runner.run(batch)
+    assert not toy.runner.can_submit(batch)
+    toy.capture()
+    assert toy.runner.can_submit(batch)
+    assert not toy.runner.can_submit(rows_of([5, 6], [3, 4]))
+
+
+def test_steps_without_room_for_a_graph_are_submitted_too() -> None:
+    """There is nothing to wait for; they are launched for ever."""
+    toy = Toy(graph_bytes=1)
+    toy.settle(rows_of([5], [3]))
+    batch = rows_of([5, 6], [3, 4])
+    assert toy.runner.can_submit(batch)
+    assert tokens_of(toy.runner.submit(batch).result()) == next_tokens([5, 6], [3, 4])
+    assert toy.runner.num_wanted == 0
+
+
+def test_what_takes_the_host_is_not_submitted() -> None:
+    """Outputs that torch selects, and masks that are not on the device yet."""
+    toy = Toy()
+    bits = np.full(9, 255, np.uint8)
+    bits[8] = 7
+    mask = TokenMask(hashlib.blake2b(bits.tobytes(), digest_size=16).digest(), bits)
+    masked = rows_of([5], [3], spec=OutputSpec(sample=SampleSpec(seed=1), shaping=Shaping(mask=mask)))
+    for batch in (rows_of([5], [3], spec=FULL), rows_of([5], [3], spec=SAMPLED)):
+        toy.runner.run(batch)
+    toy.capture()
+    assert not toy.runner.can_submit(rows_of([5], [3], spec=FULL))
+    assert not toy.runner.can_submit(masked)
+    toy.runner.run(masked)
+    assert toy.runner.can_submit(masked)
+
+
+# ---- limits and failures --------------------------------------------------------------------------------------------
+
+
+def test_deterministic_steps_are_those_of_the_tiles() -> None:
+    """At most 64 rows, no products with vectors, and torch selects row by row."""
+    toy = Toy(max_rows=80, is_deterministic=True)
+    assert toy.runner.max_rows == 64
+    toy.runner.run(rows_of([5], [3]))
+    kernels = set(toy.gpu.calls("launch")[-1].kernels)
+    assert "gemm" in kernels
+    assert not kernels & {"gemv", "head"}
+
+
+def test_nothing_is_allocated_once_it_is_made() -> None:
+    """Nor adopted; and graphs give their memory back at the end."""
+    toy = Toy()
+    for spec in (GREEDY, SAMPLED, FULL):
+        toy.runner.run(rows_of([5, 6], [3, 4], spec=spec))
+    toy.capture()
+    assert not {"allocate", "allocate_pinned", "adopt"} & set(toy.gpu.names())
+    assert len(toy.gpu.graphs) == 3
+    toy.runner.close()
+    assert toy.gpu.graphs == []
+
+
+@pytest.mark.parametrize(
+    "call", ["upload", "launch", "launch attention", "download", "wait", "run gemv", "prepare gemv"]
+)
+def test_what_the_gpu_refuses_is_told(call: str) -> None:
+    """Whoever runs the step decides what to do."""
+    toy = Toy()
+    toy.gpu.fail(call, GpuError("no"))
+    with pytest.raises(GpuError, match="no"):
+        toy.runner.run(rows_of([5], [3]))
+
+
+def test_a_replay_that_is_refused_is_told() -> None:
+    """Likewise."""
+    toy = Toy()
+    toy.settle(rows_of([5], [3]))
+    toy.gpu.fail("replay", GpuError("no"))
+    with pytest.raises(GpuError, match="no"):
+        toy.runner.submit(rows_of([5], [3]))
+
+
+def test_a_kernel_that_was_not_built_is_an_error_of_the_gpu() -> None:
+    """Its name is said."""
+    toy = Toy(cubins={})
+    with pytest.raises(GpuError, match="was not built"):
+        toy.runner.run(rows_of([5], [3]))

@@ -20,29 +20,29 @@ from ferrule_server.executor.cuda.staging import UploadRing
 from ferrule_server.executor.cuda.weights import adopt_weights
 from ferrule_server.kernels import reference
 from tests.executor.cuda.fake_gpu import CUBIN, FakeGpu, FakeLaunch
-from tests.executor.cuda.tiny_model import tiny_executor
+from tests.executor.cuda.tiny_model import KINDS, tiny_executor
 from tests.model.stepping import Piece, PooledSequence, Stepper
 
-TOKENS = [(37 * i + 11) % 67 for i in range(200)]
+TOKENS = [(37 * i + 11) % 67 for i in range(400)]
 
 
 class Bench:
     """A tiny model in torch and, over the same weights and a pool of its own, on a GPU in the simulator."""
 
     def __init__(
-        self, kind: str = "qwen3", *, max_rows: int = 8, num_layers: int = 2, simulate: bool = True, seed: int = 0
+        self, kind: str = "qwen3", *, max_rows: int = 8, num_layers: int = 2, num_sms: int = 2, simulate: bool = True
     ) -> None:
-        executor = tiny_executor(kind, num_layers=num_layers)
+        executor = tiny_executor(kind, num_layers=num_layers, num_blocks=48)
         assert executor.plain_weights is not None
         self.weights = executor.plain_weights
         self.stepper = Stepper(executor)
         self.torch_pool = executor.pool
         self.shape = shape_of(executor.config)
-        self.gpu = FakeGpu(simulate=simulate, seed=seed)
-        limits = Limits(max_blocks=16, max_rows=max_rows, max_requests=8, max_entries=8, num_masks=1)
-        self.buffers = DecodeBuffers(self.gpu, self.shape, limits, max_attention_grid(self.shape, 2))
+        self.gpu = FakeGpu(num_sms=num_sms, simulate=simulate)
+        limits = Limits(max_blocks=32, max_rows=max_rows, max_requests=8, max_entries=8, num_masks=1)
+        self.buffers = DecodeBuffers(self.gpu, self.shape, limits, max_attention_grid(self.shape, num_sms))
         self.uploads = UploadRing(self.gpu, "inputs", self.buffers.inputs, self.buffers.input_layout)
-        weights = adopt_weights(self.gpu, self.weights, executor.config, 256)
+        weights = adopt_weights(self.gpu, self.weights, executor.config, 512)
         specs = specs_needed(self.shape, is_deterministic=False)
         self.pool = executor.pool.clone()
         self.chain = StepChain(
@@ -138,6 +138,41 @@ def test_a_step_is_one_of_the_decoder(kind: str, num_layers: int, num_rows: Sequ
     pieces = [Piece(seq, TOKENS[50 : 50 + count]) for seq, count in zip(seqs, num_rows, strict=True)]
     batch = bench.stepper.batch(*pieces)
     check(bench, batch, bench.run(batch, bucket), atol=0.06)
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_long_sequences_are_shared_among_multiprocessors(is_deterministic: bool) -> None:
+    """Tables of more blocks than one row of ``work`` holds, partial sums of several splits, beside a short sequence."""
+    bench = Bench(num_layers=1, num_sms=3)
+    first, second = bench.prefill(300, 3)
+    batch = bench.stepper.batch(Piece(second, [7]), Piece(first, [5]))
+    check(bench, batch, bench.run(batch, is_deterministic=is_deterministic), atol=0.06)
+    assert bench.buffers.attention_partials.any()
+    assert not bench.buffers.attention_tickets.any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(16))
+def test_random_steps_are_those_of_the_decoder(seed: int) -> None:
+    """Three steps in a row of up to four sequences each, of any length, in any bucket, some rows run as queries."""
+    random = np.random.default_rng(seed)
+    bench = Bench(list(KINDS)[seed % 3], max_rows=24, num_sms=int(random.integers(1, 5)))
+    seqs = bench.prefill(*random.integers(1, 170, size=random.integers(1, 5)).tolist())
+    for _ in range(3):
+        pieces = [_random_piece(random, seq) for seq in seqs]
+        batch = bench.stepper.batch(*pieces)
+        bucket = int(random.integers(batch.num_rows, 25))
+        found = bench.run(batch, bucket, is_deterministic=bool(random.integers(2)))
+        check(bench, batch, found, atol=0.08)
+        bench.pool.copy_(bench.torch_pool)
+
+
+def _random_piece(random: np.random.Generator, seq: PooledSequence) -> Piece:
+    """Return one to five new tokens of a sequence, or its last ones once more."""
+    count = 1 if random.integers(2) else int(random.integers(2, 6))
+    is_query = seq.length >= count and random.random() < 0.2
+    start = seq.length - count if is_query else seq.length
+    return Piece(seq, TOKENS[start : start + count], is_query=is_query)
 
 
 def test_many_rows_go_through_torch() -> None:
@@ -253,6 +288,16 @@ def test_only_the_first_launch_waits_for_all_before_it(num_rows: int) -> None:
     launches = [operation for operation in operations if isinstance(operation, FakeLaunch)]
     assert launches[0].kernel == "embed"
     assert [launch.starts_early for launch in launches] == [False] + [True] * (len(launches) - 1)
+
+
+def test_without_outputs_a_step_ends_behind_the_last_layer() -> None:
+    """The first pieces of a long prompt want KV alone."""
+    bench = Bench(max_rows=72, simulate=False)
+    for num_rows in (1, 5, 72):
+        step = {"is_decode": True, "stores_logits": False}
+        whole, body = (bench.chain.operations(num_rows, **step, has_outputs=one) for one in (True, False))
+        kernels = [one.kernel if isinstance(one, FakeLaunch) else "torch" for one in whole]
+        assert kernels[len(body) :] in (["head"], ["add_norm", "gemm", "argmax"], ["add_norm", "torch", "argmax"])
 
 
 def test_steps_that_promise_bits_are_small() -> None:

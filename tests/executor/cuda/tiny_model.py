@@ -41,7 +41,7 @@ def tiny_config(kind: str = "qwen3", *, num_layers: int = 2) -> ModelConfig:
         "num_hidden_layers": num_layers,
         "head_dim": 64,
         "vocab_size": 67,
-        "max_position_embeddings": 256,
+        "max_position_embeddings": 512,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "hidden_act": "silu",

@@ -84,6 +84,7 @@ class StepChain:
         stores_logits: bool,
         is_deterministic: bool = False,
         keeps_hidden: bool = False,
+        has_outputs: bool = True,
     ) -> list[Operation]:
         """Return what leads from ``input`` to the best token of each row: -1 where a logit is NaN or infinite.
 
@@ -95,6 +96,7 @@ class StepChain:
             stores_logits: ``logits`` is written.
             is_deterministic: A row's bits do not depend on the rows beside it, nor on how its sequence is cut.
             keeps_hidden: ``normed`` holds the rows behind the final norm.
+            has_outputs: False: only KV is wanted; there are neither logits nor tokens.
 
         Raises:
             KernelMissing: A kernel was not built.
@@ -107,6 +109,8 @@ class StepChain:
             made += linears.project(layer)
             made.append(self._attend(layer, is_decode, is_deterministic))
             made += linears.finish(layer)
+        if not has_outputs:
+            return made
         result = self._parts.buffers.result
         tokens = result["greedy" if stores_logits else "tokens"]
         return made + linears.head(tokens, stores_logits=stores_logits, keeps_hidden=keeps_hidden)

@@ -19,6 +19,7 @@ from ferrule_server.executor import devices, select
 from ferrule_server.executor.base import Executor, PipelinedExecutor
 from ferrule_server.executor.cuda import compose
 from ferrule_server.executor.cuda.cuda_executor import CudaExecutor
+from ferrule_server.executor.cuda.torch_gpu import TorchGpu
 from ferrule_server.executor.devices import Device
 from ferrule_server.executor.select import create_executor, has_bfloat16_instructions
 from ferrule_server.executor.torch_executor import TorchExecutor
@@ -131,7 +132,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     monkeypatch.setattr(devices, "find_device", lambda _: Device(0))
     monkeypatch.setattr(devices, "memory_of", lambda _: (4 << 29, 3 << 30))
     monkeypatch.setattr(Device, "name", "cpu")
-    monkeypatch.setattr(compose.TorchGpu, "open", lambda _: fake)
+    monkeypatch.setattr(TorchGpu, "open", lambda _: fake)
     monkeypatch.setattr(compose, "_building", build)
     num_threads = torch.get_num_threads()
     yield fake

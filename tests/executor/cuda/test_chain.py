@@ -127,7 +127,7 @@ def check(bench: Bench, batch: StepBatch, found: Tensor, *, atol: float) -> None
     [
         pytest.param("qwen3", 2, (1,), 1, id="one row"),
         pytest.param("llama", 1, (1, 1), 2, id="two rows with biases"),
-        pytest.param("qwen3", 2, (2, 1), 8, id="verify, padded"),
+        pytest.param("qwen3", 1, (2, 1), 8, id="verify, padded"),
         pytest.param("wide group", 1, (1, 1, 1), 3, id="tensor cores attend, with biases"),
     ],
 )
@@ -260,24 +260,6 @@ def _rows_of(batch: StepBatch) -> Iterator[StepBatch]:
             output_rows=np.zeros(1, np.int32),
             output_specs=batch.output_specs[:1],
         )
-
-
-def test_a_captured_chain_serves_every_step_of_its_size() -> None:
-    """Another sequence, position and block table: the graph gives the bits of launches."""
-    bench = Bench(num_layers=1)
-    first, second = bench.prefill(17, 40)
-    step = {"is_decode": True, "stores_logits": True}
-    operations = bench.chain.operations(1, **step)
-    bench.upload(bench.stepper.batch(Piece(first, [5])))
-    bench.gpu.launch(operations)
-    graph = bench.gpu.capture(operations)
-    batch = bench.stepper.batch(Piece(second, [9]))
-    expected = bench.run(batch)
-    bench.buffers.logits.zero_()
-    bench.upload(batch)
-    bench.gpu.replay(graph)
-    bench.gpu.synchronize()
-    assert torch.equal(bench.buffers.logits[:1], expected)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 64, 72])

@@ -242,6 +242,11 @@ def test_the_compose_files_give_settings_that_fit_together() -> None:
     assert config.token_file == Path("/run/ferrule/tokens")
     assert config.tls_key == Path("/run/ferrule/key.pem")
     assert not config.is_insecure
+    on_gpu = (ROOT / "deploy" / "compose.gpu.yml").read_text()
+    config = parse_config(re.findall(r"- (--\S+)", on_gpu), {})
+    assert (config.device, config.is_insecure) == ("cuda", True)
+    assert f"kernels:{config.kernel_cache} " in on_gpu
+    assert f" {config.kernel_cache}\n" in (ROOT / "deploy" / "Dockerfile").read_text()
 
 
 @pytest.mark.parametrize(

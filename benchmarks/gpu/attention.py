@@ -39,10 +39,11 @@ def attention(task: Row) -> Iterator[Row]:
         yield {"kind": "attention", "arm": "flashinfer", "status": "left out", "reason": f"not installed ({error})"}
         return
     for batch in BATCHES:
-        yield _flashinfer(flashinfer, shape, batch, gpu)
+        for has_mma in (False, True):
+            yield _flashinfer(flashinfer, shape, batch, gpu, has_mma=has_mma)
 
 
-def _flashinfer(flashinfer: Any, shape: ModelShape, batch: int, gpu: Gpu) -> Row:
+def _flashinfer(flashinfer: Any, shape: ModelShape, batch: int, gpu: Gpu, *, has_mma: bool) -> Row:
     """Return us of flashinfer's batch decode over as many layers as no cache holds, in one graph."""
     num_blocks, device = CONTEXT // BLOCK_SIZE, gpu.torch_device
     order = np.random.default_rng(3).permutation(batch * num_blocks).astype(np.int32)
@@ -58,6 +59,7 @@ def _flashinfer(flashinfer: Any, shape: ModelShape, batch: int, gpu: Gpu) -> Row
         workspace,
         "HND",
         use_cuda_graph=True,
+        use_tensor_cores=has_mma,
         paged_kv_indptr_buffer=starts.clone(),
         paged_kv_indices_buffer=torch.from_numpy(order).to(device),
         paged_kv_last_page_len_buffer=lasts.clone(),
@@ -67,7 +69,11 @@ def _flashinfer(flashinfer: Any, shape: ModelShape, batch: int, gpu: Gpu) -> Row
     out = torch.empty_like(query)
     graph = measure.captured(lambda: [wrapper.run(query, pool, out=out) for pool in pools])
     us = summary([one / num_layers for one in measure.time_us(graph)], 2)
-    row: Row = {"kind": "attention", "arm": "flashinfer", "case": f"attention rows=1 batch={batch} context={CONTEXT}"}
+    row: Row = {
+        "kind": "attention",
+        "arm": f"flashinfer{', tensor cores' if has_mma else ''}",
+        "case": f"attention rows=1 batch={batch} context={CONTEXT}",
+    }
     return {
         **row,
         "context": CONTEXT,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from benchmarks.gpu import models
+from benchmarks.gpu.parts import STEPS
 from benchmarks.gpu.timing import Row
 
 ASSUMED_GBS = 4300.0
@@ -96,8 +97,7 @@ def find(rows: Sequence[Row], part: str, arm: str, cell: tuple[int, int], kind: 
 
 def _share_bar(model: str, batch: int, context: int, parity: float, aim: float, *, is_share: bool = False) -> Bar:
     """Return a bar on the share of the read ceiling; parity and aim in tokens/s, or as shares themselves."""
-    steps = 32
-    per_token = models.read_bytes(models.config_of(model), batch, context + (steps + 1) / 2) / batch / 1e9
+    per_token = models.read_bytes(models.config_of(model), batch, context + (STEPS + 1) / 2) / batch / 1e9
     times = 1.0 if is_share else 100 * per_token / ASSUMED_GBS
 
     def row_of(rows: Sequence[Row]) -> Row | None:

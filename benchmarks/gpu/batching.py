@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -52,19 +54,14 @@ def _token_times(model: Any, prompts: list[list[int]], num_tokens: int, task: Ro
     Raises:
         RuntimeError: Not all of them came.
     """
-    from transformers import ContinuousBatchingConfig, GenerationConfig
+    from transformers import GenerationConfig
 
     settings: Any = GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1)  # type: ignore[no-untyped-call]
     pages = len(prompts) * -(-(len(prompts[0]) + num_tokens) // _PAGE_TOKENS) + 2
     made = model.generate_batch(
         prompts,
         generation_config=settings,
-        continuous_batching_config=ContinuousBatchingConfig(
-            page_size=_PAGE_TOKENS,
-            num_blocks=pages,
-            max_batch_tokens=max(len(prompts), 64 if task["dry"] else 4096),
-            allow_block_sharing=False,
-        ),
+        continuous_batching_config=_config(pages, max(len(prompts), 64 if task["dry"] else 4096)),
         record_timestamps=True,
     )
     times = [one.timestamps for one in made.values()]
@@ -72,3 +69,18 @@ def _token_times(model: Any, prompts: list[list[int]], num_tokens: int, task: Ro
     if len(times) != len(prompts) or counts != {num_tokens}:
         raise RuntimeError(f"{len(times)} of {len(prompts)} requests came back, with {counts} tokens each")
     return times
+
+
+def _config(num_pages: int, max_rows: int) -> Any:
+    """Return what bounds its memory; no kernels from a hub, no prompt found again."""
+    from transformers import ContinuousBatchingConfig
+
+    wanted = {
+        "page_size": _PAGE_TOKENS,
+        "num_blocks": num_pages,
+        "max_batch_tokens": max_rows,
+        "allow_block_sharing": False,
+        "auto_switch_to_flash": importlib.util.find_spec("flash_attn") is not None,
+    }
+    known = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}  # they differ by version
+    return ContinuousBatchingConfig(**{name: value for name, value in wanted.items() if name in known})

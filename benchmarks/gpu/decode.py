@@ -60,7 +60,7 @@ def against(task: Row) -> Iterator[Row]:
     longest_s, deadline = 0.0, time.monotonic() + task["limit_s"] - 10
     for cell in task["cells"]:
         if time.monotonic() + longest_s > deadline:
-            yield left_out(cell, "the time of the part is over", arm=peer.name)
+            yield left_out(cell, "the time of the part is over", peer.name)
             continue
         began = time.monotonic()
         yield from _pair(task, config, weights, peer, cell)
@@ -70,14 +70,12 @@ def against(task: Row) -> Iterator[Row]:
 def _pair(task: Row, config: ModelConfig, weights: ModelWeights, peer: Peer, cell: Sequence[int]) -> Iterator[Row]:
     batch, context, steps = cell
     if not fits(config, batch, context + steps, task, copies=2):
-        yield left_out(cell, "does not fit the memory", arm=peer.name)
+        yield left_out(cell, "does not fit the memory", peer.name)
         return
     executor = open_executor(task, weights, kv_bytes(config, batch, context + steps), context + steps)
     ours = Ours(executor, is_dry=bool(task["dry"]))
     try:
         yield from measured([ours, peer], config, cell, task["rounds"])
-    except PeerLeftOut as error:
-        yield left_out(cell, str(error), arm=peer.name)
     finally:
         peer.close()
         executor.close()
@@ -93,8 +91,10 @@ def measured(arms: Sequence[Any], config: ModelConfig, cell: Sequence[int], num_
         try:
             arm.prepare(batch, context, steps)
             ready.append(arm)
-        except (NotReady, torch.cuda.OutOfMemoryError) as error:
-            yield left_out(cell, f"{type(error).__name__}: {error}", arm=arm.name)
+        except (PeerLeftOut, torch.OutOfMemoryError) as error:
+            yield left_out(cell, f"{type(error).__name__}: {error}", arm.name)
+        except (NotReady, RuntimeError) as error:  # a compiler of a peer may fail in many ways; the others go on
+            yield {**left_out(cell, f"{type(error).__name__}: {error}", arm.name), "status": "NOT READY"}
     if not ready:
         return
     first = ready[0].first_logits()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 
@@ -27,12 +28,14 @@ def operations(task: Row) -> Iterator[Row]:
     config = models.config_of(task["model"])
     weights = models.random_weights(task["model"], device_of(task))
     length = context + 64
-    executor = open_executor(task, weights, kv_bytes(config, 4, length), length)
+    open_one = partial(open_executor, task, weights, kv_bytes(config, 4, length), length)
+    executor = open_one()
     ours = Ours(executor, is_dry=bool(task["dry"]))
     for at in task["verify_contexts"]:
         yield from _verifies(ours, at)
     yield from _transfers(executor, task["transfer_blocks"])
-    with in_process(executor) as engine:
+    executor.close()
+    with in_process(open_one()) as engine:  # another one: an executor belongs to the thread that runs its steps
         prompt = tuple(np.random.default_rng(1).integers(0, config.vocab_size, context - 5).tolist())
         yield from _prompt_again(engine, prompt, task["rounds"])
         yield from _forks(engine, prompt, task["rounds"])

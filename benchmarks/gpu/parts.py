@@ -17,7 +17,7 @@ STAGES = {
 BATCHES = (1, 8, 32, 128)
 CONTEXTS = (256, 2048, 8192)
 LIMIT_S = 590.0
-STEPS = 32
+STEPS = 64
 ROUNDS = 5
 
 Cells = list[tuple[int, ...]]
@@ -70,12 +70,12 @@ def all_parts() -> list[Part]:
 
 def _peers() -> list[Part]:
     compiled: Cells = [(1, 256, STEPS), (32, 2048, STEPS), (8, 256, STEPS), (32, 256, STEPS), (128, 256, STEPS)]
-    batched: Cells = [(batch, 256, 64) for batch in BATCHES] + [(32, 2048, 64)]
+    batched: Cells = [*((batch, 256, STEPS) for batch in BATCHES), (32, 2048, STEPS)]
     found = [_against("static", model, compiled) for model in _CHECKED_MODELS]
     found += [_against("compiled", model, compiled[:2]) for model in ("Qwen3-0.6B", _LARGE)]
     found += [_against("graph", model, [*compiled, (1, 2048, STEPS)]) for model in _CHECKED_MODELS]
     found += [_part("d", "batching", model, cells=batched, rounds=2) for model in ("Qwen3-0.6B", _LARGE)]
-    found += [_part("d", "attention", model, 300) for model in ("Qwen3-0.6B", _LARGE)]
+    found += [_part("d", "attention", model, 400) for model in ("Qwen3-0.6B", _LARGE)]
     return found
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -95,7 +96,8 @@ def server(task: Row, folder: Path, pool_bytes: int, max_context: int) -> Iterat
         RuntimeError: It does not become ready; with the end of its log.
     """
     log = Path(task["models"]) / "server.log"
-    address = f"unix:{log.resolve().with_suffix('.sock')}"
+    place = tempfile.TemporaryDirectory()  # the path of a socket must be short
+    address = f"unix:{place.name}/ferrule.sock"
     command = [sys.executable, "-m", "ferrule_server", "--model", str(folder), "--listen", address]
     command += ["--kv-memory", f"{-(-pool_bytes // (1 << 20))}MiB", "--max-context", str(max_context)]
     command += ["--executor", "numba-cuda", "--dtype", "bfloat16", "--drain-grace", "0s"]
@@ -114,6 +116,7 @@ def server(task: Row, folder: Path, pool_bytes: int, max_context: int) -> Iterat
         watchdog.cancel()
         process.terminate()
         process.communicate(timeout=30)
+        place.cleanup()
 
 
 def _through(target: str, config: ModelConfig, cells: Sequence[Sequence[int]], task: Row) -> Iterator[Row]:

@@ -20,7 +20,21 @@ import torch
 from torch import Tensor
 
 from benchmarks import bench_gpu
-from benchmarks.gpu import bars, batching, correct, decode, models, operations, parts, peers, plot, report, timing, wire
+from benchmarks.gpu import (
+    bars,
+    batching,
+    correct,
+    decode,
+    models,
+    operations,
+    parts,
+    peers,
+    plot,
+    reference,
+    report,
+    timing,
+    wire,
+)
 from benchmarks.gpu.executors import kv_bytes, open_executor
 from benchmarks.gpu.ours import NotReady, Ours
 from benchmarks.gpu.peers import CompiledPeer, GraphPeer, Peer, PlainPeer, StaticPeer
@@ -145,7 +159,7 @@ def test_torch_is_never_measured_as_ours(weights: ModelWeights) -> None:
     """A fallback ends the preparation with its reason; a step that was no replay is said in the row."""
     failing = QueuedExecutor(_executor(weights), num_preparations=9, fallback_reason="no kernel loads")
     (row,) = decode.measured([Ours(failing)], CONFIG, (2, 20, 4), 1)
-    assert (row["status"], row["reason"]) == ("left out", "NotReady: no kernel loads")
+    assert (row["status"], row["reason"]) == ("NOT READY", "NotReady: no kernel loads")
     slow = QueuedExecutor(_executor(weights))
     ours = Ours(slow)
     ours.prepare(2, 20, 4)
@@ -213,7 +227,7 @@ def test_buffers_of_the_runner_are_compared_too(weights: ModelWeights) -> None:
     """By name, those of the last step: right ones pass, one that is off by 3 % does not."""
     ours = _named(Ours(_executor(weights), is_dry=True))
     ids = torch.from_numpy(np.random.default_rng(11).integers(0, CONFIG.vocab_size, (1, 42))).long()
-    trace = correct.traced(CONFIG, weights, ids, 1, torch.bfloat16)
+    trace = reference.traced(CONFIG, weights, ids, 1, torch.bfloat16)
     held = {name: values[0] for name, values in trace.buffers.items()}
     for factor, status in ((1.0, "ok"), (1.03, "WRONG")):
         buffers = type("Buffers", (), {**held, "gated": held["gated"] * factor})
@@ -479,7 +493,7 @@ def test_bars_are_judged_by_the_measured_ceiling() -> None:
 def test_bars_are_those_that_were_set() -> None:
     """Tokens/s as shares of 4.3 TB/s."""
     first = bars.BARS[0]
-    num_bytes = models.read_bytes(models.config_of("Qwen3-8B"), 1, 272.5)
+    num_bytes = models.read_bytes(models.config_of("Qwen3-8B"), 1, 256 + (parts.STEPS + 1) / 2)
     assert (first.parity, first.aim) == pytest.approx((200 * num_bytes / 4.3e10, 240 * num_bytes / 4.3e10))
     assert [(bar.parity, bar.aim) for bar in bars.BARS if bar.unit != "% of ceiling"] == [
         (950, 795),

@@ -88,7 +88,7 @@ class DeferredExecutor:
         fails: What the n-th call of a kind raises (1 is the first).
         num_calls: Of each kind.
         num_to_tend: Pieces of preparation left.
-        refuses: :meth:`can_submit` says no.
+        refuses: :meth:`can_submit` says no. takes_histories: it does not mind penalties.
         calls: Kinds of calls in order, with the rows of steps.
     """
 
@@ -98,7 +98,7 @@ class DeferredExecutor:
         self.fails: dict[tuple[Call, int], Exception] = {}
         self.num_calls: dict[Call, int] = dict.fromkeys(("submit", "result", "tend", "run"), 0)
         self.num_to_tend = 0
-        self.refuses = False
+        self.refuses = self.takes_histories = False
         self.calls: list[tuple[str, int]] = []
         self._is_eager = is_eager
         self._chance = chance or random.Random(0)
@@ -134,7 +134,7 @@ class DeferredExecutor:
         """One row for each sequence, and outputs of a kind that needs no help of the host."""
         if self.refuses or batch.num_rows != batch.num_seqs or batch.num_rows != len(batch.output_rows):
             return False
-        return not batch.histories and not any(map(_needs_host, batch.output_specs))
+        return (self.takes_histories or not batch.histories) and not any(map(_needs_host, batch.output_specs))
 
     def submit(self, batch: StepBatch) -> DeferredStep:
         """Take a step; it runs when its result is asked for, or something is done behind it."""
@@ -281,6 +281,10 @@ class Rounds:
     def ask(self, job: Job) -> Pending:
         """Submit a job."""
         return self.harness.submit(job)
+
+    def ask_all(self, *jobs: Job) -> list[Pending]:
+        """Submit jobs as one frame."""
+        return self.harness.submit_all(*jobs)
 
 
 def check_pool(harness: Harness, executor: FakeExecutor) -> None:

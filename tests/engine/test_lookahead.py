@@ -15,6 +15,7 @@ from ferrule_server.engine.jobs import (
     ForkJob,
     ForkResult,
     InfoJob,
+    Job,
     OutputRequest,
     ReleaseJob,
     ReserveJob,
@@ -245,3 +246,50 @@ def test_whatever_is_done_to_the_sequence_while_a_step_is_queued_ends_as_without
         assert harness.engine.counters.queued_steps > 10
         assert harness.deferred.misuse == []
         assert not harness.deferred.num_pending
+
+
+NEXT: dict[str, Callable[[Handle, Handle, int], list[Job]]] = {
+    "the_same": lambda tip, _, token: [append(tip, token)],
+    "another_token": lambda tip, _, token: [append(tip, (token + 1) % 32)],
+    "another_output": lambda tip, _, token: [append(tip, token, output=drawn_with(9))],
+    "two_tokens": lambda tip, _, token: [append(tip, token, 5)],
+    "no_token": lambda tip, _, __: [append(tip)],
+    "shorter": lambda tip, before, token: [TruncateJob("me", tip, before.length), append(before, token)],
+    "rewound": lambda _, before, token: [append(before, token, on_stale=StalePolicy.REWIND)],
+    "branched_off": lambda _, before, token: [append(before, (token + 1) % 32, on_stale=StalePolicy.FORK)],
+    "shared": lambda tip, _, token: [ForkJob("me", tip, tip.length, 1), append(tip, token)],
+    "behind_others": lambda tip, _, token: [append(None, 1, 2), append(None, 3), append(tip, token)],
+    "released": lambda tip, _, token: [ReleaseJob("me", (tip,)), append(None, 1, 2, token), append(tip, token)],
+}
+"""What a client may do with a sequence on which a Generate stopped, by its last two handles and the last token."""
+
+
+@pytest.mark.parametrize("num_prompt", range(1, 9))
+@pytest.mark.parametrize("name", NEXT)
+def test_a_row_of_a_generate_that_stopped_is_nobody_elses_unless_it_is_the_same(name: str, num_prompt: int) -> None:
+    """At the next moment a client goes on in its place, while the guess is still in the queue for another Generate."""
+    prompt = range(num_prompt)
+    with Harness() as plain:
+        tokens = start(plain, generate(None, *prompt, output=GREEDY, max_tokens=9)).branch().tokens
+    num_drawn = tokens.index(tokens[-1]) + 1
+    stop = StopRules(token_ids=frozenset({tokens[-1]}))
+
+    def run(harness: Harness, executor: FakeExecutor) -> list[object]:
+        rounds = Rounds(harness)
+        other = rounds.start(generate(None, 9, 9, output=GREEDY, max_tokens=30))
+        stream = rounds.start(generate(None, *prompt, output=GREEDY, stop=stop))
+        while not stream.is_over:
+            rounds.run(1)
+        tip, before = reversed(stream.branch().handles[-2:] if num_drawn > 1 else stream.branch().handles * 2)
+        pending = rounds.ask_all(*NEXT[name](tip, before, tokens[-1]))
+        rounds.finish()
+        check_pool(harness, executor)
+        return [what_became_of(other.branch()), *map(outcome_of, pending)]
+
+    plain = Harness()
+    expected = run(plain, plain.executor)
+    for is_eager in (False, True):
+        harness = DeferredHarness(is_eager=is_eager)
+        assert run(harness, harness.inner) == expected
+        assert harness.deferred.misuse == []
+        assert harness.engine.counters.discarded_rows <= (name != "the_same")

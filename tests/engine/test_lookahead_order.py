@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from ferrule_server.engine.jobs import (
     Follow,
     GenerateJob,
     OutputRequest,
+    ReleaseJob,
+    StopRules,
     WarmupJob,
     WarmupResult,
     Window,
@@ -101,6 +104,38 @@ def test_who_decodes_step_by_step_beside_a_generate_is_in_every_second_step() ->
     assert len(stream.branch().tokens) == 60
 
 
+def test_who_joins_an_append_of_a_generate_is_a_client_too() -> None:
+    """It is answered with it, and comes back."""
+    harness = DeferredHarness(gather_share=0.0)
+    rounds = Rounds(harness)
+    stream = rounds.start(long_job())
+    rounds.run(5)
+    branch = stream.so_far()[0]
+    joining = rounds.ask(append(branch.handles[-1], branch.tokens[-1]))
+    rounds.run(1)
+    assert joining.result().replayed
+    assert (harness.engine.counters.joined, harness.engine.counters.queued_steps) == (1, 4)
+    rounds.run(4)
+    assert harness.engine.counters.queued_steps == 4
+    rounds.run(1)
+    assert harness.engine.counters.queued_steps == 5
+    rounds.finish()
+
+
+def test_time_that_two_steps_share_is_counted_once() -> None:
+    """A queued step begins when the one before it ends."""
+    harness = DeferredHarness(FakeExecutor(step_time_s=0.002))
+    rounds = Rounds(harness)
+    stream = rounds.start(long_job(30))
+    begun_ns = time.monotonic_ns()
+    rounds.finish()
+    elapsed_ns = time.monotonic_ns() - begun_ns
+    counters = harness.engine.counters
+    assert 30 * 2_000_000 <= counters.step_ns <= elapsed_ns
+    assert counters.prefill_ns + counters.decode_ns == counters.step_ns
+    assert len(stream.branch().tokens) == 30
+
+
 def test_a_lane_in_which_somebody_waits_is_not_followed() -> None:
     """Whatever waits has its turn at the commit, and changes what comes next."""
     harness = DeferredHarness()
@@ -132,6 +167,7 @@ def test_outputs_that_need_the_host_are_not_queued(spec: OutputSpec) -> None:
         whole = start(plain, job).branch()
     job = generate(None, 1, 2, 3, output=OutputRequest(spec), max_tokens=20)
     with DeferredHarness() as harness:
+        harness.deferred.takes_histories = True
         assert start(harness, job).branch().tokens == whole.tokens
         assert harness.engine.counters.queued_steps == 0
 
@@ -186,6 +222,22 @@ def test_the_walk_of_a_repeated_generate_is_not_queued_and_goes_on_queued_behind
 # ---- room ------------------------------------------------------------------------------------------------------------
 
 
+def test_a_cached_block_that_is_foreseen_is_not_found_any_more() -> None:
+    """It is written to, and the Generate stops: a prompt that it was of must be computed again."""
+    prompt = tuple(range(20, 32))
+    with Harness() as plain:
+        tokens = start(plain, generate(None, 9, output=GREEDY, max_tokens=8)).branch().tokens
+    assert tokens.index(tokens[-1]) == 7, "the stop would come too early"
+    stop = StopRules(token_ids=frozenset({tokens[-1]}))
+    with DeferredHarness(FakeExecutor(num_blocks=1 + 3 + 2)) as harness:
+        harness.release(harness.prefill(*prompt).handle)
+        start(harness, generate(None, 9, output=GREEDY, stop=stop)).branch()
+        assert harness.store.pool.num_evictions == 1
+        again = harness.prefill(*prompt)
+        assert (again.cached_tokens, again.rows[0].token) == (8, fake_next_token(prompt, 32))
+        check_pool(harness, harness.inner)
+
+
 @pytest.mark.parametrize("num_blocks", [8, 12, 14])
 def test_without_room_a_generate_ends_where_it_would_have_ended(num_blocks: int) -> None:
     """Blocks run out for one of several, and each block foreseen was another's to take."""
@@ -230,6 +282,17 @@ def test_blocks_that_are_cached_are_given_up_for_a_guess_and_never_written_befor
         assert harness.engine.counters.discarded_rows == 0
 
 
+def test_room_that_is_set_aside_is_foreseen() -> None:
+    """Spares come before the pool's blocks."""
+    with DeferredHarness() as harness:
+        job = long_job()
+        job.reserved_length = 30
+        others = [start(harness, long_job()) for _ in range(2)]
+        assert len(start(harness, job).branch().tokens) == 40
+        assert [len(other.branch().tokens) for other in others] == [40, 40]
+        assert harness.engine.counters.discarded_rows == 0
+
+
 # ---- what can break --------------------------------------------------------------------------------------------------
 
 
@@ -267,9 +330,18 @@ def test_a_lost_device_loses_every_handle_whatever_is_queued(call: Call, nth: in
         assert harness.deferred.calls[-1][0] == call
 
 
+def test_a_step_that_was_queued_passes_the_same_places() -> None:
+    """A failpoint finds every step, whether it was queued or not."""
+    failpoints = Failpoints()
+    with DeferredHarness(failpoints=failpoints) as harness:
+        start(harness, long_job()).branch()
+        assert harness.engine.counters.queued_steps == 38
+        assert failpoints.num_hits("before_schedule") == failpoints.num_hits("after_schedule") == 40
+
+
 @pytest.mark.parametrize("place", ["before_schedule", "after_schedule", "during_copy", "after_commit"])
 @pytest.mark.parametrize("nth", range(1, 9))
-def test_wherever_the_engine_breaks_others_go_on(place: Place, nth: int) -> None:
+def test_wherever_the_engine_breaks_others_go_on(place: Place, nth: int, expected: list[tuple[object, ...]]) -> None:
     """A failpoint anywhere: at most what it hit ends with a fault, and nothing is out of order."""
     failpoints = Failpoints()
     harness = DeferredHarness(failpoints=failpoints)
@@ -281,6 +353,8 @@ def test_wherever_the_engine_breaks_others_go_on(place: Place, nth: int) -> None
         failpoints.arm(place, break_down, nth)
         stream = start(harness, long_job(num_branches=2))
         stream.wait()
+        if place in {"after_schedule", "during_copy"}:  # nothing of the step has been answered
+            assert tokens_of(stream.branches()) == expected
         assert len(harness.prefill(4, 5).rows) == 1
         harness.engine.close()
         check_pool(harness, harness.inner)
@@ -369,6 +443,21 @@ def test_a_preparation_that_fails_stops_nobody() -> None:
     with harness:
         assert len(start(harness, long_job(20)).branch().tokens) == 20
         assert harness.engine.counters.queued_steps > 10
+
+
+def test_a_warm_up_finds_the_queue_empty_where_nobody_runs_any_more() -> None:
+    """It came together with the cancel of the only Generate."""
+    harness = DeferredHarness()
+    rounds = Rounds(harness)
+    stream = rounds.start(long_job())
+    rounds.run(5)
+    assert harness.deferred.num_pending == 1
+    handle = stream.so_far()[0].handles[-1]
+    _, pending = rounds.ask_all(ReleaseJob("me", (handle,)), WarmupJob("admin", (1,)))
+    rounds.run(1)
+    harness.engine._round()
+    assert isinstance(pending.outcome(), WarmupResult)
+    assert harness.deferred.misuse == []
 
 
 def test_a_warm_up_finds_nothing_pending_and_waits_for_one_step() -> None:

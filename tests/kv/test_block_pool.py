@@ -87,3 +87,26 @@ def test_integrity_notices_owners_that_nobody_counted() -> None:
     pool.allocate(1)
     with pytest.raises(AssertionError, match="owners"):
         pool.check_integrity({})
+
+
+def mixed_pool() -> BlockPool:
+    """A pool with two empty blocks, three cached ones and one in use."""
+    pool = BlockPool(num_blocks=7, block_size=4)
+    block_ids = pool.allocate(6)
+    for block_id in block_ids[1:5]:
+        pool.keep(block_id)
+    for index in (3, 0, 4, 1, 5):
+        pool.release([block_ids[index]])
+    return pool
+
+
+@pytest.mark.parametrize("count", range(7))
+def test_the_next_blocks_are_those_that_are_handed_out_next(count: int) -> None:
+    """Empty ones first, then cached ones, the one that became free first before the others; all are empty then."""
+    other = mixed_pool()
+    expected = [other.allocate(1)[0] for _ in range(min(count, 5))]
+    pool = mixed_pool()
+    assert pool.next_blocks(count) == expected
+    assert (pool.num_free, pool.num_evictions) == (5, max(0, min(count, 5) - 2))
+    pool.check_integrity()
+    assert [pool.allocate(1)[0] for _ in expected] == expected

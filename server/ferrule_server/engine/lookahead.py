@@ -68,7 +68,7 @@ class _Guess:
         """Whether the row is what this append of one token would run."""
         if run.verdict is not Verdict.APPEND or run.reservation is None or run.reservation.copies:
             return False
-        if run.start != self.start or run.token_ids != (self.token,) or run.cursor:
+        if run.start != self.start or run.token_ids != (self.token,):
             return False
         spec = run.specs.get(0)
         has_blocks = run.block_ids is self.block_ids or run.block_ids == self.block_ids
@@ -123,11 +123,11 @@ class Lookahead:
         if not self._pending:
             return []
         guesses = self._pending[0].guesses
-        row_of = {guess.sequence: row for row, guess in enumerate(guesses)}
+        row_of: dict[Sequence | None, int] = {guess.sequence: row for row, guess in enumerate(guesses)}
         chunks: list[Chunk] = []
         self._claimed = []
         for run in running:
-            row = None if run.sequence is None else row_of.get(run.sequence)
+            row = row_of.get(run.sequence)
             if row is not None and guesses[row].is_right(run):
                 chunks.append(Chunk(run, 1))
                 self._claimed.append(row)
@@ -238,7 +238,7 @@ class Lookahead:
         """Put one more row behind each append that is likely to go on, if the executor takes such a step."""
         rows, reservations = [], []
         for row, run in runs:
-            if run.job.follow is Follow.LIKELY and run.reservation is not None and not run.is_abandoned:
+            if run.job.follow is Follow.LIKELY and run.reservation is not None:
                 rows.append(row)
                 reservations.append(run.reservation)
         guesses: list[_Guess] = []

@@ -75,7 +75,7 @@ def _config(num_pages: int, max_rows: int) -> Any:
     """Return what bounds its memory; no kernels from a hub, no prompt found again."""
     from transformers import ContinuousBatchingConfig
 
-    wanted = {
+    wanted: dict[str, Any] = {
         "page_size": _PAGE_TOKENS,
         "num_blocks": num_pages,
         "max_batch_tokens": max_rows,

@@ -617,7 +617,7 @@ class MemoryPlan:
         buffer_bytes: Buffers of a step, allocated once.
         workspace_bytes: Kept for prompts and for outputs that the kernels do not cover.
         graph_bytes: Taken by captured graphs.
-        free_bytes: Left over.
+        free_bytes: Left over; what ``total_bytes`` has beyond all of these others use.
     """
 
     total_bytes: int

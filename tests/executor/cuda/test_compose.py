@@ -19,6 +19,7 @@ from ferrule_server.executor.cuda.cuda_executor import CudaExecutor
 from ferrule_server.executor.cuda.gpu import Gpu, GpuError
 from ferrule_server.executor.cuda.kernel_build import KernelBuild
 from ferrule_server.executor.cuda.kernel_choice import shape_of, specs_needed
+from ferrule_server.executor.cuda.memory_plan import format_plan
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.toolchain.bundle import Bundle, write_bundle
 from ferrule_server.kernels.cuda.toolchain.compile import CompileError, Cubin
@@ -128,6 +129,15 @@ def test_memory_is_planned_and_kernels_begun_before_the_model_is_read(
     text = "\n".join(record.getMessage() for record in caplog.records)
     for word in ("weights", "KV pool", "buffers", "workspace", "graphs", "free"):
         assert word in text
+
+
+def test_the_page_shows_the_plan_as_the_log_does(config: ModelConfig) -> None:
+    """The same uses in the same order, in columns."""
+    page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
+    shown = page[page.index("memory of the GPU  ") :].partition("```")[0].splitlines()
+    printed = format_plan(prepared(config).plan).splitlines()
+    assert [line[:18] for line in shown] == [line[:18] for line in printed]
+    assert {len(line) for line in shown} == {len(line) for line in printed}
 
 
 def test_the_executor_serves_in_torch_while_kernels_are_compiled(

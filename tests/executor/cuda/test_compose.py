@@ -20,13 +20,14 @@ from ferrule_server.executor.cuda.gpu import Gpu, GpuError
 from ferrule_server.executor.cuda.kernel_build import KernelBuild
 from ferrule_server.executor.cuda.kernel_choice import shape_of, specs_needed
 from ferrule_server.executor.cuda.memory_plan import format_plan
+from ferrule_server.executor.torch_executor import TorchExecutor
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.toolchain.bundle import Bundle, write_bundle
 from ferrule_server.kernels.cuda.toolchain.compile import CompileError, Cubin
 from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.weights import LoadedModel
-from tests.executor.cuda.fake_gpu import FakeGpu
+from tests.executor.cuda.fake_gpu import CUBIN, FakeGpu
 from tests.executor.cuda.tiny_model import tiny_config, tiny_model
 
 GIB = 1 << 30
@@ -153,6 +154,33 @@ def test_the_executor_serves_in_torch_while_kernels_are_compiled(
     assert state.memory is not None
     assert state.memory.kv_pool == executor.info.num_blocks * executor.info.bytes_per_block
     executor.close()
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_what_is_allocated_is_what_was_planned(
+    kind: str, is_deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the byte, but for the gaps between tensors: weights, pool, and all that the kernels need besides."""
+    monkeypatch.setattr(compose, "TorchExecutor", partial(TorchExecutor, is_plain=True))
+    monkeypatch.setattr(compose, "KernelBuild", partial(KernelBuild, load=_load_stand_ins))
+    gpu, config = FakeGpu(), tiny_config(kind)
+    settings = options(is_deterministic=is_deterministic, max_context=100)
+    preparation = prepare(config, settings, open_gpu=opening(gpu))
+    assert preparation.build is not None
+    assert preparation.build.wait(20)
+    executor = preparation.finish(tiny_model(kind))
+    assert is_deterministic or executor._ready_runner() is not None
+    memory = executor.state.memory
+    assert memory is not None
+    taken = sum(call.num_bytes for call in gpu.log if call.name in ("allocate", "adopt"))
+    planned = memory.weights + memory.kv_pool + memory.buffers
+    assert planned - (1 << 16) < taken <= planned
+    executor.close()
+
+
+def _load_stand_ins(specs: list[KernelSpec], *_: object, **__: object) -> dict[KernelSpec, Cubin]:
+    return dict.fromkeys(specs, CUBIN)
 
 
 def test_without_a_size_the_pool_gets_what_the_fraction_leaves(config: ModelConfig) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -299,3 +301,12 @@ def test_closing_gives_everything_back() -> None:
     world.executor.submit(world.decode(4))
     world.executor.close()
     assert (world.made().is_closed, world.torch.is_closed, world.gpu.is_closed) == (True, True, True)
+
+
+def test_the_page_names_tests_that_exist() -> None:
+    """``docs/cuda_runner.md`` says of each failure which test shows what happens."""
+    here = Path(__file__).parent
+    page = (here.parents[2] / "docs" / "cuda_runner.md").read_text()
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", page)
+    assert len(named) > 6
+    assert [name for file, name in named if f"def {name}(" not in (here / file).read_text()] == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ferrule_server.executor.base import Int32Array, RowOutput, StepBatch
@@ -244,6 +245,7 @@ class CudaDecodeRunner:
         )
         return chain + choice_operations(self._kernels, self._buffers, key.num_rows, key.kind, self._choice_specs)
 
+    @torch.inference_mode()
     def _selected(self, batch: StepBatch) -> list[RowOutput]:
         """Return what torch selects from the logits of the step that was just put; waits for it."""
         rows: list[RowOutput] = []

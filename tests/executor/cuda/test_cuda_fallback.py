@@ -141,9 +141,10 @@ def test_kernels_that_do_not_compile_are_done_without(wakes_by: str, caplog: pyt
     assert world.executor.state.name == "torch"
     if wakes_by == "run":
         world.executor.run(world.decode(3))
-    assert not world.executor.tend()
-    world.executor.run(world.decode(3))
-    assert [record.levelno for record in caplog.records].count(logging.WARNING) == 1
+    for _ in range(2):
+        assert not world.executor.tend()
+        assert [record.levelno for record in caplog.records].count(logging.WARNING) == 1
+        world.executor.run(world.decode(3))
     assert world.executor.state.fallback_reason.startswith("the compiler of GPU kernels is not installed")
 
 

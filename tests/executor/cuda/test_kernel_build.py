@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ferrule_server.executor.cuda import kernel_build
 from ferrule_server.executor.cuda.gpu import GpuError
 from ferrule_server.executor.cuda.kernel_build import KernelBuild
 from ferrule_server.kernels.cuda import block_transfer, copy_blocks
@@ -68,6 +70,21 @@ def test_progress_counts_kernels_until_all_are_there() -> None:
     assert build.wait(TIMEOUT_S)
     assert (build.progress, build.has_succeeded, build.failure) == ("", True, "")
     assert build.result() == build.result() == {spec: cubin(spec) for spec in SPECS}
+
+
+def test_the_log_says_now_and_then_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For who looks at a server that compiles for minutes; not once for each kernel."""
+    for seconds, expected in ((1e-9, ["kernels_compiling", "kernels_compiling"]), (60.0, [])):
+        monkeypatch.setattr(kernel_build, "_SAY_S", seconds)
+        caplog.clear()
+        load = SlowLoad()
+        load.may_go_on.release(2)
+        with caplog.at_level(logging.INFO):
+            assert started(load).wait(TIMEOUT_S)
+        events = [record.getMessage().split()[0] for record in caplog.records]
+        assert events == [f"event={event}" for event in [*expected, "kernels_ready"]]
 
 
 def test_the_compiler_gets_processes_of_its_own() -> None:

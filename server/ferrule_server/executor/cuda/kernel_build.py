@@ -20,6 +20,9 @@ __all__ = ["KernelBuild"]
 
 _log = logging.getLogger(__name__)
 
+_SAY_S = 10.0
+"""The log says so often how far a build is."""
+
 
 class _Closed(Exception):
     """Nobody wants the kernels any more."""
@@ -57,6 +60,7 @@ class KernelBuild:
         self._num_workers = num_workers or max(2, (os.cpu_count() or 1) - 1)
         self._load = load
         self._num_ready = 0
+        self._said_at = 0.0
         self._cubins: dict[KernelSpec, Cubin] | None = None
         self._error: Exception | None = None
         self._is_closed = False
@@ -107,7 +111,7 @@ class KernelBuild:
         self._is_closed = True
 
     def _main(self) -> None:
-        begun = time.monotonic()
+        begun = self._said_at = time.monotonic()
         try:
             self._cubins = self._build()
         except Exception as error:  # noqa: BLE001 - whatever it is, torch serves; whoever asks for the result is told
@@ -126,10 +130,14 @@ class KernelBuild:
             progress=self._told,
         )
 
-    def _told(self, num_ready: int, num_wanted: int, name: str) -> None:  # noqa: ARG002
+    def _told(self, num_ready: int, num_wanted: int, name: str) -> None:
         if self._is_closed:
             raise _Closed("the server ends")
         self._num_ready = num_ready
+        now = time.monotonic()
+        if now - self._said_at >= _SAY_S:
+            _log.info("event=kernels_compiling ready=%d wanted=%d latest=%s", num_ready, num_wanted, name)
+            self._said_at = now
 
 
 def _sentence(error: Exception) -> str:

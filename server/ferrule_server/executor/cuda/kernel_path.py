@@ -128,6 +128,7 @@ class KernelPath:
         if build is None or self._make_runner is None:
             raise GpuError(self.reason or "they are switched off")
         self.runner = self._make_runner(build.result())
+        _log.info("event=kernels_serve max_rows=%d", self.runner.max_rows)
         return self.runner
 
     def give_up(self, error: Exception) -> None:

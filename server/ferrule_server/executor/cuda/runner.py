@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TypedDict
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -77,6 +77,7 @@ class CudaDecodeRunner:
         self._is_deterministic = is_deterministic
         self._vocab_size = shape.vocab_size
         self._max_rows = min(buffers.limits.max_rows, MAX_GEMM_ROWS) if is_deterministic else buffers.limits.max_rows
+        self._attention = {way: _attention_of(chain, way, is_deterministic) for way in (False, True)}
         self._choice_specs = ChoiceSpecs.of(shape)
         self._uploads = UploadRing(gpu, "inputs", buffers.inputs, buffers.input_layout)
         self._downloads = DownloadRing(gpu, "results", buffers.results, buffers.result_layout)
@@ -140,7 +141,7 @@ class CudaDecodeRunner:
             key.kind is not OutputKind.TORCH
             and self._downloads.has_room
             and self._graphs.is_settled(key)
-            and self._masks.has_all(masks_of(batch.output_specs))
+            and (not _has_records(key.kind) or self._masks.has_all(masks_of(batch.output_specs)))
         )
 
     def submit(self, batch: StepBatch) -> QueuedStep:
@@ -209,8 +210,8 @@ class CudaDecodeRunner:
         """Put upload and kernels of a step into the stream."""
         self._latest = None
         arrays = self._uploads.fill()
-        num_work = self._fill_inputs(arrays, batch, key)
-        slots = self._masks.slots_for(masks_of(batch.output_specs)) if key.kind is not OutputKind.TORCH else {}
+        num_work = fill_inputs(arrays, batch, key.num_rows, **self._attention[key.is_decode])
+        slots = self._masks.slots_for(masks_of(batch.output_specs)) if _has_records(key.kind) else {}
         counts = fill_choices(arrays, batch, key.num_rows, key.kind, slots, vocab_size=self._vocab_size)
         layout = self._buffers.input_layout
         span = input_span(layout, key.kind, counts)
@@ -220,19 +221,6 @@ class CudaDecodeRunner:
         else:
             self._num_launched_steps += 1
         return counts
-
-    def _fill_inputs(self, arrays: Mapping[str, np.ndarray], batch: StepBatch, key: GraphKey) -> int:
-        way = {"is_decode": key.is_decode, "is_deterministic": self._is_deterministic}
-        return fill_inputs(
-            arrays,
-            batch,
-            key.num_rows,
-            rows_per_tile=self._chain.rows_per_tile(**way),
-            num_kv_heads=self._chain.num_kv_heads,
-            num_ctas=self._chain.attention_grid(**way),
-            partials_capacity=self._chain.partials_capacity(**way),
-            block_size=self._chain.block_size,
-        )
 
     def _operations(self, key: GraphKey) -> list[Operation]:
         chain = self._chain.operations(
@@ -319,6 +307,32 @@ def create_runner(
     chain = StepChain(kernels, adopted, buffers, torch_executor.pool, shape=shape, eps=config.norm_eps)
     return CudaDecodeRunner(
         gpu, kernels, chain, buffers, shape=shape, is_deterministic=is_deterministic, graph_bytes=graph_bytes
+    )
+
+
+def _has_records(kind: OutputKind) -> bool:
+    """Whether kernels shape and draw, and so may need masks."""
+    return kind not in (OutputKind.GREEDY, OutputKind.TORCH)
+
+
+class _Attention(TypedDict):
+    """What the work list of a step is made for."""
+
+    rows_per_tile: int
+    num_kv_heads: int
+    num_ctas: int
+    partials_capacity: int
+    block_size: int
+
+
+def _attention_of(chain: StepChain, is_decode: bool, is_deterministic: bool) -> _Attention:
+    way = {"is_decode": is_decode, "is_deterministic": is_deterministic}
+    return _Attention(
+        rows_per_tile=chain.rows_per_tile(**way),
+        num_kv_heads=chain.num_kv_heads,
+        num_ctas=chain.attention_grid(**way),
+        partials_capacity=chain.partials_capacity(**way),
+        block_size=chain.block_size,
     )
 
 

@@ -240,6 +240,7 @@ def _say_ready(address: ListenAddress, engine: Engine, config: ServerConfig) -> 
         "listen": address.target,
         "model": info.model.model_id,
         "executor": info.name,
+        "device": info.device,
         "dtype": info.model.dtype,
         "blocks": info.num_blocks - 1,
         "block_size": info.block_size,

@@ -74,6 +74,14 @@ def test_status_tells_what_is_prepared_and_what_the_memory_is_for(executor: Prep
         assert (later.executor, later.preparation, later.num_graph_steps) == ("numba-cuda", "", 99)
 
 
+def test_steps_queued_ahead_are_counted() -> None:
+    """By the engine, on any executor."""
+    with RunningServer() as server:
+        server.engine.counters.queued_steps, server.engine.counters.discarded_rows = 5, 2
+        status = _status(server)
+        assert (status.num_queued_steps, status.num_discarded_rows) == (5, 2)
+
+
 def test_a_fallback_is_told_with_its_reason(executor: PreparingExecutor) -> None:
     """As the state has it now, whatever was expected at the start; a plan that does not add up stays readable."""
     with RunningServer(executor) as server:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -63,6 +64,18 @@ def test_a_machine_without_a_gpu_is_told_from_one_that_is_broken(
     assert (device.index, device.is_broken) == (None, False)
     assert "finds no GPU" in device.reason
     assert cuda == []
+
+
+def test_a_driver_that_pytorch_warns_of_is_broken(cuda: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too old, or it does not start: told in PyTorch's words, and the warning goes nowhere else."""
+
+    def look() -> bool:
+        warnings.warn("CUDA initialization: the driver is too old\nupdate it", stacklevel=1)
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", look)
+    reason = "PyTorch cannot use CUDA: CUDA initialization: the driver is too old"
+    assert find_device("auto") == Device(None, reason, is_broken=True)
 
 
 def test_a_number_beyond_the_last_gpu_is_told_how_many_there_are(cuda: list[str]) -> None:

@@ -86,7 +86,7 @@ def test_ready_line_names_the_address_and_sigterm_ends_with_0() -> None:
     """Port 0 becomes a real port, one line on stdout and no more, a clean end."""
     with _running(*REFERENCE, "--listen", "127.0.0.1:0", "--instance", "box-1") as (process, values):
         assert values["executor"] == values["model"] == "paged-reference"
-        assert values["instance"] == "box-1"
+        assert (values["instance"], values["device"]) == ("box-1", "cpu")
         with grpc.insecure_channel(values["listen"]) as channel:
             stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
             status = stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=10).status

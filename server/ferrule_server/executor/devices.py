@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +40,8 @@ def find_device(wanted: str) -> Device:
         return Device()
     if torch.version.cuda is None:
         return Device(reason="this PyTorch was built without CUDA")
+    if complaint := _complaint():
+        return Device(reason=f"PyTorch cannot use CUDA: {complaint}", is_broken=True)
     if not torch.cuda.is_available():
         return Device(reason="PyTorch finds no GPU, or no driver for one")
     index, count = int(wanted.partition(":")[2] or 0), torch.cuda.device_count()
@@ -53,11 +56,23 @@ def memory_of(index: int) -> tuple[int, int]:
     return free_bytes, total_bytes
 
 
+def _complaint() -> str:
+    """Return what PyTorch warns of while it looks for GPUs: a driver that is too old, or does not start."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.is_available()
+    return _first_line(str(caught[-1].message)) if caught else ""
+
+
 def _tried(index: int) -> Device:
     """Run one operation: a GPU may be there and taken, out of memory, or too old for this PyTorch."""
     try:
         torch.zeros(1, device=f"cuda:{index}").add_(1).item()
     except (RuntimeError, AssertionError) as error:  # torch.AcceleratorError and OutOfMemoryError are RuntimeErrors
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        return Device(reason=f"GPU {index} is there and cannot be used: {first_line}", is_broken=True)
+        reason = _first_line(str(error)) or type(error).__name__
+        return Device(reason=f"GPU {index} is there and cannot be used: {reason}", is_broken=True)
     return Device(index)
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]

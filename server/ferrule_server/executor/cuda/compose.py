@@ -226,12 +226,10 @@ def _building(config: ModelConfig, options: GpuOptions, architecture: str) -> Ke
     """Return the kernels of a model, begun."""
     if options.kernel_bundle is not None:
         _check_bundle(options.kernel_bundle, architecture)
-    build = KernelBuild(
-        specs_needed(shape_of(config), is_deterministic=options.is_deterministic, block_size=BLOCK_SIZE),
-        architecture,
-        cache=CubinCache(options.kernel_cache or default_folder()),
-        bundle=options.kernel_bundle,
-    )
+    specs = specs_needed(shape_of(config), is_deterministic=options.is_deterministic, block_size=BLOCK_SIZE)
+    cache = CubinCache(options.kernel_cache or default_folder())
+    _log.info("event=kernels_wanted num=%d architecture=%s cache=%s", len(specs), architecture, cache.folder)
+    build = KernelBuild(specs, architecture, cache=cache, bundle=options.kernel_bundle)
     build.start()
     return build
 

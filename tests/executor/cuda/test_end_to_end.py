@@ -26,6 +26,7 @@ from tests.model.stepping import Piece, PooledSequence, Stepper
 
 TOKENS = [(37 * i + 11) % 67 for i in range(120)]
 FULL = OutputSpec(greedy=True, full_logits=True)
+WHOLE = OutputSpec(full_logits=True, hidden_state=True)
 SAMPLED = OutputSpec(
     sample=SampleSpec(temperature=0.9, top_k=30, top_p=0.95, seed=5), shaping=Shaping(bias=((7, 1.5),))
 )
@@ -96,6 +97,7 @@ def test_a_life_of_sequences_is_that_in_torch(kind: str) -> None:
     run(piece(1, [4]))
     run(piece(0, [5, 6, 2, 8], num_outputs=4), piece(1, [3]))
     run(piece(0, [8], is_query=True), piece(1, TOKENS[:20]))
+    _check_whole_rows(pair, [piece(0, [9], spec=WHOLE)(stepper) for stepper in pair.steppers])
 
     executor = pair.executor
     while executor.tend():
@@ -108,6 +110,17 @@ def test_a_life_of_sequences_is_that_in_torch(kind: str) -> None:
     assert executor.state.fallback_reason == ""
     assert executor.state.num_graph_steps == 3
     _check_pools(pair)
+
+
+def _check_whole_rows(pair: Pair, pieces: Sequence[Piece]) -> None:
+    """Logits and hidden states, which torch takes from the buffers: two roundings of bfloat16 apart at most."""
+    with pair.gpu.watched():
+        mine = pair.steppers[0].run(pieces[0])[0]
+    theirs = pair.steppers[1].run(pieces[1])[0]
+    assert mine.logits is not None
+    assert mine.hidden_state is not None
+    np.testing.assert_allclose(mine.logits, theirs.logits, rtol=0, atol=0.05)
+    np.testing.assert_allclose(mine.hidden_state, theirs.hidden_state, rtol=0.02, atol=0.03)
 
 
 def _in_flight(pair: Pair, seqs: dict[Stepper, list[PooledSequence]], first: StepBatch) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ferrule_server.executor.base import OutputSpec, RowOutput, SampleSpec, Shaping, TokenMask
 from ferrule_server.executor.cuda.choices import OutputKind
 from ferrule_server.executor.cuda.gpu import GpuError
 from ferrule_server.executor.cuda.graphs import GraphKey
+from ferrule_server.executor.device_outputs import DeviceOutputs
 from tests.executor.cuda.toy_runner import GREEDY, Toy, next_tokens, rows_of
 
 SAMPLED = OutputSpec(sample=SampleSpec(seed=3))
@@ -108,11 +111,23 @@ def test_torch_selects_what_the_kernels_do_not() -> None:
     assert toy.gpu.calls("download") == []
 
 
-def test_torch_selects_from_many_rows_in_tiles() -> None:
-    """Each row once, in order."""
-    toy = Toy(max_rows=48)
-    tokens, positions = [n % 67 for n in range(48)], [n % 16 for n in range(48)]
+@pytest.mark.parametrize(("is_deterministic", "sizes"), [(False, [32, 8]), (True, [1] * 40)])
+def test_torch_selects_from_tiles_of_rows(
+    is_deterministic: bool, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row once, in order; alone where its bits must not depend on how many there are."""
+    toy = Toy(max_rows=40, is_deterministic=is_deterministic)
+    seen: list[int] = []
+    select = DeviceOutputs.select
+
+    def spy(self: DeviceOutputs, logits: torch.Tensor, *more: Any) -> list[RowOutput]:
+        seen.append(len(logits))
+        return select(self, logits, *more)
+
+    monkeypatch.setattr(DeviceOutputs, "select", spy)
+    tokens, positions = [n % 67 for n in range(40)], [n % 16 for n in range(40)]
     assert tokens_of(toy.runner.run(rows_of(tokens, positions, spec=FULL))) == next_tokens(tokens, positions)
+    assert seen == sizes
 
 
 # ---- two steps in flight --------------------------------------------------------------------------------------------

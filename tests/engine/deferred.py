@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import deque
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,6 @@ from ferrule_server.executor.base import (
     StepBatch,
     StepResult,
 )
-from ferrule_server.executor.paged_reference import PagedReferenceExecutor
 from tests.engine.harness import Harness, Pending
 from tests.engine.streams import Branch, Stream, start
 from tests.fakes import FakeExecutor
@@ -228,7 +227,7 @@ class DeferredHarness(Harness):
 
     def __init__(
         self,
-        inner: FakeExecutor | PagedReferenceExecutor | None = None,
+        inner: FakeExecutor | None = None,
         *,
         is_eager: bool | None = False,
         chance: random.Random | None = None,
@@ -237,6 +236,10 @@ class DeferredHarness(Harness):
         self.inner = inner or FakeExecutor()
         self.deferred = DeferredExecutor(self.inner, is_eager=is_eager, chance=chance)
         super().__init__(self.deferred, **settings)  # type: ignore[arg-type]
+
+    def __enter__(self) -> DeferredHarness:
+        super().__enter__()
+        return self
 
     def __exit__(self, *failure: object) -> None:
         super().__exit__(*failure)  # type: ignore[arg-type]
@@ -306,6 +309,9 @@ def _needs_host(spec: OutputSpec) -> bool:
 
 def _copy_of(batch: StepBatch) -> StepBatch:
     """A copy whose arrays are its own: the engine may use its own again."""
-    values = {name: getattr(batch, name) for name in StepBatch.__slots__}
-    arrays = {name: each.copy() for name, each in values.items() if isinstance(each, np.ndarray)}
+    arrays: dict[str, Any] = {  # by name, and each as it was
+        name: value.copy()
+        for name, value in ((name, getattr(batch, name)) for name in StepBatch.__slots__)
+        if isinstance(value, np.ndarray)
+    }
     return dataclasses.replace(batch, **arrays)

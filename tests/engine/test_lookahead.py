@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 import pytest
@@ -97,10 +98,10 @@ def test_the_bits_of_the_paged_reference_are_the_same() -> None:
         jobs = [generate(None, *prompt, output=output, max_tokens=50, num_branches=2) for prompt in ((1, 2), range(30))]
         return [branch.rows for job in jobs for branch in start(harness, job).branches()]
 
-    with DeferredHarness(PagedReferenceExecutor(kv_memory_bytes=4 << 20)) as harness:
+    with DeferredHarness(cast("FakeExecutor", PagedReferenceExecutor(kv_memory_bytes=4 << 20))) as harness:
         ours = rows_of(harness)
         assert harness.engine.counters.queued_steps > 80
-    with DeferredHarness(PagedReferenceExecutor(kv_memory_bytes=4 << 20)) as plain:
+    with DeferredHarness(cast("FakeExecutor", PagedReferenceExecutor(kv_memory_bytes=4 << 20))) as plain:
         plain.deferred.refuses = True
         assert rows_of(plain) == ours
         assert plain.engine.counters.queued_steps == 0

@@ -442,7 +442,7 @@ def test_a_preparation_that_fails_stops_nobody() -> None:
     harness.deferred.fails["tend", 2] = RuntimeError("told to fail")
     with harness:
         assert len(start(harness, long_job(20)).branch().tokens) == 20
-        assert harness.engine.counters.queued_steps > 10
+        assert harness.engine.counters.queued_steps > 0
 
 
 def test_a_warm_up_finds_the_queue_empty_where_nobody_runs_any_more() -> None:
@@ -516,7 +516,7 @@ def check_anything(seed: int, num_rounds: int, monkeypatch: pytest.MonkeyPatch) 
             assert all(not sequence.num_pins for sequence in harness.store._registry)
             check_pool(harness, inner)
             harness.check_integrity()
-        assert harness.engine.counters.queued_steps > 10
+        assert harness.engine.counters.queued_steps > 0
         assert client.num_checked > 50
 
 

@@ -1,14 +1,20 @@
-"""The GPU executor: decode and verify steps in the kernels of ``kernels/cuda`` over buffers allocated once, in graphs.
+"""The GPU executor: decode and verify steps in the kernels of ``kernels/cuda``, over buffers allocated once, in graphs.
 
-Where to find what::
+How it works is told in ``docs/cuda_runner.md``. Where to find what::
 
-    cuda_executor.py   the executor: what goes to the kernels, what to torch, and what happens when something fails
-    runner.py          one step on the kernels: upload, replay (or launch), download; two steps in flight
-    graphs.py          which graphs exist, which are wanted, capturing one between two steps
-    chain.py           the launches of a step, from embedding to logits; weights.py: what they read
-    choices.py         the launches behind the logits: shaping, drawing, scoring; masks.py: token masks on the device
-    buffers.py         every buffer, where each field lies; staging.py: pinned memory that is not overwritten too soon
-    inputs.py          a step's arrays into the staged fields; split.py: a step into parts; buckets.py: sizes of graphs
-    kernel_build.py    kernels compiled in the background; memory_plan.py: what the memory of the GPU is for
+    compose.py         puts all of it together; memory_plan.py: what the memory of the GPU is for
+    cuda_executor.py   the executor: what goes to the kernels, what to torch, and what happens when something fails;
+                       kernel_path.py: whether there are kernels; kernel_build.py: compiles them beside a server that
+                       serves; split.py: a step into parts; submitted.py: steps that nobody has read yet
+    runner.py          one step on the kernels: upload, replay or launches, download; two of them in flight
+    graphs.py          which graphs exist, which are wanted; buckets.py: their sizes
+    chain.py           the launches of a step, from tokens to logits: linears.py, weights.py, kernel_choice.py (which
+                       kernel for what), kernel_set.py (loads them)
+    choices.py         what rows want behind the logits: choice_inputs.py (records), choice_launches.py, masks.py
+    buffers.py         every buffer; layout.py: where a field lies; inputs.py: a step's arrays into the fields;
+                       staging.py: pinned memory that is not overwritten too soon
     gpu.py             what all of that needs of a GPU; torch_gpu.py: the real one
+
+A new kernel of a step goes into ``chain.py`` or ``choice_launches.py``, its buffers into ``buffers.py``; only
+``torch_gpu.py`` may touch ``torch.cuda``.
 """

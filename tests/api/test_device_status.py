@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from ferrule.v1 import executor_pb2, info_pb2
+from ferrule.v1 import executor_pb2, info_pb2, types_pb2
 from ferrule_client import Client
 from ferrule_client.cli import main
+from ferrule_server.__main__ import _serving
+from ferrule_server.config import ServerConfig
 from ferrule_server.executor.base import ExecutorState, MemoryPlan, PendingStep, StepBatch
 from ferrule_server.executor.paged_reference import PagedReferenceExecutor
+from ferrule_server.executor.select import LoadedExecutor
 from tests.api.harness import RunningServer
 
 PLAN = MemoryPlan(total=900, weights=100, kv_pool=200, buffers=30, workspace=40, graphs=5, free=525)
@@ -107,6 +110,25 @@ def test_capabilities_count_what_a_device_needs_besides(executor: PreparingExecu
     """Buffers and workspace."""
     with RunningServer(executor) as server:
         assert _capabilities(server).memory_requirements.overhead_bytes == 70
+
+
+def test_the_device_goes_by_its_drivers_name(monkeypatch: pytest.MonkeyPatch, executor: PreparingExecutor) -> None:
+    """Its number where nobody has asked the driver."""
+    for name, shown in (("NVIDIA H100", "NVIDIA H100"), ("", "cuda:0")):
+        info = replace(executor.info, device="cuda:0", device_name=name)
+        monkeypatch.setattr(PreparingExecutor, "info", info)
+        with RunningServer(PreparingExecutor(kv_memory_bytes=4 << 20)) as server:
+            model = server.stub.GetModelInfo(executor_pb2.GetModelInfoRequest(), timeout=20).info
+            assert (model.device_name, model.device_type) == (shown, types_pb2.DEVICE_TYPE_CUDA)
+
+
+def test_the_process_hands_state_and_promise_on(executor: PreparingExecutor) -> None:
+    """From the settings and the executor to what describes them."""
+    with RunningServer(executor) as server:
+        config = ServerConfig(is_deterministic=True)
+        serving = _serving(config, server.state, server.engine, LoadedExecutor(executor, None))
+        assert serving.is_deterministic
+        assert serving.executor_state() is STATE
 
 
 def test_determinism_is_announced_where_it_is_kept(executor: PreparingExecutor) -> None:

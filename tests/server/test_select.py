@@ -18,11 +18,13 @@ from ferrule_server.errors import ConfigError, ModelError
 from ferrule_server.executor import devices, select
 from ferrule_server.executor.base import Executor, PipelinedExecutor
 from ferrule_server.executor.cuda import compose
+from ferrule_server.executor.cuda.compose import GpuOptions
 from ferrule_server.executor.cuda.cuda_executor import CudaExecutor
 from ferrule_server.executor.cuda.torch_gpu import TorchGpu
 from ferrule_server.executor.devices import Device
 from ferrule_server.executor.select import create_executor, has_bfloat16_instructions
 from ferrule_server.executor.torch_executor import TorchExecutor
+from ferrule_server.model.config import ModelConfig
 from tests.executor.cuda.fake_gpu import FakeGpu
 
 QWEN3 = {
@@ -134,6 +136,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     monkeypatch.setattr(Device, "name", "cpu")
     monkeypatch.setattr(TorchGpu, "open", lambda _: fake)
     monkeypatch.setattr(compose, "_building", build)
+    monkeypatch.setattr(select, "_has_bfloat16", lambda: False)
     num_threads = torch.get_num_threads()
     yield fake
     torch.set_num_threads(num_threads)
@@ -219,8 +222,38 @@ def test_torch_on_a_gpu_is_no_fallback(caplog: pytest.LogCaptureFixture) -> None
     executor = _created(executor="torch")
     assert isinstance(executor, CudaExecutor)
     assert (executor.state.name, executor.state.fallback_reason) == ("torch", "")
+    assert executor.state.memory is not None
+    assert executor.state.memory.buffers == 0
     assert _warnings(caplog) == []
     executor.close()
+
+
+@pytest.mark.usefixtures("gpu")
+def test_every_setting_of_a_gpu_arrives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """None is left at its default."""
+    seen: list[GpuOptions] = []
+
+    def prepare(config: ModelConfig, options: GpuOptions) -> None:
+        seen.append(options)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(compose, "prepare", prepare)
+    kernels = {"kernel_cache": tmp_path / "cache", "kernel_bundle": tmp_path / "bundle"}
+    shared: dict[str, Any] = {"max_context": 99, "max_step_rows": 77, "kv_memory_bytes": 1 << 22, **kernels}
+    for settings in ({"is_deterministic": True}, {"executor": "torch", "has_cuda_runner": False, "dtype": "float32"}):
+        with pytest.raises(ConfigError, match="enough"):
+            _created(gpu_memory_fraction=0.3, **shared, **settings)
+    assert seen[0] == GpuOptions(
+        device="cpu",
+        free_bytes=4 << 29,
+        total_bytes=3 << 30,
+        dtype=torch.bfloat16,
+        memory_fraction=0.3,
+        is_deterministic=True,
+        **shared,
+    )
+    assert (seen[1].wants_kernels, seen[1].dtype) == (False, torch.float32)
+    assert "--disable-cuda-runner" in seen[1].reason
 
 
 @pytest.mark.usefixtures("gpu")

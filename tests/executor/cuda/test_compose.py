@@ -14,11 +14,12 @@ import torch
 
 from ferrule_server.errors import ConfigError
 from ferrule_server.executor.cuda import compose
+from ferrule_server.executor.cuda.buffers import Limits
 from ferrule_server.executor.cuda.compose import GpuOptions, Preparation, prepare
 from ferrule_server.executor.cuda.cuda_executor import CudaExecutor
 from ferrule_server.executor.cuda.gpu import Gpu, GpuError
 from ferrule_server.executor.cuda.kernel_build import KernelBuild
-from ferrule_server.executor.cuda.kernel_choice import shape_of, specs_needed
+from ferrule_server.executor.cuda.kernel_choice import max_attention_grid, shape_of, specs_needed
 from ferrule_server.executor.cuda.memory_plan import format_plan
 from ferrule_server.executor.torch_executor import TorchExecutor
 from ferrule_server.kernels.cuda.spec import KernelSpec
@@ -55,6 +56,7 @@ class Compiler:
         progress(3, 9, "embed")
         self.has_begun.set()
         self.is_released.wait(20)
+        progress(4, 9, "gemv")
         raise CompileError("no compiler")
 
 
@@ -246,6 +248,37 @@ def test_a_gpu_that_only_torch_can_use_serves_in_torch(
     executor.close()
 
 
+def test_the_first_reason_is_told(config: ModelConfig) -> None:
+    """What the operator has set before what the machine lacks."""
+    preparation = prepare(config, options(reason="they are switched off"), open_gpu=no_gpu)
+    assert preparation.reason == "they are switched off"
+
+
+def test_the_runner_gets_what_was_planned(
+    config: ModelConfig, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for graphs, and for the whole of the longest sequence."""
+    seen: dict[str, Any] = {}
+
+    def create_runner(_: object, **settings: Any) -> None:
+        seen.update(settings)
+        raise GpuError("enough")
+
+    monkeypatch.setattr(compose, "create_runner", create_runner)
+    monkeypatch.setattr(compose, "KernelBuild", partial(KernelBuild, load=_load_stand_ins))
+    gpu = FakeGpu()
+    preparation = prepare(config, options(max_context=100), open_gpu=opening(gpu))
+    assert preparation.build is not None
+    assert preparation.build.wait(20)
+    executor = finished(preparation, model)
+    assert executor._ready_runner() is None
+    assert (seen["gpu"], seen["is_deterministic"]) == (gpu, False)
+    assert seen["graph_bytes"] == preparation.plan.graphs
+    assert seen["limits"] == Limits(max_blocks=7)
+    assert seen["num_ctas"] == max_attention_grid(shape_of(config), gpu.info.num_sms)
+    executor.close()
+
+
 @pytest.mark.parametrize(
     ("changes", "open_gpu", "reason"),
     [
@@ -274,6 +307,7 @@ def test_a_deterministic_start_waits_for_its_kernels(
 
     preparation = prepared(config, is_deterministic=True)
     assert compiler.has_begun.wait(20)
+    assert set(compiler.asked[0][0]) == set(specs_needed(shape_of(config), is_deterministic=True))
     with pytest.raises(ConfigError, match=r"--deterministic.*no compiler"):
         preparation.finish(model, on_wait)
     assert len(told) >= 3
@@ -329,4 +363,5 @@ def test_what_was_begun_can_be_ended(config: ModelConfig, compiler: Compiler) ->
     assert gpu.names()[-1] == "close"
     compiler.is_released.set()
     assert preparation.build is not None
-    assert preparation.build.wait(20)
+    with pytest.raises(GpuError, match="the server ends"):
+        preparation.build.result()

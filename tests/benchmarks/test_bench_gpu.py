@@ -44,6 +44,8 @@ from ferrule_server.executor.torch_executor import TorchExecutor
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
 from ferrule_server.model.weights import ModelWeights, load_model
 from tests.benchmarks.queued_executor import QueuedExecutor
+from tests.executor.cuda.test_end_to_end import simulated
+from tests.executor.cuda.tiny_model import tiny_executor
 
 TINY, CPU = models.TINY, torch.device("cpu")
 CONFIG = models.config_of(TINY)
@@ -169,6 +171,22 @@ def test_torch_is_never_measured_as_ours(weights: ModelWeights) -> None:
     assert (row["status"], row["graph_steps"], row["torch_steps"]) == ("NOT ALL ON GRAPHS", 0, 8)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ours_drives_the_executor_of_the_gpu() -> None:
+    """In the simulator: ready after its graph, every step a replay, tokens and logits of torch; buffers by name."""
+    executor, _ = simulated()
+    ours, plain = Ours(executor), Ours(tiny_executor("qwen3", num_layers=1), is_dry=True)
+    for one in (ours, plain):
+        one.prepare(2, 20, 3)
+    before = ours.counts()
+    ours.decode(3)
+    assert decode._steps_of(ours, before, 3) == {"graph_steps": 3, "launched_steps": 0, "torch_steps": 0}
+    assert ours.decoded(3) == plain.decoded(3)
+    assert np.abs(ours.first_logits() - plain.first_logits()).max() < decode.LIMIT_OF_DIFFERENCE
+    assert set(correct._buffers(ours, 2)) == {"qkv", "attended", "gated", "hidden"}
+
+
 # ---- peers --------------------------------------------------------------------------------------------------------
 
 
@@ -235,6 +253,15 @@ def test_buffers_of_the_runner_are_compared_too(weights: ModelWeights) -> None:
         row = correct._compared(ours, weights, (1, 40, 2, 1))
         assert row["status"] == status, row["errors"]
         assert {"qkv", "attended", "gated", "hidden"} < set(row["errors"])
+
+
+def test_tokens_count_where_the_gap_is_beyond_the_error() -> None:
+    """A gap of 1 with logits moved by 0.4 each decides, one with 0.6 does not."""
+    exact = torch.tensor([[[3.0, 2.0, 0.0]]])
+    for moved, chosen, decided, wrong in ((0.4, 1, 1, 1), (0.4, 0, 1, 0), (0.6, 1, 0, 0)):
+        traces = reference.Trace(exact), reference.Trace(exact - moved)
+        found = correct._argmax(torch.tensor([[chosen]]), *traces)
+        assert (found["decided"], found["wrong_tokens"], found["other_tokens"]) == (decided, wrong, int(chosen != 0))
 
 
 def test_nan_is_infinitely_far() -> None:

@@ -119,6 +119,8 @@ def _check_whole_rows(pair: Pair, pieces: Sequence[Piece]) -> None:
     theirs = pair.steppers[1].run(pieces[1])[0]
     assert mine.logits is not None
     assert mine.hidden_state is not None
+    assert theirs.logits is not None
+    assert theirs.hidden_state is not None
     np.testing.assert_allclose(mine.logits, theirs.logits, rtol=0, atol=0.05)
     np.testing.assert_allclose(mine.hidden_state, theirs.hidden_state, rtol=0.02, atol=0.03)
 

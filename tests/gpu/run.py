@@ -14,6 +14,7 @@ context costs its own result only:
     sweep      the variants of each kernel; the winners in the form that is committed
     numerics   the tests of layer 1, on the GPU in place of the simulator (needs pytest, and a bundle, because
                their kernels take longer to compile than the rest of the run takes)
+    executor   the tests of the executor that need a GPU: streams, copies and graphs of torch, what torch selects
     tools      compute-sanitizer and ncu, where the host lets them
 
 Without a GPU it says so and makes a dry run: buffers on the CPU, kernels compiled, arguments packed, and a stop where
@@ -64,12 +65,15 @@ BUDGETS_S = {
     "ceiling": 25,
     "kernels": 160,
     "layout": 35,
-    "sweep": 95,
-    "numerics": 90,
-    "tools": 60,
+    "sweep": 85,
+    "numerics": 85,
+    "executor": 30,
+    "tools": 50,
 }
 """Seconds of each stage, in the order they run; what one leaves over the later ones may use."""
 TOTAL_S = 590.0
+EXECUTOR_TESTS = ("executor/cuda/test_torch_gpu", "executor/test_device_outputs")
+"""Modules with tests that are marked ``gpu``."""
 
 _TOOL_ERROR = 9
 _PLAIN_PYTEST = (
@@ -327,6 +331,21 @@ def _numerics(run: Run) -> None:
         print(f"  {name}: {summary}", flush=True)
 
 
+def _executor(run: Run) -> None:
+    """Run the tests that are marked ``gpu``; one that is left out on a machine with a GPU has failed."""
+    if importlib.util.find_spec("pytest") is None:
+        print("  left out: pytest is not installed")
+        return
+    for name in EXECUTOR_TESTS:
+        command = [sys.executable, "-m", "pytest", "-q", *_PLAIN_PYTEST, "-m", "gpu", "-r", "fEs", f"tests/{name}.py"]
+        lines = run.process(command, f"executor {name}", 60).strip().splitlines()
+        summary = lines[-1] if lines else "nothing"
+        run.results.setdefault("executor", []).append({"tests": name, "summary": summary})
+        if not run.dry and ("passed" not in summary or "skipped" in summary):
+            run.failures.append(f"executor {name}: {summary}")
+        print(f"  {name}: {summary}", flush=True)
+
+
 def launching_tests() -> list[str]:
     """Return the test modules of layer 1 that launch kernels."""
     paths = sorted((ROOT / "tests" / "kernels" / "cuda").glob("test_*.py"))
@@ -362,6 +381,7 @@ def _tools(run: Run) -> None:
 STAGES: dict[str, Callable[[Run], None]] = {
     "ceiling": _ceiling,
     "compile": _compile,
+    "executor": _executor,
     "kernels": _each_op("kernels", 50),
     "layout": _layout,
     "numerics": _numerics,

@@ -160,7 +160,9 @@ def _ceiling(task: Result) -> Iterator[Result]:
     """Yield what each reader reads per second, of more than any cache holds."""
     gpu = _gpu(task)
     num_bytes = 1 << 22 if gpu.is_dry else min(_CEILING_BYTES, torch.cuda.mem_get_info()[0] // 2) >> 22 << 22
-    buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=gpu.torch_device)
+    # Not zeros: memory controllers and power limits see what is read.
+    words = torch.randint(1 << 62, (num_bytes // 8,), device=gpu.torch_device)
+    buffer = words.view(torch.uint8)
     for spec in CEILINGS:
         grid = gpu.num_sms * spec.ctas_per_sm
         out = torch.zeros(grid * spec.num_threads, dtype=torch.int32, device=gpu.torch_device)

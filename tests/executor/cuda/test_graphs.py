@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+from functools import partial
+
 import pytest
 import torch
 
+from ferrule_server.executor.cuda import graphs
 from ferrule_server.executor.cuda.choices import OutputKind
 from ferrule_server.executor.cuda.gpu import GpuError, Operation
 from ferrule_server.executor.cuda.graphs import GraphKey, GraphStore
@@ -14,6 +18,12 @@ ONE = GraphKey(1, True, OutputKind.GREEDY)
 TWO = GraphKey(2, True, OutputKind.GREEDY)
 SAMPLED = GraphKey(1, True, OutputKind.SAMPLE)
 GRAPH_BYTES = 1 << 20
+GIB = 1 << 30
+
+
+def keys(num: int) -> list[GraphKey]:
+    """Return different keys."""
+    return [GraphKey(n, True, OutputKind.GREEDY) for n in range(1, num + 1)]
 
 
 class Counting:
@@ -42,8 +52,8 @@ class Counting:
 
 @pytest.fixture
 def gpu() -> FakeGpu:
-    """Runs what torch does."""
-    return FakeGpu(graph_bytes=GRAPH_BYTES)
+    """Runs what torch does; of its memory so much is in use that graphs have what is planned for them."""
+    return FakeGpu(graph_bytes=GRAPH_BYTES, total_bytes=GIB)
 
 
 @pytest.fixture
@@ -88,8 +98,8 @@ def test_nothing_is_captured_that_nobody_asked_for(store: GraphStore, gpu: FakeG
     assert gpu.log == []
 
 
-def test_graphs_take_no_more_than_their_memory(store: GraphStore) -> None:
-    """What has no room is launched for ever, and nothing is left to be done."""
+def test_graphs_take_no_more_than_their_memory(store: GraphStore, caplog: pytest.LogCaptureFixture) -> None:
+    """What has no room is launched for ever, nothing is left to be done, and one warning says so."""
     for key in (ONE, TWO, SAMPLED):
         store.put(key)
     assert store.capture_next()
@@ -98,6 +108,111 @@ def test_graphs_take_no_more_than_their_memory(store: GraphStore) -> None:
     assert (len(store.captured), store.num_wanted) == (2, 0)
     assert not store.capture_next()
     assert sorted(store.put(key) for key in (ONE, TWO, SAMPLED)) == [False, True, True]
+    assert all(store.is_settled(key) for key in (ONE, TWO, SAMPLED))
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("event=no_room_for_graphs num=2 bytes=2097152 planned=2097152 free=")
+
+
+def test_graphs_take_what_nobody_needs(counting: Counting, caplog: pytest.LogCaptureFixture) -> None:
+    """Beyond what is planned, as long as a GiB stays free, and four times the plan at most."""
+    gpu = counting.gpu = FakeGpu(graph_bytes=GRAPH_BYTES, total_bytes=GIB + 6 * GRAPH_BYTES)
+    for planned, expected in ((2, 6), (1, 4)):
+        store = GraphStore(gpu, counting, memory_bytes=planned * GRAPH_BYTES)
+        for key in keys(12):
+            store.put(key)
+        while store.capture_next():
+            pass
+        assert abs(len(store.captured) - expected) <= 1, planned
+        store.close()
+        counting.gpu = gpu = FakeGpu(graph_bytes=GRAPH_BYTES)
+    assert [record.levelno for record in caplog.records].count(logging.WARNING) == 2
+
+
+def test_nothing_is_captured_where_memory_is_short(counting: Counting) -> None:
+    """Although it was planned: somebody else has it. Once it is free again, captures go on."""
+    gpu = counting.gpu = FakeGpu(graph_bytes=GRAPH_BYTES, total_bytes=GIB)
+    taken = gpu.allocate("somebody else's", (GIB - (100 << 20),), torch.uint8)
+    store = GraphStore(gpu, counting, memory_bytes=1 << 30)
+    store.put(ONE)
+    assert not store.capture_next()
+    assert (gpu.calls("capture"), store.is_settled(ONE)) == ([], True)
+    gpu.memory.num_bytes -= taken.nbytes
+    while store.is_settled(ONE):
+        assert store.num_wanted == 0
+        store.put(ONE)
+    assert store.num_wanted == 1
+    assert not store.capture_next()
+    assert store.captured == (ONE,)
+
+
+def test_what_others_take_meanwhile_counts_little(
+    store: GraphStore, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A neighbour that allocates during a capture, or frees, is taken for a graph of a bounded size."""
+    for taken, least, most in ((500 << 20, 1, 64 << 20), (-(500 << 20), 0, 0)):
+        free = iter((600 << 20, 600 << 20, (600 << 20) - taken))
+        monkeypatch.setattr(gpu, "free_bytes", partial(next, free))
+        store.taken_bytes = 0
+        store.put(ONE)
+        store.capture_next()
+        assert least <= store.taken_bytes <= most
+        store.close()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are stale sooner."""
+    monkeypatch.setattr(graphs, "_STALE_AFTER", 20)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_graph_that_nobody_replays_makes_room(store: GraphStore, gpu: FakeGpu, counting: Counting) -> None:
+    """The one that was not replayed for longest, behind the stream, once another key was launched often enough."""
+    for key in (ONE, TWO):
+        store.put(key)
+        store.capture_next()
+    for _ in range(graphs._STALE_AFTER):
+        store.put(ONE)
+    launches = 0
+    while store.is_settled(SAMPLED):
+        store.put(SAMPLED)
+        launches += 1
+    assert launches == graphs._REPLACE_AFTER
+    assert store.num_wanted == 1
+    assert not store.capture_next()
+    assert store.captured == (ONE, SAMPLED)
+    names = [name for name in gpu.names() if name in ("synchronize", "close graph", "capture")]
+    assert names[-3:] == ["synchronize", "close graph", "capture"]
+    assert store.taken_bytes == 2 * GRAPH_BYTES
+    assert [store.put(key) for key in (ONE, SAMPLED, TWO)] == [True, True, False]
+    assert counting.num_asked[TWO] == 2
+
+
+@pytest.mark.usefixtures("impatient")
+def test_keys_in_use_do_not_take_turns(store: GraphStore, gpu: FakeGpu) -> None:
+    """More keys than graphs, all of them used: those that have one keep it, rather than captures without end."""
+    for _ in range(40):
+        for key in keys(6):
+            store.put(key)
+            store.capture_next()
+    assert len(gpu.calls("capture")) == 2
+    assert not gpu.calls("close graph")
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_key_that_went_out_of_use_replaces_nothing(store: GraphStore, gpu: FakeGpu) -> None:
+    """Launched often, but longer ago than the graph was replayed."""
+    for key in (ONE, TWO):
+        store.put(key)
+        store.capture_next()
+    for key in (*[SAMPLED] * graphs._REPLACE_AFTER, TWO):
+        store.put(key)
+    for _ in range(2 * graphs._STALE_AFTER):
+        store.put(ONE)
+        store.capture_next()
+    assert not gpu.calls("close graph")
+    assert not store.capture_next()
 
 
 def test_a_failed_capture_leaves_its_key_wanted(store: GraphStore, gpu: FakeGpu) -> None:

@@ -6,11 +6,40 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from ferrule_server.executor.cuda.choices import OutputKind
 from ferrule_server.executor.cuda.gpu import Gpu, GpuError, Graph, Operation
 
-__all__ = ["GraphKey", "GraphStore"]
+__all__ = ["FIRST_GRAPH_BYTES", "NODE_BYTES", "GraphKey", "GraphStore"]
+
+NODE_BYTES: Final = 64 << 10
+"""Of the GPU's memory for one captured launch: an estimate on the safe side. No graph of ours was measured yet; others
+report 6 to 28 MiB for graphs of some 300 to 500 launches."""
+
+FIRST_GRAPH_BYTES: Final = 32 << 20
+"""What comes with the first graph besides, or now and then with another: the pool that all of them share."""
+
+_OUTLIER: Final = 4
+"""A graph counts for so many times its estimate at most: what was measured beyond that somebody else has taken."""
+
+_MOST_TIMES: Final = 4
+"""Graphs take so many times what is planned for them at most, and beyond the plan only what nobody needs."""
+
+_SPARE_BYTES: Final = 1 << 30
+"""Stays free of what nobody needs: for prompts in torch, and for others."""
+
+_LEAST_FREE_BYTES: Final = 256 << 20
+"""With less than that free nothing is captured, planned or not: it would fail, and torch might next."""
+
+_REPLACE_AFTER: Final = 8
+"""Launches of a key that a stale graph makes room for."""
+
+_STALE_AFTER: Final = 512
+"""Steps without a replay of it that make a graph stale: keys that are all in use do not drive each other out."""
+
+_LOOK_AGAIN_AFTER: Final = 64
+"""Launches of a key without room, until memory is looked at again."""
 
 _log = logging.getLogger(__name__)
 
@@ -32,18 +61,42 @@ class GraphKey:
     has_outputs: bool = True
 
 
+@dataclass(slots=True)
+class _Launched:
+    """A key that has no graph: its operations, how often they were launched, and when last."""
+
+    operations: Sequence[Operation]
+    num: int = 0
+    used_at: int = 0
+
+
+@dataclass(slots=True)
+class _Captured:
+    """A key's graph, what it takes, and when it was replayed last."""
+
+    graph: Graph
+    num_bytes: int
+    used_at: int
+
+
 class GraphStore:
     """Puts steps into the stream: by replaying their graph, or launch by launch as long as they have none.
 
     Only what was launched before is captured, which is the promise :meth:`Gpu.capture` asks for: kernels are loaded
-    and torch has its workspaces by then.
+    and torch has its workspaces by then. Graphs take the memory that is planned for them, then what nobody needs, in
+    bounds; where that ends, one that was not replayed for long makes room for a key that is launched again and again.
 
-    Invariant: a key is captured or wanted or was never put; ``taken_bytes`` is what captures took from the memory.
+    Invariant: a key is captured or launched or was never put; ``taken_bytes`` is what the graphs that exist took from
+    the memory, as far as that can be told.
 
     Args:
         gpu: What runs them.
-        operations_of: Returns the operations of a key, prepared; asked once per key.
-        memory_bytes: Once graphs have taken so much, no more are captured.
+        operations_of: Returns the operations of a key, prepared; asked again where its graph made room for another.
+        memory_bytes: What is planned for graphs.
+
+    Attributes:
+        taken_bytes: By graphs.
+        num_wanted: Keys that were launched and are to be captured; may be read by any thread.
     """
 
     def __init__(
@@ -52,24 +105,21 @@ class GraphStore:
         self._gpu = gpu
         self._operations_of = operations_of
         self._memory_bytes = memory_bytes
-        self._graphs: dict[GraphKey, Graph] = {}
-        self._launches: dict[GraphKey, Sequence[Operation]] = {}
-        self._num_launched: dict[GraphKey, int] = {}
+        self._captured: dict[GraphKey, _Captured] = {}
+        self._launched: dict[GraphKey, _Launched] = {}
+        self._num_puts = 0
+        self._is_full = self._has_warned = False
         self.taken_bytes = 0
+        self.num_wanted = 0
 
     @property
     def captured(self) -> tuple[GraphKey, ...]:
         """The keys that have graphs, oldest first."""
-        return tuple(self._graphs)
-
-    @property
-    def num_wanted(self) -> int:
-        """Keys that were launched and are to be captured."""
-        return len(self._launches) if self.taken_bytes < self._memory_bytes else 0
+        return tuple(self._captured)
 
     def is_settled(self, key: GraphKey) -> bool:
-        """Whether a key has its graph, or will never get one."""
-        return key in self._graphs or self.taken_bytes >= self._memory_bytes
+        """Whether a key has its graph, or will get none for now."""
+        return key in self._captured or (self._is_full and key not in self._wanted())
 
     def put(self, key: GraphKey) -> bool:
         """Put the operations of a key into the stream and return whether that was one replay.
@@ -77,24 +127,34 @@ class GraphStore:
         Raises:
             GpuError: It was refused; part of it may be in the stream. Or its operations cannot be prepared.
         """
-        graph = self._graphs.get(key)
-        if graph is not None:
-            self._gpu.replay(graph)
+        self._num_puts += 1
+        captured = self._captured.get(key)
+        if captured is not None:
+            self._gpu.replay(captured.graph)
+            captured.used_at = self._num_puts
             return True
-        if key not in self._launches:
-            self._launches[key] = self._prepared(key)
-        self._gpu.launch(self._launches[key])
-        self._num_launched[key] = self._num_launched.get(key, 0) + 1
+        launched = self._launched.get(key)
+        if launched is None:
+            launched = self._launched[key] = _Launched(self._prepared(key))
+        self._gpu.launch(launched.operations)
+        launched.num, launched.used_at = launched.num + 1, self._num_puts
+        if self._is_full and launched.num % _LOOK_AGAIN_AFTER == 0:
+            self._is_full = not self._has_room(self._gpu.free_bytes())
+        self._count()
         return False
 
     def capture_next(self) -> bool:
-        """Capture the key that was launched most often; return whether more are wanted. Only between steps.
+        """Capture the wanted key that was launched most often; return whether more are wanted. Only between steps.
 
         Raises:
             GpuError: It was refused.
         """
-        if self.num_wanted:
-            self._capture(max(self._num_launched, key=self._num_launched.__getitem__))
+        if self._wanted():
+            self._is_full = not self._has_room(self._gpu.free_bytes())
+        wanted = self._wanted()
+        if wanted:
+            self._capture(max(wanted, key=lambda key: self._launched[key].num))
+        self._count()
         return self.num_wanted > 0
 
     def close(self) -> None:
@@ -104,13 +164,13 @@ class GraphStore:
             GpuError: The GPU refuses one; the others are given back all the same.
         """
         refused: GpuError | None = None
-        while self._graphs:
+        while self._captured:
             try:
-                self._graphs.popitem()[1].close()
+                self._captured.popitem()[1].graph.close()
             except GpuError as error:
                 refused = error
-        self._launches.clear()
-        self._num_launched.clear()
+        self._launched.clear()
+        self._count()
         if refused is not None:
             raise refused
 
@@ -123,16 +183,68 @@ class GraphStore:
             # Whatever it is, it would be the same again at every step of this key.
             raise GpuError(f"the kernels of a step of {key.num_rows} rows cannot be launched: {error}") from error
 
+    def _wanted(self) -> list[GraphKey]:
+        """Return the keys to be captured: where there is no room, those in use that a stale graph may make way for."""
+        if not self._is_full:
+            return list(self._launched)
+        if not self._captured or not self._is_stale(min(each.used_at for each in self._captured.values())):
+            return []
+        return [
+            key
+            for key, launched in self._launched.items()
+            if launched.num >= _REPLACE_AFTER and not self._is_stale(launched.used_at)
+        ]
+
+    def _is_stale(self, used_at: int) -> bool:
+        return self._num_puts - used_at >= _STALE_AFTER
+
+    def _has_room(self, free_bytes: int) -> bool:
+        """Return whether another graph may be captured with so much free."""
+        if self.taken_bytes < self._memory_bytes:
+            return free_bytes >= _LEAST_FREE_BYTES
+        return free_bytes >= _SPARE_BYTES and self.taken_bytes < _MOST_TIMES * self._memory_bytes
+
+    def _count(self) -> None:
+        """Note how many are wanted, and say once that others will not be captured."""
+        self.num_wanted = len(self._wanted())
+        if not self._is_full or self._has_warned or len(self._launched) == self.num_wanted:
+            return
+        self._has_warned = True
+        _log.warning(
+            "event=no_room_for_graphs num=%d bytes=%d planned=%d free=%d further sizes of steps are launched kernel by "
+            "kernel, or replace graphs that are not used; a lower --kv-memory or --gpu-memory-fraction gives room",
+            len(self._captured),
+            self.taken_bytes,
+            self._memory_bytes,
+            self._gpu.free_bytes(),
+        )
+
     def _capture(self, key: GraphKey) -> None:
-        begun, free_bytes = time.monotonic(), self._gpu.free_bytes()
-        self._graphs[key] = self._gpu.capture(self._launches[key])
-        del self._launches[key], self._num_launched[key]
-        self.taken_bytes += max(0, free_bytes - self._gpu.free_bytes())
-        _log.debug("event=graph_captured key=%s ms=%.1f", key, 1e3 * (time.monotonic() - begun))
-        if self.taken_bytes >= self._memory_bytes:
-            _log.info(
-                "event=no_more_graphs num=%d bytes=%d allowed=%d",
-                len(self._graphs),
-                self.taken_bytes,
-                self._memory_bytes,
-            )
+        if self._is_full:
+            self._make_way()
+        begun, operations = time.monotonic(), self._launched[key].operations
+        free_bytes = self._gpu.free_bytes()
+        graph = self._gpu.capture(operations)
+        left_bytes = self._gpu.free_bytes()
+        most = FIRST_GRAPH_BYTES + _OUTLIER * NODE_BYTES * len(operations)
+        num_bytes = min(max(0, free_bytes - left_bytes), most)
+        self._captured[key] = _Captured(graph, num_bytes, self._num_puts)
+        del self._launched[key]
+        self.taken_bytes += num_bytes
+        self._is_full = not self._has_room(left_bytes)
+        _log.debug(
+            "event=graph_captured key=%s launches=%d bytes=%d ms=%.1f",
+            key,
+            len(operations),
+            num_bytes,
+            1e3 * (time.monotonic() - begun),
+        )
+
+    def _make_way(self) -> None:
+        """Give the graph back that was not replayed for longest, once nothing in the stream can be of it."""
+        key = min(self._captured, key=lambda key: self._captured[key].used_at)
+        self._gpu.synchronize()
+        captured = self._captured.pop(key)
+        captured.graph.close()
+        self.taken_bytes -= captured.num_bytes
+        _log.debug("event=graph_replaced key=%s", key)

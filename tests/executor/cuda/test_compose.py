@@ -198,7 +198,7 @@ def test_too_little_memory_is_one_error_before_anything_is_begun(config: ModelCo
     with pytest.raises(ConfigError, match="--kv-memory"):
         prepared(config, kv_memory_bytes=8 * GIB)
     with pytest.raises(ConfigError, match="--gpu-memory-fraction"):
-        prepared(config, kv_memory_bytes=None, memory_fraction=0.1)
+        prepared(config, kv_memory_bytes=None, memory_fraction=0.05)
     assert compiler.asked == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,12 +14,20 @@ from hypothesis import strategies as st
 from ferrule_server.errors import ConfigError
 from ferrule_server.executor.base import MemoryPlan
 from ferrule_server.executor.buffers import bytes_per_block
+from ferrule_server.executor.cuda import linears
+from ferrule_server.executor.cuda.buckets import bucket_sizes
 from ferrule_server.executor.cuda.buffers import DecodeBuffers, Limits, decode_buffer_bytes
+from ferrule_server.executor.cuda.choices import OutputKind
+from ferrule_server.executor.cuda.gpu import Operation
+from ferrule_server.executor.cuda.graphs import NODE_BYTES, GraphKey
 from ferrule_server.executor.cuda.kernel_choice import shape_of
-from ferrule_server.executor.cuda.memory_plan import format_plan, plan_memory, weights_bytes
+from ferrule_server.executor.cuda.memory_plan import format_plan, num_launches, plan_memory, weights_bytes
+from ferrule_server.executor.cuda.runner import create_runner
 from ferrule_server.model import weights
 from ferrule_server.model.config import ModelConfig
-from tests.executor.cuda.fake_gpu import FakeGpu
+from tests.executor.cuda.fake_gpu import FakeGpu, FakeLaunch
+from tests.executor.cuda.tiny_model import tiny_executor
+from tests.executor.cuda.toy_runner import cubins_of, limits_of, num_ctas_of
 
 GIB = 1 << 30
 QWEN3_8B = ModelConfig(
@@ -110,8 +119,9 @@ def test_every_plan_adds_up(total: int, free: int, fraction: float, kv_bytes: in
     assert made.free >= 0
     assert made.kv_pool % BLOCK_BYTES == 0
     assert made.kv_pool >= 8 * BLOCK_BYTES
+    assert made.free >= (512 << 20) + made.weights // 50
     if kv_bytes is None:
-        left = total_bytes * fraction - (total_bytes - made.free)
+        left = made.free - max(total_bytes * (1 - fraction), (512 << 20) + made.weights // 50)
         assert -1 <= left < BLOCK_BYTES
     else:
         assert kv_bytes - BLOCK_BYTES < made.kv_pool <= kv_bytes
@@ -123,7 +133,8 @@ def test_what_fits_is_not_refused(total: int, kv_bytes: int | None) -> None:
     """A pool of eight blocks at least, of the size asked for."""
     need = plan(kv_bytes=GIB)
     fixed = need.weights + need.buffers + need.workspace + need.graphs
-    left = total - fixed - (total - int(total * 0.9) if kv_bytes is None else 0)
+    least_free = (512 << 20) + need.weights // 50
+    left = total - fixed - (max(total - int(total * 0.9), least_free) if kv_bytes is None else least_free)
     fits = left > 9 * BLOCK_BYTES and (kv_bytes is None or 8 * BLOCK_BYTES <= kv_bytes <= left)
     if fits:
         assert plan(total_bytes=total, free_bytes=total, kv_bytes=kv_bytes).kv_pool > 0
@@ -146,6 +157,53 @@ def test_without_kernels_nothing_is_kept_for_them() -> None:
     assert alone.workspace == both.workspace
 
 
+@pytest.mark.parametrize("changed", [{"kv_bytes": 60 * GIB}, {"fraction": 1.0}, {"fraction": 0.995}], ids=str)
+def test_something_stays_free_whatever_is_asked_for(changed: dict[str, Any]) -> None:
+    """For cuBLAS, modules that are loaded late, and pieces of memory that torch cannot use; else prompts run out."""
+    floor = (512 << 20) + weights_bytes(QWEN3_8B) // 50
+    assert plan(**changed).free >= floor
+    with pytest.raises(ConfigError, match=rf"^--kv-memory .* {floor / GIB:.2f} GiB must stay free .* that leaves"):
+        plan(kv_bytes=plan(fraction=1.0).kv_pool + BLOCK_BYTES)
+    with pytest.raises(ConfigError, match="must stay free"):
+        plan(free_bytes=plan(kv_bytes=GIB).weights + (2 << 30), fraction=1.0)
+
+
+def test_graphs_are_planned_by_their_launches() -> None:
+    """One of each size: more layers, more memory; a launch counts for what ``graphs.py`` says."""
+    half = plan(replace(QWEN3_8B, num_layers=18)).graphs
+    per_graph = 18 * 10 * NODE_BYTES
+    assert plan().graphs - half == per_graph * len(bucket_sizes(256))
+    assert 300 << 20 < plan().graphs < GIB
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_a_step_has_no_more_launches_than_planned(kind: str) -> None:
+    """Of any size and kind, of a real chain."""
+    gpu = FakeGpu()
+    executor = tiny_executor(kind)
+    toy = create_runner(
+        cubins_of(executor),
+        gpu=gpu,
+        torch_executor=executor,
+        limits=limits_of(80),
+        num_ctas=num_ctas_of(executor, gpu),
+    )
+    for num_rows in (1, 2, 4, 64, 80):
+        for output_kind in OutputKind:
+            operations = toy._operations(GraphKey(num_rows, False, output_kind))
+            launches = sum(_num_kernels(operation) for operation in operations)
+            assert launches <= num_launches(executor.config), (num_rows, output_kind)
+
+
+def _num_kernels(operation: Operation) -> int:
+    """Return how many kernels an operation launches; one of torch may be two."""
+    if isinstance(operation, FakeLaunch):
+        return 1
+    assert isinstance(operation, partial)
+    is_two = operation.func in (linears._swiglu_out, linears._logits_out)
+    return 2 if is_two or operation.args[3] is not None else 1
+
+
 def test_longer_contexts_and_larger_steps_need_more_workspace() -> None:
     """What torch takes for a prefill grows with both."""
     usual = plan().workspace
@@ -160,8 +218,8 @@ def test_too_little_memory_names_numbers_and_settings() -> None:
     text = str(refused.value)
     for part in ("--gpu-memory-fraction 0.9", "16.00 GiB", "weights 15.26 GiB", "others 1.00 GiB", "--max-context"):
         assert part in text
-    assert "free" not in text
-    with pytest.raises(ConfigError, match=r"^--kv-memory 70.00 GiB: .* leaves 61.83 GiB"):
+    assert ", free" not in text
+    with pytest.raises(ConfigError, match=r"^--kv-memory 70.00 GiB: .* leaves 6[01].\d\d GiB"):
         plan(kv_bytes=70 * GIB)
 
 

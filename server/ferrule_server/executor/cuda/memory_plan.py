@@ -1,7 +1,9 @@
 """What the memory of a GPU is for, decided before anything of a model is read: what does not fit is one error, at once.
 
 Weights, pool and buffers are known to the byte. What torch takes for a while in a prefill, and what the driver takes
-for graphs, are estimates on the safe side; what they do not use stays free.
+for graphs, are estimates on the safe side; what they do not use stays free. Whatever is asked for, something is kept
+free of all of it: for libraries that load code and take work space late, and for torch's allocator, which rounds up and
+leaves pieces that are too small.
 """
 
 from __future__ import annotations
@@ -12,10 +14,11 @@ from ferrule_server.errors import ConfigError
 from ferrule_server.executor.base import MemoryPlan
 from ferrule_server.executor.cuda.buckets import bucket_sizes
 from ferrule_server.executor.cuda.buffers import Limits, decode_buffer_bytes
+from ferrule_server.executor.cuda.graphs import FIRST_GRAPH_BYTES, NODE_BYTES
 from ferrule_server.executor.cuda.kernel_choice import shape_of
 from ferrule_server.model.config import ModelConfig
 
-__all__ = ["format_plan", "plan_memory", "weights_bytes"]
+__all__ = ["format_plan", "num_launches", "plan_memory", "weights_bytes"]
 
 _GIB = 1 << 30
 _MIN_BLOCKS = 8
@@ -29,10 +32,19 @@ _ATTENTION_TILE_ROWS = 256
 """Rows of a chunk that torch attends at a time."""
 _SCORE_BYTES = 16
 """Per score of such a tile: two bfloat16 products, float32 scores and weights, bfloat16 weights."""
-_GRAPH_BYTES = 2 << 20
-"""Of one captured step."""
-_GRAPHS_PER_BUCKET = 4
-"""Decodes and verifies, chosen greedily or drawn: what is asked for most."""
+_LAYER_LAUNCHES = 10
+"""Of a step, per layer, at most: above 64 rows products, norms and activations are launches of their own."""
+_BIAS_LAUNCHES = 1
+"""And for each product of a layer that has a bias."""
+_STEP_LAUNCHES = 20
+"""Besides layers: embedding, norm, head, and what the largest kind of outputs adds."""
+_GRAPHS_PER_BUCKET = 1
+"""That there is memory for in any case; what is free takes further ones (``graphs.py``)."""
+_LEAST_FREE_BYTES = 512 << 20
+_LEAST_FREE_SHARE = 50
+"""That much, and a part of the weights, always stays free: the context grows by the code that is loaded late (100 to
+200 MiB), cuBLAS takes 32 MiB for each thread and stream, torch rounds what is large up to 2 MiB and cuts the rest from
+blocks of 20 MiB."""
 
 
 def weights_bytes(config: ModelConfig, dtype_bytes: int = 2) -> int:
@@ -44,6 +56,12 @@ def weights_bytes(config: ModelConfig, dtype_bytes: int = 2) -> int:
     layer += (qkv + hidden) * config.has_attention_bias + (2 * intermediate + hidden) * config.has_mlp_bias
     vocabulary = config.vocab_size * hidden * (1 if config.is_tied else 2)
     return dtype_bytes * (vocabulary + hidden + config.num_layers * layer)
+
+
+def num_launches(config: ModelConfig) -> int:
+    """Return how many kernels one step of a model launches at most, of those that a graph holds."""
+    biases = 2 * (config.has_attention_bias + config.has_mlp_bias) * _BIAS_LAUNCHES
+    return config.num_layers * (_LAYER_LAUNCHES + biases) + _STEP_LAUNCHES
 
 
 def plan_memory(
@@ -68,7 +86,8 @@ def plan_memory(
         total_bytes: Of the GPU.
         free_bytes: Of these what nobody uses yet.
         fraction: How much of ``total_bytes`` may be used in all, by others too, where ``kv_bytes`` is None.
-        kv_bytes: Of the pool, rounded down to whole blocks; None: all that is left.
+        kv_bytes: Of the pool, rounded down to whole blocks; None: all that is left. Something stays free in either
+            case.
         block_size: Slots per block.
         max_context: Longest sequence in tokens.
         max_step_rows: Most rows of a step that torch runs.
@@ -84,16 +103,17 @@ def plan_memory(
         kv_pool=0,
         buffers=_buffer_bytes(config, limits, max_context, num_ctas),
         workspace=_workspace_bytes(config, dtype_bytes, max_context, max_step_rows),
-        graphs=0 if limits is None else _GRAPH_BYTES * _GRAPHS_PER_BUCKET * len(bucket_sizes(limits.max_rows)),
+        graphs=_graph_bytes(config, limits),
         free=0,
     )
     plan = replace(plan, free=free_bytes - plan.weights - plan.buffers - plan.workspace - plan.graphs)
-    left = plan.free if kv_bytes is not None else plan.free - int(total_bytes * (1 - fraction))
+    spare = max(_spare_bytes(plan), 0 if kv_bytes is not None else int(total_bytes * (1 - fraction)))
+    left = plan.free - spare
     block_bytes = 2 * config.num_layers * config.num_kv_heads * block_size * config.head_dim * dtype_bytes
     kv_pool = (left if kv_bytes is None else kv_bytes) // block_bytes * block_bytes
     if not _MIN_BLOCKS * block_bytes <= kv_pool <= left:
         asked = f"--gpu-memory-fraction {fraction}" if kv_bytes is None else f"--kv-memory {_gib(kv_bytes)}"
-        raise ConfigError(_complaint(plan, asked, left, _MIN_BLOCKS * block_bytes))
+        raise ConfigError(_complaint(plan, asked, spare, _MIN_BLOCKS * block_bytes))
     return replace(plan, kv_pool=kv_pool, free=plan.free - kv_pool)
 
 
@@ -115,13 +135,14 @@ def _uses(plan: MemoryPlan) -> dict[str, int]:
     return {**uses, "others": plan.total - sum(uses.values()) - plan.free, "free": plan.free}
 
 
-def _complaint(plan: MemoryPlan, asked: str, left: int, least: int) -> str:
+def _complaint(plan: MemoryPlan, asked: str, spare: int, least: int) -> str:
     """Return what is too little and what would do."""
+    left = max(0, plan.free - spare)
     uses = ", ".join(f"{name} {_gib(size)}" for name, size in _uses(plan).items() if size > 0 and name != "free")
     return (
-        f"{asked}: of the {_gib(plan.total)} of the GPU are for {uses}; that leaves {_gib(max(0, left))} for the KV "
-        f"pool, which needs at least {_gib(least)}; change --kv-memory or --gpu-memory-fraction, lower --max-context, "
-        "end other programs on the GPU, or take a smaller model"
+        f"{asked}: of the {_gib(plan.total)} of the GPU are for {uses}, and {_gib(spare)} must stay free for PyTorch "
+        f"and others; that leaves {_gib(left)} for the KV pool, which needs at least {_gib(least)}; change --kv-memory "
+        "or --gpu-memory-fraction, lower --max-context, end other programs on the GPU, or take a smaller model"
     )
 
 
@@ -134,6 +155,19 @@ def _buffer_bytes(config: ModelConfig, limits: Limits | None, max_context: int, 
     if limits is None:
         return 0
     return decode_buffer_bytes(shape_of(config), limits, num_ctas) + max_context * config.head_dim * 4
+
+
+def _graph_bytes(config: ModelConfig, limits: Limits | None) -> int:
+    """Return what is kept for graphs."""
+    if limits is None:
+        return 0
+    num_graphs = _GRAPHS_PER_BUCKET * len(bucket_sizes(limits.max_rows))
+    return FIRST_GRAPH_BYTES + num_graphs * num_launches(config) * NODE_BYTES
+
+
+def _spare_bytes(plan: MemoryPlan) -> int:
+    """Return what nobody may plan with."""
+    return _LEAST_FREE_BYTES + plan.weights // _LEAST_FREE_SHARE
 
 
 def _workspace_bytes(config: ModelConfig, dtype_bytes: int, max_context: int, max_rows: int) -> int:

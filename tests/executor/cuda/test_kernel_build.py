@@ -87,12 +87,14 @@ def test_the_log_says_now_and_then_how_far_it_is(
         assert events == [f"event={event}" for event in [*expected, "kernels_ready"]]
 
 
-def test_the_compiler_gets_processes_of_its_own() -> None:
-    """Two at least, because one would compile on a thread of the server."""
+@pytest.mark.parametrize(("cpus", "expected"), [(1, 1), (2, 1), (4, 2), (10, 8), (224, 8)])
+def test_the_compiler_gets_processes_of_its_own(monkeypatch: pytest.MonkeyPatch, cpus: int, expected: int) -> None:
+    """Few enough that the server has cores and memory left, and never a thread of the server."""
+    monkeypatch.setattr(kernel_build, "usable_cpus", lambda: cpus)
     load = SlowLoad()
     load.may_go_on.release(2)
     assert started(load).wait(TIMEOUT_S)
-    assert load.options["num_workers"] >= 2
+    assert (load.options["num_workers"], load.options["is_serving"]) == (expected, True)
     assert (load.options["architecture"], load.options["cache"], load.options["bundle"]) == ("sm_90a", None, None)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -13,6 +12,7 @@ from ferrule_server.executor.cuda.gpu import GpuError
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.toolchain.bundle import Bundle
 from ferrule_server.kernels.cuda.toolchain.compile import Cubin
+from ferrule_server.kernels.cuda.toolchain.cpus import usable_cpus
 from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache
 from ferrule_server.kernels.cuda.toolchain.cubins import load_all
 
@@ -22,6 +22,12 @@ _log = logging.getLogger(__name__)
 
 _SAY_S = 10.0
 """The log says so often how far a build is."""
+
+_MOST_WORKERS = 8
+"""More would want gigabytes of memory at once, while the weights are read, to save seconds."""
+
+_SERVING_CPUS = 2
+"""Left to the engine and to calls."""
 
 
 class _Closed(Exception):
@@ -38,8 +44,8 @@ class KernelBuild:
         architecture: Of the GPU.
         cache: Where compiled kernels are kept; None keeps none.
         bundle: File that is asked first; a bad one is a failure of the build.
-        num_workers: Processes that compile; None: all cores but one, and two at least. With a single one the compiler
-            would run on the thread of this build and take turns with the engine's.
+        num_workers: Processes that compile; None: by the cores that this process may use, some of which are left to
+            who serves, and by memory: some 400 MB each.
         load: Stands for ``toolchain.cubins.load_all``.
     """
 
@@ -57,7 +63,7 @@ class KernelBuild:
         self._architecture = architecture
         self._cache = cache
         self._bundle = bundle
-        self._num_workers = num_workers or max(2, (os.cpu_count() or 1) - 1)
+        self._num_workers = num_workers or max(1, min(_MOST_WORKERS, usable_cpus() - _SERVING_CPUS))
         self._load = load
         self._num_ready = 0
         self._said_at = 0.0
@@ -127,6 +133,7 @@ class KernelBuild:
             cache=self._cache,
             bundle=None if self._bundle is None else Bundle.open(self._bundle),
             num_workers=self._num_workers,
+            is_serving=True,
             progress=self._told,
         )
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -388,6 +389,54 @@ def test_pool_of_processes_compiles_each_spec_once_for_all_architectures(tmp_pat
     assert [cubin.architecture for cubin in made.values()] == ["sm_80", "sm_90a"] * 2
     assert all(cubin.code.startswith(b"\x7fELF") and cubin.num_registers for cubin in made.values())
     assert build(jobs, cache=CubinCache(tmp_path)) == made
+
+
+class Pool:
+    """Stands for a pool of processes: notes how it is made, and begins and compiles here."""
+
+    made: list[int] = []  # noqa: RUF012 - the test clears it
+
+    def __init__(self, num_workers: int, *, initializer: Any, initargs: tuple[Any, ...], **_: object) -> None:
+        self.made.append(num_workers)
+        initializer(*initargs)
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def submit(self, function: Any, *arguments: Any) -> Future[Any]:
+        """Run it now."""
+        future: Future[Any] = Future()
+        future.set_result(function(*arguments))
+        return future
+
+    def shutdown(self, **_: object) -> None:
+        """Nothing runs."""
+
+
+@pytest.mark.parametrize(("is_serving", "num_workers", "expected"), [(True, 1, [1]), (False, 1, []), (True, 5, [1])])
+def test_a_server_never_compiles_in_its_own_process(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, is_serving: bool, num_workers: int, expected: list[int]
+) -> None:
+    """Not even a single kernel: the compiler would take turns with the engine. What it starts gives way to it."""
+    nicenesses: list[int] = []
+    monkeypatch.setattr(cubins, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(os, "nice", nicenesses.append)
+    Pool.made.clear()
+    made = load_all([SPEC], "sm_90a", num_workers=num_workers, is_serving=is_serving)
+    assert (Pool.made, nicenesses, len(compiler.jobs)) == (expected, [10] * len(expected), 1)
+    assert made[SPEC].architecture == "sm_90a"
+
+
+def test_one_process_per_core_that_may_be_used(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not per core of the machine."""
+    monkeypatch.setattr(cubins, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(cubins, "usable_cpus", lambda: 2)
+    Pool.made.clear()
+    load_all([SPEC, OTHER, block_transfer.spec("scatter")], "sm_90a")
+    assert (Pool.made, len(compiler.jobs)) == ([2], 3)
 
 
 _DIES = """

@@ -22,6 +22,7 @@ from concurrent.futures.process import BrokenProcessPool
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.toolchain.bundle import Bundle
 from ferrule_server.kernels.cuda.toolchain.compile import CompileError, Cubin, compile_spec, toolkit
+from ferrule_server.kernels.cuda.toolchain.cpus import usable_cpus
 from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache
 from ferrule_server.kernels.cuda.toolchain.sources import source_key
 
@@ -33,6 +34,9 @@ Job = tuple[KernelSpec, str]
 Progress = Callable[[int, int, str], None]
 """Called with kernels that are ready, kernels in all, and the name of the latest."""
 
+_NICENESS = 10
+"""Of a compiler beside a server."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -43,11 +47,12 @@ def load_all(
     cache: CubinCache | None = None,
     bundle: Bundle | None = None,
     num_workers: int | None = None,
+    is_serving: bool = False,
     progress: Progress | None = None,
 ) -> dict[KernelSpec, Cubin]:
     """Return the cubin of every spec for one architecture; like :func:`build`."""
     jobs = [(spec, architecture) for spec in specs]
-    made = build(jobs, cache=cache, bundle=bundle, num_workers=num_workers, progress=progress)
+    made = build(jobs, cache=cache, bundle=bundle, num_workers=num_workers, is_serving=is_serving, progress=progress)
     return {spec: cubin for (spec, _), cubin in made.items()}
 
 
@@ -57,6 +62,7 @@ def build(
     cache: CubinCache | None = None,
     bundle: Bundle | None = None,
     num_workers: int | None = None,
+    is_serving: bool = False,
     progress: Progress | None = None,
 ) -> dict[Job, Cubin]:
     """Return the cubin of every job: from the bundle, else from the cache, else compiled and cached.
@@ -66,7 +72,9 @@ def build(
         cache: None compiles all that the bundle lacks. One that cannot be written costs one warning only.
         bundle: Made by :func:`ferrule_server.kernels.cuda.toolchain.bundle.write_bundle`, perhaps elsewhere. What it
             lacks is said in one warning.
-        num_workers: Processes that compile, at least one; None: one per core.
+        num_workers: Processes that compile, at least one; None: one per core that this process may use.
+        is_serving: This process has better things to do: even a single kernel is compiled in a process of its own,
+            because the compiler would take turns with every other thread here, and at a lower priority.
         progress: Told of each kernel that is ready.
 
     Raises:
@@ -91,7 +99,7 @@ def build(
         report(len(made), len(jobs), job[0].name)
     if missing:
         _check_toolkit(missing)
-    for job, cubin in _compile_all([same[0] for same in missing.values()], num_workers):
+    for job, cubin in _compile_all([same[0] for same in missing.values()], num_workers, is_serving):
         if cache and not _keep(job, cubin, cache):
             cache = None
         made.update(dict.fromkeys(missing[source_key(*job)], cubin))
@@ -169,18 +177,18 @@ def _keep(job: Job, cubin: Cubin, cache: CubinCache) -> bool:
     return True
 
 
-def _compile_all(jobs: list[Job], num_workers: int | None) -> Iterable[tuple[Job, Cubin]]:
+def _compile_all(jobs: list[Job], num_workers: int | None, is_serving: bool) -> Iterable[tuple[Job, Cubin]]:
     """Yield each job with its cubin as it is done; those of one spec share the PTX, so one process does them all."""
     by_spec: dict[KernelSpec, list[str]] = {}
     for spec, architecture in jobs:
         by_spec.setdefault(spec, []).append(architecture)
-    num_workers = min(num_workers or os.cpu_count() or 1, len(by_spec))  # None: one per core
-    if num_workers <= 1:
+    num_workers = min(num_workers or usable_cpus(), len(by_spec))
+    if num_workers < (1 if is_serving else 2):
         for job in jobs:
             yield job, compile_spec(*job)
         return
     context = multiprocessing.get_context("spawn")  # a fork would copy the locks of torch's and gRPC's threads
-    with ProcessPoolExecutor(num_workers, mp_context=context, initializer=_end_with_parent) as pool:
+    with ProcessPoolExecutor(num_workers, mp_context=context, initializer=_begin, initargs=(is_serving,)) as pool:
         waiting = {pool.submit(_compile, spec, names): spec for spec, names in by_spec.items()}
         try:
             for done in as_completed(waiting):
@@ -190,6 +198,13 @@ def _compile_all(jobs: list[Job], num_workers: int | None) -> Iterable[tuple[Job
             raise CompileError("a process that compiled kernels died; is there enough memory?") from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _begin(is_background: bool) -> None:
+    """Prepare a process that compiles."""
+    _end_with_parent()
+    if is_background and hasattr(os, "nice"):
+        os.nice(_NICENESS)
 
 
 def _end_with_parent() -> None:

@@ -13,6 +13,9 @@ from ferrule_server.model.memory import new_tensor
 
 __all__ = ["KvPool", "bytes_per_block"]
 
+_TILE_BYTES = 256 << 20
+"""Blocks of so many bytes are copied at a time, which bounds what is allocated meanwhile."""
+
 
 def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """Return the bytes of K and V of all layers of one block."""
@@ -42,11 +45,14 @@ class KvPool:
         else:
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)
         self._blocks = self.tensor.view(num_blocks, -1).view(torch.uint8)
+        self._words = self._blocks.view(torch.int64) if self._blocks.shape[1] % 8 == 0 else self._blocks
 
     def copy_blocks(self, block_pairs: Int32Array) -> None:
         """Copy whole blocks: int32 [n, 2] of (source, destination), destinations distinct, no source is one."""
-        source, destination = self._columns(block_pairs)
-        self._blocks.index_copy_(0, destination, self._blocks.index_select(0, source))
+        size = max(1, _TILE_BYTES // self._blocks.shape[1])
+        for first in range(0, len(block_pairs), size):
+            source, destination = self._columns(block_pairs[first : first + size])
+            self._words.index_copy_(0, destination, self._words.index_select(0, source))
 
     def copy_slots(self, slot_pairs: Int32Array) -> None:
         """Copy single slots, all layers: int32 [n, 2] of (source, destination), read before any is written."""

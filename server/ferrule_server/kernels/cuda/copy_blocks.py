@@ -26,7 +26,7 @@ from ferrule_server.kernels.cuda.intrinsics import (
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unrolled
 
-__all__ = ["copy_blocks", "copy_range", "num_ctas_needed", "spec", "specs", "variants"]
+__all__ = ["copy_blocks", "copy_range", "num_ctas_needed", "num_parts", "spec", "specs", "variants"]
 
 
 def copy_blocks(
@@ -125,6 +125,11 @@ def variants(shape: ModelShape) -> list[KernelSpec]:  # noqa: ARG001  (likewise)
 
 def num_ctas_needed(made: KernelSpec, num_pairs: int, num_layers: int, num_sms: int) -> int:
     """Return the CTAs that have work, at most one wave of half the GPU."""
+    return max(1, min(num_pairs * num_layers * num_parts(made), num_sms * made.ctas_per_sm))
+
+
+def num_parts(made: KernelSpec) -> int:
+    """Return PARTS: what ``part_bytes`` is a layer of a block divided by."""
     parts = dict(made.constants)["PARTS"]
     assert isinstance(parts, int)
-    return max(1, min(num_pairs * num_layers * parts, num_sms * made.ctas_per_sm))
+    return parts

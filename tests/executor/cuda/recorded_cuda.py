@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,12 +26,14 @@ class RecordedCuda:
         failures: By name (``CUDAGraph.replay``): what the call raises.
         stream_now: Handle of the stream that torch's work goes to.
         is_capturing: Between begin and end of a capture.
+        graphs: All that were made, whether or not anybody still has them.
     """
 
     calls: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
     failures: dict[str, Exception] = field(default_factory=dict)
     stream_now: int = OTHER_STREAM
     is_capturing: bool = False
+    graphs: list[weakref.ref[RecordedGraph]] = field(default_factory=list)
 
     def called(self, name: str, real: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Record a call, or let it fail.
@@ -89,7 +92,9 @@ class RecordedCuda:
     def CUDAGraph(self, *args: object, **kwargs: object) -> RecordedGraph:  # noqa: N802
         """Return a graph."""
         inspect.signature(torch.cuda.CUDAGraph.__new__).bind(torch.cuda.CUDAGraph, *args, **kwargs)
-        return RecordedGraph(self)
+        graph = RecordedGraph(self)
+        self.graphs.append(weakref.ref(graph))
+        return graph
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,7 @@ SPEC = copy_blocks.spec()
 CUBIN = Cubin("copy_blocks", "sm_90a", b"code", "", 32, 0, 0)
 CPU = torch.device("cpu")
 BYTES = torch.zeros(16, dtype=torch.uint8)
+BIND = ["set_device", "cuCtxSetCurrent"]
 
 
 class Doubles:
@@ -113,9 +115,16 @@ def test_a_capture_is_that_of_its_thread_and_all_share_a_pool(doubles: Doubles) 
 
 
 @pytest.mark.parametrize("where", ["operation", "driver", "end", "begin"])
-def test_a_failed_capture_is_ended_and_the_gpu_goes_on(doubles: Doubles, where: str) -> None:
-    """Whatever fails: the stream must not stay in a capture."""
+def test_a_failed_capture_is_ended_and_the_gpu_goes_on(
+    doubles: Doubles, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever fails: neither the stream nor torch's allocator must stay in a capture.
+
+    Torch ends the allocator's part only behind an end that succeeds, and the allocator keeps a pointer to the graph.
+    """
     launch, error = doubles.launch(), _accelerator_error(900)
+    ended = list[tuple[int | None, tuple[int, int]]]()
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda index, pool: ended.append((index, pool)))
 
     def operation() -> None:
         if where == "operation":
@@ -131,6 +140,12 @@ def test_a_failed_capture_is_ended_and_the_gpu_goes_on(doubles: Doubles, where: 
     assert not isinstance(caught.value, GpuLost)
     assert ("CAPTURE_INVALIDATED" in str(caught.value)) == (where == "driver")
     assert not doubles.cuda.is_capturing
+    assert ended == ([] if where == "operation" else [(CPU.index, POOL)])
+    error.__traceback__ = None
+    del caught  # whose frames have the graph
+    doubles.cuda.calls.clear()
+    gc.collect()
+    assert [graph() is None for graph in doubles.cuda.graphs] == [where == "operation"]
     assert gc.isenabled()
     assert doubles.cuda.stream_now != STREAM
     doubles.driver.failures.clear()
@@ -171,7 +186,9 @@ def test_memory_comes_from_torch_within_the_stream(doubles: Doubles, monkeypatch
     x = doubles.gpu.allocate("x", (2, 3), torch.bfloat16)
     doubles.gpu.allocate_pinned("staging", 100)
     assert made == [((2, 3), torch.bfloat16, CPU, False, True), (100, torch.uint8, None, True, False)]
-    assert doubles.gpu.address(x[1]) == x.data_ptr() + 6
+    assert doubles.gpu.address(x[0]) == x.data_ptr()
+    with pytest.raises(ValueError, match="multiple of 16"):
+        doubles.gpu.address(x[1])
 
 
 def test_memory_that_is_not_there_is_named(doubles: Doubles, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,16 +225,62 @@ def test_adopted_memory_is_on_the_device_and_what_was_written_there_comes_first(
             call()
 
 
+def test_memory_that_kernels_cannot_read_is_left_to_torch(doubles: Doubles) -> None:
+    """They load 16 bytes at a time; elsewhere the device would fault and the context be lost."""
+    weights = torch.zeros(64, dtype=torch.bfloat16)
+    doubles.gpu.adopt("aligned", weights[8:], is_mutable=False)
+    with pytest.raises(GpuError, match=r"qkv0 begins 2 bytes behind a multiple of 16"):
+        doubles.gpu.adopt("qkv0", weights[1:], is_mutable=False)
+
+
+@pytest.mark.parametrize(("fit", "num_warnings"), [(1, 0), (0, 1)])
+def test_a_kernel_that_does_not_fit_as_often_as_planned_is_said(
+    doubles: Doubles, caplog: pytest.LogCaptureFixture, fit: int, num_warnings: int
+) -> None:
+    """Its grids are more than one wave then, which is slow and nothing else tells."""
+    doubles.driver.max_ctas_per_sm = SPEC.ctas_per_sm - 1 + fit
+    doubles.gpu.load(SPEC, CUBIN)
+    messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(messages) == num_warnings
+    assert all(SPEC.name in message for message in messages)
+
+
 def test_a_thread_that_comes_to_it_makes_the_context_its_own(doubles: Doubles) -> None:
-    """Once for each change: torch's device and the driver's context are per thread."""
+    """Once for each: torch's device and the driver's context are per thread, and stay."""
     start = len(doubles.cuda.calls)
-    thread = threading.Thread(target=lambda: (doubles.gpu.record(), doubles.gpu.record()))
+    _in_a_thread(lambda: (doubles.gpu.record(), doubles.gpu.record()))
+    assert doubles.since(start) == [*BIND, "Event.record", "Event.record"]
+    doubles.gpu.synchronize()
+    assert doubles.since(start)[4:] == ["cuStreamSynchronize"]
+
+
+def test_a_thread_that_has_the_id_of_one_that_ended_is_another(doubles: Doubles) -> None:
+    """As at a start: one thread opens the GPU and ends, and the engine's often gets its id, but never its context."""
+    idents = list[int]()
+    while len(idents) == len(set(idents)):
+        assert len(idents) < 100, "no id came again"
+        start = len(doubles.cuda.calls)
+        _in_a_thread(lambda: (idents.append(threading.get_ident()), doubles.gpu.record()))
+        assert doubles.since(start) == [*BIND, "Event.record"]
+
+
+def test_current_is_that_of_its_thread(doubles: Doubles) -> None:
+    """Torch's stream is; a thread inside must not make another one believe that it is inside too."""
+    start = len(doubles.cuda.calls)
+
+    def enter() -> None:
+        with doubles.gpu.current():
+            pass
+
+    with doubles.gpu.current():
+        _in_a_thread(enter)
+    assert doubles.since(start) == ["stream", *BIND, "stream"]
+
+
+def _in_a_thread(function: Callable[[], object]) -> None:
+    thread = threading.Thread(target=function)
     thread.start()
     thread.join()
-    bind = ["set_device", "cuCtxSetCurrent"]
-    assert doubles.since(start) == [*bind, "Event.record", "Event.record"]
-    doubles.gpu.synchronize()
-    assert doubles.since(start)[4:] == [*bind, "cuStreamSynchronize"]
 
 
 def test_closing_unloads_what_was_loaded(doubles: Doubles) -> None:
@@ -280,6 +343,7 @@ def test_every_call_translates_its_errors(doubles: Doubles, name: str, is_lost: 
         (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"), GpuError),
         (RuntimeError("Found no NVIDIA driver on your system."), GpuError),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)"), None),
+        (RuntimeError('Function "cuFuncLoad" not found'), GpuError),
         (type("CudaError", (RuntimeError,), {})("CUDA error: invalid argument (1)"), GpuError),
         (NotImplementedError("no kernel for CUDA"), None),
         (ValueError("CUDA"), None),

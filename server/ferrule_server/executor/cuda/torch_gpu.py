@@ -12,11 +12,12 @@ Why the driver's: a copy through ``Tensor.copy_`` takes the host longer.
 from __future__ import annotations
 
 import gc
+import logging
 import re
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -28,7 +29,11 @@ from ferrule_server.kernels.cuda.toolchain.driver import Device, DriverError, Fu
 
 __all__ = ["TorchGpu", "translated"]
 
-_CUDA_MESSAGE = re.compile(r"\b(CUDA|CUBLAS|cuBLAS|CUDNN|cuDNN|NVIDIA|NVML)")
+_ALIGNMENT: Final = 16
+"""Bytes that kernels load at a time; at another address the device faults, and the context is lost."""
+
+_CUDA_MESSAGE = re.compile(r"\b(CUDA|CUBLAS|cuBLAS|CUDNN|cuDNN|NVIDIA|NVML|cu[A-Z][a-z]+[A-Z])")
+_log = logging.getLogger(__name__)
 _Cuda = Any  # the module torch.cuda, or a double of it
 
 
@@ -54,15 +59,34 @@ def _made(error: BaseException, *, is_lost: bool) -> GpuError:
     return (GpuLost if is_lost else GpuError)(message)
 
 
-@contextmanager
-def _translating() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        meant = translated(error)
-        if meant is None or meant is error:
-            raise
-        raise meant from error
+class _Translating:
+    """Raises what an error means in its place; one serves all, and costs nothing where there is none."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        meant = translated(error) if isinstance(error, Exception) else None
+        if meant is not None and meant is not error:
+            raise meant from error
+
+
+class _Entered(threading.local):
+    """What a thread has done; another one that gets its id when it has ended has done nothing.
+
+    Attributes:
+        is_bound: The context is its own.
+        is_current: Torch puts what it does into the stream.
+    """
+
+    is_bound = False
+    is_current = False
+
+
+_TRANSLATING: Final = _Translating()
+_INSIDE: Final = nullcontext()
 
 
 class TorchEvent:
@@ -75,7 +99,7 @@ class TorchEvent:
 
     def wait(self) -> None:
         """Block until everything before it has run; other threads go on."""
-        with _translating():
+        with _TRANSLATING:
             self._event.synchronize()
 
 
@@ -89,14 +113,14 @@ class TorchGraph:
 
     def close(self) -> None:
         """Give its memory back."""
-        with _translating():
+        with _TRANSLATING:
             self.graph.reset()
 
 
 class TorchGpu:
     """A GPU that torch and the driver share; implements :class:`~ferrule_server.executor.cuda.gpu.Gpu`.
 
-    For one thread at a time; a thread that comes to it makes the context its own.
+    For one thread at a time; a thread that comes to it makes the context its own, once.
 
     Args:
         device: The GPU, as the driver sees it; closed by :meth:`close`.
@@ -106,10 +130,10 @@ class TorchGpu:
 
     def __init__(self, device: Device, torch_device: torch.device, cuda: _Cuda = torch.cuda) -> None:
         self._device, self._torch_device, self._cuda = device, torch_device, cuda
-        self._thread: int | None = None
-        self._is_current = False
+        self._entered = _Entered()
         self._functions: list[Function] = []
-        with _translating():
+        self._failed_graphs: list[torch.cuda.CUDAGraph] = []
+        with _TRANSLATING:
             self._bind()
             self._stream = cuda.Stream(device=torch_device)
             self._pool = cuda.graph_pool_handle()
@@ -131,7 +155,7 @@ class TorchGpu:
         """
         if torch.version.cuda is None:
             raise GpuError(f"torch {torch.__version__} was built without CUDA")
-        with _translating():
+        with _TRANSLATING:
             device = Device.open(index)
             num_devices = torch.cuda.device_count()
             if index >= num_devices:
@@ -150,7 +174,7 @@ class TorchGpu:
 
     def free_bytes(self) -> int:
         """Return how much memory nobody has."""
-        with _translating():
+        with _TRANSLATING:
             return int(self._cuda.mem_get_info(self._torch_device)[0])
 
     def allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -167,54 +191,62 @@ class TorchGpu:
     def adopt(self, name: str, tensor: Tensor, *, is_mutable: bool) -> None:  # noqa: ARG002  (the double checks it)
         """Order what torch has put into its current stream, the tensor's contents perhaps, before what comes."""
         self._check(name, tensor)
-        with _translating():
+        if beyond := tensor.data_ptr() % _ALIGNMENT:  # a view of something larger, as only whoever made it can know
+            raise GpuError(f"{name} begins {beyond} bytes behind a multiple of {_ALIGNMENT}, kernels cannot read it")
+        with _TRANSLATING:
             self._bind()
             self._stream.wait_stream(self._cuda.current_stream(self._torch_device))
 
     def address(self, tensor: Tensor) -> int:
         """Return where kernels find a tensor."""
         self._check("a tensor", tensor)
-        return tensor.data_ptr()
+        address = tensor.data_ptr()
+        if address % _ALIGNMENT:
+            raise ValueError(f"a tensor at {address:#x}, kernels need a multiple of {_ALIGNMENT}")
+        return address
 
     def load(self, spec: KernelSpec, cubin: Cubin) -> Kernel:
-        """Load a kernel, wholly."""
-        with _translating():
+        """Load a kernel, wholly; say if fewer CTAs fit than its grids are made for, which is slow and shows nowhere."""
+        with _TRANSLATING:
             self._bind()
             function = self._device.load(spec, cubin)
+            num_ctas = function.max_ctas_per_sm(spec.shared_bytes)
         self._functions.append(function)
+        if num_ctas < spec.ctas_per_sm:
+            _log.warning("event=kernel_too_large kernel=%s ctas=%d planned=%d", spec.name, num_ctas, spec.ctas_per_sm)
         return function
 
-    @contextmanager
-    def current(self) -> Iterator[None]:
+    def current(self) -> AbstractContextManager[None]:
         """Have torch put what it does inside into the stream; inside of another one it costs nothing."""
-        if self._is_current:
-            yield
-            return
+        return _INSIDE if self._entered.is_current else self._entering()
+
+    @contextmanager
+    def _entering(self) -> Iterator[None]:
         self._bind()
         with self._cuda.stream(self._stream):
-            self._is_current = True
+            self._entered.is_current = True
             try:
                 yield
             finally:
-                self._is_current = False
+                self._entered.is_current = False
 
     def upload(self, target: Tensor, source: Tensor) -> None:
         """Copy pinned memory to the device."""
         num_bytes = _num_bytes(target, source)
-        with _translating():
+        with _TRANSLATING:
             self._bind()
             self._device.upload(target.data_ptr(), source.data_ptr(), num_bytes, self._handle)
 
     def download(self, target: Tensor, source: Tensor) -> None:
         """Copy device memory to pinned memory."""
         num_bytes = _num_bytes(target, source)
-        with _translating():
+        with _TRANSLATING:
             self._bind()
             self._device.download(target.data_ptr(), source.data_ptr(), num_bytes, self._handle)
 
     def record(self) -> Event:
         """Mark the place that the stream has come to."""
-        with _translating():
+        with _TRANSLATING:
             self._bind()
             event = self._cuda.Event()
             event.record(self._stream)
@@ -222,32 +254,50 @@ class TorchGpu:
 
     def launch(self, operations: Sequence[Operation]) -> None:
         """Put operations into the stream."""
-        with _translating(), self.current():
+        with _TRANSLATING, self.current():
             self._put(operations)
 
     def capture(self, operations: Sequence[Operation]) -> Graph:
         """Return a graph of operations; other threads may go on allocating and waiting meanwhile."""
-        with _translating(), self.current(), _no_collection():
+        with _TRANSLATING, self.current(), _no_collection():
             graph = self._cuda.CUDAGraph()
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            with self._abandoning(graph):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 self._put(operations)
             except BaseException:
-                with suppress(RuntimeError):  # the capture has failed, and says so again
+                with suppress(RuntimeError), self._abandoning(graph):  # the capture has failed, and says so again
                     graph.capture_end()
                 raise
-            graph.capture_end()
+            with self._abandoning(graph):
+                graph.capture_end()
         return TorchGraph(graph)
+
+    @contextmanager
+    def _abandoning(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """Take torch's allocator out of a capture that does not begin, or does not end.
+
+        ``CUDAGraph.capture_end`` does so only behind an end of the stream's capture that succeeds. In a capture the
+        allocator does not give cached memory back before it says that there is none, and asks the graph, by a pointer,
+        which streams are its. The allocator of page-locked memory keeps that pointer: there is no call to end its part.
+        """
+        try:
+            yield
+        except BaseException:
+            with suppress(RuntimeError):  # it was not in one
+                torch._C._cuda_endAllocateToPool(self._torch_device.index, self._pool)  # noqa: SLF001  (no other way)
+                self._failed_graphs.append(graph)
+            raise
 
     def replay(self, graph: Graph) -> None:
         """Put all operations of a graph into the stream."""
         assert isinstance(graph, TorchGraph), graph
-        with _translating(), self.current():
+        with _TRANSLATING, self.current():
             graph.graph.replay()
 
     def synchronize(self) -> None:
         """Wait until the stream is idle."""
-        with _translating():
+        with _TRANSLATING:
             self._bind()
             self._device.synchronize(self._handle)
 
@@ -270,11 +320,10 @@ class TorchGpu:
                 operation()
 
     def _bind(self) -> None:
-        thread = threading.get_ident()
-        if thread != self._thread:
+        if not self._entered.is_bound:
             self._cuda.set_device(self._torch_device)
             self._device.make_current()
-            self._thread = thread
+            self._entered.is_bound = True
 
     def _check(self, name: str, tensor: Tensor) -> None:
         if tensor.device != self._torch_device:
@@ -283,7 +332,7 @@ class TorchGpu:
     @contextmanager
     def _named(self, wanted: str) -> Iterator[None]:
         try:
-            with _translating():
+            with _TRANSLATING:
                 yield
         except GpuLost:
             raise

@@ -29,6 +29,8 @@ class RecordedDriver:
 
     Attributes:
         capability: Of the GPU.
+        version: Of CUDA, as the driver gives it.
+        max_ctas_per_sm: That fit a multiprocessor; None: as threads and shared memory allow.
         kinds: ctypes of the loaded kernel's parameters: what the cubin would tell.
         failures: By function name: the error to answer with.
         calls: Names and arguments, in order.
@@ -38,6 +40,8 @@ class RecordedDriver:
     capability: tuple[int, int] = (9, 0)
     kinds: Sequence[type[Any]] = ()
     num_devices: int = 1
+    version: int = 13000
+    max_ctas_per_sm: int | None = None
     failures: dict[str, str] = field(default_factory=dict)
     calls: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
     launches: list[RecordedLaunch] = field(default_factory=list)
@@ -60,6 +64,9 @@ class RecordedDriver:
     def named(self, name: str) -> list[tuple[Any, ...]]:
         """Return the arguments of every call of one function."""
         return [arguments for called, arguments in self.calls if called == name]
+
+    def _cuDriverGetVersion(self) -> tuple[int]:  # noqa: N802
+        return (self.version,)
 
     def _cuDeviceGetCount(self) -> tuple[int]:  # noqa: N802
         return (self.num_devices,)
@@ -99,6 +106,8 @@ class RecordedDriver:
     def _cuOccupancyMaxActiveBlocksPerMultiprocessor(  # noqa: N802
         self, function: int, num_threads: int, shared_bytes: int
     ) -> tuple[int]:
+        if self.max_ctas_per_sm is not None:
+            return (self.max_ctas_per_sm,)
         return (min(2048 // num_threads, (227 << 10) // max(1, shared_bytes)),)
 
     def _cuLaunchKernelEx(self, config: Any, function: object, arguments: int, extra: int) -> tuple[Any, ...]:  # noqa: N802

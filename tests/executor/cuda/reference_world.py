@@ -21,7 +21,7 @@ from ferrule_server.executor.base import (
     StepResult,
 )
 from ferrule_server.executor.cuda.cuda_executor import CudaExecutor
-from ferrule_server.executor.cuda.gpu import Gpu, GpuError, GpuInfo, GpuLost
+from ferrule_server.executor.cuda.gpu import Gpu, GpuInfo, GpuLost
 from ferrule_server.executor.cuda.kernel_build import KernelBuild
 from ferrule_server.executor.paged_reference import PagedReferenceExecutor
 from ferrule_server.kernels.cuda.spec import KernelSpec
@@ -40,10 +40,10 @@ class StreamGpu:
     def __init__(self) -> None:
         self.info = GpuInfo("Stream GPU", "sm_90a", 1, 1 << 30, 0)
         self.work: deque[Callable[[], None]] = deque()
-        self.failures: dict[str, list[GpuError | None]] = {}
+        self.failures: dict[str, list[Exception | None]] = {}
         self.is_closed = False
 
-    def fail(self, call: str, error: GpuError, nth: int = 1) -> None:
+    def fail(self, call: str, error: Exception, nth: int = 1) -> None:
         """Let the nth call from now fail."""
         self.failures[call] = [None] * (nth - 1) + [error]
 
@@ -109,6 +109,7 @@ class ReferenceRunner:
 
     def can_submit(self, batch: StepBatch) -> bool:
         """Whatever fits."""
+        self.gpu.hit("can_submit")
         return not any(spec.full_logits for spec in batch.output_specs)
 
     def submit(self, batch: StepBatch) -> Queued:
@@ -121,7 +122,7 @@ class ReferenceRunner:
         queued = Queued(self.gpu)
         try:
             self.gpu.hit("submit")
-        except GpuError:
+        except Exception:
             self.gpu.work.append(lambda: self._spoil(batch))
             raise
         self.gpu.work.append(lambda: queued.rows.extend(self._step(batch)))
@@ -142,6 +143,7 @@ class ReferenceRunner:
         """The stream must be idle."""
         assert not self.gpu.work
         self.is_closed = True
+        self.gpu.hit("close")
 
     def _step(self, batch: StepBatch) -> list[RowOutput]:
         if batch.feedback is not None:

@@ -36,14 +36,25 @@ from tests.model.stepping import Piece, PooledSequence, Stepper
 # ---- when the kernels fail ------------------------------------------------------------------------------------------
 
 
+ERRORS = [
+    pytest.param(GpuError("the launch was refused"), "the launch was refused", id="refused"),
+    pytest.param(RuntimeError('Function "cuFuncLoad" not found'), 'Function "cuFuncLoad" not found', id="symbol"),
+    pytest.param(KeyError("boom"), "KeyError: 'boom'", id="bug"),
+]
+"""What may be raised on the way over the kernels: whatever it is, torch can do it."""
+
+
 @pytest.mark.parametrize("call", ["submit", "result"])
 @pytest.mark.parametrize("nth", [1, 2])
-def test_failed_steps_are_run_again_in_torch(call: str, nth: int, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("error", "reason"), ERRORS)
+def test_failed_steps_are_run_again_in_torch(
+    call: str, nth: int, error: Exception, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Whichever of two in flight fails: rows and pool are as if nothing had happened, and it is said once."""
     world, plain = World(), World()
     for each in (world, plain):
         each.start()
-    world.gpu.fail(call, GpuError("the launch was refused"), nth)
+    world.gpu.fail(call, error, nth)
     first = world.executor.submit(world.decode(4, 5))
     second = world.executor.submit(world.fed(1, 0))
     rows = [first.result(), second.result()]
@@ -53,12 +64,12 @@ def test_failed_steps_are_run_again_in_torch(call: str, nth: int, caplog: pytest
     assert world.pool() == plain.pool()
     world.executor.run(world.decode(1, 2))
     state = world.executor.state
-    assert (state.name, state.fallback_reason) == ("torch", "the launch was refused")
+    assert (state.name, state.fallback_reason) == ("torch", reason)
     assert state.num_launched_steps >= 2
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert [record.getMessage() for record in warnings] == [
-        "event=kernels_not_used reason='the launch was refused' torch serves"
-    ]
+    assert [record.getMessage() for record in warnings] == [f"event=kernels_not_used reason={reason!r} torch serves"]
+    assert warnings[0].exc_info is not None
+    assert warnings[0].exc_info[1] is error
     assert world.made().is_closed
 
 
@@ -78,29 +89,32 @@ def test_a_step_submitted_after_the_kernels_failed_runs_in_torch() -> None:
     assert rows == expected
 
 
-def test_a_failed_part_of_a_step_is_run_again_alone() -> None:
+@pytest.mark.parametrize(("error", "reason"), ERRORS)
+def test_a_failed_part_of_a_step_is_run_again_alone(error: Exception, reason: str) -> None:
     """What ran before it stays, what comes behind it goes to torch."""
     world, plain = World(), Stepper(Torch())
     for stepper in (world.stepper, plain):
         seqs = [PooledSequence() for _ in range(10)]
         if stepper is world.stepper:
             world.start()
-            world.gpu.fail("result", GpuError("no"), nth=2)
+            world.gpu.fail("result", error, nth=2)
         rows = stepper.run(*(Piece(seq, [n], spec=GREEDY) for n, seq in enumerate(seqs)))
         if stepper is world.stepper:
             split = rows
     assert split == rows
     assert [batch.num_rows for batch in world.torch.batches[1:]] == [2]
+    assert world.executor.state.fallback_reason == reason
 
 
-def test_a_failed_capture_leaves_everything_to_torch() -> None:
+@pytest.mark.parametrize(("error", "reason"), ERRORS)
+def test_a_failed_capture_leaves_everything_to_torch(error: Exception, reason: str) -> None:
     """The gap does not fail, and nothing more is to be done in the next."""
     world = World()
     world.start()
-    world.gpu.fail("capture", GpuError("out of memory"))
+    world.gpu.fail("capture", error)
     assert not world.executor.tend()
     state = world.executor.state
-    assert (state.name, state.preparation, state.fallback_reason) == ("torch", "", "out of memory")
+    assert (state.name, state.preparation, state.fallback_reason) == ("torch", "", reason)
     assert not world.executor.tend()
     world.executor.run(world.decode(3))
 
@@ -181,16 +195,74 @@ def test_a_step_that_torch_cannot_run_either_fails_for_whoever_asks() -> None:
     assert len(world.executor.run(world.decode(5)).rows) == 1
 
 
-def test_a_bug_in_submitting_leaves_no_step_pending() -> None:
-    """It is not the GPU's fault: the runner stays, and whoever submitted is told."""
+@pytest.mark.parametrize("is_submitted", [True, False])
+def test_a_step_that_torch_refuses_too_is_to_blame_itself(is_submitted: bool) -> None:
+    """What is wrong with it is no reason to give the kernels up; whoever wanted it is told, and nothing is pending."""
     world = World()
     world.start()
-    world.made().max_rows = 99
-    many = world.stepper.batch(*(Piece(PooledSequence(), [1], spec=GREEDY) for _ in range(MAX_ROWS + 1)))
-    with pytest.raises(AssertionError):
-        world.executor.submit(many)
+    before = world.executor.submit(world.decode(4))
+    world.gpu.fail("submit", IndexError("a token beyond the vocabulary"))
+    batch = world.fed(0)
+    world.torch.error = IndexError("index out of range")
+    with pytest.raises(IndexError, match="out of range"):
+        (world.executor.submit if is_submitted else world.executor.run)(batch)
+    world.torch.error = None
+    assert tokens_of(before.result()) != []
     assert len(world.executor.submit(world.decode(3)).result().rows) == 1
-    assert world.executor.state.fallback_reason == ""
+    assert (world.executor.runner, world.executor.state.fallback_reason) == (world.made(), "")
+
+
+def test_a_step_beyond_the_limits_of_the_kernels_runs_in_torch() -> None:
+    """A bug of ours: it costs the kernels, and no row."""
+    world, plain = World(), Stepper(Torch())
+    world.start()
+    world.made().max_rows = 99
+    pieces = [Piece(PooledSequence(), [n], spec=GREEDY) for n in range(MAX_ROWS + 1)]
+    rows = world.executor.submit(world.stepper.batch(*pieces)).result().rows
+    assert rows == plain.run(*(Piece(PooledSequence(), [n], spec=GREEDY) for n in range(MAX_ROWS + 1)))
+    assert world.executor.state.fallback_reason == "AssertionError"
+
+
+def test_memory_that_is_short_beside_the_kernels_costs_one_step_only() -> None:
+    """Torch selects from their logits; what is not there now may be there in a moment."""
+    world = World()
+    world.start()
+    world.gpu.fail("submit", torch.OutOfMemoryError("CUDA out of memory"))
+    assert len(world.executor.run(world.decode(3)).rows) == 1
+    assert world.executor.runner is world.made()
+
+
+def test_asking_whether_a_step_fits_never_fails() -> None:
+    """The kernels are given up with what is in flight, and the answer is no."""
+    world, plain = World(), World()
+    for each in (world, plain):
+        each.start()
+    pending = world.executor.submit(world.decode(4))
+    world.gpu.fail("can_submit", KeyError("kind"))
+    assert not world.executor.can_submit(world.fed(0))
+    assert pending.result() == plain.executor.run(plain.decode(4))
+    assert world.executor.state.fallback_reason == "KeyError: 'kind'"
+    world, plain = plain, world
+    world.gpu.fail("can_submit", GpuLost("gone"))
+    assert not world.executor.can_submit(world.decode(4))
+    with pytest.raises(DeviceLost, match="gone"):
+        world.executor.run(world.decode(4))
+
+
+@pytest.mark.parametrize("error", [GpuError("busy"), RuntimeError("busy")], ids=["refused", "bug"])
+def test_a_runner_that_does_not_close_is_let_go(error: Exception) -> None:
+    """While it is given up, and at the end of the server."""
+    for call in ("capture", "close"):
+        world = World()
+        world.start()
+        world.gpu.fail("close", error)
+        if call == "capture":
+            world.gpu.fail("capture", GpuError("no"))
+            assert not world.executor.tend()
+            assert world.executor.state.fallback_reason == "no"
+            assert len(world.executor.run(world.decode(3)).rows) == 1
+        world.executor.close()
+        assert world.gpu.is_closed
 
 
 # ---- when the device is lost ----------------------------------------------------------------------------------------
@@ -256,6 +328,27 @@ def test_a_library_that_fails_is_asked_behind() -> None:
         world.stepper.run(Piece(PooledSequence(), range(3, 30)))
 
 
+@pytest.mark.parametrize("call", ["submit", "run", "result", "capture", "can_submit"])
+def test_an_error_of_any_kind_may_be_the_first_sign(call: str) -> None:
+    """The stream is asked before anything is run again."""
+    world = World()
+    world.start()
+    batches = len(world.torch.batches)
+    pending = world.executor.submit(world.decode(4)) if call == "result" else None
+    world.gpu.fail("submit" if call == "run" else call, RuntimeError("boom"))
+    world.gpu.fail("synchronize", GpuLost("gone"))
+    notice: dict[str, Any] = {
+        "submit": lambda: world.executor.submit(world.decode(4)),
+        "run": lambda: world.executor.run(world.decode(4)),
+        "result": lambda: pending and pending.result(),
+        "capture": world.executor.tend,
+        "can_submit": lambda: world.executor.can_submit(world.decode(4)) or world.executor.run(world.decode(4)),
+    }
+    with pytest.raises(DeviceLost, match="gone"):
+        notice[call]()
+    assert len(world.torch.batches) == batches
+
+
 def test_memory_that_is_short_in_torch_is_an_error_of_its_step() -> None:
     """Neither the device nor the kernels are to blame."""
     world = World()
@@ -278,6 +371,31 @@ def test_deterministic_mode_has_no_other_way() -> None:
     world.gpu.fail("submit", GpuError("no"))
     with pytest.raises(DeviceLost, match="no"):
         world.executor.run(world.decode(3))
+
+
+@pytest.mark.parametrize("call", ["submit", "run", "result", "can_submit"])
+def test_a_bug_in_deterministic_mode_is_an_error_of_its_step(call: str) -> None:
+    """Nobody else may run it, so it is told to whoever asked; everything else goes on with the same bits."""
+    world = World(is_deterministic=True)
+    world.start()
+    world.gpu.fail("submit" if call == "run" else call, KeyError("boom"))
+    if call == "can_submit":
+        assert not world.executor.can_submit(world.decode(4))
+    else:
+        with pytest.raises(KeyError, match="boom"):
+            world.executor.run(world.decode(4)) if call == "run" else world.executor.submit(world.decode(4)).result()
+    assert len(world.executor.submit(world.decode(3)).result().rows) == 1
+    assert (world.executor.runner, world.torch.batches) == (world.made(), [])
+
+
+@pytest.mark.parametrize("error", [GpuError("no"), KeyError("no")], ids=["refused", "bug"])
+def test_a_failed_capture_in_deterministic_mode_is_a_lost_device(error: Exception) -> None:
+    """The stream may still be capturing."""
+    world = World(is_deterministic=True)
+    world.start()
+    world.gpu.fail("capture", error)
+    with pytest.raises(DeviceLost, match="no"):
+        world.executor.tend()
 
 
 @pytest.mark.parametrize("why", ["no device", "compile", "make"])

@@ -7,9 +7,11 @@ other way round, without anybody waiting::
     first decode behind   the runner is made; what fails here leaves it to torch
     from then on          small sequences on the kernels, long ones in torch          state.name numba-cuda
     a GpuError            the runner is given up, its steps are run again in torch    state.fallback_reason
+    any other error       the same, unless torch refuses the step too: then it is the step's
     a GpuLost             DeviceLost, now and for every later call
 
-A step that failed half way has written KV of its own slots only, and torch writes all of them again.
+A step that failed half way has written KV of its own slots only, and torch writes all of them again. Deterministic
+mode has no torch: a GpuError, or a capture that fails, is DeviceLost; any other error is its step's alone.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from ferrule_server.errors import ConfigError
 from ferrule_server.executor.base import (
@@ -138,7 +141,7 @@ class CudaExecutor:
             and len(self._pending) < _MOST_PENDING
             and 0 < batch.num_rows == batch.num_seqs == len(batch.output_rows)
             and batch.num_rows <= runner.max_rows
-            and runner.can_submit(batch)
+            and self._would_take(runner, batch)
         )
 
     def submit(self, batch: StepBatch) -> SubmittedStep:
@@ -174,21 +177,31 @@ class CudaExecutor:
         try:
             if runner is not None:
                 return runner.capture_next()
-        except GpuError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the stream may still be capturing
             self._give_up(error)
             return False
         if self._has_decoded or self._kernels.is_blocked:
             return self._ready_runner() is not None
         return False
 
+    def _would_take(self, runner: Runner, batch: StepBatch) -> bool:
+        try:
+            return runner.can_submit(batch)
+        except Exception as error:  # noqa: BLE001 - nobody expects this call to fail
+            if not self._is_deterministic:
+                with suppress(DeviceLost):  # the next call says so
+                    self._give_up(error)
+            return False
+
     def _enqueue(self, runner: Runner, step: SubmittedStep, batch: StepBatch) -> None:
         try:
             step.queued = runner.submit(batch)
         except GpuError as error:
             self._give_up(error)
-        except Exception:
+        except Exception as error:  # noqa: BLE001 - whatever it is, torch may do it
             self._pending.pop()
-            raise
+            self._settle()
+            step.finish(self._run_instead(step.batch_for_host(), error))
 
     def _read(self, step: SubmittedStep) -> None:
         """Make a pending step done, and those before it."""
@@ -207,10 +220,11 @@ class CudaExecutor:
         assert step.queued is not None
         try:
             rows = step.queued.result()
-        except GpuError as error:
-            self._give_up(error)
-            return
-        except Exception as error:  # noqa: BLE001 - whoever asks for the step is told
+        except Exception as error:  # noqa: BLE001 - torch does it, or whoever asks for the step is told
+            if not self._is_deterministic or isinstance(error, GpuError):
+                self._give_up(error)
+                return
+            self._check_alive(error)
             step.fail(error)
         else:
             step.finish(rows)
@@ -218,15 +232,33 @@ class CudaExecutor:
 
     def _run_part(self, part: Part) -> list[RowOutput]:
         runner = self._kernels.runner
-        if part.is_for_kernels and runner is not None:
-            try:
-                return runner.run(part.batch)
-            except GpuError as error:
-                self._give_up(error)
-            except Exception as error:
-                self._check_lost_by(error)
-                raise
-        return self._run_in_torch(part.batch)
+        if not part.is_for_kernels or runner is None:
+            return self._run_in_torch(part.batch)
+        try:
+            return runner.run(part.batch)
+        except GpuError as error:
+            self._give_up(error)
+            return self._run_in_torch(part.batch)
+        except Exception as error:  # noqa: BLE001 - whatever it is, torch may do it
+            return self._run_instead(part.batch, error)
+
+    def _run_instead(self, batch: StepBatch, error: Exception) -> list[RowOutput]:
+        """Run in torch what failed on the kernels although the GPU refused nothing; nothing is pending.
+
+        Where torch does it, the fault is ours, and would be there in the next step too: the runner is given up. Only
+        memory that was short for a while is nobody's fault.
+
+        Raises:
+            DeviceLost: The device is gone: that was why.
+            Exception: Torch refuses it as well, or may not do it: the step is to blame.
+        """
+        self._check_alive(error)
+        if self._is_deterministic:
+            raise error
+        rows = self._run_in_torch(batch)
+        if self._kernels.runner is not None and not isinstance(error, torch.OutOfMemoryError):
+            self._give_up(error)
+        return rows
 
     def _run_in_torch(self, batch: StepBatch) -> list[RowOutput]:
         with self._on_device():
@@ -266,7 +298,7 @@ class CudaExecutor:
         self._kernels.close()
         self._torch.close()
         if self._gpu is not None:
-            with suppress(GpuError):
+            with suppress(Exception):
                 self._gpu.close()
 
     # ---- when something fails ---------------------------------------------------------------------------------------
@@ -343,16 +375,21 @@ class CudaExecutor:
 
     def _check_lost_by(self, error: Exception) -> None:
         """Raise DeviceLost where that is what an error means: torch's libraries fail first and do not say so."""
+        if translated(error) is not None:
+            self._check_alive(error)
+
+    def _check_alive(self, error: Exception) -> None:
+        """Raise DeviceLost where the device is gone, whatever an error says."""
         meant = translated(error)
         if isinstance(meant, GpuLost):
             raise self._lose(meant) from error
-        if meant is None or self._gpu is None:
+        if self._gpu is None:
             return
         try:
             self._gpu.synchronize()
         except GpuLost as lost:
             raise self._lose(lost) from error
-        except GpuError:
+        except Exception:  # noqa: BLE001 - it is not gone; whatever is wrong, the error tells more
             return
 
 

@@ -20,6 +20,9 @@ __all__ = ["NAME", "KernelPath", "MakeRunner", "Runner", "sentence"]
 NAME = "numba-cuda"
 """Of the executor, where kernels run or are to run."""
 
+_TERSE = (LookupError, AssertionError, AttributeError, NameError, TypeError, ArithmeticError)
+"""Errors that say what was wrong, and not that it was."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -144,7 +147,7 @@ class KernelPath:
         """Give everything back; what fails meanwhile does not matter any more."""
         if self._build is not None:
             self._build.close()
-        with suppress(GpuError):
+        with suppress(Exception):
             self._leave()
 
     def state(self, memory: MemoryPlan | None, num_torch_steps: int) -> ExecutorState:
@@ -182,13 +185,17 @@ class KernelPath:
                 step()
             except GpuLost:
                 raise
-            except GpuError as error:
+            except Exception as error:  # noqa: BLE001 - torch serves, whatever the runner still says
                 _log.debug("event=leaving_runner error=%r", error)
 
 
 def sentence(error: Exception) -> str:
-    """Return the first line of what an error says, or its name."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    """Return the first line of what an error says, with its name where that alone would say little."""
+    name = type(error).__name__
+    line = (str(error).splitlines() or [""])[0]
+    if not line:
+        return name
+    return f"{name}: {line}" if isinstance(error, _TERSE) else line
 
 
 def _preparation(runner: Runner | None, build: KernelBuild | None) -> str:

@@ -16,7 +16,8 @@ from cuda.bindings import driver as real
 from ferrule_server.kernels.cuda import copy_blocks
 from ferrule_server.kernels.cuda.intrinsics import F32, I32, Address
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec
-from ferrule_server.kernels.cuda.toolchain.compile import Cubin, compile_spec
+from ferrule_server.kernels.cuda.toolchain import driver as driver_module
+from ferrule_server.kernels.cuda.toolchain.compile import CompileError, Cubin, compile_spec, toolkit
 from ferrule_server.kernels.cuda.toolchain.driver import Device, DriverError, Function, NoDevice
 from tests.kernels.cuda.toolchain.recorded_driver import FUNCTION, LIBRARY, RecordedDriver, RecordedLaunch
 
@@ -184,6 +185,59 @@ def test_missing_device_is_one_clear_error(driver: RecordedDriver, reason: str) 
     """The reason a server tells for running without one."""
     with pytest.raises(NoDevice, match=reason):
         Device.open(0, driver)
+
+
+@pytest.mark.parametrize(
+    ("nvcc", "version", "message"),
+    [
+        ("nvidia-cuda-nvcc=13.0.88", 12080, "knows CUDA up to 12.8.*compiled with CUDA 13.0.*driver 580 or newer"),
+        ("nvidia-cuda-nvcc=13.0.88", 12000, "up to 12.0"),
+        ("nvidia-cuda-nvcc=13.2.1", 12090, "with CUDA 13.2.*driver 580 or newer"),
+        ("nvidia-cuda-nvcc=12.9.0", 11080, "with CUDA 12.9.*driver 525 or newer"),
+        ("nvidia-cuda-nvcc=14.1.0", 13020, "with CUDA 14.1.*driver for CUDA 14.0 or newer"),
+        (None, 12080, "compiled with CUDA 13.0"),
+        ("nvidia-cuda-nvcc=13.0.88", 13000, ""),
+        ("nvidia-cuda-nvcc=13.2.1", 13000, ""),
+        ("nvidia-cuda-nvcc=12.9.0", 12010, ""),
+        (None, 13010, ""),
+    ],
+)
+def test_a_driver_that_is_too_old_is_known_before_anything_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, nvcc: str | None, version: int, message: str
+) -> None:
+    """It would refuse the machine code after minutes; within a major version all drivers load it."""
+
+    def versions() -> str:
+        if nvcc is None:
+            raise CompileError("the compiler is not installed")  # a bundle was compiled elsewhere
+        return f"numba=0.1 {nvcc}"
+
+    monkeypatch.setattr(driver_module, "toolkit", versions)
+    driver = RecordedDriver(version=version)
+    if not message:
+        Device.open(0, driver)
+        return
+    with pytest.raises(NoDevice, match=message):
+        Device.open(0, driver)
+    assert not driver.named("cuDevicePrimaryCtxRetain")
+
+
+def test_a_machine_without_a_compiler_knows_what_it_would_be() -> None:
+    """That which its bundle was made with."""
+    found = re.search(r"nvidia-cuda-nvcc=(\d+\.\d+)", toolkit())
+    assert found
+    assert found[1] == ".".join(map(str, driver_module._PINNED_TOOLKIT))
+
+
+def test_without_early_launch_no_kernel_starts_beside_another() -> None:
+    """To find out whether it is at fault: the same launches, in the order of the stream."""
+    for early in (True, False):
+        driver = RecordedDriver(kinds=KINDS)
+        function = Device.open(0, driver, has_early_launch=early).load(_spec(), CUBIN)
+        function.prepare((1, 2, 3.0), grid=132)(0)
+        assert [launch.starts_early for launch in driver.launches] == [early]
+        with pytest.raises(ValueError, match="one wave"):
+            function.prepare((1, 2, 3.0), grid=133)
 
 
 def test_missing_package_is_the_same_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,12 @@ Source: NVIDIA, "CUDA Driver API", chapters "Library Management" and "Execution 
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from ferrule_server.kernels.cuda.spec import KernelSpec
-from ferrule_server.kernels.cuda.toolchain.compile import Cubin
+from ferrule_server.kernels.cuda.toolchain.compile import CompileError, Cubin, toolkit
 from ferrule_server.kernels.cuda.toolchain.sources import parameters
 
 __all__ = ["Device", "DriverError", "Function", "Launch", "NoDevice", "is_context_lost"]
@@ -25,6 +26,12 @@ _DEFAULT_SHARED_BYTES = 48 << 10
 
 _MAX_SHARED_CARVEOUT = 100
 """Percent of the L1 that is shared memory. All kernels ask for the same: a change of the split drains the SM."""
+
+_PINNED_TOOLKIT = (13, 0)
+"""Version of CUDA that kernels are compiled with where no compiler is installed: they come from a bundle."""
+
+_FIRST_DRIVERS = {12: 525, 13: 580}
+"""By major version of CUDA: the first driver that loads its machine code. Minor versions do not matter to that."""
 
 _LOST = {
     "CUDA_ERROR_DEINITIALIZED": 4,
@@ -86,13 +93,14 @@ class Device:
 
     Attributes:
         index: Of the GPU, as the driver counts them.
+        has_dependent_launch: Kernels may start while the one before them runs; see :meth:`Function.prepare`.
         name: As the driver says it.
         architecture: Of the cubins it runs: ``sm_80`` or ``sm_90a``.
         num_sms: Multiprocessors.
         shared_bytes_per_cta: Most dynamic shared memory of one CTA.
     """
 
-    def __init__(self, driver: _Driver, index: int) -> None:
+    def __init__(self, driver: _Driver, index: int, *, has_early_launch: bool = True) -> None:
         self._driver = driver
         self.index = index
         self._handle = _call(driver, "cuDeviceGet", index)
@@ -102,7 +110,7 @@ class Device:
             self._attribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR),
         )
         self.architecture = _architecture(*capability)
-        self.has_dependent_launch = capability >= (9, 0)
+        self.has_dependent_launch = has_early_launch and capability >= (9, 0)
         self.name = _call(driver, "cuDeviceGetName", 256, self._handle).split(b"\0")[0].decode()
         self.num_sms = self._attribute(kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
         self.shared_bytes_per_cta = self._attribute(kinds.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
@@ -110,28 +118,33 @@ class Device:
         self.make_current()
 
     @classmethod
-    def open(cls, index: int = 0, driver: _Driver | None = None) -> Device:
+    def open(cls, index: int = 0, driver: _Driver | None = None, *, has_early_launch: bool = True) -> Device:
         """Return a GPU, ready to load kernels.
 
         Args:
             index: Of the GPU.
             driver: Stands for ``cuda.bindings.driver``.
+            has_early_launch: False: no kernel starts before the one in front of it has ended, whatever ``prepare``
+                is told; slower, to find out whether a fault comes from that.
 
         Raises:
-            NoDevice: The package, the driver or the GPU is missing, or there are no kernels for it.
+            NoDevice: The package, the driver or the GPU is missing, the driver is too old for the code, or there are
+                no kernels for the GPU.
             DriverError: The driver refuses.
         """
         driver = driver or _import_driver()
         try:
             _call(driver, "cuInit", 0)
+            version = int(_call(driver, "cuDriverGetVersion"))
             count = int(_call(driver, "cuDeviceGetCount"))
         except DriverError as error:
             raise NoDevice(f"the CUDA driver does not start: {error}", call=error.call, name=error.name) from error
         except (OSError, RuntimeError) as error:  # the bindings look for the driver's library at the first call
             raise NoDevice(f"no CUDA driver is installed: {error}") from error
+        _check_version(divmod(version // 10, 100))
         if index >= count:
             raise NoDevice(f"there is no GPU {index}, the driver sees {count}")
-        return cls(driver, index)
+        return cls(driver, index, has_early_launch=has_early_launch)
 
     def make_current(self) -> None:
         """Make the context current in this thread: every thread that launches needs it once.
@@ -374,6 +387,31 @@ def _import_driver() -> _Driver:
     except ImportError as error:
         raise NoDevice(f"the package cuda-bindings is missing ({error}); pip install 'ferrule[cuda]'") from error
     return driver
+
+
+def _check_version(found: tuple[int, int]) -> None:
+    """Refuse a driver that cannot load the kernels, before they are compiled: it would call them an invalid image.
+
+    Raises:
+        NoDevice: It is of an older major version of CUDA than the compiler.
+    """
+    wanted = _toolkit_version()
+    if found[0] >= wanted[0]:
+        return
+    first = _FIRST_DRIVERS.get(wanted[0])
+    newer = f"driver {first}" if first else f"a driver for CUDA {wanted[0]}.0"
+    raise NoDevice(
+        f"the NVIDIA driver knows CUDA up to {found[0]}.{found[1]}, and the kernels are compiled with CUDA "
+        f"{wanted[0]}.{wanted[1]}; install {newer} or newer"
+    )
+
+
+def _toolkit_version() -> tuple[int, int]:
+    try:
+        version = re.search(r"nvidia-cuda-nvcc=(\d+)\.(\d+)", toolkit())
+    except CompileError:
+        version = None
+    return (int(version[1]), int(version[2])) if version else _PINNED_TOOLKIT
 
 
 def _architecture(major: int, minor: int) -> str:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import hashlib
+import random
+import weakref
 from typing import Any
 
 import numpy as np
@@ -10,7 +14,8 @@ import pytest
 import torch
 
 from ferrule_server.executor.base import OutputSpec, RowOutput, SampleSpec, Shaping, TokenMask
-from ferrule_server.executor.cuda.choices import OutputKind
+from ferrule_server.executor.cuda.choice_inputs import DrawMemo, fill_choices
+from ferrule_server.executor.cuda.choices import OutputKind, kind_of, masks_of
 from ferrule_server.executor.cuda.gpu import GpuError
 from ferrule_server.executor.cuda.graphs import GraphKey
 from ferrule_server.executor.device_outputs import DeviceOutputs
@@ -202,6 +207,55 @@ def test_what_takes_the_host_is_not_submitted() -> None:
     assert not toy.runner.can_submit(masked)
     toy.runner.run(masked)
     assert toy.runner.can_submit(masked)
+
+
+# ---- what is remembered of a step -----------------------------------------------------------------------------------
+
+
+def mask_of(first: int) -> TokenMask:
+    """Return a mask of all tokens from ``first`` on."""
+    bits = np.packbits(np.arange(72) >= first, bitorder="little")
+    bits[8] &= 7
+    return TokenMask(hashlib.blake2b(bits.tobytes(), digest_size=16).digest(), bits)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_remembered_of_a_step_is_what_is_found_anew(seed: int) -> None:
+    """Kind, masks and records of draws, over steps that want the same as the one before, nearly the same, or else."""
+    chance, toy, memo = random.Random(seed), Toy(), DrawMemo()
+    layout, limits = toy.runner.buffers.input_layout, toy.runner.buffers.limits
+    masks = [mask_of(3), mask_of(40)]
+    pool = [GREEDY, SAMPLED, OutputSpec(sample=SampleSpec(seed=9)), OutputSpec(sample=SampleSpec(temperature=0))]
+    rare = [OutputSpec(greedy=True, logprobs=True), *(OutputSpec(greedy=True, shaping=Shaping(mask=m)) for m in masks)]
+    specs, kinds = [SAMPLED], set()
+    for _ in range(200):
+        if chance.random() < 0.4:
+            specs = chance.choices(pool + rare * (chance.random() < 0.2), k=chance.randint(1, 8))
+        batch = rows_of([1] * len(specs), [chance.randrange(200) for _ in specs])
+        batch = dataclasses.replace(batch, output_specs=tuple(specs))
+        kind = toy.runner._kind(batch)
+        kinds.add(kind)
+        assert kind is kind_of(batch.output_specs, batch.histories, limits)
+        assert toy.runner._masks_of(batch) == masks_of(batch.output_specs)
+        found = []
+        for draws in (memo, DrawMemo()):
+            views = layout.arrays(np.full(layout.num_bytes, 0xA5, np.uint8))
+            slots = {mask.fingerprint: slot for slot, mask in enumerate(masks)}
+            fill_choices(views, batch, 8, kind, slots, vocab_size=67, draws=draws)
+            found.append({name: values.tobytes() for name, values in views.items()})
+        assert found[0] == found[1]
+    assert {OutputKind.GREEDY, OutputKind.SAMPLE, OutputKind.SCORE} <= kinds
+
+
+def test_no_mask_is_kept_alive_for_the_next_step() -> None:
+    """It goes with whoever asked for it."""
+    toy = Toy()
+    mask = mask_of(5)
+    toy.runner.run(rows_of([5], [3], spec=OutputSpec(greedy=True, shaping=Shaping(mask=mask))))
+    kept = weakref.ref(mask)
+    del mask
+    gc.collect()
+    assert kept() is None
 
 
 # ---- limits and failures --------------------------------------------------------------------------------------------

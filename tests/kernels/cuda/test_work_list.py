@@ -12,6 +12,7 @@ from ferrule_server.kernels.cuda.work_list import (
     MAX_NEW,
     SEGMENT,
     SPLIT,
+    DecodeLists,
     SlotsNotTrailing,
     TooManyNewTokens,
     WorkList,
@@ -194,3 +195,19 @@ def test_a_step_without_rows_is_a_list_without_work(num_seqs: int) -> None:
     assert not work.items.any()
     assert work.items.shape == (3, len(FIELDS))
     assert (work.num_tiles, work.num_partials) == (0, 0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lists_of_decode_steps_are_those_made_anew(seed: int) -> None:
+    """Over steps in which sequences grow by a token, come, go and are read again, whether the last list does or not."""
+    rng = np.random.default_rng(seed)
+    lists = DecodeLists(num_kv_heads=2, num_ctas=12, partials_capacity=20)
+    kv_lens = rng.integers(1, 5 * SPLIT, 1 + 6 * (seed % 3)).astype(np.int32)
+    for number in range(400):
+        kv_lens += 1
+        if number % 37 == 36:
+            kv_lens = rng.permutation(np.append(kv_lens[1:], rng.integers(1, 3 * SPLIT, 2))).astype(np.int32)
+        has_slot = rng.random(len(kv_lens)) < (0.5 if number % 11 == 0 else 1.0)
+        arrays = step(kv_lens.tolist(), new=has_slot.astype(int).tolist())
+        expected = make(arrays, partials_capacity=20).items
+        np.testing.assert_array_equal(lists.items(kv_lens, has_slot), expected, str(number))

@@ -18,6 +18,7 @@ from ferrule_server.executor.cuda.choices import (
     CHOSEN,
     ChoiceCounts,
     OutputKind,
+    are_same,
     chooses,
     requested_ids,
     shaping_of,
@@ -25,12 +26,34 @@ from ferrule_server.executor.cuda.choices import (
 from ferrule_server.executor.sampling import needs_normaliser
 from ferrule_server.kernels.cuda import sample, shape_logits
 
-__all__ = ["fill_choices"]
+__all__ = ["DrawMemo", "fill_choices"]
 
 Views = Mapping[str, npt.NDArray[Any]]
 
 _NUM_CACHED = 4096
 _NOTHING_TO_DO = -1
+
+
+class DrawMemo:
+    """The records of the last step's draws: but for positions those of the next one too, where its rows want the same.
+
+    What shapes logits is never kept: masks are to go when nobody else refers to them.
+    """
+
+    def __init__(self) -> None:
+        self._specs: tuple[OutputSpec, ...] = ()
+        self._rows = b""
+        self._records = np.zeros((0, 0), np.int32)
+
+    def records(self, batch: StepBatch, first_shaped: int, vocab_size: int) -> Int32Array:
+        """Return records as :func:`_draw_records` does, not to be changed."""
+        specs, rows = batch.output_specs, batch.output_rows.tobytes()
+        if rows != self._rows or not are_same(specs, self._specs):
+            records = _draw_records(batch, first_shaped, vocab_size)
+            if any(spec.shaping is not None for spec in specs):
+                return records
+            self._specs, self._rows, self._records = specs, rows, records
+        return self._records
 
 
 def fill_choices(
@@ -41,6 +64,7 @@ def fill_choices(
     mask_slots: Mapping[bytes, int],
     *,
     vocab_size: int,
+    draws: DrawMemo | None = None,
 ) -> ChoiceCounts:
     """Fill in the records of every kernel that the kind runs.
 
@@ -51,28 +75,35 @@ def fill_choices(
         kind: Of the step; nothing is filled for GREEDY and TORCH.
         mask_slots: Where the masks of the step lie, by fingerprint.
         vocab_size: Logits of a row.
+        draws: Remembers the records of the last step, of the same vocabulary and fields.
     """
     if kind in (OutputKind.GREEDY, OutputKind.TORCH):
         return ChoiceCounts()
     num_entries = _fill_shapings(views, batch, num_rows_bucket, mask_slots, vocab_size)
-    _fill_draws(views, batch, num_rows_bucket, vocab_size)
+    _fill_draws(views, batch, num_rows_bucket, vocab_size, draws or DrawMemo())
     num_requests = _fill_scores(views, batch, num_rows_bucket) if kind >= OutputKind.SCORE else 0
     num_tops = _fill_tops(views, batch, num_rows_bucket, vocab_size) if kind >= OutputKind.TOP else 0
     return ChoiceCounts(num_requests, num_entries, num_tops)
 
 
-def _fill_draws(views: Views, batch: StepBatch, num_slots: int, vocab_size: int) -> None:
+def _fill_draws(views: Views, batch: StepBatch, num_slots: int, vocab_size: int, draws: DrawMemo) -> None:
     """Fill in how each token is drawn, and from which row."""
-    records, specs = views["draw_records"], batch.output_specs
-    first_shaped, num_outputs = len(records), len(specs)
+    records, num_outputs = views["draw_records"], len(batch.output_specs)
     records[num_outputs:num_slots, 0] = _NOTHING_TO_DO
+    records[:num_outputs] = draws.records(batch, len(records), vocab_size)
+    records[:num_outputs, 3] = batch.positions[batch.output_rows] + 1
+
+
+def _draw_records(batch: StepBatch, first_shaped: int, vocab_size: int) -> Int32Array:
+    """Return how each token is drawn but for its position, and from which row; shaped ones from ``first_shaped`` on."""
+    specs = batch.output_specs
     words = b"".join([_draw_words(_law_of(spec), vocab_size) for spec in specs])
-    records[:num_outputs] = np.frombuffer(words, np.int32).reshape(num_outputs, -1)
-    records[:num_outputs, 0] = [
+    records = np.frombuffer(words, np.int32).reshape(len(specs), -1).copy()
+    records[:, 0] = [
         _row_drawn_from(spec, row, first_shaped + i)
         for i, (spec, row) in enumerate(zip(specs, batch.output_rows.tolist(), strict=True))
     ]
-    records[:num_outputs, 3] = batch.positions[batch.output_rows] + 1
+    return records
 
 
 def _law_of(spec: OutputSpec) -> SampleSpec | None:

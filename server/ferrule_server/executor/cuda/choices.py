@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from ferrule_server.executor.sampling import logprobs, needs_normaliser
 __all__ = [
     "ChoiceCounts",
     "OutputKind",
+    "are_same",
     "chooses",
     "input_span",
     "kind_of",
@@ -83,6 +85,11 @@ def masks_of(specs: Iterable[OutputSpec]) -> list[TokenMask]:
     shapings = (shaping_of(spec) for spec in specs if spec.shaping is not None)
     masks = (shaping.mask for shaping in shapings if shaping is not None and shaping.mask is not None)
     return list({mask.fingerprint: mask for mask in masks}.values())
+
+
+def are_same(specs: Sequence[OutputSpec], others: Sequence[OutputSpec]) -> bool:
+    """Whether these are the very same specs, which is soon told: what goes on for many steps wants one thing."""
+    return len(specs) == len(others) and all(map(is_, specs, others))
 
 
 def kind_of(specs: Sequence[OutputSpec], histories: Sequence[Int32Array | None], limits: Limits) -> OutputKind:
@@ -187,7 +194,9 @@ def read_choices(results: Results, batch: StepBatch, kind: OutputKind, *, vocab_
     tokens = best if kind is OutputKind.GREEDY else results["tokens"][: len(rows)].tolist()
     positions = (batch.positions[rows] + 1).tolist()
     outputs = [
-        _chosen_row(position, spec, best_id, token)
+        RowOutput(position, token)  # most rows of most steps; what else there is takes a closer look
+        if best_id >= 0 and token >= 0 and spec.draft is None and (spec.greedy or spec.sample is not None)
+        else _chosen_row(position, spec, best_id, token)
         for position, spec, best_id, token in zip(positions, specs, best, tokens, strict=True)
     ]
     if kind >= OutputKind.SCORE:

@@ -8,15 +8,16 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from ferrule_server.executor.base import Int32Array, RowOutput, StepBatch
+from ferrule_server.executor.base import Int32Array, OutputSpec, RowOutput, StepBatch, TokenMask
 from ferrule_server.executor.cuda.buckets import bucket_for
 from ferrule_server.executor.cuda.buffers import DecodeBuffers, Limits
 from ferrule_server.executor.cuda.chain import StepChain
-from ferrule_server.executor.cuda.choice_inputs import fill_choices
+from ferrule_server.executor.cuda.choice_inputs import DrawMemo, fill_choices
 from ferrule_server.executor.cuda.choice_launches import ChoiceSpecs, choice_operations
 from ferrule_server.executor.cuda.choices import (
     ChoiceCounts,
     OutputKind,
+    are_same,
     input_span,
     kind_of,
     masks_of,
@@ -35,6 +36,7 @@ from ferrule_server.executor.device_outputs import DeviceOutputs
 from ferrule_server.executor.torch_executor import TorchExecutor
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.toolchain.compile import Cubin
+from ferrule_server.kernels.cuda.work_list import DecodeLists
 
 __all__ = ["CudaDecodeRunner", "QueuedStep", "create_runner"]
 
@@ -85,6 +87,8 @@ class CudaDecodeRunner:
         self._outputs = DeviceOutputs(gpu.torch_device)
         self._graphs = GraphStore(gpu, self._operations, memory_bytes=graph_bytes)
         self._latest: tuple[StepBatch, GraphKey] | None = None
+        self._plain: tuple[tuple[OutputSpec, ...], OutputKind] = (), OutputKind.GREEDY
+        self._draws = DrawMemo()
         self._captured_sizes: tuple[int, ...] = ()
         self._num_graph_steps = self._num_launched_steps = 0
 
@@ -141,7 +145,7 @@ class CudaDecodeRunner:
             key.kind is not OutputKind.TORCH
             and self._downloads.has_room
             and self._graphs.is_settled(key)
-            and (not _has_records(key.kind) or self._masks.has_all(masks_of(batch.output_specs)))
+            and (not _has_records(key.kind) or self._masks.has_all(self._masks_of(batch)))
         )
 
     def submit(self, batch: StepBatch) -> QueuedStep:
@@ -196,23 +200,38 @@ class CudaDecodeRunner:
     def _key(self, batch: StepBatch) -> GraphKey:
         """Return what decides the operations of a step; whoever asks whether it can be submitted submits it next."""
         if self._latest is None or self._latest[0] is not batch:
-            limits = self._buffers.limits
             key = GraphKey(
                 bucket_for(batch.num_rows, self._max_rows),
                 batch.num_rows == batch.num_seqs,
-                kind_of(batch.output_specs, batch.histories, limits),
+                self._kind(batch),
                 len(batch.output_rows) > 0,
             )
             self._latest = batch, key
         return self._latest[1]
+
+    def _kind(self, batch: StepBatch) -> OutputKind:
+        """Return the kind of a step; that of the last one without shaping where its rows want the same."""
+        specs, (plain, kind) = batch.output_specs, self._plain
+        if are_same(specs, plain):
+            return kind
+        kind = kind_of(specs, batch.histories, self._buffers.limits)
+        if all(spec.shaping is None for spec in specs):  # so that no mask is kept, and no history counts
+            self._plain = specs, kind
+        return kind
+
+    def _masks_of(self, batch: StepBatch) -> list[TokenMask]:
+        """Return the masks that rows choose under."""
+        return [] if are_same(batch.output_specs, self._plain[0]) else masks_of(batch.output_specs)
 
     def _put(self, batch: StepBatch, key: GraphKey) -> ChoiceCounts:
         """Put upload and kernels of a step into the stream."""
         self._latest = None
         arrays = self._uploads.fill()
         num_work = fill_inputs(arrays, batch, key.num_rows, **self._attention[key.is_decode])
-        slots = self._masks.slots_for(masks_of(batch.output_specs)) if _has_records(key.kind) else {}
-        counts = fill_choices(arrays, batch, key.num_rows, key.kind, slots, vocab_size=self._vocab_size)
+        slots = self._masks.slots_for(self._masks_of(batch)) if _has_records(key.kind) else {}
+        counts = fill_choices(
+            arrays, batch, key.num_rows, key.kind, slots, vocab_size=self._vocab_size, draws=self._draws
+        )
         layout = self._buffers.input_layout
         span = input_span(layout, key.kind, counts)
         self._uploads.upload(slice(0, layout.end_of("work", num_work)), *([span] if span else []))
@@ -323,16 +342,20 @@ class _Attention(TypedDict):
     num_ctas: int
     partials_capacity: int
     block_size: int
+    decode_lists: DecodeLists | None
 
 
 def _attention_of(chain: StepChain, is_decode: bool, is_deterministic: bool) -> _Attention:
     way = {"is_decode": is_decode, "is_deterministic": is_deterministic}
+    num_ctas, capacity = chain.attention_grid(**way), chain.partials_capacity(**way)
+    lists = DecodeLists(num_kv_heads=chain.num_kv_heads, num_ctas=num_ctas, partials_capacity=capacity)
     return _Attention(
         rows_per_tile=chain.rows_per_tile(**way),
         num_kv_heads=chain.num_kv_heads,
-        num_ctas=chain.attention_grid(**way),
-        partials_capacity=chain.partials_capacity(**way),
+        num_ctas=num_ctas,
+        partials_capacity=capacity,
         block_size=chain.block_size,
+        decode_lists=lists if is_decode else None,
     )
 
 

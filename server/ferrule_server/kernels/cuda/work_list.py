@@ -24,6 +24,7 @@ __all__ = [
     "MAX_NEW",
     "SEGMENT",
     "SPLIT",
+    "DecodeLists",
     "SlotsNotTrailing",
     "TooManyNewTokens",
     "WorkList",
@@ -63,6 +64,7 @@ FIELDS = (
 )
 """The 16 integers of an item."""
 
+_SEQ, _NUM_ROWS, _KV_LEN = map(FIELDS.index, ("seq", "num_rows", "kv_len"))
 _ITEM_COST = 1.0
 """What an item costs besides its splits (queries, ticket), in splits."""
 
@@ -228,6 +230,57 @@ def make_work_list(
     items = np.zeros((num_ctas + len(place) - int(np.count_nonzero(is_first)), len(FIELDS)), np.int32)
     items[place] = fields
     return WorkList(items, num_ctas, len(num_splits), num_partials)
+
+
+class DecodeLists:
+    """Work lists of steps with one row for each sequence, the last one used again as long as that is right.
+
+    Such a list depends on how many splits each sequence has and whether its row is new; of its fields only ``kv_len``
+    changes from token to token within a split. So one sequence makes a list anew every SPLIT tokens, and 128 of
+    different lengths in two of three steps.
+
+    Args:
+        num_kv_heads, num_ctas, partials_capacity: As :func:`make_work_list` takes them.
+    """
+
+    def __init__(self, *, num_kv_heads: int, num_ctas: int, partials_capacity: int) -> None:
+        self._num_kv_heads = num_kv_heads
+        self._num_ctas = num_ctas
+        self._partials_capacity = partials_capacity
+        self._key: bytes | None = None
+        self._items = np.zeros((0, len(FIELDS)), np.int32)
+        self._used = self._seqs = np.zeros(0, np.int64)
+
+    def items(self, kv_lens: Int32Array, has_slot: npt.NDArray[np.bool_]) -> Int32Array:
+        """Return the items of a step, as :func:`make_work_list` does; valid until the next call, not to be changed.
+
+        Args:
+            kv_lens: int32 [seqs], tokens with the new ones, at least 1.
+            has_slot: bool [seqs]: the row's K and V are new.
+        """
+        key = ((kv_lens + (SPLIT - 1)) // SPLIT).tobytes() + has_slot.tobytes()
+        if key != self._key:
+            self._make(kv_lens, has_slot)
+            self._key = key
+        else:
+            self._items[self._used, _KV_LEN] = kv_lens.take(self._seqs)
+        return self._items
+
+    def _make(self, kv_lens: Int32Array, has_slot: npt.NDArray[np.bool_]) -> None:
+        self._key = None
+        rows = np.arange(len(kv_lens) + 1, dtype=np.int32)
+        self._items = make_work_list(
+            cu_seqlens_q=rows,
+            kv_lens=kv_lens,
+            num_new=has_slot.astype(np.int32),
+            positions=rows[:-1],  # of no meaning where a tile ends with its sequence
+            num_kv_heads=self._num_kv_heads,
+            rows_per_tile=1,
+            num_ctas=self._num_ctas,
+            partials_capacity=self._partials_capacity,
+        ).items
+        self._used = np.flatnonzero(self._items[:, _NUM_ROWS])
+        self._seqs = self._items[self._used, _SEQ].astype(np.int64)
 
 
 def _check_new(num_new: Int32Array) -> None:

@@ -25,6 +25,8 @@ STATE = ExecutorState(
     num_graph_steps=3,
     num_launched_steps=4,
     num_torch_steps=5,
+    device_allocated_bytes=330,
+    device_peak_bytes=340,
 )
 
 
@@ -69,7 +71,8 @@ def test_status_tells_what_is_prepared_and_what_the_memory_is_for(executor: Prep
         plan = status.memory_plan
         assert (plan.total_bytes, plan.weights_bytes, plan.kv_pool_bytes) == (900, 100, 200)
         assert (plan.buffer_bytes, plan.workspace_bytes, plan.graph_bytes, plan.free_bytes) == (30, 40, 5, 525)
-        assert status.memory.device_total_bytes == 900
+        memory = status.memory
+        assert (memory.device_total_bytes, memory.device_allocated_bytes, memory.device_peak_bytes) == (900, 330, 340)
         assert list(status.captured_batch_sizes) == [1, 2, 8]
         assert (status.num_graph_steps, status.num_launched_steps, status.num_torch_steps) == (3, 4, 5)
         executor.state = replace(STATE, name="numba-cuda", preparation="", num_graph_steps=99)
@@ -101,6 +104,7 @@ def test_an_executor_without_a_device_of_its_own_leaves_all_of_it_unset() -> Non
         status = _status(server)
         assert (status.executor, status.fallback_reason, status.preparation) == ("paged-reference", "", "")
         assert not status.HasField("memory_plan")
+        assert (status.memory.device_allocated_bytes, status.memory.device_total_bytes) == (0, 0)
         assert not status.captured_batch_sizes
         assert _capabilities(server).memory_requirements.overhead_bytes == 0
         assert not _capabilities(server).supports_deterministic

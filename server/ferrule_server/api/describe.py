@@ -199,6 +199,8 @@ def _fill_executor(message: info_pb2.ExecutorStatus, info: ExecutorInfo, state: 
     message.num_graph_steps = state.num_graph_steps
     message.num_launched_steps = state.num_launched_steps
     message.num_torch_steps = state.num_torch_steps
+    message.memory.device_allocated_bytes = state.device_allocated_bytes
+    message.memory.device_peak_bytes = state.device_peak_bytes
     if state.memory is not None:
         message.memory_plan.CopyFrom(_memory_plan(state.memory))
         message.memory.device_total_bytes = state.memory.total

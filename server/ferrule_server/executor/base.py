@@ -331,6 +331,8 @@ class ExecutorState:
         num_graph_steps: Steps that replayed a graph.
         num_launched_steps: Steps whose kernels were launched one by one, for want of a graph.
         num_torch_steps: Steps, or parts of steps, that torch ran.
+        device_allocated_bytes: What this process holds of the device's memory now; 0 where nobody counts it.
+        device_peak_bytes: Most that it held.
     """
 
     name: str
@@ -341,6 +343,8 @@ class ExecutorState:
     num_graph_steps: int = 0
     num_launched_steps: int = 0
     num_torch_steps: int = 0
+    device_allocated_bytes: int = 0
+    device_peak_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -267,13 +268,20 @@ ACTIONS = st.lists(st.sampled_from(["run", "submit", "fed", "read", "copy", "ten
 
 
 @settings(max_examples=60, deadline=None)
-@given(actions=ACTIONS, call=st.sampled_from(["submit", "result", "capture"]), nth=st.integers(1, 12))
-def test_a_failure_anywhere_changes_no_row_and_no_slot(actions: list[str], call: str, nth: int) -> None:
+@given(
+    actions=ACTIONS,
+    call=st.sampled_from(["submit", "result", "capture", "can_submit"]),
+    nth=st.integers(1, 12),
+    error=st.sampled_from([GpuError, KeyError, torch.OutOfMemoryError]),
+)
+def test_a_failure_anywhere_changes_no_row_and_no_slot(
+    actions: list[str], call: str, nth: int, error: type[Exception]
+) -> None:
     """Steps one after the other on one executor are the definition; the other one pipelines, and its kernels fail."""
     worlds = World(), World()
     for world in worlds:
         world.start()
-    worlds[0].gpu.fail(call, GpuError("no"), nth)
+    worlds[0].gpu.fail(call, error("no"), nth)
     got = _play(worlds[0], actions, is_pipelined=True)
     assert got == _play(worlds[1], actions, is_pipelined=False)
     assert worlds[0].pool() == worlds[1].pool()
@@ -295,9 +303,9 @@ def _play(world: World, actions: list[str], *, is_pipelined: bool) -> list[list[
             if is_pipelined:
                 if len(pending) == 2:
                     read()
-                pending.append(
-                    world.executor.submit(world.fed(1, 0, spec=spec) if is_fed else world.decode(4, 5, spec=spec))
-                )
+                batch = world.fed(1, 0, spec=spec) if is_fed else world.decode(4, 5, spec=spec)
+                world.executor.can_submit(batch)
+                pending.append(world.executor.submit(batch))
             else:
                 tokens = [token or 0 for token in reversed(latest)] if is_fed else [4, 5]
                 latest = tokens_of(world.executor.run(world.decode(*tokens, spec=spec)))

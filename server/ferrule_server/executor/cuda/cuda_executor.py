@@ -37,6 +37,7 @@ from ferrule_server.executor.base import (
     StepBatch,
     StepResult,
 )
+from ferrule_server.executor.cuda.device_memory import device_memory
 from ferrule_server.executor.cuda.gpu import Gpu, GpuError, GpuLost
 from ferrule_server.executor.cuda.kernel_build import KernelBuild
 from ferrule_server.executor.cuda.kernel_path import NAME, KernelPath, MakeRunner, Runner, sentence
@@ -111,7 +112,9 @@ class CudaExecutor:
     @property
     def state(self) -> ExecutorState:
         """What it is doing and how; from any thread."""
-        return self._kernels.state(self._memory, self._num_torch_steps)
+        allocated, peak = device_memory(self._info.device)
+        state = self._kernels.state(self._memory, self._num_torch_steps)
+        return replace(state, device_allocated_bytes=allocated, device_peak_bytes=peak)
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 

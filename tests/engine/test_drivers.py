@@ -502,19 +502,24 @@ def test_outcomes_of_a_stream_that_is_over_are_dropped() -> None:
         assert not harness.engine._drivers.has_work
 
 
-def test_a_refusal_by_surprise_is_an_outcome_like_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bug in the lanes ends the branch that met it."""
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_refusal_by_surprise_is_an_outcome_like_any(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug in the lanes ends the branch that met it, at an append made anew or at one that is used again."""
     with Harness(FakeExecutor()) as harness:
-        enter, calls = harness.engine._lanes.enter, iter(range(100))
+        lanes, calls = harness.engine._lanes, iter(range(100))
 
-        def fail_third(*args: object) -> None:
-            if next(calls) == 2:
-                raise RuntimeError("told to fail")
-            enter(*args)  # type: ignore[arg-type]
+        def failing(enter: Callable[..., object]) -> Callable[..., object]:
+            def fail_third(*args: object) -> object:
+                if next(calls) == number:
+                    raise RuntimeError("told to fail")
+                return enter(*args)
 
-        monkeypatch.setattr(harness.engine._lanes, "enter", fail_third)
+            return fail_third
+
+        monkeypatch.setattr(lanes, "enter", failing(lanes.enter))
+        monkeypatch.setattr(lanes, "enter_again", failing(lanes.enter_again))
         branch = start(harness, generate(None, 1, 2)).branch()
-        assert (len(branch.tokens), type(branch.last.error)) == (2, EngineFault)
+        assert (len(branch.tokens), type(branch.last.error)) == (number, EngineFault)
         error: FerruleError | None = branch.last.error
         assert error is not None
         assert "told" not in error.message

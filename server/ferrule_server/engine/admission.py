@@ -100,6 +100,29 @@ class Admission:
                 reservation = self.store.reserve_rewind(sequence, handle.length, len(job.token_ids))
                 return _writing(job, sink, reservation, sequence, verdict)
 
+    def append_again(self, run: RunningAppend, sequence: Sequence) -> bool:
+        """Let an append that was committed be the next one of its job, whose handle and token are new.
+
+        Args:
+            run: Repeatable; in flight no more.
+            sequence: Its own, live, and nothing is in flight on it.
+
+        Returns:
+            Whether it is: where the handle is at the tip, it is then what :meth:`append` would return. False: nothing
+            changed.
+
+        Raises:
+            ContextExceeded, ExceedsPool, BlocksExhausted, QuotaExceeded: There is no room; nothing was reserved.
+        """
+        handle, reservation = run.job.handle, run.reservation
+        assert handle is not None
+        if handle.length != len(sequence.chain.token_ids) or sequence.chain.at(handle.length) != handle.lineage:
+            return False
+        if reservation is None or not self.store.reserve_again(reservation):
+            reservation = self.store.reserve_append(sequence, 1)
+        run.repeat(reservation)
+        return True
+
     def repeat(
         self, job: AppendJob, sink: Sink, sequence: Sequence, creation: Creation
     ) -> RunningAppend | AppendResult:

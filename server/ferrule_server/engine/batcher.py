@@ -89,13 +89,15 @@ class Batcher:
     def ran(self, chunks: Iterable[Chunk], elapsed_ns: int) -> None:
         """Learn from a step of these chunks that took ``elapsed_ns``."""
         decode_rows = prefill_rows = 0
-        now = self._clock() * 1e-9
+        now, decoded = self._clock() * 1e-9, self._decoded
+        alone = now, 0
         for chunk in chunks:
-            sequence = chunk.run.sequence
-            if sequence is not None and _is_decode(chunk.run):
+            run = chunk.run
+            sequence = run.sequence
+            if sequence is not None and (len(run.token_ids) == 1 or _is_decode(run)):
                 decode_rows += chunk.num_rows
-                self._decoded.pop(sequence.handle_id, None)
-                self._decoded[sequence.handle_id] = now, chunk.run.job.cohort
+                decoded.pop(sequence.handle_id, None)
+                decoded[sequence.handle_id] = (now, run.job.cohort) if run.job.cohort else alone
             else:
                 prefill_rows += chunk.num_rows
         self._pace.ran(decode_rows, prefill_rows, elapsed_ns * 1e-9)

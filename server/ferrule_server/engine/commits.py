@@ -52,7 +52,12 @@ class Commits:
         for row in run.outputs:
             if not row.is_finite:
                 raise NonFiniteLogits(row.position)
-        sequence = self._write(run)
+        if run.reservation is not None:
+            sequence = self.store.commit(run.reservation, run.token_ids, run.ttl_s)
+        else:
+            assert run.sequence is not None
+            sequence = run.sequence
+            self.store.renew(sequence, run.ttl_s)
         try:
             return self._settle(run, sequence)
         except Exception:  # whatever failed: tidied up here, raised again for the engine to answer with a fault
@@ -61,29 +66,16 @@ class Commits:
                 self.records.forget(sequence.handle_id)
             raise
 
-    def _write(self, run: RunningAppend) -> Sequence:
-        if run.reservation is not None:
-            return self.store.commit(run.reservation, run.token_ids, run.ttl_s)
-        assert run.sequence is not None
-        self.store.renew(run.sequence, run.ttl_s)
-        return run.sequence
-
     def _settle(self, run: RunningAppend, sequence: Sequence) -> AppendResult:
         """Remember the append that is committed, and return its answer."""
         job, handle = run.job, self.store.handle_at(sequence, run.length_after)
         if run.creation is not None:
             self.creations.finish(run.creation, (handle,), run.start, run.seed, run.verified)
-        is_replay = run.verdict is Verdict.REPLAY
+        is_replay, is_forked = run.verdict is Verdict.REPLAY, job.branched_to(handle.cache_id)
+        rows, timing = tuple(run.outputs), run.timing
+        # Not by keyword: that takes 0.3 us of each token's 8.
         answer = AppendResult(
-            handle=handle,
-            rows=tuple(run.outputs),
-            seed=run.seed,
-            cached_tokens=run.num_cached,
-            timing=run.timing,
-            replayed=is_replay,
-            recomputed=is_replay,
-            forked=job.branched_to(handle.cache_id),
-            ttl_s=sequence.ttl_s,
+            handle, rows, run.seed, run.num_cached, timing, is_replay, is_replay, is_forked, sequence.ttl_s
         )
         if job.drafts is not None:
             assert run.verified is not None

@@ -32,7 +32,7 @@ from ferrule_server.engine.jobs import (
     StreamJob,
 )
 from ferrule_server.engine.lanes import Lanes
-from ferrule_server.engine.running import LaneJob
+from ferrule_server.engine.running import LaneJob, RunningAppend
 from ferrule_server.errors import Cancelled, FerruleError
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.store import KvStore
@@ -81,13 +81,18 @@ class Driver(Protocol):
 
 
 class DriverSink:
-    """Where the outcomes of one branch of a driver go. Called on the engine thread, not on the event loop."""
+    """Where the outcomes of one branch of a driver go. Called on the engine thread, not on the event loop.
 
-    __slots__ = ("branch", "driver")
+    Attributes:
+        spent: The branch's append that was committed last, for :meth:`Drivers.enter_again`; None: it takes a new one.
+    """
+
+    __slots__ = ("branch", "driver", "spent")
 
     def __init__(self, driver: Driver, branch: int) -> None:
         self.driver = driver
         self.branch = branch
+        self.spent: RunningAppend | None = None
 
     def deliver(self, job: Job, outcome: Outcome) -> None:
         """Hand the outcome to the driver."""
@@ -191,6 +196,25 @@ class Drivers:
         except Exception:  # noqa: BLE001 - a bug must end its own branch only
             self._outcomes.append((sink, job, fault(f"job failed kind={type(job).__name__}")))
 
+    def enter_again(self, run: RunningAppend, sink: DriverSink) -> None:
+        """Enter the next append of a job whose last one is done, and which says by now what is next: as :meth:`enter`.
+
+        Args:
+            run: The last one, ``sink.spent``.
+            sink: Of its branch.
+        """
+        try:
+            if self._lanes.enter_again(run, self._store.now()):
+                return
+        except FerruleError as error:
+            self._outcomes.append((sink, run.job, error))
+            return
+        except Exception:  # noqa: BLE001 - a bug must end its own branch only
+            self._outcomes.append((sink, run.job, fault("job failed kind=AppendJob")))
+            return
+        sink.spent = None
+        self.enter(run.job, sink)
+
     def touch(self, driver: Driver) -> None:
         """The driver has something to say at the end of this turn."""
         self._touched[driver] = None
@@ -243,8 +267,13 @@ class Drivers:
     def _give_all(self) -> None:
         while self._outcomes:
             sink, job, outcome = self._outcomes.popleft()
-            if sink.driver in self._active:
-                self._give(sink, job, outcome)
+            if sink.driver not in self._active:
+                continue
+            try:
+                sink.driver.take(sink.branch, job, outcome)
+            except Exception:  # noqa: BLE001 - a bug must end its own driver only
+                error = fault(f"stream failed kind={type(sink.driver.job).__name__}")
+                self._end(sink.driver, lambda _, error=error: error)  # type: ignore[misc]
 
     def _unpark(self) -> None:
         """Let drivers go on whose window is open, or whose sequence has ended."""
@@ -260,13 +289,6 @@ class Drivers:
         except Exception:  # noqa: BLE001 - a bug must end its own driver only
             error = fault(f"stream could not go on kind={type(driver.job).__name__}")
             self._end(driver, lambda _: error)
-
-    def _give(self, sink: DriverSink, job: LaneJob, outcome: Outcome) -> None:
-        try:
-            sink.deliver(job, outcome)
-        except Exception:  # noqa: BLE001 - a bug must end its own driver only
-            error = fault(f"stream failed kind={type(sink.driver.job).__name__}")
-            self._end(sink.driver, lambda _: error)
 
     def _end(self, driver: Driver, why: Why) -> None:
         """End a driver and hand over its last word; outcomes that still come are not its own any more."""

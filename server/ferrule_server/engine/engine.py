@@ -431,14 +431,18 @@ class Engine:
         rows = iter(outcome.rows)
         came: set[str] = set()
         for chunk in chunks:
-            run = chunk.run
-            run.outputs.extend(islice(rows, run.num_outputs(chunk.num_rows)))
-            run.cursor += chunk.num_rows
-            run.job.rows_run += chunk.num_rows
+            run, num_rows = chunk.run, chunk.num_rows
+            if num_rows == 1 == len(run.token_ids):
+                if run.specs:
+                    run.outputs.append(next(rows))
+            else:
+                run.outputs += islice(rows, run.num_outputs(num_rows))
+            run.cursor += num_rows
+            run.job.rows_run += num_rows
             run.first_step_ns = run.first_step_ns or outcome.started_ns
             run.run_ns += outcome.elapsed_ns
             run.step_rows = outcome.num_rows
-            if run.remaining == 0:
+            if run.cursor == len(run.token_ids):
                 came.add(self._complete(run))
         came.discard("")
         self._gather.open(came, outcome.elapsed_ns * 1e-9, time.monotonic())
@@ -454,6 +458,9 @@ class Engine:
             self._lanes.fail(run, fault("append could not be committed"))
             return ""
         is_awaited = not run.job.is_internal or bool(run.joined)
+        sink = run.sink
+        if isinstance(sink, DriverSink) and sink.spent is None and run.is_repeatable:
+            sink.spent = run
         self._lanes.complete(run, answer)
         return answer.handle.cache_id if is_awaited else ""
 
@@ -489,8 +496,7 @@ class Engine:
 
     def _finish(self, job: Job, sink: Sink, outcome: Outcome) -> None:
         if isinstance(sink, DriverSink):
-            assert isinstance(job, _LANE_JOBS)
-            self._drivers.collect(job, sink, outcome)
+            self._drivers.collect(job, sink, outcome)  # type: ignore[arg-type]  # drivers enter no other jobs
             return
         if isinstance(outcome, FerruleError):
             self.counters.refuse(outcome.reason)

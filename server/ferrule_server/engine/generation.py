@@ -246,11 +246,17 @@ class Generation:
         return window.sent_bytes + num_in_flight * self.job.row_bytes - window.taken_bytes < window.limit_bytes
 
     def _enter(self, branch: _Branch) -> None:
-        token_ids = (branch.token,) if branch.token >= 0 else ()
-        job = AppendJob(
-            self.job.principal, token_ids, branch.handle, branch.output, branch.on_stale, None, branch.request_id
-        )
-        job.is_internal = True
+        spent = branch.sink.spent
+        if spent is None:
+            token_ids = (branch.token,) if branch.token >= 0 else ()
+            job = AppendJob(
+                self.job.principal, token_ids, branch.handle, branch.output, branch.on_stale, None, branch.request_id
+            )
+            job.is_internal = True
+        else:  # the same again but for the token
+            job = spent.job
+            job.token_ids, job.handle, job.on_stale, job.rows_run = (branch.token,), branch.handle, branch.on_stale, 0
+            job.follow = Follow.UNKNOWN
         job.submitted_ns = time.monotonic_ns()
         branch.in_flight = job
         self._num_in_flight += 1
@@ -258,7 +264,10 @@ class Generation:
             job.follow = Follow.NOTHING
         elif self._has_room():  # for one more besides this one
             job.follow = Follow.LIKELY
-        self._drivers.enter(job, branch.sink)
+        if spent is None:
+            self._drivers.enter(job, branch.sink)
+        else:
+            self._drivers.enter_again(spent, branch.sink)
 
     def _park(self, branch: _Branch, handle: Handle) -> None:
         self._parked.append(branch)
@@ -278,7 +287,7 @@ class Generation:
             self._finish(branch, Finish.ERROR, error)
 
     def _finish(self, branch: _Branch, finish: Finish, error: FerruleError | None = None) -> None:
-        branch.finish, branch.error, branch.in_flight = finish, error, None
+        branch.finish, branch.error, branch.in_flight, branch.sink.spent = finish, error, None, None
         self._num_live -= 1
         if branch not in self._touched:
             self._touched.append(branch)
@@ -294,6 +303,8 @@ class Generation:
         assert self._first is not None
         self.is_over = True
         self.job.rows_run = self._first.rows_run
+        for branch in self._branches:
+            branch.sink.spent = None
         self._branches.clear()  # their sinks refer to this driver: who asked must not wait for the garbage collector
 
     def _frame_of(self, branch: _Branch) -> BranchFrame:

@@ -109,6 +109,28 @@ class Lanes:
         else:
             self._wait(job, sink, run, sequence)
 
+    def enter_again(self, run: RunningAppend, at: float) -> bool:
+        """Let an append that is done be the next one of its job: :meth:`enter` without making everything anew.
+
+        Args:
+            run: Repeatable; its job, in flight no more, has the next token and the handle that was answered.
+            at: When, on the store's clock.
+
+        Returns:
+            Whether it is in flight. False: nothing happened; it takes :meth:`enter` to tell what becomes of it.
+
+        Raises:
+            FerruleError: It is refused; nothing happened.
+        """
+        sequence = run.sequence
+        if sequence is None or sequence.is_released or run.job.is_cancelled or sequence in self._lanes:
+            return False
+        if (sequence.expires_at <= at and not sequence.num_pins) or not self._admission.append_again(run, sequence):
+            return False
+        self.running[run] = None
+        self._lanes[sequence] = run
+        return True
+
     def num_pending(self, sequence: Sequence) -> int:
         """Return how many jobs are in flight or waiting on the sequence, those that joined left out."""
         run, num_branches = self._lanes.get(sequence), len(self._branches.get(sequence, ()))
@@ -192,6 +214,11 @@ class Lanes:
 
     def complete(self, run: RunningAppend, answer: AppendResult) -> None:
         """The append is committed: answer everybody who asked for it and let the next in its lane go on."""
+        if run.verdict is Verdict.APPEND and not run.joined and not run.waiting:  # most of all
+            assert run.sequence is not None
+            del self.running[run], self._lanes[run.sequence]
+            self._finish(run.job, run.sink, answer)
+            return
         self._leave(run)
         self._finish(run.job, run.sink, answer)
         for job, sink in run.joined:

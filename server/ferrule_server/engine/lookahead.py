@@ -125,12 +125,12 @@ class Lookahead:
         guesses = self._pending[0].guesses
         row_of: dict[Sequence | None, int] = {guess.sequence: row for row, guess in enumerate(guesses)}
         chunks: list[Chunk] = []
-        self._claimed = []
+        claimed = self._claimed = []
         for run in running:
             row = row_of.get(run.sequence)
             if row is not None and guesses[row].is_right(run):
                 chunks.append(Chunk(run, 1))
-                self._claimed.append(row)
+                claimed.append(row)
         return chunks
 
     def run(self, chunks: list[Chunk], *, is_alone: bool) -> StepOutcome:
@@ -204,9 +204,10 @@ class Lookahead:
 
     def _is_followed(self, chunks: Iterable[Chunk]) -> bool:
         """Whether a guess may follow a step of these chunks; counts the steps since somebody else had a part."""
-        if any(not chunk.run.job.is_internal or chunk.run.joined for chunk in chunks):
-            self._num_quiet = _QUIET_STEPS
-            return False
+        for chunk in chunks:
+            if not chunk.run.job.is_internal or chunk.run.joined:
+                self._num_quiet = _QUIET_STEPS
+                return False
         if self._num_quiet:
             self._num_quiet -= 1
             return False
@@ -222,7 +223,7 @@ class Lookahead:
     ) -> StepOutcome:
         """Queue a guess of what follows the step, then wait for its results: ``rows[i]`` is that of ``chunks[i]``."""
         if is_followed:
-            self._queue_next(step.batch, [(row, chunk.run) for row, chunk in zip(rows, chunks, strict=True)])
+            self._queue_next(step.batch, rows, chunks)
         self._pending.popleft()
         outputs = step.pending.result().rows
         now_ns = time.monotonic_ns()
@@ -234,18 +235,25 @@ class Lookahead:
         outcome.rows = [outputs[row] for row in rows]
         return outcome
 
-    def _queue_next(self, batch: StepBatch, runs: Iterable[tuple[int, RunningAppend]]) -> None:
-        """Put one more row behind each append that is likely to go on, if the executor takes such a step."""
+    def _queue_next(self, batch: StepBatch, sources: Iterable[int], chunks: Iterable[Chunk]) -> None:
+        """Put one more row behind each append that is likely to go on, if the executor takes such a step.
+
+        Args:
+            batch: What runs now.
+            sources: Of its rows, that of each chunk.
+            chunks: What was claimed of it, or made it.
+        """
         rows, reservations = [], []
-        for row, run in runs:
+        for row, chunk in zip(sources, chunks, strict=True):
+            run = chunk.run
             if run.job.follow is Follow.LIKELY and run.reservation is not None:
                 rows.append(row)
                 reservations.append(run.reservation)
         guesses: list[_Guess] = []
+        specs = batch.output_specs
         for row, reservation, table in zip(rows, reservations, self._store.foresee(reservations), strict=True):
             if table is not None and reservation.sequence is not None:
-                spec = batch.output_specs[row]
-                guesses.append(_Guess(reservation.sequence, reservation.start + 1, table, spec, row))
+                guesses.append(_Guess(reservation.sequence, reservation.start + 1, table, specs[row], row))
         if not guesses:
             return
         last_ids = [guess.block_ids[-1] for guess in guesses]

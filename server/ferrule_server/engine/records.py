@@ -90,6 +90,8 @@ class ReplayRecords:
 
     def keep(self, handle_id: str, start: int, job: AppendJob, result: AppendResult) -> None:
         """Remember the answer to ``job``, appended behind ``start``, in place of the sequence's previous one."""
+        if self._keep_again(handle_id, start, job, result):
+            return
         if handle_id in self._bulky:
             self._drop_rows(handle_id)
         rows = result.rows
@@ -103,6 +105,20 @@ class ReplayRecords:
         self._records[handle_id] = record
         if num_bytes:
             self._hold_rows(handle_id, record)
+
+    def _keep_again(self, handle_id: str, start: int, job: AppendJob, result: AppendResult) -> bool:
+        """Write the answer to the very same request into the record that is there, if both are small: token by token.
+
+        A record that counts no bytes, of a request that was kept as it came, has a request that is small.
+        """
+        record = self._records.get(handle_id)
+        if record is None or record.output is not job.output or record.num_bytes or record.drafts is not None:
+            return False
+        if job.drafts is not None or len(result.rows) != 1 or not _is_small(result.rows[0]):
+            return False
+        record.start, record.num_tokens = start, result.handle.length - start
+        record.seed, record.result = result.seed, result
+        return True
 
     def find(self, handle_id: str, start: int, num_tokens: int, job: AppendJob) -> AppendRecord | None:
         """Return the record of the last append if it put ``num_tokens`` behind ``start`` and was asked as ``job`` is.

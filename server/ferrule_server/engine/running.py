@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ferrule_server.engine.creations import Creation
-from ferrule_server.engine.jobs import AppendJob, ForkJob, Sink, StepTiming, TruncateJob, Verified
+from ferrule_server.engine.jobs import AppendJob, Follow, ForkJob, Sink, StepTiming, TruncateJob, Verified
 from ferrule_server.executor.base import Int32Array, OutputSpec, RowOutput
 from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.reservation import Reservation
@@ -69,6 +69,26 @@ class RunningAppend:
     step_rows: int = 0
 
     @property
+    def is_repeatable(self) -> bool:
+        """Whether its job, with the next token, would be run just like it: one token of a Generate, at the tip."""
+        job, spec = self.job, self.specs.get(0)
+        if job.follow is Follow.UNKNOWN or job.is_cancelled or self.verdict is not Verdict.APPEND or spec is None:
+            return False
+        is_drawn_alike = spec.sample is None or job.output.is_seeded
+        is_plain = job.drafts is None and not job.request_id and not job.output.wants_targets
+        return len(self.token_ids) == 1 and is_drawn_alike and is_plain
+
+    def repeat(self, reservation: Reservation) -> None:
+        """Begin anew with the token that its job has now; the rest of what is asked is as it was."""
+        self.reservation = reservation
+        self.token_ids, self.ttl_s = self.job.token_ids, self.job.ttl_s
+        self.start, self.block_ids = reservation.start, reservation.block_ids
+        self.length_after = reservation.start + 1
+        self.joined, self.waiting = (), None
+        self.cursor, self.outputs = 0, []
+        self.first_step_ns = self.run_ns = self.step_rows = 0
+
+    @property
     def is_abandoned(self) -> bool:
         """Whether everybody who asked for it is gone."""
         return self.job.is_cancelled and all(job.is_cancelled for job, _ in self.joined)
@@ -103,4 +123,5 @@ class RunningAppend:
     @property
     def timing(self) -> StepTiming:
         """Where the time went so far."""
-        return StepTiming(max(0, self.first_step_ns - self.job.submitted_ns), self.run_ns, self.step_rows)
+        queue_ns = self.first_step_ns - self.job.submitted_ns
+        return StepTiming(queue_ns if queue_ns > 0 else 0, self.run_ns, self.step_rows)

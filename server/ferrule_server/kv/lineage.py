@@ -24,6 +24,8 @@ CHUNK_TOKENS = 16
 LINEAGE_BYTES = 16
 """Size of a lineage."""
 
+_IS_SWAPPED = sys.byteorder == "big"
+
 # Hashes with nothing in them yet; copied for each use, which costs less than half of making one.
 _ROOT = hashlib.blake2b(digest_size=LINEAGE_BYTES, person=b"ferrule.root")
 _FULL = hashlib.blake2b(digest_size=LINEAGE_BYTES, person=b"ferrule.full")
@@ -65,9 +67,11 @@ class LineageChain:
             OverflowError: A token does not fit 32 bits; nothing changed.
         """
         added = array("I", token_ids)
-        self._own()
-        self.token_ids.extend(added)
-        while len(self.token_ids) >= (stop := CHUNK_TOKENS * len(self._links)):
+        if self._is_shared:
+            self._own()
+        tokens = self.token_ids
+        tokens.extend(added)
+        while len(tokens) >= (stop := CHUNK_TOKENS * len(self._links)):
             self._links.append(self._link(stop - CHUNK_TOKENS, stop, _FULL))
 
     def at(self, length: int) -> bytes:
@@ -76,11 +80,13 @@ class LineageChain:
         Raises:
             ValueError: The chain is shorter, or ``length`` is negative.
         """
-        if length == self._last_at[0]:
-            return self._last_at[1]
-        self._check_length(length)
-        num_chunks, num_left = divmod(length, CHUNK_TOKENS)
-        lineage = self._link(length - num_left, length, _PART) if num_left else self._links[num_chunks]
+        last_length, lineage = self._last_at
+        if length == last_length:
+            return lineage
+        if not 0 <= length <= len(self.token_ids):
+            self._check_length(length)
+        num_left = length % CHUNK_TOKENS
+        lineage = self._link(length - num_left, length, _PART) if num_left else self._links[length // CHUNK_TOKENS]
         self._last_at = (length, lineage)
         return lineage
 
@@ -91,7 +97,8 @@ class LineageChain:
             ValueError: The chain is shorter, or ``length`` is negative; nothing changed.
         """
         self._check_length(length)
-        self._own()
+        if self._is_shared:
+            self._own()
         if self._last_at[0] > length:
             self._last_at = (0, self._links[0])
         del self.token_ids[length:]
@@ -124,10 +131,9 @@ class LineageChain:
         assert fresh.at(length) == lineage, "the lineage answered last is not that of its length any more"
 
     def _own(self) -> None:
-        """Before a change: part with those that share the tokens."""
-        if self._is_shared:
-            self.token_ids, self._links = self.token_ids[:], self._links[:]
-            self._is_shared = False
+        """Before a change of shared tokens: part with those that share them."""
+        self.token_ids, self._links = self.token_ids[:], self._links[:]
+        self._is_shared = False
 
     def _check_length(self, length: int) -> None:
         if not 0 <= length <= len(self.token_ids):
@@ -135,9 +141,11 @@ class LineageChain:
 
     def _link(self, start: int, stop: int, kind: hashlib.blake2b) -> bytes:
         chunk = self.token_ids[start:stop]
-        if sys.byteorder == "big":
+        if _IS_SWAPPED:
             chunk.byteswap()
-        return _digest(self._links[start // CHUNK_TOKENS] + chunk.tobytes(), kind)
+        hasher = kind.copy()
+        hasher.update(self._links[start // CHUNK_TOKENS] + chunk.tobytes())
+        return hasher.digest()
 
 
 def _digest(data: bytes, kind: hashlib.blake2b) -> bytes:

@@ -153,8 +153,9 @@ class Reservations:
             num_tokens: Tokens to be written.
             is_checked: :meth:`check_rewind` said that there is room.
         """
-        require_idle(sequence)
-        start, table = sequence.length, sequence.block_ids
+        if sequence.is_released or sequence.is_appending:
+            require_idle(sequence)
+        start, table = len(sequence.chain.token_ids), sequence.block_ids
         fresh_ids: list[int] = []
         if not is_checked:
             self._check_need(start, num_tokens)
@@ -173,6 +174,26 @@ class Reservations:
         return self._open(
             Reservation(sequence, None, sequence.principal, start, num_tokens, block_ids, copies, fresh_ids)
         )
+
+    def reserve_again(self, reservation: Reservation) -> bool:
+        """Let a committed append of one token to a sequence be that of the next one, if that needs nothing new.
+
+        It is then just what :meth:`reserve_append` would return. Where blocks or checks are needed that it knows
+        nothing of nothing happens, and it returns False.
+        """
+        sequence = reservation.sequence
+        if sequence is None or reservation.is_live or sequence.is_released or sequence.is_appending:
+            return False
+        start, table = len(sequence.chain.token_ids), sequence.block_ids
+        is_partial = start % self._pool.block_size > 0
+        if not is_partial or start >= self._max_context or self._pool.refcount(table[-1]) > 1:
+            return False
+        reservation.start, reservation.num_tokens, reservation.block_ids = start, 1, table
+        if reservation.held_ids or reservation.copies:
+            reservation.held_ids, reservation.copies = [], []
+        reservation.is_live = True
+        self._open(reservation)
+        return True
 
     def reserve_branch(self, source: Sequence, length: int, num_tokens: int) -> Reservation:
         """Hold what a new sequence needs that shares the first ``length`` tokens of ``source`` and appends more."""
@@ -221,11 +242,12 @@ class Reservations:
         """
         tables: list[list[int] | None] = []
         without: list[int] = []
+        size, max_context = self._pool.block_size, self._max_context
         for reservation in reservations:
             table, stop = reservation.block_ids, reservation.start + reservation.num_tokens
-            if stop >= self._max_context:
+            if stop >= max_context:
                 tables.append(None)
-            elif self._is_partial(stop):
+            elif stop % size:
                 tables.append(table)
             elif (spare_id := _next_spare(reservation)) is not None:
                 tables.append([*table, spare_id])
@@ -255,10 +277,11 @@ class Reservations:
         """End a live reservation; what becomes of the blocks it holds is the caller's to say."""
         self._live.remove(reservation)
         reservation.is_live = False
-        if reservation.sequence is not None:
-            reservation.sequence.is_appending = False
-        if reservation.pinned is not None:
-            reservation.pinned.num_pins -= 1
+        if (sequence := reservation.sequence) is not None:
+            sequence.is_appending = False
+            sequence.num_pins -= 1
+        elif reservation.source is not None:
+            reservation.source.num_pins -= 1
 
     def abort(self, reservation: Reservation) -> None:
         """Give back what was reserved and nothing else; a closed reservation is left alone."""
@@ -340,10 +363,11 @@ class Reservations:
         if start % size and (block_id := reservation.block_ids[start // size]) in self._cache.registered:
             self._cache.withdraw(block_id)
         self._live.add(reservation)
-        if reservation.sequence is not None:
-            reservation.sequence.is_appending = True
-        if reservation.pinned is not None:
-            reservation.pinned.num_pins += 1
+        if (sequence := reservation.sequence) is not None:
+            sequence.is_appending = True
+            sequence.num_pins += 1
+        elif reservation.source is not None:
+            reservation.source.num_pins += 1
         return reservation
 
 

@@ -156,7 +156,7 @@ class KvStore:
 
     def handle_at(self, sequence: Sequence, length: int | None = None) -> Handle:
         """Return the handle of the first ``length`` tokens; None: of all of them."""
-        at = sequence.length if length is None else length
+        at = len(sequence.chain.token_ids) if length is None else length
         return Handle(sequence.cache_id, at, sequence.chain.at(at))
 
     def num_shared_blocks(self, sequence: Sequence) -> int:
@@ -219,6 +219,15 @@ class KvStore:
             HandleUnknown: The sequence is released.
         """
         return self._reservations.reserve_append(sequence, num_tokens)
+
+    def reserve_again(self, reservation: Reservation) -> bool:
+        """Use a committed append of one token to a sequence again, for one more behind its tip.
+
+        Returns:
+            Whether it lives again, as :meth:`reserve_append` would return it. False: nothing changed; more is needed
+            for that than the reservation knows of, or the sequence is gone or busy.
+        """
+        return self._reservations.reserve_again(reservation)
 
     def reserve_branch(self, sequence: Sequence, length: int, num_tokens: int) -> Reservation:
         """Hold what a new sequence needs that shares the first ``length`` tokens and appends ``num_tokens``.
@@ -307,7 +316,8 @@ class KvStore:
             self._counters.block_copies += len(reservation.copies)
             self._usage.release(sequence.principal, [source_id for source_id, _ in reservation.copies])
         sequence.last_truncate = None
-        self._renew_source(reservation.source)
+        if reservation.source is not None:
+            self._renew_source(reservation.source)
         self.renew(sequence, ttl_s)
         return sequence
 
@@ -404,7 +414,8 @@ class KvStore:
         if ttl_s is not None:
             sequence.ttl_s = self._clamp_ttl(ttl_s)
         sequence.expires_at = self._clock() + sequence.ttl_s
-        self._leases.schedule(sequence)
+        if sequence.expires_at < sequence.scheduled_at:
+            self._leases.schedule(sequence)
         return sequence.ttl_s
 
     def expire(self, at: float | None = None) -> list[str]:
@@ -524,8 +535,8 @@ class KvStore:
         self._usage.leave(sequence.principal)
         return freed_blocks
 
-    def _renew_source(self, source: Sequence | None) -> None:
-        if source is not None and not source.is_released:
+    def _renew_source(self, source: Sequence) -> None:
+        if not source.is_released:
             self.renew(source)
 
     def _clamp_ttl(self, ttl_s: float) -> float:

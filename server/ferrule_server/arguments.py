@@ -72,6 +72,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="run everything in torch, on the GPU too: to see whether a fault is the kernels'",
     )
     gpu.add_argument(
+        "--disable-early-launch",
+        action="store_const",
+        const="1",
+        help="start no kernel before the one in front of it has ended; slower, to see whether a fault comes from that",
+    )
+    gpu.add_argument(
         "--kernel-cache",
         metavar="FOLDER",
         help="where compiled kernels are kept for the next start (default: ~/.cache/ferrule/cubins)",

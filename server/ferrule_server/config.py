@@ -85,6 +85,7 @@ class ServerConfig:
         gpu_memory_fraction: Share of a GPU's memory that may be used.
         is_deterministic: Logits must not depend on what else is in a step.
         has_cuda_runner: The kernels may run where there is a GPU.
+        has_early_launch: A kernel may start while the one before it runs; off to find out what a fault comes from.
         kernel_cache: Folder of compiled kernels; None: in the user's cache folder.
         kernel_bundle: File of kernels that were compiled elsewhere, or None.
         max_context: Longest sequence in tokens; None: the model's own limit.
@@ -117,6 +118,7 @@ class ServerConfig:
     gpu_memory_fraction: float = 0.9
     is_deterministic: bool = False
     has_cuda_runner: bool = True
+    has_early_launch: bool = True
     kernel_cache: Path | None = None
     kernel_bundle: Path | None = None
     max_context: int | None = None
@@ -261,6 +263,7 @@ def parse_config(arguments: Sequence[str], environment: Mapping[str, str]) -> Se
         gpu_memory_fraction=setting("gpu_memory_fraction", _number, 0.9),
         is_deterministic=setting("deterministic", _boolean, False),
         has_cuda_runner=not setting("disable_cuda_runner", _boolean, False),
+        has_early_launch=not setting("disable_early_launch", _boolean, False),
         kernel_cache=setting("kernel_cache", _path, None),
         kernel_bundle=setting("kernel_bundle", _path, None),
         max_context=setting("max_context", _count, None),

@@ -86,10 +86,11 @@ def test_every_setting_has_a_flag_and_a_variable() -> None:
         "--kernel-cache": "/var/cache/kernels",
         "--kernel-bundle": "/opt/kernels.bundle",
     }
-    switches = ["--insecure", "--reflection", "--debug-top-tokens", "--disable-cuda-runner"]
+    switches = ["--insecure", "--reflection", "--debug-top-tokens", "--disable-cuda-runner", "--disable-early-launch"]
     by_flag = parse_config([*(part for pair in values.items() for part in pair), *switches], {})
     environment = {flag[2:].replace("-", "_").upper(): value for flag, value in values.items()}
-    environment |= {"INSECURE": "true", "REFLECTION": "yes", "DEBUG_TOP_TOKENS": "1", "DISABLE_CUDA_RUNNER": "1"}
+    environment |= {"INSECURE": "true", "REFLECTION": "yes", "DEBUG_TOP_TOKENS": "1"}
+    environment |= {"DISABLE_CUDA_RUNNER": "1", "DISABLE_EARLY_LAUNCH": "1"}
     by_variable = parse_config([], {f"FERRULE_{name}": value for name, value in environment.items()})
     assert by_flag == by_variable
     assert by_flag.kv_memory_bytes == 3 << 29
@@ -105,6 +106,7 @@ def test_every_setting_has_a_flag_and_a_variable() -> None:
     assert by_flag.kernel_cache == Path("/var/cache/kernels")
     assert by_flag.kernel_bundle == Path("/opt/kernels.bundle")
     assert not by_flag.has_cuda_runner
+    assert not by_flag.has_early_launch
 
 
 def test_determinism_is_a_switch_of_its_own() -> None:

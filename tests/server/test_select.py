@@ -134,7 +134,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     monkeypatch.setattr(devices, "find_device", lambda _: Device(0))
     monkeypatch.setattr(devices, "memory_of", lambda _: (4 << 29, 3 << 30))
     monkeypatch.setattr(Device, "name", "cpu")
-    monkeypatch.setattr(TorchGpu, "open", lambda _: fake)
+    monkeypatch.setattr(TorchGpu, "open", lambda *_, **__: fake)
     monkeypatch.setattr(compose, "_building", build)
     monkeypatch.setattr(select, "_has_bfloat16", lambda: False)
     num_threads = torch.get_num_threads()
@@ -240,7 +240,10 @@ def test_every_setting_of_a_gpu_arrives(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(compose, "prepare", prepare)
     kernels = {"kernel_cache": tmp_path / "cache", "kernel_bundle": tmp_path / "bundle"}
     shared: dict[str, Any] = {"max_context": 99, "max_step_rows": 77, "kv_memory_bytes": 1 << 22, **kernels}
-    for settings in ({"is_deterministic": True}, {"executor": "torch", "has_cuda_runner": False, "dtype": "float32"}):
+    for settings in (
+        {"is_deterministic": True, "has_early_launch": False},
+        {"executor": "torch", "has_cuda_runner": False, "dtype": "float32"},
+    ):
         with pytest.raises(ConfigError, match="enough"):
             _created(gpu_memory_fraction=0.3, **shared, **settings)
     assert seen[0] == GpuOptions(
@@ -250,6 +253,7 @@ def test_every_setting_of_a_gpu_arrives(monkeypatch: pytest.MonkeyPatch, tmp_pat
         dtype=torch.bfloat16,
         memory_fraction=0.3,
         is_deterministic=True,
+        has_early_launch=False,
         **shared,
     )
     assert (seen[1].wants_kernels, seen[1].dtype) == (False, torch.float32)

@@ -157,6 +157,7 @@ def _preparing(
         is_deterministic=config.is_deterministic,
         kernel_cache=config.kernel_cache,
         kernel_bundle=config.kernel_bundle,
+        has_early_launch=config.has_early_launch,
     )
     preparation = prepare(model_config, options)
     try:

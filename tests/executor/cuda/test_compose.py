@@ -21,6 +21,7 @@ from ferrule_server.executor.cuda.gpu import Gpu, GpuError
 from ferrule_server.executor.cuda.kernel_build import KernelBuild
 from ferrule_server.executor.cuda.kernel_choice import max_attention_grid, shape_of, specs_needed
 from ferrule_server.executor.cuda.memory_plan import format_plan
+from ferrule_server.executor.cuda.torch_gpu import TorchGpu
 from ferrule_server.executor.torch_executor import TorchExecutor
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.toolchain.bundle import Bundle, write_bundle
@@ -252,6 +253,52 @@ def test_the_first_reason_is_told(config: ModelConfig) -> None:
     """What the operator has set before what the machine lacks."""
     preparation = prepare(config, options(reason="they are switched off"), open_gpu=no_gpu)
     assert preparation.reason == "they are switched off"
+
+
+@pytest.mark.parametrize("has_early_launch", [True, False])
+def test_the_gpu_is_opened_as_the_settings_say(
+    config: ModelConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, has_early_launch: bool
+) -> None:
+    """Early launch off is slower, so it is said."""
+    seen: list[tuple[int, dict[str, bool]]] = []
+
+    def record(index: int, **settings: bool) -> Gpu:
+        seen.append((index, settings))
+        return FakeGpu()
+
+    monkeypatch.setattr(TorchGpu, "open", record)
+    with caplog.at_level(logging.WARNING):
+        prepare(config, options(device="cuda:1", has_early_launch=has_early_launch)).close()
+    assert seen == [(1, {"has_early_launch": has_early_launch})]
+    assert ["--disable-early-launch" in record.getMessage() for record in caplog.records] == [True] * (
+        not has_early_launch
+    )
+
+
+def test_products_are_summed_in_float32(config: ModelConfig) -> None:
+    """It may add partial sums in bfloat16 unless cuBLAS is told not to: an error beyond what the kernels have."""
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = True
+    prepared(config, wants_kernels=False).close()
+    assert not matmul.allow_bf16_reduced_precision_reduction
+
+
+def test_weights_are_there_before_they_are_moved(
+    config: ModelConfig, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever made them on the GPU did it in another stream, which ours does not wait for."""
+    done: list[object] = []
+
+    def executor(*_: object, **__: object) -> None:
+        done.append("executor")
+        raise torch.OutOfMemoryError("enough")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", done.append)
+    monkeypatch.setattr(compose, "TorchExecutor", executor)
+    preparation = prepare(config, options(device="cuda:1"), open_gpu=opening(FakeGpu()))
+    with pytest.raises(ConfigError, match="enough"):
+        preparation.finish(model)
+    assert done == ["cuda:1", "executor"]
 
 
 def test_the_runner_gets_what_was_planned(

@@ -63,6 +63,7 @@ class GpuOptions:
         is_deterministic: Bits must not depend on what else is in a step.
         kernel_cache: Folder of compiled kernels; None: in the user's cache folder.
         kernel_bundle: File of kernels compiled elsewhere, or None.
+        has_early_launch: Kernels may start while the one before them runs.
     """
 
     device: str
@@ -78,6 +79,7 @@ class GpuOptions:
     is_deterministic: bool = False
     kernel_cache: Path | None = None
     kernel_bundle: Path | None = None
+    has_early_launch: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +114,7 @@ class Preparation:
         Raises:
             ConfigError: The GPU has less memory than it had, or there is no deterministic mode.
         """
+        self._wait_for_weights()
         try:
             with nullcontext() if self.gpu is None else self.gpu.current():
                 torch_executor = self._torch_executor(model)
@@ -137,6 +140,11 @@ class Preparation:
         if self.gpu is not None:
             self.gpu.close()
 
+    def _wait_for_weights(self) -> None:
+        """Let everything end that torch does on the GPU: weights that were made there are read in another stream."""
+        if torch.device(self.options.device).type == "cuda":
+            torch.cuda.synchronize(self.options.device)
+
     def _torch_executor(self, model: LoadedModel) -> TorchExecutor:
         return TorchExecutor(
             model,
@@ -160,27 +168,29 @@ class Preparation:
         )
 
 
-def open_gpu(device: str) -> Gpu:
+def open_gpu(device: str, *, has_early_launch: bool = True) -> Gpu:
     """Return a GPU by the name that torch has for it.
 
     Raises:
         GpuError: The kernels cannot run there; the message says why.
     """
-    return TorchGpu.open(torch.device(device).index or 0)
+    return TorchGpu.open(torch.device(device).index or 0, has_early_launch=has_early_launch)
 
 
-def prepare(config: ModelConfig, options: GpuOptions, *, open_gpu: Callable[[str], Gpu] = open_gpu) -> Preparation:
+def prepare(config: ModelConfig, options: GpuOptions, *, open_gpu: Callable[[str], Gpu] | None = None) -> Preparation:
     """Return what can be made of an executor without its model; log what the memory is for.
 
     Args:
         config: Of the model.
         options: What the settings say.
-        open_gpu: Returns a GPU by its name, or raises GpuError.
+        open_gpu: Returns a GPU by its name, or raises GpuError; None: :func:`open_gpu`, as the options say.
 
     Raises:
         ConfigError: The memory is too little, the bundle is none for this GPU, or there is no deterministic mode.
     """
-    gpu, reason = _opened(config, options, open_gpu)
+    # What cuBLAS adds up in parts it would round to bfloat16 in between; the kernels and the CPU do not.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    gpu, reason = _opened(config, options, open_gpu or _opener(options))
     has_kernels = gpu is not None and options.wants_kernels and not reason
     if options.is_deterministic and not has_kernels:
         raise ConfigError(f"--deterministic needs the kernels of a GPU: {reason}")
@@ -193,6 +203,12 @@ def prepare(config: ModelConfig, options: GpuOptions, *, open_gpu: Callable[[str
     return Preparation(
         options=options, gpu=gpu, plan=plan, limits=limits, num_ctas=num_ctas, build=build, reason=reason
     )
+
+
+def _opener(options: GpuOptions) -> Callable[[str], Gpu]:
+    if options.wants_kernels and not options.has_early_launch:
+        _log.warning("event=early_launch_off reason=--disable-early-launch: every kernel waits for the one before it")
+    return partial(open_gpu, has_early_launch=options.has_early_launch)
 
 
 def _opened(config: ModelConfig, options: GpuOptions, open_gpu: Callable[[str], Gpu]) -> tuple[Gpu | None, str]:

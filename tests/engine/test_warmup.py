@@ -11,8 +11,9 @@ import pytest
 
 from ferrule_server.engine.jobs import Finish, Outcome, WarmupJob, WarmupResult
 from ferrule_server.errors import Draining, EngineFault, HandleLost, InvalidRequest
-from ferrule_server.executor.base import NO_SLOT, NULL_BLOCK, DeviceLost
+from ferrule_server.executor.base import NO_SLOT, NULL_BLOCK, DeviceLost, ExecutorState, StepBatch, StepResult
 from ferrule_server.executor.paged_reference import PagedReferenceExecutor
+from tests.engine.deferred import DeferredExecutor
 from tests.engine.harness import Harness, Pending, append
 from tests.engine.streams import SteppedExecutor, generate, start
 from tests.fakes import FakeExecutor, fake_next_token
@@ -154,3 +155,104 @@ def test_the_paged_reference_can_be_warmed() -> None:
         assert isinstance(result, WarmupResult)
         assert result.batch_sizes[-1] == 64
         assert harness.prefill(1, 2, 3).rows[0].token == before
+
+
+class PreparingExecutor(DeferredExecutor):
+    """Decodes in torch until its kernels are there, then kernel by kernel, then from graphs, captured by ``tend``.
+
+    Attributes:
+        are_built: The kernels are there; without, ``preparation`` says that they are being compiled.
+        reason: Why torch serves for good.
+        ways: How each decode ran, with its rows.
+        captured: Rows of the graphs that exist.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(FakeExecutor())
+        self.are_built = self._is_open = False
+        self.reason = ""
+        self.ways: list[tuple[str, int]] = []
+        self._launched: list[int] = []
+        self.captured: set[int] = set()
+
+    @property
+    def state(self) -> ExecutorState:
+        """What it is doing."""
+        preparation = "" if self.are_built or self.reason else "compiling kernels, 1 of 41"
+        if self._launched and not self.reason:
+            preparation = f"capturing graphs, {len(self._launched)} left"
+        return ExecutorState("numba-cuda", preparation, self.reason)
+
+    def can_submit(self, batch: StepBatch) -> bool:
+        """Only from a graph."""
+        return not self.reason and batch.num_rows in self.captured
+
+    def run(self, batch: StepBatch) -> StepResult:
+        """Note the way of a decode."""
+        if batch.num_rows == batch.num_seqs:
+            way = "torch" if self.reason or not self._is_open else "launched"
+            way = "graph" if self.can_submit(batch) else way
+            self.ways.append((way, batch.num_rows))
+            if way == "launched" and batch.num_rows not in self._launched:
+                self._launched.append(batch.num_rows)
+        return super().run(batch)
+
+    def tend(self) -> bool:
+        """Load the kernels, or capture a graph."""
+        super().tend()
+        if self._launched:
+            self.captured.add(self._launched.pop())
+        self._is_open = self._is_open or self.are_built
+        return bool(self._launched)
+
+
+def test_a_warm_up_waits_for_kernels_that_are_being_compiled() -> None:
+    """What torch has run is run again on the kernels, and answered when its graphs are there; others are served."""
+    executor = PreparingExecutor()
+    with Harness(executor, max_step_rows=40) as harness:  # type: ignore[arg-type]
+        warming = harness.submit(WarmupJob("admin", (1, 2)))
+        assert harness.prefill(1, 2, 3).rows[0].token == fake_next_token([1, 2, 3], 32)
+        assert not warming.is_done
+        executor.are_built = True
+        result = warming.outcome()
+        assert isinstance(result, WarmupResult)
+        assert result.batch_sizes == (1, 2)
+        assert executor.captured == {1, 2}
+        assert executor.ways[0] == ("torch", 1)
+        assert executor.ways[-2:] == [("launched", 1), ("launched", 2)]
+        assert warm(harness, 2, 1) == WarmupResult((), (1, 2))
+        assert executor.misuse == []
+
+
+def test_what_is_waited_for_costs_no_processor_time() -> None:
+    """The idle engine looks now and then."""
+    executor = PreparingExecutor()
+    with Harness(executor, max_step_rows=40) as harness:  # type: ignore[arg-type]
+        warming = harness.submit(WarmupJob("admin", (1,)))
+        time.sleep(0.3)
+        assert executor.num_calls["tend"] < 12
+        executor.reason = "told to fail"
+        assert isinstance(warming.outcome(), WarmupResult)
+        assert executor.ways == [("torch", 1)]
+
+
+def test_what_was_warm_on_kernels_is_warmed_again_for_torch() -> None:
+    """Once they have been given up."""
+    executor = PreparingExecutor()
+    executor.are_built = True
+    with Harness(executor, max_step_rows=40) as harness:  # type: ignore[arg-type]
+        assert isinstance(warm(harness, 1), WarmupResult)
+        executor.reason = "told to fail"
+        result = warm(harness, 1)
+        assert isinstance(result, WarmupResult)
+        assert [step.num_rows for step in result.steps] == [1, 40]
+
+
+def test_a_size_that_never_gets_a_graph_is_not_waited_for() -> None:
+    """After a few runs it is as warm as it will be."""
+    executor = DeferredExecutor(FakeExecutor())
+    executor.refuses = True
+    with Harness(executor, max_step_rows=40) as harness:  # type: ignore[arg-type]
+        result = warm(harness, 1, 2)
+        assert isinstance(result, WarmupResult)
+        assert [step.num_rows for step in result.steps] == [1, 1, 1, 1, 2, 2, 2, 2, 40]

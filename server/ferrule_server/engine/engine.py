@@ -71,6 +71,8 @@ from ferrule_server.quotas import LimitsOf, unlimited
 _LOG = logging.getLogger(__name__)
 _IDLE_S = 1.0
 """Longest sleep of an idle engine: leases are looked at this often at least."""
+_POLL_S = 0.05
+"""Between two looks at an executor that prepares what a warm-up waits for."""
 _TAKE_S = 0.05
 """Jobs are taken for so long at most while others wait for a step or an answer; what is left has its turn after that.
 Many times what a full step of appends takes: it cuts off floods of forks, lists and keep-alives only."""
@@ -270,12 +272,14 @@ class Engine:
         """Seconds to wait for the next job: none when rows are ready to run and all that is awaited is back."""
         if self._lanes.running:
             return self._gather.remaining_s(time.monotonic())
-        if self._delivery.finished or self._drivers.has_work or self._warmup.is_pending:
+        is_waiting = self._warmup.is_waiting
+        if self._delivery.finished or self._drivers.has_work or (self._warmup.is_pending and not is_waiting):
             return 0.0
         if self._lookahead is not None and self._lookahead.has_more:
             return 0.0
+        most_s = _POLL_S if is_waiting else _IDLE_S
         expiry_s = self._store.next_expiry()
-        return _IDLE_S if expiry_s is None else min(_IDLE_S, max(0.001, expiry_s))
+        return most_s if expiry_s is None else min(most_s, max(0.001, expiry_s))
 
     def _expire(self) -> None:
         """Free what has outlived its lease, as of the moment up to which jobs have been taken: those left came later.

@@ -2,6 +2,10 @@
 
 Their rows have no slot and read the null block, which nobody owns; what they return is dropped. One of them is run at a
 time, between other steps, and not counted among those.
+
+An executor that prepares itself in between (kernels, graphs) is not warm for a batch size because it has run one: it
+may have run it in another way than it will. There a size is run again once nothing is being prepared any more, until
+the executor would take such a step without waiting, or will never do so; only then the warm-up is answered.
 """
 
 from __future__ import annotations
@@ -17,28 +21,44 @@ import numpy as np
 from ferrule_server.engine.faults import fault
 from ferrule_server.engine.jobs import Job, Outcome, Sink, WarmStep, WarmupJob, WarmupResult
 from ferrule_server.errors import FerruleError, InvalidRequest
-from ferrule_server.executor.base import NO_SLOT, NULL_BLOCK, DeviceLost, Executor, OutputSpec, StepBatch
+from ferrule_server.executor.base import (
+    NO_SLOT,
+    NULL_BLOCK,
+    DeviceLost,
+    Executor,
+    OutputSpec,
+    PipelinedExecutor,
+    StepBatch,
+)
 
 _LARGEST_DEFAULT: Final = 64
 """Largest batch that is prepared for unasked."""
 _KV_LEN: Final = 256
 """Tokens that each row of a warm decode reads."""
+_MOST_RUNS: Final = 4
+"""Of one batch size, should the executor never take it without waiting though it prepares nothing: in torch before
+there are kernels, on them, from its graph, and one more."""
 
 
 @dataclass(eq=False, slots=True)
 class _Warming:
-    """A warm-up on its way: batch sizes still to run, 0 for the prefill, and the steps that were run for it."""
+    """A warm-up on its way: batch sizes still to run, 0 for the prefill, and the steps that were run for it.
+
+    ``num_runs`` is how often the first of the sizes was.
+    """
 
     job: WarmupJob
     sink: Sink
     sizes: deque[int]
     steps: list[WarmStep] = field(default_factory=list)
+    num_runs: int = 0
 
 
 class Warmup:
     """The warm-ups that were asked for, one after the other. Used on the engine thread.
 
-    Invariant: what is in ``_warm`` has been run and is not run again.
+    Invariant: what is in ``_warm`` has been run as it will be run from now on, and is not run again unless the executor
+    changes its way.
 
     Args:
         executor: Runs the steps.
@@ -48,6 +68,8 @@ class Warmup:
 
     def __init__(self, executor: Executor, max_step_rows: int, finish: Callable[[Job, Sink, Outcome], None]) -> None:
         self._executor = executor
+        self._pipelined = executor if isinstance(executor, PipelinedExecutor) else None
+        self._way = self._current_way()
         self._max_step_rows = max_step_rows
         self._finish = finish
         self._queue: deque[_Warming] = deque()
@@ -57,6 +79,11 @@ class Warmup:
     def is_pending(self) -> bool:
         """Whether there is something to run or to answer."""
         return bool(self._queue)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether nothing is to be run before the executor has prepared what it is at."""
+        return self.is_pending and self._queue[0].num_runs > 0 and self._is_preparing()
 
     def add(self, job: WarmupJob, sink: Sink) -> None:
         """Queue a warm-up.
@@ -72,6 +99,8 @@ class Warmup:
 
     def run_one(self) -> None:
         """Run the next step that is not warm, and answer what is complete. A step that fails ends its warm-up.
+
+        Does nothing while it :attr:`is_waiting`; the executor is to be tended after each call.
 
         Raises:
             DeviceLost: As the executor says.
@@ -97,17 +126,52 @@ class Warmup:
             self._finish(warming.job, warming.sink, why())
 
     def _run_next(self, warming: _Warming) -> None:
-        self._skip_warm(warming.sizes)
+        if self.is_waiting:
+            return
+        self._forget_other_ways()
+        self._settle(warming)
         if not warming.sizes:
             return
-        size = warming.sizes.popleft()
-        warming.steps.append(self._run(self._decode(size) if size else self._prefill()))
-        self._warm.add(size)
-        self._skip_warm(warming.sizes)
+        size = warming.sizes[0]
+        warming.steps.append(self._run(self._batch_of(size)))
+        warming.num_runs += 1
+        if not self._is_preparing():
+            self._settle(warming)
 
-    def _skip_warm(self, sizes: deque[int]) -> None:
-        while sizes and sizes[0] in self._warm:
-            sizes.popleft()
+    def _settle(self, warming: _Warming) -> None:
+        """Leave the sizes behind that are warm; the first one may have become so by what was run for it."""
+        while warming.sizes:
+            size = warming.sizes[0]
+            if warming.num_runs and self._has_become_warm(size, warming.num_runs):
+                self._warm.add(size)
+            if size not in self._warm:
+                return
+            warming.sizes.popleft()
+            warming.num_runs = 0
+
+    def _has_become_warm(self, size: int, num_runs: int) -> bool:
+        """Whether a size that was run is as ready as it will be; nothing is being prepared."""
+        executor = self._pipelined
+        if executor is None or size == 0 or num_runs >= _MOST_RUNS:
+            return True
+        return bool(executor.state.fallback_reason) or executor.can_submit(self._batch_of(size))
+
+    def _is_preparing(self) -> bool:
+        return self._pipelined is not None and bool(self._pipelined.state.preparation)
+
+    def _forget_other_ways(self) -> None:
+        """Forget what was warm before torch took over from the kernels."""
+        way = self._current_way()
+        if way != self._way:
+            self._way = way
+            self._warm.clear()
+
+    def _current_way(self) -> str:
+        """Return what tells how steps are run for good, as far as it is decided."""
+        return "" if self._pipelined is None else self._pipelined.state.fallback_reason
+
+    def _batch_of(self, size: int) -> StepBatch:
+        return self._decode(size) if size else self._prefill()
 
     def _run(self, batch: StepBatch) -> WarmStep:
         begun_ns = time.monotonic_ns()

@@ -1,0 +1,43 @@
+"""A warm-up on the kernels: it is answered when a Generate of such a size would run from its graph."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+from ferrule_server.engine.jobs import WarmupJob, WarmupResult
+from ferrule_server.executor.cuda.cuda_executor import CudaExecutor
+from ferrule_server.executor.cuda.kernel_build import KernelBuild
+from ferrule_server.executor.cuda.runner import create_runner
+from tests.engine.harness import Harness
+from tests.executor.cuda.fake_gpu import FakeGpu
+from tests.executor.cuda.tiny_model import tiny_executor
+from tests.executor.cuda.toy_runner import cubins_of, limits_of, num_ctas_of
+
+
+def test_a_warm_up_is_answered_once_the_graphs_of_its_sizes_are_there() -> None:
+    """Asked while kernels are compiled, it waits for them; asked again it finds nothing to do."""
+    gpu, inner, may_end = FakeGpu(simulate=True), tiny_executor(num_layers=1), threading.Event()
+    cubins = cubins_of(inner)
+
+    def load(*_: object, **__: object) -> object:
+        assert may_end.wait(20)
+        return cubins
+
+    build = KernelBuild(cubins, "sm_90a", load=load)  # type: ignore[arg-type]
+    build.start()
+    make_runner = partial(
+        create_runner, gpu=gpu, torch_executor=inner, limits=limits_of(8), num_ctas=num_ctas_of(inner, gpu)
+    )
+    executor = CudaExecutor(inner, gpu, build=build, make_runner=make_runner)
+    with Harness(executor, max_step_rows=24) as harness:  # type: ignore[arg-type]
+        warming = harness.submit(WarmupJob("admin", (1, 2)))
+        harness.prefill(1, 2, 3)
+        assert not warming.is_done
+        may_end.set()
+        result = warming.outcome()
+        assert isinstance(result, WarmupResult)
+        assert result.batch_sizes == (1, 2)
+        assert executor.state.captured_batch_sizes == (1, 2)
+        assert executor.state.preparation == ""
+        assert harness.submit(WarmupJob("admin", (2,))).outcome() == WarmupResult((), (1, 2))

@@ -7,7 +7,16 @@ from collections.abc import Callable
 
 import pytest
 
-from ferrule_server.engine.jobs import AppendResult, Finish, ForkJob, Job, OutputRequest, StopRules, TruncateJob
+from ferrule_server.engine.jobs import (
+    AppendResult,
+    Finish,
+    ForkJob,
+    GenerateJob,
+    Job,
+    OutputRequest,
+    StopRules,
+    TruncateJob,
+)
 from ferrule_server.engine.running import RunningAppend
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import OutputSpec, SampleSpec
@@ -15,7 +24,7 @@ from ferrule_server.kv.handle import StalePolicy
 from ferrule_server.quotas import QuotaLimits
 from tests.engine.deferred import DeferredHarness, Rounds, what_became_of
 from tests.engine.harness import GREEDY, Harness, Pending, append
-from tests.engine.streams import Stream, drawn_with, generate, start
+from tests.engine.streams import Branch, Stream, drawn_with, generate, start
 from tests.fakes import FakeExecutor
 
 SCORED = OutputRequest(OutputSpec(sample=SampleSpec(seed=5), logprobs=True))
@@ -58,9 +67,9 @@ def state_of(harness: Harness) -> object:
         (list(each.token_ids), each.block_ids, each.ttl_s, each.spare_ids, each.num_pins, each.reserved_length)
         for each in harness.store._registry
     )
+    held = harness.engine._records._records.values()
     records = sorted(
-        (each.start, each.num_tokens, each.seed, None if each.result is None else each.result.rows[0].token)
-        for each in harness.engine._records._records.values()
+        (each.start, each.num_tokens, str(each.seed), str(each.result and each.result.rows)) for each in held
     )
     names = ("decodes", "prefills", "replays", "recomputed", "queries", "joined", "released", "discarded_rows")
     return (sequences, records, [getattr(counters, name) for name in names])
@@ -129,30 +138,92 @@ def meddled_with(harness: Harness) -> object:
     return heard
 
 
+def stand_still(rounds: Rounds, seed: int, num_rows: int = 6) -> Stream:
+    """A Generate whose reader has had so many rows and takes no more for now."""
+    job = generate(None, 1, 2, 3, output=drawn_with(seed), max_tokens=20)
+    job.window.limit_bytes = num_rows * job.row_bytes
+    stream = rounds.start(job)
+    rounds.run(100)
+    assert len(stream.so_far()[0].tokens) == num_rows
+    return stream
+
+
+def read_on(rounds: Rounds, stream: Stream) -> None:
+    """Its reader takes all there will be."""
+    (driver,) = rounds.harness.engine._drivers._active
+    driver.job.window.taken_bytes += 1 << 30
+    rounds.harness.engine.resume(driver.job)
+
+
+def while_it_stands_still(harness: Harness) -> object:
+    """Somebody appends, rewrites, or has an append in flight when the reader goes on; or the lease is over."""
+    heard: list[object] = []
+    for case in range(6):
+        rounds = Rounds(harness)
+        stream = stand_still(rounds, case)
+        tip, drawn = stream.so_far()[0].handles[-1], stream.so_far()[0].tokens[-1]
+        asked: list[Pending] = []
+        if case in (1, 2):
+            asked.append(rounds.ask(append(tip, drawn, output=drawn_with(case))))
+        if case == 2:
+            rounds.run(10)
+        if case == 3:  # other tokens of the same length
+            asked.append(rounds.ask(append(stream.so_far()[0].handles[-2], 31, on_stale=StalePolicy.REWIND)))
+            rounds.run(10)
+        if case == 4:
+            asked.append(rounds.ask(append(tip, (drawn + 1) % 32)))
+        sequence = harness.store.resolve(tip, "me")
+        if case == 5:
+            sequence.expires_at = -1.0
+        read_on(rounds, stream)
+        rounds.run(100)
+        harness.store.renew(sequence)
+        rounds.finish()
+        heard += [what_became_of(stream.branch()), *map(told, asked)]
+    reasons = [each[3] for each in heard if isinstance(each, tuple) and len(each) == 5 and isinstance(each[0], list)]
+    assert reasons == [None, None, None, "HANDLE_STALE", "HANDLE_STALE", "HANDLE_EXPIRED"]
+    return heard
+
+
 def slow_reader(harness: Harness) -> object:
-    """The branches stand still again and again, and somebody appends behind the tip of one meanwhile."""
+    """The branches stand still again and again; what is likely to follow is not the same from token to token."""
     rounds = Rounds(harness)
-    job = generate(None, 1, 2, 3, output=drawn_with(4), max_tokens=12, num_branches=2)
-    job.window.limit_bytes = 2 * job.row_bytes
-    stream, heard = rounds.start(job), []
-    for number in range(40):
-        rounds.run(5)
-        if number == 3:
-            branch = stream.so_far()[1]
-            heard.append(rounds.ask(append(branch.handles[-1], branch.tokens[-1])))
+    job = generate(None, 1, 2, 3, output=drawn_with(4), max_tokens=32, num_branches=2)
+    job.window.limit_bytes = 7 * job.row_bytes
+    stream = rounds.start(job)
+    for _ in range(60):
+        rounds.run(9)
         job.window.taken_bytes = job.window.sent_bytes
         harness.engine.resume(job)
     rounds.finish()
-    return [*map(what_became_of, stream.branches()), *map(told, heard)]
+    return list(map(what_became_of, stream.branches()))
+
+
+def context_is_full(harness: Harness) -> object:
+    """At its last token, in the middle of a block."""
+    branch = start_and_finish(harness, generate(None, 1, 2, 3, output=drawn_with(1), max_tokens=90))
+    assert branch.last.finish is Finish.CONTEXT_FULL
+    return what_became_of(branch)
+
+
+def start_and_finish(harness: Harness, job: GenerateJob) -> Branch:
+    """What becomes of one alone."""
+    rounds = Rounds(harness)
+    stream = rounds.start(job)
+    rounds.finish()
+    return stream.branch()
+
+
+SCENES = (branches_of, retries_of, room_runs_out, meddled_with, while_it_stands_still, slow_reader, context_is_full)
 
 
 @pytest.mark.parametrize("is_piped", [False, True])
-@pytest.mark.parametrize("scene", [branches_of, retries_of, room_runs_out, meddled_with, slow_reader])
+@pytest.mark.parametrize("scene", SCENES)
 def test_nobody_can_tell_whether_appends_are_used_again(scene: Scene, is_piped: bool) -> None:
     """Neither by what is answered nor by what is left behind."""
     seen: list[object] = []
     for is_made_anew in (False, True):
-        executor = FakeExecutor(block_size=4, num_blocks=24 if scene is room_runs_out else 600)
+        executor = FakeExecutor(block_size=4, num_blocks=24 if scene is room_runs_out else 600, max_context=50)
         harness = DeferredHarness(executor) if is_piped else Harness(executor)
         counts = count_again(harness)
         if is_made_anew:

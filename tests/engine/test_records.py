@@ -138,3 +138,24 @@ def test_an_exact_retry_needs_no_seed_though_its_rows_were_dropped(output: Outpu
         assert [row.token for row in again.rows] == [row.token for row in once.rows]
         third = harness.submit(append(first.handle, 4, 5, output=output)).result()
         assert [row.token for row in third.rows] == [row.token for row in once.rows]
+
+
+def test_the_next_token_of_the_same_request_replaces_the_record() -> None:
+    """Whether it is small again or not, and whether its request was made anew: only the newest is found."""
+    small, large = RowOutput(3, token=8), RowOutput(3, token=8, logits=np.zeros(100, np.float32))
+    output = OutputRequest(OutputSpec(greedy=True))
+    for row in (small, large):
+        for other in (output, dataclasses.replace(output), OutputRequest(OutputSpec(greedy=True, entropy=True))):
+            records = ReplayRecords(1 << 20)
+            first, second = AppendJob("me", (5,), None, output), AppendJob("me", (6,), None, other)
+            records.keep("a", 1, first, AppendResult(Handle("x", 2, bytes(16)), (RowOutput(2, token=6),), seed=1))
+            record = records.find("a", 1, 1, first)
+            assert record is not None
+            answer = AppendResult(Handle("x", 3, bytes(16)), (row,), seed=2)
+            records.keep("a", 2, second, answer)
+            records.check_integrity()
+            assert records.find("a", 1, 1, first) is None
+            found = records.find("a", 2, 1, second)
+            assert found is not None
+            assert (found.result, found.seed, found.num_tokens, found.start) == (answer, 2, 1, 2)
+            assert (found is record) == (row is small and other is output)

@@ -90,14 +90,15 @@ class GenerateReplies:
         branches: dict[int, list[BranchFrame]] = {}
         num_bytes = num_rows = 0
         last: StepTiming | None = None
-        while self._waiting:
-            branch, measured = self._waiting[0]
-            num_bytes += len(branch.rows) * self._plan.row_bytes + _OUTPUT_BYTES
-            num_rows += len(branch.rows)
-            if branches and (num_bytes > self._max_reply_bytes or num_rows > LOOP_SLICE):
-                num_rows -= len(branch.rows)
+        waiting, row_bytes = self._waiting, self._plan.row_bytes
+        while waiting:
+            branch, measured = waiting[0]
+            num_added = len(branch.rows)
+            num_bytes += num_added * row_bytes + _OUTPUT_BYTES
+            if branches and (num_bytes > self._max_reply_bytes or num_rows + num_added > LOOP_SLICE):
                 break
-            self._waiting.popleft()
+            num_rows += num_added
+            waiting.popleft()
             branches.setdefault(branch.index, []).append(branch)
             if measured is not last:
                 _add_timing(timing, measured, is_first=last is None)
@@ -108,8 +109,10 @@ class GenerateReplies:
         """Write what happened to one branch in one or several steps."""
         first, newest = frames[0], frames[-1]
         output.index = first.index
-        rows = first.rows if len(frames) == 1 else tuple(row for frame in frames for row in frame.rows)
-        handle = next((frame.handle for frame in reversed(frames) if frame.handle is not None), None)
+        rows, handle = first.rows, first.handle
+        if len(frames) > 1:
+            rows = tuple(row for frame in frames for row in frame.rows)
+            handle = next((frame.handle for frame in reversed(frames) if frame.handle is not None), None)
         if handle is not None:
             sent = output.kv_cache
             sent.cache_id, sent.length, sent.lineage = handle.cache_id, handle.length, handle.lineage
@@ -117,8 +120,10 @@ class GenerateReplies:
             fill_rows(output.outputs, rows, first.seed, self._plan)
         if self._new_decoder is not None:
             output.text = self._text(first.index, rows, is_last=newest.finish is not None)
-        output.cached_tokens = first.cached_tokens
-        output.replayed = first.replayed
+        if first.cached_tokens:
+            output.cached_tokens = first.cached_tokens
+        if first.replayed:
+            output.replayed = True
         if newest.finish is not None:
             output.finish_reason = FINISH_REASONS[newest.finish]
         if newest.error is not None:

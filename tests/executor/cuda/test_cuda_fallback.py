@@ -265,6 +265,38 @@ def test_a_runner_that_does_not_close_is_let_go(error: Exception) -> None:
         assert world.gpu.is_closed
 
 
+def test_the_state_is_whole_at_every_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others read it while a runner is made, while it is given up and afterwards: nothing is lost or seen twice."""
+    seen: list[tuple[str, str, str, int, int]] = []
+
+    def look() -> None:
+        state = world.executor.state
+        steps = state.num_graph_steps, state.num_launched_steps
+        seen.append((state.name, state.preparation, state.fallback_reason, *steps))
+
+    def make_runner(cubins: Mapping[KernelSpec, Cubin]) -> ReferenceRunner:
+        look()
+        runner = World.make_runner(world, cubins)
+        runner.num_graph_steps = 5
+        monkeypatch.setattr(runner, "close", look)
+        return runner
+
+    world = World(make_runner=make_runner)
+    look()
+    world.start()
+    look()
+    world.gpu.fail("capture", GpuError("no"))
+    assert not world.executor.tend()
+    look()
+    assert seen == [
+        ("numba-cuda", "", "", 0, 0),
+        ("numba-cuda", "loading kernels", "", 0, 0),
+        ("numba-cuda", "capturing graphs, 1 left", "", 5, 1),
+        ("torch", "", "no", 5, 1),
+        ("torch", "", "no", 5, 1),
+    ]
+
+
 # ---- when the device is lost ----------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ferrule_server.executor.cuda import graphs
 from ferrule_server.executor.cuda.choices import OutputKind
-from ferrule_server.executor.cuda.gpu import GpuError, Operation
+from ferrule_server.executor.cuda.gpu import GpuError, GpuLost, Graph, Operation
 from ferrule_server.executor.cuda.graphs import GraphKey, GraphStore
 from tests.executor.cuda.fake_gpu import FakeGpu
 
@@ -19,6 +19,19 @@ TWO = GraphKey(2, True, OutputKind.GREEDY)
 SAMPLED = GraphKey(1, True, OutputKind.SAMPLE)
 GRAPH_BYTES = 1 << 20
 GIB = 1 << 30
+
+
+class Failing:
+    """Stands for a capture that fails."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+        self.num_calls = 0
+
+    def __call__(self, operations: object) -> Graph:
+        """Fail."""
+        self.num_calls += 1
+        raise self.error
 
 
 def keys(num: int) -> list[GraphKey]:
@@ -215,14 +228,47 @@ def test_a_key_that_went_out_of_use_replaces_nothing(store: GraphStore, gpu: Fak
     assert not store.capture_next()
 
 
-def test_a_failed_capture_leaves_its_key_wanted(store: GraphStore, gpu: FakeGpu) -> None:
-    """Whoever asked is told; nothing counts as captured."""
+@pytest.mark.parametrize("error", [GpuError("out of memory"), RuntimeError("Offset increment outside graph capture")])
+def test_a_key_that_cannot_be_captured_is_launched_for_ever(
+    store: GraphStore, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    """It is not tried again, and said once; others are. Nobody waits for its graph."""
     store.put(ONE)
-    gpu.fail("capture", GpuError("no"))
-    with pytest.raises(GpuError, match="no"):
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu, "capture", Failing(error))
+        assert not store.capture_next()
+    assert (store.captured, store.num_wanted, store.taken_bytes, store.is_settled(ONE)) == ((), 0, 0, True)
+    assert not store.capture_next()
+    assert [store.put(ONE), store.put(TWO)] == [False, False]
+    assert not store.is_settled(TWO)
+    store.capture_next()
+    assert store.captured == (TWO,)
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert [record.exc_info and record.exc_info[1] for record in warnings] == [error]
+
+
+def test_captures_that_fail_in_a_row_are_the_last(
+    store: GraphStore, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three of them: then steps are launched, and nobody waits for a graph, of a key that was never put either."""
+    monkeypatch.setattr(gpu, "capture", failing := Failing(GpuError("no")))
+    for key in keys(6):
+        assert store.is_settled(key) is (key.num_rows > 3)
+        assert not store.put(key)
         store.capture_next()
-    assert (store.captured, store.num_wanted, store.taken_bytes) == ((), 1, 0)
-    assert not store.put(ONE)
+    assert (failing.num_calls, store.num_wanted) == (3, 0)
+    assert [record.levelno for record in caplog.records].count(logging.WARNING) == 3
+
+
+@pytest.mark.parametrize("call", ["capture", "synchronize"])
+def test_a_capture_that_takes_the_device_along_is_told(store: GraphStore, gpu: FakeGpu, call: str) -> None:
+    """A lost device, or a stream that does nothing any more."""
+    store.put(ONE)
+    gpu.fail("capture", GpuLost("gone") if call == "capture" else GpuError("no"))
+    if call == "synchronize":
+        gpu.fail("synchronize", GpuError("gone"))
+    with pytest.raises(GpuError, match="gone"):
+        store.capture_next()
 
 
 def test_what_cannot_be_prepared_is_an_error_of_the_gpu(gpu: FakeGpu) -> None:

@@ -216,8 +216,10 @@ def test_too_little_memory_names_numbers_and_settings() -> None:
     with pytest.raises(ConfigError) as refused:
         plan(total_bytes=16 * GIB, free_bytes=15 * GIB)
     text = str(refused.value)
-    for part in ("--gpu-memory-fraction 0.9", "16.00 GiB", "weights 15.26 GiB", "others 1.00 GiB", "--max-context"):
+    for part in ("--gpu-memory-fraction 0.9", "16.00 GiB", "weights 15.26 GiB", "others 1.00 GiB"):
         assert part in text
+    for way_out in ("--kv-memory", "--max-context", "--device cpu"):
+        assert way_out in text
     assert ", free" not in text
     with pytest.raises(ConfigError, match=r"^--kv-memory 70.00 GiB: .* leaves 6[01].\d\d GiB"):
         plan(kv_bytes=70 * GIB)

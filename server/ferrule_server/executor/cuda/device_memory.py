@@ -17,7 +17,7 @@ def device_memory(device: str) -> tuple[int, int]:
     Args:
         device: As torch writes it; anything but a GPU has none.
     """
-    if not device.startswith("cuda") or not torch.cuda.is_initialized():
+    if not device.startswith("cuda") or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return 0, 0
     reserved = torch.cuda.memory_stats_as_nested_dict(torch.device(device)).get("reserved_bytes", {}).get("all", {})
     return int(reserved.get("current", 0)), int(reserved.get("peak", 0))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ferrule_server.executor.cuda.choices import OutputKind
-from ferrule_server.executor.cuda.gpu import Gpu, GpuError, Graph, Operation
+from ferrule_server.executor.cuda.gpu import Gpu, GpuError, GpuLost, Graph, Operation
 
 __all__ = ["FIRST_GRAPH_BYTES", "NODE_BYTES", "GraphKey", "GraphStore"]
 
@@ -41,6 +41,9 @@ _STALE_AFTER: Final = 512
 _LOOK_AGAIN_AFTER: Final = 64
 """Launches of a key without room, until memory is looked at again."""
 
+_MOST_FAILURES: Final = 3
+"""Captures that fail in a row, after which none is tried any more."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -63,11 +66,12 @@ class GraphKey:
 
 @dataclass(slots=True)
 class _Launched:
-    """A key that has no graph: its operations, how often they were launched, and when last."""
+    """A key that has no graph: its operations, how often they were launched, when last, and whether it will get one."""
 
     operations: Sequence[Operation]
     num: int = 0
     used_at: int = 0
+    has_failed: bool = False
 
 
 @dataclass(slots=True)
@@ -85,6 +89,7 @@ class GraphStore:
     Only what was launched before is captured, which is the promise :meth:`Gpu.capture` asks for: kernels are loaded
     and torch has its workspaces by then. Graphs take the memory that is planned for them, then what nobody needs, in
     bounds; where that ends, one that was not replayed for long makes room for a key that is launched again and again.
+    What cannot be captured is launched for ever, which takes the host longer and gives the same bits.
 
     Invariant: a key is captured or launched or was never put; ``taken_bytes`` is what the graphs that exist took from
     the memory, as far as that can be told.
@@ -107,7 +112,7 @@ class GraphStore:
         self._memory_bytes = memory_bytes
         self._captured: dict[GraphKey, _Captured] = {}
         self._launched: dict[GraphKey, _Launched] = {}
-        self._num_puts = 0
+        self._num_puts = self._num_failures = 0
         self._is_full = self._has_warned = False
         self.taken_bytes = 0
         self.num_wanted = 0
@@ -119,7 +124,11 @@ class GraphStore:
 
     def is_settled(self, key: GraphKey) -> bool:
         """Whether a key has its graph, or will get none for now."""
-        return key in self._captured or (self._is_full and key not in self._wanted())
+        if key in self._captured:
+            return True
+        if key in self._launched or self._is_full or self._num_failures >= _MOST_FAILURES:
+            return key not in self._wanted()
+        return False
 
     def put(self, key: GraphKey) -> bool:
         """Put the operations of a key into the stream and return whether that was one replay.
@@ -146,8 +155,10 @@ class GraphStore:
     def capture_next(self) -> bool:
         """Capture the wanted key that was launched most often; return whether more are wanted. Only between steps.
 
+        A key whose capture fails is not tried again.
+
         Raises:
-            GpuError: It was refused.
+            GpuError: The stream works no more, not only the capture.
         """
         if self._wanted():
             self._is_full = not self._has_room(self._gpu.free_bytes())
@@ -185,14 +196,16 @@ class GraphStore:
 
     def _wanted(self) -> list[GraphKey]:
         """Return the keys to be captured: where there is no room, those in use that a stale graph may make way for."""
+        if self._num_failures >= _MOST_FAILURES:
+            return []
         if not self._is_full:
-            return list(self._launched)
+            return [key for key, launched in self._launched.items() if not launched.has_failed]
         if not self._captured or not self._is_stale(min(each.used_at for each in self._captured.values())):
             return []
         return [
             key
             for key, launched in self._launched.items()
-            if launched.num >= _REPLACE_AFTER and not self._is_stale(launched.used_at)
+            if launched.num >= _REPLACE_AFTER and not launched.has_failed and not self._is_stale(launched.used_at)
         ]
 
     def _is_stale(self, used_at: int) -> bool:
@@ -224,7 +237,14 @@ class GraphStore:
             self._make_way()
         begun, operations = time.monotonic(), self._launched[key].operations
         free_bytes = self._gpu.free_bytes()
-        graph = self._gpu.capture(operations)
+        try:
+            graph = self._gpu.capture(operations)
+        except GpuLost:
+            raise
+        except Exception as error:  # noqa: BLE001 - launches may go on all the same
+            self._note_failure(key, error)
+            return
+        self._num_failures = 0
         left_bytes = self._gpu.free_bytes()
         most = FIRST_GRAPH_BYTES + _OUTLIER * NODE_BYTES * len(operations)
         num_bytes = min(max(0, free_bytes - left_bytes), most)
@@ -239,6 +259,19 @@ class GraphStore:
             num_bytes,
             1e3 * (time.monotonic() - begun),
         )
+
+    def _note_failure(self, key: GraphKey, error: Exception) -> None:
+        """Never capture a key again, or nothing at all after some in a row; the stream must have survived.
+
+        Raises:
+            GpuError: It has not.
+        """
+        self._launched[key].has_failed = True
+        self._num_failures += 1
+        then = "no more is tried" if self._num_failures == _MOST_FAILURES else "it is launched kernel by kernel"
+        reason = str(error).partition("\n")[0]
+        _log.warning("event=graph_not_captured key=%s reason=%r %s", key, reason, then, exc_info=error)
+        self._gpu.synchronize()
 
     def _make_way(self) -> None:
         """Give the graph back that was not replayed for longest, once nothing in the stream can be of it."""

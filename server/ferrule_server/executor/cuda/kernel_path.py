@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ferrule_server.executor.base import ExecutorState, MemoryPlan, RowOutput, StepBatch
@@ -86,11 +86,46 @@ class Runner(Protocol):
 MakeRunner = Callable[[Mapping[KernelSpec, Cubin]], Runner]
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How far it is: at most one of build and runner.
+
+    Attributes:
+        build: The kernels, in the making, or made for no runner yet.
+        is_loading: They are there, and the runner is being made.
+        runner: Runs steps.
+        num_graph_steps: Of runners that were given up.
+        num_launched_steps: Likewise.
+    """
+
+    build: KernelBuild | None = None
+    is_loading: bool = False
+    runner: Runner | None = None
+    num_graph_steps: int = 0
+    num_launched_steps: int = 0
+
+    def num_steps(self) -> tuple[int, int]:
+        """Return the steps so far that replayed graphs, and that were launched."""
+        if self.runner is None:
+            return self.num_graph_steps, self.num_launched_steps
+        return (
+            self.num_graph_steps + self.runner.num_graph_steps,
+            self.num_launched_steps + self.runner.num_launched_steps,
+        )
+
+    def preparation(self) -> str:
+        """Return what is being done, for people; empty: nothing."""
+        if self.build is not None:
+            return "loading kernels" if self.is_loading and self.build.is_done else self.build.progress
+        num_wanted = self.runner.num_wanted if self.runner else 0
+        return f"capturing graphs, {num_wanted} left" if num_wanted else ""
+
+
 class KernelPath:
     """From kernels that are being built to the runner of steps, and what can be told of both.
 
     Invariant: there is a build that may still give a runner, or a runner, or neither; where neither is there although
-    one was wanted, ``reason`` says why.
+    one was wanted, ``reason`` says why. What other threads see of it is one value, replaced at once.
 
     Args:
         gpu: What the runner runs on; None: none.
@@ -103,36 +138,43 @@ class KernelPath:
         self, gpu: Gpu | None, build: KernelBuild | None, make_runner: MakeRunner | None, reason: str = ""
     ) -> None:
         self._gpu = gpu
-        self._build = build
         self._make_runner = make_runner
-        self._num_graph_steps = self._num_launched_steps = 0
-        self.runner: Runner | None = None
+        self._now = _Way(build=build)
         self.reason = ""
         if reason:
             self._fall_back(reason)
 
     @property
+    def runner(self) -> Runner | None:
+        """What runs steps; None as long as there is none."""
+        return self._now.runner
+
+    @property
     def is_opening(self) -> bool:
         """Whether :meth:`open` has something to do."""
-        return self._build is not None and self._build.is_done
+        build = self._now.build
+        return build is not None and build.is_done
 
     @property
     def is_blocked(self) -> bool:
         """Whether :meth:`open` will raise."""
-        return self._build is not None and bool(self._build.failure)
+        build = self._now.build
+        return build is not None and bool(build.failure)
 
     def open(self) -> Runner:
-        """Make the runner; waits for the kernels.
+        """Make the runner; waits for the kernels. Where that fails, the way is to be given up.
 
         Raises:
             Exception: There are no kernels, or the runner cannot be made.
         """
-        build, self._build = self._build, None
+        build = self._now.build
         if build is None or self._make_runner is None:
             raise GpuError(self.reason or "they are switched off")
-        self.runner = self._make_runner(build.result())
-        _log.info("event=kernels_serve max_rows=%d", self.runner.max_rows)
-        return self.runner
+        self._now = replace(self._now, is_loading=True)
+        runner = self._make_runner(build.result())
+        self._now = replace(self._now, build=None, runner=runner, is_loading=False)
+        _log.info("event=kernels_serve max_rows=%d", runner.max_rows)
+        return runner
 
     def give_up(self, error: Exception) -> None:
         """Close the way for good, for a reason that is said once; nothing in the stream uses the runner afterwards.
@@ -145,8 +187,8 @@ class KernelPath:
 
     def close(self) -> None:
         """Give everything back; what fails meanwhile does not matter any more."""
-        if self._build is not None:
-            self._build.close()
+        if self._now.build is not None:
+            self._now.build.close()
         with suppress(Exception):
             self._leave()
 
@@ -157,15 +199,17 @@ class KernelPath:
             memory: The plan made at start.
             num_torch_steps: Steps, or parts of steps, that torch ran.
         """
-        runner, build = self.runner, self._build
+        now = self._now  # before the reason, which is there before the way is given up
+        runner, build = now.runner, now.build
+        num_graph_steps, num_launched_steps = now.num_steps()
         return ExecutorState(
             name=NAME if runner is not None or (build is not None and build.has_succeeded) else "torch",
-            preparation=_preparation(runner, build),
+            preparation=now.preparation(),
             fallback_reason=self.reason or (build.failure if build else ""),
             memory=_memory_with(memory, runner),
             captured_batch_sizes=runner.captured_batch_sizes if runner else (),
-            num_graph_steps=self._num_graph_steps + (runner.num_graph_steps if runner else 0),
-            num_launched_steps=self._num_launched_steps + (runner.num_launched_steps if runner else 0),
+            num_graph_steps=num_graph_steps,
+            num_launched_steps=num_launched_steps,
             num_torch_steps=num_torch_steps,
         )
 
@@ -175,10 +219,9 @@ class KernelPath:
 
     def _leave(self) -> None:
         """Let the runner go once the stream is idle; refusals mean nothing but that the device may be gone."""
-        runner, self.runner = self.runner, None
-        if runner is not None:
-            self._num_graph_steps += runner.num_graph_steps
-            self._num_launched_steps += runner.num_launched_steps
+        runner = self.runner
+        num_graph_steps, num_launched_steps = self._now.num_steps()
+        self._now = _Way(num_graph_steps=num_graph_steps, num_launched_steps=num_launched_steps)
         steps = ([self._gpu.synchronize] if self._gpu else []) + ([runner.close] if runner else [])
         for step in steps:
             try:
@@ -196,13 +239,6 @@ def sentence(error: Exception) -> str:
     if not line:
         return name
     return f"{name}: {line}" if isinstance(error, _TERSE) else line
-
-
-def _preparation(runner: Runner | None, build: KernelBuild | None) -> str:
-    if build is not None:
-        return build.progress
-    num_wanted = runner.num_wanted if runner else 0
-    return f"capturing graphs, {num_wanted} left" if num_wanted else ""
 
 
 def _memory_with(plan: MemoryPlan | None, runner: Runner | None) -> MemoryPlan | None:

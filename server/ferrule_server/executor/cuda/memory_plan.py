@@ -142,7 +142,8 @@ def _complaint(plan: MemoryPlan, asked: str, spare: int, least: int) -> str:
     return (
         f"{asked}: of the {_gib(plan.total)} of the GPU are for {uses}, and {_gib(spare)} must stay free for PyTorch "
         f"and others; that leaves {_gib(left)} for the KV pool, which needs at least {_gib(least)}; change --kv-memory "
-        "or --gpu-memory-fraction, lower --max-context, end other programs on the GPU, or take a smaller model"
+        "or --gpu-memory-fraction, lower --max-context, end other programs on the GPU, take a smaller model, or serve "
+        "on the processor with --device cpu"
     )
 
 

@@ -75,10 +75,12 @@ class FakeMemory:
         """Return where kernels find a tensor or a view of one.
 
         Raises:
-            AssertionError: It was neither allocated nor adopted.
+            AssertionError: It was neither allocated nor adopted, or begins where kernels cannot load 16 bytes.
         """
         found = self._find(tensor)
-        return found.address + tensor.data_ptr() - found.host
+        address = found.address + tensor.data_ptr() - found.host
+        assert address % 16 == 0, f"{address - found.address} bytes into {found.name}: no multiple of 16"
+        return address
 
     def name(self, tensor: Tensor) -> str:
         """Return what a tensor, or what it is a view of, is called."""

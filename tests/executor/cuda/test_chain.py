@@ -272,6 +272,21 @@ def test_only_the_first_launch_waits_for_all_before_it(num_rows: int) -> None:
     assert [launch.starts_early for launch in launches] == [False] + [True] * (len(launches) - 1)
 
 
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_the_output_head_has_room_for_every_cta(num_rows: int) -> None:
+    """Each leaves its best token of each row; one too many would write over what lies behind."""
+    bench = Bench(num_layers=1, num_sms=4, simulate=False)
+    made = bench.chain.operations(num_rows, is_decode=True, stores_logits=False)[-1]
+    assert isinstance(made, FakeLaunch)
+    assert made.grid == 4
+    partials = bench.buffers.head_partials.view(-1)
+    bench.buffers.head_partials = partials[: 4 * num_rows]
+    bench.chain.operations(num_rows, is_decode=True, stores_logits=False)
+    bench.buffers.head_partials = partials[: 4 * num_rows - 1]
+    with pytest.raises(AssertionError, match="4 CTAs of the output head"):
+        bench.chain.operations(num_rows, is_decode=True, stores_logits=False)
+
+
 def test_without_outputs_a_step_ends_behind_the_last_layer() -> None:
     """The first pieces of a long prompt want KV alone."""
     bench = Bench(max_rows=72, simulate=False)

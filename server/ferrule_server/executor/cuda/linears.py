@@ -64,8 +64,11 @@ class StepParts:
 
     def launch(self, spec: KernelSpec, arguments: Arguments, most_ctas: int) -> Launch:
         """Return a launch of as many CTAs as find work, in one wave at most."""
-        wave = self.kernels.gpu.info.num_sms * spec.ctas_per_sm
-        return self.kernels.prepare(spec, arguments, min(most_ctas, wave))
+        return self.kernels.prepare(spec, arguments, self.grid(spec, most_ctas))
+
+    def grid(self, spec: KernelSpec, most_ctas: int) -> int:
+        """Return how many CTAs :meth:`launch` takes."""
+        return min(most_ctas, self.kernels.gpu.info.num_sms * spec.ctas_per_sm)
 
     def norm(self, weight: Tensor, num_rows: int, delta: Tensor | None = None) -> Launch:
         """Return the launch that puts the norm of ``hidden`` into ``normed``, behind the addition of a delta."""
@@ -177,6 +180,9 @@ class _Vectors:
             "eps": parts.eps,
         }
         needed = head.num_ctas_needed(parts.shape.vocab_size, **integers(spec, "R", "WARPS"))
+        grid = parts.grid(spec, needed)
+        room = buffers.head_partials.numel()
+        assert grid * self.num_rows <= room, f"{grid} CTAs of the output head, {self.num_rows} rows, room for {room}"
         made: list[Operation] = [parts.launch(spec, arguments, needed)]
         return [*made, parts.norm(parts.weights.final_norm, self.num_rows)] if keeps_hidden else made
 

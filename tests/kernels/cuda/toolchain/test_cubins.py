@@ -21,13 +21,14 @@ from ferrule_server.kernels.cuda import block_transfer, copy_blocks, move_slots
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec
 from ferrule_server.kernels.cuda.toolchain import catalog, cubins, sources
 from ferrule_server.kernels.cuda.toolchain.bundle import Bundle, BundleError, write_bundle
-from ferrule_server.kernels.cuda.toolchain.compile import CompileError, Cubin
+from ferrule_server.kernels.cuda.toolchain.compile import ARCHITECTURES, CompileError, Cubin
 from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache
 from ferrule_server.kernels.cuda.toolchain.cubins import build, load_all
 from ferrule_server.kernels.cuda.toolchain.cubins_cli import keyed, main
-from ferrule_server.kernels.cuda.toolchain.progress import progress_bar, size
+from ferrule_server.kernels.cuda.toolchain.progress import BUILD_TIME, progress_bar, size
 from ferrule_server.kernels.cuda.toolchain.sources import parameters, source_files, source_key
 
+ROOT = Path(__file__).parents[4]
 SPEC = copy_blocks.spec()
 OTHER = block_transfer.spec("gather")
 
@@ -257,7 +258,7 @@ def test_command_line_builds_lists_verifies_and_prunes(
     shape = ["--shape", "Llama-3.2-1B"]
     main(["build", "--architecture", "sm_80", *shape, "--workers", "1", *cache, "--output", str(bundle)])
     num_kernels = len(catalog.kernels_of(MODEL_SHAPES["Llama-3.2-1B"]))
-    assert f"{num_kernels} kernels for sm_80" in capsys.readouterr().err
+    assert f"{num_kernels} kernels for sm_80; compiling what {cache[1]} lacks\n" in capsys.readouterr().err
     main(["list", str(bundle)])
     main(["list", *cache])
     lines = capsys.readouterr().out.splitlines()
@@ -334,7 +335,18 @@ def test_help_of_build_says_how_long_it_takes(capsys: pytest.CaptureFixture[str]
     """A cold build is no matter of seconds."""
     with pytest.raises(SystemExit, match="0"):
         main(["build", "--help"])
-    assert "less than a minute" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"takes {BUILD_TIME} for one model" in said
+    assert all(name in said for name in MODEL_SHAPES)
+    for architecture in ARCHITECTURES:
+        assert f"{architecture} for " in said, "which cards it is for"
+
+
+def test_texts_agree_on_how_long_kernels_take() -> None:
+    """One figure, wherever somebody looks it up."""
+    for path in ("docs/operations.md", "docs/kernels.md", "tests/gpu/run.py"):
+        text = " ".join((ROOT / path).read_text().split())
+        assert BUILD_TIME in text or "{BUILD_TIME}" in text, path
 
 
 @pytest.mark.parametrize(("num_bytes", "text"), [(0, "0 kB"), (37_412, "37 kB"), (2_340_000, "2.3 MB")])
@@ -344,10 +356,12 @@ def test_sizes_are_readable(num_bytes: int, text: str) -> None:
 
 
 def test_bar_is_for_terminals_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the time that passed and the time that is left; nothing at all in a pipe."""
-    with progress_bar() as show:
-        show(1, 2, "copy_blocks[P=1]")
-    assert capsys.readouterr().err == ""
+    """With the time that passed and the time that is left; in a pipe a line every ten seconds, so that it lives."""
+    times = iter([100.0, 105.0, 111.0, 120.5, 121.0])
+    with progress_bar(lambda: next(times)) as show:
+        for done in range(1, 5):
+            show(done, 56, "copy_blocks[P=1]")
+    assert capsys.readouterr().err == "2 of 56 kernels, 11 s passed\n4 of 56 kernels, 21 s passed\n"
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "120")
     with progress_bar() as show:

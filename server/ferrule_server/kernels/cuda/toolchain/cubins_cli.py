@@ -15,17 +15,21 @@ from ferrule_server.kernels.cuda.toolchain.bundle import Bundle, BundleError, ch
 from ferrule_server.kernels.cuda.toolchain.compile import ARCHITECTURES, CompileError, Cubin, toolkit
 from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache, default_folder
 from ferrule_server.kernels.cuda.toolchain.cubins import load_all
-from ferrule_server.kernels.cuda.toolchain.progress import progress_bar, size
+from ferrule_server.kernels.cuda.toolchain.progress import BUILD_TIME, progress_bar, size
 from ferrule_server.kernels.cuda.toolchain.sources import source_key
 
 __all__ = ["keyed", "main"]
 
-_DESCRIPTION = """\
+_DESCRIPTION = f"""\
 Compiled kernels: in the cache of this machine, and in bundles for machines without the compiler.
 
-A bundle is one file with all kernels for one architecture. Building it takes minutes unless the cache has them; no
-GPU is needed. "build --help" and so on say what a command takes; docs/kernels.md, "Cubins and bundles", has
-examples."""
+A bundle is one file with all kernels for one architecture. Building it takes {BUILD_TIME} for one
+model, shared by the cores, unless the cache has them; no GPU is needed. "build --help" and so on say what a command
+takes; docs/kernels.md, "Cubins and bundles", has examples."""
+
+_BUILD_EPILOG = f"With an empty cache this takes {BUILD_TIME} for one model, shared by the cores."
+_CARDS = "of the GPU: sm_90a for H100, H200 and GH200 (compute capability 9.0); sm_80 for A100, A10, L4, L40S, RTX 30"
+_CARDS += " and 40 (8.x); there are no kernels for others"
 
 _ALL = "all"
 _DAY_S = 24 * 3600.0
@@ -52,10 +56,17 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     build = commands.add_parser(
         "build",
         help="compile what is missing, and perhaps put all of it into a bundle",
-        epilog="With an empty cache this takes less than a minute for one model on two idle cores.",
+        epilog=_BUILD_EPILOG,
     )
-    build.add_argument("--architecture", choices=sorted(ARCHITECTURES), required=True)
-    build.add_argument("--shape", nargs="+", choices=[*MODEL_SHAPES, _ALL], default=[_ALL], metavar="MODEL")
+    build.add_argument("--architecture", choices=sorted(ARCHITECTURES), required=True, help=_CARDS)
+    build.add_argument(
+        "--shape",
+        nargs="+",
+        choices=[*MODEL_SHAPES, _ALL],
+        default=[_ALL],
+        metavar="MODEL",
+        help=f"whose kernels: {', '.join(MODEL_SHAPES)} (default: {_ALL})",
+    )
     build.add_argument("--variants", action="store_true", help="also those that are there to be measured")
     build.add_argument("--output", type=Path, help="of the bundle")
     build.add_argument("--workers", type=_workers, help="processes; one per core unless said otherwise")
@@ -71,7 +82,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         choices=[*MODEL_SHAPES, _ALL],
         default=[],
         metavar="MODEL",
-        help="also require all kernels of these models",
+        help=f"also require all kernels of these models: {', '.join(MODEL_SHAPES)} or {_ALL}",
     )
     verify.add_argument("--variants", action="store_true", help="also those that are there to be measured")
     verify.set_defaults(run=_verify)
@@ -104,10 +115,15 @@ def _build(args: argparse.Namespace) -> None:
     if args.output:
         check_target(args.output)
     cache.check()
+    print(
+        f"{len(specs)} kernels for {args.architecture}; compiling what {cache.folder} lacks",
+        file=sys.stderr,
+        flush=True,
+    )
     with progress_bar() as show:
         made = load_all(specs, args.architecture, cache=cache, num_workers=args.workers, progress=show)
     num_bytes = sum(len(cubin.code) for cubin in made.values())
-    print(f"{len(made)} kernels for {args.architecture}, {size(num_bytes)}", file=sys.stderr)
+    print(f"{len(made)} kernels ready, {size(num_bytes)}", file=sys.stderr)
     if args.output:
         write_bundle(args.output, args.architecture, toolkit(), keyed(made, args.architecture))
         print(f"{args.output}: {size(args.output.stat().st_size)}", file=sys.stderr)

@@ -73,7 +73,10 @@ class _Summary:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Write the line that the run of layer 3 reads."""
-        terminalreporter.write_line(f"gpu: {self._gpu.num_chains} chains, {self._gpu.num_without_room} without room")
+        left_out = (
+            f", {number} tests left out, too large for its memory" if (number := self._gpu.num_without_room) else ""
+        )
+        terminalreporter.write_line(f"gpu: {self._gpu.num_chains} chains of kernels{left_out}")
 
 
 def _note_launches(record: Path) -> None:

@@ -18,7 +18,8 @@ context costs its own result only:
     tools      compute-sanitizer and ncu, where the host lets them
 
 Without a GPU it says so and makes a dry run: buffers on the CPU, kernels compiled, arguments packed, and a stop where
-the driver would be called. From another machine, without numba-cuda and under other versions:
+the driver would be called; about three minutes the first time, and a count for each op (``--verbose``: a line for each
+case). From another machine, without numba-cuda and under other versions:
 
     python3 tests/gpu/run.py --build-bundle kernels.bundle --architecture sm_90a      (here)
     PYTHONPATH=server python3 tests/gpu/run.py --bundle kernels.bundle                (there)
@@ -75,6 +76,11 @@ TOTAL_S = 590.0
 EXECUTOR_TESTS = ("executor/cuda/test_torch_gpu", "executor/test_device_outputs")
 """Modules with tests that are marked ``gpu``."""
 
+NOTES = {"compile": ": all that the cache lacks, in silence"}
+"""What is said of a stage before it begins, beside its name."""
+
+_DRY = "up to the driver, nothing is executed; about three minutes the first time, one with kernels in the cache"
+_STOPPED = "stopped at the driver"
 _TOOL_ERROR = 9
 _PLAIN_PYTEST = (
     "-c",
@@ -100,6 +106,8 @@ class Run:
         ops: That are run.
         dry: Architecture of a dry run; None: there is a GPU.
         output: Folder of results.
+        stages: That are run.
+        is_verbose: A dry run too has a line for each case.
         results: By stage.
         failures: One line each.
     """
@@ -109,6 +117,7 @@ class Run:
     dry: str | None
     output: Path
     stages: Sequence[str]
+    is_verbose: bool = False
     started: float = field(default_factory=time.monotonic)
     results: dict[str, list[Result]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
@@ -126,9 +135,10 @@ class Run:
         results = [{**task, **result} for result in self._lines(command, subject, limit_s)]
         self.results.setdefault(stage, []).extend(results)
         for result in results:
-            if result.get("status") not in (None, "ok", "stopped at the driver"):
+            if result.get("status") not in (None, "ok", _STOPPED):
                 self.failures.append(f"{subject}: {json.dumps(result)}")
-            print("  " + _line(result), flush=True)
+        for line in lines_of(results, task.get("op", ""), is_folded=bool(self.dry) and not self.is_verbose):
+            print("  " + line, flush=True)
         return results
 
     def _lines(self, command: Sequence[str], subject: str, limit_s: float) -> Iterator[Result]:
@@ -172,7 +182,7 @@ def main() -> None:
     shape = args.shape or ("Qwen3-0.6B" if dry else "Qwen3-8B")
     task: Result = {"shape": shape, "cache": str(args.cache), "dry": dry}
     task["bundle"] = str(args.bundle) if args.bundle else None
-    run = Run(task, args.ops, dry, args.output, args.stages)
+    run = Run(task, args.ops, dry, args.output, args.stages, args.verbose)
     if args.bundle:
         _check_bundle(run, dry or device["architecture"])
     for stage in [stage for stage in BUDGETS_S if stage in args.stages]:
@@ -186,7 +196,7 @@ def _run_stage(run: Run, stage: str) -> None:
     whole = run.started + TOTAL_S
     later = sum(BUDGETS_S[name] for name in list(BUDGETS_S)[list(BUDGETS_S).index(stage) + 1 :] if name in run.stages)
     run.deadline = began + 3600 if run.dry else min(whole, max(began + BUDGETS_S[stage], whole - later))
-    print(f"{stage}", flush=True)
+    print(f"{stage}{NOTES.get(stage, '')}", flush=True)
     STAGES[stage](run)
     print(f"  {time.monotonic() - began:.0f} s", flush=True)
 
@@ -194,11 +204,12 @@ def _run_stage(run: Run, stage: str) -> None:
 def _parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
     from ferrule_server.kernels.cuda.toolchain.compile import ARCHITECTURES
+    from ferrule_server.kernels.cuda.toolchain.progress import BUILD_TIME
 
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="With an empty cache, the kernels of one model take about a minute on two cores to compile;\n"
+        epilog=f"With an empty cache, the kernels of one model take {BUILD_TIME} to compile;\n"
         "those of the sweep and of the tests come on top of that.",
     )
     parser.add_argument("--shape", choices=list(MODEL_SHAPES), help="the model; Qwen3-8B, in a dry run Qwen3-0.6B")
@@ -211,6 +222,7 @@ def _parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespa
     parser.add_argument(
         "--architecture", choices=list(ARCHITECTURES), default="sm_90a", help="of a dry run, and of a bundle"
     )
+    parser.add_argument("--verbose", action="store_true", help="a line for each case, in a dry run too")
     parser.add_argument("--build-bundle", type=_path, help="compile all that a run needs into a file, and end")
     args = parser.parse_args(arguments)
     wrong = _what_is_wrong(args)
@@ -269,15 +281,15 @@ def _check_bundle(run: Run, architecture: str) -> None:
 def _find_device(args: argparse.Namespace) -> tuple[Result, str | None]:
     """Return what the device says of itself, and the architecture of a dry run where there is none."""
     if args.dry_run:
-        print(f"dry run for {args.architecture}, as asked: up to the driver, nothing is executed", flush=True)
+        print(f"dry run for {args.architecture}, as asked: {_DRY}", flush=True)
         return {"device": None}, args.architecture
     probe = Run({}, (), None, args.output, (), deadline=time.monotonic() + 60)
     results = list(probe._lines([sys.executable, "-m", "tests.gpu.worker", '{"task": "device"}'], "device", 60))
     if results and results[0]["status"] == "ok":
-        print("device: " + _line(results[0]), flush=True)
+        print(f"device: {_line(results[0])}\nthis takes up to ten minutes", flush=True)
         return results[0], None
     reason = results[0]["error"] if results else "; ".join(probe.failures)
-    print(f"no GPU: {reason}\ndry run for {args.architecture}: up to the driver, nothing is executed", flush=True)
+    print(f"no GPU: {reason}\ndry run for {args.architecture}: {_DRY}", flush=True)
     return {"device": None, "reason": reason}, args.architecture
 
 
@@ -440,6 +452,15 @@ def _write(run: Run, device: Result) -> None:
 def _commit() -> str | None:
     done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip() or None
+
+
+def lines_of(results: Sequence[Result], subject: str, *, is_folded: bool) -> list[str]:
+    """Return what a worker said for people; folded, all that went well up to the driver is one line with a count."""
+    stopped = [result for result in results if result.get("status") == _STOPPED] if is_folded else []
+    lines = [_line(result) for result in results if result not in stopped]
+    if stopped:
+        lines.append(f"{subject}: {len(stopped)} up to the driver".removeprefix(": "))
+    return lines
 
 
 def _line(result: Result) -> str:

@@ -30,12 +30,23 @@ def test_dry_run_passes_up_to_the_driver(tmp_path: Path) -> None:
     command += ["--ops", "embed", "--stages", "kernels"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "nothing is executed" in done.stdout
+    assert "nothing is executed; about three minutes" in done.stdout
+    assert "\n  embed: 1 up to the driver\n" in done.stdout
     report = json.loads((tmp_path / "results.json").read_text())
     assert report["is_dry"]
     assert report["failures"] == []
     assert {row["status"] for row in report["results"]["kernels"]} == {"stopped at the driver"}
     assert json.loads(done.stdout.splitlines()[-1])["is_dry"]
+
+
+def test_cases_of_a_dry_run_are_counted() -> None:
+    """Nothing that failed is folded away, nothing on a GPU, and nothing for who asks."""
+    results = [{"case": name, "status": "stopped at the driver"} for name in "ab"]
+    results.insert(1, {"case": "c", "status": "WRONG"})
+    assert run.lines_of(results, "gemv", is_folded=True) == ["case=c  status=WRONG", "gemv: 2 up to the driver"]
+    assert run.lines_of(results[2:], "", is_folded=True) == ["1 up to the driver"]
+    assert len(run.lines_of(results, "gemv", is_folded=False)) == 3
+    assert run._parse_arguments(["--verbose"]).verbose
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Ours against float32, teacher-forced, at full size: every buffer, the KV of every layer, logits and chosen tokens.
+"""Ours against float32, teacher-forced, at full size: KV of every layer, last buffers, logits and chosen tokens.
+
+The buffers are those that a step leaves behind: what its last layer wrote.
 
 What a buffer may be off by is measured, not chosen: torch's own bfloat16 run over the same tokens has some error
 against float32; ours may have twice that and 0.001 more. A chosen token must be the reference's wherever the gap

@@ -58,7 +58,7 @@ def all_parts() -> list[Part]:
     llama: Cells = [(1, 32, 128), *((batch, 256, STEPS) for batch in BATCHES)]
     found.append(_part("c", "decode", "Llama-3.2-1B", 400, cells=llama, rounds=ROUNDS))
     found += [_part("c", "profile", model, 200, cells=[(1, 256, 8), (32, 2048, 8)]) for model in _CHECKED_MODELS]
-    for model in ("Qwen3-0.6B", _LARGE):
+    for model in _CHECKED_MODELS:
         for context in CONTEXTS:
             cells: Cells = [(batch, context, 2 * STEPS) for batch in BATCHES]
             found.append(Part(f"wire:{model}:{context}", "c", "wire", model, LIMIT_S, {"cells": cells, "rounds": 3}))

@@ -25,12 +25,16 @@ from benchmarks.gpu.decode import decode_row, free, left_out, measured
 from benchmarks.gpu.executors import BLOCK_SIZE, device_of, fits, kv_bytes, open_executor
 from benchmarks.gpu.ours import Ours
 from benchmarks.gpu.timing import Row, ms_per_step
-from ferrule_client import Cache, Client, greedy, no_output
+from ferrule_client import Cache, Client, ExecutorError, Status, greedy, no_output
+from ferrule_server.executor.cuda.buckets import bucket_for, bucket_sizes
+from ferrule_server.executor.cuda.buffers import Limits
 from ferrule_server.model.config import ModelConfig
 
 _READY_S = 240.0
 _WARM_TOKENS = 12
 _STAMP = "random-weights"
+_MOST_ROWS = Limits(max_blocks=1).max_rows
+"""Of a step on the server's kernels."""
 _BRANCHES, _CALLS, _STREAM = "Generate, branches", "Generate, calls", "StreamDecode"
 
 
@@ -139,13 +143,32 @@ def _one_way(way: _Way, arm: str, cell: Sequence[int], task: Row, client: Client
         return
     before = client.status()
     samples = [ms_per_step(way(cell[2])) for _ in range(task["rounds"])]
-    after = client.status()
-    counts = {
+    ran = _steps_between(before, client.status())
+    row = {**decode_row(models.config_of(task["model"]), cell, arm, samples), "kind": "wire", **ran}
+    num_prompt_steps = _prompt_steps(cell[1], client) if arm == _BRANCHES else 0
+    if not task["dry"] and not _are_on_graphs(ran, task["rounds"] * cell[2], task["rounds"] * num_prompt_steps):
+        row["status"] = "NOT ALL ON GRAPHS"
+    yield row
+
+
+def _steps_between(before: Status, after: Status) -> Row:
+    """Return how steps ran between two looks."""
+    return {
         "graph_steps": after.num_graph_steps - before.num_graph_steps,
+        "launched_steps": after.num_launched_steps - before.num_launched_steps,
         "torch_steps": after.num_torch_steps - before.num_torch_steps,
         "queued_steps": after.num_queued_steps - before.num_queued_steps,
     }
-    yield {**decode_row(models.config_of(task["model"]), cell, arm, samples), "kind": "wire", **counts}
+
+
+def _prompt_steps(context: int, client: Client) -> int:
+    """Return the most steps of a prompt that are no decodes: its pieces, what cached blocks leave of it, the fork."""
+    return -(-context // client.capabilities().max_step_rows) + 2
+
+
+def _are_on_graphs(ran: Row, num_decodes: int, most_others: int) -> bool:
+    """Whether every decode was a replay: so many at least, and no more of other steps than prompts account for."""
+    return ran["graph_steps"] >= num_decodes and ran["launched_steps"] + ran["torch_steps"] <= most_others
 
 
 _Way = Callable[[int], list[list[float]]]
@@ -153,17 +176,31 @@ _Way = Callable[[int], list[list[float]]]
 
 
 def _make_ready(client: Client, way: _Way, batch: int, *, is_dry: bool) -> str:
-    """Decode until the server has a graph for the batch; returns why it will not."""
-    deadline = time.monotonic() + _READY_S
+    """Warm up and decode until the server has a graph for the batch; returns why it will not.
+
+    Smaller steps are warmed up too: sequences that begin one after the other are in some.
+    """
+    if is_dry:
+        way(_WARM_TOKENS)
+        return ""
+    deadline, wanted = time.monotonic() + _READY_S, bucket_for(batch, _MOST_ROWS)
+    try:
+        client.admin.warmup([size for size in bucket_sizes(_MOST_ROWS) if size <= wanted], timeout=_READY_S)
+    except ExecutorError as error:
+        return str(error)
     while True:
         way(_WARM_TOKENS)
         status = client.status()
-        has_graph = any(size >= batch for size in status.captured_batch_sizes)
-        if is_dry or (has_graph and not status.preparation):
+        if _has_graph(status, wanted):
             return ""
         if status.fallback_reason or time.monotonic() > deadline:
             return status.fallback_reason or f"no graph for {batch} rows: {status.preparation or status}"
         time.sleep(0.2)
+
+
+def _has_graph(status: Status, num_rows: int) -> bool:
+    """Whether a bucket has its graph, and none is to be captured any more."""
+    return num_rows in status.captured_batch_sizes and not status.preparation
 
 
 class _Branches:

@@ -12,6 +12,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -285,6 +286,55 @@ def test_three_ways_through_a_server(shipped_target: str) -> None:
     assert {row["status"] for row in rows} == {"ok"}
 
 
+class _Counting:
+    """A client of a server that runs so many steps per sample from graphs, by launches and in torch."""
+
+    def __init__(self, *steps: int, sizes: tuple[int, ...] = (1, 2, 4)) -> None:
+        self.steps, self.sizes, self.num_samples = steps, sizes, 0
+        self.warmed: list[list[int]] = []
+        self.admin = SimpleNamespace(warmup=lambda sizes, timeout: self.warmed.append(sizes))
+
+    def capabilities(self) -> SimpleNamespace:
+        return SimpleNamespace(max_step_rows=16)
+
+    def status(self) -> SimpleNamespace:
+        names = ("num_graph_steps", "num_launched_steps", "num_torch_steps")
+        counts = {name: self.num_samples * count for name, count in zip(names, self.steps, strict=True)}
+        return SimpleNamespace(
+            **counts, num_queued_steps=0, captured_batch_sizes=self.sizes, preparation="", fallback_reason="none"
+        )
+
+    def way(self, num_steps: int) -> list[list[float]]:
+        self.num_samples += 1
+        return [[0.1 * step for step in range(num_steps + 1)]] * 3
+
+
+@pytest.mark.parametrize(
+    ("arm", "steps", "status"),
+    [
+        ("StreamDecode", (5, 0, 0), "ok"),
+        ("StreamDecode", (4, 0, 0), "NOT ALL ON GRAPHS"),
+        ("StreamDecode", (5, 1, 0), "NOT ALL ON GRAPHS"),
+        ("Generate, calls", (9, 0, 1), "NOT ALL ON GRAPHS"),
+        ("Generate, branches", (5, 1, 3), "ok"),
+        ("Generate, branches", (5, 1, 4), "NOT ALL ON GRAPHS"),
+    ],
+)
+def test_steps_of_the_server_that_were_no_replay_are_said(arm: str, steps: tuple[int, ...], status: str) -> None:
+    """Only a prompt may run otherwise, and only where there is one in the sample: 20 tokens in steps of 16 rows."""
+    client = _Counting(*steps)
+    (row,) = wire._one_way(client.way, arm, (3, 20, 5), {**TASK, "dry": "", "rounds": 2}, client)  # type: ignore[arg-type]
+    assert (row["status"], row["graph_steps"], row["torch_steps"]) == (status, 2 * steps[0], 2 * steps[2])
+    assert client.warmed == [[1, 2, 4]]
+
+
+def test_a_larger_graph_is_not_that_of_the_batch() -> None:
+    """Nor a smaller one."""
+    client = _Counting(5, 0, 0, sizes=(1, 2, 8))
+    (row,) = wire._one_way(client.way, "StreamDecode", (3, 20, 5), {**TASK, "dry": ""}, client)  # type: ignore[arg-type]
+    assert row["status"] == "left out"
+
+
 def test_a_server_that_does_not_start_is_told_with_its_log(tmp_path: Path) -> None:
     """And the part ends."""
     task = {**TASK, "models": str(tmp_path), "cache": str(tmp_path)}
@@ -358,7 +408,6 @@ def test_parts_cover_what_is_asked() -> None:
     for model in ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-8B"):
         assert {cell[:2] for cell in found[f"decode:{model}"].settings["cells"]} == grid
         assert f"correct:{model}" in found
-    for model in ("Qwen3-0.6B", "Qwen3-8B"):
         cells = {
             cell[:2] for context in (256, 2048, 8192) for cell in found[f"wire:{model}:{context}"].settings["cells"]
         }

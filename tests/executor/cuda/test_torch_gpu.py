@@ -257,10 +257,15 @@ def test_a_thread_that_comes_to_it_makes_the_context_its_own(doubles: Doubles) -
 def test_a_thread_that_has_the_id_of_one_that_ended_is_another(doubles: Doubles) -> None:
     """As at a start: one thread opens the GPU and ends, and the engine's often gets its id, but never its context."""
     idents = list[int]()
+
+    def record() -> None:
+        idents.append(threading.get_ident())
+        doubles.gpu.record()
+
     while len(idents) == len(set(idents)):
         assert len(idents) < 100, "no id came again"
         start = len(doubles.cuda.calls)
-        _in_a_thread(lambda: (idents.append(threading.get_ident()), doubles.gpu.record()))
+        _in_a_thread(record)
         assert doubles.since(start) == [*BIND, "Event.record"]
 
 

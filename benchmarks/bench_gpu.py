@@ -19,7 +19,8 @@ output folder: a later call of the same commit on the same device goes on where 
 so a machine that is lent for ten minutes at a time will do. ``results.json`` has everything, ``share.svg`` is the plot.
 
 Without a GPU it says so and makes a dry run: every part on a tiny model on the CPU, as far as there is something to run
-there; its times are no figures. From another machine, without a compiler:
+there, in about a minute; its times are no figures, each row is marked, and there is no plot. From another machine,
+without a compiler:
 
     python3 benchmarks/bench_gpu.py --build-bundle kernels.bundle --architecture sm_90a      (here)
     python3 benchmarks/bench_gpu.py --bundle kernels.bundle                                  (there)
@@ -60,6 +61,7 @@ def _run(args: argparse.Namespace) -> int:
     device, dry = _find_device(args)
     workplace = _workplace(args, device, dry)
     parts, stage = _parts(args, is_dry=bool(dry)), ""
+    print(_estimate(parts, is_dry=bool(dry)), flush=True)
     left = []
     for part in parts:
         if part.stage != stage:
@@ -80,6 +82,14 @@ def _run(args: argparse.Namespace) -> int:
     print(f"{time.monotonic() - began:.0f} s; {', '.join(str(args.output / name) for name in written)}")
     print(json.dumps({key: value for key, value in made.items() if key != "parts"}))
     return 1 if made["failures"] or problems else 0
+
+
+def _estimate(parts: Sequence[Any], *, is_dry: bool) -> str:
+    """Return how long a run may take, which is known of a dry run; on a GPU only the limits of its parts are."""
+    if is_dry:
+        return f"{len(parts)} parts, in all about a minute; a row marked (dry) is no figure"
+    limits = [part.limit_s / 60 for part in parts]
+    return f"{len(parts)} parts, each of at most {max(limits, default=0):.0f} minutes, in all at most {sum(limits):.0f}"
 
 
 def _show(result: Row) -> None:

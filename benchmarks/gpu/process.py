@@ -66,7 +66,8 @@ class Workplace:
         began = time.monotonic()
         command = [sys.executable, "-m", "benchmarks.gpu.worker", json.dumps(task)]
         ended = run_limited(command, stem.with_suffix(".jsonl"), stem.with_suffix(".log"), limit_s)
-        rows = [{**row, "part": part.name, "model": part.model} for row in rows_in(stem.with_suffix(".jsonl"))]
+        told = {"part": part.name, "model": part.model, "is_dry": bool(self.base.get("dry"))}
+        rows = [{**row, **told} for row in rows_in(stem.with_suffix(".jsonl"))]
         failures = ([f"{part.name}: {ended}; {last_line(stem.with_suffix('.log'))}"] if ended else []) + [
             f"{part.name}: {json.dumps(row)}" for row in rows if row.get("status") not in _FINE
         ]

@@ -77,7 +77,11 @@ def problems_of(report: Row) -> list[str]:
 
 
 def save(workplace: Workplace, report: Row) -> list[str]:
-    """Write results.json and, where shares are known, share.svg; returns the names of what was written."""
+    """Write results.json and, where shares are known, share.svg; returns the names of what was written.
+
+    A plot of an earlier run does not stay beside results that are not its own.
+    """
+    (workplace.output / "share.svg").unlink(missing_ok=True)
     write(workplace.output / "results.json", json.dumps(report, indent=1) + "\n")
     rows = [row for result in report["parts"] for row in result["rows"]]
     if not report["ceiling_gbs"] or not any(row.get("kind") == "decode" for row in rows):
@@ -93,7 +97,7 @@ def lines_of(report: Row) -> list[str]:
     ceiling = f"{report['ceiling_gbs']:.0f} GB/s" if report["ceiling_gbs"] else "not measured"
     head = ["", f"read ceiling: {ceiling}", *table(report["bars"])]
     if report["is_dry"]:
-        head.append("a dry run: nothing was executed on a GPU, and none of its times is a figure")
+        head.append("a dry run: nothing was executed on a GPU, and none of its times is a figure; so there is no plot")
     elif "H200" not in report["device"]["device"]:
         head.append(f"the bars were set for an H200, this is: {report['device']['device']}")
     failures = [f"FAILED {failure}" for failure in report["failures"]]
@@ -101,15 +105,17 @@ def lines_of(report: Row) -> list[str]:
 
 
 def line_of(row: Row) -> str:
-    """Return one row of a part for people."""
+    """Return one row of a part for people; one of a dry run says so by itself."""
+    dry = "(dry) " if row.get("is_dry") else ""
     if row.get("status") not in ("ok", None) or "arm" not in row:
-        hidden = ("part", "model", "kernels")
-        return "  ".join(f"{key}={value}" for key, value in row.items() if key not in hidden)
-    where = f"{row['arm']:<24} batch {row.get('batch', 1):>3} context {row['context']:>5}"
+        hidden = ("part", "model", "kernels", "is_dry")
+        return dry + "  ".join(f"{key}={value}" for key, value in row.items() if key not in hidden)
+    where = f"{dry}{row['arm']:<24} batch {row.get('batch', 1):>3} context {row['context']:>5}"
     if "ms" not in row:
         return f"{where}  {row.get('us', 0):9.2f} us  {row.get('gbs', 0):8.1f} GB/s"
     ms = row["ms"]
     spread = f"{ms['median']:9.3f} ms ({ms['min']:.3f}-{ms['max']:.3f})"
-    more = "".join(f"  {key}={row[key]}" for key in ("difference", "loss") if key in row)
+    more = f"  difference={row['difference']}" if "difference" in row else ""
+    more += f"  {100 * row['loss']:+.1f} % time against in process" if "loss" in row else ""
     kind = "" if row["kind"] in ("decode", "wire") else f"  [{row['kind']}]"
     return f"{where}  {spread}  {row['tok_s']:10.1f} tok/s  {row['gbs']:8.1f} GB/s{more}{kind}"

@@ -31,7 +31,7 @@ test: $(VENV)/.ok ## all tests that need neither a GPU, a network nor much time
 test-kernels: $(VENV)/.ok ## the long campaign of the GPU kernels; needs no GPU
 	@$(BIN)/python -m pytest -q --timeout=1800 -m "not gpu" tests/kernels/cuda tests/gpu
 
-test-gpu: $(VENV)/.ok ## kernels on a GPU: numerics, replays, bandwidth, sweep; without one, up to the driver
+test-gpu: $(VENV)/.ok ## kernels on a GPU: numerics, replays, bandwidth, sweep; without one, up to the driver (3 minutes)
 	@$(BIN)/python tests/gpu/run.py
 
 test-chaos: $(VENV)/.ok ## break things on purpose for about an hour; figures as JSON lines
@@ -55,7 +55,7 @@ bench: $(VENV)/.ok ## run every benchmark of the CPU: a table for people, then o
 	@set -e; for script in $(filter-out %/bench_gpu.py,$(wildcard benchmarks/bench_*.py)); do \
 	  echo "== $$script"; $(BIN)/python "$$script"; done
 
-bench-gpu: $(VENV)/.ok ## decode on a GPU beside its ceilings and its peers; without one, a dry run
+bench-gpu: $(VENV)/.ok ## decode on a GPU beside its ceilings and its peers; without one, a dry run (a minute)
 	@$(BIN)/python benchmarks/bench_gpu.py
 
 clean:            ## remove caches and build output, keep the environment

@@ -79,7 +79,7 @@ EXECUTOR_TESTS = ("executor/cuda/test_torch_gpu", "executor/test_device_outputs"
 NOTES = {"compile": ": all that the cache lacks, in silence"}
 """What is said of a stage before it begins, beside its name."""
 
-_DRY = "up to the driver, nothing is executed; about three minutes the first time, one with kernels in the cache"
+_DRY = "up to the driver, nothing is executed; about three minutes, half of it to compile what the cache lacks"
 _STOPPED = "stopped at the driver"
 _TOOL_ERROR = 9
 _PLAIN_PYTEST = (

@@ -39,14 +39,15 @@ def test_dry_run_passes_up_to_the_driver(tmp_path: Path) -> None:
     assert json.loads(done.stdout.splitlines()[-1])["is_dry"]
 
 
-def test_cases_of_a_dry_run_are_counted() -> None:
+def test_cases_of_a_dry_run_are_counted(tmp_path: Path) -> None:
     """Nothing that failed is folded away, nothing on a GPU, and nothing for who asks."""
     results = [{"case": name, "status": "stopped at the driver"} for name in "ab"]
     results.insert(1, {"case": "c", "status": "WRONG"})
     assert run.lines_of(results, "gemv", is_folded=True) == ["case=c  status=WRONG", "gemv: 2 up to the driver"]
     assert run.lines_of(results[2:], "", is_folded=True) == ["1 up to the driver"]
     assert len(run.lines_of(results, "gemv", is_folded=False)) == 3
-    assert run._parse_arguments(["--verbose"]).verbose
+    options = ["--output", str(tmp_path), "--cache", str(tmp_path)]
+    assert [run._parse_arguments([*options, *more]).verbose for more in ([], ["--verbose"])] == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def _lines(clock: Callable[[], float]) -> Progress:
     """Return what writes a line where ten seconds have passed since the last one."""
     began = said = clock()
 
-    def show(done: int, total: int, name: str) -> None:
+    def show(done: int, total: int, _: str) -> None:
         nonlocal said
         if (now := clock()) - said >= _EVERY_S:
             said = now

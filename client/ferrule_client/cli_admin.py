@@ -12,7 +12,7 @@ __all__ = ["EXAMPLES", "add_options", "run"]
 
 EXAMPLES = """\
 examples:
-  ferrule admin warmup                              before the first request
+  ferrule admin warmup --timeout 600                before the first request; waits for GPU kernels
   ferrule admin warmup --batch-sizes 1 8 32
   ferrule admin drain --grace 60                    no new prompts; live handles for a minute
   ferrule admin shutdown                            drain, then end the process

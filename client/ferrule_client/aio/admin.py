@@ -25,6 +25,9 @@ class AsyncAdmin:
     async def warmup(self, batch_sizes: Sequence[int] = (), *, timeout: Timeout = USE_DEFAULT) -> Warmed:
         """Run steps of the usual shapes on no sequence's memory, so that the first request is not slow.
 
+        Returns once they are ready: on a GPU, kernels that are still being compiled are waited for, so give it a
+        longer ``timeout`` than other calls, or None.
+
         Args:
             batch_sizes: Batch sizes to prepare for. Empty: those that the executor chooses.
             timeout: Seconds this may take, retries included.

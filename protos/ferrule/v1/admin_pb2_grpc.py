@@ -57,8 +57,9 @@ class AdminServiceServicer(object):
     """
 
     def Warmup(self, request, context):
-        """Compiles kernels, captures graphs and touches every buffer, so that the first request is not slow.
-        Idempotent: what is warm is left alone.
+        """Compiles kernels, captures graphs and touches every buffer, so that the first request is not slow. Answers once that
+        is done, which takes minutes where kernels are still being compiled; others are served meanwhile. Idempotent: what
+        is warm is left alone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -65,8 +65,8 @@ class _Guess:
     token: int | None = None
 
     def is_right(self, run: RunningAppend) -> bool:
-        """Whether the row is what this append of one token would run."""
-        if run.verdict is not Verdict.APPEND or run.reservation is None or run.reservation.copies:
+        """Whether the row is what this append of one token would run; a block that it copies first is another one."""
+        if run.verdict is not Verdict.APPEND or run.reservation is None:
             return False
         if run.start != self.start or run.token_ids != (self.token,):
             return False

@@ -328,8 +328,10 @@ class KvStore:
     def foresee(self, reservations: SequenceOf[Reservation]) -> list[list[int] | None]:
         """Return, for appends in flight, the block table that one more token behind each is likely to get.
 
-        Nothing is promised, and nothing is held. But the slot of that token is one that nobody has written to and that
-        nobody will read before it is written to once more, so it does no harm to write to it, whatever happens next.
+        Nothing is promised, and nothing is held; but where the pool is full a cached block is evicted for a table that
+        needs one more, as the append would, even should that never come. The slot of that token is one that nobody has
+        written to and that nobody will read before it is written to once more, so it does no harm to write to it,
+        whatever happens next.
 
         Args:
             reservations: Live ones on sequences, in the order in which the next appends are likely to come.

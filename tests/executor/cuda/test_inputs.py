@@ -112,11 +112,12 @@ def test_kernels_find_items_and_tables(seqs: Seqs, more_width: int, rows_per_til
 def test_rows_up_to_the_bucket_are_padding(seqs: Seqs) -> None:
     """Token 0 at position 0 without a slot; nothing behind the bucket is touched, nor any other field."""
     batch = batch_of(seqs)
-    bucket = batch.num_rows + 1
+    bucket = min(batch.num_rows + 1, MAX_ROWS)
     arrays, _ = filled(batch, bucket)
-    assert arrays["token_ids"].tolist() == [*batch.token_ids.tolist(), 0, *[GARBAGE] * (MAX_ROWS - bucket)]
-    assert arrays["positions"].tolist() == [*batch.positions.tolist(), 0, *[GARBAGE] * (MAX_ROWS - bucket)]
-    assert arrays["slot_mapping"].tolist() == [*batch.slot_mapping.tolist(), -1, *[GARBAGE] * (MAX_ROWS - bucket)]
+    num_padded, rest = bucket - batch.num_rows, [GARBAGE] * (MAX_ROWS - bucket)
+    assert arrays["token_ids"].tolist() == [*batch.token_ids.tolist(), *[0] * num_padded, *rest]
+    assert arrays["positions"].tolist() == [*batch.positions.tolist(), *[0] * num_padded, *rest]
+    assert arrays["slot_mapping"].tolist() == [*batch.slot_mapping.tolist(), *[-1] * num_padded, *rest]
     fields = {"token_ids", "positions", "slot_mapping", "work"}
     assert all((values == GARBAGE).all() for name, values in arrays.items() if name not in fields)
 

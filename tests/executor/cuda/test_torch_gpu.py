@@ -373,6 +373,19 @@ def test_errors_of_an_operation_itself_are_its_own(doubles: Doubles) -> None:
             call([operation])
 
 
+def test_errors_that_are_translated_already_stay_as_they_are(doubles: Doubles) -> None:
+    """An operation may go through the GPU itself; an error is not its own cause."""
+    error = GpuError("from below")
+
+    def operation() -> None:
+        raise error
+
+    with pytest.raises(GpuError) as caught:
+        doubles.gpu.launch([operation])
+    assert caught.value is error
+    assert error.__cause__ is None
+
+
 def test_a_torch_without_cuda_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """So is a machine without driver or GPU: the reason is shown to people."""
     monkeypatch.setattr(torch.version, "cuda", None)

@@ -226,6 +226,10 @@ class World:
     def start(self) -> None:
         """Bring both sequences into the pool and make the runner."""
         self.stepper.run(*(Piece(seq, list(range(3 + 20 * i, 20 + 20 * i))) for i, seq in enumerate(self.seqs)))
+        if self.executor.runner is None:
+            self.executor.run(self.decode(7, 8))
+            assert self.executor.tend()
+            del self.torch.batches[1:]
         self.executor.run(self.decode(7, 8))
         assert self.executor.state.fallback_reason == ""
 

@@ -49,7 +49,7 @@ class Gate:
 
 
 def test_torch_serves_until_the_kernels_are_there() -> None:
-    """The state tells what is being prepared; the first decode behind makes the runner and runs on it."""
+    """The state tells what is being prepared; no step waits for the runner, which the gap behind a decode makes."""
     gate = Gate()
     world = World(gate)
     world.executor.run(world.decode(3))
@@ -60,8 +60,11 @@ def test_torch_serves_until_the_kernels_are_there() -> None:
     assert world.build.wait(TIMEOUT_S)
     assert (world.executor.state.name, world.executor.state.preparation) == ("numba-cuda", "")
     world.executor.run(world.decode(4))
+    assert (world.executor.runner, world.runner) == (None, None)
+    assert world.executor.tend()
+    world.executor.run(world.decode(5))
     assert world.executor.runner is world.made()
-    assert (len(world.made().batches), len(world.torch.batches)) == (1, 1)
+    assert (len(world.made().batches), len(world.torch.batches)) == (1, 2)
 
 
 def test_a_gap_behind_a_decode_makes_the_runner_too() -> None:
@@ -83,15 +86,19 @@ def test_a_gap_behind_a_decode_makes_the_runner_too() -> None:
 
 
 def test_a_prompt_is_for_torch_and_makes_no_runner() -> None:
-    """It is made lazily: at the first sequence that is small enough for it."""
+    """It is made lazily: behind the first sequence that is small enough for it."""
     world = World()
     world.stepper.run(Piece(world.seqs[0], range(3, 30)))
+    assert not world.executor.tend()
     assert world.executor.runner is None
+    world.stepper.run(Piece(world.seqs[0], [4]))
+    assert world.executor.tend()
+    del world.torch.batches[1:]
     world.stepper.run(Piece(world.seqs[0], [4]), Piece(world.seqs[1], range(3, 30)))
     assert [batch.num_rows for batch in world.made().batches] == [1]
     assert [batch.num_rows for batch in world.torch.batches] == [27, 27]
     state = world.executor.state
-    assert (state.num_torch_steps, state.num_launched_steps) == (2, 1)
+    assert (state.num_torch_steps, state.num_launched_steps) == (3, 1)
 
 
 def test_rows_of_a_mixed_step_come_in_the_order_that_was_asked() -> None:
@@ -101,6 +108,7 @@ def test_rows_of_a_mixed_step_come_in_the_order_that_was_asked() -> None:
         seqs = [PooledSequence() for _ in range(12)]
         for n, seq in enumerate(seqs):
             stepper.run(Piece(seq, range(2, 5 + n)))
+        world.executor.tend()
         sizes = [1, 20, 1, 3, 1, 1, 18, 1, 4, 1, 1, 1]
         pieces = [Piece(seq, range(1, 1 + size), spec=GREEDY) for seq, size in zip(seqs, sizes, strict=True)]
         rows = stepper.run(*pieces)

@@ -138,6 +138,7 @@ def test_a_runner_that_cannot_be_made_is_done_without(error: Exception, reason: 
     world = World(make_runner=make_runner)
     for _ in range(2):
         assert tokens_of(world.executor.run(world.decode(3))) != []
+        assert not world.executor.tend()
     state = world.executor.state
     assert (state.name, state.fallback_reason, state.num_torch_steps, len(calls)) == ("torch", reason, 2, 1)
 

@@ -4,7 +4,7 @@ Everything goes through the one stream of the :class:`Gpu`, so that what the ker
 other way round, without anybody waiting::
 
     no kernels yet        torch runs every step, kernels are compiled meanwhile       state.name torch
-    first decode behind   the runner is made; what fails here leaves it to torch
+    gap behind a decode   the runner is made; what fails here leaves it to torch
     from then on          small sequences on the kernels, long ones in torch          state.name numba-cuda
     a GpuError            the runner is given up, its steps are run again in torch    state.fallback_reason
     any other error       the same, unless torch refuses the step too: then it is the step's
@@ -106,7 +106,7 @@ class CudaExecutor:
 
     @property
     def runner(self) -> Runner | None:
-        """What runs steps on the kernels; None before the first decode, and once it was given up."""
+        """What runs steps on the kernels; None before the gap behind the first decode, and once it was given up."""
         return self._kernels.runner
 
     @property
@@ -125,9 +125,8 @@ class CudaExecutor:
             DeviceLost: The device is gone for good and no KV can be trusted.
         """
         self._settle()
-        is_small = _has_small_sequence(batch)
-        self._has_decoded |= is_small
-        runner = self._ready_runner() if is_small else self._kernels.runner
+        self._has_decoded |= _has_small_sequence(batch)
+        runner = self._kernels.runner
         if runner is None or not batch.num_rows:
             return StepResult(self._run_in_torch(batch))
         rows: list[RowOutput | None] = [None] * len(batch.output_rows)

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from ferrule_server import __version__
+from ferrule_server.arguments import as_given
 from ferrule_server.config import ListenAddress, ServerConfig, parse_config
 from ferrule_server.errors import ConfigError, ModelError
 
@@ -40,13 +41,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Ctrl-C before the server is ready leaves no such choice to whoever called: the process ends with 130. Nor does a
     fault, after which it ends with 1: in a broken context of a GPU the interpreter's own end may abort or hang.
     """
+    given = sys.argv[1:] if arguments is None else arguments
     try:
-        config = parse_config(sys.argv[1:] if arguments is None else arguments, os.environ)
+        config = parse_config(given, os.environ)
         _set_up_process(config)
         code = asyncio.run(_serve(config))
         return code if code != _EXIT_FAULT else _exit_now(code)
     except (ConfigError, ModelError) as error:
-        return _say(str(error))
+        return _say(as_given(str(error), given, os.environ))
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("ferrule"):
             raise

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ferrule_server import __version__
@@ -10,6 +12,38 @@ from ferrule_server import __version__
 EXECUTORS: Final = ("auto", "torch", "numba-cuda", "paged-reference")
 DTYPES: Final = ("auto", "bfloat16", "float32")
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a setting: ``--kv-memory`` of ``kv_memory``."""
+    return f"--{name.replace('_', '-')}"
+
+
+def variable_of(name: str) -> str:
+    """Return the environment variable of a setting: ``FERRULE_KV_MEMORY`` of ``kv_memory``."""
+    return f"FERRULE_{name.upper()}"
+
+
+def as_given(message: str, arguments: Sequence[str], environment: Mapping[str, str]) -> str:
+    """Return a message in which each setting that came from the environment bears the name of its variable.
+
+    Args:
+        message: That names settings by their flags.
+        arguments: Those that were parsed without a complaint.
+        environment: Usually ``os.environ``.
+    """
+    for name, given in vars(build_parser().parse_args(arguments)).items():
+        value = environment.get(variable_of(name))
+        if given is None and value is not None:
+            with_value = rf"(?:[ =](?P<value>{re.escape(value)})(?![\w.]))?" if value else ""
+            pattern = re.compile(rf"{flag_of(name)}(?![\w-]){with_value}")
+            message = pattern.sub(lambda found, name=name: _by_variable(name, found), message)  # type: ignore[misc]
+    return message
+
+
+def _by_variable(name: str, found: re.Match[str]) -> str:
+    value = found.groupdict().get("value")
+    return variable_of(name) + (f"={value}" if value else "")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -32,7 +66,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--executor",
         metavar="|".join(EXECUTORS),
         help="what runs the steps: torch on any device; numba-cuda, kernels of our own on a GPU with torch beside them"
-        " and behind them; paged-reference needs no model and starts at once, for client authors and tests"
+        " and behind them (without a GPU torch serves, and says why); paged-reference needs no model and starts at once,"
+        " for client authors and tests"
         " (default: auto = numba-cuda on a GPU, else torch)",
     )
     model.add_argument(
@@ -69,7 +104,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--disable-cuda-runner",
         action="store_const",
         const="1",
-        help="run everything in torch, on the GPU too: to see whether a fault is the kernels'",
+        help="run everything in torch, on the GPU too, with --executor numba-cuda too: to see whether a fault is the"
+        " kernels'",
     )
     gpu.add_argument(
         "--disable-early-launch",
@@ -85,7 +121,8 @@ def build_parser() -> argparse.ArgumentParser:
     gpu.add_argument(
         "--kernel-bundle",
         metavar="FILE",
-        help="kernels that were compiled elsewhere; what it lacks is compiled here (default: none)",
+        help="kernels that were compiled elsewhere; what it lacks is compiled here, and a file that is no bundle ends"
+        " the start, on any machine (default: none)",
     )
     memory = parser.add_argument_group("memory and limits")
     memory.add_argument(
@@ -192,7 +229,8 @@ examples:
 Without --token-file and --tls-client-ca everybody who can reach the server is one principal, 'local', and handles are
 shared; that is allowed on 127.0.0.1, [::1] and unix sockets, elsewhere only with --insecure.
 
-A GPU whose kernels cannot be used, for whatever reason, runs the model in torch: one warning says why, and GetStatus.
+There are kernels for GPUs of compute capability 9.0 (H100, H200) and 8.x (A100, A10, L4, L40S, RTX 30 and 40). A GPU
+whose kernels cannot be used, for whatever reason, runs the model in torch: one warning says why, and GetStatus.
 
 When the model is loaded, one line starting 'ready' appears on stdout. SIGTERM or Ctrl-C ends the server: new
 prompts are refused, live handles are served until none is left or --drain-grace is over; a second signal ends it at

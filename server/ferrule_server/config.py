@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
-from ferrule_server.arguments import DTYPES, EXECUTORS, LOG_LEVELS, build_parser
+from ferrule_server.arguments import DTYPES, EXECUTORS, LOG_LEVELS, build_parser, flag_of, variable_of
 from ferrule_server.errors import ConfigError
 from ferrule_server.quotas import QuotaLimits
 
@@ -190,6 +190,7 @@ class ServerConfig:
             )
         if self.executor == "numba-cuda":
             _require(self.device != "cpu", "--executor numba-cuda runs on a GPU; leave --device cpu out")
+            _require(self.dtype != "float32", "--executor numba-cuda computes in bfloat16; leave --dtype float32 out")
         if self.is_deterministic:
             self._check_deterministic()
 
@@ -199,9 +200,12 @@ class ServerConfig:
             (self.executor in ("auto", "numba-cuda"), f"--executor {self.executor}"),
             (self.device != "cpu", "--device cpu"),
             (self.has_cuda_runner, "--disable-cuda-runner"),
-            (self.dtype != "float32", "--dtype float32"),
         ):
-            _require(holds, f"--deterministic needs the kernels of a GPU, which compute in bfloat16: no {setting}")
+            _require(holds, f"--deterministic needs the kernels of a GPU: no {setting}")
+        _require(
+            self.dtype != "float32",
+            "--deterministic needs the kernels of a GPU, which compute in bfloat16: no --dtype float32",
+        )
 
     def _check_access(self) -> None:
         """Refuse settings of access that contradict each other, or leave the server open to a network unasked."""
@@ -243,10 +247,10 @@ def parse_config(arguments: Sequence[str], environment: Mapping[str, str]) -> Se
     flags = vars(build_parser().parse_args(arguments))
 
     def setting(name: str, read: Callable[[str], _T], default: _T) -> _T:
-        text = flags[name] if flags[name] is not None else environment.get(_variable(name))
+        text = flags[name] if flags[name] is not None else environment.get(variable_of(name))
         if text is None:
             return default
-        origin = _flag(name) if flags[name] is not None else _variable(name)
+        origin = flag_of(name) if flags[name] is not None else variable_of(name)
         try:
             return read(text)
         except ValueError as error:
@@ -327,7 +331,7 @@ def parse_size(text: str) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]iB)", text.strip())
     if match is None:
-        raise ValueError("must be a number with KiB, MiB, GiB or TiB, such as 512MiB")
+        raise ValueError("must be a number with KiB, MiB, GiB or TiB, such as 512MiB; 1G is written 1GiB")
     return int(float(match[1]) * _SIZE_UNITS[match[2]])
 
 
@@ -393,14 +397,6 @@ def _on_or_off(text: str) -> bool:
     if text.lower() not in ("on", "off"):
         raise ValueError("must be on or off")
     return text.lower() == "on"
-
-
-def _variable(name: str) -> str:
-    return f"FERRULE_{name.upper()}"
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _require(holds: bool, message: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ferrule_server import __main__ as server
 from ferrule_server.arguments import build_parser
 from ferrule_server.config import (
     DEFAULT_MASK_BYTES,
@@ -17,6 +18,7 @@ from ferrule_server.config import (
     parse_config,
 )
 from ferrule_server.errors import ConfigError
+from ferrule_server.executor.select import create_executor
 from ferrule_server.quotas import QuotaLimits
 
 ROOT = Path(__file__).parents[2]
@@ -170,7 +172,7 @@ def test_other_addresses_need_insecure(text: str) -> None:
         (["--listen", "unix:"], "unix:/tmp/ferrule.sock"),
         (["--listen", f"unix:/{'x' * 120}"], "107 bytes"),
         (["--kv-memory", "1GB"], "KiB, MiB, GiB or TiB"),
-        (["--kv-memory", "4G"], "KiB, MiB, GiB or TiB"),
+        (["--kv-memory", "4G"], "KiB, MiB, GiB or TiB.*1G is written 1GiB"),
         (["--kv-memory", "1024"], "KiB, MiB, GiB or TiB"),
         (["--kv-memory", "1iB"], "KiB, MiB, GiB or TiB"),
         (["--kv-memory", "1KiB"], "64KiB"),
@@ -195,6 +197,7 @@ def test_other_addresses_need_insecure(text: str) -> None:
         (["--gpu-memory-fraction", "90"], "from 0.1 to 1"),
         (["--kernel-cache", ""], "a path"),
         (["--executor", "numba-cuda", "--device", "cpu"], "leave --device cpu out"),
+        (["--executor", "numba-cuda", "--dtype", "float32"], "bfloat16; leave --dtype float32 out"),
         (["--executor", "paged-reference", "--device", "cuda"], "leave --device out"),
         (["--dtype", "float16"], "bfloat16"),
         (["--log-level", "chatty"], "warning"),
@@ -272,6 +275,47 @@ def test_an_unusable_variable_is_named() -> None:
     """Not the flag, which the user never typed."""
     with pytest.raises(ConfigError, match="FERRULE_REFLECTION 'maybe': must be 1 or 0"):
         parse_config([], {"FERRULE_REFLECTION": "maybe"})
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "said"),
+    [
+        ({"GPU_MEMORY_FRACTION": "2"}, "", "FERRULE_GPU_MEMORY_FRACTION must be from 0.1 to 1, got 2"),
+        ({"GPU_MEMORY_FRACTION": "2"}, "--gpu-memory-fraction 3", "--gpu-memory-fraction must be from 0.1 to 1, got 3"),
+        (
+            {"DETERMINISTIC": "1"},
+            "--device cpu",
+            "FERRULE_DETERMINISTIC needs the kernels of a GPU: no --device cpu",
+        ),
+        (
+            {"DEVICE": "cpu", "EXECUTOR": "numba-cuda"},
+            "",
+            "FERRULE_EXECUTOR=numba-cuda runs on a GPU; leave FERRULE_DEVICE=cpu out",
+        ),
+        ({"TLS_CERT": "C"}, "", "FERRULE_TLS_CERT and --tls-key go together"),
+        ({"MODEL": "/none"}, "", "FERRULE_MODEL=/none: there is no such folder"),
+        ({"KERNEL_BUNDLE": "/none"}, "", "FERRULE_KERNEL_BUNDLE: /none is no bundle"),
+    ],
+)
+def test_a_setting_of_the_environment_bears_its_variable(
+    environment: dict[str, str],
+    arguments: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Whatever is wrong with it, and when: nobody looks for a flag that was never typed."""
+    for name, value in environment.items():
+        monkeypatch.setenv(f"FERRULE_{name}", value)
+    monkeypatch.setattr(server, "_serve", _create)
+    monkeypatch.setattr(server, "_set_up_process", lambda _: None)
+    assert server.main(arguments.split()) == 2
+    assert capsys.readouterr().err.startswith(f"ferrule serve: {said}")
+
+
+async def _create(config: ServerConfig) -> int:
+    create_executor(config, lambda *_: None)
+    return 0
 
 
 def test_flags_cannot_be_shortened() -> None:

@@ -24,6 +24,7 @@ from ferrule_server.executor.cuda.torch_gpu import TorchGpu
 from ferrule_server.executor.devices import Device
 from ferrule_server.executor.select import create_executor, has_bfloat16_instructions
 from ferrule_server.executor.torch_executor import TorchExecutor
+from ferrule_server.kernels.cuda.toolchain.bundle import write_bundle
 from ferrule_server.model.config import ModelConfig
 from tests.executor.cuda.fake_gpu import FakeGpu
 
@@ -178,6 +179,33 @@ def test_a_gpu_that_cannot_be_used_is_told_of_unasked(
 
 
 @pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("content", [None, bytes(range(250)) * 20, ""])
+@pytest.mark.parametrize(
+    "settings", [{}, {"executor": "numba-cuda"}, {"executor": "torch"}, {"executor": "paged-reference", "model": None}]
+)
+def test_a_bundle_that_is_none_ends_the_start_without_a_gpu_too(
+    settings: dict[str, Any], content: bytes | str | None, tmp_path: Path
+) -> None:
+    """Missing, garbage, or a folder: the mistake shows on the machine where it is made."""
+    path = tmp_path / "kernels.bundle"
+    if content == "":
+        path.mkdir()
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
+    stages: list[str] = []
+    with pytest.raises(ConfigError, match=r"--kernel-bundle: .*kernels\.bundle is no bundle of kernels"):
+        _created(stages, kernel_bundle=path, **settings)
+    assert stages == []
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_bundle_that_is_one_may_be_named_without_a_gpu(tmp_path: Path) -> None:
+    """For whatever GPU it is: nothing of it is used."""
+    write_bundle(tmp_path / "kernels.bundle", "sm_80", "numba=1", {})
+    _created(kernel_bundle=tmp_path / "kernels.bundle").close()
+
+
+@pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -239,6 +267,7 @@ def test_every_setting_of_a_gpu_arrives(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
     monkeypatch.setattr(compose, "prepare", prepare)
     kernels = {"kernel_cache": tmp_path / "cache", "kernel_bundle": tmp_path / "bundle"}
+    write_bundle(kernels["kernel_bundle"], "sm_90a", "numba=1", {})
     shared: dict[str, Any] = {"max_context": 99, "max_step_rows": 77, "kv_memory_bytes": 1 << 22, **kernels}
     for settings in (
         {"is_deterministic": True, "has_early_launch": False},

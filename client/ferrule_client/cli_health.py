@@ -6,8 +6,9 @@ import argparse
 import dataclasses
 
 from ferrule_client.cli_common import add_connection_options, connect, print_json
+from ferrule_client.client import Client
 from ferrule_client.errors import AuthError, ExecutorError
-from ferrule_client.types import Status
+from ferrule_client.types import ModelInfo, Status
 
 __all__ = ["EXAMPLES", "add_options", "run"]
 
@@ -46,16 +47,29 @@ def run(args: argparse.Namespace) -> int:
             status = client.status()
         except AuthError as error:
             return _without_status(is_serving, error, is_json=args.json)
+        model = _model(client) if is_serving else None
     if args.json:
-        print_json({"serving": is_serving} | _values(status))
+        print_json({"serving": is_serving} | _values(status, model))
     else:
-        print(_sentence(is_serving, status))
+        print(_sentence(is_serving, status, model))
     return 0 if is_serving else 1
 
 
-def _values(status: Status) -> dict[str, object]:
+def _model(client: Client) -> ModelInfo | None:
+    """Return what is served, and on which device; None from a server that says nothing of it any more."""
+    try:
+        return client.model_info()
+    except ExecutorError:
+        return None
+
+
+def _values(status: Status, model: ModelInfo | None) -> dict[str, object]:
     plan = status.memory_plan
     return {
+        "model_id": None if model is None else model.model_id,
+        "device": None if model is None else model.device_type,
+        "device_name": None if model is None else model.device_name,
+        "dtype": None if model is None else model.dtype,
         "state": status.state,
         "load_progress": status.load_progress,
         "executor": status.executor,
@@ -87,10 +101,17 @@ def _without_status(is_serving: bool, error: AuthError, *, is_json: bool) -> int
     return 0 if is_serving else 1
 
 
-def _sentence(is_serving: bool, status: Status) -> str:
+def _place(model: ModelInfo | None) -> str:
+    """Say where the model runs: beside a GPU that is not used, nobody should have to guess."""
+    if model is None:
+        return ""
+    return " on the processor" if model.device_type == "cpu" else f" on {model.device_name or model.device_type}"
+
+
+def _sentence(is_serving: bool, status: Status, model: ModelInfo | None) -> str:
     if is_serving:
         pool = f"{status.free_blocks} of {status.total_blocks} blocks free"
-        lines = [f"serving: {status.executor}, {status.live_sequences} live handles, {pool}"]
+        lines = [f"serving: {status.executor}{_place(model)}, {status.live_sequences} live handles, {pool}"]
         lines += [f"preparing: {status.preparation}"] if status.preparation else []
         lines += [f"fallback: {status.fallback_reason}"] if status.fallback_reason else []
         return "\n".join(lines)

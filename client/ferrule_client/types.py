@@ -669,7 +669,8 @@ class Status:
         captured_batch_sizes: Rows of the steps that start with one call of the driver, ascending.
         num_graph_steps: Steps since start that did; 0 as the next two where the executor does not tell them apart.
         num_launched_steps: Steps since start whose kernels were launched one by one.
-        num_torch_steps: Steps since start, or parts of steps, that torch ran.
+        num_torch_steps: Steps since start, or parts of steps, that torch ran on a GPU, or in the place of kernels that
+            were asked for; prompts among them. 0 on an executor that is torch alone, as are the four around it.
         num_queued_steps: Steps since start that were queued before the results of those before them had been read.
         num_discarded_rows: Rows of these that were computed for nothing.
     """

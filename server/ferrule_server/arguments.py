@@ -66,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--executor",
         metavar="|".join(EXECUTORS),
         help="what runs the steps: torch on any device; numba-cuda, kernels of our own on a GPU with torch beside them"
-        " and behind them (without a GPU torch serves, and says why); paged-reference needs no model and starts at once,"
+        " and behind them (without a GPU torch serves and says why); paged-reference needs no model and starts at once,"
         " for client authors and tests"
         " (default: auto = numba-cuda on a GPU, else torch)",
     )

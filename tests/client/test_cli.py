@@ -35,11 +35,13 @@ def run(*arguments: str) -> int:
 def test_health_tells_by_words_and_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     """0 when it serves."""
     assert run("health") == 0
-    assert capsys.readouterr().out.startswith("serving: paged-reference, 0 live handles, ")
+    assert capsys.readouterr().out.startswith("serving: paged-reference on the processor, 0 live handles, ")
     assert run("health", "--json") == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["serving"] is True
     assert facts["instance"] == "test"
+    assert (facts["device"], facts["dtype"]) == ("cpu", "float32")
+    assert facts["device_name"]
 
 
 def test_unreachable_server_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:

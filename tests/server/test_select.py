@@ -160,7 +160,8 @@ def test_kernels_that_were_asked_for_without_a_gpu_leave_it_to_torch(caplog: pyt
     """One warning; the reason is there for GetStatus."""
     executor = _created(executor="numba-cuda")
     assert isinstance(executor, CudaExecutor)
-    assert (executor.state.name, executor.state.fallback_reason) == ("torch", "no GPU here")
+    reason = "no GPU here; the model runs on the processor"
+    assert (executor.state.name, executor.state.fallback_reason) == ("torch", reason)
     assert executor.info.device == "cpu"
     assert ["no GPU here" in text for text in _warnings(caplog)] == [True]
     executor.close()
@@ -173,9 +174,22 @@ def test_a_gpu_that_cannot_be_used_is_told_of_unasked(
     monkeypatch.setattr(devices, "find_device", lambda _: Device(None, "GPU 0 is taken", is_broken=True))
     executor = _created()
     assert isinstance(executor, CudaExecutor)
-    assert executor.state.fallback_reason == "GPU 0 is taken"
+    assert executor.state.fallback_reason == "GPU 0 is taken; the model runs on the processor"
     assert len(_warnings(caplog)) == 1
     executor.close()
+
+
+def test_a_pytorch_without_cuda_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU may well be there; its owner installed the wrong wheel."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    executor = _created(executor="numba-cuda")
+    assert isinstance(executor, CudaExecutor)
+    assert executor.state.fallback_reason == (
+        "this PyTorch was built without CUDA (install one with CUDA, such as PyPI's); the model runs on the processor"
+    )
+    executor.close()
+    with pytest.raises(ConfigError, match=r"--device cuda: .*install one with CUDA.*; --device auto"):
+        _created(device="cuda")
 
 
 @pytest.mark.usefixtures("no_gpu")

@@ -33,6 +33,7 @@ _CPUINFO: Final = Path("/proc/cpuinfo")
 _BFLOAT16_FLAGS: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _PAGED_REFERENCE_CONTEXT: Final = 512
 _SMALL_WEIGHTS_BYTES: Final = 128 << 20
+_NO_CUDA: Final = "this PyTorch was built without CUDA"
 _WEIGHTS_SHARE: Final = 0.9
 """Part of the loading time, roughly, that reading weights takes."""
 
@@ -140,10 +141,15 @@ def _device(config: ServerConfig) -> Device:
 
     device = find_device(config.device)
     if device.index is None and config.device.startswith("cuda"):
-        raise ConfigError(f"--device {config.device}: {device.reason}; --device auto runs on the processor then")
+        raise ConfigError(f"--device {config.device}: {_reason(device)}; --device auto runs on the processor then")
     if device.index is None and config.is_deterministic:
-        raise ConfigError(f"--deterministic needs the kernels of a GPU: {device.reason}")
+        raise ConfigError(f"--deterministic needs the kernels of a GPU: {_reason(device)}")
     return device
+
+
+def _reason(device: Device) -> str:
+    """Return why there is no GPU, with what to do about it where that is known."""
+    return f"{_NO_CUDA} (install one with CUDA, such as PyPI's)" if device.reason == _NO_CUDA else device.reason
 
 
 @contextlib.contextmanager
@@ -200,7 +206,7 @@ def _on_host(config: ServerConfig, model: LoadedModel, device: Device) -> Execut
         return executor
     from ferrule_server.executor.cuda.cuda_executor import CudaExecutor
 
-    return CudaExecutor(executor, None, reason=device.reason)
+    return CudaExecutor(executor, None, reason=f"{_reason(device)}; the model runs on the processor")
 
 
 @contextlib.contextmanager

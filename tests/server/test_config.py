@@ -250,6 +250,9 @@ def test_the_compose_files_give_settings_that_fit_together() -> None:
     on_gpu = (ROOT / "deploy" / "compose.gpu.yml").read_text()
     config = parse_config(re.findall(r"- (--\S+)", on_gpu), {})
     assert (config.device, config.is_insecure) == ("cuda", True)
+    assert config.model == "${MODEL:-demo}"
+    assert "\n      - ${MODELS:-./models}:/models:ro " in on_gpu
+    assert "\n    restart: on-failure:5\n" in on_gpu, "exit code 2 does not go round for ever"
     assert f"kernels:{config.kernel_cache} " in on_gpu
     assert f" {config.kernel_cache}\n" in (ROOT / "deploy" / "Dockerfile").read_text()
 

@@ -168,7 +168,7 @@ def _prompt_steps(context: int, client: Client) -> int:
 
 def _are_on_graphs(ran: Row, num_decodes: int, most_others: int) -> bool:
     """Whether every decode was a replay: so many at least, and no more of other steps than prompts account for."""
-    return ran["graph_steps"] >= num_decodes and ran["launched_steps"] + ran["torch_steps"] <= most_others
+    return bool(ran["graph_steps"] >= num_decodes and ran["launched_steps"] + ran["torch_steps"] <= most_others)
 
 
 _Way = Callable[[int], list[list[float]]]

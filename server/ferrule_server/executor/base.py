@@ -324,7 +324,7 @@ class ExecutorState:
 
     Attributes:
         name: What runs the next decode step: ``numba-cuda`` or ``torch``.
-        preparation: What is still being prepared, for people: ``compiling kernels, 23 of 41``; empty: nothing.
+        preparation: What is still being prepared, for people: ``compiling kernels, 23 of 42``; empty: nothing.
         fallback_reason: Why torch serves for good; empty as long as it does not.
         memory: What the memory is for; None where no device was found.
         captured_batch_sizes: Rows of the graphs that exist, ascending.

@@ -174,8 +174,8 @@ def _prepare_ends(ends: ModelWeights, make: MakeLinear) -> tuple[Embed, Linear]:
 
 def _moved(layer: LayerWeights, device: torch.device) -> LayerWeights:
     """Return a layer whose tensors lie on the device."""
-    tensors = ((field.name, getattr(layer, field.name)) for field in fields(layer))
-    return LayerWeights(**{name: tensor if tensor is None else tensor.to(device) for name, tensor in tensors})
+    tensors = {field.name: getattr(layer, field.name) for field in fields(layer)}
+    return replace(layer, **{name: tensor.to(device) for name, tensor in tensors.items() if tensor is not None})
 
 
 def _prepare_layer(config: ModelConfig, weights: LayerWeights, make: MakeLinear) -> _Layer:

@@ -14,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 
 from ferrule_server.executor.base import (
+    Int32Array,
     MemoryPlan,
     OutputSpec,
     RowOutput,
@@ -34,6 +35,9 @@ TIMEOUT_S = 10.0
 PLAN = MemoryPlan(total=100, weights=10, kv_pool=20, buffers=5, workspace=5, graphs=8, free=52)
 
 
+_CALLS = ("submit", "result", "current", "synchronize", "capture", "copy_blocks")
+
+
 class StreamGpu:
     """A stream, and nothing else of a GPU."""
 
@@ -52,7 +56,7 @@ class StreamGpu:
         due = self.failures.get(call)
         error = due.pop(0) if due else None
         if isinstance(error, GpuLost):
-            self.failures = {name: [error] * 99 for name in ("submit", "result", "current", "synchronize", "capture")}
+            self.failures = {name: [error] * 99 for name in _CALLS}
         if error is not None:
             raise error
 
@@ -131,6 +135,16 @@ class ReferenceRunner:
     def run(self, batch: StepBatch) -> list[RowOutput]:
         """Run a step."""
         return self.submit(batch).result()
+
+    def copy_blocks(self, block_pairs: Int32Array) -> None:
+        """Put copies into the stream; refused ones are in it partly."""
+        pairs = block_pairs.copy()
+        try:
+            self.gpu.hit("copy_blocks")
+        except Exception:
+            self.gpu.work.append(lambda: self.executor.copy_blocks(pairs[: len(pairs) // 2]))
+            raise
+        self.gpu.work.append(lambda: self.executor.copy_blocks(pairs))
 
     def capture_next(self) -> bool:
         """One graph is wanted at most."""
@@ -248,6 +262,10 @@ class _Untold:
     def run(self, batch: StepBatch) -> StepResult:
         """Run a step on the same pool."""
         return PagedReferenceExecutor.run(self._executor, batch)
+
+    def copy_blocks(self, block_pairs: Int32Array) -> None:
+        """Copy within the same pool."""
+        self._executor.copy_blocks(block_pairs)
 
 
 def tokens_of(result: StepResult) -> list[int | None]:

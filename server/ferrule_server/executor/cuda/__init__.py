@@ -10,6 +10,7 @@ How it works is told in ``docs/cuda_runner.md``. Where to find what::
     graphs.py          which graphs exist, which are wanted; buckets.py: their sizes
     chain.py           the launches of a step, from tokens to logits: linears.py, weights.py, kernel_choice.py (which
                        kernel for what), kernel_set.py (loads them)
+    block_copies.py    copy-on-write
     choices.py         what rows want behind the logits: choice_inputs.py (records), choice_launches.py, masks.py
     buffers.py         every buffer; layout.py: where a field lies; inputs.py: a step's arrays into the fields;
                        staging.py: pinned memory that is not overwritten too soon

@@ -13,10 +13,13 @@ from ferrule_server.executor.cuda.staging import UploadRing
 from ferrule_server.kernels.cuda import copy_blocks
 from ferrule_server.kernels.cuda.spec import KernelSpec
 
-__all__ = ["MAX_PAIRS", "BlockCopies", "block_copy_spec"]
+__all__ = ["MAX_PAIRS", "PAIR_LAYOUT", "BlockCopies", "block_copy_spec"]
 
 MAX_PAIRS = 1024
 """Pairs of one launch; more take several."""
+
+PAIR_LAYOUT = pack([("pairs", torch.int32, (MAX_PAIRS, 2))])
+"""Of what a launch reads."""
 
 
 def block_copy_spec() -> KernelSpec:
@@ -31,17 +34,16 @@ class BlockCopies:
         gpu: That the pool is on.
         kernels: With :func:`block_copy_spec` among them.
         pool: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], adopted by ``gpu`` already.
+        pairs: uint8 [PAIR_LAYOUT.num_bytes] on the device, of ``gpu``; nobody else's.
     """
 
-    def __init__(self, gpu: Gpu, kernels: KernelSet, pool: Tensor) -> None:
+    def __init__(self, gpu: Gpu, kernels: KernelSet, pool: Tensor, pairs: Tensor) -> None:
         assert pool[0, 0].is_contiguous(), pool.stride()
         self._gpu = gpu
         self._kernels = kernels
         self._pool = pool
-        layout = pack([("pairs", torch.int32, (MAX_PAIRS, 2))])
-        self._layout = layout
-        self._device_pairs = gpu.allocate("block pairs", (layout.num_bytes,), torch.uint8)
-        self._staging = UploadRing(gpu, "block pairs", self._device_pairs, layout)
+        self._pairs = pairs
+        self._staging = UploadRing(gpu, "block pairs", pairs, PAIR_LAYOUT)
 
     def copy(self, block_pairs: Int32Array) -> None:
         """Put copies of whole blocks, all layers, into the stream.
@@ -57,14 +59,14 @@ class BlockCopies:
 
     def _copy(self, pairs: Int32Array) -> None:
         self._staging.fill()["pairs"][: len(pairs)] = pairs
-        self._staging.upload(slice(0, self._layout.end_of("pairs", len(pairs))))
+        self._staging.upload(slice(0, PAIR_LAYOUT.end_of("pairs", len(pairs))))
         spec, (_, num_layers) = block_copy_spec(), self._pool.shape[:2]
         layer_bytes = self._pool[0, 0].numel() * self._pool.itemsize
         arguments: Arguments = {
             "pool": self._pool,
             "block_stride": self._pool.stride(0) * self._pool.itemsize,
             "layer_stride": self._pool.stride(1) * self._pool.itemsize,
-            "pairs": self._device_pairs,
+            "pairs": self._pairs,
             "num_pairs": len(pairs),
             "num_layers": num_layers,
             "part_bytes": layer_bytes // copy_blocks.num_parts(spec),

@@ -21,6 +21,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ferrule_server.executor.cuda.block_copies import PAIR_LAYOUT
 from ferrule_server.executor.cuda.gpu import Gpu
 from ferrule_server.executor.cuda.layout import ALIGNMENT, Layout, pack
 from ferrule_server.kernels.cuda.attention_mma import ROWS
@@ -187,6 +188,8 @@ class DecodeBuffers:
     """int32 [R], 0 between steps."""
     masks: Tensor
     """uint8 [num_masks, shape_logits.mask_bytes(V)]."""
+    block_pairs: Tensor
+    """uint8 [bytes of MAX_PAIRS pairs], of copies between steps."""
 
     def __init__(self, gpu: Gpu, shape: ModelShape, limits: Limits, num_ctas: int) -> None:
         self.limits = limits
@@ -248,4 +251,5 @@ def _tensors(shape: ModelShape, limits: Limits, num_ctas: int) -> dict[str, tupl
         "top_candidates": ((rows, limits.largest_k), torch.int64),
         "top_places": ((rows,), torch.int32),
         "masks": ((limits.num_masks, mask_bytes(shape.vocab_size)), torch.uint8),
+        "block_pairs": ((PAIR_LAYOUT.num_bytes,), torch.uint8),
     }

@@ -273,8 +273,24 @@ class CudaExecutor:
     def copy_blocks(self, block_pairs: Int32Array) -> None:
         """Copy whole blocks, all layers: int32 [n, 2] of (source, destination), destinations distinct."""
         self._settle()
-        with self._on_device():
-            self._torch.copy_blocks(block_pairs)
+        runner = self._kernels.runner
+        if runner is None or not self._has_copied(runner, block_pairs):
+            with self._on_device():
+                self._torch.copy_blocks(block_pairs)
+
+    def _has_copied(self, runner: Runner, block_pairs: Int32Array) -> bool:
+        """Whether the kernel took the copies; where it did not, torch may make all of them anew.
+
+        Raises:
+            DeviceLost: The device is gone, or torch may not go on.
+        """
+        try:
+            runner.copy_blocks(block_pairs)
+        except Exception as error:  # noqa: BLE001 - whatever it is, torch copies the same bytes
+            self._check_alive(error)
+            self._give_up(error)
+            return False
+        return True
 
     def copy_slots(self, slot_pairs: Int32Array) -> None:
         """Copy single slots, all layers: int32 [n, 2] of (source, destination), read before any is written."""

@@ -79,7 +79,7 @@ class KernelBuild:
 
     @property
     def progress(self) -> str:
-        """What is being done, for people: ``compiling kernels, 23 of 41``; empty once it is done."""
+        """What is being done, for people: ``compiling kernels, 23 of 42``; empty once it is done."""
         return "" if self.is_done else f"compiling kernels, {self._num_ready} of {len(self._specs)}"
 
     @property

@@ -7,7 +7,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ferrule_server.kernels.cuda import add_norm, argmax, attention, attention_mma, embed, gemm, gemv, head, logit_rows
+from ferrule_server.kernels.cuda import (
+    add_norm,
+    argmax,
+    attention,
+    attention_mma,
+    copy_blocks,
+    embed,
+    gemm,
+    gemv,
+    head,
+    logit_rows,
+)
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.toolchain.catalog import OPS, merged
 from ferrule_server.model.config import ModelConfig
@@ -214,11 +225,11 @@ def partial_rows(shape: ModelShape, *, is_decode: bool, is_deterministic: bool) 
 def specs_needed(shape: ModelShape, *, is_deterministic: bool, block_size: int = 16) -> list[KernelSpec]:
     """Return every kernel that steps of a model may launch, each once.
 
-    Those are among ``toolchain.catalog.kernels_of`` where blocks have 16 slots: no int8, no trees, no block moves; and
-    no products with vectors where bits must not depend on the number of rows.
+    Those are among ``toolchain.catalog.kernels_of`` where blocks have 16 slots: no int8, no trees, of block moves only
+    the copy within the pool; and no products with vectors where bits must not depend on the number of rows.
     """
     logit_kernels = (spec for op in OPS if op.name in _LOGIT_OPS for spec in op.specs(shape))
-    return merged([*_chain_specs(shape, is_deterministic, block_size), *logit_kernels])
+    return merged([*_chain_specs(shape, is_deterministic, block_size), *logit_kernels, copy_blocks.spec()])
 
 
 def _chain_specs(shape: ModelShape, is_deterministic: bool, block_size: int) -> Iterator[KernelSpec]:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ferrule_server.executor.base import ExecutorState, MemoryPlan, RowOutput, StepBatch
+from ferrule_server.executor.base import ExecutorState, Int32Array, MemoryPlan, RowOutput, StepBatch
 from ferrule_server.executor.cuda.gpu import Gpu, GpuError, GpuLost
 from ferrule_server.executor.cuda.kernel_build import KernelBuild
 from ferrule_server.executor.cuda.submitted import QueuedRows
@@ -72,6 +72,10 @@ class Runner(Protocol):
 
     def run(self, batch: StepBatch) -> list[RowOutput]:
         """Run a step; none is pending."""
+        ...
+
+    def copy_blocks(self, block_pairs: Int32Array) -> None:
+        """Put copies of whole blocks of the pool into the stream."""
         ...
 
     def capture_next(self) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ferrule_server.executor.base import Int32Array, OutputSpec, RowOutput, StepBatch, TokenMask
+from ferrule_server.executor.cuda.block_copies import BlockCopies
 from ferrule_server.executor.cuda.buckets import bucket_for
 from ferrule_server.executor.cuda.buffers import DecodeBuffers, Limits
 from ferrule_server.executor.cuda.chain import StepChain
@@ -56,6 +57,7 @@ class CudaDecodeRunner:
         kernels: Of the model.
         chain: From tokens to logits; over the same kernels and buffers.
         buffers: Of the steps.
+        copies: Within the pool that the chain reads.
         shape: Of the model.
         is_deterministic: A row's bits must not depend on the rows beside it.
         graph_bytes: What graphs may take.
@@ -67,6 +69,7 @@ class CudaDecodeRunner:
         kernels: KernelSet,
         chain: StepChain,
         buffers: DecodeBuffers,
+        copies: BlockCopies,
         *,
         shape: ModelShape,
         is_deterministic: bool = False,
@@ -76,6 +79,7 @@ class CudaDecodeRunner:
         self._kernels = kernels
         self._chain = chain
         self._buffers = buffers
+        self._copies = copies
         self._is_deterministic = is_deterministic
         self._vocab_size = shape.vocab_size
         self._max_rows = min(buffers.limits.max_rows, MAX_GEMM_ROWS) if is_deterministic else buffers.limits.max_rows
@@ -178,6 +182,17 @@ class CudaDecodeRunner:
             return self.submit(batch).result()
         self._put(batch, key)
         return self._selected(batch)
+
+    def copy_blocks(self, block_pairs: Int32Array) -> None:
+        """Put copies of whole blocks of the pool into the stream.
+
+        Args:
+            block_pairs: int32 [n, 2] of (source, destination), destinations distinct, no source is one.
+
+        Raises:
+            GpuError: It was refused; some may be in the stream.
+        """
+        self._copies.copy(block_pairs)
 
     def capture_next(self) -> bool:
         """Capture a graph that is wanted and return whether there are more; no step is pending.
@@ -325,7 +340,14 @@ def create_runner(
     adopted = adopt_weights(gpu, weights, config, torch_executor.info.model.max_context)
     chain = StepChain(kernels, adopted, buffers, torch_executor.pool, shape=shape, eps=config.norm_eps)
     return CudaDecodeRunner(
-        gpu, kernels, chain, buffers, shape=shape, is_deterministic=is_deterministic, graph_bytes=graph_bytes
+        gpu,
+        kernels,
+        chain,
+        buffers,
+        BlockCopies(gpu, kernels, torch_executor.pool, buffers.block_pairs),
+        shape=shape,
+        is_deterministic=is_deterministic,
+        graph_bytes=graph_bytes,
     )
 
 

@@ -54,7 +54,10 @@ def create_executor(config: ServerConfig, on_progress: OnProgress) -> LoadedExec
         ConfigError: The settings do not fit the model or the machine.
         ModelError: The model folder cannot be loaded.
     """
-    _check_bundle(config)
+    if config.kernel_bundle is not None:
+        from ferrule_server.executor.cuda.bundle_file import check_bundle_file
+
+        check_bundle_file(config.kernel_bundle)
     if config.executor == "paged-reference":
         return LoadedExecutor(_paged_reference(config), None)
     return _load(config, on_progress)
@@ -73,22 +76,6 @@ def has_bfloat16_instructions(cpuinfo: str) -> bool:
     """Whether the processor multiplies bfloat16 in hardware, by the flags of ``/proc/cpuinfo``."""
     lines = (line for line in cpuinfo.splitlines() if line.startswith(("flags", "Features")))
     return any(_BFLOAT16_FLAGS & set(line.partition(":")[2].split()) for line in lines)
-
-
-def _check_bundle(config: ServerConfig) -> None:
-    """Refuse a file that is no bundle, used or not: a typing error would show first where there is a GPU.
-
-    Raises:
-        ConfigError: It is not there, or is none.
-    """
-    if config.kernel_bundle is None:
-        return
-    from ferrule_server.kernels.cuda.toolchain.bundle import Bundle, BundleError
-
-    try:
-        Bundle.open(config.kernel_bundle)
-    except BundleError as error:
-        raise ConfigError(f"--kernel-bundle: {error}") from error
 
 
 def _paged_reference(config: ServerConfig) -> Executor:

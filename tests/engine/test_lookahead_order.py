@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ferrule_server.engine import engine as engine_module
 from ferrule_server.engine import lookahead
 from ferrule_server.engine.batcher import Chunk
 from ferrule_server.engine.engine import Engine
@@ -415,6 +416,16 @@ def test_an_executor_is_tended_in_the_gaps_and_nothing_is_queued_before_it_is_do
     rounds.finish()
     assert harness.engine.counters.queued_steps == 20 - 5 - 1
     assert harness.deferred.num_calls["tend"] == 6
+
+
+def test_an_engine_without_work_looks_after_its_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Now and then, so that what was got ready in the background, or failed there, does not wait for a step."""
+    monkeypatch.setattr(engine_module, "_IDLE_S", 0.02)
+    with DeferredHarness() as harness:
+        deadline = time.monotonic() + 10
+        while harness.deferred.num_calls["tend"] < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert harness.deferred.num_calls["tend"] >= 2
 
 
 def test_an_idle_executor_is_tended_until_it_has_no_more() -> None:

@@ -264,6 +264,8 @@ class Engine:
         try:
             entries = self._inbox.get(timeout=patience_s) if patience_s > 0.0 else self._inbox.get_nowait()
         except queue.Empty:
+            if self._lookahead is not None and patience_s > 0.0 and not self._lanes.running:
+                self._lookahead.idle()
             return None
         self._is_stopping = self._is_stopping or entries is None
         return entries

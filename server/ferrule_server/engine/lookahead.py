@@ -189,8 +189,12 @@ class Lookahead:
         self._is_due = True
         self.drop()
 
+    def idle(self) -> None:
+        """Nobody wants anything for now: what the executor has got ready meanwhile may be looked at."""
+        self._is_due = True
+
     def tend(self) -> None:
-        """Let the executor do one piece of preparation: after each step, unless the next one is pending.
+        """Let the executor do one piece of preparation: after each step and when idle, unless the next one is pending.
 
         Raises:
             DeviceLost: As the executor says.

@@ -178,7 +178,7 @@ class PreparingExecutor(DeferredExecutor):
     @property
     def state(self) -> ExecutorState:
         """What it is doing."""
-        preparation = "" if self.are_built or self.reason else "compiling kernels, 1 of 41"
+        preparation = "" if self.are_built or self.reason else "compiling kernels, 1 of 42"
         if self._launched and not self.reason:
             preparation = f"capturing graphs, {len(self._launched)} left"
         return ExecutorState("numba-cuda", preparation, self.reason)

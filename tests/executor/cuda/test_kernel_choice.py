@@ -25,9 +25,10 @@ from ferrule_server.executor.cuda.kernel_choice import (
 )
 from ferrule_server.executor.cuda.kernel_set import KernelSet
 from ferrule_server.executor.cuda.weights import adopt_weights
+from ferrule_server.kernels.cuda import copy_blocks
 from ferrule_server.kernels.cuda.logit_rows import num_slices
-from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, ModelShape
-from ferrule_server.kernels.cuda.toolchain.catalog import kernels_of
+from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec, ModelShape
+from ferrule_server.kernels.cuda.toolchain.catalog import OPS, kernels_of
 from ferrule_server.model.config import ModelConfig
 from tests.executor.cuda.fake_gpu import CUBIN, FakeGpu, FakeLaunch
 from tests.executor.cuda.tiny_model import KINDS, tiny_config, tiny_executor
@@ -37,7 +38,7 @@ QWEN, LLAMA = MODEL_SHAPES["Qwen3-8B"], MODEL_SHAPES["Llama-3.2-1B"]
 
 @pytest.mark.parametrize("name", MODEL_SHAPES)
 def test_what_steps_need_is_shipped(name: str) -> None:
-    """Less than all of it: no int8, no trees, no block moves; still less where bits must not depend on the rows."""
+    """Less than all of it: no int8, no trees, one kernel that moves blocks; still less where bits must not depend on the rows."""
     shape = MODEL_SHAPES[name]
     shipped = {spec.name: spec for spec in kernels_of(shape)}
     needed = {one: specs_needed(shape, is_deterministic=one) for one in (False, True)}
@@ -48,13 +49,14 @@ def test_what_steps_need_is_shipped(name: str) -> None:
     assert {"gemv", "head", "attention"}.isdisjoint(spec.kernel.__name__ for spec in needed[True])
     constants = [dict(spec.constants) for spec in needed[False]]
     assert not any(one.get("INT8") or one.get("TREE") for one in constants)
-    assert not any("copy" in spec.kernel.__name__ or "move" in spec.kernel.__name__ for spec in needed[False])
+    movers = {op.name for op in OPS} & {"copy_blocks", "move_slots", "block_transfer"}
+    assert [spec.name for spec in needed[False] if _module(spec) in movers] == [copy_blocks.spec().name]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_deterministic", [False, True])
 def test_no_step_asks_for_more_than_was_said(kind: str, is_deterministic: bool) -> None:
-    """Every size of a graph, decode and not, uses every kernel but those behind the logits."""
+    """Every size of a graph, decode and not, uses every kernel but those behind the logits and between steps."""
     executor = tiny_executor(kind, num_layers=1)
     assert executor.plain_weights is not None
     shape, gpu = shape_of(executor.config), FakeGpu(num_sms=3)
@@ -77,8 +79,12 @@ def test_no_step_asks_for_more_than_was_said(kind: str, is_deterministic: bool) 
         )
         if isinstance(launch, FakeLaunch)
     }
-    left = {spec.kernel.__module__.rpartition(".")[2] for spec in specs if spec.name not in used}
-    assert left == {"argmax", "log_sum_exp", "sample", "select_count", "select_mass", "shape_logits", "top_k"}
+    behind = {"argmax", "log_sum_exp", "sample", "select_count", "select_mass", "shape_logits", "top_k"}
+    assert {_module(spec) for spec in specs if spec.name not in used} == behind | {"copy_blocks"}
+
+
+def _module(spec: KernelSpec) -> str:
+    return spec.kernel.__module__.rpartition(".")[2]
 
 
 @pytest.mark.parametrize(

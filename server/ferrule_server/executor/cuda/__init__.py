@@ -14,6 +14,7 @@ How it works is told in ``docs/cuda_runner.md``. Where to find what::
     choices.py         what rows want behind the logits: choice_inputs.py (records), choice_launches.py, masks.py
     buffers.py         every buffer; layout.py: where a field lies; inputs.py: a step's arrays into the fields;
                        staging.py: pinned memory that is not overwritten too soon
+    bundle_file.py     whether a setting names a bundle; asked on machines without a GPU too
     gpu.py             what all of that needs of a GPU; torch_gpu.py: the real one
 
 A new kernel of a step goes into ``chain.py`` or ``choice_launches.py``, its buffers into ``buffers.py``; only

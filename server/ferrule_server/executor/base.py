@@ -15,6 +15,9 @@ import numpy.typing as npt
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 
+BLOCK_SIZE = 16
+"""Slots per block, unless something else is asked for."""
+
 NULL_BLOCK = 0
 """Block 0 is never handed out: unused entries of a block table point at it."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from ferrule_server.config import DEFAULT_KV_BYTES, DEMO_MODEL, ServerConfig
 from ferrule_server.errors import ConfigError, ModelError
-from ferrule_server.executor.base import Executor
+from ferrule_server.executor.base import BLOCK_SIZE, Executor
 from ferrule_server.executor.paged_reference import PagedReferenceExecutor
 from ferrule_server.model.config import read_config
 
@@ -27,7 +27,6 @@ OnProgress = Callable[[str, float], None]
 
 DTypeName = Literal["float32", "bfloat16"]
 
-_BLOCK_SIZE: Final = 16
 _DEMO_FOLDER: Final = Path(__file__).parent.parent / "demo_model"
 _CPUINFO: Final = Path("/proc/cpuinfo")
 _BFLOAT16_FLAGS: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
@@ -83,7 +82,7 @@ def _paged_reference(config: ServerConfig) -> Executor:
     with _allocating(kv_memory_bytes):
         return PagedReferenceExecutor(
             max_context=config.max_context or _PAGED_REFERENCE_CONTEXT,
-            block_size=_BLOCK_SIZE,
+            block_size=BLOCK_SIZE,
             kv_memory_bytes=kv_memory_bytes,
         )
 
@@ -187,7 +186,7 @@ def _on_host(config: ServerConfig, model: LoadedModel, device: Device) -> Execut
             model,
             kv_memory_bytes=kv_memory_bytes,
             max_context=config.max_context or model.config.max_positions,
-            block_size=_BLOCK_SIZE,
+            block_size=BLOCK_SIZE,
         )
     if config.executor != "numba-cuda" and not device.is_broken:
         return executor

@@ -67,7 +67,7 @@ def test_failed_steps_are_run_again_in_torch(
     assert (state.name, state.fallback_reason) == ("torch", reason)
     assert state.num_launched_steps >= 2
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert [record.getMessage() for record in warnings] == [f"event=kernels_not_used reason={reason!r} torch serves"]
+    assert [record.getMessage() for record in warnings] == [f"event=torch_serves reason={reason!r}"]
     assert warnings[0].exc_info is not None
     assert warnings[0].exc_info[1] is error
     assert world.made().is_closed

@@ -38,7 +38,7 @@ QWEN, LLAMA = MODEL_SHAPES["Qwen3-8B"], MODEL_SHAPES["Llama-3.2-1B"]
 
 @pytest.mark.parametrize("name", MODEL_SHAPES)
 def test_what_steps_need_is_shipped(name: str) -> None:
-    """Less than all of it: no int8, no trees, one kernel that moves blocks; still less where bits must not depend on the rows."""
+    """Less than all of it: no int8, no trees, one kernel that moves blocks; less still in deterministic mode."""
     shape = MODEL_SHAPES[name]
     shipped = {spec.name: spec for spec in kernels_of(shape)}
     needed = {one: specs_needed(shape, is_deterministic=one) for one in (False, True)}

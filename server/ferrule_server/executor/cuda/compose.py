@@ -18,7 +18,7 @@ from typing import Final
 import torch
 
 from ferrule_server.errors import ConfigError
-from ferrule_server.executor.base import MemoryPlan
+from ferrule_server.executor.base import BLOCK_SIZE, MemoryPlan
 from ferrule_server.executor.cuda.buffers import Limits
 from ferrule_server.executor.cuda.cuda_executor import CudaExecutor
 from ferrule_server.executor.cuda.gpu import Gpu, GpuError
@@ -34,9 +34,8 @@ from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache, defaul
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.weights import LoadedModel
 
-__all__ = ["BLOCK_SIZE", "GpuOptions", "Preparation", "open_gpu", "prepare"]
+__all__ = ["GpuOptions", "Preparation", "open_gpu", "prepare"]
 
-BLOCK_SIZE: Final = 16
 """Slots per block that the kernels are compiled for, and that a bundle has them for."""
 
 _POLL_S: Final = 1.0

@@ -219,7 +219,7 @@ class KernelPath:
 
     def _fall_back(self, reason: str, error: Exception | None = None) -> None:
         self.reason = reason
-        _log.warning("event=kernels_not_used reason=%r torch serves", reason, exc_info=error)
+        _log.warning("event=torch_serves reason=%r", reason, exc_info=error)
 
     def _leave(self) -> None:
         """Let the runner go once the stream is idle; refusals mean nothing but that the device may be gone."""

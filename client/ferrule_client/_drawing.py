@@ -80,6 +80,8 @@ class Course:
         leg: The call that draws it now; None: none does.
         start: Where it began, if it can be drawn from there once more.
         is_moved: True: the caller has moved its sequence by another call.
+        was_ahead: True: the server had drawn tokens before that were not handed out, and it may end among them. None:
+            to be told at the next call, because there was none yet or the caller has moved its sequence since.
     """
 
     def __init__(self, branch: Branch) -> None:
@@ -87,6 +89,7 @@ class Course:
         self.leg: Leg | None = None
         self.start: Start | None = None
         self.is_moved = False
+        self.was_ahead: bool | None = None
 
     @property
     def goes_on(self) -> bool:
@@ -97,12 +100,23 @@ class Course:
         """Be drawn by a call from here on."""
         self.leg, self.is_moved = leg, False
         if self.branch.has_cache:
-            self.branch.cache.tip.is_ahead = True
-            self.branch.cache.tip.running = self.give_way
+            tip = self.branch.cache.tip
+            self.was_ahead = tip.is_ahead and self.was_ahead is not False
+            tip.is_ahead, tip.running = True, self.give_way
+
+    def leave(self) -> None:
+        """Be drawn by no call for now, so that the next one interrupts none."""
+        if self.branch.has_cache and self.branch.cache.tip.running == self.give_way:
+            self.branch.cache.tip.running = None
+
+    def end(self) -> None:
+        """Have come to the end: what the server may have beyond was there before."""
+        tip = self.branch.cache.tip
+        tip.is_ahead, tip.running = bool(self.was_ahead), None
 
     def give_way(self) -> None:
         """End the call that draws it, because the caller moves the sequence by another one."""
-        self.is_moved, self.start = True, None
+        self.is_moved, self.start, self.was_ahead = True, None, None
         if self.leg is not None:
             self.leg.call.cancel()
 

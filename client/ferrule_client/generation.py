@@ -237,6 +237,8 @@ class Generation(Iterator[DrawnToken]):
         for leg in [leg for leg in self._legs if leg.call.is_over]:
             self._legs.remove(leg)
         waiting = [one for one in self._courses if one.goes_on and one.leg not in self._legs]
+        for course in waiting:
+            course.leave()
         if waiting and not self._has_begun:
             self._whole = self._first_request(timeout)
             self._open(self._whole, self._courses)
@@ -326,9 +328,12 @@ class Generation(Iterator[DrawnToken]):
 
     def _note(self, leg: Leg, frame: executor_pb2.GenerateResponse) -> None:
         """Put what a frame holds into the queue, but for tokens that are out already."""
+        is_first = not leg.has_replied
         self._has_begun = leg.has_replied = True
         for message in frame.outputs:
             course = leg.courses[message.index]
+            if is_first and leg.request.input_ids and not message.replayed:  # what stood beyond is dropped
+                course.was_ahead = False
             branch, num_seen = course.branch, leg.num_seen[message.index]
             branch.cached_tokens = max(branch.cached_tokens, message.cached_tokens)
             is_new = not branch.has_cache
@@ -369,7 +374,7 @@ class Generation(Iterator[DrawnToken]):
         if log.end != message.kv_cache.length:
             log.forget(message.kv_cache.length)
         tip = Tip(_convert.handle_from_message(message.kv_cache), log=log)
-        tip.is_ahead, tip.running = True, course.give_way
+        tip.is_ahead, tip.running, course.was_ahead = True, course.give_way, False
         tip.num_unseen = max(0, len(message.outputs.tokens) - 1)
         course.branch.attach(self.branches[0].cache.sibling(tip) if self._follow is None else self._follow(tip))
         if len(message.outputs.tokens) <= 1:
@@ -389,7 +394,7 @@ class Generation(Iterator[DrawnToken]):
             self._survive(event.leg, [course], event.error, attempts, reason=event.finish_reason)
         elif event.finish_reason is not None:
             branch.finish_reason = event.finish_reason
-            branch.cache.tip.is_ahead, branch.cache.tip.running = False, None
+            course.end()
         if event.leg.has_ended:
             event.leg.call.close()
         return token

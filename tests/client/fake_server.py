@@ -323,17 +323,24 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
         mask = (policy.sample if policy.WhichOneof("selection") == "sample" else policy.greedy_argmax).token_mask
         if mask.fingerprint and mask.fingerprint not in self.masks:
             context.abort_with_status(rpc_status.to_status(NO_MASK))
+        is_replayed = is_at_tip = False
         if request.HasField("kv_cache"):
-            result = self._decode(request)
+            with self._lock:
+                result = self._decode(request)
             if isinstance(result, status_pb2.Status):
                 context.abort_with_status(rpc_status.to_status(result))
                 raise AssertionError("abort raises")
             handles = [result.kv_cache]
+            is_replayed, is_at_tip = result.replayed, bool(request.input_ids) and not result.replayed
         else:
             handles = self._create(list(request.input_ids), request.request_id)
         prompt = self.sequences[handles[0].cache_id][: handles[0].length]
         handles += self._create(prompt, f"{request.request_id}/forks", request.n - 1) if request.n > 1 else []
-        return [_Branch(self, request, index, handle, context) for index, handle in enumerate(handles)]
+        branches = [_Branch(self, request, index, handle, context) for index, handle in enumerate(handles)]
+        branches[0].is_replayed = is_replayed
+        if is_at_tip:
+            branches[0].come_to_tip()
+        return branches
 
     def RegisterTokenMask(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
         def work() -> cache_pb2.RegisterTokenMaskResponse:
@@ -433,10 +440,16 @@ class _Branch:
         self._text = ""
         self._held = list(server.sequences.get(handle.cache_id, [])[: handle.length])
         self.has_ended = False
+        self.is_replayed = False
+
+    def come_to_tip(self) -> None:
+        """Nothing is committed before it any more, so from here on it drops nothing."""
+        self._on_stale = types_pb2.STALE_POLICY_FAIL
 
     def fill(self, output: executor_pb2.GenerateOutput) -> None:
         """Draw the tokens of one frame."""
         output.index = self._index
+        output.replayed, self.is_replayed = self.is_replayed, False
         for _ in range(self._server.tokens_per_frame):
             time.sleep(self._server.delay_s)
             error = self._append()
@@ -455,6 +468,8 @@ class _Branch:
         if self._server.failures["append"]:
             return self._server.failures["append"].pop(0).status
         with self._server._lock:
+            if self._on_stale != types_pb2.STALE_POLICY_FAIL and not self._context.is_active():  # it drops nothing
+                return status_of(grpc.StatusCode.CANCELLED, "CANCELLED")
             held = self._server.sequences.get(self._handle.cache_id)
             if held is not None and held[: self._handle.length] != self._held:  # rewritten by a later call
                 return status_of(grpc.StatusCode.ABORTED, "HANDLE_STALE", "stale", tip_length=str(len(held)))
@@ -463,6 +478,8 @@ class _Branch:
             )
         if isinstance(result, status_pb2.Status):
             return result
+        if not result.replayed:
+            self.come_to_tip()
         self._handle = result.kv_cache
         self._held.append(self._tokens[-1])
         return None

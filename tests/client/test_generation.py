@@ -11,6 +11,7 @@ import pytest
 
 from ferrule_client import (
     BlocksExhaustedError,
+    Cache,
     Client,
     ContextExceededError,
     DeadlineExceededError,
@@ -266,6 +267,42 @@ def test_text_and_stops_go_on_over_a_break(fake: FakeServer, fake_client: Client
         assert bytes(loop.tokens).decode() == loop.text
         assert fake.calls["Generate"] == 2
         assert fake.sequences[cache.handle.cache_id] == [*fake.text, *loop.tokens[:-1]]
+
+
+def test_a_whole_loop_among_tokens_drawn_before_leaves_the_cache_usable(client: Client) -> None:
+    """It is answered out of what a loop that was left early had drawn, and ends before its end."""
+    with client.prefill(PROMPT, policy=no_output()) as cache:
+        said = list(client.generate(PROMPT, 60, temperature=0))
+        loop = cache.generate(60, temperature=0)
+        next(loop)
+        drawn_by(client, cache, len(PROMPT) + 20)
+        assert [*cache.pending, *cache.generate(9, temperature=0)] == said[:10]
+        assert [*cache.pending, *cache.generate(4, temperature=0)] == said[9:14]
+        output = cache.decode([1, 2], policy=no_output())
+        assert not output.replayed
+        held = [*PROMPT, *said[:14], 1, 2]
+        assert list(cache.info(token_ids=True).token_ids) == held == cache.token_ids
+
+
+def test_once_what_was_drawn_before_is_dropped_a_loop_ends_at_the_tip(client: Client) -> None:
+    """So that somebody else's tokens behind it are told and not dropped."""
+    with client.prefill(PROMPT, policy=no_output()) as cache:
+        loop = cache.generate(60, temperature=0)
+        next(loop)
+        drawn_by(client, cache, len(PROMPT) + 20)
+        assert len(list(cache.generate(3, tokens=[1, 2], temperature=0))) == 3
+        other = client.adopt(cache.handle, keep_alive=False)
+        other.decode([3, 4], policy=no_output())
+        other.detach()
+        with pytest.raises(HandleStaleError):
+            cache.decode([5, 6])
+
+
+def drawn_by(client: Client, cache: Cache, length: int) -> None:
+    """Wait until the server has drawn so far ahead."""
+    other = client.adopt(cache.handle, keep_alive=False)
+    wait_for(lambda: other.info().handle.length >= length)
+    other.detach()
 
 
 def test_leaving_early_drops_what_the_server_drew_beyond(fake: FakeServer, fake_client: Client) -> None:

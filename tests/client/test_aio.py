@@ -14,7 +14,9 @@ import warnings
 import grpc
 import grpc.aio
 import pytest
+from google.rpc import status_pb2
 
+from ferrule.v1 import executor_pb2
 from ferrule_client import (
     CallCancelledError,
     ContextExceededError,
@@ -39,6 +41,19 @@ CODES = grpc.StatusCode
 def tokens_of(fake: FakeServer, cache: AsyncCache) -> list[int]:
     """Return what the server holds."""
     return fake.sequences[cache.handle.cache_id]
+
+
+def lose_at_next_append(fake: FakeServer) -> None:
+    """Let the sequence of the next token that is appended by itself be lost just before."""
+    decode = fake._decode
+
+    def lose(item: executor_pb2.DecodeInput) -> executor_pb2.DecodeOutput | status_pb2.Status:
+        if isinstance(item, executor_pb2.DecodeInput):  # and no prompt
+            fake._decode = decode  # type: ignore[method-assign]
+            del fake.sequences[item.kv_cache.cache_id]
+        return decode(item)
+
+    fake._decode = lose  # type: ignore[method-assign, assignment]
 
 
 @pytest.mark.parametrize("is_own", [True, False])
@@ -278,9 +293,8 @@ def test_a_lost_sequence_is_brought_back(fake: FakeServer) -> None:
                 await cache.decode([*b" "], policy=no_output())
                 del fake.sequences[cache.handle.cache_id]
                 await client.decode_many([cache], [[*b"qu"]], policy=no_output())
-                async for token in cache.generate(6):
-                    if token == ord("i"):
-                        del fake.sequences[cache.handle.cache_id]
+                lose_at_next_append(fake)
+                assert bytes([token async for token in cache.generate(6)]) == b"ick br"
                 assert bytes([*tokens_of(fake, cache), *cache.pending]) == b"the quick br"
                 assert cache.num_recoveries == 3
             async with client.prefill([*b"the"], policy=no_output()) as plain:
@@ -376,7 +390,9 @@ def test_leaving_a_loop_early_leaves_the_cache_usable(fake: FakeServer) -> None:
                 await task
             hold.let_go()
             assert bytes([token async for token in cache.generate(6)]) == b" brown"
-            assert bytes([*tokens_of(fake, cache), *cache.pending]) == b"the quick brown"
+            assert bytes([*(cache.token_ids or []), *cache.pending]) == b"the quick brown"
+            await cache.decode([*b"!"], policy=no_output())  # what the server had drawn beyond is dropped
+            assert bytes(tokens_of(fake, cache)) == b"the quick brown!"
 
     run(main())
 

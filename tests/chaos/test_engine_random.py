@@ -143,6 +143,14 @@ class Operation:
     partial: Handle | None = None
 
     @property
+    def is_known(self) -> bool:
+        """Whether a late duplicate changes nothing even where the sequence was shortened since.
+
+        An append would be a new one then, and so would those that a Generate goes on by.
+        """
+        return bool(self.job.request_id) and not isinstance(self.job, GenerateJob)
+
+    @property
     def makes_others(self) -> bool:
         """Whether its answer lies in other sequences than its session's."""
         job = self.job
@@ -535,8 +543,8 @@ class Campaign:
         if session.handle is not None and handle.cache_id != session.handle.cache_id:
             self.sessions.append(Session(session.ttl_s, handle, operation.after))
             return
-        if operation.is_alone:  # a late duplicate of an append from before would be a new append now
-            session.operations = [each for each in session.operations if each.job.request_id or each is operation]
+        if operation.is_alone:
+            session.operations = [each for each in session.operations if each.is_known or each is operation]
             session.old = [old for old in session.old if _names_part(old, session.tokens, operation.after)]
         elif session.handle is not None:
             session.old.append(session.handle)

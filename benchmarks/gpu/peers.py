@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ class PeerLeftOut(Exception):
     """A peer cannot run here; the message says why."""
 
 
-class Peer:
+class Peer(ABC):
     """Decodes with a static cache, the token of each step fed to the next on the device.
 
     Args:
@@ -84,9 +85,9 @@ class Peer:
             logits: Float32Array = self._forward(self._token, self._position)[0].float().cpu().numpy()
         return logits
 
+    @abstractmethod
     def build(self, batch: int, length: int) -> Forward:
         """Return the model's forward, caches allocated."""
-        raise NotImplementedError
 
     def warm_up(self) -> None:
         """Run the step until it is compiled or captured."""
@@ -96,9 +97,9 @@ class Peer:
         """Go back to the context: what was written beyond it is overwritten."""
         self._position.fill_(self.context)
 
+    @abstractmethod
     def step(self, token: Tensor) -> Tensor:
         """Append one token to each sequence, int64 [batch, 1], and return the next ones."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Give caches and graphs back."""

@@ -157,7 +157,7 @@ class Lookahead:
         except DeviceLost:
             self._pending.clear()
             raise
-        except Exception:
+        except Exception:  # raised again: whoever runs the parts alone finds nothing pending
             self.drop()
             raise
 

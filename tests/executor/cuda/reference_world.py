@@ -126,7 +126,7 @@ class ReferenceRunner:
         queued = Queued(self.gpu)
         try:
             self.gpu.hit("submit")
-        except Exception:
+        except Exception:  # raised again, whatever the test has injected
             self.gpu.work.append(lambda: self._spoil(batch))
             raise
         self.gpu.work.append(lambda: queued.rows.extend(self._step(batch)))
@@ -141,7 +141,7 @@ class ReferenceRunner:
         pairs = block_pairs.copy()
         try:
             self.gpu.hit("copy_blocks")
-        except Exception:
+        except Exception:  # raised again, likewise
             self.gpu.work.append(lambda: self.executor.copy_blocks(pairs[: len(pairs) // 2]))
             raise
         self.gpu.work.append(lambda: self.executor.copy_blocks(pairs))

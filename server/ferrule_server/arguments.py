@@ -12,6 +12,7 @@ from ferrule_server import __version__
 EXECUTORS: Final = ("auto", "torch", "numba-cuda", "paged-reference")
 DTYPES: Final = ("auto", "bfloat16", "float32")
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+UI_CHOICES: Final = ("auto", "on", "off")
 
 
 def flag_of(name: str) -> str:
@@ -176,6 +177,18 @@ def build_parser() -> argparse.ArgumentParser:
         const="1",
         help="accept an address that other machines can reach without authentication; whoever reaches it may use it",
     )
+    network.add_argument(
+        "--metrics-listen",
+        metavar="HOST:PORT",
+        help="serve /metrics for Prometheus over HTTP, in plain text and without credentials; port 0 lets the system"
+        " choose, the line 'ready' tells which (default: none)",
+    )
+    network.add_argument(
+        "--ui",
+        metavar="|".join(UI_CHOICES),
+        help="serve the web page /ui beside the metrics: blocks, the fork tree and latencies, never tokens (default:"
+        " auto = where only this machine can reach --metrics-listen)",
+    )
     network.add_argument("--reflection", action="store_const", const="1", help="serve gRPC reflection, for buf curl")
     network.add_argument(
         "--instance", metavar="NAME", help="name of this server in its handles, for routing (default: the host name)"
@@ -225,6 +238,7 @@ examples:
   ferrule serve --executor paged-reference --listen unix:/tmp/ferrule.sock
   ferrule serve --listen 0.0.0.0:50051 --token-file tokens --tls-cert cert.pem --tls-key key.pem
   ferrule serve --listen 0.0.0.0:50051 --insecure      beyond this machine, on a trusted network
+  ferrule serve --metrics-listen 127.0.0.1:9464        metrics, and a page that shows them, at http://127.0.0.1:9464/ui
 
 Without --token-file and --tls-client-ca everybody who can reach the server is one principal, 'local', and handles are
 shared; that is allowed on 127.0.0.1, [::1] and unix sockets, elsewhere only with --insecure.

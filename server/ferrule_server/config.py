@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
-from ferrule_server.arguments import DTYPES, EXECUTORS, LOG_LEVELS, build_parser, flag_of, variable_of
+from ferrule_server.arguments import DTYPES, EXECUTORS, LOG_LEVELS, UI_CHOICES, build_parser, flag_of, variable_of
 from ferrule_server.errors import ConfigError
 from ferrule_server.quotas import QuotaLimits
 
@@ -92,6 +92,8 @@ class ServerConfig:
         max_ttl_s: Longest lease in seconds.
         max_step_rows: Most rows in one step.
         instance: Name of this server in its handles.
+        metrics_listen: Where metrics and the web page are served over HTTP; None: nowhere.
+        ui: One of UI_CHOICES: whether the web page is served there.
         log_level: One of LOG_LEVELS.
         is_insecure: Listening beyond this machine without authentication is accepted.
         has_reflection: Serve gRPC reflection.
@@ -125,6 +127,8 @@ class ServerConfig:
     max_ttl_s: float = 3600.0
     max_step_rows: int = 512
     instance: str = "ferrule"
+    metrics_listen: ListenAddress | None = None
+    ui: str = "auto"
     log_level: str = "info"
     is_insecure: bool = False
     has_reflection: bool = False
@@ -166,6 +170,7 @@ class ServerConfig:
             f"--instance must be 1 to 64 of A-Z a-z 0-9 _ -, got {self.instance!r}",
         )
         self._check_access()
+        self._check_metrics()
         self._check_device()
         if self.executor == "paged-reference":
             _require(self.model is None, "--executor paged-reference has no weights; leave --model out")
@@ -227,6 +232,25 @@ class ServerConfig:
             "is trusted",
         )
 
+    def _check_metrics(self) -> None:
+        """Refuse a page that would be served nowhere, and metrics where no HTTP client finds them."""
+        _require(self.ui in UI_CHOICES, f"--ui must be one of {', '.join(UI_CHOICES)}, got {self.ui!r}")
+        _require(
+            self.metrics_listen is None or self.metrics_listen.path is None,
+            "--metrics-listen must be HOST:PORT, such as 127.0.0.1:9464: HTTP clients know no unix: paths",
+        )
+        _require(
+            self.metrics_listen is not None or self.ui != "on",
+            "--ui on needs an address to serve the page on: add --metrics-listen 127.0.0.1:9464",
+        )
+
+    @property
+    def has_ui(self) -> bool:
+        """Whether the web page is served."""
+        if self.metrics_listen is None or self.ui != "auto":
+            return self.ui == "on"
+        return self.metrics_listen.is_local
+
     @property
     def has_authentication(self) -> bool:
         """Whether a caller needs credentials."""
@@ -274,6 +298,8 @@ def parse_config(arguments: Sequence[str], environment: Mapping[str, str]) -> Se
         max_ttl_s=setting("max_ttl", parse_duration, 3600.0),
         max_step_rows=setting("max_step_rows", _count, 512),
         instance=setting("instance", str, instance_of_host(socket.gethostname())),
+        metrics_listen=setting("metrics_listen", parse_listen, None),
+        ui=setting("ui", str, "auto"),
         log_level=setting("log_level", str, "info"),
         is_insecure=setting("insecure", _boolean, False),
         has_reflection=setting("reflection", _boolean, False),

@@ -73,6 +73,8 @@ def test_every_setting_has_a_flag_and_a_variable() -> None:
         "--tls-cert": "/etc/ferrule/cert.pem",
         "--tls-key": "/etc/ferrule/key.pem",
         "--tls-client-ca": "/etc/ferrule/ca.pem",
+        "--metrics-listen": "[::1]:9464",
+        "--ui": "on",
         "--max-step-time": "20ms",
         "--max-waiting-jobs": "77",
         "--drain-grace": "3s",
@@ -97,6 +99,8 @@ def test_every_setting_has_a_flag_and_a_variable() -> None:
     assert by_flag == by_variable
     assert by_flag.kv_memory_bytes == 3 << 29
     assert by_flag.listen == ListenAddress("0.0.0.0", 7000)
+    assert by_flag.metrics_listen == ListenAddress("::1", 9464)
+    assert by_flag.ui == "on"
     assert by_flag.num_threads == 4
     assert by_flag.has_reflection
     assert by_flag.token_file == Path("/etc/ferrule/tokens")
@@ -203,6 +207,10 @@ def test_other_addresses_need_insecure(text: str) -> None:
         (["--log-level", "chatty"], "warning"),
         (["--executor", "paged-reference", "--model", "demo"], "leave --model out"),
         (["--executor", "paged-reference", "--dtype", "bfloat16"], "leave --dtype out"),
+        (["--metrics-listen", "9464"], "HOST:PORT"),
+        (["--metrics-listen", "unix:/tmp/m.sock"], "HTTP clients know no unix: paths"),
+        (["--ui", "yes"], "auto, on, off"),
+        (["--ui", "on"], "add --metrics-listen"),
     ],
 )
 def test_an_unusable_value_is_answered_with_what_would_do(arguments: list[str], hint: str) -> None:
@@ -272,6 +280,23 @@ def test_what_is_authenticated_or_local_needs_no_insecure(arguments: str) -> Non
     """Files are looked at when the server starts, not here."""
     config = parse_config(arguments.split(), {})
     assert config.has_authentication is ("T" in arguments or "A" in arguments.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_served"),
+    [
+        ("", False),
+        ("--metrics-listen 127.0.0.1:1", True),
+        ("--metrics-listen localhost:1", True),
+        ("--metrics-listen [::1]:1", True),
+        ("--metrics-listen 0.0.0.0:1", False),
+        ("--metrics-listen 0.0.0.0:1 --ui on", True),
+        ("--metrics-listen 127.0.0.1:1 --ui off", False),
+    ],
+)
+def test_the_page_is_served_by_itself_where_only_this_machine_can_reach_it(arguments: str, is_served: bool) -> None:
+    """Metrics may be open to a network, as Prometheus needs them; the page only where that is said."""
+    assert parse_config(arguments.split(), {}).has_ui is is_served
 
 
 def test_an_unusable_variable_is_named() -> None:

@@ -87,6 +87,20 @@ def test_speculation_gives_the_text_of_plain_greedy_decoding(shipped_target: str
     assert float(rate[1]) > 1
 
 
+@pytest.mark.parametrize("name", ["best_of_n", "tree_search"])
+def test_saved_tokens_are_those_that_the_server_did_not_run(name: str, shipped_target: str) -> None:
+    """What an example says it ran, with handles and without, is what the server counts."""
+    with Client.connect(shipped_target) as client:
+        before = client.status()
+        out = _run_example(ROOT / "examples" / f"{name}.py", shipped_target)
+        after = client.status()
+    with_handles, without, saved = (int(found) for found in re.findall(r"(\d+) prompt tokens", out))
+    assert without - with_handles == saved > 1000
+    counted = after.num_prefill_tokens - before.num_prefill_tokens
+    single = 2 if name == "tree_search" else 0  # pending tokens of the trunks go in one by one: decodes to the server
+    assert counted == with_handles - single + without
+
+
 def test_each_beam_is_as_likely_as_its_score_says(shipped_target: str) -> None:
     """Every one scored again in one go, behind the prompt."""
     search = _import(ROOT / "examples" / "beam_search.py")

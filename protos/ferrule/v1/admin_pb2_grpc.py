@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdminServiceStub(object):
-    """Runs the server's life. Every call needs the admin role: else PERMISSION_DENIED / ROLE_REQUIRED.
+    """Runs the server's life, and shows it. Every call needs the admin role: else PERMISSION_DENIED / ROLE_REQUIRED.
     """
 
     def __init__(self, channel):
@@ -50,10 +50,15 @@ class AdminServiceStub(object):
                 request_serializer=ferrule_dot_v1_dot_admin__pb2.ShutdownRequest.SerializeToString,
                 response_deserializer=ferrule_dot_v1_dot_admin__pb2.ShutdownResponse.FromString,
                 _registered_method=True)
+        self.GetServerView = channel.unary_unary(
+                '/ferrule.v1.AdminService/GetServerView',
+                request_serializer=ferrule_dot_v1_dot_admin__pb2.GetServerViewRequest.SerializeToString,
+                response_deserializer=ferrule_dot_v1_dot_admin__pb2.GetServerViewResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
-    """Runs the server's life. Every call needs the admin role: else PERMISSION_DENIED / ROLE_REQUIRED.
+    """Runs the server's life, and shows it. Every call needs the admin role: else PERMISSION_DENIED / ROLE_REQUIRED.
     """
 
     def Warmup(self, request, context):
@@ -80,6 +85,16 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetServerView(self, request, context):
+        """Shows the server at one moment: its counters, a picture of the block pool, live sequences and principals of
+        everybody, for live views such as `ferrule top`. It has handle_ids, never what a handle could be made of, and no
+        token ids. It renews no lease. Callers within 100 ms may get the same snapshot, so any number of watchers costs
+        little. Answered while draining; UNAVAILABLE / STARTING before the model is loaded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -98,6 +113,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=ferrule_dot_v1_dot_admin__pb2.ShutdownRequest.FromString,
                     response_serializer=ferrule_dot_v1_dot_admin__pb2.ShutdownResponse.SerializeToString,
             ),
+            'GetServerView': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetServerView,
+                    request_deserializer=ferrule_dot_v1_dot_admin__pb2.GetServerViewRequest.FromString,
+                    response_serializer=ferrule_dot_v1_dot_admin__pb2.GetServerViewResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'ferrule.v1.AdminService', rpc_method_handlers)
@@ -107,7 +127,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """Runs the server's life. Every call needs the admin role: else PERMISSION_DENIED / ROLE_REQUIRED.
+    """Runs the server's life, and shows it. Every call needs the admin role: else PERMISSION_DENIED / ROLE_REQUIRED.
     """
 
     @staticmethod
@@ -181,6 +201,33 @@ class AdminService(object):
             '/ferrule.v1.AdminService/Shutdown',
             ferrule_dot_v1_dot_admin__pb2.ShutdownRequest.SerializeToString,
             ferrule_dot_v1_dot_admin__pb2.ShutdownResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetServerView(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ferrule.v1.AdminService/GetServerView',
+            ferrule_dot_v1_dot_admin__pb2.GetServerViewRequest.SerializeToString,
+            ferrule_dot_v1_dot_admin__pb2.GetServerViewResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -20,15 +20,18 @@ class AdminServiceStub:
     Warmup: grpc.UnaryUnaryMultiCallable[admin_pb2.WarmupRequest, admin_pb2.WarmupResponse]
     Drain: grpc.UnaryUnaryMultiCallable[admin_pb2.DrainRequest, admin_pb2.DrainResponse]
     Shutdown: grpc.UnaryUnaryMultiCallable[admin_pb2.ShutdownRequest, admin_pb2.ShutdownResponse]
+    GetServerView: grpc.UnaryUnaryMultiCallable[admin_pb2.GetServerViewRequest, admin_pb2.GetServerViewResponse]
 
 class AdminServiceAsyncStub:
     Warmup: grpc.aio.UnaryUnaryMultiCallable[admin_pb2.WarmupRequest, admin_pb2.WarmupResponse]
     Drain: grpc.aio.UnaryUnaryMultiCallable[admin_pb2.DrainRequest, admin_pb2.DrainResponse]
     Shutdown: grpc.aio.UnaryUnaryMultiCallable[admin_pb2.ShutdownRequest, admin_pb2.ShutdownResponse]
+    GetServerView: grpc.aio.UnaryUnaryMultiCallable[admin_pb2.GetServerViewRequest, admin_pb2.GetServerViewResponse]
 
 class AdminServiceServicer:
     def Warmup(self, request: admin_pb2.WarmupRequest, context: _AnyContext) -> admin_pb2.WarmupResponse | Awaitable[admin_pb2.WarmupResponse]: ...
     def Drain(self, request: admin_pb2.DrainRequest, context: _AnyContext) -> admin_pb2.DrainResponse | Awaitable[admin_pb2.DrainResponse]: ...
     def Shutdown(self, request: admin_pb2.ShutdownRequest, context: _AnyContext) -> admin_pb2.ShutdownResponse | Awaitable[admin_pb2.ShutdownResponse]: ...
+    def GetServerView(self, request: admin_pb2.GetServerViewRequest, context: _AnyContext) -> admin_pb2.GetServerViewResponse | Awaitable[admin_pb2.GetServerViewResponse]: ...
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: grpc.Server | grpc.aio.Server) -> None: ...

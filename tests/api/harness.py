@@ -22,6 +22,7 @@ from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, policy_pb2, t
 from ferrule_server.api.auth import Access, OpenAccess
 from ferrule_server.api.inputs import InputReader
 from ferrule_server.api.limits import ApiLimits
+from ferrule_server.api.observe import Observer
 from ferrule_server.api.serve import ApiServer
 from ferrule_server.api.state import ServerState, Serving, state_of
 from ferrule_server.api.tls import TlsFiles
@@ -133,6 +134,7 @@ class RunningServer:
         clock: What leases are told on. epoch: name of this run.
         has_prefix_cache: Prompts find the blocks of released sequences again.
         is_deterministic: The capabilities say so.
+        observers: Are told of every call.
     """
 
     executor: Executor = field(default_factory=lambda: PagedReferenceExecutor(kv_memory_bytes=4 << 20))
@@ -149,6 +151,7 @@ class RunningServer:
     epoch: str = EPOCH
     has_prefix_cache: bool = True
     is_deterministic: bool = False
+    observers: Sequence[Observer] = ()
 
     def __enter__(self) -> RunningServer:
         self.loop = _server_loop()
@@ -175,7 +178,7 @@ class RunningServer:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout=20)
 
     async def _start(self) -> None:
-        self.server = ApiServer(self.state, self.access, has_reflection=self.has_reflection)
+        self.server = ApiServer(self.state, self.access, has_reflection=self.has_reflection, observers=self.observers)
         self.address = self.server.bind(self.listen, self.tls)
         info = self.executor.info
         self.store = KvStore(

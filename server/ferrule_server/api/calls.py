@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import grpc
 from grpc_status import rpc_status
 
+from ferrule_server.api.observe import current_call
 from ferrule_server.api.principal import principal_of
 from ferrule_server.api.state import EngineApi, Phase, ServerState
 from ferrule_server.api.status import code_of, fault_of, log_refused, reason_of, to_status
@@ -185,15 +186,19 @@ def _refusing(
 async def refuse(context: Context, rpc: str, error: FerruleError) -> NoReturn:
     """Log a refused call and end it with the status of ``error``."""
     log_refused(rpc, error, principal_of(context))
-    await _abort(context, error)
+    await abort(context, error)
 
 
 async def refuse_unknown(context: Context, rpc: str, error: FerruleError) -> NoReturn:
     """Log a call whose credentials are not accepted, by the address it comes from, and end it."""
     _LOG.warning("refused rpc=%s code=%s reason=%s peer=%s", rpc, code_of(error).name, reason_of(error), context.peer())
-    await _abort(context, error)
+    await abort(context, error)
 
 
-async def _abort(context: Context, error: FerruleError) -> NoReturn:
+async def abort(context: Context, error: FerruleError) -> NoReturn:
+    """End a call with the status of ``error``, and tell whoever watches the call."""
+    call = current_call()
+    if call is not None:
+        call.refused(code_of(error), reason_of(error), error.metadata.get("handle_id", ""))
     await context.abort_with_status(rpc_status.to_status(to_status(error)))
     raise AssertionError("abort_with_status raises")

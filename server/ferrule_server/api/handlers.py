@@ -2,6 +2,7 @@
 
 Every method of every service passes here, so none can be forgotten: nothing of ours runs before the call's credentials
 are accepted and its service's role is there. Health alone is open to all, since whoever asks for it has no secrets.
+Nor does an observer miss one: each is told of every call, also of those that are refused here.
 
 A method with one request gets its bytes from gRPC, and they are parsed once the caller is let in: 16 MB of empty
 messages take a second and 500 MB to parse, which is nothing for strangers.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, cast
@@ -26,6 +27,7 @@ from google.protobuf.message import DecodeError
 
 from ferrule_server.api.auth import Access
 from ferrule_server.api.calls import Context, refuse, refuse_unknown
+from ferrule_server.api.observe import Call, Observer
 from ferrule_server.api.principal import ADMIN, Caller, enter
 from ferrule_server.errors import FerruleError, InvalidRequest
 
@@ -41,7 +43,8 @@ ANYBODY: Final = "-"
 _Deserializer = Callable[[bytes], object]
 _Behavior = Callable[[Any, Context], Awaitable[object]]
 """A method; Any, because every method takes its own request, or an iterator of them."""
-_Admit = Callable[[Context, str], Awaitable[Caller]]
+_Admit = Callable[[Call, Context], Awaitable[Caller]]
+_Watch = Callable[[Context], Call]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +68,13 @@ class Registrar:
     Args:
         server: Gets the handlers, changed as described above.
         access: Decides who may call.
+        observers: Are told of every call.
     """
 
-    def __init__(self, server: grpc.aio.Server, access: Access) -> None:
+    def __init__(self, server: grpc.aio.Server, access: Access, observers: Sequence[Observer] = ()) -> None:
         self._server = server
         self._access = access
+        self._observers = tuple(observers)
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: object) -> None:
         """Leave out the handlers as generated: the same ones follow by name."""
@@ -79,13 +84,16 @@ class Registrar:
     ) -> None:
         """Register the handlers of one service."""
         admit = _admission(service_name, self._access)
-        handlers = {name: _guarded(service_name, name, handler, admit) for name, handler in method_handlers.items()}
+        handlers = {
+            name: _guarded(service_name, name, handler, admit, self._observers)
+            for name, handler in method_handlers.items()
+        }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service_name, handlers),))
 
 
-def as_server(server: grpc.aio.Server, access: Access) -> grpc.aio.Server:
+def as_server(server: grpc.aio.Server, access: Access, observers: Sequence[Observer] = ()) -> grpc.aio.Server:
     """Return a stand-in for ``server`` that the generated functions can register servicers with."""
-    return cast("grpc.aio.Server", Registrar(server, access))
+    return cast("grpc.aio.Server", Registrar(server, access, observers))
 
 
 def _admission(service: str, access: Access) -> _Admit:
@@ -93,31 +101,38 @@ def _admission(service: str, access: Access) -> _Admit:
     role = ROLES.get(service)
     anybody = Caller(ANYBODY) if service in OPEN_SERVICES else None
 
-    async def admit(context: Context, rpc: str) -> Caller:
+    async def admit(call: Call, context: Context) -> Caller:
         try:
             caller = anybody or access.admit(context)
         except FerruleError as error:
-            await refuse_unknown(context, rpc, error)
+            await refuse_unknown(context, call.rpc, error)
         enter(caller)
+        call.caller = caller
         if role is not None:
             try:
                 caller.require(role)
             except FerruleError as error:
-                await refuse(context, rpc, error)
+                await refuse(context, call.rpc, error)
         return caller
 
     return admit
 
 
-def _guarded(service: str, name: str, handler: Any, admit: _Admit) -> grpc.RpcMethodHandler[Any, Any]:
+def _guarded(
+    service: str, name: str, handler: Any, admit: _Admit, observers: tuple[Observer, ...]
+) -> grpc.RpcMethodHandler[Any, Any]:
     """Return a handler that admits, then serves; Any, because the stubs do not know that it is a named tuple."""
+
+    def watch(context: Context) -> Call:
+        return Call(service, name, context, observers)
+
     method = descriptor_pool.Default().FindMethodByName(f"{service}.{name}")
     parse = _never_failing(handler.request_deserializer, method.input_type.full_name)
     changes: dict[str, Any] = {"request_deserializer": parse if handler.request_streaming else None}
     for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
         if (behavior := getattr(handler, kind)) is not None:
             wrap = _admitting_generator if inspect.isasyncgenfunction(behavior) else _admitting
-            changes[kind] = wrap(behavior, name, admit, None if handler.request_streaming else parse)
+            changes[kind] = wrap(behavior, watch, admit, None if handler.request_streaming else parse)
     guarded: grpc.RpcMethodHandler[Any, Any] = handler._replace(**changes)
     return guarded
 
@@ -134,12 +149,12 @@ def _never_failing(deserialize: _Deserializer, message_name: str) -> _Deserializ
     return deserialize_or_mark
 
 
-def _admitting(behavior: _Behavior, rpc: str, admit: _Admit, parse: _Deserializer | None) -> _Behavior:
+def _admitting(behavior: _Behavior, watch: _Watch, admit: _Admit, parse: _Deserializer | None) -> _Behavior:
     """Return a method that refuses whoever may not call, and what is no message.
 
     Args:
         behavior: The method as it is.
-        rpc: Its name.
+        watch: Makes the record of a call.
         admit: Lets the caller in.
         parse: Reads its one request; None where requests come as a stream.
     """
@@ -147,12 +162,13 @@ def _admitting(behavior: _Behavior, rpc: str, admit: _Admit, parse: _Deserialize
     @functools.wraps(behavior)
     async def call(request: Any, context: Context) -> object:
         try:
-            await admit(context, rpc)
-            if parse is not None:
-                request = parse(request)
-            if isinstance(request, Malformed):
-                await refuse(context, rpc, request.error())
-            return await behavior(request, context)
+            with watch(context) as under_way:
+                await admit(under_way, context)
+                if parse is not None:
+                    request = parse(request)
+                if isinstance(request, Malformed):
+                    await refuse(context, under_way.rpc, request.error())
+                return await behavior(request, context)
         except grpc.aio.AbortError as abort:
             del request
             raise _forgetful(abort) from None
@@ -171,22 +187,23 @@ def _forgetful(abort: grpc.aio.AbortError) -> grpc.aio.AbortError:
 
 
 def _admitting_generator(
-    behavior: Callable[..., AsyncIterator[object]], rpc: str, admit: _Admit, parse: _Deserializer | None
+    behavior: Callable[..., AsyncIterator[object]], watch: _Watch, admit: _Admit, parse: _Deserializer | None
 ) -> Any:
     """Return the same for a method that yields its replies; the caller is checked again before each."""
 
     @functools.wraps(behavior)
     async def call(request: Any, context: Context) -> AsyncIterator[object]:
-        caller = await admit(context, rpc)
-        requests = _well_formed(request) if parse is None else parse(request)
-        try:
-            if isinstance(requests, Malformed):
-                raise requests.error()
-            async for reply in behavior(requests, context):
-                caller.check()
-                yield reply
-        except FerruleError as error:
-            await refuse(context, rpc, error)
+        with watch(context) as under_way:
+            caller = await admit(under_way, context)
+            requests = _well_formed(request) if parse is None else parse(request)
+            try:
+                if isinstance(requests, Malformed):
+                    raise requests.error()
+                async for reply in behavior(requests, context):
+                    caller.check()
+                    yield reply
+            except FerruleError as error:
+                await refuse(context, under_way.rpc, error)
 
     return call
 

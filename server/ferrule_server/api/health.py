@@ -12,10 +12,8 @@ from typing import Final
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_status import rpc_status
 
-from ferrule_server.api.calls import Context
-from ferrule_server.api.status import to_status
+from ferrule_server.api.calls import Context, abort
 from ferrule_server.errors import Draining
 
 _Status = health_pb2.HealthCheckResponse
@@ -63,7 +61,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # t
             await self._watch(request.service, context, news)
         finally:
             self._watchers.discard(news)
-        await context.abort_with_status(rpc_status.to_status(to_status(Draining())))
+        await abort(context, Draining())
 
     async def _watch(self, service: str, context: Context, news: asyncio.Event) -> None:
         told = None

@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import grpc
@@ -23,6 +23,7 @@ from ferrule_server.api.grace import Grace
 from ferrule_server.api.handlers import as_server
 from ferrule_server.api.health import HealthServicer
 from ferrule_server.api.limits import ApiLimits
+from ferrule_server.api.observe import Observer
 from ferrule_server.api.state import Phase, ServerState, Serving
 from ferrule_server.api.tls import TlsFiles
 from ferrule_server.api.tokenizer_service import TokenizerServicer
@@ -81,13 +82,20 @@ class ApiServer:
         access: Decides who may call.
         has_reflection: Serve gRPC reflection too.
         drain_grace_s: How long live handles are served once the server drains, unless something else is asked for.
+        observers: Are told of every call of every service.
 
     Attributes:
         asked_to_stop: Set when the process is to drain and end.
     """
 
     def __init__(
-        self, state: ServerState, access: Access, *, has_reflection: bool = False, drain_grace_s: float = 25.0
+        self,
+        state: ServerState,
+        access: Access,
+        *,
+        has_reflection: bool = False,
+        drain_grace_s: float = 25.0,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self.state = state
         self.asked_to_stop = asyncio.Event()
@@ -100,7 +108,7 @@ class ApiServer:
         self._server = grpc.aio.server(options=server_options(state.limits))
         self._socket_path: SocketPath | None = None
         self._owes_answers = False
-        typed = as_server(self._server, access)
+        typed = as_server(self._server, access, observers)
         executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(ModelExecutorServicer(state), typed)
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(TokenizerServicer(state), typed)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(state, self), typed)

@@ -27,7 +27,7 @@ class Commits:
         store: The sequences; called from the engine thread only.
         records: Told what was answered to each append.
         creations: Told what was made.
-        counters: Counts prefills, decodes and verifies.
+        counters: Counts prefills, decodes and verifies, and how long they took.
         failpoints: For tests.
     """
 
@@ -83,6 +83,8 @@ class Commits:
         if job.keeps_record and (run.verdict in _RECORDED or run.creation is not None):
             self.records.keep(sequence.handle_id, run.start, job, answer)
         self._count(run)
+        if not job.is_internal:
+            self._measure(run, timing.queue_ns)
         if self.failpoints is not None:
             self.failpoints.hit("after_commit")
         return answer
@@ -104,6 +106,18 @@ class Commits:
         else:
             counters.decodes += 1
             counters.decode_ns += run.run_ns
+
+    def _measure(self, run: RunningAppend, queue_ns: int) -> None:
+        """Note how long a client has waited; what the engine entered for a Generate or Forward these measure."""
+        job, timings = run.job, self.counters.timings
+        timings.queued(queue_ns)
+        if run.reservation is None:
+            return
+        if job.drafts is None and (run.sequence is None or len(run.token_ids) > 1):
+            if run.outputs:
+                timings.prompted(job.submitted_ns)
+        else:
+            timings.answered(job.submitted_ns)
 
 
 def _settle_drafts(run: RunningAppend) -> None:

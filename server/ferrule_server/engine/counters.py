@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ferrule_server.engine.timings import EngineTimings
+
 
 @dataclass(slots=True)
 class EngineCounters:
@@ -29,6 +31,7 @@ class EngineCounters:
         expired: Sequences freed because their lease ran out. released: Sequences given back.
         last_step_rows: Rows of the newest step. last_step_seqs: its sequences. last_step_unix_ns: when it ended, by the
             wall clock; 0 before the first. max_step_rows: the most seen in one step.
+        timings: How long things took.
     """
 
     steps: int = 0
@@ -59,6 +62,7 @@ class EngineCounters:
     queued_steps: int = 0
     discarded_rows: int = 0
     refused: dict[str, int] = field(default_factory=dict)
+    timings: EngineTimings = field(default_factory=EngineTimings)
 
     @property
     def decode_tokens(self) -> int:
@@ -79,7 +83,7 @@ class EngineSnapshot:
         num_sequences: Live sequences. total_blocks, free_blocks: of the pool, the null block left out.
         is_failed: True after a device was lost; nothing runs any more.
         refused_at_gate: Jobs refused before they reached the engine thread, by reason.
-        num_streams: Generates and Forwards under way.
+        num_streams: Generates and Forwards under way. num_parked: of these, those that wait for their readers.
     """
 
     counters: EngineCounters
@@ -91,6 +95,7 @@ class EngineSnapshot:
     is_failed: bool
     refused_at_gate: Mapping[str, int] = field(default_factory=dict)
     num_streams: int = 0
+    num_parked: int = 0
 
     def refused(self) -> dict[str, int]:
         """Return how many jobs were refused, by reason, wherever it happened."""

@@ -33,6 +33,7 @@ from ferrule_server.engine.jobs import (
 )
 from ferrule_server.engine.lanes import Lanes
 from ferrule_server.engine.running import LaneJob, RunningAppend
+from ferrule_server.engine.timings import EngineTimings
 from ferrule_server.errors import Cancelled, FerruleError
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.store import KvStore
@@ -111,6 +112,7 @@ class Drivers:
     Args:
         store: Tells the time and the model's name for sequences.
         lanes: Where appends and forks go.
+        timings: Told how long tokens took.
         release: Gives a sequence back, whatever is in flight on it.
         finish: Takes each frame or error.
     """
@@ -119,11 +121,13 @@ class Drivers:
         self,
         store: KvStore,
         lanes: Lanes,
+        timings: EngineTimings,
         *,
         release: Callable[[Handle, str], object],
         finish: Callable[[Job, Sink, Outcome], None],
     ) -> None:
         self.release = release
+        self.timings = timings
         self._store = store
         self._lanes = lanes
         self._finish = finish
@@ -139,6 +143,11 @@ class Drivers:
     def num_active(self) -> int:
         """Drivers under way."""
         return len(self._active)
+
+    @property
+    def num_parked(self) -> int:
+        """Of these, those that wait for their readers."""
+        return len(self._parked)
 
     @property
     def has_work(self) -> bool:

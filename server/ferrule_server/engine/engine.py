@@ -59,6 +59,9 @@ from ferrule_server.engine.records import ReplayRecords
 from ferrule_server.engine.running import LaneJob, RunningAppend
 from ferrule_server.engine.settings import EngineSettings
 from ferrule_server.engine.steps import StepOutcome, StepRunner
+from ferrule_server.engine.tallies import Tallies
+from ferrule_server.engine.viewer import Viewer
+from ferrule_server.engine.views import ViewJob
 from ferrule_server.engine.warmup import Warmup
 from ferrule_server.errors import Cancelled, Draining, FerruleError, HandleLost
 from ferrule_server.executor.base import DeviceLost, Executor, PipelinedExecutor
@@ -135,7 +138,8 @@ class Engine:
         self._gather = GatherWindow(settings)
         self._batcher = Batcher(settings.max_step_rows, settings.max_step_time_s)
         self._endings = Endings(store, self._lanes, self._gather, self.counters, failpoints)
-        self._drivers = Drivers(store, self._lanes, release=self._endings.release_one, finish=self._finish)
+        timings = self.counters.timings
+        self._drivers = Drivers(store, self._lanes, timings, release=self._endings.release_one, finish=self._finish)
         self._endings.tell(
             self._records.forget, self._batcher.forget, self._creations.end, self._drivers.sequence_ended
         )
@@ -147,6 +151,8 @@ class Engine:
         self._commits = Commits(store, self._records, self._creations, self.counters, failpoints)
         self._gate = Gate(settings.max_waiting_jobs, limits_of)
         self._delivery = Delivery(post, self._gate)
+        self._tallies = Tallies()
+        self._viewer = Viewer(store, self._gate, self._tallies, self._num_pending, self.snapshot)
         self._is_stopping = False
         self._is_failed = False
         self._is_closed = False
@@ -205,6 +211,7 @@ class Engine:
             is_failed=self._is_failed,
             refused_at_gate=self._gate.refused,
             num_streams=self._drivers.num_active,
+            num_parked=self._drivers.num_parked,
         )
 
     def kv_metrics(self) -> KvMetrics:
@@ -233,6 +240,7 @@ class Engine:
         if self._lanes.running:
             self._step()
             self._drivers.turn()
+            self.counters.timings.settle()
             self._hand_over()
         if self._warmup.is_pending:
             self._warm()
@@ -355,6 +363,8 @@ class Engine:
                 self._start_stream(job, sink, at)
             elif isinstance(job, WarmupJob):
                 self._warmup.add(job, sink)
+            elif isinstance(job, ViewJob):
+                self._finish(job, sink, self._viewer.look(job))
             else:
                 self._finish(job, sink, self._host_jobs.run(job, at))
         except FerruleError as error:
@@ -389,6 +399,7 @@ class Engine:
             return
         if not chunks:
             return
+        self.counters.timings.num_left_out = len(self._lanes.running) - len(chunks)
         try:
             outcome = self._run_chunks(chunks, is_alone=self._are_all(chunks))
         except DeviceLost:
@@ -457,6 +468,7 @@ class Engine:
         """Commit and answer an append whose rows have all been run; returns the cache_id it may come back with."""
         try:
             answer = self._commits.commit(run)
+            self._tallies.add(run)
         except FerruleError as error:
             self._lanes.fail(run, error)
             return ""

@@ -55,6 +55,7 @@ class _Branch:
         handle: Covers everything before ``token``.
         in_flight: Its append under way.
         rows: Drawn since the last frame.
+        drawn_ns: When the token was; 0: it says nothing of when the next one may be expected.
         finish: Why it ended; None: it goes on. error: with Finish.ERROR.
     """
 
@@ -72,6 +73,7 @@ class _Branch:
     finish: Finish | None = None
     error: FerruleError | None = None
     has_sent: bool = False
+    drawn_ns: int = 0
 
 
 class Generation:
@@ -90,6 +92,7 @@ class Generation:
         self.sink = sink
         self.is_over = False
         self._drivers = drivers
+        self._timings = drivers.timings
         self._branches = _branches_of(job, self, drivers.seed_for(job))
         self._num_live = job.num_branches
         self._num_in_flight = 0
@@ -193,6 +196,7 @@ class Generation:
         branch.handle, branch.token, branch.in_flight = result.handle, row.token, None
         self.job.window.sent_bytes += self.job.row_bytes
         self._timing = result.timing
+        branch.drawn_ns = 0 if result.replayed else self._timings.drew(branch.drawn_ns)
         if branch.on_stale is not StalePolicy.FAIL and _is_at_tip(job, result):
             branch.on_stale, branch.request_id = StalePolicy.FAIL, ""
         finish = branch.stops.after(row.token)
@@ -206,6 +210,9 @@ class Generation:
     def _settle(self, result: AppendResult) -> None:
         """The prompt is committed: remember what the first frame says of it, and make the other branches."""
         self._cached_tokens, self._is_replayed = result.cached_tokens, result.replayed
+        if not result.replayed:
+            self._timings.queued(result.timing.queue_ns)
+            self._timings.prompted(self.job.submitted_ns)
         if (self.job.handle is None or result.forked) and not result.replayed:
             self._made(result.handle)
         if len(self._branches) > 1:
@@ -270,6 +277,7 @@ class Generation:
             self._drivers.enter_again(spent, branch.sink)
 
     def _park(self, branch: _Branch, handle: Handle) -> None:
+        branch.drawn_ns = 0
         self._parked.append(branch)
         self._drivers.park(self, handle)
 

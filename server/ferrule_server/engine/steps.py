@@ -86,7 +86,7 @@ class StepRunner:
         """
         if len(rows) != len(batch.output_specs):
             raise RuntimeError(f"the executor gave {len(rows)} rows for {len(batch.output_specs)} asked for")
-        self._count(batch, elapsed_ns)
+        self._count(batch, started_ns, elapsed_ns)
         return StepOutcome(rows, started_ns, elapsed_ns, batch.num_rows)
 
     def _copy_on_write(self, chunks: Iterable[Chunk]) -> None:
@@ -107,7 +107,7 @@ class StepRunner:
         if pairs:
             self._executor.copy_blocks(np.array(pairs, np.int32))
 
-    def _count(self, batch: StepBatch, elapsed_ns: int) -> None:
+    def _count(self, batch: StepBatch, started_ns: int, elapsed_ns: int) -> None:
         counters, num_rows = self._counters, batch.num_rows
         counters.steps += 1
         counters.step_ns += elapsed_ns
@@ -116,3 +116,4 @@ class StepRunner:
         counters.last_step_seqs = batch.num_seqs
         counters.last_step_unix_ns = time.time_ns()
         counters.max_step_rows = max(counters.max_step_rows, num_rows)
+        counters.timings.stepped(started_ns + elapsed_ns, elapsed_ns, num_rows, batch.num_seqs)

@@ -74,6 +74,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *DEVICE,
     ),
     "ferrule_server.model": ("ferrule_server.model", "ferrule_server.kernels", "ferrule_server.errors", *DEVICE),
+    "ferrule_server.model.hub": ("ferrule_server.model", "ferrule_server.errors", "huggingface_hub"),
+    "ferrule_server.model.hub_cache": (),
+    "ferrule_server.model.hub_fetch": ("ferrule_server.errors",),
     "ferrule_server.kernels": ("ferrule_server.kernels", *DEVICE),
     # The GPU kernels know neither their compiler nor the driver: a port replaces one module each.
     "ferrule_server.kernels.cuda": ("ferrule_server.kernels.cuda", "numpy", "torch"),

@@ -129,7 +129,7 @@ async def _run_engine(
     engine.start()
     try:
         await server.ready(_serving(config, server.state, engine, loaded))
-        _say_ready(address, engine, config)
+        _say_ready(address, engine, config, loaded.commit)
         stopping.add_done_callback(lambda _: server.ask_to_stop(None))
         await _first_of(server.asked_to_stop, failed)
         _say_draining(server.state.num_sequences, server.grace_s, has_failed=failed.is_set())
@@ -233,7 +233,7 @@ def _serving(config: ServerConfig, state: ServerState, engine: Engine, loaded: L
     )
 
 
-def _say_ready(address: ListenAddress, engine: Engine, config: ServerConfig) -> None:
+def _say_ready(address: ListenAddress, engine: Engine, config: ServerConfig, commit: str | None) -> None:
     """Print the one line on stdout that tells whoever started the server that it serves."""
     gc.collect()
     gc.freeze()  # what is loaded stays: later collections need not look at it
@@ -241,6 +241,7 @@ def _say_ready(address: ListenAddress, engine: Engine, config: ServerConfig) -> 
     values = {
         "listen": address.target,
         "model": info.model.model_id,
+        **({} if commit is None else {"commit": commit}),
         "executor": info.name,
         "device": info.device,
         "dtype": info.model.dtype,

@@ -57,37 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"ferrule {__version__}")
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--model",
-        metavar="demo|FOLDER",
-        help="the small model that ships, or a Hugging Face folder with safetensors (default: demo)",
-    )
-    model.add_argument(
-        "--executor",
-        metavar="|".join(EXECUTORS),
-        help="what runs the steps: torch on any device; numba-cuda, kernels of our own on a GPU with torch beside them"
-        " and behind them (without a GPU torch serves and says why); paged-reference needs no model and starts at once,"
-        " for client authors and tests"
-        " (default: auto = numba-cuda on a GPU, else torch)",
-    )
-    model.add_argument(
-        "--device",
-        metavar="auto|cpu|cuda|cuda:N",
-        help="where the model runs (default: auto = the first GPU, else the processor); a GPU that is named must be"
-        " there",
-    )
-    model.add_argument(
-        "--dtype",
-        metavar="|".join(DTYPES),
-        help="of weights, activations and KV (default: auto = bfloat16 on a GPU, and where the"
-        " processor has instructions for it, else float32)",
-    )
-    model.add_argument(
-        "--threads",
-        metavar="N",
-        help="threads that compute (default: one per core; one in all below 128 MiB of weights)",
-    )
+    _add_model(parser)
     gpu = parser.add_argument_group("on a GPU")
     gpu.add_argument(
         "--gpu-memory-fraction",
@@ -227,6 +197,49 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    """Add what says which model runs, and on what."""
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--model",
+        metavar="demo|FOLDER|ORG/NAME",
+        help="the small model that ships, a Hugging Face folder with safetensors, or a model on the Hugging Face hub,"
+        " whose configuration, tokenizer and safetensors are fetched once and kept in HF_HOME (default: demo)",
+    )
+    model.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a model on the hub (default: main)")
+    model.add_argument(
+        "--offline",
+        action="store_const",
+        const="1",
+        help="fetch nothing: a model of the hub must be in the cache already; HF_HUB_OFFLINE=1 does the same",
+    )
+    model.add_argument(
+        "--executor",
+        metavar="|".join(EXECUTORS),
+        help="what runs the steps: torch on any device; numba-cuda, kernels of our own on a GPU with torch beside them"
+        " and behind them (without a GPU torch serves and says why); paged-reference needs no model and starts at once,"
+        " for client authors and tests"
+        " (default: auto = numba-cuda on a GPU, else torch)",
+    )
+    model.add_argument(
+        "--device",
+        metavar="auto|cpu|cuda|cuda:N",
+        help="where the model runs (default: auto = the first GPU, else the processor); a GPU that is named must be"
+        " there",
+    )
+    model.add_argument(
+        "--dtype",
+        metavar="|".join(DTYPES),
+        help="of weights, activations and KV (default: auto = bfloat16 on a GPU, and where the"
+        " processor has instructions for it, else float32)",
+    )
+    model.add_argument(
+        "--threads",
+        metavar="N",
+        help="threads that compute (default: one per core; one in all below 128 MiB of weights)",
+    )
+
+
 _EPILOG: Final = """\
 Every flag can be given as an environment variable: --kv-memory as FERRULE_KV_MEMORY, --insecure as
 FERRULE_INSECURE=1. Flags win over the environment, the environment over defaults.
@@ -234,6 +247,7 @@ FERRULE_INSECURE=1. Flags win over the environment, the environment over default
 examples:
   ferrule serve                                        the demo model on 127.0.0.1:50051
   ferrule serve --model ~/models/Qwen3-0.6B --kv-memory 4GiB
+  ferrule serve --model Qwen/Qwen3-0.6B                from the hub; a folder of that name wins
   ferrule serve --model ~/models/Qwen3-8B --device cuda --gpu-memory-fraction 0.8
   ferrule serve --executor paged-reference --listen unix:/tmp/ferrule.sock
   ferrule serve --listen 0.0.0.0:50051 --token-file tokens --tls-cert cert.pem --tls-key key.pem

@@ -32,6 +32,7 @@ _MAX_TTL_S: Final = 30 * 24 * 3600.0
 _MAX_UNIX_PATH_BYTES: Final = 107
 _DEVICE: Final = re.compile(r"auto|cpu|cuda(:(0|[1-9]\d{0,2}))?")
 _INSTANCE: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_REVISION: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
 _TRUE: Final = ("1", "true", "yes", "on")
 _FALSE: Final = ("", "0", "false", "no", "off")
 
@@ -75,7 +76,9 @@ class ServerConfig:
     """Everything that can be set, valid.
 
     Attributes:
-        model: ``demo`` or a model folder; None for an executor without weights.
+        model: ``demo``, a model folder, or ``org/name`` on the hub; None for an executor without weights.
+        revision: Branch, tag or commit of a model on the hub; None: its main branch.
+        is_offline: Fetch nothing; a model of the hub must be in the cache.
         listen: Where to serve.
         executor: One of EXECUTORS.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
@@ -112,6 +115,8 @@ class ServerConfig:
     """
 
     model: str | None = DEMO_MODEL
+    revision: str | None = None
+    is_offline: bool = False
     listen: ListenAddress = ListenAddress("127.0.0.1", 50051)
     executor: str = "auto"
     device: str = "auto"
@@ -171,12 +176,23 @@ class ServerConfig:
         )
         self._check_access()
         self._check_metrics()
+        self._check_model()
         self._check_device()
         if self.executor == "paged-reference":
             _require(self.model is None, "--executor paged-reference has no weights; leave --model out")
             _require(
                 self.dtype in ("auto", "float32"), "--executor paged-reference computes in float32; leave --dtype out"
             )
+
+    def _check_model(self) -> None:
+        """Refuse a revision that cannot be one, or of what has none."""
+        if self.revision is None:
+            return
+        _require(
+            _REVISION.fullmatch(self.revision) is not None and ".." not in self.revision,
+            f"--revision must be a branch, a tag or a commit, got {self.revision!r}",
+        )
+        _require(self.model not in (None, DEMO_MODEL), "--revision is of a model on the hub: add --model org/name")
 
     def _check_device(self) -> None:
         """Refuse settings of the device that contradict each other; whether it is there is seen at the start."""
@@ -283,6 +299,8 @@ def parse_config(arguments: Sequence[str], environment: Mapping[str, str]) -> Se
     executor = setting("executor", str, "auto")
     return ServerConfig(
         model=setting("model", str, None if executor == "paged-reference" else DEMO_MODEL),
+        revision=setting("revision", str, None),
+        is_offline=setting("offline", _boolean, False),
         listen=setting("listen", parse_listen, ListenAddress("127.0.0.1", 50051)),
         executor=executor,
         device=setting("device", str, "auto"),

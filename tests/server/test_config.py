@@ -59,6 +59,7 @@ def test_every_setting_has_a_flag_and_a_variable() -> None:
     """All at once, by either way, the same."""
     values = {
         "--model": "/models/x",
+        "--revision": "v1.0",
         "--listen": "0.0.0.0:7000",
         "--executor": "torch",
         "--dtype": "float32",
@@ -91,9 +92,10 @@ def test_every_setting_has_a_flag_and_a_variable() -> None:
         "--kernel-bundle": "/opt/kernels.bundle",
     }
     switches = ["--insecure", "--reflection", "--debug-top-tokens", "--disable-cuda-runner", "--disable-early-launch"]
+    switches.append("--offline")
     by_flag = parse_config([*(part for pair in values.items() for part in pair), *switches], {})
     environment = {flag[2:].replace("-", "_").upper(): value for flag, value in values.items()}
-    environment |= {"INSECURE": "true", "REFLECTION": "yes", "DEBUG_TOP_TOKENS": "1"}
+    environment |= {"OFFLINE": "on", "INSECURE": "true", "REFLECTION": "yes", "DEBUG_TOP_TOKENS": "1"}
     environment |= {"DISABLE_CUDA_RUNNER": "1", "DISABLE_EARLY_LAUNCH": "1"}
     by_variable = parse_config([], {f"FERRULE_{name}": value for name, value in environment.items()})
     assert by_flag == by_variable
@@ -101,6 +103,7 @@ def test_every_setting_has_a_flag_and_a_variable() -> None:
     assert by_flag.listen == ListenAddress("0.0.0.0", 7000)
     assert by_flag.metrics_listen == ListenAddress("::1", 9464)
     assert by_flag.ui == "on"
+    assert (by_flag.revision, by_flag.is_offline) == ("v1.0", True)
     assert by_flag.num_threads == 4
     assert by_flag.has_reflection
     assert by_flag.token_file == Path("/etc/ferrule/tokens")
@@ -186,6 +189,8 @@ def test_other_addresses_need_insecure(text: str) -> None:
         (["--max-context", "0"], "at least 1"),
         (["--max-step-rows", "0"], "65536"),
         (["--threads", "two"], "whole number"),
+        (["--revision", "main"], "--model org/name"),
+        (["--model", "a/b", "--revision", "../x"], "a branch, a tag or a commit"),
         (["--instance", "a.b"], "A-Z a-z"),
         (["--prefix-cache", "maybe"], "on or off"),
         (["--quota-mask-bytes", "64"], "KiB, MiB, GiB or TiB"),

@@ -33,17 +33,23 @@ _BFLOAT16_FLAGS: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _PAGED_REFERENCE_CONTEXT: Final = 512
 _SMALL_WEIGHTS_BYTES: Final = 128 << 20
 _NO_CUDA: Final = "this PyTorch was built without CUDA"
+_DOWNLOAD_SHARE: Final = 0.9
+"""Part of the loading time, roughly, that fetching a model takes where it has to be fetched."""
 _WEIGHTS_SHARE: Final = 0.9
 """Part of the loading time, roughly, that reading weights takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedExecutor:
-    """An executor ready to run, and the tokenizer and the chat template of its model (None where it has none)."""
+    """An executor ready to run, and the tokenizer and the chat template of its model (None where it has none).
+
+    ``commit`` is the state of its repository, for a model of the hub.
+    """
 
     executor: Executor
     tokenizer: Tokenizer | None
     chat_template: ChatTemplate | None = None
+    commit: str | None = None
 
 
 def create_executor(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
@@ -88,7 +94,7 @@ def _paged_reference(config: ServerConfig) -> Executor:
 
 
 def _load(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
-    folder = _folder(config)
+    folder, commit, on_progress = _found(config, on_progress)
     model_config = _model_config(config, folder)
     on_progress("importing torch", 0.0)
     import torch
@@ -106,15 +112,15 @@ def _load(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
     chat_template = None if tokenizer is None else ChatTemplate.load(folder)
     with _preparing(config, model_config, device, dtype) as preparation:
         model = load_model(folder, dtype=dtype, on_progress=on_bytes)
-        if config.model == DEMO_MODEL:
-            model.model_id = DEMO_MODEL
+        if config.model == DEMO_MODEL or commit is not None:
+            model.model_id = config.model or ""
         torch.set_num_threads(config.num_threads or suggested_threads(model.weights_bytes, torch.get_num_threads()))
         on_progress("allocating the KV pool", 0.05 + _WEIGHTS_SHARE)
         if preparation is None:
             executor = _on_host(config, model, device)
         else:
             executor = preparation.finish(model, lambda stage: on_progress(stage, 0.05 + _WEIGHTS_SHARE))
-    return LoadedExecutor(executor, tokenizer, chat_template)
+    return LoadedExecutor(executor, tokenizer, chat_template, commit)
 
 
 def _device(config: ServerConfig) -> Device:
@@ -209,15 +215,52 @@ def _allocating(num_bytes: int) -> Iterator[None]:
         raise ConfigError(text) from error
 
 
-def _folder(config: ServerConfig) -> Path:
+def _found(config: ServerConfig, on_progress: OnProgress) -> tuple[Path, str | None, OnProgress]:
+    """Return the model's folder; for a model of the hub its commit, and where to tell the progress of what is left.
+
+    Raises:
+        ConfigError: There is a revision, and a folder, which has none.
+        ModelError: There is no such model.
+    """
     if config.model is None:
-        raise ConfigError("--model is needed: demo, or a folder")
+        raise ConfigError("--model is needed: demo, a folder, or org/name on the hub")
     if config.model == DEMO_MODEL:
-        return _demo_folder()
+        return _demo_folder(), None, on_progress
     folder = Path(config.model).expanduser()
-    if not folder.is_dir():
-        raise ModelError(f"--model {config.model}: there is no such folder")
-    return folder
+    if folder.is_dir():
+        if config.revision is not None:
+            raise ConfigError(f"--revision {config.revision}: --model {config.model} is a folder here, not on the hub")
+        return folder, None, on_progress
+    from ferrule_server.model.hub import is_hub_name
+
+    if not is_hub_name(config.model):
+        raise ModelError(f"--model {config.model}: there is no such folder; a model of the hub is named org/name")
+    return _fetched(config, config.model, on_progress)
+
+
+def _fetched(config: ServerConfig, name: str, on_progress: OnProgress) -> tuple[Path, str, OnProgress]:
+    """Return the folder of a model of the hub, which is fetched if need be."""
+    from ferrule_server.model.hub import fetch_model
+
+    begun = _DOWNLOAD_SHARE
+    is_fetched = False
+
+    def on_share(share: float) -> None:
+        nonlocal is_fetched
+        is_fetched = True
+        on_progress("downloading", begun * share)
+
+    on_progress("asking the hub", 0.0)
+    model = fetch_model(
+        name,
+        config.revision,
+        is_offline=config.is_offline,
+        check=lambda folder: _model_config(config, folder),
+        on_share=on_share,
+    )
+    if not is_fetched:
+        return model.folder, model.commit, on_progress
+    return model.folder, model.commit, lambda stage, share: on_progress(stage, begun + (1 - begun) * share)
 
 
 def _demo_folder() -> Path:

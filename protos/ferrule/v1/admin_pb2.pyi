@@ -81,7 +81,7 @@ class GetServerViewResponse(_message.Message):
     def __init__(self, view: _Optional[_Union[ServerView, _Mapping]] = ...) -> None: ...
 
 class ServerView(_message.Message):
-    __slots__ = ("time", "uptime", "status", "cache_metrics", "model_id", "max_step_rows", "running_appends", "queued_jobs", "num_step_rows", "step_ns", "num_refused", "block_map", "sequences", "principals", "known_principals", "step_seconds", "queue_seconds", "first_token_seconds", "inter_token_seconds")
+    __slots__ = ("time", "uptime", "status", "cache_metrics", "model_id", "max_step_rows", "running_appends", "queued_jobs", "num_step_rows", "step_ns", "num_refused", "block_map", "sequences", "principals", "known_principals", "step_seconds", "queue_seconds", "first_token_seconds", "inter_token_seconds", "decode_seconds")
     class NumRefusedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +108,7 @@ class ServerView(_message.Message):
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
     INTER_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     time: _timestamp_pb2.Timestamp
     uptime: _duration_pb2.Duration
     status: _info_pb2.ExecutorStatus
@@ -127,7 +128,8 @@ class ServerView(_message.Message):
     queue_seconds: Histogram
     first_token_seconds: Histogram
     inter_token_seconds: Histogram
-    def __init__(self, time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., status: _Optional[_Union[_info_pb2.ExecutorStatus, _Mapping]] = ..., cache_metrics: _Optional[_Union[_cache_pb2.CacheMetrics, _Mapping]] = ..., model_id: _Optional[str] = ..., max_step_rows: _Optional[int] = ..., running_appends: _Optional[int] = ..., queued_jobs: _Optional[int] = ..., num_step_rows: _Optional[int] = ..., step_ns: _Optional[int] = ..., num_refused: _Optional[_Mapping[str, int]] = ..., block_map: _Optional[_Union[BlockMap, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[SequenceView, _Mapping]]] = ..., principals: _Optional[_Iterable[_Union[PrincipalView, _Mapping]]] = ..., known_principals: _Optional[int] = ..., step_seconds: _Optional[_Union[Histogram, _Mapping]] = ..., queue_seconds: _Optional[_Union[Histogram, _Mapping]] = ..., first_token_seconds: _Optional[_Union[Histogram, _Mapping]] = ..., inter_token_seconds: _Optional[_Union[Histogram, _Mapping]] = ...) -> None: ...
+    decode_seconds: Histogram
+    def __init__(self, time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., status: _Optional[_Union[_info_pb2.ExecutorStatus, _Mapping]] = ..., cache_metrics: _Optional[_Union[_cache_pb2.CacheMetrics, _Mapping]] = ..., model_id: _Optional[str] = ..., max_step_rows: _Optional[int] = ..., running_appends: _Optional[int] = ..., queued_jobs: _Optional[int] = ..., num_step_rows: _Optional[int] = ..., step_ns: _Optional[int] = ..., num_refused: _Optional[_Mapping[str, int]] = ..., block_map: _Optional[_Union[BlockMap, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[SequenceView, _Mapping]]] = ..., principals: _Optional[_Iterable[_Union[PrincipalView, _Mapping]]] = ..., known_principals: _Optional[int] = ..., step_seconds: _Optional[_Union[Histogram, _Mapping]] = ..., queue_seconds: _Optional[_Union[Histogram, _Mapping]] = ..., first_token_seconds: _Optional[_Union[Histogram, _Mapping]] = ..., inter_token_seconds: _Optional[_Union[Histogram, _Mapping]] = ..., decode_seconds: _Optional[_Union[Histogram, _Mapping]] = ...) -> None: ...
 
 class BlockMap(_message.Message):
     __slots__ = ("cell_blocks", "cells", "fill")

@@ -1,4 +1,4 @@
-"""AdminService: warm up, drain, end the process.
+"""AdminService: warm up, drain, end the process, show it.
 
 ``handlers.ROLES`` names the role that every method of it needs: who lacks it learns nothing else.
 """
@@ -12,6 +12,7 @@ from ferrule.v1 import admin_pb2, admin_pb2_grpc
 from ferrule_server.api.calls import Context, run_job, unary
 from ferrule_server.api.fields import seconds
 from ferrule_server.api.principal import principal_of
+from ferrule_server.api.server_view import Views
 from ferrule_server.api.state import ServerState, Serving
 from ferrule_server.engine.jobs import WarmupJob, WarmupResult
 from ferrule_server.errors import InvalidRequest, Starting
@@ -32,16 +33,18 @@ class Operations(Protocol):
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """Runs the server's life.
+    """Runs the server's life, and shows it.
 
     Args:
         state: The server.
         operations: What is done to it.
+        views: What is seen of it.
     """
 
-    def __init__(self, state: ServerState, operations: Operations) -> None:
+    def __init__(self, state: ServerState, operations: Operations, views: Views) -> None:
         self.state = state
         self._operations = operations
+        self._views = views
 
     @unary
     async def Warmup(self, request: admin_pb2.WarmupRequest, context: Context) -> admin_pb2.WarmupResponse:
@@ -74,6 +77,15 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._serving()
         self._operations.ask_to_stop(_grace(request))
         return admin_pb2.ShutdownResponse(live_sequences=self.state.num_sequences)
+
+    @unary
+    async def GetServerView(
+        self,
+        request: admin_pb2.GetServerViewRequest,
+        context: Context,
+    ) -> admin_pb2.GetServerViewResponse:
+        """Show counters, pool, sequences and principals as they are between two steps."""
+        return admin_pb2.GetServerViewResponse(view=await self._views.view(request))
 
     def _serving(self) -> Serving:
         """Return the parts that exist once the model is loaded, also when nothing else is taken any more.

@@ -14,6 +14,7 @@ from ferrule_server.api.principal import Caller
 from ferrule_server.api.state import Phase, ServerState, Serving
 from ferrule_server.engine.counters import EngineSnapshot
 from ferrule_server.executor.base import ExecutorInfo, ExecutorState, MemoryPlan
+from ferrule_server.kv.metrics import KvMetrics
 from ferrule_server.quotas import QuotaLimits
 
 _DTYPES: Final = {
@@ -135,8 +136,8 @@ def caller_info(caller: Caller, quotas: QuotaLimits) -> info_pb2.CallerInfo:
     return info_pb2.CallerInfo(principal=caller.principal, is_admin=caller.is_admin, quotas=limits)
 
 
-def status(state: ServerState) -> info_pb2.ExecutorStatus:
-    """Return how the server is doing, also while it loads."""
+def status(state: ServerState, snapshot: EngineSnapshot | None = None) -> info_pb2.ExecutorStatus:
+    """Return how the server is doing, also while it loads; with a snapshot, how it was then."""
     message = info_pb2.ExecutorStatus(
         state=info_pb2.EXECUTOR_STATE_STARTING,
         instance=state.instance,
@@ -150,7 +151,7 @@ def status(state: ServerState) -> info_pb2.ExecutorStatus:
         message.load_progress = state.load_progress
         message.load_stage = state.load_stage
         return message
-    snapshot = serving.engine.snapshot()
+    snapshot = snapshot or serving.engine.snapshot()
     message.state = _executor_state(state.phase, snapshot)
     message.is_ready = message.state in (info_pb2.EXECUTOR_STATE_READY, info_pb2.EXECUTOR_STATE_BUSY)
     _fill_executor(message, serving.engine.info, serving.executor_state())
@@ -158,10 +159,12 @@ def status(state: ServerState) -> info_pb2.ExecutorStatus:
     return message
 
 
-def cache_metrics(serving: Serving) -> cache_pb2.CacheMetrics:
-    """Return what is counted of the KV pool and of the masks."""
-    snapshot, masks = serving.engine.snapshot(), serving.inputs.masks
-    kv = serving.engine.kv_metrics()
+def cache_metrics(
+    serving: Serving, snapshot: EngineSnapshot | None = None, kv: KvMetrics | None = None
+) -> cache_pb2.CacheMetrics:
+    """Return what is counted of the KV pool and of the masks; what is given of it is taken from there."""
+    snapshot, masks = snapshot or serving.engine.snapshot(), serving.inputs.masks
+    kv = kv or serving.engine.kv_metrics()
     return cache_pb2.CacheMetrics(
         block_size=kv.block_size,
         total_blocks=kv.total_blocks,

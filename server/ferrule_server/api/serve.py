@@ -24,6 +24,7 @@ from ferrule_server.api.handlers import as_server
 from ferrule_server.api.health import HealthServicer
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.observe import Observer
+from ferrule_server.api.server_view import Views
 from ferrule_server.api.state import Phase, ServerState, Serving
 from ferrule_server.api.tls import TlsFiles
 from ferrule_server.api.tokenizer_service import TokenizerServicer
@@ -86,6 +87,7 @@ class ApiServer:
 
     Attributes:
         asked_to_stop: Set when the process is to drain and end.
+        views: What live displays are shown.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class ApiServer:
     ) -> None:
         self.state = state
         self.asked_to_stop = asyncio.Event()
+        self.views = Views(state)
         self._drain_grace_s = drain_grace_s
         self._grace = Grace()
         self._closing: asyncio.Task[None] | None = None
@@ -111,7 +114,7 @@ class ApiServer:
         typed = as_server(self._server, access, observers)
         executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(ModelExecutorServicer(state), typed)
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(TokenizerServicer(state), typed)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(state, self), typed)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(state, self, self.views), typed)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, typed)
         if has_reflection:
             _add_reflection(typed)

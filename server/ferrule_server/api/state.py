@@ -128,6 +128,7 @@ class ServerState:
         limits: Of the wire.
         limits_of: Quotas of each principal.
         load_progress: From 0 to 1. load_stage: what is being loaded.
+        start_ns: When the process began to serve, by the wall clock. started_at_s: the same on ``time.monotonic``.
         num_active: Unary calls under way. streams: Streams under way.
         cohorts: A number for each request whose jobs are to share a step, never the same one twice.
     """
@@ -142,6 +143,7 @@ class ServerState:
     load_progress: float = 0.0
     load_stage: str = "starting"
     start_ns: int = field(default_factory=time.time_ns)
+    started_at_s: float = field(default_factory=time.monotonic)
     num_active: int = 0
     streams: set[Ending] = field(default_factory=set)
     cohorts: Iterator[int] = field(default_factory=lambda: itertools.count(1))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Protocol
 
+from ferrule_server.engine.views import View, ViewJob
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import DraftLaw, Float32Array, OutputSpec, RowOutput, TokenMask
 from ferrule_server.kv.handle import Handle, StalePolicy
@@ -358,6 +359,7 @@ Job = (
     | ListJob
     | StreamJob
     | WarmupJob
+    | ViewJob
 )
 
 
@@ -587,6 +589,7 @@ Result = (
     | GenerateFrame
     | ForwardFrame
     | WarmupResult
+    | View
 )
 Outcome = Result | FerruleError
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 
@@ -39,6 +40,7 @@ class BlockPool:
     __slots__ = (
         "_cached",
         "_empty",
+        "_is_cached",
         "_kept",
         "_refcounts",
         "block_size",
@@ -58,7 +60,9 @@ class BlockPool:
         self.block_size = block_size
         self.on_evict: Callable[[int], None] = _ignore
         self.num_shared = self.num_evictions = self.num_exhausted = 0
-        self._refcounts = [0] * num_blocks
+        # An array, and a byte for each block, so that a picture of a large pool is two copies and not a walk.
+        self._refcounts = array("i", bytes(4 * num_blocks))
+        self._is_cached = bytearray(num_blocks)
         # A stack, lowest id on top: the block freed last is the likeliest to be in a cache.
         self._empty = list(range(num_blocks - 1, NULL_BLOCK, -1))
         # In the order in which they became free. (A plain dict is slow to take the first from, again and again.)
@@ -163,6 +167,7 @@ class BlockPool:
                 raise RuntimeError(f"block {block_id} is empty and cannot be adopted")
             else:
                 del self._cached[block_id]
+                self._is_cached[block_id] = 0
                 self._refcounts[block_id] = 1
         return num_cached - len(self._cached)
 
@@ -201,6 +206,7 @@ class BlockPool:
         self._kept.discard(block_id)
         if block_id in self._cached:
             del self._cached[block_id]
+            self._is_cached[block_id] = 0
             self._empty.append(block_id)
 
     def count_sole(self, block_ids: Iterable[int]) -> int:
@@ -214,6 +220,13 @@ class BlockPool:
     def cached_ids(self) -> list[int]:
         """Return the cached blocks in the order in which they would be handed out."""
         return list(self._cached)
+
+    def picture(self) -> tuple[array[int], bytes]:
+        """Return copies of all refcounts, array("i"), and of a byte for each block: 1 if it is cached, else 0.
+
+        Both have the null block at index 0, a zero.
+        """
+        return self._refcounts[:], bytes(self._is_cached)
 
     def check_integrity(self, owners: Mapping[int, int] | None = None) -> None:
         """Raise AssertionError unless the invariant of the class holds.
@@ -230,6 +243,8 @@ class BlockPool:
             count = self._refcounts[block_id]
             assert (count == 0) == (block_id in free), f"block {block_id} has {count} owners, free={block_id in free}"
         assert self._kept & free == set(self._cached), "a free block is not listed as what it is"
+        marked = {block_id for block_id, mark in enumerate(self._is_cached) if mark}
+        assert marked == set(self._cached), "a block is marked as cached and is not, or the other way round"
         num_shared = sum(count > 1 for count in self._refcounts)
         assert num_shared == self.num_shared, f"{num_shared} blocks are shared, not {self.num_shared}"
         if owners is not None:
@@ -240,12 +255,14 @@ class BlockPool:
         """List a block that lost its last owner as free."""
         if block_id in self._kept:
             self._cached[block_id] = None
+            self._is_cached[block_id] = 1
         else:
             self._empty.append(block_id)
 
     def _evict(self) -> int:
         """Take the block that has been cached for longest."""
         block_id, _ = self._cached.popitem(last=False)
+        self._is_cached[block_id] = 0
         self._kept.remove(block_id)
         self.num_evictions += 1
         self.on_evict(block_id)

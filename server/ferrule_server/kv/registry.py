@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import heapq
 import re
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
@@ -24,6 +25,7 @@ SECRET_BYTES = 16
 """Random bytes in a cache_id."""
 
 _HANDLE_ID = attrgetter("handle_id")
+_EXPIRES_AT = attrgetter("expires_at")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SECRET = re.compile(r"[A-Za-z0-9_-]{22}")
 
@@ -145,6 +147,10 @@ class Registry:
         own = self._own.get(principal, [])
         start = bisect_right(own, after_handle_id, key=_HANDLE_ID)
         return own[start : start + limit]
+
+    def soonest(self, limit: int) -> list[Sequence]:
+        """Return up to ``limit`` sequences of all principals, those whose lease ends soonest, in that order."""
+        return heapq.nsmallest(limit, self._sequences.values(), key=_EXPIRES_AT)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the invariant of the class holds."""

@@ -173,6 +173,14 @@ class KvStore:
         """Return up to ``limit`` of the principal's sequences after that handle_id, in order of handle_id."""
         return self._registry.page(principal, after_handle_id, limit)
 
+    def soonest(self, limit: int) -> list[Sequence]:
+        """Return up to ``limit`` sequences of all principals, those whose lease ends soonest, in that order."""
+        return self._registry.soonest(limit)
+
+    def principals(self) -> list[str]:
+        """Return who has a sequence alive or in creation, or blocks."""
+        return self._usage.principals()
+
     def reserve_new(
         self,
         principal: str,

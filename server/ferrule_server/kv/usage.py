@@ -47,6 +47,10 @@ class Usage:
         held = self._holdings.get(principal)
         return Holding() if held is None else Holding(held.num_sequences, held.num_blocks)
 
+    def principals(self) -> list[str]:
+        """Return who holds anything, a copy."""
+        return list(self._holdings)
+
     def check(self, principal: str, *, num_sequences: int = 0, num_blocks: int = 0, num_whole: int = 0) -> None:
         """Return if the quotas allow so much more. Wanting nothing more is always allowed, also above a quota.
 

@@ -1,0 +1,44 @@
+"""The picture of the block pool: a byte for each block, or for runs of blocks where there are more than fit."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from ferrule.v1 import admin_pb2
+
+CACHED: Final = 1
+"""Mark of a block that only the prefix cache holds; 0 is empty, n owners are n + 1."""
+
+_MOST: Final = 255
+
+
+def block_map(refcounts: array[int], is_cached: bytes, max_cells: int) -> admin_pb2.BlockMap:
+    """Return the picture in at most ``max_cells`` cells.
+
+    Args:
+        refcounts: array("i") [num_blocks], owners of each block, the null block at index 0.
+        is_cached: A byte for each block, 1 where only the prefix cache holds it.
+        max_cells: At least 1.
+    """
+    owners = np.frombuffer(refcounts, np.int32)[1:]
+    marks = np.minimum(owners + (owners > 0), _MOST).astype(np.uint8)
+    marks |= np.frombuffer(is_cached, np.uint8)[1:]
+    cell_blocks = max(1, -(-len(marks) // max_cells))
+    starts = np.arange(0, len(marks), cell_blocks)
+    num_held = np.add.reduceat((owners > 0).astype(np.int64), starts)
+    sizes = np.diff(starts, append=len(marks))
+    return admin_pb2.BlockMap(
+        cell_blocks=cell_blocks,
+        cells=np.maximum.reduceat(marks, starts).tobytes(),
+        fill=(-(-num_held * _MOST // sizes)).astype(np.uint8).tobytes(),
+    )
+
+
+def num_shared(block_ids: Sequence[int], refcounts: array[int]) -> int:
+    """Return how many blocks of a table have several owners, in O(log n): refcounts never rise along a table."""
+    return bisect_left(block_ids, 1, key=lambda block_id: refcounts[block_id] == 1)

@@ -1,0 +1,92 @@
+"""The viewer: a consistent look at pool, sequences and principals, cheap enough to be taken between two steps.
+
+What is proportional to the pool is copied, not walked through, and what can be told from the copies is told by whoever
+reads them: with 200 000 blocks and 10 000 sequences a look takes about a millisecond of the engine thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+
+from ferrule_server.engine.counters import EngineSnapshot
+from ferrule_server.engine.gate import Gate
+from ferrule_server.engine.tallies import Tallies
+from ferrule_server.engine.views import PrincipalSeen, SequenceSeen, View, ViewJob
+from ferrule_server.kv.sequence import Sequence
+from ferrule_server.kv.store import KvStore
+
+
+@dataclass(frozen=True, slots=True)
+class Viewer:
+    """Looks at an engine; called from its thread only.
+
+    Args:
+        store: The sequences.
+        gate: What is accepted and not finished.
+        tallies: What the appends of each principal came to.
+        num_pending: Jobs in flight or waiting on a sequence.
+        snapshot: The engine's state now.
+    """
+
+    store: KvStore
+    gate: Gate
+    tallies: Tallies
+    num_pending: Callable[[Sequence], int]
+    snapshot: Callable[[], EngineSnapshot]
+
+    def look(self, job: ViewJob) -> View:
+        """Return how everything stands; nothing changes, no lease is renewed."""
+        snapshot = self.snapshot()
+        counters = dataclasses.replace(snapshot.counters, refused=dict(snapshot.counters.refused))
+        refcounts, is_cached = self.store.pool.picture()
+        pending = self.gate.pending()
+        known = self._known(pending)
+        now = self.store.now()
+        return View(
+            at_s=time.monotonic(),
+            unix_ns=time.time_ns(),
+            snapshot=dataclasses.replace(snapshot, counters=counters),
+            timings=dict(counters.timings),
+            kv=self.store.metrics(),
+            refcounts=refcounts,
+            is_cached=is_cached,
+            sequences=tuple(self._seen(sequence, now) for sequence in self.store.soonest(job.max_sequences)),
+            principals=tuple(self._principal(name, pending) for name in islice(known, job.max_principals)),
+            num_principals=len(known),
+            num_jobs=self.gate.num_jobs,
+        )
+
+    def _known(self, pending: dict[str, tuple[int, int]]) -> dict[str, None]:
+        """Everybody who appended lately, most recently first, then who holds something or waits."""
+        known = dict.fromkeys(self.tallies.recent())
+        known.update(dict.fromkeys(self.store.principals()))
+        known.update(dict.fromkeys(pending))
+        return known
+
+    def _seen(self, sequence: Sequence, now: float) -> SequenceSeen:
+        return SequenceSeen(
+            sequence.handle_id,
+            sequence.parent_handle_id,
+            sequence.principal,
+            sequence.length,
+            sequence.reserved_length,
+            sequence.block_ids,
+            len(sequence.spare_ids),
+            sequence.ttl_s,
+            max(0.0, sequence.expires_at - now),
+            now - sequence.created_at,
+            self.num_pending(sequence),
+            sequence.is_appending,
+        )
+
+    def _principal(self, name: str, pending: dict[str, tuple[int, int]]) -> PrincipalSeen:
+        held, tally = self.store.usage_of(name), self.tallies.of(name)
+        seen = PrincipalSeen(name, held.num_sequences, held.num_blocks, *pending.get(name, (0, 0)))
+        if tally is not None:
+            seen.num_appends, seen.num_tokens = tally.num_appends, tally.num_tokens
+            seen.queue_ns, seen.run_ns = tally.queue_ns, tally.run_ns
+        return seen

@@ -50,6 +50,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *HOST_ONLY,
         *WIRE,
     ),
+    "ferrule_server.api.metrics": ("ferrule_server.api", "ferrule_server.engine", "prometheus_client", "ferrule.v1"),
     "ferrule_server.text": ("ferrule_server.text", "ferrule_server.errors", "jinja2", "tokenizers"),
     "ferrule_server.executor": (
         "ferrule_server.executor",

@@ -75,6 +75,7 @@ class Batch:
                 each = self.read(item, f"{self.field}[{index}].")
                 admit_new(state, each.job)
             except FerruleError as error:
+                state.calls.refuse_item(error.reason)
                 planned.append(error)
             else:
                 planned.append(each)

@@ -83,7 +83,7 @@ class ApiServer:
         access: Decides who may call.
         has_reflection: Serve gRPC reflection too.
         drain_grace_s: How long live handles are served once the server drains, unless something else is asked for.
-        observers: Are told of every call of every service.
+        observers: Are told of every call of every service, besides ``state.calls``.
 
     Attributes:
         asked_to_stop: Set when the process is to drain and end.
@@ -111,7 +111,7 @@ class ApiServer:
         self._server = grpc.aio.server(options=server_options(state.limits))
         self._socket_path: SocketPath | None = None
         self._owes_answers = False
-        typed = as_server(self._server, access, observers)
+        typed = as_server(self._server, access, (state.calls, *observers))
         executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(ModelExecutorServicer(state), typed)
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(TokenizerServicer(state), typed)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(state, self, self.views), typed)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from ferrule_server.api.call_counts import CallCounts
 from ferrule_server.api.inputs import InputReader
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.principal import Caller
@@ -131,6 +132,7 @@ class ServerState:
         start_ns: When the process began to serve, by the wall clock. started_at_s: the same on ``time.monotonic``.
         num_active: Unary calls under way. streams: Streams under way.
         cohorts: A number for each request whose jobs are to share a step, never the same one twice.
+        calls: Counts every call.
     """
 
     instance: str
@@ -147,6 +149,7 @@ class ServerState:
     num_active: int = 0
     streams: set[Ending] = field(default_factory=set)
     cohorts: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    calls: CallCounts = field(default_factory=CallCounts)
 
     @property
     def num_sequences(self) -> int:

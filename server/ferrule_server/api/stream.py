@@ -302,6 +302,7 @@ class DecodeStream:
             try:
                 planned = self._plan(item, index)
             except FerruleError as error:
+                self._state.calls.refuse_item(error.reason)
                 bad_items.append(self._error_result(item.seq, self._inputs.echoed_id(item), error))
                 continue
             planned.seq = item.seq

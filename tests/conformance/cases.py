@@ -1,0 +1,87 @@
+"""Cases as data: read from YAML, and the references in them filled in from earlier replies."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.conformance.matching import Json, handle_id_of
+
+FOLDER = Path(__file__).parent / "cases"
+_REFERENCE = re.compile(r"\$\{([^}]+)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One promise of the contract.
+
+    Attributes:
+        name: The promise, as a sentence.
+        topic: The file it stands in.
+        steps: What is called, and what is expected.
+        server: Which server it talks to: a name of ``servers.PROFILES``, or ``own``.
+        flags: Of its own server.
+        is_slow: It waits for seconds.
+    """
+
+    name: str
+    topic: str
+    steps: list[dict[str, Json]]
+    server: str = "plain"
+    flags: list[str] = field(default_factory=list)
+    is_slow: bool = False
+
+
+def load() -> list[Case]:
+    """Return all cases, in the order of files and places."""
+    return [
+        Case(entry["case"], path.stem, entry["steps"], entry.get("server", "plain"), entry.get("flags", []), "slow" in entry)
+        for path in sorted(FOLDER.glob("*.yaml"))
+        for entry in yaml.safe_load(path.read_text("utf-8"))
+    ]
+
+
+def fill(value: Json, saved: Mapping[str, Json]) -> Json:
+    """Return a value with what earlier steps have saved in the place of references.
+
+    ``${p.output.kvCache}`` alone becomes what is there, of any type; inside a longer text it becomes text.
+    ``{$with: X, key: value}`` is X with these keys changed, ``{$handle_id: X}`` the loggable id of a handle,
+    ``{$times: [n, X]}`` n times X in a list.
+
+    Raises:
+        LookupError: Nothing is saved there.
+    """
+    if isinstance(value, str):
+        return _fill_text(value, saved)
+    if isinstance(value, list):
+        return [fill(one, saved) for one in value]
+    if not isinstance(value, Mapping):
+        return value
+    filled = {str(key): fill(one, saved) for key, one in value.items()}
+    if "$with" in filled:
+        return {**filled.pop("$with"), **filled}
+    if "$handle_id" in filled:
+        return handle_id_of(filled["$handle_id"]["cacheId"])
+    if "$times" in filled:
+        count, one = filled["$times"]
+        return [one] * int(count)
+    return filled
+
+
+def _fill_text(text: str, saved: Mapping[str, Json]) -> Json:
+    whole = _REFERENCE.fullmatch(text)
+    if whole is not None:
+        return _look_up(whole[1], saved)
+    return _REFERENCE.sub(lambda found: str(_look_up(found[1], saved)), text)
+
+
+def _look_up(path: str, saved: Mapping[str, Json]) -> Json:
+    found: Any = saved
+    for key in path.split("."):
+        found = found[int(key)] if isinstance(found, list) else found[key]
+    return found

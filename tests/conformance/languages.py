@@ -1,0 +1,173 @@
+"""The runners: how each is built from its sources and started, or why it cannot be."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+RUNNERS: Final = Path(__file__).parent / "runners"
+BUILD: Final = ROOT / "build" / "conformance"
+EXAMPLES: Final = ROOT / "client" / "examples"
+INCLUDES: Final = (ROOT / "protos", ROOT / "protos" / "third_party", Path(__file__).parent / "protos")
+CONTRACT: Final = tuple(sorted(p.relative_to(ROOT / "protos").as_posix() for p in (ROOT / "protos" / "ferrule").rglob("*.proto")))
+DETAILS: Final = ("google/rpc/code.proto", "google/rpc/error_details.proto", "google/rpc/status.proto")
+HEALTH: Final = ("grpc/health/v1/health.proto",)
+
+
+class Missing(Exception):
+    """A program that a language needs is not there; the message says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """A runner that is built.
+
+    Attributes:
+        command: Starts it.
+        environment: What it needs besides this process's.
+    """
+
+    command: list[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def start(self) -> subprocess.Popen[str]:
+        """Return it running, with pipes for commands and answers."""
+        environment = os.environ | dict(self.environment)
+        return subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def build(language: str) -> Runner:
+    """Return the runner of a language of :data:`LANGUAGES`, built if need be.
+
+    Raises:
+        Missing: A program is not installed.
+        subprocess.CalledProcessError: A compiler refused it; its words went to stderr.
+    """
+    return LANGUAGES[language]()
+
+
+def _python() -> Runner:
+    return Runner([sys.executable, str(RUNNERS / "python" / "runner.py")])
+
+
+def _node() -> Runner:
+    protos = [str(ROOT / "protos" / name) for name in CONTRACT] + [str(INCLUDES[1] / name) for name in DETAILS]
+    command = [need("node"), str(RUNNERS / "node" / "runner.js"), str(ROOT / "protos"), *protos, str(INCLUDES[2] / HEALTH[0])]
+    return Runner(command, {"NODE_PATH": str(node_modules())})
+
+
+def node_modules() -> Path:
+    """Return where the packages of the Node example are installed.
+
+    Raises:
+        Missing: They are not.
+    """
+    folder = EXAMPLES / "node" / "node_modules"
+    if not (folder / "@grpc" / "grpc-js").is_dir():
+        raise Missing("client/examples/node/node_modules: npm install --prefix client/examples/node")
+    return folder
+
+
+def _go() -> Runner:
+    return Runner([str(compile_go("runner", RUNNERS / "go" / "runner.go"))])
+
+
+def compile_go(name: str, source: Path) -> Path:
+    """Return the program made of one Go file and the code generated from the contract, with Debian's packages."""
+    for program in ("go", "protoc", "protoc-gen-go", "protoc-gen-go-grpc"):
+        need(program)
+    path, program = BUILD / "go", BUILD / "go" / "bin" / name
+    (path / "src").mkdir(parents=True, exist_ok=True)
+    if not _is_newer(program, [source, *_contract_paths()]):
+        protoc(f"--go_out={path / 'src'}", f"--go-grpc_out={path / 'src'}", *CONTRACT)
+        environment = os.environ | {"GO111MODULE": "off", "GOFLAGS": "", "GOPATH": f"{path}:/usr/share/gocode"}
+        subprocess.run([need("go"), "build", "-o", str(program), str(source)], env=environment, check=True)
+    return program
+
+
+def _cpp() -> Runner:
+    return Runner([str(compile_cpp("runner", RUNNERS / "cpp" / "runner.cc"))])
+
+
+def compile_cpp(name: str, source: Path) -> Path:
+    """Return the program made of one C++ file and the code generated from the contract, by g++ with Debian's gRPC."""
+    flags = ["-std=c++17", "-O0", "-Wall", "-pthread", f"-I{BUILD / 'cpp'}"]
+    program, library = BUILD / "cpp" / name, _cpp_library(flags)
+    if not _is_newer(program, [source, library]):
+        whole = ["-Wl,--whole-archive", str(library), "-Wl,--no-whole-archive"]  # messages that only JSON names, too
+        links = ["-Wl,--copy-dt-needed-entries", "-lgrpc++", "-lprotobuf"]
+        subprocess.run([need("g++"), *flags, "-o", str(program), str(source), *whole, *links], check=True)
+    return program
+
+
+def _cpp_library(flags: list[str]) -> Path:
+    """Return the archive of the generated code; two files compile at a time."""
+    for program in ("g++", "ar", "protoc", "grpc_cpp_plugin"):
+        need(program)
+    folder, archive = BUILD / "cpp", BUILD / "cpp" / "contract.a"
+    folder.mkdir(parents=True, exist_ok=True)
+    if _is_newer(archive, _contract_paths()):
+        return archive
+    protoc(f"--cpp_out={folder}", *CONTRACT, *DETAILS, *HEALTH)
+    services = ("ferrule/v1/executor.proto", "ferrule/v1/tokenizer.proto")
+    protoc(f"--grpc_out={folder}", f"--plugin=protoc-gen-grpc={need('grpc_cpp_plugin')}", *services)
+    sources = sorted(folder.rglob("*.pb.cc"))
+    with ThreadPoolExecutor(2) as pool:
+        compiled = [[need("g++"), *flags, "-c", str(path), "-o", str(path.with_suffix(".o"))] for path in sources]
+        list(pool.map(lambda command: subprocess.run(command, check=True), compiled))
+    archive.unlink(missing_ok=True)
+    subprocess.run([need("ar"), "rcs", str(archive), *(str(path.with_suffix(".o")) for path in sources)], check=True)
+    return archive
+
+
+def _buf() -> Runner:
+    buf, schemas = need("buf"), []
+    for folder in (INCLUDES[0], INCLUDES[2]):
+        schema = BUILD / "buf" / f"{folder.parent.name}.binpb"
+        schema.parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run([buf, "build", str(folder), "-o", str(schema)], check=True)
+        schemas.append(str(schema))
+    return Runner([sys.executable, str(RUNNERS / "buf" / "runner.py"), buf, *schemas])
+
+
+LANGUAGES: Final[Mapping[str, Callable[[], Runner]]] = {
+    "python": _python,
+    "node": _node,
+    "go": _go,
+    "cpp": _cpp,
+    "buf": _buf,
+}
+"""Every language there is a runner for."""
+
+
+def need(program: str) -> str:
+    """Return the path of a program.
+
+    Raises:
+        Missing: It is not installed.
+    """
+    path = shutil.which(program) or shutil.which(program, path=str(Path(sys.executable).parent))
+    if path is None:
+        raise Missing(f"{program} is not installed")
+    return path
+
+
+def protoc(*arguments: str) -> None:
+    """Run protoc over the contract's folders."""
+    subprocess.run([need("protoc"), *(f"-I{folder}" for folder in INCLUDES), *arguments], check=True)
+
+
+def _contract_paths() -> list[Path]:
+    return [ROOT / "protos" / name for name in CONTRACT]
+
+
+def _is_newer(product: Path, sources: list[Path]) -> bool:
+    return product.exists() and all(product.stat().st_mtime >= path.stat().st_mtime for path in sources)

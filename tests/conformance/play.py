@@ -1,0 +1,236 @@
+"""Plays a case through a runner and judges the replies; the judging is here once, for all languages."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import secrets
+import subprocess
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+from tests.conformance.cases import Case, fill
+from tests.conformance.matching import Json, differences
+from tests.conformance.servers import PROFILES, TOKENS, Servers
+
+STREAMS: Final = ("StreamDecode", "Generate", "Forward", "Watch")
+_PACKAGES: Final = {"Health": "grpc.health.v1"}
+
+
+class Failed(Exception):
+    """The server, or the language, did not do what the case expects."""
+
+
+class Unable(Exception):
+    """The runner cannot express a step; the message says why."""
+
+
+class Conversation:
+    """Commands to a runner and its answers, a line each.
+
+    Args:
+        process: The runner, running.
+    """
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def ask(self, command: str, *fields: str) -> tuple[str, Json]:
+        """Send a command; return the kind of the answer and what it carries.
+
+        Raises:
+            Unable: The runner says so.
+            Failed: The runner is gone.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write("\t".join([command, *fields]) + "\n")
+            self._process.stdin.flush()
+        kind, _, rest = self._process.stdout.readline().rstrip("\n").partition("\t")
+        if kind == "unable":
+            raise Unable(rest)
+        if kind not in ("ok", "message", "end"):
+            raise Failed(f"the runner ended at {command} {fields}")
+        return kind, json.loads(rest) if rest else None
+
+
+class Play:
+    """One case with one runner.
+
+    Args:
+        case: What to do.
+        conversation: With the runner.
+        servers: Where the case's server runs.
+        shared: What all languages must have alike, by name; the first one writes it.
+    """
+
+    def __init__(self, case: Case, conversation: Conversation, servers: Servers, shared: dict[str, Json]) -> None:
+        self._case = case
+        self._ask = conversation.ask
+        self._shared = shared
+        self._servers = servers
+        self._target = servers.target(case.server) if case.server in PROFILES else servers.own(*case.flags)
+        self._saved: dict[str, Json] = {"token": TOKENS, "unique": secrets.token_hex(8)}
+        self._handles: dict[str, tuple[Json, tuple[str, ...]]] = {}
+
+    def run(self) -> None:
+        """Play all steps, then release what they made.
+
+        Raises:
+            Failed: A reply is not as expected; the message names the step.
+            Unable: A step cannot be expressed.
+        """
+        try:
+            for number, step in enumerate(self._case.steps, 1):
+                self._step(step, f"step {number}")
+        finally:
+            if self._case.server == "own":
+                self._servers.stop("own")
+            else:
+                self._release()
+
+    def _step(self, step: Mapping[str, Json], name: str) -> None:
+        metadata = _pairs(fill(step.get("metadata", {}), self._saved))
+        if "wait" in step:
+            time.sleep(float(step["wait"]))
+        elif "open" in step:
+            self._ask("open", self._target, _full_name(step["open"]), *metadata)
+        elif "send" in step:
+            self._ask("send", json.dumps(fill(step["send"], self._saved)))
+        elif "close" in step or "cancel" in step:
+            self._ask("close" if "close" in step else "cancel")
+        elif "receive" in step:
+            self._judge(step, name, self._receive(step["receive"]), metadata)
+        else:
+            self._judge(step, f"{name}, {step['call']}", self._call(step, metadata), metadata)
+
+    def _call(self, step: Mapping[str, Json], metadata: tuple[str, ...]) -> tuple[str, Json]:
+        method, request = _full_name(step["call"]), json.dumps(fill(step.get("request", {}), self._saved))
+        if method.rpartition("/")[2] not in STREAMS:
+            return self._ask("unary", self._target, method, request, *metadata)
+        self._ask("open", self._target, method, *metadata)
+        self._ask("send", request)
+        self._ask("close")
+        return self._receive("all")
+
+    def _receive(self, wanted: Json) -> tuple[str, Json]:
+        """Return one frame, so many results, or all frames up to the end, merged."""
+        frames: list[Json] = []
+        while not _is_enough(frames, wanted):
+            kind, frame = self._ask("receive")
+            if kind == "end":
+                return (kind, frame) if frame.get("code") or wanted != "all" else ("message", merged(frames))
+            frames.append(frame)
+        return "message", merged(frames)
+
+    def _judge(self, step: Mapping[str, Json], name: str, answer: tuple[str, Json], metadata: tuple[str, ...]) -> None:
+        kind, reply = answer
+        self._remember(reply, metadata)
+        if "save" in step:
+            self._saved[step["save"]] = reply
+        if "error" in step:
+            wanted = {"$status": fill(step["error"], self._saved)}
+            found = list(differences(wanted, reply if kind == "end" else {}, name))
+        elif kind == "end" and not (step.get("receive") == "end" and not reply):
+            found = [f"{name} ended: {reply}"]
+        else:
+            found = list(differences(fill(step.get("expect", {}), self._saved), reply, name))
+        for key, path in step.get("alike", {}).items():
+            value = fill(path, self._saved)
+            if self._shared.setdefault(f"{self._case.name}: {key}", value) != value:
+                found.append(f"{name}: {key} differs from what another language got")
+        if found:
+            raise Failed("; ".join(found[:5]))
+
+    def _remember(self, reply: Json, metadata: tuple[str, ...]) -> None:
+        for handle in _handles_in(reply):
+            self._handles[handle["cacheId"]] = handle, metadata
+
+    def _release(self) -> None:
+        """Leave nothing on a server that other cases use."""
+        for handle, metadata in self._handles.values():
+            request = json.dumps({"kvCaches": [handle]})
+            self._ask("unary", self._target, _full_name("ReleaseCache"), request, *metadata)
+
+
+def _is_enough(frames: list[Json], wanted: Json) -> bool:
+    if wanted in ("all", "end"):
+        return False
+    if wanted == "one":
+        return len(frames) == 1
+    return all(sum(len(frame.get(key, [])) for frame in frames) >= count for key, count in wanted.items())
+
+
+def _full_name(call: str) -> str:
+    """Return ``package.Service/Method``; a name alone is a method of the executor."""
+    service, _, method = call.rpartition("/")
+    return f"{_PACKAGES.get(service, 'ferrule.v1')}.{service or 'ModelExecutorService'}/{method}"
+
+
+def _pairs(metadata: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(text for pair in metadata.items() for text in pair)
+
+
+def _handles_in(reply: Json) -> Iterator[dict[str, Any]]:
+    """Find every handle in a reply."""
+    if isinstance(reply, dict):
+        if "cacheId" in reply:
+            yield reply
+        for value in reply.values():
+            yield from _handles_in(value)
+    elif isinstance(reply, list):
+        for value in reply:
+            yield from _handles_in(value)
+
+
+def merged(frames: list[Json]) -> Json:
+    """Return the frames of a stream as one message, since how rows are cut into frames is the server's choice.
+
+    Results of ``StreamDecode`` come by ``seq``, outputs of ``Generate`` by branch, rows of ``Forward`` one after another.
+    """
+    if len(frames) == 1 and not {"results", "outputs"} & frames[0].keys():
+        return frames[0]
+    together: dict[str, Any] = {"frames": len(frames)}
+    for frame in frames:
+        for key, value in frame.items():
+            if key in ("results", "releases"):
+                together.setdefault(key, []).extend(value)
+            elif key == "outputs" and isinstance(value, list):
+                _add_branches(together.setdefault("branches", []), value)
+            elif key == "outputs":
+                _add_rows(together.setdefault("outputs", {}), value)
+            else:
+                together[key] = value
+    together.get("results", []).sort(key=lambda result: int(result.get("seq", 0)))
+    return together
+
+
+def _add_branches(branches: list[dict[str, Any]], outputs: Iterable[dict[str, Any]]) -> None:
+    for output in outputs:
+        index = int(output.get("index", 0))
+        branches.extend({} for _ in range(index + 1 - len(branches)))
+        rows = output.pop("outputs", {})
+        text = branches[index].get("text", "") + output.get("text", "")
+        branches[index].update(output, text=text)
+        _add_rows(branches[index].setdefault("outputs", {}), rows)
+
+
+def _add_rows(together: dict[str, Any], rows: Mapping[str, Any]) -> None:
+    for key, value in rows.items():
+        if isinstance(value, list):
+            together.setdefault(key, []).extend(value)
+        elif key == "numRows":
+            together[key] = together.get(key, 0) + value
+        elif key in ("logits", "hiddenState"):
+            _add_tensor(together.setdefault(key, {"data": ""}), value)
+        else:
+            together[key] = value
+
+
+def _add_tensor(together: dict[str, Any], tensor: Mapping[str, Any]) -> None:
+    data = base64.b64decode(together["data"]) + base64.b64decode(tensor["data"])
+    rows = tensor["shape"][0] + together.get("shape", [0])[0]
+    together.update(tensor, data=base64.b64encode(data).decode(), shape=[rows, *tensor["shape"][1:]])

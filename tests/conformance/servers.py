@@ -1,0 +1,94 @@
+"""The servers that cases talk to: ``ferrule serve --executor paged-reference`` with different settings."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import select
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+_REFERENCE: Final = ("--executor", "paged-reference", "--instance", "conformance", "--drain-grace", "0s")
+TOKENS: Final = {name: f"ferrule_conformance_{name}" for name in ("alice", "bob", "ops")}
+"""Bearer tokens of the guarded server, by principal; they open nothing else."""
+_TOKEN_LINES: Final = {"alice": "alice handles=3 kv_tokens=128 mask_bytes=64", "bob": "bob", "ops": "ops admin"}
+
+PROFILES: Final[Mapping[str, tuple[str, ...]]] = {
+    "plain": _REFERENCE,
+    "small": (*_REFERENCE, "--kv-memory", "128KiB", "--max-waiting-jobs", "4"),
+    "guarded": (*_REFERENCE, "--token-file", "{folder}/tokens"),
+    "shipped": ("--kv-memory", "16MiB", "--drain-grace", "0s"),
+}
+"""Flags of each kind of server."""
+
+_START_S = 60.0
+_STOP_S = 10.0
+
+
+class Servers:
+    """Starts a server when the first case asks for it. Leave it to end them all.
+
+    Args:
+        folder: For logs and the token file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._running: dict[str, tuple[subprocess.Popen[str], str]] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = [f"{hashlib.sha256(TOKENS[name].encode()).hexdigest()} {line}\n" for name, line in _TOKEN_LINES.items()]
+        path = folder / "tokens"
+        path.touch(mode=0o600)
+        path.write_text("".join(lines), "utf-8")
+
+    def __enter__(self) -> Servers:
+        """Return itself; nothing is started yet."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End every server."""
+        for name in list(self._running):
+            self.stop(name)
+
+    def target(self, profile: str) -> str:
+        """Return the address of a server that is ready."""
+        if profile not in self._running:
+            self._running[profile] = self._start(profile, PROFILES[profile])
+        return self._running[profile][1]
+
+    def own(self, *flags: str) -> str:
+        """Return the address of a server made for one case, which may end it."""
+        self._running["own"] = self._start("own", (*_REFERENCE, *flags))
+        return self._running["own"][1]
+
+    def stop(self, name: str) -> int | None:
+        """End a server, if it still runs, and return its exit code; None: there was none."""
+        if name not in self._running:
+            return None
+        process, _ = self._running.pop(name)
+        with process:
+            process.terminate()
+            try:
+                return process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+
+    def _start(self, name: str, flags: tuple[str, ...]) -> tuple[subprocess.Popen[str], str]:
+        filled = [flag.format(folder=self._folder) for flag in flags]
+        command = [sys.executable, "-m", "ferrule_server", *filled, "--listen", "127.0.0.1:0"]
+        log = self._folder / f"{name}.log"
+        with log.open("a") as stderr:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+        assert process.stdout is not None
+        is_ready, _, _ = select.select([process.stdout], [], [], _START_S)
+        line = process.stdout.readline() if is_ready else ""
+        found = re.search(r"^ready .*\blisten=(127\.0\.0\.1:\d+)", line)
+        if found is None:
+            process.kill()
+            process.communicate()
+            raise RuntimeError(f"the server {name} did not become ready: {line!r}\n{log.read_text()[-2000:]}")
+        return process, found[1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
 
 import pytest
@@ -246,28 +245,6 @@ def test_settings_of_access_must_fit_together(arguments: str, hint: str) -> None
     """A server is never more open than its operator has said."""
     with pytest.raises(ConfigError, match=hint):
         parse_config(arguments.split(), {})
-
-
-def test_the_compose_files_give_settings_that_fit_together() -> None:
-    """The plain one listens in its container only, the secured one wants tokens."""
-    plain = (ROOT / "docker-compose.yml").read_text()
-    arguments = re.search(r"command: \[(.*)\]", plain)
-    assert arguments is not None
-    assert parse_config(re.findall(r'"([^"]+)"', arguments[1]), {}).is_insecure
-    assert '"127.0.0.1:50051:50051"' in plain
-    secured = (ROOT / "deploy" / "compose.secured.yml").read_text()
-    config = parse_config(re.findall(r"- (--\S+)", secured), {})
-    assert config.token_file == Path("/run/ferrule/tokens")
-    assert config.tls_key == Path("/run/ferrule/key.pem")
-    assert not config.is_insecure
-    on_gpu = (ROOT / "deploy" / "compose.gpu.yml").read_text()
-    config = parse_config(re.findall(r"- (--\S+)", on_gpu), {})
-    assert (config.device, config.is_insecure) == ("cuda", True)
-    assert config.model == "${MODEL:-demo}"
-    assert "\n      - ${MODELS:-./models}:/models:ro " in on_gpu
-    assert "\n    restart: on-failure:5\n" in on_gpu, "exit code 2 does not go round for ever"
-    assert f"kernels:{config.kernel_cache} " in on_gpu
-    assert f" {config.kernel_cache}\n" in (ROOT / "deploy" / "Dockerfile").read_text()
 
 
 @pytest.mark.parametrize(

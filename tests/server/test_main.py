@@ -34,7 +34,6 @@ from ferrule.v1 import (
     types_pb2,
 )
 from ferrule_server import __version__
-from ferrule_server.config import parse_config
 
 REFERENCE = ("--executor", "paged-reference", "--kv-memory", "4MiB")
 QUIET = ("--log-level", "error")
@@ -390,20 +389,6 @@ def test_a_device_fault_loses_the_handles_turns_health_and_ends_with_1() -> None
             _, err = process.communicate(timeout=20)
         assert process.returncode == 1
         assert "every handle is lost" in err
-
-
-def test_compose_starts_a_server_again_that_ended_by_itself() -> None:
-    """A lost device costs the handles, not the service."""
-    compose = (Path(__file__).parents[2] / "docker-compose.yml").read_text()
-    assert re.search(r"^    restart: (unless-stopped|always|on-failure)$", compose, re.MULTILINE)
-
-
-def test_compose_waits_longer_than_the_grace() -> None:
-    """Else docker kills the server while it serves live handles."""
-    compose = (Path(__file__).parents[2] / "docker-compose.yml").read_text()
-    periods = re.findall(r"stop_grace_period: (\d+)s", compose)
-    assert periods
-    assert all(int(period) >= parse_config([], {}).drain_grace_s + 5 for period in periods)
 
 
 @pytest.fixture

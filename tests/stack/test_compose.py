@@ -1,0 +1,228 @@
+"""The compose files: valid, contained, and settings that fit together, for each way that the documents name."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ferrule_server.config import ServerConfig, parse_config
+from tests.stack.compose_file import ON_TOP, PLAIN, ROOT, load, started
+
+SERVERS = ("ferrule", "ferrule-gpu", "ferrule-a", "ferrule-b")
+WAYS = [(), *((path,) for path in ON_TOP)]
+"""What may lie on top of docker-compose.yml."""
+
+
+def project(*on_top: Path, **environment: str) -> dict[str, Any]:
+    """Return what the files say together."""
+    return load([PLAIN, *on_top], environment)
+
+
+def settings(service: dict[str, Any]) -> ServerConfig:
+    """Return what the server of a service makes of its command and its environment."""
+    given = {key: value for key, value in service["environment"].items() if value is not None}
+    return parse_config(service["command"], given)
+
+
+def named(name: str) -> Path:
+    """Return one of the files on top."""
+    return ROOT / "deploy" / f"compose.{name}.yml"
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Any]:
+    """The services of docker-compose.yml by itself."""
+    services: dict[str, Any] = project()["services"]
+    return services
+
+
+@pytest.mark.parametrize("on_top", WAYS, ids=lambda paths: "+".join(path.stem for path in paths) or "plain")
+def test_the_files_are_what_the_compose_specification_allows(on_top: tuple[Path, ...], tmp_path: Path) -> None:
+    """Each, laid on top of the plain one, by the schema that compose itself checks with."""
+    path = tmp_path / "compose.json"
+    path.write_text(json.dumps(project(*on_top)))
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(path)]
+    checked = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+@pytest.mark.parametrize("on_top", WAYS, ids=lambda paths: "+".join(path.stem for path in paths) or "plain")
+def test_every_service_is_contained(on_top: tuple[Path, ...]) -> None:
+    """No root, no capability, nothing written but where it is said, bounded memory, processes and logs."""
+    for name, service in project(*on_top)["services"].items():
+        user = re.match(r"(\d+):\d+$", service["user"])
+        assert user, name
+        assert int(user[1]) > 0, name
+        assert service["read_only"] is True, name
+        assert service["init"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert any(entry.startswith("/tmp:size=") for entry in service["tmpfs"]), name
+        assert service["mem_limit"], name
+        assert service["pids_limit"] > 0, name
+        assert set(service["logging"]["options"]) == {"max-size", "max-file"}, name
+        assert not {"privileged", "network_mode", "pid", "ipc", "cap_add", "devices"} & set(service), name
+        assert "docker.sock" not in json.dumps(service), name
+        writable = {entry.split(":")[1] for entry in service.get("volumes", []) if not entry.endswith(":ro")}
+        assert writable <= {"/var/cache/ferrule", "/prometheus", "/var/lib/grafana"}, name
+        assert service["healthcheck"]["test"][0] == "CMD", name
+        assert service["restart"] in ("unless-stopped", "on-failure:5"), name
+
+
+def test_images_are_pinned(plain: dict[str, Any]) -> None:
+    """To a release; ours to the version that the project has."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    for name, service in plain.items():
+        assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+", service["image"]), name
+        assert ("build" in service) == service["image"].endswith(f":{version}") == (name in SERVERS), name
+    recipe = (ROOT / "deploy" / "Dockerfile").read_text()
+    assert re.search(r"^ARG PYTHON_IMAGE=python:\d+\.\d+\.\d+-\w+-\w+$", recipe, re.MULTILINE)
+    assert set(re.findall(r"-t ferrule(?:-gpu)?:(\S+)", recipe)) == {version}
+
+
+def test_ports_are_this_machines_unless_a_file_with_credentials_opens_them() -> None:
+    """Nothing without credentials can be reached from elsewhere, and servers behind Envoy by nobody but it."""
+    for on_top in WAYS:
+        is_open = on_top in [(named("secured"),), (named("mtls"),)]
+        for name, service in project(*on_top)["services"].items():
+            ports = service.get("ports", [])
+            if is_open and name in ("ferrule", "ferrule-gpu"):
+                assert ports == ["50051:50051"]
+                assert settings(service).has_authentication
+                assert settings(service).tls_cert
+                assert not settings(service).is_insecure
+            else:
+                assert all(port.startswith("127.0.0.1:") for port in ports), name
+            assert bool(ports) == ("outside" in service["networks"]) == (name not in ("ferrule-a", "ferrule-b"))
+            assert not any(port.endswith(":9464") for port in ports), "metrics need no credentials"
+    assert project()["networks"]["inside"] == {"internal": True}
+
+
+def test_servers_listen_where_others_look(plain: dict[str, Any]) -> None:
+    """The port that is published, the port that Prometheus asks; a page without credentials is not served there."""
+    for name in SERVERS:
+        config = settings(plain[name])
+        assert (config.listen.target, config.is_insecure) == ("0.0.0.0:50051", True)
+        assert config.metrics_listen is not None
+        assert config.metrics_listen.target == "0.0.0.0:9464"
+        assert not config.has_ui
+        assert config.instance == name.removesuffix("-gpu")
+    recipe = (ROOT / "deploy" / "Dockerfile").read_text()
+    assert "\nEXPOSE 50051 9464\n" in recipe
+
+
+def test_files_on_top_let_in_whom_they_say() -> None:
+    """Tokens alone, tokens with TLS, certificates alone; each for every server it speaks of."""
+    for name in SERVERS:
+        config = settings(project(named("tokens"))["services"][name])
+        assert (config.token_file, config.tls_cert, config.is_insecure) == (Path("/run/ferrule/tokens"), None, False)
+    for name in SERVERS[:2]:
+        config = settings(project(named("secured"))["services"][name])
+        assert (config.token_file, config.tls_client_ca) == (Path("/run/ferrule/tokens"), None)
+        config = settings(project(named("mtls"))["services"][name])
+        assert (config.token_file, config.tls_client_ca) == (None, Path("/run/ferrule/client-ca.pem"))
+        assert config.admins == ("ops",)
+    both = project(named("secured"), named("mtls"), ADMINS="")["services"]["ferrule"]
+    assert settings(both).token_file
+    assert settings(both).tls_client_ca
+    assert both["volumes"].count("./secrets:/run/ferrule:ro") == 1
+
+
+def test_a_server_outlives_what_is_asked_of_it(plain: dict[str, Any]) -> None:
+    """Docker waits longer than the grace, and starts again what ended by itself; a wrong setting not for ever."""
+    for name in SERVERS:
+        seconds = int(plain[name]["stop_grace_period"].removesuffix("s"))
+        assert seconds >= settings(plain[name]).drain_grace_s + 10
+    assert plain["ferrule"]["restart"] == "unless-stopped"
+    assert plain["ferrule-gpu"]["restart"] == "on-failure:5", "exit code 2 does not go round for ever"
+
+
+def test_what_is_made_once_is_kept(plain: dict[str, Any]) -> None:
+    """Kernels and models lie in a volume, in a folder that the image gives to the server's user."""
+    recipe = (ROOT / "deploy" / "Dockerfile").read_text()
+    assert "--owner=10001 --group=10001 /var/cache/ferrule\n" in recipe
+    assert "HF_HOME=/var/cache/ferrule/huggingface\n" in recipe
+    for name in SERVERS:
+        assert "cache:/var/cache/ferrule" in plain[name]["volumes"]
+        assert plain[name]["user"] == "10001:10001"
+    assert settings(plain["ferrule-gpu"]).kernel_cache == Path("/var/cache/ferrule/kernels")
+
+
+def test_the_gpu_is_reserved(plain: dict[str, Any]) -> None:
+    """One of NVIDIA's, for the server that is told to use it and nobody else."""
+    wants = {name for name, service in plain.items() if "deploy" in service}
+    assert wants == {"ferrule-gpu"}
+    (device,) = plain["ferrule-gpu"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+    assert settings(plain["ferrule-gpu"]).device == "cuda"
+    assert settings(plain["ferrule-gpu"]).kv_memory_bytes is None, "the pool takes what the memory of the GPU leaves"
+    assert plain["ferrule-gpu"]["build"]["args"]["EXTRAS"] == "server,cli,otel,cuda"
+
+
+def test_a_model_of_yours_is_served_from_your_folder() -> None:
+    """By three variables; without them the model that ships, and an empty volume."""
+    service = project()["services"]["ferrule"]
+    assert settings(service).model == "demo"
+    assert "models:/models:ro" in service["volumes"]
+    service = project(MODELS="/data", MODEL="/models/Q", KV_MEMORY="4GiB", MEMORY="8g")["services"]["ferrule"]
+    assert settings(service).model == "/models/Q"
+    assert settings(service).kv_memory_bytes == 4 << 30
+    assert "/data:/models:ro" in service["volumes"]
+    assert service["mem_limit"] == "8g"
+
+
+@pytest.mark.parametrize(
+    ("profiles", "names", "services"),
+    [
+        ((), (), ["ferrule"]),
+        (("gpu",), ("ferrule-gpu",), ["ferrule-gpu"]),
+        (("scale",), ("envoy",), ["ferrule-a", "ferrule-b", "envoy"]),
+        (("observe",), ("ferrule", "grafana"), ["ferrule", "prometheus", "grafana"]),
+        (("scale", "observe"), ("envoy", "grafana"), ["ferrule-a", "ferrule-b", "envoy", "prometheus", "grafana"]),
+    ],
+)
+def test_profiles_start_what_the_documents_say(
+    profiles: tuple[str, ...], names: tuple[str, ...], services: list[str]
+) -> None:
+    """And nothing beside it: ports would be taken twice."""
+    whole = project()
+    assert started(whole, profiles, names) == services
+    ports = [port for name in services for port in whole["services"][name].get("ports", [])]
+    assert len(ports) == len(set(ports))
+
+
+def test_files_that_are_mounted_exist(plain: dict[str, Any]) -> None:
+    """Docker would make an empty folder in the place of one that does not."""
+    for service in plain.values():
+        for entry in service.get("volumes", []):
+            source = entry.split(":")[0]
+            assert not source.startswith("./") or (ROOT / source).exists(), source
+
+
+def test_names_and_volumes_are_declared() -> None:
+    """A service names networks and volumes that the file has."""
+    whole = project()
+    for name, service in whole["services"].items():
+        assert set(service["networks"]) <= set(whole["networks"]), name
+        for entry in service.get("volumes", []):
+            source = entry.split(":")[0]
+            assert source.startswith(("./", "/")) or source in whole["volumes"], entry
+
+
+def test_the_image_is_made_of_wheels() -> None:
+    """Ours is built first; nothing else is compiled, and the last stage installs nothing."""
+    stages = (ROOT / "deploy" / "Dockerfile").read_text().split("\nFROM ")
+    assert len(stages) == 3
+    assert "--only-binary=:all: -c constraints.txt" in stages[1]
+    assert not re.search(r"pip|apt|gcc|build-essential", stages[2])
+    assert "\nUSER 10001:10001\n" in stages[2]
+    sources = set(re.findall(r"^COPY (?!--from)(.*) \S+$", stages[1], re.MULTILINE))
+    kept = set(re.findall(r"^!(\S+)$", (ROOT / "deploy" / "Dockerfile.dockerignore").read_text(), re.MULTILINE))
+    assert {word for line in sources for word in line.split()} == kept

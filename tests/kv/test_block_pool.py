@@ -110,3 +110,21 @@ def test_the_next_blocks_are_those_that_are_handed_out_next(count: int) -> None:
     assert (pool.num_free, pool.num_evictions) == (5, max(0, min(count, 5) - 2))
     pool.check_integrity()
     assert [pool.allocate(1)[0] for _ in expected] == expected
+
+
+def test_a_picture_tells_every_block_apart_and_is_a_copy() -> None:
+    """Empty, cached, owned by one, shared; what happens next changes nothing in it."""
+    pool = BlockPool(6, 4)
+    block_ids = pool.allocate(4)
+    pool.share(block_ids[:1], 2)
+    pool.keep(block_ids[3])
+    pool.release(block_ids[2:])
+    refcounts, is_cached = pool.picture()
+    assert list(refcounts) == [0, 3, 1, 0, 0, 0]
+    assert list(is_cached) == [0, 0, 0, 0, 1, 0]
+    pool.release(block_ids[:2])
+    assert pool.allocate(3) == [2, 3, 5]
+    assert pool.allocate(1) == [4]
+    assert (list(refcounts), list(is_cached)) == ([0, 3, 1, 0, 0, 0], [0, 0, 0, 0, 1, 0])
+    assert list(pool.picture()[1]) == [0] * 6
+    pool.check_integrity()

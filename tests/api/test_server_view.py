@@ -1,0 +1,220 @@
+"""GetServerView: what everybody who may look sees, how much of it, and what it costs the server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from array import array
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import numpy as np
+import pytest
+from google.protobuf import json_format
+
+from ferrule.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, executor_pb2, info_pb2
+from ferrule_server.api.auth import OpenAccess
+from ferrule_server.api.block_map import block_map, num_shared
+from ferrule_server.api.server_view import FRESH_S
+from ferrule_server.engine.views import ViewJob
+from tests.api.harness import PROMPT, RunningServer, refused
+
+
+@pytest.fixture
+def own() -> Iterator[RunningServer]:
+    """A server of the test's own."""
+    with RunningServer() as server:
+        yield server
+
+
+def _view(server: RunningServer, **bounds: int) -> admin_pb2.ServerView:
+    request = admin_pb2.GetServerViewRequest(**bounds)
+    return admin_pb2_grpc.AdminServiceStub(server.channel).GetServerView(request, timeout=20).view
+
+
+def _age(server: RunningServer) -> None:
+    """Let every snapshot be too old to be shown again."""
+    server.server.views._taken.clear()
+
+
+def test_a_view_agrees_with_status_and_metrics(own: RunningServer) -> None:
+    """The same figures as GetStatus and GetCacheMetrics give, and what they lack: model, rows, refusals."""
+    handle = own.prefill().kv_cache
+    own.fork(handle, 3)
+    own.decode(handle, 7)
+    with refused():
+        own.decode(handle, 8)
+    view = _view(own)
+    status = own.stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=10).status
+    for message in (view.status, status):
+        message.ClearField("memory")
+    assert view.status == status
+    assert view.cache_metrics == own.stub.GetCacheMetrics(cache_pb2.GetCacheMetricsRequest(), timeout=10).metrics
+    assert view.model_id == own.engine.info.model.model_id
+    assert view.num_step_rows == len(PROMPT) + 1
+    assert dict(view.num_refused) == {"HANDLE_STALE": 1}
+    assert view.step_ns > 0
+    assert 0 < view.uptime.ToNanoseconds() < 60e9
+    assert sum(view.step_seconds.counts) == status.num_steps == 2
+    assert len(view.step_seconds.counts) == len(view.step_seconds.upper_bounds) + 1
+    assert sum(view.first_token_seconds.counts) == sum(view.decode_seconds.counts) == 1
+
+
+def test_sequences_are_told_without_what_makes_a_handle(own: RunningServer) -> None:
+    """Loggable ids, lengths, blocks and leases as their owners see them; no cache_id, no lineage, no token."""
+    root = own.prefill(range(1, 40)).kv_cache
+    branches = own.fork(root, 2)
+    view = _view(own)
+    listed = {each.handle_id: each for each in view.sequences}
+    infos = [own.info(handle) for handle in (root, *branches)]
+    assert set(listed) == {info.handle_id for info in infos}
+    for info in infos:
+        seen = listed[info.handle_id]
+        assert (seen.length, seen.num_blocks, seen.kv_bytes) == (39, info.num_blocks, info.kv_bytes)
+        assert seen.num_shared_blocks == info.num_shared_blocks == 3
+        assert 0 < seen.expires_in.ToNanoseconds() <= seen.ttl.ToNanoseconds() == 60e9
+    parents = [listed[info.handle_id].parent_handle_id for info in infos]
+    assert parents == ["", infos[0].handle_id, infos[0].handle_id]
+    text = json_format.MessageToJson(view) + repr(view)
+    for handle in (root, *branches):
+        assert handle.cache_id not in text
+        assert handle.cache_id.rpartition(".")[2] not in text
+    own.release(root)
+    _age(own)
+    orphans = _view(own).sequences
+    assert [each.parent_handle_id for each in orphans] == [infos[0].handle_id] * 2
+
+
+def test_a_view_is_within_its_bounds(own: RunningServer) -> None:
+    """As much as was asked for, the server's choice without a word, and a limit on all of it."""
+    for index in range(5):
+        own.prefill([index + 1, 2, 3])
+    usual = _view(own)
+    assert (len(usual.sequences), len(usual.principals)) == (5, 1)
+    assert 0 < len(usual.block_map.cells) <= 1024
+    few = _view(own, max_cells=10, max_sequences=2, max_principals=0)
+    assert (len(few.sequences), len(few.principals), few.known_principals) == (2, 0, 1)
+    assert len(few.block_map.cells) <= 10
+    none = _view(own, max_cells=0, max_sequences=0)
+    assert not none.HasField("block_map")
+    assert len(none.sequences) == 0
+    most = _view(own, max_cells=2**32 - 1, max_sequences=2**32 - 1, max_principals=2**32 - 1)
+    assert len(most.block_map.cells) == most.cache_metrics.total_blocks <= 16384
+
+
+def test_only_admins_see_everybody() -> None:
+    """A caller without the role hears PERMISSION_DENIED, and nothing of others."""
+    with RunningServer(access=OpenAccess(is_admin=False)) as server:
+        with refused() as refusals:
+            _view(server)
+        assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.PERMISSION_DENIED, "ROLE_REQUIRED")
+
+
+def test_there_is_nothing_to_see_before_the_model_is_loaded() -> None:
+    """UNAVAILABLE / STARTING; a server that drains is seen as before."""
+    with RunningServer(is_loaded=False) as server:
+        with refused() as refusals:
+            _view(server)
+        assert refusals[0].reason == "STARTING"
+        server.run(server.make_ready())
+        server.prefill()
+        admin_pb2_grpc.AdminServiceStub(server.channel).Drain(admin_pb2.DrainRequest(), timeout=10)
+        view = _view(server)
+        assert view.status.state == info_pb2.EXECUTOR_STATE_DRAINING
+        assert len(view.sequences) == 1
+
+
+def test_many_watchers_cost_one_snapshot(own: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks within a tenth of a second is shown the same; other bounds do not make it more than four."""
+    own.prefill()
+    looks: list[ViewJob] = []
+    look = own.engine._viewer.look
+
+    def counting(_viewer: object, job: ViewJob) -> object:
+        looks.append(job)
+        return look(job)
+
+    monkeypatch.setattr(type(own.engine._viewer), "look", counting)
+    now = [100.0]
+    monkeypatch.setattr(own.server.views, "_clock", lambda: now[0])
+    with ThreadPoolExecutor(8) as pool:
+        views = list(pool.map(lambda _: _view(own), range(40)))
+    assert len({view.time.ToNanoseconds() for view in views}) == len(looks) == 1
+    for bound in range(0, 1400, 100):
+        _view(own, max_sequences=bound, max_principals=bound)
+        _view(own, max_principals=bound)
+        _view(own, max_sequences=bound, max_cells=bound)
+    assert len(looks) == 4
+    now[0] += 2 * FRESH_S
+    _view(own)
+    assert len(looks) == 5
+
+
+def test_a_watcher_that_leaves_takes_nobody_along(own: RunningServer) -> None:
+    """A snapshot on its way goes on for the others when the one that asked for it first is gone."""
+
+    async def look() -> bool:
+        views, request = own.server.views, admin_pb2.GetServerViewRequest()
+        first = asyncio.create_task(views.view(request))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(views.view(request))
+        await asyncio.sleep(0)
+        first.cancel()
+        return (await second).status.is_ready and first.cancelled()
+
+    assert own.run(look())
+
+
+def test_a_closed_engine_ends_the_view_and_is_asked_again(own: RunningServer) -> None:
+    """Who looks then hears DRAINING, once per look, and nothing is left behind."""
+    own.engine.close()
+    for _ in range(2):
+        with refused() as refusals:
+            _view(own)
+        assert refusals[0].reason == "DRAINING"
+
+
+def test_a_view_is_plain_json(own: RunningServer) -> None:
+    """As the web page reads it: every field is there, and there is no NaN."""
+    own.prefill()
+    text = json_format.MessageToJson(_view(own), always_print_fields_with_no_presence=True)
+    assert json.loads(text)["status"]["liveSequences"] == 1
+    assert "NaN" not in text
+    assert "Infinity" not in text
+
+
+# ---- the picture ----------------------------------------------------------------------------------------------------
+
+
+def test_a_picture_tells_the_states_of_blocks_apart() -> None:
+    """Empty 0, cached 1, owned 2, shared one more than its owners, at most 255; the null block is not in it."""
+    refcounts = array("i", [0, 0, 0, 1, 2, 3, 253, 254, 255, 100_000])
+    picture = block_map(refcounts, bytes([0, 0, 1] + [0] * 7), 64)
+    assert picture.cell_blocks == 1
+    assert list(picture.cells) == [0, 1, 2, 3, 4, 254, 255, 255, 255]
+    assert list(picture.fill) == [0, 0, 255, 255, 255, 255, 255, 255, 255]
+
+
+@pytest.mark.parametrize("num_blocks", [2, 3, 17, 100, 1000])
+@pytest.mark.parametrize("max_cells", [1, 2, 7, 64, 4096])
+def test_cells_of_several_blocks_show_the_largest_and_how_full_they_are(num_blocks: int, max_cells: int) -> None:
+    """Against a walk over the blocks, also where the last cell has fewer."""
+    rng = np.random.default_rng(num_blocks * max_cells)
+    refcounts = array("i", [0, *rng.integers(0, 5, num_blocks - 1).tolist()])
+    is_cached = bytes(int(count == 0 and i % 3 == 0 and i > 0) for i, count in enumerate(refcounts))
+    picture = block_map(refcounts, is_cached, max_cells)
+    size, marks = picture.cell_blocks, [c + 1 if c else k for c, k in zip(refcounts, is_cached, strict=True)][1:]
+    parts = [marks[start : start + size] for start in range(0, len(marks), size)]
+    assert len(picture.cells) == len(picture.fill) == len(parts) <= max_cells
+    assert list(picture.cells) == [max(part) for part in parts]
+    shares = [sum(mark > 1 for mark in part) / len(part) for part in parts]
+    assert [fill > 0 for fill in picture.fill] == [share > 0 for share in shares]
+    assert [fill == 255 for fill in picture.fill] == [share > 254 / 255 for share in shares]
+    assert list(picture.fill) == pytest.approx([255 * share for share in shares], abs=1)
+
+
+def test_shared_blocks_of_a_table_are_counted_by_halving() -> None:
+    """They are its first ones."""
+    refcounts = array("i", [0, 5, 3, 2, 1, 1])
+    assert [num_shared(table, refcounts) for table in ([], [4], [1, 2, 3], [1, 2, 3, 4, 5], [2, 4])] == [0, 0, 3, 3, 1]

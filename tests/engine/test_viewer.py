@@ -1,0 +1,177 @@
+"""Views: what a look between two steps sees, that it changes nothing, and what it costs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from ferrule_server.engine import tallies as tallies_module
+from ferrule_server.engine.gate import Gate
+from ferrule_server.engine.jobs import (
+    AppendJob,
+    ForkJob,
+    ForkResult,
+    GenerateJob,
+    OutputRequest,
+    ReleaseJob,
+    StopRules,
+    Window,
+)
+from ferrule_server.engine.running import RunningAppend
+from ferrule_server.engine.tallies import Tallies
+from ferrule_server.engine.views import View, ViewJob
+from ferrule_server.executor.base import OutputSpec
+from ferrule_server.kv.handle import Handle
+from tests.engine.harness import GREEDY, Harness
+from tests.fakes import FakeExecutor
+
+PROMPT = tuple(range(1, 20))
+
+
+def _append(handle: Handle | None, *token_ids: int, principal: str = "alice", ttl_s: float | None = None) -> AppendJob:
+    return AppendJob(principal, token_ids, handle, GREEDY, ttl_s=ttl_s)
+
+
+def _fork(harness: Harness, handle: Handle, count: int) -> tuple[Handle, ...]:
+    outcome = harness.submit(ForkJob("alice", handle, handle.length, count)).outcome()
+    assert isinstance(outcome, ForkResult)
+    return outcome.handles
+
+
+def _look(harness: Harness, max_sequences: int = 256, max_principals: int = 64) -> View:
+    outcome = harness.submit(ViewJob("root", max_sequences, max_principals)).outcome()
+    assert isinstance(outcome, View)
+    return outcome
+
+
+def test_a_look_sees_sequences_blocks_and_principals() -> None:
+    """Of everybody, with what is shared, whose lease ends soonest first; a look renews nothing."""
+    with Harness() as harness:
+        root = harness.submit(_append(None, *PROMPT, ttl_s=50.0)).result().handle
+        branch = _fork(harness, root, 1)[0]
+        harness.submit(_append(None, 1, 2, 3, principal="bob", ttl_s=20.0)).result()
+        view = _look(harness)
+        assert [each.principal for each in view.sequences] == ["bob", "alice", "alice"]
+        assert {each.handle_id: each.parent_handle_id for each in view.sequences[1:]} == {
+            root.handle_id: "",
+            branch.handle_id: root.handle_id,
+        }
+        assert all(0 < each.expires_in_s < each.ttl_s for each in view.sequences)
+        num_owners = sorted(count for count in view.refcounts if count)
+        assert num_owners == [1] + [2] * harness.store.pool.num_blocks_for(len(PROMPT))
+        assert (view.kv.live_sequences, view.snapshot.num_sequences, view.num_principals) == (3, 3, 2)
+        assert [each.name for each in view.principals] == ["bob", "alice"]
+        again = _look(harness)
+        assert again.sequences[0].expires_in_s < view.sequences[0].expires_in_s
+
+
+def test_sums_of_a_principal_grow_with_its_appends_alone() -> None:
+    """Tokens and times of what was appended; a replay, a fork and a release count nothing."""
+    with Harness() as harness:
+        first = harness.submit(_append(None, *PROMPT)).result().handle
+        second = harness.submit(_append(first, 7)).result().handle
+        before = _look(harness).principals[0]
+        assert (before.num_appends, before.num_tokens) == (2, len(PROMPT) + 1)
+        assert before.run_ns > 0 < before.queue_ns
+        assert harness.submit(_append(first, 7)).result().replayed
+        _fork(harness, second, 2)
+        harness.submit(ReleaseJob("alice", (second,))).outcome()
+        after = _look(harness).principals[0]
+        assert (after.num_appends, after.num_tokens, after.run_ns) == (2, len(PROMPT) + 1, before.run_ns)
+        assert (before.num_sequences, after.num_sequences) == (1, 2)
+
+
+def test_each_token_of_a_generate_is_an_append() -> None:
+    """So that a principal that lets the server loop is seen like one that loops itself."""
+    with Harness() as harness:
+        output = OutputRequest(OutputSpec(greedy=True))
+        job = GenerateJob("alice", PROMPT, None, output, StopRules(max_tokens=6), Window(1 << 20))
+        pending = harness.submit(job)
+        deadline = time.monotonic() + 10
+        while harness.engine.snapshot().num_streams or not pending.is_done:
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        seen = _look(harness).principals[0]
+        assert seen.num_tokens == len(PROMPT) + 5
+        assert seen.num_appends == 6
+
+
+def test_counters_of_a_view_stand_still() -> None:
+    """What the engine does later is not seen in an earlier view."""
+    with Harness() as harness:
+        handle = harness.submit(_append(None, *PROMPT)).result().handle
+        view = _look(harness)
+        harness.submit(_append(handle, 1)).result()
+        harness.submit(_append(Handle("a.b.c", 1, b""), 1)).error()
+        assert view.snapshot.counters.decodes == 0
+        assert view.snapshot.refused() == {}
+        assert view.timings["step"].count == 1
+        later = _look(harness)
+        assert (later.snapshot.counters.decodes, sum(later.snapshot.refused().values())) == (1, 1)
+        assert later.timings["step"].count == 2
+
+
+def test_lists_are_bounded() -> None:
+    """However much there is; how much there is stays known."""
+    with Harness() as harness:
+        for index in range(6):
+            harness.submit(_append(None, 1, 2, principal=f"p{index}", ttl_s=10.0 + index)).result()
+        view = _look(harness, max_sequences=2, max_principals=3)
+        assert [each.principal for each in view.sequences] == ["p0", "p1"]
+        assert [each.name for each in view.principals] == ["p5", "p4", "p3"]
+        assert (view.num_principals, view.kv.live_sequences) == (6, 6)
+        assert _look(harness, 0, 0).sequences == ()
+
+
+def test_a_full_queue_keeps_nobody_from_looking() -> None:
+    """A view is no work that waits: it is let in where appends are refused, and tells what waits."""
+    executor = FakeExecutor()
+    with Harness(executor, max_waiting_jobs=2) as harness:
+        handle = harness.submit(_append(None, *PROMPT)).result().handle
+        executor.gate = threading.Event()
+        waiting = [harness.submit(_append(handle, 5 + index)) for index in range(2)]
+        assert executor.is_waiting.wait(10)
+        assert harness.submit(_append(handle, 9)).error().reason == "QUEUE_FULL"
+        looking = harness.submit(ViewJob("root"))
+        executor.gate.set()
+        view = looking.outcome()
+        assert isinstance(view, View)
+        assert view.snapshot.refused()["QUEUE_FULL"] == 1
+        for pending in waiting:
+            pending.outcome()
+
+
+def test_tallies_forget_who_was_active_longest_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flood of names costs a bounded amount of memory, and the busy ones keep their sums."""
+    monkeypatch.setattr(tallies_module, "MAX_TALLIES", 8)
+    tallies = Tallies()
+
+    def add(name: str, at: int) -> None:
+        job = SimpleNamespace(principal=name, submitted_ns=at - 1)
+        run: Any = SimpleNamespace(  # what a tally reads of an append
+            reservation=object(), job=job, token_ids=(1,), num_cached=0, first_step_ns=at, run_ns=5
+        )
+        tallies.add(cast("RunningAppend", run))
+
+    for at in range(1, 101):
+        add("busy", 2 * at)
+        add(f"guest-{at}", 2 * at + 1)
+        assert len(tallies) <= 8
+    busy = tallies.of("busy")
+    assert busy is not None
+    assert (busy.num_appends, busy.run_ns, busy.queue_ns) == (100, 500, 100)
+    assert tallies.recent()[:2] == ["guest-100", "busy"]
+    assert tallies.of("guest-1") is None
+
+
+def test_the_gate_tells_what_each_has_pending() -> None:
+    """Jobs and rows, of those who have any."""
+    gate, sink = Gate(8), cast("Any", object())
+    jobs = [_append(None, 1, 2, 3), _append(None, 4), _append(None, 5, principal="bob")]
+    entries: list[Any] = [(job, sink) for job in jobs]
+    gate.admit(entries)
+    assert gate.pending() == {"alice": (2, 4), "bob": (1, 1)}

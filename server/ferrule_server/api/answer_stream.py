@@ -24,6 +24,7 @@ from google.protobuf.message import Message
 
 from ferrule_server.api.calls import Context, cancel, refuse
 from ferrule_server.api.fields import placed
+from ferrule_server.api.observe import current_call
 from ferrule_server.api.principal import caller_of
 from ferrule_server.api.refusals import Refusals
 from ferrule_server.api.state import EngineApi, ServerState
@@ -99,6 +100,7 @@ class AnswerStream:
         self._replies = answer.replies
         self._refusals = answer.refusals
         self.caller = caller_of(context)
+        self._call = current_call()
         self._has_news = asyncio.Event()
         self._has_begun = False
         self._is_over = False
@@ -124,6 +126,8 @@ class AnswerStream:
 
     async def _serve(self) -> FerruleError | None:
         """Run the job and write its answers; return why it has ended, None for OK."""
+        if self._call is not None:
+            self._call.asks(self._job)
         self._engine.submit([(self._job, self)])
         writer = asyncio.create_task(self._guarded_write())
         error = await self._ended
@@ -153,6 +157,8 @@ class AnswerStream:
             else:
                 assert isinstance(outcome, Frame)
                 self._replies.add(outcome)
+                if self._call is not None:
+                    self._call.got(outcome)
                 self._is_over = outcome.is_last
         except Exception as failure:  # noqa: BLE001  (fault_of logs it)
             self.end(fault_of(failure, self._rpc))

@@ -88,12 +88,17 @@ async def run_job(engine: EngineApi, job: Job) -> Result:
         FerruleError: Whatever the engine answered.
     """
     future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+    call = current_call()
+    if call is not None:
+        call.asks(job)
     engine.submit([(job, FutureSink(future))])
     try:
         outcome = await future
     except asyncio.CancelledError:
         cancel(job)
         raise
+    if call is not None:
+        call.got(outcome)
     if isinstance(outcome, FerruleError):
         raise outcome
     return outcome
@@ -115,6 +120,9 @@ async def run_jobs(engine: EngineApi, jobs: Sequence[AppendJob]) -> list[Outcome
         for job in jobs:
             cancel(job)
         raise
+    call = current_call()
+    if call is not None:
+        call.got_all(outcomes.values())
     return [outcomes[job] for job in jobs]
 
 
@@ -185,13 +193,21 @@ def _refusing(
 
 async def refuse(context: Context, rpc: str, error: FerruleError) -> NoReturn:
     """Log a refused call and end it with the status of ``error``."""
-    log_refused(rpc, error, principal_of(context))
+    log_refused(rpc, error, principal_of(context), call=current_call())
     await abort(context, error)
 
 
 async def refuse_unknown(context: Context, rpc: str, error: FerruleError) -> NoReturn:
     """Log a call whose credentials are not accepted, by the address it comes from, and end it."""
-    _LOG.warning("refused rpc=%s code=%s reason=%s peer=%s", rpc, code_of(error).name, reason_of(error), context.peer())
+    call = current_call()
+    _LOG.warning(
+        "refused rpc=%s code=%s reason=%s peer=%s trace_id=%s",
+        rpc,
+        code_of(error).name,
+        reason_of(error),
+        context.peer(),
+        call.trace_id or "-" if call is not None else "-",
+    )
     await abort(context, error)
 
 

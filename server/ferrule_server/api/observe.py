@@ -12,6 +12,7 @@ does not exist, a message beyond the limit, a call that was cancelled before its
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
@@ -21,8 +22,13 @@ from typing import Any, Final, Protocol
 import grpc
 
 from ferrule_server.api.principal import Caller
+from ferrule_server.engine.jobs import AppendResult, Job, Outcome, StepTiming
+from ferrule_server.kv.handle import Handle
 
 _LOG = logging.getLogger(__name__)
+
+_TRACEPARENT: Final = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")
+"""The header of W3C Trace Context: version, trace id, span id of whoever calls, flags."""
 
 
 class Observer(Protocol):
@@ -40,6 +46,21 @@ class Observer(Protocol):
         ...
 
 
+class Trace(Protocol):
+    """The span of a call, kept by an observer that traces.
+
+    Attributes:
+        trace_id, span_id: As W3C Trace Context writes them: 32 and 16 hexadecimal digits.
+    """
+
+    trace_id: str
+    span_id: str
+
+    def ran(self, timing: StepTiming) -> None:
+        """Take note of what ran for the call."""
+        ...
+
+
 class Call:
     """One call under way; entered around everything that serves it.
 
@@ -53,7 +74,7 @@ class Call:
 
     Attributes:
         caller: Who asks; None until admission, and where it refused whoever asked.
-        handle_id: Of the handle that the request names, where it names one; else empty.
+        trace: Its span; None where nobody traces it.
         begin_ns: When it began, on the monotonic clock. end_ns: when it ended, 0 before.
         code: How it has ended; None before. Of a call that was cancelled this is CANCELLED, or DEADLINE_EXCEEDED where
             the client's deadline had passed.
@@ -62,15 +83,17 @@ class Call:
 
     __slots__ = (
         "_context",
+        "_handle",
+        "_handle_id",
         "_observers",
         "begin_ns",
         "caller",
         "code",
         "end_ns",
-        "handle_id",
         "reason",
         "rpc",
         "service",
+        "trace",
     )
 
     def __init__(
@@ -81,7 +104,9 @@ class Call:
         self._context = context
         self._observers = observers
         self.caller: Caller | None = None
-        self.handle_id = ""
+        self.trace: Trace | None = None
+        self._handle: Handle | None = None
+        self._handle_id = ""
         self.begin_ns = time.monotonic_ns()
         self.end_ns = 0
         self.code: grpc.StatusCode | None = None
@@ -101,7 +126,7 @@ class Call:
     ) -> None:
         self.end_ns = time.monotonic_ns()
         if self.code is None:
-            self.code = grpc.StatusCode.OK if kind is None else self._code_of(kind)
+            self.code = self._set_code(grpc.StatusCode.OK) if kind is None else self._code_of(kind)
         for observer in self._observers:
             try:
                 observer.end(self)
@@ -111,13 +136,51 @@ class Call:
     def refused(self, code: grpc.StatusCode, reason: str, handle_id: str = "") -> None:
         """Take note of why the call is about to be aborted."""
         self.code, self.reason = code, reason
-        if handle_id:
-            self.handle_id = handle_id
+        self._handle_id = handle_id
+
+    def asks(self, job: Job) -> None:
+        """Take note of what the call asks of the engine, where it is one job."""
+        handle: Handle | None = getattr(job, "handle", None)
+        if handle is None:
+            handles: tuple[Handle, ...] = getattr(job, "handles", ())
+            handle = handles[0] if len(handles) == 1 else None
+        self._handle = handle
+
+    def got(self, outcome: Outcome) -> None:
+        """Take note of what the engine answered."""
+        if self.trace is None:
+            return
+        if _started_ns(outcome) and not _is_old(outcome):
+            self.trace.ran(outcome.timing)  # type: ignore[union-attr]  # what has begun has a timing
+
+    def got_all(self, outcomes: Iterable[Outcome]) -> None:
+        """Take note of what the engine answered to many jobs, in any order."""
+        if self.trace is not None:
+            for outcome in sorted(outcomes, key=_started_ns):
+                self.got(outcome)
 
     @property
     def principal(self) -> str:
         """Who asks; empty until admission, and where it refused whoever asked."""
         return "" if self.caller is None else self.caller.principal
+
+    @property
+    def handle_id(self) -> str:
+        """Loggable name of the handle that the request or its refusal names; empty where there is none, or several."""
+        if not self._handle_id and self._handle is not None:
+            self._handle_id = self._handle.handle_id
+        return self._handle_id
+
+    @property
+    def trace_id(self) -> str:
+        """The trace the call is part of, in hexadecimal: its span's, or what its client sent; empty where none is."""
+        if self.trace is not None:
+            return self.trace.trace_id
+        for key, value in self.metadata:
+            if key == "traceparent":
+                found = _TRACEPARENT.fullmatch(str(value))
+                return "" if found is None else found[1]
+        return ""
 
     @property
     def duration_ns(self) -> int:
@@ -136,13 +199,27 @@ class Call:
 
     def _code_of(self, kind: type[BaseException]) -> grpc.StatusCode:
         """Return how a call ends that an exception of this kind leaves, which nobody has said more about."""
-        if issubclass(kind, grpc.aio.AbortError):
-            return self._context.code()
         if issubclass(kind, Exception):
-            return grpc.StatusCode.UNKNOWN  # what gRPC answers
+            return self._set_code(grpc.StatusCode.UNKNOWN)  # also an AbortError of whoever aborts by itself
         left_s = self._context.time_remaining()  # cancelled, or its generator was closed
         has_expired = left_s is not None and left_s <= 0
         return grpc.StatusCode.DEADLINE_EXCEEDED if has_expired else grpc.StatusCode.CANCELLED
+
+    def _set_code(self, default: grpc.StatusCode) -> grpc.StatusCode:
+        """Return the code that the method has set; where it is OK or none, what gRPC takes in its place."""
+        code: object = self._context.code()
+        return code if isinstance(code, grpc.StatusCode) and code is not grpc.StatusCode.OK else default
+
+
+def _started_ns(outcome: Outcome) -> int:
+    """Return when what was answered began to run; 0: nothing was run."""
+    timing: StepTiming | None = getattr(outcome, "timing", None)
+    return 0 if timing is None else timing.started_ns
+
+
+def _is_old(outcome: Outcome) -> bool:
+    """Whether an answer was kept from an earlier call, so nothing was run for this one."""
+    return isinstance(outcome, AppendResult) and outcome.replayed and not outcome.recomputed
 
 
 # Each call runs in a task of its own and so in a context of its own: a value set there ends with the call.

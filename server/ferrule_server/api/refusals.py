@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Final
 
+from ferrule_server.api.observe import current_call
 from ferrule_server.api.status import log_refused, reason_of
 from ferrule_server.errors import FerruleError
 
@@ -13,18 +14,19 @@ _QUIET_S: Final = 1.0
 
 
 class Refusals:
-    """Counts refused items by reason until they are logged.
+    """Counts refused items by reason until they are logged. Made by the task that serves the call.
 
     Args:
         rpc: The method.
         principal: Who asked.
     """
 
-    __slots__ = ("_counts", "_principal", "_quiet_until", "_rpc")
+    __slots__ = ("_call", "_counts", "_principal", "_quiet_until", "_rpc")
 
     def __init__(self, rpc: str, principal: str) -> None:
         self._rpc = rpc
         self._principal = principal
+        self._call = current_call()  # where lines are written, on the engine's side, there is none
         self._counts: dict[str, tuple[FerruleError, int]] = {}
         self._quiet_until = 0.0
 
@@ -42,5 +44,5 @@ class Refusals:
             return
         self._quiet_until = now + _QUIET_S
         for error, count in self._counts.values():
-            log_refused(self._rpc, error, self._principal, count)
+            log_refused(self._rpc, error, self._principal, count, self._call)
         self._counts.clear()

@@ -17,6 +17,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
 
 from ferrule_server import errors
+from ferrule_server.api.observe import Call
 
 _LOG = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ def fault_of(failure: BaseException, rpc: str) -> errors.EngineFault:
     return errors.EngineFault(fault_id)
 
 
-def log_refused(rpc: str, error: errors.FerruleError, principal: str, count: int = 1) -> None:
+def log_refused(rpc: str, error: errors.FerruleError, principal: str, count: int = 1, call: Call | None = None) -> None:
     """Write the one line about a refused call: names and numbers, never token contents or cache ids.
 
     Args:
@@ -85,14 +86,17 @@ def log_refused(rpc: str, error: errors.FerruleError, principal: str, count: int
         error: Why; the first one where several items of a stream are refused for one reason.
         principal: Who asked.
         count: How many items it is about.
+        call: It is part of; where the error names no handle, the one that the whole call names is told.
     """
+    handle_id, trace_id = (call.handle_id, call.trace_id) if call is not None else ("", "")
     _LOG.warning(
-        "refused rpc=%s code=%s reason=%s handle_id=%s principal=%s count=%d",
+        "refused rpc=%s code=%s reason=%s handle_id=%s principal=%s trace_id=%s count=%d",
         rpc,
         code_of(error).name,
         reason_of(error),
-        error.metadata.get("handle_id", "-"),
+        error.metadata.get("handle_id", handle_id) or "-",
         principal,
+        trace_id or "-",
         count,
     )
 

@@ -26,6 +26,7 @@ from ferrule_server.api.calls import Context, admit_new, cancel, refuse
 from ferrule_server.api.fields import placed
 from ferrule_server.api.handlers import Malformed
 from ferrule_server.api.limits import LOOP_SLICE
+from ferrule_server.api.observe import current_call
 from ferrule_server.api.outputs import fill_append, fill_unified, fill_verify, release_results
 from ferrule_server.api.planned import PlannedAppend
 from ferrule_server.api.principal import caller_of
@@ -70,6 +71,8 @@ class DecodeStream:
         self._context = context
         self.caller = caller_of(context)
         self._principal = self.caller.principal
+        self._call = current_call()
+        self._is_traced = self._call is not None and self._call.trace is not None
         self._pending: dict[Job, PlannedAppend] = {}
         self._releases: dict[Job, list[executor_pb2.StreamResult]] = {}
         self._frames: list[tuple[executor_pb2.StreamDecodeResponse, int]] = []
@@ -139,6 +142,8 @@ class DecodeStream:
         try:
             if isinstance(outcome, AppendResult):
                 self._add_output(self._pending.pop(job), outcome)
+                if self._is_traced:
+                    self._call.got(outcome)  # type: ignore[union-attr]  # what is traced is a call
             elif isinstance(job, ReleaseJob):
                 self._add_releases(job, outcome)
             else:

@@ -371,11 +371,13 @@ class StepTiming:
         queue_ns: From submission to the start of its first step.
         run_ns: Sum of the run times of the steps it had a row in.
         step_rows: Rows of its last step, those of others included.
+        started_ns: When its first step began, on the monotonic clock; 0: nothing was run.
     """
 
     queue_ns: int = 0
     run_ns: int = 0
     step_rows: int = 0
+    started_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,4 +124,4 @@ class RunningAppend:
     def timing(self) -> StepTiming:
         """Where the time went so far."""
         queue_ns = self.first_step_ns - self.job.submitted_ns
-        return StepTiming(queue_ns if queue_ns > 0 else 0, self.run_ns, self.step_rows)
+        return StepTiming(queue_ns if queue_ns > 0 else 0, self.run_ns, self.step_rows, self.first_step_ns)

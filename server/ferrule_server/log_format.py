@@ -1,0 +1,164 @@
+"""How log lines look: ``--log-format text``, or one JSON object a line for machines.
+
+What a JSON line holds besides its message comes from the call of the logger, so nobody writes anything twice::
+
+    _LOG.info("drain asked for live_sequences=%d grace_s=%.1f", 3, 25.0)
+
+    {"time": "2025-01-31T12:00:00.000Z", "level": "INFO", "logger": "ferrule_server.api.serve",
+     "message": "drain asked for live_sequences=3 grace_s=25.0", "live_sequences": 3, "grace_s": 25.0}
+
+A line is one line and valid JSON whatever the values are, and making it never raises: a log that breaks where something
+is odd is of no use where something is odd.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import functools
+import json
+import logging
+import math
+import re
+import sys
+import threading
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Final
+
+TEXT: Final = "%(asctime)s %(levelname)s %(name)s %(message)s"
+
+CALL_FIELDS: Final = "ferrule_call"
+"""Attribute of a record with fields of the call it belongs to; set by a filter of whoever knows them."""
+
+_OWN: Final = frozenset({"time", "level", "logger", "message", "exception", "stack"})
+_NOTHING: Final = "-"
+"""What stands in a line of text for a value that is not there; in JSON the field is left out."""
+_MAX_INT: Final = 1 << 53
+"""Readers of JSON may round integers beyond this: they are written as text."""
+_PLACEHOLDER: Final = re.compile(
+    r"(?:(?P<key>[A-Za-z_]\w*)=)?%(?:\((?P<name>[^)]*)\))?[#0\- +]*(?P<width>\*|\d*)"
+    r"(?:\.(?P<precision>\*|\d*))?[hlL]?(?P<kind>[a-zA-Z%])"
+)
+
+_LOG = logging.getLogger(__name__)
+
+
+class JsonFormatter(logging.Formatter):
+    """Makes one JSON object of a record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line, in ASCII; never raises."""
+        try:
+            return json.dumps(_line_of(record, self), allow_nan=False)
+        except Exception as failure:  # noqa: BLE001  (a line that says little is better than none)
+            line = {**_head(record), "message": _text(record.msg), "exception": f"not formatted: {_text(failure)}"}
+            return json.dumps(line)
+
+
+def set_up(level: str, log_format: str) -> None:
+    """Send all that is logged to stderr: as text, or as JSON with warnings and uncaught exceptions among it.
+
+    Args:
+        level: Of the root logger, one of LOG_LEVELS.
+        log_format: ``text`` or ``json``.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    is_json = log_format == "json"
+    handler.setFormatter(JsonFormatter() if is_json else logging.Formatter(TEXT))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+    if is_json:
+        logging.captureWarnings(capture=True)
+        sys.excepthook = _log_uncaught
+        threading.excepthook = _log_uncaught_of_thread
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    _LOG.critical("uncaught kind=%s", kind.__name__, exc_info=(kind, error, trace))
+
+
+def _log_uncaught_of_thread(given: threading.ExceptHookArgs) -> None:
+    error = given.exc_value or given.exc_type()
+    name = given.thread.name if given.thread is not None else _NOTHING
+    _LOG.critical("uncaught kind=%s thread=%s", given.exc_type.__name__, name, exc_info=error)
+
+
+def _line_of(record: logging.LogRecord, formatter: logging.Formatter) -> dict[str, object]:
+    line = _head(record)
+    for key, value in (*_call_fields(record), *_fields_of(record)):
+        if value != _NOTHING:
+            line[f"{key}_" if key in _OWN else key] = value
+    if record.exc_info and record.exc_info[0] is not None:
+        line["exception"] = formatter.formatException(record.exc_info)
+    elif record.exc_text:
+        line["exception"] = record.exc_text
+    if record.stack_info:
+        line["stack"] = record.stack_info
+    return line
+
+
+def _head(record: logging.LogRecord) -> dict[str, object]:
+    when = dt.datetime.fromtimestamp(record.created, dt.UTC)
+    return {
+        "time": when.isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z",
+        "level": record.levelname,
+        "logger": record.name,
+        "message": _message_of(record),
+    }
+
+
+def _message_of(record: logging.LogRecord) -> str:
+    try:
+        return record.getMessage()
+    except Exception:  # noqa: BLE001  (arguments that do not fit, or that cannot be written)
+        return f"{_text(record.msg)} {_text(record.args)}"
+
+
+def _call_fields(record: logging.LogRecord) -> list[tuple[str, object]]:
+    fields = getattr(record, CALL_FIELDS, None)
+    return [(str(key), _value_of(value)) for key, value in fields.items()] if isinstance(fields, Mapping) else []
+
+
+def _fields_of(record: logging.LogRecord) -> list[tuple[str, object]]:
+    """Return the key and value of each ``key=%s`` in the format of a record, values as they were given."""
+    if not record.args:
+        return []
+    args = record.args if isinstance(record.args, tuple | Mapping) else (record.args,)
+    return [(key, _value_of(args[at])) for key, at in _places(str(record.msg)) if _has(args, at)]  # type: ignore[index]
+
+
+def _has(args: tuple[object, ...] | Mapping[str, object], at: int | str) -> bool:
+    return at in args if isinstance(args, Mapping) else isinstance(at, int) and at < len(args)
+
+
+@functools.lru_cache(maxsize=512)
+def _places(message_format: str) -> tuple[tuple[str, int | str], ...]:
+    """Return each key in a format, and the index or name of the argument behind it."""
+    places: list[tuple[str, int | str]] = []
+    index = 0
+    for found in _PLACEHOLDER.finditer(message_format):
+        if found["kind"] == "%":
+            continue
+        index += (found["width"] == "*") + (found["precision"] == "*")
+        if found["key"] is not None:
+            places.append((found["key"], index if found["name"] is None else found["name"]))
+        index += 1
+    return tuple(places)
+
+
+def _value_of(value: object) -> object:
+    """Return a value as JSON has it; what JSON has nothing for as text."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value) if -_MAX_INT <= value <= _MAX_INT else _text(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else _text(value)
+    return _text(value)
+
+
+def _text(value: object) -> str:
+    """Return ``str(value)``, or what kind of thing it is where that fails."""
+    try:
+        return str(value)
+    except Exception:  # noqa: BLE001  (whatever its __str__ raises)
+        return f"<{type(value).__name__} that cannot be written>"

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from ferrule_server import __version__
+from ferrule_server import __version__, log_format
 from ferrule_server.arguments import as_given
 from ferrule_server.config import ListenAddress, ServerConfig, parse_config
 from ferrule_server.errors import ConfigError, ModelError
@@ -23,6 +23,7 @@ from ferrule_server.errors import ConfigError, ModelError
 if TYPE_CHECKING:  # imported when the process is set up: they bring libraries that start threads
     from ferrule_server.api.serve import ApiServer
     from ferrule_server.api.state import ServerState, Serving
+    from ferrule_server.api.tracing import Tracer
     from ferrule_server.engine.engine import Engine
     from ferrule_server.engine.failpoints import Failpoints
     from ferrule_server.executor.base import Executor
@@ -68,11 +69,7 @@ def _set_up_process(config: ServerConfig) -> None:
     if config.num_threads is not None:
         os.environ.setdefault("OMP_NUM_THREADS", str(config.num_threads))
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=config.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-    )
+    log_format.set_up(config.log_level, config.log_format)
 
 
 def _say(message: str) -> int:
@@ -83,6 +80,7 @@ def _say(message: str) -> int:
 async def _serve(config: ServerConfig) -> int:
     """Bind, start, load, serve until a signal or a fault; return the exit code."""
     from ferrule_server.api.auth import access_of
+    from ferrule_server.api.call_log import watch_calls
     from ferrule_server.api.limits import ApiLimits
     from ferrule_server.api.serve import ApiServer
     from ferrule_server.api.state import ServerState
@@ -93,7 +91,14 @@ async def _serve(config: ServerConfig) -> int:
     failpoints = _failpoints(config)
     tls, access = tls_of(config), access_of(config)
     state = ServerState(config.instance, secrets.token_hex(6), __version__, limits, access.limits_of)
-    server = ApiServer(state, access, has_reflection=config.has_reflection, drain_grace_s=config.drain_grace_s)
+    tracer = _tracer(config)
+    server = ApiServer(
+        state,
+        access,
+        has_reflection=config.has_reflection,
+        drain_grace_s=config.drain_grace_s,
+        observers=(*((tracer,) if tracer is not None else ()), watch_calls()),
+    )
     address = server.bind(config.listen, tls)
     stopping = _stop_signal()
     await server.start()
@@ -110,7 +115,29 @@ async def _serve(config: ServerConfig) -> int:
     finally:
         stopping.cancel()
         await server.stop()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
         _ignore_signals()
+
+
+def _tracer(config: ServerConfig) -> Tracer | None:
+    """Return what traces calls; None where nothing is to be traced, and then nothing of it is imported.
+
+    Raises:
+        ConfigError: What traces are made with is not installed, or cannot use what the variables of its own say.
+    """
+    if config.otlp_endpoint is None:
+        return None
+    try:
+        from ferrule_server.api.tracing import Tracer
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--otlp-endpoint: the module {error.name!r} is missing: install ferrule[otel]") from None
+    try:
+        tracer = Tracer(config.otlp_endpoint, config.instance)
+    except Exception as error:
+        raise ConfigError(f"--otlp-endpoint, or a variable OTEL_*: {error}") from error
+    _LOG.info("tracing endpoint=%s", config.otlp_endpoint)
+    return tracer
 
 
 async def _run_engine(

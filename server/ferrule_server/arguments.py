@@ -12,6 +12,7 @@ from ferrule_server import __version__
 EXECUTORS: Final = ("auto", "torch", "numba-cuda", "paged-reference")
 DTYPES: Final = ("auto", "bfloat16", "float32")
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+LOG_FORMATS: Final = ("text", "json")
 UI_CHOICES: Final = ("auto", "on", "off")
 
 
@@ -185,8 +186,20 @@ def build_parser() -> argparse.ArgumentParser:
     )
     access.add_argument("--admins", metavar="NAME,...", help="principals of client certificates with the role admin")
     parser.add_argument("--failpoints", help=argparse.SUPPRESS)
-    logs = parser.add_argument_group("logging")
+    logs = parser.add_argument_group("logs and traces")
     logs.add_argument("--log-level", metavar="|".join(LOG_LEVELS), help="of the log on stderr (default: info)")
+    logs.add_argument(
+        "--log-format",
+        metavar="|".join(LOG_FORMATS),
+        help="of the log on stderr: lines for people, or a JSON object a line (default: text)",
+    )
+    logs.add_argument(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="send a trace of every call to an OpenTelemetry collector there, by OTLP over gRPC:"
+        " http://127.0.0.1:4317; what else there is to set is read from the standard OTEL_* variables; needs"
+        " ferrule[otel] (default: none)",
+    )
     logs.add_argument(
         "--debug-top-tokens",
         action="store_const",

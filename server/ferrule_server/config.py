@@ -13,8 +13,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
+from urllib.parse import urlsplit
 
-from ferrule_server.arguments import DTYPES, EXECUTORS, LOG_LEVELS, UI_CHOICES, build_parser, flag_of, variable_of
+from ferrule_server.arguments import (
+    DTYPES,
+    EXECUTORS,
+    LOG_FORMATS,
+    LOG_LEVELS,
+    UI_CHOICES,
+    build_parser,
+    flag_of,
+    variable_of,
+)
 from ferrule_server.errors import ConfigError
 from ferrule_server.quotas import QuotaLimits
 
@@ -24,6 +34,9 @@ DEFAULT_MASK_BYTES: Final = 64 << 20
 DEFAULT_KV_BYTES: Final = 1 << 30
 """Size of the KV pool in the memory of the host, unless something else is set."""
 DEFAULT_QUOTAS: Final = QuotaLimits(mask_bytes=DEFAULT_MASK_BYTES)
+
+DEFAULT_OTLP_PORT: Final = 4317
+"""Of OTLP over gRPC."""
 
 _SIZE_UNITS: Final = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _TIME_UNITS: Final = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -97,7 +110,8 @@ class ServerConfig:
         instance: Name of this server in its handles.
         metrics_listen: Where metrics and the web page are served over HTTP; None: nowhere.
         ui: One of UI_CHOICES: whether the web page is served there.
-        log_level: One of LOG_LEVELS.
+        log_level: One of LOG_LEVELS. log_format: one of LOG_FORMATS.
+        otlp_endpoint: URL of the collector that traces are sent to, without a path; None: nothing is traced.
         is_insecure: Listening beyond this machine without authentication is accepted.
         has_reflection: Serve gRPC reflection.
         num_threads: Threads that compute; None: one per core, one in all for a small model.
@@ -135,6 +149,8 @@ class ServerConfig:
     metrics_listen: ListenAddress | None = None
     ui: str = "auto"
     log_level: str = "info"
+    log_format: str = "text"
+    otlp_endpoint: str | None = None
     is_insecure: bool = False
     has_reflection: bool = False
     num_threads: int | None = None
@@ -160,6 +176,7 @@ class ServerConfig:
         _require(self.executor in EXECUTORS, f"--executor must be one of {', '.join(EXECUTORS)}, got {self.executor!r}")
         _require(self.dtype in DTYPES, f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         _require(self.log_level in LOG_LEVELS, f"--log-level must be one of {', '.join(LOG_LEVELS)}")
+        _require(self.log_format in LOG_FORMATS, f"--log-format must be one of {', '.join(LOG_FORMATS)}")
         _require(
             self.kv_memory_bytes is None or self.kv_memory_bytes >= 1 << 16,
             f"--kv-memory must be at least 64KiB, got {self.kv_memory_bytes} bytes",
@@ -319,6 +336,8 @@ def parse_config(arguments: Sequence[str], environment: Mapping[str, str]) -> Se
         metrics_listen=setting("metrics_listen", parse_listen, None),
         ui=setting("ui", str, "auto"),
         log_level=setting("log_level", str, "info"),
+        log_format=setting("log_format", str, "text"),
+        otlp_endpoint=setting("otlp_endpoint", parse_otlp_endpoint, None),
         is_insecure=setting("insecure", _boolean, False),
         has_reflection=setting("reflection", _boolean, False),
         num_threads=setting("threads", _count, None),
@@ -365,6 +384,29 @@ def parse_listen(text: str) -> ListenAddress:
         raise ValueError("must be HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051, or unix:PATH")
     # One name, several addresses: gRPC would be content with whichever of them is free.
     return ListenAddress("127.0.0.1" if host == "localhost" else host, int(port))
+
+
+def parse_otlp_endpoint(text: str) -> str:
+    """Return the URL of a collector, with its port.
+
+    Raises:
+        ValueError: It is none that OTLP over gRPC can be sent to.
+        ConfigError: It holds a password, which the message does not repeat.
+    """
+    advice = "must be http://HOST:PORT, or https:// for TLS, such as http://127.0.0.1:4317"
+    try:
+        url = urlsplit(text)
+        port = url.port or DEFAULT_OTLP_PORT
+    except ValueError:
+        raise ValueError(advice) from None
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise ValueError(advice)
+    if url.path not in ("", "/") or url.query or url.fragment:
+        raise ValueError(f"{advice}; OTLP over gRPC has no path, and OTLP over HTTP is not spoken here")
+    if url.username is not None:
+        raise ConfigError("--otlp-endpoint holds credentials: they belong into OTEL_EXPORTER_OTLP_HEADERS")
+    host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
+    return f"{url.scheme}://{host}:{port}"
 
 
 def parse_size(text: str) -> int:

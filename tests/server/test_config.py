@@ -68,6 +68,8 @@ def test_every_setting_has_a_flag_and_a_variable() -> None:
         "--max-step-rows": "128",
         "--instance": "gpu-3",
         "--log-level": "debug",
+        "--log-format": "json",
+        "--otlp-endpoint": "https://collector.example",
         "--threads": "4",
         "--token-file": "/etc/ferrule/tokens",
         "--tls-cert": "/etc/ferrule/cert.pem",
@@ -104,6 +106,7 @@ def test_every_setting_has_a_flag_and_a_variable() -> None:
     assert by_flag.ui == "on"
     assert (by_flag.revision, by_flag.is_offline) == ("v1.0", True)
     assert by_flag.num_threads == 4
+    assert (by_flag.log_format, by_flag.otlp_endpoint) == ("json", "https://collector.example:4317")
     assert by_flag.has_reflection
     assert by_flag.token_file == Path("/etc/ferrule/tokens")
     assert by_flag.quotas == QuotaLimits(1, 2, 3, 4, 5 << 10, 6 << 10)
@@ -189,7 +192,7 @@ def test_other_addresses_need_insecure(text: str) -> None:
         (["--max-step-rows", "0"], "65536"),
         (["--threads", "two"], "whole number"),
         (["--revision", "main"], "--model org/name"),
-        (["--model", "a/b", "--revision", "../x"], "a branch, a tag or a commit"),
+        (["--revision", "../x", "--model", "a/b"], "a branch, a tag or a commit"),
         (["--instance", "a.b"], "A-Z a-z"),
         (["--prefix-cache", "maybe"], "on or off"),
         (["--quota-mask-bytes", "64"], "KiB, MiB, GiB or TiB"),
@@ -212,6 +215,12 @@ def test_other_addresses_need_insecure(text: str) -> None:
         (["--executor", "paged-reference", "--model", "demo"], "leave --model out"),
         (["--executor", "paged-reference", "--dtype", "bfloat16"], "leave --dtype out"),
         (["--metrics-listen", "9464"], "HOST:PORT"),
+        (["--log-format", "xml"], "one of text, json"),
+        (["--otlp-endpoint", "127.0.0.1:4317"], "must be http://HOST:PORT"),
+        (["--otlp-endpoint", "http://:4317"], "must be http://HOST:PORT"),
+        (["--otlp-endpoint", "http://127.0.0.1:x"], "must be http://HOST:PORT"),
+        (["--otlp-endpoint", "http://127.0.0.1:4318/v1/traces"], "over gRPC has no path"),
+        (["--otlp-endpoint", "http://me:secret@127.0.0.1:4317"], "OTEL_EXPORTER_OTLP_HEADERS"),
         (["--metrics-listen", "unix:/tmp/m.sock"], "HTTP clients know no unix: paths"),
         (["--ui", "yes"], "auto, on, off"),
         (["--ui", "on"], "add --metrics-listen"),

@@ -46,6 +46,13 @@ class CallLog:
         )
 
 
+def watch_calls() -> CallLog:
+    """Have every line of a call carry its fields, and return what logs calls."""
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(CallFields())
+    return CallLog()
+
+
 def fields_of(call: Call) -> dict[str, str]:
     """Return what tells a line of one call from that of another; what is not known is left out."""
     fields = {

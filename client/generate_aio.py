@@ -36,11 +36,11 @@ BY_HAND = ("_lease", "_stream_call", "_wire")
 
 RENAMED = ("Admin", "Branch", "Cache", "Client", "Detokenizer", "ForwardPass", "Generation", "Stream", "TextGeneration")
 # Classes that go by one name in both clients and are not the same.
-TWINS = (*RENAMED, "Batch", "Course", "Exchange", "Leg", "ReplyCall")
+TWINS = (*RENAMED, "Batch", "Course", "Exchange", "Leg", "ReplyCall", "StreamCall")
 DUNDERS = {"__enter__": "__aenter__", "__exit__": "__aexit__", "__next__": "__anext__"}
 
 # Methods of the modules written by hand that wait, and a callback that does. Everything else follows from them.
-SEEDS = frozenset({"call", "pause", "receive", "_decode"})
+SEEDS = frozenset({"call", "flush", "pause", "receive", "_decode"})
 # Where a name that waits means something else: the last part of what it is called on.
 NEVER_WAIT_ON = frozenset({"_in_use", "_log", "_prompt_log", "log", "text", "tip"})
 # And the other way round: a name that waits and that much else has, too, with what ours is called on.

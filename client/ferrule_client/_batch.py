@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from ferrule.v1 import executor_pb2
 from ferrule_client import _messages
 from ferrule_client._connection import Connection, Timeout
-from ferrule_client._exchange import Done, Exchange
+from ferrule_client._exchange import Done, Exchange, as_answers
 from ferrule_client._messages import Append, Appended
 from ferrule_client._retry import Attempts
+from ferrule_client._route import by_instance
 from ferrule_client._status import error_from_status
 from ferrule_client._tip import Tip
 from ferrule_client.errors import ExecutorError
@@ -22,7 +23,7 @@ __all__ = ["Batch"]
 
 
 class Batch:
-    """Sends the appends of many caches by one call for all, each on its own.
+    """Sends the appends of many caches by one call for all, or by one for each instance that has some of them.
 
     Args:
         connection: Where to call.
@@ -43,7 +44,8 @@ class Batch:
             is_patient: True: a server that went away is waited for.
 
         Raises:
-            ExecutorError: The call as a whole failed.
+            ExecutorError: The call as a whole failed. Where there are several, what one failed with is the answer to
+                its items.
         """
         made = [one for one in inputs if _messages.creates(one)]
         attempts = self._connection.attempts(
@@ -57,10 +59,17 @@ class Batch:
     def _send(self, inputs: Sequence[Append], release: Sequence[Tip], done: Done, attempts: Attempts) -> None:
         """Send what has no answer in ``done`` yet."""
         assert not release  # that is for streams
-        places = [place for place in range(len(inputs)) if place not in done]
-        results = self._call([inputs[place] for place in places], attempts)
-        for place, result in zip(places, results, strict=True):
-            done[place] = result.output if result.HasField("output") else error_from_status(result.error)
+        waiting = [place for place in range(len(inputs)) if place not in done]
+        groups = by_instance([inputs[place] for place in waiting], self._connection.instance_of)
+        for group in groups.values():
+            places = [waiting[one] for one in group]
+            try:
+                results = self._call([inputs[place] for place in places], attempts)
+            except ExecutorError as error:
+                done.update(as_answers(error, places, len(groups)))
+                continue
+            for place, result in zip(places, results, strict=True):
+                done[place] = result.output if result.HasField("output") else error_from_status(result.error)
 
     def _call(
         self, inputs: Sequence[Append], attempts: Attempts

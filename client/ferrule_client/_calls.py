@@ -14,8 +14,9 @@ from ferrule_client._connection import Connection, Timeout
 from ferrule_client._lease import LeaseKeeper
 from ferrule_client._messages import PromptOptions, SequenceRequest
 from ferrule_client._retry import Attempts
+from ferrule_client._route import is_lost
 from ferrule_client._tip import Tip
-from ferrule_client.errors import ExecutorError, HandleNotFoundError
+from ferrule_client.errors import ExecutorError
 from ferrule_client.types import Handle
 
 __all__ = ["SequenceCalls"]
@@ -99,17 +100,19 @@ class SequenceCalls:
         attempts = self._connection.attempts(timeout, creates=creates, has_request_id=has_id, is_patient=self.recovers)
         try:
             return self._connection.run(method, request, attempts)
-        except HandleNotFoundError as error:
+        except ExecutorError as error:
+            if not is_lost(error, self.tip.handle):
+                raise
             self.tip.tell(error)
             self.revive(error, attempts)
         _messages.aim(request, self.tip.handle)
         try:
             return self._connection.run(method, request, attempts)
-        except HandleNotFoundError as error:
+        except ExecutorError as error:
             self.tip.tell(error)
             raise
 
-    def revive(self, error: HandleNotFoundError, attempts: Attempts) -> None:
+    def revive(self, error: ExecutorError, attempts: Attempts) -> None:
         """Bring the lost sequence back, as a new one of the same tokens.
 
         Args:

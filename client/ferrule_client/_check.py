@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Iterable, Sequence
 from typing import SupportsFloat, cast
 
 import numpy as np
 
-__all__ = ["choice", "number", "seconds", "target", "text", "token", "token_list", "whole"]
+__all__ = ["choice", "instance", "number", "seconds", "target", "text", "token", "token_list", "whole"]
 
 _MAX_UINT32 = 2**32 - 1
+_INSTANCE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:")
 
 
@@ -72,6 +74,21 @@ def whole(name: str, value: object, low: int = 0, high: int | None = None) -> No
     if not is_good:
         bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
         raise ValueError(f"{name} must be a whole number {bounds}, got {value!r}")
+
+
+def instance(name: object) -> None:
+    """Make sure that an instance of the server is named as one can be; None, for "any", passes.
+
+    Raises:
+        TypeError: It is no text.
+        ValueError: It is not.
+    """
+    if name is None:
+        return
+    if not isinstance(name, str):
+        raise TypeError(f"instance must be a text or None, got {name!r}")
+    if not _INSTANCE.fullmatch(name):
+        raise ValueError(f"an instance is named by 1 to 64 of A-Z a-z 0-9 _ -, got {name!r}")
 
 
 def number(

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ferrule_client import _convert, _messages
 from ferrule_client._connection import Connection
 from ferrule_client._messages import Append, Appended
 from ferrule_client._retry import Attempts, wait_s
+from ferrule_client._route import is_lost
 from ferrule_client._tip import Tip, using
-from ferrule_client.errors import ExecutorError, HandleNotFoundError
+from ferrule_client.errors import ExecutorError, InstanceUnreachableError
 from ferrule_client.items import Chunk, DecodeItem, VerifyItem
 from ferrule_client.types import Output, Verification
 
 if TYPE_CHECKING:
     from ferrule_client.cache import Cache
 
-__all__ = ["Done", "Exchange", "take"]
+__all__ = ["Done", "Exchange", "as_answers", "take"]
 
 Done = dict[int, Appended | ExecutorError]
 """Answers by the places of their inputs."""
@@ -105,7 +107,9 @@ class Exchange:
         again: list[int] = []
         for place, error in enumerate(results):
             cache, sent = caches[place], inputs[place]
-            if cache is None or not isinstance(error, HandleNotFoundError):
+            if cache is None or not isinstance(error, ExecutorError):
+                continue
+            if not is_lost(error, _convert.handle_from_message(sent.kv_cache)):
                 continue
             cache.tip.tell(error)
             try:
@@ -136,6 +140,25 @@ class Exchange:
             results[place] = answer
             if isinstance(answer, ExecutorError) and cache is not None:
                 cache.tip.tell(answer)
+
+
+def as_answers(error: ExecutorError, places: Iterable[int], num_instances: int) -> Done:
+    """Return what a call failed with as the answer to each of its items, rather than as the end of all.
+
+    That it is where other instances answer other items, and where the sequences are out of reach: those of caches that
+    recover are then brought back.
+
+    Args:
+        error: What it failed with.
+        places: Those of its items.
+        num_instances: How many instances were asked.
+
+    Raises:
+        ExecutorError: ``error``, if it is the end.
+    """
+    if num_instances == 1 and not isinstance(error, InstanceUnreachableError):
+        raise error
+    return {place: copy.copy(error) for place in places}  # each will hear the tokens of its own sequence
 
 
 def take(

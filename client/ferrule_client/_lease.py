@@ -6,13 +6,15 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
+from ferrule_client._route import instance_of_id
 from ferrule_client._tip import Tip
 from ferrule_client.errors import ExecutorError
 from ferrule_client.types import Handle, Lease
 
-__all__ = ["LeaseKeeper", "Renew", "call_timeout_s", "lease_s", "note_failure", "note_loss", "pause_s"]
+__all__ = ["LeaseKeeper", "Renew", "call_timeout_s", "due_groups", "lease_s", "note_failure", "note_loss", "pause_s"]
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +33,8 @@ class LeaseKeeper:
     """Renews the lease of each registered sequence at a third of its length.
 
     A renewal may take as long again, so one that hangs in a dead connection leaves a third of the lease for the next.
+    There is one call for each instance of the server, those that failed last time at the end: what is dead, or frozen,
+    costs the others none of their time.
 
     Invariant: a thread runs if and only if a sequence is registered and the keeper is open (it may take a moment to
     end). It is a daemon and holds sequences weakly, so it keeps neither them nor the process alive.
@@ -45,7 +49,7 @@ class LeaseKeeper:
         self._due: weakref.WeakKeyDictionary[Tip, float] = weakref.WeakKeyDictionary()
         self._thread: threading.Thread | None = None
         self._is_closed = False
-        self._num_failures = 0
+        self._num_failures: Counter[str] = Counter()  # in a row, by instance
 
     def add(self, tip: Tip) -> None:
         """Keep a sequence from now on, its lease being new. Adding it again only begins anew."""
@@ -75,11 +79,12 @@ class LeaseKeeper:
             thread.join(timeout=5.0)
 
     def _run(self) -> None:
-        while (tips := self._wait_for_due()) is not None:
-            self._renew_all(tips)
+        while (groups := self._wait_for_due()) is not None:
+            for instance, tips in groups:
+                self._renew_all(instance, tips)
 
-    def _wait_for_due(self) -> list[Tip] | None:
-        """Return all sequences as soon as one of them is due, or None when the thread is to end."""
+    def _wait_for_due(self) -> list[tuple[str, list[Tip]]] | None:
+        """Return what there is to renew as soon as something is due, or None when the thread is to end."""
         with self._condition:
             while not self._is_closed:
                 times = list(self._due.values())
@@ -87,21 +92,21 @@ class LeaseKeeper:
                     break
                 wait_s = min(times) - time.monotonic()
                 if wait_s <= 0:
-                    return list(self._due.keys())
+                    return due_groups(self._due.items(), time.monotonic(), self._num_failures)
                 self._condition.wait(wait_s)
             self._thread = None
             return None
 
-    def _renew_all(self, tips: Sequence[Tip]) -> None:
+    def _renew_all(self, instance: str, tips: Sequence[Tip]) -> None:
         handles = [tip.handle for tip in tips]
         try:
             results = self._renew(handles, call_timeout_s(tips))
         except ExecutorError as error:
-            self._num_failures += 1
-            note_failure(error, len(tips), self._num_failures)
+            self._num_failures[instance] += 1
+            note_failure(error, len(tips), self._num_failures[instance])
             self._schedule(dict.fromkeys(tips, pause_s(tips)))
             return
-        self._num_failures = 0
+        del self._num_failures[instance]
         with self._condition:
             for tip, handle, result in zip(tips, handles, results, strict=True):
                 self._take(tip, handle, result)
@@ -129,6 +134,27 @@ class LeaseKeeper:
             for tip, wait_s in waits_s.items():
                 if tip in self._due:
                     self._due[tip] = now + wait_s
+
+
+def due_groups(due: Iterable[tuple[Tip, float]], now: float, num_failures: Counter[str]) -> list[tuple[str, list[Tip]]]:
+    """Return the sequences of each instance that has one which is due, those of failing instances last.
+
+    Args:
+        due: Sequences and when each is due.
+        now: The time, on the same clock.
+        num_failures: Failures in a row by instance.
+    """
+    groups: dict[str, list[Tip]] = {}
+    urgent = set()
+    for tip, end in due:
+        instance = instance_of_id(tip.handle.cache_id)
+        groups.setdefault(instance, []).append(tip)
+        if end <= now:
+            urgent.add(instance)
+    return sorted(
+        ((instance, tips) for instance, tips in groups.items() if instance in urgent),
+        key=lambda group: num_failures[group[0]],
+    )
 
 
 def note_failure(error: ExecutorError, num_tips: int, num_failures: int) -> None:

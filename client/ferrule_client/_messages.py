@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import grpc
+from google.protobuf.message import Message
 
 from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, types_pb2
 from ferrule_client import _check, _convert
@@ -29,6 +30,7 @@ __all__ = [
     "fork_request",
     "generate_request",
     "generation_plan",
+    "inline_masks",
     "new_request_id",
     "prefill_request",
     "prompt_request",
@@ -511,6 +513,25 @@ def aim(request: SequenceRequest | Append, handle: Handle) -> None:
     item.kv_cache.CopyFrom(_convert.handle_to_message(handle))
     if getattr(item, "request_id", ""):
         item.request_id = new_request_id()
+
+
+def inline_masks(messages: Iterable[Message], masks: Mapping[bytes, bytes]) -> bool:
+    """Put masks themselves in the place of their fingerprints, in messages and whatever these hold; tell if any was.
+
+    Args:
+        messages: Changed in place.
+        masks: Packed masks by fingerprint.
+    """
+    found = False
+    for message in messages:
+        if isinstance(message, policy_pb2.TokenMask):
+            if (bits := masks.get(message.fingerprint)) is not None:
+                message.inline_bits, found = bits, True
+            continue
+        for field, value in message.ListFields():
+            if field.message_type is not None:
+                found |= inline_masks([value] if isinstance(value, Message) else value, masks)
+    return found
 
 
 def check_scoring(policy: Policy | None, num_tokens: int, *, all_positions: bool) -> None:

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 import grpc
 
 from ferrule_client._status import is_transport_break
-from ferrule_client.errors import DrainingError, ExecutorError, ResourceExhaustedError, StartingError
+from ferrule_client.errors import (
+    DrainingError,
+    ExecutorError,
+    InstanceUnreachableError,
+    ResourceExhaustedError,
+    StartingError,
+)
 
 __all__ = ["Attempts", "RetrySettings", "wait_s"]
 
@@ -61,7 +67,12 @@ class Attempts:
         timeout: Seconds for all attempts together; None means no limit.
         creates: True: the call makes new sequences.
         has_request_id: True: such a call carries an id, the same in all its attempts.
-        is_patient: True: a server that went away or goes down is waited for until the deadline.
+        is_patient: True: a server that went away or goes down is waited for until the deadline; but not an instance
+            that a proxy does not reach, as another can take its place.
+
+    Attributes:
+        is_patient: As given.
+        num_mask_restores: Times that masks were registered once more, or were about to be.
     """
 
     def __init__(
@@ -80,7 +91,7 @@ class Attempts:
         )  # None: the server decides
         self.is_patient = is_patient
         self._num_retries = 0
-        self._num_mask_restores = 0
+        self.num_mask_restores = 0
         self._backoff_s = settings.first_backoff_s
 
     def remaining(self) -> float | None:
@@ -107,8 +118,8 @@ class Attempts:
 
     def may_restore_masks(self) -> bool:
         """Tell whether masks that the server has dropped may be registered once more; it may drop them again."""
-        self._num_mask_restores += 1
-        return self._num_mask_restores <= _MAX_MASK_RESTORES
+        self.num_mask_restores += 1
+        return self.num_mask_restores <= _MAX_MASK_RESTORES
 
     def pause_s(self, error: ExecutorError, cause: grpc.RpcError | None = None) -> float:
         """Return the seconds to wait before the next attempt.
@@ -137,7 +148,8 @@ class Attempts:
             return True
         if _may_have_run(error) and not self._is_repeatable:
             return False
-        if self.is_patient and (is_transport_break(error) or isinstance(error, DrainingError)):
+        is_dead = isinstance(error, InstanceUnreachableError)
+        if self.is_patient and not is_dead and (is_transport_break(error) or isinstance(error, DrainingError)):
             return True
         self._num_retries += 1
         is_passing = is_transport_break(error) or wait_s(error) is not None
@@ -146,7 +158,7 @@ class Attempts:
 
 def _may_have_run(error: ExecutorError) -> bool:
     """Tell whether a connection broke after the request may have left."""
-    return is_transport_break(error) and error.reason != "CONNECTION_FAILED"
+    return error.reason == "CONNECTION_LOST"
 
 
 def wait_s(result: object) -> float | None:

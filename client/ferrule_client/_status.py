@@ -15,6 +15,7 @@ from ferrule_client import errors as e
 __all__ = [
     "BY_CODE",
     "BY_REASON",
+    "behind_proxy",
     "cut_off",
     "error_from_call",
     "error_from_status",
@@ -39,6 +40,7 @@ BY_REASON: dict[str, type[e.ExecutorError]] = {
     "HANDLE_LOST": e.HandleLostError,
     "HANDLE_STALE": e.HandleStaleError,
     "HANDLE_UNKNOWN": e.HandleNotFoundError,
+    "INSTANCE_UNREACHABLE": e.InstanceUnreachableError,
     "INVALID_FIELD": e.InvalidRequestError,
     "KV_BLOCKS_EXHAUSTED": e.BlocksExhaustedError,
     "MASK_UNKNOWN": e.MaskUnknownError,
@@ -81,6 +83,16 @@ _BROKEN = ("RST_STREAM", "Internal error from Core")
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
+# Texts of Envoy, as UNAVAILABLE, for a call that it could not hand to any server: there is none of those it may
+# choose from, the one it chose does not take connections, or Envoy's own limits are reached.
+_PROXY_NEVER_SENT = (
+    "no healthy upstream",
+    "reset reason: remote connection failure",
+    "reset reason: local connection failure",
+    "reset reason: connection timeout",
+    "reset reason: overflow",
+)
+
 # Texts of gRPC core for a call that never left this machine. They have been stable for years; were one to change,
 # a creating call would only be retried less often.
 _NEVER_SENT = (
@@ -89,6 +101,7 @@ _NEVER_SENT = (
     "connection refused",
     "resolution failed",
     "empty address list",
+    *_PROXY_NEVER_SENT,
 )
 
 _WHY_NOT = (
@@ -167,7 +180,7 @@ def is_transport_break(error: e.ExecutorError) -> bool:
 
     Directly a dead server is UNAVAILABLE without details; behind a proxy it is INTERNAL with RST_STREAM.
     """
-    return error.reason in ("CONNECTION_FAILED", "CONNECTION_LOST")
+    return error.reason in ("CONNECTION_FAILED", "CONNECTION_LOST", "INSTANCE_UNREACHABLE")
 
 
 def may_have_happened(error: BaseException) -> bool:
@@ -187,6 +200,23 @@ def cut_off(details: str) -> e.UnavailableError:
     """Return the error for a call that the other side cancelled."""
     text = f"the call was cut off by the server, or on the way ({details})"
     return e.UnavailableError(grpc.StatusCode.CANCELLED, "CONNECTION_LOST", text)
+
+
+def behind_proxy(target: str, instance: str, details: str) -> e.UnavailableError | None:
+    """Return the error for a proxy that answers for a server which it cannot reach; None: these are no proxy's words.
+
+    Args:
+        target: Address of the proxy.
+        instance: The instance that the call was for; empty: any.
+        details: What the proxy says.
+    """
+    if not any(text in details for text in _PROXY_NEVER_SENT):
+        return None
+    metadata, code = {"target": target, "details": details}, grpc.StatusCode.UNAVAILABLE
+    if not instance:
+        return e.UnavailableError(code, "CONNECTION_FAILED", f"the proxy at {target} reaches no server", metadata)
+    text = f"the proxy at {target} cannot reach instance {instance!r}; a process that ended took its sequences along"
+    return e.InstanceUnreachableError(code, "INSTANCE_UNREACHABLE", text, {**metadata, "instance": instance})
 
 
 def no_server(target: str, details: str) -> e.UnavailableError:

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import grpc
 
 from ferrule.v1 import executor_pb2
-from ferrule_client._wire import FrameReader, ReplyReader, Wire
+from ferrule_client._wire import FrameReader, Metadata, ReplyReader, Wire
 from ferrule_client.errors import DeadlineExceededError
 
 __all__ = ["ReplyCall", "StreamCall"]
@@ -45,9 +45,10 @@ class StreamCall:
 
     Args:
         wire: Where to open it.
+        instance: The one it is for; empty: any.
     """
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Wire, instance: str = "") -> None:
         self._requests: _Requests = SimpleQueue()
         self._replies: _Replies = SimpleQueue()
         self._nudger = wire.nudger
@@ -55,7 +56,7 @@ class StreamCall:
         self._is_closed = False
         opened: _Opened = SimpleQueue()
         # The thread holds the queues and the call, not this object, so that forgetting a stream ends it.
-        arguments = (wire, self._requests, opened, self._replies)
+        arguments = (wire, wire.labels.of(instance), self._requests, opened, self._replies)
         threading.Thread(target=_run, args=arguments, name="ferrule-stream", daemon=True).start()
         call, error = opened.get()
         if call is None:
@@ -66,6 +67,9 @@ class StreamCall:
     def send(self, frame: executor_pb2.StreamDecodeRequest) -> None:
         """Hand one frame over; it is on its way."""
         self._requests.put(frame)
+
+    def flush(self, timeout: float | None) -> None:
+        """Return when what was handed over is on its way: at once here, where a thread sends it; for asyncio's twin."""
 
     def receive(self, timeout: float | None) -> executor_pb2.StreamDecodeResponse:
         """Return the next frame.
@@ -124,12 +128,21 @@ class ReplyCall(Generic[_Reply]):
         wire: Where to open it.
         method: A method of the stub.
         request: Its request.
+        instance: The one it is for; empty: any.
 
     Attributes:
+        instance: As given.
         is_over: True: it was closed or cancelled by this side.
     """
 
-    def __init__(self, wire: Wire, method: grpc.UnaryStreamMultiCallable[_Request, _Reply], request: _Request) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        method: grpc.UnaryStreamMultiCallable[_Request, _Reply],
+        request: _Request,
+        instance: str = "",
+    ) -> None:
+        self.instance = instance
         self._replies: SimpleQueue[_Reply | grpc.RpcError | None] = SimpleQueue()
         self._room = threading.Semaphore(_WINDOW)
         self._nudger = wire.nudger
@@ -137,7 +150,7 @@ class ReplyCall(Generic[_Reply]):
         opened: SimpleQueue[tuple[ReplyReader[_Reply] | None, Exception | None]] = SimpleQueue()
 
         # The thread holds the queues and the call, not this object, so that forgetting the call ends it.
-        open_call = functools.partial(wire.open_replies, method, request)
+        open_call = functools.partial(wire.open_replies, method, request, wire.labels.of(instance))
         arguments = (open_call, opened, self._replies, self._room)
         threading.Thread(target=_read, args=arguments, name="ferrule-replies", daemon=True).start()
         call, error = opened.get()
@@ -191,10 +204,10 @@ def _drain(requests: _Requests) -> Iterator[executor_pb2.StreamDecodeRequest]:
         yield frame
 
 
-def _run(wire: Wire, requests: _Requests, opened: _Opened, replies: _Replies) -> None:
+def _run(wire: Wire, metadata: Metadata, requests: _Requests, opened: _Opened, replies: _Replies) -> None:
     """Open the call and read it to its end."""
     try:
-        call = wire.open_stream(_drain(requests))
+        call = wire.open_stream(_drain(requests), metadata)
     except Exception as error:  # noqa: BLE001 - the caller's thread raises it
         opened.put((None, error))
         return

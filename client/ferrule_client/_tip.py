@@ -11,7 +11,7 @@ from ferrule_client import _convert
 from ferrule_client._messages import new_request_id
 from ferrule_client._status import may_have_happened
 from ferrule_client._token_log import TokenLog
-from ferrule_client.errors import DeadlineExceededError, ExecutorError, HandleNotFoundError
+from ferrule_client.errors import DeadlineExceededError, ExecutorError, HandleNotFoundError, InstanceUnreachableError
 from ferrule_client.policy import Policy, seeded
 from ferrule_client.types import Handle, OnStale, Output, Verification
 
@@ -304,7 +304,7 @@ class Tip:
 
     def tell(self, error: ExecutorError) -> None:
         """Put on an error that says the sequence is gone what it takes to prefill it again."""
-        if isinstance(error, HandleNotFoundError):
+        if isinstance(error, (HandleNotFoundError, InstanceUnreachableError)):
             error.token_ids = self.token_ids
             error.pending = self.pending
 

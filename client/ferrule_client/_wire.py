@@ -6,16 +6,28 @@ import contextlib
 import functools
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol, TypeVar
 
 import grpc
 
 from ferrule.v1 import admin_pb2_grpc, executor_pb2, executor_pb2_grpc, tokenizer_pb2_grpc
 from ferrule_client._nudge import NUDGE_TIMEOUT_S, Nudger
+from ferrule_client._route import INSTANCE_KEY
 from ferrule_client.types import TlsConfig
 
-__all__ = ["CHANNEL_OPTIONS", "HEALTH_CHECK", "FrameReader", "ReplyReader", "Wire", "secrets_of", "warn_of_plain_token"]
+__all__ = [
+    "CHANNEL_OPTIONS",
+    "HEALTH_CHECK",
+    "Extra",
+    "FrameReader",
+    "Labels",
+    "Metadata",
+    "ReplyReader",
+    "Wire",
+    "secrets_of",
+    "warn_of_plain_token",
+]
 
 _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")
@@ -37,6 +49,50 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 """Called with an empty request, bytes in and bytes out."""
+
+
+Metadata = tuple[tuple[str, str | bytes], ...]
+"""What travels with a call besides its message."""
+
+Extra = Callable[[], Iterable[tuple[str, str | bytes]]]
+"""Returns what the caller wants to travel with the call that is made now."""
+
+_MOST_KNOWN = 256
+
+
+class Labels:
+    """Makes what travels with each call: the token, the instance that it is for, and what the caller adds.
+
+    Args:
+        token: Bearer token sent with every call, or None.
+        extra: Called for each attempt, in the thread that makes the call; None: nothing is added. What we set
+            ourselves it cannot change.
+    """
+
+    def __init__(self, token: str | None, extra: Extra | None) -> None:
+        self._always: Metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._extra = extra
+        self._known: dict[str, Metadata] = {"": self._always}
+
+    def of(self, instance: str) -> Metadata:
+        """Return the metadata of a call.
+
+        Args:
+            instance: The one it is for; empty: any.
+        """
+        known = self._known.get(instance) or self._of_new(instance)
+        if self._extra is None:
+            return known
+        ours = [key for key, _ in known]
+        return (*known, *((key, value) for key, value in self._extra() if key not in ours))
+
+    def _of_new(self, instance: str) -> Metadata:
+        if not instance:
+            return self._always
+        if len(self._known) > _MOST_KNOWN:  # handles that came from elsewhere may name anything
+            self._known.clear()
+        made = self._known[instance] = (*self._always, (INSTANCE_KEY, instance))
+        return made
 
 
 class FrameReader(Protocol):
@@ -69,10 +125,14 @@ class Wire:
         target: ``host:port`` or ``unix:PATH``, checked.
         token: Bearer token sent with every call, or None.
         tls: True or a ``TlsConfig`` for TLS, None for plain text.
+        extra: Metadata for each call besides, or None.
+
+    Attributes:
+        labels: Makes the metadata of calls, in whose thread a call is made.
     """
 
-    def __init__(self, target: str, token: str | None, tls: bool | TlsConfig | None) -> None:
-        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+    def __init__(self, target: str, token: str | None, tls: bool | TlsConfig | None, extra: Extra | None) -> None:
+        self.labels = Labels(token, extra)
         self.channel = _open_channel(target, tls, has_token=bool(token))
         self._probe: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(HEALTH_CHECK)
         self.nudger = Nudger(functools.partial(_look, self._probe))
@@ -81,9 +141,19 @@ class Wire:
         self.admin = admin_pb2_grpc.AdminServiceStub(self.channel)
 
     def call(
-        self, method: grpc.UnaryUnaryMultiCallable[_Request, _Reply], request: _Request, timeout: float | None
+        self,
+        method: grpc.UnaryUnaryMultiCallable[_Request, _Reply],
+        request: _Request,
+        timeout: float | None,
+        instance: str = "",
     ) -> _Reply | None:
         """Run one call once and return the reply.
+
+        Args:
+            method: A method of a stub.
+            request: Its request.
+            timeout: Seconds it may take; None means no limit.
+            instance: The one it is for; empty: any.
 
         Returns:
             The reply. None: gRPC said OK and had no message, for a call cut off by its deadline just as it ended.
@@ -91,18 +161,19 @@ class Wire:
         Raises:
             grpc.RpcError: The call failed.
         """
+        metadata = self.labels.of(instance)
         with self.nudger:
-            return method(request, timeout=timeout, metadata=self._metadata)
+            return method(request, timeout=timeout, metadata=metadata)
 
-    def open_stream(self, requests: Iterator[executor_pb2.StreamDecodeRequest]) -> FrameReader:
+    def open_stream(self, requests: Iterator[executor_pb2.StreamDecodeRequest], metadata: Metadata) -> FrameReader:
         """Open one StreamDecode, without a deadline of its own."""
-        return self.executor.StreamDecode(requests, metadata=self._metadata)
+        return self.executor.StreamDecode(requests, metadata=metadata)
 
     def open_replies(
-        self, method: grpc.UnaryStreamMultiCallable[_Request, _Reply], request: _Request
+        self, method: grpc.UnaryStreamMultiCallable[_Request, _Reply], request: _Request, metadata: Metadata
     ) -> ReplyReader[_Reply]:
         """Open one call that answers with a stream of replies, without a deadline of its own."""
-        return method(request, metadata=self._metadata)
+        return method(request, metadata=metadata)
 
     def pause(self, seconds: float) -> None:
         """Wait, and let the channel go on connecting meanwhile.

@@ -15,7 +15,7 @@ from ferrule_client._connection import USE_DEFAULT, Connection, Timeout
 from ferrule_client._retry import Attempts
 from ferrule_client._tip import Tip, using
 from ferrule_client._token_log import common_length
-from ferrule_client.errors import ExecutorError, HandleNotFoundError
+from ferrule_client.errors import ExecutorError
 from ferrule_client.generation import Generation, TextGeneration
 from ferrule_client.items import Chunk, DraftLaws, VerifyItem
 from ferrule_client.masks import MaskLike
@@ -52,11 +52,12 @@ class Cache:
     landed of the first ones, and nothing else. ``truncate(cache.length)`` drops it at once.
 
     **Loss.** A sequence can be gone: its lease ran out, or the server was started anew. Calls then raise
-    ``HandleNotFoundError``, which has the ``token_ids`` to prefill again. A cache made with ``recover=True``, and every
-    fork of it, does that by itself in the middle of any call, a loop's too, and waits until the call's timeout for a
-    server that went away. Its tokens, ``pending`` and seeds stay, so a loop goes on with the draws it would have made,
-    as far as KV that is prefilled equals KV that was decoded: they can differ by rounding. Handles kept from before the
-    loss are no longer good.
+    ``HandleNotFoundError``, which has the ``token_ids`` to prefill again; behind a proxy that does not reach its
+    instance any more ``InstanceUnreachableError``, which has them too. A cache made with ``recover=True``, and every
+    fork of it, prefills by itself in the middle of any call, a loop's too: where a proxy has another instance, there;
+    else it waits until the call's timeout for the server that went away. Its tokens, ``pending`` and seeds stay, so a
+    loop goes on with the draws it would have made, as far as KV that is prefilled equals KV that was decoded: they can
+    differ by rounding. Handles kept from before the loss are no longer good.
 
     Not safe to use from two threads at once (fork it instead); two caches of one client are. A call that would move
     the sequence while another one does is refused with a RuntimeError.
@@ -750,7 +751,7 @@ class Cache:
         """Take note of room that was reserved. For the client; not for callers."""
         self._calls.reserved(length)
 
-    def revive(self, error: HandleNotFoundError, attempts: Attempts) -> None:
+    def revive(self, error: ExecutorError, attempts: Attempts) -> None:
         """Bring a lost sequence back, as a new one of the same tokens. For streams; not for callers.
 
         Args:

@@ -21,9 +21,11 @@ from ferrule_client._exchange import take
 from ferrule_client._lease import LeaseKeeper
 from ferrule_client._messages import Append, Appended, PromptOptions
 from ferrule_client._retry import RetrySettings
+from ferrule_client._route import by_instance, instance_of_id
 from ferrule_client._status import error_from_status
 from ferrule_client._tip import Tip
 from ferrule_client._token_log import TokenLog
+from ferrule_client._wire import Extra
 from ferrule_client.admin import Admin
 from ferrule_client.cache import Cache
 from ferrule_client.detokenizer import Detokenizer
@@ -98,6 +100,8 @@ class Client:
         tls: bool | TlsConfig | None = None,
         timeout: float | None = 60.0,
         max_retries: int = 5,
+        instance: str | None = None,
+        metadata: Extra | None = None,
     ) -> Client:
         """Return a client of the server at ``target``. Nothing is sent yet: the first call connects.
 
@@ -107,6 +111,11 @@ class Client:
             tls: True for TLS with the system's authorities, a ``TlsConfig`` for your own, None for plain text.
             timeout: Seconds a call may take with its retries, unless it says otherwise; None means no limit.
             max_retries: Times a call is tried again after a broken connection.
+            instance: Behind a proxy with several instances: the name of the one that calls are for which name no
+                handle, new prompts and ``admin`` too. None: the proxy chooses. Calls on a handle go to its instance.
+            metadata: Called in the thread that makes a call, for each attempt and each opening of a stream; returns
+                pairs of key and value to send along, such as a trace context. It cannot replace what the client sets
+                itself.
 
         Returns:
             The client; close it, or use it in ``with``.
@@ -119,7 +128,8 @@ class Client:
             ``with Client.connect("unix:/run/ferrule.sock") as client: ...``
         """
         _check.whole("max_retries", max_retries)
-        return cls(Connection(target, token, tls, timeout, RetrySettings(max_retries=max_retries)))
+        retry = RetrySettings(max_retries=max_retries)
+        return cls(Connection(target, token, tls, timeout, retry, instance=instance, extra=metadata))
 
     def __enter__(self) -> Client:
         return self
@@ -845,7 +855,7 @@ class Client:
     def keep_alive(
         self, caches: Iterable[Cache | Handle], *, ttl: float | None = None, timeout: Timeout = USE_DEFAULT
     ) -> list[Lease | ExecutorError]:
-        """Renew leases, many in one call. Live caches do this by themselves; plain handles do not.
+        """Renew leases, many in one call to each instance. Live caches do this by themselves; plain handles do not.
 
         Args:
             caches: Caches or handles.
@@ -856,17 +866,26 @@ class Client:
             For each the new lease, or the error that says why there is none.
 
         Raises:
-            ExecutorError: The call as a whole failed.
+            ExecutorError: The call as a whole failed. Where there are several, what one failed with stands in the place
+                of its leases.
         """
-        leases: list[Lease | ExecutorError] = []
+        done: dict[int, Lease | ExecutorError] = {}
         kept, timeout = list(caches), self._connection.until(timeout)
-        for handles in _batches(kept):
+        batches = list(_batches(kept))
+        is_alone = len({instance for instance, *_ in batches}) == 1
+        for _, places, handles in batches:
             request = cache_pb2.KeepAliveRequest(kv_caches=handles, ttl=_convert.duration(ttl))
-            reply = self._connection.unary(self._connection.executor.KeepAlive, request, timeout=timeout)
-            leases += [
-                _convert.lease_from_message(one.lease) if one.HasField("lease") else error_from_status(one.error)
-                for one in reply.results
-            ]
+            try:
+                reply = self._connection.unary(self._connection.executor.KeepAlive, request, timeout=timeout)
+            except ExecutorError as error:
+                if is_alone:
+                    raise
+                done.update(dict.fromkeys(places, error))
+                continue
+            for place, one in zip(places, reply.results, strict=True):
+                is_kept = one.HasField("lease")
+                done[place] = _convert.lease_from_message(one.lease) if is_kept else error_from_status(one.error)
+        leases = [done[place] for place in range(len(kept))]
         for cache, lease in zip(kept, leases, strict=True):
             if isinstance(cache, Cache):
                 cache.lease_anew(lease, ttl)
@@ -895,7 +914,8 @@ class Client:
         Raises:
             BlocksExhaustedError: The pool has too few free blocks now; nothing was taken.
             HandleNotFoundError: One of the sequences is gone; nothing was taken.
-            ValueError: The sizes differ, or a length is no whole number.
+            ValueError: The sizes differ, a length is no whole number, or the sequences are on several instances: no
+                call takes room on all or none of them.
             ExecutorError: Anything else, as in ``Cache.reserve``.
 
         Example:
@@ -903,6 +923,7 @@ class Client:
         """
         kept = list(caches)
         handles = [one.tip.live_handle() if isinstance(one, Cache) else one for one in kept]
+        _check_one_instance(handles)
         request = _messages.reserve_request(handles, lengths, fitting)
         reply = self._connection.unary(self._connection.executor.ReserveKvSlots, request, timeout=timeout)
         for cache, wanted in zip(kept, request.requests, strict=True):
@@ -911,7 +932,7 @@ class Client:
         return _convert.reservation_from_message(reply.reservation)
 
     def release(self, caches: Iterable[Cache | Handle], *, timeout: Timeout = USE_DEFAULT) -> Released:
-        """End sequences, many in one call, and free their blocks. What is gone already is no error.
+        """End sequences, many in one call to each instance, and free their blocks. What is gone already is no error.
 
         Args:
             caches: Caches or handles.
@@ -921,7 +942,8 @@ class Client:
             What was freed.
 
         Raises:
-            ExecutorError: The server was not reached; the leases will end the sequences.
+            ExecutorError: The server was not reached; the leases will end the sequences. Where there are several
+                instances, those on the others were released.
 
         Example:
             ``client.release(losers)``
@@ -930,14 +952,23 @@ class Client:
         for cache in ended:
             if isinstance(cache, Cache):
                 cache.give_up()
-        released: list[bool] = []
+        released: dict[int, bool] = {}
         freed_blocks = 0
-        for handles in _batches(ended):
+        failures: dict[str, ExecutorError] = {}
+        for instance, places, handles in _batches(ended):
+            if instance in failures:
+                continue
             request = cache_pb2.ReleaseCacheRequest(kv_caches=handles)
-            reply = self._connection.unary(self._connection.executor.ReleaseCache, request, timeout=timeout)
-            released += [result.released for result in reply.results]
+            try:
+                reply = self._connection.unary(self._connection.executor.ReleaseCache, request, timeout=timeout)
+            except ExecutorError as error:  # those of other instances want to be released all the same
+                failures[instance] = error
+                continue
+            released.update(zip(places, [result.released for result in reply.results], strict=True))
             freed_blocks += reply.freed_blocks
-        return Released(tuple(released), freed_blocks)
+        for failure in failures.values():
+            raise failure
+        return Released(tuple(released[place] for place in range(len(ended))), freed_blocks)
 
     def _follow(self, tip: Tip, *, keep_alive: bool, recovery: PromptOptions | None = None) -> Cache:
         """Return the cache that follows a sequence from here on."""
@@ -993,8 +1024,31 @@ def _not_ready(status: Status) -> UnavailableError:
     return StartingError(grpc.StatusCode.UNAVAILABLE, "STARTING", text)
 
 
-def _batches(caches: Iterable[Cache | Handle]) -> Iterator[list[types_pb2.KvCacheHandle]]:
-    """Yield the handles as messages, in lists that a server takes in one request; at least one list."""
+def _instance_of_handle(handle: Handle) -> str:
+    _convert.check_handle(handle)
+    return instance_of_id(handle.cache_id)
+
+
+def _check_one_instance(handles: Sequence[Handle]) -> None:
+    """Make sure that one instance has all sequences.
+
+    Raises:
+        ValueError: It has not.
+    """
+    names = sorted(by_instance(handles, _instance_of_handle))
+    if len(names) > 1:
+        text = " and ".join(map(repr, names))
+        raise ValueError(f"the sequences are on the instances {text}: reserve on each by a call of its own")
+
+
+def _batches(caches: Sequence[Cache | Handle]) -> Iterator[tuple[str, list[int], list[types_pb2.KvCacheHandle]]]:
+    """Yield lists of handles of one instance each that it takes in one request, with its name and their places.
+
+    There is at least one list.
+    """
     handles = [cache.handle if isinstance(cache, Cache) else cache for cache in caches]
-    for start in range(0, max(1, len(handles)), _HANDLES_PER_REQUEST):
-        yield [_convert.handle_to_message(handle) for handle in handles[start : start + _HANDLES_PER_REQUEST]]
+    groups = by_instance(handles, _instance_of_handle)
+    for instance, group in (groups or {"": []}).items():
+        for start in range(0, max(1, len(group)), _HANDLES_PER_REQUEST):
+            places = group[start : start + _HANDLES_PER_REQUEST]
+            yield instance, places, [_convert.handle_to_message(handles[place]) for place in places]

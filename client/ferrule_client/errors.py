@@ -30,6 +30,7 @@ cache that was released or a stream used by two threads.
     |  +- SlowConsumerError         SLOW_CONSUMER
     |  +- MessageTooLargeError      MESSAGE_TOO_LARGE *
     +- UnavailableError             CONNECTION_FAILED *, CONNECTION_LOST *
+    |  +- InstanceUnreachableError  INSTANCE_UNREACHABLE *; .instance cannot be reached by the proxy in front of it
     |  +- StartingError             STARTING
     |  +- DrainingError             DRAINING
     +- UnsupportedError             FEATURE_UNSUPPORTED, RPC_UNKNOWN *
@@ -63,6 +64,7 @@ __all__ = [
     "HandleLostError",
     "HandleNotFoundError",
     "HandleStaleError",
+    "InstanceUnreachableError",
     "InternalError",
     "InvalidRequestError",
     "MaskUnknownError",
@@ -281,6 +283,26 @@ class MessageTooLargeError(ResourceExhaustedError):
 
 class UnavailableError(ExecutorError):
     """The server cannot be reached, went away during the call, or does not take calls now."""
+
+
+class InstanceUnreachableError(UnavailableError):
+    """A proxy answers, and the instance that the call belongs to does not: nothing ran.
+
+    The instance may come back, but a process that ended took its sequences along: prefill again, or let
+    ``recover=True`` do it, which goes on at an instance that lives.
+
+    Attributes:
+        token_ids: As in ``HandleNotFoundError``.
+        pending: As in ``HandleNotFoundError``.
+    """
+
+    token_ids: list[int] | None = None
+    pending: tuple[int, ...] = ()
+
+    @property
+    def instance(self) -> str:
+        """Name of the instance."""
+        return self.metadata["instance"]
 
 
 class StartingError(UnavailableError):

@@ -74,7 +74,7 @@ class ForwardPass(Iterator[ForwardChunk]):
             try:
                 reply = self._call.receive(attempts.remaining())
             except grpc.RpcError as error:
-                self._go_on(self._connection.typed(error), attempts, error)
+                self._go_on(self._connection.typed(error, self._call.instance), attempts, error)
             except StopIteration:
                 text = "the server ended the pass before its end"
                 self._go_on(UnavailableError(grpc.StatusCode.UNAVAILABLE, "CONNECTION_LOST", text), attempts)

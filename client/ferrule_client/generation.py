@@ -17,6 +17,7 @@ from ferrule_client._connection import Connection, Timeout
 from ferrule_client._drawing import Branch, Course, Event, Leg, Start
 from ferrule_client._messages import GenerationPlan, PromptOptions
 from ferrule_client._retry import Attempts
+from ferrule_client._route import instance_of_id, is_lost
 from ferrule_client._status import error_from_status, may_have_happened
 from ferrule_client._tip import Tip, using
 from ferrule_client._token_log import TokenLog
@@ -25,8 +26,8 @@ from ferrule_client.errors import (
     BlocksExhaustedError,
     ContextExceededError,
     ExecutorError,
-    HandleNotFoundError,
     HandleStaleError,
+    InstanceUnreachableError,
     UnavailableError,
 )
 from ferrule_client.types import DrawnToken, FinishReason, OnStale, Output
@@ -219,7 +220,7 @@ class Generation(Iterator[DrawnToken]):
                     frame = leg.call.receive(attempts.remaining())
             except grpc.RpcError as error:
                 leg.call.cancel()
-                self._survive(leg, leg.courses, self._connection.typed(error), attempts, error)
+                self._survive(leg, leg.courses, self._connection.typed(error, leg.call.instance), attempts, error)
             except StopIteration:
                 leg.call.cancel()
                 text = "the server ended the generation before its end"
@@ -268,7 +269,9 @@ class Generation(Iterator[DrawnToken]):
     def _open(
         self, request: executor_pb2.GenerateRequest, courses: Sequence[Course], *, is_repeat: bool = False
     ) -> None:
-        call = self._connection.open_replies(self._connection.executor.Generate, request)
+        owner = next((course.branch.cache.handle.cache_id for course in courses if course.branch.has_cache), "")
+        instance = instance_of_id(owner)  # who made some of the branches knows the others too
+        call = self._connection.open_replies(self._connection.executor.Generate, request, instance)
         leg = Leg(call, request, courses, is_repeat=is_repeat)
         self._legs.append(leg)
         for course in courses:
@@ -442,7 +445,10 @@ class Generation(Iterator[DrawnToken]):
         try:
             if self._can_go_on(leg, course, error, attempts):
                 return
-            self._connection.wait(attempts, error, cause)
+            try:
+                self._connection.wait(attempts, error, cause)
+            except InstanceUnreachableError:
+                self._move_on(courses, error, attempts)
         except ExecutorError as final:
             if not (may_have_happened(error) or leg.has_replied):
                 leg.restore()
@@ -455,12 +461,30 @@ class Generation(Iterator[DrawnToken]):
             if all(one.branch.error is not None for one in self._courses):
                 raise
 
+    def _move_on(self, courses: Sequence[Course], error: ExecutorError, attempts: Attempts) -> None:
+        """Bring back the branches whose instance nobody reaches any more; one that has no sequence yet cannot be.
+
+        Raises:
+            ExecutorError: ``error``, if there is none that can.
+        """
+        known = [course for course in courses if course.branch.has_cache]
+        if not known:
+            raise error
+        self._whole = None
+        for course in known:
+            self._revive(course, error, attempts)
+
+    @staticmethod
+    def _revive(course: Course, error: ExecutorError, attempts: Attempts) -> None:
+        course.branch.cache.tip.tell(error)
+        course.branch.cache.revive(error, attempts)
+        course.start = None
+
     def _can_go_on(self, leg: Leg, course: Course, error: ExecutorError, attempts: Attempts) -> bool:
         """Tell whether the call can be made again at once, after doing what that takes."""
-        if isinstance(error, HandleNotFoundError) and course.branch.has_cache:
-            course.branch.cache.tip.tell(error)
-            course.branch.cache.revive(error, attempts)
-            course.start = None
+        is_dead = isinstance(error, InstanceUnreachableError)  # or not for long: that shows when no attempt is left
+        if not is_dead and course.branch.has_cache and is_lost(error, course.branch.cache.handle):
+            self._revive(course, error, attempts)
             return True
         if isinstance(error, HandleStaleError) and leg.is_repeat:
             course.start = None  # what stands there is not what was drawn, so the rest is drawn from the newest token

@@ -32,10 +32,10 @@ def test_what_a_look_took_is_not_given_again(
     wire, limits = fake_client._connection.wire, []
     call = wire.call
 
-    def slow(method: Any, request: Any, timeout: float | None) -> Any:
+    def slow(method: Any, request: Any, timeout: float | None, *rest: Any) -> Any:
         limits.append(timeout)
         time.sleep(0.2)
-        return call(method, request, timeout)
+        return call(method, request, timeout, *rest)
 
     monkeypatch.setattr(wire, "call", slow)
     with doubtful:
@@ -55,10 +55,10 @@ def test_many_batches_keep_one_limit(fake_client: Client, monkeypatch: pytest.Mo
     wire, limits = fake_client._connection.wire, []
     call = wire.call
 
-    def slow(method: Any, request: Any, timeout: float | None) -> Any:
+    def slow(method: Any, request: Any, timeout: float | None, *rest: Any) -> Any:
         limits.append(timeout)
         time.sleep(0.05)
-        return call(method, request, timeout)
+        return call(method, request, timeout, *rest)
 
     caches = [fake_client.prefill([1], policy=no_output()) for _ in range(3)]
     monkeypatch.setattr(wire, "call", slow)

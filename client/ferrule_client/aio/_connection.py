@@ -17,11 +17,20 @@ from google.protobuf.message import Message
 from ferrule.v1 import cache_pb2, executor_pb2, tokenizer_pb2
 from ferrule_client import _check, _convert
 from ferrule_client._connection import REQUEST_IDS, USE_DEFAULT, Timeout, Until, UseDefault
+from ferrule_client._messages import inline_masks
 from ferrule_client._retry import Attempts, RetrySettings
-from ferrule_client._status import cut_off, error_from_call, no_answer, no_server
+from ferrule_client._route import instance_of, instance_of_id
+from ferrule_client._status import behind_proxy, cut_off, error_from_call, no_answer, no_server
 from ferrule_client.aio._stream_call import ReplyCall
-from ferrule_client.aio._wire import Wire
-from ferrule_client.errors import CallCancelledError, ExecutorError, MaskUnknownError, UnsupportedError
+from ferrule_client.aio._wire import Extra, Wire
+from ferrule_client.errors import (
+    CallCancelledError,
+    ExecutorError,
+    InstanceUnreachableError,
+    MaskUnknownError,
+    UnsupportedError,
+    WrongInstanceError,
+)
 from ferrule_client.masks import TokenMask
 from ferrule_client.types import Capabilities, ModelInfo, TlsConfig
 
@@ -31,6 +40,9 @@ _log = logging.getLogger(__name__)
 
 
 """The feature of a server that makes the sequences of one request id once."""
+
+_GONE_S = 5.0
+"""How long one attempt at an instance that was found unreachable is enough, for the calls on its other sequences."""
 
 _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")
@@ -45,25 +57,38 @@ class Connection:
         tls: True or a ``TlsConfig`` for TLS, None for plain text.
         timeout: Seconds a call may take unless it says otherwise; None means no limit.
         retry: When calls are tried again.
+        instance: The one that calls are for which name no handle; None: any.
+        extra: Metadata for each call besides, or None.
 
     Raises:
         TypeError: The target or the token is no text.
-        ValueError: One of them is malformed, or the timeout not more than 0.
+        ValueError: One of them or the instance is malformed, or the timeout not more than 0.
     """
 
     def __init__(
-        self, target: str, token: str | None, tls: bool | TlsConfig | None, timeout: float | None, retry: RetrySettings
+        self,
+        target: str,
+        token: str | None,
+        tls: bool | TlsConfig | None,
+        timeout: float | None,
+        retry: RetrySettings,
+        *,
+        instance: str | None = None,
+        extra: Extra | None = None,
     ) -> None:
         self.target = _check.target(target)
         _check.seconds("timeout", timeout)
         _check.token(token)
+        _check.instance(instance)
+        self._instance = instance or ""
+        self._unreachable: dict[str, float] = {}
         self.timeout = None if timeout == math.inf else timeout
         self._retry = retry
         self.is_closed = False
         self._model_info: ModelInfo | None = None
         self._capabilities: Capabilities | None = None
         self._masks: weakref.WeakValueDictionary[bytes, TokenMask] = weakref.WeakValueDictionary()
-        self.wire = Wire(target, token, tls)
+        self.wire = Wire(target, token, tls, extra)
         self.executor, self.tokenizer, self.admin = self.wire.executor, self.wire.tokenizer, self.wire.admin
 
     def resolve(self, timeout: Timeout) -> float | None:
@@ -106,7 +131,16 @@ class Connection:
         """
         if attempts.needs_to_know(error):
             attempts.learn(has_request_ids=await self._has_request_ids(attempts))
-        await self.sleep(attempts.pause_s(error, cause))
+        if not isinstance(error, InstanceUnreachableError):
+            await self.sleep(attempts.pause_s(error, cause))
+            return
+        if time.monotonic() < self._unreachable.get(error.instance, 0.0):
+            raise error from cause
+        try:
+            await self.sleep(attempts.pause_s(error, cause))
+        except InstanceUnreachableError:
+            self._unreachable[error.instance] = time.monotonic() + _GONE_S
+            raise
 
     async def sleep(self, seconds: float) -> None:
         """Wait before another attempt."""
@@ -139,16 +173,30 @@ class Connection:
         return await self.run(method, request, self.attempts(timeout, creates=creates, has_request_id=has_request_id))
 
     async def run(
-        self, method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Reply], request: _Request, attempts: Attempts
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Reply],
+        request: _Request,
+        attempts: Attempts,
+        instance: str = "",
     ) -> _Reply:
-        """Run one call as ``unary`` does, with attempts that may be under way already."""
+        """Run one call as ``unary`` does, with attempts that may be under way already.
+
+        Args:
+            method: A method of one of the stubs.
+            request: Its request.
+            attempts: Those of the call.
+            instance: The one it is for; empty: that of its handle.
+        """
+        instance, told = instance or self.instance_of(request), ""
         while True:
             self._check_open()
             try:
-                reply = await self.wire.call(method, request, attempts.remaining())
+                reply = await self.wire.call(method, request, attempts.remaining(), instance)
             except grpc.RpcError as error:
-                ours = self.typed(error)
-                if not await self.restore_masks(ours, [request], attempts):
+                ours = self.typed(error, instance)
+                if isinstance(ours, WrongInstanceError) and not told and ours.instance not in (None, instance):
+                    instance = told = ours.instance or ""  # once: it is told where the sequence is
+                elif not await self.restore_masks(ours, [request], attempts):
                     await self.wait(attempts, ours, error)
                 continue
             except ValueError:  # gRPC's answer to a channel that was closed just now
@@ -159,30 +207,47 @@ class Connection:
                 return reply
             await self.wait(attempts, no_answer(is_late=attempts.remaining() == 0))
 
+    def instance_of(self, request: object) -> str:
+        """Return the instance that a request is for; empty: any."""
+        return instance_of(request) or self._instance
+
+    def instance_of_id(self, cache_id: str) -> str:
+        """Return the instance that a call on a sequence is for; empty: any."""
+        return instance_of_id(cache_id) or self._instance
+
     def open_replies(
-        self, method: grpc.aio.UnaryStreamMultiCallable[_Request, _Reply], request: _Request
+        self, method: grpc.aio.UnaryStreamMultiCallable[_Request, _Reply], request: _Request, instance: str = ""
     ) -> ReplyCall[_Reply]:
         """Open a call that answers with a stream of replies, without retries of its own.
+
+        Args:
+            method: A method of one of the stubs.
+            request: Its request.
+            instance: The one it is for; empty: that of its handle.
 
         Raises:
             CallCancelledError: The client is closed.
         """
         self._check_open()
         try:
-            return ReplyCall(self.wire, method, request)
+            return ReplyCall(self.wire, method, request, instance or self.instance_of(request))
         except ValueError:  # gRPC's answer to a channel that was closed just now
             self._check_open()
             raise
 
-    def typed(self, error: grpc.RpcError) -> ExecutorError:
+    def typed(self, error: grpc.RpcError, instance: str = "") -> ExecutorError:
         """Return our error for one of gRPC's.
 
-        Where nobody listens, it names the address. A call that was cancelled, though not by closing this client, broke
-        like a connection: the server, or a proxy, went down under it.
+        Where nobody listens, it names the address, or the instance behind it. A call that was cancelled, though not by
+        closing this client, broke like a connection: the server, or a proxy, went down under it.
+
+        Args:
+            error: What gRPC raised.
+            instance: The one that the call was for; empty: any.
         """
         ours = error_from_call(error)
         if ours.reason == "CONNECTION_FAILED":
-            return no_server(self.target, ours.message)
+            return behind_proxy(self.target, instance, ours.message) or no_server(self.target, ours.message)
         if isinstance(ours, CallCancelledError) and not self.is_closed:
             return cut_off(ours.message)
         return ours
@@ -210,20 +275,20 @@ class Connection:
             metadata = {"feature": feature}
             raise UnsupportedError(grpc.StatusCode.UNIMPLEMENTED, "FEATURE_UNSUPPORTED", text, metadata)
 
-    async def register_masks(self, bits: Sequence[bytes], attempts: Attempts) -> list[TokenMask]:
+    async def register_masks(self, bits: Sequence[bytes], attempts: Attempts, instance: str = "") -> list[TokenMask]:
         """Have masks kept on the server and return them with their names; they are registered again when it drops them.
 
         Args:
             bits: Their packed forms.
             attempts: Those of the call.
+            instance: The one that is to keep them; empty: any.
         """
         most = max(1, (self._capabilities or await self._ask_capabilities(attempts)).max_masks_per_request)
         masks: list[TokenMask] = []
         for start in range(0, len(bits), most):
             part = bits[start : start + most]
-            reply = await self.run(
-                self.executor.RegisterTokenMask, cache_pb2.RegisterTokenMaskRequest(masks=part), attempts.rest()
-            )
+            request = cache_pb2.RegisterTokenMaskRequest(masks=part)
+            reply = await self.run(self.executor.RegisterTokenMask, request, attempts.rest(), instance)
             for one, name in zip(part, reply.fingerprints, strict=True):
                 masks.append(self._masks.get(name) or TokenMask(bits=one, fingerprint=name))
                 self._masks[name] = masks[-1]
@@ -232,16 +297,26 @@ class Connection:
     async def restore_masks(self, error: ExecutorError, requests: Sequence[object], attempts: Attempts) -> bool:
         """Register masks of ours again that the server has dropped; tell whether the requests may be sent once more.
 
+        Of several servers the one that has the sequence is given them. A request that names no handle may reach another
+        one next time, so if registering has not helped it, it takes the masks along.
+
         Args:
             error: What came of the requests.
-            requests: Messages with policies.
+            requests: Messages with policies, of one instance.
             attempts: Those of the call.
         """
         if not isinstance(error, MaskUnknownError) or not attempts.may_restore_masks():
             return False
-        sent = b"".join(one.SerializeToString() for one in requests if isinstance(one, Message))
-        ours = [mask for name, mask in list(self._masks.items()) if name in sent]
-        return bool(ours) and await self.register_masks([mask.bits or b"" for mask in ours], attempts.rest()) == ours
+        messages = [one for one in requests if isinstance(one, Message)]
+        sent = b"".join(one.SerializeToString() for one in messages)
+        ours = {name: mask for name, mask in list(self._masks.items()) if name in sent}
+        if not ours:
+            return False
+        instance = self.instance_of(messages[0])
+        if not instance and attempts.num_mask_restores > 1:
+            return inline_masks(messages, {name: mask.bits or b"" for name, mask in ours.items()})
+        bits = [mask.bits or b"" for mask in ours.values()]
+        return await self.register_masks(bits, attempts.rest(), instance) == list(ours.values())
 
     async def decode_text(
         self, token_ids: Sequence[int], *, timeout: Timeout = USE_DEFAULT, is_patient: bool = False

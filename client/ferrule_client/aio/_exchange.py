@@ -7,19 +7,20 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ferrule_client import _convert, _messages
-from ferrule_client._exchange import Done, _is_passing
+from ferrule_client._exchange import Done, _is_passing, as_answers
 from ferrule_client._messages import Append, Appended
 from ferrule_client._retry import Attempts, wait_s
+from ferrule_client._route import is_lost
 from ferrule_client._tip import Tip, using
 from ferrule_client.aio._connection import Connection
-from ferrule_client.errors import ExecutorError, HandleNotFoundError
+from ferrule_client.errors import ExecutorError
 from ferrule_client.items import Chunk, DecodeItem, VerifyItem
 from ferrule_client.types import Output, Verification
 
 if TYPE_CHECKING:
     from ferrule_client.aio.cache import AsyncCache
 
-__all__ = ["Done", "Exchange", "take"]
+__all__ = ["Done", "Exchange", "as_answers", "take"]
 
 
 """Answers by the places of their inputs."""
@@ -107,7 +108,9 @@ class Exchange:
         again: list[int] = []
         for place, error in enumerate(results):
             cache, sent = caches[place], inputs[place]
-            if cache is None or not isinstance(error, HandleNotFoundError):
+            if cache is None or not isinstance(error, ExecutorError):
+                continue
+            if not is_lost(error, _convert.handle_from_message(sent.kv_cache)):
                 continue
             cache.tip.tell(error)
             try:
@@ -138,6 +141,9 @@ class Exchange:
             results[place] = answer
             if isinstance(answer, ExecutorError) and cache is not None:
                 cache.tip.tell(answer)
+
+
+# each will hear the tokens of its own sequence
 
 
 def take(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
-from ferrule_client._lease import call_timeout_s, lease_s, note_failure, note_loss, pause_s
+from ferrule_client._lease import call_timeout_s, due_groups, lease_s, note_failure, note_loss, pause_s
 from ferrule_client._tip import Tip
 from ferrule_client.aio._wire import is_running
 from ferrule_client.errors import ExecutorError
@@ -37,7 +38,7 @@ class LeaseKeeper:
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_closed = False
-        self._num_failures = 0
+        self._num_failures: Counter[str] = Counter()  # in a row, by instance
 
     def add(self, tip: Tip) -> None:
         """Keep a sequence from now on, its lease being new. Adding it again only begins anew."""
@@ -88,26 +89,28 @@ class LeaseKeeper:
         if due > self._loop.time():
             self._set_timer(due)
         else:
-            self._task = self._loop.create_task(self._run(list(self._due)), name="ferrule-keep-alive")
+            groups = due_groups(self._due.items(), self._loop.time(), self._num_failures)
+            self._task = self._loop.create_task(self._run(groups), name="ferrule-keep-alive")
 
-    async def _run(self, tips: Sequence[Tip]) -> None:
+    async def _run(self, groups: Sequence[tuple[str, Sequence[Tip]]]) -> None:
         try:
-            await self._renew_all(tips)
+            for instance, tips in groups:
+                await self._renew_all(instance, tips)
         finally:
             self._task = None
             if self._due and not self._is_closed:
                 self._set_timer(min(self._due.values()))
 
-    async def _renew_all(self, tips: Sequence[Tip]) -> None:
+    async def _renew_all(self, instance: str, tips: Sequence[Tip]) -> None:
         handles = [tip.handle for tip in tips]
         try:
             results = await self._renew(handles, call_timeout_s(tips))
         except ExecutorError as error:
-            self._num_failures += 1
-            note_failure(error, len(tips), self._num_failures)
+            self._num_failures[instance] += 1
+            note_failure(error, len(tips), self._num_failures[instance])
             self._schedule(dict.fromkeys(tips, pause_s(tips)))
             return
-        self._num_failures = 0
+        del self._num_failures[instance]
         for tip, handle, result in zip(tips, handles, results, strict=True):
             self._take(tip, handle, result)
 

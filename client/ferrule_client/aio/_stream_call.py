@@ -25,11 +25,12 @@ class StreamCall:
 
     Args:
         wire: Where to open it.
+        instance: The one it is for; empty: any.
     """
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Wire, instance: str = "") -> None:
         self._wire = wire
-        self._call = wire.open_stream()
+        self._call = wire.open_stream(instance)
         self._unsent: list[executor_pb2.StreamDecodeRequest] = []
         self._limit: asyncio.Timeout | None = None
         self._is_waiting = False
@@ -37,8 +38,20 @@ class StreamCall:
         wire.streams.add(self)
 
     def send(self, frame: executor_pb2.StreamDecodeRequest) -> None:
-        """Take one frame; ``receive`` writes it, so that its limit covers the writing too."""
+        """Take one frame; ``flush`` or ``receive`` writes it, so that their limit covers the writing too."""
         self._unsent.append(frame)
+
+    async def flush(self, timeout: float | None) -> None:
+        """Return when what was handed over is on its way; errors as of ``receive``."""
+        self._is_waiting = True
+        try:
+            with OwnCancellation(), self._wire.nudged():
+                async with asyncio.timeout(timeout) as self._limit:
+                    await self._write()
+        except TimeoutError:
+            raise self._why_late(timeout) from None
+        finally:
+            self._limit = None
 
     async def receive(self, timeout: float | None) -> executor_pb2.StreamDecodeResponse:
         """Return the next frame.
@@ -59,9 +72,7 @@ class StreamCall:
                     await self._write()
                     reply = await self._call.read()
         except TimeoutError:
-            if self._is_closed:
-                raise CallCancelledError(grpc.StatusCode.CANCELLED, "CANCELLED", "the stream was closed") from None
-            raise _too_late(timeout) from None
+            raise self._why_late(timeout) from None
         finally:
             self._limit = None
         if not isinstance(reply, executor_pb2.StreamDecodeResponse):
@@ -84,6 +95,11 @@ class StreamCall:
         """End the call at once, whatever is under way. Finalisers may call in, from any thread."""
         self._is_closed = True
         self._wire.on_loop(self._stop)
+
+    def _why_late(self, timeout: float | None) -> ExecutorError:
+        if self._is_closed:
+            return CallCancelledError(grpc.StatusCode.CANCELLED, "CANCELLED", "the stream was closed")
+        return _too_late(timeout)
 
     def _stop(self) -> None:
         """Cancel the call, and wake who waits: for ever, if gRPC's own task for the call had not run before."""
@@ -117,16 +133,23 @@ class ReplyCall(Generic[_Reply]):
         wire: Where to open it.
         method: A method of the stub.
         request: Its request.
+        instance: The one it is for; empty: any.
 
     Attributes:
+        instance: As given.
         is_over: True: it was closed or cancelled by this side.
     """
 
     def __init__(
-        self, wire: Wire, method: grpc.aio.UnaryStreamMultiCallable[_Request, _Reply], request: _Request
+        self,
+        wire: Wire,
+        method: grpc.aio.UnaryStreamMultiCallable[_Request, _Reply],
+        request: _Request,
+        instance: str = "",
     ) -> None:
+        self.instance = instance
         self._wire = wire
-        self._call = wire.open_replies(method, request)
+        self._call = wire.open_replies(method, request, instance)
         self._limit: asyncio.Timeout | None = None
         self.is_over = False
         wire.streams.add(self)

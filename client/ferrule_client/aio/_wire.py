@@ -14,11 +14,11 @@ import grpc.aio
 
 from ferrule.v1 import admin_pb2_grpc, executor_pb2, executor_pb2_grpc, tokenizer_pb2_grpc
 from ferrule_client._nudge import FIRST_NUDGE_S, LONGEST_NUDGE_S, NUDGE_TIMEOUT_S
-from ferrule_client._wire import CHANNEL_OPTIONS, HEALTH_CHECK, secrets_of, warn_of_plain_token
+from ferrule_client._wire import CHANNEL_OPTIONS, HEALTH_CHECK, Extra, Labels, secrets_of, warn_of_plain_token
 from ferrule_client.errors import CallCancelledError
 from ferrule_client.types import TlsConfig
 
-__all__ = ["OwnCancellation", "StreamStreamCall", "Wire", "is_running"]
+__all__ = ["Extra", "OwnCancellation", "StreamStreamCall", "Wire", "is_running"]
 
 _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")
@@ -41,6 +41,7 @@ class Wire:
         target: ``host:port`` or ``unix:PATH``, checked.
         token: Bearer token sent with every call, or None.
         tls: True or a ``TlsConfig`` for TLS, None for plain text.
+        extra: Metadata for each call besides, or None.
 
     Raises:
         RuntimeError: No event loop runs.
@@ -49,12 +50,12 @@ class Wire:
         streams: What closing the channel has to end itself, as gRPC does not end all of it.
     """
 
-    def __init__(self, target: str, token: str | None, tls: bool | TlsConfig | None) -> None:
+    def __init__(self, target: str, token: str | None, tls: bool | TlsConfig | None, extra: Extra | None) -> None:
         try:
             self._loop = asyncio.get_running_loop()
         except RuntimeError:
             raise RuntimeError("AsyncClient.connect needs a running event loop: call it in a coroutine") from None
-        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._labels = Labels(token, extra)
         self.channel = _open_channel(target, tls, has_token=bool(token))
         self._probe: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(HEALTH_CHECK)
         self._looks: set[asyncio.Task[None]] = set()
@@ -64,29 +65,40 @@ class Wire:
         self.admin = admin_pb2_grpc.AdminServiceStub(self.channel)
 
     async def call(
-        self, method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Reply], request: _Request, timeout: float | None
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Reply],
+        request: _Request,
+        timeout: float | None,
+        instance: str = "",
     ) -> _Reply | None:
         """Run one call once and return the reply; cancelling the task cancels it.
+
+        Args:
+            method: A method of a stub.
+            request: Its request.
+            timeout: Seconds it may take; None means no limit.
+            instance: The one it is for; empty: any.
 
         Raises:
             grpc.RpcError: The call failed.
             CallCancelledError: The channel was closed meanwhile.
         """
         self._check_loop()
+        metadata = self._labels.of(instance)
         with OwnCancellation(), self.nudged():
-            return await method(request, timeout=timeout, metadata=self._metadata)
+            return await method(request, timeout=timeout, metadata=metadata)
 
-    def open_stream(self) -> StreamStreamCall:
-        """Open one StreamDecode, without a deadline of its own."""
+    def open_stream(self, instance: str) -> StreamStreamCall:
+        """Open one StreamDecode at an instance (empty: any), without a deadline of its own."""
         self._check_loop()
-        return self.executor.StreamDecode(metadata=self._metadata)
+        return self.executor.StreamDecode(metadata=self._labels.of(instance))
 
     def open_replies(
-        self, method: grpc.aio.UnaryStreamMultiCallable[_Request, _Reply], request: _Request
+        self, method: grpc.aio.UnaryStreamMultiCallable[_Request, _Reply], request: _Request, instance: str
     ) -> grpc.aio.UnaryStreamCall[_Request, _Reply]:
         """Open one call that answers with a stream of replies, without a deadline of its own."""
         self._check_loop()
-        return method(request, metadata=self._metadata)
+        return method(request, metadata=self._labels.of(instance))
 
     def nudged(self) -> _Nudging:
         """Return what touches the channel at growing intervals while a call on it waits."""

@@ -16,6 +16,7 @@ from ferrule.v1 import cache_pb2, executor_pb2, tokenizer_pb2, types_pb2
 from ferrule_client import _check, _convert, _messages
 from ferrule_client._messages import Append, Appended, PromptOptions
 from ferrule_client._retry import RetrySettings
+from ferrule_client._route import by_instance
 from ferrule_client._status import error_from_status
 from ferrule_client._tip import Tip
 from ferrule_client._token_log import TokenLog
@@ -25,13 +26,21 @@ from ferrule_client.aio._connection import USE_DEFAULT, Connection, Timeout
 from ferrule_client.aio._exchange import take
 from ferrule_client.aio._lease import LeaseKeeper
 from ferrule_client.aio._opening import opening
+from ferrule_client.aio._wire import Extra
 from ferrule_client.aio.admin import AsyncAdmin
 from ferrule_client.aio.cache import AsyncCache
 from ferrule_client.aio.detokenizer import AsyncDetokenizer
 from ferrule_client.aio.forward import AsyncForwardPass
 from ferrule_client.aio.generation import AsyncGeneration
 from ferrule_client.aio.stream import AsyncStream
-from ferrule_client.client import DEFAULT_TARGET, _chat_messages, _not_ready, _per_item
+from ferrule_client.client import (
+    DEFAULT_TARGET,
+    _chat_messages,
+    _check_one_instance,
+    _instance_of_handle,
+    _not_ready,
+    _per_item,
+)
 from ferrule_client.errors import ExecutorError, UnavailableError
 from ferrule_client.items import Chunk, DecodeItem
 from ferrule_client.masks import MaskLike, TokenMask, as_mask
@@ -100,6 +109,8 @@ class AsyncClient:
         tls: bool | TlsConfig | None = None,
         timeout: float | None = 60.0,
         max_retries: int = 5,
+        instance: str | None = None,
+        metadata: Extra | None = None,
     ) -> AsyncClient:
         """Return a client of the server at ``target``. Nothing is sent yet: the first call connects.
 
@@ -109,6 +120,11 @@ class AsyncClient:
             tls: True for TLS with the system's authorities, a ``TlsConfig`` for your own, None for plain text.
             timeout: Seconds a call may take with its retries, unless it says otherwise; None means no limit.
             max_retries: Times a call is tried again after a broken connection.
+            instance: Behind a proxy with several instances: the name of the one that calls are for which name no
+                handle, new prompts and ``admin`` too. None: the proxy chooses. Calls on a handle go to its instance.
+            metadata: Called in the task that makes a call, for each attempt and each opening of a stream; returns
+                pairs of key and value to send along, such as a trace context. It cannot replace what the client sets
+                itself.
 
         Returns:
             The client; close it, or use it in ``async with``.
@@ -121,7 +137,8 @@ class AsyncClient:
             ``async with AsyncClient.connect("unix:/run/ferrule.sock") as client: ...``
         """
         _check.whole("max_retries", max_retries)
-        return cls(Connection(target, token, tls, timeout, RetrySettings(max_retries=max_retries)))
+        retry = RetrySettings(max_retries=max_retries)
+        return cls(Connection(target, token, tls, timeout, retry, instance=instance, extra=metadata))
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -855,7 +872,7 @@ class AsyncClient:
     async def keep_alive(
         self, caches: Iterable[AsyncCache | Handle], *, ttl: float | None = None, timeout: Timeout = USE_DEFAULT
     ) -> list[Lease | ExecutorError]:
-        """Renew leases, many in one call. Live caches do this by themselves; plain handles do not.
+        """Renew leases, many in one call to each instance. Live caches do this by themselves; plain handles do not.
 
         Args:
             caches: Caches or handles.
@@ -866,17 +883,26 @@ class AsyncClient:
             For each the new lease, or the error that says why there is none.
 
         Raises:
-            ExecutorError: The call as a whole failed.
+            ExecutorError: The call as a whole failed. Where there are several, what one failed with stands in the place
+                of its leases.
         """
-        leases: list[Lease | ExecutorError] = []
+        done: dict[int, Lease | ExecutorError] = {}
         kept, timeout = list(caches), self._connection.until(timeout)
-        for handles in _batches(kept):
+        batches = list(_batches(kept))
+        is_alone = len({instance for instance, *_ in batches}) == 1
+        for _, places, handles in batches:
             request = cache_pb2.KeepAliveRequest(kv_caches=handles, ttl=_convert.duration(ttl))
-            reply = await self._connection.unary(self._connection.executor.KeepAlive, request, timeout=timeout)
-            leases += [
-                _convert.lease_from_message(one.lease) if one.HasField("lease") else error_from_status(one.error)
-                for one in reply.results
-            ]
+            try:
+                reply = await self._connection.unary(self._connection.executor.KeepAlive, request, timeout=timeout)
+            except ExecutorError as error:
+                if is_alone:
+                    raise
+                done.update(dict.fromkeys(places, error))
+                continue
+            for place, one in zip(places, reply.results, strict=True):
+                is_kept = one.HasField("lease")
+                done[place] = _convert.lease_from_message(one.lease) if is_kept else error_from_status(one.error)
+        leases = [done[place] for place in range(len(kept))]
         for cache, lease in zip(kept, leases, strict=True):
             if isinstance(cache, AsyncCache):
                 cache.lease_anew(lease, ttl)
@@ -905,7 +931,8 @@ class AsyncClient:
         Raises:
             BlocksExhaustedError: The pool has too few free blocks now; nothing was taken.
             HandleNotFoundError: One of the sequences is gone; nothing was taken.
-            ValueError: The sizes differ, or a length is no whole number.
+            ValueError: The sizes differ, a length is no whole number, or the sequences are on several instances: no
+                call takes room on all or none of them.
             ExecutorError: Anything else, as in ``AsyncCache.reserve``.
 
         Example:
@@ -913,6 +940,7 @@ class AsyncClient:
         """
         kept = list(caches)
         handles = [one.tip.live_handle() if isinstance(one, AsyncCache) else one for one in kept]
+        _check_one_instance(handles)
         request = _messages.reserve_request(handles, lengths, fitting)
         reply = await self._connection.unary(self._connection.executor.ReserveKvSlots, request, timeout=timeout)
         for cache, wanted in zip(kept, request.requests, strict=True):
@@ -921,7 +949,7 @@ class AsyncClient:
         return _convert.reservation_from_message(reply.reservation)
 
     async def release(self, caches: Iterable[AsyncCache | Handle], *, timeout: Timeout = USE_DEFAULT) -> Released:
-        """End sequences, many in one call, and free their blocks. What is gone already is no error.
+        """End sequences, many in one call to each instance, and free their blocks. What is gone already is no error.
 
         Args:
             caches: Caches or handles.
@@ -931,7 +959,8 @@ class AsyncClient:
             What was freed.
 
         Raises:
-            ExecutorError: The server was not reached; the leases will end the sequences.
+            ExecutorError: The server was not reached; the leases will end the sequences. Where there are several
+                instances, those on the others were released.
 
         Example:
             ``await client.release(losers)``
@@ -940,14 +969,23 @@ class AsyncClient:
         for cache in ended:
             if isinstance(cache, AsyncCache):
                 cache.give_up()
-        released: list[bool] = []
+        released: dict[int, bool] = {}
         freed_blocks = 0
-        for handles in _batches(ended):
+        failures: dict[str, ExecutorError] = {}
+        for instance, places, handles in _batches(ended):
+            if instance in failures:
+                continue
             request = cache_pb2.ReleaseCacheRequest(kv_caches=handles)
-            reply = await self._connection.unary(self._connection.executor.ReleaseCache, request, timeout=timeout)
-            released += [result.released for result in reply.results]
+            try:
+                reply = await self._connection.unary(self._connection.executor.ReleaseCache, request, timeout=timeout)
+            except ExecutorError as error:  # those of other instances want to be released all the same
+                failures[instance] = error
+                continue
+            released.update(zip(places, [result.released for result in reply.results], strict=True))
             freed_blocks += reply.freed_blocks
-        return Released(tuple(released), freed_blocks)
+        for failure in failures.values():
+            raise failure
+        return Released(tuple(released[place] for place in range(len(ended))), freed_blocks)
 
     def _follow(self, tip: Tip, *, keep_alive: bool, recovery: PromptOptions | None = None) -> AsyncCache:
         """Return the cache that follows a sequence from here on."""
@@ -958,8 +996,14 @@ class AsyncClient:
         return await self.keep_alive(handles, timeout=timeout_s)
 
 
-def _batches(caches: Iterable[AsyncCache | Handle]) -> Iterator[list[types_pb2.KvCacheHandle]]:
-    """Yield the handles as messages, in lists that a server takes in one request; at least one list."""
+def _batches(caches: Sequence[AsyncCache | Handle]) -> Iterator[tuple[str, list[int], list[types_pb2.KvCacheHandle]]]:
+    """Yield lists of handles of one instance each that it takes in one request, with its name and their places.
+
+    There is at least one list.
+    """
     handles = [cache.handle if isinstance(cache, AsyncCache) else cache for cache in caches]
-    for start in range(0, max(1, len(handles)), _HANDLES_PER_REQUEST):
-        yield [_convert.handle_to_message(handle) for handle in handles[start : start + _HANDLES_PER_REQUEST]]
+    groups = by_instance(handles, _instance_of_handle)
+    for instance, group in (groups or {"": []}).items():
+        for start in range(0, max(1, len(group)), _HANDLES_PER_REQUEST):
+            places = group[start : start + _HANDLES_PER_REQUEST]
+            yield instance, places, [_convert.handle_to_message(handles[place]) for place in places]

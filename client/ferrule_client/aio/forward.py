@@ -77,7 +77,7 @@ class AsyncForwardPass(AsyncIterator[ForwardChunk]):
             try:
                 reply = await self._call.receive(attempts.remaining())
             except grpc.RpcError as error:
-                await self._go_on(self._connection.typed(error), attempts, error)
+                await self._go_on(self._connection.typed(error, self._call.instance), attempts, error)
             except StopAsyncIteration:
                 text = "the server ended the pass before its end"
                 await self._go_on(UnavailableError(grpc.StatusCode.UNAVAILABLE, "CONNECTION_LOST", text), attempts)

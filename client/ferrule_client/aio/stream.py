@@ -16,13 +16,14 @@ from ferrule.v1 import executor_pb2
 from ferrule_client import _convert, _messages
 from ferrule_client._messages import Append, Appended
 from ferrule_client._retry import Attempts
+from ferrule_client._route import by_instance, instance_of_id
 from ferrule_client._status import error_from_status
 from ferrule_client._tip import Tip
 from ferrule_client._token_log import TokenLog
 from ferrule_client.aio._connection import USE_DEFAULT, Connection, Timeout
-from ferrule_client.aio._exchange import Done, Exchange, take
+from ferrule_client.aio._exchange import Done, Exchange, as_answers, take
 from ferrule_client.aio._stream_call import StreamCall
-from ferrule_client.errors import CallCancelledError, ExecutorError, UnavailableError
+from ferrule_client.errors import CallCancelledError, DeadlineExceededError, ExecutorError, UnavailableError
 from ferrule_client.items import Chunk, DecodeItem, DraftLaws, VerifyItem
 from ferrule_client.policy import Policy, check_policy
 from ferrule_client.stream import _check_branches, _check_items, _moved
@@ -41,8 +42,13 @@ class AsyncStream:
     which is safe, because an append that already happened is answered as a replay. Not safe to use from two tasks
     at once; open a stream per task.
 
+    Behind a proxy with several instances a frame goes to each instance that has sequences of it: what that one has is
+    a frame of its own, on a StreamDecode of its own, and the answers are put together. If one of them fails, the
+    sequences of the others have moved all the same. New sequences are made at the first of them.
+
     Attributes:
-        free_blocks: Free blocks in the server's KV pool after the newest step, or None before the first.
+        free_blocks: Free blocks in the server's KV pool after the newest step, or None before the first; of several
+            instances, in the pool of the one that answered last.
         num_frames: Frames received so far.
 
     Example::
@@ -54,7 +60,7 @@ class AsyncStream:
     def __init__(self, connection: Connection, follow: Callable[[Tip], AsyncCache]) -> None:
         self._connection = connection
         self._follow = follow
-        self._call: StreamCall | None = None
+        self._calls: dict[str, StreamCall] = {}  # by instance; an empty name, as long as none is known
         self._seq = itertools.count(1)
         self._is_closed = False
         self._in_use = threading.Lock()
@@ -70,8 +76,8 @@ class AsyncStream:
         await self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_call", None) is not None:
-            self._drop_call()
+        if self.__dict__.get("_calls"):
+            self._drop_calls()
 
     async def decode(
         self,
@@ -375,68 +381,140 @@ class AsyncStream:
             self._in_use.release()
 
     async def _answer(self, inputs: Sequence[Append], release: Sequence[Tip], done: Done, attempts: Attempts) -> None:
-        """Send frames until every input has its answer in ``done``, by place; on a new call when one breaks."""
+        """Exchange frames until every input has its answer in ``done``, by place; on new calls where some break."""
+        losers, num_instances = list(release), 0
         while True:
             try:
-                await self._run(inputs, release, done, attempts)
-                return
-            except grpc.RpcError as error:
-                self._drop_call()
-                await self._connection.wait(attempts, self._connection.typed(error), error)
-            except StopAsyncIteration:
-                self._drop_call()
-                text = "the server ended the stream before it answered"
-                lost = UnavailableError(grpc.StatusCode.UNAVAILABLE, "CONNECTION_LOST", text)
-                await self._connection.wait(attempts, lost)
+                legs = self._open_legs(inputs, losers, done)
+                num_instances = num_instances or len(legs)
+                for is_reading in (False, True)[len(legs) == 1 :]:
+                    for leg in legs:
+                        await self._serve(leg, done, attempts, is_alone=num_instances == 1, is_reading=is_reading)
             except BaseException:  # a timeout, or a cancellation: what is under way stays unread
-                self._drop_call()
+                self._drop_calls()
                 raise
+            failed = {leg: leg.error for leg in legs if leg.error is not None}
+            if not failed:
+                return
+            losers = [tip for leg in failed for tip in leg.losers]
+            first = next(iter(failed))
+            try:
+                await self._connection.wait(attempts, failed[first], first.cause)
+            except ExecutorError:  # no further attempt
+                for leg, error in failed.items():
+                    done.update(as_answers(error, leg.waiting.values(), num_instances))
+                return
 
     async def close(self) -> None:
         """End the stream. The caches stay as they are. Closing twice changes nothing."""
         self._is_closed = True
-        call, self._call = self._call, None
-        if call is not None:
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
             await call.close()
 
-    async def _run(self, inputs: Sequence[Append], release: Sequence[Tip], done: Done, attempts: Attempts) -> None:
-        """Send one frame with what is not answered yet and read until it is."""
-        call = self._open_call()
-        waiting = {next(self._seq): place for place in range(len(inputs)) if place not in done}
-        items = [_messages.stream_item(seq, inputs[place]) for seq, place in waiting.items()]
-        handles = [_convert.handle_to_message(tip.handle) for tip in release]
-        call.send(executor_pb2.StreamDecodeRequest(items=items, release=handles))
-        num_releases = len(handles)
-        while waiting or num_releases > 0:
-            frame = await call.receive(attempts.remaining())
-            self.num_frames += 1
-            self.free_blocks = frame.free_blocks
-            num_releases -= len(frame.releases)
-            for result in frame.results:
-                place = waiting.pop(result.seq)
-                done[place] = _messages.stream_answer(result) or error_from_status(result.error)
+    def _open_legs(self, inputs: Sequence[Append], losers: Sequence[Tip], done: Done) -> list[_Leg]:
+        """Send what is not answered yet: a frame to each instance that has some of it."""
+        waiting = [place for place in range(len(inputs)) if place not in done]
+        groups = by_instance([inputs[place] for place in waiting], self._connection.instance_of)
+        ends = by_instance(losers, lambda tip: self._connection.instance_of_id(tip.handle.cache_id))
+        if "" in groups:  # new sequences alone: any instance will do, so the one that is asked anyway
+            groups = {next(iter(ends), "") or next(iter(self._calls), ""): groups[""]}
+        legs = []
+        for instance in dict.fromkeys((*groups, *ends)) or ("",):
+            places = [waiting[one] for one in groups.get(instance, ())]
+            seqs = {next(self._seq): place for place in places}
+            leg = _Leg(instance, self._open_call(instance), seqs, [losers[one] for one in ends.get(instance, ())])
+            items = [_messages.stream_item(seq, inputs[place]) for seq, place in leg.waiting.items()]
+            handles = [_convert.handle_to_message(tip.handle) for tip in leg.losers]
+            leg.call.send(executor_pb2.StreamDecodeRequest(items=items, release=handles))
+            legs.append(leg)
+        return legs
 
-    def _open_call(self) -> StreamCall:
+    async def _serve(self, leg: _Leg, done: Done, attempts: Attempts, *, is_alone: bool, is_reading: bool) -> None:
+        """See that a part of a frame is on its way, or read until it is answered; or note what it failed with."""
+        if leg.error is not None:
+            return
+        try:
+            if not is_reading:
+                await leg.call.flush(attempts.remaining())
+            while is_reading and (leg.waiting or leg.num_releases > 0):
+                self._take(leg, await leg.call.receive(attempts.remaining()), done)
+        except DeadlineExceededError as error:
+            if is_alone:
+                raise
+            self._drop_call(leg)
+            leg.error = error
+        except grpc.RpcError as error:
+            self._drop_call(leg)
+            leg.error, leg.cause = self._connection.typed(error, leg.instance), error
+        except StopAsyncIteration:
+            self._drop_call(leg)
+            text = "the server ended the stream before it answered"
+            leg.error = UnavailableError(grpc.StatusCode.UNAVAILABLE, "CONNECTION_LOST", text)
+
+    def _take(self, leg: _Leg, frame: executor_pb2.StreamDecodeResponse, done: Done) -> None:
+        """Put the answers of a frame in; they also tell which instance a call has reached."""
+        self.num_frames += 1
+        self.free_blocks = frame.free_blocks
+        leg.num_releases -= len(frame.releases)
+        for result in frame.results:
+            place, answer = leg.waiting.pop(result.seq), _messages.stream_answer(result)
+            done[place] = answer or error_from_status(result.error)
+            if answer is not None and not leg.instance:
+                leg.instance = instance_of_id(answer.kv_cache.cache_id)
+                if leg.instance and leg.instance not in self._calls:
+                    self._calls[leg.instance] = self._calls.pop("")
+
+    def _open_call(self, instance: str) -> StreamCall:
         if not (self._is_closed or self._connection.is_closed):
-            if self._call is None:
-                self._call = self._new_call()
-            if self._call is not None:
-                return self._call
+            call = self._calls.get(instance) or self._new_call(instance)
+            if call is not None:
+                self._calls[instance] = call
+                return call
         raise CallCancelledError(grpc.StatusCode.CANCELLED, "CANCELLED", "the stream is closed")
 
-    def _new_call(self) -> StreamCall | None:
+    def _new_call(self, instance: str) -> StreamCall | None:
         """Return a new call; None: the client was closed just now."""
         try:
-            return StreamCall(self._connection.wire)
+            return StreamCall(self._connection.wire, instance)
         except ValueError:  # gRPC's answer to a closed channel
             if not self._connection.is_closed:
                 raise
             return None
 
-    def _drop_call(self) -> None:
-        call, self._call = self._call, None
-        if call is not None:
+    def _drop_call(self, leg: _Leg) -> None:
+        self._calls = {instance: call for instance, call in self._calls.items() if call is not leg.call}
+        leg.call.cancel()
+
+    def _drop_calls(self) -> None:
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
             call.cancel()
+
+
+class _Leg:
+    """The part of a frame that one instance answers.
+
+    Attributes:
+        instance: Its name; empty: not known yet.
+        call: Where it was sent.
+        waiting: Places of the inputs that have no answer yet, by what they are called in the frame.
+        losers: Sequences that end with it.
+        num_releases: Those of them that are not answered yet.
+        error: What it failed with, or None.
+        cause: The gRPC error behind it, or None.
+    """
+
+    __slots__ = ("call", "cause", "error", "instance", "losers", "num_releases", "waiting")
+
+    def __init__(self, instance: str, call: StreamCall, waiting: dict[int, int], losers: Sequence[Tip]) -> None:
+        self.instance = instance
+        self.call = call
+        self.waiting = waiting
+        self.losers = losers
+        self.num_releases = len(losers)
+        self.error: ExecutorError | None = None
+        self.cause: grpc.RpcError | None = None
 
 
 def _are_patient(caches: Sequence[AsyncCache | None]) -> bool:

@@ -1,0 +1,111 @@
+"""Which instance of several servers a call is for: the one that has the sequence it names.
+
+A proxy in front of several instances reads the metadata ``ferrule-instance`` and needs to know nothing else. A handle
+names its instance in the first part of its ``cache_id``; this module is the only one that looks inside.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from ferrule.v1 import cache_pb2, executor_pb2
+from ferrule_client.errors import HandleNotFoundError, InstanceUnreachableError, WrongInstanceError
+from ferrule_client.types import Handle
+
+__all__ = ["INSTANCE_KEY", "by_instance", "instance_of", "instance_of_id", "is_lost"]
+
+INSTANCE_KEY = "ferrule-instance"
+"""Key of the metadata that says where a call belongs."""
+
+_OWNER = re.compile(r"([A-Za-z0-9_-]{1,64})\.")
+
+_Item = TypeVar("_Item")
+
+
+def instance_of_id(cache_id: str) -> str:
+    """Return the instance that a cache_id names; empty, if it is not of the form that names one."""
+    found = _OWNER.match(cache_id)
+    return found[1] if found else ""
+
+
+def instance_of(request: object) -> str:
+    """Return the instance that has the sequence which a request names; empty, if it names none.
+
+    Of a request with many handles the first decides: who sends it has put those of one instance together.
+    """
+    find = _FINDERS.get(type(request))
+    return instance_of_id(find(request)) if find is not None else ""
+
+
+def by_instance(items: Iterable[_Item], instance: Callable[[_Item], str]) -> dict[str, list[int]]:
+    """Return the places of items by their instances; those of any go along with the others, if there are some.
+
+    Args:
+        items: The items.
+        instance: Tells the instance of one; empty: any.
+    """
+    places: dict[str, list[int]] = {}
+    for place, item in enumerate(items):
+        places.setdefault(instance(item), []).append(place)
+    if len(places) > 1 and (free := places.pop("", None)) is not None:
+        first = next(iter(places))
+        places[first] = sorted(places[first] + free)
+    return places
+
+
+def is_lost(error: object, handle: Handle) -> bool:
+    """Tell whether an error of a call on a handle says that its sequence cannot be had any more.
+
+    It is gone; or nobody can reach the instance that has it; or the call named that instance, and the way there does
+    not lead to it: it was taken out of service, or goes by another name since it was started anew.
+    """
+    if isinstance(error, WrongInstanceError):
+        return bool(error.instance) and error.instance == instance_of_id(handle.cache_id)
+    return isinstance(error, (HandleNotFoundError, InstanceUnreachableError))
+
+
+# Any: each message has its own fields. What is unset reads as an empty cache_id.
+_Finder = Callable[[Any], str]
+
+
+def _own(request: Any) -> str:
+    return str(request.kv_cache.cache_id)
+
+
+def _of_input(request: Any) -> str:
+    return str(request.input.kv_cache.cache_id)
+
+
+def _first(handles: Iterable[Any]) -> str:
+    return next((str(one.cache_id) for one in handles if one.cache_id), "")
+
+
+def _first_of_inputs(request: Any) -> str:
+    return _first(one.kv_cache for one in request.inputs)
+
+
+def _first_of_handles(request: Any) -> str:
+    return _first(request.kv_caches)
+
+
+_FINDERS: dict[type, _Finder] = {
+    cache_pb2.ForkCacheRequest: _own,
+    cache_pb2.GetCacheInfoRequest: _own,
+    cache_pb2.KeepAliveRequest: _first_of_handles,
+    cache_pb2.ReleaseCacheRequest: _first_of_handles,
+    cache_pb2.ReserveKvSlotsRequest: lambda request: _first(one.kv_cache for one in request.requests),
+    cache_pb2.TruncateKvRequest: _own,
+    executor_pb2.BatchDecodeRequest: _first_of_inputs,
+    executor_pb2.BatchPrefillRequest: _first_of_inputs,
+    executor_pb2.DecodeInput: _own,
+    executor_pb2.DecodeRequest: _of_input,
+    executor_pb2.ForwardVerifyRequest: _of_input,
+    executor_pb2.GenerateRequest: _own,
+    executor_pb2.PrefillInput: _own,
+    executor_pb2.PrefillRequest: _of_input,
+    executor_pb2.UnifiedBatchItem: _own,
+    executor_pb2.UnifiedDecodeRequest: lambda request: _first(one.kv_cache for one in request.batch.items),
+    executor_pb2.VerifyInput: _own,
+}

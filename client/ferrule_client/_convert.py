@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 from ferrule.v1 import admin_pb2, cache_pb2, executor_pb2, info_pb2, policy_pb2, types_pb2
 from ferrule_client import _check
 from ferrule_client import types as t
+from ferrule_client import views as v
 from ferrule_client.items import DraftLaws
 from ferrule_client.masks import MaskLike, TokenMask, as_mask
 from ferrule_client.policy import DType, Greedy, Policy, Sampling, check_policy
@@ -472,6 +473,23 @@ def metrics_from_message(message: cache_pb2.CacheMetrics) -> t.CacheMetrics:
 def warmed_from_message(message: admin_pb2.WarmupResponse) -> t.Warmed:
     """Return what warming up did."""
     return _copy(t.Warmed, message, steps=tuple(_copy(t.WarmStep, step) for step in message.steps))
+
+
+def server_view_from_message(message: admin_pb2.ServerView) -> v.ServerView:
+    """Return the server at one moment."""
+    names = [field.name for field in dataclasses.fields(v.ServerView) if field.name.endswith("_seconds")]
+    histograms = {name: _copy(v.Histogram, getattr(message, name)) for name in names}
+    return _copy(
+        v.ServerView,
+        message,
+        status=status_from_message(message.status),
+        cache_metrics=metrics_from_message(message.cache_metrics),
+        num_refused=dict(message.num_refused),
+        block_map=_copy(v.BlockMap, message.block_map) if message.HasField("block_map") else None,
+        sequences=tuple(_copy(v.SequenceView, one) for one in message.sequences),
+        principals=tuple(_copy(v.PrincipalView, one) for one in message.principals),
+        **histograms,
+    )
 
 
 def _copy(cls: type[_T], message: Message, **given: object) -> _T:

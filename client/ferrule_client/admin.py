@@ -1,4 +1,4 @@
-"""The server's life, for whoever runs it: warm up, drain, end."""
+"""The server's life, for whoever runs it: warm up, drain, end, watch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from ferrule.v1 import admin_pb2
 from ferrule_client import _check, _convert
 from ferrule_client._connection import USE_DEFAULT, Connection, Timeout
 from ferrule_client.types import Drained, Warmed
+from ferrule_client.views import ServerView
 
 __all__ = ["Admin"]
 
@@ -85,3 +86,41 @@ class Admin:
         request = admin_pb2.ShutdownRequest(grace=_convert.duration(grace))
         reply = self._connection.unary(self._connection.admin.Shutdown, request, timeout=timeout)
         return Drained(reply.live_sequences, 0)
+
+    def server_view(
+        self,
+        *,
+        max_cells: int | None = None,
+        max_sequences: int | None = None,
+        max_principals: int | None = None,
+        timeout: Timeout = USE_DEFAULT,
+    ) -> ServerView:
+        """Return the server at one moment: counters, the block pool as a picture, sequences and principals.
+
+        It is cheap, and shared by everybody who asks within a tenth of a second.
+
+        Args:
+            max_cells: Most cells in the picture of the pool. None: the server's choice; 0: no picture.
+            max_sequences: Most sequences listed. None: the server's choice.
+            max_principals: Most principals listed. None: the server's choice.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            What is there; of lists as much as was asked for, or as the server gives at most.
+
+        Raises:
+            AuthError: The caller is no admin.
+            StartingError: The model is not loaded yet.
+            ValueError: A bound is negative.
+            ExecutorError: Anything else, see ``errors``.
+
+        Example:
+            ``client.admin.server_view(max_cells=0)``
+        """
+        bounds = {"max_cells": max_cells, "max_sequences": max_sequences, "max_principals": max_principals}
+        for name, bound in bounds.items():
+            if bound is not None:
+                _check.whole(name, bound, 0, 2**32 - 1)
+        request = admin_pb2.GetServerViewRequest(**bounds)
+        reply = self._connection.unary(self._connection.admin.GetServerView, request, timeout=timeout)
+        return _convert.server_view_from_message(reply.view)

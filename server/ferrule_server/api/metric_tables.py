@@ -62,8 +62,8 @@ GAUGES: Final = (
     ),
     Figure(
         "jobs_waiting",
-        "Jobs that wait: behind another one on their sequence, or for room in a step.",
-        lambda look: look.snapshot.num_waiting + look.num_left_out,
+        "Jobs that wait: behind another one on their sequence, for room in a step, or to be looked at.",
+        lambda look: look.snapshot.num_waiting + look.num_left_out + look.snapshot.num_arrived,
     ),
     Figure("streams_active", "Generates and Forwards under way.", lambda look: look.snapshot.num_streams),
     Figure(

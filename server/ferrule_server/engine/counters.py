@@ -84,6 +84,7 @@ class EngineSnapshot:
         is_failed: True after a device was lost; nothing runs any more.
         refused_at_gate: Jobs refused before they reached the engine thread, by reason.
         num_streams: Generates and Forwards under way. num_parked: of these, those that wait for their readers.
+        num_arrived: Requests and frames of streams that the engine thread has not taken up yet.
     """
 
     counters: EngineCounters
@@ -96,6 +97,7 @@ class EngineSnapshot:
     refused_at_gate: Mapping[str, int] = field(default_factory=dict)
     num_streams: int = 0
     num_parked: int = 0
+    num_arrived: int = 0
 
     def refused(self) -> dict[str, int]:
         """Return how many jobs were refused, by reason, wherever it happened."""

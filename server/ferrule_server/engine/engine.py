@@ -212,6 +212,7 @@ class Engine:
             refused_at_gate=self._gate.refused,
             num_streams=self._drivers.num_active,
             num_parked=self._drivers.num_parked,
+            num_arrived=self._inbox.qsize(),
         )
 
     def kv_metrics(self) -> KvMetrics:

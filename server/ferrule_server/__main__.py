@@ -12,7 +12,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from ferrule_server import __version__, log_format
@@ -99,25 +99,48 @@ async def _serve(config: ServerConfig) -> int:
         drain_grace_s=config.drain_grace_s,
         observers=(*((tracer,) if tracer is not None else ()), watch_calls()),
     )
-    address = server.bind(config.listen, tls)
-    stopping = _stop_signal()
-    await server.start()
-    _LOG.info("listening address=%s instance=%s epoch=%s", address.target, state.instance, state.epoch)
-    try:
-        with _progress(state) as on_progress:  # left before the process ends, so that no bar stays on the terminal
-            loading = asyncio.create_task(_load(config, on_progress))
-            await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if stopping.done():
+    async with _web(config, server) as metrics_address:
+        addresses = {"listen": server.bind(config.listen, tls)}
+        if metrics_address is not None:
+            addresses["metrics_listen"] = metrics_address
+        stopping = _stop_signal()
+        await server.start()
+        _LOG.info("listening address=%s instance=%s epoch=%s", addresses["listen"].target, state.instance, state.epoch)
+        try:
+            with _progress(state) as on_progress:  # left before the process ends, so that no bar stays on the terminal
+                loading = asyncio.create_task(_load(config, on_progress))
+                await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if stopping.done():
+                await server.stop()
+                # The thread that loads cannot be asked to stop.
+                _exit_now(_EXIT_INTERRUPTED if stopping.result() is signal.SIGINT else 0)
+            return await _run_engine(config, server, addresses, loading.result(), stopping, failpoints=failpoints)
+        finally:
+            stopping.cancel()
             await server.stop()
-            # The thread that loads cannot be asked to stop.
-            _exit_now(_EXIT_INTERRUPTED if stopping.result() is signal.SIGINT else 0)
-        return await _run_engine(config, server, address, loading.result(), stopping, failpoints=failpoints)
+            if tracer is not None:
+                await asyncio.to_thread(tracer.close)
+            _ignore_signals()
+
+
+@contextlib.asynccontextmanager
+async def _web(config: ServerConfig, server: ApiServer) -> AsyncIterator[ListenAddress | None]:
+    """Serve metrics and the page in the block, from before the model is loaded until nothing runs any more.
+
+    Raises:
+        ConfigError: The address is in use, or cannot be bound.
+    """
+    if config.metrics_listen is None:
+        yield None
+        return
+    from ferrule_server.api.web.assembly import listener_of
+
+    listener = listener_of(config, config.metrics_listen, server.state, server.views)
+    listener.start()
+    try:
+        yield listener.address
     finally:
-        stopping.cancel()
-        await server.stop()
-        if tracer is not None:
-            await asyncio.to_thread(tracer.close)
-        _ignore_signals()
+        await asyncio.to_thread(listener.close)
 
 
 def _tracer(config: ServerConfig) -> Tracer | None:
@@ -143,7 +166,7 @@ def _tracer(config: ServerConfig) -> Tracer | None:
 async def _run_engine(
     config: ServerConfig,
     server: ApiServer,
-    address: ListenAddress,
+    addresses: Mapping[str, ListenAddress],
     loaded: LoadedExecutor,
     stopping: asyncio.Task[signal.Signals],
     *,
@@ -156,7 +179,7 @@ async def _run_engine(
     engine.start()
     try:
         await server.ready(_serving(config, server.state, engine, loaded))
-        _say_ready(address, engine, config, loaded.commit)
+        _say_ready(addresses, engine, config, loaded.commit)
         stopping.add_done_callback(lambda _: server.ask_to_stop(None))
         await _first_of(server.asked_to_stop, failed)
         _say_draining(server.state.num_sequences, server.grace_s, has_failed=failed.is_set())
@@ -260,13 +283,15 @@ def _serving(config: ServerConfig, state: ServerState, engine: Engine, loaded: L
     )
 
 
-def _say_ready(address: ListenAddress, engine: Engine, config: ServerConfig, commit: str | None) -> None:
+def _say_ready(
+    addresses: Mapping[str, ListenAddress], engine: Engine, config: ServerConfig, commit: str | None
+) -> None:
     """Print the one line on stdout that tells whoever started the server that it serves."""
     gc.collect()
     gc.freeze()  # what is loaded stays: later collections need not look at it
     info = engine.info
     values = {
-        "listen": address.target,
+        **{name: address.target for name, address in addresses.items()},
         "model": info.model.model_id,
         **({} if commit is None else {"commit": commit}),
         "executor": info.name,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from ferrule_server.api.observe import Call
 from ferrule_server.engine.histogram import Histogram, HistogramReading, of_time
 
@@ -11,13 +13,14 @@ CALL_BOUNDS_S = (
 )
 """Coarser than what the engine measures: each method has a histogram of its own."""
 
+_MAIN_SERVICE: Final = "ferrule.v1.ModelExecutorService"
+
 
 class CallCounts:
     """Observes every call (see ``observe.py``). Written on the event loop, read from any thread.
 
-    Invariant: names are few. A method is counted by its own name, which it has from our descriptors, those of health
-    and reflection; what gRPC refuses by itself, a method that does not exist among it, never comes here. Codes are
-    gRPC's, reasons those of ``errors.py``.
+    Invariant: names are few. Methods are those of our services, of health and reflection; what gRPC refuses by itself,
+    a method that does not exist among it, never comes here. Codes are gRPC's, reasons those of ``errors.py``.
     """
 
     __slots__ = ("_ended", "_in_flight", "_refused_items", "_seconds")
@@ -32,17 +35,19 @@ class CallCounts:
 
     def begin(self, call: Call) -> None:
         """Count a call as under way."""
-        self._in_flight[call.rpc] = self._in_flight.get(call.rpc, 0) + 1
+        name = name_of(call)
+        self._in_flight[name] = self._in_flight.get(name, 0) + 1
 
     def end(self, call: Call) -> None:
         """Count a call by how it ended, and its time."""
-        self._in_flight[call.rpc] -= 1
+        name = name_of(call)
+        self._in_flight[name] -= 1
         assert call.code is not None, "a call has ended without a code"
-        key = (call.rpc, call.code.name, call.reason)
+        key = (name, call.code.name, call.reason)
         self._ended[key] = self._ended.get(key, 0) + 1
-        seconds = self._seconds.get(call.rpc)
+        seconds = self._seconds.get(name)
         if seconds is None:
-            seconds = self._seconds[call.rpc] = of_time(CALL_BOUNDS_S)
+            seconds = self._seconds[name] = of_time(CALL_BOUNDS_S)
         seconds.observe(call.duration_ns)
 
     def refuse_item(self, reason: str) -> None:
@@ -70,3 +75,11 @@ class CallCounts:
     def refused_items(self) -> dict[str, int]:
         """Return the items refused before the engine heard of them, by reason."""
         return self._refused_items.copy()
+
+
+def name_of(call: Call) -> str:
+    """Return what a method is counted as: ``Prefill``, and ``TokenizerService/Encode`` for those of other services.
+
+    Both the executor and the tokenizer have a ``Decode``.
+    """
+    return call.rpc if call.service == _MAIN_SERVICE else f"{call.service.rpartition('.')[2]}/{call.rpc}"

@@ -90,7 +90,8 @@ def fetch_model(
         listing = hub.listing()
     except _Unlisted as problem:
         if commit is None or not is_here:
-            raise ModelError(f"--model {name}: {problem}; nor is it complete in the cache, {hub.root}") from problem
+            also = f"; nor is it complete in the cache, {hub.root}" if problem.is_outage else ""
+            raise ModelError(f"--model {name}: {problem}{also}") from problem
         _LOG.warning("event=hub_unused model=%s commit=%s reason=%r", name, commit, str(problem))
         return HubModel(hub.cache.snapshot(commit), commit)
     return _Fetch(hub, listing, on_share).run(check)
@@ -106,7 +107,11 @@ class _Listing:
 
 
 class _Unlisted(Exception):
-    """The hub does not say what a repository holds; the message says why."""
+    """The hub does not say what a repository holds; the message says why, and another time it may."""
+
+    def __init__(self, message: str, *, is_outage: bool) -> None:
+        super().__init__(message)
+        self.is_outage = is_outage
 
 
 class _Hub:
@@ -136,13 +141,13 @@ class _Hub:
             ModelError: It has no such revision.
             _Unlisted: Anything else.
         """
-        api = self._library.HfApi()
+        api = self._library.HfApi(endpoint=self.endpoint)
         try:
             info = api.model_info(self.name, revision=self.revision, files_metadata=True, timeout=_TIMEOUT_S)
         except self._errors.RevisionNotFoundError as error:
             raise ModelError(f"--revision {self.revision}: {self.name} has no such branch, tag or commit") from error
         except (self._failure, OSError, ValueError, TypeError, KeyError) as error:  # some of them for what is no hub
-            raise _Unlisted(self._reason(error)) from error
+            raise _Unlisted(self._reason(error), is_outage=_is_outage(error)) from error
         files, others = {}, []
         for sibling in info.siblings or ():
             if _is_wanted(sibling.rfilename):
@@ -150,7 +155,7 @@ class _Hub:
             else:
                 others.append(sibling.rfilename)
         if not re.fullmatch(r"[0-9a-f]{40}", str(info.sha)):
-            raise _Unlisted(f"{self.endpoint} names no commit; is it a hub?")
+            raise _Unlisted(f"{self.endpoint} names no commit; is it a hub?", is_outage=True)
         return _Listing(str(info.sha), files, tuple(others))
 
     @contextmanager
@@ -161,7 +166,7 @@ class _Hub:
             CutOff: It failed, and may go better next time.
             ModelError: The hub refuses it.
         """
-        url = self._library.hf_hub_url(self.name, path, revision=commit)
+        url = self._library.hf_hub_url(self.name, path, revision=commit, endpoint=self.endpoint)
         headers = {**self._headers, "accept-encoding": "identity"}
         if offset:
             headers["range"] = f"bytes={offset}-"
@@ -171,20 +176,20 @@ class _Hub:
                 self._utils.hf_raise_for_status(response)
                 yield response
         except self._failure as error:
-            status = getattr(getattr(error, "response", None), "status_code", None)
-            if status is None or status >= 500 or status in (408, 416, 429):
+            if _is_outage(error):
                 raise CutOff(self._reason(error)) from error
             raise ModelError(f"--model {self.name}: {self._reason(error)}") from error
 
     def _reason(self, error: Exception) -> str:
         """Return in one line why the hub gives nothing, and what to do about it."""
-        status = getattr(getattr(error, "response", None), "status_code", None)
+        status = _status_of(error)
         if isinstance(error, self._errors.GatedRepoError):
             return (
                 f"the repository is gated: accept its terms at {self.endpoint}/{self.name} and set HF_TOKEN to a token"
                 " of that account"
             )
-        if isinstance(error, self._errors.RepositoryNotFoundError):
+        is_anonymous = "authorization" not in self._headers
+        if isinstance(error, self._errors.RepositoryNotFoundError) or (status == 401 and is_anonymous):
             return (
                 f"no such folder, and {self.endpoint} has no such repository, or it is private and needs HF_TOKEN, a"
                 " token that may read it"
@@ -331,6 +336,18 @@ def _remote_file(sibling: Any) -> RemoteFile:  # its fields differ between the v
     if large is not None:
         return RemoteFile(sibling.rfilename, int(large.size), str(large.sha256))
     return RemoteFile(sibling.rfilename, -1 if sibling.size is None else int(sibling.size), str(sibling.blob_id))
+
+
+def _status_of(error: Exception) -> int | None:
+    """Return the HTTP status behind an error, None where there was no answer."""
+    status: int | None = getattr(getattr(error, "response", None), "status_code", None)
+    return status
+
+
+def _is_outage(error: Exception) -> bool:
+    """Whether asking again later may help."""
+    status = _status_of(error)
+    return status is None or status >= 500 or status in (408, 416, 429)
 
 
 def _of(revision: str | None) -> str:

@@ -102,7 +102,11 @@ def fetch_file(
             _remove_leftover(part)
             return
         gathered = _Gathered(handle, file, on_bytes)
+        was_begun = gathered.num_bytes > 0
         _fill(gathered, get, stopping)
+        if was_begun and not gathered.is_right:
+            gathered.reset()
+            _fill(gathered, get, stopping)
         gathered.check()
         os.fsync(handle.fileno())
         part.rename(blob)
@@ -152,13 +156,18 @@ class _Gathered:
         """Bytes that have still to come."""
         return self._file.num_bytes - self.num_bytes
 
+    @property
+    def is_right(self) -> bool:
+        """Whether they are the bytes that the digest names."""
+        return self._digest.hexdigest() == self._file.etag
+
     def take(self, response: Response, stopping: threading.Event) -> None:
         """Append what an answer brings; one that begins at the beginning, though asked otherwise, replaces all."""
         if self.num_bytes and response.status_code != _PARTIAL_CONTENT:
-            self._reset()
+            self.reset()
         for chunk in response.iter_bytes(_CHUNK_BYTES):
             if len(chunk) > self.num_missing:
-                self._reset()
+                self.reset()
                 raise ModelError(
                     f"the hub sends more of {self._file.path} than the {self._file.num_bytes} bytes it has"
                 )
@@ -168,14 +177,21 @@ class _Gathered:
             if stopping.is_set():
                 raise Stopped
 
+    def reset(self) -> None:
+        """Drop all bytes."""
+        self._handle.truncate(0)
+        self._on_bytes(-self.num_bytes)
+        self.num_bytes = 0
+        self._digest = _digest_of(self._file)
+
     def check(self) -> None:
         """Compare with the digest.
 
         Raises:
             ModelError: They are other bytes; they are dropped.
         """
-        if self._digest.hexdigest() != self._file.etag:
-            self._reset()
+        if not self.is_right:
+            self.reset()
             raise ModelError(f"{self._file.path} arrived damaged: its digest is not {self._file.etag}; start again")
 
     def _read(self) -> None:
@@ -183,18 +199,12 @@ class _Gathered:
         while chunk := self._handle.read(_CHUNK_BYTES):
             self._count(chunk)
         if self.num_missing < 0:
-            self._reset()
+            self.reset()
 
     def _count(self, chunk: bytes) -> None:
         self._digest.update(chunk)
         self.num_bytes += len(chunk)
         self._on_bytes(len(chunk))
-
-    def _reset(self) -> None:
-        self._handle.truncate(0)
-        self._on_bytes(-self.num_bytes)
-        self.num_bytes = 0
-        self._digest = _digest_of(self._file)
 
 
 def _digest_of(file: RemoteFile) -> hashlib._Hash:

@@ -1,0 +1,387 @@
+"""Models by name, against a stand-in of the hub: what is fetched, what is kept, and what is said when it fails."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+
+from ferrule_server.errors import ModelError
+from ferrule_server.model import hub as hub_module
+from ferrule_server.model import hub_fetch
+from ferrule_server.model.config import read_config
+from ferrule_server.model.hub import HubModel, fetch_model, is_hub_name
+from tests.model.hub_stand_in import TOKEN, Faults, Hub, serving
+
+NAME = "tiny/model"
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16,
+    "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16,
+    "max_position_embeddings": 128, "tie_word_embeddings": True,
+}  # fmt: skip
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+TEXTS = ("chat_template.jinja", "generation_config.json", "special_tokens_map.json", "tokenizer.json",
+         "tokenizer_config.json", "additional_chat_templates/tool.jinja")  # fmt: skip
+UNWANTED = ("README.md", "modeling.py", "pytorch_model.bin", "consolidated.safetensors", "onnx/model.onnx",
+            "training_args.bin", "vocab.json", "unet/model.safetensors", ".gitattributes")  # fmt: skip
+SHARD_BYTES = 3 << 18
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository as many are: shards, an index, and much that is of no use here."""
+    folder = tmp_path / "repository"
+    for path in (*TEXTS, *UNWANTED):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(f'{{"of": "{path}"}}')
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    for number, shard in enumerate(SHARDS):
+        (folder / shard).write_bytes(bytes([number, 7, 9]) * (SHARD_BYTES // 3))
+    weight_map = {"a": SHARDS[0], "b": SHARDS[1]}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+@pytest.fixture
+def hub(repository: Path) -> Iterator[Hub]:
+    """A stand-in with that repository."""
+    with serving(tiny__model=repository) as hub:
+        yield hub
+
+
+@pytest.fixture(autouse=True)
+def cache(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache; the library reads its settings when it is imported, so they are set on it."""
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+    template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(hub_fetch, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(hub_fetch, "_CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _session() -> Iterator[None]:
+    """One HTTP client for all; making one takes a while."""
+    yield
+    huggingface_hub.close_session()
+
+
+def fetch(name: str = NAME, revision: str | None = None, **settings: Any) -> HubModel:
+    """Fetch with what most tests do not care about."""
+    settings = {"is_offline": False, "check": read_config, "on_share": lambda _: None, **settings}
+    return fetch_model(name, revision, **settings)
+
+
+def test_only_what_the_server_reads_is_fetched(hub: Hub, repository: Path) -> None:
+    """No code, no pickles, no second copy of the weights; the bytes are the repository's."""
+    model = fetch()
+    wanted = {"config.json", "model.safetensors.index.json", *TEXTS, *SHARDS}
+    assert set(hub.files_got()) == wanted
+    assert {str(path.relative_to(model.folder)) for path in model.folder.rglob("*") if path.is_file()} == wanted
+    assert all((model.folder / path).read_bytes() == (repository / path).read_bytes() for path in wanted)
+    assert model.commit == hub.commit(NAME) == model.folder.name
+    assert [path.name for path in model.folder.parents[1].joinpath("blobs").glob("*incomplete")] == []
+
+
+def test_the_configuration_comes_first_and_the_weights_last(hub: Hub) -> None:
+    """Whatever is complete in weights is complete altogether."""
+    fetch()
+    got = hub.files_got()
+    assert set(got[:2]) == {"config.json", "generation_config.json"}
+    assert set(got[-2:]) == set(SHARDS)
+
+
+def test_a_single_file_of_weights_is_enough(hub: Hub, repository: Path) -> None:
+    """And then the shards beside it are left alone, as they are when the model is read."""
+    (repository / "model.safetensors").write_bytes(b"w" * 1000)
+    fetch()
+    assert [name for name in hub.files_got() if name.endswith(".safetensors")] == ["model.safetensors"]
+
+
+def test_the_second_time_nothing_is_fetched(hub: Hub) -> None:
+    """One question, which commit it is now, is all."""
+    first = fetch()
+    hub.seen.clear()
+    assert fetch() == first
+    assert [seen.path for seen in hub.seen] == [f"/api/models/{NAME}/revision/main?blobs=true"]
+
+
+def test_a_commit_that_is_here_needs_no_network(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot change."""
+    first = fetch(revision=hub.commit(NAME))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    hub.seen.clear()
+    assert fetch(revision=first.commit) == first
+    assert hub.seen == []
+
+
+def test_a_revision_pins_what_is_served(hub: Hub, repository: Path) -> None:
+    """An old commit stays what it was when the branch goes on; the branch brings only what changed."""
+    old = fetch()
+    (repository / "tokenizer.json").write_text('{"new": 1}')
+    hub.seen.clear()
+    new = fetch()
+    assert hub.files_got() == ["tokenizer.json"]
+    assert (new.folder / "tokenizer.json").read_text() == '{"new": 1}'
+    assert "of" in (fetch(revision=old.commit).folder / "tokenizer.json").read_text()
+    assert fetch(is_offline=True) == new
+
+
+@pytest.mark.parametrize("by_variable", [False, True])
+def test_offline_serves_what_is_here(hub: Hub, by_variable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a single request, by the flag and by huggingface_hub's own variable."""
+    hub.tags["v1"] = "main"
+    first = fetch(revision="v1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", by_variable)
+    hub.seen.clear()
+    assert fetch(revision="v1", is_offline=not by_variable) == first
+    assert hub.seen == []
+    with pytest.raises(ModelError, match=r"--revision v2: it is not complete in the cache.*start once without that"):
+        fetch(revision="v2", is_offline=not by_variable)
+
+
+def test_what_another_tool_fetched_is_found_and_the_other_way_round(hub: Hub, cache: Path) -> None:
+    """The cache is huggingface_hub's own."""
+    folder = huggingface_hub.snapshot_download(NAME, endpoint=hub.endpoint, cache_dir=cache, max_workers=1)
+    hub.seen.clear()
+    assert str(fetch().folder) == folder
+    assert hub.files_got() == []
+    shutil.rmtree(cache)
+    ours = fetch()
+    shard = huggingface_hub.try_to_load_from_cache(NAME, SHARDS[0], cache_dir=cache)
+    assert shard == str(ours.folder / SHARDS[0])
+    report = huggingface_hub.scan_cache_dir(cache)
+    assert not report.warnings
+    assert [(repo.repo_id, set(repo.refs)) for repo in report.repos] == [(NAME, {"main"})]
+
+
+def test_a_cut_connection_is_gone_on_with(hub: Hub) -> None:
+    """From the byte that came last, in the same start."""
+    hub.faults = Faults(cut_after_bytes=1 << 18, num_cuts=2)
+    fetch()
+    assert sorted(seen.offset for seen in hub.seen if seen.path.endswith(SHARDS)).count(0) == 4  # hub and storage
+    assert any(seen.offset == 1 << 18 for seen in hub.seen)
+    assert hub.sent_bytes == 2 * SHARD_BYTES
+
+
+def _fetch_and_die(endpoint: str, cache: Path) -> None:
+    constants.ENDPOINT, constants.HF_HUB_CACHE = endpoint, str(cache)
+    fetch()
+
+
+def test_a_killed_start_is_gone_on_with(hub: Hub, cache: Path) -> None:
+    """Killed in the middle of both shards, the next start asks for the rest and no more."""
+    hub.faults = Faults(pause_s=0.02)
+    process = multiprocessing.get_context("fork").Process(target=_fetch_and_die, args=(hub.endpoint, cache))
+    process.start()
+    while hub.sent_bytes < 3 << 18:
+        assert process.is_alive()
+        threading.Event().wait(0.01)
+    process.kill()
+    process.join()
+    parts = sum(path.stat().st_size for path in cache.rglob("*.incomplete"))
+    assert parts >= 1 << 18
+    hub.faults = Faults()
+    hub.seen.clear()
+    shares: list[float] = []
+    fetch(on_share=shares.append)
+    asked = [seen.offset for seen in hub.seen if seen.path.endswith(SHARDS)]
+    assert sum(asked) == 2 * parts  # each is asked for twice: at the hub and, as that says, at its storage
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+
+
+def test_a_hub_without_ranges_sends_all_again(hub: Hub) -> None:
+    """What had come is replaced, not doubled."""
+    hub.faults = Faults(cut_after_bytes=1 << 18, num_cuts=1, has_ranges=False)
+    shares: list[float] = []
+    fetch(on_share=shares.append)
+    assert shares[-1] == 1.0
+
+
+def test_damaged_bytes_are_never_served(hub: Hub, repository: Path) -> None:
+    """They are dropped; what was kept of another start and turns out to be damaged is fetched anew at once."""
+    hub.faults = Faults(is_damaged=True)
+    with pytest.raises(ModelError, match=r"model-0000.-of-00002.safetensors arrived damaged.*start again"):
+        fetch()
+    hub.faults = Faults(is_damaged=True, cut_after_bytes=1 << 18, num_cuts=100)
+    with pytest.raises(ModelError):
+        fetch()
+    hub.faults = Faults()
+    model = fetch()
+    assert (model.folder / SHARDS[0]).read_bytes() == (repository / SHARDS[0]).read_bytes()
+
+
+def test_two_starts_at_once_fetch_everything_once(hub: Hub) -> None:
+    """The second waits for the first, file by file."""
+    hub.faults = Faults(pause_s=0.005)
+    models: list[HubModel] = []
+    threads = [threading.Thread(target=lambda: models.append(fetch())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert models == [models[0]] * 3
+    assert hub.sent_bytes == 2 * SHARD_BYTES
+
+
+def test_the_token_stays_with_the_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who stores the large files never sees it."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub.faults = Faults(is_gated=True)
+    fetch()
+    from_hub = [seen for seen in hub.seen if seen.has_token]
+    assert [seen for seen in hub.seen if not seen.has_token] == [
+        seen for seen in hub.seen if seen.path.endswith(SHARDS) and seen not in from_hub
+    ]
+    assert len([seen for seen in hub.seen if not seen.has_token]) == 2
+
+
+def _write(hub: Hub, name: str, content: object) -> None:
+    (hub.repositories[NAME] / name).write_text(json.dumps(content))
+
+
+def test_a_model_that_cannot_run_costs_no_weights(hub: Hub) -> None:
+    """Its configuration says so, and it comes first."""
+    _write(hub, "config.json", {**CONFIG, "architectures": ["GPT2LMHeadModel"]})
+    with pytest.raises(ModelError, match=r"architectures is .'GPT2LMHeadModel'.; supported: LlamaForCausalLM"):
+        fetch()
+    assert set(hub.files_got()) == {"config.json", "generation_config.json"}
+
+
+@pytest.mark.parametrize(
+    ("without", "message"),
+    [
+        ("*safetensors*", r"the repository has no safetensors, only pytorch_model.bin, which is not read"),
+        ("config.json", r"the repository has no config.json"),
+        (SHARDS[1], rf"index.json names {SHARDS[1]}, which the repository lacks"),
+    ],
+)
+def test_a_repository_without_a_model_is_refused(hub: Hub, without: str, message: str) -> None:
+    """Before anything large is fetched."""
+    for path in hub.repositories[NAME].glob(without):
+        path.unlink()
+    with pytest.raises(ModelError, match=message):
+        fetch()
+    assert hub.sent_bytes == 0
+
+
+def test_an_unknown_repository_is_said_to_be_one(hub: Hub) -> None:
+    """Whether it is private cannot be told from outside, so both are named."""
+    with pytest.raises(
+        ModelError, match=r"--model no/body: no such folder, and http.* has no such repository, or it is"
+    ):
+        fetch("no/body")
+
+
+def test_a_gated_repository_needs_a_token(hub: Hub) -> None:
+    """The message says where to accept the terms."""
+    hub.faults = Faults(is_gated=True)
+    with pytest.raises(ModelError, match=rf"gated: accept its terms at {hub.endpoint}/{NAME} and set HF_TOKEN"):
+        fetch()
+
+
+def test_a_wrong_token_is_said_to_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the token is not in the message."""
+    monkeypatch.setenv("HF_TOKEN", "hf_other")
+    with pytest.raises(ModelError, match="does not accept the token in HF_TOKEN") as caught:
+        fetch()
+    assert "hf_other" not in str(caught.value)
+
+
+def test_an_unknown_revision_is_named() -> None:
+    """Also when the model itself is there."""
+    fetch()
+    with pytest.raises(ModelError, match="--revision v9: tiny/model has no such branch, tag or commit"):
+        fetch(revision="v9")
+
+
+def test_no_network_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what the library says, and where the cache is."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        with pytest.raises(ModelError, match=r"cannot be reached \(.+\); nor is it complete in the cache, ") as caught:
+            fetch()
+    assert "\n" not in str(caught.value)
+
+
+def test_without_a_network_the_cache_serves(hub: Hub, caplog: pytest.LogCaptureFixture) -> None:
+    """A restart must not depend on somebody else's server; one warning says which commit it is."""
+    first = fetch()
+    hub.faults = Faults(is_down=True)
+    with caplog.at_level("WARNING"):
+        assert fetch() == first
+    assert f"event=hub_unused model={NAME} commit={first.commit}" in caplog.text
+
+
+def test_half_a_model_is_no_model(hub: Hub) -> None:
+    """What was not finished is not taken from the cache."""
+    model = fetch()
+    (model.folder / SHARDS[1]).resolve().unlink()
+    hub.faults = Faults(is_down=True)
+    with pytest.raises(ModelError, match="answers 503; nor is it complete in the cache"):
+        fetch()
+    hub.faults = Faults()
+    assert fetch() == model
+    assert (model.folder / SHARDS[1]).stat().st_size == SHARD_BYTES
+
+
+def test_a_disk_that_is_too_small_is_seen_before(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sizes are in the message, and what to do."""
+    monkeypatch.setattr(hub_module, "free_bytes", lambda _: 1 << 18)
+    with pytest.raises(ModelError, match=r"1.5 MiB have to be fetched and .* has room for 0.2 MiB; .* HF_HOME"):
+        fetch()
+    assert hub.sent_bytes == 0
+
+
+def test_a_cache_that_cannot_be_written_is_named(cache: Path) -> None:
+    """Such as a file where the folder should be."""
+    cache.write_text("")
+    with pytest.raises(ModelError, match=rf"--model {NAME}: {cache} cannot be written"):
+        fetch()
+
+
+@pytest.mark.parametrize("text", ["<html>sign in to the wireless network</html>", "[1]", '{"id": "x"}', "{}"])
+def test_what_is_no_hub_is_not_believed(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever answers at that address."""
+    monkeypatch.setattr("tests.model.hub_stand_in.json.dumps", lambda _: text)
+    with pytest.raises(ModelError, match=f"--model {NAME}: "):
+        fetch()
+
+
+@pytest.mark.parametrize("path", ["../../outside.safetensors", "/etc/outside.safetensors", "a/../../x.safetensors"])
+def test_files_stay_in_the_cache(path: str, hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub that lies about names writes nowhere else."""
+    _write(hub, "model.safetensors.index.json", {"weight_map": {"a": path}})
+    with pytest.raises(ModelError, match="which the repository lacks"):
+        fetch()
+    assert not list(cache.parent.glob("**/outside*"))
+    assert not [seen for seen in hub.seen if ".." in seen.path]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_name"),
+    [
+        ("Qwen/Qwen3-0.6B", True), ("a/b", True), ("models/x.y_z", True), ("demo", False), ("/a/b", False),
+        ("./a/b", False), ("~/a", False), ("a/b/c", False), ("../b", False), ("a/..", False), ("a/b ", False),
+        ("a--b/c", False), ("", False), ("a/", False),
+    ],
+)  # fmt: skip
+def test_names_of_the_hub(text: str, is_name: bool) -> None:
+    """Exactly one slash, nothing that leads out of a folder."""
+    assert is_hub_name(text) is is_name

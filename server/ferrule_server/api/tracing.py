@@ -30,6 +30,7 @@ from opentelemetry.trace import Span, SpanKind, StatusCode, format_span_id, form
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from ferrule_server import __version__
+from ferrule_server.api.handlers import OPEN_SERVICES
 from ferrule_server.api.observe import Call
 from ferrule_server.engine.jobs import StepTiming
 
@@ -66,7 +67,9 @@ class Tracer:
         self._context_of = TraceContextTextMapPropagator().extract
 
     def begin(self, call: Call) -> None:
-        """Begin the span, below that of the client if it sent one."""
+        """Begin the span, below that of the client if it sent one; health is asked too often to be of interest."""
+        if call.service in OPEN_SERVICES:
+            return
         carrier = {key: str(value) for key, value in call.metadata if key in _PROPAGATED}
         parent = self._context_of(carrier, Context()) if carrier else Context()
         method = f"{call.service}/{call.rpc}"
@@ -194,7 +197,7 @@ class _Exporter(SpanExporter):
         self._is_shut_down = False
         self._noise = _Noise()
         for name in _SDK_LOGGERS:
-            logging.getLogger(name).addFilter(self._noise)
+            logging.getLogger(name).filters.insert(0, self._noise)  # before the SDK's own, which hides repetitions
         logging.getLogger(_HEADER_LOGGER).addFilter(_Noise())
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:

@@ -1,4 +1,4 @@
-"""The command ``ferrule``: serve, demo, generate, chat, health, caches, metrics, admin, token.
+"""The command ``ferrule``: serve, demo, generate, chat, health, caches, metrics, top, admin, token.
 
 Settings come from flags, then from ``FERRULE_*`` environment variables, then from defaults. Exit codes: 0 done,
 1 failed (one line ``error: ... (REASON)`` on standard error), 2 used wrongly, 130 interrupted.
@@ -22,6 +22,7 @@ from ferrule_client import (
     cli_health,
     cli_metrics,
     cli_token,
+    cli_top,
     demo,
 )
 from ferrule_client.cli_common import CommandError
@@ -49,6 +50,7 @@ _COMMANDS = {
     "health": (cli_health, "tell whether the server serves"),
     "caches": (cli_caches, "list the live handles"),
     "metrics": (cli_metrics, "show the counters of a server"),
+    "top": (cli_top, "watch a server while it works"),
     "admin": (cli_admin, "warm a server up, drain it, end it"),
     "token": (cli_token, "make a bearer token and its line for the server's token file"),
 }

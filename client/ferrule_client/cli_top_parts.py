@@ -1,0 +1,179 @@
+"""Pieces of the screen of ``ferrule top``: numbers for people, bars, tables that fit, the picture of the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from rich.cells import cell_len, set_cell_size
+from rich.text import Text
+
+from ferrule_client.views import BlockMap
+
+__all__ = ["ASCII", "UNICODE", "Column", "Glyphs", "bar", "block_lines", "clean", "legend", "short", "span", "spark"]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Glyphs:
+    """The characters that pictures are made of; ``points`` is a scale for sparklines."""
+
+    empty: str
+    cached: str
+    part: str
+    own: str
+    many: str
+    dot: str
+    rule: str
+    points: str
+    levels: str
+
+
+UNICODE = Glyphs("·", "░", "▪", "■", "+", "●", "─", "▁▂▃▄▅▆▇█", "█▓░·")
+ASCII = Glyphs(".", ":", "o", "O", "+", "*", "-", "_.-=*#", "#%:.")
+
+_OWN = "blue"
+_CACHED = "bright_black"
+_EMPTY = "bright_black"
+_SHARED = ((3, "cyan"), (4, "green"), (8, "yellow"), (255, "bright_red"))
+"""Colours by owners: up to so many."""
+
+
+def clean(text: str) -> str:
+    """Return what somebody else wrote without anything that a terminal would obey."""
+    return "".join(one if one.isprintable() else "?" for one in text)
+
+
+def short(number: float) -> str:
+    """Return a number in about four characters, such as 12, 3.4, 56k, 7.8M."""
+    if number < 10 and number != int(number):
+        return f"{number:.1f}"
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= 10 * size or (number >= size and unit != "k"):
+            value = number / size
+            return f"{value:.1f}{unit}" if value < 10 else f"{value:.0f}{unit}"
+    return f"{number:.0f}"
+
+
+def span(seconds: float) -> str:
+    """Return a duration for people, such as 4.2s, 58s, 12m, 3h, 2d."""
+    if seconds < 9.95:
+        return f"{seconds:.1f}s"
+    for unit, size in (("s", 1), ("m", 60), ("h", 3600)):
+        if seconds < 120 * size or (unit == "h" and seconds < 48 * size):
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds / 86400:.0f}d"
+
+
+def bar(parts: Sequence[tuple[float, str, str]], width: int) -> Text:
+    """Return a bar of shares that add up to 1 at most, each with its character and style; none above 0 vanishes."""
+    text, done, total = Text(), 0, 0.0
+    for share, glyph, style in parts:
+        total += share
+        end = min(width, round(total * width))
+        if share > 0.0 and end == done and done < width:
+            end += 1
+        text.append(glyph * max(0, end - done), style)
+        done = max(done, end)
+    return text
+
+
+def spark(points: Sequence[float], width: int, glyphs: Glyphs) -> str:
+    """Return the last points as a line of small columns; the highest one fills its column."""
+    points = points[-width:] if width > 0 else ()
+    most, scale = max(points, default=0.0), glyphs.points
+    if most <= 0.0:
+        return scale[0] * len(points)
+    return "".join(scale[min(len(scale) - 1, int(point / most * len(scale)))] for point in points)
+
+
+@dataclass(frozen=True, slots=True)
+class Column(Generic[_T]):
+    """A column of a table.
+
+    Attributes:
+        title: Its head.
+        width: Cells it takes.
+        value: What it says of an entry.
+        rank: Where there is no room, columns of higher rank are left out first.
+        is_left: Text begins at the left; numbers end at the right.
+        style: Of its text, for each entry.
+    """
+
+    title: str
+    width: int
+    value: Callable[[_T], str]
+    rank: int = 0
+    is_left: bool = False
+    style: Callable[[_T], str] = lambda _: ""
+
+
+def table(columns: Sequence[Column[_T]], entries: Iterable[_T], width: int, height: int) -> list[Text]:
+    """Return a head and as many entries as fit into ``height`` lines of ``width`` cells."""
+    chosen = list(columns)
+    while len(chosen) > 1 and sum(column.width + 2 for column in chosen) - 2 > width:
+        chosen.remove(max(chosen, key=lambda column: column.rank))
+    lines = [_row(chosen, [(column.title, "dim") for column in chosen])]
+    for entry in entries:
+        if len(lines) >= height:
+            break
+        lines.append(_row(chosen, [(clean(column.value(entry)), column.style(entry)) for column in chosen]))
+    return lines[: max(0, height)]
+
+
+def _row(columns: Sequence[Column[_T]], cells: Sequence[tuple[str, str]]) -> Text:
+    line = Text()
+    for index, (column, (value, style)) in enumerate(zip(columns, cells, strict=True)):
+        whole = cell_len(value) <= column.width
+        shown = value if whole else set_cell_size(value, column.width - 1) + "~"
+        pad = " " * (column.width - cell_len(shown))
+        line.append("  " if index else "").append(shown + pad if column.is_left else pad + shown, style)
+    line.rstrip()
+    return line
+
+
+def block_lines(block_map: BlockMap, width: int, height: int, glyphs: Glyphs) -> tuple[list[Text], int]:
+    """Return the picture of the pool in at most ``height`` lines of ``width`` cells, and the blocks in one cell."""
+    merged = max(1, -(-len(block_map.cells) // max(1, width * height)))
+    cells, fill = _merge(block_map, merged)
+    lines = []
+    for start in range(0, len(cells), width):
+        line = Text()
+        for mark, share in zip(cells[start : start + width], fill[start : start + width], strict=True):
+            line.append(*_cell(mark, share, glyphs))
+        lines.append(line)
+    return lines, merged * block_map.cell_blocks
+
+
+def _merge(block_map: BlockMap, size: int) -> tuple[bytes, list[int]]:
+    """Make one cell of ``size``: the largest mark, the mean fill, which is above 0 where one of them is."""
+    starts = range(0, len(block_map.cells), size)
+    cells = bytes(max(block_map.cells[start : start + size]) for start in starts)
+    parts = [block_map.fill[start : start + size] for start in starts]
+    return cells, [-(-sum(part) // len(part)) if part else 0 for part in parts]
+
+
+def _cell(mark: int, fill: int, glyphs: Glyphs) -> tuple[str, str]:
+    """Return the character and the style of a cell: digits are owners, so that it is told without colour too."""
+    if mark == 0:
+        return glyphs.empty, _EMPTY
+    if mark == 1:
+        return glyphs.cached, _CACHED
+    if mark == 2:
+        return (glyphs.own if fill == 255 else glyphs.part), _OWN
+    owners = mark - 1
+    return str(owners) if owners <= 9 else glyphs.many, next(style for most, style in _SHARED if owners <= most)
+
+
+def legend(cell_blocks: int, glyphs: Glyphs) -> Text:
+    """Return what the characters of the picture mean."""
+    text = Text()
+    for mark, fill, meaning in ((0, 0, "empty"), (1, 0, "cached"), (2, 255, "one owner")):
+        text.append(*_cell(mark, fill, glyphs)).append(f" {meaning}  ", "dim")
+    text.append("2", _cell(3, 255, glyphs)[1]).append("-", "dim").append("9", _cell(10, 255, glyphs)[1])
+    text.append(" owners  ", "dim").append(*_cell(200, 255, glyphs)).append(" more", "dim")
+    if cell_blocks > 1:
+        text.append("  ").append(*_cell(2, 1, glyphs)).append(f" part of a cell of {cell_blocks} blocks", "dim")
+    return text

@@ -1,0 +1,109 @@
+"""Where ``ferrule top`` looks: at the whole server as an admin, else at what every caller is told."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+from ferrule_client.cli_top_figures import Look
+from ferrule_client.client import Client
+from ferrule_client.errors import AuthError, DrainingError, StartingError, UnsupportedError
+from ferrule_client.types import CacheMetrics, CacheSummary, Status
+from ferrule_client.views import Histogram, SequenceView, ServerView
+
+__all__ = ["Source"]
+
+MAX_SEQUENCES = 256
+_MAX_OWN = 256
+_NOTHING = Histogram(upper_bounds=(), counts=(0,), sum=0.0)
+_NO_ROLE = "without the admin role: status, cache metrics and your own handles"
+_OLDER = "an older server, which has no server view: status, cache metrics and your own handles"
+
+
+class Source:
+    """Looks at one server.
+
+    Args:
+        client: Connected to it.
+        timeout_s: Longest wait for one answer.
+    """
+
+    def __init__(self, client: Client, timeout_s: float) -> None:
+        self._client = client
+        self._timeout_s = timeout_s
+        self._model_id = ""
+
+    def look(self, max_cells: int) -> Look:
+        """Look once; what the caller is not told is left out, with a note.
+
+        Raises:
+            ExecutorError: The server does not answer, or tells this caller nothing.
+        """
+        client, timeout = self._client, self._timeout_s
+        try:
+            view = client.admin.server_view(max_cells=max(1, max_cells), max_sequences=MAX_SEQUENCES, timeout=timeout)
+            return Look(time.monotonic(), view.status, view)
+        except AuthError:
+            note = _NO_ROLE
+        except UnsupportedError:
+            note = _OLDER
+        except (StartingError, DrainingError):
+            return Look(time.monotonic(), client.status(timeout=timeout))
+        return self._look_as_guest(note)
+
+    def _look_as_guest(self, note: str) -> Look:
+        client, timeout = self._client, self._timeout_s
+        status = client.status(timeout=timeout)
+        if status.state == "starting":
+            return Look(time.monotonic(), status, note=note)
+        self._model_id = self._model_id or client.model_info(timeout=timeout).model_id
+        metrics = client.cache_metrics(timeout=timeout)
+        caches = list(itertools.islice(client.list_caches(), _MAX_OWN))
+        return Look(time.monotonic(), status, _guest_view(status, metrics, caches, self._model_id), note)
+
+
+def _guest_view(status: Status, metrics: CacheMetrics, caches: list[CacheSummary], model_id: str) -> ServerView:
+    """Return what a caller without the admin role sees, in the shape of what admins do."""
+    sequences = sorted(map(_own_sequence, caches), key=lambda one: one.expires_in_s)
+    now = time.time()
+    return ServerView(
+        time=None,
+        uptime_s=0.0 if status.start_time is None else max(0.0, now - status.start_time.timestamp()),
+        status=status,
+        cache_metrics=metrics,
+        model_id=model_id,
+        max_step_rows=0,
+        running_appends=0,
+        queued_jobs=0,
+        num_step_rows=0,
+        step_ns=0,
+        num_refused={},
+        block_map=None,
+        sequences=tuple(sequences),
+        principals=(),
+        known_principals=0,
+        step_seconds=_NOTHING,
+        queue_seconds=_NOTHING,
+        first_token_seconds=_NOTHING,
+        inter_token_seconds=_NOTHING,
+        decode_seconds=_NOTHING,
+    )
+
+
+def _own_sequence(cache: CacheSummary) -> SequenceView:
+    age_s = 0.0 if cache.create_time is None else max(0.0, time.time() - cache.create_time.timestamp())
+    return SequenceView(
+        handle_id=cache.handle_id,
+        parent_handle_id="",
+        principal="",
+        length=cache.length,
+        reserved_length=0,
+        num_blocks=cache.num_blocks,
+        num_shared_blocks=cache.num_shared_blocks,
+        kv_bytes=0,
+        expires_in_s=cache.lease.ttl_s,
+        ttl_s=0.0,
+        age_s=age_s,
+        num_pending=0,
+        is_appending=False,
+    )

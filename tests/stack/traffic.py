@@ -1,0 +1,68 @@
+"""Callers of every kind for a while: what a dashboard is looked at for."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+from ferrule_client import (
+    Client,
+    HandleNotFoundError,
+    HandleStaleError,
+    InvalidRequestError,
+    UnavailableError,
+    sample,
+)
+
+
+@contextlib.contextmanager
+def traffic(target: str) -> Iterator[None]:
+    """Have callers at work until the body is left; what they fail with is raised then."""
+    ends = threading.Event()
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with Client.connect(target) as client:
+                while not ends.is_set():
+                    with contextlib.suppress(UnavailableError, HandleNotFoundError):  # a server died: go on
+                        _round(client)
+        except BaseException as error:  # noqa: BLE001  # raised again by the other thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        for thread in threads:
+            thread.join(30)
+    if failures:
+        raise failures[0]
+
+
+def _round(client: Client) -> None:
+    """Use everything once: a text, a loop of one's own, branches, drafts, and the mistakes that clients make."""
+    tokens = client.encode("def read_file(path):\n    with open(path) as file:\n        return file.read() ")
+    with client.prefill(tokens) as cache:
+        cache.generate(max_tokens=8, temperature=0.7, seed=1).read()
+        branches = cache.fork(2)
+        with client.stream() as stream:
+            for _ in range(4):
+                stream.decode(branches, [[5], [6]], policy=[sample(seed=1)] * 2)
+        branches[0].verify([7, 8], tokens=[9], policy=sample(seed=2))
+        branches[0].truncate(len(tokens))
+        client.release(branches)
+        old = client.adopt(cache.handle, keep_alive=False)
+        cache.decode([5])
+        with contextlib.suppress(HandleStaleError):
+            old.decode([6])
+        old.detach()
+    with contextlib.suppress(InvalidRequestError):
+        client.prefill([1 << 30])
+    client.cache_metrics()
+    time.sleep(0.05)

@@ -56,7 +56,7 @@ def events_of(span: Span, name: str) -> list[tuple[int, Mapping[str, Any]]]:
 
 
 def test_a_call_is_a_span_below_that_of_its_client(traced: Traced) -> None:
-    """Ids, state and names are those of W3C Trace Context and the conventions for RPC; the resource says who sent it."""
+    """Ids, state and names are as W3C Trace Context and the conventions for RPC say; the resource tells the sender."""
     server, collector = traced
     trace_id, metadata = parent(1)
     before_ns = time.time_ns()

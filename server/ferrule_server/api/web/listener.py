@@ -249,6 +249,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._send(refusal(503, "too many watch already", **{"Retry-After": "5"}))
 
     def _send_head(self, answer: Answer, headers: dict[str, str]) -> None:
+        self.request_version = self.protocol_version  # else one that could not be read gets no head at all
         self.send_response(answer.status)
         for name, value in {
             "Content-Type": answer.content_type,
@@ -273,7 +274,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _refuse_head(self, error: BadHead) -> None:
         self.connection.settimeout(self.server.send_s)
-        self.request_version, self.command, self.requestline = "HTTP/1.1", "", ""
+        self.command, self.requestline = "", ""
         self._send(refusal(error.status, error.message))
 
 

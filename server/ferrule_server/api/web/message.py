@@ -15,7 +15,7 @@ from ferrule_server.errors import FerruleError
 
 _LOG = logging.getLogger(__name__)
 
-VIEW_REQUEST: Final = admin_pb2.GetServerViewRequest(max_cells=2048, max_sequences=512, max_principals=32)
+VIEW_REQUEST: Final = admin_pb2.GetServerViewRequest(max_cells=2048, max_sequences=1024, max_principals=32)
 """What the page has room for."""
 
 _NOT_SHOWN: Final = "The server's view could not be read; the log tells why"

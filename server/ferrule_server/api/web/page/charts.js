@@ -2,6 +2,8 @@
 import { count, duration, element, shape } from "./format.js";
 import { SPAN_S } from "./series.js";
 
+const SPANS = [60, 120, SPAN_S];
+const WIDTH = 300;
 const HEIGHT = 100;
 const GAP_S = 3.5;
 const asCount = (value) => [count(value), ""];
@@ -22,7 +24,7 @@ const CHARTS = [
   { name: "Decode of a client's own loop", quantiles: "decode_seconds" },
 ].map((chart) =>
   chart.quantiles
-    ? { ...chart, first: `${chart.quantiles}_p50`, second: `${chart.quantiles}_p99`, show: duration, label: "p50", also: "p99", floor: 1e-4 }
+    ? { ...chart, first: `${chart.quantiles}_p50`, second: `${chart.quantiles}_p99`, show: duration, label: "p50", also: "p99", isLog: true }
     : chart,
 );
 
@@ -38,6 +40,7 @@ class Chart {
   #points = [];
   #age = null;
   #parts = {};
+  #span = SPANS[0];
 
   constructor(spec) {
     this.#spec = spec;
@@ -54,19 +57,15 @@ class Chart {
 
   #makePlot() {
     const plot = element("div", "plot");
-    const svg = shape("svg", { viewBox: `0 0 ${SPAN_S} ${HEIGHT}`, preserveAspectRatio: "none", "aria-hidden": "true" });
+    const svg = shape("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", "aria-hidden": "true" });
     for (const part of ["grid", "areaSecond", "area", "second", "first", "cursor"]) {
       svg.append((this.#parts[part] = shape("path", { class: part === "areaSecond" ? "area second" : part })));
     }
-    this.#parts.grid.setAttribute("d", `M0 0H${SPAN_S}M0 ${HEIGHT / 2}H${SPAN_S}M0 ${HEIGHT}H${SPAN_S}`);
-    this.#parts.top = element("span");
-    this.#parts.middle = element("span");
-    this.#parts.top.style.top = "0";
-    this.#parts.middle.style.top = "50%";
-    plot.append(svg, this.#parts.top, this.#parts.middle);
+    this.#parts.labels = element("div", "labels");
+    plot.append(svg, this.#parts.labels);
     plot.addEventListener("pointermove", (event) => {
-      const box = plot.getBoundingClientRect();
-      this.#point(Math.max(0, (1 - (event.clientX - box.left) / box.width) * SPAN_S));
+      const box = svg.getBoundingClientRect();
+      this.#point(Math.max(0, (1 - (event.clientX - box.left) / box.width) * this.#span));
     });
     plot.addEventListener("pointerleave", () => this.#point(null));
     return plot;
@@ -74,7 +73,7 @@ class Chart {
 
   #makeEnds() {
     const ends = element("div", "ends");
-    ends.append(element("span", "", "5 min ago"), element("span", "", "now"));
+    ends.append((this.#parts.begin = element("span")), element("span", "", "now"));
     return ends;
   }
 
@@ -82,7 +81,7 @@ class Chart {
     const by = { ArrowLeft: 5, ArrowRight: -5 }[event.key];
     if (by === undefined) return;
     event.preventDefault();
-    this.#point(Math.min(SPAN_S, Math.max(0, (this.#age ?? 0) + by)));
+    this.#point(Math.min(this.#span, Math.max(0, (this.#age ?? 0) + by)));
   }
 
   #point(age) {
@@ -93,23 +92,29 @@ class Chart {
   draw(points) {
     this.#points = points;
     const { first, second, area } = this.#spec;
-    const top = this.#top();
-    this.#parts.first.setAttribute("d", lines(points, first, top));
-    if (second) this.#parts.second.setAttribute("d", lines(points, second, top));
-    if (area) this.#parts.area.setAttribute("d", lines(points, first, top, true));
-    if (area && second) this.#parts.areaSecond.setAttribute("d", lines(points, second, top, true));
-    this.#parts.top.textContent = this.#spec.show(top).join(" ");
-    this.#parts.middle.textContent = this.#spec.show(top / 2).join(" ");
+    const values = points.flatMap((point) => [point[first], point[second]]).filter((value) => value > 0);
+    const axis = this.#spec.isLog ? decades(values) : straight(values, this.#spec.top);
+    this.#drawAxis(axis);
+    const age = points.length ? points.at(-1).at - points[0].at : 0;
+    this.#span = SPANS.find((span) => age <= span) ?? SPAN_S;
+    const path = (name, isArea) => lines(points, name, axis.place, this.#span, isArea);
+    this.#parts.first.setAttribute("d", path(first));
+    if (second) this.#parts.second.setAttribute("d", path(second));
+    if (area) this.#parts.area.setAttribute("d", path(first, true));
+    if (area && second) this.#parts.areaSecond.setAttribute("d", path(second, true));
+    this.#parts.begin.textContent = `${this.#span / 60} min ago`;
     this.#say();
   }
 
-  /** The end of the axis: a round number above all that is drawn. */
-  #top() {
-    const { first, second, top, floor = 1 } = this.#spec;
-    if (top) return top;
-    const most = this.#points.reduce((most, point) => Math.max(most, point[first] ?? 0, point[second] ?? 0), floor);
-    const unit = 10 ** Math.floor(Math.log10(most));
-    return [1, 2, 4, 6, 8, 10].map((step) => step * unit).find((step) => step >= most * 0.999) ?? most;
+  #drawAxis({ ticks, place }) {
+    const heights = ticks.map((tick) => HEIGHT * (1 - place(tick)));
+    this.#parts.grid.setAttribute("d", heights.map((y) => `M0 ${y}H${WIDTH}`).join(""));
+    const labels = ticks.map((tick, index) => {
+      const label = element("span", "", tick ? this.#spec.show(tick).join(" ").replace(/\.0+(?= )/, "").trim() : "");
+      label.style.top = `${heights[index]}%`;
+      return label;
+    });
+    this.#parts.labels.replaceChildren(...labels);
   }
 
   /** Writes the newest values, or those of the moment pointed at. */
@@ -123,10 +128,27 @@ class Chart {
     this.#parts.value.replaceChildren(value, element("small", "", `${unit} ${label}`));
     if (also) this.#parts.also.textContent = [...show(point[small ?? second]), also].filter(Boolean).join(" ");
     this.#parts.when.textContent = this.#age === null ? "" : `${Math.round(now.at - point.at)} s ago`;
-    const x = SPAN_S - (now.at - point.at);
+    const x = WIDTH * (1 - (now.at - point.at) / this.#span);
     this.#parts.cursor.setAttribute("d", this.#age === null ? "" : `M${x} 0V${HEIGHT}`);
     this.figure.setAttribute("aria-label", `${this.#spec.name}: ${value} ${unit}; arrow keys look back`);
   }
+}
+
+/** An axis from 0 to a round number above all values, or to `top`. */
+function straight(values, top) {
+  const most = Math.max(1, ...values);
+  const unit = 10 ** Math.floor(Math.log10(most));
+  const last = top ?? [1, 2, 4, 6, 8, 10].map((step) => step * unit).find((step) => step >= most * 0.999) ?? most;
+  return { ticks: [0, last / 2, last], place: (value) => Math.min(value / last, 1) };
+}
+
+/** An axis on which every factor of ten is as high: latencies of one chart lie far apart. */
+function decades(values) {
+  const low = Math.floor(Math.log10(Math.min(...values, 1e-2)));
+  const high = Math.max(Math.ceil(Math.log10(Math.max(...values, 1e-3))), low + 2);
+  const ticks = Array.from({ length: high - low + 1 }, (_, index) => 10 ** (low + index));
+  const place = (value) => Math.min(1, Math.max(0, (Math.log10(value) - low) / (high - low)));
+  return { ticks, place };
 }
 
 function nearest(points, at) {
@@ -134,7 +156,7 @@ function nearest(points, at) {
 }
 
 /** The path of a line with gaps where there is no value; closed down to the axis where `isArea`. */
-function lines(points, name, top, isArea = false) {
+function lines(points, name, place, span, isArea = false) {
   const now = points.at(-1)?.at ?? 0;
   let path = "";
   let last = null;
@@ -145,8 +167,8 @@ function lines(points, name, top, isArea = false) {
       last = null;
       continue;
     }
-    const x = (SPAN_S - (now - point.at)).toFixed(1);
-    const y = (HEIGHT * (1 - Math.min(value / top, 1))).toFixed(1);
+    const x = (WIDTH * (1 - (now - point.at) / span)).toFixed(1);
+    const y = (HEIGHT * (1 - place(value))).toFixed(1);
     const isNext = last !== null && point.at - last < GAP_S;
     if (!isNext && last !== null && isArea) path += `V${HEIGHT}Z`;
     path += isNext ? `L${x} ${y}` : isArea ? `M${x} ${HEIGHT}V${y}` : `M${x} ${y}h0.4`;

@@ -1,7 +1,7 @@
 // The block pool as a picture: one cell per block, or per run of blocks, in the colour of its owners.
 import { bytes, count, num, some } from "./format.js";
 
-const MOST = 18;
+const MOST = 26;
 const LEAST = 5;
 const MOST_HEIGHT = 420;
 const LEVELS = 6;
@@ -18,7 +18,7 @@ export class Pool {
 
   constructor(canvas) {
     this.#canvas = canvas;
-    new ResizeObserver(() => this.#draw()).observe(canvas);
+    new ResizeObserver(() => requestAnimationFrame(() => this.#draw())).observe(canvas);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#draw());
     canvas.addEventListener("pointermove", (event) => this.#choose(this.#cellAt(event)));
     canvas.addEventListener("pointerleave", () => this.#choose(null));
@@ -46,7 +46,7 @@ export class Pool {
     const counts = { empty: num(cache.empty_blocks), cached: num(cache.cached_blocks), single: used - shared };
     [counts.by2, counts.by3, counts.many] = isExact ? owners : [null, null, null];
     for (const [name, value] of Object.entries(counts)) {
-      document.querySelector(`#legend [data-count="${name}"]`).textContent = count(value);
+      document.querySelector(`#legend [data-count="${name}"]`).textContent = value === null ? "" : count(value);
     }
     const each = isExact ? "a cell is a block" : `a cell is ${this.#perCell} blocks, filled as far as they are held`;
     const note = `${some(this.#total, "block")} of ${some(num(cache.block_size), "token")}, ${count(used)} held, ${count(shared)} of them shared; ${each}.`;

@@ -19,7 +19,7 @@ export class Tree {
   constructor(svg) {
     this.#svg = svg;
     svg.append(this.#axis);
-    new ResizeObserver(() => this.#draw()).observe(svg.parentElement);
+    new ResizeObserver(() => requestAnimationFrame(() => this.#draw())).observe(svg.parentElement);
     svg.addEventListener("click", (event) => this.#toggle(this.#rowAt(event)));
     svg.addEventListener("pointermove", (event) => this.#hover(this.#rowAt(event)));
     svg.addEventListener("pointerleave", () => this.#hover(null));
@@ -210,7 +210,7 @@ function label({ isNarrow, left }, depth, text, isWhole = false) {
   const indent = Math.min(depth, isNarrow ? 1 : 4) * (isNarrow ? 6 : 8);
   const made = shape("text", { class: "name", x: indent, y: 0 });
   const room = Math.floor((left - indent - 10) / 7.3);
-  made.textContent = isWhole ? text : text.slice(0, Math.min(16, room));
+  made.textContent = isWhole && text.length > room + 2 ? `${text.slice(0, room + 1)}…` : isWhole ? text : text.slice(0, room);
   return made;
 }
 

@@ -1,0 +1,203 @@
+"""The HTTP listener stays up, bounded and polite, whatever is sent to it."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from contextlib import ExitStack
+
+import pytest
+
+from ferrule_server.api.web.listener import WebListener
+from ferrule_server.api.web.request_head import MAX_HEAD_BYTES
+from ferrule_server.api.web.site import Site
+from ferrule_server.config import ListenAddress
+from ferrule_server.errors import ConfigError
+from tests.api.web.plain_http import connect, get, listening, read_reply, send
+
+
+def test_head_is_get_without_a_body() -> None:
+    """Of everything that is served, of an event stream too, which then ends."""
+    with listening() as listener:
+        for path in ("/metrics", "/ui", "/nothing"):
+            whole, head = get(listener.address, path), get(listener.address, path, method="HEAD")
+            assert (head.status, head.body) == (whole.status, b"")
+            assert head.headers["content-length"] == str(len(whole.body))
+        events = get(listener.address, "/ui/events", method="HEAD")
+        assert (events.status, events.body) == (200, b"")
+        assert events.headers["content-type"].startswith("text/event-stream")
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/ui", "/ui/main.js", "/nothing", "/"])
+def test_every_answer_is_safe_to_show(path: str) -> None:
+    """Nothing from elsewhere runs in the page, no other page frames or reads it, and nothing is kept."""
+    with listening() as listener:
+        headers = get(listener.address, path).headers
+    assert headers["content-security-policy"].startswith("default-src 'self';")
+    assert "frame-ancestors 'none'" in headers["content-security-policy"]
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["cache-control"] == "no-store"
+    assert headers["cross-origin-resource-policy"] == "same-origin"
+    assert headers["server"] == "ferrule"
+    assert "access-control-allow-origin" not in headers
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"GET /metrics HTTP/1.0\r\n\r\n", 200),
+        (b"GET /metrics HTTP/1.0\n\n", 200),
+        (b"GET /metrics?a=b HTTP/1.1\r\nhost: localhost:1\r\n\r\n", 200),
+        (b"GET /metrics HTTP/1.1\r\n\r\n", 400),
+        (b"GET /metrics HTTP/2.0\r\n\r\n", 505),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
+        (b"GET /metrics HTTP/x\r\n\r\n", 400),
+        (b"GET\r\n\r\n", 400),
+        (b"GET /metrics\r\n\r\n", 200),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
+        (b"\0" * 100, 400),
+        (b"\r\n\r\n", 400),
+        (b"POST /metrics HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\n\r\nabc", 405),
+        (b"DELETE / HTTP/1.1\r\nHost: localhost\r\n\r\n", 405),
+        (b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\n\r\n", 405),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\n\r\nabc", 413),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n", 413),
+        (b"GET /../../etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
+        (b"GET /ui/../ui/main.js HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
+        (b"GET /ui/%2e%2e/listener.py HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
+        (b"GET /" + b"x" * MAX_HEAD_BYTES + b" HTTP/1.1\r\n\r\n", 431),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 200 + b"\r\n", 431),
+        (b"GET / HTTP/1.1\r\nHost: \xff\xfe\r\n\r\n", 403),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n\r\n", 302),
+    ],
+)
+def test_whatever_is_sent_gets_one_plain_answer(sent: bytes, status: int) -> None:
+    """A line of text that says what is wrong, never a trace or what was sent; the next client is served."""
+    with listening() as listener:
+        reply = send(listener.address, sent)
+        assert reply.status == status
+        if status >= 400:
+            assert reply.headers["content-type"] == "text/plain; charset=utf-8"
+            assert len(reply.body) < 200
+            assert reply.headers["content-length"] == str(len(reply.body))
+        assert reply.headers["connection"] == "close"
+        assert get(listener.address, "/metrics").body == b"up 1\n"
+
+
+def test_who_sends_slowly_is_told_when_the_time_is_over() -> None:
+    """A byte now and then gains nothing, nor does silence."""
+    with listening(head_s=0.4) as listener, connect(listener.address) as dripping, connect(listener.address) as silent:
+        began = time.monotonic()
+        for byte in b"GET /metr":
+            dripping.send(bytes([byte]))
+            time.sleep(0.03)
+        assert read_reply(dripping).status == 408
+        assert read_reply(silent).status == 408
+        assert 0.3 < time.monotonic() - began < 2.0
+
+
+def test_connections_beyond_the_bound_are_refused_at_once_and_room_comes_back() -> None:
+    """The refusal is a whole answer, though it comes before the request."""
+    with listening(max_connections=3) as listener, ExitStack() as held:
+        waiting = [held.enter_context(connect(listener.address)) for _ in range(3)]
+        time.sleep(0.1)
+        began = time.monotonic()
+        refused = get(listener.address, "/metrics")
+        assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+        assert time.monotonic() - began < 2.0
+        for _ in range(20):
+            connect(listener.address).close()
+        waiting[0].close()
+        deadline = time.monotonic() + 5
+        while get(listener.address, "/metrics").status != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_a_reader_that_reads_nothing_is_dropped() -> None:
+    """Of one large answer, and of a stream; nobody else waits for it."""
+    with (
+        listening(lambda: b"data: " + b"x" * 500_000 + b"\n\n", metrics=lambda _: ("t", b"m"), send_s=0.3) as listener,
+        socket.socket() as connection,
+    ):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((listener.address.host, listener.address.port))
+        connection.sendall(b"GET /ui/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        deadline = time.monotonic() + 10
+        while any("process_request" in thread.name for thread in threading.enumerate()):
+            assert time.monotonic() < deadline, "it still has its thread"
+            time.sleep(0.05)
+        assert get(listener.address, "/metrics").body == b"m"
+
+
+def test_watchers_share_messages_and_are_bounded() -> None:
+    """Each message is made once; the seventeenth is asked to come again later."""
+    made: list[int] = []
+
+    def make() -> bytes:
+        made.append(1)
+        return b"data: %d\n\n" % len(made)
+
+    with listening(make) as listener, ExitStack() as stack:
+        watchers = [stack.enter_context(connect(listener.address)) for _ in range(16)]
+        for watcher in watchers:
+            watcher.sendall(b"GET /ui/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        received = [b""] * 16
+        for index, watcher in enumerate(watchers):
+            while received[index].count(b"data: ") < 3:
+                received[index] += watcher.recv(4096)
+        assert len(made) < 40, "one for all of them, not one for each"
+        refused = get(listener.address, "/ui/events")
+        assert (refused.status, refused.headers["retry-after"]) == (503, "5")
+        assert get(listener.address, "/metrics").status == 200
+
+
+def test_closing_ends_streams_and_waiting_connections() -> None:
+    """Quickly, with an end of the stream rather than a reset, and the address is free again."""
+    with listening() as listener, connect(listener.address) as watching, connect(listener.address) as silent:
+        watching.sendall(b"GET /ui/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert watching.recv(100)
+        began = time.monotonic()
+        listener.close()
+        assert time.monotonic() - began < 1.5
+        while watching.recv(4096):
+            pass
+        assert silent.recv(100) == b""
+        with listening(address=listener.address) as again:
+            assert get(again.address, "/metrics").status == 200
+
+
+def test_an_address_in_use_is_an_unusable_setting() -> None:
+    """Named by its flag; so is one that is not of this machine."""
+    with listening() as listener:
+        for address, hint in (
+            (listener.address, "another server uses it"),
+            (ListenAddress("192.0.2.1", 1), "192.0.2.1:1"),
+            (ListenAddress("no such host", 1), "no such host"),
+        ):
+            with pytest.raises(ConfigError, match=f"--metrics-listen: cannot listen on .*{hint}"):
+                WebListener(address, Site(lambda _: ("", b""), None, ""))
+
+
+def test_what_fails_in_the_metrics_is_logged_and_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    """The client learns that something failed, the log why, and the next scrape is tried again."""
+
+    def metrics(_: str) -> tuple[str, bytes]:
+        raise KeyError("an inner matter")
+
+    with listening(metrics=metrics) as listener, caplog.at_level(logging.ERROR):
+        for _ in range(2):
+            reply = get(listener.address, "/metrics")
+            assert reply.status == 500
+            assert b"inner" not in reply.body
+        assert get(listener.address, "/ui").status == 200
+    assert "an inner matter" in caplog.text
+
+
+def test_ipv6_is_served() -> None:
+    """On its loopback, by its name in brackets."""
+    with listening(address=ListenAddress("::1", 0)) as listener:
+        assert listener.address.target.startswith("[::1]:")
+        assert get(listener.address, "/metrics").status == 200

@@ -315,6 +315,19 @@ def test_a_call_that_its_client_gives_up_is_cancelled() -> None:
         executor.gate.set()
 
 
+def test_how_branches_ended_is_counted(server: RunningServer) -> None:
+    """Two branches that reach their limit, and one whose client goes away in the middle."""
+    request = executor_pb2.GenerateRequest(input_ids=[1, 2], logits_policy=GREEDY, max_tokens=4, n=2)
+    list(server.stub.Generate(request, timeout=10))
+    request.max_tokens, request.n = 0, 1
+    call = server.stub.Generate(request, timeout=10)
+    next(call)
+    call.cancel()
+    wait_until(lambda: value(server, "branches_finished_total", finish="cancelled") == 1)
+    assert value(server, "branches_finished_total", finish="max_tokens") == 2
+    assert value(server, "branches_finished_total", finish="error") == 0
+
+
 # ---- labels ----------------------------------------------------------------------------------------------------------
 
 

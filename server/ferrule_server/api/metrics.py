@@ -27,9 +27,11 @@ from ferrule_server.api import describe
 from ferrule_server.api.metric_tables import COUNTERS, GAUGES, HISTOGRAMS, Look
 from ferrule_server.api.state import Phase, ServerState
 from ferrule_server.engine.histogram import HistogramReading
+from ferrule_server.engine.jobs import Finish
 
 _PREFIX: Final = "ferrule_"
 _STATES: Final = ("starting", "ready", "busy", "draining", "failed")
+_ENDS: Final = (*(each.value for each in Finish), "cancelled")
 _MAX_LABEL_CHARS: Final = 160
 _PLAN: Final = {
     "weights": "weights_bytes",
@@ -137,6 +139,10 @@ def _described(look: Look) -> Iterator[Metric]:
     yield _labelled("kv_blocks", "Blocks of the pool by what they are.", "state", blocks)
     yield _labelled("memory_bytes", "Memory by what it is for.", "kind", _memory(look))
     yield _labelled("steps", "Steps run, by what ran them.", "path", _steps(look), CounterMetricFamily)
+    ends = dict.fromkeys(_ENDS, 0) | look.counters.finished.copy()
+    yield _labelled(
+        "branches_finished", "Branches of Generates, by how they ended.", "finish", ends, CounterMetricFamily
+    )
     yield _labelled("refused", "Jobs and items refused, by reason.", "reason", look.refused, CounterMetricFamily)
 
 

@@ -27,7 +27,8 @@ class EngineCounters:
         recomputed: Replays whose rows had to be run again.
         joined: Jobs answered together with an equal one that was in flight.
         refused: Jobs refused by the engine thread, by reason (HANDLE_STALE among them).
-        generates: Generates begun.
+        generates: Generates begun. finished: branches of these that have ended, by how (``jobs.Finish``, or
+            ``cancelled`` where the caller has gone).
         expired: Sequences freed because their lease ran out. released: Sequences given back.
         last_step_rows: Rows of the newest step. last_step_seqs: its sequences. last_step_unix_ns: when it ended, by the
             wall clock; 0 before the first. max_step_rows: the most seen in one step.
@@ -62,6 +63,7 @@ class EngineCounters:
     queued_steps: int = 0
     discarded_rows: int = 0
     refused: dict[str, int] = field(default_factory=dict)
+    finished: dict[str, int] = field(default_factory=dict)
     timings: EngineTimings = field(default_factory=EngineTimings)
 
     @property
@@ -72,6 +74,10 @@ class EngineCounters:
     def refuse(self, reason: str) -> None:
         """Count one refused job."""
         self.refused[reason] = self.refused.get(reason, 0) + 1
+
+    def finish(self, how: str) -> None:
+        """Count one branch of a Generate that has ended."""
+        self.finished[how] = self.finished.get(how, 0) + 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Protocol
 
+from ferrule_server.engine.counters import EngineCounters
 from ferrule_server.engine.faults import fault
 from ferrule_server.engine.jobs import (
     GenerateJob,
@@ -33,7 +34,6 @@ from ferrule_server.engine.jobs import (
 )
 from ferrule_server.engine.lanes import Lanes
 from ferrule_server.engine.running import LaneJob, RunningAppend
-from ferrule_server.engine.timings import EngineTimings
 from ferrule_server.errors import Cancelled, FerruleError
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.store import KvStore
@@ -112,7 +112,7 @@ class Drivers:
     Args:
         store: Tells the time and the model's name for sequences.
         lanes: Where appends and forks go.
-        timings: Told how long tokens took.
+        counters: Told how branches ended, and how long tokens took.
         release: Gives a sequence back, whatever is in flight on it.
         finish: Takes each frame or error.
     """
@@ -121,13 +121,13 @@ class Drivers:
         self,
         store: KvStore,
         lanes: Lanes,
-        timings: EngineTimings,
+        counters: EngineCounters,
         *,
         release: Callable[[Handle, str], object],
         finish: Callable[[Job, Sink, Outcome], None],
     ) -> None:
         self.release = release
-        self.timings = timings
+        self.counters = counters
         self._store = store
         self._lanes = lanes
         self._finish = finish

@@ -138,8 +138,9 @@ class Engine:
         self._gather = GatherWindow(settings)
         self._batcher = Batcher(settings.max_step_rows, settings.max_step_time_s)
         self._endings = Endings(store, self._lanes, self._gather, self.counters, failpoints)
-        timings = self.counters.timings
-        self._drivers = Drivers(store, self._lanes, timings, release=self._endings.release_one, finish=self._finish)
+        self._drivers = Drivers(
+            store, self._lanes, self.counters, release=self._endings.release_one, finish=self._finish
+        )
         self._endings.tell(
             self._records.forget, self._batcher.forget, self._creations.end, self._drivers.sequence_ended
         )

@@ -125,7 +125,7 @@ class ForwardPass:
         """A chunk is committed: say so, and go on or end."""
         first, tokens = self._start, self.job.token_ids
         if not first:
-            self._drivers.timings.queued(result.timing.queue_ns)
+            self._drivers.counters.timings.queued(result.timing.queue_ns)
         self._handle, self._start = result.handle, result.handle.length
         self._pool.add(result.rows)
         is_last = self._start == len(tokens)

@@ -36,7 +36,7 @@ from ferrule_server.engine.jobs import (
 )
 from ferrule_server.engine.running import LaneJob
 from ferrule_server.engine.stops import StopCheck
-from ferrule_server.errors import BlocksExhausted, ContextExceeded, ExceedsPool, FerruleError
+from ferrule_server.errors import BlocksExhausted, Cancelled, ContextExceeded, ExceedsPool, FerruleError
 from ferrule_server.executor.base import RowOutput
 from ferrule_server.kv.handle import Handle, StalePolicy
 
@@ -92,7 +92,7 @@ class Generation:
         self.sink = sink
         self.is_over = False
         self._drivers = drivers
-        self._timings = drivers.timings
+        self._counters, self._timings = drivers.counters, drivers.counters.timings
         self._branches = _branches_of(job, self, drivers.seed_for(job))
         self._num_live = job.num_branches
         self._num_in_flight = 0
@@ -297,6 +297,7 @@ class Generation:
     def _finish(self, branch: _Branch, finish: Finish, error: FerruleError | None = None) -> None:
         branch.finish, branch.error, branch.in_flight, branch.sink.spent = finish, error, None, None
         self._num_live -= 1
+        self._counters.finish("cancelled" if isinstance(error, Cancelled) else finish.value)
         if branch not in self._touched:
             self._touched.append(branch)
 

@@ -305,7 +305,7 @@ def _say_ready(
     line = " ".join(f"{key}={shlex.quote(str(value))}" for key, value in values.items())
     sys.stdout.write(f"ready {line}\n")
     sys.stdout.flush()
-    _LOG.info("model loaded %s", line)
+    _LOG.info(f"model loaded {' '.join(f'{key}=%s' for key in values)}", *values.values())
 
 
 def _say_draining(num_sequences: int, grace_s: float, *, has_failed: bool) -> None:

@@ -41,7 +41,7 @@ class CallLog:
             call.reason or "-",
             call.principal or "-",
             call.handle_id or "-",
-            call.duration_ns * 1e-6,
+            round(call.duration_ns * 1e-6, 3),
             call.trace_id or "-",
         )
 

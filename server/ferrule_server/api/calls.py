@@ -122,7 +122,7 @@ async def run_jobs(engine: EngineApi, jobs: Sequence[AppendJob]) -> list[Outcome
         raise
     call = current_call()
     if call is not None:
-        call.got_all(outcomes.values())
+        call.ran_all(outcomes.values())
     return [outcomes[job] for job in jobs]
 
 

@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol
 import grpc
 
 from ferrule_server.api.principal import Caller
-from ferrule_server.engine.jobs import AppendResult, Job, Outcome, StepTiming
+from ferrule_server.engine.jobs import AppendResult, GenerateFrame, Job, Outcome, StepTiming
 from ferrule_server.kv.handle import Handle
 
 _LOG = logging.getLogger(__name__)
@@ -147,17 +147,23 @@ class Call:
         self._handle = handle
 
     def got(self, outcome: Outcome) -> None:
-        """Take note of what the engine answered."""
+        """Take note of what the engine answered to the one job."""
+        if self._handle is None:
+            self._handle = _made_by(outcome)
+        self.ran(outcome)
+
+    def ran(self, outcome: Outcome) -> None:
+        """Take note of what the engine answered to one job of several."""
         if self.trace is None:
             return
         if _started_ns(outcome) and not _is_old(outcome):
             self.trace.ran(outcome.timing)  # type: ignore[union-attr]  # what has begun has a timing
 
-    def got_all(self, outcomes: Iterable[Outcome]) -> None:
+    def ran_all(self, outcomes: Iterable[Outcome]) -> None:
         """Take note of what the engine answered to many jobs, in any order."""
         if self.trace is not None:
             for outcome in sorted(outcomes, key=_started_ns):
-                self.got(outcome)
+                self.ran(outcome)
 
     @property
     def principal(self) -> str:
@@ -166,7 +172,10 @@ class Call:
 
     @property
     def handle_id(self) -> str:
-        """Loggable name of the handle that the request or its refusal names; empty where there is none, or several."""
+        """Loggable name of the one sequence it is about; empty where there is none, or several.
+
+        That is the one of the handle that the request names or its refusal, else the one that it made.
+        """
         if not self._handle_id and self._handle is not None:
             self._handle_id = self._handle.handle_id
         return self._handle_id
@@ -209,6 +218,15 @@ class Call:
         """Return the code that the method has set; where it is OK or none, what gRPC takes in its place."""
         code: object = self._context.code()
         return code if isinstance(code, grpc.StatusCode) and code is not grpc.StatusCode.OK else default
+
+
+def _made_by(outcome: Outcome) -> Handle | None:
+    """Return the handle of a sequence that an answer brings; of several branches the first."""
+    if isinstance(outcome, AppendResult):
+        return outcome.handle
+    if isinstance(outcome, GenerateFrame) and outcome.branches:
+        return outcome.branches[0].handle
+    return None
 
 
 def _started_ns(outcome: Outcome) -> int:

@@ -143,7 +143,7 @@ class DecodeStream:
             if isinstance(outcome, AppendResult):
                 self._add_output(self._pending.pop(job), outcome)
                 if self._is_traced:
-                    self._call.got(outcome)  # type: ignore[union-attr]  # what is traced is a call
+                    self._call.ran(outcome)  # type: ignore[union-attr]  # what is traced is a call
             elif isinstance(job, ReleaseJob):
                 self._add_releases(job, outcome)
             else:

@@ -46,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = parse_config(given, os.environ)
         _set_up_process(config)
+        if config.is_download_only:
+            return _download(config)
         code = asyncio.run(_serve(config))
         return code if code != _EXIT_FAULT else _exit_now(code)
     except (ConfigError, ModelError) as error:
@@ -376,6 +378,22 @@ async def _load(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor
 
     threading.Thread(target=load, name="ferrule-load", daemon=True).start()
     return await future
+
+
+def _download(config: ServerConfig) -> int:
+    """Fetch the model and print its folder; Ctrl-C ends it at once, and the next time goes on from there."""
+    from ferrule_server.executor.select import download
+
+    def on_interrupt(*_: object) -> NoReturn:
+        if sys.stderr.isatty():
+            sys.stderr.write("\x1b[?25h\n")  # the bar hides the cursor
+        _exit_now(_EXIT_INTERRUPTED)
+
+    signal.signal(signal.SIGINT, on_interrupt)
+    with _bar() if sys.stderr.isatty() else contextlib.nullcontext(_log_stage()) as show:
+        folder = download(config, show)
+    sys.stdout.write(f"{folder}\n")
+    return 0
 
 
 @contextlib.contextmanager

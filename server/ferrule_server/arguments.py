@@ -227,6 +227,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         help="fetch nothing: a model of the hub must be in the cache already; HF_HUB_OFFLINE=1 does the same",
     )
     model.add_argument(
+        "--download-only",
+        action="store_const",
+        const="1",
+        help="fetch a model of the hub, print the folder it is in, and end: for servers that have no network",
+    )
+    model.add_argument(
         "--executor",
         metavar="|".join(EXECUTORS),
         help="what runs the steps: torch on any device; numba-cuda, kernels of our own on a GPU with torch beside them"

@@ -92,6 +92,7 @@ class ServerConfig:
         model: ``demo``, a model folder, or ``org/name`` on the hub; None for an executor without weights.
         revision: Branch, tag or commit of a model on the hub; None: its main branch.
         is_offline: Fetch nothing; a model of the hub must be in the cache.
+        is_download_only: Fetch the model, if need be, and serve nothing.
         listen: Where to serve.
         executor: One of EXECUTORS.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
@@ -131,6 +132,7 @@ class ServerConfig:
     model: str | None = DEMO_MODEL
     revision: str | None = None
     is_offline: bool = False
+    is_download_only: bool = False
     listen: ListenAddress = ListenAddress("127.0.0.1", 50051)
     executor: str = "auto"
     device: str = "auto"
@@ -203,6 +205,10 @@ class ServerConfig:
 
     def _check_model(self) -> None:
         """Refuse a revision that cannot be one, or of what has none."""
+        if self.is_download_only:
+            _require(
+                self.model not in (None, DEMO_MODEL), "--download-only is for models on the hub: add --model org/name"
+            )
         if self.revision is None:
             return
         _require(
@@ -318,6 +324,7 @@ def parse_config(arguments: Sequence[str], environment: Mapping[str, str]) -> Se
         model=setting("model", str, None if executor == "paged-reference" else DEMO_MODEL),
         revision=setting("revision", str, None),
         is_offline=setting("offline", _boolean, False),
+        is_download_only=setting("download_only", _boolean, False),
         listen=setting("listen", parse_listen, ListenAddress("127.0.0.1", 50051)),
         executor=executor,
         device=setting("device", str, "auto"),

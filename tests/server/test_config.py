@@ -93,18 +93,19 @@ def test_every_setting_has_a_flag_and_a_variable() -> None:
         "--kernel-bundle": "/opt/kernels.bundle",
     }
     switches = ["--insecure", "--reflection", "--debug-top-tokens", "--disable-cuda-runner", "--disable-early-launch"]
-    switches.append("--offline")
+    switches += ["--offline", "--download-only"]
     by_flag = parse_config([*(part for pair in values.items() for part in pair), *switches], {})
     environment = {flag[2:].replace("-", "_").upper(): value for flag, value in values.items()}
-    environment |= {"OFFLINE": "on", "INSECURE": "true", "REFLECTION": "yes", "DEBUG_TOP_TOKENS": "1"}
+    environment |= {"INSECURE": "true", "REFLECTION": "yes", "DEBUG_TOP_TOKENS": "1"}
     environment |= {"DISABLE_CUDA_RUNNER": "1", "DISABLE_EARLY_LAUNCH": "1"}
+    environment |= {"OFFLINE": "on", "DOWNLOAD_ONLY": "1"}
     by_variable = parse_config([], {f"FERRULE_{name}": value for name, value in environment.items()})
     assert by_flag == by_variable
     assert by_flag.kv_memory_bytes == 3 << 29
     assert by_flag.listen == ListenAddress("0.0.0.0", 7000)
     assert by_flag.metrics_listen == ListenAddress("::1", 9464)
     assert by_flag.ui == "on"
-    assert (by_flag.revision, by_flag.is_offline) == ("v1.0", True)
+    assert (by_flag.revision, by_flag.is_offline, by_flag.is_download_only) == ("v1.0", True, True)
     assert by_flag.num_threads == 4
     assert (by_flag.log_format, by_flag.otlp_endpoint) == ("json", "https://collector.example:4317")
     assert by_flag.has_reflection
@@ -192,6 +193,7 @@ def test_other_addresses_need_insecure(text: str) -> None:
         (["--max-step-rows", "0"], "65536"),
         (["--threads", "two"], "whole number"),
         (["--revision", "main"], "--model org/name"),
+        (["--download-only"], "--model org/name"),
         (["--revision", "../x", "--model", "a/b"], "a branch, a tag or a commit"),
         (["--instance", "a.b"], "A-Z a-z"),
         (["--prefix-cache", "maybe"], "on or off"),

@@ -68,6 +68,18 @@ def create_executor(config: ServerConfig, on_progress: OnProgress) -> LoadedExec
     return _load(config, on_progress)
 
 
+def download(config: ServerConfig, on_progress: OnProgress) -> Path:
+    """Return the folder of the model that the settings name, fetching it from the hub if need be.
+
+    Raises:
+        ConfigError: The settings do not fit the model.
+        ModelError: It cannot be fetched, or it is no model that can run.
+    """
+    folder, _, _ = _found(config, on_progress)
+    _model_config(config, folder)
+    return folder
+
+
 def suggested_threads(weights_bytes: int, num_cores: int) -> int:
     """Return how many threads compute a model of this size fastest: one for a small one, else one per core.
 

@@ -80,7 +80,7 @@ class Stack:
         profiles: Active ones.
         on_top: Files after docker-compose.yml.
         environment: Variables of the shell that compose runs in.
-        settings: Variables that every server gets besides, to make a test quick.
+        settings: Variables that every server gets besides, to make a test quick; None: one that it does not get.
         scrape_interval: In the place of Prometheus's.
     """
 
@@ -92,7 +92,7 @@ class Stack:
         profiles: Sequence[str] = (),
         on_top: Sequence[Path] = (),
         environment: Mapping[str, str] | None = None,
-        settings: Mapping[str, str] | None = None,
+        settings: Mapping[str, str | None] | None = None,
         scrape_interval: str | None = None,
     ) -> None:
         self.folder = folder

@@ -12,7 +12,7 @@ COMPUTING_TESTS := tests/kernels tests/gpu tests/executor tests/kv tests/model t
 PYTEST := $(BIN)/python -m pytest -q -m "not slow and not gpu"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kernels test-gpu test-chaos lint types proto aio bench bench-gpu clean
+.PHONY: help demo test test-kernels test-gpu test-chaos test-stack lint types proto aio bench bench-gpu clean
 
 help:             ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1\t/p' Makefile | expand -t 20
@@ -38,6 +38,13 @@ test-chaos: $(VENV)/.ok ## break things on purpose for about an hour; figures as
 	@echo "cuts, kills, freezes, restarts, overload, hostile input: about an hour, a third of it churn (FERRULE_CHAOS_MINUTES)"
 	@FERRULE_HYPOTHESIS=long $(BIN)/python -m pytest -v -s --show-capture=no --durations=0 tests/chaos/test_protocol_machine.py tests/api/hostile
 	@$(BIN)/python -m pytest -v -s --show-capture=no --durations=0 -m slow tests/chaos
+
+DCLINT := npx --yes dclint@3.1.0 --config deploy/dclint.yaml --max-warnings 0
+test-stack: $(VENV)/.ok ## the compose stack without Docker: real Envoy, Prometheus, Chromium; dashboard, alerts, scale-out
+	@sh tests/stack/install_tools.sh
+	@shellcheck deploy/make_certificates.sh tests/stack/install_tools.sh
+	@$(DCLINT) docker-compose.yml deploy/compose.*.yml
+	@FERRULE_REQUIRE_TOOLS=1 $(BIN)/python -m pytest -q tests/stack tests/api/web tests/api/test_exposition.py
 
 lint: $(VENV)/.ok ## ruff: lint and format
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -65,12 +65,14 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
                 Query(rate("ferrule_prompt_tokens_total"), "prompt tokens/s"),
                 Query(rate("ferrule_generated_tokens_total"), "generated tokens/s"),
             ),
+            width=6,
         ),
         Panel(
             "Under way",
             "Calls by method; a stream counts as long as it is open.",
             "short",
             (Query("sum by (rpc) (ferrule_rpcs_in_flight{})", "{{rpc}}"),),
+            width=6,
             is_stacked=True,
         ),
         Panel(
@@ -82,6 +84,14 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
                 Query("sum(ferrule_streams_parked{})", "parked"),
                 Query(rate("ferrule_slow_consumers_total"), "ended for slow reading /s"),
             ),
+            width=6,
+        ),
+        Panel(
+            "Ends of texts",
+            "Why Generates stopped. blocks_exhausted: the pool was full in the middle of a text.",
+            "short",
+            (Query(rate("ferrule_branches_finished_total", "finish"), "{{finish}}/s"),),
+            width=6,
         ),
     ),
     "Latency": (

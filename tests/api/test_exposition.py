@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import subprocess
 import threading
@@ -133,6 +134,18 @@ def test_queries_of_the_documentation_name_metrics_that_exist() -> None:
     known = {each.name for each in documented()}
     for name in set(re.findall(r"\b(ferrule_[a-z_]+)\b", DOCS)):
         assert name in known or re.sub(r"_(bucket|sum|count)$", "", name) in known, name
+
+
+def test_queries_of_the_documentation_are_promql(tmp_path: Path) -> None:
+    """Each line of it that is no comment is a query that Prometheus takes."""
+    (block,) = re.findall(r"^```promql\n(.*?)^```", DOCS, re.DOTALL | re.MULTILINE)
+    queries = [line for line in block.splitlines() if line and not line.startswith("#")]
+    assert len(queries) > 8
+    rules = [{"record": f"query:{index}", "expr": query} for index, query in enumerate(queries)]
+    path = tmp_path / "rules.yml"
+    path.write_text(json.dumps({"groups": [{"name": "docs", "rules": rules}]}))  # YAML, too
+    run = subprocess.run([tool("promtool"), "check", "rules", str(path)], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
 
 
 def test_promtool_has_nothing_to_say(server: RunningServer) -> None:

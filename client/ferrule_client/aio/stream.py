@@ -467,7 +467,11 @@ class AsyncStream:
 
     def _open_call(self, instance: str) -> StreamCall:
         if not (self._is_closed or self._connection.is_closed):
-            call = self._calls.get(instance) or self._new_call(instance)
+            call = self._calls.get(instance)
+            if call is not None and call.is_over:
+                call.cancel()
+                call = None
+            call = call or self._new_call(instance)
             if call is not None:
                 self._calls[instance] = call
                 return call

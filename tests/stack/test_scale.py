@@ -1,0 +1,418 @@
+"""Two servers behind a real Envoy with the shipped configuration: whatever happens, handles reach their owner."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import grpc
+import pytest
+import yaml
+
+from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc
+from ferrule_client import (
+    AuthError,
+    Cache,
+    Client,
+    EpochChangedError,
+    ExecutorError,
+    InstanceUnreachableError,
+    Output,
+    UnavailableError,
+    WrongInstanceError,
+    greedy,
+    no_output,
+)
+from ferrule_client._convert import handle_to_message
+from ferrule_client._status import error_from_call
+from ferrule_client.aio import AsyncClient
+from tests.chaos.raw_clients import open_channel
+from tests.chaos.server_process import ServerProcess
+from tests.stack.envoy import CONFIG, EnvoyProcess, validate
+
+pytestmark = pytest.mark.timeout(120)
+
+A, B = NAMES = ("ferrule-a", "ferrule-b")
+SERVER = ("--executor", "paged-reference", "--kv-memory", "64MiB", "--log-level", "warning", "--drain-grace", "15s")
+NUM_HANDLES = 1000
+HEALTH_S = 5.0
+"""Two failed checks, a second apart, and their time on a busy machine."""
+
+
+class Stack:
+    """Two servers and the Envoy in front of them.
+
+    Attributes:
+        servers: By instance.
+        envoy: The proxy.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.servers = {name: ServerProcess(folder / f"{name}.log", *SERVER, "--instance", name) for name in NAMES}
+        self._folder = folder
+
+    def __enter__(self) -> Stack:
+        with contextlib.ExitStack() as stack:
+            for server in self.servers.values():
+                stack.enter_context(server)
+            ports = {name: server.port for name, server in self.servers.items()}
+            self.envoy = stack.enter_context(EnvoyProcess(self._folder, ports))
+            self.wait_for_all()
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._open.close()
+
+    def wait_for_all(self) -> None:
+        """Wait until both get new prompts."""
+        self.envoy.wait_for_healthy({server.port for server in self.servers.values()})
+
+    def client(self, **options: object) -> Client:
+        """Return a client of the proxy."""
+        return Client.connect(self.envoy.target, timeout=20, **options)  # type: ignore[arg-type]
+
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """Return, by instance, the appends done and the requests refused since it was started."""
+        found = {}
+        for name, server in self.servers.items():
+            status = server.status()
+            found[name] = (status.num_decodes, status.num_errors)
+        return found
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """One stack for all tests of this file; who ends a server starts it again."""
+    with Stack(tmp_path_factory.mktemp("scale")) as running:
+        yield running
+
+
+@pytest.fixture
+def client(stack: Stack) -> Iterator[Client]:
+    """A client of the proxy."""
+    with stack.client() as one:
+        yield one
+
+
+def owner(cache: Cache) -> str:
+    """Return the instance that has a sequence."""
+    return cache.handle.cache_id.partition(".")[0]
+
+
+def prompt(number: int) -> list[int]:
+    """Return a prompt that no other number has."""
+    return [number % 251, number // 251 + 7, 5]
+
+
+def make_on(client: Client, name: str, tokens: Sequence[int] = (5, 6, 7), **options: object) -> Cache:
+    """Return a cache on an instance, made by prompts through the proxy until one lands there."""
+    for _ in range(100):
+        cache = client.prefill(tokens, policy=no_output(), **options)  # type: ignore[arg-type]
+        if owner(cache) == name:
+            return cache
+        cache.release()
+    raise AssertionError(f"of 100 prompts none came to {name}")
+
+
+def picked(endpoint: str) -> list[tuple[str, str | bytes]]:
+    """Return what a picker sends along with a new prompt."""
+    return [("x-gateway-destination-endpoint", endpoint)]
+
+
+def expected_tokens(server: ServerProcess, texts: Sequence[Sequence[int]]) -> list[int | None]:
+    """Return the likeliest token after each text, by a server that is asked directly."""
+    with Client.connect(server.target) as direct:
+        found = []
+        for start in range(0, len(texts), 50):
+            for cache in direct.batch_prefill(texts[start : start + 50], policy=greedy()):
+                assert isinstance(cache, Cache)
+                assert cache.last is not None
+                found.append(cache.last.token)
+                cache.release()
+        return found
+
+
+# ---- affinity -------------------------------------------------------------------------------------------------------
+
+
+def test_every_append_of_a_thousand_handles_reaches_its_owner(stack: Stack, client: Client) -> None:
+    """By the owners' own counts, and because every token is what the text before it makes likeliest."""
+    caches = [client.prefill(prompt(number), policy=no_output(), keep_alive=False) for number in range(NUM_HANDLES)]
+    owners = Counter(map(owner, caches))
+    assert min(owners[A], owners[B]) > NUM_HANDLES // 5, f"new prompts do not spread: {owners}"
+    before = stack.counts()
+    outputs = client.decode_many(caches, [[1]] * NUM_HANDLES, policy=greedy())
+    for cache, output in zip(caches[:100], outputs[:100], strict=True):
+        cache.decode(output.token or 0, policy=greedy())
+    batch = client.batch_decode(caches[100:164], [[9]] * 64, policy=greedy())
+    assert all(isinstance(output, Output) for output in batch)
+    sent = owners + Counter(map(owner, caches[:164]))
+    after = stack.counts()
+    assert {name: after[name][0] - before[name][0] for name in NAMES} == sent
+    assert {name: after[name][1] - before[name][1] for name in NAMES} == {A: 0, B: 0}
+    texts = [[*prompt(number), 1] for number in range(NUM_HANDLES)]
+    assert [output.token for output in outputs] == expected_tokens(stack.servers[B], texts)
+    freed = client.release(caches)
+    assert freed.released == (True,) * NUM_HANDLES
+
+
+def test_calls_on_many_handles_are_put_together_again(stack: Stack, client: Client) -> None:
+    """Leases, frames with releases, chunks and batches over both; what must be one call says what is wrong."""
+    on_a, on_b, loser = make_on(client, A), make_on(client, B), make_on(client, A)
+    assert [lease.ttl_s for lease in client.keep_alive([on_b, on_a, loser]) if not isinstance(lease, Exception)] == [
+        60.0
+    ] * 3
+    with client.stream() as stream:
+        outputs = stream.decode([on_b, on_a], [[1, 2], 1], policy=greedy(), release=[loser])
+        assert [output.handle.length for output in outputs] == [5, 4]
+        children = stream.branch([on_a, on_a, on_b, on_b], [1, 2, 1, 2], policy=no_output())
+        assert list(map(owner, children)) == [A, A, B, B]
+    assert loser.is_released
+    with pytest.raises(ValueError, match="'ferrule-a' and 'ferrule-b'"):
+        client.reserve([on_a, on_b], 100)
+    assert client.release([children[3], on_a, children[1], on_b]).released == (True,) * 4
+
+
+def test_masks_are_known_where_they_are_used(client: Client) -> None:
+    """Registered once, anywhere; each instance is given them when it needs them, and new prompts take them along."""
+    mask = client.register_mask([3, 4])
+    with make_on(client, A) as on_a, make_on(client, B) as on_b:
+        assert {client.decode_many([on_a, on_b], [1, 1], policy=greedy(mask=mask))[place].token for place in (0, 1)}
+        assert on_a.decode(1, policy=greedy(mask=mask)).token in (3, 4)
+        assert on_b.decode(1, policy=greedy(mask=mask)).token in (3, 4)
+    for _ in range(10):
+        with client.prefill([1, 2], policy=greedy(mask=mask)) as cache:
+            assert cache.last is not None
+            assert cache.last.token in (3, 4)
+
+
+def test_a_client_may_be_of_one_instance(stack: Stack) -> None:
+    """What names no handle goes there; without a name, administration is refused by the proxy."""
+    for name, server in stack.servers.items():
+        with stack.client(instance=name) as pinned:
+            caches = [pinned.prefill([number], policy=no_output()) for number in range(5)]
+            assert {owner(cache) for cache in caches} == {name}
+            assert pinned.status().live_sequences == server.status().live_sequences
+            assert pinned.admin.warmup([1]).run_ns >= 0
+            pinned.release(caches)
+    with stack.client() as client, pytest.raises(AuthError, match="ferrule-instance"):
+        client.admin.drain()
+
+
+def test_asyncio_clients_go_the_same_ways(stack: Stack) -> None:
+    """A frame over both instances, leases and releases."""
+
+    async def main() -> None:
+        async with AsyncClient.connect(stack.envoy.target, timeout=20) as client:
+            caches = [await client.prefill([number], policy=no_output()) for number in range(16)]
+            assert {cache.handle.cache_id.partition(".")[0] for cache in caches} == {A, B}
+            outputs = await client.decode_many(caches, [1] * 16, policy=greedy())
+            assert [output.handle.length for output in outputs] == [2] * 16
+            assert all(not isinstance(lease, Exception) for lease in await client.keep_alive(caches))
+            assert (await client.release(caches)).released == (True,) * 16
+
+    asyncio.run(main())
+
+
+# ---- what others may try --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [B, "nowhere", "executors", "admin", "ferrule-a,ferrule-b", "ferrule-aa", ""])
+def test_a_forged_instance_leads_to_no_wrong_answer(stack: Stack, client: Client, name: str) -> None:
+    """The owner serves it, if it comes there; any other server says whose it is."""
+    with make_on(client, A) as cache, open_channel(stack.envoy.target) as channel:
+        stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
+        request = cache_pb2.GetCacheInfoRequest(kv_cache=handle_to_message(cache.handle))
+        for _ in range(8):
+            try:
+                info = stub.GetCacheInfo(request, metadata=(("ferrule-instance", name),), timeout=10).info
+                assert name != B
+                assert info.kv_cache.cache_id == cache.handle.cache_id
+            except grpc.RpcError as error:
+                ours = error_from_call(error)
+                assert isinstance(ours, WrongInstanceError), ours
+                assert ours.instance == A
+
+
+def test_clients_cannot_choose_the_server_of_a_new_prompt(stack: Stack) -> None:
+    """The header of a picker is taken away when a client sends it."""
+    endpoint = f"127.0.0.1:{stack.servers[B].port}"
+    with stack.client(metadata=functools.partial(picked, endpoint)) as client:
+        caches = [client.prefill([number], policy=no_output()) for number in range(30)]
+        assert {owner(cache) for cache in caches} == {A, B}
+        client.release(caches)
+
+
+def test_a_picker_can_choose_the_server_of_a_new_prompt(stack: Stack, tmp_path: Path) -> None:
+    """Behind the filter that takes the header away it would stand; here that filter is taken out."""
+    config = yaml.safe_load(CONFIG.read_text("utf-8"))
+    manager = config["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    assert "header_mutation" in manager["http_filters"].pop(0)["name"]
+    source = tmp_path / "open.yaml"
+    source.write_text(yaml.safe_dump(config), "utf-8")
+    ports = {name: server.port for name, server in stack.servers.items()}
+    with EnvoyProcess(tmp_path, ports, source) as envoy:
+        envoy.wait_for_healthy(set(ports.values()))
+        for name in NAMES:
+            endpoint = f"127.0.0.1:{ports[name]}"
+            with Client.connect(envoy.target, metadata=functools.partial(picked, endpoint)) as client:
+                caches = [client.prefill([number], policy=no_output()) for number in range(10)]
+                assert {owner(cache) for cache in caches} == {name}
+                client.release(caches)
+
+
+def test_envoy_takes_the_shipped_configuration() -> None:
+    """As it is, without a word about what is deprecated."""
+    assert validate(CONFIG) == ""
+
+
+def test_only_figures_of_the_admin_interface_are_published(stack: Stack) -> None:
+    """Prometheus and health checks need two paths; nothing else of it can be reached from outside."""
+    get = stack.envoy.get_published
+    assert "envoy_cluster_upstream_rq_total" in get("/stats/prometheus")
+    assert get("/ready").strip() == "LIVE"
+    assert [get(path) for path in ("/config_dump", "/quitquitquit", "/stats/../config_dump", "/")] == ["404"] * 4
+    assert get("/ready", method="POST") == "404"
+
+
+# ---- the end of a server --------------------------------------------------------------------------------------------
+
+
+def test_handles_of_a_killed_owner_are_typed_errors_and_others_go_on(stack: Stack, client: Client) -> None:
+    """Nobody answers in its place. New prompts go to the one that lives; caches that recover, too."""
+    on_a, on_b, text = make_on(client, A), make_on(client, B), [5, 6, 7, 1]
+    again = make_on(client, A, recover=True)
+    loop = make_on(client, A, recover=True)
+    with loop.fork()[0] as copy:
+        undisturbed = list(copy.generate(40, temperature=0.9, seed=3))
+    said = loop.generate(40, temperature=0.9, seed=3)
+    begun = [next(said) for _ in range(3)]
+    stack.servers[A].kill()
+    started = time.monotonic()
+    with pytest.raises(InstanceUnreachableError) as caught:
+        on_a.decode(1, policy=greedy())
+    assert (caught.value.instance, caught.value.token_ids) == (A, [5, 6, 7])
+    results = client.stream().try_decode([on_a, on_b], [1, 1], policy=greedy())
+    assert isinstance(results[0], InstanceUnreachableError)
+    assert isinstance(results[1], Output)
+    assert results[1].token == expected_tokens(stack.servers[B], [text])[0]
+    lease, other = client.keep_alive([on_a, on_b])
+    assert isinstance(lease, UnavailableError)
+    assert not isinstance(other, ExecutorError)
+    assert time.monotonic() - started < 6, "a dead owner took others' time"
+    assert again.decode(1, policy=greedy()).token == results[1].token
+    assert (owner(again), again.num_recoveries) == (B, 1)
+    assert begun + list(said) == undisturbed
+    assert (owner(loop), loop.num_recoveries) == (B, 1)
+    for number in range(20):
+        client.prefill([number], policy=no_output()).release()
+    assert stack.envoy.wait_for_healthy({stack.servers[B].port}) < HEALTH_S
+    stack.servers[A].start()
+    with pytest.raises(EpochChangedError):
+        on_a.decode(1, timeout=20)
+    stack.wait_for_all()
+    with pytest.raises(EpochChangedError):
+        on_a.query()
+    client.release([on_a, on_b, again, loop])
+
+
+def test_with_no_server_left_the_proxy_says_so(stack: Stack) -> None:
+    """Within the retries, not at the timeout; and a cache that recovers waits for one."""
+    with stack.client() as client, make_on(client, A) as cache, make_on(client, A, recover=True) as again:
+        for server in stack.servers.values():
+            server.kill()
+        with pytest.raises(UnavailableError, match="reaches no server"):
+            client.prefill([1])
+        with pytest.raises(InstanceUnreachableError):
+            cache.decode(1)
+        starting = threading.Timer(0.5, stack.servers[B].start)
+        starting.start()
+        again.decode(1, policy=no_output())
+        starting.join()
+        assert owner(again) == B
+        stack.servers[A].start()
+        stack.wait_for_all()
+
+
+class Worker(threading.Thread):
+    """Someone who prefills, appends one token after the other, releases, and begins anew.
+
+    Attributes:
+        appends: How many went well.
+        failures: What did not.
+        owners: Where its sequences were.
+    """
+
+    def __init__(self, stack: Stack, number: int, stop: threading.Event) -> None:
+        super().__init__()
+        self._stack, self._number, self._stop_asked = stack, number, stop
+        self.appends = 0
+        self.failures: list[str] = []
+        self.owners: Counter[str] = Counter()
+
+    def run(self) -> None:
+        """Work until it is asked to stop."""
+        with self._stack.client(max_retries=1) as client, client.stream() as stream:
+            while not self._stop_asked.is_set():
+                try:
+                    self._serve_one(client, stream if self._number % 2 else client)
+                except ExecutorError as error:
+                    self.failures.append(f"{type(error).__name__} {error}")
+
+    def _serve_one(self, client: Client, by: object) -> None:
+        with client.prefill([self._number, 3], policy=no_output()) as cache:
+            self.owners[owner(cache)] += 1
+            for token in range(1, 21):
+                if by is client:
+                    cache.decode(token, policy=greedy())
+                else:
+                    by.decode([cache], [token], policy=greedy())  # type: ignore[attr-defined]
+                self.appends += 1
+                time.sleep(0.01)
+            assert cache.info(token_ids=True).token_ids == (self._number, 3, *range(1, 21))
+
+
+def test_a_rolling_restart_under_load_fails_nothing(stack: Stack) -> None:
+    """A drained server serves its handles to their end; new prompts go elsewhere, also before Envoy knows."""
+    stop = threading.Event()
+    workers = [Worker(stack, number, stop) for number in range(8)]
+    for worker in workers:
+        worker.start()
+    try:
+        for name, server in stack.servers.items():
+            time.sleep(0.3)
+            before = {worker: worker.owners[name] for worker in workers}
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(20) == 0, "it did not end by itself within the grace"
+            server.stop()
+            late = sum(worker.owners[name] - before[worker] for worker in workers)
+            assert late <= len(workers), "new prompts still came to a server that drains"
+            server.channel.close()
+            server.start()
+            stack.wait_for_all()
+    finally:
+        stop.set()
+        for worker in workers:
+            worker.join()
+    assert [failure for worker in workers for failure in worker.failures] == []
+    assert sum(worker.appends for worker in workers) > 500
+    assert all(sum(worker.owners[name] for worker in workers) > 0 for name in NAMES)
+    assert {server.status().live_sequences for server in stack.servers.values()} == {0}
+
+
+def test_a_call_without_a_body_reaches_a_server_too(stack: Stack) -> None:
+    """GetStatus and the health service by the proxy, as orchestrators ask."""
+    with stack.client() as client:
+        assert client.health()
+        assert client.wait_until_ready().is_ready
+        with open_channel(stack.envoy.target) as channel:
+            stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
+            assert stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=5).status.is_ready

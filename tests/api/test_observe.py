@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -149,6 +150,28 @@ def test_a_deadline_that_passes_is_told_from_a_cancel(watched: tuple[RunningServ
     with pytest.raises(grpc.RpcError):
         list(health.Watch(health_pb2.HealthCheckRequest(), timeout=0.3))
     assert recorder.last("Watch").code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+@pytest.mark.parametrize(
+    ("left_s", "code"),
+    [(None, "CANCELLED"), (0.0, "DEADLINE_EXCEEDED"), (0.9, "DEADLINE_EXCEEDED"), (2.0, "CANCELLED")],
+)
+def test_a_deadline_that_was_rounded_up_is_one(left_s: float | None, code: str) -> None:
+    """100 seconds into a call: gRPC writes timeouts with two or three digits, so up to 1 % may seem to be left."""
+
+    class Context:
+        """gRPC's side of a call."""
+
+        def time_remaining(self) -> float | None:
+            """Return what its deadline leaves."""
+            return left_s
+
+    call = Call("s", "r", Context())  # type: ignore[arg-type]
+    call.begin_ns -= 100 * 10**9
+    with pytest.raises(asyncio.CancelledError), call:
+        raise asyncio.CancelledError
+    assert call.code is not None
+    assert call.code.name == code
 
 
 def test_what_aborts_by_itself_ends_with_its_code(watched: tuple[RunningServer, Recorder]) -> None:

@@ -36,10 +36,10 @@ from ferrule_server.engine.jobs import StepTiming
 
 _LOG = logging.getLogger(__name__)
 
-_SDK_LOGGERS: Final = ("opentelemetry.exporter.otlp.proto.grpc.exporter", "opentelemetry.sdk._shared_internal")
-"""They write several lines for each batch that is lost."""
-_HEADER_LOGGER: Final = "opentelemetry.trace.span"
-"""It writes a line for each odd header, and clients write the headers."""
+_EXPORT_LOGGER: Final = "opentelemetry.exporter.otlp.proto.grpc.exporter"
+"""It writes several lines for each batch that is lost."""
+_CALL_LOGGERS: Final = ("opentelemetry.sdk._shared_internal", "opentelemetry.trace.span")
+"""They write a line for each span that finds the queue full, and for each odd header; clients write the headers."""
 _PROPAGATED: Final = frozenset({"traceparent", "tracestate"})
 _FAULTS: Final = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
 """Codes that make the span of a server an error by the conventions: the others are the client's affair."""
@@ -196,9 +196,10 @@ class _Exporter(SpanExporter):
         self._quiet_until = 0.0
         self._is_shut_down = False
         self._noise = _Noise()
-        for name in _SDK_LOGGERS:
-            logging.getLogger(name).filters.insert(0, self._noise)  # before the SDK's own, which hides repetitions
-        logging.getLogger(_HEADER_LOGGER).addFilter(_Noise())
+        logging.getLogger(_EXPORT_LOGGER).filters.insert(0, self._noise)  # the SDK's own hides repetitions
+        if not _LOG.isEnabledFor(logging.DEBUG):
+            for name in _CALL_LOGGERS:
+                logging.getLogger(name).setLevel(logging.ERROR)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Send spans; on the thread of the processor, for ten seconds at most unless a variable says otherwise."""
@@ -231,7 +232,7 @@ class _Exporter(SpanExporter):
 
 
 class _Noise(logging.Filter):
-    """Keeps what the SDK logs of one matter out of the log, and remembers the last of it."""
+    """Keeps what the exporter logs out of the log, and remembers the last of it."""
 
     def __init__(self) -> None:
         super().__init__()

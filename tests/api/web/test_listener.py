@@ -6,6 +6,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -18,23 +19,28 @@ from ferrule_server.errors import ConfigError
 from tests.api.web.plain_http import connect, get, listening, read_reply, send
 
 
-def test_head_is_get_without_a_body() -> None:
-    """Of everything that is served, of an event stream too, which then ends."""
+@pytest.fixture(scope="module")
+def shared() -> Iterator[WebListener]:
+    """A listener for all tests that leave nothing behind."""
     with listening() as listener:
-        for path in ("/metrics", "/ui", "/nothing"):
-            whole, head = get(listener.address, path), get(listener.address, path, method="HEAD")
-            assert (head.status, head.body) == (whole.status, b"")
-            assert head.headers["content-length"] == str(len(whole.body))
-        events = get(listener.address, "/ui/events", method="HEAD")
-        assert (events.status, events.body) == (200, b"")
-        assert events.headers["content-type"].startswith("text/event-stream")
+        yield listener
+
+
+def test_head_is_get_without_a_body(shared: WebListener) -> None:
+    """Of everything that is served, of an event stream too, which then ends."""
+    for path in ("/metrics", "/ui", "/nothing"):
+        whole, head = get(shared.address, path), get(shared.address, path, method="HEAD")
+        assert (head.status, head.body) == (whole.status, b"")
+        assert head.headers["content-length"] == str(len(whole.body))
+    events = get(shared.address, "/ui/events", method="HEAD")
+    assert (events.status, events.body) == (200, b"")
+    assert events.headers["content-type"].startswith("text/event-stream")
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/ui", "/ui/main.js", "/nothing", "/"])
-def test_every_answer_is_safe_to_show(path: str) -> None:
+def test_every_answer_is_safe_to_show(path: str, shared: WebListener) -> None:
     """Nothing from elsewhere runs in the page, no other page frames or reads it, and nothing is kept."""
-    with listening() as listener:
-        headers = get(listener.address, path).headers
+    headers = get(shared.address, path).headers
     assert headers["content-security-policy"].startswith("default-src 'self';")
     assert "frame-ancestors 'none'" in headers["content-security-policy"]
     assert headers["x-content-type-options"] == "nosniff"
@@ -73,17 +79,16 @@ def test_every_answer_is_safe_to_show(path: str) -> None:
         (b"GET / HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n\r\n", 302),
     ],
 )
-def test_whatever_is_sent_gets_one_plain_answer(sent: bytes, status: int) -> None:
+def test_whatever_is_sent_gets_one_plain_answer(sent: bytes, status: int, shared: WebListener) -> None:
     """A line of text that says what is wrong, never a trace or what was sent; the next client is served."""
-    with listening() as listener:
-        reply = send(listener.address, sent)
-        assert reply.status == status
-        if status >= 400:
-            assert reply.headers["content-type"] == "text/plain; charset=utf-8"
-            assert len(reply.body) < 200
-            assert reply.headers["content-length"] == str(len(reply.body))
-        assert reply.headers["connection"] == "close"
-        assert get(listener.address, "/metrics").body == b"up 1\n"
+    reply = send(shared.address, sent)
+    assert reply.status == status
+    if status >= 400:
+        assert reply.headers["content-type"] == "text/plain; charset=utf-8"
+        assert len(reply.body) < 200
+        assert reply.headers["content-length"] == str(len(reply.body))
+    assert reply.headers["connection"] == "close"
+    assert get(shared.address, "/metrics").body == b"up 1\n"
 
 
 def test_who_sends_slowly_is_told_when_the_time_is_over() -> None:
@@ -126,7 +131,7 @@ def test_a_reader_that_reads_nothing_is_dropped() -> None:
         connection.connect((listener.address.host, listener.address.port))
         connection.sendall(b"GET /ui/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
         deadline = time.monotonic() + 10
-        while any("process_request" in thread.name for thread in threading.enumerate()):
+        while any(thread.name.endswith("(process_request_thread)") for thread in threading.enumerate()):
             assert time.monotonic() < deadline, "it still has its thread"
             time.sleep(0.05)
         assert get(listener.address, "/metrics").body == b"m"
@@ -160,8 +165,11 @@ def test_closing_ends_streams_and_waiting_connections() -> None:
         watching.sendall(b"GET /ui/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert watching.recv(100)
         began = time.monotonic()
+        before = set(threading.enumerate())
         listener.close()
         assert time.monotonic() - began < 1.5
+        left = set(threading.enumerate())
+        assert len([thread for thread in before - left if thread.name.startswith("ferrule-web")]) == 2
         while watching.recv(4096):
             pass
         assert silent.recv(100) == b""

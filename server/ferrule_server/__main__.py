@@ -75,7 +75,10 @@ def _set_up_process(config: ServerConfig) -> None:
 
 
 def _say(message: str) -> int:
-    sys.stderr.write(f"ferrule serve: {message}\n")
+    if log_format.is_json():
+        _LOG.error("cannot serve: %s", message)
+    else:
+        sys.stderr.write(f"ferrule serve: {message}\n")
     return _EXIT_UNUSABLE
 
 
@@ -313,7 +316,7 @@ def _say_ready(
 def _say_draining(num_sequences: int, grace_s: float, *, has_failed: bool) -> None:
     """Log that the server drains; tell whoever sits at the terminal what it waits for, and how not to."""
     _LOG.info("draining live_sequences=%d grace_s=%.1f has_failed=%s", num_sequences, grace_s, has_failed)
-    if sys.stderr.isatty() and num_sequences and not has_failed:
+    if _is_watched() and num_sequences and not has_failed:
         handles = "1 live handle" if num_sequences == 1 else f"{num_sequences} live handles"
         sys.stderr.write(f"ferrule serve: serving {handles} for up to {grace_s:g} s more; Ctrl-C stops at once\n")
 
@@ -385,12 +388,12 @@ def _download(config: ServerConfig) -> int:
     from ferrule_server.executor.select import download
 
     def on_interrupt(*_: object) -> NoReturn:
-        if sys.stderr.isatty():
+        if _is_watched():
             sys.stderr.write("\x1b[?25h\n")  # the bar hides the cursor
         _exit_now(_EXIT_INTERRUPTED)
 
     signal.signal(signal.SIGINT, on_interrupt)
-    with _bar() if sys.stderr.isatty() else contextlib.nullcontext(_log_stage()) as show:
+    with _bar() if _is_watched() else contextlib.nullcontext(_log_stage()) as show:
         folder = download(config, show)
     sys.stdout.write(f"{folder}\n")
     return 0
@@ -399,13 +402,18 @@ def _download(config: ServerConfig) -> int:
 @contextlib.contextmanager
 def _progress(state: ServerState) -> Iterator[OnProgress]:
     """Give a callable that shows progress: in GetStatus, and as a bar on a terminal or as lines in the log."""
-    with _bar() if sys.stderr.isatty() else contextlib.nullcontext(_log_stage()) as show:
+    with _bar() if _is_watched() else contextlib.nullcontext(_log_stage()) as show:
 
         def on_progress(stage: str, share: float) -> None:
             state.load_stage, state.load_progress = stage, share
             show(stage, share)
 
         yield on_progress
+
+
+def _is_watched() -> bool:
+    """Whether somebody sits at the terminal, and reads more than the log."""
+    return sys.stderr.isatty() and not log_format.is_json()
 
 
 def _log_stage() -> OnProgress:

@@ -72,6 +72,11 @@ def set_up(level: str, log_format: str) -> None:
         threading.excepthook = _log_uncaught_of_thread
 
 
+def is_json() -> bool:
+    """Whether the log is JSON, so that nothing else may be written beside it."""
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
+
+
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     _LOG.critical("uncaught kind=%s", kind.__name__, exc_info=(kind, error, trace))
 

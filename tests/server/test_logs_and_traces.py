@@ -130,6 +130,16 @@ def test_one_trace_id_leads_from_the_client_to_spans_and_log_lines(served: Serve
     )
 
 
+def test_settings_that_cannot_be_used_are_a_line_too(tmp_path: Path) -> None:
+    """Exit code 2 as ever, and nothing on stderr but JSON."""
+    command = [sys.executable, "-m", "ferrule_server", "--log-format", "json", "--model", str(tmp_path / "none")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=_environment())
+    assert done.returncode == 2
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert lines[-1]["level"] == "ERROR"
+    assert "none" in lines[-1]["message"]
+
+
 def test_the_whole_log_is_json(served: Served) -> None:
     """From the first line to the last, each with the keys that all have; no secret and no token is in it."""
     lines = served.end()

@@ -39,4 +39,6 @@ def messages(address: ListenAddress) -> Generator[dict[str, Any], None, None]:
             received += chunk
             *whole, received = received.split(b"\n\n")
             for event in whole:
+                if b"data: " not in event:
+                    continue
                 yield json.loads(event.rpartition(b"data: ")[2])

@@ -28,7 +28,9 @@ MAX_CONNECTIONS: Final = 64
 SEND_S: Final = 10.0
 """How long a client may take to read one answer, or one message of a stream; one that is slower is dropped."""
 
-_POLL_S: Final = 0.1
+_RETRY: Final = b"retry: 1000\n\n"
+"""How soon a browser comes back when the stream has ended, in milliseconds: soon after a restart."""
+_POLL_S: Final = 0.05
 _LINGER_S: Final = 1.0
 _CLOSE_S: Final = 2.0
 _SECURITY: Final = {
@@ -243,6 +245,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         try:
             with events.watch() as messages:
                 self._send_head(answer, {})
+                self.wfile.write(_RETRY)
                 for message in messages:
                     self.wfile.write(message)
         except TooManyWatchers:

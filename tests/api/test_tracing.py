@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import queue
+import re
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -250,6 +252,27 @@ def test_health_is_not_traced(traced: Traced) -> None:
     server.stub.GetModelInfo(executor_pb2.GetModelInfoRequest(), timeout=10, metadata=metadata)
     collector.wait(later)
     assert trace_id not in {span.trace_id.hex() for span in collector.spans}
+
+
+def test_the_page_names_all_that_spans_have(traced: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attributes of spans and events, of an append, a refusal and a fault, are those that docs/operations.md tells."""
+    server, collector = traced
+    handle = server.prefill().kv_cache
+    server.decode(handle, 5)
+    with pytest.raises(grpc.RpcError):
+        server.decode(handle, 6)
+    trace_id, metadata = parent(15)
+    with monkeypatch.context() as patch, pytest.raises(grpc.RpcError):
+        patch.setattr(server.engine, "submit", None)
+        server.stub.ListCaches(cache_pb2.ListCachesRequest(), timeout=10, metadata=metadata)
+    collector.wait(trace_id)
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    table = page[page.index("### Traces") : page.index("A stream tells its first")]
+    told = set(re.findall(r"`((?:ferrule|rpc|network|error)\.[a-z_.]+)`", table))
+    sent = {key for span in collector.spans for key in attributes_of(span.attributes)}
+    sent |= {key for span in collector.spans for event in span.events for key in attributes_of(event.attributes)}
+    assert told == sent
+    assert {event.name for span in collector.spans for event in span.events} == {"queue", "step"}
 
 
 def test_a_collector_that_is_away_costs_spans_and_one_line(

@@ -6,6 +6,7 @@ The clients are ours and one of gRPC's own; the trace begins in OpenTelemetry's 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -81,6 +82,20 @@ def refuse(target: str) -> None:
         stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
         with pytest.raises(grpc.RpcError):
             stub.Decode(executor_pb2.DecodeRequest(), metadata=tuple(current_metadata()), timeout=10)
+
+
+def test_the_client_of_the_page_takes_part_in_a_trace(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    """What docs/operations.md shows is run as it stands, within a span."""
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    (piece,) = re.findall(r"^```python\n(import opentelemetry.*?)^```", page, re.DOTALL | re.MULTILINE)
+    tracer = TracerProvider(shutdown_on_exit=False).get_tracer("client")
+    with tracer.start_as_current_span("page") as span:
+        exec(compile(piece.replace("127.0.0.1:50051", served.target), "page", "exec", dont_inherit=True), {})
+        context = span.get_span_context()
+    assert capsys.readouterr().out == "True\n"
+    received = served.collector.wait(format_trace_id(context.trace_id))
+    assert received.name == "ferrule.v1.ModelExecutorService/GetStatus"
+    assert received.parent_span_id.hex() == format_span_id(context.span_id)
 
 
 def test_one_trace_id_leads_from_the_client_to_spans_and_log_lines(served: Served) -> None:

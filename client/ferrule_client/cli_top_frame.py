@@ -76,6 +76,7 @@ class Frame:
         if hint:
             lines += [Text("")] * (room - len(lines)) + [Text(hint, "dim")]
         for line in lines:
+            line.rstrip()
             line.truncate(self.width, overflow="ellipsis" if self.glyphs.rule == "─" else "crop")
             line.no_wrap = True
         return lines
@@ -83,19 +84,23 @@ class Frame:
     def _header(self, look: Look) -> Text:
         status, view = look.status, look.view
         line = Text.assemble(("ferrule top", "bold"), "  ", (clean(status.instance), "cyan"), "  ")
-        if view is not None:
-            line.append(f"{clean(view.model_id)} on {clean(status.executor)}  ")
         line.append(f"{self.glyphs.dot} {status.state}", _STATES.get(status.state, ""))
         if view is not None:
             line.append(f"  up {span(view.uptime_s)}", "dim")
+            line.append(f"  {clean(view.model_id)} on {clean(status.executor)}")
         return line
 
     def _activity(self, figures: Figures, view: ServerView) -> list[Text]:
         rates, status = figures.rates, view.status
-        tokens = _words(("generated", _rate(rates, "generated_tokens")), ("prompt", _rate(rates, "prompt_tokens")))
-        sparkline = spark(figures.generated_points, max(0, min(60, self.width - 48)), self.glyphs)
+        tokens = _words(
+            ("generated", _rate(rates, "generated_tokens")),
+            ("prompt", _rate(rates, "prompt_tokens")),
+            ("prefix hits", _hits(rates, view)),
+        )
+        room = max(0, min(60, self.width - 11 - cell_len(tokens.plain)))
+        sparkline = spark(figures.generated_points, room, self.glyphs)
         lines = [_labelled("tokens/s", tokens, (sparkline, "green"))]
-        lines.append(_labelled("steps", *self._steps(rates, view)))
+        lines.append(_labelled("steps", *self._steps(figures, view)))
         queue = _words(
             ("jobs", short(view.queued_jobs) if figures.look.is_whole else _UNKNOWN),
             ("waiting", short(status.queue_depth)),
@@ -108,15 +113,18 @@ class Frame:
             lines.append(_labelled("ms p50/p99", self._latencies(figures)))
         return lines
 
-    def _steps(self, rates: Rates | None, view: ServerView) -> list[Text | tuple[str, str]]:
+    def _steps(self, figures: Figures, view: ServerView) -> list[Text | tuple[str, str]]:
+        rates = figures.rates
         parts: list[Text | tuple[str, str]] = [_words(("per second", _rate(rates, "steps")))]
-        if rates is None or rates.rows_per_step is None or not view.max_step_rows:
+        if not figures.look.is_whole:
             return [*parts, _words(("sequences in the last", short(view.status.current_batch_size)))]
-        parts.append(_words(("rows each", f"{short(rates.rows_per_step)} of {view.max_step_rows}")))
-        parts.append(_words(("busy", f"{rates.busy or 0.0:.0%}")))
+        has_rows = rates is not None and rates.rows_per_step is not None
+        rows = _rate(rates, "rows_per_step") if has_rows else _UNKNOWN
+        parts.append(_words(("rows each", f"{rows} of {view.max_step_rows}")))
+        busy = 0.0 if rates is None or rates.busy is None else rates.busy
+        parts.append(_words(("busy", f"{busy:.0%}")))
         width = max(0, min(30, self.width - 11 - sum(cell_len(str(part)) for part in parts)))
-        level = min(1.0, rates.busy or 0.0)
-        parts.append(bar([(level, self.glyphs.levels[0], "green"), (1 - level, self.glyphs.levels[3], "dim")], width))
+        parts.append(bar([(busy, self.glyphs.levels[0], "green"), (1 - busy, self.glyphs.levels[3], "dim")], width))
         return parts
 
     def _latencies(self, figures: Figures) -> Text:
@@ -181,9 +189,7 @@ class Frame:
 
     def _leases(self, view: ServerView, width: int, height: int) -> list[Text]:
         handles = f"{short(view.status.live_sequences)} handles"
-        metrics = view.cache_metrics
-        found = metrics.num_prefix_hit_tokens / max(1, metrics.num_prefix_lookup_tokens)
-        title = self._title("leases", Text(f"that end soonest, of {handles}; prefix hits {found:.0%}", "dim"), width)
+        title = self._title("leases", Text(f"that end soonest, of {handles}", "dim"), width)
         return [title, *table(_LEASES, view.sequences, width, height - 1)][:height]
 
     def _principals(self, figures: Figures, width: int, height: int) -> list[Text]:
@@ -205,7 +211,7 @@ def _notes(figures: Figures) -> list[str]:
     if look.status.fallback_reason:
         notes.append(f"fallback: {look.status.fallback_reason}")
     if figures.restarts:
-        notes.append(f"the server was started anew {figures.restarts} times while we looked")
+        notes.append(f"the server was started anew while we looked: {figures.restarts}")
     return notes
 
 
@@ -223,6 +229,14 @@ def _words(*pairs: tuple[str, str] | tuple[str, str, str]) -> Text:
 
 def _rate(rates: Rates | None, name: str) -> str:
     return _UNKNOWN if rates is None else short(getattr(rates, name))
+
+
+def _hits(rates: Rates | None, view: ServerView) -> str:
+    """Share of the prompt tokens that the prefix cache had: lately, or since start where no prompt came lately."""
+    kv = view.cache_metrics
+    if rates is not None and rates.prefix_hit_rate is not None:
+        return f"{rates.prefix_hit_rate:.0%}"
+    return f"{kv.num_prefix_hit_tokens / kv.num_prefix_lookup_tokens:.0%}" if kv.num_prefix_lookup_tokens else _UNKNOWN
 
 
 def _ms(seconds: float | None) -> str:

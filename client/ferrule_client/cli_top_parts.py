@@ -31,13 +31,13 @@ class Glyphs:
     levels: str
 
 
-UNICODE = Glyphs("·", "░", "▪", "■", "+", "●", "─", "▁▂▃▄▅▆▇█", "█▓░·")
+UNICODE = Glyphs("·", "░", "▄", "█", "+", "●", "─", "▁▂▃▄▅▆▇█", "█▓░·")
 ASCII = Glyphs(".", ":", "o", "O", "+", "*", "-", "_.-=*#", "#%:.")
 
 _OWN = "blue"
 _CACHED = "bright_black"
 _EMPTY = "bright_black"
-_SHARED = ((3, "cyan"), (4, "green"), (8, "yellow"), (255, "bright_red"))
+_SHARED = ((2, "cyan"), (4, "green"), (8, "yellow"), (255, "bright_red"))
 """Colours by owners: up to so many."""
 
 
@@ -69,20 +69,16 @@ def span(seconds: float) -> str:
 
 def bar(parts: Sequence[tuple[float, str, str]], width: int) -> Text:
     """Return a bar of shares that add up to 1 at most, each with its character and style; none above 0 vanishes."""
-    text, done, total = Text(), 0, 0.0
-    for share, glyph, style in parts:
-        total += share
-        end = min(width, round(total * width))
-        if share > 0.0 and end == done and done < width:
-            end += 1
-        text.append(glyph * max(0, end - done), style)
-        done = max(done, end)
-    return text
+    room = min(width, round(min(1.0, sum(share for share, _, _ in parts)) * width))
+    sizes = [max(int(share > 0.0), round(share * width)) for share, _, _ in parts]
+    while sizes and sum(sizes) != room and max(sizes) > 0:
+        sizes[sizes.index(max(sizes))] += 1 if sum(sizes) < room else -1
+    return Text.assemble(*((glyph * size, style) for size, (_, glyph, style) in zip(sizes, parts, strict=True)))
 
 
 def spark(points: Sequence[float], width: int, glyphs: Glyphs) -> str:
     """Return the last points as a line of small columns; the highest one fills its column."""
-    points = points[-width:] if width > 0 else ()
+    points = points[-width:] if width > 0 and len(points) > 1 else ()
     most, scale = max(points, default=0.0), glyphs.points
     if most <= 0.0:
         return scale[0] * len(points)
@@ -164,16 +160,17 @@ def _cell(mark: int, fill: int, glyphs: Glyphs) -> tuple[str, str]:
     if mark == 2:
         return (glyphs.own if fill == 255 else glyphs.part), _OWN
     owners = mark - 1
-    return str(owners) if owners <= 9 else glyphs.many, next(style for most, style in _SHARED if owners <= most)
+    colour = next(colour for most, colour in _SHARED if owners <= most)
+    return str(owners) if owners <= 9 else glyphs.many, f"black on {colour}"
 
 
 def legend(cell_blocks: int, glyphs: Glyphs) -> Text:
     """Return what the characters of the picture mean."""
     text = Text()
     for mark, fill, meaning in ((0, 0, "empty"), (1, 0, "cached"), (2, 255, "one owner")):
-        text.append(*_cell(mark, fill, glyphs)).append(f" {meaning}  ", "dim")
+        text.append(*_cell(mark, fill, glyphs)).append(f" {meaning}   ", "dim")
     text.append("2", _cell(3, 255, glyphs)[1]).append("-", "dim").append("9", _cell(10, 255, glyphs)[1])
-    text.append(" owners  ", "dim").append(*_cell(200, 255, glyphs)).append(" more", "dim")
+    text.append(" owners   ", "dim").append(*_cell(200, 255, glyphs)).append(" more", "dim")
     if cell_blocks > 1:
         text.append("  ").append(*_cell(2, 1, glyphs)).append(f" part of a cell of {cell_blocks} blocks", "dim")
     return text

@@ -15,7 +15,8 @@ from ferrule_client.cli_top_parts import ASCII, UNICODE, Glyphs
 
 __all__ = ["glyphs_of", "print_lines", "write_svg"]
 
-_FONT = re.compile(r"\s*@font-face \{\{.*?\n\s*\}\}", re.DOTALL)
+_ELSEWHERE = re.compile(r"\s*@font-face \{\{.*?\n\s*\}\}|\s*<!--.*?-->", re.DOTALL)
+"""Fonts of the template that would be fetched, and who made it."""
 
 
 def glyphs_of(console: Console) -> Glyphs:
@@ -38,5 +39,5 @@ def write_svg(path: Path, lines: Sequence[Text], width: int) -> None:
     """
     console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     print_lines(console, lines)
-    template = _FONT.sub("", CONSOLE_SVG_FORMAT).replace("Fira Code", "monospace")
+    template = _ELSEWHERE.sub("", CONSOLE_SVG_FORMAT).replace("Fira Code", "monospace")
     path.write_text(console.export_svg(title="ferrule top", code_format=template, unique_id="ferrule"), "utf-8")

@@ -7,7 +7,7 @@ import time
 
 from ferrule_client.cli_top_figures import Look
 from ferrule_client.client import Client
-from ferrule_client.errors import AuthError, DrainingError, StartingError, UnsupportedError
+from ferrule_client.errors import AuthError, DrainingError, ExecutorError, StartingError, UnsupportedError
 from ferrule_client.types import CacheMetrics, CacheSummary, Status
 from ferrule_client.views import Histogram, SequenceView, ServerView
 
@@ -32,6 +32,8 @@ class Source:
         self._client = client
         self._timeout_s = timeout_s
         self._model_id = ""
+        self._note = ""
+        self._is_loaded = False
 
     def look(self, max_cells: int) -> Look:
         """Look once; what the caller is not told is left out, with a note.
@@ -39,27 +41,41 @@ class Source:
         Raises:
             ExecutorError: The server does not answer, or tells this caller nothing.
         """
-        client, timeout = self._client, self._timeout_s
         try:
-            view = client.admin.server_view(max_cells=max(1, max_cells), max_sequences=MAX_SEQUENCES, timeout=timeout)
+            return self._look(max(1, max_cells))
+        except ExecutorError:
+            self._is_loaded = False
+            raise
+
+    def _look(self, max_cells: int) -> Look:
+        client, timeout = self._client, self._timeout_s
+        if not self._is_loaded:  # the other calls would be tried again until they time out
+            status = client.status(timeout=timeout)
+            self._is_loaded = status.state != "starting"
+            self._note = ""
+            if not self._is_loaded:
+                return Look(time.monotonic(), status)
+        if self._note:  # asking again and again would fill the server's log
+            return self._look_as_guest()
+        try:
+            view = client.admin.server_view(max_cells=max_cells, max_sequences=MAX_SEQUENCES, timeout=timeout)
             return Look(time.monotonic(), view.status, view)
         except AuthError:
-            note = _NO_ROLE
+            self._note = _NO_ROLE
         except UnsupportedError:
-            note = _OLDER
+            self._note = _OLDER
         except (StartingError, DrainingError):
+            self._is_loaded = False
             return Look(time.monotonic(), client.status(timeout=timeout))
-        return self._look_as_guest(note)
+        return self._look_as_guest()
 
-    def _look_as_guest(self, note: str) -> Look:
+    def _look_as_guest(self) -> Look:
         client, timeout = self._client, self._timeout_s
         status = client.status(timeout=timeout)
-        if status.state == "starting":
-            return Look(time.monotonic(), status, note=note)
         self._model_id = self._model_id or client.model_info(timeout=timeout).model_id
         metrics = client.cache_metrics(timeout=timeout)
-        caches = list(itertools.islice(client.list_caches(), _MAX_OWN))
-        return Look(time.monotonic(), status, _guest_view(status, metrics, caches, self._model_id), note)
+        caches = list(itertools.islice(client.list_caches(timeout=timeout), _MAX_OWN))
+        return Look(time.monotonic(), status, _guest_view(status, metrics, caches, self._model_id), self._note)
 
 
 def _guest_view(status: Status, metrics: CacheMetrics, caches: list[CacheSummary], model_id: str) -> ServerView:

@@ -1,0 +1,260 @@
+"""``ferrule top`` as it is used: in a pipe, for scripts, as a picture, and on a terminal that must be as it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from rich.console import Console
+
+from ferrule_client import Client, UnavailableError, cli, no_output
+from ferrule_client.cli_top_figures import Look
+from ferrule_client.cli_top_screen import Screen
+from ferrule_client.cli_top_source import Source
+from ferrule_server.api.auth import OpenAccess
+from tests.api.harness import RunningServer
+from tests.client.views import look
+
+SHOWN, GONE = b"\x1b[?1049h", b"\x1b[?1049l"
+NO_CURSOR, CURSOR = b"\x1b[?25l", b"\x1b[?25h"
+ENVIRONMENT = {"PATH": os.environ["PATH"], "TERM": "xterm-256color", "LANG": "C.UTF-8", "PYTHONUTF8": "1"}
+COMMAND = [sys.executable, "-m", "ferrule_client.cli", "top", "--interval", "0.1"]
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but what a test says."""
+    for name in [name for name in os.environ if name.startswith("FERRULE_") or name in ("COLUMNS", "LINES")]:
+        monkeypatch.delenv(name)
+
+
+def run(*arguments: str) -> int:
+    """Return the exit code of a command run in this process."""
+    try:
+        return cli.main(("top", "--interval", "0.1", *arguments))
+    except SystemExit as leaving:  # argparse
+        return int(leaving.code or 0)
+
+
+# ---- once -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_pipe_gets_one_picture_as_text(shipped_target: str) -> None:
+    """Without colours or codes, by a server that is really there."""
+    command = [*COMMAND, "--target", shipped_target]
+    with Client.connect(shipped_target) as client, client.prefill(list(range(100, 140)), policy=no_output()) as cache:
+        done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=60, check=False)
+        handle_id = cache.handle.handle_id
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("ferrule top  ")
+    assert handle_id in done.stdout
+    assert "\x1b" not in done.stdout
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+    assert {"tokens/s", "steps", "queue", "KV"} <= {line.split()[0] for line in done.stdout.splitlines() if line}
+
+
+def test_scripts_get_one_object(target: str, client: Client, capsys: pytest.CaptureFixture[str]) -> None:
+    """With rates of the time between two looks."""
+    with client.prefill(range(40), policy=no_output()) as cache:
+        assert run("--json", "--target", target) == 0
+        facts = json.loads(capsys.readouterr().out)
+        assert (facts["state"], facts["is_whole"], facts["model_id"]) == ("ready", True, "paged-reference")
+        assert [one["handle_id"] for one in facts["sequences"]] == [cache.handle.handle_id]
+        assert facts["rates"]["seconds"] >= 0.1
+        assert facts["kv"]["used_blocks"] == 3
+        assert facts["principals"][0]["principal"] == "local"
+
+
+def test_a_picture_goes_to_a_file(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As SVG, in the size that the environment says; what cannot be written is one line."""
+    monkeypatch.setenv("COLUMNS", "90")
+    assert run("--once", "--svg", str(tmp_path / "top.svg"), "--target", target) == 0
+    ET.fromstring((tmp_path / "top.svg").read_text("utf-8"))
+    assert capsys.readouterr().out == ""
+    assert run("--once", "--svg", str(tmp_path / "no" / "top.svg"), "--target", target) == 1
+    assert "(FILE_UNWRITABLE)" in capsys.readouterr().err
+    assert run("--svg", str(tmp_path / "top.svg"), "--target", target) == 2
+
+
+def test_no_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """As with every other command."""
+    assert run("--target", "127.0.0.1:1") == 1
+    assert capsys.readouterr().err.startswith("error: no server at 127.0.0.1:1")
+
+
+def test_without_rich_there_is_advice_and_json(
+    target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The base installation of the client has none."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "rich" else object())
+    assert run("--target", target) == 1
+    assert capsys.readouterr().err.endswith("(RICH_MISSING)\n")
+    assert run("--json", "--target", target) == 0
+
+
+def test_who_is_no_admin_sees_less_and_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Status, metrics and own handles."""
+    with RunningServer(access=OpenAccess(is_admin=False)) as server:
+        handle = server.prefill().kv_cache
+        assert run("--once", "--target", server.address.target) == 0
+        text = capsys.readouterr().out
+        assert "without the admin role" in text
+        assert server.info(handle).handle_id in text
+        assert run("--json", "--target", server.address.target) == 0
+        facts = json.loads(capsys.readouterr().out)
+        assert (facts["is_whole"], len(facts["sequences"]), facts["principals"]) == (False, 1, [])
+
+
+def test_a_server_that_loads_is_seen_loading(capsys: pytest.CaptureFixture[str]) -> None:
+    """With and without the role; nothing fails for want of a model."""
+    for is_admin in (True, False):
+        with RunningServer(is_loaded=False, access=OpenAccess(is_admin=is_admin)) as server:
+            assert run("--once", "--target", server.address.target) == 0
+            assert "starting" in capsys.readouterr().out
+            assert run("--json", "--target", server.address.target) == 0
+            assert json.loads(capsys.readouterr().out)["state"] == "starting"
+
+
+# ---- a terminal -----------------------------------------------------------------------------------------------------
+
+
+class _Terminal:
+    """The command on a terminal of 80 by 24 cells."""
+
+    def __init__(self, process: subprocess.Popen[bytes], side: int) -> None:
+        self.process = process
+        self.side = side
+        self.seen = b""
+
+    def read_until(self, what: bytes, timeout_s: float = 20.0) -> None:
+        """Read until it has been printed."""
+        deadline = time.monotonic() + timeout_s
+        while what not in self.seen:
+            assert time.monotonic() < deadline, f"{what!r} is not in {self.seen[-3000:]!r}"
+            self._read(0.1)
+
+    def end(self) -> int:
+        """Return the exit code, having read all that was printed."""
+        code = self.process.wait(20)
+        self._read(0.1)
+        return code
+
+    def _read(self, timeout_s: float) -> None:
+        while select.select([self.side], [], [], timeout_s)[0]:
+            try:
+                part = os.read(self.side, 65536)
+            except OSError:  # the other side is closed
+                return
+            if not part:
+                return
+            self.seen += part
+
+
+@contextmanager
+def _terminal(target: str) -> Iterator[_Terminal]:
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    before = termios.tcgetattr(theirs)
+    process = subprocess.Popen(
+        [*COMMAND, "--target", target], stdin=theirs, stdout=theirs, stderr=theirs, env=ENVIRONMENT, process_group=0
+    )
+    try:
+        yield _Terminal(process, ours)
+        assert termios.tcgetattr(theirs) == before, "keys are read in another way than before"
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        os.close(theirs)
+        os.close(ours)
+
+
+def _is_restored(seen: bytes) -> bool:
+    """Whether the other screen is left and the cursor is seen, last of all."""
+    return seen.count(SHOWN) == seen.count(GONE) == 1 and seen.rfind(CURSOR) > seen.rfind(NO_CURSOR) > -1
+
+
+@pytest.mark.parametrize(("ending", "code"), [("q", 0), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_terminal_is_as_it_was(target: str, ending: str | int, code: int) -> None:
+    """However it ends: the old screen, the cursor, and keys that are seen as they are typed."""
+    with _terminal(target) as terminal:
+        terminal.read_until(b"q ends")
+        terminal.read_until(b"every 0.1 s")
+        if isinstance(ending, str):
+            os.write(terminal.side, ending.encode())
+        else:
+            terminal.process.send_signal(ending)
+        assert terminal.end() == code
+        assert _is_restored(terminal.seen)
+        assert b"Traceback" not in terminal.seen
+
+
+def test_a_screen_is_drawn_over_and_never_cleared(target: str) -> None:
+    """So that nothing flickers: after the first frame no code clears the screen or a line before it is written."""
+    with _terminal(target) as terminal:
+        terminal.read_until(b"q ends")
+        start = len(terminal.seen)
+        deadline = time.monotonic() + 0.6
+        while time.monotonic() < deadline:
+            terminal._read(0.05)
+        later = terminal.seen[start:]
+        assert later.count(b"ferrule top") >= 2
+        assert not re.search(rb"\x1b\[[0-3]?[JK]", later)
+        os.write(terminal.side, b"q")
+        assert terminal.end() == 0
+
+
+class _Flaky(Source):
+    """Answers as it is told."""
+
+    def __init__(self, *answers: Look | Exception) -> None:
+        self._answers = list(answers)
+
+    def look(self, max_cells: int) -> Look:
+        """Return or raise the next answer."""
+        answer = self._answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def test_a_server_that_is_away_leaves_its_picture() -> None:
+    """The last figures stay, a line says since when they are old, and the next answer takes it away."""
+    away = UnavailableError(grpc.StatusCode.UNAVAILABLE, "CONNECTION_FAILED", "nobody is there")
+    screen = Screen(Console(width=100, height=30, force_terminal=True), _Flaky(), 1.0)
+
+    def text() -> str:
+        return "\n".join(line.plain for line in screen._lines(has_keys=True))
+
+    screen._take(look(100.0, num_decode_tokens=10))
+    screen._take(look(101.0, num_decode_tokens=52))
+    assert "generated 42" in text()
+    screen._take(away)
+    assert "(CONNECTION_FAILED), trying again" in text()
+    assert "generated 42" in text()
+    screen._take(look(3.0, epoch="e2"))
+    assert "trying again" not in text()
+    assert "started anew while we looked: 1" in text()
+
+
+def test_the_first_look_must_succeed() -> None:
+    """Nothing is drawn for a server that was never seen."""
+    away = UnavailableError(grpc.StatusCode.UNAVAILABLE, "CONNECTION_FAILED", "nobody is there")
+    with pytest.raises(UnavailableError):
+        Screen(Console(width=100, height=30), _Flaky(away), 1.0).run()

@@ -110,6 +110,7 @@ from ferrule_client.types import (
     Warmed,
     WarmStep,
 )
+from ferrule_client.views import BlockMap, Histogram, PrincipalView, SequenceView, ServerView
 
 __version__ = "0.1.0"
 
@@ -117,6 +118,7 @@ __all__ = [
     "Acceptance",
     "Admin",
     "AuthError",
+    "BlockMap",
     "BlocksExhaustedError",
     "Branch",
     "Cache",
@@ -153,6 +155,7 @@ __all__ = [
     "HandleLostError",
     "HandleNotFoundError",
     "HandleStaleError",
+    "Histogram",
     "InstanceUnreachableError",
     "InternalError",
     "InvalidRequestError",
@@ -169,6 +172,7 @@ __all__ = [
     "Output",
     "Policy",
     "Pooling",
+    "PrincipalView",
     "QueueFullError",
     "QuotaExceededError",
     "Quotas",
@@ -178,6 +182,8 @@ __all__ = [
     "Reservation",
     "ResourceExhaustedError",
     "Sampling",
+    "SequenceView",
+    "ServerView",
     "SlowConsumerError",
     "StartingError",
     "Status",

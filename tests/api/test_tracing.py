@@ -200,10 +200,12 @@ def test_a_cancelled_call_ends_its_span(traced: Traced) -> None:
     """CANCELLED is what the client wanted, so no error."""
     server, collector = traced
     trace_id, metadata = parent(9)
-    request = executor_pb2.GenerateRequest(input_ids=PROMPT, logits_policy=GREEDY, max_tokens=400, ignore_eos=True)
-    call: Any = server.stub.Generate(request, timeout=20, metadata=metadata)
-    next(call)
+    frames: queue.SimpleQueue[executor_pb2.StreamDecodeRequest | None] = queue.SimpleQueue()
+    call: Any = server.stub.StreamDecode(iter(frames.get, None), timeout=20, metadata=metadata)
+    frames.put(executor_pb2.StreamDecodeRequest())
+    next(call)  # it is under way
     call.cancel()
+    frames.put(None)
     span = collector.wait(trace_id)
     assert attributes_of(span.attributes)["rpc.response.status_code"] == "CANCELLED"
     assert span.status.code == Status.STATUS_CODE_UNSET
@@ -262,8 +264,8 @@ def test_the_page_names_all_that_spans_have(traced: Traced, monkeypatch: pytest.
     with pytest.raises(grpc.RpcError):
         server.decode(handle, 6)
     trace_id, metadata = parent(15)
-    with monkeypatch.context() as patch, pytest.raises(grpc.RpcError):
-        patch.setattr(server.engine, "submit", None)
+    monkeypatch.setattr(server.engine, "submit", None)
+    with pytest.raises(grpc.RpcError):
         server.stub.ListCaches(cache_pb2.ListCachesRequest(), timeout=10, metadata=metadata)
     collector.wait(trace_id)
     page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()

@@ -25,7 +25,7 @@ from ferrule_client.views import SequenceView, ServerView
 
 __all__ = ["Frame", "map_cells"]
 
-_STATES = {"ready": "green", "busy": "bright_green", "draining": "yellow", "starting": "yellow", "failed": "bright_red"}
+_STATES = {"ready": "green", "busy": "green", "draining": "yellow", "starting": "yellow", "failed": "bright_red"}
 _TWO_COLUMNS = 110
 _MIN_LIST = 3
 _SOON_S = 10.0

@@ -43,6 +43,7 @@ class Failure:
         reason: Reason of the ErrorInfo; empty: an error of gRPC's own, without details.
         after: True: the work is done first and only the reply is lost.
         retry_after_s: Seconds that its RetryInfo asks for, if it has one.
+        metadata: That of the ErrorInfo.
     """
 
     code: grpc.StatusCode
@@ -50,11 +51,12 @@ class Failure:
     reason: str = ""
     after: bool = False
     retry_after_s: float | None = None
+    metadata: tuple[tuple[str, str], ...] = ()
 
     @property
     def status(self) -> status_pb2.Status:
         """The failure as a status with details."""
-        status = status_of(self.code, self.reason, self.message)
+        status = status_of(self.code, self.reason, self.message, **dict(self.metadata))
         if self.retry_after_s is not None:
             retry = error_details_pb2.RetryInfo()
             retry.retry_delay.FromNanoseconds(int(1e9 * self.retry_after_s))
@@ -82,6 +84,9 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
             those of "token" end a generation at its next frame, those of "append" a branch of one.
         failures_after_frames: Frames that generations send before the failures of "token" begin.
         metadata: What the last call carried besides its message.
+        routes: RPC and ``ferrule-instance`` of each call, None where it named no instance.
+        instance: Name in the handles that are made from now on.
+        unreachable: Instances that calls cannot reach, as if a proxy said so.
         calls: Number of calls of each RPC, failed ones included.
         frames: Items of every frame that came on a stream.
         sequences: Tokens of every sequence by cache_id.
@@ -102,6 +107,9 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
         self.failures: dict[str, list[Failure]] = defaultdict(list)
         self.failures_after_frames: dict[str, int] = {}
         self.metadata: dict[str, str | bytes] = {}
+        self.routes: list[tuple[str, str | bytes | None]] = []
+        self.instance = "fake"
+        self.unreachable: set[str | bytes | None] = set()
         self.calls: Counter[str] = Counter()
         self.frames: list[list[executor_pb2.StreamItem]] = []
         self.sequences: dict[str, list[int]] = {}
@@ -140,6 +148,9 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
         """Count the call, fail it if that is its turn, else do the work."""
         self.calls[rpc] += 1
         self.metadata = dict(context.invocation_metadata())
+        self.routes.append((rpc, self.metadata.get("ferrule-instance")))
+        if self.routes[-1][1] in self.unreachable:
+            context.abort(grpc.StatusCode.UNAVAILABLE, NO_OWNER)
         failure = self.failures[rpc].pop(0) if self.failures[rpc] else None
         if failure is not None and not failure.after:
             self._abort(context, failure)
@@ -166,7 +177,7 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
         """Return the handles of new sequences, or of those that this request id has made before."""
         if self.has_request_ids and request_id in self._made:
             return self._made[request_id]
-        ids = [f"fake.epoch.{next(self._ids):022d}" for _ in range(count)]
+        ids = [f"{self.instance}.epoch.{next(self._ids):022d}" for _ in range(count)]
         self.sequences.update((cache_id, list(tokens)) for cache_id in ids)
         return self._made.setdefault(request_id or ids[0], [self._handle(cache_id) for cache_id in ids])
 
@@ -416,6 +427,9 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
         text, ends_mid_character = bytes_to_text(list(request.token_ids))
         return tokenizer_pb2.TokenizerServiceDecodeResponse(text=text, ends_mid_character=ends_mid_character)
 
+
+NO_OWNER = "upstream connect error or disconnect/reset before headers. reset reason: remote connection failure"
+"""What Envoy says for a server that takes no connections."""
 
 NO_MASK = status_of(grpc.StatusCode.NOT_FOUND, "MASK_UNKNOWN", "no such mask")
 """What a policy with a fingerprint is answered that is not registered."""

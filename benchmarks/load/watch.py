@@ -1,0 +1,63 @@
+"""Whether the figures are the server's or the generator's own: its processor time, and how late its loop wakes up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from benchmarks.load.records import percentile
+
+_TICK_S = 0.01
+_MOST_CPU = 0.8
+"""One Python process has one core, and beyond this share of it requests wait for the generator."""
+_MOST_LAG_MS = 20.0
+
+
+@dataclass(slots=True)
+class Watch:
+    """What the generator itself took.
+
+    Attributes:
+        cpu_share: Processor seconds per second, of all its threads.
+        lag_p99_ms: How much later than asked its loop wakes up; that much of a latency may be the generator's.
+    """
+
+    cpu_share: float = 0.0
+    lag_p99_ms: float = 0.0
+
+    @property
+    def limit(self) -> str:
+        """Why the figures may be those of the generator, or of a busy machine, and not the server's; empty: no reason."""
+        reasons = []
+        if self.cpu_share > _MOST_CPU:
+            reasons.append(f"its processor time, {self.cpu_share:.0%} of a core")
+        if self.lag_p99_ms > _MOST_LAG_MS:
+            reasons.append(f"its loop, {self.lag_p99_ms:.0f} ms late")
+        return " and ".join(reasons)
+
+
+@asynccontextmanager
+async def watching() -> AsyncIterator[Watch]:
+    """Give a watch that is filled in when the body ends."""
+    watch, lags = Watch(), list[float]()
+    ticking = asyncio.create_task(_tick(lags))
+    wall_s, cpu_s = time.monotonic(), time.process_time()
+    try:
+        yield watch
+    finally:
+        watch.cpu_share = (time.process_time() - cpu_s) / max(1e-9, time.monotonic() - wall_s)
+        watch.lag_p99_ms = 1e3 * percentile(sorted(lags), 0.99) if lags else 0.0
+        ticking.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await ticking
+
+
+async def _tick(lags: list[float]) -> None:
+    while True:
+        asked_s = time.monotonic() + _TICK_S
+        await asyncio.sleep(_TICK_S)
+        lags.append(time.monotonic() - asked_s)

@@ -12,7 +12,7 @@ COMPUTING_TESTS := tests/kernels tests/gpu tests/executor tests/kv tests/model t
 PYTEST := $(BIN)/python -m pytest -q -m "not slow and not gpu"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kernels test-gpu test-chaos test-stack lint types proto aio bench bench-gpu clean
+.PHONY: help demo test test-kernels test-gpu test-chaos test-stack lint types proto aio bench bench-gpu load clean
 
 help:             ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1\t/p' Makefile | expand -t 20
@@ -64,6 +64,9 @@ bench: $(VENV)/.ok ## run every benchmark of the CPU: a table for people, then o
 
 bench-gpu: $(VENV)/.ok ## decode on a GPU beside its ceilings and its peers; without one, a dry run (a minute)
 	@$(BIN)/python benchmarks/bench_gpu.py
+
+load: $(VENV)/.ok  ## load tests: 1, 32 and 256 sequences, direct and through Envoy; a table and a plot (7 minutes)
+	@$(BIN)/python -m benchmarks.load --plot docs/images/load.svg $(LOAD)
 
 clean:            ## remove caches and build output, keep the environment
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

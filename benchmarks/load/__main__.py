@@ -214,7 +214,7 @@ def _print_table(cells: list[Cell]) -> None:
         print(f"| {' | '.join(_row(cell))} |")
     limited = [cell for cell in cells if cell.watch.limit]
     if limited:
-        print(f"* {len(limited)} of {len(cells)}: the generator, or the machine that it shares with others, was the limit")
+        print(f"* {len(limited)} of {len(cells)}: the limit was the generator, or a machine that is busy otherwise")
 
 
 def _row(cell: Cell) -> Iterator[str]:

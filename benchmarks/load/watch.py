@@ -31,7 +31,7 @@ class Watch:
 
     @property
     def limit(self) -> str:
-        """Why the figures may be those of the generator, or of a busy machine, and not the server's; empty: no reason."""
+        """Why the figures may be the generator's, or those of a busy machine; empty: they are the server's."""
         reasons = []
         if self.cpu_share > _MOST_CPU:
             reasons.append(f"its processor time, {self.cpu_share:.0%} of a core")

@@ -8,11 +8,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
-from ferrule_server.api.web.listener import WebListener
-from ferrule_server.api.web.request_head import MAX_HEAD_BYTES
+from ferrule_server.api.web.events import MAX_WATCHERS
+from ferrule_server.api.web.listener import MAX_CONNECTIONS, SEND_S, WebListener
+from ferrule_server.api.web.message import VIEW_REQUEST
+from ferrule_server.api.web.request_head import HEAD_S, MAX_HEAD_BYTES
 from ferrule_server.api.web.site import Site
 from ferrule_server.config import ListenAddress
 from ferrule_server.errors import ConfigError
@@ -209,3 +212,15 @@ def test_ipv6_is_served() -> None:
     with listening(address=ListenAddress("::1", 0)) as listener:
         assert listener.address.target.startswith("[::1]:")
         assert get(listener.address, "/metrics").status == 200
+
+
+def test_the_bounds_in_the_docs_are_true() -> None:
+    """What an operator reads is what is enforced."""
+    text = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
+    section = text[text.index("## The web page") :].split("\n## ")[0]
+    assert f"| connections | {MAX_CONNECTIONS} |" in section
+    assert f"| pages that watch | {MAX_WATCHERS} |" in section
+    assert f"| a request | {MAX_HEAD_BYTES >> 10} KiB, {HEAD_S:.0f} s |" in section
+    assert f"read within {SEND_S:.0f} s |" in section
+    assert f"more than {VIEW_REQUEST.max_cells}," in section
+    assert f"at most {VIEW_REQUEST.max_sequences} are listed" in section

@@ -40,6 +40,25 @@ def test_a_web_site_cannot_have_its_name_lead_here(listens: str, host: str, is_s
 
 
 @pytest.mark.parametrize(
+    ("host", "is_served"),
+    [
+        ("10.0.0.5:9464", True),
+        ("[fd00::5]:9464", True),
+        ("ferrule:9464", True),
+        ("localhost", True),
+        ("evil.example", False),
+        ("10.0.0.5.evil.example", False),
+    ],
+)
+def test_beyond_this_machine_the_page_is_asked_for_by_address(host: str, is_served: bool) -> None:
+    """A port of a container is published on 127.0.0.1 too; scrapers come by any name."""
+    site = _site("0.0.0.0")
+    for path in ("/ui", "/ui/events", "/ui/main.js"):
+        assert site.answer(Request("GET", path, {"host": host})).status == (200 if is_served else 403)
+    assert site.answer(Request("GET", "/metrics", {"host": host})).status == 200
+
+
+@pytest.mark.parametrize(
     ("site", "is_served"), [("same-origin", True), ("none", True), ("cross-site", False), ("same-site", False)]
 )
 def test_another_sites_page_cannot_watch(site: str, is_served: bool) -> None:

@@ -83,8 +83,8 @@ class Site:
 
     def answer(self, request: Request) -> Answer:
         """Return what a request is answered with; an error is an answer too."""
-        if not self._is_for_us(request.headers.get("host")):
-            return refusal(403, f"Host must be a name of this machine, such as {self._host}")
+        if not self._is_for_us(request):
+            return refusal(403, "ask for this machine by its address; a proxy in front must send Host: localhost")
         if request.method not in METHODS:
             return refusal(405, "only GET and HEAD are served", Allow=", ".join(METHODS))
         if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
@@ -105,16 +105,20 @@ class Site:
             return refusal(404, "not found; there is /metrics" + (" and /ui" if self.events is not None else ""))
         return Answer(200, *found)
 
-    def _is_for_us(self, host: str | None) -> bool:
-        """Whether the Host header names this machine, where only this machine can reach the listener.
+    def _is_for_us(self, request: Request) -> bool:
+        """Whether the Host header can be trusted to name this machine, and no web site whose name leads here.
 
-        Else any web site could have its own name resolve to 127.0.0.1, and read what the page reads. Programs without a
-        Host header are no browsers.
+        Else any site could have its own name resolve to 127.0.0.1, or to an address inside the reader's network, and
+        read what the page reads: to the browser it would be one site. Programs without a Host header are no browsers.
+        Scrapers use whatever name there is, so metrics are strict only where nobody but this machine reaches them.
         """
-        if host is None or not _is_loopback(self._host):
+        host = request.headers.get("host")
+        if host is None:
             return True
         name = _name_of(host)
-        return name in ("localhost", self._host) or _is_loopback(name)
+        if _is_loopback(self._host):
+            return name in ("localhost", self._host) or _is_loopback(name)
+        return not request.path.startswith("/ui") or "." not in name or _is_address(name)
 
 
 def _name_of(host: str) -> str:
@@ -125,10 +129,15 @@ def _name_of(host: str) -> str:
 
 
 def _is_loopback(host: str) -> bool:
+    return _is_address(host) and ipaddress.ip_address(host).is_loopback
+
+
+def _is_address(host: str) -> bool:
     try:
-        return ipaddress.ip_address(host).is_loopback
+        ipaddress.ip_address(host)
     except ValueError:
         return False
+    return True
 
 
 def _page_files() -> dict[str, tuple[str, bytes]]:

@@ -123,7 +123,7 @@ export class Tree {
     if (node.length > shared) parts.push(bar("own", x(shared), x(node.length)));
     if (node.parentId && node.parent === null) parts.push(shape("circle", { class: "gone", cx: x(0), cy: 0, r: 3.5 }));
     if (node.isAtWork || node.isSoon) parts.push(shape("circle", { class: "work", cx: x(node.length), cy: 0, r: 4.5 }));
-    parts.push(end(x(node.length), node.isSoon ? `${count(node.length)} · ${Math.floor(node.left)} s left` : count(node.length)));
+    parts.push(end(x(node.length), node.isSoon ? `${count(node.length)} · ${node.left < 1 ? "<1" : Math.floor(node.left)} s left` : count(node.length)));
     return parts;
   }
 

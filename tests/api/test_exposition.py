@@ -211,6 +211,7 @@ def test_figures_are_those_of_what_was_done(server: RunningServer) -> None:
     with refused():
         server.decode(handle, 6)
     server.fork(tip, 2)
+    wait_until(lambda: value(server, "rpc_seconds_count", rpc="Decode") == 3)
     seen = values_of(text_of(server))
 
     def told(name: str, **labels: str) -> float:
@@ -249,7 +250,7 @@ def test_items_refused_before_the_engine_are_counted(server: RunningServer) -> N
     assert value(server, "refused_total", reason="INVALID_FIELD") == 2
     assert value(server, "refused_total", reason="TOKEN_OUT_OF_VOCAB") == 1
     assert value(server, "refused_total", reason="HANDLE_STALE") == 1
-    assert value(server, "rpcs_total", rpc="StreamDecode", code="OK", reason="") == 1
+    wait_until(lambda: value(server, "rpcs_total", rpc="StreamDecode", code="OK", reason="") == 1)
 
 
 def test_what_runs_and_what_waits_is_told_while_it_does() -> None:
@@ -269,6 +270,21 @@ def test_what_runs_and_what_waits_is_told_while_it_does() -> None:
         stream.rest()
         wait_until(lambda: value(server, "rpcs_in_flight", rpc="StreamDecode") == 0)
         assert (value(server, "jobs_running"), value(server, "jobs_waiting")) == (0, 0)
+
+
+def test_who_finds_no_room_in_a_step_waits() -> None:
+    """Three prompts and four rows in a step, which two of them share."""
+    executor = FakeExecutor()
+    with RunningServer(executor, settings=EngineSettings(max_step_rows=4, max_step_time_s=60.0)) as server:
+        executor.gate = threading.Event()
+        inputs = [
+            executor_pb2.PrefillInput(input_ids=range(start, start + 4), logits_policy=GREEDY) for start in (0, 4, 8)
+        ]
+        call = server.stub.BatchPrefill.future(executor_pb2.BatchPrefillRequest(inputs=inputs), timeout=20)
+        assert executor.is_waiting.wait(10)
+        assert (value(server, "jobs_running"), value(server, "jobs_waiting")) == (2, 1)
+        executor.gate.set()
+        call.result()
 
 
 def test_a_generate_that_nobody_reads_is_parked() -> None:
@@ -324,8 +340,8 @@ def test_a_call_that_its_client_gives_up_is_cancelled() -> None:
         assert executor.is_waiting.wait(10)
         call.cancel()
         wait_until(lambda: value(server, "rpcs_total", rpc="Prefill", code="CANCELLED", reason="") == 1)
-        assert value(server, "rpcs_in_flight", rpc="Prefill") == 0
         executor.gate.set()
+        wait_until(lambda: value(server, "rpcs_in_flight", rpc="Prefill") == 0)
 
 
 def test_how_branches_ended_is_counted(server: RunningServer) -> None:
@@ -398,7 +414,7 @@ def test_a_server_that_loads_tells_less() -> None:
         server.stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=10)
         assert value(server, "state", state="starting") == 1
         assert value(server, "load_progress_ratio") == 0.25
-        assert value(server, "rpcs_total", rpc="GetStatus", code="OK", reason="") == 1
+        wait_until(lambda: value(server, "rpcs_total", rpc="GetStatus", code="OK", reason="") == 1)
         names = {each.name for each in emitted(text_of(server))}
         assert "ferrule_kv_blocks" not in names
         server.run(server.make_ready())

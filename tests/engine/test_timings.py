@@ -193,6 +193,17 @@ def test_a_generate_that_is_repeated_measures_only_what_it_draws_anew(executor: 
     assert gaps < 5, "a replayed token was measured"
 
 
+def test_a_prompt_that_is_replayed_has_no_first_token(executor: TimedExecutor) -> None:
+    """A Generate sent again finds its prompt appended: nobody waited for it."""
+    with Harness(executor) as harness:
+        handle = harness.prefill(1, 2, 3).handle
+        for _ in range(2):
+            start(harness, generate(handle, 4, 5, output=GREEDY, max_tokens=2)).wait()
+    seen = readings(harness)
+    assert told(seen["first_token"]) == (2, 2.0)  # of the prefill, and of the first Generate
+    assert seen["queue"].count == 2
+
+
 def test_a_forward_waits_once(executor: TimedExecutor) -> None:
     """Its chunks are appends of the engine's own: one wait in the queue, no token."""
     with Harness(executor) as harness:

@@ -124,6 +124,7 @@ def add_connection_options(parser: argparse.ArgumentParser) -> None:
         help="longest wait for an answer (default: $FERRULE_TIMEOUT or 60)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON for scripts")
+    parser.add_argument("--instance", metavar="NAME", help="behind a proxy: the one of several servers to ask")
     _add_tls_options(parser)
 
 
@@ -154,11 +155,11 @@ def connect(args: argparse.Namespace) -> Client:
     """Return a client by the connection options; a token comes from ``FERRULE_TOKEN`` only, out of sight of ``ps``.
 
     Raises:
-        CommandError: The target or the token is malformed, or a file of TLS is unusable.
+        CommandError: The target, the instance or the token is malformed, or a file of TLS is unusable.
     """
     token, tls = _token(), _tls_config(args)
     try:
-        return Client.connect(args.target, token=token, tls=tls, timeout=args.timeout)
+        return Client.connect(args.target, token=token, tls=tls, timeout=args.timeout, instance=args.instance)
     except ValueError as error:
         raise CommandError(str(error), "TARGET_INVALID", exit_code=2) from None
 

@@ -20,7 +20,9 @@ from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc
 from ferrule_client import (
     AuthError,
     Cache,
+    Chunk,
     Client,
+    DecodeItem,
     EpochChangedError,
     ExecutorError,
     InstanceUnreachableError,
@@ -179,6 +181,24 @@ def test_calls_on_many_handles_are_put_together_again(stack: Stack, client: Clie
     with pytest.raises(ValueError, match="'ferrule-a' and 'ferrule-b'"):
         client.reserve([on_a, on_b], 100)
     assert client.release([children[3], on_a, children[1], on_b]).released == (True,) * 4
+
+
+def test_new_sequences_of_a_stream_go_where_it_is(client: Client) -> None:
+    """Pieces of prompts beside appends are one frame, as with one server; alone they open no second call."""
+    with make_on(client, B) as on_b, client.stream() as stream:
+        first, moved = stream.run([Chunk([1, 2]), DecodeItem(on_b, 1, greedy())])
+        second, third = stream.run([Chunk([3, 4]), Chunk([5, 6])])
+        assert isinstance(moved, Output)
+        made = [one for one in (first, second, third) if isinstance(one, Cache)]
+        assert [owner(one) for one in made] == [B] * 3
+        assert stream.num_frames == 2
+        client.release(made)
+    with client.stream() as stream:
+        (fresh,) = stream.run([Chunk([1, 2])])
+        assert isinstance(fresh, Cache)
+        stream.decode([fresh], [3], policy=no_output())
+        assert list(stream._calls) == [owner(fresh)]
+        fresh.release()
 
 
 def test_masks_are_known_where_they_are_used(client: Client) -> None:

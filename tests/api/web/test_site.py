@@ -56,6 +56,8 @@ def test_beyond_this_machine_the_page_is_asked_for_by_address(host: str, is_serv
     for path in ("/ui", "/ui/events", "/ui/main.js"):
         assert site.answer(Request("GET", path, {"host": host})).status == (200 if is_served else 403)
     assert site.answer(Request("GET", "/metrics", {"host": host})).status == 200
+    named = _site("gpu-3.example.org")
+    assert named.answer(Request("GET", "/ui", {"host": "gpu-3.example.org:9464"})).status == 200
 
 
 @pytest.mark.parametrize(

@@ -116,8 +116,10 @@ class Site:
         if host is None:
             return True
         name = _name_of(host)
+        if name == self._host:
+            return True
         if _is_loopback(self._host):
-            return name in ("localhost", self._host) or _is_loopback(name)
+            return name == "localhost" or _is_loopback(name)
         return not request.path.startswith("/ui") or "." not in name or _is_address(name)
 
 

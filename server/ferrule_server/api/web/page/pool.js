@@ -130,7 +130,8 @@ export class Pool {
   #say() {
     const at = this.#chosen;
     const text = at === null || at >= this.#cells.length ? "\u00a0" : this.#describe(at);
-    document.getElementById("pool-cell").textContent = text;
+    const detail = document.getElementById("pool-cell");
+    if (detail.textContent !== text) detail.textContent = text; // else it would be read out every second
   }
 
   #describe(at) {

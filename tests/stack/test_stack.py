@@ -7,11 +7,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from ferrule_client import Client
+from ferrule_client import Cache, Client
+from ferrule_client._route import instance_of_id
 from tests.stack.compose_file import ROOT
 from tests.stack.promql import DASHBOARD, Prometheus, filled_in, panels
 from tests.stack.stack import Stack
@@ -135,3 +137,30 @@ def test_panels_can_be_read(tmp_path: Path) -> None:
             assert "$" not in filled_in(target["expr"])
     numbers = [panel["id"] for panel in dashboard["panels"]]
     assert len(set(numbers)) == len(numbers)
+
+
+@pytest.mark.slow
+def test_an_upgrade_of_one_server_after_the_other_fails_nobody(tmp_path: Path) -> None:
+    """As the page has it: who holds handles goes on, who begins gets the other server, and both end with 0."""
+    with Stack(tmp_path, ("envoy",), profiles=("scale",), environment=SMALL) as stack:
+        with Client.connect(stack.address("envoy", 50051)) as client, ThreadPoolExecutor() as pool:
+            for name in ("ferrule-a", "ferrule-b"):
+                caches = [client.prefill([1, 2, number]) for number in range(8)]
+                assert {_instance(cache) for cache in caches} == {"ferrule-a", "ferrule-b"}
+                stopped = pool.submit(stack.stop, name)
+                for number in range(20):
+                    client.decode_many(caches, [[number]] * len(caches))
+                    with client.prefill([3, number]) as fresh:
+                        assert number < 10 or _instance(fresh) != name
+                    time.sleep(0.1)
+                assert not stopped.done()
+                client.release(caches)
+                assert stopped.result(40) == 0
+                stack.start(name)
+                stack.wait_until_healthy(name)
+                time.sleep(2)  # Envoy asks each second
+        assert stack.stop_all() == dict.fromkeys(stack.names, 0)
+
+
+def _instance(cache: Cache) -> str:
+    return instance_of_id(cache.handle.cache_id)

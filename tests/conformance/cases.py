@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -51,7 +52,7 @@ def fill(value: Json, saved: Mapping[str, Json]) -> Json:
 
     ``${p.output.kvCache}`` alone becomes what is there, of any type; inside a longer text it becomes text.
     ``{$with: X, key: value}`` is X with these keys changed, ``{$handle_id: X}`` the loggable id of a handle,
-    ``{$times: [n, X]}`` n times X in a list.
+    ``{$times: [n, X]}`` n times X in a list, ``{$masks: [n, v]}`` n masks of v tokens, each of which allows another one.
 
     Raises:
         LookupError: Nothing is saved there.
@@ -70,6 +71,9 @@ def fill(value: Json, saved: Mapping[str, Json]) -> Json:
     if "$times" in filled:
         count, one = filled["$times"]
         return [one] * int(count)
+    if "$masks" in filled:
+        count, vocab_size = filled["$masks"]
+        return [base64.b64encode((1 << token).to_bytes(vocab_size // 8, "little")).decode() for token in range(count)]
     return filled
 
 

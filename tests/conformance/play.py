@@ -6,7 +6,9 @@ import base64
 import contextlib
 import json
 import secrets
+import struct
 import subprocess
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
@@ -16,6 +18,8 @@ from tests.conformance.matching import Json, differences
 from tests.conformance.servers import PROFILES, TOKENS, Servers
 
 STREAMS: Final = ("StreamDecode", "Generate", "Forward", "Watch")
+_PATIENCE_S: Final = 45.0
+"""A runner that has not answered by then is ended; its own deadlines are 20 s."""
 _PACKAGES: Final = {"Health": "grpc.health.v1"}
 
 
@@ -46,14 +50,17 @@ class Conversation:
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        patience = threading.Timer(_PATIENCE_S, self._process.kill)
+        patience.start()
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write("\t".join([command, *fields]) + "\n")
             self._process.stdin.flush()
         kind, _, rest = self._process.stdout.readline().rstrip("\n").partition("\t")
+        patience.cancel()
         if kind == "unable":
             raise Unable(rest)
         if kind not in ("ok", "message", "end"):
-            raise Failed(f"the runner ended at {command} {fields}")
+            raise Failed(f"the runner ended at {command} {' '.join(fields)[:300]}")
         return kind, json.loads(rest) if rest else None
 
 
@@ -86,6 +93,8 @@ class Play:
         try:
             for number, step in enumerate(self._case.steps, 1):
                 self._step(step, f"step {number}")
+        except (LookupError, ValueError) as gone:
+            raise Failed(f"step {number} asks for what is not there: {gone!r}") from gone
         finally:
             if self._case.server == "own":
                 self._servers.stop("own")
@@ -134,12 +143,12 @@ class Play:
         if "error" in step:
             wanted = {"$status": fill(step["error"], self._saved)}
             found = list(differences(wanted, reply if kind == "end" else {}, name))
-        elif kind == "end" and not (step.get("receive") == "end" and not reply):
+        elif kind == "end" and (step.get("receive") != "end" or reply.get("code")):
             found = [f"{name} ended: {reply}"]
         else:
             found = list(differences(fill(step.get("expect", {}), self._saved), reply, name))
         for key, path in step.get("alike", {}).items():
-            value = fill(path, self._saved)
+            value = _comparable(fill(path, self._saved))
             if self._shared.setdefault(f"{self._case.name}: {key}", value) != value:
                 found.append(f"{name}: {key} differs from what another language got")
         if found:
@@ -154,6 +163,16 @@ class Play:
         for handle, metadata in self._handles.values():
             request = json.dumps({"kvCaches": [handle]})
             self._ask("unary", self._target, _full_name("ReleaseCache"), request, *metadata)
+
+
+def _comparable(value: Json) -> Json:
+    """Return a value with its floats as the 32 bits they are, however a language writes them."""
+    if isinstance(value, dict):
+        return {key: _comparable(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_comparable(one) for one in value]
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return struct.pack("<f", value).hex() if is_number else value
 
 
 def _is_enough(frames: list[Json], wanted: Json) -> bool:

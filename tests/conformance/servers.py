@@ -14,7 +14,7 @@ from typing import Final
 _REFERENCE: Final = ("--executor", "paged-reference", "--instance", "conformance", "--drain-grace", "0s")
 TOKENS: Final = {name: f"ferrule_conformance_{name}" for name in ("alice", "bob", "ops")}
 """Bearer tokens of the guarded server, by principal; they open nothing else."""
-_TOKEN_LINES: Final = {"alice": "alice handles=3 kv_tokens=128 mask_bytes=64", "bob": "bob", "ops": "ops admin"}
+_TOKEN_LINES: Final = {"alice": "alice handles=3 kv_tokens=128 mask_bytes=1KiB", "bob": "bob", "ops": "ops admin"}
 
 PROFILES: Final[Mapping[str, tuple[str, ...]]] = {
     "plain": _REFERENCE,

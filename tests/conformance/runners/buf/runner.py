@@ -6,6 +6,7 @@ What ``buf curl`` cannot express answers ``unable`` with the reason.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import subprocess
 import sys
@@ -23,6 +24,7 @@ CODES = (
     "unauthenticated"
 ).split()
 DEADLINE_S = 20.0
+PATIENCE_S = 3.0
 assert error_details_pb2.ErrorInfo.DESCRIPTOR is not None  # its import lets JSON resolve the details of a status
 
 
@@ -88,16 +90,15 @@ class Runner:
 
     def send(self, request: str) -> str:
         """Write a frame."""
-        self._pipe("stdin").write(request + "\n")
-        try:
+        with contextlib.suppress(BrokenPipeError):  # the call has ended; receive tells how
+            self._pipe("stdin").write(request + "\n")
             self._pipe("stdin").flush()
-        except BrokenPipeError:
-            return "ok"  # the call has ended; receive tells how
         return "ok"
 
     def close(self) -> str:
         """Say that no frame follows."""
-        self._pipe("stdin").close()
+        with contextlib.suppress(BrokenPipeError):
+            self._pipe("stdin").close()
         return "ok"
 
     def cancel(self) -> str:
@@ -106,12 +107,19 @@ class Runner:
         return "unable\tbuf curl has no way to cancel a call and tell how it ended"
 
     def receive(self) -> str:
-        """Wait for a frame, which is printed over several lines, or the end."""
+        """Wait for a frame, which is printed over several lines, or the end.
+
+        ``buf curl`` tells how a call ended once its input has ended: where nothing comes any more, that is ended.
+        """
         text = ""
+        patience = threading.Timer(PATIENCE_S, self.close)
+        patience.start()
         for line in self._pipe("stdout"):
+            patience.cancel()
             text += line
             if line.startswith("}") or line.strip() == "{}":
                 return f"message\t{json.dumps(json.loads(text))}"
+        patience.cancel()
         assert self._process is not None
         assert self._reader is not None
         code = self._process.wait()

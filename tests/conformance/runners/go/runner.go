@@ -53,6 +53,11 @@ func newMessage(kind protoreflect.MessageDescriptor) proto.Message {
 	return found.New().Interface()
 }
 
+// wire returns a message as Debian's grpc-go takes it: some of its own, such as those of health, are of the older kind.
+func wire(message proto.Message) legacy.Message {
+	return legacy.MessageV1(message)
+}
+
 func parse(text string, kind protoreflect.MessageDescriptor) proto.Message {
 	message := newMessage(kind)
 	must(protojson.Unmarshal([]byte(text), message))
@@ -93,7 +98,7 @@ func unary(target, name, request string, pairs []string) string {
 	ctx, cancel := newContext(pairs)
 	defer cancel()
 	reply := newMessage(method.Output())
-	if err := channel(target).Invoke(ctx, "/"+name, parse(request, method.Input()), reply); err != nil {
+	if err := channel(target).Invoke(ctx, "/"+name, wire(parse(request, method.Input())), wire(reply)); err != nil {
 		return end(err)
 	}
 	return line("message", reply)
@@ -110,13 +115,13 @@ func open(target, name string, pairs []string) string {
 }
 
 func send(request string) string {
-	_ = stream.SendMsg(parse(request, stream.method.Input())) // an error here is told by receive
+	_ = stream.SendMsg(wire(parse(request, stream.method.Input()))) // an error here is told by receive
 	return "ok"
 }
 
 func receive() string {
 	reply := newMessage(stream.method.Output())
-	if err := stream.RecvMsg(reply); err != nil {
+	if err := stream.RecvMsg(wire(reply)); err != nil {
 		return end(err)
 	}
 	return line("message", reply)

@@ -13,14 +13,13 @@ let stream = null;
 /** The contract, from its .proto files; durations and timestamps as proto3 JSON writes them. */
 function loadProtobuf() {
   const protobuf = require(require.resolve("protobufjs", { paths: [require.resolve("@grpc/proto-loader")] }));
+  const keep = function (value) { return this.fromObject(value); };
   protobuf.wrappers[".google.protobuf.Duration"] = {
-    fromObject: (text) => {
-      const [seconds, fraction = ""] = String(text).replace(/s$/, "").split(".");
-      return { seconds, nanos: Number(fraction.padEnd(9, "0")) };
-    },
+    fromObject: keep,
     toObject: ({ seconds, nanos }) => `${seconds}${nanos ? "." + String(nanos).padStart(9, "0") : ""}s`,
   };
   protobuf.wrappers[".google.protobuf.Timestamp"] = {
+    fromObject: keep,
     toObject: ({ seconds, nanos }) => new Date(Number(seconds) * 1000 + nanos / 1e6).toISOString(),
   };
   const [protos, ...files] = process.argv.slice(2);
@@ -34,13 +33,28 @@ function loadProtobuf() {
   return { root, protobuf };
 }
 
+/** A request with its durations as protobufjs wants them: "1.5s" is {seconds, nanos}. */
+function withDurations(type, value) {
+  if (type.fullName === ".google.protobuf.Duration") {
+    const [seconds, fraction = ""] = value.replace(/s$/, "").split(".");
+    return { seconds, nanos: Number(fraction.padEnd(9, "0")) };
+  }
+  return Object.fromEntries(Object.entries(value).map(([name, held]) => {
+    const field = type.fields[name];
+    if (!field) throw new Error(`${type.fullName} has no field ${name}`);
+    if (!(field.resolvedType instanceof protobuf.Type) || field.map) return [name, held];
+    const convert = (one) => withDurations(field.resolvedType, one);
+    return [name, field.repeated ? held.map(convert) : convert(held)];
+  }));
+}
+
 function definitionOf(name) {
   const [service, method] = name.split("/");
-  const { requestType, responseType, requestStream, responseStream } = root.lookupService(service).methods[method];
+  const { requestType, responseType } = root.lookupService(service).methods[method];
   const [request, response] = [root.lookupType(requestType), root.lookupType(responseType)];
   return {
-    path: `/${name}`, requestStream, responseStream,
-    serialize: (value) => Buffer.from(request.encode(request.fromObject(value)).finish()),
+    path: `/${name}`,
+    serialize: (value) => Buffer.from(request.encode(request.fromObject(withDurations(request, value))).finish()),
     deserialize: (bytes) => response.toObject(response.decode(bytes), OPTIONS),
   };
 }

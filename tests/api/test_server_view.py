@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from array import array
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,7 +14,7 @@ from google.protobuf import json_format
 
 from ferrule.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, executor_pb2, info_pb2
 from ferrule_server.api.auth import OpenAccess
-from ferrule_server.api.block_map import block_map, num_shared
+from ferrule_server.api.block_map import as_array, block_map, num_shared
 from ferrule_server.api.server_view import FRESH_S
 from ferrule_server.engine.views import ViewJob
 from tests.api.harness import PROMPT, RunningServer, refused
@@ -189,8 +188,8 @@ def test_a_view_is_plain_json(own: RunningServer) -> None:
 
 def test_a_picture_tells_the_states_of_blocks_apart() -> None:
     """Empty 0, cached 1, owned 2, shared one more than its owners, at most 255; the null block is not in it."""
-    refcounts = array("i", [0, 0, 0, 1, 2, 3, 253, 254, 255, 100_000])
-    picture = block_map(refcounts, bytes([0, 0, 1] + [0] * 7), 64)
+    owners = np.array([0, 0, 0, 1, 2, 3, 253, 254, 255, 100_000], np.int32)
+    picture = block_map(owners, bytes([0, 0, 1] + [0] * 7), 64)
     assert picture.cell_blocks == 1
     assert list(picture.cells) == [0, 1, 2, 3, 4, 254, 255, 255, 255]
     assert list(picture.fill) == [0, 0, 255, 255, 255, 255, 255, 255, 255]
@@ -201,9 +200,9 @@ def test_a_picture_tells_the_states_of_blocks_apart() -> None:
 def test_cells_of_several_blocks_show_the_largest_and_how_full_they_are(num_blocks: int, max_cells: int) -> None:
     """Against a walk over the blocks, also where the last cell has fewer."""
     rng = np.random.default_rng(num_blocks * max_cells)
-    refcounts = array("i", [0, *rng.integers(0, 5, num_blocks - 1).tolist()])
+    refcounts = [0, *rng.integers(0, 5, num_blocks - 1).tolist()]
     is_cached = bytes(int(count == 0 and i % 3 == 0 and i > 0) for i, count in enumerate(refcounts))
-    picture = block_map(refcounts, is_cached, max_cells)
+    picture = block_map(np.array(refcounts, np.int32), is_cached, max_cells)
     size, marks = picture.cell_blocks, [c + 1 if c else k for c, k in zip(refcounts, is_cached, strict=True)][1:]
     parts = [marks[start : start + size] for start in range(0, len(marks), size)]
     assert len(picture.cells) == len(picture.fill) == len(parts) <= max_cells
@@ -214,7 +213,29 @@ def test_cells_of_several_blocks_show_the_largest_and_how_full_they_are(num_bloc
     assert list(picture.fill) == pytest.approx([255 * share for share in shares], abs=1)
 
 
+def test_a_large_pool_is_read_piece_by_piece() -> None:
+    """Others have their turns in between, and no number is lost."""
+    refcounts = list(range(100_000))
+    turns = 0
+
+    async def read() -> None:
+        nonlocal turns
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        beside = asyncio.create_task(other())
+        assert (await as_array(refcounts)).tolist() == refcounts
+        beside.cancel()
+
+    asyncio.run(read())
+    assert turns >= 5
+
+
 def test_shared_blocks_of_a_table_are_counted_by_halving() -> None:
     """They are its first ones."""
-    refcounts = array("i", [0, 5, 3, 2, 1, 1])
+    refcounts = [0, 5, 3, 2, 1, 1]
     assert [num_shared(table, refcounts) for table in ([], [4], [1, 2, 3], [1, 2, 3, 4, 5], [2, 4])] == [0, 0, 3, 3, 1]

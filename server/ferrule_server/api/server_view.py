@@ -8,12 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from ferrule.v1 import admin_pb2
 from ferrule_server.api import describe
-from ferrule_server.api.block_map import block_map, num_shared
+from ferrule_server.api.block_map import as_array, block_map, num_shared
 from ferrule_server.api.calls import run_job
 from ferrule_server.api.state import ServerState, Serving
 from ferrule_server.engine.histogram import HistogramReading
@@ -48,6 +50,14 @@ _PRINCIPALS: Final = (64, 1024)
 """What is given unless told otherwise, and at most."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """What was seen, and the owners of each block as an array."""
+
+    view: View
+    owners: npt.NDArray[np.int32] = field(repr=False)
+
+
 @dataclass(eq=False, slots=True)
 class _Taken:
     """A snapshot, taken or on its way, and the messages that were made of it.
@@ -56,7 +66,7 @@ class _Taken:
         task: Takes it. begun_at: when that was asked for, on the views' clock.
     """
 
-    task: asyncio.Task[View]
+    task: asyncio.Task[_Snapshot]
     begun_at: float
     messages: dict[_Bounds, admin_pb2.ServerView] = field(default_factory=dict)
 
@@ -86,10 +96,10 @@ class Views:
         serving = self._state.describe()
         bounds = _bounds(request)
         taken = self._take(serving, bounds.taken)
-        view = await asyncio.shield(taken.task)
+        snapshot = await asyncio.shield(taken.task)
         message = taken.messages.get(bounds)
         if message is None:
-            message = taken.messages[bounds] = _message(self._state, serving, view, bounds)
+            message = taken.messages[bounds] = _message(self._state, serving, snapshot, bounds)
         return message
 
     def _take(self, serving: Serving, sizes: tuple[int, int]) -> _Taken:
@@ -102,13 +112,13 @@ class Views:
         return taken
 
 
-async def _look(serving: Serving, max_sequences: int, max_principals: int) -> View:
+async def _look(serving: Serving, max_sequences: int, max_principals: int) -> _Snapshot:
     view = await run_job(serving.engine, ViewJob(_NOBODY, max_sequences, max_principals))
     assert isinstance(view, View)
-    return view
+    return _Snapshot(view, await as_array(view.refcounts))
 
 
-def _heed(task: asyncio.Task[View]) -> None:
+def _heed(task: asyncio.Task[_Snapshot]) -> None:
     """Take note of an error also where everybody who waited for the snapshot has left."""
     if not task.cancelled():
         task.exception()
@@ -128,7 +138,8 @@ def _size(wanted: int, sizes: tuple[int, int]) -> int:
     return usual if wanted <= usual else most
 
 
-def _message(state: ServerState, serving: Serving, view: View, bounds: _Bounds) -> admin_pb2.ServerView:
+def _message(state: ServerState, serving: Serving, snapshot: _Snapshot, bounds: _Bounds) -> admin_pb2.ServerView:
+    view = snapshot.view
     counters, size = view.snapshot.counters, view.kv.block_size
     bytes_per_block = serving.engine.info.bytes_per_block
     message = admin_pb2.ServerView(
@@ -153,7 +164,7 @@ def _message(state: ServerState, serving: Serving, view: View, bounds: _Bounds) 
         decode_seconds=_histogram(view.timings["decode"]),
     )
     if bounds.max_cells:
-        message.block_map.CopyFrom(block_map(view.refcounts, view.is_cached, bounds.max_cells))
+        message.block_map.CopyFrom(block_map(snapshot.owners, view.is_cached, bounds.max_cells))
     return message
 
 

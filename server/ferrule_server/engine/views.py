@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -72,7 +71,7 @@ class View:
         snapshot: With counters of its own, which go on counting for nobody.
         timings: What :class:`~.timings.EngineTimings` has measured, by the names of its histograms.
         kv: What the pool counts.
-        refcounts: array("i") [num_blocks], owners of each block, the null block at index 0; the view's own copy.
+        refcounts: Owners of each block, the null block at index 0; the view's own copy.
         is_cached: A byte for each block, 1 where only the prefix cache holds it.
         sequences: Those whose lease ends soonest, in that order.
         principals: The most recently active first.
@@ -84,7 +83,7 @@ class View:
     snapshot: EngineSnapshot
     timings: Mapping[str, HistogramReading]
     kv: KvMetrics
-    refcounts: array[int] = field(repr=False)
+    refcounts: list[int] = field(repr=False)
     is_cached: bytes = field(repr=False)
     sequences: tuple[SequenceSeen, ...]
     principals: tuple[PrincipalSeen, ...]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 
@@ -60,8 +59,8 @@ class BlockPool:
         self.block_size = block_size
         self.on_evict: Callable[[int], None] = _ignore
         self.num_shared = self.num_evictions = self.num_exhausted = 0
-        # An array, and a byte for each block, so that a picture of a large pool is two copies and not a walk.
-        self._refcounts = array("i", bytes(4 * num_blocks))
+        self._refcounts = [0] * num_blocks
+        # What `_cached` has, as a byte for each block, so that a picture of a large pool is two copies and no walk.
         self._is_cached = bytearray(num_blocks)
         # A stack, lowest id on top: the block freed last is the likeliest to be in a cache.
         self._empty = list(range(num_blocks - 1, NULL_BLOCK, -1))
@@ -221,12 +220,12 @@ class BlockPool:
         """Return the cached blocks in the order in which they would be handed out."""
         return list(self._cached)
 
-    def picture(self) -> tuple[array[int], bytes]:
-        """Return copies of all refcounts, array("i"), and of a byte for each block: 1 if it is cached, else 0.
+    def picture(self) -> tuple[list[int], bytes]:
+        """Return copies of all refcounts, and of a byte for each block: 1 if it is cached, else 0.
 
         Both have the null block at index 0, a zero.
         """
-        return self._refcounts[:], bytes(self._is_cached)
+        return self._refcounts.copy(), bytes(self._is_cached)
 
     def check_integrity(self, owners: Mapping[int, int] | None = None) -> None:
         """Raise AssertionError unless the invariant of the class holds.

@@ -21,6 +21,7 @@ import asyncio
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -67,6 +68,7 @@ class Cell:
 def main() -> None:
     """Load what the arguments name, print a table and one JSON line, write the plot."""
     args = _parse_arguments()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the servers it has started end too
     num_runs = len(args.levels) * len(args.modes) * args.rounds + len(args.modes)
     with _targets(args) as paths:
         most_s = len(paths) * num_runs * (args.seconds + _PATIENCE_S)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
+import os
+import re
 import shutil
 import socket
 import threading
@@ -15,13 +18,16 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
+from ferrule_server.config import parse_config
 from ferrule_server.errors import ModelError
+from ferrule_server.executor.select import download
 from ferrule_server.model import hub as hub_module
 from ferrule_server.model import hub_fetch
 from ferrule_server.model.config import read_config
 from ferrule_server.model.hub import HubModel, fetch_model, is_hub_name
 from tests.model.hub_stand_in import TOKEN, Faults, Hub, serving
 
+ROOT = Path(__file__).resolve().parents[2]
 NAME = "tiny/model"
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16,
@@ -347,6 +353,65 @@ def test_a_disk_that_is_too_small_is_seen_before(hub: Hub, monkeypatch: pytest.M
     with pytest.raises(ModelError, match=r"1.5 MiB have to be fetched and .* has room for 0.2 MiB; .* HF_HOME"):
         fetch()
     assert hub.sent_bytes == 0
+
+
+def test_a_file_that_is_too_large_for_http_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the command that fetches it into the same cache; then it is served."""
+    monkeypatch.setattr(hub_module, "_MOST_BYTES", SHARD_BYTES - 1)
+    with pytest.raises(
+        ModelError, match=rf"{SHARDS[0]} is larger .* hf download {NAME} --revision {hub.commit(NAME)}$"
+    ):
+        fetch()
+    assert hub.sent_bytes == 0
+    huggingface_hub.snapshot_download(NAME, endpoint=hub.endpoint, cache_dir=constants.HF_HUB_CACHE, max_workers=1)
+    assert fetch().commit == hub.commit(NAME)
+
+
+def test_the_commands_of_the_page_do_what_it_says(hub: Hub) -> None:
+    """Each of them finds the model, the last one without the hub."""
+    page = (ROOT / "docs" / "operations.md").read_text()
+    section = page[page.index("## Models by name") : page.index("## On a GPU")]
+    commands = re.findall(r"^ferrule serve (.+?)(?: +#.*)?$", section, re.MULTILINE)
+    assert len(commands) == 4
+    for command in commands:
+        given = re.sub(r"[0-9a-f]{40}", hub.commit(NAME), command.replace("Qwen/Qwen3-0.6B", NAME)).split()
+        assert download(parse_config(given, {}), lambda *_: None).name == hub.commit(NAME)
+
+
+def test_a_disk_that_fills_up_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others write there too; what has come is kept."""
+
+    def no_space(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(ModelError, match=rf"--model {NAME}: .*cache cannot be written: .*No space left on device"):
+        fetch()
+
+
+def test_a_text_of_absurd_size_is_not_fetched(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only weights are large."""
+    monkeypatch.setattr(hub_module, "_MOST_TEXT_BYTES", 1 << 16)
+    (hub.repositories[NAME] / "tokenizer.json").write_bytes(b" " * (1 << 17))
+    with pytest.raises(ModelError, match=r"tokenizer.json has 0.1 MiB; is it a model\?"):
+        fetch()
+
+
+def test_weights_that_somebody_else_fetched_alone_get_their_tokenizer(hub: Hub, cache: Path) -> None:
+    """Also for a commit, which is not asked about otherwise."""
+    only = ["*.safetensors", "*.index.json", "config.json"]
+    huggingface_hub.snapshot_download(
+        NAME, endpoint=hub.endpoint, cache_dir=cache, max_workers=1, allow_patterns=only, revision=hub.commit(NAME)
+    )
+    assert (fetch(revision=hub.commit(NAME)).folder / "tokenizer.json").is_file()
+
+
+def test_the_log_has_no_addresses_of_files(hub: Hub, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of the storage are signed: who has one may read."""
+    with caplog.at_level("INFO"):
+        fetch()
+    assert f"downloading model={NAME} commit={hub.commit(NAME)} files=2" in caplog.text
+    assert "http" not in caplog.text
 
 
 def test_a_cache_that_cannot_be_written_is_named(cache: Path) -> None:

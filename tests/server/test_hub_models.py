@@ -115,10 +115,7 @@ def _stage(client: Client) -> tuple[str, str]:
     ("arguments", "message"),
     [
         (("--model", "no/body"), "ferrule serve: --model no/body: no such folder, and http"),
-        (("--model", NAME, "--offline"), f"ferrule serve: --model {NAME}: it is not complete in the cache"),
         (("--model", NAME, "--max-context", "4096"), "ferrule serve: --max-context 4096 is beyond the"),
-        (("--model", str(DEMO), "--revision", "v1"), "ferrule serve: --revision v1: --model "),
-        (("--model", "/no/such/folder"), "there is no such folder; a model of the hub is named org/name"),
     ],
 )
 def test_what_cannot_be_fetched_ends_with_2(hub: Hub, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:

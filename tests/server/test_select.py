@@ -330,6 +330,12 @@ def test_what_was_begun_on_a_gpu_ends_where_weights_cannot_be_read(gpu: FakeGpu,
     assert gpu.names()[-1] == "close"
 
 
+def test_a_folder_has_no_revision(tmp_path: Path) -> None:
+    """Asking for one is a mistake that would go unseen."""
+    with pytest.raises(ConfigError, match=f"--revision v1: --model {tmp_path} is a folder here, not on the hub"):
+        create_executor(ServerConfig(model=str(tmp_path), revision="v1"), lambda *_: None)
+
+
 def test_a_model_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     """Before torch is imported."""
     stages: list[str] = []

@@ -37,7 +37,11 @@ _TEXTS: Final = re.compile(
 )
 _NUM_CONNECTIONS: Final = 4
 _TIMEOUT_S: Final = 10.0
+_MOST_BYTES: Final = 50 * 10**9
+"""The hub sends no larger file over HTTP."""
 _LOG_EVERY_S: Final = 30.0
+_MOST_TEXT_BYTES: Final = 256 << 20
+"""Of what is no weights; the largest tokenizers have 40 MB."""
 _SPARE_BYTES: Final = 64 << 20
 """What must be left on the disk besides."""
 
@@ -79,7 +83,8 @@ def fetch_model(
     hub = _Hub(name, revision or DEFAULT_REVISION)
     commit = hub.cache.commit_of(hub.revision)
     is_here = commit is not None and hub.cache.is_complete(commit)
-    if commit is not None and is_here and (is_offline or hub.is_offline or commit == hub.revision):
+    is_whole = is_here and commit == hub.revision and hub.cache.has_tokenizer(commit)
+    if commit is not None and is_here and (is_offline or hub.is_offline or is_whole):
         return HubModel(hub.cache.snapshot(commit), commit)
     if is_offline or hub.is_offline:
         raise ModelError(
@@ -123,6 +128,8 @@ class _Hub:
         import huggingface_hub
         from huggingface_hub import constants, errors, utils
 
+        for client in ("httpx", "httpx2"):  # whichever it is: at INFO it logs each address, signed ones too
+            logging.getLogger(client).setLevel(logging.WARNING)
         self._library, self._utils = huggingface_hub, cast("Any", utils)
         self._errors = errors
         # The root of all errors of its HTTP client, whichever client that is.
@@ -244,6 +251,12 @@ class _Fetch:
         if lost or not names:
             said = f"names {lost[0]}, which the repository lacks" if lost else "names no files"
             raise ModelError(f"--model {self._hub.name}: {INDEX_FILE} {said}")
+        beyond = [name for name in names if files[name].num_bytes > _MOST_BYTES and self._missing([files[name]])]
+        if beyond:
+            raise ModelError(
+                f"--model {self._hub.name}: {beyond[0]} is larger than the hub sends over HTTP; fetch it into the same"
+                f" cache with: hf download {self._hub.name} --revision {self._listing.commit}"
+            )
         return [files[name] for name in names]
 
     def _missing(self, files: Iterable[RemoteFile]) -> list[RemoteFile]:
@@ -271,6 +284,9 @@ class _Fetch:
         """Fetch files over a few connections; the first that fails ends the others."""
         on_bytes = (lambda _: None) if tally is None else tally.add
         missing = self._missing(files)
+        for file in missing:
+            if tally is None and file.num_bytes > _MOST_TEXT_BYTES:
+                raise ModelError(f"--model {self._hub.name}: {file.path} has {_gib(file.num_bytes)}; is it a model?")
         with ThreadPoolExecutor(_NUM_CONNECTIONS, thread_name_prefix="ferrule-hub") as pool:
             futures = [pool.submit(self._fetch_one, file, on_bytes) for file in missing]
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)

@@ -68,6 +68,10 @@ class HubCache:
         shards = shards_of(folder)
         return bool(shards) and all((folder / name).is_file() for name in shards)
 
+    def has_tokenizer(self, commit: str) -> bool:
+        """Whether a commit's tokenizer is there; another tool may have fetched the weights alone."""
+        return (self.snapshot(commit) / "tokenizer.json").is_file()
+
     def link(self, commit: str, path: str, etag: str) -> None:
         """Give a whole blob its name in a snapshot; where the disk knows no links, the blob moves there.
 
@@ -113,7 +117,7 @@ def shards_of(folder: Path) -> list[str]:
     try:
         weight_map = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
         return sorted({str(name) for name in weight_map.values()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []
 
 

@@ -104,6 +104,8 @@ def test_wheel_holds_every_file_of_the_three_packages(wheel_names: set[str]) -> 
         "ferrule/v1/executor_pb2_grpc.py",
         "ferrule_client/py.typed",
         "ferrule_server/py.typed",
+        "ferrule_server/api/web/page/index.html",
+        "ferrule_server/api/web/page/main.js",
         "ferrule_server/demo_model/config.json",
         "ferrule_server/demo_model/model.safetensors",
         "ferrule_server/demo_model/tokenizer.json",

@@ -34,16 +34,16 @@ export function showTotals(view) {
   const drafts = num(status.num_draft_tokens);
   const totals = [
     ["Steps", count(num(status.num_steps))],
-    ["Tokens decoded", count(num(status.num_decode_tokens))],
+    ["Decoded", count(num(status.num_decode_tokens))],
     ["Prompt tokens", count(num(status.num_prefill_tokens))],
     ["Prefix hits", lookup ? `${percent(num(cache.num_prefix_hit_tokens), lookup).toFixed(0)} %` : "–"],
     ["Drafts kept", drafts ? `${percent(num(status.num_accepted_tokens), drafts).toFixed(0)} %` : "–"],
-    ["Sequences made", count(num(cache.num_created))],
+    ["Created", count(num(cache.num_created))],
     ["Forks", count(num(cache.num_forks))],
     ["Truncates", count(num(cache.num_truncates))],
     ["Released", count(num(cache.num_released))],
     ["Leases ended", count(num(cache.num_expired))],
-    ["Blocks copied", count(num(cache.num_block_copies))],
+    ["Copied blocks", count(num(cache.num_block_copies))],
     ["Replays", count(num(cache.num_replays))],
   ].map(([name, text]) => pair(name, text));
   const refused = Object.entries(view.num_refused ?? {}).sort(([one], [other]) => (one < other ? -1 : 1));

@@ -107,7 +107,7 @@ class Panel:
     def _transformations(self) -> dict[str, Any]:
         if self.kind != "table":
             return {}
-        hidden = dict.fromkeys(("Time", "__name__", "job", "Value", "exported_instance"), True)
+        hidden = dict.fromkeys(("Time", "job", "Value"), True)
         return {"transformations": [{"id": "organize", "options": {"excludeByName": hidden}}]}
 
 

@@ -263,8 +263,11 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
             "What each runs on; a reason says why the kernels of a GPU do not run.",
             "short",
             (
-                Query("ferrule_info{}", "", is_table=True),
-                Query("ferrule_executor_active{} == 1", "", is_table=True),
+                Query(
+                    "ferrule_info{} * on (instance) group_left (executor, fallback_reason) ferrule_executor_active{}",
+                    "",
+                    is_table=True,
+                ),
             ),
             "table",
             24,

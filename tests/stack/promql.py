@@ -39,11 +39,11 @@ class Prometheus:
         ]
         return [(labels, value) for labels, value in found if not math.isnan(value)]
 
-    def wait_for(self, is_so: Callable[[], bool], timeout_s: float = 30) -> None:
-        """Ask until something is so."""
+    def wait_for(self, is_so: Callable[[], bool], what: str = "", timeout_s: float = 30) -> None:
+        """Ask until something is so: a machine that has much to do misses a scrape."""
         end = time.monotonic() + timeout_s
         while not is_so():
-            assert time.monotonic() < end, "Prometheus does not see it"
+            assert time.monotonic() < end, f"Prometheus does not see it: {what}"
             time.sleep(0.25)
 
 

@@ -28,7 +28,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Two servers behind Envoy, after a while of traffic that is not over, with a Prometheus that looks on."""
     folder = tmp_path_factory.mktemp("stack")
     names, profiles = ("envoy", "grafana"), ("scale", "observe")
-    with Stack(folder, names, profiles=profiles, environment=SMALL, scrape_interval="500ms") as stack:
+    with Stack(folder, names, profiles=profiles, environment=SMALL, scrape_interval="1s") as stack:
         assert stack.left_out == ["grafana"]
         prometheus = Prometheus(stack.address("prometheus", 9090))
         with traffic(stack.address("envoy", 50051)):
@@ -45,7 +45,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 def test_every_query_of_the_dashboard_returns_data(observed: Stack, title: str, expression: str) -> None:
     """From a real run: a panel without data is a metric that nobody exports, or a label that it does not have."""
     prometheus = Prometheus(observed.address("prometheus", 9090))
-    assert prometheus.query(expression), f"{title}: {expression}"
+    prometheus.wait_for(lambda: bool(prometheus.query(expression)), what=f"{title}: {expression}")
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ names its instance in the first part of its ``cache_id``; this module is the onl
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -19,15 +20,20 @@ __all__ = ["INSTANCE_KEY", "by_instance", "instance_of", "instance_of_id", "is_l
 INSTANCE_KEY = "ferrule-instance"
 """Key of the metadata that says where a call belongs."""
 
-_OWNER = re.compile(r"([A-Za-z0-9_-]{1,64})\.")
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 _Item = TypeVar("_Item")
 
 
 def instance_of_id(cache_id: str) -> str:
     """Return the instance that a cache_id names; empty, if it is not of the form that names one."""
-    found = _OWNER.match(cache_id)
-    return found[1] if found else ""
+    name, point, _ = cache_id.partition(".")
+    return name if point and _is_name(name) else ""
+
+
+@functools.lru_cache(maxsize=256)  # a frame has many handles of few instances
+def _is_name(text: str) -> bool:
+    return _NAME.fullmatch(text) is not None
 
 
 def instance_of(request: object) -> str:
@@ -71,15 +77,15 @@ _Finder = Callable[[Any], str]
 
 
 def _own(request: Any) -> str:
-    return str(request.kv_cache.cache_id)
+    return request.kv_cache.cache_id  # type: ignore[no-any-return]
 
 
 def _of_input(request: Any) -> str:
-    return str(request.input.kv_cache.cache_id)
+    return request.input.kv_cache.cache_id  # type: ignore[no-any-return]
 
 
 def _first(handles: Iterable[Any]) -> str:
-    return next((str(one.cache_id) for one in handles if one.cache_id), "")
+    return next((one.cache_id for one in handles if one.cache_id), "")
 
 
 def _first_of_inputs(request: Any) -> str:

@@ -61,7 +61,7 @@ class Batch:
         """Send what has no answer in ``done`` yet."""
         assert not release  # that is for streams
         waiting = [place for place in range(len(inputs)) if place not in done]
-        groups = by_instance([inputs[place] for place in waiting], self._connection.instance_of)
+        groups = by_instance([inputs[place] for place in waiting], self._instance_of)
         for group in groups.values():
             places = [waiting[one] for one in group]
             try:
@@ -71,6 +71,9 @@ class Batch:
                 continue
             for place, result in zip(places, results, strict=True):
                 done[place] = result.output if result.HasField("output") else error_from_status(result.error)
+
+    def _instance_of(self, sent: Append) -> str:
+        return self._connection.instance_of_id(sent.kv_cache.cache_id)
 
     async def _call(
         self, inputs: Sequence[Append], attempts: Attempts

@@ -415,7 +415,7 @@ class AsyncStream:
     def _open_legs(self, inputs: Sequence[Append], losers: Sequence[Tip], done: Done) -> list[_Leg]:
         """Send what is not answered yet: a frame to each instance that has some of it."""
         waiting = [place for place in range(len(inputs)) if place not in done]
-        groups = by_instance([inputs[place] for place in waiting], self._connection.instance_of)
+        groups = by_instance([inputs[place] for place in waiting], self._instance_of)
         ends = by_instance(losers, lambda tip: self._connection.instance_of_id(tip.handle.cache_id))
         if "" in groups:  # new sequences alone: any instance will do, so the one that is asked anyway
             groups = {next(iter(ends), "") or next(iter(self._calls), ""): groups[""]}
@@ -429,6 +429,9 @@ class AsyncStream:
             leg.call.send(executor_pb2.StreamDecodeRequest(items=items, release=handles))
             legs.append(leg)
         return legs
+
+    def _instance_of(self, sent: Append) -> str:
+        return self._connection.instance_of_id(sent.kv_cache.cache_id)
 
     async def _serve(self, leg: _Leg, done: Done, attempts: Attempts, *, is_alone: bool, is_reading: bool) -> None:
         """See that a part of a frame is on its way, or read until it is answered; or note what it failed with."""

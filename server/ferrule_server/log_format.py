@@ -35,6 +35,8 @@ _NOTHING: Final = "-"
 """What stands in a line of text for a value that is not there; in JSON the field is left out."""
 _MAX_INT: Final = 1 << 53
 """Readers of JSON may round integers beyond this: they are written as text."""
+_NOISY_LOGGER: Final = "grpc._cython.cygrpc"
+"""At DEBUG it says for each call that it has found the event loop."""
 _PLACEHOLDER: Final = re.compile(
     r"(?:(?P<key>[A-Za-z_]\w*)=)?%(?:\((?P<name>[^)]*)\))?[#0\- +]*(?P<width>\*|\d*)"
     r"(?:\.(?P<precision>\*|\d*))?[hlL]?(?P<kind>[a-zA-Z%])"
@@ -66,6 +68,8 @@ def set_up(level: str, log_format: str) -> None:
     is_json = log_format == "json"
     handler.setFormatter(JsonFormatter() if is_json else logging.Formatter(TEXT))
     logging.basicConfig(level=level.upper(), handlers=[handler])
+    noisy = logging.getLogger(_NOISY_LOGGER)
+    noisy.setLevel(max(logging.INFO, logging.getLogger().level))
     if is_json:
         logging.captureWarnings(capture=True)
         sys.excepthook = _log_uncaught

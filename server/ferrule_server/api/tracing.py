@@ -240,7 +240,9 @@ class _Noise(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Let nothing pass but at DEBUG."""
-        self.last = record.getMessage()[:300]
+        message = record.getMessage()
+        if not message.startswith("Shutdown"):  # which is no cause
+            self.last = message[:300]
         return _LOG.isEnabledFor(logging.DEBUG)
 
 

@@ -29,7 +29,8 @@ _GREEDY = policy_pb2.LogitsReturnPolicy(greedy_argmax=policy_pb2.GreedyArgmax())
 _CACHE = pb.CacheOptions(ttl=Duration(seconds=60))
 _OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
 _TIMEOUT_S = 60.0
-_NO_ROOM = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
+_NO_ROOM = ("KV_BLOCKS_EXHAUSTED", "DRAINING", "STARTING")
+"""Reasons for which a server takes no more, besides all of RESOURCE_EXHAUSTED; one that is not there is an error."""
 
 if TYPE_CHECKING:
     _Stub = executor_pb2_grpc.ModelExecutorServiceAsyncStub
@@ -92,7 +93,8 @@ class Target:
 
 
 def _refused(error: ExecutorError) -> Refused:
-    return Refused(error.reason, is_rejected=error.code in _NO_ROOM)
+    has_no_room = error.code == grpc.StatusCode.RESOURCE_EXHAUSTED or error.reason in _NO_ROOM
+    return Refused(error.reason, is_rejected=has_no_room)
 
 
 def _owner(handle: types_pb2.KvCacheHandle) -> _Metadata:
@@ -132,6 +134,19 @@ async def _by_generate(stub: _Stub, prompt: list[int], num_tokens: int, record: 
             if not record.arrivals:
                 await stack.enter_async_context(_released(stub, reply.outputs[0].kv_cache))
             _note(record, sum(len(output.outputs.tokens) for output in reply.outputs))
+            _check_end(reply.outputs[-1])
+    if sum(count for _, count in record.arrivals) != num_tokens:
+        raise Refused("CUT_SHORT", is_rejected=False)
+
+
+def _check_end(output: pb.GenerateOutput) -> None:
+    """Refuse a branch that ended in another way than it was asked to: it has fewer tokens."""
+    ends = (pb.FINISH_REASON_UNSPECIFIED, pb.FINISH_REASON_MAX_TOKENS)
+    if output.HasField("error"):
+        raise error_from_status(output.error)
+    if output.finish_reason not in ends:
+        reason = pb.FinishReason.Name(output.finish_reason).removeprefix("FINISH_REASON_")
+        raise Refused(reason, is_rejected=reason in _NO_ROOM)
 
 
 @contextlib.asynccontextmanager

@@ -12,7 +12,9 @@ import sys
 import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks.load.loops import Bounds, Refused, arrival_times, prompt_lengths, run_closed, run_open
@@ -221,6 +223,12 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 
 
+def _report(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    return report
+
+
 def test_a_remote_target_is_refused() -> None:
     """With what to add."""
     done = _run("--target", "example.org:50051")
@@ -228,12 +236,34 @@ def test_a_remote_target_is_refused() -> None:
     assert "--allow-remote if it is yours to load" in done.stderr
 
 
+def test_a_full_server_is_counted_as_that() -> None:
+    """By both ways: a prompt that finds no room, and a sequence that is cut short, are refused, not answered."""
+    command = ("--model", "paged-reference", "--kv-memory", "512KiB", "--paths", "direct", "--levels", "64")
+    report = _report(_run(*command, "--seconds", "0.6", "--rounds", "1", "--longest-prompt", "200"))
+    for mode in ("stream", "generate"):
+        (closed,) = (cell["figures"] for cell in report["cells"] if cell["mode"] == mode and cell["loop"] == "closed")
+        assert closed["rejected"].keys() == {"KV_BLOCKS_EXHAUSTED"}
+        assert closed["errors"] == {}
+
+
+def test_ended_by_a_signal_it_leaves_no_server_behind() -> None:
+    """SIGTERM as well as Ctrl-C."""
+    command = [sys.executable, "-m", "benchmarks.load", "--model", "paged-reference", "--paths", "direct"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert "runs of" in process.stderr.readline()
+        children = psutil.Process(process.pid).children()
+        process.terminate()
+        process.communicate(timeout=30)
+    assert len(children) == 2
+    assert not any(child.is_running() for child in children)
+
+
 def test_a_short_run_loads_servers_of_its_own(tmp_path: Path) -> None:
     """Table, JSON line and plot; every request is answered, by both ways."""
     command = ("--model", "paged-reference", "--kv-memory", "16MiB", "--paths", "direct", "--levels", "1,4")
     done = _run(*command, "--seconds", "0.4", "--rounds", "1", "--tokens", "4", "--plot", str(tmp_path / "load.svg"))
-    assert done.returncode == 0, done.stderr
-    report = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    report = _report(done)
     assert [(cell["mode"], cell["loop"]) for cell in report["cells"]] == [
         (mode, loop) for mode in ("stream", "generate") for loop in ("closed", "closed", "open")
     ]

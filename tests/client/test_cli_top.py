@@ -121,6 +121,18 @@ def test_who_is_no_admin_sees_less_and_is_told(capsys: pytest.CaptureFixture[str
         assert (facts["is_whole"], len(facts["sequences"]), facts["principals"]) == (False, 1, [])
 
 
+def test_who_is_refused_does_not_ask_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Every refusal is a line in the server's log: one is enough."""
+    with (
+        RunningServer(access=OpenAccess(is_admin=False)) as server,
+        Client.connect(server.address.target) as client,
+        caplog.at_level("WARNING", "ferrule_server"),
+    ):
+        source = Source(client, 5.0)
+        assert [source.look(100).is_whole for _ in range(3)] == [False] * 3
+    assert caplog.text.count("ROLE_REQUIRED") == 1
+
+
 def test_a_server_that_loads_is_seen_loading(capsys: pytest.CaptureFixture[str]) -> None:
     """With and without the role; nothing fails for want of a model."""
     for is_admin in (True, False):

@@ -67,12 +67,19 @@ def test_a_new_run_of_the_server_begins_anew() -> None:
     history = History()
     history.add(look(100.0, num_decode_tokens=1000))
     history.add(look(101.0, num_decode_tokens=1100))
-    fresh = history.add(look(2.0, num_decode_tokens=30, epoch="e2"))
+    fresh = history.add(look(150.0, num_decode_tokens=30, epoch="e2"))
     assert (fresh.rates, fresh.restarts) == (None, 1)
-    later = history.add(look(3.0, num_decode_tokens=50, epoch="e2"))
+    later = history.add(look(151.0, num_decode_tokens=50, epoch="e2"))
     assert later.rates is not None
     assert (later.rates.generated_tokens, later.restarts) == (20.0, 1)
     assert later.generated_points == (100.0, 20.0)
+
+
+def test_a_counter_that_is_smaller_was_counted_anew() -> None:
+    """Whatever made it so: a rate is never negative."""
+    rates = _two(look(100.0, num_forks=9, num_errors=5), look(102.0, num_forks=4, num_errors=5)).rates
+    assert rates is not None
+    assert (rates.forks, rates.refused) == (2.0, 0.0)
 
 
 def test_a_server_that_loads_has_no_rates_and_then_some() -> None:

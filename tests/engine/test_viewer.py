@@ -70,7 +70,7 @@ def test_a_look_sees_sequences_blocks_and_principals() -> None:
 
 
 def test_sums_of_a_principal_grow_with_its_appends_alone() -> None:
-    """Tokens and times of what was appended; a replay, a fork and a release count nothing."""
+    """Tokens and times of what was appended; a replay, a query, a fork and a release count nothing."""
     with Harness() as harness:
         first = harness.submit(_append(None, *PROMPT)).result().handle
         second = harness.submit(_append(first, 7)).result().handle
@@ -78,11 +78,22 @@ def test_sums_of_a_principal_grow_with_its_appends_alone() -> None:
         assert (before.num_appends, before.num_tokens) == (2, len(PROMPT) + 1)
         assert before.run_ns > 0 < before.queue_ns
         assert harness.submit(_append(first, 7)).result().replayed
+        harness.submit(_append(second)).result()
         _fork(harness, second, 2)
         harness.submit(ReleaseJob("alice", (second,))).outcome()
         after = _look(harness).principals[0]
         assert (after.num_appends, after.num_tokens, after.run_ns) == (2, len(PROMPT) + 1, before.run_ns)
         assert (before.num_sequences, after.num_sequences) == (1, 2)
+
+
+def test_tokens_from_the_prefix_cache_are_no_work() -> None:
+    """A prompt that begins like another counts for what is run of it."""
+    with Harness() as harness:
+        block_size = harness.store.pool.block_size
+        prompt = tuple(range(1, 2 * block_size + 2))
+        harness.submit(_append(None, *prompt)).result()
+        assert harness.submit(_append(None, *prompt)).result().cached_tokens == 2 * block_size
+        assert _look(harness).principals[0].num_tokens == len(prompt) + 1
 
 
 def test_each_token_of_a_generate_is_an_append() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import ferrule_client
 import ferrule_client.aio
-from ferrule_client import items, masks, types
+from ferrule_client import items, masks, types, views
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = [
@@ -64,7 +64,7 @@ def test_every_public_class_has_a_twin() -> None:
     """What connects, holds a sequence or iterates is there twice; everything else is shared."""
     assert ferrule_client.aio.__all__ == [f"Async{name}" for name in NAMES]
     assert len(twins()) == len(NAMES)
-    values = {*types.__all__, *items.__all__, *masks.__all__, "Policy", "Greedy", "Sampling"}
+    values = {*types.__all__, *items.__all__, *masks.__all__, *views.__all__, "Policy", "Greedy", "Sampling"}
     classes = {
         name
         for name in ferrule_client.__all__

@@ -50,18 +50,22 @@ def _round(client: Client) -> None:
     tokens = client.encode("def read_file(path):\n    with open(path) as file:\n        return file.read() ")
     with client.prefill(tokens) as cache:
         cache.generate(max_tokens=8, temperature=0.7, seed=1).read()
-        branches = cache.fork(2)
-        with client.stream() as stream:
-            for _ in range(4):
-                stream.decode(branches, [[5], [6]], policy=[sample(seed=1)] * 2)
-        branches[0].verify([7, 8], tokens=[9], policy=sample(seed=2))
-        branches[0].truncate(len(tokens))
-        client.release(branches)
-        old = client.adopt(cache.handle, keep_alive=False)
+        with contextlib.ExitStack() as kept:
+            branches = [kept.enter_context(branch) for branch in cache.fork(2)]
+            with client.stream() as stream:
+                for _ in range(4):
+                    stream.decode(branches, [[5], [6]], policy=[sample(seed=1)] * 2)
+            branches[0].verify([7, 8], tokens=[9], policy=sample(seed=2))
+            branches[0].truncate(len(tokens))
+        handle = cache.handle
         cache.decode([5])
-        with contextlib.suppress(HandleStaleError):
+        old = client.adopt(handle, keep_alive=False)
+        try:
             old.decode([6])
-        old.detach()
+        except HandleStaleError:
+            pass
+        finally:
+            old.detach()
     with contextlib.suppress(InvalidRequestError):
         client.prefill([1 << 30])
     client.cache_metrics()

@@ -301,10 +301,17 @@ def test_a_gated_repository_needs_a_token(hub: Hub) -> None:
         fetch()
 
 
-def test_a_wrong_token_is_said_to_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [
+        ("hf_other", "does not accept the token in HF_TOKEN"),
+        ("hf_other\x0bx", "HF_TOKEN holds characters that no token"),
+    ],
+)
+def test_a_wrong_token_is_said_to_be_wrong(token: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the token is not in the message."""
-    monkeypatch.setenv("HF_TOKEN", "hf_other")
-    with pytest.raises(ModelError, match="does not accept the token in HF_TOKEN") as caught:
+    monkeypatch.setenv("HF_TOKEN", token)
+    with pytest.raises(ModelError, match=message) as caught:
         fetch()
     assert "hf_other" not in str(caught.value)
 

@@ -375,4 +375,7 @@ def _gib(num_bytes: int) -> str:
 
 
 def _first_line(error: Exception) -> str:
+    """Return what an error says in short; an HTTP client complains of a header by showing it."""
+    if "bearer" in str(error).lower():
+        return "HF_TOKEN holds characters that no token has"
     return (str(error).splitlines() or [type(error).__name__])[0]

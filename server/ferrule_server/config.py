@@ -279,6 +279,10 @@ class ServerConfig:
             "--metrics-listen must be HOST:PORT, such as 127.0.0.1:9464: HTTP clients know no unix: paths",
         )
         _require(
+            self.metrics_listen is None or not self.metrics_listen.port or self.metrics_listen != self.listen,
+            f"--metrics-listen and --listen cannot share {self.listen.target}: choose another port",
+        )
+        _require(
             self.metrics_listen is not None or self.ui != "on",
             "--ui on needs an address to serve the page on: add --metrics-listen 127.0.0.1:9464",
         )

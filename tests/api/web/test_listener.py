@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import threading
@@ -167,6 +168,7 @@ def test_closing_ends_streams_and_waiting_connections() -> None:
     with listening() as listener, connect(listener.address) as watching, connect(listener.address) as silent:
         watching.sendall(b"GET /ui/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert watching.recv(100)
+        assert get(listener.address, "/metrics").status == 200, "so the two before it have been taken"
         began = time.monotonic()
         before = set(threading.enumerate())
         listener.close()
@@ -205,6 +207,25 @@ def test_what_fails_in_the_metrics_is_logged_and_not_told(caplog: pytest.LogCapt
             assert b"inner" not in reply.body
         assert get(listener.address, "/ui").status == 200
     assert "an inner matter" in caplog.text
+
+
+def test_without_descriptors_the_thread_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take the interpreter from the engine just when there is trouble already."""
+    tries: list[int] = []
+
+    class Exhausted:
+        def accept(self) -> None:
+            tries.append(1)
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    with listening() as listener:
+        with monkeypatch.context() as patch, connect(listener.address) as waiting:
+            patch.setattr(listener._server, "socket", Exhausted())
+            with connect(listener.address):
+                time.sleep(0.45)
+            assert 1 <= len(tries) <= 6
+            assert waiting.fileno() >= 0
+        assert get(listener.address, "/metrics").status == 200
 
 
 def test_ipv6_is_served() -> None:

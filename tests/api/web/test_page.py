@@ -145,6 +145,42 @@ def test_the_page_says_when_it_is_stale_and_comes_back_by_itself(browser: Browse
         assert not browser.evaluate("document.getElementById('main').classList.contains('stale')")
 
 
+def test_charts_are_made_of_differences_and_begin_anew_with_a_run(clean: Browser) -> None:
+    """Rates over the time that has passed, quantiles of what came in between; a counter that fell is another run's."""
+    with RunningServer() as server, serving_web(server) as listener:
+        clean.open(f"http://{listener.address.target}/ui")
+        told = json.loads(clean.evaluate(SERIES))
+    assert told["first"] == {"decoded": None, "rows": None, "step_seconds_p50": None}
+    assert told["second"] == {"decoded": 50, "rows": 4, "step_seconds_p50": pytest.approx(0.0015)}
+    assert told["lengths"] == [1, 2, 2, 1, 1], "twice the same view, another run, a clock that went back"
+    assert told["isNew"] == [True, False, False, True, True]
+
+
+SERIES = """(async () => {
+  const { Series } = await import('/ui/series.js');
+  const view = (uptime, tokens, steps, rows, counts) => ({
+    uptime: `${uptime}s`,
+    status: { num_decode_tokens: String(tokens), num_steps: String(steps) },
+    num_step_rows: String(rows),
+    step_seconds: { upper_bounds: [0.001, 0.002, 0.004], counts: counts.map(String) },
+  });
+  const series = new Series();
+  const told = { lengths: [], isNew: [] };
+  const add = (run, each) => {
+    told.isNew.push(series.add(run, each));
+    told.lengths.push(series.points.length);
+    const { decoded, rows, step_seconds_p50 } = series.points.at(-1);
+    return { decoded, rows, step_seconds_p50 };
+  };
+  told.first = add('1', view(10, 1000, 10, 20, [5, 5, 0, 0]));
+  told.second = add('1', view(12, 1100, 20, 60, [5, 15, 0, 0]));
+  add('1', view(12, 1100, 20, 60, [5, 15, 0, 0]));
+  add('2', view(13, 5, 1, 1, [0, 1, 0, 0]));
+  add('2', view(1, 0, 0, 0, []));
+  return JSON.stringify(told);
+})()"""
+
+
 def _num_byte_values(png: bytes) -> int:
     """Return how many different bytes the pixels of a PNG have: few in a blank one."""
     data, at = b"", 8

@@ -33,6 +33,8 @@ _RETRY: Final = b"retry: 1000\n\n"
 _POLL_S: Final = 0.05
 _LINGER_S: Final = 1.0
 _CLOSE_S: Final = 2.0
+_EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_EXHAUSTED_S: Final = 0.1
 _SECURITY: Final = {
     "Content-Security-Policy": "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none';"
     " frame-ancestors 'none'",
@@ -119,6 +121,15 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family, _, _, _, where = found[0]
         super().__init__(where, _Handler)  # type: ignore[arg-type]  # an IPv6 address has four parts
+
+    def get_request(self) -> tuple[Any, Any]:
+        """Take a connection; without descriptors or memory for it wait a moment, or the loop would spin."""
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno in _EXHAUSTED:
+                time.sleep(_EXHAUSTED_S)
+            raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer on a thread, or refuse at once where too many are."""

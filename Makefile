@@ -65,7 +65,7 @@ bench: $(VENV)/.ok ## run every benchmark of the CPU: a table for people, then o
 bench-gpu: $(VENV)/.ok ## decode on a GPU beside its ceilings and its peers; without one, a dry run (a minute)
 	@$(BIN)/python benchmarks/bench_gpu.py
 
-load: $(VENV)/.ok  ## load tests: 1, 32 and 256 sequences, direct and through Envoy; a table and a plot (7 minutes)
+load: $(VENV)/.ok  ## load tests: 1, 32 and 256 sequences, direct and through Envoy; a table and a plot (10 minutes)
 	@$(BIN)/python -m benchmarks.load --plot docs/images/load.svg $(LOAD)
 
 clean:            ## remove caches and build output, keep the environment

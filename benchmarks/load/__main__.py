@@ -94,7 +94,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--paths", type=_words("direct", "envoy"), default=["direct", "envoy"])
     parser.add_argument("--modes", type=_words(*MODES), default=list(MODES))
     parser.add_argument("--levels", type=_levels, default=[1, 32, 256], help="users of the closed loops")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of one run")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of one run")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=32, help="drawn behind each prompt")
     parser.add_argument("--longest-prompt", type=int, default=1024)

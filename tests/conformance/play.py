@@ -81,7 +81,7 @@ class Play:
         self._servers = servers
         self._target = servers.target(case.server) if case.server in PROFILES else servers.own(*case.flags)
         self._saved: dict[str, Json] = {"token": TOKENS, "unique": secrets.token_hex(8)}
-        self._handles: dict[str, tuple[Json, tuple[str, ...]]] = {}
+        self._handles: dict[tuple[str, ...], dict[str, Json]] = {}
 
     def run(self) -> None:
         """Play all steps, then release what they made.
@@ -97,13 +97,17 @@ class Play:
             raise Failed(f"step {number} asks for what is not there: {gone!r}") from gone
         finally:
             if self._case.server == "own":
-                self._servers.stop("own")
+                self._servers.end("own")
             else:
                 self._release()
 
     def _step(self, step: Mapping[str, Json], name: str) -> None:
         metadata = _pairs(fill(step.get("metadata", {}), self._saved))
-        if "wait" in step:
+        if "ended" in step:
+            code = self._servers.wait("own")
+            if code != step["ended"]:
+                raise Failed(f"{name}: the server ended with {code}")
+        elif "wait" in step:
             time.sleep(float(step["wait"]))
         elif "open" in step:
             self._ask("open", self._target, _full_name(step["open"]), *metadata)
@@ -156,12 +160,12 @@ class Play:
 
     def _remember(self, reply: Json, metadata: tuple[str, ...]) -> None:
         for handle in _handles_in(reply):
-            self._handles[handle["cacheId"]] = handle, metadata
+            self._handles.setdefault(metadata, {})[handle["cacheId"]] = handle
 
     def _release(self) -> None:
         """Leave nothing on a server that other cases use."""
-        for handle, metadata in self._handles.values():
-            request = json.dumps({"kvCaches": [handle]})
+        for metadata, handles in self._handles.items():
+            request = json.dumps({"kvCaches": list(handles.values())})
             self._ask("unary", self._target, _full_name("ReleaseCache"), request, *metadata)
 
 

@@ -12,6 +12,7 @@ import argparse
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -30,7 +31,9 @@ Result = tuple[str, str]
 """One of the words above, and why."""
 
 
-def play_all(language: str, cases: Sequence[Case], servers: Servers, shared: dict[str, object]) -> dict[str, Result]:
+def play_all(
+    language: str, cases: Sequence[Case], servers: Servers, shared: dict[str, object], *, is_verbose: bool = False
+) -> dict[str, Result]:
     """Return what became of each case in one language, by the case's name."""
     try:
         runner = build(language)
@@ -43,7 +46,10 @@ def play_all(language: str, cases: Sequence[Case], servers: Servers, shared: dic
     for case in cases:
         if process.poll() is not None:
             process = runner.start()
+        began = time.monotonic()
         results[case.name] = _play(case, process, servers, shared)
+        if is_verbose:
+            sys.stderr.write(f"{language} {time.monotonic() - began:6.2f} s {results[case.name][0]} {case.name}\n")
     process.communicate()
     return results
 
@@ -90,12 +96,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--language", default=",".join(LANGUAGES), help="names with commas between them")
     parser.add_argument("--case", default="", help="play only cases whose name has this text")
     parser.add_argument("--require", action="store_true", help="fail where a language cannot be built")
+    parser.add_argument("--verbose", action="store_true", help="tell each case on stderr as it ends, with its time")
     options = parser.parse_args(arguments)
     cases = [case for case in load() if options.case in case.name]
     shared: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as folder, Servers(Path(folder)) as servers:
         languages = options.language.split(",")
-        results = {language: play_all(language, cases, servers, shared) for language in languages}
+        results = {language: play_all(language, cases, servers, shared, is_verbose=options.verbose) for language in languages}
     sys.stdout.write("\n".join([table(cases, results), *reasons(results)]) + "\n")
     words = {result[0] for column in results.values() for result in column.values()}
     return int(FAILED in words or (options.require and SKIPPED in words))

@@ -25,7 +25,7 @@ PROFILES: Final[Mapping[str, tuple[str, ...]]] = {
 """Flags of each kind of server."""
 
 _START_S = 60.0
-_STOP_S = 10.0
+_STOP_S = 20.0
 
 
 class Servers:
@@ -38,6 +38,7 @@ class Servers:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._running: dict[str, tuple[subprocess.Popen[str], str]] = {}
+        self._ending: list[subprocess.Popen[str]] = []
         folder.mkdir(parents=True, exist_ok=True)
         lines = [f"{hashlib.sha256(TOKENS[name].encode()).hexdigest()} {line}\n" for name, line in _TOKEN_LINES.items()]
         path = folder / "tokens"
@@ -49,9 +50,11 @@ class Servers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End every server."""
+        """End every server; each gets its time to close the connections of its clients."""
         for name in list(self._running):
-            self.stop(name)
+            self.end(name)
+        for process in self._ending:
+            _reap(process)
 
     def target(self, profile: str) -> str:
         """Return the address of a server that is ready."""
@@ -64,18 +67,17 @@ class Servers:
         self._running["own"] = self._start("own", (*_REFERENCE, *flags))
         return self._running["own"][1]
 
-    def stop(self, name: str) -> int | None:
-        """End a server, if it still runs, and return its exit code; None: there was none."""
-        if name not in self._running:
-            return None
-        process, _ = self._running.pop(name)
-        with process:
+    def end(self, name: str) -> None:
+        """Ask a server to end, if it still runs; leaving waits for it."""
+        if name in self._running:
+            process, _ = self._running.pop(name)
             process.terminate()
-            try:
-                return process.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                raise
+            self._ending.append(process)
+
+    def wait(self, name: str) -> int:
+        """Return the exit code of a server that was asked to end."""
+        process, _ = self._running.pop(name)
+        return _reap(process)
 
     def _start(self, name: str, flags: tuple[str, ...]) -> tuple[subprocess.Popen[str], str]:
         filled = [flag.format(folder=self._folder) for flag in flags]
@@ -92,3 +94,13 @@ class Servers:
             process.communicate()
             raise RuntimeError(f"the server {name} did not become ready: {line!r}\n{log.read_text()[-2000:]}")
         return process, found[1]
+
+
+def _reap(process: subprocess.Popen[str]) -> int:
+    """Return the exit code of a process that is ending, or ends it the hard way."""
+    with process:
+        try:
+            return process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise

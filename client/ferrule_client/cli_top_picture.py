@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.text import Text
 
@@ -37,6 +36,8 @@ def write_svg(path: Path, lines: Sequence[Text], width: int) -> None:
     Raises:
         OSError: The file cannot be written.
     """
+    from rich._export_format import CONSOLE_SVG_FORMAT  # no public name: here it can only keep a picture from being
+
     console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     print_lines(console, lines)
     template = _ELSEWHERE.sub("", CONSOLE_SVG_FORMAT).replace("Fira Code", "monospace")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -167,8 +168,7 @@ def test_a_deadline_that_was_rounded_up_is_one(left_s: float | None, code: str) 
 
     call = Call("s", "r", Context())  # type: ignore[arg-type]
     call.begin_ns -= 100 * 10**9
-    with pytest.raises(asyncio.CancelledError), call:
-        raise asyncio.CancelledError
+    contextvars.copy_context().run(_cancel, call)
     assert call.code is not None
     assert call.code.name == code
 
@@ -222,6 +222,11 @@ def test_calls_that_admission_refuses_are_seen(tmp_path: Path) -> None:
             )
         call = recorder.last("Drain")
         assert (call.code, call.reason, call.principal) == (grpc.StatusCode.PERMISSION_DENIED, "ROLE_REQUIRED", "alice")
+
+
+def _cancel(call: Call) -> None:
+    with pytest.raises(asyncio.CancelledError), call:
+        raise asyncio.CancelledError
 
 
 def _generate(max_tokens: int) -> executor_pb2.GenerateRequest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import queue
 import re
@@ -382,8 +383,9 @@ class _Context:
 
 
 def _trace_one(tracer: Tracer) -> None:
-    with Call(_SERVICE, "Decode", _Context(), (tracer,)):  # type: ignore[arg-type]
-        pass
+    """Begin and end a call, in a context of its own as each call has one."""
+    call = Call(_SERVICE, "Decode", _Context(), (tracer,))  # type: ignore[arg-type]
+    contextvars.copy_context().run(lambda: call.__enter__().__exit__(None, None, None))
 
 
 def _free_port() -> int:

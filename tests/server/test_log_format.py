@@ -174,6 +174,7 @@ def test_text_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, root = io.StringIO(), logging.Logger("root")
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(logging, "root", root)
+    monkeypatch.setattr(logging.getLogger("grpc._cython.cygrpc"), "level", logging.NOTSET)  # as it was, afterwards
     set_up("warning", "text")
     root.warning("a=%d", 1)
     root.info("not told")

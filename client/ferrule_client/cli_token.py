@@ -14,8 +14,8 @@ __all__ = ["EXAMPLES", "add_options", "run"]
 
 EXAMPLES = """\
 examples:
-  ferrule token alice                               print a token, and the line for the server's --token-file
-  ferrule token alice --append tokens > alice.token add the line to a file, keep the token in another
+  ferrule token alice                                 print a token, and the line for the server's --token-file
+  ferrule token alice --append tokens > alice.token   add the line to a file, keep the token in another
   ferrule token ops --admin --quota handles=8 --quota kv_tokens=100000
 
 The server keeps the token's SHA-256 only, so a token that is lost cannot be found again: make a new one, and take the

@@ -59,8 +59,8 @@ def test_a_line_names_a_principal_its_role_and_its_quotas(path: Path) -> None:
 
 def test_the_example_of_the_page_is_one() -> None:
     """The server reads it as it stands."""
-    (example,) = (block for block in OPERATIONS.split("```\n") if block.startswith("# sha256"))
-    table = parse_tokens(example)
+    (example,) = (block for block in OPERATIONS.split("```text\n") if block.startswith("# sha256"))
+    table = parse_tokens(example.partition("```")[0])
     assert [caller.principal for caller in table.callers.values()] == ["alice", "ops", "batch"]
     assert table.quotas["batch"] == {"handles": 8, "kv_tokens": 200_000, "retained_bytes": 16 << 20}
 

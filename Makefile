@@ -12,7 +12,7 @@ COMPUTING_TESTS := tests/kernels tests/gpu tests/executor tests/kv tests/model t
 PYTEST := $(BIN)/python -m pytest -q -m "not slow and not gpu"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kernels test-gpu test-chaos test-stack lint types proto aio bench bench-gpu load clean
+.PHONY: help demo test test-kernels test-gpu test-chaos test-stack test-conformance lint types proto aio bench bench-gpu load clean
 
 help:             ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1\t/p' Makefile | expand -t 20
@@ -40,6 +40,11 @@ test-chaos: $(VENV)/.ok ## break things on purpose for about an hour; figures as
 	@$(BIN)/python -m pytest -v -s --show-capture=no --durations=0 -m slow tests/chaos
 
 DCLINT := npx --yes dclint@3.1.0 --config deploy/dclint.yaml --max-warnings 0
+test-conformance: $(VENV)/.ok ## the contract in Python, Node, Go, C++ and buf curl; installs what it needs (5 minutes)
+	@$(BIN)/python -m tests.conformance.install
+	@$(BIN)/python -m tests.conformance.run --require
+	@FERRULE_REQUIRE_TOOLS=1 $(BIN)/python -m pytest -q --timeout=600 tests/conformance
+
 test-stack: $(VENV)/.ok ## the compose stack without Docker: real Envoy, Prometheus, Chromium; dashboard, alerts, scale-out
 	@sh tests/stack/install_tools.sh
 	@shellcheck deploy/make_certificates.sh tests/stack/install_tools.sh

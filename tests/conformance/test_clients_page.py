@@ -1,0 +1,126 @@
+"""docs/clients.md and the README's path for other languages: their commands run, their tables are whole."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conformance.languages import ROOT, Missing, need, node_modules
+from tests.conformance.servers import Servers
+from tests.conformance.test_languages import absent
+
+PAGE = (ROOT / "docs" / "clients.md").read_text("utf-8")
+README = (ROOT / "README.md").read_text("utf-8")
+CONTRACT = (ROOT / "protos" / "README.md").read_text("utf-8")
+INSTALLS = ("sudo apt", "npm install", "pip install", "make demo")
+TOOLS = {
+    "node": ["node"],
+    "go": ["go", "protoc", "protoc-gen-go", "protoc-gen-go-grpc"],
+    "cpp": ["g++", "protoc", "grpc_cpp_plugin", "pkg-config"],
+    "python": [],
+    "shell": ["jq", "buf"],
+    "curl": ["buf"],
+}
+SLOW = ("go", "cpp")
+
+
+def _block(text: str, name: str) -> list[str]:
+    """Return the commands of a block, without their comments."""
+    found = re.search(rf"^```sh {name}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert found is not None, name
+    return [line.partition("  #")[0].rstrip() for line in found[1].splitlines()]
+
+
+def _run(commands: list[str], target: str, folder: Path) -> str:
+    """Return what the last of a block's commands prints, all run in one shell; what installs is left out."""
+    kept = [command for command in commands if not command.startswith(INSTALLS)]
+    last = kept[-1].replace("127.0.0.1:50051", target)
+    kept[-1] = last if target in last else f"{last} {target}"
+    script = "\n".join(["set -e", *kept]).replace("build/", f"{folder}/build/").replace("$PWD/", "")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    run = subprocess.run(
+        ["bash", "-c", script], cwd=ROOT, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+@pytest.mark.parametrize(
+    "language", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in TOOLS]
+)
+def test_the_commands_of_a_language_run(language: str, servers: Servers, tmp_path: Path) -> None:
+    """As they stand on the page, but for what installs, and where the server listens."""
+    try:
+        for program in TOOLS[language]:
+            need(program)
+        if language == "node":
+            node_modules()
+    except Missing as missing:
+        absent(missing)
+    said = _run(_block(PAGE, language), servers.target("shipped"), tmp_path)
+    assert said.endswith("released 3\n") if language != "curl" else "EXECUTOR_STATE" in said
+
+
+def test_from_the_readme_to_a_fork_in_node_in_under_ten_commands(tmp_path: Path) -> None:
+    """Counted, and run as they stand but for what installs: with a server on the port that is the default."""
+    commands = _block(README, "newcomer")
+    assert len(commands) < 10
+    try:
+        node_modules()
+        node = need("node")
+    except Missing as missing:
+        absent(missing)
+    assert commands[-1] == "node client/examples/node/fork.js"
+    serve = next(command for command in commands if "ferrule serve" in command)
+    program = [str(Path(sys.executable).parent / "ferrule"), *serve.split()[1:], "--listen", "127.0.0.1:0"]
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=log, text=True)
+    with server:
+        assert server.stdout is not None
+        found = re.search(r"^ready .*\blisten=(\S+)", server.stdout.readline())
+        assert found is not None, (tmp_path / "log").read_text()
+        command = [node, *commands[-1].split()[1:], found[1]]
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        server.terminate()
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.endswith("released 3\n")
+
+
+def test_every_reason_has_an_answer() -> None:
+    """Each reason of the contract stands once in the table of what to do, with its code."""
+    table = PAGE[PAGE.index("## What an error wants") : PAGE.index("## Proving")]
+    advice = {
+        reason: code
+        for reasons, code in re.findall(r"^\| (`.*?) \| ([A-Z_]+) \|", table, re.MULTILINE)
+        for reason in re.findall(r"`([A-Z_]+)`", reasons)
+    }
+    quotas = re.search(r"The quotas are (.*?)\.", CONTRACT, re.DOTALL)
+    assert quotas is not None
+    contract = {reason: "RESOURCE_EXHAUSTED" for reason in re.findall(r"QUOTA_\w+", quotas[1])}
+    for code, reasons in re.findall(r"^\| ([A-Z_]+) \| (`.*?) \|", CONTRACT, re.MULTILINE):
+        contract |= {reason: code for reason in re.findall(r"`([A-Z_]+)`", reasons)}
+    assert advice == contract
+
+
+def test_links_lead_to_files() -> None:
+    """From the pages about clients."""
+    for page in (ROOT / "docs" / "clients.md", ROOT / "tests" / "conformance" / "README.md"):
+        for link in re.findall(r"\]\(([^)#:]+)", page.read_text("utf-8")):
+            assert (page.parent / link).exists(), link
+
+
+def test_packages_of_node_are_pinned() -> None:
+    """Exact versions and no lock file, which would name a registry."""
+    folder = ROOT / "client" / "examples" / "node"
+    text = (folder / "package.json").read_text("utf-8")
+    versions = re.findall(r'"@grpc/[a-z-]+": "([^"]+)"', text)
+    assert len(versions) == 2
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+", version) for version in versions)
+    assert "package-lock=false" in (folder / ".npmrc").read_text("utf-8")
+    assert not (folder / "package-lock.json").exists()
+

@@ -67,9 +67,16 @@ class EnvoyProcess:
         folder: Where its configuration and its log go.
         instances: Port of each instance that the configuration names.
         source: The configuration.
+        others: Ports of further addresses that it names.
     """
 
-    def __init__(self, folder: Path, instances: Mapping[str, int], source: Path = CONFIG) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        instances: Mapping[str, int],
+        source: Path = CONFIG,
+        others: Mapping[tuple[str, int], int] | None = None,
+    ) -> None:
         self.port, self.admin_port, self.stats_port = free_ports(3)
         addresses = {(name, 50051): port for name, port in instances.items()}
         own = {
@@ -78,7 +85,7 @@ class EnvoyProcess:
             ("0.0.0.0", 9464): self.stats_port,
         }
         self._path = folder / "envoy.yaml"
-        self._path.write_text(yaml.safe_dump(local_config(source, addresses | own)), "utf-8")
+        self._path.write_text(yaml.safe_dump(local_config(source, {**addresses, **own, **(others or {})})), "utf-8")
         self.log = folder / "envoy.log"
         self.target = f"127.0.0.1:{self.port}"
 

@@ -37,7 +37,7 @@ test-gpu: $(VENV)/.ok ## kernels on a GPU: numerics, replays, bandwidth, sweep; 
 test-chaos: $(VENV)/.ok ## break things on purpose for about an hour; figures as JSON lines
 	@echo "cuts, kills, freezes, restarts, overload, hostile input: about an hour, a third of it churn (FERRULE_CHAOS_MINUTES)"
 	@FERRULE_HYPOTHESIS=long $(BIN)/python -m pytest -v -s --show-capture=no --durations=0 tests/chaos/test_protocol_machine.py tests/api/hostile
-	@$(BIN)/python -m pytest -v -s --show-capture=no --durations=0 -m slow tests/chaos
+	@$(BIN)/python -m pytest -v -s --show-capture=no --durations=0 -m slow tests/chaos tests/stack
 
 DCLINT := npx --yes dclint@3.1.0 --config deploy/dclint.yaml --max-warnings 0
 test-conformance: $(VENV)/.ok ## the contract in Python, Node, Go, C++ and buf curl; installs what it needs (5 minutes)

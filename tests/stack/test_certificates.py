@@ -190,6 +190,7 @@ def test_certificates_are_replaced_under_a_client_that_goes_on(filled: Folders, 
         assert not _gets_in(address, filled.identity("alice"))
 
 
+@pytest.mark.slow
 def test_tokens_over_tls(filled: Folders, tmp_path: Path) -> None:
     """With deploy/compose.secured.yml: who has one gets in, and an admin sees the whole server."""
     ops, alice = _token(filled, "ops", "--admin"), _token(filled, "alice")

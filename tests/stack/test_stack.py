@@ -101,6 +101,7 @@ def test_the_plain_stack_serves_and_stops(tmp_path: Path) -> None:
         assert not stack.is_healthy("ferrule")
 
 
+@pytest.mark.slow
 def test_the_server_of_the_gpu_says_that_there_is_none(tmp_path: Path) -> None:
     """Its command and variables are understood; without a GPU it ends with 2 and one sentence."""
     stack = Stack(tmp_path, ("ferrule-gpu",), profiles=("gpu",), settings={"CUDA_VISIBLE_DEVICES": ""})

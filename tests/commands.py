@@ -1,0 +1,109 @@
+"""Every command that the pages and ``--help`` show, as a reader would type it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from ferrule_client.cli import build_parser
+from ferrule_server.arguments import build_parser as build_server_parser
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+PAGES: Final = tuple(
+    str(path.relative_to(ROOT))
+    for path in (
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "protos" / "README.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "client" / "examples").glob("*/README.md")),
+        *sorted((ROOT / "examples").glob("*.md")),
+    )
+)
+LANGUAGES: Final = ("", "sh", "console")
+"""Of a block that is commands; pictures and output say ``text``."""
+
+_VARIABLES: Final = re.compile(r"(?:[A-Z_]+=(?:\$\([^)]*\)|\S*) +)*")
+_COMMENT: Final = re.compile(r"(?:^|\s+)# .*$")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Command:
+    """One line that a shell takes.
+
+    Attributes:
+        page: Where it stands: ``docs/operations.md``, or ``ferrule serve --help``.
+        heading: The one above it.
+        line: Its number there, from 1.
+        text: Without comment; lines that end in a backslash are one.
+    """
+
+    page: str
+    heading: str
+    line: int
+    text: str
+
+    @property
+    def program(self) -> str:
+        """The text without the variables in front."""
+        return self.text[_VARIABLES.match(self.text).end() :]  # type: ignore[union-attr]  # it matches nothing at least
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}: {self.text}"
+
+
+def in_page(page: str, text: str | None = None) -> list[Command]:
+    """Return the commands of the blocks of a page, in its order.
+
+    Args:
+        page: Its path from the root of the repository.
+        text: Of the page; None: what the file has.
+    """
+    found: list[Command] = []
+    heading, language, before = "", None, ""
+    for number, line in enumerate((text or (ROOT / page).read_text("utf-8")).splitlines(), 1):
+        if line.startswith("```"):
+            language = line[3:].strip() if language is None else None
+        elif language is None and line.startswith("#"):
+            heading = line.lstrip("# ")
+        elif language in LANGUAGES:
+            joined = before + _COMMENT.sub("", line).strip().removeprefix("$ ")
+            before = joined.removesuffix("\\").rstrip() + " " if joined.endswith("\\") else ""
+            if joined and not before:
+                found.append(Command(page, heading, number, joined))
+    return found
+
+
+def in_sentences(page: str) -> list[Command]:
+    """Return the commands that stand between backquotes in the text of a page."""
+    prose = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    spans = re.findall(r"(?<!`)`((?:[A-Z_]+=\S+ )*(?:ferrule|make|pip|python) [^`]+)`", prose)
+    return [Command(page, "", 0, " ".join(span.split())) for span in spans]
+
+
+def in_help() -> list[Command]:
+    """Return the examples at the end of every ``--help``."""
+    helps = {"ferrule serve --help": build_server_parser().epilog}
+    for name, parser in _parsers("ferrule", build_parser()):
+        helps[f"{name} --help"] = parser.epilog
+    lines = [(page, *numbered) for page, text in helps.items() for numbered in enumerate((text or "").splitlines(), 1)]
+    examples = re.compile(r"  ((?:\S+ )*(?:\| )?ferrule .*?)(?: {2,}.*)?$")
+    return [
+        Command(page, "", number, found[1].strip())
+        for page, number, line in lines
+        if (found := examples.match(line)) is not None
+    ]
+
+
+def _parsers(name: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Give a parser and those of its commands, without ``serve``, which the server has its own for."""
+    yield name, parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner, below in action.choices.items():
+                if inner != "serve":
+                    yield from _parsers(f"{name} {inner}", below)

@@ -1,0 +1,290 @@
+"""Every command of the pages and of ``--help`` works: one rule takes each, and runs it or says which test does."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from ferrule_client.cli import build_parser, main
+from ferrule_server.config import parse_config
+from ferrule_server.kernels.cuda.toolchain import cubins_cli
+from tests.command_story import Story
+from tests.commands import PAGES, ROOT, Command, in_help, in_page, in_sentences
+from tests.stack.compose_file import ON_TOP
+from tests.stack.test_pages import compose_commands
+from tests.tools import tool
+
+ELSEWHERE: Final = {
+    r"ferrule serve( --model demo)?$": "tests/conftest.py",  # the server that the client commands go to
+    r"ferrule serve .*--device cuda": "tests/executor/cuda/test_cuda_executor.py",
+    r"ferrule serve .*--kernel-bundle": "tests/executor/cuda/test_compose.py",
+    r"ferrule serve --model \w+/": "tests/model/test_hub.py",
+    r"ferrule demo": "tests/client/test_demo.py",
+    r"make (demo|test)\b": "tests/client/test_demo.py",
+    r"python -m \S+\.cubins ": "tests/kernels/cuda/toolchain/test_cubins.py",
+    r"python protos/generate_stubs\.py": "tests/test_protos.py",
+    r"cd protos && buf ": "tests/test_protos.py",
+}
+"""What is only parsed here, for want of a GPU, a network or time, and which file runs it."""
+SAYS: Final = {
+    r"ferrule generate": r"\w{3}",
+    r"ferrule chat": r"\w",
+    r".*ferrule health --probe": r"^$",
+    r".*ferrule health": r"serving: ",
+    r".*ferrule metrics.*jq": r"^\d+$",
+    r".*ferrule metrics": r"total_blocks",
+    r".*ferrule top.*(jq|svg)": r"^[\d.]*$",
+    r".*ferrule top": r"tokens/s",
+    r"ferrule admin warmup": r"warm",
+    r"ferrule admin drain": r"drain",
+    r"ferrule admin shutdown": r"end|shut|drain",
+    r"ferrule token .*--append (?!.*>)": r"^ferrule_",
+    r"curl ": r"^ferrule_info\{",
+}
+"""What a command prints that prints anything."""
+
+
+def _serve(story: Story, command: Command) -> None:
+    """Settings are understood as they stand; then a server gets ready, and ends with 0."""
+    words = [re.sub(r"^~", str(story.folder), word) for word in shlex.split(command.program)]
+    parse_config(words[2:], {})
+    if not _is_run_elsewhere(command):
+        has_model = "--model" in words or "--executor" in words
+        story.serve(story.here(command.text), {} if has_model else {"FERRULE_EXECUTOR": "paged-reference"})
+
+
+def _client(story: Story, command: Command) -> None:
+    """It succeeds, and prints what it should."""
+    if _is_run_elsewhere(command):
+        build_parser().parse_args(shlex.split(command.program)[1:])
+        return
+    if "ferrule admin" in command.text:
+        story.need_a_server_of_its_own()
+    if re.match(r"ferrule (generate|chat)", command.program):
+        story.end_section()  # what was started for another purpose has no tokenizer
+    if "jq" in command.text:
+        tool("jq")
+    text = story.here(command.text)
+    out = story.shell(text) if re.search(r"[|&;<>$]|chat", text) else _in_this_process(story, shlex.split(text)[1:])
+    _check_output(command, out)
+
+
+def _in_this_process(story: Story, arguments: list[str]) -> str:
+    """Return what a command prints that needs no shell; a process for each would take long."""
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.chdir(story.folder)
+        for name in [name for name in os.environ if name.startswith("FERRULE_")]:
+            patch.delenv(name)
+        for name, value in story.environment.items():
+            patch.setenv(name, value)
+        assert main(arguments) == 0, out.getvalue()
+    return out.getvalue()
+
+
+def _check_output(command: Command, out: str) -> None:
+    for pattern, said in SAYS.items():
+        if re.match(pattern, command.program):
+            assert re.search(said, out, re.MULTILINE), f"{command}\n{out}"
+            return
+
+
+def _compose(story: Story, command: Command) -> None:
+    """Files, profiles, services and variables exist; with credentials the service is started without Docker."""
+    assert command.text in compose_commands(), f"{command}: tests/stack/test_pages.py does not see it"
+    files = [path for path in ON_TOP if f"-f deploy/{path.name}" in command.text]
+    if files:
+        story.compose(files)
+
+
+def _certificates(story: Story, command: Command) -> None:
+    """The script does it."""
+    tool("openssl")
+    story.shell(f"{ROOT}/{command.text}")
+
+
+def _make(story: Story, command: Command) -> None:
+    """The target is there, and so is all that it needs."""
+    subprocess.run(["make", "--dry-run", *shlex.split(command.program)[1:]], cwd=ROOT, check=True, capture_output=True)
+
+
+def _pip(story: Story, command: Command) -> None:
+    """The extra is one of ours."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (found,) = re.findall(r"^pip install '?\.(?:\[([a-z,]+)\])?'?$", command.program)
+    assert set(filter(None, found.split(","))) <= set(extras)
+
+
+def _bundles(story: Story, command: Command) -> None:
+    """It is understood."""
+    assert _is_run_elsewhere(command)
+    cubins_cli._parse(shlex.split(command.program)[3:])
+
+
+def _contract(story: Story, command: Command) -> None:
+    """It is what the tests of the contract do."""
+    assert _is_run_elsewhere(command)
+    tests = (ROOT / "tests" / "test_protos.py").read_text()
+    assert "generate_stubs" in tests
+    for action in re.findall(r"buf (\w+)", command.text):
+        assert f'_buf("{action}"' in tests, command
+
+
+def _buf(story: Story, command: Command) -> None:
+    """A function of the shell, then calls by it; a handle is the one that the page told to put in."""
+    if command.text.startswith("call() {"):
+        story.prelude = command.text.replace("--schema protos", f"--schema {ROOT}/protos")
+        story.prelude = story.prelude.replace("-d ", f"--unix-socket {story.target.removeprefix('unix:')} -d ")
+        return
+    text = re.sub(r'"kvCache": \{[^}]*\}', lambda _: f'"kvCache": {story.kv_cache}', command.text)
+    answer = json.loads(story.shell(f"{story.prelude}\n{text}"))
+    assert answer, command
+    story.kv_cache = json.dumps(answer["output"]["kvCache"]) if "output" in answer else story.kv_cache
+
+
+def _curl(story: Story, command: Command) -> None:
+    """The metrics of a server."""
+    tool("curl")
+    story.need_a_server_of_its_own()
+    _check_output(command, story.shell(story.here(command.text)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rule:
+    """Commands that begin so are checked so."""
+
+    pattern: str
+    check: Callable[[Story, Command], None]
+
+
+RULES: Final = (
+    Rule(r"ferrule serve\b", _serve),
+    Rule(r"ferrule (?!serve)|(cat|printf) .*\| ferrule |until ferrule |watch ferrule ", _client),
+    Rule(r"mkdir -p secrets && \(umask 077; ferrule token ", _client),
+    Rule(r"docker compose ", _compose),
+    Rule(r"deploy/make_certificates\.sh ", _certificates),
+    Rule(r"make ", _make),
+    Rule(r"pip install ", _pip),
+    Rule(r"python -m ferrule_server\.kernels\.cuda\.toolchain\.cubins ", _bundles),
+    Rule(r"python protos/generate_stubs\.py|cd protos && buf ", _contract),
+    Rule(r"call(\(\)| )", _buf),
+    Rule(r"curl ", _curl),
+)
+
+
+def _rule_of(command: Command) -> Rule:
+    found = [rule for rule in RULES if re.match(rule.pattern, command.program)]
+    assert len(found) == 1, (
+        f"{command}\n{len(found)} rules take it. Add one to RULES in tests/test_commands.py that runs it, or that"
+        " parses it and names in ELSEWHERE the test that runs it; a picture or output is fenced as ```text"
+    )
+    return found[0]
+
+
+def _is_run_elsewhere(command: Command) -> bool:
+    return any(re.match(pattern, command.program) for pattern in ELSEWHERE)
+
+
+def _follow(commands: list[Command], story: Story) -> None:
+    """Type commands in their order; what a heading has started ends with it."""
+    heading = None
+    try:
+        for command in commands:
+            if command.heading != heading:
+                story.end_section()
+            heading = command.heading
+            _rule_of(command).check(story, command)
+    finally:
+        story.end_section()
+
+
+def _programs(page: str) -> set[str]:
+    return {command.program for command in in_page(page)}
+
+
+@pytest.fixture
+def story(tmp_path: Path, shipped_target: str) -> Story:
+    """A reader with the files that pages take for granted."""
+    return Story(tmp_path, shipped_target)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if in_page(page)])
+def test_commands_of_a_page_work_one_after_the_other(page: str, story: Story) -> None:
+    """As they stand, but for addresses and what only containers have; a section that another page has is run there."""
+    if any("--tls-cert cert.pem" in text for text in _programs(page)):
+        _put_certificates(story)
+    before = set[str]().union(*map(_programs, PAGES[: PAGES.index(page)]))
+    commands = in_page(page)
+    new = {command.heading for command in commands if command.program not in before}
+    _follow([command for command in commands if command.heading in new], story)
+
+
+def test_commands_of_help_work(story: Story) -> None:
+    """What stands in a page as well is run there."""
+    _put_certificates(story)
+    before = set[str]().union(*map(_programs, PAGES))
+    _follow([command for command in in_help() if command.program not in before], story)
+
+
+def _put_certificates(story: Story) -> None:
+    """Put the files of a server there by the names that pages give them, and a line for alice."""
+    tool("openssl")
+    story.shell(f"{ROOT}/deploy/make_certificates.sh authority; {ROOT}/deploy/make_certificates.sh server localhost")
+    for name in ("cert", "key", "ca"):
+        shutil.copy(story.folder / "secrets" / f"{name}.pem", story.folder / f"{name}.pem")
+    for name in ("certificates", "secrets"):
+        shutil.rmtree(story.folder / name)
+    story.shell("ferrule token somebody --append tokens")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if in_sentences(page)])
+def test_commands_in_sentences_are_understood(page: str, story: Story) -> None:
+    """Commands, flags, targets and extras between backquotes are there."""
+    for command in in_sentences(page):
+        words = shlex.split(command.program)
+        if words[0] == "make":
+            _make(story, command)
+        elif words[:2] == ["ferrule", "serve"]:
+            parse_config(words[2:], {})
+        elif words[0] == "ferrule" and len(words) > 2:
+            build_parser().parse_args(words[1:])
+        elif words[0] == "ferrule":
+            assert f" {words[1]} " in build_parser().format_help(), command
+
+
+def test_what_is_run_elsewhere_is_run_there() -> None:
+    """The files are there, and every entry is of use."""
+    commands = [*in_help(), *(command for page in PAGES for command in in_page(page))]
+    for pattern, path in ELSEWHERE.items():
+        assert (ROOT / path).is_file(), path
+        assert any(re.match(pattern, command.program) for command in commands), pattern
+
+
+def test_a_command_that_nobody_knows_is_told_what_to_do() -> None:
+    """Whoever writes it learns where to add it."""
+    for text in ("kubectl apply -f ferrule.yml", "sudo reboot"):
+        (command,) = in_page("page.md", f"# Title\n\n```sh\n{text}   # why\n```\n")
+        assert (command.heading, command.line, command.text) == ("Title", 4, text)
+        with pytest.raises(AssertionError, match=r"page.md:4: .*\n\s*0 rules take it. Add one to RULES"):
+            _rule_of(command)
+
+
+def test_pages_have_as_many_commands_as_ever() -> None:
+    """The reader of pages sees them."""
+    commands = [command for page in PAGES for command in in_page(page)]
+    assert len(commands) > 60
+    assert len(in_help()) > 40
+    assert all(sum(bool(re.match(rule.pattern, c.program)) for rule in RULES) == 1 for c in [*commands, *in_help()])

@@ -175,6 +175,20 @@ def test_what_another_tool_fetched_is_found_and_the_other_way_round(hub: Hub, ca
     assert [(repo.repo_id, set(repo.refs)) for repo in report.repos] == [(NAME, {"main"})]
 
 
+def test_a_disk_without_links_will_do(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files lie where the links would be."""
+
+    def no_links(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "symlink_to", no_links)
+    model = fetch()
+    assert (model.folder / SHARDS[0]).stat().st_size == SHARD_BYTES
+    hub.seen.clear()
+    assert fetch() == model
+    assert hub.files_got() == []
+
+
 def test_a_cut_connection_is_gone_on_with(hub: Hub) -> None:
     """From the byte that came last, in the same start."""
     hub.faults = Faults(cut_after_bytes=1 << 18, num_cuts=2)

@@ -8,20 +8,19 @@ weights are fetched. huggingface_hub does the talking: tokens, proxies, HF_ENDPO
 from __future__ import annotations
 
 import logging
-import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Final
 
 from ferrule_server.errors import ModelError
-from ferrule_server.model.hub_cache import INDEX_FILE, SINGLE_FILE, HubCache, free_bytes, shards_of
-from ferrule_server.model.hub_fetch import CutOff, RemoteFile, Response, Stopped, fetch_file
+from ferrule_server.model.hub_cache import INDEX_FILE, SINGLE_FILE, free_bytes, shards_of
+from ferrule_server.model.hub_client import CONFIGS, TEXTS, HubClient, Listing, Unlisted
+from ferrule_server.model.hub_fetch import CutOff, RemoteFile, Stopped, fetch_file
 
 OnShare = Callable[[float], None]
 """Called with how much of the weights has come, from 0 to 1; from any thread."""
@@ -30,13 +29,7 @@ DEFAULT_REVISION: Final = "main"
 
 _LOG = logging.getLogger(__name__)
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
-_CONFIGS: Final = ("config.json", "generation_config.json")
-_TEXTS: Final = re.compile(
-    r"tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|chat_template\.jinja"
-    r"|additional_chat_templates/[A-Za-z0-9][A-Za-z0-9._-]*\.jinja"
-)
 _NUM_CONNECTIONS: Final = 4
-_TIMEOUT_S: Final = 10.0
 _MOST_BYTES: Final = 50 * 10**9
 """The hub sends no larger file over HTTP."""
 _LOG_EVERY_S: Final = 30.0
@@ -80,7 +73,7 @@ def fetch_model(
         ModelError: There is no such model or revision, nobody may read it, it has no safetensors, it does not fit on
             the disk, the network fails, or the cache lacks it and nothing may be fetched.
     """
-    hub = _Hub(name, revision or DEFAULT_REVISION)
+    hub = HubClient(name, revision or DEFAULT_REVISION)
     commit = hub.cache.commit_of(hub.revision)
     is_here = commit is not None and hub.cache.is_complete(commit)
     is_whole = is_here and commit == hub.revision and hub.cache.has_tokenizer(commit)
@@ -93,7 +86,7 @@ def fetch_model(
         )
     try:
         listing = hub.listing()
-    except _Unlisted as problem:
+    except Unlisted as problem:
         if commit is None or not is_here:
             also = f"; nor is it complete in the cache, {hub.root}" if problem.is_outage else ""
             raise ModelError(f"--model {name}: {problem}{also}") from problem
@@ -102,116 +95,10 @@ def fetch_model(
     return _Fetch(hub, listing, on_share).run(check)
 
 
-@dataclass(frozen=True, slots=True)
-class _Listing:
-    """What a repository holds at one commit."""
-
-    commit: str
-    files: dict[str, RemoteFile]
-    others: tuple[str, ...]
-
-
-class _Unlisted(Exception):
-    """The hub does not say what a repository holds; the message says why, and another time it may."""
-
-    def __init__(self, message: str, *, is_outage: bool) -> None:
-        super().__init__(message)
-        self.is_outage = is_outage
-
-
-class _Hub:
-    """One model on the hub, asked through huggingface_hub, which is imported here and nowhere else."""
-
-    def __init__(self, name: str, revision: str) -> None:
-        os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-        import huggingface_hub
-        from huggingface_hub import constants, errors, utils
-
-        for client in ("httpx", "httpx2"):  # whichever it is: at INFO it logs each address, signed ones too
-            logging.getLogger(client).setLevel(logging.WARNING)
-        self._library, self._utils = huggingface_hub, cast("Any", utils)
-        self._errors = errors
-        # The root of all errors of its HTTP client, whichever client that is.
-        self._failure: type[Exception] = errors.HfHubHTTPError.__bases__[0]
-        self.name, self.revision = name, revision
-        self.is_offline = bool(constants.HF_HUB_OFFLINE)
-        self.endpoint = str(constants.ENDPOINT)
-        self.root = Path(constants.HF_HUB_CACHE)
-        self.cache = HubCache(self.root, name)
-        self._headers = self._utils.build_hf_headers(library_name="ferrule")
-
-    def listing(self) -> _Listing:
-        """Return what the repository holds.
-
-        Raises:
-            ModelError: It has no such revision.
-            _Unlisted: Anything else.
-        """
-        api = self._library.HfApi(endpoint=self.endpoint)
-        try:
-            info = api.model_info(self.name, revision=self.revision, files_metadata=True, timeout=_TIMEOUT_S)
-        except self._errors.RevisionNotFoundError as error:
-            raise ModelError(f"--revision {self.revision}: {self.name} has no such branch, tag or commit") from error
-        except (self._failure, OSError, ValueError, TypeError, KeyError) as error:  # some of them for what is no hub
-            raise _Unlisted(self._reason(error), is_outage=_is_outage(error)) from error
-        files, others = {}, []
-        for sibling in info.siblings or ():
-            if _is_wanted(sibling.rfilename):
-                files[sibling.rfilename] = _remote_file(sibling)
-            else:
-                others.append(sibling.rfilename)
-        if not re.fullmatch(r"[0-9a-f]{40}", str(info.sha)):
-            raise _Unlisted(f"{self.endpoint} names no commit; is it a hub?", is_outage=True)
-        return _Listing(str(info.sha), files, tuple(others))
-
-    @contextmanager
-    def get(self, path: str, commit: str, offset: int) -> Iterator[Response]:
-        """Ask for a file from an offset on, for as long as the body runs.
-
-        Raises:
-            CutOff: It failed, and may go better next time.
-            ModelError: The hub refuses it.
-        """
-        url = self._library.hf_hub_url(self.name, path, revision=commit, endpoint=self.endpoint)
-        headers = {**self._headers, "accept-encoding": "identity"}
-        if offset:
-            headers["range"] = f"bytes={offset}-"
-        try:
-            session = self._library.get_session()
-            with session.stream("GET", url, headers=headers, timeout=_TIMEOUT_S) as response:
-                self._utils.hf_raise_for_status(response)
-                yield response
-        except self._failure as error:
-            if _is_outage(error):
-                raise CutOff(self._reason(error)) from error
-            raise ModelError(f"--model {self.name}: {self._reason(error)}") from error
-
-    def _reason(self, error: Exception) -> str:
-        """Return in one line why the hub gives nothing, and what to do about it."""
-        status = _status_of(error)
-        if isinstance(error, self._errors.GatedRepoError):
-            return (
-                f"the repository is gated: accept its terms at {self.endpoint}/{self.name} and set HF_TOKEN to a token"
-                " of that account"
-            )
-        is_anonymous = "authorization" not in self._headers
-        if isinstance(error, self._errors.RepositoryNotFoundError) or (status == 401 and is_anonymous):
-            return (
-                f"no such folder, and {self.endpoint} has no such repository, or it is private and needs HF_TOKEN, a"
-                " token that may read it"
-            )
-        if status == 401:
-            return f"{self.endpoint} does not accept the token in HF_TOKEN, or of 'hf auth login'"
-        if status is not None:
-            return f"{self.endpoint} answers {status}"
-        return f"{self.endpoint} cannot be reached ({_first_line(error)})"
-
-
 class _Fetch:
     """One commit of a model on its way to the cache."""
 
-    def __init__(self, hub: _Hub, listing: _Listing, on_share: OnShare) -> None:
+    def __init__(self, hub: HubClient, listing: Listing, on_share: OnShare) -> None:
         self._hub, self._listing, self._on_share = hub, listing, on_share
         self._cache = hub.cache
         self._folder = self._cache.snapshot(listing.commit)
@@ -224,9 +111,9 @@ class _Fetch:
         if "config.json" not in files or not has_weights:
             raise ModelError(self._no_model(has_weights))
         try:
-            self._fetch([files[name] for name in _CONFIGS if name in files])
+            self._fetch([files[name] for name in CONFIGS if name in files])
             check(self._folder)
-            self._fetch([file for name, file in files.items() if _TEXTS.fullmatch(name)])
+            self._fetch([file for name, file in files.items() if TEXTS.fullmatch(name)])
             if SINGLE_FILE not in files:
                 self._fetch([files[INDEX_FILE]])
             self._fetch_weights(self._weights())
@@ -340,42 +227,9 @@ class _Tally:
                 _LOG.info("downloading done_bytes=%d total_bytes=%d", self._done_bytes, self._total_bytes)
 
 
-def _is_wanted(path: str) -> bool:
-    """Whether the server reads such a file; which of the safetensors it does is seen in the index."""
-    is_weights = path == INDEX_FILE or (path.endswith(".safetensors") and re.fullmatch(r"[A-Za-z0-9][\w.-]*", path))
-    return bool(path in _CONFIGS or _TEXTS.fullmatch(path) or is_weights)
-
-
-def _remote_file(sibling: Any) -> RemoteFile:  # its fields differ between the versions of the library
-    """Return a file as the hub lists it."""
-    large = sibling.lfs
-    if large is not None:
-        return RemoteFile(sibling.rfilename, int(large.size), str(large.sha256))
-    return RemoteFile(sibling.rfilename, -1 if sibling.size is None else int(sibling.size), str(sibling.blob_id))
-
-
-def _status_of(error: Exception) -> int | None:
-    """Return the HTTP status behind an error, None where there was no answer."""
-    status: int | None = getattr(getattr(error, "response", None), "status_code", None)
-    return status
-
-
-def _is_outage(error: Exception) -> bool:
-    """Whether asking again later may help."""
-    status = _status_of(error)
-    return status is None or status >= 500 or status in (408, 416, 429)
-
-
 def _of(revision: str | None) -> str:
     return f"--revision {revision}: " if revision else ""
 
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 30):.1f} GiB" if num_bytes >= 1 << 28 else f"{num_bytes / (1 << 20):.1f} MiB"
-
-
-def _first_line(error: Exception) -> str:
-    """Return what an error says in short; an HTTP client complains of a header by showing it."""
-    if "bearer" in str(error).lower():
-        return "HF_TOKEN holds characters that no token has"
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -29,6 +29,7 @@ DEVICE = ("numpy", "numba", "safetensors", "torch")
 # `executor.select`, which composes it. The server's version is open to all of the server.
 ALLOWED: dict[str, tuple[str, ...]] = {
     "ferrule_client": ("ferrule_client", "numpy", *WIRE),
+    "examples": WIRE,  # the one of client/examples that is in Python: no library
     "generate_aio": ("source_edits",),
     "source_edits": (),
     "ferrule_client.cli*": ("ferrule_client", "numpy", "rich", *WIRE),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,14 @@ class Case:
 def load() -> list[Case]:
     """Return all cases, in the order of files and places."""
     return [
-        Case(entry["case"], path.stem, entry["steps"], entry.get("server", "plain"), entry.get("flags", []), "slow" in entry)
+        Case(
+            entry["case"],
+            path.stem,
+            entry["steps"],
+            entry.get("server", "plain"),
+            entry.get("flags", []),
+            "slow" in entry,
+        )
         for path in sorted(FOLDER.glob("*.yaml"))
         for entry in yaml.safe_load(path.read_text("utf-8"))
     ]
@@ -51,8 +58,7 @@ def fill(value: Json, saved: Mapping[str, Json]) -> Json:
     """Return a value with what earlier steps have saved in the place of references.
 
     ``${p.output.kvCache}`` alone becomes what is there, of any type; inside a longer text it becomes text.
-    ``{$with: X, key: value}`` is X with these keys changed, ``{$handle_id: X}`` the loggable id of a handle,
-    ``{$times: [n, X]}`` n times X in a list, ``{$masks: [n, v]}`` n masks of v tokens, each of which allows another one.
+    ``{$with: X, key: value}`` is X with these keys changed, the others of :data:`_MADE` are what their functions say.
 
     Raises:
         LookupError: Nothing is saved there.
@@ -64,17 +70,30 @@ def fill(value: Json, saved: Mapping[str, Json]) -> Json:
     if not isinstance(value, Mapping):
         return value
     filled = {str(key): fill(one, saved) for key, one in value.items()}
-    if "$with" in filled:
+    name = next(iter(filled), "")
+    if name == "$with":
         return {**filled.pop("$with"), **filled}
-    if "$handle_id" in filled:
-        return handle_id_of(filled["$handle_id"]["cacheId"])
-    if "$times" in filled:
-        count, one = filled["$times"]
-        return [one] * int(count)
-    if "$masks" in filled:
-        count, vocab_size = filled["$masks"]
-        return [base64.b64encode((1 << token).to_bytes(vocab_size // 8, "little")).decode() for token in range(count)]
-    return filled
+    return _MADE[name](filled[name]) if name in _MADE else filled
+
+
+def _handle_id(handle: Mapping[str, Json]) -> str:
+    """``$handle_id: X``: the loggable id of a handle."""
+    return handle_id_of(handle["cacheId"])
+
+
+def _times(argument: list[Json]) -> list[Json]:
+    """``$times: [n, X]``: n times X in a list."""
+    count, one = argument
+    return [one] * int(count)
+
+
+def _masks(argument: list[int]) -> list[str]:
+    """``$masks: [n, v]``: n masks for v tokens, each of which allows another token."""
+    count, vocab_size = argument
+    return [base64.b64encode((1 << token).to_bytes(vocab_size // 8, "little")).decode() for token in range(count)]
+
+
+_MADE: Mapping[str, Callable[[Any], Json]] = {"$handle_id": _handle_id, "$times": _times, "$masks": _masks}
 
 
 def _fill_text(text: str, saved: Mapping[str, Json]) -> Json:

@@ -17,7 +17,9 @@ RUNNERS: Final = Path(__file__).parent / "runners"
 BUILD: Final = ROOT / "build" / "conformance"
 EXAMPLES: Final = ROOT / "client" / "examples"
 INCLUDES: Final = (ROOT / "protos", ROOT / "protos" / "third_party", Path(__file__).parent / "protos")
-CONTRACT: Final = tuple(sorted(p.relative_to(ROOT / "protos").as_posix() for p in (ROOT / "protos" / "ferrule").rglob("*.proto")))
+CONTRACT: Final = tuple(
+    sorted(p.relative_to(ROOT / "protos").as_posix() for p in (ROOT / "protos" / "ferrule").rglob("*.proto"))
+)
 DETAILS: Final = ("google/rpc/code.proto", "google/rpc/error_details.proto", "google/rpc/status.proto")
 HEALTH: Final = ("grpc/health/v1/health.proto",)
 
@@ -60,7 +62,13 @@ def _python() -> Runner:
 
 def _node() -> Runner:
     protos = [str(ROOT / "protos" / name) for name in CONTRACT] + [str(INCLUDES[1] / name) for name in DETAILS]
-    command = [need("node"), str(RUNNERS / "node" / "runner.js"), str(ROOT / "protos"), *protos, str(INCLUDES[2] / HEALTH[0])]
+    command = [
+        need("node"),
+        str(RUNNERS / "node" / "runner.js"),
+        str(ROOT / "protos"),
+        *protos,
+        str(INCLUDES[2] / HEALTH[0]),
+    ]
     return Runner(command, {"NODE_PATH": str(node_modules())})
 
 
@@ -82,8 +90,8 @@ def _go() -> Runner:
 
 def compile_go(name: str, source: Path) -> Path:
     """Return the program made of one Go file and the code generated from the contract, with Debian's packages."""
-    for program in ("go", "protoc", "protoc-gen-go", "protoc-gen-go-grpc"):
-        need(program)
+    for wanted in ("go", "protoc", "protoc-gen-go", "protoc-gen-go-grpc"):
+        need(wanted)
     path, program = BUILD / "go", BUILD / "go" / "bin" / name
     (path / "src").mkdir(parents=True, exist_ok=True)
     if not _is_newer(program, [source, *_contract_paths()]):

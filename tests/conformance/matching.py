@@ -14,10 +14,24 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 CODES = (
-    "OK CANCELLED UNKNOWN INVALID_ARGUMENT DEADLINE_EXCEEDED NOT_FOUND ALREADY_EXISTS PERMISSION_DENIED "
-    "RESOURCE_EXHAUSTED FAILED_PRECONDITION ABORTED OUT_OF_RANGE UNIMPLEMENTED INTERNAL UNAVAILABLE DATA_LOSS "
-    "UNAUTHENTICATED"
-).split()
+    "OK",
+    "CANCELLED",
+    "UNKNOWN",
+    "INVALID_ARGUMENT",
+    "DEADLINE_EXCEEDED",
+    "NOT_FOUND",
+    "ALREADY_EXISTS",
+    "PERMISSION_DENIED",
+    "RESOURCE_EXHAUSTED",
+    "FAILED_PRECONDITION",
+    "ABORTED",
+    "OUT_OF_RANGE",
+    "UNIMPLEMENTED",
+    "INTERNAL",
+    "UNAVAILABLE",
+    "DATA_LOSS",
+    "UNAUTHENTICATED",
+)
 """Names of gRPC's status codes, by number."""
 
 Json = Any
@@ -93,7 +107,9 @@ def _holds(is_true: bool, sentence: str) -> Iterator[str]:
 
 
 def _present(wanted: bool, actual: Json, path: str) -> Iterator[str]:
-    return _holds((actual is not _MISSING) == wanted, f"{path} is {_short(actual)}, expected it {'' if wanted else 'un'}set")
+    return _holds(
+        (actual is not _MISSING) == wanted, f"{path} is {_short(actual)}, expected it {'' if wanted else 'un'}set"
+    )
 
 
 def _length(wanted: int, actual: Json, path: str) -> Iterator[str]:
@@ -113,11 +129,15 @@ def _between(wanted: list[float], actual: Json, path: str) -> Iterator[str]:
 
 def _matches(wanted: str, actual: Json, path: str) -> Iterator[str]:
     is_text = isinstance(actual, str)
-    return _holds(is_text and re.fullmatch(wanted, actual) is not None, f"{path} is {_short(actual)}, expected {wanted}")
+    return _holds(
+        is_text and re.fullmatch(wanted, actual) is not None, f"{path} is {_short(actual)}, expected {wanted}"
+    )
 
 
 def _not(wanted: Json, actual: Json, path: str) -> Iterator[str]:
-    return _holds(next(differences(wanted, actual, path), None) is not None, f"{path} is {_short(actual)}, as it must not be")
+    return _holds(
+        next(differences(wanted, actual, path), None) is not None, f"{path} is {_short(actual)}, as it must not be"
+    )
 
 
 def _has(wanted: list[Json], actual: Json, path: str) -> Iterator[str]:
@@ -128,7 +148,7 @@ def _has(wanted: list[Json], actual: Json, path: str) -> Iterator[str]:
 
 
 def _float32(wanted: Mapping[str, Json], actual: Json, path: str) -> Iterator[str]:
-    """Compare the bytes of a tensor: `size` elements, 0 but for `values` (exact) and `near` (one unit in the last place)."""
+    """Compare the bytes of a tensor: `size` elements, 0 but for `values` and, within the last bit, `near`."""
     data = b"" if actual is _MISSING else base64.b64decode(actual)
     if len(data) != 4 * wanted["size"]:
         yield f"{path} has {len(data)} bytes, expected {wanted['size']} elements"
@@ -156,7 +176,9 @@ def _status(wanted: Mapping[str, Json], actual: Json, path: str) -> Iterator[str
         return
     yield from _holds(len(infos) == 1, f"{path} carries {len(infos)} ErrorInfo, expected one: {_short(status)}")
     for info in infos:
-        yield from _holds(info["reason"] == wanted["reason"], f"{path} says {info['reason']}, expected {wanted['reason']}")
+        yield from _holds(
+            info["reason"] == wanted["reason"], f"{path} says {info['reason']}, expected {wanted['reason']}"
+        )
         yield from _holds(info.get("domain") == "ferrule", f"{path} is of the domain {info.get('domain')}")
         yield from differences(wanted.get("metadata", {}), info.get("metadata", {}), f"{path}.metadata")
     for kind in wanted.get("details", []):

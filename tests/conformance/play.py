@@ -212,7 +212,7 @@ def _handles_in(reply: Json) -> Iterator[dict[str, Any]]:
 def merged(frames: list[Json]) -> Json:
     """Return the frames of a stream as one message, since how rows are cut into frames is the server's choice.
 
-    Results of ``StreamDecode`` come by ``seq``, outputs of ``Generate`` by branch, rows of ``Forward`` one after another.
+    Results of ``StreamDecode`` come by ``seq``, outputs of ``Generate`` by branch, rows of ``Forward`` in order.
     """
     if len(frames) == 1 and not {"results", "outputs"} & frames[0].keys():
         return frames[0]

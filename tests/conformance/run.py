@@ -1,9 +1,9 @@
 """Plays every case in every language against real servers and prints the table; exits 1 unless all of it passed.
 
-    python -m tests.conformance.run                       every language there is a runner for
-    python -m tests.conformance.run --language node,go    some
-    python -m tests.conformance.run --case 'replay'       cases whose name has this
-    python -m tests.conformance.run --require             a language that cannot be built fails, instead of being skipped
+python -m tests.conformance.run                       every language there is a runner for
+python -m tests.conformance.run --language node,go    some
+python -m tests.conformance.run --case 'replay'       cases whose name has this
+python -m tests.conformance.run --require             a language that cannot be built fails, instead of being skipped
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shared: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as folder, Servers(Path(folder)) as servers:
         languages = options.language.split(",")
-        results = {language: play_all(language, cases, servers, shared, is_verbose=options.verbose) for language in languages}
+        results = {
+            language: play_all(language, cases, servers, shared, is_verbose=options.verbose) for language in languages
+        }
     sys.stdout.write("\n".join([table(cases, results), *reasons(results)]) + "\n")
     words = {result[0] for column in results.values() for result in column.values()}
     return int(FAILED in words or (options.require and SKIPPED in words))

@@ -92,7 +92,7 @@ def test_the_example_forks_and_releases(python_says: str) -> None:
     """Two branches that begin alike and go apart, and nothing is left."""
     first, second, end = python_says.split("\n--\n")
     assert first != second
-    assert os.path.commonprefix([first, second])
+    assert first.lstrip()[:3] == second.lstrip()[:3]
     assert end == "released 3\n"
 
 

@@ -126,16 +126,61 @@ def test_cases_cover_the_contract() -> None:
     assert [reason for reason in REASONS if f"'{reason}'" not in text] == []
 
 
-CALLS = set(
-    "GetModelInfo GetCapabilities GetStatus Prefill BatchPrefill Decode BatchDecode StreamDecode UnifiedDecode "
-    "ForwardVerify Forward Generate ForkCache TruncateKv ReserveKvSlots ReleaseCache KeepAlive GetCacheInfo ListCaches "
-    "RegisterTokenMask GetCacheMetrics Encode ApplyChatTemplate Warmup Drain Shutdown Check Watch".split()
-)
+CALLS = {
+    "GetModelInfo",
+    "GetCapabilities",
+    "GetStatus",
+    "Prefill",
+    "BatchPrefill",
+    "Decode",
+    "BatchDecode",
+    "StreamDecode",
+    "UnifiedDecode",
+    "ForwardVerify",
+    "Forward",
+    "Generate",
+    "ForkCache",
+    "TruncateKv",
+    "ReserveKvSlots",
+    "ReleaseCache",
+    "KeepAlive",
+    "GetCacheInfo",
+    "ListCaches",
+    "RegisterTokenMask",
+    "GetCacheMetrics",
+    "Encode",
+    "ApplyChatTemplate",
+    "Warmup",
+    "Drain",
+    "Shutdown",
+    "Check",
+    "Watch",
+}
 REASONS = (
-    "INVALID_FIELD TOKEN_OUT_OF_VOCAB REQUEST_ID_REUSED REPLY_TOO_LARGE TOKEN_MISSING TOKEN_INVALID ROLE_REQUIRED "
-    "HANDLE_UNKNOWN HANDLE_EXPIRED EPOCH_CHANGED MASK_UNKNOWN WRONG_INSTANCE HANDLE_STALE TRUNCATE_BEYOND "
-    "CONTEXT_EXCEEDED EXCEEDS_POOL QUOTA_HANDLES QUOTA_KV_TOKENS QUOTA_QUEUED_ROWS QUOTA_MASK_BYTES "
-    "KV_BLOCKS_EXHAUSTED QUEUE_FULL DRAINING FEATURE_UNSUPPORTED"
-).split()
-"""Not among them: HANDLE_LOST, NON_FINITE_LOGITS and ENGINE_FAULT need a fault, SLOW_CONSUMER a slow reader, STARTING a
-slow start, QUOTA_PREFILL_RATE a clock; tests of the server have them."""
+    "INVALID_FIELD",
+    "TOKEN_OUT_OF_VOCAB",
+    "REQUEST_ID_REUSED",
+    "REPLY_TOO_LARGE",
+    "TOKEN_MISSING",
+    "TOKEN_INVALID",
+    "ROLE_REQUIRED",
+    "HANDLE_UNKNOWN",
+    "HANDLE_EXPIRED",
+    "EPOCH_CHANGED",
+    "MASK_UNKNOWN",
+    "WRONG_INSTANCE",
+    "HANDLE_STALE",
+    "TRUNCATE_BEYOND",
+    "CONTEXT_EXCEEDED",
+    "EXCEEDS_POOL",
+    "QUOTA_HANDLES",
+    "QUOTA_KV_TOKENS",
+    "QUOTA_QUEUED_ROWS",
+    "QUOTA_MASK_BYTES",
+    "KV_BLOCKS_EXHAUSTED",
+    "QUEUE_FULL",
+    "DRAINING",
+    "FEATURE_UNSUPPORTED",
+)
+"""Not among them: HANDLE_LOST, NON_FINITE_LOGITS and ENGINE_FAULT need a fault, SLOW_CONSUMER a slow reader, STARTING
+a slow start, QUOTA_PREFILL_RATE a clock; tests of the server have them."""

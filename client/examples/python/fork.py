@@ -9,7 +9,15 @@ import uuid
 
 import grpc
 
-from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, policy_pb2, tokenizer_pb2, tokenizer_pb2_grpc, types_pb2
+from ferrule.v1 import (
+    cache_pb2,
+    executor_pb2,
+    executor_pb2_grpc,
+    policy_pb2,
+    tokenizer_pb2,
+    tokenizer_pb2_grpc,
+    types_pb2,
+)
 
 GREEDY = policy_pb2.LogitsReturnPolicy(greedy_argmax=policy_pb2.GreedyArgmax())
 OPTIONS = [("grpc.max_receive_message_length", 64 << 20), ("grpc.keepalive_time_ms", 20_000)]
@@ -18,7 +26,9 @@ OPTIONS = [("grpc.max_receive_message_length", 64 << 20), ("grpc.keepalive_time_
 class Branch:
     """The newest handle of a sequence, its tokens, the last of which is not in the cache yet, and how one is chosen."""
 
-    def __init__(self, handle: types_pb2.KvCacheHandle, tokens: list[int], policy: policy_pb2.LogitsReturnPolicy) -> None:
+    def __init__(
+        self, handle: types_pb2.KvCacheHandle, tokens: list[int], policy: policy_pb2.LogitsReturnPolicy
+    ) -> None:
         self.handle, self.tokens, self.policy = handle, tokens, policy
 
     def item(self, seq: int) -> executor_pb2.StreamItem:
@@ -27,9 +37,9 @@ class Branch:
         return executor_pb2.StreamItem(seq=seq, decode=decode)
 
 
-def owner(handle: types_pb2.KvCacheHandle) -> list[tuple[str, str]]:
+def owner(handle: types_pb2.KvCacheHandle) -> tuple[tuple[str, str]]:
     """Say which server has a handle, for the proxy on the way."""
-    return [("ferrule-instance", handle.cache_id.partition(".")[0])]
+    return (("ferrule-instance", handle.cache_id.partition(".")[0]),)
 
 
 def main() -> None:

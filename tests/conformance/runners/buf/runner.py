@@ -19,10 +19,24 @@ from google.rpc import error_details_pb2, status_pb2
 
 BUF, *SCHEMAS = sys.argv[1:]
 CODES = (
-    "ok canceled unknown invalid_argument deadline_exceeded not_found already_exists permission_denied "
-    "resource_exhausted failed_precondition aborted out_of_range unimplemented internal unavailable data_loss "
-    "unauthenticated"
-).split()
+    "ok",
+    "canceled",
+    "unknown",
+    "invalid_argument",
+    "deadline_exceeded",
+    "not_found",
+    "already_exists",
+    "permission_denied",
+    "resource_exhausted",
+    "failed_precondition",
+    "aborted",
+    "out_of_range",
+    "unimplemented",
+    "internal",
+    "unavailable",
+    "data_loss",
+    "unauthenticated",
+)
 DEADLINE_S = 20.0
 PATIENCE_S = 3.0
 assert error_details_pb2.ErrorInfo.DESCRIPTOR is not None  # its import lets JSON resolve the details of a status

@@ -25,7 +25,7 @@ PAGES: Final = tuple(
     )
 )
 LANGUAGES: Final = ("", "sh", "console")
-"""Of a block that is commands; pictures and output say ``text``."""
+"""Of a block that is commands, first word; the rest is its name. Pictures and output say ``text``."""
 
 _VARIABLES: Final = re.compile(r"(?:[A-Z_]+=(?:\$\([^)]*\)|\S*) +)*")
 _COMMENT: Final = re.compile(r"(?:^|\s+)# .*$")
@@ -40,17 +40,19 @@ class Command:
         heading: The one above it.
         line: Its number there, from 1.
         text: Without comment; lines that end in a backslash are one.
+        block: Name of its block; mostly there is none.
     """
 
     page: str
     heading: str
     line: int
     text: str
+    block: str = ""
 
     @property
     def program(self) -> str:
-        """The text without the variables in front."""
-        return self.text[_VARIABLES.match(self.text).end() :]  # type: ignore[union-attr]  # it matches nothing at least
+        """The text without variables and the folder of programs in front."""
+        return re.sub(rf"^{_VARIABLES.pattern}(\.venv/bin/)?", "", self.text)
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}: {self.text}"
@@ -64,17 +66,17 @@ def in_page(page: str, text: str | None = None) -> list[Command]:
         text: Of the page; None: what the file has.
     """
     found: list[Command] = []
-    heading, language, before = "", None, ""
+    heading, fence, before = "", None, ""
     for number, line in enumerate((text or (ROOT / page).read_text("utf-8")).splitlines(), 1):
         if line.startswith("```"):
-            language = line[3:].strip() if language is None else None
-        elif language is None and line.startswith("#"):
+            fence = line[3:].strip() if fence is None else None
+        elif fence is None and line.startswith("#"):
             heading = line.lstrip("# ")
-        elif language in LANGUAGES:
+        elif fence is not None and fence.partition(" ")[0] in LANGUAGES:
             joined = before + _COMMENT.sub("", line).strip().removeprefix("$ ")
             before = joined.removesuffix("\\").rstrip() + " " if joined.endswith("\\") else ""
             if joined and not before:
-                found.append(Command(page, heading, number, joined))
+                found.append(Command(page, heading, number, joined, fence.partition(" ")[2]))
     return found
 
 

@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -231,6 +232,8 @@ def test_headers_that_are_none_begin_a_trace_of_their_own(traced: Traced, caplog
     state = ("tracestate", ",".join(f"k{index}=?{chr(0x7E)}" for index in range(100)))
     server.stub.GetModelInfo(executor_pb2.GetModelInfoRequest(), timeout=10, metadata=(metadata[0], state))
     assert collector.wait(trace_id).parent_span_id
+    long = (("traceparent", metadata[0][1] + "-x" * 300),)
+    server.stub.GetModelInfo(executor_pb2.GetModelInfoRequest(), timeout=10, metadata=long)
     assert not [record for record in caplog.records if record.name.startswith("opentelemetry")]
 
 
@@ -307,7 +310,9 @@ def test_a_collector_that_is_away_costs_spans_and_one_line(
     assert "UNAVAILABLE" in lines[0]
 
 
-def test_closing_is_bounded_and_sends_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_is_bounded_and_sends_what_waits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Spans of the last moment arrive; a collector that answers nothing holds up the end for no more than its time."""
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "60000")
     with Collector() as collector:
@@ -317,11 +322,16 @@ def test_closing_is_bounded_and_sends_what_waits(monkeypatch: pytest.MonkeyPatch
         assert len(collector.spans) == 1
     monkeypatch.setattr(tracing, "_CLOSE_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "1")
         tracer = Tracer(f"http://127.0.0.1:{silent.getsockname()[1]}", "here")
-        _trace_one(tracer)
+        for _ in range(3):
+            _trace_one(tracer)
         begun_s = time.monotonic()
         tracer.close()
-        assert time.monotonic() - begun_s < 1.5
+        assert time.monotonic() - begun_s < 0.3 + 0.4  # what is being sent is given up, the rest not tried
+        assert "ferrule-traces" not in {thread.name for thread in threading.enumerate()}
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert "lost_spans=1 " in caplog.text
 
 
 def test_the_standard_variables_are_honoured(monkeypatch: pytest.MonkeyPatch) -> None:

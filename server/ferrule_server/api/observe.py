@@ -28,7 +28,9 @@ from ferrule_server.kv.handle import Handle
 _LOG = logging.getLogger(__name__)
 
 _CLOCK_SLACK_S: Final = 0.01
-_TRACEPARENT: Final = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")
+_TRACEPARENT: Final = re.compile(
+    r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.{0,200})?"
+)
 """The header of W3C Trace Context: version, trace id, span id of whoever calls, flags."""
 
 

@@ -38,7 +38,11 @@ _LOG = logging.getLogger(__name__)
 
 _EXPORT_LOGGER: Final = "opentelemetry.exporter.otlp.proto.grpc.exporter"
 """It writes several lines for each batch that is lost."""
-_CALL_LOGGERS: Final = ("opentelemetry.sdk._shared_internal", "opentelemetry.trace.span")
+_CALL_LOGGERS: Final = (
+    "opentelemetry.sdk._shared_internal",
+    "opentelemetry.trace.propagation.tracecontext",
+    "opentelemetry.trace.span",
+)
 """They write a line for each span that finds the queue full, and for each odd header; clients write the headers."""
 _PROPAGATED: Final = frozenset({"traceparent", "tracestate"})
 _FAULTS: Final = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
@@ -70,8 +74,13 @@ class Tracer:
         """Begin the span, below that of the client if it sent one; health is asked too often to be of interest."""
         if call.service in OPEN_SERVICES:
             return
-        carrier = {key: str(value) for key, value in call.metadata if key in _PROPAGATED}
-        parent = self._context_of(carrier, Context()) if carrier else Context()
+        parent = Context()
+        if call.trace_id:  # a good header, and no other is looked at
+            carrier: dict[str, str] = {}
+            for key, value in call.metadata:
+                if key in _PROPAGATED:
+                    carrier.setdefault(key, str(value))
+            parent = self._context_of(carrier, parent)
         method = f"{call.service}/{call.rpc}"
         begin_ns = time.time_ns()
         span = self._tracer.start_span(
@@ -194,7 +203,7 @@ class _Exporter(SpanExporter):
         self._endpoint = endpoint
         self._num_lost = 0
         self._quiet_until = 0.0
-        self._is_shut_down = False
+        self._is_given_up = threading.Event()
         self._noise = _Noise()
         logging.getLogger(_EXPORT_LOGGER).filters.insert(0, self._noise)  # the SDK's own hides repetitions
         if not _LOG.isEnabledFor(logging.DEBUG):
@@ -203,7 +212,7 @@ class _Exporter(SpanExporter):
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Send spans; on the thread of the processor, for ten seconds at most unless a variable says otherwise."""
-        result = self._exporter.export(spans)
+        result = self._send(spans)
         if result is not SpanExportResult.SUCCESS:
             self._say_lost(len(spans))
         elif self._num_lost:
@@ -211,10 +220,21 @@ class _Exporter(SpanExporter):
             self._num_lost, self._quiet_until = 0, 0.0
         return result
 
+    def _send(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Send spans, unless that was given up, which may happen meanwhile."""
+        if self._is_given_up.is_set():
+            return SpanExportResult.FAILURE
+        try:
+            return self._exporter.export(spans)
+        except ValueError:
+            if not self._is_given_up.is_set():
+                raise
+            return SpanExportResult.FAILURE  # its channel was closed
+
     def shutdown(self) -> None:
         """Give up what is being sent; once is enough."""
-        if not self._is_shut_down:
-            self._is_shut_down = True
+        if not self._is_given_up.is_set():
+            self._is_given_up.set()
             self._exporter.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:

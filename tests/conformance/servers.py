@@ -67,6 +67,11 @@ class Servers:
         self._running["own"] = self._start("own", (*_REFERENCE, *flags))
         return self._running["own"][1]
 
+    def named(self, instance: str) -> str:
+        """Return the address of a server with the model that ships and a name of its own."""
+        self._running[instance] = self._start(instance, (*PROFILES["shipped"], "--instance", instance))
+        return self._running[instance][1]
+
     def end(self, name: str) -> None:
         """Ask a server to end, if it still runs; leaving waits for it."""
         if name in self._running:

@@ -76,14 +76,14 @@ def test_a_failure_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
 @pytest.fixture(scope="module")
 def python_says(servers: Servers) -> str:
     """What the example in Python prints."""
-    return _said([sys.executable, "-W", "error", str(EXAMPLES / "python" / "fork.py")], servers)
+    return said([sys.executable, "-W", "error", str(EXAMPLES / "python" / "fork.py")], servers.target("shipped"))
 
 
-def _said(command: list[str], servers: Servers) -> str:
+def said(command: list[str], target: str) -> str:
+    """Return what an example prints against a server."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": path}
-    command = [*command, servers.target("shipped")]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    run = subprocess.run([*command, target], capture_output=True, text=True, timeout=60, check=False, env=environment)
     assert run.returncode == 0, run.stderr
     return run.stdout
 
@@ -103,4 +103,4 @@ def test_examples_say_the_same(language: str, servers: Servers, python_says: str
         command = COMMANDS[language]()
     except Missing as missing:
         absent(missing)
-    assert _said(command, servers) == python_says
+    assert said(command, servers.target("shipped")) == python_says

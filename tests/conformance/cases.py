@@ -93,7 +93,17 @@ def _masks(argument: list[int]) -> list[str]:
     return [base64.b64encode((1 << token).to_bytes(vocab_size // 8, "little")).decode() for token in range(count)]
 
 
-_MADE: Mapping[str, Callable[[Any], Json]] = {"$handle_id": _handle_id, "$times": _times, "$masks": _masks}
+def _text(size: int) -> str:
+    """``$text: n``: a text of n bytes."""
+    return "x" * size
+
+
+_MADE: Mapping[str, Callable[[Any], Json]] = {
+    "$handle_id": _handle_id,
+    "$times": _times,
+    "$masks": _masks,
+    "$text": _text,
+}
 
 
 def _fill_text(text: str, saved: Mapping[str, Json]) -> Json:

@@ -134,6 +134,8 @@ class Play:
         frames: list[Json] = []
         while not _is_enough(frames, wanted):
             kind, frame = self._ask("receive")
+            if kind == "end" and frames and wanted == "end":
+                raise Failed(f"{len(frames)} frames came before the end, expected none: {str(frames)[:300]}")
             if kind == "end":
                 return (kind, frame) if frame.get("code") or wanted != "all" else ("message", merged(frames))
             frames.append(frame)

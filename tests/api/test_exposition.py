@@ -467,6 +467,15 @@ def test_a_device_with_memory_of_its_own_is_told() -> None:
         assert len(reason) <= 160
 
 
+def test_a_model_whose_name_is_no_text_stops_no_scrape() -> None:
+    """A folder may be named in any bytes; Python carries what is no UTF-8 along in a form that cannot be written."""
+    executor = FakeExecutor()
+    executor.info = replace(executor.info, model=replace(executor.info.model, model_id='m\udcff"x\\\n'))
+    with RunningServer(executor) as server:
+        (labels,) = (dict(labels) for name, labels in values_of(text_of(server)) if name == "ferrule_info")
+        assert labels["model"] == 'm?"x\\'
+
+
 # ---- threads ---------------------------------------------------------------------------------------------------------
 
 

@@ -206,5 +206,5 @@ def _steps(look: Look) -> dict[str, int]:
 
 
 def _short(text: str) -> str:
-    """Return the text on one line, as long as a label should be at most."""
-    return " ".join(text.split())[:_MAX_LABEL_CHARS]
+    """Return the text on one line, as long as a label should be at most; a file name may hold what is no UTF-8."""
+    return " ".join(text.encode(errors="replace").decode().split())[:_MAX_LABEL_CHARS]

@@ -15,14 +15,13 @@ from typing import Any
 import pytest
 
 from ferrule_client import CacheMetrics, Client, Policy, Status, UnsupportedError, greedy, no_output
-from ferrule_client.cli import build_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 ADDRESS = "127.0.0.1:50051"
 README = (ROOT / "README.md").read_text()
 ABSENT = README[README.index("Not there yet") :]
 HANDLES = (ROOT / "docs" / "handles.md").read_text()
-OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
+OBSERVING = (ROOT / "docs" / "observing.md").read_text()
 CONTRACT = (ROOT / "protos" / "README.md").read_text()
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
@@ -141,18 +140,6 @@ def test_the_contract_runs_with_the_stubs_alone(shipped_target: str) -> None:
     assert _num_caches(shipped_target) == 0
 
 
-def test_handles_marks_every_call_that_comes_later() -> None:
-    """By the README's table, whose truth is tested against a server; a heading marks its whole recipe."""
-    rows = re.findall(r"^\| (?:\w+: )?([A-Z][^|]+) \| later \|$", README, re.MULTILINE)
-    later = {name for row in rows for name in row.split(", ")}
-    for section in HANDLES.split("\n## "):
-        if section.splitlines()[0].endswith("(later)"):
-            continue
-        for line in section.splitlines():
-            named = later & set(re.findall(r"[A-Z]\w+", line))
-            assert not named or "(later)" in line, line
-
-
 def test_readme_names_the_arguments_that_are_refused(shipped_target: str) -> None:
     """What an argument of the client promises and this server does not serve is in the list."""
     with Client.connect(shipped_target) as client, client.prefill([1, 2], policy=no_output()) as cache:
@@ -164,19 +151,11 @@ def test_readme_names_the_arguments_that_are_refused(shipped_target: str) -> Non
     assert len(ABSENT.split("\n\n")[0]) < 400
 
 
-def test_counters_in_operations_exist() -> None:
+def test_counters_of_the_page_exist() -> None:
     """Every name in the table of counters is a field of what ``ferrule metrics`` prints, and hardly one is missing."""
-    section = OPERATIONS[OPERATIONS.index("## Counters") : OPERATIONS.index("## Looking into a model")]
+    section = OBSERVING[OBSERVING.index("## Counters") : OBSERVING.index("## What is logged")]
     cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
     named = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
     counters = {field.name for field in dataclasses.fields(CacheMetrics)}
     assert named <= counters | {field.name for field in dataclasses.fields(Status)}
     assert counters - named == {"block_size", "total_blocks", "tombstones"}
-
-
-def test_commands_in_operations_are_understood() -> None:
-    """Each ``ferrule admin`` and ``ferrule metrics`` line has options that exist."""
-    commands = re.findall(r"^ferrule ((?:admin|metrics).*?)(?:  .*)?$", OPERATIONS, re.MULTILINE)
-    assert len(commands) >= 3
-    for command in commands:
-        build_parser().parse_args(command.split())

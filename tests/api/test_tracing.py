@@ -261,7 +261,7 @@ def test_health_is_not_traced(traced: Traced) -> None:
 
 
 def test_the_page_names_all_that_spans_have(traced: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attributes of spans and events, of an append, a refusal and a fault, are those that docs/operations.md tells."""
+    """Attributes of spans and events, of an append, a refusal and a fault, are those that docs/observing.md tells."""
     server, collector = traced
     handle = server.prefill().kv_cache
     server.decode(handle, 5)
@@ -272,7 +272,7 @@ def test_the_page_names_all_that_spans_have(traced: Traced, monkeypatch: pytest.
     with pytest.raises(grpc.RpcError):
         server.stub.ListCaches(cache_pb2.ListCachesRequest(), timeout=10, metadata=metadata)
     collector.wait(trace_id)
-    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "observing.md").read_text()
     table = page[page.index("### Traces") : page.index("A stream tells its first")]
     told = set(re.findall(r"`((?:ferrule|rpc|network|error)\.[a-z_.]+)`", table))
     sent = {key for span in collector.spans for key in attributes_of(span.attributes)}

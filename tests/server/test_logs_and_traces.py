@@ -85,8 +85,8 @@ def refuse(target: str) -> None:
 
 
 def test_the_client_of_the_page_takes_part_in_a_trace(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    """What docs/operations.md shows is run as it stands, within a span."""
-    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    """What docs/observing.md shows is run as it stands, within a span."""
+    page = (Path(__file__).parents[2] / "docs" / "observing.md").read_text()
     (piece,) = re.findall(r"^```python\n(import opentelemetry.*?)^```", page, re.DOTALL | re.MULTILINE)
     tracer = TracerProvider(shutdown_on_exit=False).get_tracer("client")
     with tracer.start_as_current_span("page") as span:

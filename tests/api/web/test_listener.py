@@ -237,7 +237,7 @@ def test_ipv6_is_served() -> None:
 
 def test_the_bounds_in_the_docs_are_true() -> None:
     """What an operator reads is what is enforced."""
-    text = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "observing.md").read_text()
     section = text[text.index("## The web page") :].split("\n## ")[0]
     assert f"| connections | {MAX_CONNECTIONS} |" in section
     assert f"| pages that watch | {MAX_WATCHERS} |" in section

@@ -37,6 +37,7 @@ CODES = (
     "data_loss",
     "unauthenticated",
 )
+OWN_LIMIT = "is larger than configured max 4194304"
 DEADLINE_S = 20.0
 PATIENCE_S = 3.0
 assert error_details_pb2.ErrorInfo.DESCRIPTOR is not None  # its import lets JSON resolve the details of a status
@@ -62,6 +63,8 @@ def end_of(code: int, words: str) -> str:
         error = json.loads(words)
     except ValueError as bad:
         raise RuntimeError(words) from bad
+    if OWN_LIMIT in error.get("message", ""):
+        return "unable\tbuf curl takes no reply beyond 4 MiB"
     status = status_pb2.Status(code=CODES.index(error["code"]), message=error.get("message", ""))
     for detail in error.get("details", []):
         value = base64.b64decode(detail["value"] + "=" * (-len(detail["value"]) % 4))

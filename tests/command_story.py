@@ -32,7 +32,7 @@ class Story:
         self.target = self._shipped = shipped
         self.metrics = ""
         self.prelude = ""
-        self.kv_cache = "{}"
+        self.kv_cache: str | None = None
         self._server: subprocess.Popen[str] | None = None
         self._stack: Stack | None = None
         (folder / "models").mkdir()
@@ -111,7 +111,10 @@ class Story:
         self.target = self._stack.address("ferrule", 50051)
 
     def end_section(self) -> None:
-        """End what was started; a server must end as asked."""
+        """End what was started; a server must end as asked, and nothing of ours stays on the one that all share."""
+        if self.kv_cache is not None:
+            self.shell(f"{self.prelude}\ncall ModelExecutorService/ReleaseCache '{{\"kvCaches\": [{self.kv_cache}]}}'")
+            self.kv_cache = None
         if self._stack is not None:
             self._stack.kill()
             self._stack = None

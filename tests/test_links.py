@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
     path
     for path in ROOT.rglob("*.md")
-    if not {"node_modules", ".venv", "build", "hostile"} & {*path.relative_to(ROOT).parts}
+    if not {"node_modules", "build"} & {*path.relative_to(ROOT).parts}
+    and not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
 )
 
 

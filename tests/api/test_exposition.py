@@ -360,6 +360,21 @@ def test_how_branches_ended_is_counted(server: RunningServer) -> None:
 # ---- labels ----------------------------------------------------------------------------------------------------------
 
 
+def test_what_alerts_ask_for_is_there_before_it_happens() -> None:
+    """A series that begins with its first event is never seen to grow by it: those of faults and full queues are 0."""
+    executor = FakeExecutor()
+    with RunningServer(executor) as server:
+        told = values_of(text_of(server))
+        assert told["ferrule_faults_total", frozenset()] == 0
+        for reason in ("CANCELLED", "ENGINE_FAULT", "HANDLE_STALE", "KV_BLOCKS_EXHAUSTED", "QUEUE_FULL"):
+            assert told["ferrule_refused_total", frozenset({("reason", reason)})] == 0, reason
+        executor.errors = {1: RuntimeError("a bug"), 2: RuntimeError("a bug")}
+        with refused():
+            server.prefill((3, 4))
+        wait_until(lambda: value(server, "faults_total") == 1)
+        assert value(server, "refused_total", reason="ENGINE_FAULT") == 1
+
+
 def test_no_client_can_make_a_label(server: RunningServer) -> None:
     """Neither by methods that do not exist, nor by what it sends: as many series afterwards as before."""
     make_traffic(server)

@@ -68,6 +68,10 @@ class CallCounts:
         """Return how many calls have ended for a reason, whatever their method."""
         return sum(count for (_, _, why), count in self.ended().items() if why == reason)
 
+    def ended_with(self, *codes: str) -> int:
+        """Return how many calls have ended with one of these codes, whatever their method and reason."""
+        return sum(count for (_, code, _), count in self.ended().items() if code in codes)
+
     def seconds(self) -> dict[str, HistogramReading]:
         """Return how long calls took, streams from their first to their last moment, by method."""
         return {rpc: histogram.read() for rpc, histogram in self._seconds.copy().items()}

@@ -11,6 +11,12 @@ from ferrule_server.api.state import ServerState, Serving
 from ferrule_server.engine.counters import EngineCounters, EngineSnapshot
 from ferrule_server.kv.metrics import KvMetrics
 
+_ALWAYS_TOLD: Final = (
+    *("CANCELLED", "ENGINE_FAULT", "HANDLE_LOST", "HANDLE_STALE"),
+    *("KV_BLOCKS_EXHAUSTED", "NON_FINITE_LOGITS", "QUEUE_FULL"),
+)
+"""Reasons that are told as 0 too: an increase is seen only of what was there before."""
+
 
 @dataclass(frozen=True, slots=True)
 class Look:
@@ -34,7 +40,7 @@ class Look:
     @property
     def refused(self) -> dict[str, int]:
         """Jobs and items refused, by reason, wherever it happened."""
-        total = self.snapshot.refused()
+        total = dict.fromkeys(_ALWAYS_TOLD, 0) | self.snapshot.refused()
         for reason, count in self.state.calls.refused_items().items():
             total[reason] = total.get(reason, 0) + count
         return total
@@ -143,6 +149,11 @@ COUNTERS: Final = (
         "conflicts",
         "Jobs refused with HANDLE_STALE: somebody else was first.",
         lambda look: look.refused.get("HANDLE_STALE", 0),
+    ),
+    Figure(
+        "faults",
+        "Calls that ended with INTERNAL or UNKNOWN: errors of the server, not of its callers.",
+        lambda look: look.state.calls.ended_with("INTERNAL", "UNKNOWN"),
     ),
     Figure(
         "slow_consumers",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -73,6 +74,12 @@ def test_tensors_arrive_in_their_places(example: Example) -> None:
         assert torch.equal(layer.down, stored[f"{prefix}mlp.down_proj.weight"])
     assert model.num_parameters == sum(tensor.numel() for tensor in stored.values())
     assert model.weights_bytes == 4 * model.num_parameters
+
+
+def test_a_folder_may_have_any_name(folder: Path) -> None:
+    """The model's name goes into messages, which carry UTF-8 only."""
+    odd = folder.rename(folder.with_name(os.fsdecode(b"m\xff")))
+    assert load_model(odd, dtype="float32").model_id == "m?"
 
 
 def test_weights_are_taken_once(qwen3: Example) -> None:

@@ -156,7 +156,7 @@ def load_model(folder: Path, *, dtype: DTypeName, on_progress: Progress | None =
     _check_tied_head(config, digests)
     return LoadedModel(
         config,
-        model_id=folder.resolve().name,
+        model_id=folder.resolve().name.encode(errors="replace").decode(),  # on a disk a name need not be UTF-8
         dtype=dtype,
         fingerprint=_fingerprint(config, digests, dtype),
         num_parameters=sum(place.numel() for place in places.values()),

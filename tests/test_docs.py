@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import json
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 
 from ferrule_client import CacheMetrics, Client, Policy, Status, UnsupportedError, greedy, no_output
+from tests.tools import tool
 
 ROOT = Path(__file__).resolve().parents[1]
 ADDRESS = "127.0.0.1:50051"
@@ -23,7 +26,23 @@ ABSENT = README[README.index("Not there yet") :]
 HANDLES = (ROOT / "docs" / "handles.md").read_text()
 OBSERVING = (ROOT / "docs" / "observing.md").read_text()
 CONTRACT = (ROOT / "protos" / "README.md").read_text()
+TRACE_IDS = ("trace_id", "span_id")
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+RUN_BY = {
+    ("README.md", "python"): "tests/test_readme.py",
+    ("docs/handles.md", "python"): "tests/test_docs.py",
+    ("docs/kernels.md", "python"): "tests/kernels/cuda/test_kernels_page.py",
+    ("docs/metrics.md", "promql"): "tests/api/test_exposition.py",
+    ("docs/metrics.md", "yaml"): "tests/api/test_exposition.py",
+    ("docs/observing.md", "json"): "tests/test_docs.py",
+    ("docs/observing.md", "python"): "tests/server/test_logs_and_traces.py",
+    ("docs/scaling.md", "yaml"): "tests/stack/test_scale_tls.py",
+    ("protos/README.md", "js node"): "tests/test_docs.py",
+    ("protos/README.md", "json philox-vectors"): "tests/test_protos.py",
+    ("protos/README.md", "python raw-stubs"): "tests/test_docs.py",
+}
+"""Blocks by page and language, and what runs or reads them; commands are those of tests/test_commands.py."""
 
 
 def _blocks(text: str, language: str) -> list[str]:
@@ -138,6 +157,46 @@ def test_the_contract_runs_with_the_stubs_alone(shipped_target: str) -> None:
     (piece,) = _blocks(CONTRACT, "python raw-stubs")
     assert len(_run(piece, shipped_target, {}).strip()) > 3
     assert _num_caches(shipped_target) == 0
+
+
+def test_every_block_of_code_is_run_by_a_test() -> None:
+    """Whoever adds one of another kind says which; pictures and output are text."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "protos" / "README.md", *(ROOT / "docs").glob("*.md")]
+    found = {
+        (str(page.relative_to(ROOT)), language)
+        for page in pages
+        for language in re.findall(r"^```(\w.*)\n(?:(?!```).*\n)*```$", page.read_text(), re.MULTILINE)
+        if language.partition(" ")[0] not in {"text", "sh", "console"}
+    }
+    assert found == set(RUN_BY)
+    for (page, _), test in RUN_BY.items():
+        assert Path(page).name in (ROOT / test).read_text(), f"{test} does not read {page}"
+
+
+def test_the_contract_runs_in_node(shipped_target: str, tmp_path: Path) -> None:
+    """As it stands: a prefill and a release."""
+    node = tool("node")
+    packages = ROOT / "client" / "examples" / "node" / "node_modules"
+    if not (packages / "@grpc" / "grpc-js").is_dir():
+        pytest.skip("the packages of the Node example are not installed: npm install --prefix client/examples/node")
+    (piece,) = _blocks(CONTRACT, "js node")
+    script = tmp_path / "piece.js"
+    script.write_text(piece.replace(ADDRESS, shipped_target))
+    environment = os.environ | {"NODE_PATH": str(packages)}
+    run = subprocess.run(
+        [node, str(script)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert re.fullmatch(r"\[ \d+ \] \d+\n", run.stdout), run.stderr
+    assert _num_caches(shipped_target) == 0
+
+
+def test_the_line_of_json_is_one_that_the_log_writes() -> None:
+    """Its fields are those of its message, and what a call under way gives besides."""
+    (piece,) = _blocks(OBSERVING, "json")
+    line = json.loads(piece)
+    of_message = dict(re.findall(r"(\w+)=(\S+)", line["message"]))
+    assert {name: str(line[name]) for name in of_message} == of_message
+    assert set(line) - set(of_message) == {"time", "level", "logger", "message", "principal", "count", *TRACE_IDS}
 
 
 def test_readme_names_the_arguments_that_are_refused(shipped_target: str) -> None:

@@ -24,8 +24,8 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,7 +36,7 @@ import grpc
 from benchmarks.load.calls import MODES, Model, Target
 from benchmarks.load.loops import Bounds, Work, arrival_times, prompt_lengths, run_closed, run_open
 from benchmarks.load.plot import plot
-from benchmarks.load.records import Quantiles, Record, Summary, median_of, summarize
+from benchmarks.load.records import UNFINISHED, Quantiles, Record, Summary, median_of, summarize
 from benchmarks.load.servers import is_local, own_servers
 from benchmarks.load.watch import Watch, watching
 
@@ -58,6 +58,7 @@ class Cell:
     level: float
     figures: Summary
     watch: Watch
+    seconds: float
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain values."""
@@ -73,7 +74,7 @@ def main() -> None:
     with _targets(args) as paths:
         most_s = len(paths) * num_runs * (args.seconds + _PATIENCE_S)
         print(f"{len(paths) * num_runs} runs of {args.seconds:g} s, at most {most_s / 60:.0f} minutes", file=sys.stderr)
-        cells = [cell for path, addresses in paths.items() for cell in asyncio.run(_load(args, path, addresses))]
+        cells = asyncio.run(_load(args, paths))
     report = {**_environment(args), "cells": [cell.as_json() for cell in cells]}
     _print_table(cells)
     print(json.dumps(report), flush=True)
@@ -137,16 +138,31 @@ def _targets(args: argparse.Namespace) -> Iterator[dict[str, list[str]]]:
         yield {path: paths[path] for path in args.paths}
 
 
-async def _load(args: argparse.Namespace, name: str, addresses: list[str]) -> list[Cell]:
-    """Run everything on one path."""
-    cells = []
-    async with Target(addresses, args.connections) as target:
-        path = _Path(args, name, target, await target.model())
+async def _load(args: argparse.Namespace, targets: dict[str, list[str]]) -> list[Cell]:
+    """Run everything, the paths in turns within each round, so that all of them meet the same machine."""
+    cells: list[Cell] = []
+    async with AsyncExitStack() as stack:
+        paths = []
+        for name, addresses in targets.items():
+            target = await stack.enter_async_context(Target(addresses, args.connections))
+            paths.append(_Path(args, name, target, await target.model()))
         for mode in args.modes:
-            closed = [await path.closed(mode, level) for level in args.levels]
-            most = max(cell.figures.requests_per_s for cell in closed)
-            cells += [*closed, await path.open(mode, max(0.1, round(_OPEN_SHARE * most, 1)))]
+            most = dict.fromkeys(targets, 0.1)
+            for level in args.levels:
+                rounds = [[await path.closed(mode, level, number) for path in paths] for number in range(args.rounds)]
+                for path, of_path in zip(paths, zip(*rounds, strict=True), strict=True):
+                    cells.append(_median_cell(mode, path.name, level, of_path, args.seconds))
+                    most[path.name] = max(most[path.name], cells[-1].figures.requests_per_s)
+            cells += [await path.open(mode, round(_OPEN_SHARE * most[path.name], 1)) for path in paths]
     return cells
+
+
+def _median_cell(mode: str, path: str, level: int, rounds: Sequence[tuple[Summary, Watch]], seconds: float) -> Cell:
+    """Return the median round by throughput, and what the generator took in it."""
+    median = median_of([figures for figures, _ in rounds])
+    watch = next(watch for figures, watch in rounds if figures is median)
+    print(f"{path} {mode} {level}: {median.tokens_per_s:.0f} tokens/s", file=sys.stderr)
+    return Cell(mode, path, "closed", level, median, watch, seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,23 +174,17 @@ class _Path:
     target: Target
     model: Model
 
-    async def closed(self, mode: str, level: int) -> Cell:
-        """Return the median round of a loop of users."""
-        rounds = []
-        for number in range(self.args.rounds):
-            work, lengths, _ = self._requests(f"{mode}-{level}-{number}", mode)
-            rounds.append(await _measured(run_closed(work, level, lengths, self._bounds), self.args.seconds))
-        median = median_of([figures for figures, _ in rounds])
-        watch = next(watch for figures, watch in rounds if figures is median)
-        print(f"{self.name} {mode} {level}: {median.tokens_per_s:.0f} tokens/s", file=sys.stderr)
-        return Cell(mode, self.name, "closed", level, median, watch)
+    async def closed(self, mode: str, level: int, number: int) -> tuple[Summary, Watch]:
+        """Return one round of a loop of users."""
+        work, lengths, _ = self._requests(f"{mode}-{level}-{number}", mode)
+        return await _measured(run_closed(work, level, lengths, self._bounds), self.args.seconds)
 
     async def open(self, mode: str, rate: float) -> Cell:
         """Return a loop of arrivals."""
         work, lengths, seed = self._requests(f"{mode}-open", mode)
-        times = arrival_times(rate, self.args.seconds, seed)
+        times = arrival_times(max(0.1, rate), self.args.seconds, seed)
         running = run_open(work, times, lengths, self._bounds, max_in_flight=_MAX_IN_FLIGHT)
-        return Cell(mode, self.name, "open", rate, *await _measured(running, self.args.seconds))
+        return Cell(mode, self.name, "open", rate, *await _measured(running, self.args.seconds), self.args.seconds)
 
     @property
     def _bounds(self) -> Bounds:
@@ -214,6 +224,8 @@ def _print_table(cells: list[Cell]) -> None:
     print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
     for cell in cells:
         print(f"| {' | '.join(_row(cell))} |")
+    if any(_is_short(cell) for cell in cells):
+        print("+ some waited longer than the run lasted: the figures are too good; take more --seconds or fewer users")
     limited = [cell for cell in cells if cell.watch.limit]
     if limited:
         print(f"* {len(limited)} of {len(cells)}: the limit was the generator, or a machine that is busy otherwise")
@@ -227,7 +239,13 @@ def _row(cell: Cell) -> Iterator[str]:
     yield from (f"{figures.tokens_per_s:.0f}", f"{figures.requests_per_s:.1f}")
     yield from (_slashed(figures.first_token, "p50", "p90", "p99"), _slashed(figures.inter_token, "p50", "p99"))
     yield from (_counts(figures.rejected), _counts(figures.errors))
-    yield f"{watch.cpu_share:.0%}, {watch.lag_p99_ms:.0f} ms late{' *' if watch.limit else ''}"
+    marks = (" *" if watch.limit else "") + (" +" if _is_short(cell) else "")
+    yield f"{watch.cpu_share:.0%}, {watch.lag_p99_ms:.0f} ms late{marks}"
+
+
+def _is_short(cell: Cell) -> bool:
+    """Whether requests waited as long as the run lasted, so that those that would have waited longer are missing."""
+    return UNFINISHED in cell.figures.errors or cell.figures.first_token.p99 > 1e3 * cell.seconds
 
 
 def _slashed(quantiles: Quantiles, *names: str) -> str:

@@ -15,7 +15,9 @@ from google.protobuf import json_format
 from ferrule.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, executor_pb2, info_pb2
 from ferrule_server.api.auth import OpenAccess
 from ferrule_server.api.block_map import as_array, block_map, num_shared
+from ferrule_server.api.observe import current_call
 from ferrule_server.api.server_view import FRESH_S
+from ferrule_server.engine.jobs import Entry
 from ferrule_server.engine.views import ViewJob
 from tests.api.harness import PROMPT, RunningServer, refused
 
@@ -122,6 +124,20 @@ def test_there_is_nothing_to_see_before_the_model_is_loaded() -> None:
         view = _view(server)
         assert view.status.state == info_pb2.EXECUTOR_STATE_DRAINING
         assert len(view.sequences) == 1
+
+
+def test_a_look_belongs_to_no_call(own: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It serves many: whatever is logged or measured of it is nobody's, and no call is kept for it."""
+    calls: list[object] = []
+    submit = own.engine.submit
+
+    def noting(entries: list[Entry]) -> None:
+        calls.append(current_call())
+        submit(entries)
+
+    monkeypatch.setattr(own.engine, "submit", noting)
+    _view(own)
+    assert calls == [None]
 
 
 def test_many_watchers_cost_one_snapshot(own: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -107,7 +108,8 @@ class Views:
         now = self._clock()
         taken = self._taken.get(sizes)
         if taken is None or (taken.task.done() and now - taken.begun_at >= FRESH_S):
-            taken = self._taken[sizes] = _Taken(asyncio.create_task(_look(serving, *sizes)), now)
+            task = asyncio.create_task(_look(serving, *sizes), context=Context())  # of no call: it is for many
+            taken = self._taken[sizes] = _Taken(task, now)
             taken.task.add_done_callback(_heed)
         return taken
 

@@ -42,7 +42,7 @@ def arguments_of(words: list[str]) -> argparse.Namespace:
     for flag in ("-d", "--wait", "--no-deps", "--build"):
         up.add_argument(flag, action="store_true")
     up.add_argument("services", nargs="*")
-    for name in ("build", "restart", "stop", "kill", "logs", "ps"):
+    for name in ("build", "down", "restart", "stop", "kill", "logs", "ps"):
         actions.add_parser(name).add_argument("services", nargs="*")
     run = actions.add_parser("run")
     run.add_argument("--rm", action="store_true")
@@ -66,7 +66,8 @@ def test_a_command_of_the_pages_is_understood(command: str) -> None:
     arguments = arguments_of(words[start + 2 :])
     project = load([ROOT / name for name in arguments.files] or [PLAIN], variables)
     assert all(name in (*_variables(), *OF_COMPOSE) for name in variables)
-    assert set(arguments.profiles) <= {one for s in project["services"].values() for one in s.get("profiles", [])}
+    profiles = {one for s in project["services"].values() for one in s.get("profiles", [])}
+    assert set(arguments.profiles) <= {*profiles, "*"}
     if arguments.action == "up":
         assert started(project, arguments.profiles, arguments.services)
     else:
@@ -92,7 +93,8 @@ def test_the_example_of_variables_lists_them_all() -> None:
     lines = (ROOT / ".env.example").read_text().splitlines()
     matches = (re.match(r"(?:# )?([A-Z_]+)=(\S*)$", line) for line in lines)
     listed = {found[1]: found[2] for found in matches if found}
-    assert set(listed) == _variables()
+    assert set(listed) == _variables() | {"COMPOSE_FILE"}
+    assert all((ROOT / name).exists() for name in listed["COMPOSE_FILE"].split(":"))
     texts = "".join(path.read_text() for path in (PLAIN, *ON_TOP))
     for name, value in listed.items():
         defaults = set(re.findall(rf"\${{{name}:?-([^}}]*)}}", texts))

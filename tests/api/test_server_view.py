@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from google.protobuf import json_format
 
 from ferrule.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, executor_pb2, info_pb2
+from ferrule_server.api import server_view
 from ferrule_server.api.auth import OpenAccess
 from ferrule_server.api.block_map import as_array, block_map, num_shared
 from ferrule_server.api.observe import current_call
@@ -124,6 +126,39 @@ def test_there_is_nothing_to_see_before_the_model_is_loaded() -> None:
         view = _view(server)
         assert view.status.state == info_pb2.EXECUTOR_STATE_DRAINING
         assert len(view.sequences) == 1
+
+
+def test_sequences_are_put_into_messages_once(own: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever bounds others ask with. A thousand take milliseconds: the event loop goes on in between."""
+    root = own.prefill(range(1, 40)).kv_cache
+    for _ in range(5):
+        own.fork(root, 64)
+    made: list[float] = []
+    make = server_view._sequence
+
+    def noting(*args: Any) -> admin_pb2.SequenceView:
+        made.append(turns)
+        return make(*args)
+
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(server_view, "_sequence", noting)
+    monkeypatch.setattr(own.server.views, "_clock", lambda: 100.0)
+    beside = asyncio.run_coroutine_threadsafe(other(), own.loop)
+    views = [_view(own, max_sequences=bound, max_cells=bound) for bound in (300, 310, 320, 400)]
+    beside.cancel()
+    assert [len(view.sequences) for view in views] == [300, 310, 320, 321]
+    assert len(made) == 321
+    assert len(set(made)) >= 5
+    for bound in range(1, 30):
+        assert len(_view(own, max_sequences=300, max_cells=bound).block_map.cells) <= bound
+    assert all(len(taken.messages) <= 8 for taken in own.server.views._taken.values())
 
 
 def test_a_look_belongs_to_no_call(own: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:

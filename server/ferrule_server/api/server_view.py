@@ -26,6 +26,8 @@ FRESH_S: Final = 0.1
 """How long a snapshot is shown to others."""
 
 _NOBODY: Final = ""
+_PIECE: Final = 64
+"""Sequences put into messages at a time: half a millisecond, then others have their turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +52,17 @@ _SEQUENCES: Final = (256, 1024)
 _PRINCIPALS: Final = (64, 1024)
 """What is given unless told otherwise, and at most."""
 
+_MAX_MESSAGES: Final = 8
+"""Kept of one snapshot: displays ask with few bounds, and whoever asks with many gets each made anew."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """What was seen, and the owners of each block as an array."""
+    """What was seen, the owners of each block as an array, and the sequences as messages."""
 
     view: View
     owners: npt.NDArray[np.int32] = field(repr=False)
+    sequences: list[admin_pb2.SequenceView] = field(repr=False)
 
 
 @dataclass(eq=False, slots=True)
@@ -100,7 +106,9 @@ class Views:
         snapshot = await asyncio.shield(taken.task)
         message = taken.messages.get(bounds)
         if message is None:
-            message = taken.messages[bounds] = _message(self._state, serving, snapshot, bounds)
+            message = _message(self._state, serving, snapshot, bounds)
+            if len(taken.messages) < _MAX_MESSAGES:
+                taken.messages[bounds] = message
         return message
 
     def _take(self, serving: Serving, sizes: tuple[int, int]) -> _Taken:
@@ -117,7 +125,17 @@ class Views:
 async def _look(serving: Serving, max_sequences: int, max_principals: int) -> _Snapshot:
     view = await run_job(serving.engine, ViewJob(_NOBODY, max_sequences, max_principals))
     assert isinstance(view, View)
-    return _Snapshot(view, await as_array(view.refcounts))
+    sequences = await _sequences(view, serving.engine.info.bytes_per_block)
+    return _Snapshot(view, await as_array(view.refcounts), sequences)
+
+
+async def _sequences(view: View, bytes_per_block: int) -> list[admin_pb2.SequenceView]:
+    """Return all that were seen, piece by piece: a thousand take milliseconds, and others have turns."""
+    made: list[admin_pb2.SequenceView] = []
+    for start in range(0, len(view.sequences), _PIECE):
+        made += [_sequence(each, view, bytes_per_block) for each in view.sequences[start : start + _PIECE]]
+        await asyncio.sleep(0)
+    return made
 
 
 def _heed(task: asyncio.Task[_Snapshot]) -> None:
@@ -143,7 +161,6 @@ def _size(wanted: int, sizes: tuple[int, int]) -> int:
 def _message(state: ServerState, serving: Serving, snapshot: _Snapshot, bounds: _Bounds) -> admin_pb2.ServerView:
     view = snapshot.view
     counters, size = view.snapshot.counters, view.kv.block_size
-    bytes_per_block = serving.engine.info.bytes_per_block
     message = admin_pb2.ServerView(
         time=_timestamp(view.unix_ns),
         uptime=_duration(view.at_s - state.started_at_s),
@@ -156,7 +173,7 @@ def _message(state: ServerState, serving: Serving, snapshot: _Snapshot, bounds: 
         num_step_rows=round(view.timings["step_rows"].sum),
         step_ns=counters.step_ns,
         num_refused=view.snapshot.refused(),
-        sequences=[_sequence(each, view, bytes_per_block) for each in view.sequences[: bounds.max_sequences]],
+        sequences=snapshot.sequences[: bounds.max_sequences],
         principals=[_principal(each, size) for each in view.principals[: bounds.max_principals]],
         known_principals=view.num_principals,
         step_seconds=_histogram(view.timings["step"]),

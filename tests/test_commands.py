@@ -44,11 +44,12 @@ ELSEWHERE: Final = {
 SAYS: Final = {
     r"ferrule generate": r"\w{3}",
     r"ferrule chat": r"\w",
-    r".*ferrule health --probe": r"^$",
+    r".*ferrule health --probe": r"\Aserving$",
     r".*ferrule health": r"serving: ",
     r".*ferrule metrics.*jq": r"^\d+$",
     r".*ferrule metrics": r"total_blocks",
-    r".*ferrule top.*(jq|svg)": r"^[\d.]*$",
+    r".*ferrule top.*svg": r"\A\Z",
+    r".*ferrule top.*jq": r"\A\d[\d.]*$",
     r".*ferrule top": r"tokens/s",
     r"ferrule admin warmup": r"warm",
     r"ferrule admin drain": r"drain",
@@ -99,6 +100,7 @@ def _in_this_process(story: Story, arguments: list[str]) -> str:
 
 
 def _check_output(command: Command, out: str) -> None:
+    assert out.strip() != "null", f"{command}: there is no such field"
     for pattern, said in SAYS.items():
         if re.match(pattern, command.program):
             assert re.search(said, out, re.MULTILINE), f"{command}\n{out}"

@@ -159,6 +159,14 @@ def test_the_contract_runs_with_the_stubs_alone(shipped_target: str) -> None:
     assert _num_caches(shipped_target) == 0
 
 
+def test_contributing_names_every_target_once() -> None:
+    """Those that ``make help`` lists, but for itself."""
+    listed = re.findall(r"^\| `make ([a-z-]+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert len(listed) == len(set(listed))
+    assert {*listed, "help"} == targets
+
+
 def test_every_block_of_code_is_run_by_a_test() -> None:
     """Whoever adds one of another kind says which; pictures and output are text."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "protos" / "README.md", *(ROOT / "docs").glob("*.md")]

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shlex
-import subprocess
-from pathlib import Path
 
 import pytest
 
 from tests.stack.compose_file import ON_TOP, PLAIN, ROOT, load, started
-from tests.tools import tool
 
 PAGE = (ROOT / "docs" / "operations.md").read_text()
 SOURCES = [PLAIN, *ON_TOP, ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "deploy" / "Dockerfile"]
@@ -99,17 +95,6 @@ def test_the_example_of_variables_lists_them_all() -> None:
     for name, value in listed.items():
         defaults = set(re.findall(rf"\${{{name}:?-([^}}]*)}}", texts))
         assert not defaults or value in defaults or name == "MODELS", name
-
-
-def test_the_page_makes_certificates(tmp_path: Path) -> None:
-    """Each command of the script that the page shows, one after the other."""
-    tool("openssl")
-    commands = re.findall(r"^deploy/make_certificates\.sh (.*)$", PAGE, re.MULTILINE)
-    assert [command.split()[0] for command in commands] == ["authority", "server", "client", "renew"]
-    for command in commands:
-        script = ["sh", str(ROOT / "deploy" / "make_certificates.sh"), *command.split()]
-        subprocess.run(script, cwd=tmp_path, check=True, capture_output=True, timeout=60, env=dict(os.environ))
-    assert {"ops.pem", "alice-key.pem"} <= {path.name for path in (tmp_path / "certificates").iterdir()}
 
 
 def test_the_sizes_of_the_page_add_up() -> None:

@@ -182,6 +182,19 @@ def test_closing_ends_streams_and_waiting_connections() -> None:
             assert get(again.address, "/metrics").status == 200
 
 
+def test_who_never_reads_holds_up_no_end() -> None:
+    """Neither a page that stands still nor what was being sent to it; an answer that is read gets its moment."""
+    with listening(lambda: b"data: " + b"x" * (8 << 20) + b"\n\n") as listener, ExitStack() as stack:
+        for _ in range(3):
+            watcher = stack.enter_context(connect(listener.address))
+            watcher.sendall(b"GET /ui/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert watcher.recv(10)
+        time.sleep(0.2)
+        began = time.monotonic()
+        listener.close()
+        assert time.monotonic() - began < 1.5
+
+
 def test_an_address_in_use_is_an_unusable_setting() -> None:
     """Named by its flag; so is one that is not of this machine."""
     with listening() as listener:

@@ -33,6 +33,7 @@ _RETRY: Final = b"retry: 1000\n\n"
 _POLL_S: Final = 0.05
 _LINGER_S: Final = 1.0
 _CLOSE_S: Final = 2.0
+_LAST_READ_S: Final = 0.5
 _EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _EXHAUSTED_S: Final = 0.1
 _SECURITY: Final = {
@@ -169,12 +170,13 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
             self._refused.popleft()[1].close()
 
     def end_connections(self, timeout_s: float) -> None:
-        """Hang up on whoever has not been answered, and wait for the threads to see it."""
+        """Hang up on whoever has not been answered, soon on whoever reads too slowly too; wait for the threads."""
         with self._ended:
-            for connection in self._open:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RD)
-            self._ended.wait_for(lambda: not self._open, timeout_s)
+            for how, patience_s in ((socket.SHUT_RD, _LAST_READ_S), (socket.SHUT_RDWR, timeout_s - _LAST_READ_S)):
+                for connection in self._open:
+                    with contextlib.suppress(OSError):
+                        connection.shutdown(how)
+                self._ended.wait_for(lambda: not self._open, patience_s)
 
     def _forget(self, request: socket.socket) -> None:
         with self._ended:

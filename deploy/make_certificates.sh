@@ -46,7 +46,7 @@ make_key() {
 
 # make_config NAME EXTENSION...: a configuration of openssl for one subject, in $work/config
 make_config() {
-    subject=$1
+    subject=$(printf '%.64s' "$1") # the field has no more room; host names stand in subjectAltName as a whole
     shift
     {
         printf '[req]\ndistinguished_name = subject\nprompt = no\nutf8 = yes\nstring_mask = utf8only\n'
@@ -109,6 +109,12 @@ give_to_server() {
     [ "$(id -u)" != 0 ] || chown "$SERVER_UID" "$1"
 }
 
+# check_trust AUTHORITIES CERTIFICATE: what those who have these authorities would refuse is not put in place
+check_trust() {
+    openssl verify -CAfile "$1" "$2" >/dev/null 2>&1 ||
+        fail "$1 does not trust $CERTIFICATES/ca.pem; add that to it first, behind what it has"
+}
+
 make_server() {
     need_authority
     [ $# -gt 0 ] || set -- localhost
@@ -121,6 +127,8 @@ make_server() {
     for name in ca client-ca; do
         [ -e "$SECRETS/$name.pem" ] || put "$CERTIFICATES/ca.pem" "$name.pem"
     done
+    check_trust "$SECRETS/ca.pem" "$work/cert.pem"
+    check_trust "$SECRETS/client-ca.pem" "$work/probe.pem"
     for name in key cert probe-key probe; do
         put "$work/$name.pem" "$name.pem"
     done
@@ -136,6 +144,7 @@ make_client() {
     need_authority
     [ $# -gt 0 ] || usage
     for principal; do
+        [ ${#principal} -le 64 ] || fail "'$principal' is longer than 64 characters"
         case $principal in
         '' | .* | *[!A-Za-z0-9._~@+-]*) fail "'$principal': a principal is made of letters, digits and ._~@+-" ;;
         ca | ca-key) fail "'$principal' is the authority's file" ;;
@@ -152,6 +161,8 @@ make_client() {
 command -v openssl >/dev/null || fail "openssl is not installed"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM HUP
 [ $# -gt 0 ] || usage
 action=$1
 shift

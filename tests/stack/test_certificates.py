@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import signal
 import socket
 import ssl
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -108,6 +110,48 @@ def test_keys_are_never_overwritten_nor_open_to_others(filled: Folders) -> None:
     filled.made("renew", "server.example.org")
     changed = {path.name for path, content in before.items() if path.read_bytes() != content}
     assert changed == {"cert.pem", "key.pem", "probe.pem", "probe-key.pem"}
+
+
+def test_what_others_do_not_trust_is_not_put_in_place(filled: Folders, tmp_path: Path) -> None:
+    """A new authority comes first to those who check: with the old one alone the health check would fail."""
+    other = Folders(tmp_path / "others", filled.secrets)
+    other.made("authority")
+    before = {path: path.read_bytes() for path in filled.secrets.iterdir()}
+    for name in ("ca.pem", "client-ca.pem"):
+        refused = other.run("renew", "localhost")
+        assert refused.returncode == 2
+        assert f"{name} does not trust" in refused.stderr
+        assert {path: path.read_bytes() for path in filled.secrets.iterdir()} == before
+        path = filled.secrets / name
+        _replace(path, path.read_text() + (other.certificates / "ca.pem").read_text())
+        before[path] = path.read_bytes()
+    other.made("renew", "localhost")
+
+
+def test_a_long_name_is_only_an_alternative_one(filled: Folders) -> None:
+    """The common name has room for 64 characters, a host name may be longer."""
+    long = f"{'a' * 40}.{'b' * 40}.example.org"
+    assert f"DNS:{long}" in filled.made("renew", long)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_script_that_is_stopped_leaves_no_key_behind(folders: Folders, tmp_path: Path, name: str) -> None:
+    """Its working folder goes with it."""
+    programs, work = tmp_path / "bin", tmp_path / "work"
+    programs.mkdir()
+    work.mkdir()
+    (programs / "openssl").write_text("#!/bin/sh\nexec sleep 30\n")
+    (programs / "openssl").chmod(0o755)
+    variables = {"PATH": f"{programs}:{os.environ['PATH']}", "TMPDIR": str(work)}
+    places = {"CERTIFICATES": str(folders.certificates), "SECRETS": str(folders.secrets)}
+    process = subprocess.Popen(
+        ["sh", str(SCRIPT), "authority"], env=os.environ | variables | places, start_new_session=True
+    )
+    while not list(work.glob("*/output")):
+        time.sleep(0.01)
+    os.killpg(process.pid, getattr(signal, name))
+    assert process.wait(10) != 0
+    assert list(work.iterdir()) == []
 
 
 @pytest.mark.parametrize(

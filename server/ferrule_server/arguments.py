@@ -158,7 +158,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--ui",
         metavar="|".join(UI_CHOICES),
         help="serve the web page /ui beside the metrics: blocks, the fork tree and latencies, never tokens (default:"
-        " auto = where only this machine can reach --metrics-listen)",
+        " auto = where only this machine can reach --metrics-listen, and gRPC there wants no credentials)",
     )
     network.add_argument("--reflection", action="store_const", const="1", help="serve gRPC reflection, for buf curl")
     network.add_argument(

@@ -289,10 +289,11 @@ class ServerConfig:
 
     @property
     def has_ui(self) -> bool:
-        """Whether the web page is served."""
+        """Whether the web page is served: by itself only to those whom gRPC would let see as much."""
         if self.metrics_listen is None or self.ui != "auto":
             return self.ui == "on"
-        return self.metrics_listen.is_local
+        is_open = self.listen.path is None and not self.has_authentication
+        return self.metrics_listen.is_local and is_open
 
     @property
     def has_authentication(self) -> bool:

@@ -286,10 +286,18 @@ def test_what_is_authenticated_or_local_needs_no_insecure(arguments: str) -> Non
         ("--metrics-listen 0.0.0.0:1", False),
         ("--metrics-listen 0.0.0.0:1 --ui on", True),
         ("--metrics-listen 127.0.0.1:1 --ui off", False),
+        ("--metrics-listen 127.0.0.1:1 --token-file T", False),
+        ("--metrics-listen 127.0.0.1:1 --tls-cert C --tls-key K --tls-client-ca A", False),
+        ("--metrics-listen 127.0.0.1:1 --listen unix:/tmp/f.sock", False),
+        ("--metrics-listen 127.0.0.1:1 --token-file T --ui on", True),
     ],
 )
-def test_the_page_is_served_by_itself_where_only_this_machine_can_reach_it(arguments: str, is_served: bool) -> None:
-    """Metrics may be open to a network, as Prometheus needs them; the page only where that is said."""
+def test_the_page_is_served_by_itself_where_who_reaches_it_may_see_as_much(arguments: str, is_served: bool) -> None:
+    """Metrics may be open to a network, as Prometheus needs them; the page not, nor where others must say who they are.
+
+    It shows everybody's sequences, which takes the role admin elsewhere: a user of this machine without a token, or
+    without a right to the socket's path, has it not.
+    """
     assert parse_config(arguments.split(), {}).has_ui is is_served
 
 

@@ -45,7 +45,7 @@ class Story:
         """Variables of its shell; nothing of ours but what leads to the server."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("FERRULE_", "HF_"))}
         kept |= {"HOME": str(self.folder), "PATH": f"{BIN}:{os.environ['PATH']}", "NO_COLOR": "1", "TERM": "dumb"}
-        return kept | {"FERRULE_TARGET": self.target}
+        return kept | {"FERRULE_TARGET": self.target, "no_proxy": "127.0.0.1"}
 
     def here(self, text: str) -> str:
         """Return a command with addresses and sizes of this machine."""

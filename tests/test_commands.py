@@ -118,7 +118,7 @@ def _compose(story: Story, command: Command) -> None:
 def _certificates(story: Story, command: Command) -> None:
     """The script does it."""
     tool("openssl")
-    story.shell(f"{ROOT}/{command.text}")
+    story.shell(f"{shlex.quote(str(ROOT))}/{command.text}")
 
 
 def _make(story: Story, command: Command) -> None:
@@ -151,7 +151,7 @@ def _contract(story: Story, command: Command) -> None:
 def _buf(story: Story, command: Command) -> None:
     """A function of the shell, then calls by it; a handle is the one that the page told to put in."""
     if command.text.startswith("call() {"):
-        story.prelude = command.text.replace("--schema protos", f"--schema {ROOT}/protos")
+        story.prelude = command.text.replace("--schema protos", f"--schema {shlex.quote(str(ROOT / 'protos'))}")
         story.prelude = story.prelude.replace("-d ", f"--unix-socket {story.target.removeprefix('unix:')} -d ")
         return
     text = re.sub(r'"kvCache": \{[^}]*\}', lambda _: f'"kvCache": {story.kv_cache}', command.text)
@@ -257,7 +257,8 @@ def test_commands_of_help_work(story: Story) -> None:
 def _put_certificates(story: Story) -> None:
     """Put the files of a server there by the names that pages give them, and a line for alice."""
     tool("openssl")
-    story.shell(f"{ROOT}/deploy/make_certificates.sh authority; {ROOT}/deploy/make_certificates.sh server localhost")
+    script = shlex.quote(str(ROOT / "deploy" / "make_certificates.sh"))
+    story.shell(f"{script} authority; {script} server localhost")
     for name in ("cert", "key", "ca"):
         shutil.copy(story.folder / "secrets" / f"{name}.pem", story.folder / f"{name}.pem")
     for name in ("certificates", "secrets"):

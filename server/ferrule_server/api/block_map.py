@@ -1,4 +1,7 @@
-"""The picture of the block pool: a byte for each block, or for runs of blocks where there are more than fit."""
+"""The picture of the block pool: a byte for each block, or for runs of blocks where there are more than fit.
+
+A byte is 0 for an empty block, 1 for one that only the prefix cache holds, n + 1 for one with n owners.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ferrule.v1 import admin_pb2
-
-CACHED: Final = 1
-"""Mark of a block that only the prefix cache holds; 0 is empty, n owners are n + 1."""
 
 _MOST: Final = 255
 _PIECE: Final = 16384

@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest -q -m "not slow and not gpu"
 .PHONY: help demo test test-kernels test-gpu test-chaos test-stack test-conformance lint types proto aio bench bench-gpu load clean
 
 help:             ## this list
-	@sed -n 's/^\([a-z-]*\):.*## */  make \1\t/p' Makefile | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## */  make \1\t/p' Makefile | expand -t 24
 
 demo: $(VENV)/.ok ## start the shipped model, stream text, fork, roll back, release
 	@$(BIN)/ferrule demo

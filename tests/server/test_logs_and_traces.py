@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from opentelemetry.trace import format_span_id, format_trace_id
 
 import ferrule_client
 from ferrule.v1 import executor_pb2, executor_pb2_grpc
+from tests.api.certificates import Authority, ServerFiles
 from tests.api.collector import Collector, attributes_of
 from tests.server.test_main import _environment
 
@@ -147,12 +149,37 @@ def test_one_trace_id_leads_from_the_client_to_spans_and_log_lines(served: Serve
 
 def test_settings_that_cannot_be_used_are_a_line_too(tmp_path: Path) -> None:
     """Exit code 2 as ever, and nothing on stderr but JSON."""
-    command = [sys.executable, "-m", "ferrule_server", "--log-format", "json", "--model", str(tmp_path / "none")]
+    arguments = ["--log-format", "json", "--listen", "127.0.0.1:0", "--model", str(tmp_path / "none")]
+    command = [sys.executable, "-m", "ferrule_server", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=_environment())
     assert done.returncode == 2
     lines = [json.loads(line) for line in done.stderr.splitlines()]
     assert lines[-1]["level"] == "ERROR"
     assert "none" in lines[-1]["message"]
+
+
+def test_strangers_cannot_write_into_the_log(tmp_path: Path) -> None:
+    """Who speaks no TLS where it is spoken: gRPC would write a line of its own form for each, in any number."""
+    files = ServerFiles(tmp_path)
+    authority = Authority()
+    files.write(authority.server(), authority.cert)
+    arguments = ["--executor", "paged-reference", "--kv-memory", "4MiB", "--listen", "127.0.0.1:0"]
+    arguments += ["--tls-cert", str(files.paths[0]), "--tls-key", str(files.paths[1])]
+    arguments += ["--drain-grace", "0s", "--log-format", "json"]
+    command = [sys.executable, "-m", "ferrule_server", *arguments]
+    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=_environment()) as process:
+        assert process.stdout is not None
+        ready = re.search(r"listen=(\S+):(\d+)", process.stdout.readline())
+        assert ready is not None
+        for _ in range(3):
+            with socket.create_connection((ready[1], int(ready[2])), timeout=10) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                while stranger.recv(100):
+                    pass
+        process.terminate()
+        _, log = process.communicate(timeout=20)
+    assert json.loads(log.splitlines()[-1])["message"] == "drained"
+    assert not [line for line in log.splitlines() if not line.startswith("{")]
 
 
 def test_the_whole_log_is_json(served: Served) -> None:

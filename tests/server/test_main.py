@@ -9,6 +9,7 @@ import os
 import queue
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -34,6 +35,7 @@ from ferrule.v1 import (
     types_pb2,
 )
 from ferrule_server import __version__
+from tests.api.certificates import Authority, ServerFiles
 
 REFERENCE = ("--executor", "paged-reference", "--kv-memory", "4MiB")
 QUIET = ("--log-level", "error")
@@ -107,6 +109,30 @@ def test_settings_come_from_the_environment_and_ctrl_c_ends_with_0(tmp_path: Pat
         _end(process, signal.SIGINT)
     assert process.returncode == 0
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("has_tls", [False, True], ids=["plain", "tls"])
+def test_idle_connections_do_not_hold_the_server(tmp_path: Path, *, has_tls: bool) -> None:
+    """One that is connected and asks nothing, and one that never says hello, cost the end a moment and no more."""
+    authority, files = Authority(), ServerFiles(tmp_path)
+    files.write(authority.server(), authority.cert)
+    flags = ("--tls-cert", str(files.paths[0]), "--tls-key", str(files.paths[1])) if has_tls else ()
+    with (
+        _running(*REFERENCE, *flags, "--listen", "127.0.0.1:0") as (process, values),
+        socket.create_connection(("127.0.0.1", int(values["listen"].rpartition(":")[2]))),
+        _channel(values["listen"], authority.cert if has_tls else None) as channel,
+    ):
+        grpc.channel_ready_future(channel).result(timeout=10)
+        started = time.monotonic()
+        _end(process)
+        assert process.returncode == 0
+        assert time.monotonic() - started < 1.5
+
+
+def _channel(target: str, authority: bytes | None) -> grpc.Channel:
+    if authority is None:
+        return grpc.insecure_channel(target)
+    return grpc.secure_channel(target, grpc.ssl_channel_credentials(authority))
 
 
 def test_an_idle_stream_does_not_hold_the_server() -> None:

@@ -428,6 +428,31 @@ def test_a_rolling_restart_under_load_fails_nothing(stack: Stack) -> None:
     assert {server.status().live_sequences for server in stack.servers.values()} == {0}
 
 
+def test_handles_are_served_while_every_server_drains(stack: Stack) -> None:
+    """Long after Envoy has found them unhealthy: what it knows of their health has no say in where handles lead."""
+    with stack.client(max_retries=1) as client:
+        caches = [make_on(client, name) for name in NAMES]
+        for server in stack.servers.values():
+            server.process.send_signal(signal.SIGTERM)
+        stack.envoy.wait_for_healthy(set())
+        end = time.monotonic() + 4  # twice what two failed checks take
+        while time.monotonic() < end:
+            with client.stream() as fresh:
+                fresh.decode(caches, [[1], [1]], policy=no_output())
+            client.decode_many(caches, [[1], [1]], policy=no_output())
+            assert all(not isinstance(lease, ExecutorError) for lease in client.keep_alive(caches))
+            time.sleep(0.2)
+        with pytest.raises(UnavailableError):
+            client.prefill([1])
+        assert client.release(caches).released == (True, True)
+    for server in stack.servers.values():
+        assert server.process.wait(20) == 0
+        server.stop()
+        server.channel.close()
+        server.start()
+    stack.wait_for_all()
+
+
 def test_a_call_without_a_body_reaches_a_server_too(stack: Stack) -> None:
     """GetStatus and the health service by the proxy, as orchestrators ask."""
     with stack.client() as client:

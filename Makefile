@@ -43,7 +43,7 @@ DCLINT := npx --yes dclint@3.1.0 --config deploy/dclint.yaml --max-warnings 0
 test-conformance: $(VENV)/.ok ## the contract in Python, Node, Go, C++ and buf curl; installs what it needs (5 minutes)
 	@$(BIN)/python -m tests.conformance.install
 	@$(BIN)/python -m tests.conformance.run --require
-	@FERRULE_REQUIRE_TOOLS=1 $(BIN)/python -m pytest -q --timeout=600 tests/conformance
+	@FERRULE_REQUIRE_TOOLS=1 $(BIN)/python -m pytest -q --timeout=600 tests/conformance tests/test_docs.py::test_the_contract_runs_in_node
 
 test-stack: $(VENV)/.ok ## the compose stack without Docker: real Envoy, Prometheus, Chromium; dashboard, alerts, scale-out
 	@sh tests/stack/install_tools.sh

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from ferrule_client import CacheMetrics, Client, Policy, Status, UnsupportedError, greedy, no_output
-from tests.tools import tool
+from tests.conformance.languages import Missing, need, node_modules
+from tests.conformance.test_languages import absent
 
 ROOT = Path(__file__).resolve().parents[1]
 ADDRESS = "127.0.0.1:50051"
@@ -183,10 +184,10 @@ def test_every_block_of_code_is_run_by_a_test() -> None:
 
 def test_the_contract_runs_in_node(shipped_target: str, tmp_path: Path) -> None:
     """As it stands: a prefill and a release."""
-    node = tool("node")
-    packages = ROOT / "client" / "examples" / "node" / "node_modules"
-    if not (packages / "@grpc" / "grpc-js").is_dir():
-        pytest.skip("the packages of the Node example are not installed: npm install --prefix client/examples/node")
+    try:
+        node, packages = need("node"), node_modules()
+    except Missing as missing:
+        absent(missing)
     (piece,) = _blocks(CONTRACT, "js node")
     script = tmp_path / "piece.js"
     script.write_text(piece.replace(ADDRESS, shipped_target))

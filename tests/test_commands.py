@@ -32,7 +32,7 @@ ELSEWHERE: Final = {
     r"ferrule serve( --model demo)?$": "tests/conftest.py",  # the server that the client commands go to
     r"ferrule serve .*--device cuda": "tests/executor/cuda/test_cuda_executor.py",
     r"ferrule serve .*--kernel-bundle": "tests/executor/cuda/test_compose.py",
-    r"ferrule serve --model \w+/": "tests/model/test_hub.py",
+    r"ferrule serve --model \w+/": "tests/server/test_hub_models.py",
     r"ferrule demo": "tests/client/test_demo.py",
     r"(printf .*\| )?ferrule chat -": "tests/client/test_cli_chat.py",
     r"make (demo|test)\b": "tests/client/test_demo.py",

@@ -152,6 +152,9 @@ def test_a_thousand_cuts_around_envoy_double_and_lose_nothing(tmp_path: Path) ->
     """Ten thousand appends: those applied are those sent, and every token is that of the undisturbed run."""
     seed = seed_of_run()
     figures = campaign(tmp_path, seed, num_clients=8, width=4, length=NUM_APPENDS // 32)
+    cuts = figures["cuts"]
+    assert isinstance(cuts, list)
+    assert sum(cuts) >= 1000, f"too few were cut: {cuts}"
     report("exactly-once through Envoy", executor="paged-reference", clients="library", seed=seed, **figures)
 
 

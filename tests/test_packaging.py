@@ -13,7 +13,18 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (ROOT / "protos" / "ferrule", ROOT / "server" / "ferrule_server", ROOT / "client" / "ferrule_client")
-HEAVY = ("torch", "numba", "safetensors", "tokenizers", "transformers", "rich", "ferrule_server")
+HEAVY = (
+    "torch",
+    "numba",
+    "safetensors",
+    "tokenizers",
+    "transformers",
+    "rich",
+    "prometheus_client",
+    "huggingface_hub",
+    "opentelemetry",
+    "ferrule_server",
+)
 
 
 def modules_after(code: str) -> set[str]:

@@ -147,14 +147,13 @@ def test_a_call_on_many_handles_is_one_for_each_instance(
         assert fake.calls["StreamDecode"] == 2
     with pytest.raises(ValueError, match="instances 'a' and 'b'"):
         fake_client.reserve([a, b], 10)
-    assert Counter(fake.routes) == Counter(
-        {
-            **{(rpc, name): 1 for rpc in ("KeepAlive", "ReleaseCache") for name in "ab"},
-            **{("frame", name): 2 for name in "ab"},
-            ("ForkCache", "b"): 1,
-            ("Prefill", None): 3,
-        }
-    )
+    expected: dict[tuple[str, str | None], int] = {
+        **{(rpc, name): 1 for rpc in ("KeepAlive", "ReleaseCache") for name in "ab"},
+        **{("frame", name): 2 for name in "ab"},
+        ("ForkCache", "b"): 1,
+        ("Prefill", None): 3,
+    }
+    assert Counter(fake.routes) == Counter(expected)
 
 
 def test_one_instance_that_is_out_of_reach_takes_nothing_from_the_other(

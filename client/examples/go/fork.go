@@ -1,5 +1,4 @@
-// Prefill a prompt, decode it on a stream, fork it, decode both branches in the same frames, release.
-// How to build it is in docs/clients.md; run it with the server's address, 127.0.0.1:50051 if there is none.
+// Prefill a prompt, decode it on a stream, fork it, decode both branches, release.
 package main
 
 import (
@@ -13,97 +12,63 @@ import (
 	ferrule "ferrule/v1"
 
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/keepalive"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/protobuf/proto"
 )
 
-type branch struct {
-	handle *ferrule.KvCacheHandle
-	tokens []uint32 // the last one is chosen and not in the cache yet
-	policy *ferrule.LogitsReturnPolicy
-}
-
-func must(err error) {
+func must[T any](value T, err error) T {
 	if err != nil {
 		log.Fatal(err)
 	}
+	return value
 }
 
-// step moves every branch by the token that was chosen for it, in one frame, and has the next one chosen.
-func step(stream ferrule.ModelExecutorService_StreamDecodeClient, branches ...*branch) {
-	frame := &ferrule.StreamDecodeRequest{}
-	for seq, b := range branches {
-		decode := &ferrule.DecodeInput{InputIds: b.tokens[len(b.tokens)-1:], KvCache: b.handle, LogitsPolicy: b.policy}
-		frame.Items = append(frame.Items, &ferrule.StreamItem{Seq: uint64(seq), Input: &ferrule.StreamItem_Decode{Decode: decode}})
-	}
-	must(stream.Send(frame))
-	for missing := len(branches); missing > 0; {
-		reply, err := stream.Recv()
-		must(err)
-		for _, result := range reply.Results {
-			if result.GetError() != nil {
-				log.Fatal(result.GetError().Message) // the other items of the frame went on
-			}
-			b, decode := branches[result.Seq], result.GetDecode()
-			b.handle, b.tokens = decode.KvCache, append(b.tokens, decode.Outputs.Tokens...)
-			missing--
+// decode moves a sequence by the token that was chosen for it, again and again, and returns what is chosen on the way.
+func decode(stream ferrule.ModelExecutorService_StreamDecodeClient, next *ferrule.DecodeInput, steps int) (chosen []uint32) {
+	for ; steps > 0; steps-- {
+		item := &ferrule.StreamItem{Input: &ferrule.StreamItem_Decode{Decode: next}}  // a frame could move many sequences
+		stream.Send(&ferrule.StreamDecodeRequest{Items: []*ferrule.StreamItem{item}}) // where it fails, Recv says why
+		result := must(stream.Recv()).Results[0]
+		if result.GetError() != nil {
+			log.Fatal(result.GetError().Message)
 		}
+		next.KvCache, next.InputIds = result.GetDecode().KvCache, result.GetDecode().Outputs.Tokens
+		chosen = append(chosen, next.InputIds...)
 	}
+	return chosen
 }
 
 func main() {
-	target := "127.0.0.1:50051"
-	if len(os.Args) > 1 {
-		target = os.Args[1]
-	}
-	channel, err := grpc.Dial(target, grpc.WithInsecure(), grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(64<<20)),
-		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 20 * time.Second, Timeout: 20 * time.Second}))
-	must(err)
-	defer channel.Close()
+	channel := must(grpc.Dial(append(os.Args, "127.0.0.1:50051")[1], grpc.WithInsecure()))
 	executor, tokenizer := ferrule.NewModelExecutorServiceClient(channel), ferrule.NewTokenizerServiceClient(channel)
 	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
 	defer cancel()
 
-	encoded, err := tokenizer.Encode(ctx, &ferrule.EncodeRequest{Text: "def read_file(path):"})
-	must(err)
-	greedy := &ferrule.LogitsReturnPolicy{Selection: &ferrule.LogitsReturnPolicy_GreedyArgmax{GreedyArgmax: &ferrule.GreedyArgmax{}}}
-	prompt := &ferrule.PrefillInput{InputIds: encoded.TokenIds, LogitsPolicy: greedy, RequestId: fmt.Sprint(time.Now().UnixNano())}
-	prefilled, err := executor.Prefill(ctx, &ferrule.PrefillRequest{Input: prompt})
-	must(err)
-	trunk := &branch{prefilled.Output.KvCache, prefilled.Output.Outputs.Tokens, greedy}
+	ids := must(tokenizer.Encode(ctx, &ferrule.EncodeRequest{Text: "def read_file(path):"})).TokenIds
+	policy := &ferrule.LogitsReturnPolicy{Selection: &ferrule.LogitsReturnPolicy_GreedyArgmax{GreedyArgmax: &ferrule.GreedyArgmax{}}}
+	prompt := &ferrule.PrefillInput{InputIds: ids, LogitsPolicy: policy, RequestId: fmt.Sprint(time.Now().UnixNano())}
+	first := must(executor.Prefill(ctx, &ferrule.PrefillRequest{Input: prompt})).Output
+	trunk := &ferrule.DecodeInput{InputIds: first.Outputs.Tokens, KvCache: first.KvCache, LogitsPolicy: policy}
+	// Names the server that has the handles, for the proxy on the way.
+	ctx = metadata.AppendToOutgoingContext(ctx, "ferrule-instance", strings.Split(first.KvCache.CacheId, ".")[0])
+	stream := must(executor.StreamDecode(ctx))
+	tokens := append(first.Outputs.Tokens, decode(stream, trunk, 4)...)
 
-	// Says which server has the handles, for the proxy on the way.
-	ctx = metadata.AppendToOutgoingContext(ctx, "ferrule-instance", strings.SplitN(trunk.handle.CacheId, ".", 2)[0])
-	stream, err := executor.StreamDecode(ctx)
-	must(err)
-	for i := 0; i < 4; i++ {
-		step(stream, trunk)
-	}
-	forked, err := executor.ForkCache(ctx, &ferrule.ForkCacheRequest{KvCache: trunk.handle, Count: proto.Uint32(2)})
-	must(err)
-	var branches []*branch
+	forked := must(executor.ForkCache(ctx, &ferrule.ForkCacheRequest{KvCache: trunk.KvCache, Count: proto.Uint32(2)}))
+	handles := []*ferrule.KvCacheHandle{trunk.KvCache}
 	for seed, handle := range forked.KvCaches {
 		sample := &ferrule.Sample{Temperature: proto.Float32(0.8), Seed: proto.Uint64(uint64(seed))}
 		policy := &ferrule.LogitsReturnPolicy{Selection: &ferrule.LogitsReturnPolicy_Sample{Sample: sample}}
-		branches = append(branches, &branch{handle, append([]uint32{}, trunk.tokens...), policy})
+		branch := &ferrule.DecodeInput{InputIds: trunk.InputIds, KvCache: handle, LogitsPolicy: policy}
+		whole := append(tokens[:len(tokens):len(tokens)], decode(stream, branch, 8)...)
+		fmt.Println(must(tokenizer.Decode(ctx, &ferrule.TokenizerServiceDecodeRequest{TokenIds: whole})).Text + "\n--")
+		handles = append(handles, branch.KvCache)
 	}
-	for i := 0; i < 8; i++ {
-		step(stream, branches...)
-	}
-	for _, b := range branches {
-		text, err := tokenizer.Decode(ctx, &ferrule.TokenizerServiceDecodeRequest{TokenIds: b.tokens})
-		must(err)
-		fmt.Printf("%s\n--\n", text.Text)
-	}
-	must(stream.CloseSend())
-	released, err := executor.ReleaseCache(ctx, &ferrule.ReleaseCacheRequest{KvCaches: append(forked.KvCaches, trunk.handle)})
-	must(err)
 	count := 0
-	for _, result := range released.Results {
+	for _, result := range must(executor.ReleaseCache(ctx, &ferrule.ReleaseCacheRequest{KvCaches: handles})).Results {
 		if result.Released {
 			count++
 		}
 	}
-	fmt.Printf("released %d\n", count)
+	fmt.Println("released", count)
 }

@@ -67,9 +67,17 @@ class Cell:
 
 
 def main() -> None:
+    """Do as the arguments say; ended by Ctrl-C or SIGTERM, end the servers and exit with 130."""
+    # As SIGINT, which asyncio makes a cancellation: an exception out of nowhere would crash gRPC in its own code.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        _run(_parse_arguments())
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _run(args: argparse.Namespace) -> None:
     """Load what the arguments name, print a table and one JSON line, write the plot."""
-    args = _parse_arguments()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the servers it has started end too
     num_runs = len(args.levels) * len(args.modes) * args.rounds + len(args.modes)
     with _targets(args) as paths:
         most_s = len(paths) * num_runs * (args.seconds + _PATIENCE_S)

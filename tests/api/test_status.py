@@ -48,6 +48,7 @@ TABLE: dict[type[FerruleError], tuple[FerruleError, Code, str, set[str]]] = {
         (errors.HandleLost("ab"), Code.NOT_FOUND, "HANDLE_LOST", "handle_id"),
         (errors.MaskUnknown(bytes(16)), Code.NOT_FOUND, "MASK_UNKNOWN", "fingerprint"),
         (errors.WrongInstance("ab", "b"), Code.ABORTED, "WRONG_INSTANCE", "handle_id instance"),
+        (errors.CallElsewhere("b", "a"), Code.ABORTED, "WRONG_INSTANCE", "instance answered_by"),
         (errors.HandleStale("ab", 3, 5), Code.ABORTED, "HANDLE_STALE", "handle_id length tip_length"),
         (errors.TruncateBeyond("ab", 9, 5), Code.OUT_OF_RANGE, "TRUNCATE_BEYOND", "handle_id new_length length"),
         (errors.ContextExceeded(9, 8), Code.OUT_OF_RANGE, "CONTEXT_EXCEEDED", "length max_context"),
@@ -222,6 +223,7 @@ ELSEWHERE = {
     errors.TokenMissing: "test_auth.test_every_method_wants_a_token",
     errors.TokenInvalid: "test_auth.test_every_method_wants_a_token",
     errors.RoleRequired: "test_auth.test_administration_needs_the_role",
+    errors.CallElsewhere: "test_instance.test_a_drain_for_another_server_drains_nothing",
     errors.SlowConsumer: "test_stream.test_a_reader_that_stops_reading_loses_its_stream_not_its_sequences",
     errors.Starting: "test_lifecycle.test_while_loading_everything_but_status_and_health_is_refused",
 }

@@ -2,6 +2,7 @@
 
 Every method of every service passes here, so none can be forgotten: nothing of ours runs before the call's credentials
 are accepted and its service's role is there. Health alone is open to all, since whoever asks for it has no secrets.
+What names a server that this one is not goes no further: a drain that went astray would drain the wrong one.
 Nor does an observer miss one: each is told of every call, also of those that are refused here.
 
 A method with one request gets its bytes from gRPC, and they are parsed once the caller is let in: 16 MB of empty
@@ -29,13 +30,18 @@ from ferrule_server.api.auth import Access
 from ferrule_server.api.calls import Context, refuse, refuse_unknown
 from ferrule_server.api.observe import Call, Observer
 from ferrule_server.api.principal import ADMIN, Caller, enter
-from ferrule_server.errors import FerruleError, InvalidRequest
+from ferrule_server.errors import CallElsewhere, FerruleError, InvalidRequest
 
 OPEN_SERVICES: Final = frozenset({"grpc.health.v1.Health"})
 """Services that need no credentials: probes and load balancers have none."""
 
 ROLES: Final[Mapping[str, str]] = MappingProxyType({"ferrule.v1.AdminService": ADMIN})
 """Service: role that each of its methods needs."""
+
+INSTANCE_KEY: Final = "ferrule-instance"
+"""Key of the metadata that says which of several servers a call is for."""
+
+_MAX_NAME_CHARS: Final = 64
 
 ANYBODY: Final = "-"
 """Principal of a call that needs no credentials; owns nothing."""
@@ -68,12 +74,16 @@ class Registrar:
     Args:
         server: Gets the handlers, changed as described above.
         access: Decides who may call.
+        instance: Name of this server.
         observers: Are told of every call.
     """
 
-    def __init__(self, server: grpc.aio.Server, access: Access, observers: Sequence[Observer] = ()) -> None:
+    def __init__(
+        self, server: grpc.aio.Server, access: Access, instance: str, observers: Sequence[Observer] = ()
+    ) -> None:
         self._server = server
         self._access = access
+        self._instance = instance
         self._observers = tuple(observers)
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: object) -> None:
@@ -83,7 +93,7 @@ class Registrar:
         self, service_name: str, method_handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]]
     ) -> None:
         """Register the handlers of one service."""
-        admit = _admission(service_name, self._access)
+        admit = _admission(service_name, self._access, self._instance)
         handlers = {
             name: _guarded(service_name, name, handler, admit, self._observers)
             for name, handler in method_handlers.items()
@@ -91,12 +101,14 @@ class Registrar:
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service_name, handlers),))
 
 
-def as_server(server: grpc.aio.Server, access: Access, observers: Sequence[Observer] = ()) -> grpc.aio.Server:
+def as_server(
+    server: grpc.aio.Server, access: Access, instance: str, observers: Sequence[Observer] = ()
+) -> grpc.aio.Server:
     """Return a stand-in for ``server`` that the generated functions can register servicers with."""
-    return cast("grpc.aio.Server", Registrar(server, access, observers))
+    return cast("grpc.aio.Server", Registrar(server, access, instance, observers))
 
 
-def _admission(service: str, access: Access) -> _Admit:
+def _admission(service: str, access: Access, instance: str) -> _Admit:
     """Return what lets a call of a service in, or refuses it."""
     role = ROLES.get(service)
     anybody = Caller(ANYBODY) if service in OPEN_SERVICES else None
@@ -108,14 +120,27 @@ def _admission(service: str, access: Access) -> _Admit:
             await refuse_unknown(context, call.rpc, error)
         enter(caller)
         call.caller = caller
-        if role is not None:
-            try:
+        try:
+            if anybody is None:
+                _check_instance(call, instance)
+            if role is not None:
                 caller.require(role)
-            except FerruleError as error:
-                await refuse(context, call.rpc, error)
+        except FerruleError as error:
+            await refuse(context, call.rpc, error)
         return caller
 
     return admit
+
+
+def _check_instance(call: Call, instance: str) -> None:
+    """Make sure that a call which names a server names this one; what no server can be called is none of its names.
+
+    Raises:
+        CallElsewhere: It names another one.
+    """
+    for key, value in call.metadata:
+        if key == INSTANCE_KEY and value != instance:
+            raise CallElsewhere(str(value)[:_MAX_NAME_CHARS], instance)
 
 
 def _guarded(

@@ -111,7 +111,7 @@ class ApiServer:
         self._server = grpc.aio.server(options=server_options(state.limits))
         self._socket_path: SocketPath | None = None
         self._owes_answers = False
-        typed = as_server(self._server, access, (state.calls, *observers))
+        typed = as_server(self._server, access, state.instance, (state.calls, *observers))
         executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(ModelExecutorServicer(state), typed)
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(TokenizerServicer(state), typed)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(state, self, self.views), typed)

@@ -497,7 +497,7 @@ class _Handlers:
 def test_nothing_a_stranger_sends_is_parsed() -> None:
     """Parsing 16 MB of empty messages takes a second and 500 MB: first the credentials, then the message."""
     kept = _Handlers()
-    registrar = as_server(kept, OpenAccess(is_admin=True))  # type: ignore[arg-type]
+    registrar = as_server(kept, OpenAccess(is_admin=True), "test")  # type: ignore[arg-type]
     executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(
         executor_pb2_grpc.ModelExecutorServiceServicer(), registrar
     )

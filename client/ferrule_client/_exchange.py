@@ -12,7 +12,7 @@ from ferrule_client._messages import Append, Appended
 from ferrule_client._retry import Attempts, wait_s
 from ferrule_client._route import is_lost
 from ferrule_client._tip import Tip, using
-from ferrule_client.errors import ExecutorError, InstanceUnreachableError
+from ferrule_client.errors import ExecutorError, InstanceUnreachableError, WrongInstanceError
 from ferrule_client.items import Chunk, DecodeItem, VerifyItem
 from ferrule_client.types import Output, Verification
 
@@ -156,7 +156,7 @@ def as_answers(error: ExecutorError, places: Iterable[int], num_instances: int) 
     Raises:
         ExecutorError: ``error``, if it is the end.
     """
-    if num_instances == 1 and not isinstance(error, InstanceUnreachableError):
+    if num_instances == 1 and not isinstance(error, (InstanceUnreachableError, WrongInstanceError)):
         raise error
     return {place: copy.copy(error) for place in places}  # each will hear the tokens of its own sequence
 

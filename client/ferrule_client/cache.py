@@ -15,7 +15,7 @@ from ferrule_client._connection import USE_DEFAULT, Connection, Timeout
 from ferrule_client._retry import Attempts
 from ferrule_client._tip import Tip, using
 from ferrule_client._token_log import common_length
-from ferrule_client.errors import ExecutorError
+from ferrule_client.errors import ExecutorError, WrongInstanceError
 from ferrule_client.generation import Generation, TextGeneration
 from ferrule_client.items import Chunk, DraftLaws, VerifyItem
 from ferrule_client.masks import MaskLike
@@ -651,7 +651,10 @@ class Cache:
             return Released((False,), 0)
         self.give_up()
         request = cache_pb2.ReleaseCacheRequest(kv_caches=[_convert.handle_to_message(self.handle)])
-        reply = self._connection.unary(self._connection.executor.ReleaseCache, request, timeout=timeout)
+        try:
+            reply = self._connection.unary(self._connection.executor.ReleaseCache, request, timeout=timeout)
+        except WrongInstanceError:  # its instance goes by another name, or is not there any more
+            return Released((False,), 0)
         return Released(tuple(result.released for result in reply.results), reply.freed_blocks)
 
     def detach(self) -> Handle:

@@ -29,7 +29,7 @@ from ferrule_client._wire import Extra
 from ferrule_client.admin import Admin
 from ferrule_client.cache import Cache
 from ferrule_client.detokenizer import Detokenizer
-from ferrule_client.errors import DrainingError, ExecutorError, StartingError, UnavailableError
+from ferrule_client.errors import DrainingError, ExecutorError, StartingError, UnavailableError, WrongInstanceError
 from ferrule_client.forward import ForwardPass
 from ferrule_client.generation import Generation
 from ferrule_client.items import Chunk, DecodeItem
@@ -878,7 +878,7 @@ class Client:
             try:
                 reply = self._connection.unary(self._connection.executor.KeepAlive, request, timeout=timeout)
             except ExecutorError as error:
-                if is_alone:
+                if is_alone and not (places and isinstance(error, WrongInstanceError)):
                     raise
                 done.update(dict.fromkeys(places, error))
                 continue
@@ -932,7 +932,9 @@ class Client:
         return _convert.reservation_from_message(reply.reservation)
 
     def release(self, caches: Iterable[Cache | Handle], *, timeout: Timeout = USE_DEFAULT) -> Released:
-        """End sequences, many in one call to each instance, and free their blocks. What is gone already is no error.
+        """End sequences, many in one call to each instance, and free their blocks.
+
+        What is gone already is no error; nor is what another instance has, if the way there does not lead to it.
 
         Args:
             caches: Caches or handles.
@@ -961,6 +963,9 @@ class Client:
             request = cache_pb2.ReleaseCacheRequest(kv_caches=handles)
             try:
                 reply = self._connection.unary(self._connection.executor.ReleaseCache, request, timeout=timeout)
+            except WrongInstanceError:  # it goes by another name, or is not there any more: nothing is left to release
+                released.update(dict.fromkeys(places, False))
+                continue
             except ExecutorError as error:  # those of other instances want to be released all the same
                 failures[instance] = error
                 continue

@@ -188,11 +188,11 @@ class MaskUnknownError(ExecutorError):
 
 
 class WrongInstanceError(ExecutorError):
-    """The handle belongs to another server instance."""
+    """The handle belongs to another server instance, or the whole call was for another one than it has reached."""
 
     @property
     def instance(self) -> str | None:
-        """Name of the instance that has the sequence."""
+        """Name of the instance that has the sequence, or that was asked for."""
         return self.metadata.get("instance")
 
 

@@ -86,6 +86,7 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
         metadata: What the last call carried besides its message.
         routes: RPC and ``ferrule-instance`` of each call, None where it named no instance.
         instance: Name in the handles that are made from now on.
+        only: The one instance that calls may name, as a server has it; empty: any, as behind a proxy.
         unreachable: Instances that calls cannot reach, as if a proxy said so.
         calls: Number of calls of each RPC, failed ones included.
         frames: Items of every frame that came on a stream.
@@ -109,6 +110,7 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
         self.metadata: dict[str, str | bytes] = {}
         self.routes: list[tuple[str, str | bytes | None]] = []
         self.instance = "fake"
+        self.only = ""
         self.unreachable: set[str | bytes | None] = set()
         self.calls: Counter[str] = Counter()
         self.frames: list[list[executor_pb2.StreamItem]] = []
@@ -151,6 +153,10 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
         self.routes.append((rpc, self.metadata.get("ferrule-instance")))
         if self.routes[-1][1] in self.unreachable:
             context.abort(grpc.StatusCode.UNAVAILABLE, NO_OWNER)
+        if self.only and self.routes[-1][1] not in (None, self.only):
+            asked = str(self.routes[-1][1])
+            refusal = status_of(grpc.StatusCode.ABORTED, "WRONG_INSTANCE", instance=asked, answered_by=self.only)
+            context.abort_with_status(rpc_status.to_status(refusal))
         failure = self.failures[rpc].pop(0) if self.failures[rpc] else None
         if failure is not None and not failure.after:
             self._abort(context, failure)

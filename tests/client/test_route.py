@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import grpc
 import pytest
@@ -241,6 +241,57 @@ def test_an_instance_that_is_no_longer_there_is_a_loss(fake: FakeServer, fake_cl
         with pytest.raises(WrongInstanceError):
             plain.decode(1)
         cache.decode(1, policy=no_output())
+        assert (cache.num_recoveries, cache.handle.cache_id[:2]) == (1, "b.")
+
+
+def test_a_pinned_client_at_another_server_is_told(fake: FakeServer) -> None:
+    """Once, with both names; nothing was done."""
+    fake.only = "a"
+    with Client.connect(fake.target, instance="b") as client:
+        calls: tuple[Callable[[], object], ...]
+        calls = (client.status, lambda: client.prefill(PROMPT), lambda: client.keep_alive([]))
+        for call in calls:
+            with pytest.raises(WrongInstanceError) as caught:
+                call()
+            assert (caught.value.instance, caught.value.metadata["answered_by"]) == ("b", "a")
+    assert fake.prompts == []
+
+
+def test_a_server_that_goes_by_another_name_is_quiet_about_what_it_had(fake: FakeServer, fake_client: Client) -> None:
+    """Leases and releases as if the sequences had gone; appends say why, each to its own cache."""
+    caches = [make(fake, fake_client, "a") for _ in range(3)]
+    with make(fake, fake_client, "a"):
+        fake.only = fake.instance = "b"
+        assert [type(one) for one in fake_client.keep_alive(caches)] == [WrongInstanceError] * 3
+        with fake_client.stream() as stream:
+            errors = stream.try_decode(caches[:2], [1, 2], policy=no_output(), release=[caches[2]])
+        assert [type(one) for one in errors] == [WrongInstanceError] * 2
+        with pytest.raises(WrongInstanceError):
+            caches[0].decode(1)
+        with fake_client.stream() as stream, make(fake, fake_client, "b") as there:
+            error, output = stream.try_decode([caches[0], there], [1, 2], policy=no_output())
+            assert isinstance(error, WrongInstanceError)
+            assert isinstance(output, Output)
+    assert fake_client.release(caches[:2]).released == (False, False)
+    assert caches[2].release().released == (False,)
+
+
+@pytest.mark.parametrize("name", ["decode", "many", "stream", "generate"])
+def test_a_cache_that_recovers_goes_on_where_the_server_has_another_name(
+    fake: FakeServer, fake_client: Client, name: str
+) -> None:
+    """Prefilled again without a name; then the call as if nothing had been."""
+    with make(fake, fake_client, "a", recover=True) as cache:
+        fake.only = fake.instance = "b"
+        if name == "decode":
+            cache.decode(1, policy=no_output())
+        elif name == "many":
+            fake_client.decode_many([cache], [1], policy=no_output())
+        elif name == "stream":
+            with fake_client.stream() as stream:
+                stream.decode([cache], [1], policy=no_output())
+        else:
+            assert bytes(list(cache.generate(4))) == b" qui"
         assert (cache.num_recoveries, cache.handle.cache_id[:2]) == (1, "b.")
 
 

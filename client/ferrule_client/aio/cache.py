@@ -18,7 +18,7 @@ from ferrule_client.aio._calls import SequenceCalls
 from ferrule_client.aio._connection import USE_DEFAULT, Connection, Timeout
 from ferrule_client.aio.generation import AsyncGeneration, AsyncTextGeneration
 from ferrule_client.cache import _branches
-from ferrule_client.errors import ExecutorError
+from ferrule_client.errors import ExecutorError, WrongInstanceError
 from ferrule_client.items import Chunk, DraftLaws, VerifyItem
 from ferrule_client.masks import MaskLike
 from ferrule_client.policy import Policy, no_output
@@ -661,7 +661,10 @@ class AsyncCache:
             return Released((False,), 0)
         self.give_up()
         request = cache_pb2.ReleaseCacheRequest(kv_caches=[_convert.handle_to_message(self.handle)])
-        reply = await self._connection.unary(self._connection.executor.ReleaseCache, request, timeout=timeout)
+        try:
+            reply = await self._connection.unary(self._connection.executor.ReleaseCache, request, timeout=timeout)
+        except WrongInstanceError:  # its instance goes by another name, or is not there any more
+            return Released((False,), 0)
         return Released(tuple(result.released for result in reply.results), reply.freed_blocks)
 
     def detach(self) -> Handle:

@@ -41,7 +41,7 @@ from ferrule_client.client import (
     _not_ready,
     _per_item,
 )
-from ferrule_client.errors import ExecutorError, UnavailableError
+from ferrule_client.errors import ExecutorError, UnavailableError, WrongInstanceError
 from ferrule_client.items import Chunk, DecodeItem
 from ferrule_client.masks import MaskLike, TokenMask, as_mask
 from ferrule_client.policy import Policy, seeded
@@ -895,7 +895,7 @@ class AsyncClient:
             try:
                 reply = await self._connection.unary(self._connection.executor.KeepAlive, request, timeout=timeout)
             except ExecutorError as error:
-                if is_alone:
+                if is_alone and not (places and isinstance(error, WrongInstanceError)):
                     raise
                 done.update(dict.fromkeys(places, error))
                 continue
@@ -949,7 +949,9 @@ class AsyncClient:
         return _convert.reservation_from_message(reply.reservation)
 
     async def release(self, caches: Iterable[AsyncCache | Handle], *, timeout: Timeout = USE_DEFAULT) -> Released:
-        """End sequences, many in one call to each instance, and free their blocks. What is gone already is no error.
+        """End sequences, many in one call to each instance, and free their blocks.
+
+        What is gone already is no error; nor is what another instance has, if the way there does not lead to it.
 
         Args:
             caches: Caches or handles.
@@ -978,6 +980,9 @@ class AsyncClient:
             request = cache_pb2.ReleaseCacheRequest(kv_caches=handles)
             try:
                 reply = await self._connection.unary(self._connection.executor.ReleaseCache, request, timeout=timeout)
+            except WrongInstanceError:  # it goes by another name, or is not there any more: nothing is left to release
+                released.update(dict.fromkeys(places, False))
+                continue
             except ExecutorError as error:  # those of other instances want to be released all the same
                 failures[instance] = error
                 continue

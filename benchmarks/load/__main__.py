@@ -21,7 +21,6 @@ import asyncio
 import json
 import os
 import platform
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -34,6 +33,7 @@ from typing import Any
 import grpc
 
 from benchmarks.load.calls import MODES, Model, Target
+from benchmarks.load.interrupts import Interrupts
 from benchmarks.load.loops import Bounds, Work, arrival_times, prompt_lengths, run_closed, run_open
 from benchmarks.load.plot import plot
 from benchmarks.load.records import UNFINISHED, Quantiles, Record, Summary, median_of, summarize
@@ -68,21 +68,21 @@ class Cell:
 
 def main() -> None:
     """Do as the arguments say; ended by Ctrl-C or SIGTERM, end the servers and exit with 130."""
-    # As SIGINT, which asyncio makes a cancellation: an exception out of nowhere would crash gRPC in its own code.
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    args = _parse_arguments()
+    interrupts = Interrupts()
     try:
-        _run(_parse_arguments())
+        _run(args, interrupts)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def _run(args: argparse.Namespace) -> None:
+def _run(args: argparse.Namespace, interrupts: Interrupts) -> None:
     """Load what the arguments name, print a table and one JSON line, write the plot."""
     num_runs = len(args.levels) * len(args.modes) * args.rounds + len(args.modes)
     with _targets(args) as paths:
         most_s = len(paths) * num_runs * (args.seconds + _PATIENCE_S)
         print(f"{len(paths) * num_runs} runs of {args.seconds:g} s, at most {most_s / 60:.0f} minutes", file=sys.stderr)
-        cells = asyncio.run(_load(args, paths))
+        cells = interrupts.run(lambda: _load(args, paths))
     report = {**_environment(args), "cells": [cell.as_json() for cell in cells]}
     _print_table(cells)
     print(json.dumps(report), flush=True)

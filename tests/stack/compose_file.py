@@ -14,6 +14,7 @@ import yaml
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PLAIN: Final = ROOT / "docker-compose.yml"
+RECIPE: Final = ROOT / "deploy" / "Dockerfile"
 ON_TOP: Final = tuple(sorted((ROOT / "deploy").glob("compose.*.yml")))
 
 _VARIABLE: Final = re.compile(
@@ -73,6 +74,34 @@ def started(project: Mapping[str, Any], profiles: Sequence[str] = (), names: Seq
     for name in names or active:
         add(name)
     return order
+
+
+def image_variables() -> dict[str, str]:
+    """Return the variables of ours that the image has."""
+    last_stage = RECIPE.read_text("utf-8").rpartition("\nFROM ")[2].replace("\\\n", " ")
+    settings = " ".join(re.findall(r"^ENV (.*)$", last_stage, re.MULTILINE))
+    return dict(re.findall(r"\b(FERRULE_\w+)=(\S+)", settings))
+
+
+def variables_of(service: Mapping[str, Any], folder: Path, shell: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that compose gives to the container of a service.
+
+    Args:
+        service: Of a project.
+        folder: Of the project, where the files are that ``env_file`` names.
+        shell: Variables that compose runs with: what ``environment`` has without a value is as it is there.
+    """
+    found: dict[str, str] = {}
+    for entry in service.get("env_file", []):
+        path = folder / entry["path"]
+        if not path.exists() and not entry["required"]:
+            continue
+        found |= dict(re.findall(r"^(\w+)=(.*)$", path.read_text("utf-8"), re.MULTILINE))
+    for name, value in service.get("environment", {}).items():
+        found.pop(name, None)
+        given = shell.get(name) if value is None else value
+        found |= {} if given is None else {name: given}
+    return found
 
 
 def _filled_in(value: Any, environment: Mapping[str, str]) -> Any:

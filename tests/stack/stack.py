@@ -25,12 +25,11 @@ from typing import Any, Final, Self
 
 import yaml
 
-from tests.stack.compose_file import PLAIN, ROOT, load, started
+from tests.stack.compose_file import PLAIN, RECIPE, ROOT, image_variables, load, started, variables_of
 from tests.tools import tool
 
 NO_PROGRAM: Final = ("grafana/grafana",)
 """Images whose program cannot be had here."""
-_RECIPE: Final = ROOT / "deploy" / "Dockerfile"
 _BIN: Final = Path(sys.executable).parent
 
 
@@ -65,17 +64,25 @@ class Ports:
             return [self.replaced_in(inner, service) for inner in document]
         if not isinstance(document, dict):
             return self.replaced(document, service) if isinstance(document, str) else document
-        if {"address", "port_value"} <= set(document):  # as Envoy writes it
-            owner = document["address"] if document["address"] in self.services else service
-            return {**document, "address": "127.0.0.1", "port_value": self.of(owner, document["port_value"])}
         return {key: self.replaced_in(inner, service) for key, inner in document.items()}
+
+    def replaced_of_envoy(self, text: str, service: str) -> str:
+        """Return a configuration of Envoy in which addresses are of this machine, and comments are kept."""
+
+        def here(found: re.Match[str]) -> str:
+            owner = found[1] if found[1] in self.services else service
+            return f"{{ address: 127.0.0.1, port_value: {self.of(owner, int(found[2]))} }}"
+
+        text, count = re.subn(r"\{ address: ([\w.-]+), port_value: (\d+) \}", here, text)
+        assert count == text.count("socket_address:")
+        return text
 
 
 class Stack:
     """What one ``docker compose [-f ...] [--profile ...] up -d --wait NAME ...`` starts; left, it is stopped in order.
 
     Args:
-        folder: For logs, volumes and files.
+        folder: For logs, volumes and files; a file ferrule.env there is read as the one beside docker-compose.yml.
         names: Services to start, with what they depend on; none: those of the profiles.
         profiles: Active ones.
         on_top: Files after docker-compose.yml.
@@ -160,7 +167,7 @@ class Stack:
 
     def command(self, name: str) -> list[str]:
         """Return what the container of a service runs."""
-        command = self.project["services"][name]["command"]
+        command = self.project["services"][name].get("command", [])
         return [*self._entry_point(name), *(self._here(word, name) for word in command)]
 
     def is_healthy(self, name: str) -> bool:
@@ -197,18 +204,18 @@ class Stack:
     def _entry_point(self, name: str) -> list[str]:
         image = self._image(name)
         if image.startswith("ferrule"):
-            found = re.search(r"^ENTRYPOINT (\[.*\])$", _RECIPE.read_text(), re.MULTILINE)
+            found = re.search(r"^ENTRYPOINT (\[.*\])$", RECIPE.read_text(), re.MULTILINE)
             assert found is not None
             program, *arguments = json.loads(found[1])
             return [str(_BIN / program), *arguments]
         return [tool("prometheus")] if image == "prom/prometheus" else []
 
     def _environment(self, name: str) -> dict[str, str]:
-        """Return the variables of a container: those of its service, and a home."""
-        given = self.project["services"][name].get("environment", {}).items()
-        values = {key: self._passed_through.get(key) if value is None else value for key, value in given}
+        """Return the variables of a container: those of its image and its service, and a home."""
+        service = self.project["services"][name]
+        values: dict[str, str | None] = {**variables_of(service, self.folder, self._passed_through)}
         if self._image(name).startswith("ferrule"):
-            values |= self._settings
+            values = {**image_variables(), **values, **self._settings}
         path = f"{_BIN}:{os.environ['PATH']}"
         home = self.folder / "home"
         home.mkdir(exist_ok=True)
@@ -237,12 +244,16 @@ class Stack:
         copy = self.folder / name / target.lstrip("/")
         if not copy.exists():
             copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.touch()  # it is there for those that name it
             self._write(original, copy, name)
         return copy
 
     def _write(self, original: Path, copy: Path, name: str) -> None:
         if name == "prometheus" and original.name != "prometheus.yml":
             shutil.copy(original, copy)  # rules have no addresses
+            return
+        if name == "envoy":
+            copy.write_text(self.ports.replaced_of_envoy(self._here(original.read_text(), name), name))
             return
         document = self.ports.replaced_in(yaml.safe_load(original.read_text()), name)
         if name == "prometheus" and self._scrape_interval is not None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from ferrule_server.config import ServerConfig, parse_config
-from tests.stack.compose_file import ON_TOP, PLAIN, ROOT, load, started
+from ferrule_server.config import ConfigError, ServerConfig, parse_config
+from tests.stack.compose_file import ON_TOP, PLAIN, ROOT, image_variables, load, started, variables_of
 
 SERVERS = ("ferrule", "ferrule-gpu", "ferrule-a", "ferrule-b")
 WAYS = [(), *((path,) for path in ON_TOP)]
@@ -25,10 +25,9 @@ def project(*on_top: Path, **environment: str) -> dict[str, Any]:
     return load([PLAIN, *on_top], environment)
 
 
-def settings(service: dict[str, Any]) -> ServerConfig:
-    """Return what the server of a service makes of its command and its environment."""
-    given = {key: value for key, value in service["environment"].items() if value is not None}
-    return parse_config(service["command"], given)
+def settings(service: dict[str, Any], folder: Path = ROOT / "nowhere") -> ServerConfig:
+    """Return what the server of a service makes of its image, its environment and ferrule.env of a folder."""
+    return parse_config(service.get("command", []), image_variables() | variables_of(service, folder, {}))
 
 
 def named(name: str) -> Path:
@@ -73,7 +72,7 @@ def test_every_service_is_contained(on_top: tuple[Path, ...]) -> None:
         writable = {entry.split(":")[1] for entry in service.get("volumes", []) if not entry.endswith(":ro")}
         assert writable <= {"/var/cache/ferrule", "/prometheus", "/var/lib/grafana"}, name
         assert service["healthcheck"]["test"][0] == "CMD", name
-        assert service["restart"] in ("unless-stopped", "on-failure:5"), name
+        assert service["restart"] == "unless-stopped", name
 
 
 def test_images_are_pinned(plain: dict[str, Any]) -> None:
@@ -102,6 +101,7 @@ def test_ports_are_this_machines_unless_a_file_with_credentials_opens_them() -> 
     """Nothing without credentials can be reached from elsewhere, and servers behind Envoy by nobody but it."""
     for on_top in WAYS:
         is_open = on_top in [(named("secured"),), (named("mtls"),)]
+        behind_envoy = on_top == (named("scale-tls"),)
         for name, service in project(*on_top)["services"].items():
             ports = service.get("ports", [])
             if is_open and name in ("ferrule", "ferrule-gpu"):
@@ -109,8 +109,14 @@ def test_ports_are_this_machines_unless_a_file_with_credentials_opens_them() -> 
                 assert settings(service).has_authentication
                 assert settings(service).tls_cert
                 assert not settings(service).is_insecure
+            elif behind_envoy and name == "envoy":
+                assert ports == ["50051:50051"]
+                assert "envoy.tls.yaml" in str(service["command"])
             else:
                 assert all(port.startswith("127.0.0.1:") for port in ports), name
+            if behind_envoy and name in ("ferrule-a", "ferrule-b"):
+                assert settings(service).token_file
+                assert not settings(service).is_insecure
             assert bool(ports) == ("outside" in service["networks"]) == (name not in ("ferrule-a", "ferrule-b"))
             assert not any(port.endswith(":9464") for port in ports), "metrics need no credentials"
     assert project()["networks"]["inside"] == {"internal": True}
@@ -151,15 +157,36 @@ def test_a_server_outlives_what_is_asked_of_it(plain: dict[str, Any]) -> None:
     for name in SERVERS:
         seconds = int(plain[name]["stop_grace_period"].removesuffix("s"))
         assert seconds >= settings(plain[name]).drain_grace_s + 10
-    assert plain["ferrule"]["restart"] == "unless-stopped"
-    assert plain["ferrule-gpu"]["restart"] == "on-failure:5", "exit code 2 does not go round for ever"
+        longer = project(DRAIN_GRACE="10m", STOP_GRACE="11m")["services"][name]
+        assert (settings(longer).drain_grace_s, longer["stop_grace_period"]) == (600, "11m")
+
+
+def test_every_setting_can_be_set(plain: dict[str, Any], tmp_path: Path) -> None:
+    """By a file beside the compose file; what that sets itself goes before it, and the file need not be there."""
+    (tmp_path / "ferrule.env").write_text(
+        "# ours\nFERRULE_MAX_TTL=10m\nFERRULE_QUOTA_HANDLES=8\nFERRULE_MAX_STEP_TIME=20ms\nFERRULE_INSTANCE=other\n"
+    )
+    for name in SERVERS:
+        config = settings(plain[name], tmp_path)
+        assert (config.max_ttl_s, config.quotas.handles, config.instance) == (600, 8, name.removesuffix("-gpu"))
+        assert settings(plain[name]).max_ttl_s == 3600
+
+
+def test_an_image_that_is_run_by_itself_is_no_open_server() -> None:
+    """It listens where a port can be published, with any flags behind it, and starts only if told who may come."""
+    for arguments in ([], ["--model", "demo"]):
+        with pytest.raises(ConfigError, match="--insecure"):
+            parse_config(arguments, image_variables())
+        config = parse_config(arguments, {**image_variables(), "FERRULE_INSECURE": "1"})
+        assert config.listen.target == "0.0.0.0:50051"
+    assert "\nCMD" not in (ROOT / "deploy" / "Dockerfile").read_text()
 
 
 def test_what_is_made_once_is_kept(plain: dict[str, Any]) -> None:
     """Kernels and models lie in a volume, in a folder that the image gives to the server's user."""
     recipe = (ROOT / "deploy" / "Dockerfile").read_text()
     assert "--owner=10001 --group=10001 /var/cache/ferrule\n" in recipe
-    assert "HF_HOME=/var/cache/ferrule/huggingface\n" in recipe
+    assert "HF_HOME=/var/cache/ferrule/huggingface " in recipe
     for name in SERVERS:
         assert "cache:/var/cache/ferrule" in plain[name]["volumes"]
         assert plain[name]["user"] == "10001:10001"

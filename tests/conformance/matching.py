@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
@@ -147,6 +148,13 @@ def _has(wanted: list[Json], actual: Json, path: str) -> Iterator[str]:
         yield from _holds(found, f"{path} has no {one!r}")
 
 
+def _without(wanted: list[str], actual: Json, path: str) -> Iterator[str]:
+    """No name and no value anywhere in it has any of these texts."""
+    text = "" if actual is _MISSING else json.dumps(actual, ensure_ascii=False)
+    for one in wanted:
+        yield from _holds(one not in text, f"{path} has {one!r} in it")
+
+
 def _float32(wanted: Mapping[str, Json], actual: Json, path: str) -> Iterator[str]:
     """Compare the bytes of a tensor: `size` elements, 0 but for `values` and, within the last bit, `near`."""
     data = b"" if actual is _MISSING else base64.b64decode(actual)
@@ -193,6 +201,7 @@ MATCHERS: Mapping[str, Callable[[Any, Json, str], Iterator[str]]] = {
     "$matches": _matches,
     "$not": _not,
     "$has": _has,
+    "$without": _without,
     "$float32": _float32,
     "$status": _status,
 }

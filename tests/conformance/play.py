@@ -14,13 +14,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from tests.conformance.cases import Case, fill
+from tests.conformance.contract import METHODS, full_name
 from tests.conformance.matching import Json, differences
 from tests.conformance.servers import PROFILES, TOKENS, Servers
 
-STREAMS: Final = ("StreamDecode", "Generate", "Forward", "Watch")
 _PATIENCE_S: Final = 45.0
 """A runner that has not answered by then is ended; its own deadlines are 20 s."""
-_PACKAGES: Final = {"Health": "grpc.health.v1"}
 
 
 class Failed(Exception):
@@ -110,7 +109,7 @@ class Play:
         elif "wait" in step:
             time.sleep(float(step["wait"]))
         elif "open" in step:
-            self._ask("open", self._target, _full_name(step["open"]), *metadata)
+            self._ask("open", self._target, full_name(step["open"]), *metadata)
         elif "send" in step:
             self._ask("send", json.dumps(fill(step["send"], self._saved)))
         elif "close" in step or "cancel" in step:
@@ -121,8 +120,8 @@ class Play:
             self._judge(step, f"{name}, {step['call']}", self._call(step, metadata), metadata)
 
     def _call(self, step: Mapping[str, Json], metadata: tuple[str, ...]) -> tuple[str, Json]:
-        method, request = _full_name(step["call"]), json.dumps(fill(step.get("request", {}), self._saved))
-        if method.rpartition("/")[2] not in STREAMS:
+        method, request = full_name(step["call"]), json.dumps(fill(step.get("request", {}), self._saved))
+        if not METHODS[method]:
             return self._ask("unary", self._target, method, request, *metadata)
         self._ask("open", self._target, method, *metadata)
         self._ask("send", request)
@@ -168,7 +167,7 @@ class Play:
         """Leave nothing on a server that other cases use."""
         for metadata, handles in self._handles.items():
             request = json.dumps({"kvCaches": list(handles.values())})
-            self._ask("unary", self._target, _full_name("ReleaseCache"), request, *metadata)
+            self._ask("unary", self._target, full_name("ReleaseCache"), request, *metadata)
 
 
 def _comparable(value: Json) -> Json:
@@ -187,12 +186,6 @@ def _is_enough(frames: list[Json], wanted: Json) -> bool:
     if wanted == "one":
         return len(frames) == 1
     return all(sum(len(frame.get(key, [])) for frame in frames) >= count for key, count in wanted.items())
-
-
-def _full_name(call: str) -> str:
-    """Return ``package.Service/Method``; a name alone is a method of the executor."""
-    service, _, method = call.rpartition("/")
-    return f"{_PACKAGES.get(service, 'ferrule.v1')}.{service or 'ModelExecutorService'}/{method}"
 
 
 def _pairs(metadata: Mapping[str, str]) -> tuple[str, ...]:

@@ -11,7 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from tests.api.certificates import Authority, ServerFiles
+
 _REFERENCE: Final = ("--executor", "paged-reference", "--instance", "conformance", "--drain-grace", "0s")
+_SHIPPED: Final = ("--kv-memory", "16MiB", "--drain-grace", "0s")
 TOKENS: Final = {name: f"ferrule_conformance_{name}" for name in ("alice", "bob", "ops")}
 """Bearer tokens of the guarded server, by principal; they open nothing else."""
 _TOKEN_LINES: Final = {"alice": "alice handles=3 kv_tokens=128 mask_bytes=1KiB", "bob": "bob", "ops": "ops admin"}
@@ -20,7 +23,16 @@ PROFILES: Final[Mapping[str, tuple[str, ...]]] = {
     "plain": _REFERENCE,
     "small": (*_REFERENCE, "--kv-memory", "128KiB", "--max-waiting-jobs", "4"),
     "guarded": (*_REFERENCE, "--token-file", "{folder}/tokens"),
-    "shipped": ("--kv-memory", "16MiB", "--drain-grace", "0s"),
+    "shipped": _SHIPPED,
+    "secured": (
+        *_SHIPPED,
+        "--token-file",
+        "{folder}/tokens",
+        "--tls-cert",
+        "{folder}/cert.pem",
+        "--tls-key",
+        "{folder}/key.pem",
+    ),
 }
 """Flags of each kind of server."""
 
@@ -32,11 +44,11 @@ class Servers:
     """Starts a server when the first case asks for it. Leave it to end them all.
 
     Args:
-        folder: For logs and the token file.
+        folder: For logs, the token file, and the certificates of the server with TLS (``ca.pem``: who signs them).
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._running: dict[str, tuple[subprocess.Popen[str], str]] = {}
         self._ending: list[subprocess.Popen[str]] = []
         folder.mkdir(parents=True, exist_ok=True)
@@ -44,6 +56,8 @@ class Servers:
         path = folder / "tokens"
         path.touch(mode=0o600)
         path.write_text("".join(lines), "utf-8")
+        authority = Authority()
+        ServerFiles(folder).write(authority.server(), authority.cert)
 
     def __enter__(self) -> Servers:
         """Return itself; nothing is started yet."""
@@ -85,9 +99,9 @@ class Servers:
         return _reap(process)
 
     def _start(self, name: str, flags: tuple[str, ...]) -> tuple[subprocess.Popen[str], str]:
-        filled = [flag.format(folder=self._folder) for flag in flags]
+        filled = [flag.format(folder=self.folder) for flag in flags]
         command = [sys.executable, "-m", "ferrule_server", *filled, "--listen", "127.0.0.1:0"]
-        log = self._folder / f"{name}.log"
+        log = self.folder / f"{name}.log"
         with log.open("a") as stderr:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
         assert process.stdout is not None

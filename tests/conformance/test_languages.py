@@ -37,7 +37,7 @@ COMMANDS: dict[str, Callable[[], list[str]]] = {
     "cpp": lambda: [str(compile_cpp("fork", EXAMPLES / "cpp" / "fork.cc"))],
 }
 SLOW = ("go", "cpp")
-MOST_LINES = {"shell/fork.sh": 40, "node/fork.js": 45, "python/fork.py": 46, "go/fork.go": 75, "cpp/fork.cc": 90}
+MOST_LINES = {"shell/fork.sh": 40, "node/fork.js": 46, "python/fork.py": 46, "go/fork.go": 75, "cpp/fork.cc": 90}
 """Of an example: what one reads before writing a client. Languages that declare more take more."""
 
 

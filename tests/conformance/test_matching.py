@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import base64
+import re
 import struct
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conformance.cases import fill, load
+from tests.conformance.contract import METHODS, full_name
 from tests.conformance.matching import differences, handle_id_of
 from tests.conformance.play import merged
 
+ROOT = Path(__file__).resolve().parents[2]
 INFO = {"@type": "type.googleapis.com/google.rpc.ErrorInfo", "reason": "HANDLE_STALE", "domain": "ferrule"}
 STATUS = {"code": 10, "details": [INFO | {"metadata": {"tip_length": "5"}}]}
 STALE = {"code": "ABORTED", "reason": "HANDLE_STALE"}
@@ -33,6 +37,7 @@ ROW = base64.b64encode(struct.pack("<3f", 0.0, 0.25, 1.0)).decode()
         ({"x": {"$matches": "a+"}}, {"x": "aaa"}),
         ({"x": {"$not": 1}}, {"x": 2}),
         ({"x": {"$has": [{"a": 1}]}}, {"x": [{"a": 2}, {"a": 1, "b": 0}]}),
+        ({"x": {"$without": ["secret"]}}, {"x": [{"a": "b"}]}),
         ({"$float32": {"size": 3, "values": {1: 0.25, 2: 1.0}}}, ROW),
         ({"$status": STALE | {"metadata": {"tip_length": "5"}}}, STATUS),
         ({"$status": {"code": "CANCELLED"}}, {"code": 1}),
@@ -63,6 +68,8 @@ def test_what_is_expected_has_no_differences(expected: Any, actual: Any) -> None
         ({"x": {"$matches": "a"}}, {"x": "aa"}),
         ({"x": {"$not": 0}}, {}),
         ({"x": {"$has": [{"a": 1}]}}, {"x": [{"a": 2}]}),
+        ({"x": {"$without": ["a", "secret"]}}, {"x": [{"c": ["a secret"]}]}),
+        ({"x": {"$without": ["cacheId"]}}, {"x": [{"cacheId": ""}]}),
         ({"$float32": {"size": 3, "values": {1: 0.25}}}, ROW),
         ({"$float32": {"size": 2}}, ROW),
         ({"$status": STALE}, {}),
@@ -114,48 +121,46 @@ def test_frames_are_merged_however_they_were_cut() -> None:
     assert branches[1] == {"index": 1, "text": "ab", "outputs": {"tokens": [1, 2], "seed": "7"}}
 
 
+def test_names_of_methods_are_of_one_service() -> None:
+    """Decode is a call of the executor and another one of the tokenizer; what there is not is no name."""
+    assert full_name("Decode") == "ferrule.v1.ModelExecutorService/Decode"
+    assert full_name("TokenizerService/Decode") == "ferrule.v1.TokenizerService/Decode"
+    assert full_name("Health/Watch") == "grpc.health.v1.Health/Watch"
+    for wrong in ("Encode", "Service/Decode", "AdminService/Decode", "decode", ""):
+        with pytest.raises(LookupError):
+            full_name(wrong)
+
+
 def test_cases_cover_the_contract() -> None:
-    """Each call of the three services, each reason that this server can be made to give, each name once."""
+    """Each method of each service, each reason that this server can be made to give, each name once."""
     cases = load()
     assert len(cases) >= 90
     assert len({case.name for case in cases}) == len(cases)
     steps = [step for case in cases for step in case.steps]
-    called = {step[key].rpartition("/")[2] for step in steps for key in ("call", "open") if key in step}
-    assert called >= CALLS
+    called = {full_name(step[key]) for step in steps for key in ("call", "open") if key in step}
+    assert sorted(METHODS.keys() - called - NOT_CALLED) == []
+    assert called.isdisjoint(NOT_CALLED)
+    assert {name.partition("/")[0] for name in METHODS} == SERVICES
     text = repr(steps)
     assert [reason for reason in REASONS if f"'{reason}'" not in text] == []
 
 
-CALLS = {
-    "GetModelInfo",
-    "GetCapabilities",
-    "GetStatus",
-    "Prefill",
-    "BatchPrefill",
-    "Decode",
-    "BatchDecode",
-    "StreamDecode",
-    "UnifiedDecode",
-    "ForwardVerify",
-    "Forward",
-    "Generate",
-    "ForkCache",
-    "TruncateKv",
-    "ReserveKvSlots",
-    "ReleaseCache",
-    "KeepAlive",
-    "GetCacheInfo",
-    "ListCaches",
-    "RegisterTokenMask",
-    "GetCacheMetrics",
-    "Encode",
-    "ApplyChatTemplate",
-    "Warmup",
-    "Drain",
-    "Shutdown",
-    "Check",
-    "Watch",
+def test_the_contract_is_what_the_protos_say() -> None:
+    """No service stands in a file of protos/ that the cases do not know."""
+    texts = [path.read_text("utf-8") for path in sorted((ROOT / "protos" / "ferrule").rglob("*.proto"))]
+    names = {f"ferrule.v1.{name}" for text in texts for name in re.findall(r"^service (\w+)", text, re.MULTILINE)}
+    assert names == {name for name in SERVICES if name.startswith("ferrule.")}
+    assert len(re.findall(r"^  rpc ", "".join(texts), re.MULTILINE)) == sum("ferrule" in name for name in METHODS)
+
+
+SERVICES = {
+    "ferrule.v1.ModelExecutorService",
+    "ferrule.v1.TokenizerService",
+    "ferrule.v1.AdminService",
+    "grpc.health.v1.Health",
 }
+NOT_CALLED = {name for name in METHODS if name == "grpc.health.v1.Health/List"}
+"""Of newer versions of the health protocol, and not ours."""
 REASONS = (
     "INVALID_FIELD",
     "TOKEN_OUT_OF_VOCAB",

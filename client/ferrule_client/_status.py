@@ -126,8 +126,13 @@ _ADDRESS = re.compile(r"ipv[46]:(\S+):\s")
 
 # A server that refuses a TLS handshake tells gRPC nothing but that it hung up.
 _TLS_ADVICE = {
-    "its certificate is not trusted": "name the authority that signed it as root_certificates of TlsConfig, --tls-ca",
-    "its certificate is for another name": "connect by the name in it, or give that as server_name of TlsConfig",
+    "its certificate is not trusted": (
+        "no authority that was named (root_certificates of TlsConfig, --tls-ca, FERRULE_TLS_CA) has signed it, or "
+        "where none was, none that the system trusts"
+    ),
+    "its certificate is for another name": (
+        "connect by the name in it, or give that as server_name of TlsConfig, --tls-server-name"
+    ),
     "it does not speak TLS": "connect without tls",
     "TLS handshake failed": "compare both sides' certificates",
     "nothing to connect with": "the certificates or the key given to TLS are no PEM, or do not belong together",

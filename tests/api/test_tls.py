@@ -286,9 +286,12 @@ def test_a_client_is_told_what_a_failed_handshake_may_mean(mutual: RunningServer
         TlsConfig(authority.cert, stranger.key, stranger.cert),
     ):
         assert "it hung up; it may want TLS, or a client certificate that is valid" in _told(mutual, tls)
-    assert "its certificate is not trusted; name the authority" in _told(mutual, TlsConfig(Authority("x").cert))
+    assert "its certificate is not trusted; no authority that was named (root_certificates" in _told(
+        mutual, TlsConfig(Authority("x").cert)
+    )
     elsewhere = TlsConfig(authority.cert, alice.key, alice.cert, server_name="elsewhere")
     assert "its certificate is for another name; connect by the name in it" in _told(mutual, elsewhere)
+    assert "--tls-server-name" in _told(mutual, elsewhere)
     with RunningServer() as plain:
         assert "it does not speak TLS; connect without tls" in _told(plain, TlsConfig(authority.cert))
 

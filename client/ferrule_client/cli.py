@@ -125,6 +125,8 @@ def _for_users(error: ExecutorError) -> object:
     """Return what to print of an error: the advice in words of the command line."""
     if error.reason == "TOKEN_MISSING":
         return f"the server wants a token: set FERRULE_TOKEN ({error.reason})"
+    if error.reason == "PERMISSION_DENIED":  # our servers have reasons of their own
+        return f"the proxy refuses it ({error.message}): say --instance NAME, one that it knows ({error.reason})"
     if error.reason != "CONNECTION_FAILED" or "target" not in error.metadata or "advice" in error.metadata:
         return error
     advice = 'start one with "ferrule serve", or name another with --target'

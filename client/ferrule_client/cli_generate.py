@@ -28,6 +28,12 @@ __all__ = ["EXAMPLES", "add_options", "run"]
 
 _UNSUPPORTED = "FEATURE_UNSUPPORTED"
 
+_CUT = {
+    "context_full": "the context of the model is full",
+    "kv_blocks_exhausted": "the server has no free blocks left; try again later",
+}
+"""Ends that nobody has asked for."""
+
 EXAMPLES = """\
 examples:
   ferrule generate "def read_file(path):"
@@ -120,7 +126,12 @@ def run(args: argparse.Namespace) -> int:
             "tokens_per_s": round(num_tokens / loop_s, 1),
         }
         print_json({**texts[0], **({"texts": texts} if args.n > 1 else {}), **figures})
-    elif sys.stderr.isatty():
+        return 0
+    for branch in loop.branches:
+        if (cause := _CUT.get(str(branch.finish_reason))) is not None:
+            which = f"text {branch.index}" if args.n > 1 else "the text"
+            print(f"{which} ends after {len(branch.tokens)} of {args.max_tokens} tokens: {cause}", file=sys.stderr)
+    if sys.stderr.isatty():
         reasons = ", ".join(str(branch.finish_reason) for branch in loop.branches)
         rate = f"{num_tokens} tokens, {num_tokens / loop_s:.0f} tokens/s"
         print(f"[{reasons}, {rate}, seed {loop.seed}]", file=sys.stderr)

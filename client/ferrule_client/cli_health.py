@@ -7,7 +7,7 @@ import dataclasses
 
 from ferrule_client.cli_common import add_connection_options, connect, print_json
 from ferrule_client.client import Client
-from ferrule_client.errors import AuthError, ExecutorError
+from ferrule_client.errors import ExecutorError, WrongInstanceError
 from ferrule_client.types import ModelInfo, Status
 
 __all__ = ["EXAMPLES", "add_options", "run"]
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the server's state and return 0 if it serves, 1 if it does not; that much needs no token.
 
     Raises:
-        ExecutorError: Nobody answers.
+        ExecutorError: Nobody answers, or whoever does is another instance, or takes no such token.
     """
     with connect(args) as client:
         try:
@@ -45,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
             return _probed(is_serving, is_json=args.json)
         try:
             status = client.status()
-        except AuthError as error:
-            return _without_status(is_serving, error, is_json=args.json)
+        except ExecutorError as error:
+            return _without_status(is_serving, error, args)
         model = _model(client) if is_serving else None
     if args.json:
         print_json({"serving": is_serving} | _values(status, model))
@@ -93,11 +93,20 @@ def _probed(is_serving: bool, *, is_json: bool) -> int:
     return 0 if is_serving else 1
 
 
-def _without_status(is_serving: bool, error: AuthError, *, is_json: bool) -> int:
-    if is_json:
-        print_json({"serving": is_serving, "reason": error.reason})
-    else:
-        print(f"{'serving' if is_serving else 'not serving'}; more is told with a token only ({error.reason})")
+def _without_status(is_serving: bool, error: ExecutorError, args: argparse.Namespace) -> int:
+    """Print what is known where the status is refused; return 0 if that is for want of a token alone, and it serves.
+
+    Raises:
+        ExecutorError: ``error``, if it is about something else: what was asked for would not work either.
+    """
+    is_untold = error.reason == "TOKEN_MISSING"
+    if args.json:
+        print_json({"serving": is_serving and not isinstance(error, WrongInstanceError), "reason": error.reason})
+    if not is_untold:
+        raise error
+    if not args.json:
+        told = "which instance it is, and more, is told" if args.instance else "more is told"
+        print(f"{'serving' if is_serving else 'not serving'}; {told} with a token only ({error.reason})")
     return 0 if is_serving else 1
 
 
@@ -111,9 +120,11 @@ def _place(model: ModelInfo | None) -> str:
 def _sentence(is_serving: bool, status: Status, model: ModelInfo | None) -> str:
     if is_serving:
         pool = f"{status.free_blocks} of {status.total_blocks} blocks free"
-        lines = [f"serving: {status.executor}{_place(model)}, {status.live_sequences} live handles, {pool}"]
+        where = f"{status.executor}{_place(model)}"
+        lines = [f"serving: {where}, {status.live_sequences} live handles, {pool}, instance {status.instance}"]
         lines += [f"preparing: {status.preparation}"] if status.preparation else []
         lines += [f"fallback: {status.fallback_reason}"] if status.fallback_reason else []
         return "\n".join(lines)
     progress = "" if status.load_progress is None else f" {status.load_progress:.0%}"
-    return f"not serving: {status.state}{progress} {status.load_stage}".rstrip()
+    state = f"{status.state}{progress} {status.load_stage}".rstrip()
+    return f"not serving: {state}, instance {status.instance}"

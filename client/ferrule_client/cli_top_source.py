@@ -17,6 +17,9 @@ MAX_SEQUENCES = 256
 _MAX_OWN = 256
 _NOTHING = Histogram(upper_bounds=(), counts=(0,), sum=0.0)
 _NO_ROLE = "without the admin role: status, cache metrics and your own handles"
+_NO_NAME = (
+    "the proxy shows a whole server by name only, with --instance NAME: status, cache metrics and your own handles"
+)
 _OLDER = "an older server, which has no server view: status, cache metrics and your own handles"
 
 
@@ -60,8 +63,8 @@ class Source:
         try:
             view = client.admin.server_view(max_cells=max_cells, max_sequences=MAX_SEQUENCES, timeout=timeout)
             return Look(time.monotonic(), view.status, view)
-        except AuthError:
-            self._note = _NO_ROLE
+        except AuthError as error:
+            self._note = _NO_ROLE if error.reason == "ROLE_REQUIRED" else _NO_NAME
         except UnsupportedError:
             self._note = _OLDER
         except (StartingError, DrainingError):

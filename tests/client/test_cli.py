@@ -10,10 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grpc
 import pytest
 
 from ferrule_client import Client, cli, no_output
-from tests.client.fake_server import FakeServer
+from tests.client.fake_server import Failure, FakeServer
 
 
 @pytest.fixture(autouse=True)
@@ -35,13 +36,37 @@ def run(*arguments: str) -> int:
 def test_health_tells_by_words_and_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     """0 when it serves."""
     assert run("health") == 0
-    assert capsys.readouterr().out.startswith("serving: paged-reference on the processor, 0 live handles, ")
+    text = capsys.readouterr().out
+    assert text.startswith("serving: paged-reference on the processor, 0 live handles, ")
+    assert text.endswith(" blocks free, instance test\n")
     assert run("health", "--json") == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["serving"] is True
     assert facts["instance"] == "test"
     assert (facts["device"], facts["dtype"]) == ("cpu", "float32")
     assert facts["device_name"]
+
+
+def test_a_command_for_another_instance_does_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a proxy the name counts as well: nobody drains the wrong server."""
+    for command in (("health",), ("admin", "drain"), ("admin", "shutdown"), ("top", "--once"), ("generate", "x")):
+        assert run(*command, "--instance", "ferrule-q") == 1
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        text = "the call is for instance 'ferrule-q', but this is 'test'; send it there (WRONG_INSTANCE)"
+        assert captured.err == f"error: {text}\n"
+    assert run("health", "--instance", "ferrule-q", "--json") == 1
+    assert json.loads(capsys.readouterr().out) == {"serving": False, "reason": "WRONG_INSTANCE"}
+    assert run("health", "--instance", "test") == 0
+
+
+def test_a_proxy_that_refuses_is_told_from_a_server(fake: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its words, and the flag of the command line."""
+    words = "several servers: name one by the metadata ferrule-instance"
+    fake.failures["GetStatus"] = [Failure(grpc.StatusCode.PERMISSION_DENIED, words)]
+    assert run("generate", "x", "--target", fake.target) == 1
+    expected = f"error: the proxy refuses it ({words}): say --instance NAME, one that it knows (PERMISSION_DENIED)\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_unreachable_server_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,6 +199,20 @@ def test_generate_refuses_a_prompt_that_does_not_fit(capsys: pytest.CaptureFixtu
     """It must not look like an answer of no token."""
     assert run("generate", "--ids", "1 " * 600) == 1
     assert "CONTEXT_EXCEEDED" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("num_texts", [1, 2])
+def test_generate_says_why_it_ended_early(capsys: pytest.CaptureFixture[str], client: Client, num_texts: int) -> None:
+    """Where the context is full, on standard error; the text itself is all the same."""
+    context = client.model_info().max_sequence_length
+    prompt = " ".join(["1"] * (context - 4))
+    assert run("generate", "--ids", "--temperature", "0", "--max-tokens", "600", "--n", str(num_texts), prompt) == 0
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    assert len(lines) == num_texts
+    assert all(line.endswith(" of 600 tokens: the context of the model is full") for line in lines)
+    assert run("generate", "--ids", "--max-tokens", "2", "1") == 0
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("num_texts", [1, 2])

@@ -206,9 +206,17 @@ def test_health_needs_no_token(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert json.loads(capsys.readouterr().out) == {"serving": True, "reason": "TOKEN_MISSING"}
     assert run("caches") == 1
     assert capsys.readouterr().err == "error: the server wants a token: set FERRULE_TOKEN (TOKEN_MISSING)\n"
+    assert run("health", "--instance", "x") == 0
+    assert capsys.readouterr().out.startswith("serving; which instance it is, and more, is told with a token only")
     monkeypatch.setenv("FERRULE_TOKEN", "wrong")
     assert run("caches") == 1
-    assert capsys.readouterr().err.endswith("(TOKEN_INVALID)\n")
+    refusal = capsys.readouterr()
+    assert refusal.err.endswith("(TOKEN_INVALID)\n")
+    assert run("health") == 1
+    assert capsys.readouterr() == refusal
+    assert run("health", "--json") == 1
+    assert json.loads(capsys.readouterr().out) == {"serving": True, "reason": "TOKEN_INVALID"}
+    assert run("health", "--probe") == 0
 
 
 @pytest.mark.usefixtures("folder")
@@ -247,7 +255,7 @@ def test_what_is_missing_is_said_in_one_line(
 def test_a_failed_handshake_keeps_its_advice() -> None:
     """Starting a server would not help."""
     trusted = no_server("127.0.0.1:1", "last error: Ssl handshake failed: CERTIFICATE_VERIFY_FAILED")
-    assert "name the authority that signed it" in str(cli._for_users(trusted))
+    assert "no authority that was named" in str(cli._for_users(trusted))
     refused = no_server("127.0.0.1:1", "Connection refused")
     assert "start one with" in str(cli._for_users(refused))
 

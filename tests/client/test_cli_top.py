@@ -16,12 +16,13 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import grpc
 import pytest
 from rich.console import Console
 
-from ferrule_client import Client, UnavailableError, cli, no_output
+from ferrule_client import AuthError, Client, UnavailableError, cli, no_output
 from ferrule_client.cli_top_figures import Look
 from ferrule_client.cli_top_screen import Screen
 from ferrule_client.cli_top_source import Source
@@ -119,6 +120,13 @@ def test_who_is_no_admin_sees_less_and_is_told(capsys: pytest.CaptureFixture[str
         assert run("--json", "--target", server.address.target) == 0
         facts = json.loads(capsys.readouterr().out)
         assert (facts["is_whole"], len(facts["sequences"]), facts["principals"]) == (False, 1, [])
+
+
+def test_a_proxy_that_wants_a_name_is_no_missing_role(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses without a reason of ours: what helps is the flag, not another token."""
+    refusal = AuthError(grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED", "several servers")
+    monkeypatch.setattr(client.admin, "server_view", Mock(side_effect=refusal))
+    assert "--instance NAME" in Source(client, 5.0).look(100).note
 
 
 def test_who_is_refused_does_not_ask_again(caplog: pytest.LogCaptureFixture) -> None:

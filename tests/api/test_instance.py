@@ -27,9 +27,13 @@ def server() -> Iterator[RunningServer]:
 def test_a_drain_for_another_server_drains_nothing(server: RunningServer) -> None:
     """Whoever answers says who it is and who was asked for; a drain cannot be taken back."""
     admin = admin_pb2_grpc.AdminServiceStub(server.channel)
-    for call, request in ((admin.Drain, admin_pb2.DrainRequest()), (admin.Shutdown, admin_pb2.ShutdownRequest())):
+    named = ((KEY, "ferrule-q"),)
+    for call in (
+        lambda: admin.Drain(admin_pb2.DrainRequest(), metadata=named, timeout=10),
+        lambda: admin.Shutdown(admin_pb2.ShutdownRequest(), metadata=named, timeout=10),
+    ):
         with refused() as refusals:
-            call(request, metadata=((KEY, "ferrule-q"),), timeout=10)
+            call()
         refusal = refusals[0]
         assert (refusal.code, refusal.reason) == (grpc.StatusCode.ABORTED, "WRONG_INSTANCE")
         assert refusal.metadata == {"instance": "ferrule-q", "answered_by": INSTANCE}
@@ -121,7 +125,7 @@ def test_a_handle_of_another_instance_fails_alone_in_its_frame(server: RunningSe
     inputs = (decode_item(foreign, 2), decode_item(handle, 2))
     items = [executor_pb2.StreamItem(seq=seq, decode=one) for seq, one in enumerate(inputs, 1)]
     frame = executor_pb2.StreamDecodeRequest(items=items)
-    results = {}
+    results: dict[int, executor_pb2.StreamResult] = {}
     for reply in server.stub.StreamDecode(iter([frame]), metadata=((KEY, INSTANCE),), timeout=20):
         results.update((one.seq, one) for one in reply.results)
     assert results[1].error.code == grpc.StatusCode.ABORTED.value[0]

@@ -6,13 +6,15 @@ holds afterwards is compared with what they sent, and the tokens it drew with th
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 
@@ -37,6 +39,7 @@ from tests.chaos.raw_clients import (
     VerifySession,
     run_session,
 )
+from tests.chaos.side_by_side import run_side_by_side
 
 NUM_APPENDS = int(os.environ.get("FERRULE_CHAOS_APPENDS", "10400"))
 MIN_CUTS = NUM_APPENDS // 10
@@ -142,35 +145,16 @@ def run_clients(
     length: int,
 ) -> Breaks:
     """Run every client's sessions to their end, side by side; returns what broke."""
-    met = [Breaks() for _ in clients]
-    failures: list[BaseException] = []
 
     def run_client(rounds: Sequence[Sequence[Session]], kind: str, breaks: Breaks) -> None:
-        appender = CLIENTS[kind](target, breaks)
-        try:
+        with contextlib.closing(CLIENTS[kind](target, breaks)) as appender:
             for sessions in rounds:
                 for session in sessions:
                     session.begin(server.stub)
                 run_session(appender, sessions, length)
-        except BaseException as failure:  # noqa: BLE001 - raised again below, where the test sees it
-            failures.append(failure)
-        finally:
-            appender.close()
 
-    threads = [
-        threading.Thread(target=run_client, args=(rounds, kinds[index % len(kinds)], met[index]))
-        for index, rounds in enumerate(clients)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-    total = Breaks()
-    for breaks in met:
-        total.add(breaks)
-    return total
+    pairs = zip(clients, itertools.cycle(kinds), strict=False)
+    return run_side_by_side([partial(run_client, *pair) for pair in pairs])
 
 
 def run_disturbed(server: RunningServer, shape: Shape, kinds: Sequence[str], seed: int) -> Outcome:

@@ -6,10 +6,11 @@ decoding one by one draws, the sequences as many as were asked for, and what was
 
 from __future__ import annotations
 
+import contextlib
 import random
-import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 
@@ -22,6 +23,7 @@ from tests.chaos.model_policies import MASKED, PLAIN, SEEDED, SHAPED, Policy, dr
 from tests.chaos.raw_clients import Breaks
 from tests.chaos.raw_generate import Branch, LoopClient, LoopSession
 from tests.chaos.sequential_model import FAIL, REWIND
+from tests.chaos.side_by_side import run_side_by_side
 
 MIN_CUTS = 1000
 BYTES_PER_CUT = 1500.0
@@ -96,30 +98,13 @@ def run_loops(num_clients: int, num_rounds: int, length: int, seed: int) -> Outc
 
 def run_clients(target: str, clients: list[list[LoopSession]]) -> Breaks:
     """Run every client's sessions to their end, side by side."""
-    failures: list[BaseException] = []
-    met = [Breaks() for _ in clients]
 
     def run_client(sessions: list[LoopSession], breaks: Breaks) -> None:
-        client = LoopClient(target, breaks)
-        try:
+        with contextlib.closing(LoopClient(target, breaks)) as client:
             for session in sessions:
                 client.run(session)
-        except BaseException as failure:  # noqa: BLE001 - raised again below, where the test sees it
-            failures.append(failure)
-        finally:
-            client.close()
 
-    threads = [threading.Thread(target=run_client, args=pair) for pair in zip(clients, met, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-    total = Breaks()
-    for breaks in met:
-        total.add(breaks)
-    return total
+    return run_side_by_side([partial(run_client, sessions) for sessions in clients])
 
 
 def compare(server: RunningServer, session: LoopSession, outcome: Outcome) -> None:

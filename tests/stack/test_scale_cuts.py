@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tests.chaos.figures import report, seed_of_run
 from tests.chaos.library_clients import LibraryStreamAppender, LibraryUnaryAppender
 from tests.chaos.raw_clients import Appender, Breaks, Session, run_session
 from tests.chaos.server_process import ServerProcess
+from tests.chaos.side_by_side import run_side_by_side
 from tests.stack.envoy import EnvoyProcess
 
 NAMES = ("ferrule-a", "ferrule-b")
@@ -80,31 +82,15 @@ def begin(rig: Rig, sessions: Sequence[Session]) -> None:
         session.begin(rig.servers[NAMES[place % 2]].stub)
 
 
-def run_all(targets: Callable[[Session], str], groups: Sequence[Sequence[Session]], length: int) -> Breaks:
+def run_all(target: str, groups: Sequence[Sequence[Session]], length: int) -> Breaks:
     """Run groups side by side, each by a client of its own; returns what broke."""
-    met = [Breaks() for _ in groups]
-    failures: list[BaseException] = []
 
-    def work(number: int, sessions: Sequence[Session]) -> None:
-        appender = KINDS[number % len(KINDS)](targets(sessions[0]), met[number])
-        try:
+    def run_group(kind: Callable[[str, Breaks], Appender], sessions: Sequence[Session], breaks: Breaks) -> None:
+        with contextlib.closing(kind(target, breaks)) as appender:
             run_session(appender, sessions, length)
-        except BaseException as failure:  # noqa: BLE001 - raised again below, where the test sees it
-            failures.append(failure)
-        finally:
-            appender.close()
 
-    threads = [threading.Thread(target=work, args=one) for one in enumerate(groups)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-    total = Breaks()
-    for one in met:
-        total.add(one)
-    return total
+    pairs = zip(itertools.cycle(KINDS), groups, strict=False)
+    return run_side_by_side([partial(run_group, *pair) for pair in pairs])
 
 
 def undisturbed(rig: Rig, seed: int, count: int, length: int) -> list[list[int]]:
@@ -112,7 +98,7 @@ def undisturbed(rig: Rig, seed: int, count: int, length: int) -> list[list[int]]
     sessions, server = make_sessions(seed, count), rig.servers[NAMES[0]]
     for session in sessions:
         session.begin(server.stub)
-    run_all(lambda _: server.target, [sessions], length)
+    run_all(server.target, [sessions], length)
     return [session.tokens for session in sessions]
 
 
@@ -125,7 +111,7 @@ def campaign(folder: Path, seed: int, num_clients: int, width: int, length: int)
         begin(stack, sessions)
         before, started = stack.counts(), time.monotonic()
         groups = [sessions[start : start + width] for start in range(0, count, width)]
-        breaks = run_all(lambda _: stack.cutters[0].target, groups, length)
+        breaks = run_all(stack.cutters[0].target, groups, length)
         seconds = round(time.monotonic() - started, 1)
         applied = {name: count_now - before[name] for name, count_now in stack.counts().items()}
         assert [session.tokens for session in sessions] == expected

@@ -7,12 +7,15 @@ PY ?= python3
 JOBS ?= 2
 BIN := $(VENV)/bin
 
-# Tests that only compute: they share the cores. The others run servers and clocks, one after the other.
+# Tests that only compute share the cores. Those that start processes of their own mostly wait for them: files of theirs
+# run side by side, too. All others run servers and clocks in their own process, one after the other.
 COMPUTING_TESTS := tests/kernels tests/gpu tests/executor tests/kv tests/model tests/text tests/training
+STARTING_TESTS := tests/stack tests/conformance tests/benchmarks tests/server \
+  tests/test_commands.py tests/test_docs.py tests/test_links.py tests/test_readme.py
 PYTEST := $(BIN)/python -m pytest -q -m "not slow and not gpu"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kernels test-gpu test-chaos test-stack test-conformance lint types proto aio bench bench-gpu load clean
+.PHONY: help demo test test-kernels test-gpu test-chaos test-stack test-conformance lint types proto aio bench bench-gpu load pictures clean
 
 help:             ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1\t/p' Makefile | expand -t 24
@@ -22,10 +25,12 @@ demo: $(VENV)/.ok ## start the shipped model, stream text, fork, roll back, rele
 
 test: $(VENV)/.ok ## all tests that need neither a GPU, a network nor much time
 	@status=0; \
-	  echo "== $(COMPUTING_TESTS): in $(JOBS) processes"; \
+	  echo "== what computes, in $(JOBS) processes: $(COMPUTING_TESTS)"; \
 	  $(PYTEST) --numprocesses=$(JOBS) --dist=worksteal $(COMPUTING_TESTS) || status=1; \
+	  echo "== what starts processes, in $(JOBS) processes: $(STARTING_TESTS)"; \
+	  $(PYTEST) --numprocesses=$(JOBS) --dist=loadfile $(STARTING_TESTS) || status=1; \
 	  echo "== all other tests: one after the other"; \
-	  $(PYTEST) $(COMPUTING_TESTS:%=--ignore=%) || status=1; \
+	  $(PYTEST) $(patsubst %,--ignore=%,$(COMPUTING_TESTS) $(STARTING_TESTS)) || status=1; \
 	  exit $$status
 
 test-kernels: $(VENV)/.ok ## the long campaign of the GPU kernels; needs no GPU
@@ -72,6 +77,9 @@ bench-gpu: $(VENV)/.ok ## decode on a GPU beside its ceilings and its peers; wit
 
 load: $(VENV)/.ok  ## load tests: 1, 32 and 256 sequences, direct and through Envoy; a table and a plot (10 minutes)
 	@$(BIN)/python -m benchmarks.load --plot docs/images/load.svg $(LOAD)
+
+pictures: $(VENV)/.ok ## the pictures of docs/observing.md anew: ui.png and top.svg; wants chromium (2 minutes)
+	@$(BIN)/python -m benchmarks.pictures $(PICTURES)
 
 clean:            ## remove caches and build output, keep the environment
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

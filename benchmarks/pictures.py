@@ -51,8 +51,10 @@ def main() -> int:
         with _load(target):
             time.sleep(args.seconds)
             sizes = {"COLUMNS": str(COLUMNS), "LINES": str(LINES), "FERRULE_TOKEN": "ops"}
-            top = ["-m", "ferrule_client.cli", "top", "--once", "--svg", str(args.folder / "top.svg"), "--target", target]
-            subprocess.run([sys.executable, *top], env=os.environ | sizes, check=True, stdout=subprocess.DEVNULL)
+            top = [sys.executable, "-m", "ferrule_client.cli", "top", "--target", target, "--once", "--svg"]
+            subprocess.run(
+                [*top, str(args.folder / "top.svg")], env=os.environ | sizes, check=True, stdout=subprocess.DEVNULL
+            )
             for width in (WIDTH, *args.widths):
                 browser.resize(width, 1000)
                 time.sleep(1.5)

@@ -32,6 +32,10 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 RUN_BY = {
     ("README.md", "python"): "tests/test_readme.py",
+    ("docs/clients.md", "cpp cpp-tls"): "tests/conformance/test_clients_tls.py",
+    ("docs/clients.md", "go go-tls"): "tests/conformance/test_clients_tls.py",
+    ("docs/clients.md", "js node-tls"): "tests/conformance/test_clients_tls.py",
+    ("docs/clients.md", "python python-tls"): "tests/conformance/test_clients_tls.py",
     ("docs/handles.md", "python"): "tests/test_docs.py",
     ("docs/kernels.md", "python"): "tests/kernels/cuda/test_kernels_page.py",
     ("docs/metrics.md", "promql"): "tests/api/test_exposition.py",

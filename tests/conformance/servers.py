@@ -15,6 +15,7 @@ from tests.api.certificates import Authority, ServerFiles
 
 _REFERENCE: Final = ("--executor", "paged-reference", "--instance", "conformance", "--drain-grace", "0s")
 _SHIPPED: Final = ("--kv-memory", "16MiB", "--drain-grace", "0s")
+_TLS: Final = ("--tls-cert", "{folder}/cert.pem", "--tls-key", "{folder}/key.pem")
 TOKENS: Final = {name: f"ferrule_conformance_{name}" for name in ("alice", "bob", "ops")}
 """Bearer tokens of the guarded server, by principal; they open nothing else."""
 _TOKEN_LINES: Final = {"alice": "alice handles=3 kv_tokens=128 mask_bytes=1KiB", "bob": "bob", "ops": "ops admin"}
@@ -24,15 +25,7 @@ PROFILES: Final[Mapping[str, tuple[str, ...]]] = {
     "small": (*_REFERENCE, "--kv-memory", "128KiB", "--max-waiting-jobs", "4"),
     "guarded": (*_REFERENCE, "--token-file", "{folder}/tokens"),
     "shipped": _SHIPPED,
-    "secured": (
-        *_SHIPPED,
-        "--token-file",
-        "{folder}/tokens",
-        "--tls-cert",
-        "{folder}/cert.pem",
-        "--tls-key",
-        "{folder}/key.pem",
-    ),
+    "secured": (*_SHIPPED, "--token-file", "{folder}/tokens", *_TLS),
 }
 """Flags of each kind of server."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from ferrule_client import Client, InvalidRequestError, UnsupportedError, no_output
 from tests.conformance.languages import ROOT, Missing, need, node_modules
-from tests.conformance.servers import Servers
+from tests.conformance.servers import TOKENS, Servers
 from tests.conformance.test_languages import absent
 
 PAGE = (ROOT / "docs" / "clients.md").read_text("utf-8")
@@ -25,6 +27,7 @@ TOOLS = {
     "python": [],
     "shell": ["jq", "buf"],
     "curl": ["buf"],
+    "curl-tls": ["buf"],
 }
 SLOW = ("go", "cpp", "shell")
 
@@ -36,7 +39,7 @@ def _block(text: str, name: str) -> list[str]:
     return [line.partition("  #")[0].rstrip() for line in found[1].splitlines()]
 
 
-def _run(commands: list[str], target: str, folder: Path) -> str:
+def _run(commands: list[str], target: str, folder: Path, **environment: str) -> str:
     """Return what the last of a block's commands prints, all run in one shell; what installs is left out."""
     kept = [command for command in commands if not command.startswith(INSTALLS)]
     last = kept[-1].replace("127.0.0.1:50051", target)
@@ -46,7 +49,7 @@ def _run(commands: list[str], target: str, folder: Path) -> str:
     run = subprocess.run(
         ["bash", "-c", script],
         cwd=ROOT,
-        env=os.environ | {"PATH": path},
+        env=os.environ | {"PATH": path} | environment,
         capture_output=True,
         text=True,
         timeout=500,
@@ -68,8 +71,21 @@ def test_the_commands_of_a_language_run(language: str, servers: Servers, tmp_pat
             node_modules()
     except Missing as missing:
         absent(missing)
-    said = _run(_block(PAGE, language), servers.target("shipped"), tmp_path)
-    assert said.endswith("released 3\n") if language != "curl" else "EXECUTOR_STATE" in said
+    target = servers.target("secured" if language == "curl-tls" else "shipped")
+    secrets = {"FERRULE_TLS_CA": str(servers.folder / "ca.pem"), "FERRULE_TOKEN": TOKENS["bob"]}
+    said = _run(_block(PAGE, language), target, tmp_path, **secrets)
+    assert "EXECUTOR_STATE" in said if language.startswith("curl") else said.endswith("released 3\n")
+
+
+def test_the_server_without_weights_is_as_the_page_says(servers: Servers) -> None:
+    """No tokenizer, ids below 256; so it is not named before the examples, which want one."""
+    assert PAGE.index("--executor paged-reference") > PAGE.index("## Proving")
+    with Client.connect(servers.target("plain")) as client:
+        with pytest.raises(UnsupportedError, match="tokenizer"):
+            client.encode("def")
+        client.prefill([0, 255], policy=no_output()).release()
+        with pytest.raises(InvalidRequestError, match="256"):
+            client.prefill([256], policy=no_output())
 
 
 def test_from_the_readme_to_a_fork_in_node_are_under_ten_commands() -> None:
@@ -131,6 +147,8 @@ def test_packages_of_node_are_pinned() -> None:
     """Exact versions and no lock file, which would name a registry."""
     folder = ROOT / "client" / "examples" / "node"
     text = (folder / "package.json").read_text("utf-8")
+    assert json.loads(text)["engines"] == {"node": ">=18"}
+    assert "Node 18 or newer" in PAGE
     versions = re.findall(r'"@grpc/[a-z-]+": "([^"]+)"', text)
     assert len(versions) == 2
     assert all(re.fullmatch(r"\d+\.\d+\.\d+", version) for version in versions)

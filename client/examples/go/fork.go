@@ -39,10 +39,10 @@ func decode(stream ferrule.ModelExecutorService_StreamDecodeClient, next *ferrul
 }
 
 func main() {
-	channel := must(grpc.Dial(append(os.Args, "127.0.0.1:50051")[1], grpc.WithInsecure()))
-	executor, tokenizer := ferrule.NewModelExecutorServiceClient(channel), ferrule.NewTokenizerServiceClient(channel)
 	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
 	defer cancel()
+	channel := must(grpc.Dial(append(os.Args, "127.0.0.1:50051")[1], grpc.WithInsecure()))
+	executor, tokenizer := ferrule.NewModelExecutorServiceClient(channel), ferrule.NewTokenizerServiceClient(channel)
 
 	ids := must(tokenizer.Encode(ctx, &ferrule.EncodeRequest{Text: "def read_file(path):"})).TokenIds
 	policy := &ferrule.LogitsReturnPolicy{Selection: &ferrule.LogitsReturnPolicy_GreedyArgmax{GreedyArgmax: &ferrule.GreedyArgmax{}}}

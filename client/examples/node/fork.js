@@ -1,4 +1,5 @@
 // Prefill a prompt, decode it on a stream, fork it, decode both branches in the same frames, release.
+import { randomUUID } from "node:crypto";
 import { fileURLToPath } from "node:url";
 import grpc from "@grpc/grpc-js";
 import { loadSync } from "@grpc/proto-loader";
@@ -15,7 +16,7 @@ const call = (stub, name, request) => new Promise((resolve, reject) => stub[name
 
 const { tokenIds } = await call(tokenizer, "Encode", { text: "def read_file(path):" });
 const policy = { greedyArgmax: {} };
-const prompt = { inputIds: tokenIds, logitsPolicy: policy, requestId: crypto.randomUUID() };
+const prompt = { inputIds: tokenIds, logitsPolicy: policy, requestId: randomUUID() };
 const { output } = await call(executor, "Prefill", { input: prompt });
 const trunk = { handle: output.kvCache, tokens: output.outputs.tokens, policy };
 owner.set("ferrule-instance", trunk.handle.cacheId.split(".")[0]);

@@ -80,6 +80,23 @@ def table(cases: Sequence[Case], results: Mapping[str, Mapping[str, Result]]) ->
     return "\n".join(lines)
 
 
+def by_topic(cases: Sequence[Case], results: Mapping[str, Mapping[str, Result]]) -> str:
+    """Return the table in short, as Markdown: how many cases of each topic passed, and how many else."""
+    lines = [f"| topic | cases | {' | '.join(results)} |", "| --- |" + " --: |" * (1 + len(results))]
+    for topic in dict.fromkeys(case.topic for case in cases):
+        names = [case.name for case in cases if case.topic == topic]
+        cells = [_counted([column[name][0] for name in names]) for column in results.values()]
+        lines.append(f"| {topic.partition('-')[2]} | {len(names)} | {' | '.join(cells)} |")
+    totals = [_counted([word for word, _ in column.values()]) for column in results.values()]
+    return "\n".join([*lines, f"| together | {len(cases)} | {' | '.join(totals)} |"])
+
+
+def _counted(words: Sequence[str]) -> str:
+    """Return the number of those that passed, and of the others by their word."""
+    others = [f"{words.count(word)} {word}" for word in (UNABLE, SKIPPED, FAILED) if word in words]
+    return ", ".join([str(words.count(PASSED)), *others])
+
+
 def reasons(results: Mapping[str, Mapping[str, Result]]) -> list[str]:
     """Return why things were not passed, each reason of a language once."""
     seen: dict[str, None] = {}
@@ -96,6 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--language", default=",".join(LANGUAGES), help="names with commas between them")
     parser.add_argument("--case", default="", help="play only cases whose name has this text")
     parser.add_argument("--require", action="store_true", help="fail where a language cannot be built")
+    parser.add_argument("--by-topic", action="store_true", help="print the table in short, as Markdown")
     parser.add_argument("--verbose", action="store_true", help="tell each case on stderr as it ends, with its time")
     options = parser.parse_args(arguments)
     cases = [case for case in load() if options.case in case.name]
@@ -105,7 +123,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = {
             language: play_all(language, cases, servers, shared, is_verbose=options.verbose) for language in languages
         }
-    sys.stdout.write("\n".join([table(cases, results), *reasons(results)]) + "\n")
+    told = by_topic(cases, results) if options.by_topic else table(cases, results)
+    sys.stdout.write("\n".join([told, *reasons(results)]) + "\n")
     words = {result[0] for column in results.values() for result in column.values()}
     return int(FAILED in words or (options.require and SKIPPED in words))
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.cases import load
+from tests.conformance.cases import Case, load
 from tests.conformance.languages import EXAMPLES, Missing, compile_cpp, compile_go, need, node_modules
-from tests.conformance.run import FAILED, SKIPPED, main, play_all
+from tests.conformance.run import FAILED, SKIPPED, by_topic, main, play_all
 from tests.conformance.servers import Servers
 
 SHARED: dict[str, object] = {}
@@ -80,6 +80,18 @@ def test_examples_are_short() -> None:
     lines = {str(path.relative_to(EXAMPLES)): path.read_text("utf-8").count("\n") for path in EXAMPLES.glob("*/fork.*")}
     assert lines.keys() == MOST_LINES.keys()
     assert {name: count for name, count in lines.items() if count > MOST_LINES[name]} == {}
+
+
+def test_the_table_in_short_adds_up() -> None:
+    """Whatever did not pass is told beside what did."""
+    cases = [Case("a", "01-one", []), Case("b", "01-one", []), Case("c", "02-two", [])]
+    passed, unable, failed = ("ok", ""), ("n/a", "why"), (FAILED, "why")
+    told = by_topic(cases, {"x": {"a": passed, "b": passed, "c": passed}, "y": {"a": unable, "b": passed, "c": failed}})
+    assert told.splitlines()[2:] == [
+        "| one | 2 | 2 | 1, 1 n/a |",
+        "| two | 1 | 1 | 0, 1 FAILED |",
+        "| together | 3 | 3 | 1, 1 n/a, 1 FAILED |",
+    ]
 
 
 @pytest.fixture(scope="module")

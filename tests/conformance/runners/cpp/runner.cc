@@ -144,7 +144,7 @@ int main() {
   std::unique_ptr<Call> stream;
   for (std::string line; std::getline(std::cin, line);) {
     Fields fields;
-    std::istringstream text(line);
+    std::istringstream text(line + '\t');  // so that a last field that is empty is one, too
     for (std::string field; std::getline(text, field, '\t');) fields.push_back(field);
     std::cout << Answer(fields, stream) << std::endl;
   }

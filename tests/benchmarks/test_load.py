@@ -12,12 +12,14 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from benchmarks.load.interrupts import Interrupts
 from benchmarks.load.loops import Bounds, Refused, arrival_times, prompt_lengths, run_closed, run_open
 from benchmarks.load.plot import plot
 from benchmarks.load.records import OK, UNFINISHED, Record, gaps, median_of, percentile, quantiles_ms, summarize
@@ -271,6 +273,57 @@ def test_ended_by_a_signal_it_leaves_no_server_behind(number: int, code: int) ->
     assert psutil.wait_procs(children, timeout=10)[1] == []
     assert process.returncode == code
     assert "Traceback" not in said
+
+
+@pytest.fixture
+def interrupts() -> Iterator[Interrupts]:
+    """Take the signals; afterwards they do what they did before."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield Interrupts()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_signal_while_the_loop_begins_is_not_lost(interrupts: Interrupts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There nobody could raise it; nothing of the work begins."""
+    begun: list[int] = []
+    run = asyncio.run
+
+    async def work() -> None:
+        begun.append(1)
+
+    def run_late(coroutine: Coroutine[Any, Any, None]) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        run(coroutine)
+
+    monkeypatch.setattr(asyncio, "run", run_late)
+    with pytest.raises(KeyboardInterrupt):
+        interrupts.run(work)
+    assert begun == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_loop_lets_the_work_clean_up(interrupts: Interrupts, number: int) -> None:
+    """It is a cancellation, so that what has to be awaited can be."""
+    said: list[str] = []
+
+    async def work() -> None:
+        try:
+            signal.raise_signal(number)
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.001)
+            said.append("released")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupts.run(work)
+    assert said == ["released"]
+
+
+def test_a_signal_before_any_loop_is_raised_at_once(interrupts: Interrupts) -> None:
+    """Servers that start are waited for without a loop."""
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
 
 
 def test_a_loop_that_is_cancelled_leaves_nothing_under_way() -> None:

@@ -29,18 +29,22 @@ from tests.stack.test_pages import compose_commands
 from tests.tools import tool
 
 ELSEWHERE: Final = {
-    r"ferrule serve( --model demo)?$": "tests/conftest.py",  # the server that the client commands go to
-    r"ferrule serve .*--device cuda": "tests/executor/cuda/test_cuda_executor.py",
-    r"ferrule serve .*--kernel-bundle": "tests/executor/cuda/test_compose.py",
-    r"ferrule serve --model \w+/": "tests/server/test_hub_models.py",
-    r"ferrule demo": "tests/client/test_demo.py",
-    r"(printf .*\| )?ferrule chat -": "tests/client/test_cli_chat.py",
-    r"make (demo|test)\b": "tests/client/test_demo.py",
-    r"python -m \S+\.cubins ": "tests/kernels/cuda/toolchain/test_cubins.py",
-    r"python protos/generate_stubs\.py": "tests/test_protos.py",
-    r"cd protos && buf ": "tests/test_protos.py",
+    r"ferrule serve$": ("tests/conftest.py", '"serve"'),  # the server that the client commands go to
+    r"ferrule serve .*--device cuda": ("tests/server/test_select.py", "--device cuda"),
+    r"ferrule serve .*--kernel-bundle": ("tests/executor/cuda/test_compose.py", "prepared(config, kernel_bundle=path)"),
+    r"ferrule serve --model \w+/": ("tests/server/test_hub_models.py", '_said(hub, tmp_path, "--model", NAME)'),
+    r"ferrule demo": ("tests/client/test_demo.py", '"-m", "ferrule_client.cli", "demo"'),
+    r"(printf .*\| )?ferrule chat -": ("tests/client/test_cli_chat.py", 'cli.main(["chat"'),
+    r"python -m \S+\.cubins build": ("tests/kernels/cuda/toolchain/test_cubins.py", 'main(["build"'),
+    r"python -m \S+\.cubins list": ("tests/kernels/cuda/toolchain/test_cubins.py", 'main(["list"'),
+    r"python -m \S+\.cubins verify": ("tests/kernels/cuda/toolchain/test_cubins.py", 'main(["verify"'),
+    r"python -m \S+\.cubins prune": ("tests/kernels/cuda/toolchain/test_cubins.py", 'main(["prune"'),
+    r"python protos/generate_stubs\.py": ("tests/test_protos.py", '["generate_stubs.py"'),
+    r"cd protos && buf ": ("tests/test_protos.py", '_buf("lint")'),
 }
-"""What is only parsed here, for want of a GPU, a network or time, and which file runs it."""
+"""What is only parsed here, for want of a GPU, a network or time; which file runs it, and how that can be seen."""
+NOWHERE: Final = ("--variants",)
+"""Flags that nothing runs: all variants of a kernel take a compiler half an hour."""
 SAYS: Final = {
     r"ferrule generate": r"\w{3}",
     r"ferrule chat": r"\w",
@@ -183,7 +187,7 @@ class Rule:
 RULES: Final = (
     Rule(r"ferrule serve\b", _serve),
     Rule(r"ferrule (?!serve)|(cat|printf) .*\| ferrule |until ferrule |watch ferrule ", _client),
-    Rule(r"mkdir -p secrets && \(umask 077; ferrule token ", _client),
+    Rule(r"(mkdir -p secrets && )?\(umask 077; ferrule token ", _client),
     Rule(r"docker compose ", _compose),
     Rule(r"deploy/make_certificates\.sh ", _certificates),
     Rule(r"make ", _make),
@@ -281,12 +285,19 @@ def test_commands_in_sentences_are_understood(page: str, story: Story) -> None:
             assert f" {words[1]} " in build_parser().format_help(), command
 
 
-def test_what_is_run_elsewhere_is_run_there() -> None:
-    """The files are there, and every entry is of use."""
+@pytest.mark.parametrize("pattern", ELSEWHERE)
+def test_what_is_run_elsewhere_is_run_there(pattern: str) -> None:
+    """The file runs the program, and each flag that a page gives it: as a flag, or as the argument that it becomes."""
+    path, call = ELSEWHERE[pattern]
+    text = (ROOT / path).read_text()
+    assert call in text, path
     commands = [*in_help(), *(command for page in PAGES for command in in_page(page))]
-    for pattern, path in ELSEWHERE.items():
-        assert (ROOT / path).is_file(), path
-        assert any(re.match(pattern, command.program) for command in commands), pattern
+    there = [command for command in commands if re.match(pattern, command.program)]
+    assert there, "no page has such a command any more"
+    for command in there:
+        for flag in {*re.findall(r"(?<=\s)--[\w-]+", command.program)}.difference(NOWHERE, {"--model"}):
+            argument = flag.removeprefix("--").replace("-", "_")
+            assert re.search(rf'(?<!\w){flag}(?![\w-])|\b{argument}(?:=|": )', text), f"{command}: {path} has no {flag}"
 
 
 def test_a_command_that_nobody_knows_is_told_what_to_do() -> None:

@@ -74,8 +74,9 @@ def test_a_model_by_name_is_the_model_of_the_folder(hub: Hub, tmp_path: Path) ->
     assert (ready["model"], ready["commit"]) == (NAME, hub.commit(NAME))
     assert by_name == by_folder
     hub.seen.clear()
-    code, out, err = _run(hub, tmp_path, "--model", NAME, "--offline", "--download-only")
-    assert (code, Path(out.strip()).name) == (0, hub.commit(NAME)), err
+    for more in ((), ("--revision", hub.commit(NAME))):
+        code, out, err = _run(hub, tmp_path, "--model", NAME, *more, "--offline", "--download-only")
+        assert (code, Path(out.strip()).name) == (0, hub.commit(NAME)), err
     assert hub.seen == []
 
 

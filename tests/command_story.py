@@ -12,6 +12,7 @@ from typing import Final
 
 from tests.commands import ROOT
 from tests.stack.stack import Stack
+from tests.stack.test_pages import arguments_of
 
 BIN: Final = Path(sys.executable).parent
 DEMO: Final = ROOT / "server" / "ferrule_server" / "demo_model"
@@ -99,16 +100,19 @@ class Story:
         if self._server is None:
             self.serve("ferrule serve --metrics-listen 127.0.0.1:0", {"FERRULE_EXECUTOR": "paged-reference"})
 
-    def compose(self, files: list[Path]) -> None:
-        """Start what compose makes of the plain file with others on top, without Docker."""
+    def compose(self, words: list[str]) -> None:
+        """Start what ``docker compose`` makes of the plain file with others on top, without Docker."""
         self.end_section()
+        arguments = arguments_of(words)
+        files = [ROOT / name for name in arguments.files[1:]]
         folder = self.folder / f"stack-{files[-1].stem}"
         folder.mkdir()
-        secrets = {"SECRETS": str(self.folder / "secrets")}
+        secrets = {"SECRETS": f"{self.folder}/secrets", "ENVOY_SECRETS": f"{self.folder}/secrets-envoy"}
         at_once = {"FERRULE_EXECUTOR": "paged-reference", "FERRULE_MODEL": None}
-        self._stack = Stack(folder, on_top=files, environment=secrets, settings=at_once)
+        profiles, names = arguments.profiles, arguments.services
+        self._stack = Stack(folder, names, profiles=profiles, on_top=files, environment=secrets, settings=at_once)
         self._stack.__enter__()
-        self.target = self._stack.address("ferrule", 50051)
+        self.target = self._stack.address(names[0] if names else "ferrule", 50051)
 
     def end_section(self) -> None:
         """End what was started; a server must end as asked, and nothing of ours stays on the one that all share."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import io
@@ -24,7 +25,7 @@ from ferrule_server.kernels.cuda.toolchain import cubins_cli
 from tests.command_story import Story
 from tests.commands import PAGES, ROOT, Command, in_help, in_page, in_sentences
 from tests.conformance.test_clients_page import TOOLS
-from tests.stack.compose_file import ON_TOP
+from tests.stack.compose_file import ON_TOP, RECIPE, image_variables
 from tests.stack.test_pages import compose_commands
 from tests.tools import tool
 
@@ -114,15 +115,47 @@ def _check_output(command: Command, out: str) -> None:
 def _compose(story: Story, command: Command) -> None:
     """Files, profiles, services and variables exist; with credentials the service is started without Docker."""
     assert command.text in compose_commands(), f"{command}: tests/stack/test_pages.py does not see it"
-    files = [path for path in ON_TOP if f"-f deploy/{path.name}" in command.text]
-    if files:
-        story.compose(files)
+    if any(f"-f deploy/{path.name}" in command.text for path in ON_TOP):
+        story.compose(shlex.split(command.program)[2:])
 
 
 def _certificates(story: Story, command: Command) -> None:
-    """The script does it."""
+    """The script does it; a block that makes an authority begins where there is none."""
     tool("openssl")
-    story.shell(f"{shlex.quote(str(ROOT))}/{command.text}")
+    if command.text.endswith(" authority"):
+        shutil.rmtree(story.folder / "certificates", ignore_errors=True)
+        for path in story.folder.glob("secrets*/*.pem"):
+            path.unlink()
+    script = f"{shlex.quote(str(ROOT))}/deploy/make_certificates.sh"
+    story.shell(command.text.removeprefix("sudo ").replace("deploy/make_certificates.sh", script))
+
+
+def _hand_over(story: Story, command: Command) -> None:
+    """Files go to the user of an image, where somebody may do so."""
+    if os.getuid() == 0:
+        story.shell(command.text.removeprefix("sudo "))
+
+
+def _docker(story: Story, command: Command) -> None:
+    """The recipe is there; what the image is given, with what it has, are settings of a server that starts."""
+    parser = argparse.ArgumentParser(prog="docker", exit_on_error=False)
+    actions = parser.add_subparsers(dest="action", required=True)
+    build, run = actions.add_parser("build"), actions.add_parser("run")
+    for flag in ("-f", "-t", "folder"):
+        build.add_argument(flag)
+    for flag in ("--rm", "--init"):
+        run.add_argument(flag, action="store_true")
+    for flag in ("-p", "-e", "-v"):
+        run.add_argument(flag, action="append", default=[])
+    run.add_argument("image")
+    run.add_argument("flags", nargs=argparse.REMAINDER)
+    arguments = parser.parse_args(shlex.split(command.program)[1:])
+    if arguments.action == "build":
+        assert (ROOT / arguments.f, ROOT / arguments.folder) == (RECIPE, ROOT)
+        return
+    config = parse_config(arguments.flags, image_variables() | dict(entry.split("=", 1) for entry in arguments.e))
+    assert config.has_authentication or all(port.startswith("127.0.0.1:") for port in arguments.p)
+    assert all(port.endswith(f":{config.listen.port}") for port in arguments.p)
 
 
 def _make(story: Story, command: Command) -> None:
@@ -172,8 +205,8 @@ def _curl(story: Story, command: Command) -> None:
 
 
 def _named_block(story: Story, command: Command) -> None:
-    """The whole block is run by its name: tests/conformance/test_clients_page.py."""
-    assert f'"{command.block}"' in (ROOT / "tests" / "conformance" / "test_clients_page.py").read_text("utf-8")
+    """The whole block is run by its name, in one of two files."""
+    assert any(f'"{command.block}"' in (ROOT / path).read_text("utf-8") for path in NAMED_BY)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -189,7 +222,9 @@ RULES: Final = (
     Rule(r"ferrule (?!serve)|(cat|printf) .*\| ferrule |until ferrule |watch ferrule ", _client),
     Rule(r"(mkdir -p secrets && )?\(umask 077; ferrule token ", _client),
     Rule(r"docker compose ", _compose),
-    Rule(r"deploy/make_certificates\.sh ", _certificates),
+    Rule(r"docker (build|run) ", _docker),
+    Rule(r"(sudo )?deploy/make_certificates\.sh ", _certificates),
+    Rule(r"sudo chown -R \d+ secrets", _hand_over),
     Rule(r"make ", _make),
     Rule(r"pip install ", _pip),
     Rule(r"python -m ferrule_server\.kernels\.cuda\.toolchain\.cubins ", _bundles),
@@ -199,7 +234,8 @@ RULES: Final = (
 )
 
 NAMED: Final = Rule("", _named_block)
-NAMED_BLOCKS: Final = {*TOOLS, "newcomer"}
+NAMED_BLOCKS: Final = {*TOOLS, "newcomer", "local"}
+NAMED_BY: Final = ("tests/conformance/test_clients_page.py", "tests/stack/test_scale_local.py")
 
 
 def _rule_of(command: Command) -> Rule:

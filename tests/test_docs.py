@@ -42,6 +42,7 @@ RUN_BY = {
     ("docs/metrics.md", "yaml"): "tests/api/test_exposition.py",
     ("docs/observing.md", "json"): "tests/test_docs.py",
     ("docs/observing.md", "python"): "tests/server/test_logs_and_traces.py",
+    ("docs/operations.md", "ini"): "tests/stack/test_compose.py",
     ("docs/scaling.md", "yaml"): "tests/stack/test_scale_tls.py",
     ("protos/README.md", "js node"): "tests/test_docs.py",
     ("protos/README.md", "json philox-vectors"): "tests/test_protos.py",

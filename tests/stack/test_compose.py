@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from ferrule_server.config import ConfigError, ServerConfig, parse_config
+from ferrule_server.config import ServerConfig, parse_config
+from ferrule_server.errors import ConfigError
 from tests.stack.compose_file import ON_TOP, PLAIN, ROOT, image_variables, load, started, variables_of
 
 SERVERS = ("ferrule", "ferrule-gpu", "ferrule-a", "ferrule-b")
@@ -91,7 +92,8 @@ def test_every_image_of_ours_is_built_once(plain: dict[str, Any]) -> None:
     built = [service["image"] for service in plain.values() if "build" in service]
     assert len(built) == len(set(built))
     whole = project()
-    for profiles, names in (((), ()), (("gpu",), ("ferrule-gpu",)), (("scale",), ("envoy",))):
+    ways = [((), ()), (("gpu",), ("ferrule-gpu",)), (("scale",), ("envoy",)), (("scale",), ("ferrule-b",))]
+    for profiles, names in ways:
         here = [plain[name] for name in started(whole, profiles, names)]
         wanted = {service["image"] for service in here if service["image"].startswith("ferrule")}
         assert wanted == {service["image"] for service in here if "build" in service}
@@ -163,9 +165,9 @@ def test_a_server_outlives_what_is_asked_of_it(plain: dict[str, Any]) -> None:
 
 def test_every_setting_can_be_set(plain: dict[str, Any], tmp_path: Path) -> None:
     """By a file beside the compose file; what that sets itself goes before it, and the file need not be there."""
-    (tmp_path / "ferrule.env").write_text(
-        "# ours\nFERRULE_MAX_TTL=10m\nFERRULE_QUOTA_HANDLES=8\nFERRULE_MAX_STEP_TIME=20ms\nFERRULE_INSTANCE=other\n"
-    )
+    page = (ROOT / "docs" / "operations.md").read_text()
+    (piece,) = re.findall(r"^```ini\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (tmp_path / "ferrule.env").write_text(f"# ours\n{piece}FERRULE_QUOTA_HANDLES=8\nFERRULE_INSTANCE=other\n")
     for name in SERVERS:
         config = settings(plain[name], tmp_path)
         assert (config.max_ttl_s, config.quotas.handles, config.instance) == (600, 8, name.removesuffix("-gpu"))

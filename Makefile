@@ -89,7 +89,7 @@ clean:            ## remove caches and build output, keep the environment
 $(VENV)/.ok: pyproject.toml constraints.txt
 	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 	  { echo "error: '$(PY)' is not Python 3.11 or newer; name one that is: make PY=python3.11" >&2; exit 1; }
-	@echo "installing into $(VENV), about a minute (PyTorch is large)"
+	@echo "installing into $(VENV), one to three minutes (PyTorch is large)"
 	@$(PY) -m venv $(VENV) || { echo "error: no venv module; on Debian: apt install python3-venv" >&2; exit 1; }
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@

@@ -32,6 +32,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "examples": WIRE,  # the one of client/examples that is in Python: no library
     "generate_aio": ("source_edits",),
     "source_edits": (),
+    "ferrule_cli*": ("ferrule_cli", "ferrule_client"),
     "ferrule_client.cli*": ("ferrule_client", "numpy", "rich", *WIRE),
     "ferrule_client.demo*": ("ferrule_client", "numpy", "rich", *WIRE),
     "ferrule_server": (),

@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -250,6 +252,21 @@ def test_what_is_missing_is_said_in_one_line(
     monkeypatch.setenv(name, value)
     assert run("caches") == 2
     assert capsys.readouterr().err == f"error: {hint}\n"
+
+
+def test_a_wrong_authority_is_one_line(folder: Path) -> None:
+    """GRPC's own lines stay away, unless the environment asks for them."""
+    wrong = folder / "wrong.pem"
+    wrong.write_bytes(Authority("wrong").cert)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
+    command = [sys.executable, "-m", "ferrule_cli", "caches", "--tls-ca", str(wrong), "--timeout", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: the server at ")
+    assert done.stderr.count("\n") == 1
+    chatty = environment | {"GRPC_VERBOSITY": "INFO"}
+    done = subprocess.run(command, capture_output=True, text=True, env=chatty, check=False)
+    assert done.stderr.count("\n") > 1
 
 
 def test_a_failed_handshake_keeps_its_advice() -> None:

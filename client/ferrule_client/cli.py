@@ -26,6 +26,7 @@ from ferrule_client import (
     demo,
 )
 from ferrule_client.cli_common import CommandError
+from ferrule_client.cli_parser import Parser
 from ferrule_client.errors import ExecutorError
 
 __all__ = ["build_parser", "main"]
@@ -84,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ferrule",
         description="Run a language model as a gRPC service and work with handles to its KV cache.",
         epilog=_EPILOG,

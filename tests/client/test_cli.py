@@ -291,7 +291,8 @@ def test_admin_warms_up(capsys: pytest.CaptureFixture[str]) -> None:
 def test_admin_refuses_flags_of_other_actions(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]) -> None:
     """Nothing is done for a flag that says something else."""
     assert run("admin", *flags) == 2
-    assert "unrecognized arguments" in capsys.readouterr().err
+    expected = f'error: unknown option {flags[1]}; see "ferrule admin {flags[0]} --help" (USED_WRONGLY)\n'
+    assert capsys.readouterr().err == expected
 
 
 def test_admin_tells_that_nothing_takes_a_drain_back(capsys: pytest.CaptureFixture[str]) -> None:
@@ -379,6 +380,29 @@ def test_ended_generate_releases_its_cache(target: str, client: Client, number: 
 def test_wrong_use_is_exit_code_2(arguments: tuple[str, ...]) -> None:
     """As everywhere."""
     assert run(*arguments) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("generate --max-tokns 5 x", 'unknown option --max-tokns, did you mean --max-tokens?; see "ferrule generate'),
+        ("generate --max-tokns=5 x", 'unknown option --max-tokns, did you mean --max-tokens?; see "ferrule generate'),
+        ("admin drain --grce 5", 'unknown option --grce, did you mean --grace?; see "ferrule admin drain'),
+        ("halth", "'token'), did you mean health?; see \"ferrule"),
+        ("caches x", "unexpected argument 'x'; see \"ferrule caches"),
+        ("generate --max-tokens 0 x", '0 is out of range, it must be at least 1; see "ferrule generate'),
+    ],
+)
+def test_wrong_use_is_one_line_with_what_was_meant(
+    arguments: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The usage is one command away."""
+    assert run(*arguments.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.endswith(f'{said} --help" (USED_WRONGLY)\n')
+    assert captured.err.count("\n") == 1
 
 
 def test_wrong_environment_is_wrong_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,43 @@
+"""A parser of commands that says in one line what is wrong with them, and what was probably meant."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+__all__ = ["Parser"]
+
+_CHOICES = re.compile(r"invalid choice: '(?P<given>[^']*)' \(choose from (?P<known>.*)\)$")
+
+
+class Parser(argparse.ArgumentParser):
+    """Ends a command that is used wrongly with exit code 2 and one line on standard error."""
+
+    # Any: as argparse types it, whose overloads differ by version.
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Return what was given; there is nothing that another parser could know more about."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(self._unknown(unknown))
+        return known, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Write the one line and end."""
+        if (found := _CHOICES.search(message)) is not None:
+            message += _meant(found["given"], re.findall(r"[\w-]+", found["known"]))
+        self.exit(2, f'error: {message}; see "{self.prog} --help" (USED_WRONGLY)\n')
+
+    def _unknown(self, arguments: Sequence[str]) -> str:
+        """Say what nobody knows, the first option of it if there is one."""
+        options = [one.partition("=")[0] for one in arguments if one.startswith("-")]
+        if not options:
+            return f"unexpected argument {arguments[0]!r}"
+        return f"unknown option {options[0]}{_meant(options[0], self._option_string_actions)}"
+
+
+def _meant(given: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(given, list(known), 1)
+    return f", did you mean {near[0]}?" if near else ""

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from ferrule_server import __version__, log_format
-from ferrule_server.arguments import as_given
+from ferrule_server.arguments import as_given, unknown_variables
 from ferrule_server.config import ListenAddress, ServerConfig, parse_config
 from ferrule_server.errors import ConfigError, ModelError
 
@@ -46,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = parse_config(given, os.environ)
         _set_up_process(config)
+        if unknown := unknown_variables(os.environ):
+            _LOG.warning("settings that nobody knows change nothing variables=%s", ", ".join(unknown))
         if config.is_download_only:
             return _download(config)
         code = asyncio.run(_serve(config))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NoReturn
 
 from ferrule_server import __version__
 
@@ -15,6 +16,17 @@ LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 LOG_FORMATS: Final = ("text", "json")
 UI_CHOICES: Final = ("auto", "on", "off")
 
+_PREFIX: Final = "FERRULE_"
+
+CLIENT_VARIABLES: Final = frozenset(
+    f"{_PREFIX}{name}"
+    for name in ("TARGET", "TIMEOUT", "TOKEN", "TLS", "TLS_CA", "CLIENT_CERT", "CLIENT_KEY", "TLS_SERVER_NAME")
+)
+"""What the commands of the client read from the environment."""
+
+_OF_KUBERNETES: Final = re.compile(r"FERRULE_(?:\w+_)?(?:SERVICE_(?:HOST|PORT\w*)|PORT(?:_\d+_\w+)?)")
+"""Put there by Kubernetes for services whose name begins with ``ferrule``."""
+
 
 def flag_of(name: str) -> str:
     """Return the flag of a setting: ``--kv-memory`` of ``kv_memory``."""
@@ -23,7 +35,35 @@ def flag_of(name: str) -> str:
 
 def variable_of(name: str) -> str:
     """Return the environment variable of a setting: ``FERRULE_KV_MEMORY`` of ``kv_memory``."""
-    return f"FERRULE_{name.upper()}"
+    return f"{_PREFIX}{name.upper()}"
+
+
+def unknown_variables(environment: Iterable[str]) -> list[str]:
+    """Return the names ``FERRULE_*`` that nobody reads, each with what was probably meant.
+
+    Args:
+        environment: Names of variables.
+    """
+    known = CLIENT_VARIABLES | {variable_of(name) for name in vars(build_parser().parse_args([]))}
+    ours = [name for name in environment if name.startswith(_PREFIX) and not _OF_KUBERNETES.fullmatch(name)]
+    rests = sorted(name.removeprefix(_PREFIX) for name in known)  # the prefix would make all of them alike
+    return [f"{name}{_meant(name.removeprefix(_PREFIX), rests, _PREFIX)}" for name in sorted(ours) if name not in known]
+
+
+def _meant(given: str, known: Iterable[str], prefix: str = "") -> str:
+    near = difflib.get_close_matches(given, list(known), 1)
+    return f" (did you mean {prefix}{near[0]}?)" if near else ""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Ends with one line on standard error and exit code 2 where it is used wrongly."""
+
+    def error(self, message: str) -> NoReturn:
+        """Write the line and end."""
+        unknown = re.match(r"unrecognized arguments: ([^\s=]+)", message)
+        if unknown is not None:
+            message = f"unknown flag {unknown[1]}{_meant(unknown[1], self._option_string_actions)}"
+        self.exit(2, f'{self.prog}: {message}; see "{self.prog} --help"\n')
 
 
 def as_given(message: str, arguments: Sequence[str], environment: Mapping[str, str]) -> str:
@@ -50,7 +90,7 @@ def _by_variable(name: str, found: re.Match[str]) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser; every value stays text or None, so that the environment can step in."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="ferrule serve",
         description="Serves a decoder-only language model over gRPC; clients hold handles to its KV cache.",
         epilog=_EPILOG,

@@ -345,7 +345,7 @@ def parse_config(arguments: Sequence[str], environment: Mapping[str, str]) -> Se
         max_ttl_s=setting("max_ttl", parse_duration, 3600.0),
         max_step_rows=setting("max_step_rows", _count, 512),
         instance=setting("instance", str, instance_of_host(socket.gethostname())),
-        metrics_listen=setting("metrics_listen", parse_listen, None),
+        metrics_listen=setting("metrics_listen", _metrics_address, None),
         ui=setting("ui", str, "auto"),
         log_level=setting("log_level", str, "info"),
         log_format=setting("log_format", str, "text"),
@@ -396,6 +396,13 @@ def parse_listen(text: str) -> ListenAddress:
         raise ValueError("must be HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051, or unix:PATH")
     # One name, several addresses: gRPC would be content with whichever of them is free.
     return ListenAddress("127.0.0.1" if host == "localhost" else host, int(port))
+
+
+def _metrics_address(text: str) -> ListenAddress:
+    try:
+        return parse_listen(text)
+    except ValueError:
+        raise ValueError("must be HOST:PORT, such as 127.0.0.1:9464 or [::1]:9464") from None
 
 
 def parse_otlp_endpoint(text: str) -> str:

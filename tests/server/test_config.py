@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ferrule_server import __main__ as server
-from ferrule_server.arguments import build_parser
+from ferrule_server.arguments import build_parser, unknown_variables, variable_of
 from ferrule_server.config import (
     DEFAULT_MASK_BYTES,
     ListenAddress,
@@ -216,7 +216,7 @@ def test_other_addresses_need_insecure(text: str) -> None:
         (["--log-level", "chatty"], "warning"),
         (["--executor", "paged-reference", "--model", "demo"], "leave --model out"),
         (["--executor", "paged-reference", "--dtype", "bfloat16"], "leave --dtype out"),
-        (["--metrics-listen", "9464"], "HOST:PORT"),
+        (["--metrics-listen", "9464"], r"HOST:PORT, such as 127.0.0.1:9464 or \[::1\]:9464$"),
         (["--log-format", "xml"], "one of text, json"),
         (["--otlp-endpoint", "127.0.0.1:4317"], "must be http://HOST:PORT"),
         (["--otlp-endpoint", "http://:4317"], "must be http://HOST:PORT"),
@@ -346,6 +346,36 @@ def test_a_setting_of_the_environment_bears_its_variable(
 async def _create(config: ServerConfig) -> int:
     create_executor(config, lambda *_: None)
     return 0
+
+
+def test_an_unknown_flag_is_one_line_with_what_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not the whole of the usage."""
+    for arguments, said in (
+        (["--kv-memry", "1GiB"], "unknown flag --kv-memry (did you mean --kv-memory?)"),
+        (["--kv-memry=1GiB", "x"], "unknown flag --kv-memry (did you mean --kv-memory?)"),
+        (["--zzz"], "unknown flag --zzz"),
+        (["--kv-memory"], "argument --kv-memory: expected one argument"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            parse_config(arguments, {})
+        assert caught.value.code == 2
+        assert capsys.readouterr().err == f'ferrule serve: {said}; see "ferrule serve --help"\n'
+
+
+def test_a_variable_that_nobody_reads_is_told_with_what_was_meant() -> None:
+    """Those of flags, of the client's commands and of Kubernetes are known; what else there is in the world, too."""
+    known = [variable_of(name) for name in vars(build_parser().parse_args([]))]
+    known += ["FERRULE_TARGET", "FERRULE_TOKEN", "FERRULE_TLS_CA", "FERRULE_CLIENT_CERT", "PATH", "FERRUL_X"]
+    known += ["FERRULE_PORT", "FERRULE_SERVICE_HOST", "FERRULE_SERVICE_PORT_GRPC", "FERRULE_PORT_50051_TCP_ADDR"]
+    known += ["FERRULE_B_SERVICE_HOST", "FERRULE_B_PORT_50051_TCP"]
+    assert unknown_variables(known) == []
+    wrong = ["FERRULE_KV_MEMRY", "FERRULE_QUEUES", "FERRULE_TOKN_FILE"]
+    meant = [
+        "FERRULE_KV_MEMRY (did you mean FERRULE_KV_MEMORY?)",
+        "FERRULE_QUEUES",
+        "FERRULE_TOKN_FILE (did you mean FERRULE_TOKEN_FILE?)",
+    ]
+    assert unknown_variables([*wrong, *known]) == meant
 
 
 def test_flags_cannot_be_shortened() -> None:

@@ -6,10 +6,14 @@ import argparse
 import json
 import re
 import shlex
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 
 from tests.stack.compose_file import ON_TOP, PLAIN, ROOT, load, started
+from tests.tools import tool
 
 PAGE = (ROOT / "docs" / "operations.md").read_text()
 SOURCES = [PLAIN, *ON_TOP, ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "deploy" / "Dockerfile"]
@@ -95,6 +99,18 @@ def test_the_example_of_variables_lists_them_all() -> None:
     for name, value in listed.items():
         defaults = set(re.findall(rf"\${{{name}:?-([^}}]*)}}", texts))
         assert not defaults or value in defaults or name == "MODELS", name
+
+
+def test_secrets_that_the_pages_make_are_in_no_commit(tmp_path: Path) -> None:
+    """A checkout is where most people type the commands."""
+    git = tool("git")
+    subprocess.run([git, "init", "-q", str(tmp_path)], check=True, timeout=20)
+    shutil.copy(ROOT / ".gitignore", tmp_path)
+    names = ["tokens", "alice.token", "secrets/tokens", "secrets-envoy/key.pem", "key.pem", "certificates/ca-key.pem"]
+    names += [".env", "ferrule.env"]
+    command = [git, "-C", str(tmp_path), "check-ignore", *names]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout.split()
+    assert found == names
 
 
 def test_the_sizes_of_the_page_add_up() -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Generator, Iterator
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
-from ferrule_server.api.web.assembly import listener_of
+from ferrule_server.api.web import assembly
+from ferrule_server.api.web.events import INTERVAL_S, Events
 from ferrule_server.api.web.listener import WebListener
 from ferrule_server.config import ListenAddress, ServerConfig
 from tests.api.harness import RunningServer
@@ -15,12 +18,15 @@ from tests.api.web.plain_http import LOOPBACK, connect
 
 
 @contextlib.contextmanager
-def serving_web(server: RunningServer, address: ListenAddress = LOOPBACK) -> Iterator[WebListener]:
-    """Give the listener that shows a running server."""
+def serving_web(
+    server: RunningServer, address: ListenAddress = LOOPBACK, interval_s: float = INTERVAL_S
+) -> Iterator[WebListener]:
+    """Give the listener that shows a running server, as often as a test has time for."""
 
     async def make() -> WebListener:
         config = ServerConfig(metrics_listen=address)
-        return listener_of(config, address, server.state, server.server.views)
+        with patch.object(assembly, "Events", partial(Events, interval_s=interval_s)):
+            return assembly.listener_of(config, address, server.state, server.server.views)
 
     listener = server.run(make())
     listener.start()

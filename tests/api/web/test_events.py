@@ -67,7 +67,7 @@ def test_messages_come_each_second_and_say_how_far_loading_is() -> None:
 
 def test_a_server_that_has_ended_is_told_as_a_problem(running: tuple[RunningServer, WebListener]) -> None:
     """The page says why there is no view; the stream and the metrics go on."""
-    with RunningServer() as server, serving_web(server) as listener:
+    with RunningServer() as server, serving_web(server, interval_s=0.1) as listener:
         stream = messages(listener.address)
         assert "view" in next(stream)
         server.engine.close()

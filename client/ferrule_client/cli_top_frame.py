@@ -28,6 +28,7 @@ __all__ = ["Frame", "map_cells"]
 _STATES = {"ready": "green", "busy": "green", "draining": "yellow", "starting": "yellow", "failed": "bright_red"}
 _TWO_COLUMNS = 110
 _MIN_LIST = 3
+_BLOCKS_TITLE = len("-- blocks  ")
 _SOON_S = 10.0
 _UNKNOWN = "-"
 
@@ -59,10 +60,10 @@ class Frame:
 
         Args:
             figures: What is shown.
-            note: What is wrong at the moment, such as that the server is away; stands on top.
+            note: That the server is away, if it is; stands on top, and then what was seen last is no state of it.
             hint: What one can do; stands at the bottom.
         """
-        lines = [self._header(figures.look)]
+        lines = [self._header(figures.look, is_away=bool(note))]
         lines += [Text(clean(each), "bold yellow") for each in (note, *_notes(figures)) if each]
         view = figures.look.view
         room = self.height - bool(hint)
@@ -81,10 +82,15 @@ class Frame:
             line.no_wrap = True
         return lines
 
-    def _header(self, look: Look) -> Text:
+    def _header(self, look: Look, *, is_away: bool) -> Text:
+        """Return the first line: the state of the server in any case, the rest as there is room."""
         status, view = look.status, look.view
-        line = Text.assemble(("ferrule top", "bold"), "  ", (clean(status.instance), "cyan"), "  ")
-        line.append(f"{self.glyphs.dot} {status.state}", _STATES.get(status.state, ""))
+        name, state = (clean(status.instance), "cyan"), (f"{self.glyphs.dot} {status.state}", _style_of(status.state))
+        if is_away:
+            state = (f"{self.glyphs.dot} away", "bold yellow")
+        line = Text.assemble(("ferrule top", "bold"), "  ", name, "  ", state)
+        if cell_len(line.plain) > self.width:
+            return Text.assemble(state, "  ", name)
         if view is not None:
             line.append(f"  up {span(view.uptime_s)}", "dim")
             line.append(f"  {clean(view.model_id)} on {clean(status.executor)}")
@@ -170,7 +176,7 @@ class Frame:
         if height < 1:
             return []
         lines, cell_blocks = block_lines(view.block_map, self.width, height, self.glyphs)
-        return [self._title("blocks", legend(cell_blocks, self.glyphs)), *lines]
+        return [self._title("blocks", legend(cell_blocks, self.glyphs, self.width - _BLOCKS_TITLE)), *lines]
 
     def _lists(self, figures: Figures, view: ServerView, room: int) -> list[Text]:
         """Leases and principals: side by side where it is wide, else one below the other, principals with less."""
@@ -213,6 +219,10 @@ def _notes(figures: Figures) -> list[str]:
     if figures.restarts:
         notes.append(f"the server was started anew while we looked: {figures.restarts}")
     return notes
+
+
+def _style_of(state: str) -> str:
+    return _STATES.get(state, "")
 
 
 def _labelled(label: str, *parts: Text | tuple[str, str] | str) -> Text:

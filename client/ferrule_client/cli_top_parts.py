@@ -164,13 +164,25 @@ def _cell(mark: int, fill: int, glyphs: Glyphs) -> tuple[str, str]:
     return str(owners) if owners <= 9 else glyphs.many, f"black on {colour}"
 
 
-def legend(cell_blocks: int, glyphs: Glyphs) -> Text:
-    """Return what the characters of the picture mean."""
-    text = Text()
-    for mark, fill, meaning in ((0, 0, "empty"), (1, 0, "cached"), (2, 255, "one owner")):
-        text.append(*_cell(mark, fill, glyphs)).append(f" {meaning}   ", "dim")
-    text.append("2", _cell(3, 255, glyphs)[1]).append("-", "dim").append("9", _cell(10, 255, glyphs)[1])
-    text.append(" owners   ", "dim").append(*_cell(200, 255, glyphs)).append(" more", "dim")
+def legend(cell_blocks: int, glyphs: Glyphs, width: int) -> Text:
+    """Return what the characters of the picture mean, as much of it as there is room for, the unit first."""
+    owners = Text.assemble(("2", _cell(3, 255, glyphs)[1]), ("-", "dim"), ("9", _cell(10, 255, glyphs)[1]))
+    parts = [_meaning(_cell(mark, fill, glyphs), text) for mark, fill, text in _MEANINGS]
+    parts += [owners.append(" owners", "dim"), _meaning(_cell(200, 255, glyphs), "more")]
     if cell_blocks > 1:
-        text.append("  ").append(*_cell(2, 1, glyphs)).append(f" part of a cell of {cell_blocks} blocks", "dim")
+        parts.insert(0, Text(f"{cell_blocks} a cell", "dim"))
+        parts.append(_meaning(_cell(2, 1, glyphs), "part"))
+    text, gap = Text(), "   " if sum(cell_len(part.plain) + 3 for part in parts) <= width else "  "
+    for part in parts:
+        between = gap if text.plain else ""
+        if cell_len(text.plain + between + part.plain) > width:
+            break
+        text.append(between).append_text(part)
     return text
+
+
+_MEANINGS = ((0, 0, "empty"), (1, 0, "cached"), (2, 255, "one owner"))
+
+
+def _meaning(cell: tuple[str, str], meaning: str) -> Text:
+    return Text.assemble(cell, (f" {meaning}", "dim"))

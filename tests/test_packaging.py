@@ -12,7 +12,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = (ROOT / "protos" / "ferrule", ROOT / "server" / "ferrule_server", ROOT / "client" / "ferrule_client")
+PACKAGES = (
+    ROOT / "protos" / "ferrule",
+    ROOT / "server" / "ferrule_server",
+    ROOT / "client" / "ferrule_client",
+    ROOT / "client" / "ferrule_cli",
+)
 HEAVY = (
     "torch",
     "numba",

@@ -121,6 +121,11 @@ class Attempts:
         self.num_mask_restores += 1
         return self.num_mask_restores <= _MAX_MASK_RESTORES
 
+    @property
+    def has_tried_all(self) -> bool:
+        """True: no attempt is left, however long the deadline is."""
+        return self._num_retries > self._settings.max_retries
+
     def pause_s(self, error: ExecutorError, cause: grpc.RpcError | None = None) -> float:
         """Return the seconds to wait before the next attempt.
 

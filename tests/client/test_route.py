@@ -199,6 +199,20 @@ def test_an_owner_out_of_reach_is_a_typed_error_after_the_retries(
     a.decode(1, policy=no_output())
 
 
+def test_a_call_without_time_says_nothing_of_its_instance(
+    fake: FakeServer, fake_client: Client, pair: tuple[Cache, Cache]
+) -> None:
+    """Others have the time to find it back."""
+    a, _ = pair
+    fake.unreachable = {"a"}
+    with pytest.raises(ExecutorError):
+        a.info(timeout=0.02)
+    fake.routes.clear()
+    with pytest.raises(InstanceUnreachableError):
+        a.info()
+    assert len(fake.routes) == 6
+
+
 @pytest.mark.parametrize("name", ["decode", "stream", "generate"])
 def test_a_cache_that_recovers_goes_on_elsewhere(fake: FakeServer, fake_client: Client, name: str) -> None:
     """Prefilled again without a name, so where the proxy likes; then the call as if nothing had been."""

@@ -139,7 +139,8 @@ class Connection:
         try:
             await self.sleep(attempts.pause_s(error, cause))
         except InstanceUnreachableError:
-            self._unreachable[error.instance] = time.monotonic() + _GONE_S
+            if attempts.has_tried_all:  # else this call had no time: that says nothing to those that have
+                self._unreachable[error.instance] = time.monotonic() + _GONE_S
             raise
 
     async def sleep(self, seconds: float) -> None:

@@ -21,13 +21,12 @@ import os
 import platform
 import statistics
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import grpc
+from child_server import server  # type: ignore[import-not-found]  # beside this script, not a package
 
 from ferrule_client import Cache, Client, Output, greedy, no_output
 from ferrule_client.aio import AsyncCache, AsyncClient
@@ -35,22 +34,6 @@ from ferrule_client.aio import AsyncCache, AsyncClient
 GREEDY = greedy()
 PROMPT = "def read_file(path):"
 NUM_BRANCHES = 32
-
-
-@contextlib.contextmanager
-def server() -> Iterator[str]:
-    """Run a server as a child on a free port; yields its address."""
-    command = [sys.executable, "-m", "ferrule_server", "--listen", "127.0.0.1:0", "--drain-grace", "0s"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    try:
-        assert process.stdout is not None
-        ready = process.stdout.readline()
-        if not ready.startswith("ready"):
-            raise RuntimeError(f"the server did not start: {ready!r}")
-        yield next(word.removeprefix("listen=") for word in ready.split() if word.startswith("listen="))
-    finally:
-        process.terminate()
-        process.wait(timeout=30)
 
 
 def added_ms(begin_s: float, output: Output) -> float:

@@ -27,7 +27,7 @@ from typing import Any
 
 import grpc
 import numpy as np
-from bench_grpc import server  # type: ignore[import-not-found]  # beside this script, not a package
+from child_server import server  # type: ignore[import-not-found]  # beside this script, not a package
 from in_process import PRINCIPAL, Inbox, InProcess, append_job, in_process, load_executor  # type: ignore[import-not-found]
 
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, policy_pb2, types_pb2

@@ -20,14 +20,12 @@ import os
 import platform
 import statistics
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import grpc
+from child_server import server  # type: ignore[import-not-found]  # beside this script, not a package
 
 from ferrule.v1 import cache_pb2, executor_pb2_grpc, policy_pb2, types_pb2
 from ferrule.v1 import executor_pb2 as pb
@@ -121,22 +119,6 @@ class Stream:
         """End the stream and the connection."""
         await self._call.done_writing()
         await self._channel.close()
-
-
-@contextmanager
-def server(*arguments: str) -> Iterator[str]:
-    """Run a server as a child on a free port; yields its address."""
-    command = [sys.executable, "-m", "ferrule_server", "--listen", "127.0.0.1:0", "--drain-grace", "0s", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    try:
-        assert process.stdout is not None
-        ready = process.stdout.readline()
-        if not ready.startswith("ready"):
-            raise RuntimeError(f"the server did not start: {ready!r}")
-        yield next(word.removeprefix("listen=") for word in ready.split() if word.startswith("listen="))
-    finally:
-        process.terminate()
-        process.wait(timeout=30)
 
 
 async def measure_latency(target: str, num_handles: int, num_frames: int, num_rounds: int) -> Latency:

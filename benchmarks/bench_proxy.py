@@ -28,7 +28,8 @@ from pathlib import Path
 
 import grpc
 import yaml
-from bench_grpc import server, versions  # type: ignore[import-not-found]  # beside this script, not a package
+from bench_grpc import versions  # type: ignore[import-not-found]  # beside this script, not a package
+from child_server import server  # type: ignore[import-not-found]
 
 from ferrule.v1 import cache_pb2, executor_pb2_grpc, policy_pb2, types_pb2
 from ferrule.v1 import executor_pb2 as pb

@@ -1,4 +1,4 @@
-"""Every command of the pages and of ``--help`` works: one rule takes each, and runs it or says which test does."""
+"""Every command of the pages and of ``--help`` works: one rule takes each: runs it, says which test does, or reads it."""
 
 from __future__ import annotations
 
@@ -44,8 +44,6 @@ ELSEWHERE: Final = {
     r"cd protos && buf ": ("tests/test_protos.py", '_buf("lint")'),
 }
 """What is only parsed here, for want of a GPU, a network or time; which file runs it, and how that can be seen."""
-NOWHERE: Final = ("--variants",)
-"""Flags that nothing runs: all variants of a kernel take a compiler half an hour."""
 SAYS: Final = {
     r"ferrule generate": r"\w{3}",
     r"ferrule chat": r"\w",
@@ -223,7 +221,7 @@ RULES: Final = (
     Rule(r"(mkdir -p secrets && )?\(umask 077; ferrule token ", _client),
     Rule(r"docker compose ", _compose),
     Rule(r"docker (build|run) ", _docker),
-    Rule(r"(sudo )?deploy/make_certificates\.sh ", _certificates),
+    Rule(r"(sudo (env (\S+=\S+ )+)?)?deploy/make_certificates\.sh ", _certificates),
     Rule(r"sudo chown -R \d+ secrets", _hand_over),
     Rule(r"make ", _make),
     Rule(r"pip install ", _pip),
@@ -331,7 +329,7 @@ def test_what_is_run_elsewhere_is_run_there(pattern: str) -> None:
     there = [command for command in commands if re.match(pattern, command.program)]
     assert there, "no page has such a command any more"
     for command in there:
-        for flag in {*re.findall(r"(?<=\s)--[\w-]+", command.program)}.difference(NOWHERE, {"--model"}):
+        for flag in {*re.findall(r"(?<=\s)--[\w-]+", command.program)} - {"--model"}:
             argument = flag.removeprefix("--").replace("-", "_")
             assert re.search(rf'(?<!\w){flag}(?![\w-])|\b{argument}(?:=|": )', text), f"{command}: {path} has no {flag}"
 

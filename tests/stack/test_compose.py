@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ferrule_server.arguments import unknown_variables
 from ferrule_server.config import ServerConfig, parse_config
 from ferrule_server.errors import ConfigError
 from tests.stack.compose_file import ON_TOP, PLAIN, ROOT, image_variables, load, started, variables_of
@@ -172,6 +173,14 @@ def test_every_setting_can_be_set(plain: dict[str, Any], tmp_path: Path) -> None
         config = settings(plain[name], tmp_path)
         assert (config.max_ttl_s, config.quotas.handles, config.instance) == (600, 8, name.removesuffix("-gpu"))
         assert settings(plain[name]).max_ttl_s == 3600
+
+
+@pytest.mark.parametrize("on_top", WAYS, ids=lambda paths: "+".join(path.stem for path in paths) or "plain")
+def test_every_variable_is_read_by_somebody(on_top: tuple[Path, ...]) -> None:
+    """The server would warn of one that is not."""
+    for name in SERVERS:
+        assert unknown_variables(project(*on_top)["services"][name]["environment"]) == []
+    assert unknown_variables(image_variables()) == []
 
 
 def test_an_image_that_is_run_by_itself_is_no_open_server() -> None:

@@ -269,6 +269,10 @@ def test_command_line_builds_lists_verifies_and_prunes(
         assert f"{num_kernels} cubins for sm_80, whole" in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"error: .* lacks \d+ of the \d+ kernels .*, and \d+ more$"):
         main(["verify", str(bundle), "--shape", "Qwen3-8B"])
+    with pytest.raises(SystemExit, match=r"error: .* lacks \d+ of the \d+ kernels"):
+        main(["verify", str(bundle), *shape, "--variants"])
+    main(["build", "--architecture", "sm_80", *shape, "--variants", "--workers", "1", *cache, "--output", str(bundle)])
+    main(["verify", str(bundle), *shape, "--variants"])
     main(["prune", "--days", "0", *cache])
     assert "kernels deleted" in capsys.readouterr().err
     assert CubinCache(tmp_path / "cache").entries() == {}

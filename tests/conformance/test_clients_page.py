@@ -7,11 +7,13 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from ferrule_client import Client, InvalidRequestError, UnsupportedError, no_output
+from tests.conformance.cases import load
 from tests.conformance.languages import ROOT, Missing, need, node_modules
 from tests.conformance.servers import TOKENS, Servers
 from tests.conformance.test_languages import absent
@@ -134,6 +136,14 @@ def test_every_reason_has_an_answer() -> None:
     for code, reasons in re.findall(r"^\| ([A-Z_]+) \| (`.*?) \|", CONTRACT, re.MULTILINE):
         contract |= dict.fromkeys(re.findall(r"`([A-Z_]+)`", reasons), code)
     assert advice == contract
+
+
+def test_the_table_of_the_proof_has_all_cases() -> None:
+    """Whoever adds a case runs all languages again, and writes down what came of it."""
+    rows = re.findall(r"^\| [^|]+ \| (\d+) \| (\d+) \|.*\|$", PAGE[PAGE.index("## Proving") :], re.MULTILINE)
+    counts = [int(cases) for cases, _ in rows]
+    assert counts == [*Counter(case.topic for case in load()).values(), len(load())]
+    assert all(cases == passed for cases, passed in rows)
 
 
 def test_links_lead_to_files() -> None:

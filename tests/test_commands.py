@@ -1,4 +1,4 @@
-"""Every command of the pages and of ``--help`` works. One rule takes each: runs it, says which test does, or reads it."""
+"""Every command of the pages and ``--help`` works. One rule takes each: runs it, says which test does, or reads it."""
 
 from __future__ import annotations
 

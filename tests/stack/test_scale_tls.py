@@ -104,6 +104,10 @@ def test_two_servers_are_published_with_tls_and_tokens(tmp_path: Path) -> None:
         wait_for("the new certificate", lambda: _served_certificate(target) == new, 10)
         with Client.connect(target, token=TOKEN, tls=tls) as client:
             assert principal_of(client) == "alice"
+        config = stack_folder / "envoy" / "etc" / "envoy" / "envoy.yaml"
+        config.write_text(config.read_text().replace("# TLS for clients", "# ours"))
+        refused = subprocess.run(stack.command("envoy"), capture_output=True, text=True, timeout=20, check=False)
+        assert (refused.returncode, refused.stdout[:6]) == (2, "error:"), "nothing is published in plain text"
 
 
 def make_certificates(secrets: Path, *arguments: str) -> None:

@@ -582,3 +582,17 @@ def test_without_the_server_extra_one_sentence_tells_what_to_install(tmp_path: P
     )
     assert run.returncode == 2
     assert run.stderr == "ferrule serve: the module 'torch' is missing: install ferrule[server]\n"
+
+
+def test_a_misspelt_variable_is_one_warning() -> None:
+    """With what was probably meant, and never its value; the server serves all the same."""
+    with _running(*REFERENCE, "--listen", "127.0.0.1:0", FERRULE_TOKN_FILE="secret", FERRULE_INSTANCE="a") as (
+        server,
+        _,
+    ):
+        _, errors = _end(server)
+    lines = [line for line in errors.splitlines() if "TOKN" in line]
+    assert len(lines) == 1
+    assert "WARNING" in lines[0]
+    assert lines[0].endswith("variables=FERRULE_TOKN_FILE (did you mean FERRULE_TOKEN_FILE?)")
+    assert "secret" not in errors

@@ -141,7 +141,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 @pytest.mark.slow
 def test_unfinished_calls_do_not_take_the_memory(envoy: EnvoyProcess) -> None:
-    """Each holds nearly what may be repeated elsewhere; the container has 512 MiB, and others are still served."""
+    """Each holds nearly what may be repeated elsewhere; the container has 768 MiB, and others are still served."""
     memory, servers = psutil.Process(envoy.process.pid), envoy.healthy()
     with contextlib.ExitStack() as stack, open_channel(envoy.target) as channel:
         most = 0
@@ -151,8 +151,11 @@ def test_unfinished_calls_do_not_take_the_memory(envoy: EnvoyProcess) -> None:
                 if not client.begin(2 * number + 1, 900_000):
                     break
                 most = max(most, memory.memory_info().rss)
-        assert 250 << 20 < most < 450 << 20
-        assert code_of(channel, DRAIN, b"") is grpc.StatusCode.PERMISSION_DENIED  # the proxy's own answer
+        assert 250 << 20 < most < 640 << 20
+        deadline = time.monotonic() + 3
+        while (code := code_of(channel, DRAIN, b"")) is grpc.StatusCode.UNAVAILABLE and time.monotonic() < deadline:
+            time.sleep(0.1)  # at the very top nothing new is taken, until the largest calls have been cut off
+        assert code is grpc.StatusCode.PERMISSION_DENIED  # the proxy's own answer
     envoy.wait_for_healthy(servers)  # the servers of this test have few threads, and unfinished calls held all
     with open_channel(envoy.target) as channel:
         assert code_of(channel, PREFILL, b"INTERNAL") is grpc.StatusCode.INTERNAL

@@ -378,7 +378,8 @@ class Stream:
             try:
                 legs = self._open_legs(inputs, losers, done)
                 num_instances = num_instances or len(legs)
-                for is_reading in (False, True)[len(legs) == 1 :]:
+                # Several are all on their way before anything is read; one is read at once, which sends it too.
+                for is_reading in (True,) if len(legs) == 1 else (False, True):
                     for leg in legs:
                         self._serve(leg, done, attempts, is_alone=num_instances == 1, is_reading=is_reading)
             except BaseException:  # a timeout, or Ctrl-C: what is under way stays unread

@@ -40,9 +40,13 @@ class Authority:
         self.cert = self._sign(self._key.public_key(), self._name, _DAY, [], is_authority=True)
 
     def client(
-        self, name: str = "", uris: Sequence[str] = (), valid_for: dt.timedelta = _DAY, dns: Sequence[str] = ()
+        self,
+        name: str | Sequence[str] = "",
+        uris: Sequence[str] = (),
+        valid_for: dt.timedelta = _DAY,
+        dns: Sequence[str] = (),
     ) -> Identity:
-        """Return an identity with a common name and with alternative names."""
+        """Return an identity with one common name or several, and with alternative names."""
         names = [*(x509.UniformResourceIdentifier(uri) for uri in uris), *(x509.DNSName(host) for host in dns)]
         return self._issue(name, names, valid_for)
 
@@ -51,7 +55,11 @@ class Authority:
         names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
         return self._issue(name, names, _DAY)
 
-    def _issue(self, name: str, names: Sequence[x509.GeneralName], valid_for: dt.timedelta) -> Identity:
+    def of_subject(self, subject: x509.Name, names: Sequence[x509.GeneralName] = ()) -> bytes:
+        """Return a certificate with any subject and any alternative names; each call signs a new one."""
+        return self._sign(self._key.public_key(), subject, _DAY, names)
+
+    def _issue(self, name: str | Sequence[str], names: Sequence[x509.GeneralName], valid_for: dt.timedelta) -> Identity:
         key = ec.generate_private_key(ec.SECP256R1())
         cert = self._sign(key.public_key(), _name(name), valid_for, names)
         return Identity(cert, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
@@ -106,5 +114,6 @@ class ServerFiles:
         return TlsFiles(cert, key, client_ca if is_mutual else None)
 
 
-def _name(name: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)] if name else [])
+def _name(names: str | Sequence[str]) -> x509.Name:
+    given = [names] if isinstance(names, str) else names
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name) for name in given if name])

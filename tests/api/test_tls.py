@@ -128,11 +128,26 @@ def test_an_administrator_is_named_by_the_settings(mutual: RunningServer, author
         assert not _caller(channel).is_admin
 
 
-@pytest.mark.parametrize(("name", "uris"), [("", []), ("alice", ["urn:a:b", "spiffe://c/d"])])
+@pytest.mark.parametrize(
+    ("name", "uris"),
+    [
+        ("", []),
+        ("alice", ["urn:a:b", "spiffe://c/d"]),
+        ("ops\0x", []),
+        ("ops\0.evil.example", []),
+        (["ops", "mallory"], []),
+        (["mallory", "ops"], []),
+        ("", ["spiffe://td/a\0b"]),
+        ("ops", ["spiffe://td/a\0b"]),
+        ("ops\n", []),
+        ("ops\x85", []),
+        ("ops", ["ops"]),
+    ],
+)
 def test_a_certificate_that_names_nobody_or_several_is_refused(
-    mutual: RunningServer, authority: Authority, name: str, uris: list[str]
+    mutual: RunningServer, authority: Authority, name: str | list[str], uris: list[str]
 ) -> None:
-    """The connection stands, so there is an answer."""
+    """The connection stands, so there is an answer. A name that is cut at a NUL is another's, ``ops`` is an admin."""
     with _channel(mutual, authority.cert, authority.client(name, uris)) as channel, refused() as refusals:
         _caller(channel)
     assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.UNAUTHENTICATED, "TOKEN_INVALID")

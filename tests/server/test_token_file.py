@@ -42,7 +42,8 @@ def test_a_line_names_a_principal_its_role_and_its_quotas(path: Path) -> None:
         "",
         f"{DIGESTS[0].upper()} alice",
         f"  {DIGESTS[1]}\tops@example.org handles=4 admin retained=16MiB # the operators",
-        f"{DIGESTS[2]} spiffe://example.org/batch kv_tokens=100 queued_rows=20 prefill_rate=30 mask_bytes=1MiB",
+        f"{DIGESTS[2]} spiffe://example.org/batch kv_tokens=100 queued_rows=20 prefill_rate=30 mask_bytes=1MiB "
+        "call_rate=40 request_bytes=2MiB text_rate=3MiB",
     )
     file = TokenFile(path, QuotaLimits(handles=9, kv_tokens=99))
     alice, ops, batch = (file.find(token) for token in TOKENS)
@@ -53,7 +54,7 @@ def test_a_line_names_a_principal_its_role_and_its_quotas(path: Path) -> None:
     assert (ops.principal, ops.is_admin) == ("ops@example.org", True)
     assert file.limits_of("alice") == QuotaLimits(handles=9, kv_tokens=99)
     assert file.limits_of("ops@example.org") == QuotaLimits(handles=4, kv_tokens=99, retained_bytes=16 << 20)
-    assert file.limits_of(batch.principal) == QuotaLimits(9, 100, 20, 30, mask_bytes=1 << 20)
+    assert file.limits_of(batch.principal) == QuotaLimits(9, 100, 20, 30, None, 1 << 20, 40, 2 << 20, 3 << 20)
     assert file.limits_of("nobody") == QuotaLimits(handles=9, kv_tokens=99)
 
 

@@ -6,9 +6,9 @@ Nothing here or in the log ever holds a token, and no answer tells more than tha
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, Final, Protocol
-from urllib.parse import quote_from_bytes
 
 import grpc
 
@@ -22,8 +22,13 @@ _LOG = logging.getLogger(__name__)
 
 _HEADER: Final = "authorization"
 _SCHEME: Final = "bearer"
-_SAFE_IN_NAMES: Final = "/@.-_~+"
-_MAX_NAME_BYTES: Final = 512
+_CERTIFICATE: Final = "x509_pem_cert"
+_MAX_REMEMBERED: Final = 1024
+_MAX_REMEMBERED_BYTES: Final = 16 << 10
+_NO_PRINCIPAL: Final = (
+    "the client certificate must name one principal, by one URI as subject alternative name or, without any, "
+    "by its common name, of at most 512 bytes and without control characters"
+)
 _GRPC_LOGGER: Final = "grpc._cython.cygrpc"
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -97,18 +102,28 @@ class TokenAccess:
 class CertificateAccess:
     """The client's certificate, which TLS has verified, names the principal.
 
+    Certificates that name nobody are remembered too, so that a client that retries does not cost a parse each time.
+    Only certificates that TLS has verified are remembered; at most 1024 of at most 16 KiB each.
+
     Args:
         admins: Principals with the role admin.
         quotas: Of each principal.
     """
 
     def __init__(self, admins: Sequence[str], quotas: QuotaLimits = UNLIMITED) -> None:
+        from ferrule_server.api.client_certificate import principal_of_pem  # 50 ms that other servers need not wait
+
         self._admins = frozenset(admins)
         self._quotas = quotas
+        self._parse = principal_of_pem
+        self._remembered = lru_cache(_MAX_REMEMBERED)(principal_of_pem)
 
     def admit(self, context: Context) -> Caller:
-        """Return whom the connection's certificate names. Raises as :meth:`Access.admit`."""
-        principal = principal_of_certificate(context.auth_context())
+        """Return the principal that the connection's certificate names. Raises as :meth:`Access.admit`."""
+        pem = _certificate_of(context)
+        principal = (self._remembered if len(pem) <= _MAX_REMEMBERED_BYTES else self._parse)(pem)
+        if principal is None:
+            raise TokenInvalid(_NO_PRINCIPAL)
         return Caller(principal, principal in self._admins)
 
     def limits_of(self, principal: str) -> QuotaLimits:  # noqa: ARG002  (the same for each)
@@ -137,28 +152,10 @@ def access_of(config: ServerConfig) -> Access:
     return access
 
 
-def principal_of_certificate(properties: Mapping[str, Iterable[bytes]]) -> str:
-    """Return the name a verified client certificate stands for: its one URI SAN (a SPIFFE id), else its common name.
-
-    Whatever is unusual in it is percent-encoded, so that two names never become one, and a name never a second field
-    or line of a log.
-
-    Args:
-        properties: What gRPC tells of the connection's peer.
-
-    Raises:
-        TokenInvalid: The certificate names nobody, or several.
-    """
-    uris = list(properties.get("peer_uri", ()))
-    names = uris or [name for name in properties.get("x509_common_name", ()) if name]
-    safe = f"{_SAFE_IN_NAMES}:" if uris else _SAFE_IN_NAMES  # so that no common name passes for a URI
-    is_other = bool(uris) and b":" not in names[0]  # a reference, no URI: it could pass for a common name
-    if len(names) != 1 or len(names[0]) > _MAX_NAME_BYTES or is_other:
-        raise TokenInvalid(
-            "the client certificate must name one principal, by one URI as subject alternative name or, without any, "
-            f"by its common name, of at most {_MAX_NAME_BYTES} bytes"
-        )
-    return quote_from_bytes(names[0], safe)
+def _certificate_of(context: Context) -> bytes:
+    """Return the certificate of the connection's client in PEM; empty if there is none, or several."""
+    certificates = list((context.auth_context() or {}).get(_CERTIFICATE, ()))
+    return certificates[0] if len(certificates) == 1 else b""
 
 
 def _bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str:
@@ -182,9 +179,10 @@ def _warn_of_exposure(config: ServerConfig) -> None:
     """Log what can be reached, read or used from other machines."""
     has_tokens, has_names = config.token_file is not None, config.tls_client_ca is not None
     _LOG.info(
-        "access credentials=%s tls=%s",
+        "access credentials=%s tls=%s max_connections=%d",
         "token" if has_tokens else "certificate" if has_names else "none",
         "mutual" if has_names else "server" if config.tls_cert is not None else "none",
+        config.connection_limit,
     )
     if config.listen.is_local:
         return

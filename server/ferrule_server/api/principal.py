@@ -13,6 +13,9 @@ from ferrule_server.errors import RoleRequired, TokenInvalid
 LOCAL: Final = "local"
 """Everybody who can reach a server without authentication."""
 
+ANYBODY: Final = "-"
+"""Principal of a call that needs no credentials, or whose credentials are refused; owns nothing."""
+
 ADMIN: Final = "admin"
 """The one role there is besides that of a user."""
 

@@ -1,7 +1,7 @@
 """The file of bearer tokens: one line for each, holding its SHA-256 and what it may do; re-read when it changes.
 
     <sha256 in hex> <principal> [admin] [handles=N] [kv_tokens=N] [queued_rows=N] [prefill_rate=N] [retained=SIZE]
-        [mask_bytes=SIZE]
+        [mask_bytes=SIZE] [call_rate=N] [request_bytes=SIZE] [text_rate=SIZE]
 
 Quotas belong to the principal, not to the token: any of its lines may give them, two may not contradict each other, and
 ``none`` lifts a limit. ``#`` begins a comment.
@@ -38,6 +38,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _positive_size(text: str) -> int:
+    if not (size := parse_size(text)):
+        raise ValueError("must be at least one byte, or none")
+    return size
+
+
 _QUOTAS: Final[Mapping[str, tuple[str, Callable[[str], int]]]] = {
     "handles": ("handles", _count),
     "kv_tokens": ("kv_tokens", _count),
@@ -45,6 +51,9 @@ _QUOTAS: Final[Mapping[str, tuple[str, Callable[[str], int]]]] = {
     "prefill_rate": ("prefill_tokens_per_s", _count),
     "retained": ("retained_bytes", parse_size),
     "mask_bytes": ("mask_bytes", parse_size),
+    "call_rate": ("calls_per_s", _count),
+    "request_bytes": ("request_bytes_per_s", _positive_size),
+    "text_rate": ("text_bytes_per_s", _positive_size),
 }
 """Name in the file: field of QuotaLimits, and how its value is read."""
 

@@ -279,7 +279,7 @@ class Rounds:
     def is_idle(self) -> bool:
         """Whether a round would wait for somebody."""
         engine = self.harness.engine
-        return engine._inbox.empty() and not engine._lanes.running and not engine._drivers.has_work
+        return len(engine._inbox) == 0 and not engine._lanes.running and not engine._drivers.has_work
 
     def ask(self, job: Job) -> Pending:
         """Submit a job."""

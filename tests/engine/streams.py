@@ -109,6 +109,11 @@ class Stream:
         assert isinstance(outcome, FerruleError), f"expected an error, got {outcome}"
         return outcome
 
+    def refusal(self) -> FerruleError | None:
+        """Wait for the end; return the error in place of the first frame, None where there were frames."""
+        outcome = self.wait()[0]
+        return outcome if isinstance(outcome, FerruleError) else None
+
     def forward(self) -> list[ForwardFrame]:
         """Wait for the end, which must be a Forward's last frame."""
         frames = [frame for frame in self.wait() if isinstance(frame, ForwardFrame)]

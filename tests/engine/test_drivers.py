@@ -231,7 +231,7 @@ def test_resuming_what_does_not_stand_still_does_nothing() -> None:
         harness.engine.resume(job)
         harness.prefill(1)
     harness.engine.resume(job)
-    assert harness.engine._inbox.empty()
+    assert len(harness.engine._inbox) == 0
 
 
 # ---- cancel ---------------------------------------------------------------------------------------------------------
@@ -343,7 +343,7 @@ def test_closing_ends_every_stream_with_draining_once() -> None:
         executor.step(2)
         closing = threading.Thread(target=harness.engine.close)
         closing.start()
-        wait_until(lambda: not harness.engine._inbox.empty())
+        wait_until(lambda: len(harness.engine._inbox) > 0)
         executor.run_freely()
         closing.join()
         assert isinstance(waiting.error(), Draining)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
+from ferrule_server.engine.delivery import _LOOP_SLICE
 from ferrule_server.engine.jobs import (
     AppendJob,
     CacheInfo,
@@ -607,7 +608,7 @@ def test_a_job_that_came_within_the_lease_is_served_after_it() -> None:
             assert not job.is_done
         gone.is_cancelled = True
         # the clock jumped, the wall did not: tell the engine that both came before the jump
-        harness.engine._arrival = lambda entries: now  # type: ignore[method-assign]
+        harness.engine._arrival = lambda submitted_ns: now  # type: ignore[method-assign]
         executor.gate.set()
         assert isinstance(running.error(), Cancelled)
         assert waiting.result().handle.length == 4
@@ -738,5 +739,5 @@ def test_a_frame_that_is_refused_whole_leaves_the_event_loop_to_others_in_betwee
         harness.engine._delivery._post = harness._post
         harness.executor.gate.set()
         first.result()
-        assert numbers == [256, 512, 768, 1000]
+        assert numbers == [*range(_LOOP_SLICE, 1000, _LOOP_SLICE), 1000]
         assert sink.num_flushes == 1

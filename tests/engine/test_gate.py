@@ -6,7 +6,7 @@ import random
 import threading
 from collections.abc import Mapping
 
-from ferrule_server.engine.gate import Entry, Gate
+from ferrule_server.engine.gate import MAX_HOST_JOBS, Entry, Gate
 from ferrule_server.engine.jobs import (
     AppendJob,
     AppendResult,
@@ -14,6 +14,8 @@ from ferrule_server.engine.jobs import (
     ForwardFrame,
     GenerateFrame,
     Job,
+    KeepAliveJob,
+    KeepAliveResult,
     Outcome,
     OutputRequest,
     ReleaseJob,
@@ -471,3 +473,17 @@ def test_a_stream_behind_a_refused_job_on_its_sequence_is_refused_too() -> None:
     gate, _ = gate_of(limits=QuotaLimits(queued_rows=4))
     errors = try_jobs(gate, decode(num_tokens=5), generate(HANDLE, 1), forward(1), generate(OTHER, 1))
     assert [error is None for error in errors] == [False, False, True, True]
+
+
+def test_host_jobs_have_places_of_their_own_for_each_principal() -> None:
+    """A flood of them is QUEUE_FULL; a full queue of appends keeps nobody from them, nor does another's flood."""
+    gate, _ = gate_of(max_jobs=1)
+    assert try_jobs(gate, decode()) == [None]
+    renewals = [KeepAliveJob("alice", (), None) for _ in range(MAX_HOST_JOBS)]
+    assert try_jobs(gate, *renewals) == [None] * MAX_HOST_JOBS
+    (full,) = try_jobs(gate, ReleaseJob("alice", ()))
+    assert isinstance(full, QueueFull)
+    assert try_jobs(gate, ReleaseJob("bob", ())) == [None]
+    gate.done([(renewals[0], SINK, KeepAliveResult(()))])
+    assert try_jobs(gate, ReleaseJob("alice", ())) == [None]
+    gate.check_integrity()

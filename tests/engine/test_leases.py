@@ -268,7 +268,7 @@ def test_a_flood_of_host_jobs_holds_up_neither_steps_nor_leases(
     harness: LeaseHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is in the inbox is taken for a while only; what is left of it was sent later than what is judged by then."""
-    monkeypatch.setattr(engine_module, "_TAKE_S", 0.0)
+    monkeypatch.setattr(engine_module, "_TAKE_NS", 0)
     harness.executor.gate = threading.Event()
     prompt = harness.submit(append(None, 1, 2, 3))
     assert harness.executor.is_waiting.wait(10)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 
 import numpy as np
 import pytest
 
-from ferrule_server.engine.masks import MaskRegistry, make_mask
+from ferrule_server.engine.masks import OVERHEAD_BYTES, MaskRegistry, make_mask
 from ferrule_server.errors import MaskUnknown, QuotaExceeded
 from ferrule_server.executor.base import TokenMask
 from ferrule_server.quotas import QuotaLimits
 
 VOCAB_SIZE = 77
-MASK_BYTES = 10
+MASK_BYTES = 10 + OVERHEAD_BYTES
 
 
 def _mask(token_id: int, vocab_size: int = VOCAB_SIZE) -> TokenMask:
@@ -93,7 +94,11 @@ def test_what_does_not_fit_by_itself_is_refused_and_drops_nothing() -> None:
         registry.register("alice", [_mask(3), _mask(4), _mask(5)])
     error = caught.value
     assert error.reason == "QUOTA_MASK_BYTES"
-    assert (error.metadata["limit"], error.metadata["needed"], error.retry_after_s) == ("20", "30", None)
+    assert (error.metadata["limit"], error.metadata["needed"], error.retry_after_s) == (
+        str(2 * MASK_BYTES),
+        str(3 * MASK_BYTES),
+        None,
+    )
     assert [registry.find("alice", name).fingerprint for name in kept] == kept
 
 
@@ -146,3 +151,24 @@ def test_random_registrations_keep_the_books() -> None:
         recent[principal] = [*(each for each in used if each != token), token][-quota:]
         registry.check_integrity()
         assert registry.num_masks == sum(map(len, recent.values()))
+
+
+@pytest.mark.parametrize("num_principals", [1, 64, 4096])
+@pytest.mark.parametrize("vocab_size", [8, 256, 2048, 151_936])
+def test_masks_take_no_more_than_what_is_counted(vocab_size: int, num_principals: int) -> None:
+    """However small they are, however many principals hold them, and also right after a table has grown."""
+    rng = random.Random(7)
+    num_masks = 300 if vocab_size > 2048 else 6000
+    registry = MaskRegistry()
+    tracemalloc.start()
+    try:
+        for number in range(num_masks):
+            bits = np.frombuffer(rng.randbytes(-(-vocab_size // 8)), np.uint8) | np.uint8(1)
+            mask = make_mask(bits, vocab_size)
+            assert mask is not None
+            registry.register(f"principal {number % num_principals}", [mask])
+            del bits, mask
+            if number % 16 == 0:
+                assert tracemalloc.get_traced_memory()[0] <= registry.num_bytes + (32 << 10)
+    finally:
+        tracemalloc.stop()

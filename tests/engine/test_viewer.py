@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from ferrule_server.engine import tallies as tallies_module
+from ferrule_server.engine.counters import EngineSnapshot
 from ferrule_server.engine.gate import Gate
 from ferrule_server.engine.jobs import (
     AppendJob,
@@ -27,6 +29,7 @@ from ferrule_server.engine.views import View, ViewJob
 from ferrule_server.executor.base import OutputSpec
 from ferrule_server.kv.handle import Handle
 from tests.engine.harness import GREEDY, Harness
+from tests.engine.streams import start
 from tests.fakes import FakeExecutor
 
 PROMPT = tuple(range(1, 20))
@@ -186,3 +189,54 @@ def test_the_gate_tells_what_each_has_pending() -> None:
     entries: list[Any] = [(job, sink) for job in jobs]
     gate.admit(entries)
     assert gate.pending() == {"alice": (2, 4), "bob": (1, 1)}
+
+
+def test_what_was_seen_never_changes_afterwards() -> None:
+    """A view and a snapshot are values: to the last counter they stay what they were while the engine goes on."""
+    with Harness() as harness:
+        handle = harness.submit(_append(None, *PROMPT)).result().handle
+        seen: list[object] = [_look(harness), harness.engine.snapshot()]
+        pictures = [pickle.dumps(each) for each in seen]
+        output = OutputRequest(OutputSpec(greedy=True))
+        stream = start(harness, GenerateJob("alice", (7,), handle, output, StopRules(max_tokens=20), Window(1 << 20)))
+        assert stream.branch().tokens
+        harness.submit(_append(None, *PROMPT, principal="bob")).result()
+        harness.submit(_append(handle, 9)).error()
+        harness.submit(ReleaseJob("alice", (handle,))).outcome()
+        assert [pickle.dumps(each) for each in seen] == pictures
+        assert harness.engine.snapshot().counters.decodes > 0
+
+
+def test_snapshots_of_other_threads_are_whole_values() -> None:
+    """Taken by the thousand while the engine counts: nothing raises, and no figure of a later one is lower."""
+    with Harness() as harness:
+        faults: list[str] = []
+        is_over = threading.Event()
+
+        def read() -> None:
+            before = _totals(harness.engine.snapshot())
+            while not is_over.is_set():
+                now = _totals(harness.engine.snapshot())
+                if any(new < old for old, new in zip(before, now, strict=True)):
+                    faults.append(f"{now} after {before}")
+                    return
+                before = now
+                time.sleep(0)
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        try:
+            handle = harness.submit(_append(None, *PROMPT)).result().handle
+            for number in range(10):
+                handle = harness.submit(_append(handle, number)).result().handle
+                harness.submit(_append(None, number, principal=f"p{number}")).result()
+        finally:
+            is_over.set()
+            reader.join(10)
+        assert not faults
+        assert not reader.is_alive()
+
+
+def _totals(snapshot: EngineSnapshot) -> tuple[int, ...]:
+    counters = snapshot.counters
+    return counters.steps, counters.step_ns, counters.prefills, counters.decodes, sum(snapshot.refused().values())

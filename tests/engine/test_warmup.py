@@ -140,7 +140,7 @@ def test_closing_ends_it_with_draining() -> None:
         executor.arrive()
         closing = threading.Thread(target=harness.engine.close)
         closing.start()
-        while harness.engine._inbox.empty():
+        while len(harness.engine._inbox) == 0:
             time.sleep(0.001)
         executor.run_freely()
         closing.join()

@@ -171,7 +171,7 @@ class Admission:
         record = self.records.find(sequence.handle_id, rows.start, rows.end - rows.start, job)
         if record is not None:
             if record.result is not None:
-                self.counters.replays += 1
+                self.counters.replay(job.principal)
                 ttl_s = self.store.renew(sequence, rows.ttl_s)
                 return dataclasses.replace(record.result, replayed=True, ttl_s=ttl_s)
             rows.seed = record.seed
@@ -181,7 +181,7 @@ class Admission:
                 "logits_policy.sample.seed",
                 "these tokens were appended before; sampling their rows again needs the seed that was returned then",
             )
-        self.counters.replays += 1
+        self.counters.replay(job.principal)
         return self._reading(job, sink, sequence, Verdict.REPLAY, rows)
 
     def _reading(

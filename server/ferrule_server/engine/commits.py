@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ferrule_server.engine.counters import EngineCounters
+from ferrule_server.engine.counters import EngineCounters, OwnCounters
 from ferrule_server.engine.creations import Creations
 from ferrule_server.engine.failpoints import Failpoints
 from ferrule_server.engine.jobs import Acceptance, AppendResult, Verified
@@ -90,22 +90,9 @@ class Commits:
         return answer
 
     def _count(self, run: RunningAppend) -> None:
-        if run.reservation is None:
-            return
-        counters = self.counters
-        if run.job.drafts is not None:
-            assert run.verified is not None
-            counters.verifies += 1
-            counters.draft_tokens += run.job.drafts.count
-            counters.accepted_tokens += run.verified.accepted_count
-            counters.verify_tokens += len(run.token_ids)
-        elif run.sequence is None or len(run.token_ids) > 1:
-            counters.prefills += 1
-            counters.prefill_tokens += len(run.token_ids) - run.num_cached
-            counters.prefill_ns += run.run_ns
-        else:
-            counters.decodes += 1
-            counters.decode_ns += run.run_ns
+        if run.reservation is not None:
+            _add(self.counters, run)
+            _add(self.counters.own.of(run.job.principal), run)
 
     def _measure(self, run: RunningAppend, queue_ns: int) -> None:
         """Note how long a client has waited; what the engine entered for a Generate or Forward these measure."""
@@ -118,6 +105,23 @@ class Commits:
                 timings.prompted(job.submitted_ns)
         else:
             timings.answered(job.submitted_ns)
+
+
+def _add(counters: EngineCounters | OwnCounters, run: RunningAppend) -> None:
+    """Count an append that is committed."""
+    if run.job.drafts is not None:
+        assert run.verified is not None
+        counters.verifies += 1
+        counters.draft_tokens += run.job.drafts.count
+        counters.accepted_tokens += run.verified.accepted_count
+        counters.verify_tokens += len(run.token_ids)
+    elif run.sequence is None or len(run.token_ids) > 1:
+        counters.prefills += 1
+        counters.prefill_tokens += len(run.token_ids) - run.num_cached
+        counters.prefill_ns += run.run_ns
+    else:
+        counters.decodes += 1
+        counters.decode_ns += run.run_ns
 
 
 def _settle_drafts(run: RunningAppend) -> None:

@@ -6,6 +6,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ferrule_server.engine.timings import EngineTimings
+from ferrule_server.kv.metrics import KvCounters
+from ferrule_server.kv.per_principal import PerPrincipal
+
+
+@dataclass(slots=True)
+class OwnCounters:
+    """What the engine has done for one principal; the attributes are those of :class:`EngineCounters`."""
+
+    prefills: int = 0
+    prefill_tokens: int = 0
+    prefill_ns: int = 0
+    decodes: int = 0
+    decode_ns: int = 0
+    verifies: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    verify_tokens: int = 0
+    replays: int = 0
+    generates: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens appended by decodes and verifies."""
+        return self.decodes + self.verify_tokens
 
 
 @dataclass(slots=True)
@@ -33,6 +58,7 @@ class EngineCounters:
         last_step_rows: Rows of the newest step. last_step_seqs: its sequences. last_step_unix_ns: when it ended, by the
             wall clock; 0 before the first. max_step_rows: the most seen in one step.
         timings: How long things took.
+        own: What was done for each principal that was active lately.
     """
 
     steps: int = 0
@@ -65,15 +91,34 @@ class EngineCounters:
     refused: dict[str, int] = field(default_factory=dict)
     finished: dict[str, int] = field(default_factory=dict)
     timings: EngineTimings = field(default_factory=EngineTimings)
+    own: PerPrincipal[OwnCounters] = field(default_factory=lambda: PerPrincipal(OwnCounters))
 
     @property
     def decode_tokens(self) -> int:
         """Tokens appended by decodes and verifies."""
         return self.decodes + self.verify_tokens
 
-    def refuse(self, reason: str) -> None:
-        """Count one refused job."""
-        self.refused[reason] = self.refused.get(reason, 0) + 1
+    def copy(self) -> EngineCounters:
+        """Return a copy that goes on counting for nobody, without what is counted by principal; from any thread."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        values.update(refused=self.refused.copy(), finished=self.finished.copy(), timings=self.timings.copy())
+        del values["own"]
+        return EngineCounters(**values)
+
+    def refuse(self, principal: str, reason: str) -> None:
+        """Count one refused job of a principal."""
+        for refused in (self.refused, self.own.of(principal).refused):
+            refused[reason] = refused.get(reason, 0) + 1
+
+    def replay(self, principal: str) -> None:
+        """Count one append or fork of a principal that is answered from what was committed before."""
+        self.replays += 1
+        self.own.of(principal).replays += 1
+
+    def generate(self, principal: str) -> None:
+        """Count one Generate of a principal that has begun."""
+        self.generates += 1
+        self.own.of(principal).generates += 1
 
     def finish(self, how: str) -> None:
         """Count one branch of a Generate that has ended."""
@@ -82,9 +127,10 @@ class EngineCounters:
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """The engine at one moment.
+    """The engine at one moment, a value of its own. Figures that one step changes may be seen before and after it.
 
     Attributes:
+        counters: A copy.
         num_running: Appends with rows in the next step. num_waiting: jobs queued behind another on their sequence.
         num_sequences: Live sequences. total_blocks, free_blocks: of the pool, the null block left out.
         is_failed: True after a device was lost; nothing runs any more.
@@ -107,7 +153,32 @@ class EngineSnapshot:
 
     def refused(self) -> dict[str, int]:
         """Return how many jobs were refused, by reason, wherever it happened."""
-        total = dict(self.counters.refused)
-        for reason, count in self.refused_at_gate.items():
-            total[reason] = total.get(reason, 0) + count
-        return total
+        return _sum(self.counters.refused, self.refused_at_gate)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnFigures:
+    """What is told of the engine to a principal that may not see what others do.
+
+    Attributes:
+        num_sequences: Its live sequences.
+        counters: What the engine has done for it.
+        kv: What is counted of its sequences.
+        refused_at_gate: Its jobs refused before they reached the engine thread, by reason.
+    """
+
+    num_sequences: int
+    counters: OwnCounters
+    kv: KvCounters
+    refused_at_gate: Mapping[str, int] = field(default_factory=dict)
+
+    def refused(self) -> dict[str, int]:
+        """Return how many of its jobs were refused, by reason, wherever it happened."""
+        return _sum(self.counters.refused, self.refused_at_gate)
+
+
+def _sum(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
+    total = dict(first)
+    for reason, count in second.items():
+        total[reason] = total.get(reason, 0) + count
+    return total

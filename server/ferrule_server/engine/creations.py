@@ -8,6 +8,10 @@ principal: a Prefill without a handle, a ForkCache, and an append that ``on_stal
                  abandon: the id is free     answered with the same handles         answered with why they are gone
 
 A repeated request never makes anything, whatever became of what the first one made.
+
+A Generate makes its sequences by several jobs: its first append (or a later one, by FORK), and a fork for its other
+branches, under an id derived from its own (:func:`part_of`). All of these carry a digest of the whole request, so a job
+of another request is refused, whichever came first.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from ferrule_server.engine.jobs import AppendJob, ForkJob, Job, Verified
+from ferrule_server.engine.jobs import AppendJob, ForkJob, GenerateJob, Job, Verified
 from ferrule_server.errors import RequestIdReused
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.store import TOMBSTONE_S
@@ -31,6 +35,11 @@ MAX_DEAD: Final = 100_000
 """Creations remembered of which every sequence has ended. Beyond it whoever has most of them loses the one that ended
 first: a principal that makes and ends sequences by the thousand makes nobody else's request_id free."""
 
+FORK: Final = "fork"
+"""What a Generate calls the fork that makes its branches but the first."""
+_APART: Final = "\0" * 129
+"""Stands in derived request_ids, which are so longer than any that a client may choose (128 bytes)."""
+
 CreatingJob = AppendJob | ForkJob
 
 
@@ -40,7 +49,7 @@ class Creation:
 
     Attributes:
         key: Principal and request_id.
-        content: Digest of everything else that was asked.
+        content: Digest of everything else that was asked. loop: digest of the Generate it belongs to, empty: none.
         run: The append that makes it; None when it is done (a ForkCache is done at once).
         handles: What was answered, in order; empty while in flight; only the first one when dead.
         start: Length before the tokens of the request. seed: what its rows were drawn with, None when nothing was.
@@ -51,6 +60,7 @@ class Creation:
 
     key: tuple[str, str]
     content: bytes
+    loop: bytes = b""
     run: RunningAppend | None = None
     handles: tuple[Handle, ...] = ()
     start: int = 0
@@ -91,11 +101,13 @@ class Creations:
         if not (isinstance(job, CreatingJob) and job.request_id and _may_create(job)):
             return None
         creation = self._known(job.principal, job.request_id)
-        if creation is None or creation.content == _content_of(job):
+        if creation is None and not self._is_taken(job):
+            return None
+        if creation is not None and creation.content == _content_of(job):
             return creation
         if isinstance(job, AppendJob) and job.handle is not None:
             return None
-        raise RequestIdReused(job.request_id)
+        raise RequestIdReused(_own(job.request_id))
 
     def check_free(self, job: CreatingJob) -> None:
         """Return if nothing was made for the job's request_id yet; it is about to be.
@@ -103,12 +115,29 @@ class Creations:
         Raises:
             RequestIdReused: Something was.
         """
-        if job.request_id and self._known(job.principal, job.request_id) is not None:
-            raise RequestIdReused(job.request_id)
+        if job.request_id and (self._known(job.principal, job.request_id) is not None or self._is_taken(job)):
+            raise RequestIdReused(_own(job.request_id))
+
+    def check_loop(self, job: GenerateJob, loop: bytes) -> None:
+        """Return unless another request has made something with the request_id of a Generate.
+
+        Args:
+            job: The Generate.
+            loop: Its digest, :func:`loop_of`.
+
+        Raises:
+            RequestIdReused: One has, or makes it now: of another kind, ``num_branches`` or content.
+        """
+        if not job.request_id:
+            return
+        for request_id in (job.request_id, part_of(job.request_id, FORK)):
+            creation = self._known(job.principal, request_id)
+            if creation is not None and creation.loop != loop:
+                raise RequestIdReused(_own(job.request_id))
 
     def begin(self, job: CreatingJob, run: RunningAppend | None = None) -> Creation:
         """Remember that ``run`` makes what ``job`` asks for; its request_id must be free."""
-        creation = Creation((job.principal, job.request_id), _content_of(job), run)
+        creation = Creation((job.principal, job.request_id), _content_of(job), job.loop, run)
         assert creation.key not in self._creations, "a request_id was used twice"
         self._creations[creation.key] = creation
         return creation
@@ -180,6 +209,11 @@ class Creations:
             self._forget_first(dead)
         return self._creations.get((principal, request_id))
 
+    def _is_taken(self, job: CreatingJob) -> bool:
+        """Whether a Generate that the job does not belong to has made branches with the job's request_id."""
+        branches = self._known(job.principal, part_of(job.request_id, FORK))
+        return branches is not None and branches.loop != job.loop
+
     def _bury(self, creation: Creation) -> None:
         """Remember why nothing of it lives, and forget what has been remembered for long enough."""
         dead = self._dead.setdefault(creation.key[0], OrderedDict())
@@ -203,9 +237,28 @@ def _may_create(job: CreatingJob) -> bool:
     return isinstance(job, ForkJob) or job.handle is None or job.on_stale is StalePolicy.FORK
 
 
+def part_of(request_id: str, what: str) -> str:
+    """Return the request_id for a part of what ``request_id`` asks for; empty where that is."""
+    return f"{request_id}{_APART}{what}" if request_id else ""
+
+
+def _own(request_id: str) -> str:
+    """Return the request_id that a client has sent, of one derived from it."""
+    return request_id.partition(_APART)[0]
+
+
+def loop_of(job: GenerateJob) -> bytes:
+    """Return a digest of what a Generate asks to be made: of everything but its request_id, and what ends it."""
+    handle = None if job.handle is None else tuple(job.handle)
+    asked = (handle, job.output, job.on_stale, job.ttl_s, job.reserved_length, job.num_branches, len(job.token_ids))
+    digest = hashlib.blake2b(repr(("generate", *asked)).encode(), digest_size=16)
+    digest.update(array("I", job.token_ids).tobytes())
+    return digest.digest()
+
+
 def _content_of(job: CreatingJob) -> bytes:
     """Return a digest of what is asked, the request_id left out: equal for a repeated request, and for no other."""
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(job.loop, digest_size=16)
     if isinstance(job, ForkJob):
         digest.update(repr(("fork", tuple(job.handle), job.length, job.count, job.ttl_s)).encode())
     else:

@@ -9,8 +9,8 @@ from typing import Final
 from ferrule_server.engine.gate import Finished, Gate
 from ferrule_server.engine.jobs import Sink
 
-_LOOP_SLICE: Final = 256
-"""Outcomes delivered before others get their turn on the event loop: a few milliseconds."""
+_LOOP_SLICE: Final = 64
+"""Outcomes delivered before others get their turn on the event loop: a millisecond or two."""
 
 _Chain = deque[list[Finished]]
 

@@ -113,6 +113,7 @@ class Drivers:
         store: Tells the time and the model's name for sequences.
         lanes: Where appends and forks go.
         counters: Told how branches ended, and how long tokens took.
+        check_loop: Refuses a Generate whose request_id belongs to another request.
         release: Gives a sequence back, whatever is in flight on it.
         finish: Takes each frame or error.
     """
@@ -123,9 +124,11 @@ class Drivers:
         lanes: Lanes,
         counters: EngineCounters,
         *,
+        check_loop: Callable[[GenerateJob, bytes], None],
         release: Callable[[Handle, str], object],
         finish: Callable[[Job, Sink, Outcome], None],
     ) -> None:
+        self.check_loop = check_loop
         self.release = release
         self.counters = counters
         self._store = store

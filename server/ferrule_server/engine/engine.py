@@ -28,7 +28,7 @@ from itertools import islice
 from ferrule_server.engine.admission import Admission
 from ferrule_server.engine.batcher import Batcher, Chunk
 from ferrule_server.engine.commits import Commits
-from ferrule_server.engine.counters import EngineCounters, EngineSnapshot
+from ferrule_server.engine.counters import EngineCounters, EngineSnapshot, OwnFigures
 from ferrule_server.engine.creations import Creations
 from ferrule_server.engine.delivery import Delivery
 from ferrule_server.engine.drivers import Drivers, DriverSink
@@ -40,6 +40,7 @@ from ferrule_server.engine.gate import Finished, Gate
 from ferrule_server.engine.gather import GatherWindow
 from ferrule_server.engine.generation import Generation
 from ferrule_server.engine.host_jobs import HostJobs
+from ferrule_server.engine.inbox import Inbox
 from ferrule_server.engine.jobs import (
     AppendJob,
     Entry,
@@ -58,6 +59,7 @@ from ferrule_server.engine.lookahead import Lookahead
 from ferrule_server.engine.records import ReplayRecords
 from ferrule_server.engine.running import LaneJob, RunningAppend
 from ferrule_server.engine.settings import EngineSettings
+from ferrule_server.engine.shares import Shares
 from ferrule_server.engine.steps import StepOutcome, StepRunner
 from ferrule_server.engine.tallies import Tallies
 from ferrule_server.engine.viewer import Viewer
@@ -76,9 +78,11 @@ _IDLE_S = 1.0
 """Longest sleep of an idle engine: leases are looked at this often at least."""
 _POLL_S = 0.05
 """Between two looks at an executor that prepares what a warm-up waits for."""
-_TAKE_S = 0.05
+_TAKE_NS = 50_000_000
 """Jobs are taken for so long at most while others wait for a step or an answer; what is left has its turn after that.
 Many times what a full step of appends takes: it cuts off floods of forks, lists and keep-alives only."""
+_TAKE_SHARED_NS = 5_000_000
+"""The same while several principals are active: a flood of one delays the steps of others by no more than this."""
 
 _LANE_JOBS = (AppendJob, ForkJob, TruncateJob)
 
@@ -100,6 +104,7 @@ class Engine:
         post: Runs a callable on the event loop's thread, such as ``loop.call_soon_threadsafe``.
         on_failure: Called once, on the engine thread, when the device is lost.
         limits_of: The quotas of a principal.
+        shares: Where the work for each principal is counted; None: nobody asks.
         failpoints: For tests: where to break on purpose.
     """
 
@@ -112,6 +117,7 @@ class Engine:
         on_failure: Callable[[], None] = lambda: None,
         *,
         limits_of: LimitsOf = unlimited,
+        shares: Shares | None = None,
         failpoints: Failpoints | None = None,
     ) -> None:
         self.info = executor.info
@@ -120,7 +126,8 @@ class Engine:
         self._store = store
         self._settings = settings
         self._on_failure = on_failure
-        self._inbox: queue.SimpleQueue[list[Entry] | None] = queue.SimpleQueue()
+        self._inbox = Inbox()
+        self._shares = Shares() if shares is None else shares
         self._failpoints = failpoints
         self._records = ReplayRecords(settings.retained_bytes, limits_of)
         self._creations = Creations(store.now)
@@ -139,7 +146,12 @@ class Engine:
         self._batcher = Batcher(settings.max_step_rows, settings.max_step_time_s)
         self._endings = Endings(store, self._lanes, self._gather, self.counters, failpoints)
         self._drivers = Drivers(
-            store, self._lanes, self.counters, release=self._endings.release_one, finish=self._finish
+            store,
+            self._lanes,
+            self.counters,
+            check_loop=self._creations.check_loop,
+            release=self._endings.release_one,
+            finish=self._finish,
         )
         self._endings.tell(
             self._records.forget, self._batcher.forget, self._creations.end, self._drivers.sequence_ended
@@ -181,7 +193,8 @@ class Engine:
         now_ns = time.monotonic_ns()
         for job, _ in entries:
             job.submitted_ns = now_ns
-        self._inbox.put(entries)
+        for first in range(0, len(entries), self._settings.max_step_rows):  # no more than that can share a step
+            self._inbox.put(entries[first : first + self._settings.max_step_rows])
         if self._is_closed:
             self._refuse_rest()
 
@@ -200,25 +213,37 @@ class Engine:
             self._thread.join()
 
     def snapshot(self) -> EngineSnapshot:
-        """Return the engine's state now; cheap, from any thread, at most one step old."""
-        pool = self._store.pool
+        """Return the engine's state now, a copy; 20 us, from any thread, at most one step old."""
         return EngineSnapshot(
-            counters=self.counters,
+            counters=self.counters.copy(),
             num_running=len(self._lanes.running),
             num_waiting=self._lanes.num_waiting,
             num_sequences=self._store.num_sequences,
             total_blocks=self.info.num_blocks - 1,
-            free_blocks=pool.num_free,
+            free_blocks=self.num_free_blocks(),
             is_failed=self._is_failed,
             refused_at_gate=self._gate.refused,
             num_streams=self._drivers.num_active,
             num_parked=self._drivers.num_parked,
-            num_arrived=self._inbox.qsize(),
+            num_arrived=len(self._inbox),
         )
+
+    def num_free_blocks(self) -> int:
+        """Return the free blocks of the pool now; from any thread, at most one step old."""
+        return self._store.pool.num_free
 
     def kv_metrics(self) -> KvMetrics:
         """Return what the KV pool counts, and how it stands; from any thread, at most one step old."""
         return self._store.metrics()
+
+    def own_figures(self, principal: str) -> OwnFigures:
+        """Return what is counted for one principal; cheap, from any thread, at most one step old."""
+        return OwnFigures(
+            self._store.num_sequences_of(principal),
+            self.counters.own.look(principal),
+            self._store.counters_of(principal),
+            self._gate.refused_of(principal),
+        )
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
@@ -254,25 +279,34 @@ class Engine:
 
         Afterwards ``_taken_until`` is None, or the moment up to which everything that arrived has been taken.
         """
-        busy_s = 0.0
+        busy_ns = 0
         while (entries := self._next_entries()) is not None:
             if not entries:
                 self._drivers.wake()
                 continue
-            begun = time.monotonic()
-            self._taken_until = at = self._arrival(entries)
+            begun_ns = time.monotonic_ns()
+            at = self._arrival(entries[0][0].submitted_ns)
             for job, sink in entries:
                 self._accept(job, sink, at)
-            busy_s += time.monotonic() - begun
-            if busy_s >= _TAKE_S:
+            busy_ns += self._count_work(entries[0][0].principal, time.monotonic_ns() - begun_ns)
+            if busy_ns >= (_TAKE_SHARED_NS if self._shares.is_contended else _TAKE_NS):
+                earliest_ns = self._inbox.earliest_ns()
+                self._taken_until = at if earliest_ns is None else min(at, self._arrival(earliest_ns))
                 return
         self._taken_until = None
+
+    def _count_work(self, principal: str, work_ns: int) -> int:
+        """Count the time that taking the jobs of a principal took, and return it."""
+        self._inbox.spent(work_ns)
+        if self._shares.is_contended:
+            self._shares.add_host_work(principal, work_ns)
+        return work_ns
 
     def _next_entries(self) -> list[Entry] | None:
         """The next jobs that arrived together; None when the loop should go on without more."""
         patience_s = self._patience_s()
         try:
-            entries = self._inbox.get(timeout=patience_s) if patience_s > 0.0 else self._inbox.get_nowait()
+            entries = self._inbox.next(patience_s)
         except queue.Empty:
             if self._lookahead is not None and patience_s > 0.0 and not self._lanes.running:
                 self._lookahead.idle()
@@ -319,32 +353,43 @@ class Engine:
         self._delivery.hand_over()
 
     def _shut_down(self) -> None:
-        self._lanes.end_all(lambda _: Draining())
-        self._drivers.end_all(lambda _: Draining())
-        self._warmup.end_all(Draining)
+        """Answer everybody and close the executor; a part that raises does not keep the others from being done."""
+        parts: tuple[Callable[[], object], ...] = (
+            lambda: self._lanes.end_all(lambda _: Draining()),
+            lambda: self._drivers.end_all(lambda _: Draining()),
+            lambda: self._warmup.end_all(Draining),
+            self._answer_rest,
+            self._drop_lookahead,
+            self._executor.close,
+        )
+        for part in parts:
+            try:
+                part()
+            except Exception:  # noqa: BLE001 - what comes after it must be done all the same
+                fault("a part of the engine could not be shut down")
+
+    def _answer_rest(self) -> None:
         self._is_closed = True
         with contextlib.suppress(RuntimeError):  # the event loop may be closed already: nobody waits any more
             self._hand_over()
             self._refuse_rest()
+
+    def _drop_lookahead(self) -> None:
         if self._lookahead is not None:
             with contextlib.suppress(Exception):  # whatever becomes of it, nobody waits for it
                 self._lookahead.drop()
-        self._executor.close()
 
     def _refuse_rest(self) -> None:
         """Answer what lies in the inbox of a closed engine. Whoever takes an entry out delivers it, so once each."""
-        refused: list[Finished] = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                refused.extend((job, sink, Draining()) for job, sink in self._inbox.get_nowait() or ())
+        refused: list[Finished] = [(job, sink, Draining()) for job, sink in self._inbox.drain()]
         if refused:
             self._delivery.deliver(refused)
 
     # ---- taking jobs ------------------------------------------------------------------------------------------------
 
-    def _arrival(self, entries: list[Entry]) -> float:
-        """When they were submitted, on the store's clock: a step in between must not cost a job its lease."""
-        return self._store.now() - (time.monotonic_ns() - entries[0][0].submitted_ns) * 1e-9
+    def _arrival(self, submitted_ns: int) -> float:
+        """Return when a job was submitted, on the store's clock: a step in between must not cost it its lease."""
+        return self._store.now() - (time.monotonic_ns() - submitted_ns) * 1e-9
 
     def _accept(self, job: Job, sink: Sink, at: float) -> None:
         """Carry out a host job, queue it behind its sequence, or start an append. Never raises.
@@ -383,7 +428,7 @@ class Engine:
         if job.is_cancelled:
             raise Cancelled
         if isinstance(job, GenerateJob):
-            self.counters.generates += 1
+            self.counters.generate(job.principal)
             if job.handle is not None:
                 self._gather.came_back(job.handle.cache_id, time.monotonic())
             self._drivers.start(Generation(job, sink, self._drivers), at)
@@ -429,6 +474,7 @@ class Engine:
         ahead = self._lookahead
         outcome = self._steps.run(chunks) if ahead is None else ahead.run(chunks, is_alone=is_alone)
         self._batcher.ran(chunks, outcome.elapsed_ns)
+        self._shares.add_service(_appends_by_principal(chunks), outcome.elapsed_ns)
         return outcome
 
     def _run_apart(self, chunks: list[Chunk]) -> None:
@@ -519,7 +565,7 @@ class Engine:
             self._drivers.collect(job, sink, outcome)  # type: ignore[arg-type]  # drivers enter no other jobs
             return
         if isinstance(outcome, FerruleError):
-            self.counters.refuse(outcome.reason)
+            self.counters.refuse(job.principal, outcome.reason)
         self._delivery.finished.append((job, sink, outcome))
 
     def _lose_device(self) -> None:
@@ -534,6 +580,15 @@ class Engine:
         self._records.clear()
         self._creations.clear()
         self._on_failure()
+
+
+def _appends_by_principal(chunks: list[Chunk]) -> dict[str, int]:
+    """Return how many appends have a part in a step, by whose they are."""
+    num_appends: dict[str, int] = {}
+    for chunk in chunks:
+        principal = chunk.run.job.principal
+        num_appends[principal] = num_appends.get(principal, 0) + 1
+    return num_appends
 
 
 def _lost(handle: Handle | None) -> HandleLost:

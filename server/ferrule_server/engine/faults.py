@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import secrets
+import sys
 
-from ferrule_server.errors import EngineFault
+from ferrule_server.errors import EngineFault, without_refusals
 
 _LOG = logging.getLogger(__name__)
 
@@ -13,5 +14,6 @@ _LOG = logging.getLogger(__name__)
 def fault(what: str) -> EngineFault:
     """Log the exception being handled under a new id and return the error that carries it."""
     fault_id = secrets.token_hex(4)
-    _LOG.exception("%s fault_id=%s", what, fault_id)
+    failure = sys.exception()
+    _LOG.error("%s fault_id=%s", what, fault_id, exc_info=failure and without_refusals(failure))
     return EngineFault(fault_id)

@@ -25,17 +25,29 @@ from ferrule_server.engine.jobs import (
     ForwardJob,
     GenerateFrame,
     GenerateJob,
+    InfoJob,
     Job,
+    KeepAliveJob,
+    ListJob,
     Outcome,
+    ReleaseJob,
+    ReserveJob,
     Sink,
     TruncateJob,
 )
 from ferrule_server.errors import QueueFull, QuotaExceeded, ResourceExhausted
+from ferrule_server.kv.per_principal import PerPrincipal
 from ferrule_server.quotas import LimitsOf, QuotaLimits, unlimited
 
 COUNTED_JOBS: Final = (AppendJob, ForkJob, TruncateJob, GenerateJob, ForwardJob)
 """Jobs that can wait, behind a step or behind each other. All others are carried out as they
 come, in a short time: they free, renew, reserve or only look, and a full queue must keep nobody from that."""
+
+HOST_JOBS: Final = (KeepAliveJob, ReleaseJob, InfoJob, ListJob, ReserveJob)
+"""Of these the ones that any principal can ask for; they have places of their own, besides those of the queue."""
+
+MAX_HOST_JOBS: Final = 1024
+"""Most host jobs of one principal that are not carried out yet: many times what waits during a step."""
 
 BURST_S: Final = 1.0
 """A principal that was idle may send this many seconds of its prefill rate at once."""
@@ -63,6 +75,7 @@ class _Usage:
     """What one principal has let in and not finished, and the tokens by which it is ahead of its prefill rate."""
 
     num_jobs: int = 0
+    num_host_jobs: int = 0
     rows: int = 0
     debt: float = 0.0
     debt_at: float = 0.0
@@ -75,7 +88,7 @@ class _Usage:
 
     def is_idle(self, now: float) -> bool:
         """Whether forgetting it changes nothing."""
-        return not self.num_jobs and self.debt <= self.rate * (now - self.debt_at)
+        return not (self.num_jobs or self.num_host_jobs) and self.debt <= self.rate * (now - self.debt_at)
 
 
 class Gate:
@@ -113,6 +126,7 @@ class Gate:
         self._finished_jobs = _Rate()
         self._finished_rows = _Rate()
         self._refused: Mapping[str, int] = {}
+        self._refused_of: PerPrincipal[dict[str, int]] = PerPrincipal(dict)
 
     @property
     def num_jobs(self) -> int:
@@ -129,6 +143,11 @@ class Gate:
         """Jobs refused here, by reason; a new mapping with each refusal, so that readers need no lock."""
         return self._refused
 
+    def refused_of(self, principal: str) -> Mapping[str, int]:
+        """Return the jobs of one principal refused here, by reason; a copy."""
+        with self._lock:
+            return dict(self._refused_of.look(principal))
+
     def admit(self, entries: list[Entry]) -> tuple[list[Entry], list[Finished]]:
         """Let in the jobs that arrived together, as far as there is room, in their order.
 
@@ -144,6 +163,9 @@ class Gate:
             now = self._clock()
             for job, sink in entries:
                 if not isinstance(job, COUNTED_JOBS):
+                    if isinstance(job, HOST_JOBS) and (full := self._enter_host(job.principal, now)) is not None:
+                        self._count_refused(job.principal, full.reason)
+                        refused.append((job, sink, full))
                     continue
                 cache_id = job.handle.cache_id if job.handle is not None else ""
                 error = blocked.get(cache_id) if blocked else None
@@ -151,7 +173,7 @@ class Gate:
                     continue
                 if cache_id:
                     blocked[cache_id] = error
-                self._refused = {**self._refused, error.reason: self._refused.get(error.reason, 0) + 1}
+                self._count_refused(job.principal, error.reason)
                 refused.append((job, sink, error))
         if not refused:
             return entries, refused
@@ -169,6 +191,8 @@ class Gate:
                     num_rows += self._leave(job, now)
                 elif isinstance(job, GenerateJob) and not job.has_begun:
                     self._begin(job, now)
+                elif isinstance(job, HOST_JOBS):
+                    self._usages[job.principal].num_host_jobs -= 1
             self._num_jobs -= num_jobs
             if num_jobs:
                 self._finished_jobs.add(num_jobs, now)
@@ -208,6 +232,19 @@ class Gate:
         usage.rows += num_rows
         if limits.prefill_tokens_per_s is not None:
             usage.debt += num_tokens
+        return None
+
+    def _count_refused(self, principal: str, reason: str) -> None:
+        self._refused = {**self._refused, reason: self._refused.get(reason, 0) + 1}
+        own = self._refused_of.of(principal)
+        own[reason] = own.get(reason, 0) + 1
+
+    def _enter_host(self, principal: str, now: float) -> QueueFull | None:
+        """Count one host job in, or return why not."""
+        usage = self._usage_of(principal, now)
+        if usage.num_host_jobs >= MAX_HOST_JOBS:
+            return QueueFull(usage.num_host_jobs, MAX_HOST_JOBS)
+        usage.num_host_jobs += 1
         return None
 
     def _too_many_jobs(self, usage: _Usage, now: float) -> QueueFull | None:

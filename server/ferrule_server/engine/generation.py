@@ -18,6 +18,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Final
 
+from ferrule_server.engine.creations import FORK, loop_of, part_of
 from ferrule_server.engine.drivers import Drivers, DriverSink, Why, seeded
 from ferrule_server.engine.jobs import (
     AppendJob,
@@ -41,8 +42,6 @@ from ferrule_server.executor.base import RowOutput
 from ferrule_server.kv.handle import Handle, StalePolicy
 
 _SEEDS: Final = 1 << 64
-_APART: Final = "\0" * 129
-"""Stands in request_ids made here, which are so longer than any that a client may choose (128 bytes)."""
 
 
 @dataclass(eq=False, slots=True)
@@ -94,6 +93,7 @@ class Generation:
         self._drivers = drivers
         self._counters, self._timings = drivers.counters, drivers.counters.timings
         self._branches = _branches_of(job, self, drivers.seed_for(job))
+        self._loop = loop_of(job) if job.request_id else b""
         self._num_live = job.num_branches
         self._num_in_flight = 0
         self._first: AppendJob | None = None
@@ -109,8 +109,13 @@ class Generation:
     # ---- driven -----------------------------------------------------------------------------------------------------
 
     def begin(self, at: float) -> None:
-        """Enter the prompt, or the query of the handle's last row."""
+        """Enter the prompt, or the query of the handle's last row.
+
+        Raises:
+            RequestIdReused: Another request has made something with this request_id.
+        """
         job, branch = self.job, self._branches[0]
+        self._drivers.check_loop(job, self._loop)
         self._first = branch.in_flight = AppendJob(
             job.principal,
             job.token_ids,
@@ -125,6 +130,7 @@ class Generation:
             reuse_prefix=job.reuse_prefix,
             publish_prefix=job.publish_prefix,
             is_internal=True,
+            loop=self._loop,
         )
         self._num_in_flight = 1
         self._drivers.enter(self._first, branch.sink, at)
@@ -216,9 +222,11 @@ class Generation:
         if (self.job.handle is None or result.forked) and not result.replayed:
             self._made(result.handle)
         if len(self._branches) > 1:
-            request_id = _derived(self.job.request_id, "fork")
+            request_id = part_of(self.job.request_id, FORK)
             handle, count = result.handle, len(self._branches) - 1
-            self._fork = ForkJob(self.job.principal, handle, handle.length, count, request_id=request_id)
+            self._fork = ForkJob(
+                self.job.principal, handle, handle.length, count, request_id=request_id, loop=self._loop
+            )
             self._fork.submitted_ns = time.monotonic_ns()
             self._drivers.enter(self._fork, self._branches[0].sink)
 
@@ -259,7 +267,7 @@ class Generation:
             job = AppendJob(
                 self.job.principal, token_ids, branch.handle, branch.output, branch.on_stale, None, branch.request_id
             )
-            job.is_internal = True
+            job.is_internal, job.loop = True, self._loop
         else:  # the same again but for the token
             job = spent.job
             job.token_ids, job.handle, job.on_stale, job.rows_run = (branch.token,), branch.handle, branch.on_stale, 0
@@ -343,7 +351,7 @@ def _branches_of(job: GenerateJob, driver: Generation, seed: int | None) -> list
                 seed=own_seed,
                 stops=StopCheck(job.stop),
                 on_stale=job.on_stale,
-                request_id=_derived(request_id, f"branch{index}") if index else request_id,
+                request_id=part_of(request_id, f"branch{index}") if index else request_id,
             )
         )
     return branches
@@ -352,8 +360,3 @@ def _branches_of(job: GenerateJob, driver: Generation, seed: int | None) -> list
 def _is_at_tip(job: LaneJob, result: AppendResult) -> bool:
     """Whether the append was the sequence's last, so that nothing committed lies before the branch any more."""
     return isinstance(job, AppendJob) and bool(job.token_ids) and not result.replayed
-
-
-def _derived(request_id: str, what: str) -> str:
-    """Return a request_id for a part of what ``request_id`` asks for; empty where that is."""
-    return f"{request_id}{_APART}{what}" if request_id else ""

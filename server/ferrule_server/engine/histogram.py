@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass
 
 TIME_BOUNDS_S = (
@@ -78,6 +79,12 @@ class Histogram:
             value = 0
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
+
+    def copy(self) -> Histogram:
+        """Return one with the same observations; from any thread, the sum at most one of them ahead or behind."""
+        copied = copy(self)
+        copied._counts = self._counts.copy()  # noqa: SLF001  (of its own class)
+        return copied
 
     def read(self) -> HistogramReading:
         """Return how it stands; from any thread, the sum at most one observation ahead or behind."""

@@ -8,6 +8,7 @@ once, so that a stream sends one frame per step.
 from __future__ import annotations
 
 import enum
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Protocol
@@ -17,6 +18,7 @@ from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import DraftLaw, Float32Array, OutputSpec, RowOutput, TokenMask
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.reserved_slots import SlotReservation
+from ferrule_server.suffixes import Suffixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,7 @@ class AppendJob:
         is_internal: Made by the engine itself for a Generate or Forward: nobody comes back with its handle.
         keeps_record: Its answer is remembered for a retry; False where nobody can ask again.
         follow: Whether the engine itself goes on behind it: so the next step may be prepared (``lookahead.py``).
+        loop: Of the Generate that it belongs to, ``creations.loop_of``; empty: a request of its own.
     """
 
     principal: str
@@ -125,6 +128,7 @@ class AppendJob:
     is_internal: bool = False
     keeps_record: bool = True
     follow: Follow = Follow.UNKNOWN
+    loop: bytes = b""
 
     def branched_to(self, cache_id: str) -> bool:
         """Return whether an answer in the sequence ``cache_id`` lies in a branch of the handle's own."""
@@ -135,7 +139,8 @@ class AppendJob:
 class ForkJob:
     """``count`` new handles on the first ``length`` tokens (at most ``handle.length``), all or nothing.
 
-    With a ``request_id`` the same job again makes nothing and gets the same handles.
+    With a ``request_id`` the same job again makes nothing and gets the same handles. ``loop`` is as in
+    :class:`AppendJob`.
     """
 
     principal: str
@@ -146,6 +151,7 @@ class ForkJob:
     request_id: str = ""
     is_cancelled: bool = False
     submitted_ns: int = 0
+    loop: bytes = b""
 
 
 @dataclass(eq=False, slots=True)
@@ -252,7 +258,7 @@ class StopRules:
     Attributes:
         max_tokens: Tokens drawn; 0: no limit.
         eos_ids: The model's own stop tokens, empty where they are ignored. token_ids: those of the request.
-        sequences: Runs of tokens, each at least one.
+        sequences: Runs of tokens, each at least one. suffixes: the same, prepared for the search once for all branches.
         new_text_stop: Makes what looks for stop strings, for each branch; None: there are none.
     """
 
@@ -261,6 +267,16 @@ class StopRules:
     token_ids: frozenset[int] = frozenset()
     sequences: tuple[tuple[int, ...], ...] = ()
     new_text_stop: Callable[[], TextStop] | None = None
+    suffixes: Suffixes = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Prepare the sequences here, where the request is planned, so that the engine thread need not."""
+        object.__setattr__(self, "suffixes", Suffixes(map(packed_ids, self.sequences)))
+
+
+def packed_ids(token_ids: tuple[int, ...]) -> bytes:
+    """Return token ids as four bytes each, big-endian, so that runs of tokens can be searched as bytes."""
+    return struct.pack(f">{len(token_ids)}I", *token_ids)
 
 
 @dataclass(eq=False, slots=True)

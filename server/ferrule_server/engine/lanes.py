@@ -149,7 +149,7 @@ class Lanes:
             return False
         if isinstance(job, ForkJob):
             result = self._host_jobs.repeat_fork(job, creation.handles, at)
-            self._counters.replays += 1
+            self._counters.replay(job.principal)
             self._finish(job, sink, result)
             return True
         assert isinstance(job, AppendJob)
@@ -227,8 +227,10 @@ class Lanes:
 
     def fail(self, run: RunningAppend, error: FerruleError) -> None:
         """Take back what the append reserved and answer it with ``error``; its handle stays as it was."""
-        self._drop(run, error)
-        self.go_on(run)
+        try:
+            self._drop(run, error)
+        finally:
+            self.go_on(run)
 
     def stop(self, handle: Handle, principal: str) -> RunningAppend | None:
         """A sequence is about to be released: end what is in flight on it, or branches off it, with HANDLE_UNKNOWN.
@@ -262,24 +264,34 @@ class Lanes:
                 return
 
     def end_all(self, why: Callable[[LaneJob], FerruleError]) -> None:
-        """Take back and answer everything in flight and everything that waits."""
+        """Take back and answer everything in flight and everything that waits, even where it cannot be taken back."""
         self._lanes.clear()
         for run in list(self.running):
-            self._drop(run, why(run.job))
+            try:
+                self._drop(run, why(run.job))
+            except Exception:  # noqa: BLE001 - the others wait for an answer
+                fault("what an append holds could not be taken back")
             for job, sink in run.waiting or ():
                 self._finish(job, sink, why(job))
+        self._branches.clear()
         self.num_waiting = 0
 
     def _drop(self, run: RunningAppend, error: FerruleError) -> None:
-        """Take back what the append holds and tell everybody who asked for it."""
+        """Take back what the append holds and tell everybody who asked for it, even where that raises."""
+        try:
+            self._take_back(run)
+        finally:
+            self.running.pop(run, None)  # answered once, whatever follows
+            self._finish(run.job, run.sink, error)
+            for job, sink in run.joined:
+                self._finish(job, sink, error)
+
+    def _take_back(self, run: RunningAppend) -> None:
         if run.reservation is not None:
             self._store.abort(run.reservation)
         if run.creation is not None:
             self._creations.abandon(run.creation)
         self._leave(run)
-        self._finish(run.job, run.sink, error)
-        for job, sink in run.joined:
-            self._finish(job, sink, error)
 
     def _leave(self, run: RunningAppend) -> None:
         del self.running[run]

@@ -17,6 +17,8 @@ from ferrule_server.quotas import LimitsOf, unlimited
 FINGERPRINT_BYTES: Final = 16
 MAX_MASK_BYTES: Final = 256 << 20
 """What the masks of all principals take together at most."""
+OVERHEAD_BYTES: Final = 1024
+"""What a registered mask counts besides its bits: objects and places in tables, at most 620 bytes measured."""
 
 
 def make_mask(bits: npt.NDArray[np.uint8], vocab_size: int) -> TokenMask | None:
@@ -35,14 +37,19 @@ def make_mask(bits: npt.NDArray[np.uint8], vocab_size: int) -> TokenMask | None:
     return TokenMask(hashlib.blake2b(kept.tobytes(), digest_size=FINGERPRINT_BYTES).digest(), kept)
 
 
+def counted_bytes(mask: TokenMask) -> int:
+    """Return what a registered mask counts in the quota: no less than it takes."""
+    return mask.bits.nbytes + OVERHEAD_BYTES
+
+
 class MaskRegistry:
     """The registered masks of each principal, those of others unknown to it. Used on the event loop's thread only.
 
     Beyond a principal's quota its least recently used masks are dropped, beyond ``max_bytes`` the least recently used
     of all. A mask dropped while it is in use lives on with its job.
 
-    Invariant: ``num_bytes`` is the sum over all masks and at most ``max_bytes``; no principal holds more than its
-    quota allowed when it last registered one.
+    Invariant: ``num_bytes`` is the sum of :func:`counted_bytes` over all masks and at most ``max_bytes``; no principal
+    holds more than its quota allowed when it last registered one.
 
     Args:
         limits_of: The quotas of a principal.
@@ -70,7 +77,7 @@ class MaskRegistry:
         """
         distinct = {mask.fingerprint: mask for mask in masks}
         limit = self._limit(principal)
-        needed = sum(mask.bits.nbytes for mask in distinct.values())
+        needed = sum(counted_bytes(mask) for mask in distinct.values())
         if needed > limit:
             raise QuotaExceeded("MASK_BYTES", self._bytes.get(principal, 0), limit, None, needed)
         for mask in distinct.values():
@@ -94,13 +101,17 @@ class MaskRegistry:
         self._use(principal, fingerprint)
         return mask
 
+    def held_by(self, principal: str) -> tuple[int, int]:
+        """Return how many masks a principal has registered, and their bytes."""
+        return len(self._owned.get(principal, ())), self._bytes.get(principal, 0)
+
     def check_integrity(self) -> None:
         """Assert the invariant."""
         owned = {(principal, key) for principal, masks in self._owned.items() for key in masks}
         assert owned == set(self._order)
         for principal, masks in self._owned.items():
             assert masks
-            assert self._bytes[principal] == sum(mask.bits.nbytes for mask in masks.values())
+            assert self._bytes[principal] == sum(counted_bytes(mask) for mask in masks.values())
         assert self._bytes.keys() == self._owned.keys()
         assert self.num_bytes == sum(self._bytes.values()) <= self._max_bytes
 
@@ -113,8 +124,8 @@ class MaskRegistry:
         if mask.fingerprint not in owned:
             owned[mask.fingerprint] = mask
             self._order[principal, mask.fingerprint] = None
-            self._bytes[principal] = self._bytes.get(principal, 0) + mask.bits.nbytes
-            self.num_bytes += mask.bits.nbytes
+            self._bytes[principal] = self._bytes.get(principal, 0) + counted_bytes(mask)
+            self.num_bytes += counted_bytes(mask)
         self._use(principal, mask.fingerprint)
 
     def _use(self, principal: str, fingerprint: bytes) -> None:
@@ -123,7 +134,7 @@ class MaskRegistry:
 
     def _drop(self, principal: str, fingerprint: bytes) -> None:
         owned = self._owned[principal]
-        num_bytes = owned.pop(fingerprint).bits.nbytes
+        num_bytes = counted_bytes(owned.pop(fingerprint))
         del self._order[principal, fingerprint]
         self._bytes[principal] -= num_bytes
         self.num_bytes -= num_bytes

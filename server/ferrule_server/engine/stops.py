@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ferrule_server.engine.jobs import Finish, StopRules
+from ferrule_server.engine.jobs import Finish, StopRules, packed_ids
 
 
 class StopCheck:
@@ -12,18 +12,15 @@ class StopCheck:
         rules: What ends it.
     """
 
-    __slots__ = ("_by_last", "_drawn", "_eos_ids", "_longest", "_num_left", "_text", "_token_ids")
+    __slots__ = ("_drawn", "_eos_ids", "_num_left", "_sequences", "_text", "_token_ids")
 
     def __init__(self, rules: StopRules) -> None:
         self._eos_ids = rules.eos_ids
         self._token_ids = rules.token_ids
         self._num_left = rules.max_tokens or -1  # below 0 it never comes to 0
         self._text = None if rules.new_text_stop is None else rules.new_text_stop()
-        self._drawn: list[int] = []
-        self._longest = max(map(len, rules.sequences), default=0)
-        self._by_last: dict[int, list[list[int]]] = {}
-        for sequence in rules.sequences:
-            self._by_last.setdefault(sequence[-1], []).append(list(sequence))
+        self._drawn = b""  # newest byte first, as far back as the longest sequence reaches
+        self._sequences = rules.suffixes
 
     @property
     def is_next_last(self) -> bool:
@@ -37,15 +34,13 @@ class StopCheck:
             return Finish.EOS
         if token_id in self._token_ids:
             return Finish.STOP_TOKEN
-        if self._longest and self._completes_a_sequence(token_id):
+        if self._sequences.longest and self._completes_a_sequence(token_id):
             return Finish.STOP_SEQUENCE
         if self._text is not None and self._text.feed(token_id):
             return Finish.STOP_SEQUENCE
         return None if self._num_left else Finish.MAX_TOKENS
 
     def _completes_a_sequence(self, token_id: int) -> bool:
-        drawn = self._drawn
-        drawn.append(token_id)
-        if len(drawn) > 2 * self._longest:
-            del drawn[: -self._longest]
-        return any(drawn[-len(each) :] == each for each in self._by_last.get(token_id, ()))
+        drawn = packed_ids((token_id,))[::-1] + self._drawn
+        self._drawn = drawn[: self._sequences.longest]
+        return self._sequences.is_at(drawn)

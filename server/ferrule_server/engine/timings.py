@@ -10,8 +10,12 @@ from, and observed in bulk when the step's tokens have been dealt out, since row
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
+from typing import Final
 
 from ferrule_server.engine.histogram import COUNT_BOUNDS, Histogram, HistogramReading, of_time
+
+_HISTOGRAMS: Final = ("step", "step_rows", "step_sequences", "queue", "first_token", "inter_token", "decode")
 
 
 class EngineTimings:
@@ -65,8 +69,15 @@ class EngineTimings:
 
     def __iter__(self) -> Iterator[tuple[str, HistogramReading]]:
         """Return each histogram as it stands, by its attribute's name; from any thread."""
-        names = ("step", "step_rows", "step_sequences", "queue", "first_token", "inter_token", "decode")
-        return ((name, getattr(self, name).read()) for name in names)
+        return ((name, getattr(self, name).read()) for name in _HISTOGRAMS)
+
+    def copy(self) -> EngineTimings:
+        """Return what was observed so far, without what is noted and not observed yet; from any thread."""
+        copied = copy(self)
+        for name in _HISTOGRAMS:
+            setattr(copied, name, getattr(self, name).copy())
+        copied._queues, copied._answers, copied._draws = {}, {}, {}  # noqa: SLF001  (of its own class)
+        return copied
 
     def stepped(self, end_ns: int, elapsed_ns: int, num_rows: int, num_seqs: int) -> None:
         """A step has been run, and its rows are known."""

@@ -6,7 +6,6 @@ reads them: with 200 000 blocks and 10 000 sequences a look takes about a millis
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,7 +40,6 @@ class Viewer:
     def look(self, job: ViewJob) -> View:
         """Return how everything stands; nothing changes, no lease is renewed."""
         snapshot = self.snapshot()
-        counters = dataclasses.replace(snapshot.counters, refused=dict(snapshot.counters.refused))
         refcounts, is_cached = self.store.pool.picture()
         pending = self.gate.pending()
         known = self._known(pending)
@@ -49,8 +47,8 @@ class Viewer:
         return View(
             at_s=time.monotonic(),
             unix_ns=time.time_ns(),
-            snapshot=dataclasses.replace(snapshot, counters=counters),
-            timings=dict(counters.timings),
+            snapshot=snapshot,
+            timings=dict(snapshot.counters.timings),
             kv=self.store.metrics(),
             refcounts=refcounts,
             is_cached=is_cached,
@@ -74,7 +72,7 @@ class Viewer:
             sequence.principal,
             sequence.length,
             sequence.reserved_length,
-            sequence.block_ids,
+            tuple(sequence.block_ids),
             len(sequence.spare_ids),
             sequence.ttl_s,
             max(0.0, sequence.expires_at - now),

@@ -1,4 +1,7 @@
-"""Views: the job that looks at everything at once, and what it sees. Values only; ``viewer`` takes them."""
+"""Views: the job that looks at everything at once, and what it sees; ``viewer`` takes them.
+
+A view shares nothing with the engine that can change.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class SequenceSeen:
     Attributes:
         handle_id, parent_handle_id, principal, length, reserved_length, ttl_s, is_appending: As in
             :class:`~ferrule_server.kv.sequence.Sequence`.
-        block_ids: Its table itself, never changed in place; with the view's refcounts it tells what is shared.
+        block_ids: Its table, a copy; with the view's refcounts it says what is shared.
         num_spares: Blocks it holds besides.
         expires_in_s: Left of its lease, not below 0. age_s: since it was made.
         num_pending: Jobs in flight or waiting on it.
@@ -38,7 +41,7 @@ class SequenceSeen:
     principal: str
     length: int
     reserved_length: int
-    block_ids: list[int] = field(repr=False)
+    block_ids: tuple[int, ...] = field(repr=False)
     num_spares: int
     ttl_s: float
     expires_in_s: float
@@ -68,7 +71,7 @@ class View:
 
     Attributes:
         at_s: When, on ``time.monotonic``. unix_ns: the same by the wall clock.
-        snapshot: With counters of its own, which go on counting for nobody.
+        snapshot: The engine's figures.
         timings: What :class:`~.timings.EngineTimings` has measured, by the names of its histograms.
         kv: What the pool counts.
         refcounts: Owners of each block, the null block at index 0; the view's own copy.

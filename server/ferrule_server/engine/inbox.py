@@ -1,0 +1,121 @@
+"""Jobs on their way to the engine: lists that arrived together, in turn between principals.
+
+any thread --> put --> arrived (a queue) --> waiting, by principal --> next --> engine thread
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+from collections import OrderedDict, deque
+from typing import Final
+
+from ferrule_server.engine.jobs import Entry
+
+_TURN_NS: Final = 200_000
+"""Work on the jobs of one principal before the next one has its turn."""
+
+
+class _Waiting:
+    """The lists of one principal, and the time that those before them took beyond its turns."""
+
+    __slots__ = ("lists", "owed_ns")
+
+    def __init__(self) -> None:
+        self.lists: deque[list[Entry]] = deque()
+        self.owed_ns = 0
+
+
+class Inbox:
+    """Lists of jobs; those of one principal come out in the order in which they were put in.
+
+    A list is never divided: its jobs are judged in their order and share a step where they can. Principals take turns
+    by the time that their jobs take (deficit round robin: Shreedhar and Varghese, "Efficient fair queuing using deficit
+    round robin", 1995), so one that floods holds up others by one list.
+
+    Invariant: ``_waiting`` has no empty queue; what was put in comes out once.
+    """
+
+    def __init__(self) -> None:
+        self._arrived: queue.SimpleQueue[list[Entry] | None] = queue.SimpleQueue()
+        self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
+        self._num_waiting = 0
+        self._current = _Waiting()
+
+    def put(self, entries: list[Entry] | None) -> None:
+        """Add jobs that arrived together, an empty list only to wake the engine, None to stop it; any thread."""
+        self._arrived.put(entries)
+
+    def __len__(self) -> int:
+        """Return how many lists wait; from any thread, about."""
+        return self._arrived.qsize() + self._num_waiting
+
+    # ---- engine thread ----------------------------------------------------------------------------------------------
+
+    def next(self, patience_s: float) -> list[Entry] | None:
+        """Return the next list; None: the engine is to stop.
+
+        Args:
+            patience_s: How long to wait where there is none.
+
+        Raises:
+            queue.Empty: There is none.
+        """
+        if not self._waiting:
+            entries = self._arrived.get(timeout=patience_s) if patience_s > 0.0 else self._arrived.get_nowait()
+            if not entries or self._arrived.empty():
+                self._current = _Waiting()
+                return entries
+            self._add(entries)
+        while not self._arrived.empty():
+            entries = self._arrived.get_nowait()
+            if not entries:
+                return entries
+            self._add(entries)
+        return self._take()
+
+    def spent(self, work_ns: int) -> None:
+        """Count the time that the list returned last has taken."""
+        self._current.owed_ns += work_ns
+
+    def earliest_ns(self) -> int | None:
+        """Return when the first of the lists arrived that were left waiting; None: there are none."""
+        return min((each.lists[0][0][0].submitted_ns for each in self._waiting.values()), default=None)
+
+    def drain(self) -> list[Entry]:
+        """Return the jobs of every list. Of an engine that is closed, from any thread: each job comes out once."""
+        entries: list[Entry] = []
+        with contextlib.suppress(KeyError):  # another thread took the last one
+            while self._waiting:
+                entries.extend(itertools.chain.from_iterable(self._waiting.popitem()[1].lists))
+        self._num_waiting = 0
+        with contextlib.suppress(queue.Empty):
+            while True:
+                entries.extend(self._arrived.get_nowait() or ())
+        return entries
+
+    def _add(self, entries: list[Entry]) -> None:
+        principal = entries[0][0].principal
+        waiting = self._waiting.get(principal)
+        if waiting is None:
+            waiting = self._waiting[principal] = _Waiting()
+        waiting.lists.append(entries)
+        self._num_waiting += 1
+
+    def _take(self) -> list[Entry]:
+        """Return a list of the first principal that has not used up its turns."""
+        while True:
+            principal, waiting = next(iter(self._waiting.items()))
+            if len(self._waiting) == 1:
+                waiting.owed_ns = 0  # nobody else wanted the time
+            if waiting.owed_ns < _TURN_NS:
+                break
+            waiting.owed_ns -= _TURN_NS
+            self._waiting.move_to_end(principal)
+        self._current = waiting
+        self._num_waiting -= 1
+        entries = waiting.lists.popleft()
+        if not waiting.lists:
+            del self._waiting[principal]
+        return entries

@@ -1,0 +1,179 @@
+"""Fair shares of the host's time: who may work on the event loop next, and how much of it.
+
+Rows are shared out by the batcher. Everything else that a request costs (parsing, planning, refusing and answering on
+the event loop, judging and host jobs on the engine thread) is measured here, per principal::
+
+    event loop     charge(principal, ns) --.
+    engine thread  add_host_work(...) -----+--> Account.free_at_ns: when its next piece of work may begin
+    engine thread  add_service(...) -------'    demand of each principal: how much the others have to leave
+
+A principal that is alone is never held back and nothing is measured. While several are active, each may use the larger
+of a part of an equal share and what the others leave over. The limit may be overdrawn by one piece of work, which is
+worked off before the next one (a generic cell rate algorithm, ITU-T I.371, with nanoseconds of work as cells).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Final
+
+_WINDOW_NS: Final = 100_000_000
+"""Demands are measured over windows of this length."""
+_ACTIVE_NS: Final = 1_000_000_000
+"""A principal counts as active for this long after its last request or step."""
+_BURST_NS: Final = 1_000_000
+"""Work that a principal within its share may do at once before it has to wait."""
+_APPEND_NS: Final = 50_000
+"""Work on the event loop and the engine thread that an append in a step explains; it is not charged."""
+_PART: Final = 0.5
+"""Part of an equal share that work without rows may take: the interpreter that it holds is the engine's, too."""
+_LEAST_DEMAND: Final = 0.01
+"""Share of the time below which a principal does not count as one to share with equally."""
+
+
+class Account:
+    """What one principal has used.
+
+    Attributes:
+        principal: Whose account it is.
+        seen_ns: When it last asked for anything. free_at_ns: when its next piece of work may begin.
+        loop_ns: Work on the event loop in this window. engine_ns: the same on the engine thread, steps that served it
+            included; written by the engine thread only, so it is a running sum. engine_read_ns: how much of it the
+            event loop has taken into a window; host_read_ns: and how much of ``host_ns`` it has charged.
+        host_ns: Running sum of the engine's host work, less what appends explain, written by the engine thread only.
+        demand: Share of the last windows' time in which it was worked for, from 0 to 1.
+        rate: Share of the time that its work may take.
+    """
+
+    __slots__ = (
+        "demand",
+        "engine_ns",
+        "engine_read_ns",
+        "free_at_ns",
+        "host_ns",
+        "host_read_ns",
+        "loop_ns",
+        "principal",
+        "rate",
+        "seen_ns",
+    )
+
+    def __init__(self, principal: str, now_ns: int) -> None:
+        self.principal = principal
+        self.seen_ns = self.free_at_ns = now_ns
+        self.loop_ns = self.engine_ns = self.engine_read_ns = self.host_ns = self.host_read_ns = 0
+        self.demand = 0.0  # not known yet: who comes new takes nothing from others before it is measured
+        self.rate = 1.0
+
+
+class Shares:
+    """Accounts of all active principals.
+
+    All methods but :meth:`add_host_work` and :meth:`add_service` belong to the event loop's thread. Those two belong
+    to the engine thread; each field has one writer, and the dictionary is only read as a copy, so there is no lock.
+
+    Invariant: ``is_contended`` exactly while at least two accounts are kept, as of the last request or window. Accounts
+    idle for a second are forgotten.
+
+    Args:
+        clock: Monotonic nanoseconds.
+
+    Attributes:
+        is_contended: Several principals are active; read from any thread.
+    """
+
+    def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self._clock = clock
+        self.is_contended = False
+        self._accounts: dict[str, Account] = {}
+        self._window_from_ns = clock()
+
+    @property
+    def num_accounts(self) -> int:
+        """Principals that are active."""
+        return len(self._accounts)
+
+    # ---- on the event loop ------------------------------------------------------------------------------------------
+
+    def account(self, principal: str) -> Account:
+        """Return the account of a principal that asks for something now."""
+        now_ns = self._clock()
+        account = self._accounts.get(principal)
+        if account is None:
+            account = self._accounts[principal] = Account(principal, now_ns)
+            self._divide()
+        account.seen_ns = now_ns
+        if now_ns - self._window_from_ns >= _WINDOW_NS:
+            self._end_window(now_ns)
+        return account
+
+    def charge(self, principal: str, work_ns: int) -> None:
+        """Count work that was done on the event loop for a principal."""
+        account = self._accounts.get(principal)
+        if account is not None and self.is_contended:
+            account.loop_ns += work_ns
+            self._owe(account, work_ns, self._clock())
+
+    def wait_ns(self, account: Account) -> int:
+        """Return how long the principal's next piece of work has to wait; 0 or less: it may begin."""
+        now_ns = self._clock()
+        if now_ns - self._window_from_ns >= _WINDOW_NS:
+            self._end_window(now_ns)
+        if not self.is_contended:
+            return 0
+        if (host_ns := account.host_ns) != account.host_read_ns:
+            self._owe(account, host_ns - account.host_read_ns, now_ns)
+            account.host_read_ns = host_ns
+        return account.free_at_ns - now_ns
+
+    # ---- on the engine thread ---------------------------------------------------------------------------------------
+
+    def add_host_work(self, principal: str, work_ns: int) -> None:
+        """Count work that the engine did for a principal besides rows."""
+        account = self._accounts.get(principal)
+        if account is not None:
+            account.host_ns += work_ns
+            account.engine_ns += work_ns
+
+    def add_service(self, num_appends: Mapping[str, int], elapsed_ns: int) -> None:
+        """Count a step for the principals that have rows in it: the time of each, undivided.
+
+        It costs them nothing. Each append in it explains some work for a request and a reply.
+        """
+        for principal, count in num_appends.items():
+            account = self._accounts.get(principal)
+            if account is None:  # a long Generate, whose client asks for nothing more
+                account = self._accounts.setdefault(principal, Account(principal, self._clock()))
+            account.engine_ns += elapsed_ns
+            account.host_ns -= count * _APPEND_NS
+
+    # ---- inner ------------------------------------------------------------------------------------------------------
+
+    def _owe(self, account: Account, work_ns: int, now_ns: int) -> None:
+        """Move the moment at which the next piece of work may begin."""
+        earliest_ns = now_ns - _BURST_NS
+        account.free_at_ns = max(max(account.free_at_ns, earliest_ns) + int(work_ns / account.rate), earliest_ns)
+
+    def _end_window(self, now_ns: int) -> None:
+        """Measure what each principal was worked for since the last time, forget the idle, and divide again."""
+        length_ns = now_ns - self._window_from_ns
+        self._window_from_ns = now_ns
+        for account in list(self._accounts.values()):
+            engine_ns = account.engine_ns
+            busy_ns = account.loop_ns + engine_ns - account.engine_read_ns
+            account.loop_ns, account.engine_read_ns = 0, engine_ns
+            account.demand = min(1.0, 0.5 * account.demand + 0.5 * busy_ns / length_ns)
+            if not busy_ns and now_ns - account.seen_ns > _ACTIVE_NS and account.free_at_ns <= now_ns:
+                del self._accounts[account.principal]
+        self._divide()
+
+    def _divide(self) -> None:
+        """Give each principal the larger of an equal share and what the demands of the others leave."""
+        accounts = list(self._accounts.values())
+        total = sum(account.demand for account in accounts)
+        num_counted = sum(account.demand > _LEAST_DEMAND for account in accounts)
+        for account in accounts:
+            num_others = num_counted - (account.demand > _LEAST_DEMAND)
+            account.rate = max(_PART / (1 + num_others), 1.0 - (total - account.demand))
+        self.is_contended = len(accounts) > 1

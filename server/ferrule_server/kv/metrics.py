@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ferrule_server.kv.block_pool import BlockPool
+from ferrule_server.kv.per_principal import PerPrincipal
 
 
 @dataclass(slots=True)
@@ -30,6 +31,32 @@ class KvCounters:
     block_copies: int = 0
     prefix_lookup_tokens: int = 0
     prefix_hit_tokens: int = 0
+
+
+class KvLedger:
+    """What is counted, of the whole store and of each principal: the same numbers, so that neither can be forgotten.
+
+    Attributes:
+        total: Of all principals.
+        own: Of each principal that was active lately.
+    """
+
+    __slots__ = ("own", "total")
+
+    def __init__(self) -> None:
+        self.total = KvCounters()
+        self.own = PerPrincipal(KvCounters)
+
+    def add(self, principal: str, counter: str, amount: int = 1) -> None:
+        """Count something that a principal did or that happened to what it owns.
+
+        Args:
+            principal: Whose it is.
+            counter: Name of a field of :class:`KvCounters`.
+            amount: How much.
+        """
+        for counters in (self.total, self.own.of(principal)):
+            setattr(counters, counter, getattr(counters, counter) + amount)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from ferrule_server.errors import ContextExceeded, ExceedsPool
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.lineage import LineageChain
-from ferrule_server.kv.metrics import KvCounters
+from ferrule_server.kv.metrics import KvLedger
 from ferrule_server.kv.prefix_cache import PrefixCache
 from ferrule_server.kv.reserved_slots import ReservedSlots
 from ferrule_server.kv.sequence import Sequence, require_idle
@@ -95,7 +95,7 @@ class Reservations:
         max_context: Longest sequence in tokens.
     """
 
-    __slots__ = ("_cache", "_counters", "_live", "_max_context", "_pool", "_slots", "_usage")
+    __slots__ = ("_cache", "_ledger", "_live", "_max_context", "_pool", "_slots", "_usage")
 
     def __init__(
         self,
@@ -104,14 +104,14 @@ class Reservations:
         slots: ReservedSlots,
         cache: PrefixCache,
         *,
-        counters: KvCounters,
+        ledger: KvLedger,
         max_context: int,
     ) -> None:
         self._pool = pool
         self._usage = usage
         self._slots = slots
         self._cache = cache
-        self._counters = counters
+        self._ledger = ledger
         self._max_context = max_context
         self._live: set[Reservation] = set()
 
@@ -141,8 +141,8 @@ class Reservations:
         reservation.reserved_length = reserved_length
         reservation.num_cached = len(found_ids) * self._pool.block_size
         if prompt is not None:
-            self._counters.prefix_lookup_tokens += num_tokens
-            self._counters.prefix_hit_tokens += reservation.num_cached
+            self._ledger.add(principal, "prefix_lookup_tokens", num_tokens)
+            self._ledger.add(principal, "prefix_hit_tokens", reservation.num_cached)
         return self._open(reservation)
 
     def reserve_append(self, sequence: Sequence, num_tokens: int, *, is_checked: bool = False) -> Reservation:

@@ -16,7 +16,7 @@ from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.handle import Handle, StalePolicy, handle_id_of
 from ferrule_server.kv.leases import LeaseHeap
 from ferrule_server.kv.lineage import LineageChain
-from ferrule_server.kv.metrics import KvCounters, KvMetrics, metrics_of
+from ferrule_server.kv.metrics import KvCounters, KvLedger, KvMetrics, metrics_of
 from ferrule_server.kv.prefix_cache import PrefixCache
 from ferrule_server.kv.registry import SECRET_BYTES, TOMBSTONE_S, Registry
 from ferrule_server.kv.reservation import Reservation, Reservations, prefix_blocks
@@ -104,10 +104,10 @@ class KvStore:
         self._leases = LeaseHeap(self._registry.sequences)
         self._usage = Usage(pool, limits_of)
         self._cache = PrefixCache(pool, is_on=has_prefix_cache)
-        self._counters = KvCounters()
+        self._ledger = KvLedger()
         self._slots = ReservedSlots(pool, self._usage, self._cache, max_context)
         self._reservations = Reservations(
-            pool, self._usage, self._slots, self._cache, counters=self._counters, max_context=max_context
+            pool, self._usage, self._slots, self._cache, ledger=self._ledger, max_context=max_context
         )
 
     @property
@@ -125,7 +125,11 @@ class KvStore:
 
     def metrics(self) -> KvMetrics:
         """Return how the store stands; from any thread. In the middle of a step some figures may be those before it."""
-        return metrics_of(self.pool, self._counters, len(self._registry), self._registry.num_tombstones)
+        return metrics_of(self.pool, self._ledger.total, len(self._registry), self._registry.num_tombstones)
+
+    def counters_of(self, principal: str) -> KvCounters:
+        """Return what is counted for one principal, to be read only; from any thread."""
+        return self._ledger.own.look(principal)
 
     def now(self) -> float:
         """Seconds on the clock that ``expires_at`` and ``created_at`` are told on."""
@@ -321,7 +325,7 @@ class KvStore:
         if reservation.start % size + num_tokens >= size and sequence.is_published:
             self._cache.register(sequence, (reservation.start + reservation.num_cached) // size)
         if reservation.copies:
-            self._counters.block_copies += len(reservation.copies)
+            self._ledger.add(sequence.principal, "block_copies", len(reservation.copies))
             self._usage.release(sequence.principal, [source_id for source_id, _ in reservation.copies])
         sequence.last_truncate = None
         if reservation.source is not None:
@@ -376,7 +380,7 @@ class KvStore:
             branch = self._create(sequence.principal, chain.copy(length), prefix, sequence)
             self.renew(branch, ttl_s)
             branches.append(branch)
-        self._counters.forks += count
+        self._ledger.add(sequence.principal, "forks", count)
         self.renew(sequence)
         return branches
 
@@ -416,7 +420,7 @@ class KvStore:
         if sequence is None:
             return None
         self._registry.remove(sequence)
-        self._counters.released += 1
+        self._ledger.add(principal, "released")
         return self._free_sequence(sequence)
 
     def renew(self, sequence: Sequence, ttl_s: float | None = None) -> float:
@@ -438,7 +442,7 @@ class KvStore:
         due = self._leases.take_due(now if at is None else min(at, now))
         for sequence in due:
             self._registry.bury(sequence, now)
-            self._counters.expired += 1
+            self._ledger.add(sequence.principal, "expired")
             self._free_sequence(sequence)
         return [sequence.handle_id for sequence in due]
 
@@ -507,7 +511,7 @@ class KvStore:
         if reservation.source is None:
             sequence.is_published = reservation.is_published
         else:
-            self._counters.forks += 1
+            self._ledger.add(reservation.principal, "forks")
         if reservation.reserved_length:
             sequence.reserved_length = reservation.reserved_length
             sequence.spare_ids = tuple(reservation.held_ids[len(reservation.block_ids) :])
@@ -523,7 +527,7 @@ class KvStore:
             sequence.parent_handle_id = parent.handle_id
             sequence.is_published = parent.is_published
         self._registry.add(sequence)
-        self._counters.created += 1
+        self._ledger.add(principal, "created")
         return sequence
 
     def _drop_tail(self, sequence: Sequence, length: int) -> int:
@@ -533,7 +537,7 @@ class KvStore:
         freed_blocks = self._slots.drop_tail(sequence, length)
         sequence.chain.truncate(length)
         sequence.last_truncate = None
-        self._counters.truncates += 1
+        self._ledger.add(sequence.principal, "truncates")
         return freed_blocks
 
     def _free_sequence(self, sequence: Sequence) -> int:

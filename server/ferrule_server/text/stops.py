@@ -1,4 +1,8 @@
-"""Stop strings: looked for in a text that comes token by token, across token borders."""
+"""Stop strings: looked for in a text that comes token by token, across token borders.
+
+The text is searched as UTF-8: no character's bytes begin within another character, so a string is found in the bytes
+exactly where it is found in the text.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ferrule_server.errors import InvalidRequest
+from ferrule_server.suffixes import Suffixes
 from ferrule_server.text.stream_decoder import StreamDecoder
 
 if TYPE_CHECKING:
@@ -14,6 +19,8 @@ if TYPE_CHECKING:
 
 class StopStrings:
     """Makes what looks for some strings, one for each text; calling it is enough.
+
+    The set of strings is prepared once, in time linear in their length, and shared by all searches.
 
     Args:
         tokenizer: Of the model.
@@ -36,7 +43,7 @@ class StopStrings:
             if not string:
                 raise InvalidRequest(f"stop_strings[{i}]", "is empty; it would stop before the first token")
         self._tokenizer = tokenizer
-        self._strings = tuple(strings)
+        self._strings = Suffixes(string.encode() for string in strings)
         self._skips = skip_special_tokens
         self._context = context
 
@@ -48,27 +55,30 @@ class StopStrings:
 class TextSearch:
     """Looks for strings in the text of tokens; an ``engine.jobs.TextStop``.
 
-    Invariant: ``_tail`` is the end of the text so far, one character shorter than the longest string, without a
-    character that is not whole yet: whatever else a match needs comes with later tokens.
+    A byte of text costs one binary search in the strings at most, whatever they are.
+
+    Invariant: ``_tail`` is the end of the text so far, newest byte first, one byte shorter than the longest string,
+    without a character that is not whole yet: whatever else a match needs comes with later tokens.
 
     Args:
         decoder: At the beginning of the text.
-        strings: None of them empty.
+        strings: At least one, in UTF-8.
     """
 
     __slots__ = ("_decoder", "_strings", "_tail", "_tail_length")
 
-    def __init__(self, decoder: StreamDecoder, strings: tuple[str, ...]) -> None:
+    def __init__(self, decoder: StreamDecoder, strings: Suffixes) -> None:
         self._decoder = decoder
         self._strings = strings
-        self._tail = ""
-        self._tail_length = max(map(len, strings), default=1) - 1
+        self._tail = b""
+        self._tail_length = max(strings.longest - 1, 0)
 
     def feed(self, token_id: int) -> bool:
         """Take the next token; whether one of the strings is complete with it."""
         piece = self._decoder.push(token_id)
         if not piece:
             return False
-        text = self._tail + piece
-        self._tail = text[max(0, len(text) - self._tail_length) :]
-        return any(string in text for string in self._strings)
+        added = piece.encode()[::-1]
+        text = added + self._tail
+        self._tail = text[: self._tail_length]
+        return self._strings.is_within(text, len(added))

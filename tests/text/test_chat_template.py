@@ -218,7 +218,7 @@ def test_a_folder_without_a_template_loads_none(tmp_path: Path) -> None:
         ('{"chat_template": [{"name": "x"}]}', "neither a text nor a list"),
         ('{"chat_template": [{"name": "x", "template": "y"}]}', r"\['x'\] have no 'default'"),
         ("[]", "no JSON object"),
-        ("{", "cannot be loaded"),
+        ("{", "cannot be read"),
         ('{"chat_template": "{{ ' + "1" * 5000 + ' }}"}', "'default'"),
     ],
 )

@@ -1,18 +1,14 @@
-"""The Jinja environment of chat templates: what ``transformers`` gives them, and a limit on how long they run.
+"""The Jinja environment of chat templates: what ``transformers`` gives them, in a sandbox.
 
 Filters, globals, tags and settings are those of ``transformers.utils.chat_template_utils`` (Hugging Face, Apache-2.0),
 so that a template renders to the same bytes (but for ``lipsum``, which makes text without an end). The sandbox keeps a
-template away from the process; the limit keeps a conversation from hanging the server: every turn of a loop, every
-macro, every attribute, every call, every product and every power looks at the clock, and the last two at what they make
-too. Nothing else in Jinja takes long without one of these, but for work that grows with the size of its input, and for
-filters told to write widely, which no conversation can tell a template that was not made for it.
+template away from the process. How long it runs and how much memory it takes is bounded by the process that it runs in
+(``template_worker.py``); products and powers are checked here too, which gives a better message.
 """
 
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any, ClassVar, Final, NoReturn
@@ -25,23 +21,17 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-
-class TemplateTooSlow(Exception):
-    """A template has not come to its end in time."""
-
-
 _MAX_PRODUCT_LENGTH: Final = 4 << 20
 _MAX_INT_BITS: Final = 1 << 16
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
-    """Compiles chat templates; safe to share between threads, each of which has a deadline of its own."""
+    """Compiles chat templates."""
 
     intercepted_binops = frozenset({"*", "**"})  # so they are not worked out when a template is compiled, either
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
-        self._threads = threading.local()
         self.filters["tojson"] = _to_json
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
@@ -49,49 +39,10 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
         self.globals["namespace"] = _Namespace
 
-    def start_clock(self, limit_s: float) -> None:
-        """Give what this thread renders from now on so many seconds."""
-        self._threads.deadline = time.monotonic() + limit_s
-
-    def check_clock(self) -> str:
-        """Return an empty text while there is time.
-
-        Raises:
-            TemplateTooSlow: There is none left.
-        """
-        if time.monotonic() > getattr(self._threads, "deadline", float("inf")):
-            raise TemplateTooSlow
-        return ""
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        """Return ``obj.attribute`` as templates see it."""
-        self.check_clock()
-        return super().getattr(obj, attribute)
-
-    def getitem(self, obj: Any, argument: Any) -> Any:
-        """Return ``obj[argument]`` as templates see it."""
-        self.check_clock()
-        return super().getitem(obj, argument)
-
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as in Jinja
-        """Call ``obj``, if the sandbox allows it."""
-        __self.check_clock()
-        return super().call(__context, __obj, *args, **kwargs)
-
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Return a product or a power, unless it is huge."""
-        self.check_clock()
         _check_product(operator, left, right)
         return super().call_binop(context, operator, left, right)
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """Put a look at the clock into every loop and macro; it is no output and changes nothing else."""
-        template = super()._parse(source, name, filename)
-        bodies: list[nodes.For | nodes.Macro] = [*template.find_all(nodes.For), *template.find_all(nodes.Macro)]
-        for node in bodies:
-            look = nodes.Call(nodes.EnvironmentAttribute("check_clock"), [], [], None, None)
-            node.body.insert(0, nodes.ExprStmt(look).set_lineno(node.lineno))
-        return template
 
 
 class _GenerationTag(Extension):

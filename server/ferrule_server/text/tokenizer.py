@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import itertools
 import json
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 import tokenizers
 
 from ferrule_server.errors import InvalidRequest, ModelError, TokenOutOfVocab
+from ferrule_server.model_files import MAX_TOKENIZER_BYTES, FileMissing, read_text, shown
 from ferrule_server.text.tokenizer_config import TokenizerConfig
 
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
@@ -46,13 +48,12 @@ class Tokenizer:
         self._literal.encode_special_tokens = True
         added = self._parsing.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        decoder_types = _decoder_types(text)
+        decoder_types = _decoder_types(self._parsing)
         self._byte_of_character = _byte_alphabet() if "ByteLevel" in decoder_types else {}
         self._has_byte_fallback = "ByteFallback" in decoder_types
         self.vocab_size: int = self._parsing.get_vocab_size(with_added_tokens=True)
         self.eos_id: int | None = None if eos_token is None else self._parsing.token_to_id(eos_token)
-        first, plain = self.encode("a", add_special_tokens=True)[:1], self.encode("a")[:1]
-        self.bos_id: int | None = first[0] if first and first != plain else None
+        self.bos_id: int | None = self._find_bos()
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer | None:
@@ -62,12 +63,16 @@ class Tokenizer:
             ModelError: The file, or one of those beside it, is there and cannot be read as what it should be.
         """
         path = folder / "tokenizer.json"
-        if not path.is_file():
+        try:
+            text = read_text(path, MAX_TOKENIZER_BYTES)
+        except FileMissing:
             return None
+        except ModelError as error:
+            raise ModelError(f"{path} cannot be loaded: {error}") from error
         config = TokenizerConfig.load(folder)
         try:
-            return cls(path.read_text(encoding="utf-8"), config.special_tokens.get("eos_token"))
-        except (OSError, UnicodeDecodeError, ModelError) as error:
+            return cls(text, config.special_tokens.get("eos_token"))
+        except ModelError as error:
             raise ModelError(f"{path} cannot be loaded: {error}") from error
 
     def encode(self, text: str, add_special_tokens: bool = False, parse_special_tokens: bool = True) -> list[int]:
@@ -140,6 +145,12 @@ class Tokenizer:
         num_bytes = len(decoder.getstate()[0])
         return num_bytes if self._has_byte_fallback else min(1, num_bytes)
 
+    def _find_bos(self) -> int | None:
+        """Return the token that is put before a text; a tokenizer that cannot encode a letter is refused here."""
+        with _refusing("it cannot encode a text"):
+            first, plain = self.encode("a", add_special_tokens=True)[:1], self.encode("a")[:1]
+        return first[0] if first and first != plain else None
+
     def _mended(self, text: str, token_ids: Iterable[int]) -> str:
         """Return the text of tokens, whole characters beside broken ones included; ``text`` is what the library says.
 
@@ -177,20 +188,32 @@ class Tokenizer:
         return bytes.fromhex(byte[1]) if byte else token.encode()
 
 
+@contextlib.contextmanager
+def _refusing(complaint: str) -> Iterator[None]:
+    """Turn whatever the library raises in the body into a ModelError.
+
+    A panic of its Rust code is derived from BaseException, and its class cannot be imported.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ModelError(f"{complaint}: {shown(str(error))}") from error
+
+
 def _from_text(text: str) -> tokenizers.Tokenizer:
     """Return a tokenizer that neither truncates nor pads."""
-    try:
+    with _refusing("not a tokenizer"):
         tokenizer = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:
-        raise ModelError(f"not a tokenizer: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
     return tokenizer
 
 
-def _decoder_types(text: str) -> set[str]:
-    """Return the names of the decoders in a ``tokenizer.json``, those of a sequence too."""
-    decoder = json.loads(text).get("decoder") or {}
+def _decoder_types(tokenizer: tokenizers.Tokenizer) -> set[str]:
+    """Return the names of the decoders of a tokenizer, those of a sequence too."""
+    decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder is not None else {}
     return {part.get("type", "") for part in (decoder, *decoder.get("decoders", ()))}
 
 

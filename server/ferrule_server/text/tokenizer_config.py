@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from ferrule_server.errors import ModelError
+from ferrule_server.model_files import (
+    MAX_TEMPLATE_BYTES,
+    MAX_TOKENIZER_CONFIG_BYTES,
+    FileMissing,
+    read_object,
+    read_text,
+)
 
 DEFAULT_TEMPLATE: Final = "default"
 _EXTRA_FOLDER: Final = "additional_chat_templates"
+_MAX_TEMPLATES: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +44,10 @@ class TokenizerConfig:
         config = _read_json(folder / "tokenizer_config.json")
         legacy = {} if "added_tokens_decoder" in config else _read_json(folder / "special_tokens_map.json")
         templates = _template_files(folder) or _configured_templates(config.get("chat_template"))
+        if len(templates) > _MAX_TEMPLATES:
+            raise ModelError(
+                f"the model brings {len(templates)} chat templates; at most {_MAX_TEMPLATES} are supported"
+            )
         return cls(_special_tokens({**config, **legacy}), templates)
 
 
@@ -74,25 +86,29 @@ def _configured_templates(value: object) -> dict[str, str]:
 
 def _template_files(folder: Path) -> dict[str, str]:
     paths = {DEFAULT_TEMPLATE: folder / "chat_template.jinja"}
-    paths |= {path.stem: path for path in sorted((folder / _EXTRA_FOLDER).glob("*.jinja"))}
-    return {name: _read_text(path) for name, path in paths.items() if path.is_file()}
+    paths |= {path.stem: path for path in _extra_files(folder / _EXTRA_FOLDER)}
+    sources = {name: _read_template(path) for name, path in paths.items()}
+    return {name: source for name, source in sources.items() if source is not None}
+
+
+def _extra_files(folder: Path) -> list[Path]:
+    """Return the templates in a folder that need not exist, no more than one beyond the limit."""
+    try:
+        return sorted(itertools.islice(folder.glob("*.jinja"), _MAX_TEMPLATES + 1))
+    except OSError as error:
+        raise ModelError(f"{folder} cannot be read: {error.strerror}") from error
+
+
+def _read_template(path: Path) -> str | None:
+    try:
+        return read_text(path, MAX_TEMPLATE_BYTES)
+    except FileMissing:
+        return None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     """Return the object in a file, an empty one where there is no file."""
-    if not path.is_file():
+    try:
+        return read_object(path, MAX_TOKENIZER_CONFIG_BYTES)
+    except FileMissing:
         return {}
-    try:
-        content = json.loads(_read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be loaded: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} cannot be loaded: it holds no JSON object")
-    return content
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path} cannot be loaded: {error}") from error

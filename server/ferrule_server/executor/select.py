@@ -13,6 +13,7 @@ from ferrule_server.errors import ConfigError, ModelError
 from ferrule_server.executor.base import BLOCK_SIZE, Executor
 from ferrule_server.executor.paged_reference import PagedReferenceExecutor
 from ferrule_server.model.config import read_config
+from ferrule_server.model_files import is_folder, name_of
 
 if TYPE_CHECKING:
     from ferrule_server.executor.cuda.compose import Preparation
@@ -57,8 +58,15 @@ def create_executor(config: ServerConfig, on_progress: OnProgress) -> LoadedExec
 
     Raises:
         ConfigError: The settings do not fit the model or the machine.
-        ModelError: The model folder cannot be loaded.
+        ModelError: The model folder cannot be loaded, or this machine has too little memory for it.
     """
+    try:
+        return _create(config, on_progress)
+    except MemoryError as error:
+        raise ModelError(f"--model {name_of(config.model)}: this machine has too little memory to load it") from error
+
+
+def _create(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
     if config.kernel_bundle is not None:
         from ferrule_server.executor.cuda.bundle_file import check_bundle_file
 
@@ -238,16 +246,27 @@ def _found(config: ServerConfig, on_progress: OnProgress) -> tuple[Path, str | N
         raise ConfigError("--model is needed: demo, a folder, or org/name on the hub")
     if config.model == DEMO_MODEL:
         return _demo_folder(), None, on_progress
-    folder = Path(config.model).expanduser()
-    if folder.is_dir():
+    folder = _as_folder(config.model)
+    if folder is not None:
         if config.revision is not None:
             raise ConfigError(f"--revision {config.revision}: --model {config.model} is a folder here, not on the hub")
         return folder, None, on_progress
     from ferrule_server.model.hub import is_hub_name
 
     if not is_hub_name(config.model):
-        raise ModelError(f"--model {config.model}: there is no such folder; a model of the hub is named org/name")
+        raise ModelError(
+            f"--model {name_of(config.model)}: there is no such folder; a model of the hub is named org/name"
+        )
     return _fetched(config, config.model, on_progress)
+
+
+def _as_folder(name: str) -> Path | None:
+    """Return the folder that a setting names, None if there is none."""
+    try:
+        folder = Path(name).expanduser()
+    except RuntimeError:  # the home of a user who does not exist
+        return None
+    return folder if is_folder(folder) else None
 
 
 def _fetched(config: ServerConfig, name: str, on_progress: OnProgress) -> tuple[Path, str, OnProgress]:

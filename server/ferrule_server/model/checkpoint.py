@@ -7,12 +7,26 @@ tensors are read straight into their final memory: a mapped file would count twi
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
+
+from ferrule_server.errors import ModelError
+from ferrule_server.model_files import (
+    MAX_HEADER_BYTES,
+    FileMissing,
+    listed,
+    name_of,
+    open_file,
+    parse_object,
+    read_object,
+    read_up_to,
+    shown,
+)
 
 __all__ = ["DTYPE_BYTES", "StoredTensor", "list_tensors"]
 
@@ -21,7 +35,11 @@ DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the format
+_MAX_ALL_HEADERS_BYTES = 2 * MAX_HEADER_BYTES
+_MAX_SHARDS = 4096
+_MAX_TENSORS = 1 << 17
+_MAX_DIMENSIONS = 8
+_MAX_NUMBER = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +76,7 @@ def list_tensors(folder: Path) -> tuple[dict[str, StoredTensor], set[str], list[
     Returns:
         Tensors by name; names that are already accounted for by a problem; the problems in words.
     """
-    if (folder / _SINGLE_FILE).exists():
+    if os.path.exists(folder / _SINGLE_FILE):  # noqa: PTH110  (Path.exists raises for a folder that may not be read)
         return _merge(folder, [_SINGLE_FILE], None)
     try:
         weight_map = _read_index(folder / _INDEX_FILE)
@@ -69,17 +87,21 @@ def list_tensors(folder: Path) -> tuple[dict[str, StoredTensor], set[str], list[
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique_keys)
-    except FileNotFoundError:
+        content = read_object(path, MAX_HEADER_BYTES, has_unique_keys=True)
+    except FileMissing:
         raise _BadFile(f"neither {_SINGLE_FILE} nor {_INDEX_FILE} is there; only safetensors are read") from None
-    except (OSError, ValueError) as error:
-        raise _BadFile(f"{path.name} cannot be read: {error}") from error
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    except ModelError as error:
+        raise _BadFile(str(error)) from error
+    weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise _BadFile(f"{path.name} has no weight_map")
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file:
-            raise _BadFile(f"{path.name}: tensor {name} is mapped to {file!r}, which is no plain file name")
+            raise _BadFile(
+                f"{path.name}: tensor {name_of(name)} is mapped to {shown(file)}, which is not a plain file name"
+            )
+    if len(set(weight_map.values())) > _MAX_SHARDS:
+        raise _BadFile(f"{path.name} names more than {_MAX_SHARDS} files, the limit")
     return weight_map
 
 
@@ -89,80 +111,97 @@ def _merge(
     tensors: dict[str, StoredTensor] = {}
     accounted: set[str] = set()
     problems: list[str] = []
+    names_by_file = _names_by_file(weight_map or {})
+    spare_bytes = _MAX_ALL_HEADERS_BYTES
     for file in files:
         try:
-            entries = _read_header(folder / file)
+            entries, header_bytes = _read_header(folder / file, spare_bytes)
         except _BadFile as problem:
-            lost = [name for name, home in (weight_map or {}).items() if home == file]
+            lost = names_by_file[file]
             accounted.update(lost)
-            problems.append(f"{problem} ({len(lost)} tensors: {', '.join(lost)})" if lost else str(problem))
+            problems.append(f"{problem} ({len(lost)} tensors: {listed(lost)})" if lost else str(problem))
             continue
-        problems += [f"tensor {e.name} is stored twice, in {tensors[e.name].path.name} and {file}"
-                     for e in entries if e.name in tensors]  # fmt: skip
+        spare_bytes -= header_bytes
+        problems += [
+            f"tensor {name_of(e.name)} is stored twice, in {tensors[e.name].path.name} and {name_of(file)}"
+            for e in entries
+            if e.name in tensors
+        ]
         tensors.update((entry.name, entry) for entry in entries)
     if weight_map is not None:
         problems += _compare_with_index(tensors, accounted, weight_map)
     return tensors, accounted, problems
 
 
+def _names_by_file(weight_map: Mapping[str, str]) -> Mapping[str, list[str]]:
+    """Return the tensors of each file, an empty list for a file that the index does not name."""
+    names: defaultdict[str, list[str]] = defaultdict(list)
+    for name, file in weight_map.items():
+        names[file].append(name)
+    return names
+
+
 def _compare_with_index(tensors: dict[str, StoredTensor], accounted: set[str], weight_map: dict[str, str]) -> list[str]:
     """Return where the index and the shards disagree; a tensor that is nowhere is left to the caller to name."""
     problems = []
     for name, entry in tensors.items():
+        place = f"tensor {name_of(name)} is in {name_of(entry.path.name)}"
         if name not in weight_map:
-            problems.append(f"tensor {name} is in {entry.path.name} but not in {_INDEX_FILE}")
+            problems.append(f"{place} but not in {_INDEX_FILE}")
         elif weight_map[name] != entry.path.name and name not in accounted:
-            problems.append(f"tensor {name} is in {entry.path.name}, {_INDEX_FILE} says {weight_map[name]}")
+            problems.append(f"{place}, {_INDEX_FILE} says {name_of(weight_map[name])}")
     return problems
 
 
-def _read_header(path: Path) -> list[StoredTensor]:
+def _read_header(path: Path, spare_bytes: int) -> tuple[list[StoredTensor], int]:
+    """Return the tensors of a file, and the size of its header, which may be at most ``spare_bytes``."""
+    name = name_of(path.name)
     try:
-        with path.open("rb") as file:
-            file_bytes = path.stat().st_size
-            header_bytes = int.from_bytes(file.read(8), "little")
-            if file_bytes < 8 or not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, file_bytes - 8):
-                raise _BadFile(f"file {path.name} is truncated or no safetensors file")
-            header = json.loads(file.read(header_bytes), object_pairs_hook=_unique_keys)
-    except FileNotFoundError:
-        raise _BadFile(f"shard file {path.name} is missing") from None
-    except (OSError, ValueError) as error:
-        raise _BadFile(f"file {path.name} cannot be read: {error}") from error
-    if not isinstance(header, dict):
-        raise _BadFile(f"file {path.name} has no header object")
+        with open_file(path) as file:
+            file_bytes = os.fstat(file.fileno()).st_size
+            header_bytes = int.from_bytes(read_up_to(file, 8), "little")
+            if file_bytes < 8 or not 2 <= header_bytes <= file_bytes - 8:
+                raise _BadFile(f"file {name} is truncated or no safetensors file")
+            if header_bytes > min(MAX_HEADER_BYTES, spare_bytes):
+                raise _BadFile(f"file {name} has a header of {header_bytes} bytes, more than is read")
+            header = parse_object(read_up_to(file, header_bytes), path, has_unique_keys=True)
+    except FileMissing:
+        raise _BadFile(f"shard file {name} is missing") from None
+    except (OSError, ModelError) as error:
+        raise _BadFile(f"file {name} cannot be read: {error}") from error
     header.pop("__metadata__", None)
-    entries = [_parse_entry(path, name, value, 8 + header_bytes) for name, value in header.items()]
+    if len(header) > _MAX_TENSORS:
+        raise _BadFile(f"file {name} holds more than {_MAX_TENSORS} tensors, the limit")
+    entries = [_parse_entry(path, tensor, value, 8 + header_bytes) for tensor, value in header.items()]
     _check_coverage(path, entries, 8 + header_bytes, file_bytes)
-    return entries
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    if len(set(keys)) != len(keys):
-        twice = sorted({key for key in keys if keys.count(key) > 1})
-        raise ValueError(f"duplicate entries {', '.join(twice)}")
-    return dict(pairs)
+    return entries, header_bytes
 
 
 def _parse_entry(path: Path, name: str, value: object, data_start: int) -> StoredTensor:
-    try:
-        dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]  # type: ignore[index]
-        is_sound = isinstance(dtype, str) and all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end))
-    except (KeyError, TypeError, ValueError):
-        is_sound = False
-    if not is_sound:
-        raise _BadFile(f"file {path.name}: the header entry of {name} is malformed")
-    if dtype in DTYPE_BYTES and end - begin != prod(shape) * DTYPE_BYTES[dtype]:
-        raise _BadFile(f"file {path.name}: {name} has {end - begin} bytes, {dtype} {list(shape)} needs others")
-    return StoredTensor(name, dtype, shape, path, data_start + begin, end - begin)
+    found = value if isinstance(value, dict) else {}
+    dtype, shape, offsets = found.get("dtype"), found.get("shape"), found.get("data_offsets")
+    where = f"file {name_of(path.name)}: "
+    if not isinstance(dtype, str) or not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
+        raise _BadFile(f"{where}the header entry of {name_of(name)} is malformed")
+    num_bytes = offsets[1] - offsets[0]
+    if dtype in DTYPE_BYTES and num_bytes != prod(shape) * DTYPE_BYTES[dtype]:
+        raise _BadFile(f"{where}{name_of(name)} has {num_bytes} bytes, {dtype} {shape} needs others")
+    return StoredTensor(name, dtype, tuple(shape), path, data_start + offsets[0], num_bytes)
+
+
+def _is_sizes(value: object) -> TypeGuard[list[int]]:
+    """Return whether a value is a short list of numbers that a file may have as sizes or offsets."""
+    if not isinstance(value, list) or len(value) > _MAX_DIMENSIONS:
+        return False
+    return all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= _MAX_NUMBER for n in value)
 
 
 def _check_coverage(path: Path, entries: list[StoredTensor], data_start: int, file_bytes: int) -> None:
     """Refuse overlaps, holes and truncation: the data must be exactly the tensors, end to end."""
-    position = data_start
+    position, where = data_start, f"file {name_of(path.name)}"
     for entry in sorted(entries, key=lambda e: (e.offset, e.num_bytes)):
         if entry.offset != position:
-            raise _BadFile(f"file {path.name}: the data of {entry.name} overlaps another tensor or leaves a hole")
+            raise _BadFile(f"{where}: the data of {name_of(entry.name)} overlaps another tensor or leaves a hole")
         position += entry.num_bytes
     if position != file_bytes:
-        raise _BadFile(f"file {path.name} has {file_bytes} bytes, its header describes {position}; is it truncated?")
+        raise _BadFile(f"{where} has {file_bytes} bytes, its header describes {position}; is it truncated?")

@@ -7,13 +7,13 @@ other rope types, partial rotary, quantised weights, other activations) is refus
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ferrule_server.errors import ModelError
+from ferrule_server.model_files import MAX_CONFIG_BYTES, FileMissing, read_object, shown
 
 __all__ = ["Llama3Scaling", "ModelConfig", "parse_config", "read_config"]
 
@@ -23,6 +23,22 @@ _DEFAULT_NORM_EPS = 1e-6
 _QWEN3_HEAD_DIM = 128
 
 _FAMILIES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
+
+# Far beyond any model of these families. Loading takes time and memory in proportion to these sizes before a single
+# weight is read, so a folder of strangers must not choose them freely.
+_MOST = {
+    "vocab_size": 1 << 22,
+    "hidden_size": 1 << 17,
+    "intermediate_size": 1 << 20,
+    "num_hidden_layers": 1024,
+    "num_attention_heads": 1024,
+    "num_key_value_heads": 1024,
+    "head_dim": 4096,
+    "max_position_embeddings": 1 << 27,
+    "original_max_position_embeddings": 1 << 27,
+    "max_window_layers": 1 << 27,
+}
+_LEAST_NUMBER, _MOST_NUMBER = 1e-30, 1e30  # float32 holds these and what is computed from them
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +110,16 @@ def read_config(folder: Path) -> ModelConfig:
     Raises:
         ModelError: A file is missing or broken, or the model is one this server cannot run exactly.
     """
-    generation_path = folder / "generation_config.json"
-    generation = _read_json(generation_path) if generation_path.exists() else {}
-    return parse_config(_read_json(folder / "config.json"), generation)
+    try:
+        raw = read_object(folder / "config.json", MAX_CONFIG_BYTES)
+    except FileMissing as error:
+        path = folder / "config.json"
+        raise ModelError(f"{path} is missing; a model folder holds config.json and *.safetensors") from error
+    try:
+        generation = read_object(folder / "generation_config.json", MAX_CONFIG_BYTES)
+    except FileMissing:
+        generation = {}
+    return parse_config(raw, generation)
 
 
 def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
@@ -137,44 +160,34 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Model
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path} is missing; a model folder holds config.json and *.safetensors") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} does not hold a JSON object")
-    return content
-
-
 def _architecture(raw: Mapping[str, Any]) -> str:
     names = raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or names[0] not in _FAMILIES:
-        raise ModelError(f"config.json: architectures is {names!r}; supported: {', '.join(_FAMILIES)}")
+        raise ModelError(f"config.json: architectures is {shown(names)}; supported: {', '.join(_FAMILIES)}")
     return str(names[0])
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     activation = raw.get("hidden_act", "silu")
     if activation != "silu":
-        raise ModelError(f"config.json: hidden_act {activation!r} is not supported, only 'silu'")
+        raise ModelError(f"config.json: hidden_act {shown(activation)} is not supported, only 'silu'")
     if raw.get("quantization_config") is not None:
         raise ModelError("config.json: quantization_config is present; quantised checkpoints are not supported")
-    if any(kind != "full_attention" for kind in _layer_types(raw)):
+    if _has_sliding_layers(raw):
         raise ModelError("config.json: sliding-window attention is in use and not supported, only full attention")
 
 
-def _layer_types(raw: Mapping[str, Any]) -> list[object]:
-    """Return the kind of every layer as transformers derives it for Qwen3."""
-    given = raw.get("layer_types")
-    if isinstance(given, list):
-        return given
-    if not raw.get("use_sliding_window") or raw.get("sliding_window") is None:
-        return []
-    first_sliding = int(raw.get("max_window_layers", 0))
-    return ["sliding_attention"] * max(_count(raw, "num_hidden_layers") - first_sliding, 0)
+def _has_sliding_layers(raw: Mapping[str, Any]) -> bool:
+    """Return whether any layer attends to a window only, as transformers derives it for Qwen3."""
+    kinds = raw.get("layer_types")
+    if kinds is not None and not isinstance(kinds, list):
+        raise ModelError(f"config.json: layer_types is {shown(kinds)}, a list is expected")
+    if kinds is not None:
+        return any(kind != "full_attention" for kind in kinds)
+    if raw.get("use_sliding_window") is None or not _flag(raw, "use_sliding_window"):
+        return False
+    first_sliding = _count(raw, "max_window_layers", 0, least=0)
+    return raw.get("sliding_window") is not None and first_sliding < _count(raw, "num_hidden_layers")
 
 
 def _rope_parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,13 +198,13 @@ def _rope_parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
         if part is None:
             continue
         if not isinstance(part, dict) or any(isinstance(value, dict) for value in part.values()):
-            raise ModelError(f"config.json: {key} {part!r} is not supported; one flat object is expected")
+            raise ModelError(f"config.json: {key} {shown(part)} is not supported; one flat object is expected")
         merged.update(part)
     if merged.get("rope_theta") is None:
         merged["rope_theta"] = raw.get("rope_theta")
     factor = merged.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if factor not in (None, 1):
-        raise ModelError(f"config.json: partial_rotary_factor {factor!r} is not supported, only 1.0")
+        raise ModelError(f"config.json: partial_rotary_factor {shown(factor)} is not supported, only 1.0")
     return merged
 
 
@@ -200,7 +213,7 @@ def _rope_scaling(rope: Mapping[str, Any], max_positions: int) -> Llama3Scaling 
     if kind == "default":
         return None
     if kind != "llama3":
-        raise ModelError(f"config.json: rope type {kind!r} is not supported; supported: 'default', 'llama3'")
+        raise ModelError(f"config.json: rope type {shown(kind)} is not supported; supported: 'default', 'llama3'")
     scaling = Llama3Scaling(
         factor=_positive(rope, "factor"),
         low_freq_factor=_positive(rope, "low_freq_factor"),
@@ -241,7 +254,7 @@ def _eos_ids(raw: Mapping[str, Any], generation: Mapping[str, Any], vocab_size: 
         found = raw.get("eos_token_id")
     ids = found if isinstance(found, list) else [] if found is None else [found]
     if any(not _is_int(token_id) or not 0 <= token_id < vocab_size for token_id in ids):
-        raise ModelError(f"eos_token_id {found!r} is not a token of the vocabulary of {vocab_size}")
+        raise ModelError(f"eos_token_id {shown(found)} is not a token of the vocabulary of {vocab_size}")
     return tuple(ids)
 
 
@@ -249,14 +262,17 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _count(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _count(raw: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1) -> int:
+    """Return a size, checked against ``_MOST``: the one place where sizes of a configuration are bounded."""
     value = raw.get(key)
     if value is None:
         value = default
     if value is None:
         raise ModelError(f"config.json: {key} is missing")
-    if not _is_int(value) or value < 1:
-        raise ModelError(f"config.json: {key} is {value!r}, a whole number of at least 1 is expected")
+    if not _is_int(value) or value < least:
+        raise ModelError(f"config.json: {key} is {shown(value)}, a whole number of at least {least} is expected")
+    if value > _MOST[key]:
+        raise ModelError(f"config.json: {key} is {shown(value)}, at most {_MOST[key]} is supported")
     return int(value)
 
 
@@ -266,13 +282,14 @@ def _positive(raw: Mapping[str, Any], key: str, default: float | None = None) ->
         value = default
     if value is None:
         raise ModelError(f"config.json: {key} is missing")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise ModelError(f"config.json: {key} is {value!r}, a number above 0 is expected")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _LEAST_NUMBER <= value <= _MOST_NUMBER:
+        limits = f"from {_LEAST_NUMBER:g} to {_MOST_NUMBER:g}"
+        raise ModelError(f"config.json: {key} is {shown(value)}, a number {limits} is expected")
     return float(value)
 
 
 def _flag(raw: Mapping[str, Any], key: str) -> bool:
     value = raw.get(key, False)
     if not isinstance(value, bool):
-        raise ModelError(f"config.json: {key} is {value!r}, true or false is expected")
+        raise ModelError(f"config.json: {key} is {shown(value)}, true or false is expected")
     return value

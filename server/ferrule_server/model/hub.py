@@ -29,6 +29,7 @@ DEFAULT_REVISION: Final = "main"
 
 _LOG = logging.getLogger(__name__)
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+_MAX_NAME_LENGTH: Final = 96  # the hub's own limit
 _NUM_CONNECTIONS: Final = 4
 _MOST_BYTES: Final = 50 * 10**9
 """The hub sends no larger file over HTTP."""
@@ -54,7 +55,8 @@ class HubModel:
 
 def is_hub_name(text: str) -> bool:
     """Whether a text looks like ``org/name``; a folder of that name may exist all the same."""
-    return _NAME.fullmatch(text) is not None and ".." not in text and "--" not in text
+    is_short = len(text) <= _MAX_NAME_LENGTH
+    return is_short and _NAME.fullmatch(text) is not None and ".." not in text and "--" not in text
 
 
 def fetch_model(
@@ -191,8 +193,7 @@ class _Fetch:
         else:
             fetch_file(
                 file,
-                self._cache.part(file.etag),
-                blob,
+                self._cache,
                 get=lambda offset: self._hub.get(file.path, commit, offset),
                 on_bytes=on_bytes,
                 stopping=self._stopping,

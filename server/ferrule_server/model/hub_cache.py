@@ -6,21 +6,30 @@ is found here, and the other way round::
     models--org--name/blobs/ETAG                    the bytes, under the name the hub gives them
     models--org--name/snapshots/COMMIT/config.json  a link to a blob
     models--org--name/refs/main                     the commit a branch or tag meant when it was last looked up
+
+What is still being fetched lies beside the blobs, one file for each fetch, as ETAG.HOST.FETCH.ferrule.incomplete; HOST
+stands for one start of a kernel, whose processes see each other's locks.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import platform
 import re
+import secrets
 import shutil
 from pathlib import Path
 from typing import Final
+
+from ferrule_server.errors import ModelError
+from ferrule_server.model_files import MAX_HEADER_BYTES, is_file, read_object
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _PART_SUFFIX: Final = ".ferrule.incomplete"
+_LOCK_SUFFIX: Final = ".ferrule.lock"
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 class HubCache:
@@ -54,23 +63,35 @@ class HubCache:
         """Return where the bytes of a file lie once they are whole."""
         return self.folder / "blobs" / etag
 
-    def part(self, etag: str) -> Path:
-        """Return where the bytes of a file lie until they are whole."""
-        return self.folder / "blobs" / f"{etag}{_PART_SUFFIX}"
+    def parts(self, etag: str) -> list[Path]:
+        """Return the partial files of a file, of all fetches."""
+        return sorted((self.folder / "blobs").glob(f"{etag}*{_PART_SUFFIX}"))
+
+    def new_part(self, etag: str) -> Path:
+        """Return a name for the partial file of one fetch."""
+        return self.folder / "blobs" / f"{etag}.{_host()}.{secrets.token_hex(6)}{_PART_SUFFIX}"
+
+    def is_of_this_host(self, part: Path) -> bool:
+        """Whether a partial file was made on this host since it was started."""
+        return part.name.split(".")[1] == _host()
+
+    def lock(self, etag: str) -> Path:
+        """Return what is locked while a file is fetched, where huggingface_hub keeps its own locks."""
+        return self.folder.parent / ".locks" / self.folder.name / f"{etag}{_LOCK_SUFFIX}"
 
     def is_complete(self, commit: str) -> bool:
         """Whether configuration and weights of a commit are there; they are linked last, so the rest is then too."""
         folder = self.snapshot(commit)
-        if not (folder / "config.json").is_file():
+        if not is_file(folder / "config.json"):
             return False
-        if (folder / SINGLE_FILE).is_file():
+        if is_file(folder / SINGLE_FILE):
             return True
         shards = shards_of(folder)
-        return bool(shards) and all((folder / name).is_file() for name in shards)
+        return bool(shards) and all(is_file(folder / name) for name in shards)
 
     def has_tokenizer(self, commit: str) -> bool:
         """Whether a commit's tokenizer is there; another tool may have fetched the weights alone."""
-        return (self.snapshot(commit) / "tokenizer.json").is_file()
+        return is_file(self.snapshot(commit) / "tokenizer.json")
 
     def link(self, commit: str, path: str, etag: str) -> None:
         """Give a whole blob its name in a snapshot; where the disk knows no links, the blob moves there.
@@ -89,7 +110,10 @@ class HubCache:
                 file.unlink()
                 file.symlink_to(target)
         except OSError:
-            shutil.move(blob, file)
+            if file.exists():  # another server moved the same bytes there
+                blob.unlink(missing_ok=True)
+            else:
+                shutil.move(blob, file)
 
     def point(self, revision: str, commit: str) -> None:
         """Remember what a revision means, for the next start without a network.
@@ -101,24 +125,27 @@ class HubCache:
             return
         ref = self.folder / "refs" / revision
         ref.parent.mkdir(parents=True, exist_ok=True)
-        beside = ref.with_name(f"{ref.name}.{os.getpid()}")
+        beside = ref.with_name(f"{ref.name}.{secrets.token_hex(6)}")
         beside.write_text(commit, encoding="utf-8")
         beside.replace(ref)
 
     def missing_bytes(self, sizes: dict[str, int]) -> int:
         """Return how many bytes are still to be fetched of blobs, given their sizes by etag."""
-        return sum(
-            max(0, size - _size_of(self.part(etag))) for etag, size in sizes.items() if not self.blob(etag).exists()
-        )
+        missing = {etag: size for etag, size in sizes.items() if not self.blob(etag).exists()}
+        return sum(max(0, size - self._most_of(etag)) for etag, size in missing.items())
+
+    def _most_of(self, etag: str) -> int:
+        """Return the size of the largest partial file."""
+        return max(map(size_of, self.parts(etag)), default=0)
 
 
 def shards_of(folder: Path) -> list[str]:
     """Return the files that the index of a model folder names, in order; none where there is no index to be read."""
     try:
-        weight_map = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
-        return sorted({str(name) for name in weight_map.values()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        weight_map = read_object(folder / INDEX_FILE, MAX_HEADER_BYTES).get("weight_map")
+    except ModelError:
         return []
+    return sorted({str(name) for name in weight_map.values()}) if isinstance(weight_map, dict) else []
 
 
 def free_bytes(folder: Path) -> int:
@@ -128,7 +155,16 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def _size_of(path: Path) -> int:
+def _host() -> str:
+    """Return what tells this host, and this start of it, from others."""
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip().replace("-", "")[:16]
+    except OSError:
+        return re.sub(r"[^A-Za-z0-9-]", "-", platform.node()) or "host"
+
+
+def size_of(path: Path) -> int:
+    """Return the size of a file, 0 if it cannot be seen."""
     try:
         return path.stat().st_size
     except OSError:

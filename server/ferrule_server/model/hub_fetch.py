@@ -2,13 +2,21 @@
 
 huggingface_hub's own download begins a file anew in every process, and its Xet transfer too: minutes of a shard are
 lost at each Ctrl-C. Here the bytes that came stay, under the digest that names the file, so that they cannot belong to
-another one, and the whole is compared with that digest before anybody sees it.
+another one.
+
+Servers on several hosts may share the cache, over a network file system whose locks fail, or hold on one host only. So
+nothing depends on locks: each fetch writes to a partial file of its own, and before that file gets the name that
+everybody reads, its digest is computed from what lies on the disk. A lock only saves work: those who wait for it find
+the file complete. What an ended fetch left is continued by renaming it, if its owner is known to be gone: it was on
+this host and the lock is ours, or nothing was written for minutes. A fetch that finds its file renamed starts again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import re
 import threading
@@ -19,6 +27,7 @@ from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
 from ferrule_server.errors import ModelError
+from ferrule_server.model.hub_cache import HubCache, size_of
 
 OnBytes = Callable[[int], None]
 """Called with the number of bytes that came, negative where bytes turned out to be useless."""
@@ -26,9 +35,13 @@ OnBytes = Callable[[int], None]
 _CHUNK_BYTES: Final = 1 << 20
 _ETAG: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _MAX_ATTEMPTS: Final = 6
+_MAX_RENEWALS: Final = 3
 _FIRST_PAUSE_S: Final = 0.2
 _LOCK_PAUSE_S: Final = 0.2
+_ABANDONED_S: Final = 300.0
+"""A fetch that wrote nothing for so long is taken for ended; a connection that brings nothing fails much sooner."""
 _PARTIAL_CONTENT: Final = 206
+_LOG: Final = logging.getLogger(__name__)
 
 
 class Stopped(Exception):
@@ -37,6 +50,10 @@ class Stopped(Exception):
 
 class CutOff(Exception):
     """The connection ended before the file did, or the hub is out of order; it may go better next time."""
+
+
+class _Renamed(Exception):
+    """Another server took the partial file over."""
 
 
 class Response(Protocol):
@@ -75,15 +92,12 @@ class RemoteFile:
             raise ModelError(f"the hub gives {self.path} no digest that is known here, but {self.etag!r}")
 
 
-def fetch_file(
-    file: RemoteFile, part: Path, blob: Path, *, get: Get, on_bytes: OnBytes, stopping: threading.Event
-) -> None:
-    """Have the bytes of a file at ``blob``; several processes may want the same file, one of them fetches it.
+def fetch_file(file: RemoteFile, cache: HubCache, *, get: Get, on_bytes: OnBytes, stopping: threading.Event) -> None:
+    """Have the bytes of a file in the cache, as a blob; of several processes that want the same file one fetches it.
 
     Args:
         file: Which.
-        part: Where its bytes are gathered; what is there already is kept.
-        blob: Where they are in the end.
+        cache: Where its bytes are gathered, and where they are in the end; what is there already is used.
         get: Asks the hub.
         on_bytes: Called with the bytes that were there too.
         stopping: Once set, the rest is left.
@@ -94,34 +108,104 @@ def fetch_file(
         Stopped: ``stopping`` was set.
         OSError: The disk is full, or the cache cannot be written.
     """
-    part.parent.mkdir(parents=True, exist_ok=True)
-    with part.open("ab+") as handle:
-        _lock(handle, stopping)
-        if blob.exists():  # another process was faster
-            on_bytes(file.num_bytes)
-            _remove_leftover(part)
-            return
-        gathered = _Gathered(handle, file, on_bytes)
-        was_begun = gathered.num_bytes > 0
-        _fill(gathered, get, stopping)
-        if was_begun and not gathered.is_right:
-            gathered.reset()
-            _fill(gathered, get, stopping)
-        gathered.check()
-        os.fsync(handle.fileno())
-        part.rename(blob)
-
-
-def _lock(handle: BinaryIO, stopping: threading.Event) -> None:
-    """Wait until no other process gathers this file. Where a disk knows no locks the digest finds what got mixed."""
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if stopping.wait(_LOCK_PAUSE_S):
-                raise Stopped from None
+    blob = cache.blob(file.etag)
+    blob.parent.mkdir(parents=True, exist_ok=True)
+    with _lock(cache.lock(file.etag), stopping) as is_locked:
+        for _ in range(_MAX_RENEWALS):
+            if blob.exists():  # another server was faster
+                on_bytes(file.num_bytes)
+                break
+            with contextlib.suppress(_Renamed):
+                _gather(file, cache, _own_part(file, cache, is_locked), get=get, on_bytes=on_bytes, stopping=stopping)
+                break
         else:
-            return
+            raise CutOff(f"other servers took the partial file of {file.path} over {_MAX_RENEWALS} times")
+        for part in _abandoned(file, cache, is_locked, blob):
+            part.unlink(missing_ok=True)
+
+
+def _gather(
+    file: RemoteFile, cache: HubCache, part: Path, *, get: Get, on_bytes: OnBytes, stopping: threading.Event
+) -> None:
+    """Gather a file in a partial file of this fetch and publish it."""
+    with part.open("ab") as handle:
+        gathered = _Gathered(part, handle, file, on_bytes)
+        was_begun = gathered.num_bytes > 0
+        try:
+            _fill(gathered, get, stopping)
+            if was_begun and not gathered.is_right():
+                gathered.reset()
+                _fill(gathered, get, stopping)
+            gathered.check()
+            part.rename(cache.blob(file.etag))
+        except _Renamed:
+            on_bytes(-gathered.num_bytes)
+            raise
+        finally:
+            if not gathered.num_bytes:
+                part.unlink(missing_ok=True)
+
+
+def _own_part(file: RemoteFile, cache: HubCache, is_locked: bool) -> Path:
+    """Return a partial file that no other fetch writes to, with the bytes that an ended one left, if there are any."""
+    part = cache.new_part(file.etag)
+    part.touch(exist_ok=False)
+    for left in sorted(_abandoned(file, cache, is_locked, part), key=size_of, reverse=True):
+        with contextlib.suppress(FileNotFoundError):  # another fetch took it first
+            left.rename(part)
+            break
+    return part
+
+
+def _abandoned(file: RemoteFile, cache: HubCache, is_locked: bool, newest: Path) -> list[Path]:
+    """Return the partial files whose fetch has ended; ``newest`` was just written, by the clock of the disk."""
+    now_s = _changed_s(newest)
+    return [
+        part
+        for part in cache.parts(file.etag)
+        if part != newest and ((is_locked and cache.is_of_this_host(part)) or _is_old(_changed_s(part), now_s))
+    ]
+
+
+def _is_old(changed_s: float | None, now_s: float | None) -> bool:
+    """Return whether a file has not been written for long; False where one of the files is gone."""
+    return changed_s is not None and now_s is not None and now_s - changed_s > _ABANDONED_S
+
+
+def _changed_s(path: Path) -> float | None:
+    """Return when a file was written last, None for one that is gone."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return None
+
+
+@contextlib.contextmanager
+def _lock(path: Path, stopping: threading.Event) -> Iterator[bool]:
+    """Wait until no other process holds the lock, and hold it in the body; give whether there is a lock at all.
+
+    Raises:
+        Stopped: ``stopping`` was set meanwhile.
+        OSError: The file cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as handle:
+        while (is_locked := _try_lock(handle)) is None:
+            if stopping.wait(_LOCK_PAUSE_S):
+                raise Stopped
+        yield is_locked
+
+
+def _try_lock(handle: BinaryIO) -> bool | None:
+    """Return whether the file is locked now; None while another process holds it, False where the disk has no locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return None
+    except OSError as error:  # ENOSYS, ENOLCK, EOPNOTSUPP, ...: network file systems differ
+        _LOG.info("the cache has no locks path=%s error=%r", handle.name, error.strerror)
+        return False
+    return True
 
 
 def _fill(gathered: _Gathered, get: Get, stopping: threading.Event) -> None:
@@ -143,23 +227,30 @@ def _fill(gathered: _Gathered, get: Get, stopping: threading.Event) -> None:
 
 
 class _Gathered:
-    """The bytes of a file as far as they came: what is on disk is what the digest has seen."""
+    """The bytes of a file as far as they came, in a partial file that this fetch alone writes to."""
 
-    def __init__(self, handle: BinaryIO, file: RemoteFile, on_bytes: OnBytes) -> None:
-        self._handle, self._file, self._on_bytes = handle, file, on_bytes
+    def __init__(self, part: Path, handle: BinaryIO, file: RemoteFile, on_bytes: OnBytes) -> None:
+        self._part, self._handle, self._file, self._on_bytes = part, handle, file, on_bytes
         self.num_bytes = 0
-        self._digest = _digest_of(file)
-        self._read()
+        self._count(os.fstat(handle.fileno()).st_size)
+        if self.num_missing < 0:
+            self.reset()
 
     @property
     def num_missing(self) -> int:
         """Bytes that have still to come."""
         return self._file.num_bytes - self.num_bytes
 
-    @property
     def is_right(self) -> bool:
-        """Whether they are the bytes that the digest names."""
-        return self._digest.hexdigest() == self._file.etag
+        """Return whether the bytes on the disk are those that the digest names."""
+        self._check_own()
+        self._handle.flush()
+        os.fsync(self._handle.fileno())
+        digest = _digest_of(self._file)
+        with self._part.open("rb") as written:
+            while chunk := written.read(_CHUNK_BYTES):
+                digest.update(chunk)
+        return digest.hexdigest() == self._file.etag
 
     def take(self, response: Response, stopping: threading.Event) -> None:
         """Append what an answer brings; one that begins at the beginning, though asked otherwise, replaces all."""
@@ -171,40 +262,45 @@ class _Gathered:
                 raise ModelError(
                     f"the hub sends more of {self._file.path} than the {self._file.num_bytes} bytes it has"
                 )
+            self._check_own()
             self._handle.write(chunk)
             self._handle.flush()
-            self._count(chunk)
+            self._count(len(chunk))
             if stopping.is_set():
                 raise Stopped
 
     def reset(self) -> None:
         """Drop all bytes."""
+        self._check_own()
         self._handle.truncate(0)
-        self._on_bytes(-self.num_bytes)
-        self.num_bytes = 0
-        self._digest = _digest_of(self._file)
+        self._count(-self.num_bytes)
 
     def check(self) -> None:
-        """Compare with the digest.
+        """Compare what lies on the disk with the digest.
 
         Raises:
             ModelError: They are other bytes; they are dropped.
         """
-        if not self.is_right:
+        if not self.is_right():
             self.reset()
             raise ModelError(f"{self._file.path} arrived damaged: its digest is not {self._file.etag}; start again")
 
-    def _read(self) -> None:
-        self._handle.seek(0)
-        while chunk := self._handle.read(_CHUNK_BYTES):
-            self._count(chunk)
-        if self.num_missing < 0:
-            self.reset()
+    def _check_own(self) -> None:
+        """Refuse to go on with a file that another server, which took this fetch for ended, has renamed.
 
-    def _count(self, chunk: bytes) -> None:
-        self._digest.update(chunk)
-        self.num_bytes += len(chunk)
-        self._on_bytes(len(chunk))
+        Raises:
+            _Renamed: It has.
+        """
+        try:
+            is_own = os.path.samestat(self._part.stat(), os.fstat(self._handle.fileno()))
+        except FileNotFoundError:
+            is_own = False
+        if not is_own:
+            raise _Renamed
+
+    def _count(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._on_bytes(num_bytes)
 
 
 def _digest_of(file: RemoteFile) -> hashlib._Hash:
@@ -212,9 +308,3 @@ def _digest_of(file: RemoteFile) -> hashlib._Hash:
     if len(file.etag) == 64:
         return hashlib.sha256()
     return hashlib.sha1(f"blob {file.num_bytes}\0".encode(), usedforsecurity=False)
-
-
-def _remove_leftover(part: Path) -> None:
-    """Remove the file that was opened behind a fetch that had just ended."""
-    if part.exists() and part.stat().st_size == 0:
-        part.unlink()

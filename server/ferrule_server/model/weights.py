@@ -20,6 +20,7 @@ from ferrule_server.errors import ModelError
 from ferrule_server.model.checkpoint import DTYPE_BYTES, StoredTensor, list_tensors
 from ferrule_server.model.config import ModelConfig, read_config
 from ferrule_server.model.memory import new_tensor
+from ferrule_server.model_files import name_of, open_file
 
 __all__ = ["LayerWeights", "LoadedModel", "ModelWeights", "load_model"]
 
@@ -31,6 +32,7 @@ _STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bflo
 _CHUNK_BYTES = 8 << 20
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
+_MAX_PROBLEMS = 100
 
 
 @dataclass(slots=True)
@@ -150,7 +152,7 @@ def load_model(folder: Path, *, dtype: DTypeName, on_progress: Progress | None =
     stored = _check_tensors(folder, config)
     try:
         weights, places = _allocate(config, _TORCH_DTYPES[dtype], new_tensor)
-    except (OSError, OverflowError, RuntimeError, ValueError) as error:
+    except (MemoryError, OSError, OverflowError, RuntimeError, ValueError) as error:
         raise ModelError(f"no memory for the weights of {folder}: {error}") from error
     digests = _read_all(stored, places, on_progress or _no_progress)
     _check_tied_head(config, digests)
@@ -243,8 +245,15 @@ def _check_tensors(folder: Path, config: ModelConfig) -> list[StoredTensor]:
     wanted = [entry for name, entry in stored.items() if not _is_ignorable(name)]
     problems += [problem for entry in wanted if (problem := _problem_of(entry, shapes))]
     if problems:
-        raise ModelError("\n  - ".join([f"model folder {folder} cannot be loaded:", *sorted(problems)]))
+        raise ModelError(_complaint(folder, sorted(problems)))
     return sorted(wanted, key=lambda entry: (entry.path, entry.offset))
+
+
+def _complaint(folder: Path, problems: list[str]) -> str:
+    """Return one message for everything that is wrong with a folder, at most as much as somebody would read."""
+    rest = len(problems) - _MAX_PROBLEMS
+    more = [f"and {rest} more"] if rest > 0 else []
+    return "\n  - ".join([f"model folder {folder} cannot be loaded:", *problems[:_MAX_PROBLEMS], *more])
 
 
 def _is_ignorable(name: str) -> bool:
@@ -253,12 +262,13 @@ def _is_ignorable(name: str) -> bool:
 
 
 def _problem_of(entry: StoredTensor, shapes: dict[str, tuple[int, ...]]) -> str | None:
+    name = name_of(entry.name)
     if entry.name not in shapes:
-        return f"tensor {entry.name} in {entry.path.name} is unexpected"
+        return f"tensor {name} in {name_of(entry.path.name)} is unexpected"
     if entry.shape != shapes[entry.name]:
-        return f"tensor {entry.name} has shape {list(entry.shape)}, {list(shapes[entry.name])} is needed"
+        return f"tensor {name} has shape {list(entry.shape)}, {list(shapes[entry.name])} is needed"
     if entry.dtype not in DTYPE_BYTES:
-        return f"tensor {entry.name} has dtype {entry.dtype}, supported: {', '.join(DTYPE_BYTES)}"
+        return f"tensor {name} has dtype {name_of(entry.dtype)}, supported: {', '.join(DTYPE_BYTES)}"
     return None
 
 
@@ -296,7 +306,7 @@ class _ChunkReader:
 
     def chunks(self) -> Iterator[memoryview]:
         """Yield the stored bytes as buffers, each valid until the next is asked for."""
-        with self._entry.path.open("rb", buffering=0) as file:
+        with open_file(self._entry.path) as file:
             file.seek(self._entry.offset)
             for begin in range(0, self._entry.num_bytes, _CHUNK_BYTES):
                 end = min(begin + _CHUNK_BYTES, self._entry.num_bytes)
@@ -320,7 +330,10 @@ class _ChunkReader:
 def _read_exactly(file: FileIO, buffer: memoryview, entry: StoredTensor) -> None:
     filled = 0
     while filled < len(buffer):
-        num_read = file.readinto(buffer[filled:])
+        try:
+            num_read = file.readinto(buffer[filled:])
+        except OSError as error:
+            raise ModelError(f"{name_of(entry.path)} cannot be read: {error.strerror}") from error
         if not num_read:
             raise ModelError(f"{entry.path.name} ended inside tensor {entry.name}; did it change while it was read?")
         filled += num_read

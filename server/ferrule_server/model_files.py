@@ -1,0 +1,207 @@
+"""Reads the files of a model folder, which strangers write: bounded in size, time and memory, or refused in a sentence.
+
+Everything that a folder holds is read through this module. Only regular files are opened, since a pipe or a device may
+block, or may never end. Only so many bytes are read. JSON that Python cannot hold (nesting, digits) is refused.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections import Counter
+from io import FileIO
+from pathlib import Path
+from reprlib import Repr
+from typing import Any, Final
+
+from ferrule_server.errors import ModelError
+
+MAX_CONFIG_BYTES: Final = 4 << 20
+"""Largest ``config.json`` and ``generation_config.json``; the usual ones have a few KiB."""
+MAX_TOKENIZER_CONFIG_BYTES: Final = 16 << 20
+"""Largest ``tokenizer_config.json``; those that list every added token have about 1 MiB."""
+MAX_TOKENIZER_BYTES: Final = 128 << 20
+"""Largest ``tokenizer.json``; vocabularies of 256 000 tokens take about 35 MiB."""
+MAX_TEMPLATE_BYTES: Final = 4 << 20
+"""Largest chat template."""
+MAX_HEADER_BYTES: Final = 16 << 20
+"""Largest safetensors header or index: 100 000 tensors."""
+
+_MAX_SHOWN: Final = 80
+_MAX_NAME: Final = 200
+_MAX_LISTED: Final = 50
+_ABSENT: Final = (errno.ENOENT, errno.ENOTDIR)
+
+
+class FileMissing(ModelError):
+    """There is no such file."""
+
+
+class _Unusable(ValueError):
+    """JSON that is well-formed and still refused; the message says why."""
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether a path names a folder; False for whatever the system does not take for a path."""
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def is_file(path: Path) -> bool:
+    """Return whether a path names a regular file; False for whatever the system does not take for a path."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def open_file(path: Path) -> FileIO:
+    """Open a regular file for reading, without a buffer.
+
+    Nothing else is opened: opening a pipe blocks until somebody writes to it, opening some devices has effects. The
+    kind is checked again after the file is open, in case it was exchanged in between.
+
+    Raises:
+        FileMissing: There is no such file.
+        ModelError: It is not a regular file, or cannot be opened.
+    """
+    try:
+        _check_regular(path, path.stat())
+        file = FileIO(path, opener=_open_without_waiting)
+    except (OSError, ValueError) as error:
+        kind = FileMissing if isinstance(error, OSError) and error.errno in _ABSENT else ModelError
+        raise kind(f"{name_of(path)} cannot be read: {_short(error)}") from error
+    try:
+        _check_regular(path, os.fstat(file.fileno()))
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def read_up_to(file: FileIO, max_bytes: int) -> bytes:
+    """Return the next bytes of a file that has no buffer; fewer than ``max_bytes`` only at its end.
+
+    Raises:
+        OSError: They cannot be read.
+    """
+    pieces, num_bytes = [], 0
+    while num_bytes < max_bytes and (piece := file.read(min(1 << 20, max_bytes - num_bytes))):
+        pieces.append(piece)
+        num_bytes += len(piece)
+    return b"".join(pieces)
+
+
+def read_bytes(path: Path, max_bytes: int) -> bytes:
+    """Return the content of a regular file.
+
+    Raises:
+        FileMissing: There is no such file.
+        ModelError: It is not a regular file, cannot be read, or has more than ``max_bytes``.
+    """
+    with open_file(path) as file:
+        try:
+            num_bytes = os.fstat(file.fileno()).st_size
+            content = b"" if num_bytes > max_bytes else read_up_to(file, max_bytes + 1)
+        except (OSError, MemoryError) as error:
+            raise ModelError(f"{name_of(path)} cannot be read: {_short(error)}") from error
+    if max(num_bytes, len(content)) > max_bytes:
+        raise ModelError(f"{name_of(path)} cannot be read: it has more than {max_bytes} bytes, the limit")
+    return content
+
+
+def read_text(path: Path, max_bytes: int) -> str:
+    """Return the content of a regular file that holds UTF-8.
+
+    Raises:
+        FileMissing: There is no such file.
+        ModelError: It cannot be read, has more than ``max_bytes``, or is not UTF-8.
+    """
+    try:
+        return read_bytes(path, max_bytes).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{name_of(path)} cannot be read: it is not UTF-8 ({error.reason})") from error
+
+
+def read_object(path: Path, max_bytes: int, *, has_unique_keys: bool = False) -> dict[str, Any]:
+    """Return the JSON object that a file holds.
+
+    Args:
+        path: Of the file.
+        max_bytes: Most that is read.
+        has_unique_keys: Refuse an object that names a key twice, where JSON would keep the last one silently.
+
+    Raises:
+        FileMissing: There is no such file.
+        ModelError: It cannot be read, or holds something else.
+    """
+    return parse_object(read_bytes(path, max_bytes), path, has_unique_keys=has_unique_keys)
+
+
+def parse_object(content: bytes, path: Path, *, has_unique_keys: bool = False) -> dict[str, Any]:
+    """Return the JSON object that some bytes of a file hold.
+
+    Raises:
+        ModelError: They hold something else, or JSON that Python cannot hold.
+    """
+    hook = _unique_keys if has_unique_keys else None
+    try:
+        value = json.loads(content.decode("utf-8"), object_pairs_hook=hook)
+    except RecursionError as error:
+        raise ModelError(f"{name_of(path)} cannot be read: its JSON is nested too deeply") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, _Unusable, MemoryError) as error:
+        raise ModelError(f"{name_of(path)} cannot be read: {_short(error)}") from error
+    except ValueError as error:  # Python converts no longer ones
+        raise ModelError(f"{name_of(path)} cannot be read: a number in it has thousands of digits") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{name_of(path)} cannot be read: it holds no JSON object")
+    return value
+
+
+def shown(value: object) -> str:
+    """Return a value of a file as a message shows it: in one line, of bounded length."""
+    shortener = Repr()
+    shortener.maxstring = shortener.maxother = shortener.maxlong = _MAX_SHOWN
+    shortener.maxlevel = 2
+    return shortener.repr(value)
+
+
+def name_of(value: object) -> str:
+    """Return a name from a file, or a path, as a message shows it: as it is unless it is long or not printable."""
+    text = str(value)
+    return text if len(text) <= _MAX_NAME and text.isprintable() else shown(text)
+
+
+def listed(names: list[str]) -> str:
+    """Return names for a message: all of a few, the first of many."""
+    rest = len(names) - _MAX_LISTED
+    text = ", ".join(map(name_of, names[:_MAX_LISTED]))
+    return f"{text} and {rest} more" if rest > 0 else text
+
+
+def _check_regular(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ModelError(f"{name_of(path)} cannot be read: it is not a regular file")
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        raise _Unusable(f"duplicate entries {listed(sorted(key for key, count in counts.items() if count > 1))}")
+    return found
+
+
+def _short(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    lines = str(error).splitlines() or [type(error).__name__]
+    return lines[0] if len(lines[0]) <= _MAX_LISTED * _MAX_NAME else lines[0][:_MAX_NAME] + "..."

@@ -96,7 +96,12 @@ async def _serve(config: ServerConfig) -> int:
     from ferrule_server.api.tls import tls_of
     from ferrule_server.kv.store import DEFAULT_TTL_S, MIN_TTL_S
 
-    limits = ApiLimits(min_ttl_s=MIN_TTL_S, default_ttl_s=DEFAULT_TTL_S, max_ttl_s=config.max_ttl_s)
+    limits = ApiLimits(
+        max_connections=config.connection_limit,
+        min_ttl_s=MIN_TTL_S,
+        default_ttl_s=DEFAULT_TTL_S,
+        max_ttl_s=config.max_ttl_s,
+    )
     failpoints = _failpoints(config)
     tls, access = tls_of(config), access_of(config)
     state = ServerState(config.instance, secrets.token_hex(6), __version__, limits, access.limits_of)
@@ -250,6 +255,7 @@ def _make_engine(
         loop.call_soon_threadsafe,
         on_failure,
         limits_of=state.limits_of,
+        shares=state.shares,
         failpoints=failpoints,
     )
 

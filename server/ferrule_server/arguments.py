@@ -76,15 +76,15 @@ def as_given(message: str, arguments: Sequence[str], environment: Mapping[str, s
     """
     for name, given in vars(build_parser().parse_args(arguments)).items():
         value = environment.get(variable_of(name))
-        if given is None and value is not None:
-            with_value = rf"(?:[ =](?P<value>{re.escape(value)})(?![\w.]))?" if value else ""
+        if given is None and value:
+            with_value = rf"(?:[ =](?P<value>{re.escape(value)})(?![\w.]))?"
             pattern = re.compile(rf"{flag_of(name)}(?![\w-]){with_value}")
             message = pattern.sub(lambda found, name=name: _by_variable(name, found), message)  # type: ignore[misc]
     return message
 
 
 def _by_variable(name: str, found: re.Match[str]) -> str:
-    value = found.groupdict().get("value")
+    value = found["value"]
     return variable_of(name) + (f"={value}" if value else "")
 
 
@@ -156,6 +156,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="longest step that prompts may make while others decode, such as 20ms (default: twice a decode step)",
     )
     memory.add_argument(
+        "--max-connections",
+        metavar="N",
+        help="most connections; each can take about 4 MiB before it has shown credentials (default: 12 with a token"
+        " file on an address that others can reach, else 1024)",
+    )
+    memory.add_argument(
         "--max-waiting-jobs", metavar="N", help="most requests waiting or running; beyond it QUEUE_FULL (default: 4096)"
     )
     memory.add_argument(
@@ -173,8 +179,16 @@ def build_parser() -> argparse.ArgumentParser:
     quotas.add_argument(
         "--quota-mask-bytes",
         metavar="SIZE|none",
-        help="registered token masks, a bit for each token of the vocabulary; the least recently used are dropped"
-        " (default: 64MiB; 256MiB for all together)",
+        help="registered token masks, a bit for each token of the vocabulary and 1 KiB each; the least recently used"
+        " are dropped (default: 64MiB; 256MiB for all together)",
+    )
+    quotas.add_argument("--quota-call-rate", metavar="N", help="calls per second")
+    quotas.add_argument("--quota-request-bytes", metavar="SIZE", help="bytes of requests per second: 16MiB")
+    quotas.add_argument(
+        "--quota-text-rate",
+        metavar="SIZE",
+        help="bytes of text per second that are turned into tokens or rendered, a token turned into text counted as"
+        " four: 1MiB",
     )
     network = parser.add_argument_group("network")
     network.add_argument(
@@ -301,7 +315,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 _EPILOG: Final = """\
 Every flag can be given as an environment variable: --kv-memory as FERRULE_KV_MEMORY, --insecure as
-FERRULE_INSECURE=1. Flags win over the environment, the environment over defaults.
+FERRULE_INSECURE=1. Flags win over the environment, the environment over defaults. An empty variable counts as unset;
+an empty FERRULE_TOKEN_FILE or FERRULE_TLS_* is an error. ~ is expanded in every path.
 
 examples:
   ferrule serve                                        the demo model on 127.0.0.1:50051

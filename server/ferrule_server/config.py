@@ -1,6 +1,7 @@
 """Settings: command line over environment over defaults, validated once into a frozen :class:`ServerConfig`.
 
-Nothing else reads the environment. Every flag ``--some-thing`` has a variable ``FERRULE_SOME_THING``.
+Nothing else reads the environment. Every flag ``--some-thing`` has a variable ``FERRULE_SOME_THING``. An empty variable
+counts as unset, but for those of tokens and TLS, which are refused; ``~`` is expanded in every path.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from ferrule_server.errors import ConfigError
 from ferrule_server.quotas import QuotaLimits
 
 DEMO_MODEL: Final = "demo"
+DEFAULT_CONNECTIONS: Final = 1024
+CONNECTIONS_OF_STRANGERS: Final = 12
 DEFAULT_MASK_BYTES: Final = 64 << 20
 """What the registered token masks of one principal may take, unless something else is set."""
 DEFAULT_KV_BYTES: Final = 1 << 30
@@ -37,6 +40,9 @@ DEFAULT_QUOTAS: Final = QuotaLimits(mask_bytes=DEFAULT_MASK_BYTES)
 
 DEFAULT_OTLP_PORT: Final = 4317
 """Of OTLP over gRPC."""
+
+NEVER_EMPTY: Final = frozenset({"token_file", "tls_cert", "tls_key", "tls_client_ca"})
+"""Settings that are refused if they are empty: a variable that expands to nothing must not open the server."""
 
 _SIZE_UNITS: Final = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _TIME_UNITS: Final = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -47,7 +53,7 @@ _DEVICE: Final = re.compile(r"auto|cpu|cuda(:(0|[1-9]\d{0,2}))?")
 _INSTANCE: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _REVISION: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
 _TRUE: Final = ("1", "true", "yes", "on")
-_FALSE: Final = ("", "0", "false", "no", "off")
+_FALSE: Final = ("0", "false", "no", "off")
 
 _T = TypeVar("_T")
 
@@ -121,6 +127,7 @@ class ServerConfig:
         tls_client_ca: PEM file of the authorities whose client certificates are accepted, one being required.
         admins: Principals with the role admin that a client certificate names.
         quotas: What each principal may use, unless the token file says otherwise for it.
+        max_connections: Most connections; None: :attr:`connection_limit` decides.
         max_waiting_jobs: Most appends accepted and not finished, of all principals together.
         max_step_time_s: Longest step that prefill rows may make, in seconds; None: twice a decode step.
         drain_grace_s: How long live handles are served after SIGTERM.
@@ -162,12 +169,24 @@ class ServerConfig:
     tls_client_ca: Path | None = None
     admins: tuple[str, ...] = ()
     quotas: QuotaLimits = DEFAULT_QUOTAS
+    max_connections: int | None = None
     max_waiting_jobs: int = 4096
     max_step_time_s: float | None = None
     drain_grace_s: float = 25.0
     has_prefix_cache: bool = True
     logs_top_tokens: bool = False
     failpoints: str = ""
+
+    @property
+    def connection_limit(self) -> int:
+        """Most connections: few where strangers can connect, since each of theirs can take 4 MiB (256 calls of 15 KB).
+
+        Strangers are those who can reach a server with tokens over a network: a certificate is asked for earlier.
+        """
+        if self.max_connections is not None:
+            return self.max_connections
+        has_strangers = self.token_file is not None and self.tls_client_ca is None and not self.listen.is_local
+        return CONNECTIONS_OF_STRANGERS if has_strangers else DEFAULT_CONNECTIONS
 
     def __post_init__(self) -> None:
         """Refuse what cannot work.
@@ -186,6 +205,10 @@ class ServerConfig:
         _require(self.max_context is None or self.max_context >= 1, "--max-context must be at least 1")
         _require(_MIN_TTL_S <= self.max_ttl_s <= _MAX_TTL_S, "--max-ttl must be from 5s to 720h")
         _require(2 <= self.max_step_rows <= 1 << 16, "--max-step-rows must be from 2 to 65536")
+        _require(
+            self.max_connections is None or 1 <= self.max_connections <= 1 << 16,
+            "--max-connections must be from 1 to 65536",
+        )
         _require(self.max_waiting_jobs >= 1, "--max-waiting-jobs must be at least 1")
         _require(self.drain_grace_s <= _MAX_TTL_S, "--drain-grace must be at most 720h")
         _require(self.num_threads is None or 1 <= self.num_threads <= 1024, "--threads must be from 1 to 1024")
@@ -315,10 +338,9 @@ def parse_config(arguments: Sequence[str], environment: Mapping[str, str]) -> Se
     flags = vars(build_parser().parse_args(arguments))
 
     def setting(name: str, read: Callable[[str], _T], default: _T) -> _T:
-        text = flags[name] if flags[name] is not None else environment.get(variable_of(name))
+        origin, text = _given(name, flags[name], environment)
         if text is None:
             return default
-        origin = flag_of(name) if flags[name] is not None else variable_of(name)
         try:
             return read(text)
         except ValueError as error:
@@ -326,7 +348,7 @@ def parse_config(arguments: Sequence[str], environment: Mapping[str, str]) -> Se
 
     executor = setting("executor", str, "auto")
     return ServerConfig(
-        model=setting("model", str, None if executor == "paged-reference" else DEMO_MODEL),
+        model=setting("model", _model, None if executor == "paged-reference" else DEMO_MODEL),
         revision=setting("revision", str, None),
         is_offline=setting("offline", _boolean, False),
         is_download_only=setting("download_only", _boolean, False),
@@ -353,10 +375,10 @@ def parse_config(arguments: Sequence[str], environment: Mapping[str, str]) -> Se
         is_insecure=setting("insecure", _boolean, False),
         has_reflection=setting("reflection", _boolean, False),
         num_threads=setting("threads", _count, None),
-        token_file=setting("token_file", Path, None),
-        tls_cert=setting("tls_cert", Path, None),
-        tls_key=setting("tls_key", Path, None),
-        tls_client_ca=setting("tls_client_ca", Path, None),
+        token_file=setting("token_file", _path, None),
+        tls_cert=setting("tls_cert", _path, None),
+        tls_key=setting("tls_key", _path, None),
+        tls_client_ca=setting("tls_client_ca", _path, None),
         admins=setting("admins", _names, ()),
         quotas=QuotaLimits(
             handles=setting("quota_handles", _positive, None),
@@ -365,7 +387,11 @@ def parse_config(arguments: Sequence[str], environment: Mapping[str, str]) -> Se
             prefill_tokens_per_s=setting("quota_prefill_rate", _positive, None),
             retained_bytes=setting("quota_retained", parse_size, None),
             mask_bytes=setting("quota_mask_bytes", _size_or_none, DEFAULT_QUOTAS.mask_bytes),
+            calls_per_s=setting("quota_call_rate", _positive, None),
+            request_bytes_per_s=setting("quota_request_bytes", _positive_size, None),
+            text_bytes_per_s=setting("quota_text_rate", _positive_size, None),
         ),
+        max_connections=setting("max_connections", _count, None),
         max_waiting_jobs=setting("max_waiting_jobs", _count, 4096),
         max_step_time_s=setting("max_step_time", parse_duration, None),
         drain_grace_s=setting("drain_grace", parse_duration, 25.0),
@@ -373,6 +399,24 @@ def parse_config(arguments: Sequence[str], environment: Mapping[str, str]) -> Se
         logs_top_tokens=setting("debug_top_tokens", _boolean, False),
         failpoints=setting("failpoints", str, ""),
     )
+
+
+def _given(name: str, flag: str | None, environment: Mapping[str, str]) -> tuple[str, str | None]:
+    """Return the name that a setting was given by and its text, which is None if the setting was not given.
+
+    An empty variable counts as unset, except where an unset one would leave the server without tokens or TLS.
+
+    Raises:
+        ConfigError: A setting that decides who may connect is empty.
+    """
+    origin, text = flag_of(name), flag
+    if text is None:
+        origin, text = variable_of(name), environment.get(variable_of(name))
+        if name not in NEVER_EMPTY:
+            return origin, text if text and text.strip() else None
+    if name in NEVER_EMPTY and text is not None and not text.strip():
+        raise ConfigError(f"{origin} is empty: give the path of a file, or leave it out")
+    return origin, text
 
 
 def parse_listen(text: str) -> ListenAddress:
@@ -387,6 +431,7 @@ def parse_listen(text: str) -> ListenAddress:
             path = path[2:]
         if not path or path.endswith("/"):
             raise ValueError("unix: needs the path of a socket, such as unix:/tmp/ferrule.sock")
+        path = str(_path(path))
         if len(os.fsencode(path)) > _MAX_UNIX_PATH_BYTES:
             raise ValueError(f"a unix socket path holds at most {_MAX_UNIX_PATH_BYTES} bytes")
         return ListenAddress(path=Path(path))
@@ -473,7 +518,16 @@ def _number(text: str) -> float:
 def _path(text: str) -> Path:
     if not text:
         raise ValueError("must be a path")
-    return Path(text).expanduser()
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError("the home directory of this user is not known") from None
+
+
+def _model(text: str) -> str:
+    if not text:
+        raise ValueError("must be demo, a folder, or org/name on the hub")
+    return str(_path(text)) if text.startswith("~") else text
 
 
 def _size_or_none(text: str) -> int | None:
@@ -484,6 +538,12 @@ def _positive(text: str) -> int:
     if (count := _count(text)) == 0:
         raise ValueError("must be at least 1")
     return count
+
+
+def _positive_size(text: str) -> int:
+    if (size := parse_size(text)) == 0:
+        raise ValueError("must be at least one byte")
+    return size
 
 
 def _names(text: str) -> tuple[str, ...]:

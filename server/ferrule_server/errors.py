@@ -9,6 +9,7 @@ status code. The tree::
     |  +- TokenOutOfVocab        TOKEN_OUT_OF_VOCAB
     |  +- RequestIdReused        REQUEST_ID_REUSED
     |  +- ReplyTooLarge          REPLY_TOO_LARGE
+    |  +- RequestTooLarge        REQUEST_TOO_LARGE
     +- TokenMissing, TokenInvalid, RoleRequired
     +- HandleUnknown             HANDLE_UNKNOWN
     |  +- HandleExpired          HANDLE_EXPIRED
@@ -27,6 +28,7 @@ status code. The tree::
     |  +- SlowConsumer           SLOW_CONSUMER
     +- Unavailable
     |  +- Starting, Draining
+    +- RequestTimeout            REQUEST_TIMEOUT
     +- FeatureUnsupported        FEATURE_UNSUPPORTED
     +- Cancelled                 CANCELLED (the caller is gone; gRPC itself answers, nothing of it is sent)
     +- NonFiniteLogits           NON_FINITE_LOGITS
@@ -37,7 +39,9 @@ status code. The tree::
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import ClassVar, Final
 
 
 class ConfigError(Exception):
@@ -67,6 +71,26 @@ class FerruleError(Exception):
     def reason(self) -> str:
         """The machine-readable reason, such as ``HANDLE_STALE`` or ``QUOTA_KV_TOKENS``."""
         return self.REASON
+
+
+def without_refusals(failure: BaseException) -> BaseException:
+    """Cut refusals out of what a traceback of ``failure`` shows, and return it.
+
+    Their messages are for the client, and hold what it sent, such as token ids; Python chains an exception to the one
+    that was being handled, and a log shows them all.
+    """
+    seen, rest = {id(failure)}, [failure]
+    while rest:
+        one = rest.pop()
+        if isinstance(one.__cause__, FerruleError):
+            one.__cause__ = None
+        if isinstance(one.__context__, FerruleError):
+            one.__context__ = None
+        for other in (one.__cause__, one.__context__):
+            if other is not None and id(other) not in seen:
+                seen.add(id(other))
+                rest.append(other)
+    return failure
 
 
 class InvalidRequest(FerruleError):
@@ -118,6 +142,20 @@ class ReplyTooLarge(InvalidRequest):
             field,
             f"the reply would hold {num_bytes} bytes, the limit is {limit_bytes}; ask for fewer rows or a selection",
             reply_bytes=num_bytes,
+            limit_bytes=limit_bytes,
+        )
+
+
+class RequestTooLarge(InvalidRequest):
+    """The request message has more bytes than its method can use; it was refused before it was parsed."""
+
+    REASON = "REQUEST_TOO_LARGE"
+
+    def __init__(self, num_bytes: int, limit_bytes: int) -> None:
+        super().__init__(
+            "request",
+            f"has {num_bytes} bytes, the limit of this method is {limit_bytes}; send less, or several requests",
+            num_bytes=num_bytes,
             limit_bytes=limit_bytes,
         )
 
@@ -281,11 +319,23 @@ class ResourceExhausted(FerruleError):
     retry_after_s: float | None = None
 
 
+_RATES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "PREFILL_RATE": "prompt tokens",
+        "CALL_RATE": "calls",
+        "REQUEST_BYTES": "bytes of requests",
+        "TEXT_RATE": "bytes of text",
+    }
+)
+"""Quotas that are rates, and what each counts."""
+
+
 class QuotaExceeded(ResourceExhausted):
     """A quota of the principal is used up.
 
     Args:
-        quota: Which one: ``HANDLES``, ``KV_TOKENS``, ``QUEUED_ROWS``, ``PREFILL_RATE`` or ``MASK_BYTES``.
+        quota: Which one: ``HANDLES``, ``KV_TOKENS``, ``QUEUED_ROWS``, ``MASK_BYTES``, or a rate: ``PREFILL_RATE``,
+            ``CALL_RATE``, ``REQUEST_BYTES`` or ``TEXT_RATE``.
         used: The amount in use, in the unit of the quota.
         limit: The limit, in the same unit.
         retry_after_s: When to try again at the earliest; None: waiting does not help, the request alone is too large.
@@ -296,8 +346,8 @@ class QuotaExceeded(ResourceExhausted):
         self, quota: str, used: int, limit: int, retry_after_s: float | None = 1.0, needed: int | None = None
     ) -> None:
         message, more = f"quota {quota}: {used} in use of {limit}", {} if needed is None else {"needed": needed}
-        if quota == "PREFILL_RATE":
-            message = f"quota {quota}: {used} prompt tokens to make up for at {limit} per second; wait"
+        if quota in _RATES:
+            message = f"quota {quota}: {used} {_RATES[quota]} to make up for at {limit} per second; wait"
         elif needed is not None:
             way_out = "wait for earlier requests" if quota == "QUEUED_ROWS" else "release handles"
             large = f"{needed} in all, more than the quota; ask for less"
@@ -327,12 +377,21 @@ class BlocksExhausted(ResourceExhausted):
 
 
 class QueueFull(ResourceExhausted):
-    """Too many jobs wait; nothing was queued."""
+    """Too many jobs wait; nothing was queued.
+
+    Args:
+        num_jobs: Jobs that are waiting or running.
+        limit: How many there may be; while several principals are active, how many of this one.
+        retry_after_s: When to try again at the earliest.
+        num_bytes: Bytes of these jobs, where the limit is one on bytes; ``limit`` is in bytes then.
+    """
 
     REASON = "QUEUE_FULL"
 
-    def __init__(self, num_jobs: int, limit: int, retry_after_s: float = 0.1) -> None:
-        super().__init__(f"{num_jobs} jobs wait, the limit is {limit}; retry later", num_jobs=num_jobs, limit=limit)
+    def __init__(self, num_jobs: int, limit: int, retry_after_s: float = 0.1, *, num_bytes: int | None = None) -> None:
+        size, more = ("", {}) if num_bytes is None else (f" of {num_bytes} bytes", {"num_bytes": num_bytes})
+        text = f"{num_jobs} jobs{size} wait, the limit is {limit}{size and ' bytes'}; retry later"
+        super().__init__(text, num_jobs=num_jobs, limit=limit, **more)
         self.retry_after_s = retry_after_s
 
 
@@ -369,6 +428,17 @@ class Draining(Unavailable):
 
     def __init__(self) -> None:
         super().__init__("the server is going down; use another instance")
+
+
+class RequestTimeout(FerruleError):
+    """The request message did not arrive in time; nothing was run, so any request may be sent again."""
+
+    REASON = "REQUEST_TIMEOUT"
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(
+            f"the request message did not arrive within {timeout_s:g} s; send it again", timeout_s=f"{timeout_s:g}"
+        )
 
 
 class FeatureUnsupported(FerruleError):

@@ -68,12 +68,26 @@ def set_up(level: str, log_format: str) -> None:
     is_json = log_format == "json"
     handler.setFormatter(JsonFormatter() if is_json else logging.Formatter(TEXT))
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    noisy = logging.getLogger(_NOISY_LOGGER)
-    noisy.setLevel(max(logging.INFO, logging.getLogger().level))
+    logging.getLogger(_NOISY_LOGGER).setLevel(max(logging.INFO, logging.getLogger().level))
+    tell_hang_ups_quietly()
     if is_json:
         logging.captureWarnings(capture=True)
         sys.excepthook = _log_uncaught
         threading.excepthook = _log_uncaught_of_thread
+
+
+def tell_hang_ups_quietly() -> None:
+    """Have what gRPC logs about a reply to a client that is gone be a line at DEBUG."""
+    logging.getLogger(_NOISY_LOGGER).addFilter(_is_no_hang_up)
+
+
+def _is_no_hang_up(record: logging.LogRecord) -> bool:
+    """Keep what gRPC logs, but for a reply to a client that is gone: an ERROR with a traceback there, DEBUG here."""
+    kind = record.exc_info[0] if record.exc_info else None
+    if kind is None or kind.__name__ != "ExecuteBatchError":
+        return True
+    _LOG.debug("hung up while it was answered: a reply could not be sent")
+    return False
 
 
 def is_json() -> bool:

@@ -34,10 +34,13 @@ from ferrule_server.executor.base import Executor
 from ferrule_server.executor.paged_reference import PagedReferenceExecutor
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.store import KvStore
+from ferrule_server.log_format import tell_hang_ups_quietly
 from ferrule_server.text.chat_template import ChatTemplate
 from ferrule_server.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
+
+tell_hang_ups_quietly()  # as every server does
 
 EPOCH = "feedc0ffee00"
 INSTANCE = "test"
@@ -193,7 +196,9 @@ class RunningServer:
             has_prefix_cache=self.has_prefix_cache,
         )
         post = self.loop.call_soon_threadsafe
-        self.engine = Engine(self.executor, self.store, self.settings, post, limits_of=self.access.limits_of)
+        self.engine = Engine(
+            self.executor, self.store, self.settings, post, limits_of=self.access.limits_of, shares=self.state.shares
+        )
         self.engine.start()
         await self.server.start()
         if self.is_loaded:

@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 from ferrule.v1 import executor_pb2
 from ferrule_server.api import answer_stream
 from ferrule_server.api.answer_stream import Answer, AnswerStream
+from ferrule_server.api.calls import CallEnded
 from ferrule_server.api.generate_stream import GenerateReplies
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.policy import OutputPlan
@@ -56,6 +57,12 @@ class _Engine:
     def snapshot(self) -> Any:
         raise AssertionError("not asked for")
 
+    def own_figures(self, principal: str) -> Any:
+        raise AssertionError(f"not asked for: {principal}")
+
+    def num_free_blocks(self) -> int:
+        raise AssertionError("not asked for")
+
     def kv_metrics(self) -> Any:
         raise AssertionError("not asked for")
 
@@ -78,7 +85,6 @@ class _Context:
 
     def __init__(self) -> None:
         self.written: list[executor_pb2.GenerateResponse] = []
-        self.refused: list[grpc.Status] = []
         self.has_begun = False
         self.permits = asyncio.Semaphore(1000)
         self.is_writing = False
@@ -103,10 +109,6 @@ class _Context:
             raise self.failure
         self.is_writing = False
         self.written.append(cast("executor_pb2.GenerateResponse", message))
-
-    async def abort_with_status(self, status: grpc.Status) -> None:
-        self.refused.append(status)
-        raise grpc.aio.AbortError
 
 
 class _Call:
@@ -140,9 +142,8 @@ class _Call:
         """Wait for the end of the call and return the reason it was refused for; None: OK."""
         try:
             await asyncio.wait_for(self.task, 5)
-        except grpc.aio.AbortError:
-            status = self.context.refused[0]
-            return str(next(value for key, value in status.trailing_metadata if key.endswith("-bin")))
+        except CallEnded as ended:
+            return str(next(value for key, value in ended.status.trailing_metadata if key.endswith("-bin")))
         return None
 
 
@@ -321,7 +322,7 @@ def test_a_failed_write_is_a_fault_unless_the_client_hung_up(
     is_gone: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The call of a client that hung up is cancelled a moment after its write has failed."""
-    monkeypatch.setattr(answer_stream, "_HANG_UP_S", 0.05)
+    monkeypatch.setattr(answer_stream, "HANG_UP_S", 0.05)
 
     async def scene() -> None:
         call = _Call()

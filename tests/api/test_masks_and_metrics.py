@@ -9,6 +9,7 @@ import pytest
 
 from ferrule.v1 import cache_pb2, policy_pb2, types_pb2
 from ferrule_server.api.auth import OpenAccess
+from ferrule_server.engine.masks import OVERHEAD_BYTES
 from ferrule_server.quotas import QuotaLimits
 from tests.api.harness import PROMPT, RunningServer, refused, wait_until
 from tests.fakes import FakeExecutor
@@ -46,7 +47,7 @@ def test_a_mask_is_used_by_the_name_of_its_content(server: RunningServer) -> Non
 
 def test_the_least_recently_used_mask_goes_first() -> None:
     """Beyond the quota; its use then says so, and registering it again is all there is to do."""
-    access = OpenAccess(is_admin=True, quotas=QuotaLimits(mask_bytes=64))
+    access = OpenAccess(is_admin=True, quotas=QuotaLimits(mask_bytes=2 * (32 + OVERHEAD_BYTES)))
     with RunningServer(access=access) as server:
         first, second = _register(server, _bits(1), _bits(2))
         server.prefill(policy=_only(first))
@@ -55,7 +56,7 @@ def test_the_least_recently_used_mask_goes_first() -> None:
             server.prefill(policy=_only(second))
         assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.NOT_FOUND, "MASK_UNKNOWN")
         assert [server.prefill(policy=_only(name)).outputs.tokens[0] for name in (first, third)] == [1, 3]
-        assert (_metrics(server).token_masks, _metrics(server).token_mask_bytes) == (2, 64)
+        assert (_metrics(server).token_masks, _metrics(server).token_mask_bytes) == (2, 2 * (32 + OVERHEAD_BYTES))
         with refused() as refusals:
             _register(server, _bits(4), _bits(5), _bits(6))
         assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUOTA_MASK_BYTES")

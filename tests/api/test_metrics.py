@@ -8,18 +8,20 @@ import pytest
 
 from ferrule.v1 import cache_pb2, executor_pb2, info_pb2, policy_pb2
 from ferrule_server.api.auth import OpenAccess
+from ferrule_server.engine.masks import OVERHEAD_BYTES
 from ferrule_server.executor.paged_reference import PagedReferenceExecutor
 from ferrule_server.quotas import QuotaLimits
 from tests.api.harness import GREEDY, RunningServer, refused, wait_until
 
 MASK_BYTES = 32
+COUNTED_BYTES = MASK_BYTES + OVERHEAD_BYTES
 QUOTA_MASKS = 3
 
 
 @pytest.fixture
 def own() -> Iterator[RunningServer]:
     """A server of the test's own, with a small pool and room for three masks."""
-    access = OpenAccess(is_admin=True, quotas=QuotaLimits(mask_bytes=QUOTA_MASKS * MASK_BYTES))
+    access = OpenAccess(is_admin=True, quotas=QuotaLimits(mask_bytes=QUOTA_MASKS * COUNTED_BYTES))
     executor = PagedReferenceExecutor(kv_memory_bytes=1 << 18)
     with RunningServer(executor, access=access) as server:
         yield server
@@ -149,7 +151,7 @@ def test_a_registered_mask_stands_for_its_tokens(own: RunningServer) -> None:
     assert _register(own, 65) == [first]
     assert (_chosen(own, first), _chosen(own, second)) == ([65], [66])
     metrics = _metrics(own)
-    assert (metrics.token_masks, metrics.token_mask_bytes) == (2, 2 * MASK_BYTES)
+    assert (metrics.token_masks, metrics.token_mask_bytes) == (2, 2 * COUNTED_BYTES)
 
 
 def test_masks_beyond_the_quota_replace_those_used_least_recently(own: RunningServer) -> None:
@@ -165,7 +167,8 @@ def test_masks_beyond_the_quota_replace_those_used_least_recently(own: RunningSe
     with refused() as refusals:
         _register(own, 5, 6, 7, 8)
     assert refusals[0].reason == "QUOTA_MASK_BYTES"
-    assert (refusals[0].metadata["limit"], refusals[0].metadata["needed"]) == ("96", "128")
+    assert refusals[0].metadata["limit"] == str(QUOTA_MASKS * COUNTED_BYTES)
+    assert refusals[0].metadata["needed"] == str(4 * COUNTED_BYTES)
     assert _metrics(own).token_masks == QUOTA_MASKS
     quotas = own.stub.GetCapabilities(executor_pb2.GetCapabilitiesRequest()).capabilities.caller.quotas
-    assert quotas.mask_bytes == QUOTA_MASKS * MASK_BYTES
+    assert quotas.mask_bytes == QUOTA_MASKS * COUNTED_BYTES

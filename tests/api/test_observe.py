@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -15,9 +16,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ferrule.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, executor_pb2, policy_pb2
 from ferrule_server.api.auth import TokenAccess
+from ferrule_server.api.call_rates import CallRates
+from ferrule_server.api.intake import Intake, Method
+from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.observe import Call, current_call
+from ferrule_server.api.principal import Caller
+from ferrule_server.api.state import ServerState
 from ferrule_server.api.token_file import TokenFile
-from ferrule_server.quotas import QuotaLimits
+from ferrule_server.api.turns import TurnTaker
+from ferrule_server.quotas import QuotaLimits, unlimited
 from tests.api.harness import GREEDY, PROMPT, RunningServer, decode_item, wait_until
 
 _TOKEN = "a" * 43
@@ -140,6 +147,34 @@ def test_streams_are_seen_to_their_ends(watched: tuple[RunningServer, Recorder])
     assert list(server.stub.Forward(request, timeout=10))
     assert recorder.last("Forward").code is grpc.StatusCode.OK
     server.release(handle)
+
+
+class _HungUp:
+    """A call whose client has gone: gRPC ends the read first, and cancels the method a moment later."""
+
+    def __init__(self, method: asyncio.Task[None] | None) -> None:
+        self._method = method
+
+    async def read(self) -> object:
+        """Return that there is no further message."""
+        assert self._method is not None
+        asyncio.get_running_loop().call_later(0.005, self._method.cancel)
+        return grpc.aio.EOF
+
+
+def test_a_stream_whose_read_ends_before_its_cancellation_is_cancelled() -> None:
+    """It has not half-closed, and must not end as if it had."""
+    state = ServerState("test", "0", "0", ApiLimits())
+    intake = Intake(state, TurnTaker(state.shares), CallRates(unlimited))
+    method = Method("ferrule.v1.ModelExecutorService.StreamDecode")
+
+    async def read_all() -> None:
+        context: Any = _HungUp(asyncio.current_task())
+        async for _ in intake.frames(method, context, Caller("alice")):
+            pytest.fail("no message was sent")
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(read_all())
 
 
 def test_a_deadline_that_passes_is_no_cancel(watched: tuple[RunningServer, Recorder]) -> None:

@@ -343,12 +343,12 @@ def test_many_bad_items_of_a_frame_are_one_line_each_reason(
     stream = server.open_stream()
     handle = types_pb2.KvCacheHandle(cache_id="elsewhere.x.y", length=1, lineage=bytes(16))
     bad = executor_pb2.VerifyInput(input_ids=[300], kv_cache=handle)
-    stream.send(*[None] * 500, *[bad] * 70)
-    assert len(stream.read().results) == 570
+    stream.send(*[None] * 400, *[bad] * 70)
+    assert len(stream.read().results) == 470
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2
     assert "reason=INVALID_FIELD" in lines[0]
-    assert "count=500" in lines[0]
+    assert "count=400" in lines[0]
     assert "count=70" in lines[1]
 
 

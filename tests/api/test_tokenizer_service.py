@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import grpc
 import pytest
 
 from ferrule.v1 import executor_pb2, tokenizer_pb2
+from ferrule_server.api.auth import TokenAccess
 from ferrule_server.api.limits import ApiLimits
+from ferrule_server.api.token_file import TokenFile
+from ferrule_server.quotas import UNLIMITED
 from ferrule_server.text.chat_template import ChatTemplate, RenderLimits
 from ferrule_server.text.tokenizer import Tokenizer
 from ferrule_server.text.tokenizer_config import TokenizerConfig
-from tests.api.harness import DEMO_FOLDER, RunningServer, refused
+from tests.api.harness import DEMO_FOLDER, RunningServer, refusal_of, refused, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -117,8 +122,8 @@ def test_long_texts_and_lists_are_bounded() -> None:
 
 
 def test_a_long_text_freezes_nobody_else(texts: RunningServer) -> None:
-    """While a text of 1 MiB is encoded, another caller is answered, again and again."""
-    text = "def f(x):\n  return x\n" * 60_000
+    """While a text of 1 MB is encoded, another caller is answered, again and again."""
+    text = "def f(x):\n  return x\n" * 49_000
     encoding = texts.text.Encode.future(tokenizer_pb2.EncodeRequest(text=text), timeout=60)
     worst_s, last = 0.0, time.monotonic()
     while not encoding.done():
@@ -289,6 +294,30 @@ def test_long_texts_take_the_memory_of_one() -> None:
     assert len(Watched.threads) == 1
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].content.center(3000000000) }}",
+        "{{ messages|tojson(indent=3000000000) }}",
+        "{{ messages|slice(300000000)|list }}",
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    ],
+)
+def test_a_template_that_takes_too_much_costs_one_refusal(source: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Typed, and not an error of the server's; others are answered as before while it runs."""
+    config = TokenizerConfig({}, {"default": source, "tool_use": "fine"})
+    template = ChatTemplate(config, RenderLimits(max_time_s=0.5))
+    with RunningServer(tokenizer=Tokenizer.load(DEMO_FOLDER), chat_template=template) as server:
+        request = tokenizer_pb2.ApplyChatTemplateRequest(messages=[USER])
+        bomb = server.text.ApplyChatTemplate.future(request, timeout=60)
+        while not bomb.done():
+            assert _chat(server, USER, tools_json="[]").text == "fine"
+        with refused() as refusals:
+            bomb.result()
+    assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 def test_a_slow_template_freezes_nobody_else() -> None:
     """While conversations that a template takes its whole time over are refused, another caller is answered."""
     source = "{% for a in messages %}{% for b in messages %}{% for c in messages %}{% endfor %}{% endfor %}{% endfor %}"
@@ -306,3 +335,145 @@ def test_a_slow_template_freezes_nobody_else() -> None:
                 call.result()
             assert refusals[0].reason == "INVALID_FIELD"
         assert worst_s < 0.4
+
+
+# ---- turns, bounds and the quota -----------------------------------------------------------------------------------
+
+
+class Stopped(Tokenizer):
+    """A tokenizer that encodes long texts only once it is let go."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.texts: list[int] = []
+        super().__init__((DEMO_FOLDER / "tokenizer.json").read_text())
+
+    def encode(self, text: str, add_special_tokens: bool = False, parse_special_tokens: bool = True) -> list[int]:
+        """Encode; a text of more than 1 KiB waits."""
+        if len(text) > 1024:
+            self.texts.append(len(text))
+            assert self.gate.wait(20)
+        return super().encode(text[:1024], add_special_tokens, parse_special_tokens)
+
+
+def _encode_later(server: RunningServer, length: int, token: str) -> Any:
+    metadata = (("authorization", f"Bearer {token}"),)
+    request = tokenizer_pb2.EncodeRequest(text="x" * length)
+    return server.text.Encode.future(request, timeout=30, metadata=metadata)
+
+
+@pytest.fixture
+def shared_by_two(tmp_path: Path) -> Iterator[tuple[RunningServer, Stopped]]:
+    """A server for alice and bob, and eve who has a quota, and its tokenizer."""
+    path = tmp_path / "tokens"
+    names = ("alice", "bob", "eve text_rate=64KiB")
+    path.write_text("".join(f"{hashlib.sha256(name[:3].encode()).hexdigest()} {name}\n" for name in names))
+    path.chmod(0o600)
+    tokenizer = Stopped()
+    limits = ApiLimits(max_text_bytes=400_000, max_text_tokens=100_000)
+    access = TokenAccess(TokenFile(path, UNLIMITED))
+    with RunningServer(tokenizer=tokenizer, limits=limits, access=access) as server:
+        yield server, tokenizer
+        tokenizer.gate.set()
+
+
+def test_one_that_floods_is_refused_and_another_is_next(shared_by_two: tuple[RunningServer, Stopped]) -> None:
+    """There is room for sixteen texts of the largest size, and the last place is kept for somebody else.
+
+    The other principal's long text is next, and its short text does not even wait for the long one that is encoded.
+    """
+    server, tokenizer = shared_by_two
+    calls = [_encode_later(server, 400_000, "ali") for _ in range(20)]
+    wait_until(lambda: sum(call.done() for call in calls) == 5)
+    with refused() as refusals:
+        next(call for call in calls if call.done()).result()
+    assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+    assert refusals[0].metadata == {"num_jobs": "15", "num_bytes": "6000000", "limit": "3200000"}
+    assert refusals[0].retry_after_s is not None
+    short = _encode_later(server, 2_000, "bob")
+    wait_until(lambda: 2_000 in tokenizer.texts)
+    long = _encode_later(server, 300_000, "bob")
+    wait_until(lambda: server.state.num_active == 17)
+    tokenizer.gate.set()
+    assert long.result().token_ids
+    assert short.result().token_ids
+    assert tokenizer.texts[:3] == [400_000, 2_000, 300_000]
+
+
+def test_waiting_work_of_a_caller_that_left_is_dropped(shared_by_two: tuple[RunningServer, Stopped]) -> None:
+    """Its places are free at once, and it is never done."""
+    server, tokenizer = shared_by_two
+    calls = [_encode_later(server, 400_000, "ali") for _ in range(16)]
+    wait_until(lambda: sum(call.done() for call in calls) == 1)
+    for call in calls:
+        call.cancel()
+
+    again = []
+
+    def is_taken_again() -> bool:
+        again.append(_encode_later(server, 390_000, "ali"))
+        return wait_for_refusal(again[-1]) == ""
+
+    wait_until(is_taken_again)
+    tokenizer.gate.set()
+    wait_until(lambda: 390_000 in tokenizer.texts)
+    assert tokenizer.texts.count(400_000) == 1
+
+
+def wait_for_refusal(call: Any, seconds: float = 0.3) -> str:
+    """Return the reason that a call is refused for at once; empty: it waits or is answered."""
+    try:
+        call.result(timeout=seconds)
+    except grpc.FutureTimeoutError:
+        return ""
+    except grpc.RpcError as error:
+        return refusal_of(error).reason
+    return ""
+
+
+def test_text_counts_in_a_quota_whatever_is_done_with_it(shared_by_two: tuple[RunningServer, Stopped]) -> None:
+    """Long or short, encoded or decoded; the error says when to try again, and others are not affected."""
+    server, tokenizer = shared_by_two
+    tokenizer.gate.set()
+    ids = tokenizer_pb2.TokenizerServiceDecodeRequest(token_ids=[300] * 20_000)
+    as_eve, as_alice = ((("authorization", f"Bearer {token}"),) for token in ("eve", "ali"))
+    server.text.Decode(ids, metadata=as_eve)
+    calls: list[Callable[[], object]] = [
+        lambda: server.text.Decode(ids, metadata=as_eve),
+        lambda: server.text.Encode(tokenizer_pb2.EncodeRequest(text="x"), metadata=as_eve),
+        lambda: server.text.Encode(tokenizer_pb2.EncodeRequest(text="x" * 9000), metadata=as_eve),
+        lambda: server.text.Decode(tokenizer_pb2.TokenizerServiceDecodeRequest(token_ids=[300]), metadata=as_eve),
+    ]
+    for call in calls:
+        with refused() as refusals:
+            call()
+        assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUOTA_TEXT_RATE")
+        assert refusals[0].metadata["limit"] == str(64 << 10)
+        assert refusals[0].retry_after_s is not None
+    server.text.Decode(ids, metadata=as_alice)
+
+
+def test_what_is_too_large_is_refused_while_the_threads_are_busy() -> None:
+    """Every limit is judged before a request waits."""
+    template = ChatTemplate(TokenizerConfig({}, {"default": "{{ messages[0].content }}"}))
+    tokenizer = Stopped()
+    with RunningServer(tokenizer=tokenizer, chat_template=template, limits=ApiLimits(max_text_bytes=9000)) as server:
+        encode = tokenizer_pb2.EncodeRequest(text="x" * 9000)
+        busy: list[Any] = [server.text.Encode.future(encode) for _ in range(3)]
+        chat = tokenizer_pb2.ApplyChatTemplateRequest(messages=[said("user", "x" * 8000)])
+        busy += [server.text.ApplyChatTemplate.future(chat) for _ in range(3)]
+        calls: list[Callable[[], object]] = [
+            lambda: server.text.Encode(tokenizer_pb2.EncodeRequest(text="x" * 9001), timeout=5),
+            lambda: server.text.Encode(tokenizer_pb2.EncodeRequest(text="\u00e9" * 4501), timeout=5),
+            lambda: _decode(server, [300] * ((1 << 16) + 1)),
+            lambda: _chat(server, said("user", "x" * 9000)),
+            lambda: _chat(server, *[said("user")] * 4097),
+            lambda: _chat(server),
+        ]
+        for call in calls:
+            with refused() as refusals:
+                call()
+            assert refusals[0].reason == "INVALID_FIELD"
+        tokenizer.gate.set()
+        for each in busy:
+            each.result()

@@ -1,18 +1,52 @@
-"""Turns on the event loop: nobody waits for the whole of a large request."""
+"""Turns on the event loop: nobody waits for the whole of a large request, nor for all requests of somebody else."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Coroutine
+from typing import Any
 
-from ferrule_server.api.limits import LOOP_SLICE
-from ferrule_server.api.turns import Turns
+import pytest
+
+from ferrule_server.api.turns import SLICE_NS, Turns, TurnTaker, metered, spawn, take_turns, turn
+from ferrule_server.engine.shares import Shares
+
+MS = 1_000_000
 
 
-def test_others_have_their_turn_while_a_large_batch_is_worked_on() -> None:
-    """After so much work, or so many pieces of it."""
+def _busy(duration_s: float) -> None:
+    """Hold the event loop."""
+    end_s = time.monotonic() + duration_s
+    while time.monotonic() < end_s:
+        pass
 
-    async def count(works: list[int]) -> int:
-        turns, num_turns, is_over = Turns(1000), 0, False
+
+def _contended() -> TurnTaker:
+    """Two principals are about: alice and bob."""
+    taker = TurnTaker(Shares())
+    taker.shares.account("alice")
+    taker.shares.account("bob")
+    return taker
+
+
+async def _work(taker: TurnTaker, principal: str, slices: list[str], duration_s: float, flow: str = "") -> None:
+    """Wait for a turn, hold the loop and note who did."""
+
+    async def work() -> None:
+        take_turns(taker, principal)
+        await taker.turn(principal, flow)
+        slices.append(flow or principal)
+        _busy(duration_s)
+
+    await metered(work(), taker.shares)
+
+
+def test_others_have_their_turn_while_a_large_request_is_worked_on() -> None:
+    """After each slice of time, however small or large its pieces are."""
+
+    async def count(duration_s: float, num_pieces: int) -> int:
+        turns, num_turns, is_over = Turns(), 0, False
 
         async def other() -> None:
             nonlocal num_turns
@@ -21,12 +55,135 @@ def test_others_have_their_turn_while_a_large_batch_is_worked_on() -> None:
                 await asyncio.sleep(0)
 
         task = asyncio.create_task(other())
-        for work in works:
-            await turns.spend(work)
+        for _ in range(num_pieces):
+            _busy(duration_s)
+            await turns.pause()
         is_over = True
         await task
         return num_turns
 
-    assert asyncio.run(count([1] * (LOOP_SLICE - 1))) <= 1
-    assert asyncio.run(count([1] * 3 * LOOP_SLICE)) >= 3
-    assert asyncio.run(count([600] * 8)) >= 4
+    assert asyncio.run(count(0.0, 10)) <= 1
+    assert asyncio.run(count(2 * SLICE_NS * 1e-9, 4)) >= 4
+    assert asyncio.run(count(SLICE_NS * 1e-9 / 5, 40)) >= 4
+
+
+def test_who_is_alone_never_waits() -> None:
+    """However much it has worked, its turn comes without giving up the loop."""
+
+    async def alone() -> None:
+        taker = TurnTaker(Shares())
+        taker.shares.account("alice")
+        taker.shares.charge("alice", 1000 * MS)
+        coroutine: Coroutine[Any, Any, None] = taker.turn("alice")
+        with pytest.raises(StopIteration):
+            coroutine.send(None)
+
+    asyncio.run(alone())
+
+
+def test_a_flood_waits_and_others_do_not() -> None:
+    """50 calls of alice take 2 ms each; one of bob that comes in the middle goes on at once."""
+
+    async def run() -> float:
+        taker, slices = _contended(), []  # type: ignore[var-annotated]
+        calls = [asyncio.create_task(_work(taker, "alice", slices, 0.002)) for _ in range(50)]
+        await asyncio.sleep(0.02)
+        begun_s = time.monotonic()
+        await _work(taker, "bob", slices, 0.0)
+        waited_s = time.monotonic() - begun_s
+        assert slices.index("bob") < 45
+        await asyncio.gather(*calls)
+        assert slices.count("alice") == 50
+        assert taker.num_waiting("alice") == 0
+        return waited_s
+
+    assert asyncio.run(run()) < 0.02
+
+
+def test_work_is_charged_to_whoever_does_it() -> None:
+    """Only the time in which the call held the loop, in tasks of its own too; waiting costs nothing."""
+
+    async def run() -> tuple[int, int]:
+        taker = _contended()
+
+        async def call() -> None:
+            take_turns(taker, "alice")
+            _busy(0.01)
+            await asyncio.sleep(0.03)
+            await spawn(part())
+
+        async def part() -> None:
+            _busy(0.01)
+
+        await metered(call(), taker.shares)
+        return taker.shares.account("alice").loop_ns, taker.shares.account("bob").loop_ns
+
+    alice_ns, bob_ns = asyncio.run(run())
+    assert 18 * MS < alice_ns < 28 * MS
+    assert bob_ns == 0
+
+
+def test_flows_of_one_principal_take_turns() -> None:
+    """A call on another connection does not wait for all calls of a flood on one."""
+
+    async def run() -> list[str]:
+        taker, slices = _contended(), []  # type: ignore[var-annotated]
+        taker.shares.charge("alice", 50 * MS)
+        calls = [asyncio.create_task(_work(taker, "alice", slices, 0.0, "flood")) for _ in range(20)]
+        await asyncio.sleep(0)
+        calls.append(asyncio.create_task(_work(taker, "alice", slices, 0.0, "other")))
+        await asyncio.gather(*calls)
+        return slices
+
+    assert "other" in asyncio.run(run())[:3]
+
+
+def test_a_call_that_is_cancelled_while_it_waits_holds_up_nobody() -> None:
+    """Those after it have their turn; nothing is left behind."""
+
+    async def run() -> None:
+        taker, slices = _contended(), []  # type: ignore[var-annotated]
+        taker.shares.charge("alice", 20 * MS)
+        calls = [asyncio.create_task(_work(taker, "alice", slices, 0.0, f"call{index}")) for index in range(6)]
+        await asyncio.sleep(0)
+        for call in calls[::2]:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        assert slices == ["call1", "call3", "call5"]
+        assert taker.num_waiting("alice") == 0
+
+    asyncio.run(run())
+
+
+def test_a_metered_call_returns_raises_and_is_cancelled_as_it_would_be_without() -> None:
+    """Values and exceptions pass in both directions."""
+
+    async def run() -> None:
+        shares = _contended().shares
+        seen: list[str] = []
+
+        async def call(how: str) -> str:
+            try:
+                await asyncio.sleep(0)
+                await asyncio.wait_for(asyncio.sleep(0), 1)
+                if how == "raise":
+                    raise KeyError(how)
+                if how == "wait":
+                    await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                seen.append("cancelled")
+                raise
+            return how
+
+        assert await metered(call("return"), shares) == "return"
+        with pytest.raises(KeyError):
+            await metered(call("raise"), shares)
+        task = spawn(call("wait"))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert seen == ["cancelled"]
+        await turn()  # no call: no turns
+
+    asyncio.run(run())

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 
 from ferrule_server import __main__ as server
-from ferrule_server.arguments import build_parser, unknown_variables, variable_of
+from ferrule_server.arguments import build_parser, flag_of, unknown_variables, variable_of
 from ferrule_server.config import (
     DEFAULT_MASK_BYTES,
+    NEVER_EMPTY,
     ListenAddress,
     ServerConfig,
     instance_of_host,
@@ -86,6 +88,9 @@ def test_every_setting_has_a_flag_and_a_variable() -> None:
         "--quota-prefill-rate": "4",
         "--quota-retained": "5KiB",
         "--quota-mask-bytes": "6KiB",
+        "--quota-call-rate": "7",
+        "--quota-request-bytes": "8KiB",
+        "--quota-text-rate": "9KiB",
         "--prefix-cache": "off",
         "--device": "cuda:1",
         "--gpu-memory-fraction": "0.75",
@@ -110,7 +115,7 @@ def test_every_setting_has_a_flag_and_a_variable() -> None:
     assert (by_flag.log_format, by_flag.otlp_endpoint) == ("json", "https://collector.example:4317")
     assert by_flag.has_reflection
     assert by_flag.token_file == Path("/etc/ferrule/tokens")
-    assert by_flag.quotas == QuotaLimits(1, 2, 3, 4, 5 << 10, 6 << 10)
+    assert by_flag.quotas == QuotaLimits(1, 2, 3, 4, 5 << 10, 6 << 10, 7, 8 << 10, 9 << 10)
     assert not by_flag.has_prefix_cache
     assert by_flag.logs_top_tokens
     assert by_flag.device == "cuda:1"
@@ -198,6 +203,9 @@ def test_other_addresses_need_insecure(text: str) -> None:
         (["--instance", "a.b"], "A-Z a-z"),
         (["--prefix-cache", "maybe"], "on or off"),
         (["--quota-mask-bytes", "64"], "KiB, MiB, GiB or TiB"),
+        (["--quota-call-rate", "0"], "at least 1"),
+        (["--quota-request-bytes", "0KiB"], "at least one byte"),
+        (["--quota-text-rate", "64"], "KiB, MiB, GiB or TiB"),
         (["--instance", "x" * 65], "1 to 64"),
         (["--executor", "cuda"], "paged-reference"),
         (["--device", "gpu"], "auto, cpu, cuda or cuda:N"),
@@ -209,6 +217,7 @@ def test_other_addresses_need_insecure(text: str) -> None:
         (["--gpu-memory-fraction", "0.05"], "from 0.1 to 1"),
         (["--gpu-memory-fraction", "90"], "from 0.1 to 1"),
         (["--kernel-cache", ""], "a path"),
+        (["--model", ""], "demo, a folder, or org/name"),
         (["--executor", "numba-cuda", "--device", "cpu"], "leave --device cpu out"),
         (["--executor", "numba-cuda", "--dtype", "float32"], "bfloat16; leave --dtype float32 out"),
         (["--executor", "paged-reference", "--device", "cuda"], "leave --device out"),
@@ -325,6 +334,10 @@ def test_an_unusable_variable_is_named() -> None:
         ({"TLS_CERT": "C"}, "", "FERRULE_TLS_CERT and --tls-key go together"),
         ({"MODEL": "/none"}, "", "FERRULE_MODEL=/none: there is no such folder"),
         ({"KERNEL_BUNDLE": "/none"}, "", "FERRULE_KERNEL_BUNDLE: /none is no bundle"),
+        ({"TOKEN_FILE": ""}, "", "FERRULE_TOKEN_FILE is empty: give the path of a file, or leave it out"),
+        ({"TLS_CLIENT_CA": " "}, "", "FERRULE_TLS_CLIENT_CA is empty"),
+        ({"TOKEN_FILE": "/t"}, "--token-file=", "--token-file is empty"),
+        ({"MAX_CONTEXT": ""}, "--max-context 0", "--max-context must be at least 1"),
     ],
 )
 def test_a_setting_of_the_environment_bears_its_variable(
@@ -346,6 +359,56 @@ def test_a_setting_of_the_environment_bears_its_variable(
 async def _create(config: ServerConfig) -> int:
     create_executor(config, lambda *_: None)
     return 0
+
+
+SETTINGS = {action.dest: action for action in build_parser()._actions if action.dest not in ("help", "version")}
+WHO_MAY_CONNECT = {"token_file", "tls_cert", "tls_key", "tls_client_ca"}
+PATHS = {
+    name for name, action in SETTINGS.items() if any(word in str(action.metavar) for word in ("FILE", "FOLDER", "PATH"))
+}
+SECURED = {f"FERRULE_{name.upper()}": f"/{name}" for name in WHO_MAY_CONNECT}
+
+
+def test_no_setting_of_tokens_or_tls_is_forgotten() -> None:
+    """A new one has a name of this kind, and then must be in the list of those that are never empty."""
+    assert {name for name in SETTINGS if re.search(r"token_file|tls|cert", name)} == WHO_MAY_CONNECT == NEVER_EMPTY
+    assert WHO_MAY_CONNECT < PATHS
+    assert {"model", "listen", "kernel_cache", "kernel_bundle"} < PATHS
+
+
+@pytest.mark.parametrize("empty", ["", " ", "\t"])
+@pytest.mark.parametrize("name", sorted(SETTINGS))
+def test_an_empty_variable_counts_as_unset_or_is_refused(name: str, empty: str) -> None:
+    """Refused where an unset one would leave the server open: a deployment whose secret is not there must not start."""
+    variable = variable_of(name)
+    if name in WHO_MAY_CONNECT:
+        with pytest.raises(ConfigError, match=f"^{variable} is empty"):
+            parse_config(["--insecure"], {**SECURED, variable: empty})
+    else:
+        assert parse_config([], {variable: empty}) == parse_config([], {})
+
+
+@pytest.mark.parametrize("name", sorted(WHO_MAY_CONNECT))
+def test_an_empty_flag_of_tokens_or_tls_is_refused(name: str) -> None:
+    """Also beside a variable with a value, since flags win; a flag with a value wins over an empty variable."""
+    with pytest.raises(ConfigError, match=f"^{flag_of(name)} is empty"):
+        parse_config([f"{flag_of(name)}="], SECURED)
+    config = parse_config([f"{flag_of(name)}=/f"], {**SECURED, variable_of(name): ""})
+    assert getattr(config, name) == Path("/f")
+
+
+@pytest.mark.parametrize("name", sorted(PATHS))
+def test_a_home_directory_is_expanded_in_every_path(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By flag and by variable alike, since no shell expands a variable's value or what follows ``unix:``."""
+    monkeypatch.setenv("HOME", "/home/alice")
+    prefix = "unix:" if name == "listen" else ""
+    plain, given = f"{prefix}/home/alice/x", f"{prefix}~/x"
+    expected = parse_config([f"{flag_of(name)}={plain}"], SECURED)
+    assert "/home/alice/x" in repr(expected)
+    assert parse_config([f"{flag_of(name)}={given}"], SECURED) == expected
+    assert parse_config([], {**SECURED, variable_of(name): given}) == expected
+    with pytest.raises(ConfigError, match=f"^{variable_of(name)} .*home directory of this user is not known"):
+        parse_config([], {**SECURED, variable_of(name): f"{prefix}~no-such-user/x"})
 
 
 def test_an_unknown_flag_is_one_line_with_what_was_meant(capsys: pytest.CaptureFixture[str]) -> None:

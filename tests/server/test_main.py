@@ -546,6 +546,7 @@ def test_a_missing_shard_is_named_and_ends_with_2(tmp_path: Path) -> None:
         (("--kv-memory", "lots"), "--kv-memory 'lots'"),
         (("--listen", "0.0.0.0:50051"), "--insecure"),
         (("--listen", "127.0.0.1:0", "--token-file", "/nowhere/tokens"), "--token-file /nowhere/tokens: No such file"),
+        (("--listen", "127.0.0.1:0", "--token-file", ""), "--token-file is empty"),
         (("--listen", "127.0.0.1:0", "--tls-cert", "/c", "--tls-key", "/k"), "--tls-key /k: No such file"),
         (("--kv-memory", "512TiB", "--listen", "127.0.0.1:0", *QUIET), "no 524288.0 GiB"),
         (("--model", "/nowhere/at/all", "--listen", "127.0.0.1:0", *QUIET), "no such folder"),

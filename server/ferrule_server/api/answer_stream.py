@@ -22,13 +22,14 @@ from typing import Final, NamedTuple, Protocol
 import grpc
 from google.protobuf.message import Message
 
-from ferrule_server.api.calls import Context, cancel, refuse
+from ferrule_server.api.calls import HANG_UP_S, Context, cancel, refuse
 from ferrule_server.api.fields import placed
 from ferrule_server.api.observe import current_call
 from ferrule_server.api.principal import caller_of
 from ferrule_server.api.refusals import Refusals
 from ferrule_server.api.state import EngineApi, ServerState
 from ferrule_server.api.status import fault_of
+from ferrule_server.api.turns import spawn
 from ferrule_server.engine.jobs import ForwardFrame, GenerateFrame, Job, Outcome, StreamJob
 from ferrule_server.errors import FerruleError
 
@@ -36,8 +37,6 @@ _LOG = logging.getLogger(__name__)
 
 _LAST_WRITE_S: Final = 0.1
 """How long the status waits for the write in flight; a status sent earlier still arrives behind it."""
-_HANG_UP_S: Final = 1.0
-"""When the client has hung up, gRPC cancels the call within this time of the write that failed."""
 
 Frame = GenerateFrame | ForwardFrame
 
@@ -122,14 +121,14 @@ class AnswerStream:
                 self._refusals.log(is_last=True)
             self._state.streams.discard(self)
         if error is not None:
-            await refuse(self._context, self._rpc, error)
+            refuse(self._context, self._rpc, error)
 
     async def _serve(self) -> FerruleError | None:
         """Run the job and write its answers; return why it has ended, None for OK."""
         if self._call is not None:
             self._call.asks(self._job)
         self._engine.submit([(self._job, self)])
-        writer = asyncio.create_task(self._guarded_write())
+        writer = spawn(self._guarded_write())
         error = await self._ended
         await asyncio.wait([writer], timeout=_LAST_WRITE_S)
         return error
@@ -183,7 +182,7 @@ class AnswerStream:
 
     async def _end_unless_hung_up(self, failure: grpc.aio.BaseError) -> None:
         """Judge a write that gRPC failed: a client that hung up is no fault, and its call is cancelled."""
-        await asyncio.wait([self._ended], timeout=_HANG_UP_S)
+        await asyncio.wait([self._ended], timeout=HANG_UP_S)
         if self._ended.done():
             _LOG.debug("hung up rpc=%s principal=%s", self._rpc, self.caller.principal)
         else:

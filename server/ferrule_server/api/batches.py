@@ -16,7 +16,7 @@ from ferrule_server.api.planned import PlannedAppend
 from ferrule_server.api.refusals import Refusals
 from ferrule_server.api.state import EngineApi, ServerState
 from ferrule_server.api.status import to_status
-from ferrule_server.api.turns import READ_BYTES, WRITE_BYTES, Turns
+from ferrule_server.api.turns import Turns
 from ferrule_server.engine.jobs import AppendResult
 from ferrule_server.errors import FerruleError, ReplyTooLarge
 
@@ -58,19 +58,19 @@ class Batch:
             job.cohort = cohort
         outcomes = iter(await run_jobs(engine, jobs))
         refusals = Refusals(self.rpc, principal)
-        turns = Turns(WRITE_BYTES)
+        turns = Turns()
         for index, each in enumerate(planned):
             outcome = next(outcomes) if isinstance(each, PlannedAppend) else each
             self._write(index, each, outcome, refusals, state.limits.max_request_id_bytes)
-            await turns.spend(each.reply_bytes if isinstance(each, PlannedAppend) else _RESULT_BYTES)
+            await turns.pause()
         refusals.log()
 
     async def _plan(self, state: ServerState) -> list[PlannedAppend | FerruleError]:
         """Read the items; what is wrong with one stands in its place."""
         planned: list[PlannedAppend | FerruleError] = []
-        turns = Turns(READ_BYTES)
+        turns = Turns()
         for index, item in enumerate(self.items):
-            await turns.spend(item.ByteSize())
+            await turns.pause()
             try:
                 each = self.read(item, f"{self.field}[{index}].")
                 admit_new(state, each.job)

@@ -56,7 +56,8 @@ class CacheReader:
         """Return the job of a ReserveKvSlots."""
         num_requests, limit = len(request.requests), self._limits.max_handles_per_request
         if num_requests > limit:
-            raise InvalidRequest("requests", f"has {num_requests} entries, the limit is {limit}; send several requests")
+            text = f"has {num_requests} entries, the limit is {limit}; send several requests"
+            raise InvalidRequest("requests", text, count=num_requests, limit=limit)
         return ReserveJob(principal, tuple(self._wanted(each, index) for index, each in enumerate(request.requests)))
 
     def keep_alive(self, request: cache_pb2.KeepAliveRequest, principal: str) -> KeepAliveJob:
@@ -87,7 +88,8 @@ class CacheReader:
         """
         limit = self._limits.max_handles_per_request
         if len(handles) > limit:
-            raise InvalidRequest(path, f"has {len(handles)} handles, the limit is {limit}; send several requests")
+            text = f"has {len(handles)} handles, the limit is {limit}; send several requests"
+            raise InvalidRequest(path, text, count=len(handles), limit=limit)
         return tuple(self._named(handle, f"{path}[{index}]") for index, handle in enumerate(handles))
 
     def _wanted(self, message: cache_pb2.KvSlotRequest, index: int) -> SlotsWanted:

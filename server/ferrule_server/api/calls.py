@@ -6,7 +6,8 @@ import asyncio
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NoReturn, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn, Protocol, TypeVar
 
 import grpc
 from grpc_status import rpc_status
@@ -29,6 +30,9 @@ from ferrule_server.errors import Draining, FerruleError
 
 _LOG = logging.getLogger(__name__)
 
+HANG_UP_S: Final = 1.0
+"""When the client has hung up, gRPC cancels the call within this time of the write that failed."""
+
 
 class _Servicer(Protocol):
     """A servicer as the decorators see it."""
@@ -42,6 +46,27 @@ _Response = TypeVar("_Response")
 
 Context = grpc.aio.ServicerContext[Any, Any]
 """A call in progress; Any, because reply types differ and nothing here touches them."""
+
+
+class CallEnded(Exception):
+    """The method is over before it has a reply; the handler ends the call with the status.
+
+    Attributes:
+        status: For gRPC.
+    """
+
+    def __init__(self, status: grpc.Status) -> None:
+        super().__init__(status.details)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class PlainStatus(grpc.Status):
+    """A status of a protocol that is not ours, without details."""
+
+    code: grpc.StatusCode
+    details: str
+    trailing_metadata: tuple[tuple[str, str | bytes], ...] = ()
 
 
 class FutureSink:
@@ -182,39 +207,32 @@ def _refusing(
         try:
             return await handler(self, request, context)
         except FerruleError as error:
-            await refuse(context, rpc, error)
-        except grpc.aio.AbortError:
+            refuse(context, rpc, error)
+        except CallEnded:
             raise
         except Exception as failure:  # noqa: BLE001  (fault_of logs it)
-            await refuse(context, rpc, fault_of(failure, rpc))
+            refuse(context, rpc, fault_of(failure, rpc))
 
     return call
 
 
-async def refuse(context: Context, rpc: str, error: FerruleError) -> NoReturn:
+def refuse(context: Context, rpc: str, error: FerruleError) -> NoReturn:
     """Log a refused call and end it with the status of ``error``."""
     log_refused(rpc, error, principal_of(context), call=current_call())
-    await abort(context, error)
+    abort(error)
 
 
-async def refuse_unknown(context: Context, rpc: str, error: FerruleError) -> NoReturn:
-    """Log a call whose credentials are not accepted, by the address it comes from, and end it."""
-    call = current_call()
-    _LOG.warning(
-        "refused rpc=%s code=%s reason=%s peer=%s trace_id=%s",
-        rpc,
-        code_of(error).name,
-        reason_of(error),
-        context.peer(),
-        call.trace_id or "-" if call is not None else "-",
-    )
-    await abort(context, error)
-
-
-async def abort(context: Context, error: FerruleError) -> NoReturn:
+def abort(error: FerruleError) -> NoReturn:
     """End a call with the status of ``error``, and tell whoever watches the call."""
     call = current_call()
     if call is not None:
         call.refused(code_of(error), reason_of(error), error.metadata.get("handle_id", ""))
-    await context.abort_with_status(rpc_status.to_status(to_status(error)))
-    raise AssertionError("abort_with_status raises")
+    raise CallEnded(rpc_status.to_status(to_status(error)))
+
+
+def end_with(status: grpc.Status) -> NoReturn:
+    """End a call with a status that has no reason of ours, and tell its observers."""
+    call = current_call()
+    if call is not None:
+        call.refused(status.code, "")
+    raise CallEnded(status)

@@ -12,18 +12,29 @@ from ferrule_server.text.conversation import RESERVED_VARIABLES, Conversation
 _MAX_MESSAGES: Final = 4096
 
 
-def read_conversation(request: tokenizer_pb2.ApplyChatTemplateRequest, max_bytes: int) -> Conversation:
-    """Return the conversation of a request.
+def check_conversation(request: tokenizer_pb2.ApplyChatTemplateRequest, max_bytes: int) -> int:
+    """Return the bytes of a request whose conversation is not too large. Cheap: no JSON is parsed.
 
     Raises:
-        InvalidRequest: There is no message, there are too many or too long ones, or some JSON is not what it should be.
+        InvalidRequest: There is no message, or there are too many or too long ones.
     """
     if not request.messages:
         raise InvalidRequest("messages", "is empty; a conversation has at least one message")
     if len(request.messages) > _MAX_MESSAGES:
         raise InvalidRequest("messages", f"has {len(request.messages)} entries, the limit is {_MAX_MESSAGES}")
-    if request.ByteSize() > max_bytes:
-        raise InvalidRequest("messages", f"with all that belongs to them have more than {max_bytes} bytes, the limit")
+    num_bytes = request.ByteSize()
+    if num_bytes > max_bytes:
+        description = f"have {num_bytes} bytes with tools and variables, the limit is {max_bytes}; shorten them"
+        raise InvalidRequest("messages", description)
+    return num_bytes
+
+
+def read_conversation(request: tokenizer_pb2.ApplyChatTemplateRequest) -> Conversation:
+    """Return the conversation of a request that :func:`check_conversation` has accepted.
+
+    Raises:
+        InvalidRequest: A message has no role, or some JSON is not what it should be.
+    """
     return Conversation(
         messages=[_message(message, f"messages[{i}].") for i, message in enumerate(request.messages)],
         tools=_tools(request.tools_json) if request.tools_json else None,

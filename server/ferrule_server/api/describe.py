@@ -12,7 +12,8 @@ from ferrule.v1 import cache_pb2, info_pb2, types_pb2
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.principal import Caller
 from ferrule_server.api.state import Phase, ServerState, Serving
-from ferrule_server.engine.counters import EngineSnapshot
+from ferrule_server.engine.counters import EngineSnapshot, OwnFigures
+from ferrule_server.engine.masks import MaskRegistry
 from ferrule_server.executor.base import ExecutorInfo, ExecutorState, MemoryPlan
 from ferrule_server.kv.metrics import KvMetrics
 from ferrule_server.quotas import QuotaLimits
@@ -31,6 +32,18 @@ _ATTENTION: Final = {
     "flash": info_pb2.ATTENTION_MECHANISM_FLASH,
     "sliding-window": info_pb2.ATTENTION_MECHANISM_SLIDING_WINDOW,
 }
+_STEP_FIELDS: Final = (
+    "last_step_time",
+    "num_steps",
+    "num_graph_steps",
+    "num_launched_steps",
+    "num_torch_steps",
+    "num_queued_steps",
+    "num_discarded_rows",
+)
+"""Counters of steps in GetStatus, which callers without the role do not see: steps have rows of several principals."""
+_SHARED_FIELDS: Final = ("shared_blocks", "tombstones", "num_prefix_evictions", "num_exhausted")
+"""Counters of the pool in GetCacheMetrics that are kept for all together, which callers without the role do not see."""
 _PROC_STATUS: Final = Path("/proc/self/status")
 _CPUINFO: Final = Path("/proc/cpuinfo")
 
@@ -132,12 +145,28 @@ def caller_info(caller: Caller, quotas: QuotaLimits) -> info_pb2.CallerInfo:
         prefill_tokens_per_second=quotas.prefill_tokens_per_s or 0,
         retained_bytes=quotas.retained_bytes or 0,
         mask_bytes=quotas.mask_bytes or 0,
+        calls_per_second=quotas.calls_per_s or 0,
+        request_bytes_per_second=quotas.request_bytes_per_s or 0,
+        text_bytes_per_second=quotas.text_bytes_per_s or 0,
     )
     return info_pb2.CallerInfo(principal=caller.principal, is_admin=caller.is_admin, quotas=limits)
 
 
-def status(state: ServerState, snapshot: EngineSnapshot | None = None) -> info_pb2.ExecutorStatus:
-    """Return how the server is doing, also while it loads; with a snapshot, how it was then."""
+def seen_by(caller: Caller) -> str | None:
+    """Return the principal whose counters a caller may see; None: those of all."""
+    return None if caller.is_admin else caller.principal
+
+
+def status(
+    state: ServerState, snapshot: EngineSnapshot | None = None, principal: str | None = None
+) -> info_pb2.ExecutorStatus:
+    """Return how the server is doing, also while it loads.
+
+    Args:
+        state: The server.
+        snapshot: How its engine was at another moment; None: as it is now.
+        principal: Whose counters to give instead of those of all, so that nothing tells of the prompts of others.
+    """
     message = info_pb2.ExecutorStatus(
         state=info_pb2.EXECUTOR_STATE_STARTING,
         instance=state.instance,
@@ -156,7 +185,20 @@ def status(state: ServerState, snapshot: EngineSnapshot | None = None) -> info_p
     message.is_ready = message.state in (info_pb2.EXECUTOR_STATE_READY, info_pb2.EXECUTOR_STATE_BUSY)
     _fill_executor(message, serving.engine.info, serving.executor_state())
     _fill_counters(message, snapshot)
+    if principal is not None:
+        _narrow_status(message, serving.engine.own_figures(principal))
     return message
+
+
+def own_cache_metrics(serving: Serving, principal: str | None) -> cache_pb2.CacheMetrics:
+    """Return what is counted of the KV pool and of the masks of one principal; None: of all.
+
+    How many blocks of the pool are empty, cached or used is told to everybody: schedulers need it.
+    """
+    metrics = cache_metrics(serving)
+    if principal is not None:
+        _narrow_metrics(metrics, serving.engine.own_figures(principal), serving.inputs.masks, principal)
+    return metrics
 
 
 def cache_metrics(
@@ -189,6 +231,48 @@ def cache_metrics(
         token_masks=masks.num_masks,
         token_mask_bytes=masks.num_bytes,
     )
+
+
+def _narrow_status(message: info_pb2.ExecutorStatus, own: OwnFigures) -> None:
+    """Replace what counts the work of all by what was done for one principal; steps are shared, so they are left out.
+
+    What remains of others is the load at the moment: the state, jobs that wait, sequences in a step, streams under way,
+    and free blocks. Clients need it to choose a server and to pace themselves, and it holds no lengths in tokens.
+    """
+    counters = own.counters
+    for name in _STEP_FIELDS:
+        message.ClearField(name)
+    message.live_sequences = own.num_sequences
+    message.num_prefills = counters.prefills
+    message.num_decodes = counters.decodes
+    message.num_verifies = counters.verifies
+    message.num_prefill_tokens = counters.prefill_tokens
+    message.num_decode_tokens = counters.decode_tokens
+    message.num_draft_tokens = counters.draft_tokens
+    message.num_accepted_tokens = counters.accepted_tokens
+    message.num_generates = counters.generates
+    message.num_errors = sum(own.refused().values())
+    message.avg_prefill_ns = counters.prefill_ns // max(1, counters.prefills)
+    message.avg_decode_ns = counters.decode_ns // max(1, counters.decodes)
+
+
+def _narrow_metrics(message: cache_pb2.CacheMetrics, own: OwnFigures, masks: MaskRegistry, principal: str) -> None:
+    """Replace what counts the work of all by what was done for one principal; see :func:`_narrow_status`."""
+    kv = own.kv
+    for name in _SHARED_FIELDS:
+        message.ClearField(name)
+    message.live_sequences = own.num_sequences
+    message.num_created = kv.created
+    message.num_forks = kv.forks
+    message.num_truncates = kv.truncates
+    message.num_released = kv.released
+    message.num_expired = kv.expired
+    message.num_block_copies = kv.block_copies
+    message.num_prefix_lookup_tokens = kv.prefix_lookup_tokens
+    message.num_prefix_hit_tokens = kv.prefix_hit_tokens
+    message.num_replays = own.counters.replays
+    message.num_stale = own.refused().get("HANDLE_STALE", 0)
+    message.token_masks, message.token_mask_bytes = masks.held_by(principal)
 
 
 def _fill_executor(message: info_pb2.ExecutorStatus, info: ExecutorInfo, state: ExecutorState | None) -> None:

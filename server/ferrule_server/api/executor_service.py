@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc
 from ferrule_server.api.answer_stream import Answer, AnswerStream
 from ferrule_server.api.batches import Batch
 from ferrule_server.api.calls import Context, admit_new, run_job, streamed, unary
-from ferrule_server.api.describe import cache_metrics, caller_info, capabilities, model_info, status
+from ferrule_server.api.describe import caller_info, capabilities, model_info, own_cache_metrics, seen_by, status
 from ferrule_server.api.fields import placed, require
 from ferrule_server.api.forward_stream import ForwardReplies
 from ferrule_server.api.generate_stream import GenerateReplies
@@ -78,7 +78,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         self, request: executor_pb2.GetStatusRequest, context: Context
     ) -> executor_pb2.GetStatusResponse:
         """Tell how the server is doing, in every phase."""
-        return executor_pb2.GetStatusResponse(status=status(self.state))
+        return executor_pb2.GetStatusResponse(status=status(self.state, principal=seen_by(caller_of(context))))
 
     # ---- appends ----------------------------------------------------------------------------------------------------
 
@@ -120,9 +120,11 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         return response
 
     @streamed
-    async def StreamDecode(self, request_iterator: object, context: Context) -> None:
+    async def StreamDecode(
+        self, request_iterator: AsyncGenerator[executor_pb2.StreamDecodeRequest], context: Context
+    ) -> None:
         """Decode many sequences over one stream."""
-        await DecodeStream(self.state, self.state.use(), context).run()
+        await DecodeStream(self.state, self.state.use(), request_iterator, context).run()
 
     # ---- batches ----------------------------------------------------------------------------------------------------
 
@@ -137,7 +139,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         read = partial(serving.inputs.prefill_input, principal=principal)
         batch = Batch("BatchPrefill", "inputs", request.inputs, response.results, read, fill_prefill)
         await batch.run(self.state, serving.engine, principal)
-        response.free_blocks = serving.engine.snapshot().free_blocks
+        response.free_blocks = serving.engine.num_free_blocks()
         return response
 
     @unary
@@ -151,7 +153,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         read = partial(serving.inputs.decode, principal=principal)
         batch = Batch("BatchDecode", "inputs", request.inputs, response.results, read, fill_decode)
         await batch.run(self.state, serving.engine, principal)
-        response.free_blocks = serving.engine.snapshot().free_blocks
+        response.free_blocks = serving.engine.num_free_blocks()
         return response
 
     @unary
@@ -166,7 +168,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         read = partial(serving.inputs.unified_item, principal=principal)
         batch = Batch("UnifiedDecode", "batch.items", request.batch.items, response.results, read, fill_unified)
         await batch.run(self.state, serving.engine, principal)
-        response.free_blocks = serving.engine.snapshot().free_blocks
+        response.free_blocks = serving.engine.num_free_blocks()
         return response
 
     # ---- answers piece by piece -------------------------------------------------------------------------------------
@@ -272,7 +274,8 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         self, request: cache_pb2.GetCacheMetricsRequest, context: Context
     ) -> cache_pb2.GetCacheMetricsResponse:
         """Count what happened in the KV pool."""
-        return cache_pb2.GetCacheMetricsResponse(metrics=cache_metrics(self.state.describe()))
+        principal = seen_by(caller_of(context))
+        return cache_pb2.GetCacheMetricsResponse(metrics=own_cache_metrics(self.state.describe(), principal))
 
     @unary
     async def RegisterTokenMask(

@@ -13,11 +13,14 @@ from typing import Final
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from ferrule_server.api.calls import Context, abort
-from ferrule_server.errors import Draining
+from ferrule_server.api.calls import Context, PlainStatus, abort, end_with
+from ferrule_server.errors import Draining, QueueFull
 
 _Status = health_pb2.HealthCheckResponse
 _MAX_SHOWN_CHARS: Final = 80
+MAX_WATCHERS: Final = 1024
+"""Most Watch calls at a time: anybody may open one."""
+_RETRY_S: Final = 1.0
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the package has no types
@@ -46,22 +49,27 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # t
         self._wake()
 
     async def Check(  # noqa: N802  (the protocol's name)
-        self, request: health_pb2.HealthCheckRequest, context: Context
+        self,
+        request: health_pb2.HealthCheckRequest,
+        context: Context,  # noqa: ARG002  (every method has it)
     ) -> health_pb2.HealthCheckResponse:
         """Tell the status of one service; NOT_FOUND, as the protocol says it, where there is none of that name."""
         if request.service not in self._services:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service[:_MAX_SHOWN_CHARS]!r} here")
+            shown = request.service[:_MAX_SHOWN_CHARS]
+            end_with(PlainStatus(grpc.StatusCode.NOT_FOUND, f"no service {shown!r} here"))
         return _Status(status=self._status)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:  # noqa: N802
         """Tell the status of one service, now and whenever it changes; SERVICE_UNKNOWN for a name of none."""
+        if len(self._watchers) >= MAX_WATCHERS:
+            abort(QueueFull(len(self._watchers), MAX_WATCHERS, _RETRY_S))
         news = asyncio.Event()
         self._watchers.add(news)
         try:
             await self._watch(request.service, context, news)
         finally:
             self._watchers.discard(news)
-        await abort(context, Draining())
+        abort(Draining())
 
     async def _watch(self, service: str, context: Context, news: asyncio.Event) -> None:
         told = None

@@ -195,7 +195,8 @@ class InputReader:
         """
         num_items, limit = len(frame.items), self._limits.max_items_per_frame
         if num_items > limit:
-            raise InvalidRequest("items", f"has {num_items} entries, the limit is {limit}; send several frames")
+            text = f"has {num_items} entries, the limit is {limit}; send several frames"
+            raise InvalidRequest("items", text, count=num_items, limit=limit)
 
     def _append(
         self,

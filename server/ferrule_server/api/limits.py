@@ -1,4 +1,4 @@
-"""Limits of the wire ring: what a message may hold. All of them are published by GetCapabilities."""
+"""Limits of the wire ring: what a message may hold, published by GetCapabilities, and how long it may take."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ class ApiLimits:
     """What the server takes from a client and sends to it.
 
     Attributes:
-        max_request_bytes: Largest message taken; beyond it gRPC itself answers RESOURCE_EXHAUSTED.
+        max_request_bytes: Largest message taken; beyond it gRPC itself answers RESOURCE_EXHAUSTED. A message is copied
+            at one go, during which nothing else runs: about 2 ms for each MiB. Most methods take
+            less (``request_bounds``): REQUEST_TOO_LARGE.
+        max_receiving_bytes: What requests may take together from when they are read until they are parsed.
+        message_timeout_s: How long the message of a call may take to arrive, in seconds.
+        max_connections: Most connections; more are closed at once.
+        max_streams_per_connection: Most calls under way on one connection; clients queue more than that.
         max_reply_bytes: Largest message sent; what would pass it is refused before it runs.
         max_stream_frame_bytes: A stream's results of one step are split into frames of at most this size, a single
             larger result left alone: below what gRPC clients take by default (4 MiB).
@@ -23,7 +29,8 @@ class ApiLimits:
         max_page_size: Largest page of ListCaches; default_page_size: page when the client names none.
         max_request_id_bytes: Longest ``request_id``, UTF-8.
         max_cache_id_chars: Longest ``cache_id``, in characters.
-        max_handles_per_request: Most handles in one KeepAlive or ReleaseCache, and to release in one stream frame.
+        max_handles_per_request: Most handles in one KeepAlive, ReleaseCache or ReserveKvSlots, and to release in one
+            stream frame. Clients send a longer list in several requests, between which others are served.
         max_items_per_frame: Most items in one frame of a stream. The event loop reads a frame, and the engine thread
             takes it, without a pause: what a request may hold bounds how long everybody else waits.
         max_draft_tokens: Most drafts in one verify.
@@ -39,7 +46,11 @@ class ApiLimits:
         min_ttl_s, default_ttl_s, max_ttl_s: Leases, in seconds.
     """
 
-    max_request_bytes: int = 16 << 20
+    max_request_bytes: int = 4 << 20
+    max_receiving_bytes: int = 64 << 20
+    message_timeout_s: float = 30.0
+    max_connections: int = 1024
+    max_streams_per_connection: int = 256
     max_reply_bytes: int = 64 << 20
     max_stream_frame_bytes: int = (4 << 20) - (64 << 10)
     max_stream_queue_bytes: int = 16 << 20
@@ -49,17 +60,17 @@ class ApiLimits:
     default_page_size: int = 100
     max_request_id_bytes: int = 128
     max_cache_id_chars: int = 128
-    max_handles_per_request: int = 4096
+    max_handles_per_request: int = 512
     max_items_per_frame: int = 4096
     max_draft_tokens: int = 64
-    max_masks_per_request: int = 256
+    max_masks_per_request: int = 64
     max_logprob_token_ids: int = 1024
     max_logit_biases: int = 4096
     max_stops: int = 64
     max_stop_length: int = 1024
     stream_window_bytes: int = 4 << 20
-    max_text_bytes: int = 4 << 20
-    max_text_tokens: int = 1 << 20
+    max_text_bytes: int = 1 << 20
+    max_text_tokens: int = 1 << 15
     min_ttl_s: float = 5.0
     default_ttl_s: float = 60.0
     max_ttl_s: float = 3600.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from typing import Final
@@ -14,10 +13,10 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, types_pb2
 from ferrule_server.api.cache_inputs import page_token
-from ferrule_server.api.limits import LOOP_SLICE
 from ferrule_server.api.planned import PlannedAppend
 from ferrule_server.api.policy import OutputPlan
 from ferrule_server.api.status import to_status
+from ferrule_server.api.turns import Turns
 from ferrule_server.engine.jobs import (
     AppendResult,
     CacheInfo,
@@ -98,9 +97,9 @@ def release_results(job: ReleaseJob, result: ReleaseResult) -> list[cache_pb2.Re
 async def keep_alive_response(job: KeepAliveJob, result: KeepAliveResult) -> cache_pb2.KeepAliveResponse:
     """Return the renewed leases; lets others run on the event loop meanwhile, since there may be thousands."""
     response = cache_pb2.KeepAliveResponse()
-    for index, (handle, lease) in enumerate(zip(job.handles, result.leases, strict=True), start=1):
-        if index % LOOP_SLICE == 0:
-            await asyncio.sleep(0)
+    turns = Turns()
+    for handle, lease in zip(job.handles, result.leases, strict=True):
+        await turns.pause()
         entry = response.results.add(handle_id=handle.handle_id)
         if isinstance(lease, FerruleError):
             entry.error.CopyFrom(to_status(lease))
@@ -133,9 +132,9 @@ def cache_info(info: CacheInfo, block_size: int, *, with_blocks: bool) -> cache_
 async def list_response(result: ListResult) -> cache_pb2.ListCachesResponse:
     """Return one page of sequences, by loggable id only; lets others run on the event loop meanwhile."""
     response = cache_pb2.ListCachesResponse(next_page_token=page_token(result.next_after))
-    for index, info in enumerate(result.caches, start=1):
-        if index % LOOP_SLICE == 0:
-            await asyncio.sleep(0)
+    turns = Turns()
+    for info in result.caches:
+        await turns.pause()
         response.caches.add(
             handle_id=info.handle_id,
             length=info.length,

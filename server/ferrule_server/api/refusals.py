@@ -2,15 +2,59 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Callable
 from typing import Final
 
 from ferrule_server.api.observe import current_call
-from ferrule_server.api.status import log_refused, reason_of
+from ferrule_server.api.status import code_of, log_refused, reason_of
 from ferrule_server.errors import FerruleError
 
+_LOG = logging.getLogger(__name__)
+
+MAX_STRANGER_LINES: Final = 20
+"""Lines a second about calls whose credentials are refused."""
 _QUIET_S: Final = 1.0
 """A stream that floods a full queue has lines of its own this often, not one for each of thousands of frames."""
+
+
+class StrangerLog:
+    """Writes a line about each call whose credentials are refused, but only so many a second.
+
+    Of a flood of them only the number is told.
+
+    Args:
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._until_s = 0.0
+        self._num_written = self._num_left_out = 0
+
+    def refused(self, rpc: str, error: FerruleError, peer: str, trace_id: str) -> None:
+        """Write the line, or count it among those left out."""
+        if self._clock() >= self._until_s:
+            self._begin_second()
+        if self._num_written >= MAX_STRANGER_LINES:
+            self._num_left_out += 1
+            return
+        self._num_written += 1
+        _LOG.warning(
+            "refused rpc=%s code=%s reason=%s peer=%s trace_id=%s",
+            rpc,
+            code_of(error).name,
+            reason_of(error),
+            peer,
+            trace_id or "-",
+        )
+
+    def _begin_second(self) -> None:
+        if self._num_left_out:
+            _LOG.warning("refused strangers=%d more, not written one by one", self._num_left_out)
+        self._num_written = self._num_left_out = 0
+        self._until_s = self._clock() + 1.0
 
 
 class Refusals:

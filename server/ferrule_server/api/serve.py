@@ -18,16 +18,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ferrule.v1 import admin_pb2, admin_pb2_grpc, executor_pb2, executor_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from ferrule_server.api.admin_service import AdminServicer
 from ferrule_server.api.auth import Access
+from ferrule_server.api.call_rates import CallRates
 from ferrule_server.api.executor_service import ModelExecutorServicer
 from ferrule_server.api.grace import Grace
-from ferrule_server.api.handlers import as_server
+from ferrule_server.api.handlers import Registrar
 from ferrule_server.api.health import HealthServicer
+from ferrule_server.api.intake import Intake
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.observe import Observer
 from ferrule_server.api.server_view import Views
 from ferrule_server.api.state import Phase, ServerState, Serving
 from ferrule_server.api.tls import TlsFiles
 from ferrule_server.api.tokenizer_service import TokenizerServicer
+from ferrule_server.api.turns import TurnTaker
 from ferrule_server.api.unix_socket import SocketPath
 from ferrule_server.config import ListenAddress
 from ferrule_server.errors import ConfigError, Draining
@@ -42,6 +45,7 @@ SERVICES: Final = (
 """Full names of the services; health knows each of them and ``""`` for the server."""
 
 _REPLY_SLACK_BYTES: Final = 1 << 20
+_LOOKAHEAD_BYTES: Final = 4 << 10
 _POLL_S: Final = 0.02
 _REFRESH_S: Final = 1.0
 """How often the token file is looked at: what an operator withdraws is refused within about this time."""
@@ -61,12 +65,21 @@ def server_options(limits: ApiLimits) -> list[tuple[str, int]]:
     5 s whether a client is there and waits 5 s for the answer, so that one that is frozen or cut off is noticed within
     10 s rather than in minutes; ping_timeout: its own limit on the same answer, 60 s unless set. Pings of clients are
     taken every 10 s, also on idle connections; who sends more is told ENHANCE_YOUR_CALM and disconnected.
+
+    bdp_probe and lookahead_bytes: what a stream may send before a call reads it stays small; otherwise gRPC lets it
+    grow with the bandwidth. While a message is read its stream may send all of it, so a large message takes one round
+    trip longer. Clients queue calls beyond max_concurrent_streams.
     """
     return [
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", limits.max_request_bytes),
         ("grpc.max_send_message_length", limits.max_reply_bytes + _REPLY_SLACK_BYTES),
-        ("grpc.max_concurrent_streams", 1024),
+        ("grpc.max_concurrent_streams", limits.max_streams_per_connection),
+        ("grpc.max_allowed_incoming_connections", limits.max_connections),
+        ("grpc.server.max_pending_requests", 512),
+        ("grpc.server.max_pending_requests_hard_limit", 1024),
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
         ("grpc.keepalive_time_ms", 5_000),
         ("grpc.keepalive_timeout_ms", 5_000),
         ("grpc.http2.ping_timeout_ms", 5_000),
@@ -111,7 +124,9 @@ class ApiServer:
         self._server = grpc.aio.server(options=server_options(state.limits))
         self._socket_path: SocketPath | None = None
         self._owes_answers = False
-        typed = as_server(self._server, access, state.instance, (state.calls, *observers))
+        intake = Intake(state, TurnTaker(state.shares), CallRates(access.limits_of))
+        registrar = Registrar(self._server, access, intake, state.instance, (state.calls, *observers))
+        typed = registrar.as_server()
         executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(ModelExecutorServicer(state), typed)
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(TokenizerServicer(state), typed)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(state, self, self.views), typed)

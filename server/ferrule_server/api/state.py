@@ -13,8 +13,9 @@ from ferrule_server.api.call_counts import CallCounts
 from ferrule_server.api.inputs import InputReader
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.principal import Caller
-from ferrule_server.engine.counters import EngineSnapshot
+from ferrule_server.engine.counters import EngineSnapshot, OwnFigures
 from ferrule_server.engine.jobs import Job, Sink, StreamJob
+from ferrule_server.engine.shares import Shares
 from ferrule_server.errors import Draining, FerruleError, Starting
 from ferrule_server.executor.base import Executor, ExecutorInfo, ExecutorState, PipelinedExecutor
 from ferrule_server.kv.metrics import KvMetrics
@@ -39,7 +40,15 @@ class EngineApi(Protocol):
         ...
 
     def snapshot(self) -> EngineSnapshot:
-        """Return the engine's state now."""
+        """Return the engine's state now, a copy."""
+        ...
+
+    def num_free_blocks(self) -> int:
+        """Return the free blocks of the pool now: what most answers say, at a fraction of a snapshot's cost."""
+        ...
+
+    def own_figures(self, principal: str) -> OwnFigures:
+        """Return what is counted for one principal."""
         ...
 
     def kv_metrics(self) -> KvMetrics:
@@ -133,6 +142,7 @@ class ServerState:
         num_active: Unary calls under way. streams: Streams under way.
         cohorts: A number for each request whose jobs are to share a step, never the same one twice.
         calls: Counts every call.
+        shares: Who may work on the event loop next; the engine writes into it too.
     """
 
     instance: str
@@ -150,6 +160,7 @@ class ServerState:
     streams: set[Ending] = field(default_factory=set)
     cohorts: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     calls: CallCounts = field(default_factory=CallCounts)
+    shares: Shares = field(default_factory=Shares)
 
     @property
     def num_sequences(self) -> int:

@@ -30,6 +30,7 @@ _MAX_METADATA = 12
 STATUS_TABLE: Mapping[type[errors.FerruleError], grpc.StatusCode] = MappingProxyType(
     {
         errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+        errors.RequestTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
         errors.TokenMissing: grpc.StatusCode.UNAUTHENTICATED,
         errors.TokenInvalid: grpc.StatusCode.UNAUTHENTICATED,
         errors.RoleRequired: grpc.StatusCode.PERMISSION_DENIED,
@@ -72,9 +73,12 @@ def to_status(error: errors.FerruleError) -> status_pb2.Status:
 
 
 def fault_of(failure: BaseException, rpc: str) -> errors.EngineFault:
-    """Log an exception that should not exist with its traceback, and return what the caller may know of it."""
+    """Log an exception that should not exist with its traceback, and return what the caller may know of it.
+
+    Refusals are left out of the traceback: see :func:`~ferrule_server.errors.without_refusals`.
+    """
     fault_id = secrets.token_hex(4)
-    _LOG.error("fault rpc=%s fault_id=%s", rpc, fault_id, exc_info=failure)
+    _LOG.error("fault rpc=%s fault_id=%s", rpc, fault_id, exc_info=errors.without_refusals(failure))
     return errors.EngineFault(fault_id)
 
 

@@ -15,17 +15,17 @@ decides when the stream is done, between two writes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
+from collections.abc import AsyncGenerator
 from typing import Final
 
 import grpc
 
 from ferrule.v1 import executor_pb2
-from ferrule_server.api.calls import Context, admit_new, cancel, refuse
+from ferrule_server.api.calls import HANG_UP_S, Context, admit_new, cancel, refuse
 from ferrule_server.api.fields import placed
-from ferrule_server.api.handlers import Malformed
-from ferrule_server.api.limits import LOOP_SLICE
 from ferrule_server.api.observe import current_call
 from ferrule_server.api.outputs import fill_append, fill_unified, fill_verify, release_results
 from ferrule_server.api.planned import PlannedAppend
@@ -33,7 +33,7 @@ from ferrule_server.api.principal import caller_of
 from ferrule_server.api.refusals import Refusals
 from ferrule_server.api.state import Phase, ServerState, Serving
 from ferrule_server.api.status import fault_of, to_status
-from ferrule_server.api.turns import READ_BYTES, Turns
+from ferrule_server.api.turns import Turns, spawn
 from ferrule_server.engine.jobs import AppendJob, AppendResult, Job, Outcome, ReleaseJob, ReleaseResult
 from ferrule_server.errors import FerruleError, InvalidRequest, SlowConsumer
 
@@ -41,13 +41,15 @@ _LOG = logging.getLogger(__name__)
 
 _RPC: Final = "StreamDecode"
 _ITEM_PATHS: Final = tuple(f"items[{index}].decode." for index in range(256))
+_MANY_ITEMS: Final = 16
+"""Frames with fewer items are read at one go."""
+_ERROR_NS: Final = 20_000
+"""What an error message costs the event loop: most are written as the engine delivers them, outside of any call."""
 _FRAME_BYTES: Final = 256
 """What a queued frame costs besides its results, so that empty ones count too."""
 _RELEASE_BYTES: Final = 32
 _LAST_WRITE_S: Final = 0.1
 """How long the status waits for the write in flight; a status sent earlier still arrives behind it."""
-_HANG_UP_S: Final = 1.0
-"""When the client has hung up, gRPC cancels the call within this time of the write that failed."""
 
 
 class DecodeStream:
@@ -60,10 +62,18 @@ class DecodeStream:
     Args:
         state: The server.
         serving: Its engine and reader.
+        requests: The client's frames.
         context: The call.
     """
 
-    def __init__(self, state: ServerState, serving: Serving, context: Context) -> None:
+    def __init__(
+        self,
+        state: ServerState,
+        serving: Serving,
+        requests: AsyncGenerator[executor_pb2.StreamDecodeRequest],
+        context: Context,
+    ) -> None:
+        self._requests = requests
         self._engine = serving.engine
         self._inputs = serving.inputs
         self._limits = state.limits
@@ -101,7 +111,7 @@ class DecodeStream:
             self._refusals.log(is_last=True)
             self._state.streams.discard(self)
         if error is not None:
-            await refuse(self._context, _RPC, error)
+            refuse(self._context, _RPC, error)
 
     async def _serve(self) -> FerruleError | None:
         """Read and write until the stream has ended; return why, None for OK."""
@@ -110,7 +120,7 @@ class DecodeStream:
         except grpc.aio.BaseError as failure:
             await self._end_unless_hung_up(failure)
             return await self._ended
-        reader, writer = asyncio.create_task(self._guarded_read()), asyncio.create_task(self._guarded_write())
+        reader, writer = spawn(self._guarded_read()), spawn(self._guarded_write())
         try:
             error = await self._ended
             await asyncio.wait([writer], timeout=_LAST_WRITE_S)
@@ -161,7 +171,7 @@ class DecodeStream:
         if self._queued_bytes > self._limits.max_stream_queue_bytes:
             self.end(SlowConsumer(self._queued_bytes, self._limits.max_stream_queue_bytes))
             return
-        free_blocks = self._engine.snapshot().free_blocks
+        free_blocks = self._engine.num_free_blocks()
         for frame, num_bytes in self._frames:
             frame.free_blocks = free_blocks
             self._queued_bytes += num_bytes + _FRAME_BYTES
@@ -195,6 +205,7 @@ class DecodeStream:
 
     def _error_result(self, seq: int, request_id: str, error: FerruleError) -> executor_pb2.StreamResult:
         self._refusals.add(error)
+        self._state.shares.charge(self._principal, _ERROR_NS)
         return executor_pb2.StreamResult(seq=seq, request_id=request_id, error=to_status(error))
 
     def _add_error(self, result: executor_pb2.StreamResult) -> None:
@@ -214,7 +225,8 @@ class DecodeStream:
 
     async def _guarded_read(self) -> None:
         try:
-            await self._read_frames()
+            async with contextlib.aclosing(self._requests):
+                await self._read_frames()
         except FerruleError as error:
             self.end(error)
         except grpc.aio.BaseError as failure:
@@ -232,17 +244,14 @@ class DecodeStream:
 
     async def _end_unless_hung_up(self, failure: grpc.aio.BaseError) -> None:
         """Judge a read or write that gRPC failed: a client that hung up is no fault, and its call is cancelled."""
-        await asyncio.wait([self._ended], timeout=_HANG_UP_S)
+        await asyncio.wait([self._ended], timeout=HANG_UP_S)
         if self._ended.done():
             _LOG.debug("hung up rpc=%s principal=%s", _RPC, self._principal)
         else:
             self.end(fault_of(failure, _RPC))
 
     async def _read_frames(self) -> None:
-        while (request := await self._context.read()) is not grpc.aio.EOF:
-            if isinstance(request, Malformed):
-                raise request.error()
-            self.caller.check()
+        async for request in self._requests:
             if self._state.phase is Phase.CLOSING:
                 return  # whoever drains ends the stream once it is quiet; this frame is among what is not taken
             self._state.use()
@@ -298,12 +307,10 @@ class DecodeStream:
         """
         bad_items: list[executor_pb2.StreamResult] = []
         has_unified = False
-        num_items = len(request.items)
-        is_large = num_items >= LOOP_SLICE or (num_items > 1 and request.ByteSize() > READ_BYTES)
-        turns = Turns(READ_BYTES) if is_large else None
+        turns = Turns() if len(request.items) >= _MANY_ITEMS else None
         for index, item in enumerate(request.items):
             if turns is not None:
-                await turns.spend(item.ByteSize())
+                await turns.pause()
             try:
                 planned = self._plan(item, index)
             except FerruleError as error:

@@ -21,8 +21,15 @@ from grpc_status import rpc_status
 
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, policy_pb2, types_pb2
 from ferrule_server.api.auth import OpenAccess
-from ferrule_server.api.handlers import as_server
+from ferrule_server.api.call_rates import CallRates
+from ferrule_server.api.handlers import Registrar
+from ferrule_server.api.intake import Intake
+from ferrule_server.api.limits import ApiLimits
+from ferrule_server.api.request_bounds import SLACK_BYTES
+from ferrule_server.api.state import ServerState
+from ferrule_server.api.turns import TurnTaker
 from ferrule_server.executor.paged_reference import PagedReferenceExecutor
+from ferrule_server.quotas import unlimited
 from tests.api.harness import (
     GREEDY,
     PROMPT,
@@ -257,26 +264,30 @@ def test_groups_within_groups_are_refused_not_followed(server: RunningServer, de
         assert server.raw_unary("ModelExecutorService/GetStatus", data)
     else:
         refusal = _refusal(lambda: server.raw_unary("ModelExecutorService/GetStatus", data))
-        assert (refusal.code, refusal.reason) == (Code.INVALID_ARGUMENT, "INVALID_FIELD")
+        reason = "INVALID_FIELD" if len(data) <= SLACK_BYTES else "REQUEST_TOO_LARGE"
+        assert (refusal.code, refusal.reason) == (Code.INVALID_ARGUMENT, reason)
     _goes_on(server)
 
 
-@pytest.mark.parametrize("num_tokens", [513, 4_000_000])
-def test_a_huge_prompt_is_refused_without_a_long_pause(server: RunningServer, num_tokens: int) -> None:
-    """CONTEXT_EXCEEDED, for a new sequence and behind a handle; the tokens are not even looked at."""
+@pytest.mark.parametrize(
+    ("num_tokens", "reason"),
+    [(513, "CONTEXT_EXCEEDED"), (40_000, "CONTEXT_EXCEEDED"), (4_000_000, "REQUEST_TOO_LARGE")],
+)
+def test_a_huge_prompt_is_refused_without_a_long_pause(server: RunningServer, num_tokens: int, reason: str) -> None:
+    """For a new sequence and behind a handle; the tokens are not even looked at."""
     handle = server.prefill().kv_cache
     prompt = executor_pb2.PrefillInput(input_ids=[1] * num_tokens, logits_policy=GREEDY)
     behind = executor_pb2.DecodeInput(input_ids=[1] * num_tokens, logits_policy=GREEDY, kv_cache=handle)
     prefill = executor_pb2.PrefillRequest(input=prompt).SerializeToString()
     decode = executor_pb2.DecodeRequest(input=behind).SerializeToString()
     with _longest_pause(server) as longest:
-        for call in (
-            lambda: server.raw_unary("ModelExecutorService/Prefill", prefill),
-            lambda: server.raw_unary("ModelExecutorService/Decode", decode),
-        ):
-            refusal = _refusal(call)
-            assert (refusal.code, refusal.reason) == (Code.OUT_OF_RANGE, "CONTEXT_EXCEEDED")
-            assert refusal.metadata["max_context"] == "512"
+        for method, data in (("Prefill", prefill), ("Decode", decode)):
+            refusal = _refusal(lambda: server.raw_unary(f"ModelExecutorService/{method}", data))  # noqa: B023
+            assert refusal.reason == reason
+            if reason == "CONTEXT_EXCEEDED":
+                assert (refusal.code, refusal.metadata["max_context"]) == (Code.OUT_OF_RANGE, "512")
+            else:
+                assert refusal.metadata["num_bytes"] == str(len(data))
     assert longest[0] < 0.3  # 0.03; 0.5 when the tokens were looked at
     _goes_on(server)
 
@@ -316,7 +327,7 @@ def test_top_k_beyond_the_vocabulary_keeps_it_all(server: RunningServer, top_k: 
 
 def test_token_masks_of_another_size_or_without_a_token_are_refused(server: RunningServer) -> None:
     """INVALID_FIELD with the path, in a policy and registered; never silently ignored."""
-    for bits in (b"", b"x", bytes(31), bytes(32), bytes(33), bytes(1 << 20)):
+    for bits in (b"", b"x", bytes(31), bytes(32), bytes(33), bytes(1 << 15)):
         mask = policy_pb2.TokenMask(inline_bits=bits)
         for policy, field in (
             (Policy(greedy_argmax=policy_pb2.GreedyArgmax(token_mask=mask)), "greedy_argmax.token_mask"),
@@ -368,8 +379,8 @@ def test_huge_lists_in_a_policy_are_refused_without_a_long_pause(server: Running
     with _longest_pause(server) as longest:
         for data in requests:
             refusal = _refusal(lambda data=data: server.raw_unary("ModelExecutorService/Prefill", data))  # type: ignore[misc]
-            assert (refusal.code, refusal.reason) == (Code.INVALID_ARGUMENT, "INVALID_FIELD")
-    assert longest[0] < 1.0
+            assert (refusal.code, refusal.reason) == (Code.INVALID_ARGUMENT, "REQUEST_TOO_LARGE")
+    assert longest[0] < 0.1  # not parsed; 0.4 when they were
 
 
 def _large_batches(server: RunningServer) -> dict[str, tuple[str, bytes]]:
@@ -388,7 +399,7 @@ def _large_batches(server: RunningServer) -> dict[str, tuple[str, bytes]]:
         acceptance=executor_pb2.ACCEPTANCE_RULE_REJECTION,
         draft_probs=executor_pb2.DraftProbs(dense=dense),
     )
-    frame = executor_pb2.StreamDecodeRequest(items=[{"verify": verify}] * 120)
+    frame = executor_pb2.StreamDecodeRequest(items=[{"verify": verify}] * 60)
     return {
         "tokens": ("BatchPrefill", executor_pb2.BatchPrefillRequest(inputs=[tokens] * 512).SerializeToString()),
         "biases": ("BatchPrefill", executor_pb2.BatchPrefillRequest(inputs=[wide] * 512).SerializeToString()),
@@ -418,11 +429,15 @@ def test_a_large_batch_makes_nobody_wait_for_all_of_it(name: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "path"),
     [
-        ({"stop_token_ids": [1] * 1_000_000}, "stop_token_ids"),
-        ({"stop_sequences": [policy_pb2.TokenIdList(token_ids=[1])] * 100_000}, "stop_sequences"),
-        ({"stop_sequences": [policy_pb2.TokenIdList(token_ids=[1] * 1_000_000)]}, "stop_sequences[0].token_ids"),
-        ({"stop_strings": ["x" * (8 << 20)]}, "stop_strings[0]"),
-        ({"stop_strings": ["x"] * 1_000_000}, "stop_strings"),
+        ({"stop_token_ids": [1] * 65}, "stop_token_ids"),
+        ({"stop_token_ids": [1] * 1_000_000}, "request"),
+        ({"stop_sequences": [policy_pb2.TokenIdList(token_ids=[1])] * 1_000}, "stop_sequences"),
+        ({"stop_sequences": [policy_pb2.TokenIdList(token_ids=[1] * 1_025)]}, "stop_sequences[0].token_ids"),
+        ({"stop_sequences": [policy_pb2.TokenIdList(token_ids=[1] * 1_000_000)]}, "request"),
+        ({"stop_strings": ["x" * 1_025]}, "stop_strings[0]"),
+        ({"stop_strings": ["x" * (2 << 20)]}, "request"),
+        ({"stop_strings": ["x"] * 65}, "stop_strings"),
+        ({"stop_strings": ["x"] * 1_000_000}, "request"),
         ({"n": 2**32 - 1}, "n"),
     ],
 )
@@ -497,15 +512,22 @@ class _Handlers:
 def test_nothing_a_stranger_sends_is_parsed() -> None:
     """Parsing 16 MB of empty messages takes a second and 500 MB: first the credentials, then the message."""
     kept = _Handlers()
-    registrar = as_server(kept, OpenAccess(is_admin=True), "test")  # type: ignore[arg-type]
+    state = ServerState("test", "0", "0", ApiLimits())
+    registrar = Registrar(
+        kept,  # type: ignore[arg-type]
+        OpenAccess(is_admin=True),
+        Intake(state, TurnTaker(state.shares), CallRates(unlimited)),
+        "test",
+    )
     executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(
-        executor_pb2_grpc.ModelExecutorServiceServicer(), registrar
+        executor_pb2_grpc.ModelExecutorServiceServicer(), registrar.as_server()
     )
     service = executor_pb2.DESCRIPTOR.services_by_name["ModelExecutorService"]
     for method in service.methods:
         details = SimpleNamespace(method=f"/{service.full_name}/{method.name}", invocation_metadata=())
         handler = kept.handlers[0].service(details)
-        assert (handler.request_deserializer is None) == (not method.client_streaming), method.name
+        assert handler.request_streaming, method.name  # gRPC receives nothing before it is asked to
+        assert handler.request_deserializer is None, method.name
 
 
 # ---- many at once ---------------------------------------------------------------------------------------------------
@@ -517,16 +539,16 @@ def _unknown(count: int) -> list[types_pb2.KvCacheHandle]:
     return [types_pb2.KvCacheHandle(cache_id=name, length=1, lineage=bytes(16)) for name in names]
 
 
-def test_4096_unknown_handles_are_answered_without_a_long_pause(server: RunningServer) -> None:
-    """Each with its own reason, by KeepAlive and ReleaseCache."""
-    handles = _unknown(4096)
+def test_many_unknown_handles_are_answered_without_a_long_pause(server: RunningServer) -> None:
+    """Each with its own reason, by KeepAlive and ReleaseCache; as many as a request may hold."""
+    handles = _unknown(server.limits.max_handles_per_request)
     with _longest_pause(server) as longest:
         kept = server.stub.KeepAlive(cache_pb2.KeepAliveRequest(kv_caches=handles), timeout=20)
         released = server.release(*handles)
-    assert len(released.results) == 4096
+    assert len(released.results) == len(handles)
     assert {read_status(result.error).reason for result in kept.results} == {"HANDLE_UNKNOWN"}
-    assert len({result.handle_id for result in kept.results}) == 4096
-    assert longest[0] < 0.5  # 0.03; 0.1 when they were answered in one go
+    assert len({result.handle_id for result in kept.results}) == len(handles)
+    assert longest[0] < 0.5
 
 
 def test_a_frame_of_4096_bad_items_is_answered_item_by_item(server: RunningServer) -> None:
@@ -559,14 +581,28 @@ def test_a_frame_of_4096_good_items_on_one_handle_is_one_append(server: RunningS
 
 
 def test_lists_beyond_their_limits_are_refused_whole(server: RunningServer) -> None:
-    """One more than the 4096 that are taken."""
-    handles = _unknown(4097)
-    for call in (
-        lambda: server.release(*handles),
-        lambda: server.stub.KeepAlive(cache_pb2.KeepAliveRequest(kv_caches=handles), timeout=10),
-    ):
+    """One more than is accepted; the refusal says how many there were and how many there may be."""
+    limit = server.limits.max_handles_per_request
+    handles = _unknown(limit + 1)
+    slots = [cache_pb2.KvSlotRequest(kv_cache=handle, target_length=1) for handle in handles]
+    calls: dict[str, Callable[[], object]] = {
+        "kv_caches": lambda: server.release(*handles),
+        "kv_caches ": lambda: server.stub.KeepAlive(cache_pb2.KeepAliveRequest(kv_caches=handles), timeout=10),
+        "requests": lambda: server.stub.ReserveKvSlots(cache_pb2.ReserveKvSlotsRequest(requests=slots), timeout=10),
+        "release": lambda: _sent_on_stream(server, [], handles),
+    }
+    for field, call in calls.items():
         refusal = _refusal(call)
         assert (refusal.code, refusal.reason) == (Code.INVALID_ARGUMENT, "INVALID_FIELD")
+        assert refusal.metadata == {"field": field.strip(), "count": str(limit + 1), "limit": str(limit)}
+    limit = server.limits.max_items_per_frame
+    refusal = _refusal(lambda: _sent_on_stream(server, _unknown(limit + 1), []))
+    assert refusal.metadata == {"field": "items", "count": str(limit + 1), "limit": str(limit)}
+
+
+def _sent_on_stream(
+    server: RunningServer, items: list[types_pb2.KvCacheHandle], release: list[types_pb2.KvCacheHandle]
+) -> executor_pb2.StreamDecodeResponse:
     stream = server.open_stream()
-    stream.send(*(decode_item(handle, 1) for handle in handles))
-    assert _refusal(stream.read).reason == "INVALID_FIELD"
+    stream.send(*(decode_item(handle, 1) for handle in items), release=release)
+    return stream.read()

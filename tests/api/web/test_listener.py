@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import socket
@@ -108,21 +109,106 @@ def test_who_sends_slowly_is_told_when_the_time_is_over() -> None:
 
 
 def test_connections_beyond_the_bound_are_refused_at_once_and_room_comes_back() -> None:
-    """The refusal is a whole answer, though it comes before the request."""
+    """Where all places are held by requests that came whole. The refusal is a whole answer, though it comes first."""
     with listening(max_connections=3) as listener, ExitStack() as held:
-        waiting = [held.enter_context(connect(listener.address)) for _ in range(3)]
-        time.sleep(0.1)
+        watching = [held.enter_context(connect(listener.address)) for _ in range(3)]
+        for watcher in watching:
+            watcher.sendall(b"GET /ui/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert watcher.recv(10)
         began = time.monotonic()
         refused = get(listener.address, "/metrics")
         assert (refused.status, refused.headers["retry-after"]) == (503, "1")
         assert time.monotonic() - began < 2.0
         for _ in range(20):
             connect(listener.address).close()
-        waiting[0].close()
+        watching[0].close()
         deadline = time.monotonic() + 5
         while get(listener.address, "/metrics").status != 200:
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+
+def test_whoever_waits_longest_gives_its_place_to_a_new_connection() -> None:
+    """It is told so; those that came later keep theirs and are answered when their requests are whole."""
+    with listening(max_connections=3) as listener, ExitStack() as held:
+        slow = [held.enter_context(connect(listener.address)) for _ in range(3)]
+        for connection in slow:
+            connection.sendall(b"GET /metrics HTTP/1.0\r\n")
+            time.sleep(0.05)
+        assert get(listener.address, "/metrics").status == 200
+        assert read_reply(slow[0]).status == 503
+        for connection in slow[1:]:
+            connection.sendall(b"\r\n")
+            assert read_reply(connection).status == 200
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET /metrics HTTP/1.1\r\nHost: ",
+        b"\0",
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n",
+        b"GET /nothing HTTP/1.0\r\n\r\n",
+    ],
+    ids=["silence", "slow heads", "garbage", "bodies", "errors"],
+)
+def test_clients_that_hold_connections_keep_no_scraper_out(sent: bytes) -> None:
+    """More of them than there are places, each back at once when it is dropped: every scrape is answered."""
+    with listening() as listener, _Holders(listener.address, sent, 90) as holders:
+        for _ in range(40):
+            assert get(listener.address, "/metrics").status == 200
+        assert holders.num_connections > 90
+
+
+class _Holders:
+    """Holds connections: sends the same on each, then a byte now and then, and connects again when it is dropped."""
+
+    def __init__(self, address: ListenAddress, sent: bytes, count: int) -> None:
+        self._address = address
+        self._sent = sent
+        self._is_over = threading.Event()
+        self._threads = [threading.Thread(target=self._hold, args=(count // 3,)) for _ in range(3)]
+        self.num_connections = 0
+
+    def __enter__(self) -> _Holders:
+        for thread in self._threads:
+            thread.start()
+        while self.num_connections < 90:
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join(10)
+
+    def _hold(self, count: int) -> None:
+        held: list[socket.socket] = []
+        while not self._is_over.wait(0.01):
+            held = [connection for connection in held if self._is_held(connection)]
+            while len(held) < count:
+                held.append(connect(self._address))
+                self.num_connections += 1
+                with contextlib.suppress(OSError):
+                    held[-1].sendall(self._sent)
+        for connection in held:
+            connection.close()
+
+    def _is_held(self, connection: socket.socket) -> bool:
+        """Send a byte and take what came; return whether the connection stands."""
+        try:
+            connection.settimeout(0)
+            connection.send(self._sent[:1] and b"x")
+            if not connection.recv(4096):
+                connection.close()
+                return False
+        except BlockingIOError:
+            return True
+        except OSError:
+            connection.close()
+            return False
+        return True
 
 
 def test_a_reader_that_reads_nothing_is_dropped() -> None:

@@ -34,6 +34,7 @@ _POLL_S: Final = 0.05
 _LINGER_S: Final = 1.0
 _CLOSE_S: Final = 2.0
 _LAST_READ_S: Final = 0.5
+_ROOM_S: Final = 0.5
 _EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _EXHAUSTED_S: Final = 0.1
 _SECURITY: Final = {
@@ -57,7 +58,8 @@ class WebListener:
     Args:
         address: Where to listen; no unix socket.
         site: What is answered.
-        max_connections: Most at a time; others are answered 503 at once.
+        max_connections: Most at a time. If all are in use, a new one takes the place of the one that has kept the
+            server waiting longest for its request; if none does, the new one is answered 503 at once.
         head_s: How long a request may take to arrive.
         send_s: How long an answer may take to be read.
 
@@ -104,7 +106,12 @@ class WebListener:
 
 
 class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
-    """Takes connections, at most so many at a time."""
+    """Takes connections, at most so many at a time.
+
+    Invariant: no connection is refused while another one waits for its client to send. A client that sends nothing, or
+    slowly, therefore holds a place only as long as nobody else needs it. A request that has arrived is always answered:
+    a connection that is given up is read to its end first.
+    """
 
     daemon_threads = True
     block_on_close = False
@@ -118,6 +125,8 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self._max_connections = max_connections
         self._ended = threading.Condition()
         self._open: set[socket.socket] = set()
+        self._waiting: dict[socket.socket, None] = {}  # for their clients to send; the first has waited longest
+        self._given_up: set[socket.socket] = set()
         self._refused: collections.deque[tuple[float, socket.socket]] = collections.deque()
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family, _, _, _, where = found[0]
@@ -133,12 +142,13 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer on a thread, or refuse at once where too many are."""
+        """Answer on a thread; if there are too many connections, give up one that waits, or refuse this one."""
         with self._ended:
-            is_full = len(self._open) >= self._max_connections
-            if not is_full:
+            has_room = len(self._open) < self._max_connections or self._make_room()
+            if has_room:
                 self._open.add(request)
-        if is_full:
+                self._waiting[request] = None
+        if not has_room:
             self._refuse(request)
             return
         try:
@@ -153,6 +163,21 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
             super().process_request_thread(request, client_address)
         finally:
             self._forget(request)
+
+    def has_come(self, connection: socket.socket) -> None:
+        """Keep the place of a connection from now on: its request has arrived."""
+        with self._ended:
+            self._waiting.pop(connection, None)
+
+    def waits(self, connection: socket.socket) -> None:
+        """Let a connection be given up from now on: its client has been answered, and may still send."""
+        with self._ended:
+            self._waiting[connection] = None
+
+    def is_given_up(self, connection: socket.socket) -> bool:
+        """Return whether another connection took the place of this one."""
+        with self._ended:
+            return connection in self._given_up
 
     def service_actions(self) -> None:
         """Close refused connections a moment later: with unread bytes, closing would take the answer back."""
@@ -178,9 +203,25 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
                         connection.shutdown(how)
                 self._ended.wait_for(lambda: not self._open, patience_s)
 
+    def _make_room(self) -> bool:
+        """Give up the connection that has waited longest, and return whether there is room; the lock is held.
+
+        Only reading is shut down: what has arrived can still be read, and a request that is whole is answered.
+        """
+        longest = next(iter(self._waiting), None)
+        if longest is None:
+            return False
+        del self._waiting[longest]
+        self._given_up.add(longest)
+        with contextlib.suppress(OSError):
+            longest.shutdown(socket.SHUT_RD)
+        return self._ended.wait_for(lambda: len(self._open) < self._max_connections, _ROOM_S)
+
     def _forget(self, request: socket.socket) -> None:
         with self._ended:
             self._open.discard(request)
+            self._waiting.pop(request, None)
+            self._given_up.discard(request)
             self._ended.notify_all()
 
     def _refuse(self, request: socket.socket) -> None:
@@ -206,9 +247,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             except BadHead as error:
                 self._refuse_head(error)
                 return
+            self.server.has_come(self.connection)
             self.connection.settimeout(self.server.send_s)
             if head:
                 self._handle_head(head)
+            elif self.server.is_given_up(self.connection):
+                self.connection.sendall(_FULL)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Send an error of the base class, which parses the request line, in our form."""
@@ -282,6 +326,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if answer.status < HTTPStatus.BAD_REQUEST:
             return
         self.connection.shutdown(socket.SHUT_WR)
+        self.server.waits(self.connection)
         deadline = time.monotonic() + _LINGER_S
         while (remaining_s := deadline - time.monotonic()) > 0.0:
             self.connection.settimeout(remaining_s)

@@ -26,15 +26,19 @@ _MIN_CALL_S = 0.5
 _MAX_PAUSE_S = 1.0
 
 Renew = Callable[[Sequence[Handle], float], Sequence[Lease | ExecutorError]]
-"""Renews leases in one call of at most so many seconds."""
+"""Renews leases in one call of at most so many seconds.
+
+A request holds a limited number of handles: the answers are those of the first handles, at least one.
+"""
 
 
 class LeaseKeeper:
     """Renews the lease of each registered sequence at a third of its length.
 
     A renewal may take as long again, so one that hangs in a dead connection leaves a third of the lease for the next.
-    There is one call for each instance of the server, those that failed last time at the end: what is dead, or frozen,
-    costs the others none of their time.
+    There are separate calls for each instance of the server, those that failed last time at the end: what is dead, or
+    frozen, costs the others none of their time. Where one request cannot hold all handles, those that are due first are
+    renewed first, each request has its own time, and the next one begins where a failed one left off.
 
     Invariant: a thread runs if and only if a sequence is registered and the keeper is open (it may take a moment to
     end). It is a daemon and holds sequences weakly, so it keeps neither them nor the process alive.
@@ -98,18 +102,22 @@ class LeaseKeeper:
             return None
 
     def _renew_all(self, instance: str, tips: Sequence[Tip]) -> None:
-        handles = [tip.handle for tip in tips]
-        try:
-            results = self._renew(handles, call_timeout_s(tips))
-        except ExecutorError as error:
-            self._num_failures[instance] += 1
-            note_failure(error, len(tips), self._num_failures[instance])
-            self._schedule(dict.fromkeys(tips, pause_s(tips)))
-            return
-        del self._num_failures[instance]
-        with self._condition:
-            for tip, handle, result in zip(tips, handles, results, strict=True):
-                self._take(tip, handle, result)
+        """Renew the leases of an instance, request by request; if one fails, the rest is due again soon."""
+        handles, timeout_s = [tip.handle for tip in tips], call_timeout_s(tips)
+        start = 0
+        while start < len(tips):
+            try:
+                results = self._renew(handles[start:], timeout_s)
+            except ExecutorError as error:
+                self._num_failures[instance] += 1
+                note_failure(error, len(tips) - start, self._num_failures[instance])
+                self._postpone(tips[start:], pause_s(tips))
+                return
+            del self._num_failures[instance]
+            with self._condition:
+                for tip, handle, result in zip(tips[start:], handles[start:], results, strict=False):
+                    self._take(tip, handle, result)
+            start += len(results)
 
     def _take(self, tip: Tip, handle: Handle, result: Lease | ExecutorError) -> None:
         """Note what became of the renewal of one sequence; with the lock held, so that ``add`` comes before or after.
@@ -128,6 +136,14 @@ class LeaseKeeper:
             note_loss(tip, handle, result)
             self.remove(tip)
 
+    def _postpone(self, tips: Sequence[Tip], wait_s: float) -> None:
+        """Have sequences renewed again after a pause; those that are due later stay so, and do not get in the way."""
+        now = time.monotonic()
+        with self._condition:
+            for tip in tips:
+                if tip in self._due:
+                    self._due[tip] = max(self._due[tip], now + wait_s)
+
     def _schedule(self, waits_s: dict[Tip, float]) -> None:
         now = time.monotonic()
         with self._condition:
@@ -139,6 +155,8 @@ class LeaseKeeper:
 def due_groups(due: Iterable[tuple[Tip, float]], now: float, num_failures: Counter[str]) -> list[tuple[str, list[Tip]]]:
     """Return the sequences of each instance that has one which is due, those of failing instances last.
 
+    Within an instance the sequences that are due first come first.
+
     Args:
         due: Sequences and when each is due.
         now: The time, on the same clock.
@@ -146,7 +164,7 @@ def due_groups(due: Iterable[tuple[Tip, float]], now: float, num_failures: Count
     """
     groups: dict[str, list[Tip]] = {}
     urgent = set()
-    for tip, end in due:
+    for tip, end in sorted(due, key=lambda one: one[1]):
         instance = instance_of_id(tip.handle.cache_id)
         groups.setdefault(instance, []).append(tip)
         if end <= now:

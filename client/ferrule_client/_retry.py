@@ -21,7 +21,14 @@ __all__ = ["Attempts", "RetrySettings", "wait_s"]
 
 # Refusals that pass by themselves, while the caller does nothing. The others of their kind (blocks, handles, KV
 # tokens) end when somebody releases something, and that is the caller's to decide.
-_PASSING = ("QUEUE_FULL", "QUOTA_PREFILL_RATE", "QUOTA_QUEUED_ROWS")
+_PASSING = (
+    "QUEUE_FULL",
+    "QUOTA_CALL_RATE",
+    "QUOTA_PREFILL_RATE",
+    "QUOTA_QUEUED_ROWS",
+    "QUOTA_REQUEST_BYTES",
+    "QUOTA_TEXT_RATE",
+)
 
 # Reasons of the client's own, besides the names of status codes, behind which gRPC's error may say more.
 _UNTOLD = ("CONNECTION_LOST", "MESSAGE_TOO_LARGE", "RPC_UNKNOWN")
@@ -56,11 +63,12 @@ class Attempts:
     """One call's deadline and its retries: decides, and leaves the waiting to the caller, sync or async.
 
     Tried again are a connection that broke (UNAVAILABLE; INTERNAL with RST_STREAM, which is what a proxy makes of a
-    dead server; CANCELLED, though not by this side; all without details of ours), a server that is still starting, and
-    a refusal that passes by itself and says when (a full queue, a rate). The last two certainly did not run. After a
-    break nobody knows, so what is repeated must be safe to repeat: everything that only reads is, and so are appends,
-    truncates and releases, which replay. A call that makes new sequences is if it carries a request id and the server
-    honours those; otherwise it is repeated only if the connection was refused, so that it certainly never ran.
+    dead server; CANCELLED, though not by this side; all without details of ours), a request that did not arrive in time
+    (REQUEST_TIMEOUT), a server that is still starting, and a refusal that passes by itself and says when (a full queue,
+    a rate). The last three certainly did not run. After a break nobody knows, so what is repeated must be safe to
+    repeat: everything that only reads is, and so are appends, truncates and releases, which replay. A call that makes
+    new sequences is if it carries a request id and the server honours those; otherwise it is repeated only if the
+    connection was refused, so that it certainly never ran.
 
     Args:
         settings: When to try again.

@@ -49,6 +49,8 @@ BY_REASON: dict[str, type[e.ExecutorError]] = {
     "QUEUE_FULL": e.QueueFullError,
     "REPLY_TOO_LARGE": e.ReplyTooLargeError,
     "REQUEST_ID_REUSED": e.RequestIdReusedError,
+    "REQUEST_TIMEOUT": e.RequestTimeoutError,
+    "REQUEST_TOO_LARGE": e.RequestTooLargeError,
     "ROLE_REQUIRED": e.AuthError,
     "RPC_UNKNOWN": e.UnsupportedError,
     "SLOW_CONSUMER": e.SlowConsumerError,
@@ -181,18 +183,19 @@ def error_from_status(status: status_pb2.Status) -> e.ExecutorError:
 
 
 def is_transport_break(error: e.ExecutorError) -> bool:
-    """Tell whether the connection broke under the call, so that the server may or may not have run it.
+    """Report whether the call failed on the way, so that another attempt may succeed.
 
-    Directly a dead server is UNAVAILABLE without details; behind a proxy it is INTERNAL with RST_STREAM.
+    Directly a dead server is UNAVAILABLE without details; behind a proxy it is INTERNAL with RST_STREAM. The server may
+    or may not have run the call. After REQUEST_TIMEOUT it certainly did not: the request never arrived.
     """
-    return error.reason in ("CONNECTION_FAILED", "CONNECTION_LOST", "INSTANCE_UNREACHABLE")
+    return error.reason in ("CONNECTION_FAILED", "CONNECTION_LOST", "INSTANCE_UNREACHABLE", "REQUEST_TIMEOUT")
 
 
 def may_have_happened(error: BaseException) -> bool:
     """Tell whether a request that failed like this may still have been run: nobody said that it was not."""
     if not isinstance(error, e.ExecutorError) or type(error) is e.ExecutorError:
         return True
-    return isinstance(error, _UNCLEAR)
+    return isinstance(error, _UNCLEAR) and not isinstance(error, e.RequestTimeoutError)
 
 
 def no_answer(*, is_late: bool) -> e.ExecutorError:

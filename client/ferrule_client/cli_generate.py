@@ -38,7 +38,7 @@ EXAMPLES = """\
 examples:
   ferrule generate "def read_file(path):"
   ferrule generate --temperature 0 --max-tokens 40 "import os"
-  cat prompt.txt | ferrule generate --seed 7        the same seed draws the same text; the prompt is run whole for it
+  cat prompt.txt | ferrule generate --seed 7        the same seed, nearly always the same text; the prompt is run whole
   ferrule generate --json "class Queue:" | jq -r .text
   ferrule generate --n 3 --stop "\\n\\n" "def area("    three texts, each up to an empty line
   ferrule generate --top-logprobs 3 "import "       a line per token, with the likeliest in its place

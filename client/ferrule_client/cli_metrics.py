@@ -1,4 +1,4 @@
-"""``ferrule metrics``: what happened in the server's KV pool."""
+"""``ferrule metrics``: what happened in the server's KV pool, to the caller's own sequences unless it is an admin."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ examples:
   ferrule metrics                                   counters of the KV pool and of the server, a line each
   ferrule metrics --json | jq .num_prefix_hit_tokens
   watch ferrule metrics
+
+Counters are those of your own principal; with the role admin those of all. Counters of what several principals share,
+such as steps, are 0 without the role. How many blocks are free and how many jobs wait is shown to everybody.
 """
 
 _STATUS = (

@@ -33,6 +33,9 @@ _QUOTAS = {
     "prefill_rate": _COUNT,
     "retained": _SIZE,
     "mask_bytes": _SIZE,
+    "call_rate": _COUNT,
+    "request_bytes": _SIZE,
+    "text_rate": _SIZE,
 }
 
 
@@ -80,7 +83,8 @@ def _line(token: str, name: str, quotas: list[str], *, is_admin: bool) -> str:
         key, _, value = quota.partition("=")
         if key not in _QUOTAS or not _QUOTAS[key].fullmatch(value):
             text = f"{quota!r} is no quota: give one of {', '.join(_QUOTAS)}, with a whole number"
-            sizes = "retained and mask_bytes with a size such as 16MiB, or none"
+            names = [name for name, form in _QUOTAS.items() if form is _SIZE]
+            sizes = f"{', '.join(names[:-1])} and {names[-1]} with a size such as 16MiB, or none"
             raise CommandError(f"{text}, {sizes}", "QUOTA_INVALID", exit_code=2)
     digest = hashlib.sha256(token.encode()).hexdigest()
     return " ".join([digest, name, *(["admin"] if is_admin else []), *quotas])

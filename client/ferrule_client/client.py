@@ -12,7 +12,7 @@ from types import TracebackType
 import grpc
 import numpy as np
 
-from ferrule.v1 import cache_pb2, executor_pb2, tokenizer_pb2, types_pb2
+from ferrule.v1 import cache_pb2, executor_pb2, tokenizer_pb2
 from ferrule_client import _check, _convert, _messages
 from ferrule_client._batch import Batch
 from ferrule_client._calls import SequenceCalls
@@ -20,8 +20,9 @@ from ferrule_client._connection import USE_DEFAULT, Connection, Timeout
 from ferrule_client._exchange import take
 from ferrule_client._lease import LeaseKeeper
 from ferrule_client._messages import Append, Appended, PromptOptions
+from ferrule_client._parts import Parts, instance_of_handle
 from ferrule_client._retry import RetrySettings
-from ferrule_client._route import by_instance, instance_of_id
+from ferrule_client._route import by_instance
 from ferrule_client._status import error_from_status
 from ferrule_client._tip import Tip
 from ferrule_client._token_log import TokenLog
@@ -63,8 +64,6 @@ DEFAULT_TARGET = "127.0.0.1:50051"
 """Where ``ferrule serve`` listens unless told otherwise."""
 
 _POLL_S = 0.1
-_HANDLES_PER_REQUEST = 4096
-"""``max_handles_per_request`` of every server so far; a smaller list is always taken."""
 _NEVER_READY = ("draining", "failed")
 
 
@@ -824,7 +823,7 @@ class Client:
         return self._connection.register_masks(bits, self._connection.attempts(timeout))
 
     def cache_metrics(self, *, timeout: Timeout = USE_DEFAULT) -> CacheMetrics:
-        """Return the counters of the server's KV pool, over all callers.
+        """Return the counters of the server's KV pool: of one's own sequences, with the role admin of all callers.
 
         Example:
             ``hits = client.cache_metrics().num_prefix_hit_tokens``
@@ -855,7 +854,9 @@ class Client:
     def keep_alive(
         self, caches: Iterable[Cache | Handle], *, ttl: float | None = None, timeout: Timeout = USE_DEFAULT
     ) -> list[Lease | ExecutorError]:
-        """Renew leases, many in one call to each instance. Live caches do this by themselves; plain handles do not.
+        """Renew leases, many in one call to each instance. Live caches do this automatically; plain handles do not.
+
+        A list longer than the server's ``max_handles_per_request`` is sent in several calls.
 
         Args:
             caches: Caches or handles.
@@ -869,27 +870,44 @@ class Client:
             ExecutorError: The call as a whole failed. Where there are several, what one failed with stands in the place
                 of its leases.
         """
-        done: dict[int, Lease | ExecutorError] = {}
         kept, timeout = list(caches), self._connection.until(timeout)
-        batches = list(_batches(kept))
-        is_alone = len({instance for instance, *_ in batches}) == 1
-        for _, places, handles in batches:
-            request = cache_pb2.KeepAliveRequest(kv_caches=handles, ttl=_convert.duration(ttl))
-            try:
-                reply = self._connection.unary(self._connection.executor.KeepAlive, request, timeout=timeout)
-            except ExecutorError as error:
-                if is_alone and not (places and isinstance(error, WrongInstanceError)):
-                    raise
-                done.update(dict.fromkeys(places, error))
-                continue
-            for place, one in zip(places, reply.results, strict=True):
-                is_kept = one.HasField("lease")
-                done[place] = _convert.lease_from_message(one.lease) if is_kept else error_from_status(one.error)
+        self._connection.ask_handle_limit(len(kept), timeout)
+        parts = Parts(_handles(kept), self._connection.handle_limit)
+        done, failures = self._keep_parts(parts, ttl, timeout)
+        for error in failures.values():
+            if parts.is_alone and not (kept and isinstance(error, WrongInstanceError)):
+                raise error
         leases = [done[place] for place in range(len(kept))]
         for cache, lease in zip(kept, leases, strict=True):
             if isinstance(cache, Cache):
                 cache.lease_anew(lease, ttl)
         return leases
+
+    def _keep_parts(
+        self, parts: Parts, ttl: float | None, timeout: Timeout
+    ) -> tuple[dict[int, Lease | ExecutorError], dict[str, ExecutorError]]:
+        """Renew leases part by part.
+
+        Returns:
+            What became of each, by its place; and what a call failed with, by the instance it was for. After that the
+            instance is not asked for its other parts.
+        """
+        done: dict[int, Lease | ExecutorError] = {}
+        failures: dict[str, ExecutorError] = {}
+        for instance, places, handles in parts:
+            if instance not in failures:
+                request = cache_pb2.KeepAliveRequest(kv_caches=handles, ttl=_convert.duration(ttl))
+                try:
+                    reply = self._connection.unary(self._connection.executor.KeepAlive, request, timeout=timeout)
+                except ExecutorError as error:
+                    if parts.shrink(error):
+                        continue
+                    failures[instance] = error
+                else:
+                    done.update(zip(places, map(_lease_or_error, reply.results), strict=True))
+                    continue
+            done.update(dict.fromkeys(places, failures[instance]))
+        return done, failures
 
     def reserve(
         self,
@@ -902,7 +920,8 @@ class Client:
         """Take room for appends in several sequences in one call: all of it, or nothing; see ``Cache.reserve``.
 
         Args:
-            caches: Caches or handles.
+            caches: Caches or handles, at most ``capabilities().max_handles_per_request``: several calls could not
+                guarantee all or nothing.
             lengths: Length in tokens up to which each gets its room now; one for all, or one for each.
             fitting: Larger lengths that must fit the free blocks too, without being taken; one for all, or one for
                 each. None: no more than ``lengths``.
@@ -934,7 +953,8 @@ class Client:
     def release(self, caches: Iterable[Cache | Handle], *, timeout: Timeout = USE_DEFAULT) -> Released:
         """End sequences, many in one call to each instance, and free their blocks.
 
-        What is gone already is no error; nor is what another instance has, if the way there does not lead to it.
+        What is gone already is no error; nor is what another instance has, if the way there does not lead to it. A list
+        longer than the server's ``max_handles_per_request`` is sent in several calls.
 
         Args:
             caches: Caches or handles.
@@ -957,7 +977,9 @@ class Client:
         released: dict[int, bool] = {}
         freed_blocks = 0
         failures: dict[str, ExecutorError] = {}
-        for instance, places, handles in _batches(ended):
+        self._connection.ask_handle_limit(len(ended), timeout)
+        parts = Parts(_handles(ended), self._connection.handle_limit)
+        for instance, places, handles in parts:
             if instance in failures:
                 continue
             request = cache_pb2.ReleaseCacheRequest(kv_caches=handles)
@@ -967,7 +989,8 @@ class Client:
                 released.update(dict.fromkeys(places, False))
                 continue
             except ExecutorError as error:  # those of other instances want to be released all the same
-                failures[instance] = error
+                if not parts.shrink(error):
+                    failures[instance] = error
                 continue
             released.update(zip(places, [result.released for result in reply.results], strict=True))
             freed_blocks += reply.freed_blocks
@@ -981,7 +1004,8 @@ class Client:
         return Cache(self._connection, calls)
 
     def _renew(self, handles: Sequence[Handle], timeout_s: float) -> list[Lease | ExecutorError]:
-        return self.keep_alive(handles, timeout=timeout_s)
+        """Renew the leases of as many handles as one request may hold, without asking for the server's limit first."""
+        return self.keep_alive(handles[: self._connection.handle_limit.most], timeout=timeout_s)
 
 
 def _per_item(policy: Policy | Sequence[Policy] | None, count: int) -> Sequence[Policy | None]:
@@ -1029,31 +1053,24 @@ def _not_ready(status: Status) -> UnavailableError:
     return StartingError(grpc.StatusCode.UNAVAILABLE, "STARTING", text)
 
 
-def _instance_of_handle(handle: Handle) -> str:
-    _convert.check_handle(handle)
-    return instance_of_id(handle.cache_id)
-
-
 def _check_one_instance(handles: Sequence[Handle]) -> None:
     """Make sure that one instance has all sequences.
 
     Raises:
         ValueError: It has not.
     """
-    names = sorted(by_instance(handles, _instance_of_handle))
+    names = sorted(by_instance(handles, instance_of_handle))
     if len(names) > 1:
         text = " and ".join(map(repr, names))
         raise ValueError(f"the sequences are on the instances {text}: reserve on each by a call of its own")
 
 
-def _batches(caches: Sequence[Cache | Handle]) -> Iterator[tuple[str, list[int], list[types_pb2.KvCacheHandle]]]:
-    """Yield lists of handles of one instance each that it takes in one request, with its name and their places.
+def _handles(caches: Sequence[Cache | Handle]) -> list[Handle]:
+    """Return the handles of caches, and those that stand among them."""
+    return [cache.handle if isinstance(cache, Cache) else cache for cache in caches]
 
-    There is at least one list.
-    """
-    handles = [cache.handle if isinstance(cache, Cache) else cache for cache in caches]
-    groups = by_instance(handles, _instance_of_handle)
-    for instance, group in (groups or {"": []}).items():
-        for start in range(0, max(1, len(group)), _HANDLES_PER_REQUEST):
-            places = group[start : start + _HANDLES_PER_REQUEST]
-            yield instance, places, [_convert.handle_to_message(handles[place]) for place in places]
+
+def _lease_or_error(result: cache_pb2.KeepAliveResult) -> Lease | ExecutorError:
+    if result.HasField("lease"):
+        return _convert.lease_from_message(result.lease)
+    return error_from_status(result.error)

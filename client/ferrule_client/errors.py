@@ -11,6 +11,7 @@ cache that was released or a stream used by two threads.
     |  +- TokenOutOfVocabError      TOKEN_OUT_OF_VOCAB
     |  +- RequestIdReusedError      REQUEST_ID_REUSED
     |  +- ReplyTooLargeError        REPLY_TOO_LARGE
+    |  +- RequestTooLargeError      REQUEST_TOO_LARGE; .num_bytes and .limit_bytes
     +- AuthError                    TOKEN_MISSING, TOKEN_INVALID, ROLE_REQUIRED
     +- HandleNotFoundError          HANDLE_UNKNOWN; the rule: prefill again .token_ids
     |  +- HandleExpiredError        HANDLE_EXPIRED
@@ -36,6 +37,7 @@ cache that was released or a stream used by two threads.
     +- UnsupportedError             FEATURE_UNSUPPORTED, RPC_UNKNOWN *
     +- NonFiniteLogitsError         NON_FINITE_LOGITS
     +- DeadlineExceededError        DEADLINE_EXCEEDED *
+    |  +- RequestTimeoutError       REQUEST_TIMEOUT
     +- CallCancelledError           CANCELLED *
     +- InternalError                ENGINE_FAULT
 
@@ -75,6 +77,8 @@ __all__ = [
     "QuotaExceededError",
     "ReplyTooLargeError",
     "RequestIdReusedError",
+    "RequestTimeoutError",
+    "RequestTooLargeError",
     "ResourceExhaustedError",
     "SlowConsumerError",
     "StartingError",
@@ -141,6 +145,23 @@ class RequestIdReusedError(InvalidRequestError):
 
 class ReplyTooLargeError(InvalidRequestError):
     """The reply would pass the server's message limit; nothing was run. Ask for fewer rows or a selection."""
+
+
+class RequestTooLargeError(InvalidRequestError):
+    """The request has more bytes than the server accepts for this method; it was not read and nothing was run.
+
+    Sending it again cannot help. Send fewer tokens, or the same in several requests.
+    """
+
+    @property
+    def num_bytes(self) -> int | None:
+        """Bytes of the request, or None if the server does not say."""
+        return _number(self.metadata.get("num_bytes"))
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """Most bytes that the server accepts, or None if it does not say."""
+        return _number(self.metadata.get("limit_bytes"))
 
 
 class AuthError(ExecutorError):
@@ -237,13 +258,14 @@ class ResourceExhaustedError(ExecutorError):
 class QuotaExceededError(ResourceExhaustedError):
     """A quota of the caller is used up.
 
-    QUEUED_ROWS and PREFILL_RATE pass by themselves, so the client waits and tries again, within its timeout. HANDLES
-    and KV_TOKENS do when the caller releases something; MASK_BYTES is for a mask that does not fit by itself.
+    QUEUED_ROWS and the rates PREFILL_RATE, CALL_RATE, REQUEST_BYTES and TEXT_RATE recover with time, so the client
+    waits and tries again, within its timeout. HANDLES and KV_TOKENS recover when the caller releases something;
+    MASK_BYTES is for a mask that does not fit on its own.
     """
 
     @property
     def quota(self) -> str:
-        """Which one: ``HANDLES``, ``KV_TOKENS``, ``QUEUED_ROWS``, ``PREFILL_RATE`` or ``MASK_BYTES``."""
+        """Which one, such as ``HANDLES`` or ``PREFILL_RATE``: the reason without ``QUOTA_``."""
         return self.metadata.get("quota", self.reason.removeprefix("QUOTA_"))
 
     @property
@@ -329,6 +351,13 @@ class DeadlineExceededError(ExecutorError):
 
     Send the same tokens again, which is safe, because it replays; or go on with other tokens, and the cache has the
     server drop what landed. ``cache.truncate(cache.length)`` drops it at once.
+    """
+
+
+class RequestTimeoutError(DeadlineExceededError):
+    """The server received the call, but not its whole request in time: nothing was run.
+
+    The way to the server is slow, or broke. The client tries again, as after a broken connection.
     """
 
 

@@ -22,7 +22,13 @@ from ferrule_client._status import error_from_status
 from ferrule_client._stream_call import StreamCall
 from ferrule_client._tip import Tip
 from ferrule_client._token_log import TokenLog
-from ferrule_client.errors import CallCancelledError, DeadlineExceededError, ExecutorError, UnavailableError
+from ferrule_client.errors import (
+    CallCancelledError,
+    DeadlineExceededError,
+    ExecutorError,
+    InvalidRequestError,
+    UnavailableError,
+)
 from ferrule_client.items import Chunk, DecodeItem, DraftLaws, VerifyItem
 from ferrule_client.policy import Policy, check_policy
 from ferrule_client.types import Acceptance, OnStale, Output, Tokens, Verification
@@ -375,8 +381,14 @@ class Stream:
         """Exchange frames until every input has its answer in ``done``, by place; on new calls where some break."""
         losers, num_instances = list(release), 0
         while True:
+            most = self._connection.handle_limit.most
+            now, later = losers[:most], losers[most:]
+            if later:
+                num_instances = num_instances or self._count_instances(inputs, losers)
             try:
-                legs = self._open_legs(inputs, losers, done)
+                # What is too much for one frame is answered before the next frame leaves: asyncio's gRPC forgets why a
+                # call was refused if it was writing another frame at that moment.
+                legs = self._open_legs([] if later else inputs, now, done)
                 num_instances = num_instances or len(legs)
                 # Several are all on their way before anything is read; one is read at once, which sends it too.
                 for is_reading in (True,) if len(legs) == 1 else (False, True):
@@ -385,17 +397,32 @@ class Stream:
             except BaseException:  # a timeout, or Ctrl-C: what is under way stays unread
                 self._drop_calls()
                 raise
-            failed = {leg: leg.error for leg in legs if leg.error is not None}
-            if not failed:
+            again = self._retried(legs, done, attempts, num_instances)
+            if not (again or later):
                 return
-            losers = [tip for leg in failed for tip in leg.losers]
-            first = next(iter(failed))
+            losers = [tip for leg in again for tip in leg.losers] + later
+
+    def _retried(self, legs: Sequence[_Leg], done: Done, attempts: Attempts, num_instances: int) -> list[_Leg]:
+        """Wait before another attempt and return the parts that are sent again.
+
+        Where there is no further attempt, what a part failed with becomes the answer to its items.
+        """
+        broken = {leg: leg.error for leg in legs if leg.error is not None}
+        failed = {leg: error for leg, error in broken.items() if not self._was_too_long(leg, error)}
+        first = next(iter(failed), None)
+        if first is not None:
             try:
                 self._connection.wait(attempts, failed[first], first.cause)
-            except ExecutorError:  # no further attempt
+            except ExecutorError:
                 for leg, error in failed.items():
                     done.update(as_answers(error, leg.waiting.values(), num_instances))
-                return
+                return [leg for leg in broken if leg not in failed]
+        return list(broken)
+
+    def _was_too_long(self, leg: _Leg, error: ExecutorError) -> bool:
+        """Report whether a frame was refused for too many handles to release; they then go in smaller frames."""
+        is_about_release = isinstance(error, InvalidRequestError) and error.field == "release"
+        return is_about_release and self._connection.handle_limit.shrink(error, len(leg.losers))
 
     def close(self) -> None:
         """End the stream. The caches stay as they are. Closing twice changes nothing."""
@@ -421,6 +448,10 @@ class Stream:
             leg.call.send(executor_pb2.StreamDecodeRequest(items=items, release=handles))
             legs.append(leg)
         return legs
+
+    def _count_instances(self, inputs: Sequence[Append], losers: Sequence[Tip]) -> int:
+        ends = {self._connection.instance_of_id(tip.handle.cache_id) for tip in losers}
+        return len(ends.union(map(self._instance_of, inputs)) - {""}) or 1
 
     def _instance_of(self, sent: Append) -> str:
         return self._connection.instance_of_id(sent.kv_cache.cache_id)

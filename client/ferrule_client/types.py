@@ -483,7 +483,11 @@ class Quotas:
         queued_rows: Rows of appends accepted and not finished.
         prefill_tokens_per_second: Prompt tokens per second, on average.
         retained_bytes: Bytes of outputs kept for replay; no call is refused for it.
-        mask_bytes: Bytes of registered token masks; beyond it the least recently used ones are dropped.
+        mask_bytes: Bytes of registered token masks, 1 KiB besides the bits of each; beyond it the least recently used
+            ones are dropped.
+        calls_per_second: Calls per second, on average.
+        request_bytes_per_second: Bytes of requests per second, on average.
+        text_bytes_per_second: Bytes of text per second that are encoded, decoded or rendered, on average.
     """
 
     handles: int | None
@@ -492,6 +496,9 @@ class Quotas:
     prefill_tokens_per_second: int | None
     retained_bytes: int | None
     mask_bytes: int | None
+    calls_per_second: int | None
+    request_bytes_per_second: int | None
+    text_bytes_per_second: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -531,7 +538,8 @@ class Capabilities:
         min_ttl_s: Shortest lease, in seconds.
         max_ttl_s: Longest lease, in seconds.
         default_ttl_s: Lease when none is asked for, in seconds.
-        max_handles_per_request: Most handles in one renewal or release.
+        max_handles_per_request: Most handles in one renewal, release or reservation. The client sends longer lists of
+            renewals and releases in several requests.
         max_items_per_frame: Most items in one frame of a stream.
         max_text_bytes: Longest text to encode, in bytes of UTF-8.
         max_text_tokens: Most token ids to decode into text.
@@ -633,6 +641,9 @@ class MemoryPlan:
 class Status:
     """How the server is doing now; every figure is measured.
 
+    Counters, ``live_sequences`` and mean times are the caller's own, unless it has the role admin: then they are those
+    of all callers. Counters of steps are 0 without the role.
+
     Attributes:
         state: ``starting``, ``ready``, ``busy``, ``draining`` or ``failed``.
         is_ready: True: requests are accepted.
@@ -645,7 +656,7 @@ class Status:
         epoch: Text that is new with every server run.
         server_version: Version of the server.
         start_time: When this run began.
-        live_sequences: Sequences alive, over all callers.
+        live_sequences: Sequences alive: one's own; with the role admin those of all callers.
         queue_depth: Requests waiting for a step.
         total_blocks: Blocks in the KV pool.
         free_blocks: Blocks free or reclaimable at once.
@@ -663,7 +674,7 @@ class Status:
         num_errors: Requests refused or failed since start.
         avg_prefill_ns: Mean nanoseconds of the steps of a prefill; 0: none yet.
         avg_decode_ns: Mean nanoseconds of the step of a decode; 0: none yet.
-        last_step_time: When the last step ended, by the server's wall clock; None: none yet.
+        last_step_time: When the last step ended, by the server's wall clock; None: none yet, or without the role.
         memory: Memory of the server's process and its device.
         memory_plan: What the memory of the device is for; None: the model runs in the memory of the host.
         captured_batch_sizes: Rows of the steps that start with one call of the driver, ascending.
@@ -718,6 +729,9 @@ class Status:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheMetrics:
     """Counters of the KV pool. Names beginning ``num_`` count since start, the others say how it is now.
+
+    What is counted is one's own, unless the caller has the role admin. Without it ``shared_blocks``, ``tombstones``,
+    ``num_prefix_evictions`` and ``num_exhausted``, which are kept for all callers together, are 0.
 
     Attributes:
         block_size: Tokens in one block.

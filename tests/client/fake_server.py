@@ -9,7 +9,7 @@ import itertools
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 
@@ -101,6 +101,10 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
         granted_ttl_s: Lease that creations are told to have got; None: they are told nothing, as by older servers.
         lineage: Fingerprint of every handle; another one stands for another model.
         prompts: What was prefilled into new sequences, in order.
+        max_handles: Most handles that one request may hold; None: any number.
+        names_limit: False: a refusal of too many handles does not say how many it may be, as by older servers.
+        advertised: ``max_handles_per_request`` of the capabilities; 0: not there, as in older servers.
+        ended: Handles to release, in each request or frame that was accepted.
     """
 
     def __init__(self, text: list[int] | None = None) -> None:
@@ -123,6 +127,10 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
         self.granted_ttl_s: float | None = None
         self.lineage = b"l" * 16
         self.prompts: list[executor_pb2.PrefillInput] = []
+        self.max_handles: int | None = None
+        self.names_limit = True
+        self.advertised = 0
+        self.ended: list[int] = []
         self.tokens_per_frame = 1
         self.num_drawn = 0
         self.generates: list[executor_pb2.GenerateRequest] = []
@@ -170,6 +178,13 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
         if failure.reason:
             context.abort_with_status(rpc_status.to_status(failure.status))
         context.abort(failure.code, failure.message)
+
+    def _check_length(self, field: str, handles: Sequence[object], context: grpc.ServicerContext) -> None:
+        """Refuse a list with too many handles, as the server does."""
+        if self.max_handles is not None and len(handles) > self.max_handles:
+            told = {"limit": str(self.max_handles)} if self.names_limit else {}
+            refusal = status_of(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", field=field, **told)
+            context.abort_with_status(rpc_status.to_status(refusal))
 
     def _handle(self, cache_id: str) -> types_pb2.KvCacheHandle:
         return types_pb2.KvCacheHandle(cache_id=cache_id, length=len(self.sequences[cache_id]), lineage=self.lineage)
@@ -241,7 +256,9 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
 
     def GetCapabilities(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
         capabilities = info_pb2.ExecutorCapabilities(
-            supports_forward_verify=True, supports_request_id=self.has_request_ids
+            supports_forward_verify=True,
+            supports_request_id=self.has_request_ids,
+            max_handles_per_request=self.advertised,
         )
         reply = executor_pb2.GetCapabilitiesResponse(capabilities=capabilities)
         return self._run("GetCapabilities", context, lambda: reply)
@@ -296,10 +313,12 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
     def StreamDecode(self, request_iterator, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
         self.calls["StreamDecode"] += 1
         for request in request_iterator:
+            self._check_length("release", request.release, context)
             yield self._run("frame", context, functools.partial(self._frame, request))
 
     def _frame(self, request: executor_pb2.StreamDecodeRequest) -> executor_pb2.StreamDecodeResponse:
         self.frames.append(list(request.items))
+        self.ended.append(len(request.release))
         reply = executor_pb2.StreamDecodeResponse(free_blocks=7)
         for handle in request.release:
             released = self.sequences.pop(handle.cache_id, None) is not None
@@ -403,6 +422,7 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
 
     def KeepAlive(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
         def work() -> cache_pb2.KeepAliveResponse:
+            self._check_length("kv_caches", request.kv_caches, context)
             reply = cache_pb2.KeepAliveResponse()
             self.kept.append(len(request.kv_caches))
             for handle in request.kv_caches:
@@ -417,6 +437,8 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
 
     def ReleaseCache(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
         def work() -> cache_pb2.ReleaseCacheResponse:
+            self._check_length("kv_caches", request.kv_caches, context)
+            self.ended.append(len(request.kv_caches))
             gone = [self.sequences.pop(handle.cache_id, None) for handle in request.kv_caches]
             results = [cache_pb2.ReleaseResult(handle_id="x", released=one is not None) for one in gone]
             return cache_pb2.ReleaseCacheResponse(results=results)

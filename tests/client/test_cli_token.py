@@ -57,13 +57,16 @@ def test_a_token_comes_with_the_line_that_lets_it_in(capsys: pytest.CaptureFixtu
 def test_a_line_holds_role_and_quotas(capsys: pytest.CaptureFixture[str]) -> None:
     """Whatever the command takes, the server takes."""
     quotas = ("handles=8", "kv_tokens=none", "queued_rows=100", "prefill_rate=2000", "retained=1.5MiB")
-    options = [part for quota in quotas for part in ("--quota", quota)]
+    rates = ("call_rate=50", "request_bytes=2MiB", "text_rate=none")
+    options = [part for quota in (*quotas, *rates) for part in ("--quota", quota)]
     assert run("token", "ops@example.org", "--admin", *options, "--json") == 0
     facts = json.loads(capsys.readouterr().out)
     table = parse_tokens(facts["line"])
     (caller,) = table.callers.values()
     assert (caller.principal, caller.is_admin) == ("ops@example.org", True)
-    assert QuotaLimits(**table.quotas["ops@example.org"]) == QuotaLimits(8, None, 100, 2000, 3 << 19)
+    assert QuotaLimits(**table.quotas["ops@example.org"]) == QuotaLimits(
+        8, None, 100, 2000, 3 << 19, None, 50, 2 << 20, None
+    )
 
 
 def test_every_token_is_another(capsys: pytest.CaptureFixture[str]) -> None:

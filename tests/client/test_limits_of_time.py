@@ -51,7 +51,7 @@ def test_what_a_look_took_is_not_given_again(
 
 def test_many_batches_keep_one_limit(fake_client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """Handles beyond what one request takes do not make a call last longer."""
-    monkeypatch.setattr("ferrule_client.client._HANDLES_PER_REQUEST", 1)
+    fake_client._connection.handle_limit.advertise(1)
     wire, limits = fake_client._connection.wire, []
     call = wire.call
 

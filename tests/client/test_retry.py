@@ -12,8 +12,11 @@ from ferrule_client import (
     BlocksExhaustedError,
     Cache,
     Client,
+    DeadlineExceededError,
     DrainingError,
     ExecutorError,
+    RequestTimeoutError,
+    RequestTooLargeError,
     ResourceExhaustedError,
     SlowConsumerError,
     StartingError,
@@ -169,7 +172,9 @@ def test_creation_is_not_tried_again_where_nobody_can_be_asked(fake: FakeServer)
     assert fake.calls == {"Prefill": 1, "GetCapabilities": 2}
 
 
-@pytest.mark.parametrize("reason", ["QUEUE_FULL", "QUOTA_QUEUED_ROWS", "QUOTA_PREFILL_RATE"])
+@pytest.mark.parametrize(
+    "reason", ["QUEUE_FULL", "QUOTA_QUEUED_ROWS", "QUOTA_PREFILL_RATE", "QUOTA_CALL_RATE", "QUOTA_REQUEST_BYTES"]
+)
 @pytest.mark.parametrize("rpc", ["Decode", "item", "Prefill"])
 def test_passing_refusal_is_waited_out(fake: FakeServer, fake_client: Client, rpc: str, reason: str) -> None:
     """At least as long as the server asks for; the neighbours in a frame are not sent again."""
@@ -213,6 +218,61 @@ def test_other_refusals_are_the_callers(
         assert (caught.value.reason, caught.value.retry_after_s) == (reason, retry_after_s)
         assert 50 - len(fake.failures[rpc]) == num_tries
         assert cache.length == 2
+
+
+TIMED_OUT = Failure(CODES.DEADLINE_EXCEEDED, "late", reason="REQUEST_TIMEOUT", metadata=(("timeout_s", "30"),))
+TOO_LARGE = Failure(
+    CODES.INVALID_ARGUMENT,
+    "large",
+    reason="REQUEST_TOO_LARGE",
+    metadata=(("num_bytes", "9000"), ("limit_bytes", "8000"), ("field", "request")),
+)
+
+
+@pytest.mark.parametrize("rpc", ["Decode", "Prefill", "GetStatus"])
+def test_a_request_that_never_arrived_is_sent_again(fake: FakeServer, fake_client: Client, rpc: str) -> None:
+    """Nothing was run, so even a creation without request ids is repeated, and no append is in doubt."""
+    with fake_client.prefill([*b"ab"], policy=no_output()) as cache:
+        fake.calls.clear()
+        fake.failures[rpc] = [TIMED_OUT] * 2
+        if rpc == "Decode":
+            cache.decode(1, policy=no_output())
+        elif rpc == "Prefill":
+            fake_client.prefill([*b"ab"], policy=no_output()).release()
+        else:
+            fake_client.status()
+        assert fake.calls[rpc] == 3
+        assert fake.calls["GetCapabilities"] == 0
+
+
+def test_a_request_that_never_arrives_is_named(fake: FakeServer) -> None:
+    """After the retries; an append that never arrived is not in doubt."""
+    with Client.connect(fake.target, max_retries=1) as client, client.prefill([*b"ab"], policy=no_output()) as cache:
+        fake.failures["Decode"] = [TIMED_OUT] * 50
+        with pytest.raises(RequestTimeoutError) as caught:
+            cache.decode(2)
+        assert isinstance(caught.value, DeadlineExceededError)
+        assert cache.tip.doubts == frozenset()
+        assert fake.calls["Decode"] == 2
+
+
+@pytest.mark.parametrize("rpc", ["Decode", "Prefill", "frame"])
+def test_a_request_that_is_too_large_is_not_sent_again(fake: FakeServer, fake_client: Client, rpc: str) -> None:
+    """It would be as large the next time; the numbers are attributes, and nothing is in doubt."""
+    with fake_client.prefill([*b"ab"], policy=no_output()) as cache:
+        fake.calls.clear()
+        fake.failures[rpc] = [TOO_LARGE] * 9
+        calls: dict[str, Callable[[], object]] = {
+            "Decode": lambda: cache.decode(1),
+            "Prefill": lambda: fake_client.prefill([3]),
+            "frame": lambda: fake_client.decode_many([cache], [1]),
+        }
+        with pytest.raises(RequestTooLargeError) as caught:
+            calls[rpc]()
+        assert (caught.value.num_bytes, caught.value.limit_bytes, caught.value.field) == (9000, 8000, "request")
+        assert fake.calls[rpc] == 1
+        assert cache.tip.doubts == frozenset()
+        fake.failures.clear()
 
 
 def test_slow_consumer_is_told_and_its_append_is_in_doubt(fake: FakeServer, fake_client: Client) -> None:

@@ -87,6 +87,11 @@ def _times(argument: list[Json]) -> list[Json]:
     return [one] * int(count)
 
 
+def _join(lists: list[list[Json]]) -> list[Json]:
+    """``$join: [X, Y]``: the entries of X, then those of Y."""
+    return [one for some in lists for one in some]
+
+
 def _masks(argument: list[int]) -> list[str]:
     """``$masks: [n, v]``: n masks for v tokens, each of which allows another token."""
     count, vocab_size = argument
@@ -101,6 +106,7 @@ def _text(size: int) -> str:
 _MADE: Mapping[str, Callable[[Any], Json]] = {
     "$handle_id": _handle_id,
     "$times": _times,
+    "$join": _join,
     "$masks": _masks,
     "$text": _text,
 }

@@ -21,6 +21,9 @@ from tests.conformance.servers import PROFILES, TOKENS, Servers
 _PATIENCE_S: Final = 45.0
 """A runner that has not answered by then is ended; its own deadlines are 20 s."""
 
+_RELEASED_AT_ONCE: Final = 256
+"""Handles in one ReleaseCache at the end of a case; servers accept a limited number."""
+
 
 class Failed(Exception):
     """The server, or the language, did not do what the case expects."""
@@ -166,8 +169,10 @@ class Play:
     def _release(self) -> None:
         """Leave nothing on a server that other cases use."""
         for metadata, handles in self._handles.items():
-            request = json.dumps({"kvCaches": list(handles.values())})
-            self._ask("unary", self._target, full_name("ReleaseCache"), request, *metadata)
+            left = list(handles.values())
+            for start in range(0, len(left), _RELEASED_AT_ONCE):
+                request = json.dumps({"kvCaches": left[start : start + _RELEASED_AT_ONCE]})
+                self._ask("unary", self._target, full_name("ReleaseCache"), request, *metadata)
 
 
 def _comparable(value: Json) -> Json:

@@ -103,6 +103,7 @@ def test_references_are_filled_in() -> None:
     assert fill({"$with": handle, "length": 9}, saved) == {"cacheId": "a.b.c", "length": 9}
     assert fill({"$handle_id": handle}, saved) == handle_id_of("a.b.c")
     assert fill({"$times": [3, 1]}, saved) == [1, 1, 1]
+    assert fill({"$join": ["${p.output.rows}", [9]]}, saved) == [7, 8, 9]
     assert [base64.b64decode(mask) for mask in fill({"$masks": [2, 16]}, saved)] == [b"\x01\x00", b"\x02\x00"]
     with pytest.raises(KeyError):
         fill("${q.output}", saved)
@@ -188,4 +189,5 @@ REASONS = (
     "FEATURE_UNSUPPORTED",
 )
 """Not among them: HANDLE_LOST, NON_FINITE_LOGITS and ENGINE_FAULT need a fault, SLOW_CONSUMER a slow reader, STARTING
-a slow start, QUOTA_PREFILL_RATE a clock; tests of the server have them."""
+a slow start, the quotas that are rates (QUOTA_PREFILL_RATE and others) a clock, REQUEST_TIMEOUT a slow sender,
+REQUEST_TOO_LARGE the limit of a method; tests of the server have them."""

@@ -18,6 +18,7 @@ from ferrule.v1 import cache_pb2, executor_pb2, tokenizer_pb2
 from ferrule_client import _check, _convert
 from ferrule_client._connection import REQUEST_IDS, USE_DEFAULT, Timeout, Until, UseDefault
 from ferrule_client._messages import inline_masks
+from ferrule_client._parts import HandleLimit
 from ferrule_client._retry import Attempts, RetrySettings
 from ferrule_client._route import instance_of, instance_of_id
 from ferrule_client._status import behind_proxy, cut_off, error_from_call, no_answer, no_server
@@ -44,6 +45,9 @@ _log = logging.getLogger(__name__)
 _GONE_S = 5.0
 """How long one attempt at an instance that was found unreachable is enough, for the calls on its other sequences."""
 
+_ASK_S = 2.0
+"""How long the limit of handles may be asked for; a call that does not learn it goes on with the assumed one."""
+
 _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")
 
@@ -59,6 +63,9 @@ class Connection:
         retry: When calls are tried again.
         instance: The one that calls are for which name no handle; None: any.
         extra: Metadata for each call besides, or None.
+
+    Attributes:
+        handle_limit: How many handles go in one request.
 
     Raises:
         TypeError: The target or the token is no text.
@@ -87,6 +94,7 @@ class Connection:
         self.is_closed = False
         self._model_info: ModelInfo | None = None
         self._capabilities: Capabilities | None = None
+        self.handle_limit = HandleLimit()
         self._masks: weakref.WeakValueDictionary[bytes, TokenMask] = weakref.WeakValueDictionary()
         self.wire = Wire(target, token, tls, extra)
         self.executor, self.tokenizer, self.admin = self.wire.executor, self.wire.tokenizer, self.wire.admin
@@ -265,6 +273,26 @@ class Connection:
         """Return what the server can do, asked for once."""
         return self._capabilities or await self._ask_capabilities(self.attempts(timeout))
 
+    async def ask_handle_limit(self, num_handles: int, timeout: Timeout) -> None:
+        """Ask the server how many handles a request may hold, once, if a list is longer than the assumed limit.
+
+        If the server does not say, the assumed limit stands, and refusals lower it.
+
+        Args:
+            num_handles: Length of the list.
+            timeout: Seconds for the call that has the list; a quarter of them at most is used.
+        """
+        if num_handles <= self.handle_limit.most or self.handle_limit.is_asked:
+            return
+        self.handle_limit.is_asked = True
+        limit_s = self.resolve(timeout)
+        try:
+            await self._ask_capabilities(
+                self.attempts(_ASK_S if limit_s is None else max(0.001, min(_ASK_S, limit_s / 4)))
+            )
+        except ExecutorError as error:
+            _log.debug("limit of handles unknown reason=%s", error.reason)
+
     async def require(self, feature: str, timeout: Timeout = USE_DEFAULT) -> None:
         """Make sure that the server has a feature.
 
@@ -353,6 +381,7 @@ class Connection:
     async def _ask_capabilities(self, attempts: Attempts) -> Capabilities:
         reply = await self.run(self.executor.GetCapabilities, executor_pb2.GetCapabilitiesRequest(), attempts)
         self._capabilities = _convert.capabilities_from_message(reply.capabilities)
+        self.handle_limit.advertise(self._capabilities.max_handles_per_request)
         return self._capabilities
 
     async def _has_request_ids(self, attempts: Attempts) -> bool:

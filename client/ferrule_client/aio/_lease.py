@@ -18,7 +18,7 @@ __all__ = ["LeaseKeeper"]
 
 
 Renew = Callable[[Sequence[Handle], float], Awaitable[Sequence[Lease | ExecutorError]]]
-"""Renews leases in one call of at most so many seconds."""
+"""Renews leases in one call of at most so many seconds; the answers are those of the first handles, at least one."""
 
 
 class LeaseKeeper:
@@ -102,17 +102,21 @@ class LeaseKeeper:
                 self._set_timer(min(self._due.values()))
 
     async def _renew_all(self, instance: str, tips: Sequence[Tip]) -> None:
-        handles = [tip.handle for tip in tips]
-        try:
-            results = await self._renew(handles, call_timeout_s(tips))
-        except ExecutorError as error:
-            self._num_failures[instance] += 1
-            note_failure(error, len(tips), self._num_failures[instance])
-            self._schedule(dict.fromkeys(tips, pause_s(tips)))
-            return
-        del self._num_failures[instance]
-        for tip, handle, result in zip(tips, handles, results, strict=True):
-            self._take(tip, handle, result)
+        """Renew the leases of an instance, request by request; if one fails, the rest is due again soon."""
+        handles, timeout_s = [tip.handle for tip in tips], call_timeout_s(tips)
+        start = 0
+        while start < len(tips):
+            try:
+                results = await self._renew(handles[start:], timeout_s)
+            except ExecutorError as error:
+                self._num_failures[instance] += 1
+                note_failure(error, len(tips) - start, self._num_failures[instance])
+                self._postpone(tips[start:], pause_s(tips))
+                return
+            del self._num_failures[instance]
+            for tip, handle, result in zip(tips[start:], handles[start:], results, strict=False):
+                self._take(tip, handle, result)
+            start += len(results)
 
     def _take(self, tip: Tip, handle: Handle, result: Lease | ExecutorError) -> None:
         """Note what became of the renewal of one sequence.
@@ -130,6 +134,13 @@ class LeaseKeeper:
         else:  # the next call on it says why
             note_loss(tip, handle, result)
             self.remove(tip)
+
+    def _postpone(self, tips: Sequence[Tip], wait_s: float) -> None:
+        """Have sequences renewed again after a pause; those that are due later stay so, and do not get in the way."""
+        now = self._loop.time()
+        for tip in tips:
+            if tip in self._due:
+                self._due[tip] = max(self._due[tip], now + wait_s)
 
     def _schedule(self, waits_s: dict[Tip, float]) -> None:
         now = self._loop.time()

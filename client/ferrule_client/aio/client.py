@@ -7,17 +7,16 @@ import functools
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 
 import numpy as np
 
-from ferrule.v1 import cache_pb2, executor_pb2, tokenizer_pb2, types_pb2
+from ferrule.v1 import cache_pb2, executor_pb2, tokenizer_pb2
 from ferrule_client import _check, _convert, _messages
 from ferrule_client._messages import Append, Appended, PromptOptions
+from ferrule_client._parts import Parts
 from ferrule_client._retry import RetrySettings
-from ferrule_client._route import by_instance
-from ferrule_client._status import error_from_status
 from ferrule_client._tip import Tip
 from ferrule_client._token_log import TokenLog
 from ferrule_client.aio._batch import Batch
@@ -37,7 +36,7 @@ from ferrule_client.client import (
     DEFAULT_TARGET,
     _chat_messages,
     _check_one_instance,
-    _instance_of_handle,
+    _lease_or_error,
     _not_ready,
     _per_item,
 )
@@ -72,8 +71,6 @@ __all__ = ["DEFAULT_TARGET", "AsyncClient"]
 """Where ``ferrule serve`` listens unless told otherwise."""
 
 _POLL_S = 0.1
-_HANDLES_PER_REQUEST = 4096
-"""``max_handles_per_request`` of every server so far; a smaller list is always taken."""
 _NEVER_READY = ("draining", "failed")
 
 
@@ -840,7 +837,7 @@ class AsyncClient:
         return await self._connection.register_masks(bits, self._connection.attempts(timeout))
 
     async def cache_metrics(self, *, timeout: Timeout = USE_DEFAULT) -> CacheMetrics:
-        """Return the counters of the server's KV pool, over all callers.
+        """Return the counters of the server's KV pool: of one's own sequences, with the role admin of all callers.
 
         Example:
             ``hits = (await client.cache_metrics()).num_prefix_hit_tokens``
@@ -872,7 +869,9 @@ class AsyncClient:
     async def keep_alive(
         self, caches: Iterable[AsyncCache | Handle], *, ttl: float | None = None, timeout: Timeout = USE_DEFAULT
     ) -> list[Lease | ExecutorError]:
-        """Renew leases, many in one call to each instance. Live caches do this by themselves; plain handles do not.
+        """Renew leases, many in one call to each instance. Live caches do this automatically; plain handles do not.
+
+        A list longer than the server's ``max_handles_per_request`` is sent in several calls.
 
         Args:
             caches: Caches or handles.
@@ -886,27 +885,44 @@ class AsyncClient:
             ExecutorError: The call as a whole failed. Where there are several, what one failed with stands in the place
                 of its leases.
         """
-        done: dict[int, Lease | ExecutorError] = {}
         kept, timeout = list(caches), self._connection.until(timeout)
-        batches = list(_batches(kept))
-        is_alone = len({instance for instance, *_ in batches}) == 1
-        for _, places, handles in batches:
-            request = cache_pb2.KeepAliveRequest(kv_caches=handles, ttl=_convert.duration(ttl))
-            try:
-                reply = await self._connection.unary(self._connection.executor.KeepAlive, request, timeout=timeout)
-            except ExecutorError as error:
-                if is_alone and not (places and isinstance(error, WrongInstanceError)):
-                    raise
-                done.update(dict.fromkeys(places, error))
-                continue
-            for place, one in zip(places, reply.results, strict=True):
-                is_kept = one.HasField("lease")
-                done[place] = _convert.lease_from_message(one.lease) if is_kept else error_from_status(one.error)
+        await self._connection.ask_handle_limit(len(kept), timeout)
+        parts = Parts(_handles(kept), self._connection.handle_limit)
+        done, failures = await self._keep_parts(parts, ttl, timeout)
+        for error in failures.values():
+            if parts.is_alone and not (kept and isinstance(error, WrongInstanceError)):
+                raise error
         leases = [done[place] for place in range(len(kept))]
         for cache, lease in zip(kept, leases, strict=True):
             if isinstance(cache, AsyncCache):
                 cache.lease_anew(lease, ttl)
         return leases
+
+    async def _keep_parts(
+        self, parts: Parts, ttl: float | None, timeout: Timeout
+    ) -> tuple[dict[int, Lease | ExecutorError], dict[str, ExecutorError]]:
+        """Renew leases part by part.
+
+        Returns:
+            What became of each, by its place; and what a call failed with, by the instance it was for. After that the
+            instance is not asked for its other parts.
+        """
+        done: dict[int, Lease | ExecutorError] = {}
+        failures: dict[str, ExecutorError] = {}
+        for instance, places, handles in parts:
+            if instance not in failures:
+                request = cache_pb2.KeepAliveRequest(kv_caches=handles, ttl=_convert.duration(ttl))
+                try:
+                    reply = await self._connection.unary(self._connection.executor.KeepAlive, request, timeout=timeout)
+                except ExecutorError as error:
+                    if parts.shrink(error):
+                        continue
+                    failures[instance] = error
+                else:
+                    done.update(zip(places, map(_lease_or_error, reply.results), strict=True))
+                    continue
+            done.update(dict.fromkeys(places, failures[instance]))
+        return done, failures
 
     async def reserve(
         self,
@@ -919,7 +935,8 @@ class AsyncClient:
         """Take room for appends in several sequences in one call: all of it, or nothing; see ``AsyncCache.reserve``.
 
         Args:
-            caches: Caches or handles.
+            caches: Caches or handles, at most ``capabilities().max_handles_per_request``: several calls could not
+                guarantee all or nothing.
             lengths: Length in tokens up to which each gets its room now; one for all, or one for each.
             fitting: Larger lengths that must fit the free blocks too, without being taken; one for all, or one for
                 each. None: no more than ``lengths``.
@@ -951,7 +968,8 @@ class AsyncClient:
     async def release(self, caches: Iterable[AsyncCache | Handle], *, timeout: Timeout = USE_DEFAULT) -> Released:
         """End sequences, many in one call to each instance, and free their blocks.
 
-        What is gone already is no error; nor is what another instance has, if the way there does not lead to it.
+        What is gone already is no error; nor is what another instance has, if the way there does not lead to it. A list
+        longer than the server's ``max_handles_per_request`` is sent in several calls.
 
         Args:
             caches: Caches or handles.
@@ -974,7 +992,9 @@ class AsyncClient:
         released: dict[int, bool] = {}
         freed_blocks = 0
         failures: dict[str, ExecutorError] = {}
-        for instance, places, handles in _batches(ended):
+        await self._connection.ask_handle_limit(len(ended), timeout)
+        parts = Parts(_handles(ended), self._connection.handle_limit)
+        for instance, places, handles in parts:
             if instance in failures:
                 continue
             request = cache_pb2.ReleaseCacheRequest(kv_caches=handles)
@@ -984,7 +1004,8 @@ class AsyncClient:
                 released.update(dict.fromkeys(places, False))
                 continue
             except ExecutorError as error:  # those of other instances want to be released all the same
-                failures[instance] = error
+                if not parts.shrink(error):
+                    failures[instance] = error
                 continue
             released.update(zip(places, [result.released for result in reply.results], strict=True))
             freed_blocks += reply.freed_blocks
@@ -998,17 +1019,10 @@ class AsyncClient:
         return AsyncCache(self._connection, calls)
 
     async def _renew(self, handles: Sequence[Handle], timeout_s: float) -> list[Lease | ExecutorError]:
-        return await self.keep_alive(handles, timeout=timeout_s)
+        """Renew the leases of as many handles as one request may hold, without asking for the server's limit first."""
+        return await self.keep_alive(handles[: self._connection.handle_limit.most], timeout=timeout_s)
 
 
-def _batches(caches: Sequence[AsyncCache | Handle]) -> Iterator[tuple[str, list[int], list[types_pb2.KvCacheHandle]]]:
-    """Yield lists of handles of one instance each that it takes in one request, with its name and their places.
-
-    There is at least one list.
-    """
-    handles = [cache.handle if isinstance(cache, AsyncCache) else cache for cache in caches]
-    groups = by_instance(handles, _instance_of_handle)
-    for instance, group in (groups or {"": []}).items():
-        for start in range(0, max(1, len(group)), _HANDLES_PER_REQUEST):
-            places = group[start : start + _HANDLES_PER_REQUEST]
-            yield instance, places, [_convert.handle_to_message(handles[place]) for place in places]
+def _handles(caches: Sequence[AsyncCache | Handle]) -> list[Handle]:
+    """Return the handles of caches, and those that stand among them."""
+    return [cache.handle if isinstance(cache, AsyncCache) else cache for cache in caches]

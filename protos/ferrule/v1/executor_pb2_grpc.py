@@ -31,7 +31,8 @@ class ModelExecutorServiceStub(object):
 
     Errors: every error is a google.rpc.Status with one ErrorInfo{reason, domain "ferrule"}; the table of codes and
     reasons is in protos/README.md. Any call can answer UNAUTHENTICATED (TOKEN_MISSING, TOKEN_INVALID), UNAVAILABLE
-    (STARTING, DRAINING), UNIMPLEMENTED (FEATURE_UNSUPPORTED) and INTERNAL (ENGINE_FAULT); they are not repeated below.
+    (STARTING, DRAINING), INVALID_ARGUMENT (REQUEST_TOO_LARGE), DEADLINE_EXCEEDED (REQUEST_TIMEOUT), UNIMPLEMENTED
+    (FEATURE_UNSUPPORTED) and INTERNAL (ENGINE_FAULT); they are not repeated below.
 
     "The append rule" below: input tokens are appended at the handle's length. A retry of an append that already
     happened is answered as a replay and appends nothing, so every append may be repeated after a lost reply. An input
@@ -157,7 +158,8 @@ class ModelExecutorServiceServicer(object):
 
     Errors: every error is a google.rpc.Status with one ErrorInfo{reason, domain "ferrule"}; the table of codes and
     reasons is in protos/README.md. Any call can answer UNAUTHENTICATED (TOKEN_MISSING, TOKEN_INVALID), UNAVAILABLE
-    (STARTING, DRAINING), UNIMPLEMENTED (FEATURE_UNSUPPORTED) and INTERNAL (ENGINE_FAULT); they are not repeated below.
+    (STARTING, DRAINING), INVALID_ARGUMENT (REQUEST_TOO_LARGE), DEADLINE_EXCEEDED (REQUEST_TIMEOUT), UNIMPLEMENTED
+    (FEATURE_UNSUPPORTED) and INTERNAL (ENGINE_FAULT); they are not repeated below.
 
     "The append rule" below: input tokens are appended at the handle's length. A retry of an append that already
     happened is answered as a replay and appends nothing, so every append may be repeated after a lost reply. An input
@@ -180,7 +182,8 @@ class ModelExecutorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """Tells how the server is doing, also while it loads. Read-only; never answers STARTING or DRAINING.
+        """Tells how the server is doing, also while it loads. Counters are the caller's own, with the role admin those of all
+        principals. Read-only; never answers STARTING or DRAINING.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -347,7 +350,7 @@ class ModelExecutorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetCacheMetrics(self, request, context):
-        """Counts what happened in the KV pool. Read-only.
+        """Counts what happened in the KV pool: to the caller's own sequences, with the role admin to all. Read-only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -474,7 +477,8 @@ class ModelExecutorService(object):
 
     Errors: every error is a google.rpc.Status with one ErrorInfo{reason, domain "ferrule"}; the table of codes and
     reasons is in protos/README.md. Any call can answer UNAUTHENTICATED (TOKEN_MISSING, TOKEN_INVALID), UNAVAILABLE
-    (STARTING, DRAINING), UNIMPLEMENTED (FEATURE_UNSUPPORTED) and INTERNAL (ENGINE_FAULT); they are not repeated below.
+    (STARTING, DRAINING), INVALID_ARGUMENT (REQUEST_TOO_LARGE), DEADLINE_EXCEEDED (REQUEST_TIMEOUT), UNIMPLEMENTED
+    (FEATURE_UNSUPPORTED) and INTERNAL (ENGINE_FAULT); they are not repeated below.
 
     "The append rule" below: input tokens are appended at the handle's length. A retry of an append that already
     happened is answered as a replay and appends nothing, so every append may be repeated after a lost reply. An input

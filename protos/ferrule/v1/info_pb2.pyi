@@ -211,20 +211,26 @@ class CallerInfo(_message.Message):
     def __init__(self, principal: _Optional[str] = ..., is_admin: bool = ..., quotas: _Optional[_Union[QuotaLimits, _Mapping]] = ...) -> None: ...
 
 class QuotaLimits(_message.Message):
-    __slots__ = ("handles", "kv_tokens", "queued_rows", "prefill_tokens_per_second", "retained_bytes", "mask_bytes")
+    __slots__ = ("handles", "kv_tokens", "queued_rows", "prefill_tokens_per_second", "retained_bytes", "mask_bytes", "calls_per_second", "request_bytes_per_second", "text_bytes_per_second")
     HANDLES_FIELD_NUMBER: _ClassVar[int]
     KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_ROWS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     RETAINED_BYTES_FIELD_NUMBER: _ClassVar[int]
     MASK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CALLS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    TEXT_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     handles: int
     kv_tokens: int
     queued_rows: int
     prefill_tokens_per_second: int
     retained_bytes: int
     mask_bytes: int
-    def __init__(self, handles: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., queued_rows: _Optional[int] = ..., prefill_tokens_per_second: _Optional[int] = ..., retained_bytes: _Optional[int] = ..., mask_bytes: _Optional[int] = ...) -> None: ...
+    calls_per_second: int
+    request_bytes_per_second: int
+    text_bytes_per_second: int
+    def __init__(self, handles: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., queued_rows: _Optional[int] = ..., prefill_tokens_per_second: _Optional[int] = ..., retained_bytes: _Optional[int] = ..., mask_bytes: _Optional[int] = ..., calls_per_second: _Optional[int] = ..., request_bytes_per_second: _Optional[int] = ..., text_bytes_per_second: _Optional[int] = ...) -> None: ...
 
 class MemoryRequirements(_message.Message):
     __slots__ = ("parameter_bytes", "activation_bytes_per_row", "kv_bytes_per_token", "kv_pool_bytes", "overhead_bytes")

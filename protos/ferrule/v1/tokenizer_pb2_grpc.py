@@ -28,6 +28,9 @@ if _version_not_supported:
 class TokenizerServiceStub(object):
     """Turns text into token ids and back. Stateless; every call is idempotent.
     Without a tokenizer (ModelInfo.has_tokenizer) every call answers UNIMPLEMENTED / FEATURE_UNSUPPORTED.
+    Long requests wait in a bounded queue, in which principals take turns: beyond it a call is refused with
+    RESOURCE_EXHAUSTED / QUEUE_FULL, beyond the caller's quota of text with RESOURCE_EXHAUSTED / QUOTA_TEXT_RATE, both
+    with RetryInfo. A limit that a request exceeds is reported at once. A call that is cancelled leaves the queue.
     """
 
     def __init__(self, channel):
@@ -56,6 +59,9 @@ class TokenizerServiceStub(object):
 class TokenizerServiceServicer(object):
     """Turns text into token ids and back. Stateless; every call is idempotent.
     Without a tokenizer (ModelInfo.has_tokenizer) every call answers UNIMPLEMENTED / FEATURE_UNSUPPORTED.
+    Long requests wait in a bounded queue, in which principals take turns: beyond it a call is refused with
+    RESOURCE_EXHAUSTED / QUEUE_FULL, beyond the caller's quota of text with RESOURCE_EXHAUSTED / QUOTA_TEXT_RATE, both
+    with RetryInfo. A limit that a request exceeds is reported at once. A call that is cancelled leaves the queue.
     """
 
     def Encode(self, request, context):
@@ -110,6 +116,9 @@ def add_TokenizerServiceServicer_to_server(servicer, server):
 class TokenizerService(object):
     """Turns text into token ids and back. Stateless; every call is idempotent.
     Without a tokenizer (ModelInfo.has_tokenizer) every call answers UNIMPLEMENTED / FEATURE_UNSUPPORTED.
+    Long requests wait in a bounded queue, in which principals take turns: beyond it a call is refused with
+    RESOURCE_EXHAUSTED / QUEUE_FULL, beyond the caller's quota of text with RESOURCE_EXHAUSTED / QUOTA_TEXT_RATE, both
+    with RetryInfo. A limit that a request exceeds is reported at once. A call that is cancelled leaves the queue.
     """
 
     @staticmethod

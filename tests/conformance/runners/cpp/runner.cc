@@ -33,7 +33,11 @@ class Call {
  public:
   Call(const std::string& target, const std::string& name, const Fields& pairs) : method_(Find(name)) {
     context_.set_deadline(std::chrono::system_clock::now() + kDeadline);
-    for (size_t i = 0; i + 1 < pairs.size(); i += 2) context_.AddMetadata(pairs[i], pairs[i + 1]);
+    for (size_t i = 0; i + 1 < pairs.size(); i += 2) {
+      // "grpc-encoding" is no metadata: it says how the request is compressed.
+      if (pairs[i] == "grpc-encoding") context_.set_compression_algorithm(GRPC_COMPRESS_GZIP);
+      else context_.AddMetadata(pairs[i], pairs[i + 1]);
+    }
     call_ = Stub(target).PrepareCall(&context_, "/" + name, &queue_);
     call_->StartCall(this);
     Wait();

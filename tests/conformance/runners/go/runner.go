@@ -14,6 +14,7 @@ import (
 	legacy "github.com/golang/protobuf/proto"
 	_ "google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc"
+	_ "google.golang.org/grpc/encoding/gzip" // registers the compressor
 	_ "google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
@@ -88,8 +89,19 @@ func channel(target string) *grpc.ClientConn {
 	return channels[target]
 }
 
+// options returns the options of a call; "grpc-encoding" is no metadata: it says how the request is compressed.
+func options(pairs []string) []grpc.CallOption {
+	if len(pairs) > 0 && pairs[0] == "grpc-encoding" {
+		return []grpc.CallOption{grpc.UseCompressor(pairs[1])}
+	}
+	return nil
+}
+
 func newContext(pairs []string) (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithTimeout(context.Background(), deadline)
+	if len(options(pairs)) > 0 {
+		pairs = pairs[2:]
+	}
 	return metadata.AppendToOutgoingContext(ctx, pairs...), cancel
 }
 
@@ -98,7 +110,8 @@ func unary(target, name, request string, pairs []string) string {
 	ctx, cancel := newContext(pairs)
 	defer cancel()
 	reply := newMessage(method.Output())
-	if err := channel(target).Invoke(ctx, "/"+name, wire(parse(request, method.Input())), wire(reply)); err != nil {
+	message := wire(parse(request, method.Input()))
+	if err := channel(target).Invoke(ctx, "/"+name, message, wire(reply), options(pairs)...); err != nil {
 		return end(err)
 	}
 	return line("message", reply)
@@ -108,7 +121,7 @@ func open(target, name string, pairs []string) string {
 	stream.method = methodOf(name)
 	ctx, cancel := newContext(pairs)
 	kind := &grpc.StreamDesc{ClientStreams: stream.method.IsStreamingClient(), ServerStreams: true}
-	call, err := channel(target).NewStream(ctx, kind, "/"+name)
+	call, err := channel(target).NewStream(ctx, kind, "/"+name, options(pairs)...)
 	must(err)
 	stream.ClientStream, stream.cancel = call, cancel
 	return "ok"

@@ -7,6 +7,7 @@ const { root, protobuf } = loadProtobuf();
 const OPTIONS = { longs: String, enums: String, bytes: String, json: true };
 const DEADLINE_MS = 20_000;
 const LIMITS = { "grpc.max_receive_message_length": 64 << 20, "grpc.max_send_message_length": 64 << 20 };
+const GZIP = grpc.compressionAlgorithms.gzip;
 const channels = new Map();
 let stream = null;
 
@@ -59,14 +60,18 @@ function definitionOf(name) {
   };
 }
 
-function channel(target) {
-  if (!channels.has(target)) channels.set(target, new grpc.Client(target, grpc.credentials.createInsecure(), LIMITS));
-  return channels.get(target);
+/** The channel of a call; "grpc-encoding" is no metadata: what it says is an option of the channel. */
+function channel(target, pairs) {
+  const isPacked = pairs[0] === "grpc-encoding";
+  const key = `${target} ${isPacked}`;
+  const options = isPacked ? { ...LIMITS, "grpc.default_compression_algorithm": GZIP } : LIMITS;
+  if (!channels.has(key)) channels.set(key, new grpc.Client(target, grpc.credentials.createInsecure(), options));
+  return channels.get(key);
 }
 
 function metadataOf(pairs) {
   const metadata = new grpc.Metadata();
-  for (let i = 0; i < pairs.length; i += 2) metadata.add(pairs[i], pairs[i + 1]);
+  for (let i = 0; i < pairs.length; i += 2) if (pairs[i] !== "grpc-encoding") metadata.add(pairs[i], pairs[i + 1]);
   return metadata;
 }
 
@@ -81,7 +86,7 @@ function end({ code, details, metadata }) {
 function unary(target, name, request, ...pairs) {
   const { path, serialize, deserialize } = definitionOf(name);
   const options = { deadline: Date.now() + DEADLINE_MS };
-  return new Promise((resolve) => channel(target).makeUnaryRequest(
+  return new Promise((resolve) => channel(target, pairs).makeUnaryRequest(
     path, serialize, deserialize, JSON.parse(request), metadataOf(pairs), options,
     (error, reply) => resolve(error ? end(error) : `message\t${JSON.stringify(reply)}`)));
 }
@@ -89,7 +94,7 @@ function unary(target, name, request, ...pairs) {
 function open(target, name, ...pairs) {
   const { path, serialize, deserialize } = definitionOf(name);
   const options = { deadline: Date.now() + DEADLINE_MS };
-  const call = channel(target).makeBidiStreamRequest(path, serialize, deserialize, metadataOf(pairs), options);
+  const call = channel(target, pairs).makeBidiStreamRequest(path, serialize, deserialize, metadataOf(pairs), options);
   stream = { call, lines: [], waiting: null };
   const tell = (line) => {
     if (!stream.waiting) return void stream.lines.push(line);

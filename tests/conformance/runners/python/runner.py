@@ -64,7 +64,7 @@ class Runner:
         """Call a method with one request and one reply."""
         method, kind, _ = self._method(target, name)
         try:
-            reply = method(json_format.Parse(request, kind()), timeout=DEADLINE_S, metadata=_metadata(pairs))
+            reply = method(json_format.Parse(request, kind()), **_options(pairs))
         except grpc.RpcError as error:
             return end_of(error)
         return to_line("message", reply)
@@ -76,7 +76,7 @@ class Runner:
 
         def start() -> Iterator[Message]:
             request = iter(self._frames.get, None) if is_stream else self._frames.get()
-            return method(request, timeout=DEADLINE_S, metadata=_metadata(pairs))  # type: ignore[no-any-return]
+            return method(request, **_options(pairs))  # type: ignore[no-any-return]
 
         self._replies = start() if is_stream else start
         return "ok"
@@ -114,8 +114,12 @@ class Runner:
             return end_of(replies)
 
 
-def _metadata(pairs: tuple[str, ...]) -> list[tuple[str, str]]:
-    return list(zip(pairs[::2], pairs[1::2], strict=True))
+def _options(pairs: tuple[str, ...]) -> dict[str, Any]:
+    """Return the options of a call; ``grpc-encoding`` is no metadata, but says how the request is compressed."""
+    metadata = dict(zip(pairs[::2], pairs[1::2], strict=True))
+    is_packed = metadata.pop("grpc-encoding", "") == "gzip"
+    compression = grpc.Compression.Gzip if is_packed else None
+    return {"timeout": DEADLINE_S, "metadata": list(metadata.items()), "compression": compression}
 
 
 def main() -> None:

@@ -7,15 +7,12 @@ PY ?= python3
 JOBS ?= 2
 BIN := $(VENV)/bin
 
-# Tests that only compute share the cores. Those that start processes of their own mostly wait for them: files of theirs
-# run side by side, too. All others run servers and clocks in their own process, one after the other.
+# Tests that only compute share the cores one by one. All others start servers: a file of theirs runs in one process.
 COMPUTING_TESTS := tests/kernels tests/gpu tests/executor tests/kv tests/model tests/text tests/training
-STARTING_TESTS := tests/stack tests/conformance tests/benchmarks tests/server \
-  tests/test_commands.py tests/test_docs.py tests/test_links.py tests/test_readme.py
 PYTEST := $(BIN)/python -m pytest -q -m "not slow and not gpu"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kernels test-gpu test-chaos test-stack test-conformance lint types proto aio bench bench-gpu load pictures clean
+.PHONY: help demo test test-kernels test-gpu test-chaos test-hostile test-stack test-conformance lint types proto aio bench bench-gpu load pictures clean
 
 help:             ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1\t/p' Makefile | expand -t 24
@@ -27,14 +24,12 @@ test: $(VENV)/.ok ## all tests that need neither a GPU, a network nor much time
 	@status=0; \
 	  echo "== what computes, in $(JOBS) processes: $(COMPUTING_TESTS)"; \
 	  $(PYTEST) --numprocesses=$(JOBS) --dist=worksteal $(COMPUTING_TESTS) || status=1; \
-	  echo "== what starts processes, in $(JOBS) processes: $(STARTING_TESTS)"; \
-	  $(PYTEST) --numprocesses=$(JOBS) --dist=loadfile $(STARTING_TESTS) || status=1; \
-	  echo "== all other tests: one after the other"; \
-	  $(PYTEST) $(patsubst %,--ignore=%,$(COMPUTING_TESTS) $(STARTING_TESTS)) || status=1; \
+	  echo "== all other tests, in $(JOBS) processes"; \
+	  $(PYTEST) --numprocesses=$(JOBS) --dist=loadfile $(patsubst %,--ignore=%,$(COMPUTING_TESTS)) || status=1; \
 	  exit $$status
 
 test-kernels: $(VENV)/.ok ## the long campaign of the GPU kernels; needs no GPU
-	@$(BIN)/python -m pytest -q --timeout=1800 -m "not gpu" tests/kernels/cuda tests/gpu
+	@FERRULE_ALL_KERNELS=1 $(BIN)/python -m pytest -q --timeout=1800 -m "not gpu" tests/kernels/cuda tests/gpu
 
 test-gpu: $(VENV)/.ok ## kernels on a GPU: numerics, replays, bandwidth, sweep; without one, up to the driver (3 minutes)
 	@$(BIN)/python tests/gpu/run.py
@@ -43,6 +38,10 @@ test-chaos: $(VENV)/.ok ## break things on purpose for about an hour; figures as
 	@echo "cuts, kills, freezes, restarts, overload, hostile input: about an hour, a third of it churn (FERRULE_CHAOS_MINUTES)"
 	@FERRULE_HYPOTHESIS=long $(BIN)/python -m pytest -v -s --show-capture=no --durations=0 tests/chaos/test_protocol_machine.py tests/api/hostile
 	@$(BIN)/python -m pytest -v -s --show-capture=no --durations=0 -m slow tests/chaos tests/stack
+
+test-hostile: $(VENV)/.ok ## attack servers, with and without credentials: latency, memory, logs; a table and JSON (15 minutes)
+	@$(BIN)/python -m pytest -q -m slow tests/api tests/text tests/model
+	@$(BIN)/python -m tests.hostile $(HOSTILE)
 
 DCLINT := npx --yes dclint@3.1.0 --config deploy/dclint.yaml --max-warnings 0
 test-conformance: $(VENV)/.ok ## the contract in Python, Node, Go, C++ and buf curl; installs what it needs (5 minutes)

@@ -1,18 +1,20 @@
 """Layer 2: every shipped kernel compiles for every architecture and keeps every rule; docs/kernels.md says what is so.
 
-The compiled kernels are kept in pytest's cache folder, by what they are made from: a second run compiles nothing.
+What the record of checked kernels answers for is not compiled again (:mod:`tests.kernels.cuda.toolchain.records`). The
+compiled kernels are kept in pytest's cache folder, by what they are made from: a second run compiles nothing.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ferrule_server.kernels.cuda import attention, attention_mma, embed, gemv, move_slots
+from ferrule_server.kernels.cuda import embed, gemv
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import KernelError
 from ferrule_server.kernels.cuda.toolchain import catalog, report
@@ -21,6 +23,7 @@ from ferrule_server.kernels.cuda.toolchain.compile import ARCHITECTURES, toolkit
 from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache
 from ferrule_server.kernels.cuda.toolchain.machine_code import RULES, Made, make_all
 from ferrule_server.kernels.cuda.toolchain.report import BEGIN, END, table, written_into
+from tests.kernels.cuda.toolchain import records
 
 PAGE = (Path(__file__).resolve().parents[4] / "docs" / "kernels.md").read_text()
 SHIPPED = shipped_kernels()
@@ -28,24 +31,19 @@ KERNELS = sorted({spec.kernel for spec in SHIPPED}, key=lambda kernel: kernel.__
 SHAPE = MODEL_SHAPES["Qwen3-0.6B"]
 
 
-def _with_blocks_of(block_size: int) -> list[KernelSpec]:
-    """Return a kernel of each op that knows the block size, for another one than ships."""
-    chosen = [*attention.specs(SHAPE)[:1], *attention_mma.specs(MODEL_SHAPES["Llama-3.2-1B"])[:1]]
-    chosen += move_slots.specs(SHAPE)[:2]
-    return [
-        replace(spec, constants=tuple(sorted({**dict(spec.constants), "BLOCK_SIZE": block_size}.items())))
-        for spec in chosen
-    ]
-
-
-OTHER_BLOCKS = _with_blocks_of(32) + _with_blocks_of(64)
+OTHER_BLOCKS = records.other_blocks()
+RECORD = records.read()
+CHOSEN = (
+    records.all_specs() if os.environ.get("FERRULE_ALL_KERNELS") else records.to_compile(records.all_specs(), RECORD)
+)
+"""What is compiled here: see :mod:`tests.kernels.cuda.toolchain.records`."""
 
 
 @pytest.fixture(scope="module")
 def made(request: pytest.FixtureRequest) -> list[Made]:
-    """Return every shipped kernel for every architecture, taken apart, then those for other block sizes."""
+    """Return every chosen kernel for every architecture, taken apart."""
     assert request.config.cache is not None
-    return make_all(SHIPPED + OTHER_BLOCKS, cache=CubinCache(request.config.cache.mkdir("cubins")), num_workers=2)
+    return make_all(CHOSEN, cache=CubinCache(request.config.cache.mkdir("cubins")), num_workers=2)
 
 
 @pytest.mark.timeout(600)  # the first one compiles them all
@@ -59,25 +57,44 @@ def test_machine_code_keeps_every_rule(made: list[Made], kernel: str) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("spec", OTHER_BLOCKS, ids=lambda spec: spec.name)
-def test_machine_code_of_other_block_sizes_keeps_every_rule(made: list[Made], spec: KernelSpec) -> None:
-    """The pool's block size is a choice of whoever starts the server."""
-    breaches = [str(breach) for it in made if it.spec == spec for breach in it.breaches()]
-    assert sum(it.spec == spec for it in made) == len(ARCHITECTURES)
-    assert not breaches, "\n".join(breaches)
+def test_ptx_is_that_of_the_record(made: list[Made]) -> None:
+    """A change that alters the PTX of a kernel says so: the record is in the same commit."""
+    specs = records.all_specs()
+    assert list(RECORD.ptx) == list(RECORD.made_from) == [spec.name for spec in specs]
+    if records.versions() != RECORD.versions:
+        pytest.skip(f"the record is of {RECORD.versions}")
+    hashes = records.ptx_hashes(made)
+    changed = [name for name, ptx in hashes.items() if ptx != RECORD.ptx[name]]
+    assert not changed, "run python -m tests.kernels.cuda.toolchain.records"
+
+
+def test_what_differs_from_the_record_is_compiled() -> None:
+    """A promise, a source, a rule, a version; and one of each kernel always."""
+    specs = records.all_specs()
+    whole = records.Record(records.versions(), {spec.name: records.made_from(spec) for spec in specs}, {})
+    one_of_each = records.to_compile(specs, whole)
+    assert [spec.kernel for spec in one_of_each] == list(dict.fromkeys(spec.kernel for spec in specs))
+    last = specs[-1]
+    assert last not in one_of_each
+    promised = replace(last, prefetches=not last.prefetches)
+    assert promised in records.to_compile([*specs[:-1], promised], whole)
+    assert last in records.to_compile(specs, replace(whole, made_from={**whole.made_from, last.name: "other"}))
+    assert records.to_compile(specs, replace(whole, versions="other")) == specs
 
 
 @pytest.mark.timeout(600)
 def test_page_holds_the_table(made: list[Made]) -> None:
-    """Every kernel with its constants and promises; every figure where the compiler is the one that made the page."""
+    """A row for each kernel that ships; every figure where the compiler is the one that made the page."""
     written = PAGE[PAGE.index(BEGIN) + len(BEGIN) : PAGE.index(END)].strip()
-    expected = table(it for it in made if it.spec not in OTHER_BLOCKS)
+    rows = set(written.splitlines())
+    expected = set(table(it for it in made if it.spec not in OTHER_BLOCKS).splitlines())
     if toolkit() not in written:
-        written, expected = (
-            re.sub(r"^Made with .*|( \| [\d ]+){6} \|$", "", it, flags=re.M) for it in (written, expected)
+        rows, expected = (
+            {re.sub(r"^Made with .*|( \| [\d ]+){6} \|$", "", row) for row in some} for some in (rows, expected)
         )
     advice = "run python -m ferrule_server.kernels.cuda.toolchain.report --write docs/kernels.md"
-    assert written.splitlines() == expected.splitlines(), advice
+    assert expected <= rows, advice
+    assert len(re.findall(r"^\| `\w+=.* \|$|^\| {2}\| \d.* \|$", written, re.M)) == len(SHIPPED), advice
 
 
 def test_every_module_with_kernels_is_in_the_catalog() -> None:

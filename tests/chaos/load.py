@@ -2,7 +2,8 @@
 
     python -m tests.chaos.load KIND --target HOST:PORT --seconds S [--token TOKEN] ...
 
-Prints one line of JSON when it is done. Latencies are of the monotonic clock, from the moment a request was due.
+Prints one line of JSON when it is done, earlier on SIGTERM. Latencies are of the monotonic clock, from the moment a
+request was due.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import itertools
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -47,13 +49,19 @@ class Load:
         self.ends_at = 0.0
         self.began_s: list[float] = []
         self.latencies_ms: list[float] = []
+        self.steps_ms: list[float] = []
         self.refused_ms: list[float] = []
         self.counts: Counter[str] = Counter()
 
-    def note(self, began_s: float, elapsed_s: float) -> None:
-        """Note one answer."""
+    def note(self, began_s: float, elapsed_s: float, step_ns: int = 0) -> None:
+        """Note one answer, and how long the step took that it comes from."""
         self.began_s.append(began_s)
         self.latencies_ms.append(elapsed_s * 1e3)
+        self.steps_ms.append(step_ns / 1e6)
+
+    def stop(self) -> None:
+        """End before the time is up."""
+        self.ends_at = 0.0
 
     @property
     def is_over(self) -> bool:
@@ -62,6 +70,7 @@ class Load:
 
     async def run(self, kind: Callable[[Load], Awaitable[None]]) -> dict[str, Any]:
         """Run one kind of load; returns what is printed."""
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.stop)
         await asyncio.sleep(self.args.delay)
         began_s = time.monotonic()
         self.ends_at = began_s + self.args.seconds
@@ -71,6 +80,7 @@ class Load:
         return {
             "began_s": self.began_s,
             "latencies_ms": self.latencies_ms,
+            "steps_ms": self.steps_ms,
             "refused_ms": self.refused_ms,
             "counts": dict(self.counts),
             "span_s": (began_s, ended_s),
@@ -116,8 +126,24 @@ async def _decode_one(load: Load) -> None:
         assert reply.results[0].HasField("decode"), reply
         handle = reply.results[0].decode.kv_cache
         if token >= 3:
-            load.note(began_s, elapsed_s)
+            load.note(began_s, elapsed_s, reply.results[0].decode.timing.run_ns)
     await call.done_writing()
+    await load.release(handle)
+
+
+async def unary(load: Load) -> None:
+    """Decode one sequence token by token, each by a call of its own."""
+    handle = await load.prefill(load.args.tokens)
+    for token in itertools.count():
+        if load.is_over:
+            break
+        if handle.length >= load.args.tokens + 500:
+            handle = await load.truncate(handle, load.args.tokens)
+        message = pb.DecodeInput(input_ids=[token % 200], kv_cache=handle, logits_policy=GREEDY)
+        began_s = time.monotonic()
+        reply = await load.stub.Decode(pb.DecodeRequest(input=message), metadata=load.metadata, timeout=TIMEOUT_S)
+        handle = reply.output.kv_cache
+        load.note(began_s, time.monotonic() - began_s, reply.output.timing.run_ns)
     await load.release(handle)
 
 
@@ -188,6 +214,22 @@ async def health(load: Load) -> None:
         reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
         load.note(began_s, time.monotonic() - began_s)
         assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def strange_health(load: Load) -> None:
+    """Health checks each on a new connection; those that are not answered within five seconds are counted by status."""
+    while not load.is_over:
+        await asyncio.sleep(random.uniform(0.0, 0.1))
+        began_s = time.monotonic()
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(load.args.target, options=options) as channel:
+            try:
+                await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5.0)
+            except grpc.aio.AioRpcError as error:
+                load.counts[error.code().name] += 1
+                load.refused_ms.append((time.monotonic() - began_s) * 1e3)
+            else:
+                load.note(began_s, time.monotonic() - began_s)
 
 
 async def noise(load: Load) -> None:
@@ -267,6 +309,8 @@ KINDS: dict[str, Callable[[Load], Awaitable[None]]] = {
     "flood": flood,
     "arrivals": arrivals,
     "health": health,
+    "strange_health": strange_health,
+    "unary": unary,
     "noise": noise,
     "reader": reader,
 }
@@ -278,6 +322,7 @@ class Measured:
 
     Attributes:
         began_s: When each answered request began, on the monotonic clock; latencies_ms: how long it took.
+        steps_ms: How long the step took that each came from; 0 where that is not known.
         refused_ms: How long each refused one took.
         counts: What else was counted, refusals by reason among it.
         span_s: When the load began and ended.
@@ -285,6 +330,7 @@ class Measured:
 
     began_s: list[float]
     latencies_ms: list[float]
+    steps_ms: list[float]
     refused_ms: list[float]
     counts: dict[str, int]
     span_s: tuple[float, float]
@@ -306,16 +352,19 @@ def run_loads(target: str, **loads: Mapping[str, object]) -> dict[str, Measured]
         target: Address of the server.
         loads: By a name: the flags of :func:`main`, and ``kind``, by default the name.
     """
-    processes = {name: _start(target, {"kind": name, **flags}) for name, flags in loads.items()}
-    results = {}
-    for name, process in processes.items():
-        output, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, f"the load {name} failed"
-        results[name] = Measured(**json.loads(output))
-    return results
+    processes = {name: start_load(target, {"kind": name, **flags}) for name, flags in loads.items()}
+    return {name: end_load(name, process) for name, process in processes.items()}
 
 
-def _start(target: str, flags: Mapping[str, object]) -> subprocess.Popen[str]:
+def end_load(name: str, process: subprocess.Popen[str]) -> Measured:
+    """Wait for the end of a load and return what it measured."""
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, f"the load {name} failed"
+    return Measured(**json.loads(output))
+
+
+def start_load(target: str, flags: Mapping[str, object]) -> subprocess.Popen[str]:
+    """Start a load in a process of its own: its kind, and the flags of :func:`main`."""
     options = [f"--{name}={value}" for name, value in flags.items() if name != "kind"]
     command = [sys.executable, "-m", "tests.chaos.load", str(flags["kind"]), "--target", target, *options]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -6,7 +6,19 @@ from dataclasses import dataclass, field, replace
 
 from ferrule.v1 import executor_pb2, types_pb2
 from tests.chaos.model_policies import SEEDED, UNSEEDED, Policy, Tokens, drawn_token
-from tests.chaos.sequential_model import FAIL, FORK, Answered, Ask, Issued, Record, Refused, Sequence, SequentialModel
+from tests.chaos.sequential_model import (
+    FAIL,
+    FORK,
+    INVALID,
+    Answered,
+    Ask,
+    Issued,
+    Record,
+    Refused,
+    Sequence,
+    SequentialModel,
+    fork_id,
+)
 
 EOS, STOP_TOKEN = executor_pb2.FINISH_REASON_EOS, executor_pb2.FINISH_REASON_STOP_TOKEN
 STOP_SEQUENCE, MAX_TOKENS = executor_pb2.FINISH_REASON_STOP_SEQUENCE, executor_pb2.FINISH_REASON_MAX_TOKENS
@@ -85,6 +97,8 @@ class _Generation:
     def run(self, issued: Issued | None, ask: Ask) -> Generated | Refused:
         """Follow the first append, the forks, and then each branch to its end."""
         model, principal, loop = self.model, self.principal, self.loop
+        if ask.request_id and model.is_of_another(principal, ask.request_id, ask.loop):
+            return Refused(INVALID, "REQUEST_ID_REUSED")
         expected = model.create(principal, ask) if issued is None else model.append(principal, issued, ask)
         if isinstance(expected, Refused):
             return expected
@@ -92,9 +106,9 @@ class _Generation:
         forked: list[Sequence] = []
         if loop.num_branches > 1:
             at = Issued(_NO_HANDLE, expected.owner, expected.tokens)
-            fork_id = ask.request_id and f"{ask.request_id}/fork"
-            length = len(expected.tokens)
-            made = model.fork(principal, at, length, loop.num_branches - 1, ttl_s=None, request_id=fork_id)
+            name = ask.request_id and fork_id(ask.request_id)
+            length, count = len(expected.tokens), loop.num_branches - 1
+            made = model.fork(principal, at, length, count, ttl_s=None, request_id=name, loop=ask.loop)
             if isinstance(made, Refused):
                 return made
             forked = made.branches
@@ -108,7 +122,7 @@ class _Generation:
             branch = Branch(None if seed is None else (seed + index) % _NUM_SEEDS)
             policy = ask.policy if branch.seed is None else replace(ask.policy, seed=branch.seed)
             branch_id = later_id and f"{later_id}/{index}"
-            query = Ask((), policy, ask.on_stale, branch_id)
+            query = Ask((), policy, ask.on_stale, branch_id, loop=ask.loop)
             begun = model.append(principal, Issued(_NO_HANDLE, owner, expected.tokens), query)
             if isinstance(begun, Refused):
                 branch.finish, branch.error = ERROR, begun
@@ -152,6 +166,8 @@ def generate(
         loop: What ends it.
         told: The seed in its answer.
     """
+    if ask.request_id:
+        ask = replace(ask, loop=(issued and (issued.owner, issued.tokens), ask.content, loop.num_branches))
     if ask.policy.kind == UNSEEDED:
         told = _seed_of(model, principal, issued, ask, told)
         # Where the answer tells none, nothing is drawn; what is appended is then appended with a seed nobody knows.

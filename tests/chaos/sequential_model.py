@@ -26,6 +26,7 @@ class Ask:
     Attributes:
         tokens: Of a verify, those before the drafts.
         drafts: Makes it a verify.
+        loop: All that is asked of the Generate it belongs to, but its request_id and what ends it; None: of none.
     """
 
     tokens: Tokens
@@ -34,6 +35,7 @@ class Ask:
     request_id: str = ""
     ttl_s: float | None = None
     drafts: Drafts | None = None
+    loop: object = None
 
     @property
     def all_tokens(self) -> Tokens:
@@ -161,7 +163,7 @@ class Creation:
 
     Attributes:
         content: All that was asked. sequences: those made. tokens: those that the answered handles cover.
-        draw: Of its row. verified: of a verify.
+        draw: Of its row. verified: of a verify. loop: as in :class:`Ask`.
     """
 
     content: tuple[object, ...]
@@ -169,9 +171,15 @@ class Creation:
     tokens: Tokens
     draw: Draw = field(default_factory=Draw)
     verified: Verified | None = None
+    loop: object = None
 
 
 Expected = Answered | Refused
+
+
+def fork_id(request_id: str) -> str:
+    """Return the id under which a Generate makes its other branches."""
+    return f"{request_id}/fork"
 
 
 class SequentialModel:
@@ -208,6 +216,8 @@ class SequentialModel:
         known = self._creation(principal, ask.request_id)
         if known is not None:
             return self._repeat(known, (ask.content,), principal, ask.policy)
+        if self.is_taken(principal, ask.request_id, ask.loop):
+            return Refused(INVALID, "REQUEST_ID_REUSED")
         sequence = Sequence(principal, self.epoch, ask.tokens, DEFAULT_TTL_S)
         return self._born(sequence, (ask.content,), ask, Record(0, len(ask.tokens), ask.policy, _draw(ask.policy)))
 
@@ -263,7 +273,9 @@ class SequentialModel:
         is_behind = length < len(sequence.tokens)
         if is_behind and ask.on_stale == FAIL:
             return Refused(ABORTED, "HANDLE_STALE", len(sequence.tokens))
-        if is_behind and ask.on_stale == FORK and self._creation(sequence.principal, ask.request_id) is not None:
+        principal, request_id = sequence.principal, ask.request_id
+        is_used = self._creation(principal, request_id) is not None or self.is_taken(principal, request_id, ask.loop)
+        if is_behind and ask.on_stale == FORK and is_used:
             return Refused(INVALID, "REQUEST_ID_REUSED")
         if length + len(ask.all_tokens) > self.max_context:
             return Refused(OUT_OF_RANGE, "CONTEXT_EXCEEDED")
@@ -288,13 +300,23 @@ class SequentialModel:
         return Answered(sequence, tokens, ask.policy, draw, verified=verified)
 
     def fork(
-        self, principal: str, issued: Issued, length: int, count: int, *, ttl_s: float | None, request_id: str
+        self,
+        principal: str,
+        issued: Issued,
+        length: int,
+        count: int,
+        *,
+        ttl_s: float | None,
+        request_id: str,
+        loop: object = None,
     ) -> Forked | Refused:
-        """Follow a ForkCache."""
-        content = ("fork", issued.owner, issued.tokens, length, count, ttl_s)
+        """Follow a ForkCache, or the fork of a Generate."""
+        content = ("fork", issued.owner, issued.tokens, length, count, ttl_s, loop)
         known = self._creation(principal, request_id)
         if known is not None:
             return self._repeat_fork(known, content)
+        if self.is_taken(principal, request_id, loop):
+            return Refused(INVALID, "REQUEST_ID_REUSED")
         refusal = self._refusal(issued, principal) or self._stale(issued)
         if refusal is not None:
             return refusal
@@ -305,7 +327,7 @@ class SequentialModel:
             self.renew(branch, ttl_s)
         self.sequences += branches
         if request_id:
-            self.creations[principal, request_id] = Creation(content, branches, tokens)
+            self.creations[principal, request_id] = Creation(content, branches, tokens, loop=loop)
         return Forked(branches, tokens, branches[0].ttl_s, False)
 
     def truncate(self, principal: str, issued: Issued, new_length: int) -> Tokens | Refused:
@@ -386,6 +408,16 @@ class SequentialModel:
             return None
         return Refused(ABORTED, "HANDLE_STALE", len(sequence.tokens))
 
+    def is_taken(self, principal: str, request_id: str, loop: object) -> bool:
+        """Whether a Generate other than ``loop`` has made branches under a request_id."""
+        branches = self._creation(principal, request_id and fork_id(request_id))
+        return branches is not None and branches.loop != loop
+
+    def is_of_another(self, principal: str, request_id: str, loop: object) -> bool:
+        """Whether anything but ``loop`` has made something under a request_id."""
+        known = self._creation(principal, request_id)
+        return (known is not None and known.loop != loop) or self.is_taken(principal, request_id, loop)
+
     def _creation(self, principal: str, request_id: str) -> Creation | None:
         return self.creations.get((principal, request_id)) if request_id else None
 
@@ -393,7 +425,7 @@ class SequentialModel:
         self.renew(sequence, ask.ttl_s)
         self.sequences.append(sequence)
         if ask.request_id:
-            made = Creation(content, [sequence], sequence.tokens, record.draw, record.verified)
+            made = Creation(content, [sequence], sequence.tokens, record.draw, record.verified, ask.loop)
             self.creations[sequence.principal, ask.request_id] = made
             sequence.last_append = record
         return Answered(sequence, sequence.tokens, ask.policy, record.draw, is_new=True, verified=record.verified)

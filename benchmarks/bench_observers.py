@@ -29,9 +29,14 @@ from ferrule.v1 import executor_pb2
 from ferrule_server.api.auth import OpenAccess
 from ferrule_server.api.call_counts import CallCounts
 from ferrule_server.api.call_log import CallLog
+from ferrule_server.api.call_rates import CallRates
 from ferrule_server.api.handlers import Registrar
+from ferrule_server.api.intake import Intake
+from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.observe import Call, Observer
+from ferrule_server.api.state import ServerState
 from ferrule_server.api.tracing import Tracer
+from ferrule_server.api.turns import TurnTaker
 from ferrule_server.engine.jobs import AppendResult, StepTiming
 from ferrule_server.kv.handle import Handle
 
@@ -56,6 +61,10 @@ class Context:
     def code(self) -> None:
         """None was set."""
 
+    async def read(self) -> bytes:
+        """Return an empty request."""
+        return b""
+
 
 class Handlers:
     """Takes what a server would."""
@@ -68,8 +77,9 @@ class Handlers:
         (self.generic,) = handlers
 
 
-async def nothing(request: object, context: object) -> None:
+async def nothing(_request: object, _context: object) -> executor_pb2.GetStatusResponse:
     """Answer."""
+    return executor_pb2.GetStatusResponse()
 
 
 def watched_by(*observers: Observer) -> Callable[[bytes, Any], Awaitable[object]]:
@@ -80,10 +90,13 @@ def watched_by(*observers: Observer) -> Callable[[bytes, Any], Awaitable[object]
         executor_pb2.GetStatusRequest.FromString,
         executor_pb2.GetStatusResponse.SerializeToString,
     )
-    registrar = Registrar(server, OpenAccess(is_admin=True), observers)  # type: ignore[arg-type]
+    access = OpenAccess(is_admin=True)
+    state = ServerState("bench", "0", "0", ApiLimits())
+    intake = Intake(state, TurnTaker(state.shares), CallRates(access.limits_of))
+    registrar = Registrar(server, access, intake, "bench", observers)  # type: ignore[arg-type]
     registrar.add_registered_method_handlers(SERVICE, {"GetStatus": handler})
     details = SimpleNamespace(method=f"/{SERVICE}/GetStatus", invocation_metadata=())
-    method: Callable[[bytes, Any], Awaitable[object]] = server.generic.service(details).unary_unary
+    method: Callable[[bytes, Any], Awaitable[object]] = server.generic.service(details).stream_unary
     return method
 
 

@@ -27,6 +27,7 @@ HEAVY = (
     "rich",
     "prometheus_client",
     "huggingface_hub",
+    "cryptography",
     "opentelemetry",
     "ferrule_server",
 )

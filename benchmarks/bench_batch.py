@@ -156,7 +156,7 @@ def _forks(rounds: int) -> dict[str, dict[str, float]]:
     """Seconds of the engine for 16 branches, and blocks the device was asked to copy for all 64."""
     from ferrule_server.engine.jobs import ForkJob, ForkResult
     from ferrule_server.executor.base import Int32Array
-    from ferrule_server.executor.paged_reference import PagedReferenceExecutor
+    from ferrule_server.executor.reference import PagedReferenceExecutor
 
     num_copied: list[int] = []
 

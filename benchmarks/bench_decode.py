@@ -29,7 +29,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from ferrule_server.executor.base import StepBatch
-    from ferrule_server.executor.torch_executor import TorchExecutor
+    from ferrule_server.executor.torch import TorchExecutor
 
 CONTEXT = 128
 NUM_DECODED = 64
@@ -61,7 +61,7 @@ def _set_threads(folder: Path) -> None:
     """Let both sides use as many threads as the server would for this model."""
     import torch
 
-    from ferrule_server.executor.select import suggested_threads
+    from ferrule_server.loading import suggested_threads
 
     weights_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     torch.set_num_threads(suggested_threads(weights_bytes, os.cpu_count() or 1))
@@ -148,7 +148,7 @@ class Ours:
 
 def _new_executor(folder: Path, dtype: str) -> TorchExecutor:
     from ferrule_server.executor.buffers import bytes_per_block
-    from ferrule_server.executor.torch_executor import TorchExecutor
+    from ferrule_server.executor.torch import TorchExecutor
     from ferrule_server.model.weights import load_model
 
     model = load_model(folder, dtype="float32" if dtype == "float32" else "bfloat16")

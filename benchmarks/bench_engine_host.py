@@ -245,9 +245,9 @@ def _frame_figures(num_steps: int) -> dict[str, Callable[[], float]]:
 
 def _measure_frames(size: int, num_frames: int) -> float:
     """Return us of a frame from the engine to bytes."""
-    from ferrule_server.api.generate_stream import GenerateReplies
-    from ferrule_server.api.policy import OutputPlan
-    from ferrule_server.api.refusals import Refusals
+    from ferrule_server.api.requests.policy import OutputPlan
+    from ferrule_server.api.rpc.refusals import Refusals
+    from ferrule_server.api.streams.generate_stream import GenerateReplies
     from ferrule_server.engine.jobs import BranchFrame, GenerateFrame, OutputRequest, StepTiming
     from ferrule_server.executor.base import OutputSpec, RowOutput
     from ferrule_server.kv.handle import Handle
@@ -389,7 +389,7 @@ def _runner() -> Any:
     from ferrule_server.executor.cuda.choice_launches import ChoiceSpecs
     from ferrule_server.executor.cuda.kernel_choice import max_attention_grid, shape_of, specs_needed
     from ferrule_server.executor.cuda.runner import create_runner
-    from ferrule_server.executor.torch_executor import TorchExecutor
+    from ferrule_server.executor.torch import TorchExecutor
     from ferrule_server.kernels.cuda.toolchain.catalog import merged
     from ferrule_server.kernels.cuda.toolchain.compile import Cubin
     from ferrule_server.model.weights import load_model

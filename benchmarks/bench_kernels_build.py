@@ -26,10 +26,10 @@ from typing import Any
 
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec
 from ferrule_server.kernels.cuda.toolchain import catalog
+from ferrule_server.kernels.cuda.toolchain.build import load_all
 from ferrule_server.kernels.cuda.toolchain.bundle import Bundle, write_bundle
 from ferrule_server.kernels.cuda.toolchain.compile import ARCHITECTURES, toolkit
 from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache
-from ferrule_server.kernels.cuda.toolchain.cubins import load_all
 from ferrule_server.kernels.cuda.toolchain.sources import source_key
 
 _FRESH = "--fresh"

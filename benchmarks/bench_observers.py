@@ -26,17 +26,17 @@ import grpc
 from opentelemetry.sdk.version import __version__ as otel_version
 
 from ferrule.v1 import executor_pb2
-from ferrule_server.api.auth import OpenAccess
-from ferrule_server.api.call_counts import CallCounts
-from ferrule_server.api.call_log import CallLog
-from ferrule_server.api.call_rates import CallRates
-from ferrule_server.api.handlers import Registrar
-from ferrule_server.api.intake import Intake
 from ferrule_server.api.limits import ApiLimits
-from ferrule_server.api.observe import Call, Observer
-from ferrule_server.api.state import ServerState
-from ferrule_server.api.tracing import Tracer
-from ferrule_server.api.turns import TurnTaker
+from ferrule_server.api.receiving.call_rates import CallRates
+from ferrule_server.api.receiving.turns import TurnTaker
+from ferrule_server.api.rpc.call_counts import CallCounts
+from ferrule_server.api.rpc.handlers import Registrar
+from ferrule_server.api.rpc.intake import Intake
+from ferrule_server.api.rpc.observe import Call, Observer
+from ferrule_server.api.rpc.state import ServerState
+from ferrule_server.api.security.auth import OpenAccess
+from ferrule_server.api.telemetry.call_log import CallLog
+from ferrule_server.api.telemetry.tracing import Tracer
 from ferrule_server.engine.jobs import AppendResult, StepTiming
 from ferrule_server.kv.handle import Handle
 

@@ -20,8 +20,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from time import thread_time
 
+from ferrule_server.engine.generation.stops import StopCheck
 from ferrule_server.engine.jobs import StopRules
-from ferrule_server.engine.stops import StopCheck
 from ferrule_server.text.stops import StopStrings
 from ferrule_server.text.tokenizer import Tokenizer
 

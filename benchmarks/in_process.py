@@ -87,8 +87,8 @@ def load_executor(folder: Path, *, kv_bytes: int, max_context: int, dtype: str =
     """Return the torch executor of a model folder, with as many threads as the server would use."""
     import torch
 
-    from ferrule_server.executor.select import suggested_threads
-    from ferrule_server.executor.torch_executor import TorchExecutor
+    from ferrule_server.executor.torch import TorchExecutor
+    from ferrule_server.loading import suggested_threads
     from ferrule_server.model.weights import load_model
 
     weights_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))

@@ -22,7 +22,7 @@ from ferrule_server.executor.base import (
     StepBatch,
     StepResult,
 )
-from ferrule_server.executor.sampling import select_rows
+from ferrule_server.executor.sampling.selection import select_rows
 
 UNWRITTEN = -1
 HIDDEN_SIZE = 3

@@ -7,14 +7,24 @@
 
 The walk is over the syntax tree, so imports inside functions and under TYPE_CHECKING count too. The standard library is
 open to all. A package without a row in the table fails, so that a new one gets its place here first.
+
+The *rooms* of a package are the modules and packages directly in it. :data:`ROOMS` bounds how many there are, how many
+arrows join them (ordered pairs of rooms where one imports the other) and the longest chain of arrows. :data:`BUDGET`
+bounds the code lines of each package. Whoever raises a bound says why in the same commit.
 """
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Set
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+
+from tools.code_lines import SERVER, count_below, server_packages
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = (ROOT / "server", ROOT / "client")
@@ -22,11 +32,10 @@ SOURCES = (ROOT / "server", ROOT / "client")
 WIRE = ("ferrule.v1", "google", "grpc", "grpc_health", "grpc_reflection", "grpc_status")
 VERSION = "ferrule_server.__version__"
 HOST_ONLY = ("numpy", "ferrule_server.errors", "ferrule_server.quotas", "ferrule_server.executor.base")
-CHOICE = tuple(f"ferrule_server.executor.{module}" for module in ("philox", "ranking", "shaping", "laws", "drafts"))
 DEVICE = ("numpy", "numba", "safetensors", "torch")
 
 # The longest matching name decides. `executor` is the device ring but for the modules that must start at once, and
-# `executor.select`, which composes it. The server's version is open to all of the server.
+# `loading`, which composes it. The server's version is open to all of the server.
 ALLOWED: dict[str, tuple[str, ...]] = {
     "ferrule_client": ("ferrule_client", "numpy", *WIRE),
     "examples": WIRE,  # the one of client/examples that is in Python: no library
@@ -55,9 +64,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *HOST_ONLY,
         *WIRE,
     ),
-    "ferrule_server.api.client_certificate": ("cryptography",),
-    "ferrule_server.api.tracing": ("ferrule_server.api", "ferrule_server.engine", "opentelemetry"),
-    "ferrule_server.api.metrics": ("ferrule_server.api", "ferrule_server.engine", "prometheus_client", "ferrule.v1"),
+    "ferrule_server.api.security.client_certificate": ("cryptography",),
+    "ferrule_server.api.telemetry.tracing": ("ferrule_server.api", "ferrule_server.engine", "opentelemetry"),
+    "ferrule_server.api.telemetry.metrics": (
+        "ferrule_server.api",
+        "ferrule_server.engine",
+        "prometheus_client",
+        "ferrule.v1",
+    ),
     "ferrule_server.model_files": ("ferrule_server.errors",),
     "ferrule_server.text": (
         "ferrule_server.text",
@@ -75,13 +89,15 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *DEVICE,
     ),
     "ferrule_server.executor.base": ("numpy",),
-    "ferrule_server.executor.philox": (),
-    **{
-        f"ferrule_server.executor.{module}": (*CHOICE, "ferrule_server.executor.base", "numpy")
-        for module in ("ranking", "shaping", "laws", "drafts", "sampling")
-    },
-    "ferrule_server.executor.paged_reference": ("ferrule_server.executor.sampling", *HOST_ONLY),
-    "ferrule_server.executor.select": (
+    "ferrule_server.executor.sampling": ("ferrule_server.executor.sampling", "ferrule_server.executor.base", "numpy"),
+    "ferrule_server.executor.sampling.device*": (
+        "ferrule_server.executor.sampling",
+        "ferrule_server.executor.base",
+        "numpy",
+        "torch",
+    ),
+    "ferrule_server.executor.reference": ("ferrule_server.executor.sampling", *HOST_ONLY),
+    "ferrule_server.loading": (
         "ferrule_server.executor",
         "ferrule_server.model_files",
         "ferrule_server.model",
@@ -97,10 +113,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "ferrule_server.errors",
         *DEVICE,
     ),
-    "ferrule_server.model.hub": ("ferrule_server.model", "ferrule_server.errors"),
-    "ferrule_server.model.hub_client": ("ferrule_server.model", "ferrule_server.errors", "huggingface_hub"),
-    "ferrule_server.model.hub_cache": ("ferrule_server.model_files", "ferrule_server.errors"),
-    "ferrule_server.model.hub_fetch": ("ferrule_server.model.hub_cache", "ferrule_server.errors"),
+    "ferrule_server.model.hub.models": ("ferrule_server.model", "ferrule_server.errors"),
+    "ferrule_server.model.hub.client": ("ferrule_server.model", "ferrule_server.errors", "huggingface_hub"),
+    "ferrule_server.model.hub.cache": ("ferrule_server.model_files", "ferrule_server.errors"),
+    "ferrule_server.model.hub.fetch": ("ferrule_server.model.hub.cache", "ferrule_server.errors"),
     "ferrule_server.kernels": ("ferrule_server.kernels", *DEVICE),
     # The GPU kernels know neither their compiler nor the driver: a port replaces one module each.
     "ferrule_server.kernels.cuda": ("ferrule_server.kernels.cuda", "numpy", "torch"),
@@ -109,6 +125,48 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "ferrule_server.kernels.cuda.toolchain.driver": ("ferrule_server.kernels.cuda", "cuda"),
     "ferrule_server.training": ("ferrule_server.training", "rich", "tokenizers", *DEVICE),
 }
+
+ROOMS = {
+    # package: rooms, rooms in the longest chain, arrows
+    "ferrule_server.engine": (14, 7, 45),
+    "ferrule_server.api": (14, 7, 40),
+}
+MAX_FILES = 10
+"""In each room of these packages."""
+MAX_FILE_LINES = 400
+"""Code lines of a file."""
+LONGER_FILES = {"engine/engine.py": 450, "kernels/cuda/gemm.py": 460}
+BUDGET: dict[str, int] = {
+    ".": 1750,
+    "api": 380,
+    "api/receiving": 670,
+    "api/requests": 1080,
+    "api/responses": 730,
+    "api/rpc": 880,
+    "api/security": 510,
+    "api/services": 430,
+    "api/streams": 640,
+    "api/telemetry": 560,
+    "api/texts": 240,
+    "api/web": 590,
+    "engine": 1130,
+    "engine/appends": 1170,
+    "engine/bridge": 390,
+    "engine/generation": 680,
+    "engine/metrics": 290,
+    "engine/steps": 790,
+    "executor": 560,
+    "executor/cuda": 3050,
+    "executor/sampling": 690,
+    "kernels": 110,
+    "kernels/cuda": 7670,
+    "kv": 1500,
+    "model": 1010,
+    "model/hub": 580,
+    "text": 740,
+    "training": 700,
+}
+"""Code lines of each package of the server, its subpackages counted for themselves (``python -m tools.code_lines``)."""
 
 
 def is_below(name: str, package: str) -> bool:
@@ -172,18 +230,18 @@ def test_table_names_only_what_exists() -> None:
     ("module", "source"),
     [
         ("ferrule_server.engine.engine", "import grpc"),
-        ("ferrule_server.engine.engine", "def f():\n    from ferrule_server.executor.paged_reference import X"),
+        ("ferrule_server.engine.engine", "def f():\n    from ferrule_server.executor.reference import X"),
         ("ferrule_server.engine.engine", "from ferrule_server import api"),
         ("ferrule_server.kv.store", "from ferrule_server.executor.base import NO_SLOT"),
         ("ferrule_server.kv.store", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
         ("ferrule_server.errors", "from ferrule_server.kv import handle"),
         ("ferrule_server.errors", "from . import kv"),
         ("ferrule_server.config", "import numpy"),
-        ("ferrule_server.executor.sampling", "import torch"),
-        ("ferrule_server.executor.paged_reference", "from ferrule_server.executor.buffers import X"),
+        ("ferrule_server.executor.sampling.selection", "import torch"),
+        ("ferrule_server.executor.reference", "from ferrule_server.executor.buffers import X"),
         ("ferrule_server.model.decoder", "from ferrule_server.executor.base import StepBatch"),
         ("ferrule_server.kernels.reference", "from ferrule.v1 import types_pb2"),
-        ("ferrule_server.api.status", "import ferrule_client"),
+        ("ferrule_server.api.rpc.status", "import ferrule_client"),
         ("ferrule_client.cache", "import ferrule_server.errors"),
         ("ferrule_client.cli", "from ferrule_server import __version__"),
         ("ferrule_client.cache", "import torch.nn"),
@@ -203,11 +261,108 @@ def test_reversed_arrow_is_caught(module: str, source: str) -> None:
     ("module", "source"),
     [
         ("ferrule_server.engine.engine", "from ferrule_server.executor import base\nimport numpy as np, os.path"),
-        ("ferrule_server.executor.torch_executor", "import torch.nn.functional as F"),
+        ("ferrule_server.executor.torch", "import torch.nn.functional as F"),
         ("ferrule_client.cli_top", "from rich.table import Table"),
-        ("ferrule_server.__main__", "from ferrule_server.executor.paged_reference import PagedReferenceExecutor"),
+        ("ferrule_server.__main__", "from ferrule_server.executor.reference import PagedReferenceExecutor"),
     ],
 )
 def test_arrow_in_its_direction_passes(module: str, source: str) -> None:
     """What the table allows is not reported."""
     assert violations(module, source) == []
+
+
+# ---- rooms ----------------------------------------------------------------------------------------------------------
+
+
+def inner_imports(names: Mapping[str, Path], name: str) -> set[str]:
+    """Return the modules of ours that a module imports; ``from package import module`` is an import of the module."""
+    found = (imported for _, imported in imports_of(names[name].read_text(encoding="utf-8")))
+    return {whole for it in found if (whole := it if it in names else it.rpartition(".")[0]) in names}
+
+
+def room_of(name: str, package: str) -> str:
+    """Return the room of a module: the first part of its name behind that of the package."""
+    return name.removeprefix(f"{package}.").partition(".")[0]
+
+
+def rooms_of(package: str) -> dict[str, set[str]]:
+    """Return the rooms of a package, each with those that it imports."""
+    names = modules()
+    rooms: dict[str, set[str]] = defaultdict(set)
+    for name in names:
+        if name.startswith(f"{package}."):
+            room = room_of(name, package)
+            targets = {it for it in inner_imports(names, name) if it.startswith(f"{package}.")}
+            rooms[room] |= {room_of(it, package) for it in targets} - {room}
+    return dict(rooms)
+
+
+def longest_chain(arrows: Mapping[str, Set[str]]) -> int:
+    """Return how many rooms stand in the longest chain of arrows, of which there must be no cycle."""
+
+    @cache
+    def length(room: str) -> int:
+        return 1 + max(map(length, arrows[room]), default=0)
+
+    return max(map(length, arrows))
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_rooms_are_few_and_in_layers(package: str) -> None:
+    """No more rooms, layers and arrows than planned, and no cycle among them."""
+    rooms = rooms_of(package)
+    try:
+        TopologicalSorter(rooms).prepare()
+    except CycleError as error:
+        pytest.fail(f"rooms import each other: {' <- '.join(error.args[1])}")
+    assert len(rooms) <= ROOMS[package][0]
+    assert longest_chain(rooms) <= ROOMS[package][1]
+    assert sum(map(len, rooms.values())) <= ROOMS[package][2]
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_rooms_are_small(package: str) -> None:
+    """A room is read from its map."""
+    folder = ROOT / "server" / package.replace(".", "/")
+    files = {room: len(list(room.glob("*.py"))) - 1 for room in folder.iterdir() if (room / "__init__.py").exists()}
+    assert {room.name: number for room, number in files.items() if number > MAX_FILES} == {}
+
+
+def test_no_modules_import_each_other() -> None:
+    """Not in a larger circle either."""
+    names = {name: path for name, path in modules().items() if name.startswith("ferrule_server")}
+    graph = {name: inner_imports(names, name) - {name} for name in names}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        circle = error.args[1]
+        assert all(before in graph[after] for before, after in pairwise(circle))
+        pytest.fail(" <- ".join(circle))
+
+
+def test_packages_have_maps() -> None:
+    """A package of more than five modules names each of them, and its packages, in the docstring of its __init__."""
+    for init in SERVER.rglob("__init__.py"):
+        text = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
+        files = [path.name for path in init.parent.glob("*.py") if path.name != "__init__.py"]
+        folders = [f"{path.name}/" for path in init.parent.iterdir() if (path / "__init__.py").exists()]
+        if len(files) > 5 and init.parent != SERVER:
+            assert [name for name in files + folders if name not in text] == [], init.parent
+
+
+# ---- lines ----------------------------------------------------------------------------------------------------------
+
+
+def test_code_stays_within_its_budget() -> None:
+    """Package by package; a package that has become much smaller gets a smaller budget."""
+    lines = server_packages()
+    assert lines.keys() == BUDGET.keys()
+    assert {name: number for name, number in lines.items() if number > BUDGET[name]} == {}
+    assert {name: number for name, number in lines.items() if number < 0.9 * BUDGET[name] - 20} == {}
+
+
+def test_files_are_not_long() -> None:
+    """Nor is one an exception that need not be."""
+    lines = {path.relative_to(SERVER).as_posix(): number for path, number in count_below([SERVER]).items()}
+    assert {name: number for name, number in lines.items() if number > LONGER_FILES.get(name, MAX_FILE_LINES)} == {}
+    assert {name for name in LONGER_FILES if lines.get(name, 0) <= MAX_FILE_LINES} == set()

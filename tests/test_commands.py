@@ -21,7 +21,7 @@ import pytest
 
 from ferrule_client.cli import build_parser, main
 from ferrule_server.config import parse_config
-from ferrule_server.kernels.cuda.toolchain import cubins_cli
+from ferrule_server.kernels.cuda.toolchain import cubins
 from tests.command_story import Story
 from tests.commands import PAGES, ROOT, Command, in_help, in_page, in_sentences
 from tests.conformance.test_clients_page import TOOLS
@@ -171,7 +171,7 @@ def _pip(story: Story, command: Command) -> None:
 def _bundles(story: Story, command: Command) -> None:
     """It is understood."""
     assert _is_run_elsewhere(command)
-    cubins_cli._parse(shlex.split(command.program)[3:])
+    cubins._parse(shlex.split(command.program)[3:])
 
 
 def _contract(story: Story, command: Command) -> None:

@@ -48,7 +48,7 @@ def test_client_imports_nothing_heavy() -> None:
 
 def test_server_rings_import_without_torch() -> None:
     """Wire, host and paged reference start at once; torch comes with the torch executor."""
-    code = "import ferrule_server.api.serve, ferrule_server.engine.engine, ferrule_server.executor.select"
+    code = "import ferrule_server.api.serve, ferrule_server.engine.engine, ferrule_server.loading"
     assert modules_after(code).isdisjoint({"torch", "numba", "transformers", "ferrule_client"})
 
 

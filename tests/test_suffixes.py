@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ferrule_server.engine.generation.stops import StopCheck
 from ferrule_server.engine.jobs import Finish, StopRules
-from ferrule_server.engine.stops import StopCheck
 from ferrule_server.suffixes import Suffixes
 from ferrule_server.text.stops import TextSearch
 from ferrule_server.text.stream_decoder import StreamDecoder

@@ -9,10 +9,10 @@ from benchmarks.gpu import attention, ceilings, models
 from ferrule_server.executor.cuda.choice_launches import ChoiceSpecs
 from ferrule_server.executor.cuda.kernel_choice import specs_needed
 from ferrule_server.kernels.cuda.spec import KernelSpec
+from ferrule_server.kernels.cuda.toolchain.build import load_all
 from ferrule_server.kernels.cuda.toolchain.bundle import write_bundle
 from ferrule_server.kernels.cuda.toolchain.compile import toolkit
 from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache
-from ferrule_server.kernels.cuda.toolchain.cubins import load_all
 from ferrule_server.kernels.cuda.toolchain.progress import progress_bar, size
 from ferrule_server.kernels.cuda.toolchain.sources import source_key
 

@@ -43,7 +43,7 @@ def open_executor(task: dict[str, Any], weights: ModelWeights, pool_bytes: int, 
     model = models.loaded(task["model"], weights)
     max_context = min(max_context, model.config.max_positions)
     if task["dry"]:
-        from ferrule_server.executor.torch_executor import TorchExecutor
+        from ferrule_server.executor.torch import TorchExecutor
 
         return TorchExecutor(model, kv_memory_bytes=pool_bytes, max_context=max_context, block_size=BLOCK_SIZE)
     from ferrule_server.executor.cuda.compose import GpuOptions, prepare

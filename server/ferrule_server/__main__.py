@@ -21,13 +21,13 @@ from ferrule_server.config import ListenAddress, ServerConfig, parse_config
 from ferrule_server.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:  # imported when the process is set up: they bring libraries that start threads
+    from ferrule_server.api.rpc.state import ServerState, Serving
     from ferrule_server.api.serve import ApiServer
-    from ferrule_server.api.state import ServerState, Serving
-    from ferrule_server.api.tracing import Tracer
+    from ferrule_server.api.telemetry.tracing import Tracer
     from ferrule_server.engine.engine import Engine
     from ferrule_server.engine.failpoints import Failpoints
     from ferrule_server.executor.base import Executor
-    from ferrule_server.executor.select import LoadedExecutor, OnProgress
+    from ferrule_server.loading import LoadedExecutor, OnProgress
 
 _LOG = logging.getLogger("ferrule_server")
 _SWITCH_INTERVAL_S: Final = 0.0005
@@ -88,12 +88,12 @@ def _say(message: str) -> int:
 
 async def _serve(config: ServerConfig) -> int:
     """Bind, start, load, serve until a signal or a fault; return the exit code."""
-    from ferrule_server.api.auth import access_of
-    from ferrule_server.api.call_log import watch_calls
     from ferrule_server.api.limits import ApiLimits
+    from ferrule_server.api.rpc.state import ServerState
+    from ferrule_server.api.security.auth import access_of
+    from ferrule_server.api.security.tls import tls_of
     from ferrule_server.api.serve import ApiServer
-    from ferrule_server.api.state import ServerState
-    from ferrule_server.api.tls import tls_of
+    from ferrule_server.api.telemetry.call_log import watch_calls
     from ferrule_server.kv.store import DEFAULT_TTL_S, MIN_TTL_S
 
     limits = ApiLimits(
@@ -166,7 +166,7 @@ def _tracer(config: ServerConfig) -> Tracer | None:
     if config.otlp_endpoint is None:
         return None
     try:
-        from ferrule_server.api.tracing import Tracer
+        from ferrule_server.api.telemetry.tracing import Tracer
     except ModuleNotFoundError as error:
         raise ConfigError(f"--otlp-endpoint: the module {error.name!r} is missing: install ferrule[otel]") from None
     try:
@@ -275,8 +275,8 @@ def _failpoints(config: ServerConfig) -> Failpoints | None:
 
 
 def _serving(config: ServerConfig, state: ServerState, engine: Engine, loaded: LoadedExecutor) -> Serving:
-    from ferrule_server.api.inputs import InputReader
-    from ferrule_server.api.state import Serving, state_of
+    from ferrule_server.api.requests.inputs import InputReader
+    from ferrule_server.api.rpc.state import Serving, state_of
     from ferrule_server.engine.masks import MaskRegistry
 
     inputs = InputReader(
@@ -380,7 +380,7 @@ async def _load(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor
             future.set_result(result)
 
     def load() -> None:
-        from ferrule_server.executor.select import create_executor
+        from ferrule_server.loading import create_executor
 
         result: LoadedExecutor | Exception
         try:
@@ -395,7 +395,7 @@ async def _load(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor
 
 def _download(config: ServerConfig) -> int:
     """Fetch the model and print its folder; Ctrl-C ends it at once, and the next time goes on from there."""
-    from ferrule_server.executor.select import download
+    from ferrule_server.loading import download
 
     def on_interrupt(*_: object) -> NoReturn:
         if _is_watched():

@@ -1,7 +1,7 @@
 """Domain errors: what can go wrong, in the words of the contract, knowing nothing of gRPC.
 
 Every class carries a ``REASON`` (the machine-readable name that travels as ``google.rpc.ErrorInfo.reason``) and
-puts whatever varies in its message into ``metadata`` too. ``api/status.py`` holds the one table from class to
+puts whatever varies in its message into ``metadata`` too. ``api/rpc/status.py`` holds the one table from class to
 status code. The tree::
 
     FerruleError

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-from ferrule_server.api.tls import TlsFiles
+from ferrule_server.api.security.tls import TlsFiles
 
 _DAY = dt.timedelta(days=1)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ferrule_server.api.inputs import InputReader
 from ferrule_server.api.limits import ApiLimits
+from ferrule_server.api.requests.inputs import InputReader
 from ferrule_server.engine.masks import MaskRegistry
 from ferrule_server.executor.base import ModelDescription
 from ferrule_server.text.tokenizer import Tokenizer

@@ -12,15 +12,15 @@ import pytest
 from google.protobuf.message import Message
 
 from ferrule.v1 import executor_pb2
-from ferrule_server.api import answer_stream
-from ferrule_server.api.answer_stream import Answer, AnswerStream
-from ferrule_server.api.calls import CallEnded
-from ferrule_server.api.generate_stream import GenerateReplies
 from ferrule_server.api.limits import ApiLimits
-from ferrule_server.api.policy import OutputPlan
-from ferrule_server.api.principal import Caller, enter
-from ferrule_server.api.refusals import Refusals
-from ferrule_server.api.state import ServerState
+from ferrule_server.api.requests.policy import OutputPlan
+from ferrule_server.api.rpc.calls import CallEnded
+from ferrule_server.api.rpc.refusals import Refusals
+from ferrule_server.api.rpc.state import ServerState
+from ferrule_server.api.security.principal import Caller, enter
+from ferrule_server.api.streams import answer_stream
+from ferrule_server.api.streams.answer_stream import Answer, AnswerStream
+from ferrule_server.api.streams.generate_stream import GenerateReplies
 from ferrule_server.engine.jobs import (
     BranchFrame,
     GenerateFrame,

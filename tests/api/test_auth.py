@@ -36,12 +36,12 @@ from ferrule.v1 import (
     types_pb2,
 )
 from ferrule_server.api import serve
-from ferrule_server.api.auth import CertificateAccess, OpenAccess, TokenAccess, access_of
-from ferrule_server.api.describe import caller_info
-from ferrule_server.api.handlers import OPEN_SERVICES, ROLES
 from ferrule_server.api.limits import ApiLimits
-from ferrule_server.api.principal import Caller
-from ferrule_server.api.token_file import TokenFile
+from ferrule_server.api.responses.describe import caller_info
+from ferrule_server.api.rpc.handlers import OPEN_SERVICES, ROLES
+from ferrule_server.api.security.auth import CertificateAccess, OpenAccess, TokenAccess, access_of
+from ferrule_server.api.security.principal import Caller
+from ferrule_server.api.security.token_file import TokenFile
 from ferrule_server.config import ServerConfig, parse_config
 from ferrule_server.errors import ConfigError
 from ferrule_server.kv import store
@@ -846,7 +846,7 @@ def test_a_token_file_that_is_missing_is_a_setting_that_cannot_work(tmp_path: Pa
 
 def test_a_caller_is_nobody_where_nothing_was_authenticated() -> None:
     """A method that went past the registrar fails instead of acting for everybody."""
-    from ferrule_server.api.principal import principal_of
+    from ferrule_server.api.security.principal import principal_of
 
     with pytest.raises(LookupError):
         principal_of(cast("Any", None))

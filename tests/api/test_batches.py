@@ -11,8 +11,8 @@ import grpc
 import pytest
 
 from ferrule.v1 import executor_pb2, policy_pb2, types_pb2
-from ferrule_server.api.auth import OpenAccess
 from ferrule_server.api.limits import ApiLimits
+from ferrule_server.api.security.auth import OpenAccess
 from ferrule_server.engine.settings import EngineSettings
 from ferrule_server.executor.base import DeviceLost
 from ferrule_server.quotas import QuotaLimits

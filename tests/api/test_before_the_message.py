@@ -19,9 +19,9 @@ import grpc
 import pytest
 
 from ferrule.v1 import executor_pb2
-from ferrule_server.api.auth import TokenAccess
 from ferrule_server.api.limits import ApiLimits
-from ferrule_server.api.token_file import TokenFile
+from ferrule_server.api.security.auth import TokenAccess
+from ferrule_server.api.security.token_file import TokenFile
 from ferrule_server.quotas import QuotaLimits
 from ferrule_server.text.tokenizer import Tokenizer
 from tests.api.harness import DEMO_FOLDER, GREEDY, PROMPT, RunningServer, decode_item

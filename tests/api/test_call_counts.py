@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from ferrule_server.api.call_counts import CALL_BOUNDS_S, CallCounts
-from ferrule_server.api.observe import Call
+from ferrule_server.api.rpc.call_counts import CALL_BOUNDS_S, CallCounts
+from ferrule_server.api.rpc.observe import Call
 
 EXECUTOR = "ferrule.v1.ModelExecutorService"
 

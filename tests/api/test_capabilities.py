@@ -18,7 +18,7 @@ from ferrule.v1 import (
     types_pb2,
 )
 from ferrule_server.config import ServerConfig
-from ferrule_server.executor.select import create_executor
+from ferrule_server.loading import create_executor
 from tests.api.harness import GREEDY, RunningServer, decode_item, read_status, refusal_of, refused
 
 Policy = policy_pb2.LogitsReturnPolicy

@@ -17,9 +17,9 @@ from cryptography.x509.oid import NameOID
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ferrule_server.api import auth, client_certificate
-from ferrule_server.api.auth import CertificateAccess
-from ferrule_server.api.client_certificate import MAX_NAME_BYTES, principal_of_pem
+from ferrule_server.api.security import auth, client_certificate
+from ferrule_server.api.security.auth import CertificateAccess
+from ferrule_server.api.security.client_certificate import MAX_NAME_BYTES, principal_of_pem
 from ferrule_server.errors import TokenInvalid
 from tests.api.certificates import Authority
 

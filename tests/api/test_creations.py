@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, types_pb2
-from ferrule_server.api.state import Phase
+from ferrule_server.api.rpc.state import Phase
 from tests.api.harness import PROMPT, RunningServer, decode_item, read_status, refused, wait_until
 
 _NUMBERS = itertools.count()

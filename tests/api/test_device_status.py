@@ -12,8 +12,8 @@ from ferrule_client.cli import main
 from ferrule_server.__main__ import _serving
 from ferrule_server.config import ServerConfig
 from ferrule_server.executor.base import ExecutorState, MemoryPlan, PendingStep, StepBatch
-from ferrule_server.executor.paged_reference import PagedReferenceExecutor
-from ferrule_server.executor.select import LoadedExecutor
+from ferrule_server.executor.reference import PagedReferenceExecutor
+from ferrule_server.loading import LoadedExecutor
 from tests.api.harness import RunningServer
 
 PLAN = MemoryPlan(total=900, weights=100, kv_pool=200, buffers=30, workspace=40, graphs=5, free=525)

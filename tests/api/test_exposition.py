@@ -21,12 +21,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ferrule.v1 import executor_pb2, policy_pb2
 from ferrule_server import errors
-from ferrule_server.api.call_counts import name_of
 from ferrule_server.api.limits import ApiLimits
-from ferrule_server.api.metrics import Exposition
-from ferrule_server.api.observe import Call
+from ferrule_server.api.rpc.call_counts import name_of
+from ferrule_server.api.rpc.observe import Call
+from ferrule_server.api.rpc.state import Phase
 from ferrule_server.api.serve import SERVICES
-from ferrule_server.api.state import Phase
+from ferrule_server.api.telemetry.metrics import Exposition
 from ferrule_server.engine.settings import EngineSettings
 from ferrule_server.executor.base import DeviceLost
 from tests.api.harness import GREEDY, NOTHING, RunningServer, decode_item, refused, wait_until

@@ -8,7 +8,7 @@ import pytest
 
 from ferrule.v1 import executor_pb2, policy_pb2, types_pb2
 from ferrule_server.api.limits import ApiLimits
-from ferrule_server.api.planned import PlannedForward, PlannedGenerate
+from ferrule_server.api.requests.planned import PlannedForward, PlannedGenerate
 from ferrule_server.engine.jobs import Pooling
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import OutputSpec, SampleSpec

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, types_pb2
-from ferrule_server.api.planned import PlannedAppend
+from ferrule_server.api.requests.planned import PlannedAppend
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import OutputSpec
 from ferrule_server.kv.handle import StalePolicy

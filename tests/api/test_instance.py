@@ -10,8 +10,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from ferrule.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, executor_pb2, tokenizer_pb2, types_pb2
-from ferrule_server.api.auth import OpenAccess
-from ferrule_server.api.state import Phase
+from ferrule_server.api.rpc.state import Phase
+from ferrule_server.api.security.auth import OpenAccess
 from tests.api.harness import EPOCH, INSTANCE, RunningServer, decode_item, refused
 
 KEY = "ferrule-instance"

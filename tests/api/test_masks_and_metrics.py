@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from ferrule.v1 import cache_pb2, policy_pb2, types_pb2
-from ferrule_server.api.auth import OpenAccess
+from ferrule_server.api.security.auth import OpenAccess
 from ferrule_server.engine.masks import OVERHEAD_BYTES
 from ferrule_server.quotas import QuotaLimits
 from tests.api.harness import PROMPT, RunningServer, refused, wait_until

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from ferrule.v1 import cache_pb2, executor_pb2, info_pb2, policy_pb2
-from ferrule_server.api.auth import OpenAccess
+from ferrule_server.api.security.auth import OpenAccess
 from ferrule_server.engine.masks import OVERHEAD_BYTES
-from ferrule_server.executor.paged_reference import PagedReferenceExecutor
+from ferrule_server.executor.reference import PagedReferenceExecutor
 from ferrule_server.quotas import QuotaLimits
 from tests.api.harness import GREEDY, RunningServer, refused, wait_until
 

@@ -15,15 +15,15 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ferrule.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, executor_pb2, policy_pb2
-from ferrule_server.api.auth import TokenAccess
-from ferrule_server.api.call_rates import CallRates
-from ferrule_server.api.intake import Intake, Method
 from ferrule_server.api.limits import ApiLimits
-from ferrule_server.api.observe import Call, current_call
-from ferrule_server.api.principal import Caller
-from ferrule_server.api.state import ServerState
-from ferrule_server.api.token_file import TokenFile
-from ferrule_server.api.turns import TurnTaker
+from ferrule_server.api.receiving.call_rates import CallRates
+from ferrule_server.api.receiving.turns import TurnTaker
+from ferrule_server.api.rpc.intake import Intake, Method
+from ferrule_server.api.rpc.observe import Call, current_call
+from ferrule_server.api.rpc.state import ServerState
+from ferrule_server.api.security.auth import TokenAccess
+from ferrule_server.api.security.principal import Caller
+from ferrule_server.api.security.token_file import TokenFile
 from ferrule_server.quotas import QuotaLimits, unlimited
 from tests.api.harness import GREEDY, PROMPT, RunningServer, decode_item, wait_until
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from ferrule.v1 import executor_pb2, policy_pb2, types_pb2
-from ferrule_server.api.fields import FieldReader
 from ferrule_server.api.limits import ApiLimits
-from ferrule_server.api.outputs import fill_prefill, fill_rows, fill_verify, handle_message
+from ferrule_server.api.requests.fields import FieldReader
+from ferrule_server.api.responses.outputs import fill_prefill, fill_rows, fill_verify, handle_message
 from ferrule_server.engine.jobs import AppendResult, StepTiming, Verified
 from ferrule_server.executor.base import Float32Array, RowOutput
 from ferrule_server.kv.handle import Handle

@@ -16,8 +16,8 @@ import pytest
 from google.protobuf.message import Message
 
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, types_pb2
-from ferrule_server.api.auth import TokenAccess
-from ferrule_server.api.token_file import TokenFile
+from ferrule_server.api.security.auth import TokenAccess
+from ferrule_server.api.security.token_file import TokenFile
 from ferrule_server.quotas import UNLIMITED
 from tests.api.harness import GREEDY, RunningServer, refused
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, types_pb2
-from ferrule_server.api import parsing
-from ferrule_server.api.parsing import MAX_MESSAGES, PIECE_BYTES, parse
+from ferrule_server.api.receiving import parsing
+from ferrule_server.api.receiving.parsing import MAX_MESSAGES, PIECE_BYTES, parse
 from ferrule_server.errors import InvalidRequest
 from tests.api.hostile.strategies import damages, messages, serialized
 

@@ -9,7 +9,7 @@ import pytest
 
 from ferrule.v1 import executor_pb2, policy_pb2, types_pb2
 from ferrule_server.api.limits import ApiLimits
-from ferrule_server.api.planned import PlannedAppend
+from ferrule_server.api.requests.planned import PlannedAppend
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import SampleSpec, Shaping
 from tests.api.reading import make_reader

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from ferrule_server.api import receiving
-from ferrule_server.api.receiving import ProbeBudget, ReceiveBudget
+from ferrule_server.api.receiving import budgets as receiving
+from ferrule_server.api.receiving.budgets import ProbeBudget, ReceiveBudget
 from ferrule_server.errors import QueueFull, RequestTimeout
 
 T = TypeVar("T")

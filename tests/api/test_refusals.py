@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ferrule_server.api.refusals import Refusals
+from ferrule_server.api.rpc.refusals import Refusals
 from ferrule_server.errors import Draining, QueueFull
 
 

@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from ferrule.v1 import admin_pb2, executor_pb2, policy_pb2, tokenizer_pb2
 from ferrule_server.api.limits import ApiLimits
-from ferrule_server.api.request_bounds import (
+from ferrule_server.api.receiving.bounds import (
     ELEMENT_LENGTHS,
     LENGTHS,
     SLACK_BYTES,

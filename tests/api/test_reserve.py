@@ -9,8 +9,8 @@ import grpc
 import pytest
 
 from ferrule.v1 import cache_pb2, executor_pb2, types_pb2
-from ferrule_server.api.auth import OpenAccess
-from ferrule_server.executor.paged_reference import PagedReferenceExecutor
+from ferrule_server.api.security.auth import OpenAccess
+from ferrule_server.executor.reference import PagedReferenceExecutor
 from ferrule_server.quotas import QuotaLimits
 from tests.api.harness import RunningServer, decode_item, refused, wait_until
 from tests.fakes import FakeExecutor

@@ -12,8 +12,8 @@ import pytest
 from ferrule.v1 import executor_pb2, policy_pb2, types_pb2
 from ferrule_server import errors
 from ferrule_server.api.limits import ApiLimits
-from ferrule_server.api.state import Phase
-from ferrule_server.api.status import MAX_DETAILS_BYTES, STATUS_TABLE, fault_of, reason_of, to_status
+from ferrule_server.api.rpc.state import Phase
+from ferrule_server.api.rpc.status import MAX_DETAILS_BYTES, STATUS_TABLE, fault_of, reason_of, to_status
 from ferrule_server.engine.settings import EngineSettings
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import DeviceLost
@@ -253,14 +253,14 @@ def test_every_row_is_reached_or_listed() -> None:
 def test_a_client_meets_each_error(cls: type[FerruleError], caplog: pytest.LogCaptureFixture) -> None:
     """Code, reason and metadata keys are those of the table, and the refusal is one line in the log."""
     _, code, reason, keys = TABLE[cls]
-    with _small_server() as server, caplog.at_level(logging.WARNING, "ferrule_server.api.status"):
+    with _small_server() as server, caplog.at_level(logging.WARNING, "ferrule_server.api.rpc.status"):
         with refused() as refusals:
             REACHED[cls](server)
         refusal = refusals[0]
     assert (refusal.code, refusal.reason) == (code, reason), refusal
     assert keys <= set(refusal.metadata)
     assert "secret" not in refusal.message
-    lines = [record.getMessage() for record in caplog.records if record.name == "ferrule_server.api.status"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "ferrule_server.api.rpc.status"]
     assert len(lines) == 1
     assert f"reason={reason}" in lines[0]
     assert "principal=local" in lines[0]

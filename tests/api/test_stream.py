@@ -13,9 +13,9 @@ import grpc
 import pytest
 
 from ferrule.v1 import executor_pb2, policy_pb2, types_pb2
-from ferrule_server.api import executor_service
 from ferrule_server.api.limits import ApiLimits
-from ferrule_server.api.stream import DecodeStream
+from ferrule_server.api.services import executor as executor_service
+from ferrule_server.api.streams.decode_stream import DecodeStream
 from ferrule_server.errors import FerruleError
 from tests.api.harness import (
     PROMPT,

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ferrule_server.api.text_queue import TextLane, TextQueue, Ticket
+from ferrule_server.api.texts.queue import TextLane, TextQueue, Ticket
 from ferrule_server.errors import QueueFull
 
 T = TypeVar("T")

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ferrule_server.api.text_queue import TextLane
-from ferrule_server.api.text_workers import TextWorkers
+from ferrule_server.api.texts.queue import TextLane
+from ferrule_server.api.texts.workers import TextWorkers
 from ferrule_server.errors import InvalidRequest, QueueFull, QuotaExceeded
 from ferrule_server.quotas import QuotaLimits, unlimited
 

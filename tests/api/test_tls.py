@@ -16,9 +16,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ferrule.v1 import executor_pb2, executor_pb2_grpc, info_pb2
 from ferrule_client import Client, TlsConfig, UnavailableError
-from ferrule_server.api.auth import Access, CertificateAccess, OpenAccess, TokenAccess
-from ferrule_server.api.tls import TlsFiles, tls_of
-from ferrule_server.api.token_file import TokenFile
+from ferrule_server.api.security.auth import Access, CertificateAccess, OpenAccess, TokenAccess
+from ferrule_server.api.security.tls import TlsFiles, tls_of
+from ferrule_server.api.security.token_file import TokenFile
 from ferrule_server.config import ServerConfig
 from ferrule_server.errors import ConfigError
 from ferrule_server.quotas import UNLIMITED, QuotaLimits

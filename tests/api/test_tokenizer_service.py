@@ -14,9 +14,9 @@ import grpc
 import pytest
 
 from ferrule.v1 import executor_pb2, tokenizer_pb2
-from ferrule_server.api.auth import TokenAccess
 from ferrule_server.api.limits import ApiLimits
-from ferrule_server.api.token_file import TokenFile
+from ferrule_server.api.security.auth import TokenAccess
+from ferrule_server.api.security.token_file import TokenFile
 from ferrule_server.quotas import UNLIMITED
 from ferrule_server.text.chat_template import ChatTemplate, RenderLimits
 from ferrule_server.text.tokenizer import Tokenizer

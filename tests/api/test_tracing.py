@@ -22,9 +22,9 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from ferrule.v1 import cache_pb2, executor_pb2
 from ferrule_server import __main__, __version__
-from ferrule_server.api import tracing
-from ferrule_server.api.observe import Call
-from ferrule_server.api.tracing import Tracer
+from ferrule_server.api.rpc.observe import Call
+from ferrule_server.api.telemetry import tracing
+from ferrule_server.api.telemetry.tracing import Tracer
 from ferrule_server.config import ServerConfig
 from ferrule_server.errors import ConfigError
 from tests.api.collector import Collector, attributes_of
@@ -356,7 +356,7 @@ def test_without_the_extra_the_flag_says_what_to_install(monkeypatch: pytest.Mon
     """An error of the settings, not a traceback; a variable that is wrong is one too."""
     config = ServerConfig(otlp_endpoint="http://127.0.0.1:4317")
     with monkeypatch.context() as patch:
-        patch.delitem(sys.modules, "ferrule_server.api.tracing")
+        patch.delitem(sys.modules, "ferrule_server.api.telemetry.tracing")
         for name in [name for name in sys.modules if name.split(".")[0] == "opentelemetry"]:
             patch.setitem(sys.modules, name, None)
         with pytest.raises(ConfigError, match=r"install ferrule\[otel\]"):
@@ -369,7 +369,8 @@ def test_without_the_extra_the_flag_says_what_to_install(monkeypatch: pytest.Mon
 def test_nothing_of_it_is_imported_unless_it_is_asked_for() -> None:
     """A server without the flag does not know OpenTelemetry."""
     code = (
-        "import sys; import ferrule_server.__main__ as main, ferrule_server.api.serve, ferrule_server.api.call_log\n"
+        "import sys; import ferrule_server.__main__ as main, ferrule_server.api.serve\n"
+        "import ferrule_server.api.telemetry.call_log\n"
         "from ferrule_server.config import ServerConfig\n"
         "assert main._tracer(ServerConfig()) is None\n"
         "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ferrule_server.api.turns import SLICE_NS, Turns, TurnTaker, metered, spawn, take_turns, turn
+from ferrule_server.api.receiving.turns import SLICE_NS, Turns, TurnTaker, metered, spawn, take_turns, turn
 from ferrule_server.engine.shares import Shares
 
 MS = 1_000_000

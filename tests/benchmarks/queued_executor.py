@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ferrule_server.executor.base import ExecutorInfo, ExecutorState, Int32Array, StepBatch, StepResult
-from ferrule_server.executor.torch_executor import TorchExecutor
+from ferrule_server.executor.torch import TorchExecutor
 
 
 @dataclass(eq=False)

@@ -41,7 +41,7 @@ from benchmarks.gpu.ours import NotReady, Ours
 from benchmarks.gpu.peers import CompiledPeer, GraphPeer, Peer, PlainPeer, StaticPeer
 from benchmarks.gpu.process import Workplace, run_limited
 from benchmarks.gpu.worker import TASKS
-from ferrule_server.executor.torch_executor import TorchExecutor
+from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
 from ferrule_server.model.weights import ModelWeights, load_model
 from tests.benchmarks.queued_executor import QueuedExecutor

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 from ferrule_server.__main__ import main
-from ferrule_server.engine import creations
+from ferrule_server.engine.appends import creations
 from ferrule_server.kv import registry
 
 TOMBSTONE_S = 20.0

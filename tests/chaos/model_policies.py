@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ferrule.v1 import executor_pb2, policy_pb2, types_pb2
 from ferrule_server.executor.base import DraftLaw, DraftSpec, OutputSpec, RowOutput, SampleSpec, Shaping, TokenMask
-from ferrule_server.executor.sampling import select_rows
+from ferrule_server.executor.sampling.selection import select_rows
 
 Tokens = tuple[int, ...]
 

@@ -22,9 +22,9 @@ from google.protobuf.duration_pb2 import Duration
 from hypothesis.stateful import RuleBasedStateMachine
 
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, policy_pb2, types_pb2
-from ferrule_server.api.auth import OpenAccess
-from ferrule_server.api.principal import Caller
-from ferrule_server.executor.paged_reference import PagedReferenceExecutor
+from ferrule_server.api.security.auth import OpenAccess
+from ferrule_server.api.security.principal import Caller
+from ferrule_server.executor.reference import PagedReferenceExecutor
 from tests.api.harness import FakeClock, Refusal, RunningServer, read_status, refusal_of
 from tests.chaos.model_policies import (
     EXACT,

@@ -18,7 +18,7 @@ import grpc
 import pytest
 
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, types_pb2
-from ferrule_server.executor.paged_reference import PagedReferenceExecutor
+from ferrule_server.executor.reference import PagedReferenceExecutor
 from tests.api.harness import GREEDY, RunningServer
 from tests.chaos.cutting_proxy import CuttingProxy
 from tests.chaos.figures import report, seed_of_run

@@ -20,7 +20,7 @@ import pytest
 
 from ferrule.v1 import policy_pb2
 from ferrule_server.executor.base import Executor
-from ferrule_server.executor.paged_reference import PagedReferenceExecutor
+from ferrule_server.executor.reference import PagedReferenceExecutor
 from ferrule_server.kv.append_rule import Verdict
 from tests.api.harness import RunningServer
 from tests.chaos.cutting_proxy import CuttingProxy
@@ -259,7 +259,7 @@ def shipped() -> Executor:
     """Return the model that ships."""
     pytest.importorskip("torch")
     from ferrule_server.config import ServerConfig
-    from ferrule_server.executor.select import create_executor
+    from ferrule_server.loading import create_executor
 
     return create_executor(ServerConfig(kv_memory_bytes=256 << 20, dtype="float32"), lambda stage, share: None).executor
 

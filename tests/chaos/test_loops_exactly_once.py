@@ -15,7 +15,7 @@ from functools import partial
 import pytest
 
 from ferrule_client import Client, sample
-from ferrule_server.executor.paged_reference import PagedReferenceExecutor
+from ferrule_server.executor.reference import PagedReferenceExecutor
 from tests.api.harness import RunningServer
 from tests.chaos.cutting_proxy import CuttingProxy
 from tests.chaos.figures import report, seed_of_run

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ferrule_server import __main__ as server
+from ferrule_server import loading as select
 from ferrule_server.config import ServerConfig
-from ferrule_server.executor import select
 from ferrule_server.executor.base import Executor, Int32Array, StepBatch, StepResult
 
 

@@ -15,8 +15,8 @@ import pytest
 
 from ferrule_client import Client, TlsConfig, UnavailableError, cli
 from ferrule_client._status import no_server
-from ferrule_server.api.auth import TokenAccess
-from ferrule_server.api.token_file import TokenFile, parse_tokens
+from ferrule_server.api.security.auth import TokenAccess
+from ferrule_server.api.security.token_file import TokenFile, parse_tokens
 from ferrule_server.quotas import UNLIMITED, QuotaLimits
 from tests.api.certificates import Authority, Identity, ServerFiles
 from tests.api.harness import RunningServer

@@ -26,7 +26,7 @@ from ferrule_client import AuthError, Client, UnavailableError, cli, no_output
 from ferrule_client.cli_top_figures import Look
 from ferrule_client.cli_top_screen import Screen
 from ferrule_client.cli_top_source import Source
-from ferrule_server.api.auth import OpenAccess
+from ferrule_server.api.security.auth import OpenAccess
 from tests.api.harness import RunningServer
 from tests.client.views import look
 

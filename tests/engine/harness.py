@@ -7,14 +7,14 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import cast
 
+from ferrule_server.engine.appends.lanes import Lanes
 from ferrule_server.engine.engine import Engine
 from ferrule_server.engine.failpoints import Failpoints
 from ferrule_server.engine.jobs import AppendJob, AppendResult, Job, Outcome, OutputRequest, ReleaseJob
-from ferrule_server.engine.lanes import Lanes
 from ferrule_server.engine.settings import EngineSettings
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import OutputSpec
-from ferrule_server.executor.paged_reference import PagedReferenceExecutor
+from ferrule_server.executor.reference import PagedReferenceExecutor
 from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.handle import Handle, StalePolicy

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from ferrule_server.engine.appends.running import RunningAppend
 from ferrule_server.engine.jobs import (
     AppendResult,
     Finish,
@@ -17,7 +18,6 @@ from ferrule_server.engine.jobs import (
     StopRules,
     TruncateJob,
 )
-from ferrule_server.engine.running import RunningAppend
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import OutputSpec, SampleSpec
 from ferrule_server.kv.handle import StalePolicy

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from ferrule_server.engine.batcher import DECODE_ROWS, Batcher, Chunk
+from ferrule_server.engine.appends.running import RunningAppend
 from ferrule_server.engine.jobs import AppendJob, Drafts, OutputRequest
-from ferrule_server.engine.running import RunningAppend
+from ferrule_server.engine.steps.batcher import DECODE_ROWS, Batcher, Chunk
 from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.sequence import Sequence

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from ferrule_server.engine import creations
+from ferrule_server.engine.appends import creations
 from ferrule_server.engine.failpoints import Failpoints
 from ferrule_server.engine.jobs import (
     AppendJob,

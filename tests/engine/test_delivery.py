@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from ferrule_server.engine.delivery import _LOOP_SLICE, Delivery
-from ferrule_server.engine.gate import Finished, Gate
+from ferrule_server.engine.bridge.delivery import _LOOP_SLICE, Delivery
+from ferrule_server.engine.bridge.gate import Finished, Gate
 from ferrule_server.engine.jobs import GenerateFrame, ListResult, StepTiming
-from ferrule_server.engine.views import ViewJob
+from ferrule_server.engine.metrics.views import ViewJob
 from tests.engine.harness import Pending
 from tests.engine.streams import Stream, generate
 

@@ -10,7 +10,7 @@ import pytest
 
 from ferrule_server.engine import engine as engine_module
 from ferrule_server.engine.failpoints import PLACES, FailpointHit, Failpoints, Place, fail
-from ferrule_server.engine.generation import Generation
+from ferrule_server.engine.generation.generate import Generation
 from ferrule_server.engine.jobs import Finish, GenerateFrame, ReleaseJob, StopRules, StreamJob, Window
 from ferrule_server.errors import (
     Cancelled,

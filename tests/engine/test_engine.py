@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ferrule_server.engine.delivery import _LOOP_SLICE
+from ferrule_server.engine.bridge.delivery import _LOOP_SLICE
 from ferrule_server.engine.jobs import (
     AppendJob,
     CacheInfo,

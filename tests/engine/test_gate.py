@@ -6,7 +6,7 @@ import random
 import threading
 from collections.abc import Mapping
 
-from ferrule_server.engine.gate import MAX_HOST_JOBS, Entry, Gate
+from ferrule_server.engine.bridge.gate import MAX_HOST_JOBS, Entry, Gate
 from ferrule_server.engine.jobs import (
     AppendJob,
     AppendResult,

@@ -30,7 +30,7 @@ from ferrule_server.errors import (
     QuotaExceeded,
 )
 from ferrule_server.executor.base import OutputSpec, SampleSpec
-from ferrule_server.executor.paged_reference import PagedReferenceExecutor
+from ferrule_server.executor.reference import PagedReferenceExecutor
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.quotas import QuotaLimits
 from tests.engine.harness import GREEDY, NOTHING, Harness, append

@@ -5,7 +5,14 @@ import threading
 
 import pytest
 
-from ferrule_server.engine.histogram import COUNT_BOUNDS, NS_PER_S, TIME_BOUNDS_S, Histogram, HistogramReading, of_time
+from ferrule_server.engine.metrics.histogram import (
+    COUNT_BOUNDS,
+    NS_PER_S,
+    TIME_BOUNDS_S,
+    Histogram,
+    HistogramReading,
+    of_time,
+)
 
 
 def test_a_bound_belongs_to_its_bucket() -> None:

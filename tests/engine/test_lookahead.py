@@ -27,7 +27,7 @@ from ferrule_server.engine.jobs import (
 )
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import OutputSpec, SampleSpec
-from ferrule_server.executor.paged_reference import PagedReferenceExecutor
+from ferrule_server.executor.reference import PagedReferenceExecutor
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.reserved_slots import SlotReservation
 from tests.engine.deferred import DeferredHarness, Rounds, check_pool, what_became_of

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 
 from ferrule_server.engine import engine as engine_module
-from ferrule_server.engine import lookahead
-from ferrule_server.engine.batcher import Chunk
 from ferrule_server.engine.engine import Engine
 from ferrule_server.engine.failpoints import Failpoints, Place
 from ferrule_server.engine.jobs import (
@@ -27,7 +25,9 @@ from ferrule_server.engine.jobs import (
     WarmupResult,
     Window,
 )
-from ferrule_server.engine.lookahead import Lookahead
+from ferrule_server.engine.steps import lookahead
+from ferrule_server.engine.steps.batcher import Chunk
+from ferrule_server.engine.steps.lookahead import Lookahead
 from ferrule_server.errors import Draining, HandleLost
 from ferrule_server.executor.base import DeviceLost, OutputSpec, SampleSpec, Shaping
 from tests.chaos import test_engine_random

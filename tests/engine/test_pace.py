@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ferrule_server.engine.pace import MIN_PREFILL_ROWS, Pace
+from ferrule_server.engine.steps.pace import MIN_PREFILL_ROWS, Pace
 
 Cost = Callable[[int, int], float]
 """Seconds of a step, by its decode rows and its prefill rows."""

@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
+from ferrule_server.engine.appends.records import ReplayRecords
 from ferrule_server.engine.jobs import AppendJob, AppendResult, OutputRequest
-from ferrule_server.engine.records import ReplayRecords
 from ferrule_server.executor.base import OutputSpec, RowOutput, SampleSpec, Shaping
 from ferrule_server.kv.handle import Handle
 from ferrule_server.quotas import QuotaLimits

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from ferrule_server.engine import row_specs as module
+from ferrule_server.engine.appends import rows as module
+from ferrule_server.engine.appends.rows import row_specs
 from ferrule_server.engine.jobs import Drafts, OutputRequest
-from ferrule_server.engine.row_specs import row_specs
 from ferrule_server.executor.base import OutputSpec
 
 SPEC = OutputSpec(greedy=True)

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from ferrule_server.engine.generation.stops import StopCheck
 from ferrule_server.engine.jobs import Finish, StopRules
-from ferrule_server.engine.stops import StopCheck
 
 
 def finish_of(rules: StopRules, *token_ids: int) -> tuple[int, Finish | None]:

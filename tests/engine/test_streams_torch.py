@@ -12,7 +12,7 @@ import torch
 from benchmarks.make_random_model import write_model
 from ferrule_server.engine.jobs import OutputRequest, Pooling, WarmupJob, WarmupResult
 from ferrule_server.executor.base import OutputSpec, SampleSpec, Shaping
-from ferrule_server.executor.torch_executor import TorchExecutor
+from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.model.weights import load_model
 from tests.engine.harness import GREEDY, Harness
 from tests.engine.streams import forward, generate, start

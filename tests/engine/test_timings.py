@@ -7,11 +7,15 @@ from collections.abc import Callable
 
 import pytest
 
-from ferrule_server.engine import engine, forward, generation, lookahead, steps
+from ferrule_server.engine import engine
 from ferrule_server.engine.engine import Engine
-from ferrule_server.engine.histogram import HistogramReading
+from ferrule_server.engine.generation import forward
+from ferrule_server.engine.generation import generate as generation
 from ferrule_server.engine.jobs import Acceptance, AppendJob, Drafts, Window
-from ferrule_server.engine.timings import EngineTimings
+from ferrule_server.engine.metrics.histogram import HistogramReading
+from ferrule_server.engine.metrics.timings import EngineTimings
+from ferrule_server.engine.steps import lookahead
+from ferrule_server.engine.steps import runner as steps
 from ferrule_server.executor.base import StepBatch, StepResult
 from tests.engine.deferred import DeferredExecutor
 from tests.engine.harness import GREEDY, NOTHING, Harness, append

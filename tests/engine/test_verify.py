@@ -32,7 +32,7 @@ from ferrule_server.errors import (
     RequestIdReused,
 )
 from ferrule_server.executor.base import DraftLaw, OutputSpec, SampleSpec, Shaping, TokenMask
-from ferrule_server.executor.laws import sampling_law
+from ferrule_server.executor.sampling.laws import sampling_law
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.quotas import QuotaLimits
 from tests.engine.harness import GREEDY, NOTHING, Harness, append, logits_of, paged_harness

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import pytest
 
-from ferrule_server.engine import tallies as tallies_module
-from ferrule_server.engine.counters import EngineSnapshot
-from ferrule_server.engine.gate import Gate
+from ferrule_server.engine import viewer as tallies_module
+from ferrule_server.engine.appends.running import RunningAppend
+from ferrule_server.engine.bridge.gate import Gate
 from ferrule_server.engine.jobs import (
     AppendJob,
     ForkJob,
@@ -23,9 +23,9 @@ from ferrule_server.engine.jobs import (
     StopRules,
     Window,
 )
-from ferrule_server.engine.running import RunningAppend
-from ferrule_server.engine.tallies import Tallies
-from ferrule_server.engine.views import View, ViewJob
+from ferrule_server.engine.metrics.counters import EngineSnapshot
+from ferrule_server.engine.metrics.views import View, ViewJob
+from ferrule_server.engine.viewer import Tallies
 from ferrule_server.executor.base import OutputSpec
 from ferrule_server.kv.handle import Handle
 from tests.engine.harness import GREEDY, Harness

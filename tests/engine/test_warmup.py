@@ -12,7 +12,7 @@ import pytest
 from ferrule_server.engine.jobs import Finish, Outcome, WarmupJob, WarmupResult
 from ferrule_server.errors import Draining, EngineFault, HandleLost, InvalidRequest
 from ferrule_server.executor.base import NO_SLOT, NULL_BLOCK, DeviceLost, ExecutorState, StepBatch, StepResult
-from ferrule_server.executor.paged_reference import PagedReferenceExecutor
+from ferrule_server.executor.reference import PagedReferenceExecutor
 from tests.engine.deferred import DeferredExecutor
 from tests.engine.harness import Harness, Pending, append
 from tests.engine.streams import SteppedExecutor, generate, start

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from ferrule_server.executor.base import DraftLaw, DraftSpec, OutputSpec, RowOutput, SampleSpec
-from ferrule_server.executor.device_outputs import DeviceOutputs
-from ferrule_server.executor.laws import sampling_law
-from ferrule_server.executor.philox import Purpose, uniform
+from ferrule_server.executor.sampling.device_outputs import DeviceOutputs
+from ferrule_server.executor.sampling.laws import sampling_law
+from ferrule_server.executor.sampling.philox import Purpose, uniform
 
 _CONTRACT = (Path(__file__).parents[2] / "protos" / "README.md").read_text("utf-8")
 _BLOCK = re.search(r"^```json philox-vectors\n(.*?)^```$", _CONTRACT, re.MULTILINE | re.DOTALL)

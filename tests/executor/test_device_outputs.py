@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ferrule_server.executor import device_outputs, device_ranking, ranking
 from ferrule_server.executor.base import (
     DraftLaw,
     DraftSpec,
@@ -24,10 +23,11 @@ from ferrule_server.executor.base import (
     Shaping,
     TokenMask,
 )
-from ferrule_server.executor.device_laws import ChoiceRow, DeviceLaws
-from ferrule_server.executor.device_outputs import DeviceOutputs
-from ferrule_server.executor.device_ranking import top
-from ferrule_server.executor.sampling import Choice, select_rows
+from ferrule_server.executor.sampling import device_outputs, device_ranking, ranking
+from ferrule_server.executor.sampling.device_laws import ChoiceRow, DeviceLaws
+from ferrule_server.executor.sampling.device_outputs import DeviceOutputs
+from ferrule_server.executor.sampling.device_ranking import top
+from ferrule_server.executor.sampling.selection import Choice, select_rows
 
 CPU = torch.device("cpu")
 VOCAB_SIZES = (1, 2, 17, 128, 129, 300, 1000)

@@ -12,15 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ferrule_server.executor import drafts, sampling
 from ferrule_server.executor.base import DraftLaw, DraftSpec, OutputSpec, RowOutput, SampleSpec, Shaping
-from ferrule_server.executor.device_laws import ChoiceRow, DeviceLaws
-from ferrule_server.executor.drafts import accept_probability, decide, residual_law
-from ferrule_server.executor.laws import Law, sampling_law
-from ferrule_server.executor.philox import Purpose, uniform
-from ferrule_server.executor.ranking import Float64Array
-from ferrule_server.executor.sampling import select_rows
-from ferrule_server.executor.shaping import shape_row
+from ferrule_server.executor.sampling import drafts
+from ferrule_server.executor.sampling import selection as sampling
+from ferrule_server.executor.sampling.device_laws import ChoiceRow, DeviceLaws
+from ferrule_server.executor.sampling.drafts import accept_probability, decide, residual_law
+from ferrule_server.executor.sampling.laws import Law, sampling_law
+from ferrule_server.executor.sampling.philox import Purpose, uniform
+from ferrule_server.executor.sampling.ranking import Float64Array
+from ferrule_server.executor.sampling.selection import select_rows
+from ferrule_server.executor.sampling.shaping import shape_row
 from tests.executor.slow_laws import as_row, mask_of, slow_law, slow_shape
 
 VOCAB = 7

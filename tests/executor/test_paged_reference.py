@@ -11,7 +11,7 @@ import pytest
 
 from ferrule_server.errors import ConfigError
 from ferrule_server.executor.base import Executor, Float32Array, OutputSpec, SampleSpec, Shaping
-from ferrule_server.executor.paged_reference import PagedReferenceExecutor
+from ferrule_server.executor.reference import PagedReferenceExecutor
 from tests.fakes import SeqRows, make_step
 
 FULL = OutputSpec(full_logits=True)
@@ -302,7 +302,7 @@ def test_unusable_settings_are_refused(settings: dict[str, int]) -> None:
 def test_executor_starts_without_torch() -> None:
     """Client authors get a server at once: neither torch nor numba is imported."""
     code = (
-        "import sys; from ferrule_server.executor.paged_reference import PagedReferenceExecutor as E; E().close();"
+        "import sys; from ferrule_server.executor.reference import PagedReferenceExecutor as E; E().close();"
         "sys.exit(bool({'torch', 'numba', 'grpc'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from ferrule_server.executor.philox import Purpose, Words, philox4x32, uniform
+from ferrule_server.executor.sampling.philox import Purpose, Words, philox4x32, uniform
 
 ONES = 0xFFFFFFFF
 

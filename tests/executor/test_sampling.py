@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ferrule_server.executor import sampling
 from ferrule_server.executor.base import Float32Array, OutputSpec, RowOutput, SampleSpec, Shaping
-from ferrule_server.executor.laws import Law, sampling_law
-from ferrule_server.executor.philox import Purpose, uniform
-from ferrule_server.executor.ranking import largest, ranked_largest
-from ferrule_server.executor.sampling import select_rows
+from ferrule_server.executor.sampling import selection as sampling
+from ferrule_server.executor.sampling.laws import Law, sampling_law
+from ferrule_server.executor.sampling.philox import Purpose, uniform
+from ferrule_server.executor.sampling.ranking import largest, ranked_largest
+from ferrule_server.executor.sampling.selection import select_rows
 from tests.executor.slow_laws import as_row, mask_of, slow_draw, slow_law, slow_shape
 
 

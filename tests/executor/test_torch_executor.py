@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.make_random_model import write_model
 from ferrule_server.errors import ConfigError, ModelError
-from ferrule_server.executor import torch_executor
+from ferrule_server.executor import torch as torch_executor
 from ferrule_server.executor.base import Executor, OutputSpec, SampleSpec, Shaping
-from ferrule_server.executor.torch_executor import TorchExecutor
+from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.model.weights import LoadedModel, load_model
 from tests.model.stepping import Piece, PooledSequence, Stepper
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec
 from ferrule_server.kernels.cuda.specialise import KernelError
+from ferrule_server.kernels.cuda.toolchain.build import load_all
 from ferrule_server.kernels.cuda.toolchain.bundle import BundleError, check_target, write_bundle
 from ferrule_server.kernels.cuda.toolchain.compile import ARCHITECTURES, CompileError, toolkit
 from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache
-from ferrule_server.kernels.cuda.toolchain.cubins import load_all
 from ferrule_server.kernels.cuda.toolchain.progress import progress_bar, size
 from ferrule_server.kernels.cuda.toolchain.sources import source_key
 from tests.gpu.device_memory import spec_of

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ferrule_server.kernels.cuda.spec import KernelSpec
+from ferrule_server.kernels.cuda.toolchain.build import load_all
 from ferrule_server.kernels.cuda.toolchain.bundle import Bundle
 from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache
-from ferrule_server.kernels.cuda.toolchain.cubins import load_all
 from ferrule_server.kernels.cuda.toolchain.driver import Device, Function, Launch
 from ferrule_server.kernels.cuda.toolchain.sources import parameters
 from tests.kernels.cuda.toolchain.recorded_driver import RecordedDriver

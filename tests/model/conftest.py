@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from ferrule_server.executor.base import Float32Array
-from ferrule_server.executor.torch_executor import TorchExecutor
+from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.model.weights import DTypeName, load_model
 
 LLAMA3_ROPE = {

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ferrule_server.config import ServerConfig
 from ferrule_server.errors import ConfigError, ModelError
-from ferrule_server.executor.select import create_executor
+from ferrule_server.loading import create_executor
 from ferrule_server.model import weights  # noqa: F401  (imports torch once for all of them)
 from ferrule_server.text import chat_template, tokenizer  # noqa: F401
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ferrule_server.executor.base import Float32Array, OutputSpec
-from ferrule_server.executor.torch_executor import TorchExecutor
+from ferrule_server.executor.torch import TorchExecutor
 from tests.model.conftest import Example
 from tests.model.stepping import Piece, PooledSequence, Stepper
 

@@ -20,11 +20,11 @@ from huggingface_hub import constants
 
 from ferrule_server.config import parse_config
 from ferrule_server.errors import ModelError
-from ferrule_server.executor.select import download
-from ferrule_server.model import hub as hub_module
-from ferrule_server.model import hub_fetch
+from ferrule_server.loading import download
 from ferrule_server.model.config import read_config
-from ferrule_server.model.hub import HubModel, fetch_model, is_hub_name
+from ferrule_server.model.hub import fetch as hub_fetch
+from ferrule_server.model.hub import models as hub_module
+from ferrule_server.model.hub.models import HubModel, fetch_model, is_hub_name
 from tests.model.hub_stand_in import TOKEN, Faults, Hub, serving
 
 ROOT = Path(__file__).resolve().parents[2]

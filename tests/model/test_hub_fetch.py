@@ -19,9 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ferrule_server.errors import ModelError
-from ferrule_server.model import hub_cache, hub_fetch
-from ferrule_server.model.hub_cache import HubCache
-from ferrule_server.model.hub_fetch import CutOff, Get, RemoteFile, Response, fetch_file
+from ferrule_server.model.hub import cache as hub_cache
+from ferrule_server.model.hub import fetch as hub_fetch
+from ferrule_server.model.hub.cache import HubCache
+from ferrule_server.model.hub.fetch import CutOff, Get, RemoteFile, Response, fetch_file
 
 CONTENT = os.urandom(5000)
 FILE = RemoteFile("model.safetensors", len(CONTENT), hashlib.sha256(CONTENT).hexdigest())

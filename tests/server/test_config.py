@@ -19,7 +19,7 @@ from ferrule_server.config import (
     parse_config,
 )
 from ferrule_server.errors import ConfigError
-from ferrule_server.executor.select import create_executor
+from ferrule_server.loading import create_executor
 from ferrule_server.quotas import QuotaLimits
 
 ROOT = Path(__file__).parents[2]

@@ -130,6 +130,6 @@ def test_what_cannot_be_fetched_ends_with_2(hub: Hub, tmp_path: Path, arguments:
 
 def test_other_models_never_load_the_library_of_the_hub() -> None:
     """A start without the hub is as quick as it was, and asks nobody anything."""
-    script = "import sys\nfrom ferrule_server.executor import select\nfrom ferrule_server.config import ServerConfig\n"
-    script += f"select.download(ServerConfig(model={str(DEMO)!r}), print)\nassert 'huggingface_hub' not in sys.modules"
+    script = "import sys\nfrom ferrule_server import loading\nfrom ferrule_server.config import ServerConfig\n"
+    script += f"loading.download(ServerConfig(model={str(DEMO)!r}), print)\nassert 'huggingface_hub' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

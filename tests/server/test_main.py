@@ -380,7 +380,7 @@ _FAULTY = """
 import atexit, os, sys
 from ferrule_server.__main__ import main
 from ferrule_server.executor.base import DeviceLost
-from ferrule_server.executor.paged_reference import PagedReferenceExecutor
+from ferrule_server.executor.reference import PagedReferenceExecutor
 
 run, num_runs = PagedReferenceExecutor.run, [0]
 

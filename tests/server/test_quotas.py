@@ -9,7 +9,7 @@ from pathlib import Path
 from ferrule.v1 import info_pb2
 from ferrule_client import cli_token
 from ferrule_client.types import Quotas
-from ferrule_server.api import token_file
+from ferrule_server.api.security import token_file
 from ferrule_server.arguments import build_parser
 from ferrule_server.quotas import QuotaLimits
 

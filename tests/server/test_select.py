@@ -13,18 +13,19 @@ from typing import Any
 import pytest
 import torch
 
+from ferrule_server import loading as select
 from ferrule_server.config import ServerConfig
 from ferrule_server.errors import ConfigError, ModelError
-from ferrule_server.executor import devices, select
+from ferrule_server.executor import devices
 from ferrule_server.executor.base import Executor, PipelinedExecutor
 from ferrule_server.executor.cuda import compose
 from ferrule_server.executor.cuda.compose import GpuOptions
 from ferrule_server.executor.cuda.cuda_executor import CudaExecutor
 from ferrule_server.executor.cuda.torch_gpu import TorchGpu
 from ferrule_server.executor.devices import Device
-from ferrule_server.executor.select import create_executor, has_bfloat16_instructions
-from ferrule_server.executor.torch_executor import TorchExecutor
+from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.kernels.cuda.toolchain.bundle import write_bundle
+from ferrule_server.loading import create_executor, has_bfloat16_instructions
 from ferrule_server.model.config import ModelConfig
 from tests.executor.cuda.fake_gpu import FakeGpu
 
@@ -63,7 +64,7 @@ def test_paged_reference_has_the_settings_asked_for() -> None:
 def test_paged_reference_starts_without_torch() -> None:
     """Importing torch takes longer than everything else together."""
     code = (
-        "import sys; from ferrule_server.executor.select import create_executor;"
+        "import sys; from ferrule_server.loading import create_executor;"
         "from ferrule_server.config import ServerConfig;"
         "create_executor(ServerConfig(model=None, executor='paged-reference'), print);"
         "import ferrule_server.api.serve;"
@@ -91,7 +92,7 @@ def test_bfloat16_is_chosen_by_processor_flags(cpuinfo: str, has: bool) -> None:
 def test_a_start_on_the_processor_loads_nothing_of_a_gpu() -> None:
     """Neither kernels nor their compiler, which would make the start longer."""
     code = (
-        "import sys; from ferrule_server.executor.select import create_executor;"
+        "import sys; from ferrule_server.loading import create_executor;"
         "from ferrule_server.config import ServerConfig;"
         "create_executor(ServerConfig(kv_memory_bytes=1 << 22), lambda *_: None).executor.close();"
         "found = [name for name in sys.modules if name.startswith(('numba', 'llvmlite', 'ferrule_server.kernels.cuda',"

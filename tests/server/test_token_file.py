@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ferrule_server.api.token_file import TokenFile, parse_tokens
+from ferrule_server.api.security.token_file import TokenFile, parse_tokens
 from ferrule_server.errors import ConfigError
 from ferrule_server.quotas import UNLIMITED, QuotaLimits
 

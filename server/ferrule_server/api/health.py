@@ -13,7 +13,7 @@ from typing import Final
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from ferrule_server.api.calls import Context, PlainStatus, abort, end_with
+from ferrule_server.api.rpc.calls import Context, PlainStatus, abort, end_with
 from ferrule_server.errors import Draining, QueueFull
 
 _Status = health_pb2.HealthCheckResponse

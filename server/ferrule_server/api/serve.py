@@ -16,21 +16,21 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ferrule.v1 import admin_pb2, admin_pb2_grpc, executor_pb2, executor_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
-from ferrule_server.api.admin_service import AdminServicer
-from ferrule_server.api.auth import Access
-from ferrule_server.api.call_rates import CallRates
-from ferrule_server.api.executor_service import ModelExecutorServicer
-from ferrule_server.api.grace import Grace
-from ferrule_server.api.handlers import Registrar
 from ferrule_server.api.health import HealthServicer
-from ferrule_server.api.intake import Intake
 from ferrule_server.api.limits import ApiLimits
-from ferrule_server.api.observe import Observer
-from ferrule_server.api.server_view import Views
-from ferrule_server.api.state import Phase, ServerState, Serving
-from ferrule_server.api.tls import TlsFiles
-from ferrule_server.api.tokenizer_service import TokenizerServicer
-from ferrule_server.api.turns import TurnTaker
+from ferrule_server.api.receiving.call_rates import CallRates
+from ferrule_server.api.receiving.turns import TurnTaker
+from ferrule_server.api.responses.view import Views
+from ferrule_server.api.rpc.handlers import Registrar
+from ferrule_server.api.rpc.intake import Intake
+from ferrule_server.api.rpc.observe import Observer
+from ferrule_server.api.rpc.state import Phase, ServerState, Serving
+from ferrule_server.api.security.auth import Access
+from ferrule_server.api.security.grace import Grace
+from ferrule_server.api.security.tls import TlsFiles
+from ferrule_server.api.services.admin import AdminServicer
+from ferrule_server.api.services.executor import ModelExecutorServicer
+from ferrule_server.api.services.tokenizer import TokenizerServicer
 from ferrule_server.api.unix_socket import SocketPath
 from ferrule_server.config import ListenAddress
 from ferrule_server.errors import ConfigError, Draining

@@ -25,22 +25,22 @@ import time
 from collections.abc import Callable
 from itertools import islice
 
-from ferrule_server.engine.admission import Admission
-from ferrule_server.engine.batcher import Batcher, Chunk
-from ferrule_server.engine.commits import Commits
-from ferrule_server.engine.counters import EngineCounters, EngineSnapshot, OwnFigures
-from ferrule_server.engine.creations import Creations
-from ferrule_server.engine.delivery import Delivery
-from ferrule_server.engine.drivers import Drivers, DriverSink
-from ferrule_server.engine.endings import Endings
+from ferrule_server.engine.appends.admission import Admission
+from ferrule_server.engine.appends.commits import Commits
+from ferrule_server.engine.appends.creations import Creations
+from ferrule_server.engine.appends.endings import Endings
+from ferrule_server.engine.appends.host_jobs import HostJobs
+from ferrule_server.engine.appends.lanes import Lanes
+from ferrule_server.engine.appends.records import ReplayRecords
+from ferrule_server.engine.appends.running import LaneJob, RunningAppend
+from ferrule_server.engine.bridge.delivery import Delivery
+from ferrule_server.engine.bridge.gate import Finished, Gate
+from ferrule_server.engine.bridge.inbox import Inbox
 from ferrule_server.engine.failpoints import Failpoints
 from ferrule_server.engine.faults import fault
-from ferrule_server.engine.forward import ForwardPass
-from ferrule_server.engine.gate import Finished, Gate
-from ferrule_server.engine.gather import GatherWindow
-from ferrule_server.engine.generation import Generation
-from ferrule_server.engine.host_jobs import HostJobs
-from ferrule_server.engine.inbox import Inbox
+from ferrule_server.engine.generation.drivers import Drivers, DriverSink
+from ferrule_server.engine.generation.forward import ForwardPass
+from ferrule_server.engine.generation.generate import Generation
 from ferrule_server.engine.jobs import (
     AppendJob,
     Entry,
@@ -54,17 +54,16 @@ from ferrule_server.engine.jobs import (
     TruncateJob,
     WarmupJob,
 )
-from ferrule_server.engine.lanes import Lanes
-from ferrule_server.engine.lookahead import Lookahead
-from ferrule_server.engine.records import ReplayRecords
-from ferrule_server.engine.running import LaneJob, RunningAppend
+from ferrule_server.engine.metrics.counters import EngineCounters, EngineSnapshot, OwnFigures
+from ferrule_server.engine.metrics.views import ViewJob
 from ferrule_server.engine.settings import EngineSettings
 from ferrule_server.engine.shares import Shares
-from ferrule_server.engine.steps import StepOutcome, StepRunner
-from ferrule_server.engine.tallies import Tallies
-from ferrule_server.engine.viewer import Viewer
-from ferrule_server.engine.views import ViewJob
-from ferrule_server.engine.warmup import Warmup
+from ferrule_server.engine.steps.batcher import Batcher, Chunk
+from ferrule_server.engine.steps.gather import GatherWindow
+from ferrule_server.engine.steps.lookahead import Lookahead
+from ferrule_server.engine.steps.runner import StepOutcome, StepRunner
+from ferrule_server.engine.steps.warmup import Warmup
+from ferrule_server.engine.viewer import Tallies, Viewer
 from ferrule_server.errors import Cancelled, Draining, FerruleError, HandleLost
 from ferrule_server.executor.base import DeviceLost, Executor, PipelinedExecutor
 from ferrule_server.kv.handle import Handle
@@ -144,7 +143,7 @@ class Engine:
         )
         self._gather = GatherWindow(settings)
         self._batcher = Batcher(settings.max_step_rows, settings.max_step_time_s)
-        self._endings = Endings(store, self._lanes, self._gather, self.counters, failpoints)
+        self._endings = Endings(store, self._lanes, self._gather.forget, self.counters, failpoints)
         self._drivers = Drivers(
             store,
             self._lanes,

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Protocol
 
-from ferrule_server.engine.views import View, ViewJob
+from ferrule_server.engine.metrics.views import View, ViewJob
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import DraftLaw, Float32Array, OutputSpec, RowOutput, TokenMask
 from ferrule_server.kv.handle import Handle, StalePolicy

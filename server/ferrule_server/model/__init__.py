@@ -1,1 +1,12 @@
-"""Model folders: config.json, safetensors, and the decoder in torch."""
+"""Model folders: configuration, weights, and the decoder in torch.
+
+config.py      config.json and generation_config.json -> one validated ModelConfig
+checkpoint.py  which tensors the safetensors files hold
+weights.py     safetensors -> the tensors of the decoder
+decoder.py     the decoder
+attention.py   attention over the block pool
+linear.py      linear layers, repacked for oneDNN where that is faster
+rope.py        frequencies of rotary positions
+memory.py      large tensors in huge pages
+hub/           models by name, from the Hugging Face hub
+"""

@@ -20,15 +20,15 @@ from google.protobuf.message import Message
 from grpc_status import rpc_status
 
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, policy_pb2, types_pb2
-from ferrule_server.api.auth import OpenAccess
-from ferrule_server.api.call_rates import CallRates
-from ferrule_server.api.handlers import Registrar
-from ferrule_server.api.intake import Intake
 from ferrule_server.api.limits import ApiLimits
-from ferrule_server.api.request_bounds import SLACK_BYTES
-from ferrule_server.api.state import ServerState
-from ferrule_server.api.turns import TurnTaker
-from ferrule_server.executor.paged_reference import PagedReferenceExecutor
+from ferrule_server.api.receiving.bounds import SLACK_BYTES
+from ferrule_server.api.receiving.call_rates import CallRates
+from ferrule_server.api.receiving.turns import TurnTaker
+from ferrule_server.api.rpc.handlers import Registrar
+from ferrule_server.api.rpc.intake import Intake
+from ferrule_server.api.rpc.state import ServerState
+from ferrule_server.api.security.auth import OpenAccess
+from ferrule_server.executor.reference import PagedReferenceExecutor
 from ferrule_server.quotas import unlimited
 from tests.api.harness import (
     GREEDY,

@@ -36,8 +36,8 @@ from ferrule_server.executor.cuda.choices import (
 )
 from ferrule_server.executor.cuda.kernel_set import KernelSet
 from ferrule_server.executor.cuda.masks import DeviceMasks
-from ferrule_server.executor.ranking import best_ids
-from ferrule_server.executor.sampling import select_rows
+from ferrule_server.executor.sampling.ranking import best_ids
+from ferrule_server.executor.sampling.selection import select_rows
 from ferrule_server.kernels.cuda.log_sum_exp import log_sum_exp
 from ferrule_server.kernels.cuda.log_sum_exp import shared_bytes as score_shared_bytes
 from ferrule_server.kernels.cuda.sample import DRAW_SHARED_BYTES, draw

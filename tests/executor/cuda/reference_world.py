@@ -24,7 +24,7 @@ from ferrule_server.executor.base import (
 from ferrule_server.executor.cuda.cuda_executor import CudaExecutor
 from ferrule_server.executor.cuda.gpu import Gpu, GpuInfo, GpuLost
 from ferrule_server.executor.cuda.kernel_build import KernelBuild
-from ferrule_server.executor.paged_reference import PagedReferenceExecutor
+from ferrule_server.executor.reference import PagedReferenceExecutor
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.toolchain.compile import Cubin
 from tests.model.stepping import Piece, PooledSequence, Stepper

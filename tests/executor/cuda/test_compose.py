@@ -22,7 +22,7 @@ from ferrule_server.executor.cuda.kernel_build import KernelBuild
 from ferrule_server.executor.cuda.kernel_choice import max_attention_grid, shape_of, specs_needed
 from ferrule_server.executor.cuda.memory_plan import format_plan
 from ferrule_server.executor.cuda.torch_gpu import TorchGpu
-from ferrule_server.executor.torch_executor import TorchExecutor
+from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.toolchain.bundle import Bundle, write_bundle
 from ferrule_server.kernels.cuda.toolchain.compile import CompileError, Cubin
@@ -52,7 +52,7 @@ class Compiler:
         progress: Callable[[int, int, str], None],
         **_: object,
     ) -> dict[KernelSpec, Cubin]:
-        """Take the place of ``toolchain.cubins.load_all``."""
+        """Take the place of ``toolchain.build.load_all``."""
         self.asked.append((specs, architecture, cache, bundle))
         progress(3, 9, "embed")
         self.has_begun.set()

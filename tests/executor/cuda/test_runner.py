@@ -18,7 +18,7 @@ from ferrule_server.executor.cuda.choice_inputs import DrawMemo, fill_choices
 from ferrule_server.executor.cuda.choices import OutputKind, kind_of, masks_of
 from ferrule_server.executor.cuda.gpu import GpuError
 from ferrule_server.executor.cuda.graphs import GraphKey
-from ferrule_server.executor.device_outputs import DeviceOutputs
+from ferrule_server.executor.sampling.device_outputs import DeviceOutputs
 from tests.executor.cuda.toy_runner import GREEDY, Toy, next_tokens, rows_of
 
 SAMPLED = OutputSpec(sample=SampleSpec(seed=3))

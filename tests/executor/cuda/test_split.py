@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ferrule_server.executor.base import OutputSpec, RowOutput, StepBatch
 from ferrule_server.executor.cuda.split import SMALL_ROWS, Part, split_step
-from ferrule_server.executor.paged_reference import PagedReferenceExecutor
+from ferrule_server.executor.reference import PagedReferenceExecutor
 from ferrule_server.kernels.cuda.work_list import count_new_tokens
 
 BLOCK_SIZE = 16

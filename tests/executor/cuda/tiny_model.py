@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ferrule_server.executor.torch_executor import TorchExecutor
+from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.model.config import ModelConfig, parse_config
 from ferrule_server.model.weights import LayerWeights, LoadedModel, ModelWeights
 

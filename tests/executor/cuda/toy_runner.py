@@ -12,7 +12,7 @@ from ferrule_server.executor.cuda.buffers import Limits
 from ferrule_server.executor.cuda.choice_launches import ChoiceSpecs
 from ferrule_server.executor.cuda.kernel_choice import max_attention_grid, shape_of, specs_needed
 from ferrule_server.executor.cuda.runner import CudaDecodeRunner, create_runner
-from ferrule_server.executor.torch_executor import TorchExecutor
+from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.toolchain.catalog import merged
 from ferrule_server.kernels.cuda.toolchain.compile import Cubin

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ferrule_server.executor.ranking import best_ids
+from ferrule_server.executor.sampling.ranking import best_ids
 from ferrule_server.kernels import reference
 from ferrule_server.kernels.cuda.argmax import (
     argmax,

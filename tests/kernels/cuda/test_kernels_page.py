@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from ferrule_server.kernels.cuda.intrinsics import INTRINSICS
-from ferrule_server.kernels.cuda.toolchain import cubins_cli, report
+from ferrule_server.kernels.cuda.toolchain import cubins, report
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "kernels.md").read_text()
 TOOLCHAIN = "ferrule_server.kernels.cuda.toolchain"
-PARSERS = {f"{TOOLCHAIN}.cubins": cubins_cli._parse, f"{TOOLCHAIN}.report": report._parse}
+PARSERS = {f"{TOOLCHAIN}.cubins": cubins._parse, f"{TOOLCHAIN}.report": report._parse}
 
 
 def _blocks(language: str) -> list[str]:

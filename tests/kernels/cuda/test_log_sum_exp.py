@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ferrule_server.executor.base import OutputSpec
-from ferrule_server.executor.sampling import select_rows
+from ferrule_server.executor.sampling.selection import select_rows
 from ferrule_server.kernels.cuda.log_sum_exp import RECORD_BYTES, log_sum_exp, shared_bytes, specs
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
 from ferrule_server.kernels.cuda.specialise import Constant, Specialised

@@ -17,8 +17,8 @@ import pytest
 from numpy.typing import NDArray
 
 from ferrule_server.executor.base import SampleSpec
-from ferrule_server.executor.laws import Law, sampling_law
-from ferrule_server.executor.philox import Purpose, philox4x32, uniform
+from ferrule_server.executor.sampling.laws import Law, sampling_law
+from ferrule_server.executor.sampling.philox import Purpose, philox4x32, uniform
 from ferrule_server.kernels.cuda.intrinsics import (
     Address,
     grid_launch_dependents,

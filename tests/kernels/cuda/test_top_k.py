@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from ferrule_server.executor.ranking import ranked_largest
+from ferrule_server.executor.sampling.ranking import ranked_largest
 from ferrule_server.kernels.cuda.logit_rows import num_slices as checked_num_slices
 from ferrule_server.kernels.cuda.select_count import count_shared_bytes, select_count
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES

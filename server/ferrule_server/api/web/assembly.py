@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Final
 
 from ferrule.v1 import admin_pb2
-from ferrule_server.api.metrics import Exposition
-from ferrule_server.api.server_view import Views
-from ferrule_server.api.state import ServerState
+from ferrule_server.api.responses.view import Views
+from ferrule_server.api.rpc.state import ServerState
+from ferrule_server.api.telemetry.metrics import Exposition
 from ferrule_server.api.web.events import Events
 from ferrule_server.api.web.listener import WebListener
 from ferrule_server.api.web.message import VIEW_REQUEST, PageMessage

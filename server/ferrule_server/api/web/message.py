@@ -10,7 +10,7 @@ from typing import Any, Final
 from google.protobuf import json_format
 
 from ferrule.v1 import admin_pb2
-from ferrule_server.api.state import ServerState
+from ferrule_server.api.rpc.state import ServerState
 from ferrule_server.errors import FerruleError
 
 _LOG = logging.getLogger(__name__)

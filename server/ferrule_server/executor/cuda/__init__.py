@@ -2,7 +2,8 @@
 
 How it works is told in ``docs/cuda_runner.md``. Where to find what::
 
-    compose.py         puts all of it together; memory_plan.py: what the memory of the GPU is for
+    compose.py         puts all of it together; memory_plan.py: what the memory of the GPU is for;
+                       device_memory.py: what this process holds of it
     cuda_executor.py   the executor: what goes to the kernels, what to torch, and what happens when something fails;
                        kernel_path.py: whether there are kernels; kernel_build.py: compiles them beside a server that
                        serves; split.py: a step into parts; submitted.py: steps that nobody has read yet

@@ -23,7 +23,7 @@ from ferrule_server.executor.cuda.choices import (
     requested_ids,
     shaping_of,
 )
-from ferrule_server.executor.sampling import needs_normaliser
+from ferrule_server.executor.sampling.selection import needs_normaliser
 from ferrule_server.kernels.cuda import sample, shape_logits
 
 __all__ = ["DrawMemo", "fill_choices"]

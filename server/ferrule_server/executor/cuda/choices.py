@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ferrule_server.executor.base import Int32Array, OutputSpec, RowOutput, Shaping, StepBatch, TokenMask
 from ferrule_server.executor.cuda.buffers import Limits
 from ferrule_server.executor.cuda.layout import Layout
-from ferrule_server.executor.sampling import logprobs, needs_normaliser
+from ferrule_server.executor.sampling.selection import logprobs, needs_normaliser
 
 __all__ = [
     "ChoiceCounts",

@@ -28,7 +28,7 @@ from ferrule_server.executor.cuda.kernel_path import MakeRunner
 from ferrule_server.executor.cuda.memory_plan import format_plan, plan_memory
 from ferrule_server.executor.cuda.runner import create_runner
 from ferrule_server.executor.cuda.torch_gpu import TorchGpu
-from ferrule_server.executor.torch_executor import TorchExecutor
+from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.kernels.cuda.toolchain.bundle import Bundle, BundleError
 from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache, default_folder
 from ferrule_server.model.config import ModelConfig

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from ferrule_server.executor.cuda.gpu import GpuError
 from ferrule_server.kernels.cuda.spec import KernelSpec
+from ferrule_server.kernels.cuda.toolchain.build import load_all
 from ferrule_server.kernels.cuda.toolchain.bundle import Bundle
 from ferrule_server.kernels.cuda.toolchain.compile import Cubin
 from ferrule_server.kernels.cuda.toolchain.cpus import usable_cpus
 from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache
-from ferrule_server.kernels.cuda.toolchain.cubins import load_all
 
 __all__ = ["KernelBuild"]
 
@@ -46,7 +46,7 @@ class KernelBuild:
         bundle: File that is asked first; a bad one is a failure of the build.
         num_workers: Processes that compile; None: by the cores that this process may use, some of which are left to
             who serves, and by memory: some 400 MB each.
-        load: Stands for ``toolchain.cubins.load_all``.
+        load: Stands for ``toolchain.build.load_all``.
     """
 
     def __init__(

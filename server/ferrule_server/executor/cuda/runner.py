@@ -33,8 +33,8 @@ from ferrule_server.executor.cuda.kernel_set import KernelSet
 from ferrule_server.executor.cuda.masks import DeviceMasks
 from ferrule_server.executor.cuda.staging import Download, DownloadRing, UploadRing
 from ferrule_server.executor.cuda.weights import adopt_weights
-from ferrule_server.executor.device_outputs import DeviceOutputs
-from ferrule_server.executor.torch_executor import TorchExecutor
+from ferrule_server.executor.sampling.device_outputs import DeviceOutputs
+from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.toolchain.compile import Cubin
 from ferrule_server.kernels.cuda.work_list import DecodeLists

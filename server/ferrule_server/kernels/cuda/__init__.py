@@ -1,1 +1,35 @@
-"""The decode step in Numba-CUDA: one file per op, one file of intrinsics, one launch path (docs/kernels.md)."""
+"""The decode step in Numba-CUDA: one file per operation, one file of intrinsics, one launch path (docs/kernels.md).
+
+Operations of a step:
+
+embed.py         embeddings of the step's tokens
+add_norm.py      residual and RMSNorm
+gemv.py          linears of one or two rows, on CUDA cores
+gemm.py          linears of 3 to 64 rows, on tensor cores
+large_gemm.py    linears of more rows, by cuBLAS
+attention.py     attention of few query rows, on CUDA cores: with append.py, attention_tile.py, partials.py
+attention_mma.py attention of up to 16 query rows, on tensor cores: with attention_mma_memory.py,
+                 attention_mma_stage.py, attention_mma_tile.py, attention_mma_merge.py
+work_list.py     what each CTA of an attention kernel does, written by the host
+head.py          the output head for one or two rows; argmax.py: the best token of any number of rows; best_token.py:
+                 keys that order logits
+
+Operations on rows of logits:
+
+shape_logits.py  penalties, bias, mask
+log_sum_exp.py   log-sum-exp, entropy, single log-probabilities
+select_count.py  top-k by radix select; select_mass.py: top-p; top_k.py: the k largest in order
+sample.py        one draw per row; logit_rows.py: what all of these share
+
+The KV pool:
+
+copy_blocks.py   whole blocks within the pool; move_slots.py: single slots; block_transfer.py: export and import
+
+The language of kernels:
+
+specialise.py    a kernel in Python -> straight-line code for given constants
+intrinsics.py    every instruction that Python has no word for
+spec.py          a compiled kernel and its promises; constants.py: shared numbers
+ticket.py        CTAs that meet without waiting; vectors.py: vectors in shared memory
+toolchain/       compiler, cache, driver, checks of machine code
+"""

@@ -20,11 +20,11 @@ import pytest
 from ferrule_server.kernels.cuda import block_transfer, copy_blocks, move_slots
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec
 from ferrule_server.kernels.cuda.toolchain import catalog, cubins, sources
+from ferrule_server.kernels.cuda.toolchain.build import build, load_all
 from ferrule_server.kernels.cuda.toolchain.bundle import Bundle, BundleError, write_bundle
 from ferrule_server.kernels.cuda.toolchain.compile import ARCHITECTURES, CompileError, Cubin
 from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache
-from ferrule_server.kernels.cuda.toolchain.cubins import build, load_all
-from ferrule_server.kernels.cuda.toolchain.cubins_cli import keyed, main
+from ferrule_server.kernels.cuda.toolchain.cubins import keyed, main
 from ferrule_server.kernels.cuda.toolchain.progress import BUILD_TIME, progress_bar, size
 from ferrule_server.kernels.cuda.toolchain.sources import parameters, source_files, source_key
 
@@ -460,7 +460,7 @@ def test_one_process_per_core_that_may_be_used(compiler: Compiler, monkeypatch: 
 _DIES = """
 import multiprocessing, os
 from concurrent.futures import ProcessPoolExecutor
-from ferrule_server.kernels.cuda.toolchain import cubins
+from ferrule_server.kernels.cuda.toolchain import build as cubins
 if __name__ == "__main__":
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(1, mp_context=context, initializer=cubins._end_with_parent)

@@ -1,230 +1,219 @@
-"""Cubins: compiled once per machine, kept on disk, found again by what they are made from.
+"""The command line of compiled kernels: build, list, verify and prune.
 
-A bundle (``bundle.py``) brings cubins from another machine; it is asked first, by the sources alone, so that a machine
-needs neither the compiler nor its versions. Then the cache of this machine (``cubin_cache.py``), by sources and
-versions; what is in neither is compiled.
-
-    python -m ferrule_server.kernels.cuda.toolchain.cubins build --architecture sm_90a --output kernels.bundle
+python -m ferrule_server.kernels.cuda.toolchain.cubins build --architecture sm_90a --output kernels.bundle
 """
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import multiprocessing
-import os
-import platform
-import threading
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
-from ferrule_server.kernels.cuda.spec import KernelSpec
-from ferrule_server.kernels.cuda.toolchain.bundle import Bundle
-from ferrule_server.kernels.cuda.toolchain.compile import CompileError, Cubin, compile_spec, toolkit
-from ferrule_server.kernels.cuda.toolchain.cpus import usable_cpus
-from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache
+from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec
+from ferrule_server.kernels.cuda.specialise import KernelError
+from ferrule_server.kernels.cuda.toolchain import catalog
+from ferrule_server.kernels.cuda.toolchain.build import load_all
+from ferrule_server.kernels.cuda.toolchain.bundle import Bundle, BundleError, check_target, write_bundle
+from ferrule_server.kernels.cuda.toolchain.compile import ARCHITECTURES, CompileError, Cubin, toolkit
+from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache, default_folder
+from ferrule_server.kernels.cuda.toolchain.progress import BUILD_TIME, progress_bar, size
 from ferrule_server.kernels.cuda.toolchain.sources import source_key
 
-__all__ = ["Job", "Progress", "build", "load_all"]
+__all__ = ["keyed", "main"]
 
-Job = tuple[KernelSpec, str]
-"""What to compile, and for which architecture."""
+_DESCRIPTION = f"""\
+Compiled kernels: in the cache of this machine, and in bundles for machines without the compiler.
 
-Progress = Callable[[int, int, str], None]
-"""Called with kernels that are ready, kernels in all, and the name of the latest."""
+A bundle is one file with all kernels for one architecture. Building it takes {BUILD_TIME} for one
+model, shared by the cores, unless the cache has them; no GPU is needed. "build --help" and so on say what a command
+takes; docs/kernels.md, "Cubins and bundles", has examples."""
 
-_NICENESS = 10
-"""Of a compiler beside a server."""
+_BUILD_EPILOG = f"With an empty cache this takes {BUILD_TIME} for one model, shared by the cores."
+_CARDS = "of the GPU: sm_90a for H100, H200 and GH200 (compute capability 9.0); sm_80 for A100, A10, L4, L40S, RTX 30"
+_CARDS += " and 40 (8.x); there are no kernels for others"
 
-_log = logging.getLogger(__name__)
-
-
-def load_all(
-    specs: Iterable[KernelSpec],
-    architecture: str,
-    *,
-    cache: CubinCache | None = None,
-    bundle: Bundle | None = None,
-    num_workers: int | None = None,
-    is_serving: bool = False,
-    progress: Progress | None = None,
-) -> dict[KernelSpec, Cubin]:
-    """Return the cubin of every spec for one architecture; like :func:`build`."""
-    jobs = [(spec, architecture) for spec in specs]
-    made = build(jobs, cache=cache, bundle=bundle, num_workers=num_workers, is_serving=is_serving, progress=progress)
-    return {spec: cubin for (spec, _), cubin in made.items()}
+_ALL = "all"
+_DAY_S = 24 * 3600.0
+_MOST_NAMES = 5
+_MOST_THREADS = 1024
 
 
-def build(
-    jobs: Iterable[Job],
-    *,
-    cache: CubinCache | None = None,
-    bundle: Bundle | None = None,
-    num_workers: int | None = None,
-    is_serving: bool = False,
-    progress: Progress | None = None,
-) -> dict[Job, Cubin]:
-    """Return the cubin of every job: from the bundle, else from the cache, else compiled and cached.
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command; exits with 1 and one line where it cannot be done."""
+    args = _parse(arguments)
+    try:
+        args.run(args)
+    except (BundleError, CompileError, KernelError, OSError) as error:
+        raise SystemExit(f"error: {error}") from error
 
-    Args:
-        jobs: What is wanted; the order of the result.
-        cache: None compiles all that the bundle lacks. One that cannot be written costs one warning only.
-        bundle: Made by :func:`ferrule_server.kernels.cuda.toolchain.bundle.write_bundle`, perhaps elsewhere. What it
-            lacks is said in one warning.
-        num_workers: Processes that compile, at least one; None: one per core that this process may use.
-        is_serving: This process has better things to do: even a single kernel is compiled in a process of its own,
-            because the compiler would take turns with every other thread here, and at a lower priority.
-        progress: Told of each kernel that is ready.
 
-    Raises:
-        BundleError: The bundle is of another architecture, or damaged.
-        KernelError: A kernel's source leaves the language.
-        CompileError: Kernels are missing and the toolkit is too, or it refuses one.
-    """
-    if num_workers is not None and num_workers < 1:
-        raise ValueError(f"num_workers is {num_workers}, must be at least 1")
-    jobs = list(dict.fromkeys(jobs))
-    if bundle:
-        _check_bundle(bundle, jobs)
-    report = progress or _no_progress
-    made: dict[Job, Cubin] = {}
-    missing: dict[str, list[Job]] = {}
-    for job in jobs:
-        found = _find(job, cache, bundle)
-        if found is None:
-            missing.setdefault(source_key(*job), []).append(job)
-            continue
-        made[job] = found
-        report(len(made), len(jobs), job[0].name)
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m ferrule_server.kernels.cuda.toolchain.cubins",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+    build = commands.add_parser(
+        "build",
+        help="compile what is missing, and perhaps put all of it into a bundle",
+        epilog=_BUILD_EPILOG,
+    )
+    build.add_argument("--architecture", choices=sorted(ARCHITECTURES), required=True, help=_CARDS)
+    build.add_argument(
+        "--shape",
+        nargs="+",
+        choices=[*MODEL_SHAPES, _ALL],
+        default=[_ALL],
+        metavar="MODEL",
+        help=f"whose kernels: {', '.join(MODEL_SHAPES)} (default: {_ALL})",
+    )
+    build.add_argument("--variants", action="store_true", help="also those that are there to be measured")
+    build.add_argument("--output", type=Path, help="of the bundle")
+    build.add_argument("--workers", type=_workers, help="processes; one per core unless said otherwise")
+    build.set_defaults(run=_build)
+    listing = commands.add_parser("list", help="what the cache or a bundle holds")
+    listing.add_argument("bundle", type=Path, nargs="?")
+    listing.set_defaults(run=_list)
+    verify = commands.add_parser("verify", help="read every cubin, and say which kernels of these sources are there")
+    verify.add_argument("bundle", type=Path)
+    verify.add_argument(
+        "--shape",
+        nargs="+",
+        choices=[*MODEL_SHAPES, _ALL],
+        default=[],
+        metavar="MODEL",
+        help=f"also require all kernels of these models: {', '.join(MODEL_SHAPES)} or {_ALL}",
+    )
+    verify.add_argument("--variants", action="store_true", help="also those that are there to be measured")
+    verify.set_defaults(run=_verify)
+    prune = commands.add_parser("prune", help="delete what has not been used for so long")
+    prune.add_argument("--days", type=_days, default=30.0)
+    prune.set_defaults(run=_prune)
+    for command in (build, listing, prune):
+        command.add_argument("--cache", type=Path, default=default_folder(), help="folder (default: %(default)s)")
+    return parser.parse_args(arguments)
+
+
+def _workers(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of processes of at least 1")
+    return int(text)
+
+
+def _days(text: str) -> float:
+    try:
+        days = float(text)
+    except ValueError:
+        days = -1
+    if not days >= 0:  # neither is NaN
+        raise argparse.ArgumentTypeError(f"{text!r} is no number that is not negative")
+    return days
+
+
+def _build(args: argparse.Namespace) -> None:
+    specs, cache = _specs(args), CubinCache(args.cache)
+    if args.output:
+        check_target(args.output)
+    cache.check()
+    print(
+        f"{len(specs)} kernels for {args.architecture}; compiling what {cache.folder} lacks",
+        file=sys.stderr,
+        flush=True,
+    )
+    with progress_bar() as show:
+        made = load_all(specs, args.architecture, cache=cache, num_workers=args.workers, progress=show)
+    num_bytes = sum(len(cubin.code) for cubin in made.values())
+    print(f"{len(made)} kernels ready, {size(num_bytes)}", file=sys.stderr)
+    if args.output:
+        write_bundle(args.output, args.architecture, toolkit(), keyed(made, args.architecture))
+        print(f"{args.output}: {size(args.output.stat().st_size)}", file=sys.stderr)
+
+
+def keyed(made: dict[KernelSpec, Cubin], architecture: str) -> dict[str, tuple[str, Cubin]]:
+    """Return cubins as a bundle wants them: by source key, with the name of their spec."""
+    return {source_key(spec, architecture): (spec.name, cubin) for spec, cubin in made.items()}
+
+
+def _specs(args: argparse.Namespace) -> list[KernelSpec]:
+    names = MODEL_SHAPES if _ALL in args.shape else args.shape
+    found: dict[KernelSpec, None] = {}
+    for name in names:
+        found.update(dict.fromkeys(catalog.kernels_of(MODEL_SHAPES[name])))
+        if args.variants:
+            found.update(dict.fromkeys(catalog.variants_of(MODEL_SHAPES[name])))
+    return list(found)
+
+
+def _existing(folder: Path) -> CubinCache:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: no such folder, nothing was compiled into it")
+    return CubinCache(folder)
+
+
+def _list(args: argparse.Namespace) -> None:
+    if args.bundle:
+        bundle = Bundle.open(args.bundle)
+        rows = [(key, record["spec"], bundle.architecture, record) for key, record in bundle.records.items()]
+    else:
+        entries = _existing(args.cache).entries().values()
+        rows = [
+            (entry["source_key"], entry["spec"], entry["cubin"]["architecture"], entry["cubin"]) for entry in entries
+        ]
+    for key, name, architecture, numbers in sorted(rows, key=lambda row: row[1:3]):
+        print(f"{key[:12]}  {architecture:7}  {numbers['num_registers']:3} registers  {name}")
+
+
+def _verify(args: argparse.Namespace) -> None:
+    bundle = Bundle.open(args.bundle)
+    bundle.verify()
+    print(f"{args.bundle}: {len(bundle.records)} cubins for {bundle.architecture}, whole; made by {bundle.versions}")
+    stale = _of_other_sources(bundle)
+    if stale:
+        raise BundleError(
+            f"{bundle.path}: {len(stale)} of {len(bundle.records)} kernels are of other sources: {_some(stale)}"
+        )
+    if args.variants and not args.shape:
+        args.shape = [_ALL]
+    wanted = _specs(args)
+    missing = [spec.name for spec in wanted if source_key(spec, bundle.architecture) not in bundle.records]
     if missing:
-        _check_toolkit(missing)
-    for job, cubin in _compile_all([same[0] for same in missing.values()], num_workers, is_serving):
-        if cache and not _keep(job, cubin, cache):
-            cache = None
-        made.update(dict.fromkeys(missing[source_key(*job)], cubin))
-        report(len(made), len(jobs), job[0].name)
-    return {job: made[job] for job in jobs}
-
-
-def _no_progress(done: int, total: int, name: str) -> None:
-    pass
-
-
-def _check_bundle(bundle: Bundle, jobs: list[Job]) -> None:
-    if not jobs:
-        return
-    bundle.check_architecture(list(dict.fromkeys(architecture for _, architecture in jobs)))
-    lacking = [spec.name for spec, architecture in jobs if source_key(spec, architecture) not in bundle.records]
-    if lacking:
-        _log.warning(
-            "event=bundle_lacks_kernels bundle=%s lacking=%d wanted=%d first=%s",
-            bundle.path,
-            len(lacking),
-            len(jobs),
-            lacking[0],
+        raise BundleError(
+            f"{bundle.path} lacks {len(missing)} of the {len(wanted)} kernels of {', '.join(args.shape)}: "
+            f"{_some(missing)}"
         )
 
 
-def _find(job: Job, cache: CubinCache | None, bundle: Bundle | None) -> Cubin | None:
-    found = bundle.find(source_key(*job)) if bundle else None
-    if found is None and cache is not None and _has_toolkit():
-        found = cache.find(_cache_key(job))
-    return found
+def _of_other_sources(bundle: Bundle) -> list[str]:
+    """Return the names in a bundle that these sources have too, under another key; probes and the like have none."""
+    shapes = MODEL_SHAPES.values()
+    known = {spec.name: spec for shape in shapes for spec in (*catalog.kernels_of(shape), *catalog.variants_of(shape))}
+    return [
+        record["spec"]
+        for key, record in bundle.records.items()
+        if record["spec"] in known and not _is_key_of(key, known[record["spec"]], bundle.architecture)
+    ]
 
 
-def _has_toolkit() -> bool:
-    try:
-        return bool(toolkit())
-    except CompileError:
-        return False
+def _is_key_of(key: str, spec: KernelSpec, architecture: str) -> bool:
+    """Return whether a key is of these sources; tests launch shipped kernels with other threads, alone on their SM."""
+    if key == source_key(spec, architecture):
+        return True
+    tested = (replace(spec, num_threads=num, ctas_per_sm=1) for num in range(32, _MOST_THREADS + 1, 32))
+    return any(key == source_key(it, architecture) for it in tested)
 
 
-def _check_toolkit(missing: Mapping[str, list[Job]]) -> None:
-    try:
-        toolkit()
-    except CompileError as error:
-        (spec, architecture), *_ = next(iter(missing.values()))
-        raise CompileError(
-            f"{len(missing)} kernels are in no bundle, the first is {spec.name} for {architecture}, and {error}"
-        ) from error
+def _some(names: Sequence[str]) -> str:
+    more = f", and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
 
 
-def _cache_key(job: Job) -> str:
-    return hashlib.sha256(f"{source_key(*job)} {_versions()}".encode()).hexdigest()[:32]
-
-
-def _versions() -> str:
-    """Return what decides the machine code besides sources: numba compiles bytecode, which Python's version shapes."""
-    return f"python={'.'.join(platform.python_version_tuple()[:2])} {toolkit()}"
-
-
-def _keep(job: Job, cubin: Cubin, cache: CubinCache) -> bool:
-    """Return whether the cache took it."""
-    spec, architecture = job
-    description = {
-        "spec": spec.name,
-        "source_key": source_key(spec, architecture),
-        "versions": _versions(),
-        "num_threads": spec.num_threads,
-        "ctas_per_sm": spec.ctas_per_sm,
-    }
-    try:
-        cache.store(_cache_key(job), cubin, description)
-    except OSError as error:
-        _log.warning("event=cubin_not_cached folder=%s error=%r", cache.folder, error)
-        return False
-    return True
-
-
-def _compile_all(jobs: list[Job], num_workers: int | None, is_serving: bool) -> Iterable[tuple[Job, Cubin]]:
-    """Yield each job with its cubin as it is done; those of one spec share the PTX, so one process does them all."""
-    by_spec: dict[KernelSpec, list[str]] = {}
-    for spec, architecture in jobs:
-        by_spec.setdefault(spec, []).append(architecture)
-    num_workers = min(num_workers or usable_cpus(), len(by_spec))
-    if num_workers < (1 if is_serving else 2):
-        for job in jobs:
-            yield job, compile_spec(*job)
-        return
-    context = multiprocessing.get_context("spawn")  # a fork would copy the locks of torch's and gRPC's threads
-    with ProcessPoolExecutor(num_workers, mp_context=context, initializer=_begin, initargs=(is_serving,)) as pool:
-        waiting = {pool.submit(_compile, spec, names): spec for spec, names in by_spec.items()}
-        try:
-            for done in as_completed(waiting):
-                for cubin in done.result():
-                    yield (waiting[done], cubin.architecture), cubin
-        except BrokenProcessPool as error:
-            raise CompileError("a process that compiled kernels died; is there enough memory?") from error
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _begin(is_background: bool) -> None:
-    """Prepare a process that compiles."""
-    _end_with_parent()
-    if is_background and hasattr(os, "nice"):
-        os.nice(_NICENESS)
-
-
-def _end_with_parent() -> None:
-    """End this process when the one that started it ends, however: else it would wait for work for ever."""
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent", daemon=True).start()
-
-
-def _compile(spec: KernelSpec, architectures: list[str]) -> list[Cubin]:
-    return [compile_spec(spec, architecture) for architecture in architectures]
+def _prune(args: argparse.Namespace) -> None:
+    deleted = _existing(args.cache).prune(args.days * _DAY_S)
+    print(f"{args.cache}: {deleted} kernels deleted", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    from ferrule_server.kernels.cuda.toolchain.cubins_cli import main
-
     main()

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.toolchain.addressing import mixed_loads, narrow_addresses
+from ferrule_server.kernels.cuda.toolchain.build import Job, Progress, build
 from ferrule_server.kernels.cuda.toolchain.compile import ARCHITECTURES, Cubin
 from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache
-from ferrule_server.kernels.cuda.toolchain.cubins import Job, Progress, build
 from ferrule_server.kernels.cuda.toolchain.sass import (
     INSTRUCTION_BYTES,
     Instruction,

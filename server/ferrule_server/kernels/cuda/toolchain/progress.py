@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from ferrule_server.kernels.cuda.toolchain.cubins import Progress
+from ferrule_server.kernels.cuda.toolchain.build import Progress
 
 __all__ = ["BUILD_TIME", "progress_bar", "size"]
 

@@ -1,0 +1,122 @@
+"""Requests about sequences to jobs: fork, truncate, reserve, release, keep alive, describe, list."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+
+from ferrule.v1 import cache_pb2, types_pb2
+from ferrule_server.api.requests.fields import FieldReader, require, seconds
+from ferrule_server.engine.jobs import (
+    ForkJob,
+    InfoJob,
+    KeepAliveJob,
+    ListJob,
+    ReleaseJob,
+    ReserveJob,
+    SlotsWanted,
+    TruncateJob,
+)
+from ferrule_server.errors import InvalidRequest
+from ferrule_server.kv.handle import Handle
+
+
+class CacheReader:
+    """Turns requests about sequences into jobs.
+
+    Args:
+        fields: Reads what they have in common with others.
+    """
+
+    def __init__(self, fields: FieldReader) -> None:
+        self._fields = fields
+        self._limits = fields.limits
+
+    def fork(self, request: cache_pb2.ForkCacheRequest, principal: str) -> ForkJob:
+        """Return the job of a ForkCache."""
+        require(request, "kv_cache")
+        self._fields.check_request_id(request.request_id, "")
+        handle = self._fields.handle(request.kv_cache, "")
+        count = request.count if request.HasField("count") else 1
+        if not 1 <= count <= self._limits.max_fork_count:
+            raise InvalidRequest("count", f"{count} is outside [1, {self._limits.max_fork_count}]")
+        length = request.length if request.HasField("length") else handle.length
+        if not 1 <= length <= handle.length:
+            raise InvalidRequest("length", f"{length} is outside [1, {handle.length}], the handle's length")
+        ttl_s = seconds(request.ttl, "ttl") if request.HasField("ttl") else None
+        return ForkJob(principal, handle, length, count, ttl_s, request.request_id)
+
+    def truncate(self, request: cache_pb2.TruncateKvRequest, principal: str) -> TruncateJob:
+        """Return the job of a TruncateKv; the engine judges ``new_length``."""
+        require(request, "kv_cache")
+        return TruncateJob(principal, self._fields.handle(request.kv_cache, ""), request.new_length)
+
+    def reserve(self, request: cache_pb2.ReserveKvSlotsRequest, principal: str) -> ReserveJob:
+        """Return the job of a ReserveKvSlots."""
+        num_requests, limit = len(request.requests), self._limits.max_handles_per_request
+        if num_requests > limit:
+            text = f"has {num_requests} entries, the limit is {limit}; send several requests"
+            raise InvalidRequest("requests", text, count=num_requests, limit=limit)
+        return ReserveJob(principal, tuple(self._wanted(each, index) for index, each in enumerate(request.requests)))
+
+    def keep_alive(self, request: cache_pb2.KeepAliveRequest, principal: str) -> KeepAliveJob:
+        """Return the job of a KeepAlive."""
+        ttl_s = seconds(request.ttl, "ttl") if request.HasField("ttl") else None
+        return KeepAliveJob(principal, self.named(request.kv_caches, "kv_caches"), ttl_s)
+
+    def release(self, handles: Sequence[types_pb2.KvCacheHandle], path: str, principal: str) -> ReleaseJob:
+        """Return the job that ends the sequences in the list ``path``; a handle that names nothing is no error."""
+        return ReleaseJob(principal, self.named(handles, path))
+
+    def cache_info(self, request: cache_pb2.GetCacheInfoRequest, principal: str) -> InfoJob:
+        """Return the job of a GetCacheInfo."""
+        require(request, "kv_cache")
+        handle = self._named(request.kv_cache, "kv_cache")
+        return InfoJob(principal, handle, request.include_token_ids)
+
+    def list_caches(self, request: cache_pb2.ListCachesRequest, principal: str) -> ListJob:
+        """Return the job of a ListCaches."""
+        limit = min(request.page_size or self._limits.default_page_size, self._limits.max_page_size)
+        return ListJob(principal, _after_handle_id(request.page_token), limit)
+
+    def named(self, handles: Sequence[types_pb2.KvCacheHandle], path: str) -> tuple[Handle, ...]:
+        """Return the handles in the list ``path``, of which only the ``cache_id`` counts.
+
+        Raises:
+            InvalidRequest: There are too many, or one was never given out because it is too long.
+        """
+        limit = self._limits.max_handles_per_request
+        if len(handles) > limit:
+            text = f"has {len(handles)} handles, the limit is {limit}; send several requests"
+            raise InvalidRequest(path, text, count=len(handles), limit=limit)
+        return tuple(self._named(handle, f"{path}[{index}]") for index, handle in enumerate(handles))
+
+    def _wanted(self, message: cache_pb2.KvSlotRequest, index: int) -> SlotsWanted:
+        path = f"requests[{index}].kv_cache"
+        if not message.HasField("kv_cache"):
+            raise InvalidRequest(path, "must be set")
+        return SlotsWanted(self._named(message.kv_cache, path), message.target_length, message.admission_target_length)
+
+    def _named(self, message: types_pb2.KvCacheHandle, path: str) -> Handle:
+        cache_id, limit = message.cache_id, self._limits.max_cache_id_chars
+        if len(cache_id) > limit:
+            raise InvalidRequest(f"{path}.cache_id", f"has {len(cache_id)} characters, the limit is {limit}")
+        return Handle(cache_id, message.length, message.lineage)
+
+
+def page_token(handle_id: str) -> str:
+    """Return the opaque token of the page that begins after ``handle_id``; empty for an empty one."""
+    return base64.urlsafe_b64encode(f"1{handle_id}".encode()).decode() if handle_id else ""
+
+
+def _after_handle_id(token: str) -> str:
+    if not token:
+        return ""
+    try:
+        text = base64.b64decode(token, altchars=b"-_", validate=True).decode("ascii")
+    except (binascii.Error, UnicodeError, ValueError):
+        text = ""
+    if len(text) != 17 or text[0] != "1" or not set(text[1:]) <= set("0123456789abcdef"):
+        raise InvalidRequest("page_token", "is no next_page_token of this server")
+    return text[1:]

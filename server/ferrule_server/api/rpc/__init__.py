@@ -1,0 +1,11 @@
+"""What every call passes, whichever its method.
+
+handlers.py     registers servicers: admission first, one typed error at the end
+intake.py       receives the request: room, time, size, turn, parsing
+observe.py      tells observers when a call begins and ends
+calls.py        submits the jobs of a call and awaits their results
+state.py        the phase of the server, and its parts once the model is loaded
+status.py       the table from errors to gRPC status
+refusals.py     logs refusals, one line per reason
+call_counts.py  counts calls by method, code and reason
+"""

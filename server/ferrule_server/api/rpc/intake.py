@@ -1,0 +1,218 @@
+"""What every request passes between its metadata and its method: room, time, size, its principal's turn, parsing.
+
+metadata --> admitted? --> room --> one message --> size --> turn --> parse --> the method
+(handlers)    '------ receiving ----'  bounds   turns    parsing
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any, Final
+
+import grpc
+from google.protobuf import descriptor_pool, message_factory
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import DecodeError, Message
+
+from ferrule_server.api.receiving.bounds import SLACK_BYTES, ModelSizes, request_bound
+from ferrule_server.api.receiving.budgets import PROBE_TIMEOUT_S, ProbeBudget, ReceiveBudget
+from ferrule_server.api.receiving.call_rates import CallRates
+from ferrule_server.api.receiving.parsing import MESSAGE_BYTES, PIECE_BYTES, parse
+from ferrule_server.api.receiving.turns import TurnTaker
+from ferrule_server.api.rpc.refusals import StrangerLog
+from ferrule_server.api.rpc.state import ServerState
+from ferrule_server.api.security.principal import ANYBODY, Caller
+from ferrule_server.errors import InvalidRequest, RequestTooLarge
+
+Context = grpc.aio.ServicerContext[Any, Any]
+"""A call in progress; Any, because reply types differ and nothing here touches them."""
+
+CALL_NS: Final = 200_000
+"""What a call costs the event loop besides what is ours: gRPC begins it, sends its reply and ends it."""
+_GONE_S: Final = 0.2
+"""gRPC ends a read in the same way where it has ended the call, for a message that is too large, and cancels the method
+within this time."""
+_CANCEL_S: Final = 0.02
+"""The same for a stream: a client that hangs up ends the read first, and then the method is cancelled. A client that
+has half-closed waits so long for its status at most, while its last items are answered."""
+_FEW_MESSAGES: Final = 4096
+"""A request with fewer messages in it takes little more than its bytes."""
+_MAX_PARKED_STRANGERS: Final = 256
+"""Calls to be refused for their credentials that may wait for their turn; each may hold a flow-control window."""
+
+
+class Method:
+    """One method as its requests are received.
+
+    Args:
+        name: Full name, such as ``ferrule.v1.ModelExecutorService.Prefill``.
+
+    Attributes:
+        request: Type of its requests.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.request: Descriptor = descriptor_pool.Default().FindMethodByName(name).input_type
+        self._message_class = message_factory.GetMessageClass(self.request)
+
+    def new_request(self) -> Message:
+        """Return an empty request."""
+        return self._message_class()
+
+    def malformed(self) -> InvalidRequest:
+        """Return what a caller is told whose bytes are no such request."""
+        return InvalidRequest("request", f"is not a valid {self.request.full_name} message")
+
+
+class Intake:
+    """Receives the requests of all methods. All methods run on the event loop.
+
+    Args:
+        state: The server: its limits, and once it is loaded its model.
+        turns: Whose turn it is.
+        rates: How many calls and bytes each principal may send.
+
+    Attributes:
+        strangers: Writes of calls whose credentials are refused.
+    """
+
+    def __init__(self, state: ServerState, turns: TurnTaker, rates: CallRates) -> None:
+        self._state = state
+        self.turns = turns
+        self._rates = rates
+        limits = state.limits
+        self._budget = ReceiveBudget(limits.max_receiving_bytes, limits.max_request_bytes, limits.message_timeout_s)
+        self._large = asyncio.Lock()
+        self._probes = ProbeBudget(min(PROBE_TIMEOUT_S, limits.message_timeout_s))
+        self.strangers = StrangerLog()
+        self._bounds: dict[str, int] = {}
+
+    async def refuse_in_turn(self, peer: str) -> None:
+        """Return when a stranger may be refused: floods of strangers take turns with everybody else."""
+        self.turns.shares.account(ANYBODY)
+        self.turns.shares.charge(ANYBODY, CALL_NS)
+        if self.turns.num_waiting(ANYBODY) < _MAX_PARKED_STRANGERS:
+            await self.turns.turn(ANYBODY, peer)
+
+    def count_call(self, caller: Caller) -> None:
+        """Count a call.
+
+        Raises:
+            QuotaExceeded: Its principal makes too many calls, or has sent too many bytes.
+        """
+        self._rates.admit(caller.principal)
+
+    async def one(self, method: Method, context: Context, caller: Caller) -> tuple[Message, int]:
+        """Return the one request of a call, and the bytes that are to be given back once the call has ended.
+
+        Raises:
+            InvalidRequest: There is none, or it is no such message.
+            RequestTooLarge: It is larger than any that the method can make use of.
+            RequestTimeout: It did not arrive in time.
+            QueueFull: Too many strangers wait.
+        """
+        if caller.principal == ANYBODY:
+            return await self._probe(method, context)
+        principal = caller.principal
+        data = await _present(await self._budget.read(principal, partial(_read, context)))
+        self._rates.charge_bytes(principal, len(data))
+        held_bytes = len(data)
+        try:
+            request, kept_bytes = await self._parse(method, data, principal)
+            self._budget.resize(principal, held_bytes, kept_bytes)
+            held_bytes = 0
+        finally:
+            self._budget.resize(principal, held_bytes, 0)
+        return request, kept_bytes
+
+    def give_back(self, caller: Caller, held_bytes: int) -> None:
+        """Give back what the request of a call has held."""
+        self._budget.resize(caller.principal, held_bytes, 0)
+
+    async def frames(self, method: Method, context: Context, caller: Caller) -> AsyncIterator[Message]:
+        """Yield the requests of a call that sends many, as long as its credentials hold.
+
+        A principal that sends more bytes than its quota allows is read more slowly.
+
+        Raises:
+            InvalidRequest, RequestTooLarge: As :meth:`one`, of whichever request comes next.
+            TokenInvalid: The credentials have been withdrawn.
+        """
+        while (data := await context.read()) is not grpc.aio.EOF:
+            caller.check()
+            self._rates.charge_bytes(caller.principal, len(data))
+            if (delay_s := self._rates.delay_s(caller.principal)) > 0.0:
+                await asyncio.sleep(delay_s)
+            if len(data) <= PIECE_BYTES:
+                yield (await self._parse(method, data, caller.principal))[0]
+                continue
+            async for request in self._large_frame(method, data, caller.principal):
+                yield request
+        await asyncio.sleep(_CANCEL_S)
+
+    async def _large_frame(self, method: Method, data: bytes, principal: str) -> AsyncIterator[Message]:
+        """Yield one request of many, which takes room until the next one is asked for."""
+        await self._budget.acquire(principal)
+        held_bytes = self._state.limits.max_request_bytes
+        try:
+            request, kept_bytes = await self._parse(method, data, principal)
+            self._budget.resize(principal, held_bytes, kept_bytes)
+            held_bytes = kept_bytes
+            yield request
+        finally:
+            self._budget.resize(principal, held_bytes, 0)
+
+    async def _probe(self, method: Method, context: Context) -> tuple[Message, int]:
+        peer = context.peer()
+        data = await _present(await self._probes.read(peer, partial(_read, context)))
+        return await self._parse(method, data, ANYBODY, peer)
+
+    async def _parse(self, method: Method, data: bytes, principal: str, flow: str = "") -> tuple[Message, int]:
+        """Return a request, and the memory that it takes beyond its bytes where that is worth counting."""
+        if len(data) > SLACK_BYTES and len(data) > (limit := self._bound(method)):
+            raise RequestTooLarge(len(data), limit)
+        await self.turns.turn(principal, flow)
+        request = method.new_request()
+        try:
+            if len(data) <= PIECE_BYTES:
+                num_messages = await parse(request, data)
+            else:
+                async with self._large:  # one at a time: what it takes beyond its bytes is known only afterwards
+                    await self._budget.settled()
+                    num_messages = await parse(request, data)
+        except DecodeError:
+            raise method.malformed() from None
+        return request, MESSAGE_BYTES * num_messages if num_messages > _FEW_MESSAGES else 0
+
+    def _bound(self, method: Method) -> int:
+        """Return the largest request of a method; while the model is loading nothing is known but gRPC's own limit."""
+        name = method.request.full_name
+        bound = self._bounds.get(name)
+        if bound is None:
+            serving = self._state.serving
+            if serving is None:
+                return self._state.limits.max_request_bytes
+            model = serving.engine.info.model
+            sizes = ModelSizes(model.vocab_size, model.max_context, serving.max_step_rows)
+            bound = self._bounds[name] = request_bound(method.request, self._state.limits, sizes)
+        return bound
+
+
+async def _read(context: Context) -> bytes | None:
+    """Return the next message of a call; None: there is none."""
+    data: Any = await context.read()  # gRPC's EOF is an object of its own
+    return None if data is grpc.aio.EOF else data
+
+
+async def _present(data: bytes | None) -> bytes:
+    """Return a message that was sent.
+
+    Raises:
+        InvalidRequest: The client has sent none.
+    """
+    if data is None:
+        await asyncio.sleep(_GONE_S)
+        raise InvalidRequest("request", "no message was sent")
+    return data

@@ -1,0 +1,132 @@
+"""The one table from domain error to gRPC status, and the ``google.rpc.Status`` that travels with it.
+
+Every error of ours is a ``google.rpc.Status`` with exactly one ``ErrorInfo{reason, domain "ferrule", metadata}``,
+plus ``BadRequest`` where a field is named and ``RetryInfo`` where waiting helps. Details stay below
+:data:`MAX_DETAILS_BYTES`: gRPC carries them in trailing metadata, and 20 KB there turns any error into another one.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import error_details_pb2, status_pb2
+
+from ferrule_server import errors
+from ferrule_server.api.rpc.observe import Call
+
+_LOG = logging.getLogger(__name__)
+
+DOMAIN = "ferrule"
+MAX_DETAILS_BYTES = 4096
+_MAX_MESSAGE_CHARS = 480
+_MAX_VALUE_CHARS = 160
+_MAX_METADATA = 12
+
+STATUS_TABLE: Mapping[type[errors.FerruleError], grpc.StatusCode] = MappingProxyType(
+    {
+        errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+        errors.RequestTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
+        errors.TokenMissing: grpc.StatusCode.UNAUTHENTICATED,
+        errors.TokenInvalid: grpc.StatusCode.UNAUTHENTICATED,
+        errors.RoleRequired: grpc.StatusCode.PERMISSION_DENIED,
+        errors.HandleUnknown: grpc.StatusCode.NOT_FOUND,
+        errors.MaskUnknown: grpc.StatusCode.NOT_FOUND,
+        errors.WrongInstance: grpc.StatusCode.ABORTED,
+        errors.HandleStale: grpc.StatusCode.ABORTED,
+        errors.OutOfRange: grpc.StatusCode.OUT_OF_RANGE,
+        errors.ResourceExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
+        errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+        errors.FeatureUnsupported: grpc.StatusCode.UNIMPLEMENTED,
+        errors.Cancelled: grpc.StatusCode.CANCELLED,
+        errors.NonFiniteLogits: grpc.StatusCode.INTERNAL,
+        errors.EngineFault: grpc.StatusCode.INTERNAL,
+        errors.FerruleError: grpc.StatusCode.INTERNAL,
+    }
+)
+"""Error class to status code; a class that is not listed has the code of its nearest listed ancestor."""
+
+
+def code_of(error: errors.FerruleError) -> grpc.StatusCode:
+    """Return the status code of an error: that of the nearest class in :data:`STATUS_TABLE`."""
+    for cls in type(error).__mro__:
+        if (code := STATUS_TABLE.get(cls)) is not None:
+            return code
+    raise AssertionError("FerruleError itself is in the table")
+
+
+def reason_of(error: errors.FerruleError) -> str:
+    """Return the machine-readable reason, such as ``HANDLE_STALE`` or ``QUOTA_KV_TOKENS``."""
+    return error.reason
+
+
+def to_status(error: errors.FerruleError) -> status_pb2.Status:
+    """Return the ``google.rpc.Status`` of an error, below :data:`MAX_DETAILS_BYTES` whatever the error holds."""
+    status = _status_of(error, _MAX_VALUE_CHARS)
+    if status.ByteSize() > MAX_DETAILS_BYTES:
+        status = _status_of(error, 40)
+    return status
+
+
+def fault_of(failure: BaseException, rpc: str) -> errors.EngineFault:
+    """Log an exception that should not exist with its traceback, and return what the caller may know of it.
+
+    Refusals are left out of the traceback: see :func:`~ferrule_server.errors.without_refusals`.
+    """
+    fault_id = secrets.token_hex(4)
+    _LOG.error("fault rpc=%s fault_id=%s", rpc, fault_id, exc_info=errors.without_refusals(failure))
+    return errors.EngineFault(fault_id)
+
+
+def log_refused(rpc: str, error: errors.FerruleError, principal: str, count: int = 1, call: Call | None = None) -> None:
+    """Write the one line about a refused call: names and numbers, never token contents or cache ids.
+
+    Args:
+        rpc: The method.
+        error: Why; the first one where several items of a stream are refused for one reason.
+        principal: Who asked.
+        count: How many items it is about.
+        call: It is part of; where the error names no handle, the one that the whole call names is told.
+    """
+    handle_id, trace_id = (call.handle_id, call.trace_id) if call is not None else ("", "")
+    _LOG.warning(
+        "refused rpc=%s code=%s reason=%s handle_id=%s principal=%s trace_id=%s count=%d",
+        rpc,
+        code_of(error).name,
+        reason_of(error),
+        error.metadata.get("handle_id", handle_id) or "-",
+        principal,
+        trace_id or "-",
+        count,
+    )
+
+
+def _status_of(error: errors.FerruleError, max_value_chars: int) -> status_pb2.Status:
+    code: tuple[int, str] = code_of(error).value
+    status = status_pb2.Status(code=code[0], message=_shortened(error.message, _MAX_MESSAGE_CHARS))
+    info = error_details_pb2.ErrorInfo(reason=reason_of(error), domain=DOMAIN)
+    for key, value in list(error.metadata.items())[:_MAX_METADATA]:
+        info.metadata[key[:64]] = _shortened(value, max_value_chars)
+    status.details.add().Pack(info)
+    if isinstance(error, errors.InvalidRequest):
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=_shortened(error.field, max_value_chars), description=_shortened(error.description, max_value_chars)
+        )
+        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    if isinstance(error, errors.ResourceExhausted) and error.retry_after_s is not None:
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=_duration(error.retry_after_s)))
+    return status
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(round(seconds * 1e9))
+    return duration
+
+
+def _shortened(text: str, max_chars: int) -> str:
+    return text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."

@@ -1,0 +1,10 @@
+"""Who calls, and by which credentials.
+
+auth.py                credentials of a call -> its caller
+principal.py           the caller of the call under way
+client_certificate.py  the principal in a client certificate
+token_file.py          bearer tokens
+tls.py                 certificates of the server, reloaded when they change
+file_watch.py          reports when a file has changed
+grace.py               how long a draining server serves live handles
+"""

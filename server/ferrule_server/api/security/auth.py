@@ -1,0 +1,195 @@
+"""Turns the credentials of a call into its caller: a bearer token, a client certificate, or none where none is asked.
+
+Nothing here or in the log ever holds a token, and no answer tells more than that a credential is missing or wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any, Final, Protocol
+
+import grpc
+
+from ferrule_server.api.security.principal import LOCAL, Caller
+from ferrule_server.api.security.token_file import TokenFile
+from ferrule_server.config import ServerConfig
+from ferrule_server.errors import TokenInvalid, TokenMissing
+from ferrule_server.quotas import UNLIMITED, QuotaLimits
+
+_LOG = logging.getLogger(__name__)
+
+_HEADER: Final = "authorization"
+_SCHEME: Final = "bearer"
+_CERTIFICATE: Final = "x509_pem_cert"
+_MAX_REMEMBERED: Final = 1024
+_MAX_REMEMBERED_BYTES: Final = 16 << 10
+_NO_PRINCIPAL: Final = (
+    "the client certificate must name one principal, by one URI as subject alternative name or, without any, "
+    "by its common name, of at most 512 bytes and without control characters"
+)
+_GRPC_LOGGER: Final = "grpc._cython.cygrpc"
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Access(Protocol):
+    """Decides who may call, and how much each may use."""
+
+    def admit(self, context: Context) -> Caller:
+        """Return the caller of a call that begins.
+
+        Raises:
+            TokenMissing: It carries no credentials.
+            TokenInvalid: They are not accepted.
+        """
+        ...
+
+    def limits_of(self, principal: str) -> QuotaLimits:
+        """Return the quotas of a principal; callable from any thread."""
+        ...
+
+    def refresh(self) -> None:
+        """Take up changes of the files behind it; may block, so not on the event loop."""
+        ...
+
+
+class OpenAccess:
+    """Everybody is the principal ``local``: whoever can reach the server is trusted.
+
+    Args:
+        is_admin: Everybody has the role admin too, where only this machine can reach the server.
+        quotas: Of all together.
+    """
+
+    def __init__(self, *, is_admin: bool, quotas: QuotaLimits = UNLIMITED) -> None:
+        self._caller = Caller(LOCAL, is_admin)
+        self._quotas = quotas
+
+    def admit(self, context: Context) -> Caller:  # noqa: ARG002  (whoever it is)
+        """Return the one caller there is; credentials that are sent all the same are not looked at."""
+        return self._caller
+
+    def limits_of(self, principal: str) -> QuotaLimits:  # noqa: ARG002  (there is one)
+        """Return the quotas of all together."""
+        return self._quotas
+
+    def refresh(self) -> None:
+        """Change nothing: there are no files."""
+
+
+class TokenAccess:
+    """Every call carries one of the tokens of a file, whatever certificate the connection has.
+
+    Args:
+        tokens: The file.
+    """
+
+    def __init__(self, tokens: TokenFile) -> None:
+        self._tokens = tokens
+        self.limits_of = tokens.limits_of
+        self.refresh = tokens.refresh
+
+    def admit(self, context: Context) -> Caller:
+        """Return whom the call's token stands for. Raises as :meth:`Access.admit`."""
+        caller = self._tokens.find(_bearer_token(context.invocation_metadata() or ()))
+        if caller is None:
+            raise TokenInvalid("the token is not accepted: it is mistyped, was replaced, or is for another server")
+        return caller
+
+
+class CertificateAccess:
+    """The client's certificate, which TLS has verified, names the principal.
+
+    Certificates that name nobody are remembered too, so that a client that retries does not cost a parse each time.
+    Only certificates that TLS has verified are remembered; at most 1024 of at most 16 KiB each.
+
+    Args:
+        admins: Principals with the role admin.
+        quotas: Of each principal.
+    """
+
+    def __init__(self, admins: Sequence[str], quotas: QuotaLimits = UNLIMITED) -> None:
+        from ferrule_server.api.security.client_certificate import (
+            principal_of_pem,  # 50 ms that other servers need not wait
+        )
+
+        self._admins = frozenset(admins)
+        self._quotas = quotas
+        self._parse = principal_of_pem
+        self._remembered = lru_cache(_MAX_REMEMBERED)(principal_of_pem)
+
+    def admit(self, context: Context) -> Caller:
+        """Return the principal that the connection's certificate names. Raises as :meth:`Access.admit`."""
+        pem = _certificate_of(context)
+        principal = (self._remembered if len(pem) <= _MAX_REMEMBERED_BYTES else self._parse)(pem)
+        if principal is None:
+            raise TokenInvalid(_NO_PRINCIPAL)
+        return Caller(principal, principal in self._admins)
+
+    def limits_of(self, principal: str) -> QuotaLimits:  # noqa: ARG002  (the same for each)
+        """Return the quotas of each principal."""
+        return self._quotas
+
+    def refresh(self) -> None:
+        """Change nothing: authorities are re-read where TLS is."""
+
+
+def access_of(config: ServerConfig) -> Access:
+    """Return who may call by the settings, and log what an operator should know of the risk.
+
+    Raises:
+        ConfigError: The token file is unusable.
+    """
+    access: Access
+    if config.token_file is not None:
+        access = TokenAccess(TokenFile(config.token_file, config.quotas))
+    elif config.tls_client_ca is not None:
+        access = CertificateAccess(config.admins, config.quotas)
+    else:
+        access = OpenAccess(is_admin=config.listen.is_local, quotas=config.quotas)
+    _warn_of_exposure(config)
+    logging.getLogger(_GRPC_LOGGER).addFilter(_without_metadata)
+    return access
+
+
+def _certificate_of(context: Context) -> bytes:
+    """Return the certificate of the connection's client in PEM; empty if there is none, or several."""
+    certificates = list((context.auth_context() or {}).get(_CERTIFICATE, ()))
+    return certificates[0] if len(certificates) == 1 else b""
+
+
+def _bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str:
+    values = [value for key, value in metadata if key == _HEADER]
+    if not values:
+        raise TokenMissing("this server wants a bearer token: send the metadata 'authorization: Bearer TOKEN'")
+    scheme, _, token = str(values[0]).partition(" ")
+    if len(values) > 1 or scheme.lower() != _SCHEME:
+        raise TokenInvalid("the metadata must hold one 'authorization: Bearer TOKEN'")
+    return token.strip()
+
+
+def _without_metadata(record: logging.LogRecord) -> bool:
+    """Take out of a line of gRPC's the value of a header that is no UTF-8: next to a slip of the pen it is a token."""
+    if str(record.msg).startswith("Invalid encoding"):
+        record.msg, record.args, record.exc_info = "metadata that is no UTF-8", (), None
+    return True
+
+
+def _warn_of_exposure(config: ServerConfig) -> None:
+    """Log what can be reached, read or used from other machines."""
+    has_tokens, has_names = config.token_file is not None, config.tls_client_ca is not None
+    _LOG.info(
+        "access credentials=%s tls=%s max_connections=%d",
+        "token" if has_tokens else "certificate" if has_names else "none",
+        "mutual" if has_names else "server" if config.tls_cert is not None else "none",
+        config.connection_limit,
+    )
+    if config.listen.is_local:
+        return
+    if not (has_tokens or has_names):
+        _LOG.warning("insecure: everybody who can reach %s can use this server and its memory", config.listen.target)
+    if config.tls_cert is None:
+        what = "tokens, prompts and outputs travel" if has_tokens else "prompts and outputs travel"
+        _LOG.warning("insecure: %s to and from %s in plain text; use --tls-cert", what, config.listen.target)

@@ -1,0 +1,136 @@
+"""The server's certificates, taken up again when their files change: the next handshake shows the new ones."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import threading
+from pathlib import Path
+
+import grpc
+
+from ferrule_server.api.security.file_watch import FileWatch, read_small
+from ferrule_server.config import ServerConfig
+from ferrule_server.errors import ConfigError
+
+_LOG = logging.getLogger(__name__)
+
+
+class TlsFiles:
+    """A certificate chain, its key, and the authorities of clients, all in PEM.
+
+    Invariant: what is in use was whole when it was read: key and chain belong together. Connections made before a
+    change live on.
+
+    Args:
+        cert: The server's certificate, followed by those between it and its authority.
+        key: Its private key, without a password.
+        client_ca: Authorities; every client must then show a certificate of one of them. None: none is asked for.
+
+    Raises:
+        ConfigError: A file cannot be read or is none of these, or key and certificate do not match.
+    """
+
+    def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
+        self._cert = cert
+        self._key = key
+        self._client_ca = client_ca
+        self._watch = FileWatch(cert, key, *([client_ca] if client_ca else ()))
+        self._watch.has_changed()
+        self._lock = threading.Lock()
+        self._last_fault = ""
+        self._in_use = self._read()
+
+    def __repr__(self) -> str:
+        return f"TlsFiles({str(self._cert)!r}, client_ca={str(self._client_ca)!r})"
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """Return what gRPC binds a port with."""
+        credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(
+            _configuration(self._in_use),
+            self._changed,  # type: ignore[arg-type]  # None is allowed, says its documentation
+            require_client_authentication=self._client_ca is not None,
+        )
+        return credentials
+
+    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """Return what to use from now on, or None for no change; gRPC asks at every handshake, on threads of its own.
+
+        A change that is no good is logged once and the old pair stays in use: a key that arrives after its certificate
+        must not cut a server off.
+        """
+        with self._lock:
+            if not self._watch.has_changed():
+                return None
+            try:
+                found = self._read()
+            except ConfigError as error:
+                if str(error) != self._last_fault:
+                    _LOG.error("certificates refused, those read before stay in use: %s", error)
+                self._last_fault = str(error)
+                return None
+            self._last_fault = ""
+            if found == self._in_use:
+                return None
+            self._in_use = found
+            _LOG.info("certificates read path=%s", self._cert)
+            return _configuration(found)
+
+    def _read(self) -> tuple[bytes, bytes, bytes | None]:
+        """Return key, chain and authorities, checked.
+
+        Reading again after the check makes sure that it is what was checked: OpenSSL takes paths only.
+        """
+        for _ in range(3):
+            found = self._contents()
+            self._check()
+            if self._contents() == found:
+                return found
+        raise ConfigError(f"--tls-cert {self._cert}: the files change while they are read")
+
+    def _contents(self) -> tuple[bytes, bytes, bytes | None]:
+        key, cert = _bytes_of("--tls-key", self._key), _bytes_of("--tls-cert", self._cert)
+        return key, cert, _bytes_of("--tls-client-ca", self._client_ca) if self._client_ca else None
+
+    def _check(self) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self._cert, self._key, password=_no_password)
+        except ssl.SSLError as error:
+            is_mismatch = error.reason == "KEY_VALUES_MISMATCH"
+            text = "do not belong together" if is_mismatch else f"are no usable pair in PEM ({error.reason or error})"
+            raise ConfigError(f"--tls-cert {self._cert} and --tls-key {self._key} {text}") from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--tls-key {self._key}: {error}") from None
+        try:
+            if self._client_ca is not None:
+                context.load_verify_locations(self._client_ca)
+        except OSError:
+            raise ConfigError(f"--tls-client-ca {self._client_ca}: holds no certificate in PEM") from None
+
+
+def tls_of(config: ServerConfig) -> TlsFiles | None:
+    """Return the certificates that the settings name; None: plain text. Raises as :class:`TlsFiles`."""
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    return TlsFiles(config.tls_cert, config.tls_key, config.tls_client_ca)
+
+
+def _configuration(found: tuple[bytes, bytes, bytes | None]) -> grpc.ServerCertificateConfiguration:
+    key, cert, client_ca = found
+    configuration: grpc.ServerCertificateConfiguration = grpc.ssl_server_certificate_configuration(
+        [(key, cert)], client_ca
+    )
+    return configuration
+
+
+def _bytes_of(flag: str, path: Path) -> bytes:
+    try:
+        return read_small(path)
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: {error.strerror or error}") from None
+
+
+def _no_password() -> str:
+    """Stand in for the question that OpenSSL would ask on the terminal."""
+    raise ValueError("has a password; a server needs a key without one")

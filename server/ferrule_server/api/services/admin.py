@@ -1,0 +1,111 @@
+"""AdminService: warm up, drain, end the process, show it.
+
+``handlers.ROLES`` names the role that every method of it needs: who lacks it learns nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from ferrule.v1 import admin_pb2, admin_pb2_grpc
+from ferrule_server.api.requests.fields import seconds
+from ferrule_server.api.responses.view import Views
+from ferrule_server.api.rpc.calls import Context, run_job, unary
+from ferrule_server.api.rpc.state import ServerState, Serving
+from ferrule_server.api.security.principal import principal_of
+from ferrule_server.engine.jobs import WarmupJob, WarmupResult
+from ferrule_server.errors import InvalidRequest, Starting
+
+_MAX_BATCH_SIZES: Final = 64
+
+
+class Operations(Protocol):
+    """The server as AdminService runs it. On the event loop; each returns at once."""
+
+    def begin_drain(self, grace_s: float | None) -> None:
+        """Refuse new prompts and serve live handles for ``grace_s`` seconds from now; None: as it is set."""
+        ...
+
+    def ask_to_stop(self, grace_s: float | None) -> None:
+        """Have the process drain for ``grace_s`` seconds from now, then end; None: as it is set."""
+        ...
+
+
+class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
+    """Runs the server's life, and shows it.
+
+    Args:
+        state: The server.
+        operations: What is done to it.
+        views: What is seen of it.
+    """
+
+    def __init__(self, state: ServerState, operations: Operations, views: Views) -> None:
+        self.state = state
+        self._operations = operations
+        self._views = views
+
+    @unary
+    async def Warmup(self, request: admin_pb2.WarmupRequest, context: Context) -> admin_pb2.WarmupResponse:
+        """Run steps of real shapes, so that the first request is not slow."""
+        serving = self.state.use()
+        batch_sizes = _batch_sizes(request.batch_sizes, serving.max_step_rows)
+        result = await run_job(serving.engine, WarmupJob(principal_of(context), batch_sizes))
+        assert isinstance(result, WarmupResult)
+        return admin_pb2.WarmupResponse(
+            run_ns=sum(step.run_ns for step in result.steps),
+            batch_sizes=result.batch_sizes,
+            steps=[
+                admin_pb2.WarmupStep(num_sequences=step.num_seqs, num_rows=step.num_rows, run_ns=step.run_ns)
+                for step in result.steps
+            ],
+        )
+
+    @unary
+    async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
+        """Refuse new prompts and serve live handles until the grace is over; the process goes on."""
+        snapshot = self._serving().engine.snapshot()
+        self._operations.begin_drain(_grace(request))
+        return admin_pb2.DrainResponse(
+            live_sequences=self.state.num_sequences, pending_jobs=snapshot.num_running + snapshot.num_waiting
+        )
+
+    @unary
+    async def Shutdown(self, request: admin_pb2.ShutdownRequest, context: Context) -> admin_pb2.ShutdownResponse:
+        """Drain, then end the process."""
+        self._serving()
+        self._operations.ask_to_stop(_grace(request))
+        return admin_pb2.ShutdownResponse(live_sequences=self.state.num_sequences)
+
+    @unary
+    async def GetServerView(
+        self,
+        request: admin_pb2.GetServerViewRequest,
+        context: Context,
+    ) -> admin_pb2.GetServerViewResponse:
+        """Show counters, pool, sequences and principals as they are between two steps."""
+        return admin_pb2.GetServerViewResponse(view=await self._views.view(request))
+
+    def _serving(self) -> Serving:
+        """Return the parts that exist once the model is loaded, also when nothing else is taken any more.
+
+        Raises:
+            Starting: They do not exist yet.
+        """
+        if self.state.serving is None:
+            raise Starting
+        return self.state.serving
+
+
+def _grace(request: admin_pb2.DrainRequest | admin_pb2.ShutdownRequest) -> float | None:
+    return seconds(request.grace, "grace") if request.HasField("grace") else None
+
+
+def _batch_sizes(sizes: Sequence[int], max_batch_size: int) -> tuple[int, ...]:
+    if len(sizes) > _MAX_BATCH_SIZES:
+        raise InvalidRequest("batch_sizes", f"has {len(sizes)} entries, the limit is {_MAX_BATCH_SIZES}")
+    for index, size in enumerate(sizes):
+        if not 1 <= size <= max_batch_size:
+            raise InvalidRequest(f"batch_sizes[{index}]", f"{size} is outside [1, {max_batch_size}]")
+    return tuple(sizes)

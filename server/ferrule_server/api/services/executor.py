@@ -1,0 +1,310 @@
+"""ModelExecutorService: each method reads a request, has its jobs run and writes what comes of them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from functools import partial
+
+from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc
+from ferrule_server.api.requests.fields import placed, require
+from ferrule_server.api.requests.planned import PlannedAppend, PlannedGenerate
+from ferrule_server.api.responses.describe import (
+    caller_info,
+    capabilities,
+    model_info,
+    own_cache_metrics,
+    seen_by,
+    status,
+)
+from ferrule_server.api.responses.outputs import (
+    cache_info,
+    fill_decode,
+    fill_prefill,
+    fill_unified,
+    fill_verify,
+    fork_response,
+    handle_message,
+    keep_alive_response,
+    list_response,
+    release_results,
+    slot_reservation,
+)
+from ferrule_server.api.rpc.calls import Context, admit_new, run_job, streamed, unary
+from ferrule_server.api.rpc.refusals import Refusals
+from ferrule_server.api.rpc.state import Phase, ServerState, Serving
+from ferrule_server.api.security.principal import caller_of, principal_of
+from ferrule_server.api.streams.answer_stream import Answer, AnswerStream
+from ferrule_server.api.streams.batches import Batch
+from ferrule_server.api.streams.decode_stream import DecodeStream
+from ferrule_server.api.streams.forward_stream import ForwardReplies
+from ferrule_server.api.streams.generate_stream import GenerateReplies
+from ferrule_server.engine.jobs import (
+    AppendResult,
+    CacheInfo,
+    ForkResult,
+    KeepAliveResult,
+    ListResult,
+    ReleaseResult,
+    TruncateResult,
+)
+from ferrule_server.errors import InvalidRequest
+from ferrule_server.kv.reserved_slots import SlotReservation
+from ferrule_server.text.stream_decoder import StreamDecoder
+
+
+class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
+    """Serves the model.
+
+    Args:
+        state: The server; its engine does the work.
+    """
+
+    def __init__(self, state: ServerState) -> None:
+        self.state = state
+
+    # ---- about the server -------------------------------------------------------------------------------------------
+
+    @unary
+    async def GetModelInfo(
+        self, request: executor_pb2.GetModelInfoRequest, context: Context
+    ) -> executor_pb2.GetModelInfoResponse:
+        """Describe the model."""
+        return executor_pb2.GetModelInfoResponse(info=model_info(self.state.describe()))
+
+    @unary
+    async def GetCapabilities(
+        self, request: executor_pb2.GetCapabilitiesRequest, context: Context
+    ) -> executor_pb2.GetCapabilitiesResponse:
+        """Describe what is served, and the limits."""
+        serving, caller = self.state.describe(), caller_of(context)
+        who = caller_info(caller, self.state.limits_of(caller.principal))
+        return executor_pb2.GetCapabilitiesResponse(capabilities=capabilities(serving, self.state.limits, who))
+
+    @unary
+    async def GetStatus(
+        self, request: executor_pb2.GetStatusRequest, context: Context
+    ) -> executor_pb2.GetStatusResponse:
+        """Tell how the server is doing, in every phase."""
+        return executor_pb2.GetStatusResponse(status=status(self.state, principal=seen_by(caller_of(context))))
+
+    # ---- appends ----------------------------------------------------------------------------------------------------
+
+    @unary
+    async def Prefill(self, request: executor_pb2.PrefillRequest, context: Context) -> executor_pb2.PrefillResponse:
+        """Run a prompt into a new sequence, or more tokens into an existing one."""
+        is_new, request_id = not request.input.HasField("kv_cache"), request.input.request_id
+        # While the server drains, a prompt that was run before is still answered; the engine knows which were.
+        serving = self.state.use_for_new() if is_new and not request_id else self.state.use()
+        planned = serving.inputs.prefill(request, principal_of(context))
+        planned.job.is_repeat_only = is_new and self.state.phase is Phase.DRAINING
+        result = await _append(serving, planned)
+        response = executor_pb2.PrefillResponse()
+        fill_prefill(response.output, result, planned)
+        return response
+
+    @unary
+    async def Decode(self, request: executor_pb2.DecodeRequest, context: Context) -> executor_pb2.DecodeResponse:
+        """Append tokens to a sequence and return the row of the last one."""
+        serving = self.state.use()
+        require(request, "input")
+        planned = serving.inputs.decode(request.input, "input.", principal_of(context))
+        result = await _append(serving, planned)
+        response = executor_pb2.DecodeResponse()
+        fill_decode(response.output, result, planned)
+        return response
+
+    @unary
+    async def ForwardVerify(
+        self, request: executor_pb2.ForwardVerifyRequest, context: Context
+    ) -> executor_pb2.ForwardVerifyResponse:
+        """Check drafts against the model, and append those that hold."""
+        serving = self.state.use()
+        require(request, "input")
+        planned = serving.inputs.verify(request.input, "input.", principal_of(context))
+        result = await _append(serving, planned)
+        response = executor_pb2.ForwardVerifyResponse()
+        fill_verify(response.output, result, planned)
+        return response
+
+    @streamed
+    async def StreamDecode(
+        self, request_iterator: AsyncGenerator[executor_pb2.StreamDecodeRequest], context: Context
+    ) -> None:
+        """Decode many sequences over one stream."""
+        await DecodeStream(self.state, self.state.use(), request_iterator, context).run()
+
+    # ---- batches ----------------------------------------------------------------------------------------------------
+
+    @unary
+    async def BatchPrefill(
+        self, request: executor_pb2.BatchPrefillRequest, context: Context
+    ) -> executor_pb2.BatchPrefillResponse:
+        """Run several prompts."""
+        serving, principal = self.state.use(), principal_of(context)
+        serving.inputs.check_batch(len(request.inputs), "inputs")
+        response = executor_pb2.BatchPrefillResponse()
+        read = partial(serving.inputs.prefill_input, principal=principal)
+        batch = Batch("BatchPrefill", "inputs", request.inputs, response.results, read, fill_prefill)
+        await batch.run(self.state, serving.engine, principal)
+        response.free_blocks = serving.engine.num_free_blocks()
+        return response
+
+    @unary
+    async def BatchDecode(
+        self, request: executor_pb2.BatchDecodeRequest, context: Context
+    ) -> executor_pb2.BatchDecodeResponse:
+        """Append to several sequences."""
+        serving, principal = self.state.use(), principal_of(context)
+        serving.inputs.check_batch(len(request.inputs), "inputs")
+        response = executor_pb2.BatchDecodeResponse()
+        read = partial(serving.inputs.decode, principal=principal)
+        batch = Batch("BatchDecode", "inputs", request.inputs, response.results, read, fill_decode)
+        await batch.run(self.state, serving.engine, principal)
+        response.free_blocks = serving.engine.num_free_blocks()
+        return response
+
+    @unary
+    async def UnifiedDecode(
+        self, request: executor_pb2.UnifiedDecodeRequest, context: Context
+    ) -> executor_pb2.UnifiedDecodeResponse:
+        """Run pieces that the client scheduled, in one step."""
+        serving, principal = self.state.use(), principal_of(context)
+        require(request, "batch")
+        serving.inputs.check_unified(request.batch)
+        response = executor_pb2.UnifiedDecodeResponse()
+        read = partial(serving.inputs.unified_item, principal=principal)
+        batch = Batch("UnifiedDecode", "batch.items", request.batch.items, response.results, read, fill_unified)
+        await batch.run(self.state, serving.engine, principal)
+        response.free_blocks = serving.engine.num_free_blocks()
+        return response
+
+    # ---- answers piece by piece -------------------------------------------------------------------------------------
+
+    @streamed
+    async def Forward(self, request: executor_pb2.ForwardRequest, context: Context) -> None:
+        """Run tokens without keeping a cache."""
+        serving = self.state.use_for_new()
+        planned = serving.inputs.forward(request, principal_of(context))
+        replies = ForwardReplies(planned.plan, request.request_id)
+        answer = Answer("Forward", planned.job, replies)
+        await AnswerStream(self.state, serving.engine, context, answer).run()
+
+    @streamed
+    async def Generate(self, request: executor_pb2.GenerateRequest, context: Context) -> None:
+        """Run the decode loop."""
+        serving, principal = self.state.use(), principal_of(context)
+        planned = serving.inputs.generate(request, principal)
+        admit_new(self.state, planned.job)
+        refusals = Refusals("Generate", principal)
+        replies = GenerateReplies(
+            planned.plan,
+            request.request_id,
+            self.state.limits.max_stream_frame_bytes,
+            refusals,
+            _new_decoder(serving, planned),
+        )
+        answer = Answer("Generate", planned.job, replies, refusals)
+        await AnswerStream(self.state, serving.engine, context, answer).run()
+
+    # ---- caches -----------------------------------------------------------------------------------------------------
+
+    @unary
+    async def ForkCache(self, request: cache_pb2.ForkCacheRequest, context: Context) -> cache_pb2.ForkCacheResponse:
+        """Branch a sequence."""
+        serving = self.state.use()
+        result = await run_job(serving.engine, serving.inputs.caches.fork(request, principal_of(context)))
+        assert isinstance(result, ForkResult)
+        return fork_response(result)
+
+    @unary
+    async def TruncateKv(self, request: cache_pb2.TruncateKvRequest, context: Context) -> cache_pb2.TruncateKvResponse:
+        """Shorten a sequence."""
+        serving = self.state.use()
+        result = await run_job(serving.engine, serving.inputs.caches.truncate(request, principal_of(context)))
+        assert isinstance(result, TruncateResult)
+        return cache_pb2.TruncateKvResponse(kv_cache=handle_message(result.handle), freed_blocks=result.freed_blocks)
+
+    @unary
+    async def ReserveKvSlots(
+        self, request: cache_pb2.ReserveKvSlotsRequest, context: Context
+    ) -> cache_pb2.ReserveKvSlotsResponse:
+        """Reserve room for sequences."""
+        serving = self.state.use()
+        result = await run_job(serving.engine, serving.inputs.caches.reserve(request, principal_of(context)))
+        assert isinstance(result, SlotReservation)
+        info = serving.engine.info
+        reservation = slot_reservation(result, info.block_size, info.num_blocks - 1)
+        return cache_pb2.ReserveKvSlotsResponse(reservation=reservation)
+
+    @unary
+    async def ReleaseCache(
+        self, request: cache_pb2.ReleaseCacheRequest, context: Context
+    ) -> cache_pb2.ReleaseCacheResponse:
+        """End sequences."""
+        serving = self.state.use()
+        job = serving.inputs.caches.release(request.kv_caches, "kv_caches", principal_of(context))
+        result = await run_job(serving.engine, job)
+        assert isinstance(result, ReleaseResult)
+        freed_blocks = sum(freed or 0 for freed in result.freed_blocks)
+        return cache_pb2.ReleaseCacheResponse(results=release_results(job, result), freed_blocks=freed_blocks)
+
+    @unary
+    async def KeepAlive(self, request: cache_pb2.KeepAliveRequest, context: Context) -> cache_pb2.KeepAliveResponse:
+        """Renew leases."""
+        serving = self.state.use()
+        job = serving.inputs.caches.keep_alive(request, principal_of(context))
+        result = await run_job(serving.engine, job)
+        assert isinstance(result, KeepAliveResult)
+        return await keep_alive_response(job, result)
+
+    @unary
+    async def GetCacheInfo(
+        self, request: cache_pb2.GetCacheInfoRequest, context: Context
+    ) -> cache_pb2.GetCacheInfoResponse:
+        """Describe one sequence."""
+        serving = self.state.use()
+        result = await run_job(serving.engine, serving.inputs.caches.cache_info(request, principal_of(context)))
+        assert isinstance(result, CacheInfo)
+        block_size = serving.engine.info.block_size
+        return cache_pb2.GetCacheInfoResponse(info=cache_info(result, block_size, with_blocks=request.include_blocks))
+
+    @unary
+    async def ListCaches(self, request: cache_pb2.ListCachesRequest, context: Context) -> cache_pb2.ListCachesResponse:
+        """List the caller's sequences."""
+        serving = self.state.use()
+        result = await run_job(serving.engine, serving.inputs.caches.list_caches(request, principal_of(context)))
+        assert isinstance(result, ListResult)
+        return await list_response(result)
+
+    @unary
+    async def GetCacheMetrics(
+        self, request: cache_pb2.GetCacheMetricsRequest, context: Context
+    ) -> cache_pb2.GetCacheMetricsResponse:
+        """Count what happened in the KV pool."""
+        principal = seen_by(caller_of(context))
+        return cache_pb2.GetCacheMetricsResponse(metrics=own_cache_metrics(self.state.describe(), principal))
+
+    @unary
+    async def RegisterTokenMask(
+        self, request: cache_pb2.RegisterTokenMaskRequest, context: Context
+    ) -> cache_pb2.RegisterTokenMaskResponse:
+        """Keep token masks."""
+        fingerprints = self.state.use().inputs.register_masks(request, principal_of(context))
+        return cache_pb2.RegisterTokenMaskResponse(fingerprints=fingerprints)
+
+
+async def _append(serving: Serving, planned: PlannedAppend) -> AppendResult:
+    try:
+        result = await run_job(serving.engine, planned.job)
+    except InvalidRequest as error:
+        raise placed(error, planned.at) from None
+    assert isinstance(result, AppendResult)
+    return result
+
+
+def _new_decoder(serving: Serving, planned: PlannedGenerate) -> Callable[[], StreamDecoder] | None:
+    """Return what makes the decoder of one branch; None where no text is asked for."""
+    tokenizer = serving.tokenizer
+    if not planned.returns_text or tokenizer is None:
+        return None
+    return lambda: StreamDecoder(tokenizer, planned.skips_special_tokens, planned.job.token_ids)

@@ -1,0 +1,150 @@
+"""Generate: frames of the engine's decode loop to messages.
+
+One message for each frame while the client keeps up; while a write is in flight frames wait here and are merged: the
+rows of a branch become one output with many rows, behind the newest of its handles.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final
+
+from ferrule.v1 import executor_pb2, types_pb2
+from ferrule_server.api.limits import LOOP_SLICE
+from ferrule_server.api.requests.policy import OutputPlan
+from ferrule_server.api.responses.outputs import fill_rows
+from ferrule_server.api.rpc.refusals import Refusals
+from ferrule_server.api.rpc.status import to_status
+from ferrule_server.api.streams.answer_stream import Frame, Reply
+from ferrule_server.engine.jobs import BranchFrame, Finish, GenerateFrame, StepTiming
+from ferrule_server.executor.base import RowOutput
+from ferrule_server.text.stream_decoder import StreamDecoder
+
+FINISH_REASONS: Final[Mapping[Finish, executor_pb2.FinishReason]] = MappingProxyType(
+    {
+        Finish.EOS: executor_pb2.FINISH_REASON_EOS,
+        Finish.STOP_TOKEN: executor_pb2.FINISH_REASON_STOP_TOKEN,
+        Finish.STOP_SEQUENCE: executor_pb2.FINISH_REASON_STOP_SEQUENCE,
+        Finish.MAX_TOKENS: executor_pb2.FINISH_REASON_MAX_TOKENS,
+        Finish.CONTEXT_FULL: executor_pb2.FINISH_REASON_CONTEXT_FULL,
+        Finish.BLOCKS_EXHAUSTED: executor_pb2.FINISH_REASON_KV_BLOCKS_EXHAUSTED,
+        Finish.ERROR: executor_pb2.FINISH_REASON_ERROR,
+    }
+)
+
+_OUTPUT_BYTES: Final = 512
+"""What one output takes besides its rows: a handle, and perhaps an error."""
+
+
+class GenerateReplies:
+    """Frames of one Generate on their way to the client.
+
+    Invariant: each branch's frames are written in their order; every row added is in exactly one reply.
+
+    Args:
+        plan: How rows are written.
+        request_id: The request's.
+        max_reply_bytes: Rows are merged into replies of at most this size, a single output left alone.
+        refusals: Takes the errors of branches.
+        new_decoder: Makes what turns the tokens of a branch into text; None: no text is asked for.
+    """
+
+    def __init__(
+        self,
+        plan: OutputPlan,
+        request_id: str,
+        max_reply_bytes: int,
+        refusals: Refusals,
+        new_decoder: Callable[[], StreamDecoder] | None = None,
+    ) -> None:
+        self._plan = plan
+        self._request_id = request_id
+        self._max_reply_bytes = max_reply_bytes
+        self._refusals = refusals
+        self._new_decoder = new_decoder
+        self._decoders: dict[int, StreamDecoder] = {}
+        self._waiting: deque[tuple[BranchFrame, StepTiming]] = deque()
+
+    def add(self, frame: Frame) -> None:
+        """Take the next frame of the engine."""
+        assert isinstance(frame, GenerateFrame)
+        for branch in frame.branches:
+            self._waiting.append((branch, frame.timing))
+            if branch.error is not None:
+                self._refusals.add(branch.error)
+
+    def next(self) -> Reply | None:
+        """Return a message of as many frames as fit; None: none waits."""
+        if not self._waiting:
+            return None
+        response = executor_pb2.GenerateResponse(request_id=self._request_id)
+        branches, num_rows = self._take(response.timing)
+        for frames in branches.values():
+            self._fill(response.outputs.add(), frames)
+        return Reply(response, num_rows)
+
+    def _take(self, timing: types_pb2.Timing) -> tuple[dict[int, list[BranchFrame]], int]:
+        """Take what fits into one message, by branch, and sum up where the time of its steps went."""
+        branches: dict[int, list[BranchFrame]] = {}
+        num_bytes = num_rows = 0
+        last: StepTiming | None = None
+        waiting, row_bytes = self._waiting, self._plan.row_bytes
+        while waiting:
+            branch, measured = waiting[0]
+            num_added = len(branch.rows)
+            num_bytes += num_added * row_bytes + _OUTPUT_BYTES
+            if branches and (num_bytes > self._max_reply_bytes or num_rows + num_added > LOOP_SLICE):
+                break
+            num_rows += num_added
+            waiting.popleft()
+            branches.setdefault(branch.index, []).append(branch)
+            if measured is not last:
+                _add_timing(timing, measured, is_first=last is None)
+                last = measured
+        return branches, num_rows
+
+    def _fill(self, output: executor_pb2.GenerateOutput, frames: list[BranchFrame]) -> None:
+        """Write what happened to one branch in one or several steps."""
+        first, newest = frames[0], frames[-1]
+        output.index = first.index
+        rows, handle = first.rows, first.handle
+        if len(frames) > 1:
+            rows = tuple(row for frame in frames for row in frame.rows)
+            handle = next((frame.handle for frame in reversed(frames) if frame.handle is not None), None)
+        if handle is not None:
+            sent = output.kv_cache
+            sent.cache_id, sent.length, sent.lineage = handle.cache_id, handle.length, handle.lineage
+        if rows:
+            fill_rows(output.outputs, rows, first.seed, self._plan)
+        if self._new_decoder is not None:
+            output.text = self._text(first.index, rows, is_last=newest.finish is not None)
+        if first.cached_tokens:
+            output.cached_tokens = first.cached_tokens
+        if first.replayed:
+            output.replayed = True
+        if newest.finish is not None:
+            output.finish_reason = FINISH_REASONS[newest.finish]
+        if newest.error is not None:
+            output.error.CopyFrom(to_status(newest.error))
+
+    def _text(self, index: int, rows: tuple[RowOutput, ...], *, is_last: bool) -> str:
+        """Return what rows add to the text of a branch."""
+        assert self._new_decoder is not None
+        decoder = self._decoders.get(index)
+        if decoder is None:
+            decoder = self._decoders[index] = self._new_decoder()
+        text = "".join([decoder.push(row.token) for row in rows if row.token is not None])
+        if is_last:
+            text += decoder.finish()
+            del self._decoders[index]
+        return text
+
+
+def _add_timing(timing: types_pb2.Timing, measured: StepTiming, *, is_first: bool) -> None:
+    """Add one step to where the time of a message went."""
+    if is_first:
+        timing.queue_ns = measured.queue_ns
+    timing.run_ns += measured.run_ns
+    timing.step_rows = measured.step_rows

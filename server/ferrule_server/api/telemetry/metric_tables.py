@@ -1,0 +1,180 @@
+"""What the metrics without labels are called, what they mean, and where each is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from ferrule.v1 import info_pb2
+from ferrule_server.api.rpc.state import ServerState, Serving
+from ferrule_server.engine.metrics.counters import EngineCounters, EngineSnapshot
+from ferrule_server.kv.metrics import KvMetrics
+
+_ALWAYS_TOLD: Final = (
+    *("CANCELLED", "ENGINE_FAULT", "HANDLE_LOST", "HANDLE_STALE"),
+    *("KV_BLOCKS_EXHAUSTED", "NON_FINITE_LOGITS", "QUEUE_FULL"),
+)
+"""Reasons that are told as 0 too: an increase is seen only of what was there before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The server at one moment, as far as it exists.
+
+    Attributes:
+        status: What GetStatus tells.
+    """
+
+    state: ServerState
+    serving: Serving
+    status: info_pb2.ExecutorStatus
+    snapshot: EngineSnapshot
+    kv: KvMetrics
+
+    @property
+    def counters(self) -> EngineCounters:
+        """What the engine counts."""
+        return self.snapshot.counters
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """Jobs and items refused, by reason, wherever it happened."""
+        total = dict.fromkeys(_ALWAYS_TOLD, 0) | self.snapshot.refused()
+        for reason, count in self.state.calls.refused_items().items():
+            total[reason] = total.get(reason, 0) + count
+        return total
+
+    @property
+    def num_left_out(self) -> int:
+        """Appends in flight that found no room in the newest step."""
+        return min(self.counters.timings.num_left_out, self.snapshot.num_running)
+
+
+class Figure(NamedTuple):
+    """A metric without labels: its name behind ``ferrule_``, its meaning in a line, and what reads it."""
+
+    name: str
+    help: str
+    read: Callable[[Look], float]
+
+
+GAUGES: Final = (
+    Figure("sequences", "Live sequences.", lambda look: look.snapshot.num_sequences),
+    Figure(
+        "jobs_running",
+        "Appends in flight with a row in the newest step or the next.",
+        lambda look: look.snapshot.num_running - look.num_left_out,
+    ),
+    Figure(
+        "jobs_waiting",
+        "Jobs that wait: behind another one on their sequence, for room in a step, or to be looked at.",
+        lambda look: look.snapshot.num_waiting + look.num_left_out + look.snapshot.num_arrived,
+    ),
+    Figure("streams_active", "Generates and Forwards under way.", lambda look: look.snapshot.num_streams),
+    Figure(
+        "streams_parked",
+        "Generates and Forwards that stand still until their readers have read.",
+        lambda look: look.snapshot.num_parked,
+    ),
+    Figure("kv_blocks_shared", "Used blocks with two owners or more.", lambda look: look.kv.shared_blocks),
+    Figure("kv_blocks_capacity", "Blocks that sequences can use.", lambda look: look.kv.total_blocks),
+    Figure("kv_block_size_tokens", "Tokens in one block.", lambda look: look.kv.block_size),
+    Figure(
+        "kv_usage_ratio",
+        "Used blocks as a share of all; cached ones are free.",
+        lambda look: look.kv.used_blocks / max(1, look.kv.total_blocks),
+    ),
+    Figure("tombstones", "Expired sequences still remembered.", lambda look: look.kv.tombstones),
+    Figure("token_masks", "Token masks registered.", lambda look: look.serving.inputs.masks.num_masks),
+    Figure("token_mask_bytes", "What registered token masks take.", lambda look: look.serving.inputs.masks.num_bytes),
+    Figure(
+        "last_step_timestamp_seconds",
+        "When the newest step ended, in Unix time; 0 before the first.",
+        lambda look: look.counters.last_step_unix_ns * 1e-9,
+    ),
+)
+
+COUNTERS: Final = (
+    Figure(
+        "prompt_tokens",
+        "Tokens appended by prefills, those found in the prefix cache left out.",
+        lambda look: look.counters.prefill_tokens,
+    ),
+    Figure(
+        "generated_tokens",
+        "Tokens appended one by one and by verifies, whoever chose them.",
+        lambda look: look.counters.decode_tokens,
+    ),
+    Figure("draft_tokens", "Drafts that verifies brought.", lambda look: look.counters.draft_tokens),
+    Figure("accepted_tokens", "Drafts that a rule accepted.", lambda look: look.counters.accepted_tokens),
+    Figure(
+        "prefills",
+        "Appends finished of more than one token, or that made a sequence.",
+        lambda look: look.counters.prefills,
+    ),
+    Figure("decodes", "Appends of one token finished, those of Generates too.", lambda look: look.counters.decodes),
+    Figure("verifies", "Verifies finished.", lambda look: look.counters.verifies),
+    Figure("generates", "Generates begun.", lambda look: look.counters.generates),
+    Figure("sequences_created", "Sequences created, forks among them.", lambda look: look.kv.num_created),
+    Figure("forks", "Sequences made by forks.", lambda look: look.kv.num_forks),
+    Figure("truncates", "Truncates and rewinds that dropped tokens.", lambda look: look.kv.num_truncates),
+    Figure("released", "Sequences released by their owners.", lambda look: look.kv.num_released),
+    Figure("expired", "Sequences freed because their lease ran out.", lambda look: look.kv.num_expired),
+    Figure(
+        "block_copies",
+        "Blocks copied because a shared one would have been written.",
+        lambda look: look.kv.num_block_copies,
+    ),
+    Figure(
+        "prefix_lookup_tokens",
+        "Tokens of prompts looked up in the prefix cache.",
+        lambda look: look.kv.num_prefix_lookup_tokens,
+    ),
+    Figure("prefix_hit_tokens", "Of these, tokens found.", lambda look: look.kv.num_prefix_hit_tokens),
+    Figure("prefix_evictions", "Cached blocks handed out to others.", lambda look: look.kv.num_prefix_evictions),
+    Figure("kv_exhausted", "Requests refused because too few blocks were free.", lambda look: look.kv.num_exhausted),
+    Figure(
+        "replays",
+        "Appends and forks answered from what was committed before.",
+        lambda look: look.counters.replays,
+    ),
+    Figure("recomputed", "Replays whose rows had to be run again.", lambda look: look.counters.recomputed),
+    Figure(
+        "joined",
+        "Jobs answered together with an equal one that was in flight.",
+        lambda look: look.counters.joined,
+    ),
+    Figure(
+        "conflicts",
+        "Jobs refused with HANDLE_STALE: somebody else was first.",
+        lambda look: look.refused.get("HANDLE_STALE", 0),
+    ),
+    Figure(
+        "faults",
+        "Calls that ended with INTERNAL or UNKNOWN: errors of the server, not of its callers.",
+        lambda look: look.state.calls.ended_with("INTERNAL", "UNKNOWN"),
+    ),
+    Figure(
+        "slow_consumers",
+        "Streams ended with SLOW_CONSUMER because their readers fell behind.",
+        lambda look: look.state.calls.ended_for("SLOW_CONSUMER"),
+    ),
+    Figure(
+        "queued_steps",
+        "Steps put into the device's queue before their tokens were known.",
+        lambda look: look.counters.queued_steps,
+    ),
+    Figure("discarded_rows", "Rows of those that nobody wanted in the end.", lambda look: look.counters.discarded_rows),
+)
+
+HISTOGRAMS: Final = {
+    "step": ("step_seconds", "Time of a step on the executor; where two overlap it counts once."),
+    "step_rows": ("step_rows", "Rows (tokens) of a step."),
+    "step_sequences": ("step_sequences", "Sequences of a step."),
+    "queue": ("queue_seconds", "From submission to the start of the first step, of what clients ask for."),
+    "first_token": ("time_to_first_token_seconds", "From submission to the first token or output behind a prompt."),
+    "inter_token": ("inter_token_seconds", "Between two tokens of a branch of a Generate."),
+    "decode": ("decode_seconds", "From submission to the end of the step, of one-token appends and verifies."),
+}
+"""Histograms of the engine, by their names in ``EngineTimings``: the metric's name and its meaning."""

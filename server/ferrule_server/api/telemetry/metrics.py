@@ -1,0 +1,210 @@
+"""Metrics for Prometheus: read from the live parts when they are asked for, from any thread. See docs/metrics.md.
+
+Nothing is kept here, and the step loop knows nothing of it: what is counted is counted by its owner without a lock,
+and a reader may be one step behind. Labels are few by construction: there is none that a client could choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from ferrule.v1 import info_pb2
+from ferrule_server.api.responses import describe
+from ferrule_server.api.rpc.state import Phase, ServerState
+from ferrule_server.api.telemetry.metric_tables import COUNTERS, GAUGES, HISTOGRAMS, Look
+from ferrule_server.engine.jobs import Finish
+from ferrule_server.engine.metrics.histogram import HistogramReading
+
+_PREFIX: Final = "ferrule_"
+_STATES: Final = ("starting", "ready", "busy", "draining", "failed")
+_ENDS: Final = (*(each.value for each in Finish), "cancelled")
+_MAX_LABEL_CHARS: Final = 160
+_PLAN: Final = {
+    "weights": "weights_bytes",
+    "kv_pool": "kv_pool_bytes",
+    "buffers": "buffer_bytes",
+    "workspace": "workspace_bytes",
+    "graphs": "graph_bytes",
+    "device_free": "free_bytes",
+}
+
+
+class Exposition:
+    """Renders the metrics of one server. From any thread, also of several at once, and in every phase.
+
+    Args:
+        state: The server.
+    """
+
+    def __init__(self, state: ServerState) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(_ServerCollector(state))
+        ProcessCollector(registry=self._registry)
+
+    def render(self, accept: str = "") -> tuple[str, bytes]:
+        """Return the content type and the text: OpenMetrics for whoever accepts it, else Prometheus text 0.0.4.
+
+        Args:
+            accept: Value of the Accept header.
+        """
+        if "application/openmetrics-text" in accept:
+            text: bytes = openmetrics.generate_latest(self._registry)  # type: ignore[no-untyped-call]
+            return openmetrics.CONTENT_TYPE_LATEST, text
+        return CONTENT_TYPE_PLAIN_0_0_4, generate_latest(self._registry)
+
+
+class _ServerCollector(Collector):
+    """Reads a server when it is asked."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+
+    def collect(self) -> Iterator[Metric]:
+        """Return every metric that there is in the server's phase."""
+        state, serving = self._state, self._state.serving
+        status = describe.status(state)
+        yield from _always(state, status)
+        if serving is None:
+            return
+        snapshot, kv = serving.engine.snapshot(), serving.engine.kv_metrics()
+        look = Look(state, serving, status, snapshot, kv)
+        yield from _described(look)
+        for figure in GAUGES:
+            yield GaugeMetricFamily(_PREFIX + figure.name, figure.help, figure.read(look))
+        for figure in COUNTERS:
+            yield CounterMetricFamily(_PREFIX + figure.name, figure.help, figure.read(look))
+        for attribute, reading in look.counters.timings:
+            name, meaning = HISTOGRAMS[attribute]
+            yield _histogram(name, meaning, reading)
+
+
+def _always(state: ServerState, status: info_pb2.ExecutorStatus) -> Iterator[Metric]:
+    """Return what there is before the model is loaded too."""
+    now = _state_name(state, status)
+    yield _labelled("state", "1 for the state that the server is in.", "state", {each: each == now for each in _STATES})
+    progress = 1.0 if state.serving is not None else state.load_progress
+    yield GaugeMetricFamily(_PREFIX + "load_progress_ratio", "How much of the model is loaded.", progress)
+    started = GaugeMetricFamily(_PREFIX + "start_timestamp_seconds", "When the server started, in Unix time.")
+    started.add_metric([], state.start_ns * 1e-9)
+    yield started
+    yield _labelled("rpcs_in_flight", "Calls under way.", "rpc", state.calls.in_flight())
+    ended = CounterMetricFamily(
+        _PREFIX + "rpcs", "Calls that have ended, by their status.", labels=("rpc", "code", "reason")
+    )
+    for key, count in state.calls.ended().items():
+        ended.add_metric(key, count)
+    yield ended
+    seconds = HistogramMetricFamily(
+        _PREFIX + "rpc_seconds", "How long calls took, streams from begin to end.", labels=("rpc",)
+    )
+    for rpc, reading in state.calls.seconds().items():
+        seconds.add_metric((rpc,), _buckets(reading), reading.sum)
+    yield seconds
+
+
+def _described(look: Look) -> Iterator[Metric]:
+    """Return what has labels and comes from the engine."""
+    info, status, kv = look.serving.engine.info, look.status, look.kv
+    about = {
+        "version": look.state.version,
+        "instance": look.state.instance,
+        "model": info.model.model_id,
+        "executor": info.name,
+        "device": info.device_name or info.device,
+        "dtype": info.model.dtype,
+    }
+    yield InfoMetricFamily("ferrule", "What serves what.", {key: _short(value) for key, value in about.items()})
+    active = GaugeMetricFamily(
+        _PREFIX + "executor_active",
+        "Always 1: what runs the next step, and why torch does where it does for good.",
+        labels=("executor", "fallback_reason"),
+    )
+    active.add_metric((status.executor, _short(status.fallback_reason)), 1)
+    yield active
+    blocks = {"empty": kv.empty_blocks, "cached": kv.cached_blocks, "used": kv.used_blocks}
+    yield _labelled("kv_blocks", "Blocks of the pool by what they are.", "state", blocks)
+    yield _labelled("memory_bytes", "Memory by what it is for.", "kind", _memory(look))
+    yield _labelled("steps", "Steps run, by what ran them.", "path", _steps(look), CounterMetricFamily)
+    ends = dict.fromkeys(_ENDS, 0) | look.counters.finished.copy()
+    yield _labelled(
+        "branches_finished", "Branches of Generates, by how they ended.", "finish", ends, CounterMetricFamily
+    )
+    yield _labelled("refused", "Jobs and items refused, by reason.", "reason", look.refused, CounterMetricFamily)
+
+
+def _labelled(
+    name: str,
+    meaning: str,
+    label: str,
+    values: dict[str, int] | dict[str, bool],
+    family: type[GaugeMetricFamily] | type[CounterMetricFamily] = GaugeMetricFamily,
+) -> Metric:
+    metric = family(_PREFIX + name, meaning, labels=(label,))
+    for key, value in values.items():
+        metric.add_metric((key,), int(value))
+    return metric
+
+
+def _histogram(name: str, meaning: str, reading: HistogramReading) -> Metric:
+    return HistogramMetricFamily(_PREFIX + name, meaning, _buckets(reading), reading.sum)
+
+
+def _buckets(reading: HistogramReading) -> list[tuple[str, float]]:
+    bounds = [*map(floatToGoString, reading.bounds), "+Inf"]
+    return list(zip(bounds, map(float, reading.cumulative()), strict=True))
+
+
+def _state_name(state: ServerState, status: info_pb2.ExecutorStatus) -> str:
+    """Return the state that GetStatus tells; a server whose model never loaded is what its phase says."""
+    if state.serving is None and state.phase is not Phase.STARTING:
+        return "failed" if state.phase is Phase.FAILED else "draining"
+    return info_pb2.ExecutorState.Name(status.state).removeprefix("EXECUTOR_STATE_").lower()
+
+
+def _memory(look: Look) -> dict[str, int]:
+    """Return bytes by kind: of the process, and of the device where it has memory of its own."""
+    memory, info = look.status.memory, look.serving.engine.info
+    kinds = {
+        "host_resident": memory.host_resident_bytes,
+        "host_peak": memory.host_peak_bytes,
+        "weights": info.model.weights_bytes,
+        "kv_pool": info.bytes_per_block * info.num_blocks,
+    }
+    if look.status.HasField("memory_plan"):
+        kinds |= {kind: getattr(look.status.memory_plan, field) for kind, field in _PLAN.items()}
+    if memory.device_total_bytes:
+        kinds["device_total"] = memory.device_total_bytes
+        kinds["device_allocated"] = memory.device_allocated_bytes
+        kinds["device_peak"] = memory.device_peak_bytes
+    return kinds
+
+
+def _steps(look: Look) -> dict[str, int]:
+    """Return steps by path; one that torch ran a part of beside the kernels counts for both."""
+    if look.serving.executor_state() is None:
+        return {look.serving.engine.info.name: look.counters.steps}
+    status = look.status
+    return {
+        "graph": status.num_graph_steps,
+        "launched": status.num_launched_steps,
+        "torch": status.num_torch_steps,
+    }
+
+
+def _short(text: str) -> str:
+    """Return the text on one line, as long as a label should be at most; a file name may hold what is no UTF-8."""
+    return " ".join(text.encode(errors="replace").decode().split())[:_MAX_LABEL_CHARS]

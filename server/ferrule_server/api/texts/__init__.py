@@ -1,0 +1,5 @@
+"""Work on texts, off the event loop.
+
+queue.py    bounded in jobs and bytes, in turn between principals
+workers.py  the threads that do the work
+"""

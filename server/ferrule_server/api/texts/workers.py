@@ -1,0 +1,132 @@
+"""The workers on texts: one thread for each lane of the queue, fed on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
+
+from ferrule_server.api.receiving.meter import Meter
+from ferrule_server.api.texts.queue import TextLane, TextQueue, Ticket
+from ferrule_server.quotas import LimitsOf
+
+MAX_JOBS: Final = 1024
+"""Most jobs on texts that wait or run, of all principals."""
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class _Job(Generic[_Result]):
+    """What is to be done on a thread, and who waits for it."""
+
+    work: Callable[[], _Result]
+    future: asyncio.Future[_Result]
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome(Generic[_Result]):
+    """What came of a job, and how long it took."""
+
+    seconds: float
+    result: _Result | None = None
+    error: Exception | None = None
+
+
+class TextWorkers:
+    """Runs work on texts: each principal within its quota, in the order of the queue. Used on the event loop's thread.
+
+    A long text takes a hundred times its size while it is encoded, which its thread keeps for the next one. So there is
+    one thread for long texts, one for short ones, and one for conversations.
+
+    Args:
+        limits_of: The quotas of a principal.
+        max_bytes: Most bytes of text that wait or are worked on.
+        max_jobs: Most jobs that wait or run.
+        charge: Is told of the principal and the bytes of each job that is accepted.
+    """
+
+    def __init__(
+        self,
+        limits_of: LimitsOf,
+        max_bytes: int,
+        max_jobs: int = MAX_JOBS,
+        charge: Callable[[str, int], None] = lambda _principal, _num_bytes: None,
+    ) -> None:
+        self._charge = charge
+        self._meter = Meter("TEXT_RATE", lambda principal: limits_of(principal).text_bytes_per_s)
+        self._queue: TextQueue[_Job[object]] = TextQueue(max_jobs, max_bytes)
+        self._threads = {
+            lane: ThreadPoolExecutor(1, thread_name_prefix=f"ferrule-text-{lane.value}") for lane in TextLane
+        }
+
+    @property
+    def num_jobs(self) -> int:
+        """Jobs that wait or run."""
+        return self._queue.num_jobs
+
+    def spend(self, principal: str, num_bytes: int) -> None:
+        """Count work that is so short that the caller does it itself.
+
+        Raises:
+            QuotaExceeded: ``TEXT_RATE``; nothing was counted.
+        """
+        self._meter.check(principal)
+        self._meter.charge(principal, num_bytes)
+
+    async def run(self, principal: str, lane: TextLane, num_bytes: int, work: Callable[[], _Result]) -> _Result:
+        """Run ``work`` on the thread of a lane when it is the principal's turn, and return its result.
+
+        If the caller goes away before, the work is never run, its places are free, and it counts in no quota.
+
+        Raises:
+            QuotaExceeded: ``TEXT_RATE``; nothing was queued.
+            QueueFull: There is no place for it.
+        """
+        self._meter.check(principal)
+        future: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
+        ticket = self._queue.put(principal, lane, num_bytes, _Job(work, future))  # type: ignore[arg-type]
+        self._meter.charge(principal, num_bytes)
+        self._charge(principal, num_bytes)
+        self._begin(lane)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if self._queue.drop(ticket):
+                self._meter.refund(principal, num_bytes)
+            raise
+
+    def _begin(self, lane: TextLane) -> None:
+        """Give the next job of a lane to its thread, if that is idle."""
+        ticket = self._queue.take(lane)
+        if ticket is not None:
+            running = asyncio.get_running_loop().run_in_executor(self._threads[lane], _timed, ticket.item.work)
+            running.add_done_callback(functools.partial(self._ended, ticket))
+
+    def _ended(self, ticket: Ticket[_Job[object]], running: asyncio.Future[_Outcome[object]]) -> None:
+        """Deliver what came of a job, unless nobody waits for it any more, and begin the next one."""
+        outcome, future = running.result(), ticket.item.future
+        self._queue.done(ticket, outcome.seconds)
+        if not future.done():
+            if outcome.error is not None:
+                future.set_exception(outcome.error)
+            else:
+                future.set_result(outcome.result)
+        self._begin(ticket.lane)
+
+
+def _timed(work: Callable[[], _Result]) -> _Outcome[_Result]:
+    """Return what came of some work and how long it took; never raises, so that the next job is always begun."""
+    begun = time.monotonic()
+    try:
+        result = work()
+    except Exception as error:  # noqa: BLE001 - whoever waits for the result gets it
+        return _Outcome(time.monotonic() - begun, error=error)
+    except BaseException as panic:  # noqa: BLE001 - of the tokenizer's library; the lane must go on
+        failure = RuntimeError(f"{type(panic).__name__}: {panic}")
+        return _Outcome(time.monotonic() - begun, error=failure)
+    return _Outcome(time.monotonic() - begun, result)

@@ -1,0 +1,288 @@
+"""Admission: from a job to rows that run, by the append rule, with everything it needs reserved beforehand."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from ferrule_server.engine.appends.creations import Creations
+from ferrule_server.engine.appends.records import AppendRecord, ReplayRecords
+from ferrule_server.engine.appends.rows import row_specs, with_row_handles
+from ferrule_server.engine.appends.running import Creation, RunningAppend
+from ferrule_server.engine.jobs import Acceptance, AppendJob, AppendResult, Sink, Verified
+from ferrule_server.engine.metrics.counters import EngineCounters
+from ferrule_server.errors import InvalidRequest
+from ferrule_server.kv import append_rule
+from ferrule_server.kv.append_rule import Verdict, check_handle
+from ferrule_server.kv.reservation import Reservation
+from ferrule_server.kv.sequence import Sequence
+from ferrule_server.kv.store import KvStore
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Judges appends and reserves what they need: all of it or nothing.
+
+    Args:
+        store: The sequences; called from the engine thread only.
+        records: What was answered to the last append of each sequence.
+        creations: What was made for each request_id.
+        counters: Counts queries, replays and recomputed replays.
+    """
+
+    store: KvStore
+    records: ReplayRecords
+    creations: Creations
+    counters: EngineCounters
+
+    def create(self, job: AppendJob, sink: Sink) -> RunningAppend:
+        """Reserve a new sequence.
+
+        Raises:
+            ContextExceeded, ExceedsPool, BlocksExhausted, QuotaExceeded: There is no room; nothing was reserved.
+        """
+        if job.drafts is not None:
+            _check_drafts(job)
+        reservation = self.store.reserve_new(
+            job.principal,
+            len(job.token_ids),
+            job.reserved_length,
+            prompt=job.token_ids if job.reuse_prefix and _wants_last_row_at_most(job) else None,
+            publish=job.publish_prefix,
+        )
+        run = _writing(job, sink, reservation)
+        if reservation.num_cached:
+            _skip_cached(run, reservation.num_cached)
+        return self._creating(run)
+
+    def append(self, job: AppendJob, sink: Sink, sequence: Sequence) -> RunningAppend | AppendResult:
+        """Judge an append on a sequence that nothing is in flight on.
+
+        Returns:
+            The rows to run, or the answer where nothing has to run.
+
+        Raises:
+            HandleStale: By the append rule.
+            InvalidRequest: A replay can only be answered by sampling again, and no seed was given.
+            RequestIdReused: It would make a branch, and its request_id made something else.
+            ContextExceeded, ExceedsPool, BlocksExhausted, QuotaExceeded: There is no room; nothing was reserved.
+        """
+        handle = job.handle
+        assert handle is not None
+        if job.drafts is None:
+            verdict = self.store.judge(sequence, handle, job.token_ids, job.on_stale)
+        else:
+            verdict, record = self._judge_verify(job, sequence)
+            if record is not None:
+                stop = record.start + record.num_tokens
+                rows = _Rows(record.start, stop, seed=record.seed, verified=record.verified)
+                return self._replay(job, sink, sequence, rows)
+        match verdict:
+            case Verdict.APPEND:
+                reservation = self.store.reserve_append(sequence, len(job.token_ids))
+                return _writing(job, sink, reservation, sequence, verdict)
+            case Verdict.QUERY:
+                self.counters.queries += 1
+                rows = _Rows(handle.length - 1, handle.length, job.ttl_s)
+                return self._reading(job, sink, sequence, verdict, rows)
+            case Verdict.REPLAY:
+                rows = _Rows(handle.length, handle.length + len(job.token_ids))
+                return self._replay(job, sink, sequence, rows)
+            case Verdict.FORK:
+                self.creations.check_free(job)
+                reservation = self.store.reserve_branch(sequence, handle.length, len(job.token_ids))
+                run = _writing(job, sink, reservation, sequence, verdict)
+                if run.ttl_s is None:  # as it is now: jobs behind this one may change the source's while it runs
+                    run.ttl_s = sequence.ttl_s
+                return self._creating(run)
+            case Verdict.REWIND:
+                reservation = self.store.reserve_rewind(sequence, handle.length, len(job.token_ids))
+                return _writing(job, sink, reservation, sequence, verdict)
+
+    def append_again(self, run: RunningAppend, sequence: Sequence) -> bool:
+        """Let an append that was committed be the next one of its job, whose handle and token are new.
+
+        Args:
+            run: Repeatable; in flight no more.
+            sequence: Its own, live, and nothing is in flight on it.
+
+        Returns:
+            Whether it is: where the handle is at the tip, it is then what :meth:`append` would return. False: nothing
+            changed.
+
+        Raises:
+            ContextExceeded, ExceedsPool, BlocksExhausted, QuotaExceeded: There is no room; nothing was reserved.
+        """
+        handle, reservation = run.job.handle, run.reservation
+        assert handle is not None
+        if handle.length != len(sequence.chain.token_ids) or sequence.chain.at(handle.length) != handle.lineage:
+            return False
+        if reservation is None or not self.store.reserve_again(reservation):
+            reservation = self.store.reserve_append(sequence, 1)
+        run.repeat(reservation)
+        return True
+
+    def repeat(
+        self, job: AppendJob, sink: Sink, sequence: Sequence, creation: Creation
+    ) -> RunningAppend | AppendResult:
+        """Answer a creation again, on the sequence that it made; nothing is in flight on that.
+
+        Raises:
+            HandleStale: The sequence was truncated below what was answered, and perhaps rewritten.
+        """
+        (handle,) = creation.handles
+        check_handle(sequence, handle)
+        rows = _Rows(creation.start, handle.length, seed=creation.seed, verified=creation.verified)
+        return self._replay(job, sink, sequence, rows)
+
+    def _judge_verify(self, job: AppendJob, sequence: Sequence) -> tuple[Verdict, AppendRecord | None]:
+        """Judge a verify; the record comes along where that alone tells that it is a replay."""
+        handle, drafts = job.handle, job.drafts
+        assert handle is not None
+        assert drafts is not None
+        _check_drafts(job)
+        if drafts.acceptance is Acceptance.NONE:
+            return self.store.judge(sequence, handle, job.token_ids, job.on_stale), None
+        check_handle(sequence, handle)
+        if (record := self._record_of_verify(job, sequence)) is not None:
+            return Verdict.REPLAY, record
+        return append_rule.judge(sequence, handle, job.token_ids, job.on_stale, may_replay=False), None
+
+    def _record_of_verify(self, job: AppendJob, sequence: Sequence) -> AppendRecord | None:
+        """The record of this very verify, if it is the sequence's last append and what it appended is still there."""
+        assert job.handle is not None
+        start = job.handle.length
+        record = self.records.find_verify(sequence.handle_id, start, job)
+        if record is None or not append_rule.is_committed(sequence, start, job.token_ids[: record.num_tokens]):
+            return None
+        return record
+
+    def _creating(self, run: RunningAppend) -> RunningAppend:
+        if run.job.request_id:
+            run.creation = self.creations.begin(run.job, run)
+        return run
+
+    def _replay(self, job: AppendJob, sink: Sink, sequence: Sequence, rows: _Rows) -> RunningAppend | AppendResult:
+        """Answer from the record, or have the rows run again without writing.
+
+        The lease is renewed as long as it is: a late duplicate must not shorten what a keep-alive has asked for since.
+        """
+        record = self.records.find(sequence.handle_id, rows.start, rows.end - rows.start, job)
+        if record is not None:
+            if record.result is not None:
+                self.counters.replay(job.principal)
+                ttl_s = self.store.renew(sequence, rows.ttl_s)
+                return dataclasses.replace(record.result, replayed=True, ttl_s=ttl_s)
+            rows.seed = record.seed
+        spec = job.output.spec
+        if spec is not None and spec.sample is not None and not job.output.is_seeded and rows.seed is None:
+            raise InvalidRequest(
+                "logits_policy.sample.seed",
+                "these tokens were appended before; sampling their rows again needs the seed that was returned then",
+            )
+        self.counters.replay(job.principal)
+        return self._reading(job, sink, sequence, Verdict.REPLAY, rows)
+
+    def _reading(
+        self, job: AppendJob, sink: Sink, sequence: Sequence, verdict: Verdict, rows: _Rows
+    ) -> RunningAppend | AppendResult:
+        """Run rows again over KV that is there: the last one for a query, those of the input for a replay."""
+        start, end = rows.start, rows.end
+        is_replay = verdict is Verdict.REPLAY
+        token_ids = tuple(sequence.token_ids[start:end])
+        specs, seed = row_specs(job.output, job.token_ids or token_ids, job.drafts, rows.seed)
+        if job.drafts is not None:  # those that did not hold are not there
+            specs = {row: specs[row] for row in specs if row < len(token_ids)}
+        if not specs:  # nothing is asked of any row, so there is nothing to run
+            return self._answer(job, sequence, is_replay=is_replay, rows=rows)
+        self.counters.recomputed += is_replay
+        first = next(iter(specs))
+        sequence.num_pins += 1
+        return RunningAppend(
+            job=job,
+            sink=sink,
+            verdict=verdict,
+            sequence=sequence,
+            reservation=None,
+            token_ids=token_ids[first:],
+            start=start + first,
+            block_ids=sequence.block_ids,
+            length_after=end,
+            specs={row - first: specs[row] for row in specs} if first else specs,
+            seed=seed,
+            ttl_s=rows.ttl_s,
+            is_read_only=True,
+            verified=rows.verified,
+        )
+
+    def _answer(self, job: AppendJob, sequence: Sequence, rows: _Rows, *, is_replay: bool) -> AppendResult:
+        """The answer where no row is wanted."""
+        ttl_s = self.store.renew(sequence, rows.ttl_s)
+        handle = self.store.handle_at(sequence, rows.end)
+        answer = AppendResult(handle, replayed=is_replay, forked=job.branched_to(handle.cache_id), ttl_s=ttl_s)
+        if job.drafts is not None:
+            verified = rows.verified or Verified()
+            answer.verified = with_row_handles(verified, job.drafts, self.store, sequence, rows.end)
+        return answer
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The rows of tokens ``start`` to ``end`` of a sequence, wanted again.
+
+    Attributes:
+        ttl_s: The lease to set; None keeps the sequence's own.
+        seed: What an unseeded draw used when they were run first; None: not known, or a draw of its own is wanted.
+        verified: Of a verify: what was answered.
+    """
+
+    start: int
+    end: int
+    ttl_s: float | None = None
+    seed: int | None = None
+    verified: Verified | None = None
+
+
+def _writing(
+    job: AppendJob,
+    sink: Sink,
+    reservation: Reservation,
+    sequence: Sequence | None = None,
+    verdict: Verdict | None = None,
+) -> RunningAppend:
+    specs, seed = row_specs(job.output, job.token_ids, job.drafts)
+    return RunningAppend(
+        job=job,
+        sink=sink,
+        verdict=verdict,
+        sequence=sequence,
+        reservation=reservation,
+        token_ids=job.token_ids,
+        start=reservation.start,
+        block_ids=reservation.block_ids,
+        length_after=reservation.start + reservation.num_tokens,
+        specs=specs,
+        seed=seed,
+        ttl_s=job.ttl_s,
+    )
+
+
+def _skip_cached(run: RunningAppend, num_cached: int) -> None:
+    """Have the rows left out whose KV is there; where that is all of them, the last one is run again, as a query is."""
+    run.num_cached = run.cursor = num_cached
+    if run.remaining == 0:
+        run.cursor -= 1
+        run.is_read_only = True
+
+
+def _check_drafts(job: AppendJob) -> None:
+    """Raise unless the drafts stand behind at least one token that is certain."""
+    assert job.drafts is not None
+    if job.drafts.count >= len(job.token_ids):
+        raise InvalidRequest("input_ids", "at least one token that is no draft is needed")
+
+
+def _wants_last_row_at_most(job: AppendJob) -> bool:
+    """Whether no row before the last one has to be run for what it returns."""
+    output, drafts = job.output, job.drafts
+    return output.spec is None or not (output.all_positions or (drafts is not None and drafts.count))

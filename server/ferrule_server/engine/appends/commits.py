@@ -1,0 +1,142 @@
+"""Commits: an append whose rows have all been run becomes part of its sequence, and an answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ferrule_server.engine.appends.creations import Creations
+from ferrule_server.engine.appends.records import ReplayRecords
+from ferrule_server.engine.appends.rows import verify, with_row_handles, with_tokens
+from ferrule_server.engine.appends.running import RunningAppend
+from ferrule_server.engine.failpoints import Failpoints
+from ferrule_server.engine.jobs import Acceptance, AppendResult, Verified
+from ferrule_server.engine.metrics.counters import EngineCounters, OwnCounters
+from ferrule_server.errors import NonFiniteLogits
+from ferrule_server.kv.append_rule import Verdict
+from ferrule_server.kv.sequence import Sequence
+from ferrule_server.kv.store import KvStore
+
+_RECORDED = (Verdict.APPEND, Verdict.REWIND)
+
+
+@dataclass(frozen=True, slots=True)
+class Commits:
+    """Commits appends to the store.
+
+    Args:
+        store: The sequences; called from the engine thread only.
+        records: Told what was answered to each append.
+        creations: Told what was made.
+        counters: Counts prefills, decodes and verifies, and how long they took.
+        failpoints: For tests.
+    """
+
+    store: KvStore
+    records: ReplayRecords
+    creations: Creations
+    counters: EngineCounters
+    failpoints: Failpoints | None = None
+
+    def commit(self, run: RunningAppend) -> AppendResult:
+        """Move the tip, renew the lease, keep the record; return the answer.
+
+        Should anything fail once the tip has moved, the append stays committed: a retry is answered as a replay. A new
+        sequence that no request_id finds again is given back, since nobody will ever hear of it.
+
+        Raises:
+            NonFiniteLogits: A row holds NaN or infinity; nothing was committed. The rows of drafts that do not hold
+                do not matter.
+        """
+        if run.job.drafts is not None:
+            _settle_drafts(run)
+        for row in run.outputs:
+            if not row.is_finite:
+                raise NonFiniteLogits(row.position)
+        if run.reservation is not None:
+            sequence = self.store.commit(run.reservation, run.token_ids, run.ttl_s)
+        else:
+            assert run.sequence is not None
+            sequence = run.sequence
+            self.store.renew(sequence, run.ttl_s)
+        try:
+            return self._settle(run, sequence)
+        except Exception:  # whatever failed: tidied up here, raised again for the engine to answer with a fault
+            if run.reservation is not None and run.reservation.sequence is None and run.creation is None:
+                self.store.release(self.store.handle_at(sequence), sequence.principal)
+                self.records.forget(sequence.handle_id)
+            raise
+
+    def _settle(self, run: RunningAppend, sequence: Sequence) -> AppendResult:
+        """Remember the append that is committed, and return its answer."""
+        job, handle = run.job, self.store.handle_at(sequence, run.length_after)
+        if run.creation is not None:
+            self.creations.finish(run.creation, (handle,), run.start, run.seed, run.verified)
+        is_replay, is_forked = run.verdict is Verdict.REPLAY, job.branched_to(handle.cache_id)
+        rows, timing = tuple(run.outputs), run.timing
+        # Not by keyword: that takes 0.3 us of each token's 8.
+        answer = AppendResult(
+            handle, rows, run.seed, run.num_cached, timing, is_replay, is_replay, is_forked, sequence.ttl_s
+        )
+        if job.drafts is not None:
+            assert run.verified is not None
+            answer.verified = with_row_handles(run.verified, job.drafts, self.store, sequence, handle.length)
+        if job.keeps_record and (run.verdict in _RECORDED or run.creation is not None):
+            self.records.keep(sequence.handle_id, run.start, job, answer)
+        self._count(run)
+        if not job.is_internal:
+            self._measure(run, timing.queue_ns)
+        if self.failpoints is not None:
+            self.failpoints.hit("after_commit")
+        return answer
+
+    def _count(self, run: RunningAppend) -> None:
+        if run.reservation is not None:
+            _add(self.counters, run)
+            _add(self.counters.own.of(run.job.principal), run)
+
+    def _measure(self, run: RunningAppend, queue_ns: int) -> None:
+        """Note how long a client has waited; what the engine entered for a Generate or Forward these measure."""
+        job, timings = run.job, self.counters.timings
+        timings.queued(queue_ns)
+        if run.reservation is None:
+            return
+        if job.drafts is None and (run.sequence is None or len(run.token_ids) > 1):
+            if run.outputs:
+                timings.prompted(job.submitted_ns)
+        else:
+            timings.answered(job.submitted_ns)
+
+
+def _add(counters: EngineCounters | OwnCounters, run: RunningAppend) -> None:
+    """Count an append that is committed."""
+    if run.job.drafts is not None:
+        assert run.verified is not None
+        counters.verifies += 1
+        counters.draft_tokens += run.job.drafts.count
+        counters.accepted_tokens += run.verified.accepted_count
+        counters.verify_tokens += len(run.token_ids)
+    elif run.sequence is None or len(run.token_ids) > 1:
+        counters.prefills += 1
+        counters.prefill_tokens += len(run.token_ids) - run.num_cached
+        counters.prefill_ns += run.run_ns
+    else:
+        counters.decodes += 1
+        counters.decode_ns += run.run_ns
+
+
+def _settle_drafts(run: RunningAppend) -> None:
+    """Leave of a verify only what holds: rows, tokens and length; of one that is replayed, what was answered."""
+    drafts = run.job.drafts
+    assert drafts is not None
+    first = len(run.job.token_ids) - drafts.count
+    draft_ids = run.job.token_ids[first:]
+    if drafts.acceptance is Acceptance.NONE:
+        run.verified = Verified()
+        return
+    if run.verified is not None:
+        run.outputs = with_tokens(run.verified, draft_ids, run.outputs)
+        return
+    run.verified = verify(drafts, draft_ids, run.outputs)
+    del run.outputs[run.verified.accepted_count + 1 :]
+    run.token_ids = run.token_ids[: first + run.verified.accepted_count]
+    run.length_after = run.start + len(run.token_ids)

@@ -1,0 +1,239 @@
+"""Creations: what was made for each request_id, so that a repeated request is answered with what the first one made.
+
+A request that makes sequences has no handle that would tell a retry from a new wish; its ``request_id`` does, per
+principal: a Prefill without a handle, a ForkCache, and an append that ``on_stale=FORK`` turns into a branch.
+
+    begin ----> in flight ---- finish ----> done ---- the last sequence ends ----> dead ---- TOMBSTONE_S ----> forgotten
+                    |                        |                                      |
+                 abandon: the id is free     answered with the same handles         answered with why they are gone
+
+A repeated request never makes anything, whatever became of what the first one made.
+
+A Generate makes its sequences by several jobs: its first append (or a later one, by FORK), and a fork for its other
+branches, under an id derived from its own (:func:`part_of`). All of these carry a digest of the whole request, so a job
+of another request is refused, whichever came first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from typing import Final
+
+from ferrule_server.engine.appends.running import Creation, RunningAppend
+from ferrule_server.engine.jobs import AppendJob, ForkJob, GenerateJob, Job, Verified
+from ferrule_server.errors import RequestIdReused
+from ferrule_server.kv.handle import Handle, StalePolicy
+from ferrule_server.kv.store import TOMBSTONE_S
+
+MAX_DEAD: Final = 100_000
+"""Creations remembered of which every sequence has ended. Beyond it whoever has most of them loses the one that ended
+first: a principal that makes and ends sequences by the thousand makes nobody else's request_id free."""
+
+FORK: Final = "fork"
+"""What a Generate calls the fork that makes its branches but the first."""
+_APART: Final = "\0" * 129
+"""Stands in derived request_ids, which are so longer than any that a client may choose (128 bytes)."""
+
+CreatingJob = AppendJob | ForkJob
+
+
+class Creations:
+    """Creations by principal and request_id. Called from the engine thread only.
+
+    Invariant: a creation is in flight (it has a run and no handle) or done (no run, at least one handle); every
+    sequence made by a creation is counted in its ``num_live`` until it ends; creations without a live sequence stand
+    in order of their ends, by principal, and number at most MAX_DEAD in all.
+
+    Args:
+        clock: Seconds on the store's clock.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._creations: dict[tuple[str, str], Creation] = {}
+        self._makers: dict[str, Creation] = {}  # by handle_id of each live sequence
+        self._dead: dict[str, OrderedDict[tuple[str, str], Creation]] = {}
+        self._num_dead = 0
+
+    def __len__(self) -> int:
+        return len(self._creations)
+
+    def find(self, job: Job) -> Creation | None:
+        """Return the creation that ``job`` repeats, or None where it repeats none.
+
+        Raises:
+            RequestIdReused: The request_id made something else. An append with a handle is let through instead:
+                whether it makes anything is not known yet.
+        """
+        if not (isinstance(job, CreatingJob) and job.request_id and _may_create(job)):
+            return None
+        creation = self._known(job.principal, job.request_id)
+        if creation is None and not self._is_taken(job):
+            return None
+        if creation is not None and creation.content == _content_of(job):
+            return creation
+        if isinstance(job, AppendJob) and job.handle is not None:
+            return None
+        raise RequestIdReused(_own(job.request_id))
+
+    def check_free(self, job: CreatingJob) -> None:
+        """Return if nothing was made for the job's request_id yet; it is about to be.
+
+        Raises:
+            RequestIdReused: Something was.
+        """
+        if job.request_id and (self._known(job.principal, job.request_id) is not None or self._is_taken(job)):
+            raise RequestIdReused(_own(job.request_id))
+
+    def check_loop(self, job: GenerateJob, loop: bytes) -> None:
+        """Return unless another request has made something with the request_id of a Generate.
+
+        Args:
+            job: The Generate.
+            loop: Its digest, :func:`loop_of`.
+
+        Raises:
+            RequestIdReused: One has, or makes it now: of another kind, ``num_branches`` or content.
+        """
+        if not job.request_id:
+            return
+        for request_id in (job.request_id, part_of(job.request_id, FORK)):
+            creation = self._known(job.principal, request_id)
+            if creation is not None and creation.loop != loop:
+                raise RequestIdReused(_own(job.request_id))
+
+    def begin(self, job: CreatingJob, run: RunningAppend | None = None) -> Creation:
+        """Remember that ``run`` makes what ``job`` asks for; its request_id must be free."""
+        creation = Creation((job.principal, job.request_id), _content_of(job), job.loop, run)
+        assert creation.key not in self._creations, "a request_id was used twice"
+        self._creations[creation.key] = creation
+        return creation
+
+    def finish(
+        self,
+        creation: Creation,
+        handles: tuple[Handle, ...],
+        start: int = 0,
+        seed: int | None = None,
+        verified: Verified | None = None,
+    ) -> None:
+        """The sequences are made: ``handles`` answer the request from now on."""
+        creation.run = None
+        creation.handles, creation.start, creation.seed, creation.verified = handles, start, seed, verified
+        creation.num_live = len(handles)
+        self._makers.update((handle.handle_id, creation) for handle in handles)
+
+    def abandon(self, creation: Creation) -> None:
+        """The creation in flight failed or was given up: its request_id is free again. One that is done stays."""
+        if creation.run is not None:
+            creation.run = None
+            del self._creations[creation.key]
+
+    def end(self, handle_id: str) -> None:
+        """A sequence has ended, whoever made it."""
+        creation = self._makers.pop(handle_id, None)
+        if creation is None:
+            return
+        creation.num_live -= 1
+        if not creation.num_live:
+            creation.handles = creation.handles[:1]
+            creation.died_at = self._clock()
+            self._bury(creation)
+
+    def clear(self) -> None:
+        """Every sequence is gone, and nothing can be made any more."""
+        self._creations.clear()
+        self._makers.clear()
+        self._dead.clear()
+        self._num_dead = 0
+
+    def check_integrity(self, handle_ids: Collection[str]) -> None:
+        """Raise AssertionError unless the invariant of the class holds.
+
+        Args:
+            handle_ids: Of the live sequences.
+        """
+        num_live: dict[tuple[str, str], int] = {}
+        for handle_id, maker in self._makers.items():
+            assert handle_id in handle_ids, f"{handle_id} has ended and still counts as made"
+            num_live[maker.key] = num_live.get(maker.key, 0) + 1
+        for key, creation in self._creations.items():
+            assert creation.key == key, "a creation is listed under another request_id"
+            assert (creation.run is None) == bool(creation.handles), "a creation is neither in flight nor done"
+            assert creation.num_live == num_live.get(key, 0), f"{creation.num_live} live, {num_live.get(key, 0)} known"
+            is_dead = creation.run is None and not creation.num_live
+            assert is_dead == (key in self._dead.get(key[0], ())), "a creation without sequences is not listed so"
+        for principal, dead in self._dead.items():
+            ends = [creation.died_at for creation in dead.values()]
+            assert ends == sorted(ends) != [], f"dead creations of {principal!r} are out of order"
+        assert self._num_dead == sum(map(len, self._dead.values())) <= MAX_DEAD, "too many dead creations"
+
+    def _known(self, principal: str, request_id: str) -> Creation | None:
+        """Return the creation of that id, unless it has been remembered for long enough."""
+        dead = self._dead.get(principal)
+        now = self._clock()
+        while dead and next(iter(dead.values())).died_at + TOMBSTONE_S <= now:
+            self._forget_first(dead)
+        return self._creations.get((principal, request_id))
+
+    def _is_taken(self, job: CreatingJob) -> bool:
+        """Whether a Generate that the job does not belong to has made branches with the job's request_id."""
+        branches = self._known(job.principal, part_of(job.request_id, FORK))
+        return branches is not None and branches.loop != job.loop
+
+    def _bury(self, creation: Creation) -> None:
+        """Remember why nothing of it lives, and forget what has been remembered for long enough."""
+        dead = self._dead.setdefault(creation.key[0], OrderedDict())
+        dead[creation.key] = creation
+        self._num_dead += 1
+        while next(iter(dead.values())).died_at + TOMBSTONE_S <= creation.died_at:
+            self._forget_first(dead)
+        if self._num_dead > MAX_DEAD:
+            self._forget_first(max(self._dead.values(), key=len))
+
+    def _forget_first(self, dead: OrderedDict[tuple[str, str], Creation]) -> None:
+        key, _ = dead.popitem(last=False)
+        del self._creations[key]
+        self._num_dead -= 1
+        if not dead:
+            del self._dead[key[0]]
+
+
+def _may_create(job: CreatingJob) -> bool:
+    """Whether the job may make a sequence; of an append with a handle only the append rule can tell for sure."""
+    return isinstance(job, ForkJob) or job.handle is None or job.on_stale is StalePolicy.FORK
+
+
+def part_of(request_id: str, what: str) -> str:
+    """Return the request_id for a part of what ``request_id`` asks for; empty where that is."""
+    return f"{request_id}{_APART}{what}" if request_id else ""
+
+
+def _own(request_id: str) -> str:
+    """Return the request_id that a client has sent, of one derived from it."""
+    return request_id.partition(_APART)[0]
+
+
+def loop_of(job: GenerateJob) -> bytes:
+    """Return a digest of what a Generate asks to be made: of everything but its request_id, and what ends it."""
+    handle = None if job.handle is None else tuple(job.handle)
+    asked = (handle, job.output, job.on_stale, job.ttl_s, job.reserved_length, job.num_branches, len(job.token_ids))
+    digest = hashlib.blake2b(repr(("generate", *asked)).encode(), digest_size=16)
+    digest.update(array("I", job.token_ids).tobytes())
+    return digest.digest()
+
+
+def _content_of(job: CreatingJob) -> bytes:
+    """Return a digest of what is asked, the request_id left out: equal for a repeated request, and for no other."""
+    digest = hashlib.blake2b(job.loop, digest_size=16)
+    if isinstance(job, ForkJob):
+        digest.update(repr(("fork", tuple(job.handle), job.length, job.count, job.ttl_s)).encode())
+    else:
+        handle = None if job.handle is None else tuple(job.handle)
+        asked = (handle, job.output, job.on_stale, job.ttl_s, job.reserved_length, job.drafts, len(job.token_ids))
+        digest.update(repr(("append", *asked)).encode())
+        digest.update(array("I", job.token_ids).tobytes())
+    return digest.digest()

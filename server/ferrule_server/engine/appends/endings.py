@@ -1,0 +1,72 @@
+"""Endings: a sequence is given back at once, and whoever remembers something of it forgets it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ferrule_server.engine.appends.lanes import Lanes
+from ferrule_server.engine.failpoints import Failpoints
+from ferrule_server.engine.jobs import ReleaseJob, ReleaseResult
+from ferrule_server.engine.metrics.counters import EngineCounters
+from ferrule_server.kv.handle import Handle
+from ferrule_server.kv.store import KvStore
+
+
+class Endings:
+    """Ends sequences. Used on the engine thread.
+
+    Args:
+        store: The sequences.
+        lanes: What is in flight on them.
+        on_release: Called with the cache_id of each sequence that is released.
+        counters: Counts what was released.
+        failpoints: For tests.
+    """
+
+    def __init__(
+        self,
+        store: KvStore,
+        lanes: Lanes,
+        on_release: Callable[[str], object],
+        counters: EngineCounters,
+        failpoints: Failpoints | None = None,
+    ) -> None:
+        self._store = store
+        self._lanes = lanes
+        self._on_release = on_release
+        self._counters = counters
+        self._failpoints = failpoints
+        self._listeners: list[Callable[[str], object]] = []
+
+    def tell(self, *listeners: Callable[[str], object]) -> None:
+        """Call these with the handle_id of each sequence that has ended, from now on."""
+        self._listeners += listeners
+
+    def release(self, job: ReleaseJob) -> ReleaseResult:
+        """Give back sequences at once; what is in flight or waiting on them is answered HANDLE_UNKNOWN."""
+        freed_blocks: list[int | None] = []
+        for handle in job.handles:
+            if self._failpoints is not None:
+                self._failpoints.hit("during_free")
+            freed = self.release_one(handle, job.principal)
+            freed_blocks.append(freed)
+            self._counters.released += freed is not None
+        return ReleaseResult(tuple(freed_blocks))
+
+    def release_one(self, handle: Handle, principal: str) -> int | None:
+        """Give back one sequence; returns the blocks that it freed, None where there was nothing to release."""
+        stopped = self._lanes.stop(handle, principal)
+        try:
+            freed = self._store.release(handle, principal)
+            if freed is not None:
+                self._on_release(handle.cache_id)
+                self.ended(handle.handle_id)
+        finally:  # whoever waits must hear something, whatever failed
+            if stopped is not None:
+                self._lanes.go_on(stopped)
+        return freed
+
+    def ended(self, handle_id: str) -> None:
+        """A sequence has ended, for whatever reason: tell everybody."""
+        for listener in self._listeners:
+            listener(handle_id)

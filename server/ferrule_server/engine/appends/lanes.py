@@ -1,0 +1,352 @@
+"""Lanes: on one sequence one job at a time, in order of arrival.
+
+At most one append is in flight on a sequence; other appends, forks and truncates wait behind it and are judged when
+their turn comes. Release acts at once and ends what is in flight.
+
+A job that is sent again while the first one is in flight joins it: it is run once, both are answered, and it goes on
+as long as one of them waits for it. Only what stands next in line may join, so that the order in which jobs are
+judged stays the order of arrival::
+
+    lane of a sequence:   append A  <-  append A  <-  truncate  <-  append A
+                          in flight     joins         waits         waits, is judged after the truncate
+
+A branch (``on_stale=FORK``) is judged in its turn as well, but holds no lane: once its blocks are reserved, whatever
+becomes of the sequence it came from changes nothing in them, so many branches of one sequence run in one step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable
+
+from ferrule_server.engine.appends.admission import Admission
+from ferrule_server.engine.appends.creations import Creations
+from ferrule_server.engine.appends.host_jobs import HostJobs
+from ferrule_server.engine.appends.running import LaneJob, RunningAppend
+from ferrule_server.engine.failpoints import Failpoints
+from ferrule_server.engine.faults import fault
+from ferrule_server.engine.jobs import AppendJob, AppendResult, ForkJob, ForkResult, Job, Outcome, Sink
+from ferrule_server.engine.metrics.counters import EngineCounters
+from ferrule_server.errors import Cancelled, Draining, FerruleError, HandleUnknown
+from ferrule_server.kv.append_rule import Verdict
+from ferrule_server.kv.handle import Handle
+from ferrule_server.kv.sequence import Sequence
+from ferrule_server.kv.store import KvStore
+
+LaneEntry = tuple[LaneJob, Sink]
+
+
+class Lanes:
+    """The appends in flight, and what waits behind them.
+
+    Invariant: a sequence has a lane exactly while an append is in flight on it, and at most one is; branches in flight
+    are listed by the sequence they came from; ``num_waiting`` is the number of jobs in all lanes; a waiting job pins
+    its sequence.
+
+    Args:
+        store: The sequences; called from the engine thread only.
+        admission: Turns jobs into running appends.
+        host_jobs: Carries out forks and truncates.
+        creations: What was made for each request_id.
+        counters: Counts forks, truncates and joins.
+        finish: Takes the outcome of each job, once.
+        failpoints: For tests.
+
+    Attributes:
+        running: The appends in flight, oldest first.
+    """
+
+    def __init__(
+        self,
+        store: KvStore,
+        admission: Admission,
+        host_jobs: HostJobs,
+        *,
+        creations: Creations,
+        counters: EngineCounters,
+        finish: Callable[[Job, Sink, Outcome], None],
+        failpoints: Failpoints | None = None,
+    ) -> None:
+        self.running: dict[RunningAppend, None] = {}
+        self.num_waiting = 0
+        self._lanes: dict[Sequence, RunningAppend] = {}
+        self._branches: dict[Sequence, dict[RunningAppend, None]] = {}
+        self._store = store
+        self._admission = admission
+        self._host_jobs = host_jobs
+        self._creations = creations
+        self._counters = counters
+        self._finish = finish
+        self._failpoints = failpoints
+
+    # ---- coming -----------------------------------------------------------------------------------------------------
+
+    def enter(self, job: LaneJob, sink: Sink, at: float) -> None:
+        """Judge the job now, or after whatever is in flight on its sequence.
+
+        Args:
+            job: What is asked.
+            sink: Who asked.
+            at: When, on the store's clock: the moment leases are judged at.
+
+        Raises:
+            FerruleError: It is refused; nothing happened.
+        """
+        if job.is_cancelled:
+            raise Cancelled
+        if job.request_id and self._take_repeat(job, sink, at):
+            return
+        if job.handle is None:
+            self._create(job, sink)
+            return
+        sequence = self._store.resolve(job.handle, job.principal, at)
+        run = self._lanes.get(sequence)
+        if run is None:
+            self._judge(job, sink, sequence, at)
+        elif not run.waiting and self._may_join(job, run):
+            self._join(job, sink, run)
+        else:
+            self._wait(job, sink, run, sequence)
+
+    def enter_again(self, run: RunningAppend, at: float) -> bool:
+        """Let an append that is done be the next one of its job: :meth:`enter` without making everything anew.
+
+        Args:
+            run: Repeatable; its job, in flight no more, has the next token and the handle that was answered.
+            at: When, on the store's clock.
+
+        Returns:
+            Whether it is in flight. False: nothing happened; it takes :meth:`enter` to tell what becomes of it.
+
+        Raises:
+            FerruleError: It is refused; nothing happened.
+        """
+        sequence = run.sequence
+        if sequence is None or sequence.is_released or run.job.is_cancelled or sequence in self._lanes:
+            return False
+        if (sequence.expires_at <= at and not sequence.num_pins) or not self._admission.append_again(run, sequence):
+            return False
+        self.running[run] = None
+        self._lanes[sequence] = run
+        return True
+
+    def num_pending(self, sequence: Sequence) -> int:
+        """Return how many jobs are in flight or waiting on the sequence, those that joined left out."""
+        run, num_branches = self._lanes.get(sequence), len(self._branches.get(sequence, ()))
+        return num_branches if run is None else num_branches + 1 + len(run.waiting or ())
+
+    def _take_repeat(self, job: LaneJob, sink: Sink, at: float) -> bool:
+        """Deal with a job that asks for a creation in flight or done; False: it repeats none.
+
+        Raises:
+            RequestIdReused: Its request_id made something else.
+            HandleUnknown, HandleExpired, HandleLost: Every sequence that was made has ended.
+            HandleStale: What was answered is not there any more.
+        """
+        creation = self._creations.find(job)
+        if creation is None:
+            return False
+        if isinstance(job, ForkJob):
+            result = self._host_jobs.repeat_fork(job, creation.handles, at)
+            self._counters.replay(job.principal)
+            self._finish(job, sink, result)
+            return True
+        assert isinstance(job, AppendJob)
+        if creation.run is not None:
+            self._join(job, sink, creation.run)
+            return True
+        sequence = self._store.resolve(creation.handles[0], job.principal, at)
+        if (run := self._lanes.get(sequence)) is not None:
+            self._wait(job, sink, run, sequence)
+        else:
+            self._start(self._admission.repeat(job, sink, sequence, creation), job, sink)
+        return True
+
+    def _create(self, job: AppendJob, sink: Sink) -> None:
+        if job.is_repeat_only:
+            raise Draining
+        self._start(self._admission.create(job, sink), job, sink)
+
+    def _judge(self, job: LaneJob, sink: Sink, sequence: Sequence, at: float) -> None:
+        """Carry out or start a job whose turn it is: nothing is in flight on the sequence."""
+        if isinstance(job, AppendJob):
+            self._start(self._admission.append(job, sink, sequence), job, sink)
+            return
+        result = self._host_jobs.run(job, at)
+        if isinstance(job, ForkJob):
+            assert isinstance(result, ForkResult)
+            self._counters.forks += 1
+            if job.request_id:
+                self._creations.finish(self._creations.begin(job), result.handles)
+        else:
+            self._counters.truncates += 1
+        if self._failpoints is not None:
+            self._failpoints.hit("after_commit")
+        self._finish(job, sink, result)
+
+    def _start(self, admitted: RunningAppend | AppendResult, job: AppendJob, sink: Sink) -> None:
+        """Let the append run, or answer it at once."""
+        if isinstance(admitted, AppendResult):
+            self._finish(job, sink, admitted)
+            return
+        self.running[admitted] = None
+        if admitted.sequence is None:
+            return
+        if admitted.verdict is Verdict.FORK:
+            self._branches.setdefault(admitted.sequence, {})[admitted] = None
+        else:
+            self._lanes[admitted.sequence] = admitted
+
+    def _wait(self, job: LaneJob, sink: Sink, run: RunningAppend, sequence: Sequence) -> None:
+        if run.waiting is None:
+            run.waiting = deque()
+        run.waiting.append((job, sink))
+        self.num_waiting += 1
+        sequence.num_pins += 1  # it came within the lease, so the lease lasts until it is judged
+
+    def _join(self, job: LaneJob, sink: Sink, run: RunningAppend) -> None:
+        assert isinstance(job, AppendJob)
+        self._counters.joined += 1
+        run.joined += ((job, sink),)
+
+    # ---- leaving ----------------------------------------------------------------------------------------------------
+
+    def complete(self, run: RunningAppend, answer: AppendResult) -> None:
+        """The append is committed: answer everybody who asked for it and let the next in its lane go on."""
+        if run.verdict is Verdict.APPEND and not run.joined and not run.waiting:  # most of all
+            assert run.sequence is not None
+            del self.running[run], self._lanes[run.sequence]
+            self._finish(run.job, run.sink, answer)
+            return
+        self._leave(run)
+        self._finish(run.job, run.sink, answer)
+        for job, sink in run.joined:
+            self._finish(job, sink, dataclasses.replace(answer, replayed=True))
+        self.go_on(run)
+
+    def fail(self, run: RunningAppend, error: FerruleError) -> None:
+        """Take back what the append reserved and answer it with ``error``; its handle stays as it was."""
+        try:
+            self._drop(run, error)
+        finally:
+            self.go_on(run)
+
+    def stop(self, handle: Handle, principal: str) -> RunningAppend | None:
+        """A sequence is about to be released: end what is in flight on it, or branches off it, with HANDLE_UNKNOWN.
+
+        Returns:
+            What held its lane, for :meth:`go_on` once the sequence is released; None where nothing did.
+        """
+        try:
+            sequence = self._store.resolve(handle, principal)
+        except FerruleError:  # nothing is in flight on what is not there, or past its lease
+            return None
+        for branch in list(self._branches.get(sequence, ())):
+            self._drop(branch, HandleUnknown(sequence.handle_id))
+        run = self._lanes.get(sequence)
+        if run is not None:
+            self._drop(run, HandleUnknown(sequence.handle_id))
+        return run
+
+    def go_on(self, run: RunningAppend) -> None:
+        """Let the jobs that waited for ``run`` have their turns, until one of them is in flight."""
+        sequence = run.sequence
+        if sequence is None or run.verdict is Verdict.FORK:
+            return
+        del self._lanes[sequence]
+        waiting, run.waiting = run.waiting, None
+        while waiting:
+            self.num_waiting -= 1
+            self._take_turn(*waiting.popleft(), sequence)
+            if (successor := self._lanes.get(sequence)) is not None:
+                self._hand_on(waiting, successor, sequence)
+                return
+
+    def end_all(self, why: Callable[[LaneJob], FerruleError]) -> None:
+        """Take back and answer everything in flight and everything that waits, even where it cannot be taken back."""
+        self._lanes.clear()
+        for run in list(self.running):
+            try:
+                self._drop(run, why(run.job))
+            except Exception:  # noqa: BLE001 - the others wait for an answer
+                fault("what an append holds could not be taken back")
+            for job, sink in run.waiting or ():
+                self._finish(job, sink, why(job))
+        self._branches.clear()
+        self.num_waiting = 0
+
+    def _drop(self, run: RunningAppend, error: FerruleError) -> None:
+        """Take back what the append holds and tell everybody who asked for it, even where that raises."""
+        try:
+            self._take_back(run)
+        finally:
+            self.running.pop(run, None)  # answered once, whatever follows
+            self._finish(run.job, run.sink, error)
+            for job, sink in run.joined:
+                self._finish(job, sink, error)
+
+    def _take_back(self, run: RunningAppend) -> None:
+        if run.reservation is not None:
+            self._store.abort(run.reservation)
+        if run.creation is not None:
+            self._creations.abandon(run.creation)
+        self._leave(run)
+
+    def _leave(self, run: RunningAppend) -> None:
+        del self.running[run]
+        if run.sequence is None:
+            return
+        if run.reservation is None:
+            run.sequence.num_pins -= 1
+        elif run.verdict is Verdict.FORK:
+            branches = self._branches[run.sequence]
+            del branches[run]
+            if not branches:
+                del self._branches[run.sequence]
+
+    def _hand_on(self, waiting: deque[LaneEntry], run: RunningAppend, sequence: Sequence) -> None:
+        """``run`` is in flight now: what stands next and asks for the same joins it, the rest waits behind it."""
+        while waiting and self._may_join(waiting[0][0], run):
+            self.num_waiting -= 1
+            sequence.num_pins -= 1
+            self._join(*waiting.popleft(), run)
+        run.waiting = waiting
+
+    def _take_turn(self, job: LaneJob, sink: Sink, sequence: Sequence) -> None:
+        """Judge a job that waited; the pin of its waiting is what keeps the sequence until now. Never raises."""
+        at = self._store.now()
+        try:
+            if job.is_cancelled:
+                raise Cancelled
+            if job.request_id and self._take_repeat(job, sink, at):
+                return
+            if sequence.is_released:
+                raise HandleUnknown(sequence.handle_id)
+            self._judge(job, sink, sequence, at)
+        except FerruleError as error:
+            self._finish(job, sink, error)
+        except Exception:  # noqa: BLE001 - a bug must end its own job only
+            self._finish(job, sink, fault(f"job failed kind={type(job).__name__}"))
+        finally:
+            sequence.num_pins -= 1
+
+    @staticmethod
+    def _may_join(job: LaneJob, run: RunningAppend) -> bool:
+        """Whether the job asks for just what ``run`` does, so that one answer does for both.
+
+        A query never does: two that draw tokens want two draws. A branch is not met here: everybody may want one of
+        their own, unless the request_id says that it is the same.
+        """
+        return isinstance(job, AppendJob) and bool(job.token_ids) and _is_equal(job, run.job)
+
+
+def _is_equal(job: AppendJob, other: AppendJob) -> bool:
+    return (
+        job.token_ids == other.token_ids
+        and job.handle == other.handle
+        and job.output == other.output
+        and job.on_stale is other.on_stale
+        and job.ttl_s == other.ttl_s
+        and job.drafts == other.drafts
+    )

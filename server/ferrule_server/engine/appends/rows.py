@@ -1,0 +1,153 @@
+"""Rows of an append: what each of them returns, and which drafts of a verify are accepted once they have run.
+
+Rows of a verify are numbered from the last certain token on, and each says which token follows it::
+
+    tokens   t0   d1   d2   d3          d1 and d2 hold, d3 does not: row 2 chose x in its place
+    row       0    1    2    3
+    chosen   d1   d2    x    -          committed: t0 d1 d2, answered: rows 0 to 2, next_token x
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+
+from ferrule_server.engine.jobs import Acceptance, Drafts, OutputRequest, Verified
+from ferrule_server.executor.base import DraftSpec, OutputSpec, RowOutput, Shaping
+from ferrule_server.kv.sequence import Sequence
+from ferrule_server.kv.store import KvStore
+
+
+def verify(drafts: Drafts, draft_ids: SequenceOf[int], rows: SequenceOf[RowOutput]) -> Verified:
+    """Return which of the drafts hold, by the rule that the request names.
+
+    A row that is not finite chooses nothing: no draft after it holds, and it is the last one that counts.
+
+    Args:
+        drafts: Says by which rule: EXACT or REJECTION.
+        draft_ids: The drafts, a chain.
+        rows: What row 0 and each draft's row gave.
+    """
+    is_exact = drafts.acceptance is Acceptance.EXACT
+    count = 0
+    while count < len(draft_ids) and (rows[count].token == draft_ids[count] if is_exact else rows[count].is_accepted):
+        count += 1
+    return Verified(count, rows[count].token)
+
+
+def num_appended(drafts: Drafts, verified: Verified) -> int:
+    """Return how many drafts are appended: those accepted, or all where the client decides."""
+    return drafts.count if drafts.acceptance is Acceptance.NONE else verified.accepted_count
+
+
+def with_row_handles(
+    verified: Verified, drafts: Drafts, store: KvStore, sequence: Sequence, length_after: int
+) -> Verified:
+    """Return it with the handles at row 0 and at each appended draft, if they are asked for.
+
+    Args:
+        verified: What became of the drafts.
+        drafts: Says whether handles are wanted.
+        store: Where the tokens are committed.
+        sequence: Which they are part of.
+        length_after: Length behind the last one appended.
+    """
+    if not drafts.wants_row_handles:
+        return verified
+    first = length_after - num_appended(drafts, verified)
+    return replace(verified, row_handles=tuple(store.handle_at(sequence, n) for n in range(first, length_after + 1)))
+
+
+def with_tokens(verified: Verified, draft_ids: SequenceOf[int], rows: SequenceOf[RowOutput]) -> list[RowOutput]:
+    """Return the rows of a verify that were run again, choosing what was answered then.
+
+    In other company a row's logits may differ in their last bits; what is committed does not change for it.
+
+    Args:
+        verified: What was answered.
+        draft_ids: The drafts.
+        rows: Those of row 0 and of the accepted drafts.
+    """
+    tokens = (*draft_ids[: verified.accepted_count], verified.next_token)
+    pairs = zip(rows, tokens, strict=True)
+    return [row if row.token == token or not row.is_finite else replace(row, token=token) for row, token in pairs]
+
+
+def row_specs(
+    output: OutputRequest, token_ids: tuple[int, ...], drafts: Drafts | None = None, known_seed: int | None = None
+) -> tuple[Mapping[int, OutputSpec], int | None]:
+    """Return what each row returns (rows without an entry return nothing, the others ascend), and the seed.
+
+    Args:
+        output: What was asked for.
+        token_ids: The tokens of all rows, drafts included; at least one, and one more than there are drafts.
+        drafts: Of a verify: row 0 and every draft then return something.
+        known_seed: What an unseeded draw used before; None: a new one is drawn for it.
+
+    Returns:
+        The specs by row, and the seed tokens are drawn with, None where none is drawn.
+    """
+    spec, seed = output.spec, None
+    if spec is None:
+        return {}, None
+    if spec.sample is not None:
+        seed = spec.sample.seed
+        if not output.is_seeded:
+            seed = secrets.randbits(64) if known_seed is None else known_seed
+            spec = replace(spec, sample=replace(spec.sample, seed=seed))
+    last = len(token_ids) - 1
+    if last == 0 and drafts is None and not output.wants_targets:
+        return {0: spec}, seed
+    if drafts is not None:
+        first = last - drafts.count
+        rows = range(first, last + 1)
+        specs = {row: _verify_spec(spec, drafts, row - first, token_ids[row + 1 : row + 2]) for row in rows}
+    else:
+        rows = range(0 if output.all_positions else last, last + 1)
+        specs = dict.fromkeys(rows, spec)
+    if output.wants_targets:
+        return TargetSpecs(specs, (*token_ids[1:], output.last_target)), seed
+    return specs, seed
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSpecs(Mapping[int, OutputSpec]):
+    """Specs whose rows return the log-probability of the token that follows them.
+
+    Each is made when its row is run: those of a whole long prompt together would take the engine thread 0.1 s.
+
+    Attributes:
+        specs: By row, without their targets.
+        targets: The token that follows each row, -1: none is known.
+    """
+
+    specs: Mapping[int, OutputSpec]
+    targets: SequenceOf[int]
+
+    def __getitem__(self, row: int) -> OutputSpec:
+        """Return the spec of a row."""
+        return replace(self.specs[row], target_id=self.targets[row])
+
+    def __iter__(self) -> Iterator[int]:
+        """Return the rows, ascending."""
+        return iter(self.specs)
+
+    def __len__(self) -> int:
+        """Return how many rows return something."""
+        return len(self.specs)
+
+    def __contains__(self, row: object) -> bool:
+        """Return whether the row returns something."""
+        return row in self.specs
+
+
+def _verify_spec(spec: OutputSpec, drafts: Drafts, row: int, next_ids: tuple[int, ...]) -> OutputSpec:
+    """What row 0, or that of draft ``row``, returns; ``next_ids`` has the draft that follows, or nothing."""
+    if drafts.row_masks:
+        spec = replace(spec, shaping=replace(spec.shaping or Shaping(), mask=drafts.row_masks[row]))
+    if next_ids and drafts.acceptance is Acceptance.REJECTION:
+        law = drafts.laws[row] if drafts.laws else None
+        spec = replace(spec, draft=DraftSpec(next_ids[0], law))
+    return spec

@@ -1,0 +1,154 @@
+"""An append in flight, and what it makes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ferrule_server.engine.jobs import AppendJob, Follow, ForkJob, Sink, StepTiming, TruncateJob, Verified
+from ferrule_server.executor.base import Int32Array, OutputSpec, RowOutput
+from ferrule_server.kv.append_rule import Verdict
+from ferrule_server.kv.handle import Handle
+from ferrule_server.kv.reservation import Reservation
+from ferrule_server.kv.sequence import Sequence
+
+LaneJob = AppendJob | ForkJob | TruncateJob
+"""A job that is judged by the state of its sequence, and waits for its turn."""
+
+
+@dataclass(eq=False, slots=True)
+class Creation:
+    """What one request made.
+
+    Attributes:
+        key: Principal and request_id.
+        content: Digest of everything else that was asked. loop: digest of the Generate it belongs to, empty: none.
+        run: The append that makes it; None when it is done (a ForkCache is done at once).
+        handles: What was answered, in order; empty while in flight; only the first one when dead.
+        start: Length before the tokens of the request. seed: what its rows were drawn with, None when nothing was.
+        verified: Of a verify: what became of its drafts, row handles left out.
+        num_live: Sequences it made that have not ended.
+        died_at: When the last of them ended, on the store's clock.
+    """
+
+    key: tuple[str, str]
+    content: bytes
+    loop: bytes = b""
+    run: RunningAppend | None = None
+    handles: tuple[Handle, ...] = ()
+    start: int = 0
+    seed: int | None = None
+    verified: Verified | None = None
+    num_live: int = 0
+    died_at: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class RunningAppend:
+    """Rows of one append, some run and some not.
+
+    Invariant: rows ``0..cursor`` have been run, or need not be: their KV was in the prefix cache. ``reservation`` is
+    None exactly for a query or a recomputed replay, and then the sequence is pinned instead.
+
+    Attributes:
+        job: The first that asked. sink: where its answer goes.
+        verdict: What the append rule said; None for a new sequence.
+        sequence: The sequence it was sent to, whose lane it holds unless it is a branch of it; None for a new one.
+        token_ids: The rows' tokens. start: position of the first one.
+        block_ids: Block table that covers all of them.
+        length_after: Length the answered handle names; of a verify known only when its drafts are judged.
+        specs: Row index, ascending -> what it returns; rows without an entry return nothing.
+        ttl_s: The lease to set at the end; None keeps the sequence's own.
+        creation: What its request_id is remembered by, where it makes a sequence.
+        num_cached: Tokens, the first ones, whose KV was in the prefix cache.
+        is_read_only: No row is written: the KV of all of them is there.
+        verified: Of a verify that is replayed: what was answered, its row handles left out.
+        joined: Jobs that asked for the same, answered together with ``job``.
+        waiting: Jobs that wait behind it in the lane of ``sequence``.
+        outputs: Results so far, in row order.
+    """
+
+    job: AppendJob
+    sink: Sink
+    verdict: Verdict | None
+    sequence: Sequence | None
+    reservation: Reservation | None
+    token_ids: tuple[int, ...]
+    start: int
+    block_ids: list[int]
+    length_after: int
+    specs: Mapping[int, OutputSpec]
+    seed: int | None
+    ttl_s: float | None
+    creation: Creation | None = None
+    num_cached: int = 0
+    is_read_only: bool = False
+    verified: Verified | None = None
+    joined: tuple[tuple[AppendJob, Sink], ...] = ()
+    waiting: deque[tuple[LaneJob, Sink]] | None = None
+    cursor: int = 0
+    outputs: list[RowOutput] = field(default_factory=list)
+    first_step_ns: int = 0
+    run_ns: int = 0
+    step_rows: int = 0
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether its job, with the next token, would be run just like it: one token of a Generate, at the tip."""
+        job, spec = self.job, self.specs.get(0)
+        if job.follow is Follow.UNKNOWN or job.is_cancelled or self.verdict is not Verdict.APPEND or spec is None:
+            return False
+        is_drawn_alike = spec.sample is None or job.output.is_seeded
+        is_plain = job.drafts is None and not job.request_id and not job.output.wants_targets
+        return len(self.token_ids) == 1 and is_drawn_alike and is_plain
+
+    def repeat(self, reservation: Reservation) -> None:
+        """Begin anew with the token that its job has now; the rest of what is asked is as it was."""
+        self.reservation = reservation
+        self.token_ids, self.ttl_s = self.job.token_ids, self.job.ttl_s
+        self.start, self.block_ids = reservation.start, reservation.block_ids
+        self.length_after = reservation.start + 1
+        self.joined, self.waiting = (), None
+        self.cursor, self.outputs = 0, []
+        self.first_step_ns = self.run_ns = self.step_rows = 0
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether everybody who asked for it is gone."""
+        return self.job.is_cancelled and all(job.is_cancelled for job, _ in self.joined)
+
+    @property
+    def remaining(self) -> int:
+        """Rows not run yet."""
+        return len(self.token_ids) - self.cursor
+
+    def num_outputs(self, num_rows: int) -> int:
+        """How many of the next ``num_rows`` rows return something."""
+        if num_rows == len(self.token_ids):
+            return len(self.specs)
+        return sum(row in self.specs for row in range(self.cursor, self.cursor + num_rows))
+
+    def tokens_from(self, first: int, num_rows: int) -> Int32Array:
+        """Return the tokens of its sequence from index ``first`` on up to those of its first ``num_rows`` rows.
+
+        Returns:
+            int32 [start + num_rows - first], empty where that is not above 0; a copy.
+        """
+        own = np.array(self.token_ids[max(0, first - self.start) : num_rows], np.int32)
+        if first >= self.start:
+            return own
+        if self.reservation is not None and self.reservation.chain is not None:  # a branch: its source may have moved
+            before = self.reservation.chain.token_ids
+        else:
+            assert self.sequence is not None
+            before = self.sequence.token_ids
+        return np.concatenate((np.array(before[first : self.start], np.int32), own))
+
+    @property
+    def timing(self) -> StepTiming:
+        """Where the time went so far."""
+        queue_ns = self.first_step_ns - self.job.submitted_ns
+        return StepTiming(queue_ns if queue_ns > 0 else 0, self.run_ns, self.step_rows, self.first_step_ns)

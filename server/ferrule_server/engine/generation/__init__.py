@@ -1,0 +1,7 @@
+"""Requests that are answered piece by piece, by appends that the engine enters itself.
+
+drivers.py   holds all of them, takes their outcomes and enters their next appends
+generate.py  Generate: the decode loop, for one sequence or several branches
+stops.py     what ends a branch
+forward.py   Forward: all rows of some tokens, no sequence left behind
+"""

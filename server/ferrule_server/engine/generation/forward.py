@@ -1,0 +1,196 @@
+"""Forward: all rows of some tokens, with no sequence left behind.
+
+The tokens are run as appends to a hidden sequence, whose handle nobody is told. All its room is reserved with the first
+chunk, so what does not fit is refused before anything is sent; it is released with the last chunk, an error or a
+cancel, and by its lease should the reader stop reading.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Collection
+
+import numpy as np
+import numpy.typing as npt
+
+from ferrule_server.engine.appends.running import LaneJob
+from ferrule_server.engine.generation.drivers import Drivers, DriverSink, Why, seeded
+from ferrule_server.engine.jobs import (
+    AppendJob,
+    AppendResult,
+    ForwardFrame,
+    ForwardJob,
+    Outcome,
+    OutputRequest,
+    Pooling,
+    Sink,
+)
+from ferrule_server.errors import FerruleError, HandleExpired, SlowConsumer
+from ferrule_server.executor.base import Float32Array, OutputSpec, RowOutput
+from ferrule_server.kv.handle import Handle
+
+
+class ForwardPass:
+    """One Forward: see ``engine/generation/drivers.py`` for how it is driven.
+
+    Invariant: ``_start`` tokens are committed; the hidden sequence lives exactly while ``_handle`` is set.
+
+    Args:
+        job: What is asked. sink: who asked.
+        drivers: Enters its appends.
+    """
+
+    def __init__(self, job: ForwardJob, sink: Sink, drivers: Drivers) -> None:
+        self.job = job
+        self.sink = sink
+        self.is_over = False
+        self._drivers = drivers
+        self._seed = drivers.seed_for(job)
+        self._output = seeded(job.output, self._seed)
+        self._pool = _Pool(job.pooling)
+        self._start = 0
+        self._handle: Handle | None = None
+        self._in_flight: AppendJob | None = None
+        self._outcome: ForwardFrame | FerruleError | None = None
+
+    # ---- driven -----------------------------------------------------------------------------------------------------
+
+    def begin(self, at: float) -> None:
+        """Enter the first chunk."""
+        self._enter(at, self.job.submitted_ns)
+
+    def take(self, _: int, job: LaneJob, outcome: Outcome, /) -> None:
+        """Take the rows of a chunk, or an error, and go on."""
+        self._drivers.touch(self)
+        assert isinstance(job, AppendJob)
+        self._in_flight = None
+        self.job.rows_run += job.rows_run
+        if isinstance(outcome, AppendResult):
+            self._advance(outcome)
+        else:
+            assert isinstance(outcome, FerruleError)
+            self._fail(self._too_slow() if isinstance(outcome, HandleExpired) else outcome)
+
+    def go_on(self, _: Collection[str] = (), /) -> None:
+        """Enter the next chunk."""
+        self._enter()
+
+    def end(self, why: Why) -> None:
+        """Give up; what is in flight is dropped."""
+        if self._in_flight is not None:
+            self._in_flight.is_cancelled = True
+            self.job.rows_run += self._in_flight.rows_run
+        self._fail(why(None))
+
+    def next_frame(self) -> ForwardFrame | FerruleError | None:
+        """Return the rows of the chunk that came in, or the error that ends it."""
+        outcome, self._outcome = self._outcome, None
+        return outcome
+
+    # ---- chunks -----------------------------------------------------------------------------------------------------
+
+    def _enter(self, at: float | None = None, submitted_ns: int = 0) -> None:
+        job = self.job
+        stop = min(self._start + job.chunk_rows, len(job.token_ids))
+        self._in_flight = AppendJob(
+            job.principal,
+            job.token_ids[self._start : stop],
+            self._handle,
+            self._output_of(stop),
+            submitted_ns=submitted_ns or time.monotonic_ns(),
+            reserved_length=0 if self._handle else len(job.token_ids),
+            reuse_prefix=False,
+            publish_prefix=False,
+            is_internal=True,
+            keeps_record=False,
+        )
+        self._drivers.enter(self._in_flight, DriverSink(self, 0), at)
+
+    def _output_of(self, stop: int) -> OutputRequest:
+        """Return what the chunk that ends before ``stop`` is asked for."""
+        tokens, output = self.job.token_ids, self._output
+        is_last = stop == len(tokens)
+        if output.spec is None:
+            needs_all = self.job.pooling is Pooling.MEAN
+            wants_hidden = needs_all or (is_last and self.job.pooling is Pooling.LAST)
+            return OutputRequest(OutputSpec(hidden_state=True) if wants_hidden else None, all_positions=needs_all)
+        if self.job.pooling is not Pooling.NONE and not output.spec.hidden_state:
+            output = dataclasses.replace(output, spec=dataclasses.replace(output.spec, hidden_state=True))
+        if output.wants_targets and not is_last:
+            output = dataclasses.replace(output, last_target=tokens[stop])
+        return output
+
+    def _advance(self, result: AppendResult) -> None:
+        """A chunk is committed: say so, and go on or end."""
+        first, tokens = self._start, self.job.token_ids
+        if not first:
+            self._drivers.counters.timings.queued(result.timing.queue_ns)
+        self._handle, self._start = result.handle, result.handle.length
+        self._pool.add(result.rows)
+        is_last = self._start == len(tokens)
+        rows = self._visible(result.rows)
+        self.job.window.sent_bytes += self.job.row_bytes * len(rows)
+        if rows or is_last:
+            pooled = self._pool.mean_or_last(len(tokens)) if is_last else None
+            self._outcome = ForwardFrame(first if rows else 0, rows, result.timing, self._seed, is_last, pooled)
+        if is_last:
+            self._close()
+        elif self.job.window.is_open:
+            self._enter()
+        else:
+            self._drivers.park(self, result.handle)
+
+    def _visible(self, rows: tuple[RowOutput, ...]) -> tuple[RowOutput, ...]:
+        """The rows without what was asked for on their behalf only."""
+        asked = self.job.output.spec
+        if asked is None:
+            return ()
+        if asked.hidden_state or self.job.pooling is Pooling.NONE:
+            return rows
+        return tuple(dataclasses.replace(row, hidden_state=None) for row in rows)
+
+    # ---- ends -------------------------------------------------------------------------------------------------------
+
+    def _fail(self, error: FerruleError) -> None:
+        self._outcome = error
+        self._close()
+
+    def _close(self) -> None:
+        """Nothing is run any more, and nothing is left of it."""
+        self.is_over = True
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            self._drivers.release(handle, self.job.principal)
+
+    def _too_slow(self) -> SlowConsumer:
+        """The hidden sequence has expired, which happens only while the reader leaves no room."""
+        window = self.job.window
+        return SlowConsumer(window.sent_bytes - window.taken_bytes, window.limit_bytes)
+
+
+class _Pool:
+    """Makes one vector of the hidden states of all rows, summed in float64."""
+
+    __slots__ = ("_pooling", "_vector")
+
+    def __init__(self, pooling: Pooling) -> None:
+        self._pooling = pooling
+        self._vector: npt.NDArray[np.float64] | None = None
+
+    def add(self, rows: tuple[RowOutput, ...]) -> None:
+        """Take the next rows, in order."""
+        hidden = [row.hidden_state for row in rows if row.hidden_state is not None]
+        if self._pooling is Pooling.NONE or not hidden:
+            return
+        if self._pooling is Pooling.LAST:
+            self._vector = hidden[-1].astype(np.float64)
+            return
+        total: npt.NDArray[np.float64] = np.stack(hidden).sum(axis=0, dtype=np.float64)
+        self._vector = total if self._vector is None else self._vector + total
+
+    def mean_or_last(self, num_rows: int) -> Float32Array | None:
+        """Return the pooled vector, float32 [hidden_size]; None where none is wanted."""
+        if self._vector is None:
+            return None
+        return (self._vector / (num_rows if self._pooling is Pooling.MEAN else 1)).astype(np.float32)

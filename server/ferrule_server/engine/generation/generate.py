@@ -1,0 +1,362 @@
+"""Generation: the decode loop on the server, for one sequence or several branches of one.
+
+Each token is an append of its own, just as if a client sent it, so tokens, handles, records and leases are those of
+step-by-step decoding with the same seed::
+
+    prefill (or query) -- t0 --> append [t0] -- t1 --> append [t1] -- ...        branch 0
+        +- fork n-1 -- query, seed + i -- t0' --> append [t0'] -- ...            branch i
+
+Until a branch comes to the tip it walks over what is committed already: a repeated request, or one that goes on from a
+handle behind the tip, is answered with replays as long as it draws the same tokens, and then by its ``on_stale``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Final
+
+from ferrule_server.engine.appends.creations import FORK, loop_of, part_of
+from ferrule_server.engine.appends.running import LaneJob
+from ferrule_server.engine.generation.drivers import Drivers, DriverSink, Why, seeded
+from ferrule_server.engine.generation.stops import StopCheck
+from ferrule_server.engine.jobs import (
+    AppendJob,
+    AppendResult,
+    BranchFrame,
+    Finish,
+    Follow,
+    ForkJob,
+    ForkResult,
+    GenerateFrame,
+    GenerateJob,
+    Outcome,
+    OutputRequest,
+    Sink,
+    StepTiming,
+)
+from ferrule_server.errors import BlocksExhausted, Cancelled, ContextExceeded, ExceedsPool, FerruleError
+from ferrule_server.executor.base import RowOutput
+from ferrule_server.kv.handle import Handle, StalePolicy
+
+_SEEDS: Final = 1 << 64
+
+
+@dataclass(eq=False, slots=True)
+class _Branch:
+    """One sequence that is being continued, and the token drawn last, which is not in it yet.
+
+    Attributes:
+        output: What each of its appends returns, drawn with ``seed``.
+        on_stale, request_id: Of its next append; once it is at the tip, FAIL and none.
+        handle: Covers everything before ``token``.
+        in_flight: Its append under way.
+        rows: Drawn since the last frame.
+        drawn_ns: When the token was; 0: it says nothing of when the next one may be expected.
+        finish: Why it ended; None: it goes on. error: with Finish.ERROR.
+    """
+
+    index: int
+    sink: DriverSink
+    output: OutputRequest
+    seed: int | None
+    stops: StopCheck
+    on_stale: StalePolicy
+    request_id: str
+    handle: Handle | None = None
+    token: int = -1
+    in_flight: AppendJob | None = None
+    rows: list[RowOutput] = field(default_factory=list)
+    finish: Finish | None = None
+    error: FerruleError | None = None
+    has_sent: bool = False
+    drawn_ns: int = 0
+
+
+class Generation:
+    """One Generate: see ``engine/generation/drivers.py`` for how it is driven.
+
+    Invariant: a branch that goes on has an append in flight, is parked, or waits for the fork that makes it; the
+    ``_num_in_flight`` appends never bring more rows than the reader has room for, but for one.
+
+    Args:
+        job: What is asked. sink: who asked.
+        drivers: Enters its appends.
+    """
+
+    def __init__(self, job: GenerateJob, sink: Sink, drivers: Drivers) -> None:
+        self.job = job
+        self.sink = sink
+        self.is_over = False
+        self._drivers = drivers
+        self._counters, self._timings = drivers.counters, drivers.counters.timings
+        self._branches = _branches_of(job, self, drivers.seed_for(job))
+        self._loop = loop_of(job) if job.request_id else b""
+        self._num_live = job.num_branches
+        self._num_in_flight = 0
+        self._first: AppendJob | None = None
+        self._fork: ForkJob | None = None
+        self._orphans: list[Handle] = []
+        self._touched: list[_Branch] = []
+        self._parked: list[_Branch] = []
+        self._has_sent = False
+        self._error: FerruleError | None = None
+        self._timing = StepTiming()
+        self._cached_tokens, self._is_replayed = 0, False
+
+    # ---- driven -----------------------------------------------------------------------------------------------------
+
+    def begin(self, at: float) -> None:
+        """Enter the prompt, or the query of the handle's last row.
+
+        Raises:
+            RequestIdReused: Another request has made something with this request_id.
+        """
+        job, branch = self.job, self._branches[0]
+        self._drivers.check_loop(job, self._loop)
+        self._first = branch.in_flight = AppendJob(
+            job.principal,
+            job.token_ids,
+            job.handle,
+            branch.output,
+            job.on_stale,
+            job.ttl_s,
+            job.request_id,
+            submitted_ns=job.submitted_ns,
+            is_repeat_only=job.is_repeat_only,
+            reserved_length=job.reserved_length,
+            reuse_prefix=job.reuse_prefix,
+            publish_prefix=job.publish_prefix,
+            is_internal=True,
+            loop=self._loop,
+        )
+        self._num_in_flight = 1
+        self._drivers.enter(self._first, branch.sink, at)
+
+    def take(self, branch: int, job: LaneJob, outcome: Outcome) -> None:
+        """Take a token, the forks, or an error, and go on."""
+        self._drivers.touch(self)
+        self._num_in_flight -= isinstance(job, AppendJob)
+        if isinstance(outcome, AppendResult):
+            self._draw(self._branches[branch], job, outcome)
+        elif isinstance(outcome, ForkResult):
+            self._spread(outcome.handles)
+        else:
+            assert isinstance(outcome, FerruleError)
+            self._refuse(self._branches[branch], job, outcome)
+
+    def go_on(self, ended: Collection[str] = ()) -> None:
+        """Let parked branches go on: as many as the reader has room for, and those whose sequences have ended."""
+        parked, self._parked = self._parked, []
+        for branch in parked:
+            assert branch.handle is not None
+            if branch.handle.handle_id in ended or self._has_room():
+                self._enter(branch)
+            else:
+                self._park(branch, branch.handle)
+
+    def end(self, why: Why) -> None:
+        """Stop every branch that goes on. Where nobody has heard of any yet, the call itself fails."""
+        if self._fork is not None:
+            self._fork.is_cancelled = True
+        self._parked.clear()
+        for branch in self._branches:
+            if branch.in_flight is not None:
+                branch.in_flight.is_cancelled = True
+        if not self._has_sent:
+            self._fail(why(self.job.handle))
+            return
+        for branch in self._branches:
+            if branch.finish is None:
+                self._finish(branch, Finish.ERROR, why(branch.handle))
+
+    def next_frame(self) -> GenerateFrame | FerruleError | None:
+        """Return what the branches have drawn and how they ended since the last frame."""
+        if self._error is not None:
+            self._close()
+            return self._error
+        if self._fork is not None or not self._touched:
+            return None
+        touched, self._touched = self._touched, []
+        if len(touched) > 1:
+            touched.sort(key=lambda branch: branch.index)
+        frames = tuple(map(self._frame_of, touched))
+        self._has_sent = True
+        self._orphans.clear()
+        if not self._num_live:
+            self._close()
+        timing = self._timing if any(frame.rows for frame in frames) else StepTiming()
+        return GenerateFrame(frames, timing, self.is_over)
+
+    # ---- tokens -----------------------------------------------------------------------------------------------------
+
+    def _draw(self, branch: _Branch, job: LaneJob, result: AppendResult) -> None:
+        """A token was drawn behind what was appended."""
+        (row,) = result.rows
+        assert row.token is not None, "a Generate chooses tokens"
+        if not branch.rows:
+            self._touched.append(branch)
+        branch.rows.append(row)
+        branch.handle, branch.token, branch.in_flight = result.handle, row.token, None
+        self.job.window.sent_bytes += self.job.row_bytes
+        self._timing = result.timing
+        branch.drawn_ns = 0 if result.replayed else self._timings.drew(branch.drawn_ns)
+        if branch.on_stale is not StalePolicy.FAIL and _is_at_tip(job, result):
+            branch.on_stale, branch.request_id = StalePolicy.FAIL, ""
+        finish = branch.stops.after(row.token)
+        if finish is not None:
+            self._finish(branch, finish)
+        if job is self._first:
+            self._settle(result)
+        if self._fork is None and finish is None:
+            self._append(branch)
+
+    def _settle(self, result: AppendResult) -> None:
+        """The prompt is committed: remember what the first frame says of it, and make the other branches."""
+        self._cached_tokens, self._is_replayed = result.cached_tokens, result.replayed
+        if not result.replayed:
+            self._timings.queued(result.timing.queue_ns)
+            self._timings.prompted(self.job.submitted_ns)
+        if (self.job.handle is None or result.forked) and not result.replayed:
+            self._made(result.handle)
+        if len(self._branches) > 1:
+            request_id = part_of(self.job.request_id, FORK)
+            handle, count = result.handle, len(self._branches) - 1
+            self._fork = ForkJob(
+                self.job.principal, handle, handle.length, count, request_id=request_id, loop=self._loop
+            )
+            self._fork.submitted_ns = time.monotonic_ns()
+            self._drivers.enter(self._fork, self._branches[0].sink)
+
+    def _spread(self, handles: tuple[Handle, ...]) -> None:
+        """The forks are there: each begins with a row of its own, and the first branch goes on."""
+        self._fork = None
+        self._made(*handles)
+        for branch, handle in zip(self._branches[1:], handles, strict=True):
+            branch.handle = handle
+            self._append(branch)
+        if self._branches[0].finish is None:
+            self._append(self._branches[0])
+
+    def _made(self, *handles: Handle) -> None:
+        """These sequences are new: without a request_id only the first frame tells of them."""
+        if not self.job.request_id:
+            self._orphans += handles
+
+    def _append(self, branch: _Branch) -> None:
+        """Append the token drawn last, or begin with a query, as soon as the reader has room."""
+        if self._has_room():
+            self._enter(branch)
+        else:
+            assert branch.handle is not None
+            self._park(branch, branch.handle)
+
+    def _has_room(self) -> bool:
+        """Whether the reader has room for one more row besides those under way; for one at least."""
+        window, num_in_flight = self.job.window, self._num_in_flight
+        if not num_in_flight:
+            return window.is_open
+        return window.sent_bytes + num_in_flight * self.job.row_bytes - window.taken_bytes < window.limit_bytes
+
+    def _enter(self, branch: _Branch) -> None:
+        spent = branch.sink.spent
+        if spent is None:
+            token_ids = (branch.token,) if branch.token >= 0 else ()
+            job = AppendJob(
+                self.job.principal, token_ids, branch.handle, branch.output, branch.on_stale, None, branch.request_id
+            )
+            job.is_internal, job.loop = True, self._loop
+        else:  # the same again but for the token
+            job = spent.job
+            job.token_ids, job.handle, job.on_stale, job.rows_run = (branch.token,), branch.handle, branch.on_stale, 0
+            job.follow = Follow.UNKNOWN
+        job.submitted_ns = time.monotonic_ns()
+        branch.in_flight = job
+        self._num_in_flight += 1
+        if branch.stops.is_next_last:
+            job.follow = Follow.NOTHING
+        elif self._has_room():  # for one more besides this one
+            job.follow = Follow.LIKELY
+        if spent is None:
+            self._drivers.enter(job, branch.sink)
+        else:
+            self._drivers.enter_again(spent, branch.sink)
+
+    def _park(self, branch: _Branch, handle: Handle) -> None:
+        branch.drawn_ns = 0
+        self._parked.append(branch)
+        self._drivers.park(self, handle)
+
+    # ---- ends -------------------------------------------------------------------------------------------------------
+
+    def _refuse(self, branch: _Branch, job: LaneJob, error: FerruleError) -> None:
+        """An append or the fork failed: before the first frame that is the call's own, later the branch's."""
+        if job is self._first or job is self._fork:
+            self._fail(error)
+        elif isinstance(error, ContextExceeded):
+            self._finish(branch, Finish.CONTEXT_FULL)
+        elif isinstance(error, BlocksExhausted | ExceedsPool):
+            self._finish(branch, Finish.BLOCKS_EXHAUSTED)
+        else:
+            self._finish(branch, Finish.ERROR, error)
+
+    def _finish(self, branch: _Branch, finish: Finish, error: FerruleError | None = None) -> None:
+        branch.finish, branch.error, branch.in_flight, branch.sink.spent = finish, error, None, None
+        self._num_live -= 1
+        self._counters.finish("cancelled" if isinstance(error, Cancelled) else finish.value)
+        if branch not in self._touched:
+            self._touched.append(branch)
+
+    def _fail(self, error: FerruleError) -> None:
+        """The call fails as a whole. What it made goes with it where nobody could ever find it."""
+        self._error = error
+        orphans, self._orphans = self._orphans, []
+        for handle in orphans:
+            self._drivers.release(handle, self.job.principal)
+
+    def _close(self) -> None:
+        assert self._first is not None
+        self.is_over = True
+        self.job.rows_run = self._first.rows_run
+        for branch in self._branches:
+            branch.sink.spent = None
+        self._branches.clear()  # their sinks refer to this driver: who asked must not wait for the garbage collector
+
+    def _frame_of(self, branch: _Branch) -> BranchFrame:
+        rows, branch.rows = tuple(branch.rows), []
+        frame = BranchFrame(branch.index, branch.handle if rows else None, rows, None, branch.finish, branch.error)
+        if not branch.has_sent:
+            branch.has_sent = True
+            frame.seed = branch.seed if rows else None
+            if branch.index == 0:
+                frame.cached_tokens, frame.replayed = self._cached_tokens, self._is_replayed
+        return frame
+
+
+def _branches_of(job: GenerateJob, driver: Generation, seed: int | None) -> list[_Branch]:
+    output = dataclasses.replace(job.output, all_positions=False)
+    branches: list[_Branch] = []
+    for index in range(job.num_branches):
+        own_seed = None if seed is None else (seed + index) % _SEEDS
+        # Only an append that may make a branch has any use for it; a new sequence has been made with it.
+        may_fork = job.handle is not None and job.on_stale is StalePolicy.FORK
+        request_id = job.request_id if may_fork else ""
+        branches.append(
+            _Branch(
+                index=index,
+                sink=DriverSink(driver, index),
+                output=seeded(output, own_seed),
+                seed=own_seed,
+                stops=StopCheck(job.stop),
+                on_stale=job.on_stale,
+                request_id=part_of(request_id, f"branch{index}") if index else request_id,
+            )
+        )
+    return branches
+
+
+def _is_at_tip(job: LaneJob, result: AppendResult) -> bool:
+    """Whether the append was the sequence's last, so that nothing committed lies before the branch any more."""
+    return isinstance(job, AppendJob) and bool(job.token_ids) and not result.replayed

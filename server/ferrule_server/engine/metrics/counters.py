@@ -1,0 +1,184 @@
+"""What the engine has done, counted where it happens; read by GetStatus without a lock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ferrule_server.engine.metrics.timings import EngineTimings
+from ferrule_server.kv.metrics import KvCounters
+from ferrule_server.kv.per_principal import PerPrincipal
+
+
+@dataclass(slots=True)
+class OwnCounters:
+    """What the engine has done for one principal; the attributes are those of :class:`EngineCounters`."""
+
+    prefills: int = 0
+    prefill_tokens: int = 0
+    prefill_ns: int = 0
+    decodes: int = 0
+    decode_ns: int = 0
+    verifies: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    verify_tokens: int = 0
+    replays: int = 0
+    generates: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens appended by decodes and verifies."""
+        return self.decodes + self.verify_tokens
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Totals since start. Written by the engine thread alone; a reader may be one step behind.
+
+    Attributes:
+        steps: Executor runs whose rows were used. step_ns: their summed duration, where two overlap counted once.
+        queued_steps: Steps put into the device's queue before the tokens they begin with were known; discarded_rows:
+            rows of those that nobody wanted in the end.
+        prefills: Appends finished that carried more than one token or a new prompt; prefill_tokens: their tokens;
+            prefill_ns: their summed ``run_ns``.
+            Tokens found in the prefix cache do not count.
+        decodes: Appends of one token finished, in branches too; decode_ns: their summed ``run_ns``.
+        verifies: Verifies finished; draft_tokens: drafts they brought; accepted_tokens: those that a rule accepted.
+        verify_tokens: Appended by verifies.
+        queries: Rows run again without an append.
+        replays: Appends and forks answered from what was committed before.
+        recomputed: Replays whose rows had to be run again.
+        joined: Jobs answered together with an equal one that was in flight.
+        refused: Jobs refused by the engine thread, by reason (HANDLE_STALE among them).
+        generates: Generates begun. finished: branches of these that have ended, by how (``jobs.Finish``, or
+            ``cancelled`` where the caller has gone).
+        expired: Sequences freed because their lease ran out. released: Sequences given back.
+        last_step_rows: Rows of the newest step. last_step_seqs: its sequences. last_step_unix_ns: when it ended, by the
+            wall clock; 0 before the first. max_step_rows: the most seen in one step.
+        timings: How long things took.
+        own: What was done for each principal that was active lately.
+    """
+
+    steps: int = 0
+    step_ns: int = 0
+    prefills: int = 0
+    prefill_tokens: int = 0
+    prefill_ns: int = 0
+    decodes: int = 0
+    decode_ns: int = 0
+    verifies: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    verify_tokens: int = 0
+    queries: int = 0
+    replays: int = 0
+    recomputed: int = 0
+    joined: int = 0
+    generates: int = 0
+    expired: int = 0
+    released: int = 0
+    forks: int = 0
+    truncates: int = 0
+    last_step_rows: int = 0
+    last_step_seqs: int = 0
+    last_step_unix_ns: int = 0
+    max_step_rows: int = 0
+    last_step_ns: int = 0
+    queued_steps: int = 0
+    discarded_rows: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+    finished: dict[str, int] = field(default_factory=dict)
+    timings: EngineTimings = field(default_factory=EngineTimings)
+    own: PerPrincipal[OwnCounters] = field(default_factory=lambda: PerPrincipal(OwnCounters))
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens appended by decodes and verifies."""
+        return self.decodes + self.verify_tokens
+
+    def copy(self) -> EngineCounters:
+        """Return a copy that goes on counting for nobody, without what is counted by principal; from any thread."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        values.update(refused=self.refused.copy(), finished=self.finished.copy(), timings=self.timings.copy())
+        del values["own"]
+        return EngineCounters(**values)
+
+    def refuse(self, principal: str, reason: str) -> None:
+        """Count one refused job of a principal."""
+        for refused in (self.refused, self.own.of(principal).refused):
+            refused[reason] = refused.get(reason, 0) + 1
+
+    def replay(self, principal: str) -> None:
+        """Count one append or fork of a principal that is answered from what was committed before."""
+        self.replays += 1
+        self.own.of(principal).replays += 1
+
+    def generate(self, principal: str) -> None:
+        """Count one Generate of a principal that has begun."""
+        self.generates += 1
+        self.own.of(principal).generates += 1
+
+    def finish(self, how: str) -> None:
+        """Count one branch of a Generate that has ended."""
+        self.finished[how] = self.finished.get(how, 0) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """The engine at one moment, a value of its own. Figures that one step changes may be seen before and after it.
+
+    Attributes:
+        counters: A copy.
+        num_running: Appends with rows in the next step. num_waiting: jobs queued behind another on their sequence.
+        num_sequences: Live sequences. total_blocks, free_blocks: of the pool, the null block left out.
+        is_failed: True after a device was lost; nothing runs any more.
+        refused_at_gate: Jobs refused before they reached the engine thread, by reason.
+        num_streams: Generates and Forwards under way. num_parked: of these, those that wait for their readers.
+        num_arrived: Requests and frames of streams that the engine thread has not taken up yet.
+    """
+
+    counters: EngineCounters
+    num_running: int
+    num_waiting: int
+    num_sequences: int
+    total_blocks: int
+    free_blocks: int
+    is_failed: bool
+    refused_at_gate: Mapping[str, int] = field(default_factory=dict)
+    num_streams: int = 0
+    num_parked: int = 0
+    num_arrived: int = 0
+
+    def refused(self) -> dict[str, int]:
+        """Return how many jobs were refused, by reason, wherever it happened."""
+        return _sum(self.counters.refused, self.refused_at_gate)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnFigures:
+    """What is told of the engine to a principal that may not see what others do.
+
+    Attributes:
+        num_sequences: Its live sequences.
+        counters: What the engine has done for it.
+        kv: What is counted of its sequences.
+        refused_at_gate: Its jobs refused before they reached the engine thread, by reason.
+    """
+
+    num_sequences: int
+    counters: OwnCounters
+    kv: KvCounters
+    refused_at_gate: Mapping[str, int] = field(default_factory=dict)
+
+    def refused(self) -> dict[str, int]:
+        """Return how many of its jobs were refused, by reason, wherever it happened."""
+        return _sum(self.counters.refused, self.refused_at_gate)
+
+
+def _sum(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
+    total = dict(first)
+    for reason, count in second.items():
+        total[reason] = total.get(reason, 0) + count
+    return total

@@ -1,0 +1,129 @@
+"""How long things took: histograms of steps, queues and tokens, observed on the engine thread.
+
+What comes once per step is observed as it comes. What comes once per row is noted by the moment that it is measured
+from, and observed in bulk when the step's tokens have been dealt out, since rows that began together waited together::
+
+    step ends --> answers: appends by their submission   --+
+    turn      --> draws:   tokens by the token before them +--> settle: one observation for each moment
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import copy
+from typing import Final
+
+from ferrule_server.engine.metrics.histogram import COUNT_BOUNDS, Histogram, HistogramReading, of_time
+
+_HISTOGRAMS: Final = ("step", "step_rows", "step_sequences", "queue", "first_token", "inter_token", "decode")
+
+
+class EngineTimings:
+    """What the engine measures of itself. Written by the engine thread alone; read from any, at most a step behind.
+
+    All of them leave out what took no step: answers from a record, jobs that joined another, refusals.
+
+    Attributes:
+        step: Nanoseconds of each step on the executor, where two overlap counted once. step_rows: its rows.
+            step_sequences: its sequences.
+        queue: From submission to the start of the first step: of each append that a client asked for, each Generate and
+            each Forward; not of what the engine enters for these.
+        first_token: From submission to the end of the step that gave the first token of a Generate, or the output of a
+            prompt: a new sequence, or an append of more than one token, with rows that come back.
+        inter_token: Between the ends of the steps that gave two tokens of one branch of a Generate, one behind the
+            other. Left out is a token that came after a wait for the reader.
+        decode: From submission to the end of the last step: of each append of one token that a client asked for, and
+            of each verify. What the client and the wire take in between is not in it.
+        step_end_ns: When the newest step ended, on the monotonic clock.
+        num_left_out: Appends in flight that had no row in the newest step.
+    """
+
+    __slots__ = (
+        "_answers",
+        "_draws",
+        "_queues",
+        "decode",
+        "first_token",
+        "inter_token",
+        "num_left_out",
+        "queue",
+        "step",
+        "step_end_ns",
+        "step_rows",
+        "step_sequences",
+    )
+
+    def __init__(self) -> None:
+        self.step = of_time()
+        self.step_rows = Histogram(COUNT_BOUNDS)
+        self.step_sequences = Histogram(COUNT_BOUNDS)
+        self.queue = of_time()
+        self.first_token = of_time()
+        self.inter_token = of_time()
+        self.decode = of_time()
+        self.step_end_ns = 0
+        self.num_left_out = 0
+        self._queues: dict[int, int] = {}
+        self._answers: dict[int, int] = {}
+        self._draws: dict[int, int] = {}
+
+    def __iter__(self) -> Iterator[tuple[str, HistogramReading]]:
+        """Return each histogram as it stands, by its attribute's name; from any thread."""
+        return ((name, getattr(self, name).read()) for name in _HISTOGRAMS)
+
+    def copy(self) -> EngineTimings:
+        """Return what was observed so far, without what is noted and not observed yet; from any thread."""
+        copied = copy(self)
+        for name in _HISTOGRAMS:
+            setattr(copied, name, getattr(self, name).copy())
+        copied._queues, copied._answers, copied._draws = {}, {}, {}  # noqa: SLF001  (of its own class)
+        return copied
+
+    def stepped(self, end_ns: int, elapsed_ns: int, num_rows: int, num_seqs: int) -> None:
+        """A step has been run, and its rows are known."""
+        self.step_end_ns = end_ns
+        self.step.observe(elapsed_ns)
+        self.step_rows.observe(num_rows)
+        self.step_sequences.observe(num_seqs)
+
+    def queued(self, queue_ns: int) -> None:
+        """What a client asked for waited so long for the first of its steps, the newest of which is its last."""
+        queues = self._queues
+        queues[queue_ns] = queues.get(queue_ns, 0) + 1
+
+    def prompted(self, submitted_ns: int) -> None:
+        """The newest step gave the first output behind a prompt."""
+        self.first_token.observe(self.step_end_ns - submitted_ns)
+
+    def answered(self, submitted_ns: int) -> None:
+        """The newest step was the last of an append of one token, or of a verify, that a client asked for."""
+        answers = self._answers
+        answers[submitted_ns] = answers.get(submitted_ns, 0) + 1
+
+    def drew(self, since_ns: int) -> int:
+        """The newest step gave a token of a Generate, behind one given at ``since_ns``; 0: nothing is to be measured.
+
+        Returns:
+            When this one was given, for the next.
+        """
+        if since_ns:
+            draws = self._draws
+            draws[since_ns] = draws.get(since_ns, 0) + 1
+        return self.step_end_ns
+
+    def settle(self) -> None:
+        """Observe what was noted since the newest step, before there is another."""
+        if self._queues:
+            for queue_ns, times in self._queues.items():
+                self.queue.observe(queue_ns, times)
+            self._queues.clear()
+        if self._answers:
+            self._observe_since(self._answers, self.decode)
+        if self._draws:
+            self._observe_since(self._draws, self.inter_token)
+
+    def _observe_since(self, noted: dict[int, int], histogram: Histogram) -> None:
+        end_ns = self.step_end_ns
+        for since_ns, times in noted.items():
+            histogram.observe(end_ns - since_ns, times)
+        noted.clear()

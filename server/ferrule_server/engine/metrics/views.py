@@ -1,0 +1,94 @@
+"""Views: the job that looks at everything at once, and what it sees; ``viewer`` takes them.
+
+A view shares nothing with the engine that can change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ferrule_server.engine.metrics.counters import EngineSnapshot
+from ferrule_server.engine.metrics.histogram import HistogramReading
+from ferrule_server.kv.metrics import KvMetrics
+
+
+@dataclass(eq=False, slots=True)
+class ViewJob:
+    """Look at the server between two steps, with at most so many sequences and principals."""
+
+    principal: str
+    max_sequences: int = 256
+    max_principals: int = 64
+    submitted_ns: int = 0
+
+
+@dataclass(slots=True)
+class SequenceSeen:
+    """One live sequence. Not frozen: a thousand are made on the engine thread at a time.
+
+    Attributes:
+        handle_id, parent_handle_id, principal, length, reserved_length, ttl_s, is_appending: As in
+            :class:`~ferrule_server.kv.sequence.Sequence`.
+        block_ids: Its table, a copy; with the view's refcounts it says what is shared.
+        num_spares: Blocks it holds besides.
+        expires_in_s: Left of its lease, not below 0. age_s: since it was made.
+        num_pending: Jobs in flight or waiting on it.
+    """
+
+    handle_id: str
+    parent_handle_id: str
+    principal: str
+    length: int
+    reserved_length: int
+    block_ids: tuple[int, ...] = field(repr=False)
+    num_spares: int
+    ttl_s: float
+    expires_in_s: float
+    age_s: float
+    num_pending: int
+    is_appending: bool
+
+
+@dataclass(slots=True)
+class PrincipalSeen:
+    """One principal: what it holds, what it waits for, and the sums of its :class:`~.tallies.Tally`."""
+
+    name: str
+    num_sequences: int
+    num_blocks: int
+    num_jobs: int
+    num_rows: int
+    num_appends: int = 0
+    num_tokens: int = 0
+    queue_ns: int = 0
+    run_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The server between two steps.
+
+    Attributes:
+        at_s: When, on ``time.monotonic``. unix_ns: the same by the wall clock.
+        snapshot: The engine's figures.
+        timings: What :class:`~.timings.EngineTimings` has measured, by the names of its histograms.
+        kv: What the pool counts.
+        refcounts: Owners of each block, the null block at index 0; the view's own copy.
+        is_cached: A byte for each block, 1 where only the prefix cache holds it.
+        sequences: Those whose lease ends soonest, in that order.
+        principals: The most recently active first.
+        num_principals: Known ones, also those not listed. num_jobs: accepted and not finished, of everybody.
+    """
+
+    at_s: float
+    unix_ns: int
+    snapshot: EngineSnapshot
+    timings: Mapping[str, HistogramReading]
+    kv: KvMetrics
+    refcounts: list[int] = field(repr=False)
+    is_cached: bytes = field(repr=False)
+    sequences: tuple[SequenceSeen, ...]
+    principals: tuple[PrincipalSeen, ...]
+    num_principals: int
+    num_jobs: int

@@ -1,0 +1,10 @@
+"""Steps: the rows that run together, and how they run.
+
+batcher.py     chooses the rows of a step and builds its arrays
+pace.py        limits prefill rows so that decodes are not delayed
+gather.py      waits briefly for decodes to come back, so that they share a step
+runner.py      copies shared blocks and runs the executor
+lookahead.py   queues the next step before the results of the last one are read
+warmup.py      steps that touch no sequence
+top_tokens.py  the debug log of the likeliest tokens
+"""

@@ -1,0 +1,284 @@
+"""Lookahead: while the tokens of one step are on their way back, the next step stands in the device's queue already.
+
+Each token of a Generate is an append of its own, which is entered when the token is known. So the device would stand
+still from the end of a step until the appends of the next one are committed, entered and planned. Instead the next step
+is *guessed*: one more row behind each, whose token the device takes from the step before without telling anybody::
+
+    device   |---- step n ----|--- step n+1 ---|--- step n+2 ---|
+    host        queue n+1     | read n, commit, turn, claim n+1, queue n+2 | read n+1 ...
+
+A guess decides nothing. Appends are entered, judged, reserved and planned as ever, and only then a queued row is
+*claimed* for one that turned out to be exactly it: the same sequence, position, blocks, token and outputs. What is not
+claimed is thrown away with whatever it computed, and whoever it was meant for takes part in the step after.
+
+Why a claimed row is what the append would have computed, and one that is not does no harm: between the moment a step is
+queued and the moment it is claimed or dropped the engine gives the executor nothing else to do, so the pool is as it
+would be at a run of its own; and the one slot that a guess writes lies beyond the tip of its sequence, in a block that
+is nobody else's and unknown to the prefix cache (see :meth:`KvStore.foresee`), whatever happens on the host meanwhile:
+who forks, truncates, releases or gets such a block acts on the device later, and writes to a slot before it is read.
+
+Only steps of nothing but Generates are followed, and only where nobody else waits; so whoever comes waits for one step
+more at most than without a guess, and who comes step by step not even that: see ``_QUIET_STEPS``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Final
+
+from ferrule_server.engine.appends.running import RunningAppend
+from ferrule_server.engine.jobs import Follow
+from ferrule_server.engine.metrics.counters import EngineCounters
+from ferrule_server.engine.steps.batcher import Chunk, build_next
+from ferrule_server.engine.steps.runner import StepOutcome, StepRunner
+from ferrule_server.executor.base import DeviceLost, OutputSpec, PendingStep, PipelinedExecutor, StepBatch
+from ferrule_server.kv.append_rule import Verdict
+from ferrule_server.kv.sequence import Sequence
+from ferrule_server.kv.store import KvStore
+
+_LOG = logging.getLogger(__name__)
+
+_QUIET_STEPS: Final = 4
+"""So many steps are not followed by a guess after one with an append that a client will come back for: who decodes step
+by step beside a Generate finds a place in every second step, as it would without any guess."""
+
+
+@dataclass(slots=True)
+class _Guess:
+    """One row of a queued step, and what an append has to be for the row to be its own.
+
+    Attributes:
+        source: Row of the step before, and output of it, that chooses the token.
+        token: That token, once the step before has been read; None: not known, or not finite.
+    """
+
+    sequence: Sequence
+    start: int
+    block_ids: list[int]
+    spec: OutputSpec
+    source: int
+    token: int | None = None
+
+    def is_right(self, run: RunningAppend) -> bool:
+        """Whether the row is what this append of one token would run; a block that it copies first is another one."""
+        if run.verdict is not Verdict.APPEND or run.reservation is None:
+            return False
+        if run.start != self.start or run.token_ids != (self.token,):
+            return False
+        spec = run.specs.get(0)
+        has_blocks = run.block_ids is self.block_ids or run.block_ids == self.block_ids
+        return has_blocks and (spec is self.spec or spec == self.spec)
+
+
+@dataclass(eq=False, slots=True)
+class _Submitted:
+    """A step in the device's queue; ``guesses`` has one for each row, none where the tokens were known."""
+
+    pending: PendingStep
+    batch: StepBatch
+    submitted_ns: int
+    guesses: list[_Guess]
+
+
+class Lookahead:
+    """Runs steps on an executor that takes the next one before the last one's results are read.
+
+    Invariant: outside :meth:`run` at most one step is pending, and it is a guess; each step submitted is asked for its
+    result once, in order, unless the device is lost.
+
+    Args:
+        executor: Called from the engine thread only.
+        steps: Prepares and counts steps, and runs those that are not submitted.
+        store: Tells where the next tokens will lie.
+        counters: Told of steps queued and rows discarded.
+    """
+
+    def __init__(
+        self, executor: PipelinedExecutor, steps: StepRunner, store: KvStore, counters: EngineCounters
+    ) -> None:
+        self._executor = executor
+        self._steps = steps
+        self._store = store
+        self._counters = counters
+        self._block_size = executor.info.block_size
+        self._pending: deque[_Submitted] = deque()
+        self._claimed: list[int] = []
+        self._read_ns = 0
+        self._num_quiet = 0
+        self._is_due = False
+        self._has_more = False
+
+    @property
+    def has_more(self) -> bool:
+        """Whether the executor has more to prepare, as far as it has said."""
+        return self._has_more
+
+    def claim(self, running: Iterable[RunningAppend]) -> list[Chunk]:
+        """Return the rows of these appends that the queued step runs; :meth:`run` takes them next. Empty: none."""
+        if not self._pending:
+            return []
+        guesses = self._pending[0].guesses
+        row_of: dict[Sequence | None, int] = {guess.sequence: row for row, guess in enumerate(guesses)}
+        chunks: list[Chunk] = []
+        claimed = self._claimed = []
+        for run in running:
+            row = row_of.get(run.sequence)
+            if row is not None and guesses[row].is_right(run):
+                chunks.append(Chunk(run, 1))
+                claimed.append(row)
+        return chunks
+
+    def run(self, chunks: list[Chunk], *, is_alone: bool) -> StepOutcome:
+        """Run one step: the queued one, if these chunks have been claimed of it, else it is dropped and they are run.
+
+        Args:
+            chunks: At least one.
+            is_alone: Nothing else waits for a step, so the next one may be queued.
+
+        Raises:
+            DeviceLost: As the executor says. Whatever else it raises; nothing is pending then.
+        """
+        is_followed = self._is_followed(chunks) and is_alone
+        self._is_due = True
+        try:
+            if self._claimed:
+                return self._run_claimed(chunks, is_followed=is_followed)
+            self.drop()
+            batch = self._steps.prepare(chunks)
+            if not is_followed or not self._executor.can_submit(batch):
+                return self._steps.run_batch(batch, chunks)
+            step = self._submit(batch, [])
+            return self._queue_and_read(step, chunks, range(len(chunks)), is_followed=True)
+        except DeviceLost:
+            self._pending.clear()
+            raise
+        except Exception:  # raised again: whoever runs the parts alone finds nothing pending
+            self.drop()
+            raise
+
+    def drop(self) -> None:
+        """Wait for what is queued and throw it away: nobody wants it, or something else is to be run.
+
+        Raises:
+            DeviceLost: As the executor says.
+        """
+        self._claimed = []
+        while self._pending:
+            step = self._pending.popleft()
+            self._is_due = True
+            self._counters.discarded_rows += len(step.guesses)
+            try:
+                step.pending.result()
+            except DeviceLost:
+                self._pending.clear()
+                raise
+            except Exception:  # noqa: BLE001 - what is thrown away may be broken
+                _LOG.warning("a step that is thrown away failed rows=%d", step.batch.num_rows, exc_info=True)
+
+    def make_way(self) -> None:
+        """Drop what is queued: something that is no step is about to be run.
+
+        Raises:
+            DeviceLost: As the executor says.
+        """
+        self._is_due = True
+        self.drop()
+
+    def idle(self) -> None:
+        """Nobody wants anything for now: what the executor has got ready meanwhile may be looked at."""
+        self._is_due = True
+
+    def tend(self) -> None:
+        """Let the executor do one piece of preparation: after each step and when idle, unless the next one is pending.
+
+        Raises:
+            DeviceLost: As the executor says.
+        """
+        if self._pending or not (self._is_due or self._has_more):
+            return
+        self._is_due = self._has_more = False
+        self._has_more = self._executor.tend()
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _is_followed(self, chunks: Iterable[Chunk]) -> bool:
+        """Whether a guess may follow a step of these chunks; counts the steps since somebody else had a part."""
+        for chunk in chunks:
+            if not chunk.run.job.is_internal or chunk.run.joined:
+                self._num_quiet = _QUIET_STEPS
+                return False
+        if self._num_quiet:
+            self._num_quiet -= 1
+            return False
+        return not self._has_more and all(map(_is_token_of_generate, chunks))
+
+    def _run_claimed(self, chunks: list[Chunk], *, is_followed: bool) -> StepOutcome:
+        self._steps.begin()
+        rows, self._claimed = self._claimed, []
+        return self._queue_and_read(self._pending[0], chunks, rows, is_followed=is_followed)
+
+    def _queue_and_read(
+        self, step: _Submitted, chunks: SequenceOf[Chunk], rows: SequenceOf[int], *, is_followed: bool
+    ) -> StepOutcome:
+        """Queue a guess of what follows the step, then wait for its results: ``rows[i]`` is that of ``chunks[i]``."""
+        if is_followed:
+            self._queue_next(step.batch, rows, chunks)
+        self._pending.popleft()
+        outputs = step.pending.result().rows
+        now_ns = time.monotonic_ns()
+        started_ns, self._read_ns = max(step.submitted_ns, self._read_ns), now_ns
+        outcome = self._steps.done(step.batch, outputs, started_ns, now_ns - started_ns)
+        for guess in self._pending[0].guesses if self._pending else ():
+            guess.token = outputs[guess.source].token
+        self._counters.discarded_rows += len(outputs) - len(rows)
+        outcome.rows = [outputs[row] for row in rows]
+        return outcome
+
+    def _queue_next(self, batch: StepBatch, sources: Iterable[int], chunks: Iterable[Chunk]) -> None:
+        """Put one more row behind each append that is likely to go on, if the executor takes such a step.
+
+        Args:
+            batch: What runs now.
+            sources: Of its rows, that of each chunk.
+            chunks: What was claimed of it, or made it.
+        """
+        rows, reservations = [], []
+        for row, chunk in zip(sources, chunks, strict=True):
+            run = chunk.run
+            if run.job.follow is Follow.LIKELY and run.reservation is not None:
+                rows.append(row)
+                reservations.append(run.reservation)
+        guesses: list[_Guess] = []
+        specs = batch.output_specs
+        for row, reservation, table in zip(rows, reservations, self._store.foresee(reservations), strict=True):
+            if table is not None and reservation.sequence is not None:
+                guesses.append(_Guess(reservation.sequence, reservation.start + 1, table, specs[row], row))
+        if not guesses:
+            return
+        last_ids = [guess.block_ids[-1] for guess in guesses]
+        following = build_next(batch, [guess.source for guess in guesses], last_ids, self._block_size)
+        if self._executor.can_submit(following):
+            self._submit(following, guesses)
+            self._counters.queued_steps += 1
+
+    def _submit(self, batch: StepBatch, guesses: list[_Guess]) -> _Submitted:
+        submitted_ns = time.monotonic_ns()
+        step = _Submitted(self._executor.submit(batch), batch, submitted_ns, guesses)
+        self._pending.append(step)
+        return step
+
+
+def _is_token_of_generate(chunk: Chunk) -> bool:
+    """Whether the chunk appends the token that a Generate drew last, and draws the next from the row alone."""
+    run = chunk.run
+    if run.verdict is not Verdict.APPEND or run.job.follow is Follow.UNKNOWN or len(run.token_ids) != 1:
+        return False
+    spec = run.specs.get(0)
+    if spec is None or not (spec.greedy or spec.sample is not None):
+        return False
+    return spec.shaping is None or not spec.shaping.has_penalties

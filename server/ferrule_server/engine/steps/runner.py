@@ -1,0 +1,119 @@
+"""Steps: the executor's side of a step: copies first, then one run, counted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ferrule_server.engine.failpoints import Failpoints
+from ferrule_server.engine.metrics.counters import EngineCounters
+from ferrule_server.engine.steps import top_tokens
+from ferrule_server.engine.steps.batcher import Chunk, build_batch
+from ferrule_server.executor.base import Executor, RowOutput, StepBatch
+
+
+@dataclass(slots=True)
+class StepOutcome:
+    """What a step gave, and when it ran: ``elapsed_ns`` from ``started_ns`` on the monotonic clock, in one batch."""
+
+    rows: list[RowOutput]
+    started_ns: int
+    elapsed_ns: int
+    num_rows: int
+
+
+class StepRunner:
+    """Runs chunks on the executor. Nothing of a sequence changes here.
+
+    Args:
+        executor: Called from the engine thread only.
+        counters: Told of each step.
+        failpoints: For tests.
+        logs_top_tokens: Log the best tokens of every output row.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        counters: EngineCounters,
+        failpoints: Failpoints | None = None,
+        *,
+        logs_top_tokens: bool = False,
+    ) -> None:
+        self._logs_top_tokens = logs_top_tokens
+        if logs_top_tokens:
+            top_tokens.warn()
+        self._executor = executor
+        self._block_size = executor.info.block_size
+        self._counters = counters
+        self._failpoints = failpoints
+
+    def run(self, chunks: list[Chunk]) -> StepOutcome:
+        """Make the copies that the chunks need and run their rows as one batch; raises what the executor raises."""
+        return self.run_batch(self.prepare(chunks), chunks)
+
+    def begin(self) -> None:
+        """Say that the rows of a step are chosen: from here on cancelling comes too late."""
+        if self._failpoints is not None:
+            self._failpoints.hit("after_schedule")
+
+    def prepare(self, chunks: list[Chunk]) -> StepBatch:
+        """Make the copies that the chunks need and return their rows as one batch; raises what the executor raises."""
+        self.begin()
+        self._copy_on_write(chunks)
+        return build_batch(chunks, self._block_size)
+
+    def run_batch(self, batch: StepBatch, chunks: list[Chunk]) -> StepOutcome:
+        """Run what :meth:`prepare` made of the chunks; raises what the executor raises."""
+        asked = batch.output_specs
+        if self._logs_top_tokens:
+            batch = top_tokens.with_top_tokens(batch)
+        started_ns = time.monotonic_ns()
+        rows = self._executor.run(batch).rows
+        outcome = self.done(batch, rows, started_ns, time.monotonic_ns() - started_ns)
+        if self._logs_top_tokens:
+            outcome.rows = top_tokens.log_top_tokens(chunks, asked, rows)
+        return outcome
+
+    def done(self, batch: StepBatch, rows: list[RowOutput], started_ns: int, elapsed_ns: int) -> StepOutcome:
+        """Count a step that was run, and return what it gave.
+
+        Raises:
+            RuntimeError: It gave more or fewer rows than it was asked for.
+        """
+        if len(rows) != len(batch.output_specs):
+            raise RuntimeError(f"the executor gave {len(rows)} rows for {len(batch.output_specs)} asked for")
+        self._count(batch, started_ns, elapsed_ns)
+        return StepOutcome(rows, started_ns, elapsed_ns, batch.num_rows)
+
+    def _copy_on_write(self, chunks: Iterable[Chunk]) -> None:
+        pairs = [
+            pair
+            for chunk in chunks
+            if chunk.run.reservation is not None and chunk.run.cursor == 0
+            for pair in chunk.run.reservation.copies
+        ]
+        if pairs and self._failpoints is not None:
+            num_first = len(pairs) // 2
+            self._copy(pairs[:num_first])
+            self._failpoints.hit("during_copy")
+            pairs = pairs[num_first:]
+        self._copy(pairs)
+
+    def _copy(self, pairs: list[tuple[int, int]]) -> None:
+        if pairs:
+            self._executor.copy_blocks(np.array(pairs, np.int32))
+
+    def _count(self, batch: StepBatch, started_ns: int, elapsed_ns: int) -> None:
+        counters, num_rows = self._counters, batch.num_rows
+        counters.steps += 1
+        counters.step_ns += elapsed_ns
+        counters.last_step_ns = elapsed_ns
+        counters.last_step_rows = num_rows
+        counters.last_step_seqs = batch.num_seqs
+        counters.last_step_unix_ns = time.time_ns()
+        counters.max_step_rows = max(counters.max_step_rows, num_rows)
+        counters.timings.stepped(started_ns + elapsed_ns, elapsed_ns, num_rows, batch.num_seqs)

@@ -1,0 +1,243 @@
+"""Tokens chosen for many rows at once on their device: shaping, law, draft and draw as in ``sampling``, batched.
+
+Every row becomes float64 weights over the whole vocabulary, 0 where a token is dropped; a greedy choice is the law
+that has nothing but it. So rows of any kind go together. The definition is numpy's; sums in another order may differ
+from it in the last bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ferrule_server.executor.base import DraftSpec, Int32Array, OutputSpec, SampleSpec, TokenMask
+from ferrule_server.executor.sampling.laws import SMALLEST_TEMPERATURE, Law
+from ferrule_server.executor.sampling.philox import Purpose, uniform
+from ferrule_server.executor.sampling.selection import Choice
+
+__all__ = ["ChoiceRow", "DeviceLaws"]
+
+_GREEDY = SampleSpec(temperature=0)
+
+
+class ChoiceRow(NamedTuple):
+    """What a choice depends on besides the logits: see ``sampling.choose``."""
+
+    position: int
+    spec: OutputSpec
+    history: Int32Array | None
+
+    @property
+    def sample(self) -> SampleSpec:
+        """How the token is drawn; a greedy choice as temperature 0."""
+        return self.spec.sample or _GREEDY
+
+    def uniform(self, purpose: Purpose) -> float:
+        """Return the number of one draw."""
+        return uniform(self.sample.seed, self.position, purpose)
+
+
+class DeviceLaws:
+    """Chooses tokens on one device.
+
+    Invariant: keeps nothing but the packed bits of masks that somebody still refers to.
+
+    Args:
+        device: Where the logits are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._masks: WeakKeyDictionary[TokenMask, Tensor] = WeakKeyDictionary()
+
+    def choose(self, logits: Tensor, rows: Sequence[ChoiceRow]) -> list[Choice]:
+        """Return the token each row gives.
+
+        Args:
+            logits: float32 [num_rows, vocab_size], finite, not changed.
+            rows: How to choose; each with ``greedy`` or ``sample``.
+        """
+        values = self._shape(logits, rows)
+        weights = self._weights(values, rows)
+        totals = weights.sum(1)
+        drawn, is_accepted = weights, torch.zeros(len(rows), dtype=torch.bool, device=self._device)
+        drafts = [(i, row.spec.draft) for i, row in enumerate(rows) if row.spec.draft is not None]
+        if drafts:
+            drawn, is_accepted = self._judge(weights, totals, rows, drafts)
+        tokens = self._draw(drawn, rows)
+        if drafts:
+            draft_ids = self._tensor([row.spec.draft.token_id if row.spec.draft else 0 for row in rows], torch.int64)
+            tokens = torch.where(is_accepted, draft_ids, tokens)
+        chosen = weights.gather(1, tokens.unsqueeze(1)).squeeze(1)
+        figures = torch.stack((tokens.double(), chosen, totals, is_accepted.double()), 1).tolist()
+        return [
+            _choice(row, *figure) if figure[1] > 0 else _redraw(row, drawn[i], weights[i])
+            for i, (row, figure) in enumerate(zip(rows, figures, strict=True))
+        ]
+
+    def _shape(self, logits: Tensor, rows: Sequence[ChoiceRow]) -> Tensor:
+        """Return the logits to choose from: those given, or a float64 copy with -inf where a mask forbids a token."""
+        if all(row.spec.shaping is None for row in rows):
+            return logits
+        values = logits.double()
+        penalties = _penalties(rows, logits.shape[1])
+        if penalties is not None:
+            places, factors, amounts = (torch.from_numpy(part).to(self._device) for part in penalties)
+            occurred = values.view(-1)[places]
+            occurred = torch.where(occurred > 0, occurred / factors, occurred * factors)
+            values.view(-1)[places] = occurred - amounts
+        bias = [
+            (i * logits.shape[1] + token_id, amount)
+            for i, row in enumerate(rows)
+            if row.spec.shaping is not None
+            for token_id, amount in row.spec.shaping.bias
+        ]
+        if bias:
+            places = self._tensor([place for place, _ in bias], torch.int64)
+            values.view(-1)[places] += self._tensor([amount for _, amount in bias], torch.float64)
+        self._apply_masks(values, rows)
+        return values
+
+    def _apply_masks(self, values: Tensor, rows: Sequence[ChoiceRow]) -> None:
+        masks = [(i, row.spec.shaping.mask) for i, row in enumerate(rows) if row.spec.shaping is not None]
+        packed = [(i, self._packed(mask)) for i, mask in masks if mask is not None]
+        if not packed:
+            return
+        bits = torch.stack([part for _, part in packed]).unsqueeze(2) >> torch.arange(8, device=self._device)
+        is_forbidden = (bits & 1).flatten(1)[:, : values.shape[1]] == 0
+        places = self._tensor([i for i, _ in packed], torch.int64)
+        values[places] = values[places].masked_fill_(is_forbidden, -math.inf)
+
+    def _packed(self, mask: TokenMask) -> Tensor:
+        packed = self._masks.get(mask)
+        if packed is None:
+            packed = self._masks[mask] = torch.tensor(mask.bits, device=self._device)
+        return packed
+
+    def _weights(self, values: Tensor, rows: Sequence[ChoiceRow]) -> Tensor:
+        """Return probabilities up to a factor per row: float64 [num_rows, vocab_size], the largest 1."""
+        weights = values - values.amax(1, keepdim=True).double()
+        samples = [row.sample for row in rows]
+        temperatures = [
+            max(sample.temperature, SMALLEST_TEMPERATURE) if sample.temperature else 1 for sample in samples
+        ]
+        if any(temperature != 1 for temperature in temperatures):
+            weights /= self._column(temperatures)
+        weights.exp_()
+        self._cut(weights, values, samples)
+        if any(sample.min_p > 0 for sample in samples):
+            weights.masked_fill_(weights < self._column([sample.min_p for sample in samples]), 0)
+        cold = [i for i, sample in enumerate(samples) if sample.temperature == 0]
+        if cold:
+            best = values[cold].argmax(1)
+            weights[cold] = torch.nn.functional.one_hot(best, values.shape[1]).double()
+        return weights
+
+    def _cut(self, weights: Tensor, values: Tensor, samples: Sequence[SampleSpec]) -> None:
+        """Drop what top-k and top-p drop, in place, after a full sort of the rows that have them."""
+        cut = [i for i, sample in enumerate(samples) if sample.top_k > 0 or sample.top_p < 1]
+        if not cut:
+            return
+        order = (values[cut] + 0.0).sort(dim=1, descending=True, stable=True).indices  # -0.0 is no less than 0.0
+        vocab_size = values.shape[1]
+        counts = self._column([samples[i].top_k or vocab_size for i in cut])
+        shares = self._column([samples[i].top_p if samples[i].top_p < 1 else math.inf for i in cut])
+        falling = weights[cut].gather(1, order)
+        falling.masked_fill_(torch.arange(vocab_size, device=self._device) >= counts, 0)
+        reached = falling.cumsum(1)
+        before = torch.nn.functional.pad(reached[:, :-1], (1, 0))
+        falling.masked_fill_(before >= shares * reached[:, -1:], 0)
+        weights[cut] = torch.zeros_like(falling).scatter_(1, order, falling)
+
+    def _judge(
+        self,
+        weights: Tensor,
+        totals: Tensor,
+        rows: Sequence[ChoiceRow],
+        drafts: Sequence[tuple[int, DraftSpec]],
+    ) -> tuple[Tensor, Tensor]:
+        """Decide on the drafts: what each row draws from (see ``drafts.residual_law``), and which drafts hold."""
+        places = self._tensor([i for i, _ in drafts], torch.int64)
+        target = weights[places] / totals[places].unsqueeze(1)
+        proposal = self._proposals([draft for _, draft in drafts], weights.shape[1])
+        draft_ids = self._tensor([draft.token_id for _, draft in drafts], torch.int64).unsqueeze(1)
+        p, q = (law.gather(1, draft_ids).squeeze(1) for law in (target, proposal))
+        ratio = torch.where(q == 0, (p > 0).double(), p / q)
+        numbers = self._tensor([rows[i].uniform(Purpose.ACCEPT) for i, _ in drafts], torch.float64)
+        is_accepted = torch.zeros(len(rows), dtype=torch.bool, device=self._device)
+        is_accepted[places] = numbers < ratio
+        residual = (target - proposal).clamp_(min=0)
+        drawn = weights.clone()
+        drawn[places] = torch.where(residual.amax(1, keepdim=True) > 0, residual, target)
+        return drawn, is_accepted
+
+    def _proposals(self, drafts: Sequence[DraftSpec], vocab_size: int) -> Tensor:
+        """Return q of each draft: float64 [num_drafts, vocab_size]."""
+        proposals = torch.zeros(len(drafts), vocab_size, dtype=torch.float64, device=self._device)
+        for proposal, draft in zip(proposals, drafts, strict=True):
+            if draft.law is None:
+                proposal[draft.token_id] = 1
+                continue
+            probs = torch.from_numpy(draft.law.probs / draft.law.probs.sum()).to(self._device)
+            if draft.law.token_ids is None:
+                proposal.copy_(probs)
+            else:
+                proposal[self._tensor(draft.law.token_ids.tolist(), torch.int64)] = probs
+        return proposals
+
+    def _draw(self, weights: Tensor, rows: Sequence[ChoiceRow]) -> Tensor:
+        """Return the first token of each row whose cumulative probability exceeds its number: int64 [num_rows]."""
+        sums = weights.cumsum(1)
+        return torch.searchsorted(
+            sums, self._column([_number(row) for row in rows]) * sums[:, -1:], right=True
+        ).squeeze(1)
+
+    def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self._device)
+
+    def _column(self, values: Sequence[float]) -> Tensor:
+        return self._tensor(values, torch.float64).unsqueeze(1)
+
+
+Penalties = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.float64]]
+
+
+def _penalties(rows: Sequence[ChoiceRow], vocab_size: int) -> Penalties | None:
+    """Return places in the flattened rows, what to divide or multiply by there, and what to subtract; None: nothing."""
+    parts = []
+    for i, (_, spec, history) in enumerate(rows):
+        if spec.shaping is not None and spec.shaping.has_penalties:
+            assert history is not None, "penalties without a history"
+            token_ids, counts = np.unique(history, return_counts=True)
+            amounts = counts * spec.shaping.frequency_penalty + spec.shaping.presence_penalty
+            parts.append((i * vocab_size + token_ids.astype(np.int64), spec.shaping.repetition_penalty, amounts))
+    if not parts:
+        return None
+    factors = [np.full(len(places), factor) for places, factor, _ in parts]
+    return np.concatenate([part[0] for part in parts]), np.concatenate(factors), np.concatenate([p[2] for p in parts])
+
+
+def _number(row: ChoiceRow) -> float:
+    return row.uniform(Purpose.SAMPLE if row.spec.draft is None else Purpose.RESIDUAL)
+
+
+def _choice(row: ChoiceRow, token: float, weight: float, total: float, is_accepted: float) -> Choice:
+    return Choice(int(token), math.log(weight) - math.log(total), None if row.spec.draft is None else is_accepted > 0)
+
+
+def _redraw(row: ChoiceRow, drawn: Tensor, weights: Tensor) -> Choice:
+    """Return what the definition draws.
+
+    A parallel sum may fall short by its last bits where one of its parts begins, so that a token of no weight seems to
+    begin there; a number that hits this gap, about 1e-16 wide, is drawn again in order.
+    """
+    token, _ = Law(None, drawn.cpu().numpy()).draw(_number(row))
+    host = weights.cpu().numpy()
+    return _choice(row, token, float(host[token]), float(host.sum()), 0.0)

@@ -1,0 +1,202 @@
+"""The torch executor: runs steps with the decoder in torch, on any device; the oracle and the fallback."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ferrule_server.errors import ConfigError
+from ferrule_server.executor.base import ExecutorInfo, Int32Array, ModelDescription, RowOutput, StepBatch, StepResult
+from ferrule_server.executor.buffers import KvPool, bytes_per_block
+from ferrule_server.executor.sampling.device_outputs import DeviceOutputs
+from ferrule_server.model.attention import GroupedAttention, PlainAttention, StepArrays, StepAttention
+from ferrule_server.model.config import ModelConfig
+from ferrule_server.model.decoder import Decoder
+from ferrule_server.model.weights import LoadedModel, ModelWeights
+
+__all__ = ["TorchExecutor"]
+
+_MIN_BLOCKS = 8
+"""Fewer, the null block included, could not hold a prompt and a fork of it."""
+
+_TILE_BYTES = 32 << 20
+"""Logits of as many output rows as fit into this, as float32, exist at a time: 55 rows of 152 000."""
+
+
+class TorchExecutor:
+    """Implements ``executor.base.Executor``.
+
+    Invariant: a step changes only the slots of its ``slot_mapping``; nothing of a step is kept but the pool.
+
+    Args:
+        model: Its weights are taken over; it cannot be used for a second executor.
+        kv_memory_bytes: Size of the pool, rounded down to whole blocks, the null block included.
+        max_context: Longest sequence in tokens, at most the model's own.
+        block_size: Slots per block, a power of two.
+        device: A torch device.
+        is_plain: Run ``kernels.reference`` for every op: slow, the definition to compare with.
+
+    Raises:
+        ConfigError: A setting is out of range, or the pool would hold too few blocks.
+        ModelError: The weights were taken before.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        kv_memory_bytes: int,
+        max_context: int,
+        block_size: int = 16,
+        device: str = "cpu",
+        is_plain: bool = False,
+    ) -> None:
+        _check_settings(model, kv_memory_bytes, max_context, block_size)
+        num_bytes = bytes_per_block(model.config, block_size, model.torch_dtype)
+        self._device = torch.device(device)
+        self._config = model.config
+        self._is_plain = is_plain
+        self._outputs = DeviceOutputs(self._device)
+        self._info = ExecutorInfo(
+            name="torch",
+            device=str(self._device),
+            kv_dtype=model.dtype,
+            block_size=block_size,
+            num_blocks=kv_memory_bytes // num_bytes,
+            bytes_per_block=num_bytes,
+            model=_describe(model, max_context),
+            supported_dtypes=("float32", "bfloat16"),
+        )
+        with torch.inference_mode():
+            self._decoder = Decoder(model.config, model.take_weights(), device=self._device, is_plain=is_plain)
+            self._pool = KvPool(model.config, self._info.num_blocks, block_size, model.torch_dtype, self._device)
+
+    @staticmethod
+    def min_kv_bytes(model: LoadedModel, block_size: int = 16) -> int:
+        """Return the smallest ``kv_memory_bytes`` this executor accepts for a model."""
+        return _MIN_BLOCKS * bytes_per_block(model.config, block_size, model.torch_dtype)
+
+    @property
+    def info(self) -> ExecutorInfo:
+        """What this executor is; constant."""
+        return self._info
+
+    @property
+    def config(self) -> ModelConfig:
+        """What decides the network."""
+        return self._config
+
+    @property
+    def plain_weights(self) -> ModelWeights | None:
+        """The very tensors it runs on, for kernels that share its device; None where they are packed for a CPU."""
+        return self._decoder.plain_weights
+
+    @property
+    def pool(self) -> torch.Tensor:
+        """The KV of every sequence, ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``."""
+        return self._pool.tensor
+
+    @torch.inference_mode()
+    def run(self, batch: StepBatch) -> StepResult:
+        """Write the KV of the step's rows and return what its output rows asked for.
+
+        A row whose logits hold NaN or infinity is flagged in its own RowOutput; its neighbours are not touched by it.
+        """
+        if not batch.num_rows:
+            return StepResult()
+        hidden = self._decoder.forward(
+            self._index(batch.token_ids),
+            self._index(batch.positions),
+            self._attention(batch),
+            self._index(batch.output_rows),
+        )
+        return StepResult(self._select(hidden, batch))
+
+    def _select(self, hidden: torch.Tensor, batch: StepBatch) -> list[RowOutput]:
+        """Return the outputs of the rows: output head and selection a tile of rows at a time."""
+        positions = batch.positions[batch.output_rows].tolist()
+        rows: list[RowOutput] = []
+        for tile in self._tiles(len(positions)):
+            part = hidden[tile]
+            logits = self._decoder.head(part)
+            rows += self._outputs.select(logits, part, positions[tile], batch.output_specs[tile], batch.histories[tile])
+        return rows
+
+    def _tiles(self, num_rows: int) -> list[slice]:
+        """Return slices of about equal size, none of which has more logits than fit into the memory of a tile."""
+        most = max(1, _TILE_BYTES // (4 * self._config.vocab_size))
+        num_tiles = -(-num_rows // most)
+        return [slice(num_rows * i // num_tiles, num_rows * (i + 1) // num_tiles) for i in range(num_tiles)]
+
+    def copy_blocks(self, block_pairs: Int32Array) -> None:
+        """Copy whole blocks, all layers: int32 [n, 2] of (source, destination), destinations distinct."""
+        with torch.inference_mode():
+            self._pool.copy_blocks(block_pairs)
+
+    def copy_slots(self, slot_pairs: Int32Array) -> None:
+        """Copy single slots, all layers: int32 [n, 2] of (source, destination), read before any is written."""
+        with torch.inference_mode():
+            self._pool.copy_slots(slot_pairs)
+
+    def read_blocks(self, block_ids: Int32Array) -> npt.NDArray[np.uint8]:
+        """Return the raw bytes of blocks: uint8 [n, bytes_per_block], a copy."""
+        with torch.inference_mode():
+            return self._pool.read_blocks(block_ids)
+
+    def write_blocks(self, block_ids: Int32Array, data: npt.NDArray[np.uint8]) -> None:
+        """Overwrite blocks with raw bytes of the same shape as :meth:`read_blocks` returns.
+
+        Raises:
+            ValueError: ``data`` has another shape or dtype; nothing is written.
+        """
+        with torch.inference_mode():
+            self._pool.write_blocks(block_ids, data)
+
+    def close(self) -> None:
+        """Let go of weights and pool; the executor is not used again."""
+        del self._decoder, self._pool
+
+    def _attention(self, batch: StepBatch) -> StepAttention:
+        step = StepArrays(batch.positions, batch.slot_mapping, batch.cu_seqlens_q, batch.kv_lens, batch.block_tables)
+        if self._is_plain:
+            return PlainAttention(self._pool.tensor, step)
+        return GroupedAttention(self._pool.tensor, step, self._config.num_heads)
+
+    def _index(self, values: Int32Array) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+
+def _check_settings(model: LoadedModel, kv_memory_bytes: int, max_context: int, block_size: int) -> None:
+    if block_size < 1 or block_size & (block_size - 1):
+        raise ConfigError(f"block_size {block_size} is not a power of two")
+    if not 1 <= max_context <= model.config.max_positions:
+        raise ConfigError(
+            f"max_context {max_context} is outside [1, {model.config.max_positions}], what the model knows"
+        )
+    least_bytes = TorchExecutor.min_kv_bytes(model, block_size)
+    if kv_memory_bytes < least_bytes:
+        raise ConfigError(
+            f"{kv_memory_bytes} bytes of KV memory are too few for {model.model_id}: at least {least_bytes} are needed "
+            f"({_MIN_BLOCKS} blocks of {block_size} tokens)"
+        )
+
+
+def _describe(model: LoadedModel, max_context: int) -> ModelDescription:
+    config = model.config
+    return ModelDescription(
+        model_id=model.model_id,
+        architecture=config.architecture,
+        num_parameters=model.num_parameters,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        max_context=max_context,
+        dtype=model.dtype,
+        fingerprint=model.fingerprint,
+        eos_ids=config.eos_ids,
+        weights_bytes=model.weights_bytes,
+    )

@@ -1,0 +1,330 @@
+"""Chooses and makes the executor that the settings ask for. Torch is imported only when it is needed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
+
+from ferrule_server.config import DEFAULT_KV_BYTES, DEMO_MODEL, ServerConfig
+from ferrule_server.errors import ConfigError, ModelError
+from ferrule_server.executor.base import BLOCK_SIZE, Executor
+from ferrule_server.executor.reference import PagedReferenceExecutor
+from ferrule_server.model.config import read_config
+from ferrule_server.model_files import is_folder, name_of
+
+if TYPE_CHECKING:
+    from ferrule_server.executor.cuda.compose import Preparation
+    from ferrule_server.executor.devices import Device
+    from ferrule_server.model.config import ModelConfig
+    from ferrule_server.model.weights import LoadedModel
+    from ferrule_server.text.chat_template import ChatTemplate
+    from ferrule_server.text.tokenizer import Tokenizer
+
+OnProgress = Callable[[str, float], None]
+"""Called with what is being done, for people, and how far all of it has come, from 0 to 1; from any thread."""
+
+DTypeName = Literal["float32", "bfloat16"]
+
+_DEMO_FOLDER: Final = Path(__file__).parent / "demo_model"
+_CPUINFO: Final = Path("/proc/cpuinfo")
+_BFLOAT16_FLAGS: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+_PAGED_REFERENCE_CONTEXT: Final = 512
+_SMALL_WEIGHTS_BYTES: Final = 128 << 20
+_NO_CUDA: Final = "this PyTorch was built without CUDA"
+_DOWNLOAD_SHARE: Final = 0.9
+"""Part of the loading time, roughly, that fetching a model takes where it has to be fetched."""
+_WEIGHTS_SHARE: Final = 0.9
+"""Part of the loading time, roughly, that reading weights takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedExecutor:
+    """An executor ready to run, and the tokenizer and the chat template of its model (None where it has none).
+
+    ``commit`` is the state of its repository, for a model of the hub.
+    """
+
+    executor: Executor
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None = None
+    commit: str | None = None
+
+
+def create_executor(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
+    """Load what the settings name; may take long.
+
+    Raises:
+        ConfigError: The settings do not fit the model or the machine.
+        ModelError: The model folder cannot be loaded, or this machine has too little memory for it.
+    """
+    try:
+        return _create(config, on_progress)
+    except MemoryError as error:
+        raise ModelError(f"--model {name_of(config.model)}: this machine has too little memory to load it") from error
+
+
+def _create(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
+    if config.kernel_bundle is not None:
+        from ferrule_server.executor.cuda.bundle_file import check_bundle_file
+
+        check_bundle_file(config.kernel_bundle)
+    if config.executor == "paged-reference":
+        return LoadedExecutor(_paged_reference(config), None)
+    return _load(config, on_progress)
+
+
+def download(config: ServerConfig, on_progress: OnProgress) -> Path:
+    """Return the folder of the model that the settings name, fetching it from the hub if need be.
+
+    Raises:
+        ConfigError: The settings do not fit the model.
+        ModelError: It cannot be fetched, or it is no model that can run.
+    """
+    folder, _, _ = _found(config, on_progress)
+    _model_config(config, folder)
+    return folder
+
+
+def suggested_threads(weights_bytes: int, num_cores: int) -> int:
+    """Return how many threads compute a model of this size fastest: one for a small one, else one per core.
+
+    Threads that do not spin while they wait are woken for every operation; a small model's operations are shorter than
+    that (the shipped model, 9 MB: batch 1 twice as fast with one thread, batch 16 and prefill faster too).
+    """
+    return 1 if weights_bytes < _SMALL_WEIGHTS_BYTES else num_cores
+
+
+def has_bfloat16_instructions(cpuinfo: str) -> bool:
+    """Whether the processor multiplies bfloat16 in hardware, by the flags of ``/proc/cpuinfo``."""
+    lines = (line for line in cpuinfo.splitlines() if line.startswith(("flags", "Features")))
+    return any(_BFLOAT16_FLAGS & set(line.partition(":")[2].split()) for line in lines)
+
+
+def _paged_reference(config: ServerConfig) -> Executor:
+    kv_memory_bytes = config.kv_memory_bytes or DEFAULT_KV_BYTES
+    with _allocating(kv_memory_bytes):
+        return PagedReferenceExecutor(
+            max_context=config.max_context or _PAGED_REFERENCE_CONTEXT,
+            block_size=BLOCK_SIZE,
+            kv_memory_bytes=kv_memory_bytes,
+        )
+
+
+def _load(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
+    folder, commit, on_progress = _found(config, on_progress)
+    model_config = _model_config(config, folder)
+    on_progress("importing torch", 0.0)
+    import torch
+
+    from ferrule_server.model.weights import load_model
+    from ferrule_server.text.chat_template import ChatTemplate
+    from ferrule_server.text.tokenizer import Tokenizer
+
+    def on_bytes(done_bytes: int, total_bytes: int) -> None:
+        on_progress("reading weights", 0.05 + _WEIGHTS_SHARE * done_bytes / max(1, total_bytes))
+
+    device = _device(config)
+    dtype = _dtype(config, device)
+    tokenizer = Tokenizer.load(folder)
+    chat_template = None if tokenizer is None else ChatTemplate.load(folder)
+    with _preparing(config, model_config, device, dtype) as preparation:
+        model = load_model(folder, dtype=dtype, on_progress=on_bytes)
+        if config.model == DEMO_MODEL or commit is not None:
+            model.model_id = config.model or ""
+        torch.set_num_threads(config.num_threads or suggested_threads(model.weights_bytes, torch.get_num_threads()))
+        on_progress("allocating the KV pool", 0.05 + _WEIGHTS_SHARE)
+        if preparation is None:
+            executor = _on_host(config, model, device)
+        else:
+            executor = preparation.finish(model, lambda stage: on_progress(stage, 0.05 + _WEIGHTS_SHARE))
+    return LoadedExecutor(executor, tokenizer, chat_template, commit)
+
+
+def _device(config: ServerConfig) -> Device:
+    """Return where the model runs.
+
+    Raises:
+        ConfigError: A GPU is named, or needed, and there is none.
+    """
+    from ferrule_server.executor.devices import find_device
+
+    device = find_device(config.device)
+    if device.index is None and config.device.startswith("cuda"):
+        raise ConfigError(f"--device {config.device}: {_reason(device)}; --device auto runs on the processor then")
+    if device.index is None and config.is_deterministic:
+        raise ConfigError(f"--deterministic needs the kernels of a GPU: {_reason(device)}")
+    return device
+
+
+def _reason(device: Device) -> str:
+    """Return why there is no GPU, with what to do about it where that is known."""
+    return f"{_NO_CUDA} (install one with CUDA, such as PyPI's)" if device.reason == _NO_CUDA else device.reason
+
+
+@contextlib.contextmanager
+def _preparing(
+    config: ServerConfig, model_config: ModelConfig, device: Device, dtype: DTypeName
+) -> Iterator[Preparation | None]:
+    """Give what is begun on a GPU before the model is read, None without a GPU; end it where the body fails."""
+    if device.index is None:
+        yield None
+        return
+    import torch
+
+    from ferrule_server.executor.cuda.compose import GpuOptions, prepare
+    from ferrule_server.executor.devices import memory_of
+
+    free_bytes, total_bytes = memory_of(device.index)
+    options = GpuOptions(
+        device=device.name,
+        free_bytes=free_bytes,
+        total_bytes=total_bytes,
+        dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32,
+        max_context=config.max_context or model_config.max_positions,
+        max_step_rows=config.max_step_rows,
+        memory_fraction=config.gpu_memory_fraction,
+        kv_memory_bytes=config.kv_memory_bytes,
+        wants_kernels=config.executor in ("auto", "numba-cuda"),
+        reason="" if config.has_cuda_runner else "the kernels are switched off by --disable-cuda-runner",
+        is_deterministic=config.is_deterministic,
+        kernel_cache=config.kernel_cache,
+        kernel_bundle=config.kernel_bundle,
+        has_early_launch=config.has_early_launch,
+    )
+    preparation = prepare(model_config, options)
+    try:
+        yield preparation
+    except BaseException:
+        preparation.close()
+        raise
+
+
+def _on_host(config: ServerConfig, model: LoadedModel, device: Device) -> Executor:
+    """Return torch on the processor; where a GPU was wanted, or is there and unusable, it says why it is not used."""
+    from ferrule_server.executor.torch import TorchExecutor
+
+    kv_memory_bytes = config.kv_memory_bytes or DEFAULT_KV_BYTES
+    with _allocating(kv_memory_bytes):
+        executor = TorchExecutor(
+            model,
+            kv_memory_bytes=kv_memory_bytes,
+            max_context=config.max_context or model.config.max_positions,
+            block_size=BLOCK_SIZE,
+        )
+    if config.executor != "numba-cuda" and not device.is_broken:
+        return executor
+    from ferrule_server.executor.cuda.cuda_executor import CudaExecutor
+
+    return CudaExecutor(executor, None, reason=f"{_reason(device)}; the model runs on the processor")
+
+
+@contextlib.contextmanager
+def _allocating(num_bytes: int) -> Iterator[None]:
+    """Say which setting to change when the body, which allocates the KV pool, finds no memory for it.
+
+    Raises:
+        ConfigError: The system refused it.
+    """
+    try:
+        yield
+    except (MemoryError, OSError) as error:
+        text = f"--kv-memory: this machine has no {num_bytes / (1 << 30):.1f} GiB for the KV pool; ask for less"
+        raise ConfigError(text) from error
+
+
+def _found(config: ServerConfig, on_progress: OnProgress) -> tuple[Path, str | None, OnProgress]:
+    """Return the model's folder; for a model of the hub its commit, and where to tell the progress of what is left.
+
+    Raises:
+        ConfigError: There is a revision, and a folder, which has none.
+        ModelError: There is no such model.
+    """
+    if config.model is None:
+        raise ConfigError("--model is needed: demo, a folder, or org/name on the hub")
+    if config.model == DEMO_MODEL:
+        return _demo_folder(), None, on_progress
+    folder = _as_folder(config.model)
+    if folder is not None:
+        if config.revision is not None:
+            raise ConfigError(f"--revision {config.revision}: --model {config.model} is a folder here, not on the hub")
+        return folder, None, on_progress
+    from ferrule_server.model.hub.models import is_hub_name
+
+    if not is_hub_name(config.model):
+        raise ModelError(
+            f"--model {name_of(config.model)}: there is no such folder; a model of the hub is named org/name"
+        )
+    return _fetched(config, config.model, on_progress)
+
+
+def _as_folder(name: str) -> Path | None:
+    """Return the folder that a setting names, None if there is none."""
+    try:
+        folder = Path(name).expanduser()
+    except RuntimeError:  # the home of a user who does not exist
+        return None
+    return folder if is_folder(folder) else None
+
+
+def _fetched(config: ServerConfig, name: str, on_progress: OnProgress) -> tuple[Path, str, OnProgress]:
+    """Return the folder of a model of the hub, which is fetched if need be."""
+    from ferrule_server.model.hub.models import fetch_model
+
+    begun = _DOWNLOAD_SHARE
+    is_fetched = False
+
+    def on_share(share: float) -> None:
+        nonlocal is_fetched
+        is_fetched = True
+        on_progress("downloading", begun * share)
+
+    on_progress("asking the hub", 0.0)
+    model = fetch_model(
+        name,
+        config.revision,
+        is_offline=config.is_offline,
+        check=lambda folder: _model_config(config, folder),
+        on_share=on_share,
+    )
+    if not is_fetched:
+        return model.folder, model.commit, on_progress
+    return model.folder, model.commit, lambda stage, share: on_progress(stage, begun + (1 - begun) * share)
+
+
+def _demo_folder() -> Path:
+    if not (_DEMO_FOLDER / "model.safetensors").is_file():
+        raise ModelError(
+            "--model demo: this installation lacks the files of the model that ships; install ferrule again, "
+            "name a folder with --model, or run --executor paged-reference, which needs none"
+        )
+    return _DEMO_FOLDER
+
+
+def _model_config(config: ServerConfig, folder: Path) -> ModelConfig:
+    """Return the model's configuration; refuse a context that it does not have, before its weights are read.
+
+    Raises:
+        ConfigError: ``--max-context`` is beyond it.
+        ModelError: config.json is missing or unusable.
+    """
+    model_config = read_config(folder)
+    most = model_config.max_positions
+    if config.max_context is not None and config.max_context > most:
+        raise ConfigError(f"--max-context {config.max_context} is beyond the {most} tokens that {config.model} knows")
+    return model_config
+
+
+def _dtype(config: ServerConfig, device: Device) -> DTypeName:
+    if config.dtype == "auto":
+        return "bfloat16" if device.index is not None or _has_bfloat16() else "float32"
+    return "bfloat16" if config.dtype == "bfloat16" else "float32"
+
+
+def _has_bfloat16() -> bool:
+    try:
+        return has_bfloat16_instructions(_CPUINFO.read_text())
+    except OSError:
+        return False

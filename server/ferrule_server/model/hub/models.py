@@ -1,0 +1,236 @@
+"""Models by name: ``org/name`` becomes a folder of the hub's cache, whole and of one commit.
+
+Only what the server reads is fetched: configuration, tokenizer, chat templates and safetensors; never code, pickles or
+other formats of the same weights. The configuration comes first, so that a model that cannot run is refused before its
+weights are fetched. huggingface_hub does the talking: tokens, proxies, HF_ENDPOINT, HF_HOME and the like are its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ferrule_server.errors import ModelError
+from ferrule_server.model.hub.cache import INDEX_FILE, SINGLE_FILE, free_bytes, shards_of
+from ferrule_server.model.hub.client import CONFIGS, TEXTS, HubClient, Listing, Unlisted
+from ferrule_server.model.hub.fetch import CutOff, RemoteFile, Stopped, fetch_file
+
+OnShare = Callable[[float], None]
+"""Called with how much of the weights has come, from 0 to 1; from any thread."""
+
+DEFAULT_REVISION: Final = "main"
+
+_LOG = logging.getLogger(__name__)
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+_MAX_NAME_LENGTH: Final = 96  # the hub's own limit
+_NUM_CONNECTIONS: Final = 4
+_MOST_BYTES: Final = 50 * 10**9
+"""The hub sends no larger file over HTTP."""
+_LOG_EVERY_S: Final = 30.0
+_MOST_TEXT_BYTES: Final = 256 << 20
+"""Of what is no weights; the largest tokenizers have 40 MB."""
+_SPARE_BYTES: Final = 64 << 20
+"""What must be left on the disk besides."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """A model that is on this disk.
+
+    Attributes:
+        folder: All the server reads of it.
+        commit: Which state of the repository it is.
+    """
+
+    folder: Path
+    commit: str
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether a text looks like ``org/name``; a folder of that name may exist all the same."""
+    is_short = len(text) <= _MAX_NAME_LENGTH
+    return is_short and _NAME.fullmatch(text) is not None and ".." not in text and "--" not in text
+
+
+def fetch_model(
+    name: str, revision: str | None, *, is_offline: bool, check: Callable[[Path], object], on_share: OnShare
+) -> HubModel:
+    """Return a model of the hub, fetching what the cache lacks.
+
+    Args:
+        name: ``org/name``.
+        revision: Branch, tag or commit; None: the main branch.
+        is_offline: Use the cache alone, as HF_HUB_OFFLINE=1 does.
+        check: Called with the folder as soon as it has the configuration; what it raises ends the fetch.
+        on_share: Told how far the weights are.
+
+    Raises:
+        ModelError: There is no such model or revision, nobody may read it, it has no safetensors, it does not fit on
+            the disk, the network fails, or the cache lacks it and nothing may be fetched.
+    """
+    hub = HubClient(name, revision or DEFAULT_REVISION)
+    commit = hub.cache.commit_of(hub.revision)
+    is_here = commit is not None and hub.cache.is_complete(commit)
+    is_whole = is_here and commit == hub.revision and hub.cache.has_tokenizer(commit)
+    if commit is not None and is_here and (is_offline or hub.is_offline or is_whole):
+        return HubModel(hub.cache.snapshot(commit), commit)
+    if is_offline or hub.is_offline:
+        raise ModelError(
+            f"--model {name}: {_of(revision)}it is not complete in the cache, {hub.root}, and the hub must not be asked"
+            f" ({'--offline' if is_offline else 'HF_HUB_OFFLINE'}); start once without that"
+        )
+    try:
+        listing = hub.listing()
+    except Unlisted as problem:
+        if commit is None or not is_here:
+            also = f"; nor is it complete in the cache, {hub.root}" if problem.is_outage else ""
+            raise ModelError(f"--model {name}: {problem}{also}") from problem
+        _LOG.warning("event=hub_unused model=%s commit=%s reason=%r", name, commit, str(problem))
+        return HubModel(hub.cache.snapshot(commit), commit)
+    return _Fetch(hub, listing, on_share).run(check)
+
+
+class _Fetch:
+    """One commit of a model on its way to the cache."""
+
+    def __init__(self, hub: HubClient, listing: Listing, on_share: OnShare) -> None:
+        self._hub, self._listing, self._on_share = hub, listing, on_share
+        self._cache = hub.cache
+        self._folder = self._cache.snapshot(listing.commit)
+        self._stopping = threading.Event()
+
+    def run(self, check: Callable[[Path], object]) -> HubModel:
+        """Fetch what is missing: the configuration, the texts, then the weights."""
+        files = self._listing.files
+        has_weights = SINGLE_FILE in files or INDEX_FILE in files
+        if "config.json" not in files or not has_weights:
+            raise ModelError(self._no_model(has_weights))
+        try:
+            self._fetch([files[name] for name in CONFIGS if name in files])
+            check(self._folder)
+            self._fetch([file for name, file in files.items() if TEXTS.fullmatch(name)])
+            if SINGLE_FILE not in files:
+                self._fetch([files[INDEX_FILE]])
+            self._fetch_weights(self._weights())
+            self._remember()
+        except CutOff as error:
+            raise ModelError(f"--model {self._hub.name}: {error}; what has come is kept, start again") from error
+        except OSError as error:
+            raise ModelError(f"--model {self._hub.name}: {self._hub.root} cannot be written: {error}") from error
+        return HubModel(self._folder, self._listing.commit)
+
+    def _no_model(self, has_weights: bool) -> str:
+        missing = "config.json" if has_weights else "safetensors"
+        pickles = [name for name in self._listing.others if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".gguf"))]
+        instead = f", only {pickles[0]}, which is not read" if pickles and not has_weights else ""
+        return f"--model {self._hub.name}: the repository has no {missing}{instead}"
+
+    def _weights(self) -> list[RemoteFile]:
+        """Return the files with weights: one, or those of the index and no others."""
+        files = self._listing.files
+        names = [SINGLE_FILE] if SINGLE_FILE in files else shards_of(self._folder)
+        lost = [name for name in names if name not in files]
+        if lost or not names:
+            said = f"names {lost[0]}, which the repository lacks" if lost else "names no files"
+            raise ModelError(f"--model {self._hub.name}: {INDEX_FILE} {said}")
+        beyond = [name for name in names if files[name].num_bytes > _MOST_BYTES and self._missing([files[name]])]
+        if beyond:
+            raise ModelError(
+                f"--model {self._hub.name}: {beyond[0]} is larger than the hub sends over HTTP; fetch it into the same"
+                f" cache with: hf download {self._hub.name} --revision {self._listing.commit}"
+            )
+        return [files[name] for name in names]
+
+    def _missing(self, files: Iterable[RemoteFile]) -> list[RemoteFile]:
+        return [file for file in files if not (self._folder / file.path).exists()]
+
+    def _fetch_weights(self, files: list[RemoteFile]) -> None:
+        """Fetch weights, if they fit on the disk, telling how far they are."""
+        missing = self._missing(files)
+        num_bytes = self._cache.missing_bytes({file.etag: file.num_bytes for file in missing})
+        free = free_bytes(self._hub.root)
+        if num_bytes and num_bytes + _SPARE_BYTES > free:
+            raise ModelError(
+                f"--model {self._hub.name}: {_gib(num_bytes)} have to be fetched and {self._hub.root} has room for"
+                f" {_gib(free)}; make room, or name another disk with HF_HOME"
+            )
+        total_bytes = sum(file.num_bytes for file in missing)
+        if missing:
+            _LOG.info(
+                "downloading model=%s commit=%s files=%d bytes=%d of_which_here=%d",
+                self._hub.name, self._listing.commit, len(missing), total_bytes, total_bytes - num_bytes,
+            )  # fmt: skip
+            self._fetch(missing, _Tally(total_bytes, self._on_share))
+
+    def _fetch(self, files: list[RemoteFile], tally: _Tally | None = None) -> None:
+        """Fetch files over a few connections; the first that fails ends the others."""
+        on_bytes = (lambda _: None) if tally is None else tally.add
+        missing = self._missing(files)
+        for file in missing:
+            if tally is None and file.num_bytes > _MOST_TEXT_BYTES:
+                raise ModelError(f"--model {self._hub.name}: {file.path} has {_gib(file.num_bytes)}; is it a model?")
+        with ThreadPoolExecutor(_NUM_CONNECTIONS, thread_name_prefix="ferrule-hub") as pool:
+            futures = [pool.submit(self._fetch_one, file, on_bytes) for file in missing]
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            self._stopping.set() if any(future.exception() for future in done) else None
+        problems = [problem for future in futures if (problem := future.exception()) is not None]
+        for problem in sorted(problems, key=lambda problem: isinstance(problem, Stopped)):
+            raise problem
+
+    def _fetch_one(self, file: RemoteFile, on_bytes: Callable[[int], None]) -> None:
+        if self._stopping.is_set():
+            raise Stopped
+        blob, commit = self._cache.blob(file.etag), self._listing.commit
+        if blob.exists():
+            on_bytes(file.num_bytes)
+        else:
+            fetch_file(
+                file,
+                self._cache,
+                get=lambda offset: self._hub.get(file.path, commit, offset),
+                on_bytes=on_bytes,
+                stopping=self._stopping,
+            )
+        self._cache.link(commit, file.path, file.etag)
+
+    def _remember(self) -> None:
+        """Note what the revision means; a cache that cannot be written has to do without."""
+        try:
+            self._cache.point(self._hub.revision, self._listing.commit)
+        except OSError as error:
+            _LOG.warning("event=ref_not_written model=%s error=%r", self._hub.name, str(error))
+
+
+class _Tally:
+    """Counts what has come, of all files together, and tells."""
+
+    def __init__(self, total_bytes: int, on_share: OnShare) -> None:
+        self._total_bytes, self._on_share = max(1, total_bytes), on_share
+        self._lock = threading.Lock()
+        self._done_bytes = 0
+        self._last_log_s = time.monotonic()
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes; say in the log now and then how many there are."""
+        with self._lock:
+            self._done_bytes += num_bytes
+            self._on_share(self._done_bytes / self._total_bytes)
+            now_s = time.monotonic()
+            if now_s - self._last_log_s > _LOG_EVERY_S:
+                self._last_log_s = now_s
+                _LOG.info("downloading done_bytes=%d total_bytes=%d", self._done_bytes, self._total_bytes)
+
+
+def _of(revision: str | None) -> str:
+    return f"--revision {revision}: " if revision else ""
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.1f} GiB" if num_bytes >= 1 << 28 else f"{num_bytes / (1 << 20):.1f} MiB"

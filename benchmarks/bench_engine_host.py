@@ -162,7 +162,7 @@ class Reader:
         self.num_over = 0
         self.error: Exception | None = None
 
-    def deliver(self, job: Job, outcome: Outcome) -> None:  # noqa: ARG002  (as a sink is called)
+    def deliver(self, job: Job[object], outcome: Outcome) -> None:  # noqa: ARG002  (as a sink is called)
         """Take a frame."""
         from ferrule_server.engine.jobs import GenerateFrame
 
@@ -226,7 +226,7 @@ def _engine(executor: Any) -> Engine:
     return Engine(executor, store, EngineSettings(max_step_rows=1 << 14), lambda call: call())
 
 
-def _generate(index: int, num_branches: int) -> Job:
+def _generate(index: int, num_branches: int) -> Job[object]:
     from ferrule_server.engine.jobs import GenerateJob, OutputRequest, StopRules, Window
     from ferrule_server.executor.base import OutputSpec
 

@@ -131,14 +131,13 @@ def _run_in_process(engine: InProcess, prompts: list[list[int]], size: int, num_
         GenerateJob,
         Job,
         OutputRequest,
-        ReleaseJob,
         StopRules,
         Window,
     )
     from ferrule_server.executor.base import OutputSpec
 
     inbox = Inbox()
-    jobs: list[Job] = [
+    jobs: list[Job[object]] = [
         GenerateJob(
             PRINCIPAL,
             tuple(prompt),
@@ -165,7 +164,7 @@ def _run_in_process(engine: InProcess, prompts: list[list[int]], size: int, num_
             newest[id(job), branch.index] = branch
         num_left -= outcome.is_last
     handles = tuple(branch.handle for branch in newest.values() if branch.handle is not None)
-    engine.run([ReleaseJob(PRINCIPAL, handles)])
+    engine.release(handles)
     return arrivals.rate(), arrivals.step_ms()
 
 

@@ -13,24 +13,26 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, cast
 
 if TYPE_CHECKING:
     from ferrule_server.engine.engine import Engine
-    from ferrule_server.engine.jobs import AppendJob, AppendResult, Job, Outcome, Result
+    from ferrule_server.engine.jobs import AppendJob, AppendResult, Job, Outcome
     from ferrule_server.executor.base import Executor, OutputSpec
     from ferrule_server.kv.handle import Handle
 
 PRINCIPAL = "benchmark"
+
+_R = TypeVar("_R")
 
 
 @dataclass(eq=False, slots=True)
 class Inbox:
     """A sink that keeps outcomes until they are asked for."""
 
-    outcomes: queue.SimpleQueue[tuple[Job, Outcome]] = field(default_factory=queue.SimpleQueue)
+    outcomes: queue.SimpleQueue[tuple[Job[object], Outcome]] = field(default_factory=queue.SimpleQueue)
 
-    def deliver(self, job: Job, outcome: Outcome) -> None:
+    def deliver(self, job: Job[object], outcome: Outcome) -> None:
         """Take the outcome of one job."""
         self.outcomes.put((job, outcome))
 
@@ -48,7 +50,7 @@ class InProcess:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    def run(self, jobs: Sequence[Job]) -> list[Result]:
+    def run(self, jobs: Sequence[Job[_R]]) -> list[_R]:
         """Hand over jobs together and return their results in their order; raises what a job was refused with."""
         inbox = Inbox()
         self.engine.submit([(job, inbox) for job in jobs])
@@ -57,11 +59,11 @@ class InProcess:
         for result in results:
             if isinstance(result, Exception):
                 raise result
-        return results  # type: ignore[return-value]
+        return cast("list[_R]", results)
 
     def append(self, jobs: Sequence[AppendJob]) -> list[AppendResult]:
         """Hand over appends together and return their results."""
-        return self.run(jobs)  # type: ignore[return-value]
+        return self.run(jobs)
 
     def timed(self, jobs: Sequence[AppendJob]) -> tuple[list[AppendResult], float]:
         """Hand over appends together; return their results and the seconds until the last one came."""
@@ -71,9 +73,9 @@ class InProcess:
 
     def release(self, handles: Sequence[Handle]) -> None:
         """Give sequences back."""
-        from ferrule_server.engine.jobs import ReleaseJob
+        from ferrule_server.engine import host_calls
 
-        self.run([ReleaseJob(PRINCIPAL, tuple(handles))])
+        self.run([host_calls.release(PRINCIPAL, tuple(handles))])
 
 
 def append_job(tokens: Sequence[int], handle: Handle | None, spec: OutputSpec | None, **more: object) -> AppendJob:

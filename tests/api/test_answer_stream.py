@@ -46,12 +46,12 @@ class _Engine:
     def __init__(self) -> None:
         self.info: Any = None
         self.entries: list[Any] = []
-        self.resumed: list[StreamJob] = []
+        self.resumed: list[StreamJob[object]] = []
 
     def submit(self, entries: list[Any]) -> None:
         self.entries.extend(entries)
 
-    def resume(self, job: StreamJob) -> None:
+    def resume(self, job: StreamJob[object]) -> None:
         self.resumed.append(job)
 
     def snapshot(self) -> Any:

@@ -20,7 +20,6 @@ from ferrule_server.api.responses.view import FRESH_S
 from ferrule_server.api.rpc.observe import current_call
 from ferrule_server.api.security.auth import OpenAccess
 from ferrule_server.engine.jobs import Entry
-from ferrule_server.engine.metrics.views import ViewJob
 from tests.api.harness import PROMPT, RunningServer, refused
 
 
@@ -178,14 +177,14 @@ def test_a_look_belongs_to_no_call(own: RunningServer, monkeypatch: pytest.Monke
 def test_many_watchers_cost_one_snapshot(own: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks within a tenth of a second is shown the same; other bounds do not make it more than four."""
     own.prefill()
-    looks: list[ViewJob] = []
-    look = own.engine._viewer.look
+    looks: list[tuple[int, int]] = []
+    look = own.engine._host.viewer.look
 
-    def counting(_viewer: object, job: ViewJob) -> object:
-        looks.append(job)
-        return look(job)
+    def counting(_viewer: object, max_sequences: int, max_principals: int) -> object:
+        looks.append((max_sequences, max_principals))
+        return look(max_sequences, max_principals)
 
-    monkeypatch.setattr(type(own.engine._viewer), "look", counting)
+    monkeypatch.setattr(type(own.engine._host.viewer), "look", counting)
     now = [100.0]
     monkeypatch.setattr(own.server.views, "_clock", lambda: now[0])
     with ThreadPoolExecutor(8) as pool:

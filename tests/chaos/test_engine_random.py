@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from ferrule_server.engine import host_calls
 from ferrule_server.engine.engine import Engine
 from ferrule_server.engine.failpoints import PLACES, Failpoints, fail
 from ferrule_server.engine.jobs import (
@@ -33,7 +34,6 @@ from ferrule_server.engine.jobs import (
     Job,
     Outcome,
     OutputRequest,
-    ReleaseJob,
     StopRules,
     TruncateJob,
     TruncateResult,
@@ -88,12 +88,12 @@ Answer = Outcome | Looped
 class Attempt:
     """One sending of an operation; also its sink."""
 
-    job: LaneJob | ReleaseJob
+    job: Job[object]
     outcomes: list[Answer] = field(default_factory=list)
     tokens: tuple[int, ...] = ()
     handle: Handle | None = None
 
-    def deliver(self, job: Job, outcome: Outcome) -> None:
+    def deliver(self, job: Job[object], outcome: Outcome) -> None:
         """Take the outcome, or a frame on the way to it."""
         assert job is self.job
         if isinstance(outcome, GenerateFrame):
@@ -291,7 +291,7 @@ class Campaign:
         if draw < 0.15 and operation.attempts:
             attempt = self.random.choice(operation.attempts)
             if not operation.is_alone:
-                attempt.job.is_cancelled = True  # type: ignore[union-attr]
+                attempt.job.is_cancelled = True  # type: ignore[attr-defined]
         elif (draw < (0.2 if operation.drawn else 0.5) and not operation.is_alone) or not operation.attempts:
             self.count["sent_again"] += 1
             return [self.send(operation)]
@@ -436,7 +436,7 @@ class Campaign:
         """Release, however often that fails."""
         outcome: Answer | None = None
         while outcome is None or isinstance(outcome, FerruleError):
-            job = ReleaseJob("p", handles)
+            job = host_calls.release("p", handles)
             attempt = Attempt(job)
             self.engine.submit([(job, attempt)])
             self.engine._take()

@@ -281,11 +281,11 @@ class Rounds:
         engine = self.harness.engine
         return len(engine._inbox) == 0 and not engine._lanes.running and not engine._drivers.has_work
 
-    def ask(self, job: Job) -> Pending:
+    def ask(self, job: Job[object]) -> Pending:
         """Submit a job."""
         return self.harness.submit(job)
 
-    def ask_all(self, *jobs: Job) -> list[Pending]:
+    def ask_all(self, *jobs: Job[object]) -> list[Pending]:
         """Submit jobs as one frame."""
         return self.harness.submit_all(*jobs)
 

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import cast
 
+from ferrule_server.engine import host_calls
 from ferrule_server.engine.appends.lanes import Lanes
 from ferrule_server.engine.engine import Engine
 from ferrule_server.engine.failpoints import Failpoints
-from ferrule_server.engine.jobs import AppendJob, AppendResult, Job, Outcome, OutputRequest, ReleaseJob
+from ferrule_server.engine.jobs import AppendJob, AppendResult, Job, Outcome, OutputRequest
 from ferrule_server.engine.settings import EngineSettings
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import OutputSpec
@@ -47,7 +48,7 @@ class Pending:
         self._outcomes: list[Outcome] = []
         self.num_flushes = 0
 
-    def deliver(self, job: Job, outcome: Outcome) -> None:
+    def deliver(self, job: Job[object], outcome: Outcome) -> None:
         """Take the outcome; a second one fails the test that reads it."""
         self._outcomes.append(outcome)
         self._event.set()
@@ -141,11 +142,11 @@ class Harness:
         self.engine._creations.check_integrity({each.handle_id for each in self.store._registry})
         check_lanes(self.engine._lanes)
 
-    def submit(self, job: Job) -> Pending:
+    def submit(self, job: Job[object]) -> Pending:
         """Submit one job alone."""
         return self.submit_all(job)[0]
 
-    def submit_all(self, *jobs: Job) -> list[Pending]:
+    def submit_all(self, *jobs: Job[object]) -> list[Pending]:
         """Submit jobs as one frame."""
         sinks = [Pending() for _ in jobs]
         self.engine.submit(list(zip(jobs, sinks, strict=True)))
@@ -161,7 +162,7 @@ class Harness:
 
     def release(self, *handles: Handle) -> Outcome:
         """Release and wait."""
-        return self.submit(ReleaseJob("me", handles)).outcome()
+        return self.submit(host_calls.release("me", handles)).outcome()
 
 
 def paged_harness(block_size: int = 16) -> Harness:

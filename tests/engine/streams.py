@@ -74,7 +74,7 @@ class Stream:
         self.outcomes: list[Outcome] = []
         self.num_flushes = 0
 
-    def deliver(self, job: Job, outcome: Outcome) -> None:
+    def deliver(self, job: Job[object], outcome: Outcome) -> None:
         """Take a frame or an error; anything after the end fails the test."""
         with self._changed:
             assert not self._is_over, f"{outcome} came after the end"
@@ -219,7 +219,7 @@ def forward(
     return ForwardJob("me", token_ids, output, window or Window(1 << 30), chunk_rows, 100, pooling)
 
 
-def start(harness: Harness, job: StreamJob) -> Stream:
+def start(harness: Harness, job: StreamJob[object]) -> Stream:
     """Submit a stream job alone."""
     stream = Stream()
     harness.engine.submit([(job, stream)])

@@ -124,7 +124,7 @@ def meddled_with(harness: Harness) -> object:
         stream = rounds.start(generate(None, 1, 2, 3, output=drawn_with(when), max_tokens=30))
         rounds.run(when)
         tip, drawn = stream.so_far()[0].handles[-1], stream.so_far()[0].tokens[-1]
-        choices: list[list[Job]] = [
+        choices: list[list[Job[object]]] = [
             [ForkJob("me", tip, tip.length, 1)],
             [TruncateJob("me", tip, 2)],
             [append(tip, drawn, output=drawn_with(when))],

@@ -6,12 +6,11 @@ import threading
 
 import pytest
 
+from ferrule_server.engine import host_calls
 from ferrule_server.engine.jobs import (
     AppendResult,
     CacheInfo,
-    InfoJob,
     OutputRequest,
-    ReleaseJob,
     TruncateJob,
     TruncateResult,
 )
@@ -35,7 +34,7 @@ def moved_on(harness: Harness, *token_ids: int) -> Handle:
 
 def tokens_of(harness: Harness, handle: Handle) -> tuple[int, ...]:
     """What the sequence holds."""
-    info = harness.submit(InfoJob("me", handle, with_token_ids=True)).outcome()
+    info = harness.submit(host_calls.describe("me", handle, with_token_ids=True)).outcome()
     assert isinstance(info, CacheInfo)
     assert info.token_ids is not None
     return info.token_ids
@@ -120,7 +119,7 @@ def test_releasing_the_source_ends_its_branches() -> None:
         jobs.append(append(handle, 11, *([12] * 30), on_stale=REWIND))
         sinks = harness.submit_all(*jobs)
         assert harness.executor.is_waiting.wait(10)
-        released = harness.submit(ReleaseJob("me", (handle,)))
+        released = harness.submit(host_calls.release("me", (handle,)))
         gate.set()
         released.outcome()
         assert all(isinstance(sink.error(), HandleUnknown) for sink in sinks)
@@ -137,14 +136,14 @@ def test_branches_in_flight_are_pending_work_of_their_source() -> None:
         gate = begun(harness)
         sinks = harness.submit_all(*(append(handle, *([9 + i] * 20), on_stale=FORK) for i in range(3)))
         assert harness.executor.is_waiting.wait(10)
-        pending = harness.submit(InfoJob("me", handle))
+        pending = harness.submit(host_calls.describe("me", handle))
         gate.set()
         info = pending.outcome()
         assert isinstance(info, CacheInfo)
         assert info.num_pending == 3
         for sink in sinks:
             sink.result()
-        info = harness.submit(InfoJob("me", handle)).outcome()
+        info = harness.submit(host_calls.describe("me", handle)).outcome()
         assert isinstance(info, CacheInfo)
         assert info.num_pending == 0
         assert harness.store.resolve(handle, "me").num_pins == 0

@@ -8,16 +8,14 @@ import time
 
 import pytest
 
+from ferrule_server.engine import host_calls
 from ferrule_server.engine.appends import creations
 from ferrule_server.engine.failpoints import Failpoints
 from ferrule_server.engine.jobs import (
     AppendJob,
     ForkJob,
     ForkResult,
-    KeepAliveJob,
-    ListJob,
     OutputRequest,
-    ReleaseJob,
     TruncateJob,
     TruncateResult,
 )
@@ -234,11 +232,11 @@ def test_repeating_renews_the_lease_and_never_shortens_it() -> None:
     """A late duplicate must not undo a keep-alive."""
     with Harness() as harness:
         first = harness.submit(append(None, 1, 2, request_id="r")).result()
-        harness.submit(KeepAliveJob("me", (first.handle,), 1000.0)).outcome()
+        harness.submit(host_calls.keep_alive("me", (first.handle,), 1000.0)).outcome()
         assert harness.submit(append(None, 1, 2, request_id="r")).result().ttl_s == 1000
         made = fork(harness, first.handle)
         assert (made.ttl_s, made.replayed) == (1000, False)
-        harness.submit(KeepAliveJob("me", made.handles, 500.0)).outcome()
+        harness.submit(host_calls.keep_alive("me", made.handles, 500.0)).outcome()
         again = fork(harness, first.handle)
         assert (again.ttl_s, again.replayed) == (500, True)
 
@@ -270,7 +268,7 @@ def test_a_repeat_that_waits_hears_of_the_release() -> None:
         running = harness.submit(append(first.handle, *([4] * 20)))
         assert executor.is_waiting.wait(10)
         again = harness.submit(append(None, 1, 2, 3, request_id="r"))
-        released = harness.submit(ReleaseJob("me", (first.handle,)))
+        released = harness.submit(host_calls.release("me", (first.handle,)))
         executor.gate.set()
         assert isinstance(running.error(), HandleUnknown)
         assert isinstance(again.error(), HandleUnknown)
@@ -384,7 +382,7 @@ def test_a_branch_in_flight_ends_with_its_source_and_frees_its_id() -> None:
         executor.gate = threading.Event()
         one, two = harness.submit_all(*(branch(first, *([9] * 20)) for _ in range(2)))
         assert executor.is_waiting.wait(10)
-        harness.submit(ReleaseJob("me", (first,)))
+        harness.submit(host_calls.release("me", (first,)))
         executor.gate.set()
         assert isinstance(one.error(), HandleUnknown)
         assert isinstance(two.error(), HandleUnknown)
@@ -399,7 +397,7 @@ def test_a_duplicate_that_waits_for_a_released_source_still_gets_its_branch() ->
     with Harness(max_step_rows=4, failpoints=failpoints) as harness:
         first = harness.prefill(1, 2, 3).handle
         harness.decode(first, 4)
-        release = ReleaseJob("me", (first,))
+        release = host_calls.release("me", (first,))
         failpoints.arm("before_schedule", lambda: harness.submit(release), nth=6)  # among the steps of the long one
         other, made, long, again = harness.submit_all(
             append(first, 8, on_stale=StalePolicy.FORK),
@@ -451,7 +449,7 @@ def _wait_until_empty(harness: Harness) -> None:
     """Keep the engine busy until it has ended every lease."""
     deadline = time.monotonic() + 10
     while num_sequences(harness) and time.monotonic() < deadline:
-        harness.submit(ListJob("me")).outcome()
+        harness.submit(host_calls.list_caches("me")).outcome()
         time.sleep(0.06)
     assert not num_sequences(harness)
 
@@ -479,6 +477,6 @@ def test_who_makes_and_ends_thousands_frees_nobody_elses_request_id(monkeypatch:
             job = append(None, 1, 2, request_id=f"n{number}")
             job.principal = "flood"
             made = harness.submit(job).result()
-            harness.submit(ReleaseJob("flood", (made.handle,))).outcome()
+            harness.submit(host_calls.release("flood", (made.handle,))).outcome()
         assert isinstance(harness.submit(append(None, 1, 2, request_id="r")).error(), HandleUnknown)
         assert len(harness.engine._creations) == 3

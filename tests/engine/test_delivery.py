@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 from ferrule_server.engine.bridge.delivery import _LOOP_SLICE, Delivery
 from ferrule_server.engine.bridge.gate import Finished, Gate
-from ferrule_server.engine.jobs import GenerateFrame, ListResult, StepTiming
-from ferrule_server.engine.metrics.views import ViewJob
+from ferrule_server.engine.jobs import GenerateFrame, ListResult, StepTiming, WarmupJob
 from tests.engine.harness import Pending
 from tests.engine.streams import Stream, generate
 
@@ -27,7 +26,7 @@ class Loop:
 
 def many(count: int) -> list[Finished]:
     """Outcomes of others, of a kind that the gate does not count."""
-    return [(ViewJob("others"), Pending(), ListResult((), "", 0)) for _ in range(count)]
+    return [(WarmupJob("others"), Pending(), ListResult((), "", 0)) for _ in range(count)]
 
 
 def test_frames_come_in_order_also_behind_more_outcomes_than_the_loop_takes_at_a_time() -> None:

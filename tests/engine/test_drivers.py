@@ -9,9 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from ferrule_server.engine import engine as engine_module
+from ferrule_server.engine import host_calls
 from ferrule_server.engine.failpoints import PLACES, FailpointHit, Failpoints, Place, fail
 from ferrule_server.engine.generation.generate import Generation
-from ferrule_server.engine.jobs import Finish, GenerateFrame, ReleaseJob, StopRules, StreamJob, Window
+from ferrule_server.engine.jobs import Finish, GenerateFrame, StopRules, StreamJob, Window
 from ferrule_server.errors import (
     Cancelled,
     Draining,
@@ -31,15 +32,15 @@ from tests.fakes import FakeExecutor
 FEW = 3 * 64
 """Bytes that three tokens take."""
 
-Make = Callable[[Window], StreamJob]
+Make = Callable[[Window], StreamJob[object]]
 
 
-def narrow_generate(window: Window) -> StreamJob:
+def narrow_generate(window: Window) -> StreamJob[object]:
     """A Generate that stands still after three tokens."""
     return generate(None, 1, 2, output=drawn_with(5), max_tokens=9, window=window)
 
 
-def narrow_forward(window: Window) -> StreamJob:
+def narrow_forward(window: Window) -> StreamJob[object]:
     """A Forward that stands still after its first chunk."""
     return forward(*range(20), window=window)
 
@@ -52,7 +53,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def stand_still(harness: Harness, make: Make) -> tuple[StreamJob, Stream]:
+def stand_still(harness: Harness, make: Make) -> tuple[StreamJob[object], Stream]:
     """Start a stream and wait until its reader leaves no room."""
     job = make(Window(FEW))
     stream = start(harness, job)
@@ -60,13 +61,13 @@ def stand_still(harness: Harness, make: Make) -> tuple[StreamJob, Stream]:
     return job, stream
 
 
-def read(harness: Harness, job: StreamJob, num_bytes: int) -> None:
+def read(harness: Harness, job: StreamJob[object], num_bytes: int) -> None:
     """Take bytes out of the window, as the event loop does."""
     job.window.taken_bytes += num_bytes
     harness.engine.resume(job)
 
 
-def take_a_row(harness: Harness, job: StreamJob) -> None:
+def take_a_row(harness: Harness, job: StreamJob[object]) -> None:
     """Take a row out of the window and resume the job just when the event loop would."""
     window, taken_before = job.window, job.window.taken_bytes
     window.taken_bytes = taken_before + job.row_bytes
@@ -189,7 +190,7 @@ def test_the_lease_of_a_stream_that_stands_still_runs_out_and_ends_it() -> None:
             outcome = stream.wait()[-1]
             if isinstance(outcome, GenerateFrame):
                 assert outcome.branches[0].finish is Finish.ERROR
-                outcome = outcome.branches[0].error  # type: ignore[assignment]
+                outcome = outcome.branches[0].error
             assert isinstance(outcome, kind)
             assert harness.store.num_sequences == 0
 
@@ -215,7 +216,7 @@ def test_a_sequence_that_has_ended_before_its_stream_stands_still_is_heard_of_to
         handle = harness.prefill(1, 2, 3).handle
         harness.decode(handle, 4)
         job, stream = generate(handle, 4, output=GREEDY, window=Window(1)), Stream()
-        harness.engine.submit([(job, stream), (ReleaseJob("me", (handle,)), Pending())])
+        harness.engine.submit([(job, stream), (host_calls.release("me", (handle,)), Pending())])
         branch = stream.branch()
         assert (len(branch.tokens), type(branch.last.error)) == (1, HandleUnknown)
 
@@ -297,7 +298,7 @@ def test_a_stream_that_stands_still_is_cancelled_by_resuming_it(make: Make) -> N
     with Harness(max_waiting_jobs=1) as harness:
         job, stream = stand_still(harness, make)
         assert isinstance(harness.submit(append(None, 1)).error(), QueueFull)
-        job.is_cancelled = True
+        job.cancel()
         harness.engine.resume(job)
         stream.wait()
         harness.prefill(1)
@@ -410,7 +411,7 @@ def test_a_bug_while_ending_or_telling_still_ends_the_stream() -> None:
                 raise FailpointHit("told to fail")
 
             setattr(driver, broken, fail)
-            job.is_cancelled = True
+            job.cancel()
             harness.engine.resume(job)
             assert isinstance(stream.wait()[-1], EngineFault)
 
@@ -445,7 +446,7 @@ def test_wherever_the_engine_breaks_streams_end_once_and_hidden_sequences_go(pla
     failpoints.arm(place, fail, nth)
     with Harness(failpoints=failpoints) as harness:
         streams = [Stream(), Stream()]
-        jobs: list[StreamJob] = [generate(None, *range(9), num_branches=2, max_tokens=6), forward(*range(20))]
+        jobs: list[StreamJob[object]] = [generate(None, *range(9), num_branches=2, max_tokens=6), forward(*range(20))]
         harness.engine.submit([(jobs[0], streams[0]), (jobs[1], streams[1])])
         for stream in streams:
             stream.wait()
@@ -494,7 +495,7 @@ def test_outcomes_of_a_stream_that_is_over_are_dropped() -> None:
         executor.step(3)
         handle = stream.so_far()[0].handles[-1]
         job.is_cancelled = True
-        released = harness.submit(ReleaseJob("me", (handle,)))
+        released = harness.submit(host_calls.release("me", (handle,)))
         executor.run_freely()
         released.outcome()
         assert isinstance(stream.branch().last.error, Cancelled | HandleUnknown)

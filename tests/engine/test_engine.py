@@ -9,21 +9,16 @@ from collections.abc import Callable
 
 import pytest
 
+from ferrule_server.engine import host_calls
 from ferrule_server.engine.bridge.delivery import _LOOP_SLICE
 from ferrule_server.engine.jobs import (
     AppendJob,
     CacheInfo,
     ForkJob,
     ForkResult,
-    InfoJob,
-    KeepAliveJob,
-    KeepAliveResult,
     Lease,
-    ListJob,
     ListResult,
     OutputRequest,
-    ReleaseJob,
-    ReleaseResult,
     TruncateJob,
     TruncateResult,
 )
@@ -389,13 +384,11 @@ def test_release_acts_at_the_next_boundary_and_ends_what_waits() -> None:
         running = harness.submit(append(first.handle, *([4] * 20)))
         assert executor.is_waiting.wait(10)
         waiting = harness.submit(append(first.handle, 5))
-        released = harness.submit(ReleaseJob("me", (first.handle,)))
+        released = harness.submit(host_calls.release("me", (first.handle,)))
         executor.gate.set()
         assert isinstance(running.error(), HandleUnknown)
         assert isinstance(waiting.error(), HandleUnknown)
-        outcome = released.outcome()
-        assert isinstance(outcome, ReleaseResult)
-        assert outcome.freed_blocks == (1,)
+        assert released.outcome() == (1,)
         snapshot = harness.engine.snapshot()
         assert snapshot.free_blocks == snapshot.total_blocks
         assert snapshot.num_waiting == 0
@@ -406,8 +399,8 @@ def test_release_is_idempotent_and_never_fails() -> None:
     with Harness() as harness:
         handle = harness.prefill(1, 2).handle
         stranger = Handle("nobody.e1.AAAA", 1, bytes(16))
-        assert harness.release(handle) == ReleaseResult((1,))
-        assert harness.release(handle, stranger) == ReleaseResult((None, None))
+        assert harness.release(handle) == (1,)
+        assert harness.release(handle, stranger) == (None, None)
 
 
 def test_lack_of_room_is_refused_before_anything_runs() -> None:
@@ -461,7 +454,7 @@ def test_info_shows_blocks_and_sharing() -> None:
     with Harness() as harness:
         first = harness.prefill(*range(6))
         (branch,) = fork(harness, first.handle)
-        info = harness.submit(InfoJob("me", branch, with_token_ids=True)).outcome()
+        info = harness.submit(host_calls.describe("me", branch, with_token_ids=True)).outcome()
         assert isinstance(info, CacheInfo)
         assert info.tip == branch
         assert info.token_ids == tuple(range(6))
@@ -486,7 +479,7 @@ def test_a_page_of_long_sequences_is_not_read_block_by_block(monkeypatch: pytest
         fork(harness, first.handle, count=9)
         harness.decode(first.handle, 1)
         looked_at.clear()
-        page = harness.submit(ListJob("me")).outcome()
+        page = harness.submit(host_calls.list_caches("me")).outcome()
         assert isinstance(page, ListResult)
         assert len(looked_at) <= 10 * 5
         assert sorted((each.num_blocks, each.num_shared_blocks) for each in page.caches) == [(16, 16)] * 9 + [(17, 16)]
@@ -499,7 +492,7 @@ def test_list_pages_through_own_sequences_without_secrets() -> None:
         seen: list[str] = []
         after = ""
         while True:
-            page = harness.submit(ListJob("me", after, 2)).outcome()
+            page = harness.submit(host_calls.list_caches("me", after, 2)).outcome()
             assert isinstance(page, ListResult)
             assert page.total == 5
             seen += [cache.handle_id for cache in page.caches]
@@ -508,7 +501,7 @@ def test_list_pages_through_own_sequences_without_secrets() -> None:
             if not after:
                 break
         assert seen == sorted(mine)
-        other = harness.submit(ListJob("you")).outcome()
+        other = harness.submit(host_calls.list_caches("you")).outcome()
         assert isinstance(other, ListResult)
         assert other.caches == ()
 
@@ -526,10 +519,10 @@ def test_keep_alive_answers_each_handle_alone() -> None:
     """One unknown handle does not spoil the batch; the ttl is clamped."""
     with Harness() as harness:
         handle = harness.prefill(1, 2).handle
-        result = harness.submit(KeepAliveJob("me", (handle, Handle("x", 1, bytes(16))), 1.0)).outcome()
-        assert isinstance(result, KeepAliveResult)
-        assert result.leases[0] == Lease(5.0, 5.0)
-        assert isinstance(result.leases[1], HandleUnknown)
+        result = harness.submit(host_calls.keep_alive("me", (handle, Handle("x", 1, bytes(16))), 1.0)).outcome()
+        assert isinstance(result, tuple)
+        assert result[0] == Lease(5.0, 5.0)
+        assert isinstance(result[1], HandleUnknown)
 
 
 def test_retained_logits_are_bounded_and_recomputed_on_demand() -> None:
@@ -563,7 +556,7 @@ def test_records_are_counted_as_long_as_they_are_held() -> None:
         harness.store._clock = lambda: now + 61
         deadline = time.monotonic() + 10
         while harness.engine.snapshot().num_sequences and time.monotonic() < deadline:
-            harness.submit(ListJob("me")).outcome()
+            harness.submit(host_calls.list_caches("me")).outcome()
             time.sleep(0.06)
         assert (len(records), records.used_bytes) == (0, 0)
 
@@ -651,10 +644,10 @@ def test_expired_sequences_are_freed_while_the_engine_idles() -> None:
         harness.store._clock = lambda: now
         handle = harness.prefill(1, 2).handle
         harness.store._clock = lambda: now + 61
-        harness.submit(ListJob("me")).outcome()
+        harness.submit(host_calls.list_caches("me")).outcome()
         deadline = time.monotonic() + 10
         while harness.engine.snapshot().num_sequences and time.monotonic() < deadline:
-            harness.submit(ListJob("me")).outcome()
+            harness.submit(host_calls.list_caches("me")).outcome()
             time.sleep(0.06)
         assert harness.submit(append(handle, 3)).error().REASON == "HANDLE_EXPIRED"
         assert harness.engine.counters.expired == 1

@@ -12,6 +12,7 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from ferrule_server.engine import host_calls
 from ferrule_server.engine.failpoints import Failpoints
 from ferrule_server.engine.jobs import (
     Acceptance,
@@ -21,7 +22,6 @@ from ferrule_server.engine.jobs import (
     Drafts,
     ForkJob,
     ForkResult,
-    InfoJob,
     Outcome,
     TruncateJob,
     TruncateResult,
@@ -346,7 +346,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def check_tip(self, model: Model, handle: Handle) -> None:
         """The sequence holds what was applied: nothing doubled, nothing lost."""
-        info = self.harness.submit(InfoJob("me", handle, with_token_ids=True)).outcome()
+        info = self.harness.submit(host_calls.describe("me", handle, with_token_ids=True)).outcome()
         if model.is_released:
             self.check_refused(info, "HANDLE_UNKNOWN")
         else:

@@ -13,17 +13,14 @@ from pathlib import Path
 import pytest
 
 from ferrule_server.engine import failpoints as module
+from ferrule_server.engine import host_calls
 from ferrule_server.engine.failpoints import PLACES, FailpointHit, Failpoints, Place, fail
 from ferrule_server.engine.jobs import (
     AppendResult,
     CacheInfo,
     ForkJob,
     ForkResult,
-    InfoJob,
-    ListJob,
     OutputRequest,
-    ReleaseJob,
-    ReleaseResult,
     TruncateJob,
     TruncateResult,
 )
@@ -60,7 +57,7 @@ def breakable(max_step_rows: int = 512) -> Harness:
 
 def length_of(harness: Harness, handle: Handle) -> int:
     """Where the tip is."""
-    info = harness.submit(InfoJob("me", handle)).outcome()
+    info = harness.submit(host_calls.describe("me", handle)).outcome()
     assert isinstance(info, CacheInfo)
     return info.length
 
@@ -240,10 +237,10 @@ def test_a_release_that_fails_half_way_can_be_sent_again() -> None:
     with breakable() as harness:
         handles = [harness.prefill(i, i + 1).handle for i in range(3)]
         arm(harness, "during_free=error@2")
-        assert isinstance(harness.submit(ReleaseJob("me", tuple(handles))).error(), EngineFault)
+        assert isinstance(harness.submit(host_calls.release("me", tuple(handles))).error(), EngineFault)
         assert harness.engine.snapshot().num_sequences == 2
         assert harness.decode(handles[1], 7).handle.length == 3
-        assert harness.release(*handles) == ReleaseResult((None, 1, 1))
+        assert harness.release(*handles) == (None, 1, 1)
 
 
 def test_who_waits_for_a_sequence_hears_of_a_release_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +254,7 @@ def test_who_waits_for_a_sequence_hears_of_a_release_that_fails(monkeypatch: pyt
         waiting = harness.submit(append(handle, 4))
         release = harness.store.release
         monkeypatch.setattr(harness.store, "release", lambda *_: fail())
-        released = harness.submit(ReleaseJob("me", (handle,)))
+        released = harness.submit(host_calls.release("me", (handle,)))
         executor.gate.set()
         assert isinstance(released.error(), EngineFault)
         assert running.error().REASON == "HANDLE_UNKNOWN"
@@ -275,7 +272,7 @@ def test_leases_that_could_not_be_ended_are_ended_later() -> None:
         harness.store._clock = lambda: now + 61
         deadline = time.monotonic() + 10
         while harness.engine.snapshot().num_sequences and time.monotonic() < deadline:
-            harness.submit(ListJob("me")).outcome()
+            harness.submit(host_calls.list_caches("me")).outcome()
             time.sleep(0.06)
         assert harness.engine.counters.expired == 1
         assert harness.engine._failpoints is not None

@@ -7,7 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from ferrule_server.engine.jobs import ListJob, ListResult, OutputRequest, Pooling
+from ferrule_server.engine import host_calls
+from ferrule_server.engine.jobs import ListResult, OutputRequest, Pooling
 from ferrule_server.errors import BlocksExhausted, ContextExceeded, EngineFault, NonFiniteLogits, QuotaExceeded
 from ferrule_server.executor.base import OutputSpec, SampleSpec
 from ferrule_server.quotas import QuotaLimits
@@ -197,13 +198,13 @@ def test_its_sequence_is_seen_only_while_it_runs() -> None:
         stream = start(harness, forward(*TOKENS))
         executor.arrive()
         executor.step()
-        listed = harness.submit(ListJob("me"))
+        listed = harness.submit(host_calls.list_caches("me"))
         executor.run_freely()
         outcome = listed.outcome()
         assert isinstance(outcome, ListResult)
         assert outcome.total == 1
         stream.forward()
-        outcome = harness.submit(ListJob("me")).outcome()
+        outcome = harness.submit(host_calls.list_caches("me")).outcome()
         assert isinstance(outcome, ListResult)
         assert outcome.total == 0
 

@@ -6,19 +6,18 @@ import random
 import threading
 from collections.abc import Mapping
 
-from ferrule_server.engine.bridge.gate import MAX_HOST_JOBS, Entry, Gate
+from ferrule_server.engine import host_calls
+from ferrule_server.engine.bridge.gate import MAX_HOST_CALLS, Gate
 from ferrule_server.engine.jobs import (
     AppendJob,
     AppendResult,
+    Entry,
     ForkJob,
     ForwardFrame,
     GenerateFrame,
     Job,
-    KeepAliveJob,
-    KeepAliveResult,
     Outcome,
     OutputRequest,
-    ReleaseJob,
     StepTiming,
 )
 from ferrule_server.errors import Cancelled, FerruleError, HandleStale, QueueFull, QuotaExceeded
@@ -64,16 +63,16 @@ def gate_of(max_jobs: int = 100, limits: Mapping[str, QuotaLimits] | QuotaLimits
     return Gate(max_jobs, limits_of, clock), clock
 
 
-def try_jobs(gate: Gate, *jobs: Job) -> list[FerruleError | None]:
+def try_jobs(gate: Gate, *jobs: Job[object]) -> list[FerruleError | None]:
     """Send jobs as one frame; returns the error of each, None for those let in."""
     entries: list[Entry] = [(job, SINK) for job in jobs]
     accepted, refused = gate.admit(entries)
-    errors: dict[Job, Outcome] = {job: error for job, _, error in refused}
+    errors: dict[Job[object], Outcome] = {job: error for job, _, error in refused}
     assert [job for job, _ in accepted] == [job for job in jobs if job not in errors], "order is kept"
     return [errors.get(job) for job in jobs]  # type: ignore[misc]
 
 
-def finish(gate: Gate, *jobs: Job, outcome: Outcome | None = None, rows_run: int | None = None) -> None:
+def finish(gate: Gate, *jobs: Job[object], outcome: Outcome | None = None, rows_run: int | None = None) -> None:
     """Deliver jobs, by default after all their rows were run."""
     for job in jobs:
         if isinstance(job, AppendJob):
@@ -98,9 +97,9 @@ def test_the_queue_holds_so_many_jobs_and_no_more() -> None:
 def test_what_frees_things_is_never_refused() -> None:
     """A full queue takes releases."""
     gate, _ = gate_of(max_jobs=1)
-    assert try_jobs(gate, decode(), ReleaseJob("me", (HANDLE,)), decode(handle=OTHER))[:2] == [None, None]
+    assert try_jobs(gate, decode(), host_calls.release("me", (HANDLE,)), decode(handle=OTHER))[:2] == [None, None]
     assert gate.num_jobs == 1
-    gate.done([(ReleaseJob("me", (HANDLE,)), SINK, AppendResult(HANDLE))])
+    gate.done([(host_calls.release("me", (HANDLE,)), SINK, AppendResult(HANDLE))])
     assert gate.num_jobs == 1
 
 
@@ -342,7 +341,7 @@ def test_many_threads_leave_nothing_behind() -> None:
     def work(index: int) -> None:
         rng = random.Random(index)
         for _ in range(300):
-            jobs: list[Job] = [prompt(rng.randint(1, 9), f"p{rng.randint(0, 3)}") for _ in range(5)]
+            jobs: list[Job[object]] = [prompt(rng.randint(1, 9), f"p{rng.randint(0, 3)}") for _ in range(5)]
             accepted, _ = gate.admit([(job, SINK) for job in jobs])
             gate.done([(job, sink, Cancelled()) for job, sink in accepted])
 
@@ -413,7 +412,7 @@ def test_a_stream_holds_its_place_until_its_last_frame() -> None:
         (ForwardFrame(0, (), StepTiming()), ForwardFrame(0, (), StepTiming(), is_last=True)),
         (GenerateFrame((), StepTiming()), Cancelled()),
     ):
-        jobs: list[Job] = [generate(HANDLE, 1, 2, num_branches=3), forward(1, 2, 3)]
+        jobs: list[Job[object]] = [generate(HANDLE, 1, 2, num_branches=3), forward(1, 2, 3)]
         assert try_jobs(gate, *jobs) == [None, None]
         finish(gate, jobs[0], outcome=more)
         assert gate.num_jobs == 2
@@ -479,11 +478,11 @@ def test_host_jobs_have_places_of_their_own_for_each_principal() -> None:
     """A flood of them is QUEUE_FULL; a full queue of appends keeps nobody from them, nor does another's flood."""
     gate, _ = gate_of(max_jobs=1)
     assert try_jobs(gate, decode()) == [None]
-    renewals = [KeepAliveJob("alice", (), None) for _ in range(MAX_HOST_JOBS)]
-    assert try_jobs(gate, *renewals) == [None] * MAX_HOST_JOBS
-    (full,) = try_jobs(gate, ReleaseJob("alice", ()))
+    renewals = [host_calls.keep_alive("alice", (), None) for _ in range(MAX_HOST_CALLS)]
+    assert try_jobs(gate, *renewals) == [None] * MAX_HOST_CALLS
+    (full,) = try_jobs(gate, host_calls.release("alice", ()))
     assert isinstance(full, QueueFull)
-    assert try_jobs(gate, ReleaseJob("bob", ())) == [None]
-    gate.done([(renewals[0], SINK, KeepAliveResult(()))])
-    assert try_jobs(gate, ReleaseJob("alice", ())) == [None]
+    assert try_jobs(gate, host_calls.release("bob", ())) == [None]
+    gate.done([(renewals[0], SINK, ())])
+    assert try_jobs(gate, host_calls.release("alice", ())) == [None]
     gate.check_integrity()

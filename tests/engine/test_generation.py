@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from ferrule_server.engine import host_calls
 from ferrule_server.engine.jobs import (
     Finish,
     ForkJob,
     ForkResult,
     GenerateFrame,
-    InfoJob,
     OutputRequest,
     StopRules,
     TruncateJob,
@@ -182,9 +182,9 @@ def test_branches_share_the_prompt_and_copy_only_the_block_they_write_to() -> No
     """Forks by reference count: 9 tokens are 2 whole blocks and one that is copied."""
     with Harness() as harness:
         branches = start(harness, generate(None, *range(9), num_branches=3, max_tokens=2)).branches()
-        infos = [harness.submit(InfoJob("me", branch.handles[-1])).outcome() for branch in branches]
-        assert len({info.block_ids[:2] for info in infos}) == 1  # type: ignore[union-attr]
-        assert len({info.block_ids[2] for info in infos}) == 3  # type: ignore[union-attr]
+        infos = [harness.submit(host_calls.describe("me", branch.handles[-1])).outcome() for branch in branches]
+        assert len({info.block_ids[:2] for info in infos}) == 1  # type: ignore[attr-defined]
+        assert len({info.block_ids[2] for info in infos}) == 3  # type: ignore[attr-defined]
 
 
 def test_branches_of_a_handle_leave_the_first_one_on_its_sequence() -> None:
@@ -348,8 +348,8 @@ def test_whoever_rewinds_its_sequence_ends_the_branch_and_harms_nothing() -> Non
         branch = stream.branch()
         assert branch.last.finish is Finish.ERROR
         assert isinstance(branch.last.error, HandleStale)
-        info = harness.submit(InfoJob("me", handle, with_token_ids=True)).outcome()
-        assert info.token_ids == (1, 2, 3, drawn, mine)  # type: ignore[union-attr]
+        info = harness.submit(host_calls.describe("me", handle, with_token_ids=True)).outcome()
+        assert info.token_ids == (1, 2, 3, drawn, mine)  # type: ignore[attr-defined]
 
 
 # ---- from a handle, and again ---------------------------------------------------------------------------------------
@@ -427,8 +427,8 @@ def test_fork_makes_a_branch_once_it_draws_other_tokens_and_once_only(with_token
         assert again.agrees_with(first)
         assert again.frames[0].seed == first.frames[0].seed
         assert harness.store.num_sequences == num_sequences
-        info = harness.submit(InfoJob("me", whole.handles[2])).outcome()
-        assert info.tip.length == whole.handles[-1].length  # type: ignore[union-attr]
+        info = harness.submit(host_calls.describe("me", whole.handles[2])).outcome()
+        assert info.tip.length == whole.handles[-1].length  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("output", [UNSEEDED, GREEDY, drawn_with(3)])
@@ -503,8 +503,8 @@ def test_leases_are_renewed_by_every_token() -> None:
         executor.run_freely()
         for branch in stream.branches():
             assert branch.last.finish is Finish.MAX_TOKENS
-            info = harness.submit(InfoJob("me", branch.handles[-1])).outcome()
-            assert info.lease.ttl_s == 20.0  # type: ignore[union-attr]
+            info = harness.submit(host_calls.describe("me", branch.handles[-1])).outcome()
+            assert info.lease.ttl_s == 20.0  # type: ignore[attr-defined]
 
 
 def test_fork_and_truncate_wait_for_their_turn_between_two_tokens() -> None:

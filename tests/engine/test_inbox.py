@@ -13,22 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ferrule_server.engine.bridge.inbox import Inbox
-from ferrule_server.engine.jobs import Entry, Job, ListJob, Sink
+from ferrule_server.engine.jobs import Entry, Job, Sink, WarmupJob
 
 MS = 1_000_000
 NOBODY = cast("Sink", None)
 """No job of these tests is answered."""
 
 
-def _number(job: Job) -> int:
+def _number(job: Job[object]) -> int:
     """Return what a job was numbered with."""
-    assert isinstance(job, ListJob)
-    return job.limit
+    assert isinstance(job, WarmupJob)
+    return job.batch_sizes[0]
 
 
 def _list(principal: str, number: int, num_jobs: int = 1) -> list[Entry]:
-    """Jobs that arrive together, numbered by their page size."""
-    jobs = [ListJob(principal, "", number) for _ in range(num_jobs)]
+    """Jobs that arrive together, numbered by a batch size."""
+    jobs = [WarmupJob(principal, (number,)) for _ in range(num_jobs)]
     for job in jobs:
         job.submitted_ns = number
     return [(job, NOBODY) for job in jobs]
@@ -113,8 +113,7 @@ def _take(inbox: Inbox, work_ns: int, taken: dict[str, list[int]]) -> None:
     except queue.Empty:
         return
     for job, _ in entries or ():
-        assert isinstance(job, ListJob)
-        taken[job.principal].append(job.limit)
+        taken[job.principal].append(_number(job))
     inbox.spent(work_ns)
 
 

@@ -9,17 +9,15 @@ from typing import cast
 import numpy as np
 import pytest
 
+from ferrule_server.engine import host_calls
 from ferrule_server.engine.jobs import (
     AppendResult,
     CacheInfo,
     Finish,
     ForkJob,
     ForkResult,
-    InfoJob,
     Job,
     OutputRequest,
-    ReleaseJob,
-    ReserveJob,
     SlotsWanted,
     StopRules,
     TruncateJob,
@@ -149,7 +147,7 @@ def fork_and_release(rounds: Rounds, stream: Stream, index: int) -> Pending:
     rounds.run(1)
     outcome = pending.outcome()
     assert isinstance(outcome, ForkResult)
-    rounds.ask(ReleaseJob("me", outcome.handles))
+    rounds.ask(host_calls.release("me", outcome.handles))
     return pending
 
 
@@ -167,7 +165,7 @@ def truncate_to_tip(rounds: Rounds, stream: Stream, index: int) -> Pending:
 
 def release(rounds: Rounds, stream: Stream, index: int) -> Pending:
     """End it; its blocks go to whoever comes next."""
-    pending = rounds.ask(ReleaseJob("me", (tip_of(stream, index),)))
+    pending = rounds.ask(host_calls.release("me", (tip_of(stream, index),)))
     rounds.start(generate(None, 9, 9, 9, 9, 9, 9, 9, 9, 9, output=GREEDY, max_tokens=8))
     return pending
 
@@ -175,7 +173,7 @@ def release(rounds: Rounds, stream: Stream, index: int) -> Pending:
 def reserve(rounds: Rounds, stream: Stream, index: int) -> Pending:
     """Have blocks set aside, so that it takes others than foreseen."""
     handle = tip_of(stream, index)
-    return rounds.ask(ReserveJob("me", (SlotsWanted(handle, handle.length + 20),)))
+    return rounds.ask(host_calls.reserve("me", (SlotsWanted(handle, handle.length + 20),)))
 
 
 def append_behind(rounds: Rounds, stream: Stream, index: int) -> Pending:
@@ -195,7 +193,7 @@ def rewind(rounds: Rounds, stream: Stream, index: int) -> Pending:
 
 def look(rounds: Rounds, stream: Stream, index: int) -> Pending:
     """Only look."""
-    return rounds.ask(InfoJob("me", tip_of(stream, index)))
+    return rounds.ask(host_calls.describe("me", tip_of(stream, index)))
 
 
 def outcome_of(pending: Pending) -> object:
@@ -249,7 +247,7 @@ def test_whatever_is_done_to_the_sequence_while_a_step_is_queued_ends_as_without
         assert not harness.deferred.num_pending
 
 
-NEXT: dict[str, Callable[[Handle, Handle, int], list[Job]]] = {
+NEXT: dict[str, Callable[[Handle, Handle, int], list[Job[object]]]] = {
     "the_same": lambda tip, _, token: [append(tip, token)],
     "another_token": lambda tip, _, token: [append(tip, (token + 1) % 32)],
     "another_output": lambda tip, _, token: [append(tip, token, output=drawn_with(9))],
@@ -260,7 +258,7 @@ NEXT: dict[str, Callable[[Handle, Handle, int], list[Job]]] = {
     "branched_off": lambda _, before, token: [append(before, (token + 1) % 32, on_stale=StalePolicy.FORK)],
     "shared": lambda tip, _, token: [ForkJob("me", tip, tip.length, 1), append(tip, token)],
     "behind_others": lambda tip, _, token: [append(None, 1, 2), append(None, 3), append(tip, token)],
-    "released": lambda tip, _, token: [ReleaseJob("me", (tip,)), append(None, 1, 2, token), append(tip, token)],
+    "released": lambda tip, _, token: [host_calls.release("me", (tip,)), append(None, 1, 2, token), append(tip, token)],
 }
 """What a client may do with a sequence on which a Generate stopped, by its last two handles and the last token."""
 

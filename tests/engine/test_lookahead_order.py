@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ferrule_server.engine import engine as engine_module
+from ferrule_server.engine import host_calls
 from ferrule_server.engine.engine import Engine
 from ferrule_server.engine.failpoints import Failpoints, Place
 from ferrule_server.engine.jobs import (
@@ -19,7 +20,6 @@ from ferrule_server.engine.jobs import (
     Follow,
     GenerateJob,
     OutputRequest,
-    ReleaseJob,
     StopRules,
     WarmupJob,
     WarmupResult,
@@ -464,7 +464,7 @@ def test_a_warm_up_finds_the_queue_empty_where_nobody_runs_any_more() -> None:
     rounds.run(5)
     assert harness.deferred.num_pending == 1
     handle = stream.so_far()[0].handles[-1]
-    _, pending = rounds.ask_all(ReleaseJob("me", (handle,)), WarmupJob("admin", (1,)))
+    _, pending = rounds.ask_all(host_calls.release("me", (handle,)), WarmupJob("admin", (1,)))
     rounds.run(1)
     harness.engine._round()
     assert isinstance(pending.outcome(), WarmupResult)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ferrule_server.engine.jobs import AppendJob, ForkJob, GenerateJob, Job, OutputRequest, StopRules
+from ferrule_server.engine.jobs import AppendJob, ForkJob, GenerateJob, OutputRequest, StopRules
 from ferrule_server.errors import FerruleError, RequestIdReused
 from ferrule_server.kv.handle import Handle, StalePolicy
 from tests.engine.harness import GREEDY, NOTHING, Harness, append
@@ -17,8 +17,10 @@ from tests.engine.streams import drawn_with, generate, start
 
 FIRST = generate(None, 1, 2, 3, output=GREEDY, request_id="a", num_branches=2, max_tokens=3)
 
+_Creating = AppendJob | ForkJob | GenerateJob
 
-def outcome_of(harness: Harness, job: Job) -> FerruleError | None:
+
+def outcome_of(harness: Harness, job: _Creating) -> FerruleError | None:
     """Run a job to its end; returns why it was refused, None where it was not."""
     if isinstance(job, GenerateJob):
         call = start(harness, dataclasses.replace(job))
@@ -87,7 +89,7 @@ def test_how_long_a_loop_goes_on_is_no_part_of_what_it_makes() -> None:
         assert num_sequences(harness) == 2
 
 
-KINDS: list[Callable[[Handle, tuple[int, ...], OutputRequest, int], Job]] = [
+KINDS: list[Callable[[Handle, tuple[int, ...], OutputRequest, int], AppendJob | ForkJob | GenerateJob]] = [
     lambda _, ids, output, __: AppendJob("me", ids, None, output, request_id="a"),
     lambda _, ids, output, n: generate(None, *ids, output=output, request_id="a", num_branches=n, max_tokens=n),
     lambda handle, _, __, n: ForkJob("me", handle, handle.length, n, request_id="a"),
@@ -114,7 +116,12 @@ REPEATS = st.lists(
 @settings(max_examples=150, deadline=None)
 def test_whatever_comes_with_one_id_only_one_request_makes_sequences(
     requests: list[
-        tuple[Callable[[Handle, tuple[int, ...], OutputRequest, int], Job], tuple[int, ...], OutputRequest, int]
+        tuple[
+            Callable[[Handle, tuple[int, ...], OutputRequest, int], AppendJob | ForkJob | GenerateJob],
+            tuple[int, ...],
+            OutputRequest,
+            int,
+        ]
     ],
 ) -> None:
     """Of all requests with one id, one makes sequences; what differs from it is refused or makes nothing."""

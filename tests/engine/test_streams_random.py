@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from ferrule_server.engine import host_calls
 from ferrule_server.engine.jobs import (
     AppendJob,
     AppendResult,
@@ -20,7 +21,6 @@ from ferrule_server.engine.jobs import (
     Job,
     OutputRequest,
     Pooling,
-    ReleaseJob,
     TruncateJob,
     TruncateResult,
     WarmupJob,
@@ -56,7 +56,7 @@ class Client:
     chance: random.Random
     tokens_of: dict[Handle, tuple[int, ...]] = field(default_factory=dict)
     streams: list[tuple[GenerateJob | ForwardJob, Stream]] = field(default_factory=list)
-    pending: list[tuple[Job, Pending]] = field(default_factory=list)
+    pending: list[tuple[Job[object], Pending]] = field(default_factory=list)
     num_checked: int = 0
     num_requests: int = 0
 
@@ -135,7 +135,7 @@ class Client:
 
     def _release(self) -> None:
         if handle := self._handle(0.0):
-            self._send(ReleaseJob("me", (handle,)))
+            self._send(host_calls.release("me", (handle,)))
 
     def _warm(self) -> None:
         self._send(WarmupJob("me", (self.chance.randint(1, 8),)))
@@ -156,7 +156,7 @@ class Client:
             job.window.taken_bytes = job.window.sent_bytes
             self.harness.engine.resume(job)
 
-    def _send(self, job: Job) -> None:
+    def _send(self, job: Job[object]) -> None:
         self.pending.append((job, self.harness.submit(job)))
 
     def settle(self) -> None:
@@ -184,7 +184,7 @@ class Client:
         alive = {sequence.cache_id for sequence in store._registry}
         self.tokens_of = {handle: each for handle, each in self.tokens_of.items() if handle.cache_id in alive}
 
-    def _learn(self, job: Job, sink: Pending) -> None:
+    def _learn(self, job: Job[object], sink: Pending) -> None:
         outcome = sink.outcome()
         if isinstance(outcome, AppendResult):
             assert isinstance(job, AppendJob)

@@ -12,13 +12,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ferrule_server.engine import host_calls
 from ferrule_server.engine.jobs import (
     Acceptance,
     AppendJob,
     AppendResult,
     Drafts,
     OutputRequest,
-    ReleaseJob,
     TruncateJob,
     TruncateResult,
 )
@@ -568,7 +568,7 @@ def test_a_release_ends_a_verify_half_way() -> None:
         gate = harness.executor.gate = threading.Event()
         running = harness.submit(verify(first.handle, (4,), (5, 6, 7, 8, 9)))
         assert harness.executor.is_waiting.wait(10)
-        released = harness.submit(ReleaseJob("me", (first.handle,)))
+        released = harness.submit(host_calls.release("me", (first.handle,)))
         gate.set()
         released.outcome()
         assert isinstance(running.error(), HandleUnknown)

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from ferrule_server.engine import host_calls
 from ferrule_server.engine import viewer as tallies_module
 from ferrule_server.engine.appends.running import RunningAppend
 from ferrule_server.engine.bridge.gate import Gate
@@ -19,12 +20,11 @@ from ferrule_server.engine.jobs import (
     ForkResult,
     GenerateJob,
     OutputRequest,
-    ReleaseJob,
     StopRules,
     Window,
 )
 from ferrule_server.engine.metrics.counters import EngineSnapshot
-from ferrule_server.engine.metrics.views import View, ViewJob
+from ferrule_server.engine.metrics.views import View
 from ferrule_server.engine.viewer import Tallies
 from ferrule_server.executor.base import OutputSpec
 from ferrule_server.kv.handle import Handle
@@ -46,7 +46,7 @@ def _fork(harness: Harness, handle: Handle, count: int) -> tuple[Handle, ...]:
 
 
 def _look(harness: Harness, max_sequences: int = 256, max_principals: int = 64) -> View:
-    outcome = harness.submit(ViewJob("root", max_sequences, max_principals)).outcome()
+    outcome = harness.submit(host_calls.view("root", max_sequences, max_principals)).outcome()
     assert isinstance(outcome, View)
     return outcome
 
@@ -83,7 +83,7 @@ def test_sums_of_a_principal_grow_with_its_appends_alone() -> None:
         assert harness.submit(_append(first, 7)).result().replayed
         harness.submit(_append(second)).result()
         _fork(harness, second, 2)
-        harness.submit(ReleaseJob("alice", (second,))).outcome()
+        harness.submit(host_calls.release("alice", (second,))).outcome()
         after = _look(harness).principals[0]
         assert (after.num_appends, after.num_tokens, after.run_ns) == (2, len(PROMPT) + 1, before.run_ns)
         assert (before.num_sequences, after.num_sequences) == (1, 2)
@@ -150,7 +150,7 @@ def test_a_full_queue_keeps_nobody_from_looking() -> None:
         waiting = [harness.submit(_append(handle, 5 + index)) for index in range(2)]
         assert executor.is_waiting.wait(10)
         assert harness.submit(_append(handle, 9)).error().reason == "QUEUE_FULL"
-        looking = harness.submit(ViewJob("root"))
+        looking = harness.submit(host_calls.view("root"))
         executor.gate.set()
         view = looking.outcome()
         assert isinstance(view, View)
@@ -202,7 +202,7 @@ def test_what_was_seen_never_changes_afterwards() -> None:
         assert stream.branch().tokens
         harness.submit(_append(None, *PROMPT, principal="bob")).result()
         harness.submit(_append(handle, 9)).error()
-        harness.submit(ReleaseJob("alice", (handle,))).outcome()
+        harness.submit(host_calls.release("alice", (handle,))).outcome()
         assert [pickle.dumps(each) for each in seen] == pictures
         assert harness.engine.snapshot().counters.decodes > 0
 

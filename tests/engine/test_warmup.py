@@ -75,7 +75,7 @@ def test_two_at_once_share_the_work() -> None:
     with Harness(max_step_rows=40) as harness:
         sinks = harness.submit_all(WarmupJob("admin", (1, 2)), WarmupJob("admin", (2, 3)))
         results = [sink.outcome() for sink in sinks]
-        assert [[step.num_rows for step in result.steps] for result in results] == [[1, 2, 40], [3]]  # type: ignore[union-attr]
+        assert [[step.num_rows for step in result.steps] for result in results] == [[1, 2, 40], [3]]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("size", [0, 41])

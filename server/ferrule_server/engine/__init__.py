@@ -1,7 +1,8 @@
 """The engine: one thread that owns the KV cache and the executor. No gRPC and no torch here.
 
     engine.py       the thread: take jobs, form a step, run it, hand the results over
-    jobs.py         what can be asked of the engine, and what it answers
+    jobs.py         what can be asked of the engine, and what it answers; the class of a job says what kind it is
+    host_calls.py   what needs no step: release, reserve, keep-alive, describe, list, view
     bridge/         between the event loop and the engine thread: gate, inbox, delivery. The only room with locks
     appends/        one append: judged, reserved, run row by row, committed, remembered for a retry
     steps/          one step: which rows, copy-on-write, the executor, steps queued ahead, warm-up

@@ -26,13 +26,13 @@ from collections.abc import Callable
 from itertools import islice
 
 from ferrule_server.engine.appends.admission import Admission
+from ferrule_server.engine.appends.caches import Caches
 from ferrule_server.engine.appends.commits import Commits
 from ferrule_server.engine.appends.creations import Creations
 from ferrule_server.engine.appends.endings import Endings
-from ferrule_server.engine.appends.host_jobs import HostJobs
 from ferrule_server.engine.appends.lanes import Lanes
 from ferrule_server.engine.appends.records import ReplayRecords
-from ferrule_server.engine.appends.running import LaneJob, RunningAppend
+from ferrule_server.engine.appends.running import RunningAppend
 from ferrule_server.engine.bridge.delivery import Delivery
 from ferrule_server.engine.bridge.gate import Finished, Gate
 from ferrule_server.engine.bridge.inbox import Inbox
@@ -41,21 +41,20 @@ from ferrule_server.engine.faults import fault
 from ferrule_server.engine.generation.drivers import Drivers, DriverSink
 from ferrule_server.engine.generation.forward import ForwardPass
 from ferrule_server.engine.generation.generate import Generation
+from ferrule_server.engine.host_calls import Host
 from ferrule_server.engine.jobs import (
-    AppendJob,
     Entry,
-    ForkJob,
+    ForwardJob,
     GenerateJob,
+    HostCall,
     Job,
+    LaneJob,
     Outcome,
-    ReleaseJob,
     Sink,
     StreamJob,
-    TruncateJob,
     WarmupJob,
 )
 from ferrule_server.engine.metrics.counters import EngineCounters, EngineSnapshot, OwnFigures
-from ferrule_server.engine.metrics.views import ViewJob
 from ferrule_server.engine.settings import EngineSettings
 from ferrule_server.engine.shares import Shares
 from ferrule_server.engine.steps.batcher import Batcher, Chunk
@@ -82,8 +81,6 @@ _TAKE_NS = 50_000_000
 Many times what a full step of appends takes: it cuts off floods of forks, lists and keep-alives only."""
 _TAKE_SHARED_NS = 5_000_000
 """The same while several principals are active: a flood of one delays the steps of others by no more than this."""
-
-_LANE_JOBS = (AppendJob, ForkJob, TruncateJob)
 
 
 class Engine:
@@ -130,12 +127,12 @@ class Engine:
         self._failpoints = failpoints
         self._records = ReplayRecords(settings.retained_bytes, limits_of)
         self._creations = Creations(store.now)
-        self._host_jobs = HostJobs(store, self.info.bytes_per_block, settings.max_fork_count, self._num_pending)
+        caches = Caches(store, self.info.bytes_per_block, settings.max_fork_count, self._num_pending)
         admission = Admission(store, self._records, self._creations, self.counters)
         self._lanes = Lanes(
             store,
             admission,
-            self._host_jobs,
+            caches,
             creations=self._creations,
             counters=self.counters,
             finish=self._finish,
@@ -164,7 +161,8 @@ class Engine:
         self._gate = Gate(settings.max_waiting_jobs, limits_of)
         self._delivery = Delivery(post, self._gate)
         self._tallies = Tallies()
-        self._viewer = Viewer(store, self._gate, self._tallies, self._num_pending, self.snapshot)
+        viewer = Viewer(store, self._gate, self._tallies, self._num_pending, self.snapshot)
+        self._host = Host(caches, self._endings, viewer)
         self._is_stopping = False
         self._is_failed = False
         self._is_closed = False
@@ -191,13 +189,13 @@ class Engine:
             return
         now_ns = time.monotonic_ns()
         for job, _ in entries:
-            job.submitted_ns = now_ns
+            job.submitted_ns = now_ns  # type: ignore[misc]  # each kind of job has the slot
         for first in range(0, len(entries), self._settings.max_step_rows):  # no more than that can share a step
             self._inbox.put(entries[first : first + self._settings.max_step_rows])
         if self._is_closed:
             self._refuse_rest()
 
-    def resume(self, job: StreamJob) -> None:
+    def resume(self, job: StreamJob[object]) -> None:
         """Let a job go on that stood still for want of room in its window, or end now that it is cancelled.
 
         Nothing comes of one that does not stand still, or is over.
@@ -390,8 +388,8 @@ class Engine:
         """Return when a job was submitted, on the store's clock: a step in between must not cost it its lease."""
         return self._store.now() - (time.monotonic_ns() - submitted_ns) * 1e-9
 
-    def _accept(self, job: Job, sink: Sink, at: float) -> None:
-        """Carry out a host job, queue it behind its sequence, or start an append. Never raises.
+    def _accept(self, job: Job[object], sink: Sink, at: float) -> None:
+        """Carry out a host call, queue a job behind its sequence, or start it. Never raises.
 
         Args:
             job: What is asked.
@@ -401,29 +399,26 @@ class Engine:
         try:
             if self._is_stopping:
                 raise Draining
-            if isinstance(job, _LANE_JOBS):
+            if isinstance(job, LaneJob):
                 self._enter_lane(job, sink, at)
-            elif isinstance(job, ReleaseJob):
-                self._finish(job, sink, self._endings.release(job))
+            elif isinstance(job, HostCall):
+                self._finish(job, sink, job.carry_out(self._host, at))
             elif isinstance(job, StreamJob):
                 self._start_stream(job, sink, at)
-            elif isinstance(job, WarmupJob):
-                self._warmup.add(job, sink)
-            elif isinstance(job, ViewJob):
-                self._finish(job, sink, self._viewer.look(job))
             else:
-                self._finish(job, sink, self._host_jobs.run(job, at))
+                assert isinstance(job, WarmupJob)
+                self._warmup.add(job, sink)
         except FerruleError as error:
             self._finish(job, sink, error)
         except Exception:  # noqa: BLE001 - a bug must end its own job only
             self._finish(job, sink, fault(f"job failed kind={type(job).__name__}"))
 
-    def _enter_lane(self, job: LaneJob, sink: Sink, at: float) -> None:
+    def _enter_lane(self, job: LaneJob[object], sink: Sink, at: float) -> None:
         if job.handle is not None:
             self._gather.came_back(job.handle.cache_id, time.monotonic())
         self._lanes.enter(job, sink, at)
 
-    def _start_stream(self, job: StreamJob, sink: Sink, at: float) -> None:
+    def _start_stream(self, job: StreamJob[object], sink: Sink, at: float) -> None:
         if job.is_cancelled:
             raise Cancelled
         if isinstance(job, GenerateJob):
@@ -432,6 +427,7 @@ class Engine:
                 self._gather.came_back(job.handle.cache_id, time.monotonic())
             self._drivers.start(Generation(job, sink, self._drivers), at)
         else:
+            assert isinstance(job, ForwardJob)
             self._drivers.start(ForwardPass(job, sink, self._drivers), at)
 
     # ---- one step ---------------------------------------------------------------------------------------------------
@@ -559,7 +555,7 @@ class Engine:
     def _num_pending(self, sequence: Sequence) -> int:
         return self._lanes.num_pending(sequence)
 
-    def _finish(self, job: Job, sink: Sink, outcome: Outcome) -> None:
+    def _finish(self, job: Job[object], sink: Sink, outcome: Outcome) -> None:
         if isinstance(sink, DriverSink):
             self._drivers.collect(job, sink, outcome)  # type: ignore[arg-type]  # drivers enter no other jobs
             return

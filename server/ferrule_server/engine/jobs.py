@@ -1,4 +1,13 @@
-"""Jobs: one request waiting, and what it returns. Made by the wire ring, carried out by the engine thread.
+"""Jobs: what can be asked of the engine, and what it answers. Made by ``api/``, carried out by the engine thread.
+
+The base class of a job says all that others need to know about its kind::
+
+    Job           has a principal
+      QueuedJob   may wait for a step: counted by the gate and by quotas, and can be cancelled
+        LaneJob   waits for its turn on one sequence: AppendJob, ForkJob, TruncateJob
+        StreamJob is answered in frames by a driver: GenerateJob, ForwardJob
+      HostCall    reads or changes sequences between two steps (``host_calls.py``)
+      WarmupJob   runs steps that touch no sequence
 
 A job is handed to :meth:`Engine.submit` together with a :class:`Sink`. The engine calls nothing of the sink itself:
 after each step one callback on the event loop delivers every finished job to its sink, then flushes each touched sink
@@ -11,14 +20,14 @@ import enum
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from ferrule_server.engine.metrics.views import View, ViewJob
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import DraftLaw, Float32Array, OutputSpec, RowOutput, TokenMask
 from ferrule_server.kv.handle import Handle, StalePolicy
-from ferrule_server.kv.reserved_slots import SlotReservation
 from ferrule_server.suffixes import Suffixes
+
+_R_co = TypeVar("_R_co", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +92,74 @@ class Follow(enum.Enum):
     """Whatever the token, it is the last."""
 
 
+class Job(Generic[_R_co]):
+    """What is asked of the engine; answered with an ``_R_co``, or a FerruleError.
+
+    Attributes:
+        principal: Who asks; sequences of others are unknown to them.
+        submitted_ns: When it was handed over, on the monotonic clock; written by the engine.
+    """
+
+    __slots__ = ()
+    principal: str
+    submitted_ns: int
+
+
+class QueuedJob(Job[_R_co]):
+    """A job that may wait for a step. Until it is finished it has a place in the queue, and its rows count for quotas.
+
+    Attributes:
+        handle: The sequence that it is about; None: a new one, or none.
+        request_id: Where the job makes a sequence: the same one again makes nothing and gets the same answer.
+        is_cancelled: Set (from any thread) when the caller is gone; honoured until the job's last chunk is run.
+        rows_run: Rows that steps were spent on so far, written by the engine.
+    """
+
+    __slots__ = ()
+    handle: Handle | None
+    request_id: str
+    is_cancelled: bool
+    rows_run: int
+
+    def cancel(self) -> None:
+        """Note that nobody waits for the job; from any thread. What has been committed stays."""
+        self.is_cancelled = True  # type: ignore[misc]  # each kind of job has the slot
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that the job may need; a fork none."""
+        return 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens that count for the prefill rate: those of new sequences, and of appends of more than one token."""
+        return 0
+
+
+class LaneJob(QueuedJob[_R_co]):
+    """A job that is judged by the state of its sequence, when its turn in the sequence's lane has come."""
+
+    __slots__ = ()
+
+
+class StreamJob(QueuedJob[_R_co]):
+    """A job that is answered in frames.
+
+    Attributes:
+        token_ids: The prompt.
+        output: What comes with each row or token.
+        window: How far it may run ahead of its reader. row_bytes: what a row or token takes in it.
+    """
+
+    __slots__ = ()
+    token_ids: tuple[int, ...]
+    output: OutputRequest
+    window: Window
+    row_bytes: int
+
+
 @dataclass(eq=False, slots=True)
-class AppendJob:
+class AppendJob(LaneJob["AppendResult"]):
     """Prefill or decode: tokens behind a handle, or a new sequence.
 
     Attributes:
@@ -130,13 +205,24 @@ class AppendJob:
     follow: Follow = Follow.UNKNOWN
     loop: bytes = b""
 
+    @property
+    def num_rows(self) -> int:
+        """One per token; a query is one row."""
+        return len(self.token_ids) or 1
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """All tokens but drafts, unless it is a decode: one token after a handle."""
+        num_tokens = len(self.token_ids) - (self.drafts.count if self.drafts is not None else 0)
+        return 0 if num_tokens == 1 and self.handle is not None else num_tokens
+
     def branched_to(self, cache_id: str) -> bool:
         """Return whether an answer in the sequence ``cache_id`` lies in a branch of the handle's own."""
         return self.handle is not None and self.handle.cache_id != cache_id
 
 
 @dataclass(eq=False, slots=True)
-class ForkJob:
+class ForkJob(LaneJob["ForkResult"]):
     """``count`` new handles on the first ``length`` tokens (at most ``handle.length``), all or nothing.
 
     With a ``request_id`` the same job again makes nothing and gets the same handles. ``loop`` is as in
@@ -152,19 +238,20 @@ class ForkJob:
     is_cancelled: bool = False
     submitted_ns: int = 0
     loop: bytes = b""
+    rows_run: int = field(default=0, init=False)
 
 
 @dataclass(eq=False, slots=True)
-class TruncateJob:
+class TruncateJob(LaneJob["TruncateResult"]):
     """Shorten a sequence to ``new_length`` tokens, an absolute length: idempotent without a request_id."""
-
-    request_id: ClassVar[str] = ""
 
     principal: str
     handle: Handle
     new_length: int
     is_cancelled: bool = False
     submitted_ns: int = 0
+    request_id: str = field(default="", init=False)
+    rows_run: int = field(default=0, init=False)
 
 
 class SlotsWanted(NamedTuple):
@@ -173,54 +260,6 @@ class SlotsWanted(NamedTuple):
     handle: Handle
     target_length: int
     admission_target_length: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class ReserveJob:
-    """Reserve room for sequences, all or nothing; carried out as it comes, also while appends are in flight."""
-
-    principal: str
-    wanted: tuple[SlotsWanted, ...]
-    submitted_ns: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class ReleaseJob:
-    """Give back sequences, whatever the lengths of the handles."""
-
-    principal: str
-    handles: tuple[Handle, ...]
-    submitted_ns: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class KeepAliveJob:
-    """Renew leases, whatever the lengths of the handles; ``ttl_s`` None keeps each sequence's own."""
-
-    principal: str
-    handles: tuple[Handle, ...]
-    ttl_s: float | None = None
-    submitted_ns: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class InfoJob:
-    """Describe one sequence, whatever the length of the handle."""
-
-    principal: str
-    handle: Handle
-    with_token_ids: bool = False
-    submitted_ns: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class ListJob:
-    """List the principal's sequences in order of handle_id, after ``after_handle_id``."""
-
-    principal: str
-    after_handle_id: str = ""
-    limit: int = 100
-    submitted_ns: int = 0
 
 
 class Window:
@@ -280,7 +319,7 @@ def packed_ids(token_ids: tuple[int, ...]) -> bytes:
 
 
 @dataclass(eq=False, slots=True)
-class GenerateJob:
+class GenerateJob(StreamJob["GenerateFrame"]):
     """The decode loop: tokens behind a handle or a new sequence, then one token after the other.
 
     Answered with any number of :class:`GenerateFrame`, the last of which says so, or with an error in place of the
@@ -317,6 +356,17 @@ class GenerateJob:
     row_bytes: int = 64
     has_begun: bool = False
 
+    @property
+    def num_rows(self) -> int:
+        """The prompt until it has been run, and a row for each branch in each step."""
+        return self.num_branches + (0 if self.has_begun else len(self.token_ids))
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The prompt, unless it is one token after a handle."""
+        num_tokens = len(self.token_ids)
+        return 0 if num_tokens == 1 and self.handle is not None else num_tokens
+
 
 class Pooling(enum.Enum):
     """How hidden states of many rows become one."""
@@ -327,7 +377,7 @@ class Pooling(enum.Enum):
 
 
 @dataclass(eq=False, slots=True)
-class ForwardJob:
+class ForwardJob(StreamJob["ForwardFrame"]):
     """All rows of some tokens, no sequence left behind; answered with :class:`ForwardFrame` s, or an error.
 
     Attributes:
@@ -336,8 +386,6 @@ class ForwardJob:
         chunk_rows: Most rows in one frame, and so in one step.
         window: How far it may run ahead of its reader. row_bytes: what a row takes in it.
     """
-
-    handle: ClassVar[None] = None
 
     principal: str
     token_ids: tuple[int, ...]
@@ -350,33 +398,42 @@ class ForwardJob:
     is_cancelled: bool = False
     submitted_ns: int = 0
     rows_run: int = 0
+    handle: None = field(default=None, init=False)
+
+    @property
+    def num_rows(self) -> int:
+        """One per token."""
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """All tokens."""
+        return len(self.token_ids)
 
 
 @dataclass(eq=False, slots=True)
-class WarmupJob:
+class HostCall(Job[_R_co]):
+    """A look at sequences, or a change of them, that needs no step; made by the functions of ``host_calls.py``.
+
+    Carried out as it comes, also while appends are in flight: it waits for nothing but the step under way.
+
+    Attributes:
+        carry_out: Is called on the engine thread with its parts, a ``host_calls.Host``, and the moment at which leases
+            are judged. Returns the result; may raise a FerruleError.
+    """
+
+    principal: str
+    carry_out: Callable[[Any, float], _R_co]  # Any: the parts know jobs
+    submitted_ns: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class WarmupJob(Job["WarmupResult"]):
     """Run steps of real shapes that touch no sequence; empty ``batch_sizes``: the engine's own choice."""
 
     principal: str
     batch_sizes: tuple[int, ...] = ()
     submitted_ns: int = 0
-
-
-StreamJob = GenerateJob | ForwardJob
-"""A job that is answered piece by piece."""
-
-Job = (
-    AppendJob
-    | ForkJob
-    | TruncateJob
-    | ReserveJob
-    | ReleaseJob
-    | KeepAliveJob
-    | InfoJob
-    | ListJob
-    | StreamJob
-    | WarmupJob
-    | ViewJob
-)
 
 
 @dataclass(slots=True)
@@ -531,25 +588,11 @@ class TruncateResult:
 
 
 @dataclass(frozen=True, slots=True)
-class ReleaseResult:
-    """Per handle the blocks it gave back to the pool, or None where there was nothing to release."""
-
-    freed_blocks: tuple[int | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Lease:
     """A lease: seconds granted at each renewal, and seconds left of it now."""
 
     ttl_s: float
     expires_in_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class KeepAliveResult:
-    """Per handle its lease, or why it could not be renewed."""
-
-    leases: tuple[Lease | FerruleError, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -595,27 +638,14 @@ class ListResult:
     total: int
 
 
-Result = (
-    AppendResult
-    | ForkResult
-    | TruncateResult
-    | SlotReservation
-    | ReleaseResult
-    | KeepAliveResult
-    | CacheInfo
-    | ListResult
-    | GenerateFrame
-    | ForwardFrame
-    | WarmupResult
-    | View
-)
-Outcome = Result | FerruleError
+Outcome = object
+"""What a job is answered with: its result, a frame or a FerruleError."""
 
 
 class Sink(Protocol):
     """Where finished jobs go. Both methods run on the event loop's thread and must not block or raise."""
 
-    def deliver(self, job: Job, outcome: Outcome) -> None:
+    def deliver(self, job: Job[object], outcome: Outcome) -> None:
         """Take the outcome of one job."""
         ...
 
@@ -624,5 +654,5 @@ class Sink(Protocol):
         ...
 
 
-Entry = tuple[Job, Sink]
+Entry = tuple[Job[object], Sink]
 """A job and who asked for it."""

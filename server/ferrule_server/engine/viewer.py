@@ -14,7 +14,7 @@ from itertools import islice
 from ferrule_server.engine.appends.running import RunningAppend
 from ferrule_server.engine.bridge.gate import Gate
 from ferrule_server.engine.metrics.counters import EngineSnapshot
-from ferrule_server.engine.metrics.views import PrincipalSeen, SequenceSeen, View, ViewJob
+from ferrule_server.engine.metrics.views import PrincipalSeen, SequenceSeen, View
 from ferrule_server.kv.sequence import Sequence
 from ferrule_server.kv.store import KvStore
 
@@ -37,7 +37,7 @@ class Viewer:
     num_pending: Callable[[Sequence], int]
     snapshot: Callable[[], EngineSnapshot]
 
-    def look(self, job: ViewJob) -> View:
+    def look(self, max_sequences: int, max_principals: int) -> View:
         """Return how everything stands; nothing changes, no lease is renewed."""
         snapshot = self.snapshot()
         refcounts, is_cached = self.store.pool.picture()
@@ -52,8 +52,8 @@ class Viewer:
             kv=self.store.metrics(),
             refcounts=refcounts,
             is_cached=is_cached,
-            sequences=tuple(self._seen(sequence, now) for sequence in self.store.soonest(job.max_sequences)),
-            principals=tuple(self._principal(name, pending) for name in islice(known, job.max_principals)),
+            sequences=tuple(self._seen(sequence, now) for sequence in self.store.soonest(max_sequences)),
+            principals=tuple(self._principal(name, pending) for name in islice(known, max_principals)),
             num_principals=len(known),
             num_jobs=self.gate.num_jobs,
         )

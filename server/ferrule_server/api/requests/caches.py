@@ -1,4 +1,4 @@
-"""Requests about sequences to jobs: fork, truncate, reserve, release, keep alive, describe, list."""
+"""Requests about sequences to jobs and host calls: fork, truncate, reserve, release, keep alive, describe, list."""
 
 from __future__ import annotations
 
@@ -8,18 +8,11 @@ from collections.abc import Sequence
 
 from ferrule.v1 import cache_pb2, types_pb2
 from ferrule_server.api.requests.fields import FieldReader, require, seconds
-from ferrule_server.engine.jobs import (
-    ForkJob,
-    InfoJob,
-    KeepAliveJob,
-    ListJob,
-    ReleaseJob,
-    ReserveJob,
-    SlotsWanted,
-    TruncateJob,
-)
+from ferrule_server.engine import host_calls
+from ferrule_server.engine.jobs import CacheInfo, ForkJob, HostCall, ListResult, SlotsWanted, TruncateJob
 from ferrule_server.errors import InvalidRequest
 from ferrule_server.kv.handle import Handle
+from ferrule_server.kv.reserved_slots import SlotReservation
 
 
 class CacheReader:
@@ -52,33 +45,25 @@ class CacheReader:
         require(request, "kv_cache")
         return TruncateJob(principal, self._fields.handle(request.kv_cache, ""), request.new_length)
 
-    def reserve(self, request: cache_pb2.ReserveKvSlotsRequest, principal: str) -> ReserveJob:
-        """Return the job of a ReserveKvSlots."""
+    def reserve(self, request: cache_pb2.ReserveKvSlotsRequest, principal: str) -> HostCall[SlotReservation]:
+        """Return the call of a ReserveKvSlots."""
         num_requests, limit = len(request.requests), self._limits.max_handles_per_request
         if num_requests > limit:
             text = f"has {num_requests} entries, the limit is {limit}; send several requests"
             raise InvalidRequest("requests", text, count=num_requests, limit=limit)
-        return ReserveJob(principal, tuple(self._wanted(each, index) for index, each in enumerate(request.requests)))
+        wanted = tuple(self._wanted(each, index) for index, each in enumerate(request.requests))
+        return host_calls.reserve(principal, wanted)
 
-    def keep_alive(self, request: cache_pb2.KeepAliveRequest, principal: str) -> KeepAliveJob:
-        """Return the job of a KeepAlive."""
-        ttl_s = seconds(request.ttl, "ttl") if request.HasField("ttl") else None
-        return KeepAliveJob(principal, self.named(request.kv_caches, "kv_caches"), ttl_s)
-
-    def release(self, handles: Sequence[types_pb2.KvCacheHandle], path: str, principal: str) -> ReleaseJob:
-        """Return the job that ends the sequences in the list ``path``; a handle that names nothing is no error."""
-        return ReleaseJob(principal, self.named(handles, path))
-
-    def cache_info(self, request: cache_pb2.GetCacheInfoRequest, principal: str) -> InfoJob:
-        """Return the job of a GetCacheInfo."""
+    def cache_info(self, request: cache_pb2.GetCacheInfoRequest, principal: str) -> HostCall[CacheInfo]:
+        """Return the call of a GetCacheInfo."""
         require(request, "kv_cache")
         handle = self._named(request.kv_cache, "kv_cache")
-        return InfoJob(principal, handle, request.include_token_ids)
+        return host_calls.describe(principal, handle, with_token_ids=request.include_token_ids)
 
-    def list_caches(self, request: cache_pb2.ListCachesRequest, principal: str) -> ListJob:
-        """Return the job of a ListCaches."""
+    def list_caches(self, request: cache_pb2.ListCachesRequest, principal: str) -> HostCall[ListResult]:
+        """Return the call of a ListCaches."""
         limit = min(request.page_size or self._limits.default_page_size, self._limits.max_page_size)
-        return ListJob(principal, _after_handle_id(request.page_token), limit)
+        return host_calls.list_caches(principal, _after_handle_id(request.page_token), limit)
 
     def named(self, handles: Sequence[types_pb2.KvCacheHandle], path: str) -> tuple[Handle, ...]:
         """Return the handles in the list ``path``, of which only the ``cache_id`` counts.

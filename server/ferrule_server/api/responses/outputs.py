@@ -21,12 +21,8 @@ from ferrule_server.engine.jobs import (
     AppendResult,
     CacheInfo,
     ForkResult,
-    KeepAliveJob,
-    KeepAliveResult,
     Lease,
     ListResult,
-    ReleaseJob,
-    ReleaseResult,
 )
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import Float32Array, OutputSpec, RowOutput
@@ -86,19 +82,21 @@ def handle_message(handle: Handle) -> types_pb2.KvCacheHandle:
     return types_pb2.KvCacheHandle(cache_id=handle.cache_id, length=handle.length, lineage=handle.lineage)
 
 
-def release_results(job: ReleaseJob, result: ReleaseResult) -> list[cache_pb2.ReleaseResult]:
-    """Return what became of each handle of a release."""
+def release_results(handles: Sequence[Handle], freed: Sequence[int | None]) -> list[cache_pb2.ReleaseResult]:
+    """Return what became of each handle of a release; ``freed`` is None where there was nothing to release."""
     return [
-        cache_pb2.ReleaseResult(handle_id=handle.handle_id, released=freed is not None)
-        for handle, freed in zip(job.handles, result.freed_blocks, strict=True)
+        cache_pb2.ReleaseResult(handle_id=handle.handle_id, released=num_blocks is not None)
+        for handle, num_blocks in zip(handles, freed, strict=True)
     ]
 
 
-async def keep_alive_response(job: KeepAliveJob, result: KeepAliveResult) -> cache_pb2.KeepAliveResponse:
+async def keep_alive_response(
+    handles: Sequence[Handle], leases: Sequence[Lease | FerruleError]
+) -> cache_pb2.KeepAliveResponse:
     """Return the renewed leases; lets others run on the event loop meanwhile, since there may be thousands."""
     response = cache_pb2.KeepAliveResponse()
     turns = Turns()
-    for handle, lease in zip(job.handles, result.leases, strict=True):
+    for handle, lease in zip(handles, leases, strict=True):
         await turns.pause()
         entry = response.results.add(handle_id=handle.handle_id)
         if isinstance(lease, FerruleError):

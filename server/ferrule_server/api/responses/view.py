@@ -19,8 +19,9 @@ from ferrule_server.api.responses import describe
 from ferrule_server.api.responses.block_map import as_array, block_map, num_shared
 from ferrule_server.api.rpc.calls import run_job
 from ferrule_server.api.rpc.state import ServerState, Serving
+from ferrule_server.engine import host_calls
 from ferrule_server.engine.metrics.histogram import HistogramReading
-from ferrule_server.engine.metrics.views import PrincipalSeen, SequenceSeen, View, ViewJob
+from ferrule_server.engine.metrics.views import PrincipalSeen, SequenceSeen, View
 
 FRESH_S: Final = 0.1
 """How long a snapshot is shown to others."""
@@ -123,8 +124,7 @@ class Views:
 
 
 async def _look(serving: Serving, max_sequences: int, max_principals: int) -> _Snapshot:
-    view = await run_job(serving.engine, ViewJob(_NOBODY, max_sequences, max_principals))
-    assert isinstance(view, View)
+    view = await run_job(serving.engine, host_calls.view(_NOBODY, max_sequences, max_principals))
     sequences = await _sequences(view, serving.engine.info.bytes_per_block)
     return _Snapshot(view, await as_array(view.refcounts), sequences)
 

@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn, Protocol, TypeVar
+from typing import Any, Final, NoReturn, Protocol, TypeVar, cast
 
 import grpc
 from grpc_status import rpc_status
@@ -16,16 +16,7 @@ from ferrule_server.api.rpc.observe import current_call
 from ferrule_server.api.rpc.state import EngineApi, Phase, ServerState
 from ferrule_server.api.rpc.status import code_of, fault_of, log_refused, reason_of, to_status
 from ferrule_server.api.security.principal import principal_of
-from ferrule_server.engine.jobs import (
-    AppendJob,
-    ForkJob,
-    ForwardJob,
-    GenerateJob,
-    Job,
-    Outcome,
-    Result,
-    TruncateJob,
-)
+from ferrule_server.engine.jobs import AppendJob, GenerateJob, Job, Outcome, QueuedJob
 from ferrule_server.errors import Draining, FerruleError
 
 _LOG = logging.getLogger(__name__)
@@ -43,6 +34,7 @@ class _Servicer(Protocol):
 _S = TypeVar("_S", bound=_Servicer)
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
+_R = TypeVar("_R")
 
 Context = grpc.aio.ServicerContext[Any, Any]
 """A call in progress; Any, because reply types differ and nothing here touches them."""
@@ -77,7 +69,7 @@ class FutureSink:
     def __init__(self, future: asyncio.Future[Outcome]) -> None:
         self._future = future
 
-    def deliver(self, job: Job, outcome: Outcome) -> None:  # noqa: ARG002  (one future, one job)
+    def deliver(self, job: Job[object], outcome: Outcome) -> None:  # noqa: ARG002  (one future, one job)
         """Resolve the future."""
         if not self._future.done():
             self._future.set_result(outcome)
@@ -91,12 +83,12 @@ class GatheringSink:
 
     __slots__ = ("_future", "_num_jobs", "_outcomes")
 
-    def __init__(self, num_jobs: int, future: asyncio.Future[dict[Job, Outcome]]) -> None:
+    def __init__(self, num_jobs: int, future: asyncio.Future[dict[Job[object], Outcome]]) -> None:
         self._num_jobs = num_jobs
         self._future = future
-        self._outcomes: dict[Job, Outcome] = {}
+        self._outcomes: dict[Job[object], Outcome] = {}
 
-    def deliver(self, job: Job, outcome: Outcome) -> None:
+    def deliver(self, job: Job[object], outcome: Outcome) -> None:
         """Keep the outcome of one job."""
         self._outcomes[job] = outcome
 
@@ -106,7 +98,7 @@ class GatheringSink:
             self._future.set_result(self._outcomes)
 
 
-async def run_job(engine: EngineApi, job: Job) -> Result:
+async def run_job(engine: EngineApi, job: Job[_R]) -> _R:
     """Run one job and return its result. When the caller goes away before its step, nothing happens.
 
     Raises:
@@ -126,7 +118,7 @@ async def run_job(engine: EngineApi, job: Job) -> Result:
         call.got(outcome)
     if isinstance(outcome, FerruleError):
         raise outcome
-    return outcome
+    return cast("_R", outcome)
 
 
 async def run_jobs(engine: EngineApi, jobs: Sequence[AppendJob]) -> list[Outcome]:
@@ -136,7 +128,7 @@ async def run_jobs(engine: EngineApi, jobs: Sequence[AppendJob]) -> list[Outcome
     """
     if not jobs:
         return []
-    future: asyncio.Future[dict[Job, Outcome]] = asyncio.get_running_loop().create_future()
+    future: asyncio.Future[dict[Job[object], Outcome]] = asyncio.get_running_loop().create_future()
     sink = GatheringSink(len(jobs), future)
     engine.submit([(job, sink) for job in jobs])
     try:
@@ -151,10 +143,10 @@ async def run_jobs(engine: EngineApi, jobs: Sequence[AppendJob]) -> list[Outcome
     return [outcomes[job] for job in jobs]
 
 
-def cancel(job: Job) -> None:
+def cancel(job: Job[object]) -> None:
     """Tell the engine that nobody waits for a job; what has been committed stays, and can be replayed."""
-    if isinstance(job, AppendJob | ForkJob | TruncateJob | GenerateJob | ForwardJob):
-        job.is_cancelled = True
+    if isinstance(job, QueuedJob):
+        job.cancel()
 
 
 def admit_new(state: ServerState, job: AppendJob | GenerateJob) -> None:

@@ -141,7 +141,7 @@ class Call:
         self.code, self.reason = code, reason
         self._handle_id = handle_id
 
-    def asks(self, job: Job) -> None:
+    def asks(self, job: Job[object]) -> None:
         """Take note of what the call asks of the engine, where it is one job."""
         handle: Handle | None = getattr(job, "handle", None)
         if handle is None:
@@ -157,10 +157,9 @@ class Call:
 
     def ran(self, outcome: Outcome) -> None:
         """Take note of what the engine answered to one job of several."""
-        if self.trace is None:
-            return
-        if _started_ns(outcome) and not _is_old(outcome):
-            self.trace.ran(outcome.timing)  # type: ignore[union-attr]  # what has begun has a timing
+        timing: StepTiming | None = None if self.trace is None else getattr(outcome, "timing", None)
+        if self.trace is not None and timing is not None and timing.started_ns and not _is_old(outcome):
+            self.trace.ran(timing)
 
     def ran_all(self, outcomes: Iterable[Outcome]) -> None:
         """Take note of what the engine answered to many jobs, in any order."""

@@ -31,11 +31,11 @@ class EngineApi(Protocol):
 
     info: ExecutorInfo
 
-    def submit(self, entries: list[tuple[Job, Sink]]) -> None:
+    def submit(self, entries: list[tuple[Job[object], Sink]]) -> None:
         """Hand over jobs that arrived together."""
         ...
 
-    def resume(self, job: StreamJob) -> None:
+    def resume(self, job: StreamJob[object]) -> None:
         """Let a job go on that may have found its window closed, or that was cancelled."""
         ...
 

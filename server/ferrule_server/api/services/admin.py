@@ -14,7 +14,7 @@ from ferrule_server.api.responses.view import Views
 from ferrule_server.api.rpc.calls import Context, run_job, unary
 from ferrule_server.api.rpc.state import ServerState, Serving
 from ferrule_server.api.security.principal import principal_of
-from ferrule_server.engine.jobs import WarmupJob, WarmupResult
+from ferrule_server.engine.jobs import WarmupJob
 from ferrule_server.errors import InvalidRequest, Starting
 
 _MAX_BATCH_SIZES: Final = 64
@@ -52,7 +52,6 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         serving = self.state.use()
         batch_sizes = _batch_sizes(request.batch_sizes, serving.max_step_rows)
         result = await run_job(serving.engine, WarmupJob(principal_of(context), batch_sizes))
-        assert isinstance(result, WarmupResult)
         return admin_pb2.WarmupResponse(
             run_ns=sum(step.run_ns for step in result.steps),
             batch_sizes=result.batch_sizes,

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from functools import partial
 
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc
-from ferrule_server.api.requests.fields import placed, require
+from ferrule_server.api.requests.fields import placed, require, seconds
 from ferrule_server.api.requests.planned import PlannedAppend, PlannedGenerate
 from ferrule_server.api.responses.describe import (
     caller_info,
@@ -38,17 +38,9 @@ from ferrule_server.api.streams.batches import Batch
 from ferrule_server.api.streams.decode_stream import DecodeStream
 from ferrule_server.api.streams.forward_stream import ForwardReplies
 from ferrule_server.api.streams.generate_stream import GenerateReplies
-from ferrule_server.engine.jobs import (
-    AppendResult,
-    CacheInfo,
-    ForkResult,
-    KeepAliveResult,
-    ListResult,
-    ReleaseResult,
-    TruncateResult,
-)
+from ferrule_server.engine import host_calls
+from ferrule_server.engine.jobs import AppendResult
 from ferrule_server.errors import InvalidRequest
-from ferrule_server.kv.reserved_slots import SlotReservation
 from ferrule_server.text.stream_decoder import StreamDecoder
 
 
@@ -213,7 +205,6 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         """Branch a sequence."""
         serving = self.state.use()
         result = await run_job(serving.engine, serving.inputs.caches.fork(request, principal_of(context)))
-        assert isinstance(result, ForkResult)
         return fork_response(result)
 
     @unary
@@ -221,7 +212,6 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         """Shorten a sequence."""
         serving = self.state.use()
         result = await run_job(serving.engine, serving.inputs.caches.truncate(request, principal_of(context)))
-        assert isinstance(result, TruncateResult)
         return cache_pb2.TruncateKvResponse(kv_cache=handle_message(result.handle), freed_blocks=result.freed_blocks)
 
     @unary
@@ -231,7 +221,6 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         """Reserve room for sequences."""
         serving = self.state.use()
         result = await run_job(serving.engine, serving.inputs.caches.reserve(request, principal_of(context)))
-        assert isinstance(result, SlotReservation)
         info = serving.engine.info
         reservation = slot_reservation(result, info.block_size, info.num_blocks - 1)
         return cache_pb2.ReserveKvSlotsResponse(reservation=reservation)
@@ -242,20 +231,20 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
     ) -> cache_pb2.ReleaseCacheResponse:
         """End sequences."""
         serving = self.state.use()
-        job = serving.inputs.caches.release(request.kv_caches, "kv_caches", principal_of(context))
-        result = await run_job(serving.engine, job)
-        assert isinstance(result, ReleaseResult)
-        freed_blocks = sum(freed or 0 for freed in result.freed_blocks)
-        return cache_pb2.ReleaseCacheResponse(results=release_results(job, result), freed_blocks=freed_blocks)
+        handles = serving.inputs.caches.named(request.kv_caches, "kv_caches")
+        freed = await run_job(serving.engine, host_calls.release(principal_of(context), handles))
+        return cache_pb2.ReleaseCacheResponse(
+            results=release_results(handles, freed), freed_blocks=sum(num_blocks or 0 for num_blocks in freed)
+        )
 
     @unary
     async def KeepAlive(self, request: cache_pb2.KeepAliveRequest, context: Context) -> cache_pb2.KeepAliveResponse:
         """Renew leases."""
         serving = self.state.use()
-        job = serving.inputs.caches.keep_alive(request, principal_of(context))
-        result = await run_job(serving.engine, job)
-        assert isinstance(result, KeepAliveResult)
-        return await keep_alive_response(job, result)
+        ttl_s = seconds(request.ttl, "ttl") if request.HasField("ttl") else None
+        handles = serving.inputs.caches.named(request.kv_caches, "kv_caches")
+        leases = await run_job(serving.engine, host_calls.keep_alive(principal_of(context), handles, ttl_s))
+        return await keep_alive_response(handles, leases)
 
     @unary
     async def GetCacheInfo(
@@ -264,7 +253,6 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         """Describe one sequence."""
         serving = self.state.use()
         result = await run_job(serving.engine, serving.inputs.caches.cache_info(request, principal_of(context)))
-        assert isinstance(result, CacheInfo)
         block_size = serving.engine.info.block_size
         return cache_pb2.GetCacheInfoResponse(info=cache_info(result, block_size, with_blocks=request.include_blocks))
 
@@ -273,7 +261,6 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         """List the caller's sequences."""
         serving = self.state.use()
         result = await run_job(serving.engine, serving.inputs.caches.list_caches(request, principal_of(context)))
-        assert isinstance(result, ListResult)
         return await list_response(result)
 
     @unary
@@ -295,11 +282,9 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
 
 async def _append(serving: Serving, planned: PlannedAppend) -> AppendResult:
     try:
-        result = await run_job(serving.engine, planned.job)
+        return await run_job(serving.engine, planned.job)
     except InvalidRequest as error:
         raise placed(error, planned.at) from None
-    assert isinstance(result, AppendResult)
-    return result
 
 
 def _new_decoder(serving: Serving, planned: PlannedGenerate) -> Callable[[], StreamDecoder] | None:

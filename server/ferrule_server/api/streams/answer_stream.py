@@ -72,7 +72,7 @@ class Answer:
     """
 
     rpc: str
-    job: StreamJob
+    job: StreamJob[object]
     replies: Replies
     refusals: Refusals | None = None
 
@@ -145,7 +145,7 @@ class AnswerStream:
 
     # ---- engine side ------------------------------------------------------------------------------------------------
 
-    def deliver(self, job: Job, outcome: Outcome) -> None:  # noqa: ARG002  (there is one job)
+    def deliver(self, job: Job[object], outcome: Outcome) -> None:  # noqa: ARG002  (there is one job)
         """Take the next frame, or the error that ends the call once what came before it is written."""
         if self._ended.done():
             self._is_over = self._is_over or not isinstance(outcome, Frame) or outcome.is_last

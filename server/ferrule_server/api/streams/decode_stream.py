@@ -19,7 +19,8 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, cast
 
 import grpc
 
@@ -34,8 +35,10 @@ from ferrule_server.api.rpc.refusals import Refusals
 from ferrule_server.api.rpc.state import Phase, ServerState, Serving
 from ferrule_server.api.rpc.status import fault_of, to_status
 from ferrule_server.api.security.principal import caller_of
-from ferrule_server.engine.jobs import AppendJob, AppendResult, Job, Outcome, ReleaseJob, ReleaseResult
+from ferrule_server.engine import host_calls
+from ferrule_server.engine.jobs import AppendJob, AppendResult, Job, Outcome
 from ferrule_server.errors import FerruleError, InvalidRequest, SlowConsumer
+from ferrule_server.kv.handle import Handle
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,6 +53,14 @@ _FRAME_BYTES: Final = 256
 _RELEASE_BYTES: Final = 32
 _LAST_WRITE_S: Final = 0.1
 """How long the status waits for the write in flight; a status sent earlier still arrives behind it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Release:
+    """The releases of a client frame, and errors of its items: they come no earlier than the releases."""
+
+    handles: tuple[Handle, ...]
+    held: list[executor_pb2.StreamResult]
 
 
 class DecodeStream:
@@ -83,8 +94,8 @@ class DecodeStream:
         self._principal = self.caller.principal
         self._call = current_call()
         self._is_traced = self._call is not None and self._call.trace is not None
-        self._pending: dict[Job, PlannedAppend] = {}
-        self._releases: dict[Job, list[executor_pb2.StreamResult]] = {}
+        self._pending: dict[Job[object], PlannedAppend] = {}
+        self._releases: dict[Job[object], _Release] = {}
         self._frames: list[tuple[executor_pb2.StreamDecodeResponse, int]] = []
         self._queue: deque[tuple[executor_pb2.StreamDecodeResponse, int]] = deque()
         self._queued_bytes = 0
@@ -145,7 +156,7 @@ class DecodeStream:
 
     # ---- engine side ------------------------------------------------------------------------------------------------
 
-    def deliver(self, job: Job, outcome: Outcome) -> None:
+    def deliver(self, job: Job[object], outcome: Outcome) -> None:
         """Write the outcome of one job into the frame of this step."""
         if self._is_ended:
             return
@@ -154,8 +165,8 @@ class DecodeStream:
                 self._add_output(self._pending.pop(job), outcome)
                 if self._is_traced:
                     self._call.ran(outcome)  # type: ignore[union-attr]  # what is traced is a call
-            elif isinstance(job, ReleaseJob):
-                self._add_releases(job, outcome)
+            elif (release := self._releases.pop(job, None)) is not None:
+                self._add_releases(release, outcome)
             else:
                 assert isinstance(outcome, FerruleError)
                 planned = self._pending.pop(job)
@@ -211,14 +222,13 @@ class DecodeStream:
     def _add_error(self, result: executor_pb2.StreamResult) -> None:
         self._frame(result.ByteSize()).results.append(result)
 
-    def _add_releases(self, job: ReleaseJob, outcome: Outcome) -> None:
-        held = self._releases.pop(job)
+    def _add_releases(self, release: _Release, outcome: Outcome) -> None:
         if isinstance(outcome, FerruleError):  # a release has no error of its own: the server is going down
             self.end(outcome)
             return
-        assert isinstance(outcome, ReleaseResult)
-        self._frame(_RELEASE_BYTES * len(job.handles)).releases.extend(release_results(job, outcome))
-        for result in held:
+        results = release_results(release.handles, cast("tuple[int | None, ...]", outcome))
+        self._frame(_RELEASE_BYTES * len(results)).releases.extend(results)
+        for result in release.held:
             self._add_error(result)
 
     # ---- client side ------------------------------------------------------------------------------------------------
@@ -282,13 +292,14 @@ class DecodeStream:
             InvalidRequest: The frame as a whole is not taken; nothing of it has been done.
         """
         self._inputs.check_items(request)
-        entries: list[tuple[Job, DecodeStream]] = []
-        release = self._inputs.caches.release(request.release, "release", self._principal) if request.release else None
-        if release is not None:
+        entries: list[tuple[Job[object], DecodeStream]] = []
+        handles = self._inputs.caches.named(request.release, "release")
+        release = host_calls.release(self._principal, handles)
+        if handles:
             entries.append((release, self))
         bad_items = await self._plan_items(request, entries)
-        if release is not None:
-            self._releases[release] = bad_items  # releases come no later than results of the same client frame
+        if handles:
+            self._releases[release] = _Release(handles, bad_items)
         else:
             for result in bad_items:
                 self._add_error(result)
@@ -299,7 +310,7 @@ class DecodeStream:
         self.flush()
 
     async def _plan_items(
-        self, request: executor_pb2.StreamDecodeRequest, entries: list[tuple[Job, DecodeStream]]
+        self, request: executor_pb2.StreamDecodeRequest, entries: list[tuple[Job[object], DecodeStream]]
     ) -> list[executor_pb2.StreamResult]:
         """Add the jobs of a frame's good items to ``entries`` and return the results of its bad ones.
 
@@ -325,7 +336,7 @@ class DecodeStream:
             self._share_step(entries)
         return bad_items
 
-    def _share_step(self, entries: list[tuple[Job, DecodeStream]]) -> None:
+    def _share_step(self, entries: list[tuple[Job[object], DecodeStream]]) -> None:
         """Have all items of a frame run in one step: its client has scheduled prompts and decodes together."""
         cohort = next(self._state.cohorts)
         for job, _ in entries:

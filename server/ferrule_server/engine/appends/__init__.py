@@ -8,5 +8,5 @@ commits.py    makes a finished append part of its sequence
 records.py    answers kept for retries of appends
 creations.py  sequences made for each request_id, kept for retries
 endings.py    releases sequences, and makes every part forget them
-host_jobs.py  fork, truncate, reserve, keep-alive, info, list
+caches.py     operations that need no step: fork, truncate, reserve, keep-alive, info, list
 """

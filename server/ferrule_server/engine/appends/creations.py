@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from ferrule_server.engine.appends.running import Creation, RunningAppend
-from ferrule_server.engine.jobs import AppendJob, ForkJob, GenerateJob, Job, Verified
+from ferrule_server.engine.jobs import AppendJob, ForkJob, GenerateJob, LaneJob, Verified
 from ferrule_server.errors import RequestIdReused
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.store import TOMBSTONE_S
@@ -61,7 +61,7 @@ class Creations:
     def __len__(self) -> int:
         return len(self._creations)
 
-    def find(self, job: Job) -> Creation | None:
+    def find(self, job: LaneJob[object]) -> Creation | None:
         """Return the creation that ``job`` repeats, or None where it repeats none.
 
         Raises:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from ferrule_server.engine.appends.lanes import Lanes
 from ferrule_server.engine.failpoints import Failpoints
-from ferrule_server.engine.jobs import ReleaseJob, ReleaseResult
 from ferrule_server.engine.metrics.counters import EngineCounters
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.store import KvStore
@@ -42,16 +41,20 @@ class Endings:
         """Call these with the handle_id of each sequence that has ended, from now on."""
         self._listeners += listeners
 
-    def release(self, job: ReleaseJob) -> ReleaseResult:
-        """Give back sequences at once; what is in flight or waiting on them is answered HANDLE_UNKNOWN."""
+    def release(self, principal: str, handles: tuple[Handle, ...]) -> tuple[int | None, ...]:
+        """Give back sequences at once; what is in flight or waiting on them is answered HANDLE_UNKNOWN.
+
+        Returns:
+            For each handle the blocks that it gave back to the pool; None: there was nothing to release.
+        """
         freed_blocks: list[int | None] = []
-        for handle in job.handles:
+        for handle in handles:
             if self._failpoints is not None:
                 self._failpoints.hit("during_free")
-            freed = self.release_one(handle, job.principal)
+            freed = self.release_one(handle, principal)
             freed_blocks.append(freed)
             self._counters.released += freed is not None
-        return ReleaseResult(tuple(freed_blocks))
+        return tuple(freed_blocks)
 
     def release_one(self, handle: Handle, principal: str) -> int | None:
         """Give back one sequence; returns the blocks that it freed, None where there was nothing to release."""

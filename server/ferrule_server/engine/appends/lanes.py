@@ -21,12 +21,23 @@ from collections import deque
 from collections.abc import Callable
 
 from ferrule_server.engine.appends.admission import Admission
+from ferrule_server.engine.appends.caches import Caches
 from ferrule_server.engine.appends.creations import Creations
-from ferrule_server.engine.appends.host_jobs import HostJobs
-from ferrule_server.engine.appends.running import LaneJob, RunningAppend
+from ferrule_server.engine.appends.running import RunningAppend
 from ferrule_server.engine.failpoints import Failpoints
 from ferrule_server.engine.faults import fault
-from ferrule_server.engine.jobs import AppendJob, AppendResult, ForkJob, ForkResult, Job, Outcome, Sink
+from ferrule_server.engine.jobs import (
+    AppendJob,
+    AppendResult,
+    ForkJob,
+    ForkResult,
+    Job,
+    LaneJob,
+    Outcome,
+    Sink,
+    TruncateJob,
+    TruncateResult,
+)
 from ferrule_server.engine.metrics.counters import EngineCounters
 from ferrule_server.errors import Cancelled, Draining, FerruleError, HandleUnknown
 from ferrule_server.kv.append_rule import Verdict
@@ -34,7 +45,7 @@ from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.sequence import Sequence
 from ferrule_server.kv.store import KvStore
 
-LaneEntry = tuple[LaneJob, Sink]
+LaneEntry = tuple[LaneJob[object], Sink]
 
 
 class Lanes:
@@ -47,7 +58,7 @@ class Lanes:
     Args:
         store: The sequences; called from the engine thread only.
         admission: Turns jobs into running appends.
-        host_jobs: Carries out forks and truncates.
+        caches: Carries out forks and truncates.
         creations: What was made for each request_id.
         counters: Counts forks, truncates and joins.
         finish: Takes the outcome of each job, once.
@@ -61,11 +72,11 @@ class Lanes:
         self,
         store: KvStore,
         admission: Admission,
-        host_jobs: HostJobs,
+        caches: Caches,
         *,
         creations: Creations,
         counters: EngineCounters,
-        finish: Callable[[Job, Sink, Outcome], None],
+        finish: Callable[[Job[object], Sink, Outcome], None],
         failpoints: Failpoints | None = None,
     ) -> None:
         self.running: dict[RunningAppend, None] = {}
@@ -74,7 +85,7 @@ class Lanes:
         self._branches: dict[Sequence, dict[RunningAppend, None]] = {}
         self._store = store
         self._admission = admission
-        self._host_jobs = host_jobs
+        self._caches = caches
         self._creations = creations
         self._counters = counters
         self._finish = finish
@@ -82,7 +93,7 @@ class Lanes:
 
     # ---- coming -----------------------------------------------------------------------------------------------------
 
-    def enter(self, job: LaneJob, sink: Sink, at: float) -> None:
+    def enter(self, job: LaneJob[object], sink: Sink, at: float) -> None:
         """Judge the job now, or after whatever is in flight on its sequence.
 
         Args:
@@ -98,6 +109,7 @@ class Lanes:
         if job.request_id and self._take_repeat(job, sink, at):
             return
         if job.handle is None:
+            assert isinstance(job, AppendJob)
             self._create(job, sink)
             return
         sequence = self._store.resolve(job.handle, job.principal, at)
@@ -136,7 +148,7 @@ class Lanes:
         run, num_branches = self._lanes.get(sequence), len(self._branches.get(sequence, ()))
         return num_branches if run is None else num_branches + 1 + len(run.waiting or ())
 
-    def _take_repeat(self, job: LaneJob, sink: Sink, at: float) -> bool:
+    def _take_repeat(self, job: LaneJob[object], sink: Sink, at: float) -> bool:
         """Deal with a job that asks for a creation in flight or done; False: it repeats none.
 
         Raises:
@@ -148,7 +160,7 @@ class Lanes:
         if creation is None:
             return False
         if isinstance(job, ForkJob):
-            result = self._host_jobs.repeat_fork(job, creation.handles, at)
+            result = self._caches.repeat_fork(job, creation.handles, at)
             self._counters.replay(job.principal)
             self._finish(job, sink, result)
             return True
@@ -168,18 +180,20 @@ class Lanes:
             raise Draining
         self._start(self._admission.create(job, sink), job, sink)
 
-    def _judge(self, job: LaneJob, sink: Sink, sequence: Sequence, at: float) -> None:
+    def _judge(self, job: LaneJob[object], sink: Sink, sequence: Sequence, at: float) -> None:
         """Carry out or start a job whose turn it is: nothing is in flight on the sequence."""
         if isinstance(job, AppendJob):
             self._start(self._admission.append(job, sink, sequence), job, sink)
             return
-        result = self._host_jobs.run(job, at)
+        result: ForkResult | TruncateResult
         if isinstance(job, ForkJob):
-            assert isinstance(result, ForkResult)
+            result = self._caches.fork(job, at)
             self._counters.forks += 1
             if job.request_id:
                 self._creations.finish(self._creations.begin(job), result.handles)
         else:
+            assert isinstance(job, TruncateJob)
+            result = self._caches.truncate(job, at)
             self._counters.truncates += 1
         if self._failpoints is not None:
             self._failpoints.hit("after_commit")
@@ -198,14 +212,14 @@ class Lanes:
         else:
             self._lanes[admitted.sequence] = admitted
 
-    def _wait(self, job: LaneJob, sink: Sink, run: RunningAppend, sequence: Sequence) -> None:
+    def _wait(self, job: LaneJob[object], sink: Sink, run: RunningAppend, sequence: Sequence) -> None:
         if run.waiting is None:
             run.waiting = deque()
         run.waiting.append((job, sink))
         self.num_waiting += 1
         sequence.num_pins += 1  # it came within the lease, so the lease lasts until it is judged
 
-    def _join(self, job: LaneJob, sink: Sink, run: RunningAppend) -> None:
+    def _join(self, job: LaneJob[object], sink: Sink, run: RunningAppend) -> None:
         assert isinstance(job, AppendJob)
         self._counters.joined += 1
         run.joined += ((job, sink),)
@@ -263,7 +277,7 @@ class Lanes:
                 self._hand_on(waiting, successor, sequence)
                 return
 
-    def end_all(self, why: Callable[[LaneJob], FerruleError]) -> None:
+    def end_all(self, why: Callable[[LaneJob[object]], FerruleError]) -> None:
         """Take back and answer everything in flight and everything that waits, even where it cannot be taken back."""
         self._lanes.clear()
         for run in list(self.running):
@@ -313,7 +327,7 @@ class Lanes:
             self._join(*waiting.popleft(), run)
         run.waiting = waiting
 
-    def _take_turn(self, job: LaneJob, sink: Sink, sequence: Sequence) -> None:
+    def _take_turn(self, job: LaneJob[object], sink: Sink, sequence: Sequence) -> None:
         """Judge a job that waited; the pin of its waiting is what keeps the sequence until now. Never raises."""
         at = self._store.now()
         try:
@@ -332,7 +346,7 @@ class Lanes:
             sequence.num_pins -= 1
 
     @staticmethod
-    def _may_join(job: LaneJob, run: RunningAppend) -> bool:
+    def _may_join(job: LaneJob[object], run: RunningAppend) -> bool:
         """Whether the job asks for just what ``run`` does, so that one answer does for both.
 
         A query never does: two that draw tokens want two draws. A branch is not met here: everybody may want one of

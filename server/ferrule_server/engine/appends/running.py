@@ -8,15 +8,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ferrule_server.engine.jobs import AppendJob, Follow, ForkJob, Sink, StepTiming, TruncateJob, Verified
+from ferrule_server.engine.jobs import AppendJob, Follow, LaneJob, Sink, StepTiming, Verified
 from ferrule_server.executor.base import Int32Array, OutputSpec, RowOutput
 from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.reservation import Reservation
 from ferrule_server.kv.sequence import Sequence
-
-LaneJob = AppendJob | ForkJob | TruncateJob
-"""A job that is judged by the state of its sequence, and waits for its turn."""
 
 
 @dataclass(eq=False, slots=True)
@@ -88,7 +85,7 @@ class RunningAppend:
     is_read_only: bool = False
     verified: Verified | None = None
     joined: tuple[tuple[AppendJob, Sink], ...] = ()
-    waiting: deque[tuple[LaneJob, Sink]] | None = None
+    waiting: deque[tuple[LaneJob[object], Sink]] | None = None
     cursor: int = 0
     outputs: list[RowOutput] = field(default_factory=list)
     first_step_ns: int = 0

@@ -18,36 +18,24 @@ from dataclasses import dataclass
 from typing import Final
 
 from ferrule_server.engine.jobs import (
-    AppendJob,
     AppendResult,
-    ForkJob,
+    Entry,
     ForwardFrame,
-    ForwardJob,
     GenerateFrame,
     GenerateJob,
-    InfoJob,
+    HostCall,
     Job,
-    KeepAliveJob,
-    ListJob,
     Outcome,
-    ReleaseJob,
-    ReserveJob,
+    QueuedJob,
     Sink,
-    TruncateJob,
 )
 from ferrule_server.errors import QueueFull, QuotaExceeded, ResourceExhausted
 from ferrule_server.kv.per_principal import PerPrincipal
 from ferrule_server.quotas import LimitsOf, QuotaLimits, unlimited
 
-COUNTED_JOBS: Final = (AppendJob, ForkJob, TruncateJob, GenerateJob, ForwardJob)
-"""Jobs that can wait, behind a step or behind each other. All others are carried out as they
-come, in a short time: they free, renew, reserve or only look, and a full queue must keep nobody from that."""
-
-HOST_JOBS: Final = (KeepAliveJob, ReleaseJob, InfoJob, ListJob, ReserveJob)
-"""Of these the ones that any principal can ask for; they have places of their own, besides those of the queue."""
-
-MAX_HOST_JOBS: Final = 1024
-"""Most host jobs of one principal that are not carried out yet: many times what waits during a step."""
+MAX_HOST_CALLS: Final = 1024
+"""Most host calls of one principal that are not carried out yet: many times what waits during a step. They have places
+of their own: a full queue must keep nobody from releasing, renewing or looking."""
 
 BURST_S: Final = 1.0
 """A principal that was idle may send this many seconds of its prefill rate at once."""
@@ -62,12 +50,7 @@ _UNKNOWN_RETRY_S: Final = 0.1
 _MIN_RATE: Final = 0.1
 _MIN_SWEEP: Final = 64
 
-Entry = tuple[Job, Sink]
-Finished = tuple[Job, Sink, Outcome]
-CountedJob = AppendJob | ForkJob | TruncateJob | GenerateJob | ForwardJob
-
-_PROMPT_JOBS: Final = (AppendJob, GenerateJob, ForwardJob)
-"""Jobs with prompts. A tuple, here and above: to test for a union of types takes five times as long."""
+Finished = tuple[Job[object], Sink, Outcome]
 
 
 @dataclass(slots=True)
@@ -75,7 +58,7 @@ class _Usage:
     """What one principal has let in and not finished, and the tokens by which it is ahead of its prefill rate."""
 
     num_jobs: int = 0
-    num_host_jobs: int = 0
+    num_host_calls: int = 0
     rows: int = 0
     debt: float = 0.0
     debt_at: float = 0.0
@@ -88,7 +71,7 @@ class _Usage:
 
     def is_idle(self, now: float) -> bool:
         """Whether forgetting it changes nothing."""
-        return not (self.num_jobs or self.num_host_jobs) and self.debt <= self.rate * (now - self.debt_at)
+        return not (self.num_jobs or self.num_host_calls) and self.debt <= self.rate * (now - self.debt_at)
 
 
 class Gate:
@@ -162,8 +145,8 @@ class Gate:
         with self._lock:
             now = self._clock()
             for job, sink in entries:
-                if not isinstance(job, COUNTED_JOBS):
-                    if isinstance(job, HOST_JOBS) and (full := self._enter_host(job.principal, now)) is not None:
+                if not isinstance(job, QueuedJob):
+                    if isinstance(job, HostCall) and (full := self._enter_host(job.principal, now)) is not None:
                         self._count_refused(job.principal, full.reason)
                         refused.append((job, sink, full))
                     continue
@@ -186,13 +169,13 @@ class Gate:
         with self._lock:
             now = self._clock()
             for job, _, outcome in finished:
-                if isinstance(job, COUNTED_JOBS) and (type(outcome) is AppendResult or _is_last(outcome)):
+                if isinstance(job, QueuedJob) and (type(outcome) is AppendResult or _is_last(outcome)):
                     num_jobs += 1
                     num_rows += self._leave(job, now)
                 elif isinstance(job, GenerateJob) and not job.has_begun:
                     self._begin(job, now)
-                elif isinstance(job, HOST_JOBS):
-                    self._usages[job.principal].num_host_jobs -= 1
+                elif isinstance(job, HostCall):
+                    self._usages[job.principal].num_host_calls -= 1
             self._num_jobs -= num_jobs
             if num_jobs:
                 self._finished_jobs.add(num_jobs, now)
@@ -217,11 +200,11 @@ class Gate:
 
     # ---- with the lock held -----------------------------------------------------------------------------------------
 
-    def _enter(self, job: CountedJob, now: float) -> ResourceExhausted | None:
+    def _enter(self, job: QueuedJob[object], now: float) -> ResourceExhausted | None:
         """Count one job in, or return why not."""
         usage = self._usage_of(job.principal, now)
         limits = self._limits_of(job.principal)
-        num_rows, num_tokens = _rows_of(job), _prefill_tokens(job)
+        num_rows, num_tokens = job.num_rows, job.num_prompt_tokens
         if num_tokens:
             usage.settle(limits.prefill_tokens_per_s, now)
         error = self._too_many_jobs(usage, now) or self._too_much(usage, limits, num_rows, num_tokens, now)
@@ -240,11 +223,11 @@ class Gate:
         own[reason] = own.get(reason, 0) + 1
 
     def _enter_host(self, principal: str, now: float) -> QueueFull | None:
-        """Count one host job in, or return why not."""
+        """Count one host call in, or return why not."""
         usage = self._usage_of(principal, now)
-        if usage.num_host_jobs >= MAX_HOST_JOBS:
-            return QueueFull(usage.num_host_jobs, MAX_HOST_JOBS)
-        usage.num_host_jobs += 1
+        if usage.num_host_calls >= MAX_HOST_CALLS:
+            return QueueFull(usage.num_host_calls, MAX_HOST_CALLS)
+        usage.num_host_calls += 1
         return None
 
     def _too_many_jobs(self, usage: _Usage, now: float) -> QueueFull | None:
@@ -270,9 +253,9 @@ class Gate:
             return QuotaExceeded("PREFILL_RATE", math.ceil(usage.debt), rate, owed_s)
         return None
 
-    def _leave(self, job: CountedJob, now: float) -> int:
+    def _leave(self, job: QueuedJob[object], now: float) -> int:
         """Count one job out; returns its rows."""
-        usage, num_rows = self._usages[job.principal], _rows_of(job)
+        usage, num_rows = self._usages[job.principal], job.num_rows
         usage.num_jobs -= 1
         usage.rows -= num_rows
         if not (isinstance(job, GenerateJob) and job.has_begun):
@@ -283,9 +266,9 @@ class Gate:
         """The prompt of a Generate has been run: from here on it is a row for each branch, however long it goes on."""
         usage = self._usages[job.principal]
         _refund(usage, job, now)
-        usage.rows -= _rows_of(job)
+        usage.rows -= job.num_rows
         job.has_begun = True
-        usage.rows += _rows_of(job)
+        usage.rows += job.num_rows
 
     def _usage_of(self, principal: str, now: float) -> _Usage:
         if principal != self._last_principal:
@@ -323,30 +306,11 @@ class _Rate:
         return min(max(amount / rate, _MIN_RETRY_S), _MAX_RETRY_S) if rate > _MIN_RATE else _UNKNOWN_RETRY_S
 
 
-def _refund(usage: _Usage, job: CountedJob, now: float) -> None:
+def _refund(usage: _Usage, job: QueuedJob[object], now: float) -> None:
     """Give back what was charged for prompt tokens that were not run."""
-    if usage.debt and isinstance(job, _PROMPT_JOBS):
+    if usage.debt and job.num_prompt_tokens:
         usage.settle(usage.rate, now)
-        usage.debt = max(0.0, usage.debt - max(0, _prefill_tokens(job) - job.rows_run))
-
-
-def _rows_of(job: CountedJob) -> int:
-    """Rows that the job may need; a query is one, a fork none, and each branch of a Generate has one in each step."""
-    if isinstance(job, AppendJob):
-        return max(1, len(job.token_ids))
-    if isinstance(job, GenerateJob):
-        return job.num_branches + (0 if job.has_begun else len(job.token_ids))
-    return len(job.token_ids) if isinstance(job, ForwardJob) else 0
-
-
-def _prefill_tokens(job: CountedJob) -> int:
-    """Tokens that count for the prefill rate: of new sequences and of appends of more than one. Drafts do not."""
-    if not isinstance(job, _PROMPT_JOBS) or (job.handle is not None and len(job.token_ids) == 1):
-        return 0
-    if isinstance(job, AppendJob) and job.drafts is not None:
-        num_certain = len(job.token_ids) - job.drafts.count
-        return num_certain if num_certain > 1 else 0
-    return len(job.token_ids)
+        usage.debt = max(0.0, usage.debt - max(0, job.num_prompt_tokens - job.rows_run))
 
 
 def _is_last(outcome: Outcome) -> bool:

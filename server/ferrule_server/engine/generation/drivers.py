@@ -23,11 +23,12 @@ from collections.abc import Callable, Collection
 from typing import Protocol
 
 from ferrule_server.engine.appends.lanes import Lanes
-from ferrule_server.engine.appends.running import LaneJob, RunningAppend
+from ferrule_server.engine.appends.running import RunningAppend
 from ferrule_server.engine.faults import fault
 from ferrule_server.engine.jobs import (
     GenerateJob,
     Job,
+    LaneJob,
     Outcome,
     OutputRequest,
     Sink,
@@ -46,7 +47,7 @@ class Driver(Protocol):
     """One stream job on its way, between two frames."""
 
     @property
-    def job(self) -> StreamJob:
+    def job(self) -> StreamJob[object]:
         """What is asked."""
         ...
 
@@ -64,7 +65,7 @@ class Driver(Protocol):
         """Enter the first append; leases are judged at ``at`` on the store's clock."""
         ...
 
-    def take(self, branch: int, job: LaneJob, outcome: Outcome, /) -> None:
+    def take(self, branch: int, job: LaneJob[object], outcome: Outcome, /) -> None:
         """Take what came of an append or a fork, and enter what comes next."""
         ...
 
@@ -95,7 +96,7 @@ class DriverSink:
         self.branch = branch
         self.spent: RunningAppend | None = None
 
-    def deliver(self, job: Job, outcome: Outcome) -> None:
+    def deliver(self, job: Job[object], outcome: Outcome) -> None:
         """Hand the outcome to the driver."""
         self.driver.take(self.branch, job, outcome)  # type: ignore[arg-type]  # drivers enter no other jobs
 
@@ -126,7 +127,7 @@ class Drivers:
         *,
         check_loop: Callable[[GenerateJob, bytes], None],
         release: Callable[[Handle, str], object],
-        finish: Callable[[Job, Sink, Outcome], None],
+        finish: Callable[[Job[object], Sink, Outcome], None],
     ) -> None:
         self.check_loop = check_loop
         self.release = release
@@ -138,7 +139,7 @@ class Drivers:
         self._active: dict[Driver, None] = {}
         self._parked: dict[Driver, set[str]] = {}
         self._touched: dict[Driver, None] = {}
-        self._outcomes: deque[tuple[DriverSink, LaneJob, Outcome]] = deque()
+        self._outcomes: deque[tuple[DriverSink, LaneJob[object], Outcome]] = deque()
         self._ended: set[str] = set()
         self._is_woken = False
 
@@ -164,7 +165,7 @@ class Drivers:
         driver.begin(at)
         self._active[driver] = None
 
-    def collect(self, job: LaneJob, sink: DriverSink, outcome: Outcome) -> None:
+    def collect(self, job: LaneJob[object], sink: DriverSink, outcome: Outcome) -> None:
         """Keep what came of an append or a fork for the next turn."""
         self._outcomes.append((sink, job, outcome))
 
@@ -199,7 +200,7 @@ class Drivers:
 
     # ---- for drivers ------------------------------------------------------------------------------------------------
 
-    def enter(self, job: LaneJob, sink: DriverSink, at: float | None = None) -> None:
+    def enter(self, job: LaneJob[object], sink: DriverSink, at: float | None = None) -> None:
         """Enter an append or a fork; a refusal is handed back like any outcome."""
         try:
             self._lanes.enter(job, sink, self._store.now() if at is None else at)
@@ -240,7 +241,7 @@ class Drivers:
         except FerruleError:  # it has ended before anybody was parked on it
             self.sequence_ended(handle_id)
 
-    def seed_for(self, job: StreamJob) -> int | None:
+    def seed_for(self, job: StreamJob[object]) -> int | None:
         """Return what the job draws with: its own seed, or a new one; None where nothing is drawn.
 
         With a request_id a new one is the same for the same request, so that a repeated one draws the same tokens: a

@@ -14,13 +14,13 @@ from collections.abc import Collection
 import numpy as np
 import numpy.typing as npt
 
-from ferrule_server.engine.appends.running import LaneJob
 from ferrule_server.engine.generation.drivers import Drivers, DriverSink, Why, seeded
 from ferrule_server.engine.jobs import (
     AppendJob,
     AppendResult,
     ForwardFrame,
     ForwardJob,
+    LaneJob,
     Outcome,
     OutputRequest,
     Pooling,
@@ -60,7 +60,7 @@ class ForwardPass:
         """Enter the first chunk."""
         self._enter(at, self.job.submitted_ns)
 
-    def take(self, _: int, job: LaneJob, outcome: Outcome, /) -> None:
+    def take(self, _: int, job: LaneJob[object], outcome: Outcome, /) -> None:
         """Take the rows of a chunk, or an error, and go on."""
         self._drivers.touch(self)
         assert isinstance(job, AppendJob)

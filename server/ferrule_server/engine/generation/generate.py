@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ferrule_server.engine.appends.creations import FORK, loop_of, part_of
-from ferrule_server.engine.appends.running import LaneJob
 from ferrule_server.engine.generation.drivers import Drivers, DriverSink, Why, seeded
 from ferrule_server.engine.generation.stops import StopCheck
 from ferrule_server.engine.jobs import (
@@ -32,6 +31,7 @@ from ferrule_server.engine.jobs import (
     ForkResult,
     GenerateFrame,
     GenerateJob,
+    LaneJob,
     Outcome,
     OutputRequest,
     Sink,
@@ -135,7 +135,7 @@ class Generation:
         self._num_in_flight = 1
         self._drivers.enter(self._first, branch.sink, at)
 
-    def take(self, branch: int, job: LaneJob, outcome: Outcome) -> None:
+    def take(self, branch: int, job: LaneJob[object], outcome: Outcome) -> None:
         """Take a token, the forks, or an error, and go on."""
         self._drivers.touch(self)
         self._num_in_flight -= isinstance(job, AppendJob)
@@ -192,7 +192,7 @@ class Generation:
 
     # ---- tokens -----------------------------------------------------------------------------------------------------
 
-    def _draw(self, branch: _Branch, job: LaneJob, result: AppendResult) -> None:
+    def _draw(self, branch: _Branch, job: LaneJob[object], result: AppendResult) -> None:
         """A token was drawn behind what was appended."""
         (row,) = result.rows
         assert row.token is not None, "a Generate chooses tokens"
@@ -291,7 +291,7 @@ class Generation:
 
     # ---- ends -------------------------------------------------------------------------------------------------------
 
-    def _refuse(self, branch: _Branch, job: LaneJob, error: FerruleError) -> None:
+    def _refuse(self, branch: _Branch, job: LaneJob[object], error: FerruleError) -> None:
         """An append or the fork failed: before the first frame that is the call's own, later the branch's."""
         if job is self._first or job is self._fork:
             self._fail(error)
@@ -357,6 +357,6 @@ def _branches_of(job: GenerateJob, driver: Generation, seed: int | None) -> list
     return branches
 
 
-def _is_at_tip(job: LaneJob, result: AppendResult) -> bool:
+def _is_at_tip(job: LaneJob[object], result: AppendResult) -> bool:
     """Whether the append was the sequence's last, so that nothing committed lies before the branch any more."""
     return isinstance(job, AppendJob) and bool(job.token_ids) and not result.replayed

@@ -13,16 +13,6 @@ from ferrule_server.engine.metrics.histogram import HistogramReading
 from ferrule_server.kv.metrics import KvMetrics
 
 
-@dataclass(eq=False, slots=True)
-class ViewJob:
-    """Look at the server between two steps, with at most so many sequences and principals."""
-
-    principal: str
-    max_sequences: int = 256
-    max_principals: int = 64
-    submitted_ns: int = 0
-
-
 @dataclass(slots=True)
 class SequenceSeen:
     """One live sequence. Not frozen: a thousand are made on the engine thread at a time.

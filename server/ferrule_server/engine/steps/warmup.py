@@ -66,7 +66,9 @@ class Warmup:
         finish: Takes the outcome of each job, once.
     """
 
-    def __init__(self, executor: Executor, max_step_rows: int, finish: Callable[[Job, Sink, Outcome], None]) -> None:
+    def __init__(
+        self, executor: Executor, max_step_rows: int, finish: Callable[[Job[object], Sink, Outcome], None]
+    ) -> None:
         self._executor = executor
         self._pipelined = executor if isinstance(executor, PipelinedExecutor) else None
         self._way = self._current_way()

@@ -1,4 +1,11 @@
-"""Jobs that touch no device: fork, truncate, reserve, keep-alive, info, list. Run on the engine thread."""
+"""Operations on sequences that touch no device: fork, truncate, reserve, keep-alive, describe, list.
+
+All of them judge leases at the moment ``at`` on the store's clock, at which the job arrived, and raise:
+
+    HandleUnknown, HandleExpired, EpochChanged, WrongInstance   The handle names nothing here.
+    HandleStale, TruncateBeyond, InvalidRequest                 It does, but the request does not fit it.
+    ContextExceeded, ExceedsPool, QuotaExceeded, BlocksExhausted  There is no room; nothing changed.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +17,9 @@ from ferrule_server.engine.jobs import (
     CacheInfo,
     ForkJob,
     ForkResult,
-    InfoJob,
-    KeepAliveJob,
-    KeepAliveResult,
     Lease,
-    ListJob,
     ListResult,
-    ReserveJob,
-    Result,
+    SlotsWanted,
     TruncateJob,
     TruncateResult,
 )
@@ -27,12 +29,10 @@ from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.sequence import Sequence
 from ferrule_server.kv.store import KvStore, SlotRequest, SlotReservation
 
-HostJob = ForkJob | TruncateJob | ReserveJob | KeepAliveJob | InfoJob | ListJob
-
 
 @dataclass(frozen=True, slots=True)
-class HostJobs:
-    """Carries out host jobs on one store.
+class Caches:
+    """Operations on the sequences of one store.
 
     Args:
         store: The sequences; called from the engine thread only.
@@ -45,28 +45,6 @@ class HostJobs:
     bytes_per_block: int
     max_fork_count: int
     num_pending: Callable[[Sequence], int]
-
-    def run(self, job: HostJob, at: float) -> Result:
-        """Carry out one job that arrived at ``at`` on the store's clock: the moment its leases are judged at.
-
-        Raises:
-            HandleUnknown, HandleExpired, EpochChanged, WrongInstance: The handle names nothing here.
-            HandleStale, TruncateBeyond, InvalidRequest: It does, but the request does not fit it.
-            ContextExceeded, ExceedsPool, QuotaExceeded, BlocksExhausted: There is no room; nothing changed.
-        """
-        match job:
-            case ForkJob():
-                return self._fork(job, at)
-            case TruncateJob():
-                return self._truncate(job, at)
-            case ReserveJob():
-                return self._reserve(job, at)
-            case KeepAliveJob():
-                return KeepAliveResult(tuple(self._renew(job, handle, at) for handle in job.handles))
-            case InfoJob():
-                return self._info(job, at)
-            case ListJob():
-                return self._list(job)
 
     def repeat_fork(self, job: ForkJob, handles: tuple[Handle, ...], at: float) -> ForkResult:
         """Answer a fork again, with the handles that it made, and renew the leases of those that live, as they are.
@@ -85,7 +63,8 @@ class HostJobs:
             raise gone[0]
         return ForkResult(handles, min(granted), replayed=True)
 
-    def _fork(self, job: ForkJob, at: float) -> ForkResult:
+    def fork(self, job: ForkJob, at: float) -> ForkResult:
+        """Make new sequences that share the first tokens of one."""
         if not 1 <= job.count <= self.max_fork_count:
             raise InvalidRequest("count", f"{job.count} is outside [1, {self.max_fork_count}]", count=job.count)
         sequence = self.store.resolve(job.handle, job.principal, at)
@@ -95,24 +74,27 @@ class HostJobs:
         branches = self.store.fork(sequence, job.length, job.count, job.ttl_s)
         return ForkResult(tuple(self.store.handle_at(branch) for branch in branches), branches[0].ttl_s)
 
-    def _truncate(self, job: TruncateJob, at: float) -> TruncateResult:
+    def truncate(self, job: TruncateJob, at: float) -> TruncateResult:
+        """Shorten a sequence."""
         sequence = self.store.resolve(job.handle, job.principal, at)
         freed_blocks = self.store.truncate(sequence, job.handle, job.new_length)
         return TruncateResult(self.store.handle_at(sequence), freed_blocks)
 
-    def _reserve(self, job: ReserveJob, at: float) -> SlotReservation:
-        requests = [SlotRequest(self.store.resolve(each.handle, job.principal, at), *each[1:]) for each in job.wanted]
-        return self.store.reserve_slots(requests)
+    def reserve(self, principal: str, wanted: tuple[SlotsWanted, ...], at: float) -> SlotReservation:
+        """Reserve room for sequences, all or nothing."""
+        return self.store.reserve_slots(
+            [SlotRequest(self.store.resolve(each.handle, principal, at), *each[1:]) for each in wanted]
+        )
 
-    def _renew(self, job: KeepAliveJob, handle: Handle, at: float) -> Lease | FerruleError:
-        try:
-            granted = self.store.renew(self.store.resolve(handle, job.principal, at), job.ttl_s)
-        except FerruleError as error:
-            return error
-        return Lease(granted, granted)
+    def keep_alive(
+        self, principal: str, handles: tuple[Handle, ...], ttl_s: float | None, at: float
+    ) -> tuple[Lease | FerruleError, ...]:
+        """Renew leases; a handle that names nothing fails alone."""
+        return tuple(self._renew(principal, handle, ttl_s, at) for handle in handles)
 
-    def _info(self, job: InfoJob, at: float) -> CacheInfo:
-        sequence = self.store.resolve(job.handle, job.principal, at)
+    def describe(self, principal: str, handle: Handle, at: float, with_token_ids: bool) -> CacheInfo:
+        """Describe a sequence in full, and renew its lease."""
+        sequence = self.store.resolve(handle, principal, at)
         self.store.renew(sequence)
         block_ids, token_ids = tuple(sequence.block_ids), sequence.token_ids
         return dataclasses.replace(
@@ -120,14 +102,22 @@ class HostJobs:
             tip=self.store.handle_at(sequence),
             block_ids=block_ids,
             block_refcounts=tuple(map(self.store.pool.refcount, block_ids)),
-            token_ids=tuple(token_ids) if job.with_token_ids else None,
+            token_ids=tuple(token_ids) if with_token_ids else None,
         )
 
-    def _list(self, job: ListJob) -> ListResult:
-        sequences = self.store.sequences_of(job.principal, job.after_handle_id, job.limit + 1)
-        page = tuple(self._describe(sequence) for sequence in sequences[: job.limit])
-        next_after = page[-1].handle_id if len(sequences) > job.limit else ""
-        return ListResult(page, next_after, self.store.num_sequences_of(job.principal))
+    def list_page(self, principal: str, after_handle_id: str, limit: int) -> ListResult:
+        """List sequences of a principal in order of handle_id."""
+        sequences = self.store.sequences_of(principal, after_handle_id, limit + 1)
+        page = tuple(self._describe(sequence) for sequence in sequences[:limit])
+        next_after = page[-1].handle_id if len(sequences) > limit else ""
+        return ListResult(page, next_after, self.store.num_sequences_of(principal))
+
+    def _renew(self, principal: str, handle: Handle, ttl_s: float | None, at: float) -> Lease | FerruleError:
+        try:
+            granted = self.store.renew(self.store.resolve(handle, principal, at), ttl_s)
+        except FerruleError as error:
+            return error
+        return Lease(granted, granted)
 
     def _describe(self, sequence: Sequence) -> CacheInfo:
         """Describe a sequence in a time that does not grow with its length: a page has a thousand of them."""

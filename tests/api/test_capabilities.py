@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import grpc
 import pytest
@@ -18,6 +20,8 @@ from ferrule.v1 import (
     types_pb2,
 )
 from ferrule_server.config import ServerConfig
+from ferrule_server.executor.base import ExecutorState
+from ferrule_server.executor.reference import PagedReferenceExecutor
 from ferrule_server.loading import create_executor
 from tests.api.harness import GREEDY, RunningServer, decode_item, read_status, refusal_of, refused
 
@@ -275,6 +279,41 @@ def test_limits_are_those_that_hold(server: Server, capabilities: info_pb2.Execu
     with refused() as refusals:
         server.prefill((1,) * (capabilities.max_sequence_length + 1), GREEDY)
     assert refusals[0].reason == "CONTEXT_EXCEEDED"
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "mechanism"),
+    [
+        (4, info_pb2.ATTENTION_MECHANISM_MULTI_HEAD),
+        (2, info_pb2.ATTENTION_MECHANISM_GROUPED_QUERY),
+        (1, info_pb2.ATTENTION_MECHANISM_MULTI_QUERY),
+    ],
+)
+def test_the_attention_is_that_of_the_model(num_kv_heads: int, mechanism: info_pb2.AttentionMechanism) -> None:
+    """By its query heads per head of K and V."""
+    executor = PagedReferenceExecutor(kv_memory_bytes=4 << 20, num_heads=4, num_kv_heads=num_kv_heads)
+    with RunningServer(executor=executor) as server:
+        served = server.stub.GetCapabilities(executor_pb2.GetCapabilitiesRequest()).capabilities
+        assert list(served.attention_mechanisms) == [info_pb2.ATTENTION_MECHANISM_PAGED, mechanism]
+
+
+def test_the_executor_is_the_one_that_serves() -> None:
+    """After a fallback it is not the one that was loaded."""
+    with RunningServer() as server:
+        serving = server.state.serving
+        assert serving is not None
+        server.state.serving = dataclasses.replace(serving, executor_state=lambda: ExecutorState("torch"))
+        served = server.stub.GetCapabilities(executor_pb2.GetCapabilitiesRequest()).capabilities
+        assert served.executor == "torch"
+
+
+def test_the_description_of_the_model_reads_no_file(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made on the event loop: /proc/cpuinfo has a page for each core."""
+    read: list[Path] = []
+    monkeypatch.setattr(Path, "read_text", lambda path, *_, **__: read.append(path) or "")
+    info = server.stub.GetModelInfo(executor_pb2.GetModelInfoRequest()).info
+    assert info.device_name
+    assert not read
 
 
 def test_hints_about_prefixes_change_no_answer(server: Server) -> None:

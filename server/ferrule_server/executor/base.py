@@ -293,7 +293,6 @@ class ExecutorInfo:
     bytes_per_block: int
     model: ModelDescription
     supported_dtypes: tuple[str, ...] = ("float32",)
-    attention_mechanisms: tuple[str, ...] = ("paged", "grouped-query")
     fallback_reason: str = ""
     device_name: str = ""
 

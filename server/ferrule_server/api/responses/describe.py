@@ -14,7 +14,7 @@ from ferrule_server.api.rpc.state import Phase, ServerState, Serving
 from ferrule_server.api.security.principal import Caller
 from ferrule_server.engine.masks import MaskRegistry
 from ferrule_server.engine.metrics.counters import EngineSnapshot, OwnFigures
-from ferrule_server.executor.base import ExecutorInfo, ExecutorState, MemoryPlan
+from ferrule_server.executor.base import ExecutorInfo, ExecutorState, MemoryPlan, ModelDescription
 from ferrule_server.kv.metrics import KvMetrics
 from ferrule_server.quotas import QuotaLimits
 
@@ -23,14 +23,6 @@ _DTYPES: Final = {
     "bfloat16": types_pb2.DATA_TYPE_BFLOAT16,
     "float16": types_pb2.DATA_TYPE_FLOAT16,
     "int8": types_pb2.DATA_TYPE_INT8,
-}
-_ATTENTION: Final = {
-    "multi-head": info_pb2.ATTENTION_MECHANISM_MULTI_HEAD,
-    "multi-query": info_pb2.ATTENTION_MECHANISM_MULTI_QUERY,
-    "grouped-query": info_pb2.ATTENTION_MECHANISM_GROUPED_QUERY,
-    "paged": info_pb2.ATTENTION_MECHANISM_PAGED,
-    "flash": info_pb2.ATTENTION_MECHANISM_FLASH,
-    "sliding-window": info_pb2.ATTENTION_MECHANISM_SLIDING_WINDOW,
 }
 _STEP_FIELDS: Final = (
     "last_step_time",
@@ -78,10 +70,10 @@ def model_info(serving: Serving) -> info_pb2.ModelInfo:
 
 def capabilities(serving: Serving, limits: ApiLimits, caller: info_pb2.CallerInfo) -> info_pb2.ExecutorCapabilities:
     """Return what this server serves. A flag that is left out here is false: the call answers FEATURE_UNSUPPORTED."""
-    info = serving.engine.info
+    info, state = serving.engine.info, serving.executor_state()
     return info_pb2.ExecutorCapabilities(
         caller=caller,
-        executor=info.name,
+        executor=info.name if state is None else state.name,
         max_batch_size=serving.max_step_rows,
         max_step_rows=serving.max_step_rows,
         max_sequence_length=info.model.max_context,
@@ -99,10 +91,10 @@ def capabilities(serving: Serving, limits: ApiLimits, caller: info_pb2.CallerInf
         min_ttl=_duration(limits.min_ttl_s),
         max_ttl=_duration(limits.max_ttl_s),
         default_ttl=_duration(min(limits.default_ttl_s, limits.max_ttl_s)),
-        attention_mechanisms=[_ATTENTION[name] for name in info.attention_mechanisms],
+        attention_mechanisms=[info_pb2.ATTENTION_MECHANISM_PAGED, _attention(info.model)],
         supported_dtypes=[_DTYPES[name] for name in info.supported_dtypes],
         supported_devices=[_device_type(info)],
-        memory_requirements=_memory_requirements(info, serving.executor_state()),
+        memory_requirements=_memory_requirements(info, state),
         max_draft_tokens=limits.max_draft_tokens,
         max_masks_per_request=limits.max_masks_per_request,
         max_logprob_token_ids=limits.max_logprob_token_ids,
@@ -367,10 +359,16 @@ def _device_type(info: ExecutorInfo) -> types_pb2.DeviceType:
 
 def _device_name(info: ExecutorInfo) -> str:
     """Return what the driver calls the device; for the processor what the system calls it."""
-    if info.device_name or info.device != "cpu":
-        return info.device_name or info.device
-    names = (line.partition(":")[2].strip() for line in _lines_of(_CPUINFO) if line.startswith("model name"))
-    return next(names, info.device)
+    return info.device_name or (_CPU_NAME if info.device == "cpu" else info.device)
+
+
+def _attention(model: ModelDescription) -> info_pb2.AttentionMechanism:
+    """Return how query heads share the heads of K and V."""
+    if model.num_kv_heads == model.num_heads:
+        return info_pb2.ATTENTION_MECHANISM_MULTI_HEAD
+    if model.num_kv_heads == 1:
+        return info_pb2.ATTENTION_MECHANISM_MULTI_QUERY
+    return info_pb2.ATTENTION_MECHANISM_GROUPED_QUERY
 
 
 def _lines_of(path: Path) -> list[str]:
@@ -378,6 +376,15 @@ def _lines_of(path: Path) -> list[str]:
         return path.read_text().splitlines()
     except OSError:
         return []
+
+
+def _read_cpu_name() -> str:
+    names = (line.partition(":")[2].strip() for line in _lines_of(_CPUINFO) if line.startswith("model name"))
+    return next(names, "cpu")
+
+
+_CPU_NAME: Final = _read_cpu_name()
+"""Read once, before the event loop runs: the file has a page for each core."""
 
 
 def _duration(seconds: float) -> Duration:

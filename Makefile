@@ -32,7 +32,7 @@ test-kernels: $(VENV)/.ok ## the long campaign of the GPU kernels; needs no GPU
 	@FERRULE_ALL_KERNELS=1 $(BIN)/python -m pytest -q --timeout=1800 -m "not gpu" tests/kernels/cuda tests/gpu
 
 test-gpu: $(VENV)/.ok ## kernels on a GPU: numerics, replays, bandwidth, sweep; without one, up to the driver (3 minutes)
-	@$(BIN)/python tests/gpu/run.py
+	@$(BIN)/python tools/gpu/run.py
 
 test-chaos: $(VENV)/.ok ## break things on purpose for about an hour; figures as JSON lines
 	@echo "cuts, kills, freezes, restarts, overload, hostile input: about an hour, a third of it churn (FERRULE_CHAOS_MINUTES)"

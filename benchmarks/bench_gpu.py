@@ -131,7 +131,7 @@ def _find_device(args: argparse.Namespace) -> tuple[Row | None, str | None]:
     from benchmarks.gpu.process import last_line, rows_in, run_limited
 
     out, log = args.output / "device.jsonl", args.output / "device.log"
-    run_limited([sys.executable, "-m", "tests.gpu.worker", '{"task": "device"}'], out, log, 120)
+    run_limited([sys.executable, "-m", "tools.gpu.worker", '{"task": "device"}'], out, log, 120)
     rows = rows_in(out)
     if rows and rows[0]["status"] == "ok":
         device = {**rows[0], "versions": _versions()}

@@ -196,7 +196,7 @@ def envoy_before(target: str) -> Iterator[tuple[str, str]]:
         Its address, and that of the port that passes bytes on unread.
     """
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from tests.stack.envoy import CONFIG, EnvoyProcess, free_ports
+    from tools.compose.envoy import CONFIG, EnvoyProcess, free_ports
 
     port, unread, nobody = int(target.rpartition(":")[2]), *free_ports(2)
     config = yaml.safe_load(CONFIG.read_text("utf-8"))

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from benchmarks.load import guarded
 from ferrule_client import Client, greedy
-from tests.api.web.browser import browsing
+from tools.browser import browsing
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "images"
 PRINCIPALS = {"agents": "", "evals": "", "search-team": "", "ops": " admin"}

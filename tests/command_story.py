@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Final
 
 from tests.commands import ROOT
-from tests.stack.stack import Stack
 from tests.stack.test_pages import arguments_of
+from tools.compose.stack import Stack
 
 BIN: Final = Path(sys.executable).parent
 DEMO: Final = ROOT / "server" / "ferrule_server" / "demo_model"

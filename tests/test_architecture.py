@@ -271,6 +271,15 @@ def test_arrow_in_its_direction_passes(module: str, source: str) -> None:
     assert violations(module, source) == []
 
 
+@pytest.mark.parametrize("folder", ["benchmarks", "tools"])
+def test_programs_import_no_tests(folder: str) -> None:
+    """Only the plugin that runs tests on a GPU knows them."""
+    files = [path for path in (ROOT / folder).rglob("*.py") if path != ROOT / "tools" / "gpu" / "plugin.py"]
+    imported = {path: [name for _, name in imports_of(path.read_text(encoding="utf-8"))] for path in files}
+    assert imported
+    assert [path for path, names in imported.items() if any(is_below(name, "tests") for name in names)] == []
+
+
 # ---- rooms ----------------------------------------------------------------------------------------------------------
 
 

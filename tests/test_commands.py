@@ -25,9 +25,9 @@ from ferrule_server.kernels.cuda.toolchain import cubins
 from tests.command_story import Story
 from tests.commands import PAGES, ROOT, Command, in_help, in_page, in_sentences
 from tests.conformance.test_clients_page import TOOLS
-from tests.stack.compose_file import ON_TOP, RECIPE, image_variables
 from tests.stack.test_pages import compose_commands
 from tests.tools import tool
+from tools.compose.compose_file import ON_TOP, RECIPE, image_variables
 
 ELSEWHERE: Final = {
     r"ferrule serve$": ("tests/conftest.py", '"serve"'),  # the server that the client commands go to

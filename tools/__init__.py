@@ -1,1 +1,8 @@
-"""Programs for the people who work on Ferrule; nothing here is packaged or imported by the server."""
+"""Programs for those who work on Ferrule. Nothing here is packaged, and the server and the client import none of it.
+
+code_lines.py    counts code lines, for the budget in tests/test_architecture.py
+cuda_simulator/  runs GPU kernels in Python, thread by thread, and finds races
+gpu/             tries the kernels on a GPU (make test-gpu)
+compose/         runs the compose stack without Docker
+browser.py       a headless Chromium, for the page's tests and pictures
+"""

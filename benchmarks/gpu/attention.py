@@ -12,10 +12,10 @@ import torch
 from benchmarks.gpu import models
 from benchmarks.gpu.timing import Row, summary
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
-from tests.gpu import measure
-from tests.gpu.attention_cases import BATCHES, CONTEXT
-from tests.gpu.cases import BLOCK_SIZE, cases_of
-from tests.gpu.gpu import Gpu
+from tools.gpu import measure
+from tools.gpu.attention_cases import BATCHES, CONTEXT
+from tools.gpu.cases import BLOCK_SIZE, cases_of
+from tools.gpu.gpu import Gpu
 
 _WORKSPACE_BYTES = 128 << 20
 

@@ -22,9 +22,9 @@ from ferrule_server.kernels.cuda.intrinsics import (
 )
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.toolchain.driver import Launch
-from tests.gpu import measure, worker
-from tests.gpu.gpu import Call, Gpu
-from tests.gpu.probes import CEILINGS
+from tools.gpu import measure, worker
+from tools.gpu.gpu import Call, Gpu
+from tools.gpu.probes import CEILINGS
 
 _NODES = (64, 256)
 _LAUNCHES = 1000

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import IO
 
 from benchmarks.load import guarded
-from tests.stack.envoy import EnvoyProcess
+from tools.compose.envoy import EnvoyProcess
 
 
 class GuardedEnvoy(EnvoyProcess):

@@ -310,7 +310,12 @@ def test_the_executor_is_the_one_that_serves() -> None:
 def test_the_description_of_the_model_reads_no_file(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is made on the event loop: /proc/cpuinfo has a page for each core."""
     read: list[Path] = []
-    monkeypatch.setattr(Path, "read_text", lambda path, *_, **__: read.append(path) or "")
+
+    def noting(path: Path, *_: object, **__: object) -> str:
+        read.append(path)
+        return ""
+
+    monkeypatch.setattr(Path, "read_text", noting)
     info = server.stub.GetModelInfo(executor_pb2.GetModelInfoRequest()).info
     assert info.device_name
     assert not read

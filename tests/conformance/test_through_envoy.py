@@ -12,7 +12,7 @@ from ferrule.v1 import executor_pb2, executor_pb2_grpc
 from tests.conformance.languages import EXAMPLES, Missing
 from tests.conformance.servers import Servers
 from tests.conformance.test_languages import COMMANDS, absent, said
-from tests.stack.envoy import EnvoyProcess
+from tools.compose.envoy import EnvoyProcess
 
 INSTANCES = ("ferrule-a", "ferrule-b")
 RUNS = 4

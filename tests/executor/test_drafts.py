@@ -255,8 +255,8 @@ def test_one_number_never_serves_two_draws(is_batched: bool, monkeypatch: pytest
         used.append((seed, position, purpose))
         return uniform(seed, position, purpose)
 
-    for module in ("drafts", "sampling", "device_laws"):
-        monkeypatch.setattr(f"ferrule_server.executor.{module}.uniform", spy)
+    for module in ("drafts", "selection", "device_laws"):
+        monkeypatch.setattr(f"ferrule_server.executor.sampling.{module}.uniform", spy)
     sample = SampleSpec(seed=11)
     specs = [OutputSpec(sample=sample, draft=DraftSpec(i % VOCAB)) for i in range(20)]
     outputs = choose_rows(np.stack([ROW] * 21), [*specs, OutputSpec(sample=sample)], is_batched=is_batched)

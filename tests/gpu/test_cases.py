@@ -17,11 +17,11 @@ from torch import Tensor
 
 from ferrule_server.kernels.cuda.spec import ModelShape
 from ferrule_server.kernels.cuda.toolchain.sources import parameters
-from tests.gpu import attention_cases, cases, measure, run, worker
-from tests.gpu.cases import Case, Instance
-from tests.gpu.gpu import Call
-from tests.kernels.cuda.simulator import Launch, Memory
-from tests.kernels.cuda.simulator import run as simulate
+from tools.cuda_simulator import Launch, Memory
+from tools.cuda_simulator import run as simulate
+from tools.gpu import attention_cases, cases, measure, run, worker
+from tools.gpu.cases import Case, Instance
+from tools.gpu.gpu import Call
 
 SHAPE = ModelShape(
     hidden_size=128,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.gpu.device_memory import DeviceMemory
-from tests.gpu.gpu import Gpu
+from tools.gpu.device_memory import DeviceMemory
+from tools.gpu.gpu import Gpu
 
 
 def test_allocations_become_what_they_were(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.toolchain.bundle import write_bundle
 from ferrule_server.kernels.cuda.toolchain.compile import Cubin
 from ferrule_server.kernels.cuda.toolchain.sources import source_key
-from tests.gpu import run
-from tests.gpu.device_memory import DeviceMemory
-from tests.gpu.gpu import Gpu
+from tools.gpu import run
+from tools.gpu.device_memory import DeviceMemory
+from tools.gpu.gpu import Gpu
 
 RUN = Path(run.__file__)
 

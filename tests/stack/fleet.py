@@ -13,8 +13,8 @@ from typing import ClassVar, Final, Protocol
 
 from ferrule_client import Cache, Client, ExecutorError, Status, greedy, no_output
 from tests.chaos.server_process import ServerProcess, wait_for
-from tests.stack.envoy import EnvoyProcess, get
-from tests.stack.stack import Stack
+from tools.compose.envoy import EnvoyProcess, get
+from tools.compose.stack import Stack
 
 A, B = NAMES = ("ferrule-a", "ferrule-b")
 SERVER: Final = (

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from ferrule_client import Client, ExecutorError, TlsConfig
-from tests.stack.compose_file import ROOT
-from tests.stack.stack import Stack
 from tests.tools import tool
+from tools.compose.compose_file import ROOT
+from tools.compose.stack import Stack
 
 SCRIPT = ROOT / "deploy" / "make_certificates.sh"
 AT_ONCE = {"FERRULE_EXECUTOR": "paged-reference", "FERRULE_MODEL": None}

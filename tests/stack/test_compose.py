@@ -15,7 +15,7 @@ import pytest
 from ferrule_server.arguments import unknown_variables
 from ferrule_server.config import ServerConfig, parse_config
 from ferrule_server.errors import ConfigError
-from tests.stack.compose_file import ON_TOP, PLAIN, ROOT, image_variables, load, started, variables_of
+from tools.compose.compose_file import ON_TOP, PLAIN, ROOT, image_variables, load, started, variables_of
 
 SERVERS = ("ferrule", "ferrule-gpu", "ferrule-a", "ferrule-b")
 WAYS = [(), *((path,) for path in ON_TOP)]

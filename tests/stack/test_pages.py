@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.stack.compose_file import ON_TOP, PLAIN, ROOT, load, started
 from tests.tools import tool
+from tools.compose.compose_file import ON_TOP, PLAIN, ROOT, load, started
 
 PAGE = (ROOT / "docs" / "operations.md").read_text()
 SOURCES = [PLAIN, *ON_TOP, ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "deploy" / "Dockerfile"]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.stack.compose_file import ROOT
 from tests.tools import tool
+from tools.compose.compose_file import ROOT
 
 DEPLOY = ROOT / "deploy"
 RULES: list[dict[str, Any]] = [

@@ -38,8 +38,8 @@ from ferrule_client._convert import handle_to_message
 from ferrule_client._status import error_from_call
 from ferrule_client.aio import AsyncClient
 from tests.chaos.raw_clients import open_channel
-from tests.stack.envoy import CONFIG, EnvoyProcess, validate
 from tests.stack.fleet import NAMES, A, B, ComposedFleet, Fleet, OwnFleet, Worker, connect, owner, status_of
+from tools.compose.envoy import CONFIG, EnvoyProcess, validate
 
 pytestmark = pytest.mark.timeout(120)
 

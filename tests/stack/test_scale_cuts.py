@@ -22,7 +22,7 @@ from tests.chaos.library_clients import LibraryStreamAppender, LibraryUnaryAppen
 from tests.chaos.raw_clients import Appender, Breaks, Session, run_session
 from tests.chaos.server_process import ServerProcess
 from tests.chaos.side_by_side import run_side_by_side
-from tests.stack.envoy import EnvoyProcess
+from tools.compose.envoy import EnvoyProcess
 
 NAMES = ("ferrule-a", "ferrule-b")
 SERVER = ("--executor", "paged-reference", "--kv-memory", "32MiB", "--log-level", "error", "--drain-grace", "0s")

@@ -16,7 +16,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from tests.chaos.raw_clients import open_channel
-from tests.stack.envoy import EnvoyProcess, free_ports
+from tools.compose.envoy import EnvoyProcess, free_ports
 
 CODES = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
 PREFILL = "/ferrule.v1.ModelExecutorService/Prefill"

@@ -12,7 +12,7 @@ from pathlib import Path
 from ferrule_client import Client, ExecutorError, greedy
 from tests.chaos.server_process import wait_for
 from tests.commands import in_page
-from tests.stack.envoy import CONFIG, ROOT, free_ports
+from tools.compose.envoy import CONFIG, ROOT, free_ports
 
 BIN = Path(sys.executable).parent
 

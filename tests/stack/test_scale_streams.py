@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.serve import server_options
 from tests.api.harness import RunningServer
-from tests.stack.envoy import CONFIG, EnvoyProcess
+from tools.compose.envoy import CONFIG, EnvoyProcess
 
 NUM_STREAMS = 256
 """Calls at once on a connection to Envoy."""

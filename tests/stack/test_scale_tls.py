@@ -16,9 +16,9 @@ import yaml
 from ferrule_client import AuthError, Client, TlsConfig, UnavailableError, greedy
 from tests.api.certificates import Authority
 from tests.chaos.server_process import ServerProcess, wait_for
-from tests.stack.envoy import CONFIG, ROOT, EnvoyProcess, free_ports
-from tests.stack.stack import Stack
 from tests.tools import tool
+from tools.compose.envoy import CONFIG, ROOT, EnvoyProcess, free_ports
+from tools.compose.stack import Stack
 
 NAME = "ferrule.internal"
 TOKEN = "x" * 40

@@ -14,10 +14,11 @@ import pytest
 
 from ferrule_client import Cache, Client
 from ferrule_client._route import instance_of_id
-from tests.stack.compose_file import ROOT
 from tests.stack.promql import DASHBOARD, Prometheus, filled_in, panels
-from tests.stack.stack import Stack
 from tests.stack.traffic import traffic
+from tests.tools import tool
+from tools.compose.compose_file import ROOT
+from tools.compose.stack import Stack
 
 SMALL = {"KV_MEMORY": "64MiB"}
 PANELS = sorted(set(panels()))
@@ -26,6 +27,7 @@ PANELS = sorted(set(panels()))
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Two servers behind Envoy, after a while of traffic that is not over, with a Prometheus that looks on."""
+    tool("prometheus")
     folder = tmp_path_factory.mktemp("stack")
     names, profiles = ("envoy", "grafana"), ("scale", "observe")
     with Stack(folder, names, profiles=profiles, environment=SMALL, scrape_interval="1s") as stack:

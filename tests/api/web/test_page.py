@@ -10,9 +10,9 @@ import pytest
 
 from ferrule_client import Client, no_output
 from tests.api.harness import RunningServer
-from tests.api.web.browser import Browser, browsing
 from tests.api.web.serving import serving_web
 from tests.tools import tool
+from tools.browser import Browser, browsing
 
 HANDLE_IDS = "[...document.querySelectorAll('#tree [data-handle-id]')].map((row) => row.dataset.handleId)"
 STATE = "document.getElementById('state').textContent"

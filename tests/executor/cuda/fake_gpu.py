@@ -31,8 +31,8 @@ from ferrule_server.kernels.cuda.toolchain.sources import parameters
 from tests.executor.cuda.fake_memory import FakeMemory
 from tests.executor.cuda.fake_stream import Copy, FakeLaunch, FakeStream, Faults, Mark, Replay, StandIn, TorchWork, Work
 from tests.executor.cuda.torch_recorder import recorded, watched
-from tests.gpu.gpu import CELLS
-from tests.kernels.cuda.toolchain.recorded_driver import RecordedDriver
+from tools.gpu.gpu import CELLS
+from tools.gpu.recorded_driver import RecordedDriver
 
 __all__ = ["CUBIN", "UNREAD", "Call", "FakeEvent", "FakeGpu", "FakeGraph", "FakeKernel", "FakeLaunch", "StandIn"]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tests.kernels.cuda.simulator.errors import OutOfBounds
-from tests.kernels.cuda.simulator.memory import Memory
+from tools.cuda_simulator.errors import OutOfBounds
+from tools.cuda_simulator.memory import Memory
 
 __all__ = ["FakeMemory"]
 

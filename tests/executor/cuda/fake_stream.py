@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ferrule_server.executor.cuda.gpu import GpuError, GpuLost
 from ferrule_server.kernels.cuda.spec import KernelSpec
-from tests.kernels.cuda import simulator
+from tools import cuda_simulator as simulator
 
 __all__ = ["Copy", "FakeLaunch", "FakeStream", "Faults", "Mark", "Replay", "StandIn", "TorchWork", "Work"]
 

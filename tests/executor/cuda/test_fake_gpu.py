@@ -14,8 +14,8 @@ from ferrule_server.executor.cuda.gpu import GpuError, GpuLost, Operation
 from ferrule_server.kernels.cuda.intrinsics import I32, Address, grid_wait, load_f32, store_f32, thread_id
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from tests.executor.cuda.fake_gpu import CUBIN, UNREAD, FakeGpu, FakeLaunch
-from tests.kernels.cuda import simulator
-from tests.kernels.cuda.simulator import Memory, ReadOnly
+from tools import cuda_simulator as simulator
+from tools.cuda_simulator import Memory, ReadOnly
 
 SIZE = 8
 

@@ -19,8 +19,8 @@ from ferrule_server.kernels.cuda.toolchain.compile import Cubin
 from ferrule_server.kernels.cuda.toolchain.driver import Device, DriverError, Launch
 from ferrule_server.kernels.cuda.toolchain.sources import parameters
 from tests.executor.cuda.recorded_cuda import POOL, STREAM, RecordedCuda
-from tests.gpu.gpu import CELLS
-from tests.kernels.cuda.toolchain.recorded_driver import LIBRARY, RecordedDriver
+from tools.gpu.gpu import CELLS
+from tools.gpu.recorded_driver import LIBRARY, RecordedDriver
 
 SPEC = copy_blocks.spec()
 CUBIN = Cubin("copy_blocks", "sm_90a", b"code", "", 32, 0, 0)

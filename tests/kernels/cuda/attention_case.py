@@ -12,7 +12,7 @@ from torch import Tensor
 from ferrule_server.kernels import reference
 from ferrule_server.kernels.cuda.append import rope_table
 from ferrule_server.kernels.cuda.work_list import WorkList, make_work_list
-from tests.kernels.cuda.simulator import Memory, to_bf16
+from tools.cuda_simulator import Memory, to_bf16
 
 __all__ = ["EPS", "LAYER", "Seq", "Shape", "Step", "bits", "pool_bytes", "set_pool_bytes"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.kernels.cuda.simulator import Memory
+from tools.cuda_simulator import Memory
 
 Bits = NDArray[np.uint16]
 POOL_BYTES = 100 << 30

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ferrule_server.kernels.cuda.specialise import Constant, Specialised, specialise
-from tests.kernels.cuda.simulator import Launch, Memory, run
+from tools.cuda_simulator import Launch, Memory, run
 
 __all__ = ["replay", "without_wrapping"]
 

@@ -21,7 +21,7 @@ from ferrule_server.kernels.cuda.intrinsics import (
 from ferrule_server.kernels.cuda.specialise import i32, registers
 from ferrule_server.model.config import Llama3Scaling, ModelConfig
 from ferrule_server.model.rope import inverse_frequencies
-from tests.kernels.cuda.simulator import Launch, Memory, PromiseBroken, from_bf16, run, to_bf16
+from tools.cuda_simulator import Launch, Memory, PromiseBroken, from_bf16, run, to_bf16
 
 SCALING = Llama3Scaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
 LOG2 = {64: 2, 128: 3}

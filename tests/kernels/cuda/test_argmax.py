@@ -22,7 +22,7 @@ from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
 from ferrule_server.kernels.cuda.specialise import Specialised
 from tests.kernels.cuda.mutation import check_mutants
 from tests.kernels.cuda.replay import replay, without_wrapping
-from tests.kernels.cuda.simulator import Launch, Memory
+from tools.cuda_simulator import Launch, Memory
 
 
 def _argmax(

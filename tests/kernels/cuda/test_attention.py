@@ -20,7 +20,7 @@ from ferrule_server.kernels.cuda.specialise import Constant, Specialised, specia
 from tests.kernels.cuda.attention_case import EPS, LAYER, Seq, Shape, Step, bits, pool_bytes
 from tests.kernels.cuda.mutation import check_mutants
 from tests.kernels.cuda.replay import replay
-from tests.kernels.cuda.simulator import Launch, Memory, from_bf16
+from tools.cuda_simulator import Launch, Memory, from_bf16
 
 Bits = NDArray[np.uint16]
 

@@ -20,7 +20,7 @@ from ferrule_server.kernels.cuda.specialise import Constant, Specialised
 from ferrule_server.kernels.cuda.work_list import WorkList, make_work_list
 from tests.kernels.cuda.attention_case import EPS, LAYER, Seq, Shape, Step, bits, pool_bytes
 from tests.kernels.cuda.mutation import check_mutants
-from tests.kernels.cuda.simulator import Launch, Memory, from_bf16, run
+from tools.cuda_simulator import Launch, Memory, from_bf16, run
 
 Bits = NDArray[np.uint16]
 

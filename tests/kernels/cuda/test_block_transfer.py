@@ -11,7 +11,7 @@ from ferrule_server.kernels.cuda.specialise import Constant, Specialised
 from tests.kernels.cuda.mutation import check_mutants
 from tests.kernels.cuda.padded_pool import POOL_BYTES, PaddedPool
 from tests.kernels.cuda.replay import replay
-from tests.kernels.cuda.simulator import Launch, Memory, run
+from tools.cuda_simulator import Launch, Memory, run
 
 POOL = PaddedPool(num_blocks=7, num_layers=3, num_kv_heads=1, block_size=16, head_dim=64)
 BLOCKS = (6, 1, 4)

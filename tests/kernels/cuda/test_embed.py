@@ -15,7 +15,7 @@ from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
 from ferrule_server.kernels.cuda.specialise import Specialised
 from tests.kernels.cuda.mutation import check_mutants
 from tests.kernels.cuda.replay import replay
-from tests.kernels.cuda.simulator import Launch, Memory, run
+from tools.cuda_simulator import Launch, Memory, run
 
 
 def _run(

@@ -15,7 +15,7 @@ from ferrule_server.kernels.cuda import gemm
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
 from ferrule_server.kernels.cuda.specialise import Constant, Specialised
 from tests.kernels.cuda.mutation import check_mutants
-from tests.kernels.cuda.simulator import Launch, Memory, from_bf16, run, to_bf16
+from tools.cuda_simulator import Launch, Memory, from_bf16, run, to_bf16
 
 SMALL: dict[str, Constant] = {
     "TILES": 1,

@@ -27,7 +27,7 @@ from ferrule_server.kernels.cuda.toolchain.compile import ARCHITECTURES, compile
 from ferrule_server.kernels.cuda.toolchain.sass import disassemble
 from tests.kernels.cuda.mutation import check_mutants
 from tests.kernels.cuda.replay import replay
-from tests.kernels.cuda.simulator import Launch, Memory, from_bf16, run
+from tools.cuda_simulator import Launch, Memory, from_bf16, run
 
 EPS = 1e-6
 

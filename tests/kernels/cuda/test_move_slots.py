@@ -21,7 +21,7 @@ from ferrule_server.kernels.cuda.specialise import Constant, Specialised
 from tests.kernels.cuda.mutation import check_mutants
 from tests.kernels.cuda.padded_pool import POOL_BYTES, Bits, PaddedPool
 from tests.kernels.cuda.replay import replay
-from tests.kernels.cuda.simulator import Launch, Memory, run
+from tools.cuda_simulator import Launch, Memory, run
 
 POOLS = {head_dim: PaddedPool(4, 2, 2, 16, head_dim) for head_dim in (64, 128)}
 PLANES = 4

@@ -14,7 +14,7 @@ from ferrule_server.kernels.cuda.intrinsics import (
     thread_id,
 )
 from tests.kernels.cuda.replay import replay, without_wrapping
-from tests.kernels.cuda.simulator import Launch, Memory
+from tools.cuda_simulator import Launch, Memory
 
 
 def first_to_come(ticket: Address, out: Address) -> None:

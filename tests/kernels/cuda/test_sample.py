@@ -54,7 +54,7 @@ from tests.kernels.cuda.logit_cases import (
 )
 from tests.kernels.cuda.mutation import check_mutants
 from tests.kernels.cuda.replay import replay, without_wrapping
-from tests.kernels.cuda.simulator import Launch, Memory, run
+from tools.cuda_simulator import Launch, Memory, run
 
 NEAR = 2e-6
 ONES = 0xFFFFFFFF

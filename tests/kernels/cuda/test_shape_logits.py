@@ -24,7 +24,7 @@ from ferrule_server.kernels.cuda.specialise import Constant, Specialised
 from tests.kernels.cuda.logit_cases import SLICE, THREADS, VOCABULARIES, WARPS, Rows, num_slices
 from tests.kernels.cuda.mutation import check_mutants
 from tests.kernels.cuda.replay import replay
-from tests.kernels.cuda.simulator import Launch, Memory, run
+from tools.cuda_simulator import Launch, Memory, run
 
 CONSTANTS: dict[str, Constant] = {"SLICE": SLICE, "WARPS": WARPS}
 Case = tuple[int, Shaping, Int32Array | None]

@@ -40,12 +40,12 @@ from ferrule_server.kernels.cuda.intrinsics import (
     warp_barrier,
 )
 from ferrule_server.kernels.cuda.specialise import i32, u32, unrolled
-from tests.kernels.cuda import simulator
 from tests.kernels.cuda.mutation import SurvivingMutants, check_mutants
-from tests.kernels.cuda.simulator import Launch, Memory, run
-from tests.kernels.cuda.simulator.shared import SHARED
-from tests.kernels.cuda.simulator.translate import BLOCKING
-from tests.kernels.cuda.simulator.twins import ATOMIC, GLOBAL
+from tools import cuda_simulator as simulator
+from tools.cuda_simulator import Launch, Memory, run
+from tools.cuda_simulator.shared import SHARED
+from tools.cuda_simulator.translate import BLOCKING
+from tools.cuda_simulator.twins import ATOMIC, GLOBAL
 
 NUM_THREADS = 64
 

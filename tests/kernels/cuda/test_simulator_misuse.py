@@ -24,8 +24,8 @@ from ferrule_server.kernels.cuda.intrinsics import (
     thread_id,
 )
 from ferrule_server.kernels.cuda.specialise import i32, u32
-from tests.kernels.cuda import simulator
-from tests.kernels.cuda.simulator import Launch, Memory, run
+from tools import cuda_simulator as simulator
+from tools.cuda_simulator import Launch, Memory, run
 
 
 def misuse(x: Address, y: Address, z: Address, *, HOW: str) -> None:  # noqa: N803
@@ -129,7 +129,7 @@ def misuse(x: Address, y: Address, z: Address, *, HOW: str) -> None:  # noqa: N8
 )
 def test_misuse_is_an_error_of_its_class(error: type[Exception], how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel, wrong in one way at a time."""
-    monkeypatch.setattr("tests.kernels.cuda.simulator.grid._MOST_TURNS", 10_000)
+    monkeypatch.setattr("tools.cuda_simulator.grid._MOST_TURNS", 10_000)
     _run("nothing")
     with pytest.raises(error) as caught:
         _run(how)
@@ -154,7 +154,7 @@ def test_what_did_not_arrive_is_not_said_to_be_where_it_was_before() -> None:
 
 def test_an_endless_loop_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernel, thread, file and a line of the loop."""
-    monkeypatch.setattr("tests.kernels.cuda.simulator.grid._MOST_TURNS", 10_000)
+    monkeypatch.setattr("tools.cuda_simulator.grid._MOST_TURNS", 10_000)
     line = line_of("while i >= 0:")
     message = r"misuse: no end after 10001 turns: thread \d+ of CTA \(0, 0\) is on line "
     with pytest.raises(simulator.Deadlock, match=rf"{message}{line} of test_simulator_misuse\.py"):

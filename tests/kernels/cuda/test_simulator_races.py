@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from tests.kernels.cuda.simulator import Memory, Race, Uninitialised
-from tests.kernels.cuda.simulator.clocks import Clocks, ThreadClock
-from tests.kernels.cuda.simulator.races import SHARED_BIT, check
-from tests.kernels.cuda.simulator.translate import Program, Site
-from tests.kernels.cuda.simulator.twins import SITE_BITS, size_of
+from tools.cuda_simulator import Memory, Race, Uninitialised
+from tools.cuda_simulator.clocks import Clocks, ThreadClock
+from tools.cuda_simulator.races import SHARED_BIT, check
+from tools.cuda_simulator.translate import Program, Site
+from tools.cuda_simulator.twins import SITE_BITS, size_of
 
 NUM_THREADS = 5
 NAMES = (

@@ -29,10 +29,10 @@ from ferrule_server.kernels.cuda.intrinsics import (
     thread_id,
 )
 from ferrule_server.kernels.cuda.specialise import Specialised, i32, unrolled
-from tests.kernels.cuda import simulator
 from tests.kernels.cuda.mutation import check_mutants
-from tests.kernels.cuda.simulator import Launch, Memory, from_bf16, run, to_bf16
-from tests.kernels.cuda.simulator.numbers import PURE
+from tools import cuda_simulator as simulator
+from tools.cuda_simulator import Launch, Memory, from_bf16, run, to_bf16
+from tools.cuda_simulator.numbers import PURE
 
 
 def multiply(a: Address, b: Address, c: Address, *, STEPS: int) -> None:  # noqa: N803

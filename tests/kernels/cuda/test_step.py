@@ -24,7 +24,7 @@ from ferrule_server.model.decoder import Decoder
 from ferrule_server.model.rope import inverse_frequencies
 from ferrule_server.model.weights import LayerWeights, ModelWeights
 from tests.kernels.cuda.padded_pool import PaddedPool
-from tests.kernels.cuda.simulator import Launch, Memory, run
+from tools.cuda_simulator import Launch, Memory, run
 
 NUM_LAYERS, HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, VOCAB = 2, 136, 200, 4, 2, 64, 101
 BLOCK_SIZE, NUM_BLOCKS, MAX_CONTEXT, NUM_CTAS = 16, 9, 256, 3

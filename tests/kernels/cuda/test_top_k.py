@@ -24,7 +24,7 @@ from ferrule_server.kernels.cuda.top_k import (
 from tests.kernels.cuda.logit_cases import DIGITS, SLICE, THREADS, VOCABULARIES, WARPS, Rows, awkward_rows, num_slices
 from tests.kernels.cuda.mutation import check_mutants
 from tests.kernels.cuda.replay import replay, without_wrapping
-from tests.kernels.cuda.simulator import Launch, Memory, run
+from tools.cuda_simulator import Launch, Memory, run
 
 K = 64
 OUTPUTS = ("top_ids", "top_logits")

@@ -19,7 +19,8 @@ import pytest
 
 from ferrule_server.kernels.cuda import block_transfer, copy_blocks, move_slots
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec
-from ferrule_server.kernels.cuda.toolchain import catalog, cubins, sources
+from ferrule_server.kernels.cuda.toolchain import build as cubins
+from ferrule_server.kernels.cuda.toolchain import catalog, sources
 from ferrule_server.kernels.cuda.toolchain.build import build, load_all
 from ferrule_server.kernels.cuda.toolchain.bundle import Bundle, BundleError, write_bundle
 from ferrule_server.kernels.cuda.toolchain.compile import ARCHITECTURES, CompileError, Cubin
@@ -348,7 +349,7 @@ def test_help_of_build_says_how_long_it_takes(capsys: pytest.CaptureFixture[str]
 
 def test_texts_agree_on_how_long_kernels_take() -> None:
     """One figure, wherever somebody looks it up."""
-    for path in ("docs/operations.md", "docs/kernels.md", "tests/gpu/run.py"):
+    for path in ("docs/operations.md", "docs/kernels.md", "tools/gpu/run.py"):
         text = " ".join((ROOT / path).read_text().split())
         assert BUILD_TIME.removeprefix("some ") in text or "{BUILD_TIME}" in text, path
 

@@ -19,7 +19,7 @@ from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec
 from ferrule_server.kernels.cuda.toolchain import driver as driver_module
 from ferrule_server.kernels.cuda.toolchain.compile import CompileError, Cubin, compile_spec, toolkit
 from ferrule_server.kernels.cuda.toolchain.driver import Device, DriverError, Function, NoDevice
-from tests.kernels.cuda.toolchain.recorded_driver import FUNCTION, LIBRARY, RecordedDriver, RecordedLaunch
+from tools.gpu.recorded_driver import FUNCTION, LIBRARY, RecordedDriver, RecordedLaunch
 
 KINDS = (ctypes.c_int64, ctypes.c_int32, ctypes.c_float)
 

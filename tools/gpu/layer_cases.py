@@ -10,9 +10,9 @@ from torch import Tensor
 from ferrule_server.kernels import reference
 from ferrule_server.kernels.cuda import attention, gemv
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
-from tests.gpu import attention_cases
-from tests.gpu.cases import EPS, Case, Instance, random_bf16, sizes, worst
-from tests.gpu.gpu import Call, Gpu
+from tools.gpu import attention_cases
+from tools.gpu.cases import EPS, Case, Instance, random_bf16, sizes, worst
+from tools.gpu.gpu import Call, Gpu
 
 ROLES = ("qkv", "o", "gate_up", "down")
 

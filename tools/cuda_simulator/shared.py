@@ -5,12 +5,12 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, NoReturn
 
-from tests.kernels.cuda.simulator.errors import Misaligned, OutOfBounds, PromiseBroken
-from tests.kernels.cuda.simulator.memory import F32, I32, PAGE_BITS, U32, U64
-from tests.kernels.cuda.simulator.twins import MASK32, MASK64, SITE_BITS, Twin, fault, open_page
+from tools.cuda_simulator.errors import Misaligned, OutOfBounds, PromiseBroken
+from tools.cuda_simulator.memory import F32, I32, PAGE_BITS, U32, U64
+from tools.cuda_simulator.twins import MASK32, MASK64, SITE_BITS, Twin, fault, open_page
 
 if TYPE_CHECKING:
-    from tests.kernels.cuda.simulator.grid import Thread
+    from tools.cuda_simulator.grid import Thread
 
 __all__ = ["SHARED"]
 

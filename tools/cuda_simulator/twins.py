@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
-from tests.kernels.cuda.simulator.errors import (
+from tools.cuda_simulator.errors import (
     Misaligned,
     OutOfBounds,
     PromiseBroken,
@@ -14,10 +14,10 @@ from tests.kernels.cuda.simulator.errors import (
     ReadOnly,
     WroteBeforeWait,
 )
-from tests.kernels.cuda.simulator.memory import F32, I32, PAGE_BITS, U16, U32, U64, Page
+from tools.cuda_simulator.memory import F32, I32, PAGE_BITS, U16, U32, U64, Page
 
 if TYPE_CHECKING:
-    from tests.kernels.cuda.simulator.grid import Thread
+    from tools.cuda_simulator.grid import Thread
 
 __all__ = ["ATOMIC", "GLOBAL", "MASK32", "MASK64", "SITE_BITS", "Twin", "fault", "open_page", "size_of"]
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ferrule_server.kernels.cuda.specialise import Constant, Specialised, specialise
-from tests.kernels.cuda.simulator.grid import Grid
-from tests.kernels.cuda.simulator.memory import Memory
-from tests.kernels.cuda.simulator.numbers import f32
-from tests.kernels.cuda.simulator.translate import Program, translate
+from tools.cuda_simulator.grid import Grid
+from tools.cuda_simulator.memory import Memory
+from tools.cuda_simulator.numbers import f32
+from tools.cuda_simulator.translate import Program, translate
 
 __all__ = ["Launch", "run"]
 

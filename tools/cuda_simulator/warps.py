@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.kernels.cuda.simulator.errors import Divergence, PromiseBroken
+from tools.cuda_simulator.errors import Divergence, PromiseBroken
 
 __all__ = ["WARP_OPERATIONS"]
 

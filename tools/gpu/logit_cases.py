@@ -12,8 +12,8 @@ from torch import Tensor
 from ferrule_server.executor.base import SampleSpec, Shaping, TokenMask
 from ferrule_server.kernels.cuda import log_sum_exp, sample, shape_logits, top_k
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
-from tests.gpu.cases import Case, Instance, unequal, zeros
-from tests.gpu.gpu import Call, Gpu
+from tools.gpu.cases import Case, Instance, unequal, zeros
+from tools.gpu.gpu import Call, Gpu
 
 NUM_ROWS = 8
 TOP_K = 50

@@ -20,9 +20,9 @@ from ferrule_server.kernels.cuda.toolchain.compile import ARCHITECTURES, Compile
 from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache
 from ferrule_server.kernels.cuda.toolchain.progress import progress_bar, size
 from ferrule_server.kernels.cuda.toolchain.sources import source_key
-from tests.gpu.device_memory import spec_of
-from tests.gpu.run import OPS, launching_tests
-from tests.gpu.worker import every_spec
+from tools.gpu.device_memory import spec_of
+from tools.gpu.run import OPS, launching_tests
+from tools.gpu.worker import every_spec
 
 _TESTS = Path("tests", "kernels", "cuda")
 
@@ -68,7 +68,7 @@ def _specs_of_tests(ops: list[str]) -> list[KernelSpec]:
         files = [str(_TESTS / f"{name}.py") for name in compress(launching_tests(), is_wanted)]
         if not files:
             return []
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.gpu.plugin", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "tools.gpu.plugin", "-p", "no:cacheprovider"]
         print(f"pytest runs {len(files)} files of tests in the simulator, to note what they launch:", flush=True)
         subprocess.run([*command, "-m", "not slow", "--gpu-record", str(record), *files], check=True)
         lines = record.read_text().splitlines()

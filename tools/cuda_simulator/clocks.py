@@ -28,7 +28,7 @@ class ThreadClock:
 
     Attributes:
         index: Of the thread in its launch.
-        codes: The thread's accesses so far; see :mod:`tests.kernels.cuda.simulator.races`.
+        codes: The thread's accesses so far; see :mod:`tools.cuda_simulator.races`.
         now: Number of the current segment, from 1.
         base: Index of the current vector.
         released: Segment and vector at the last fence.

@@ -23,7 +23,7 @@ from ferrule_server.kernels.cuda import (
     move_slots,
 )
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
-from tests.gpu.gpu import Call, Gpu
+from tools.gpu.gpu import Call, Gpu
 
 EPS = 1e-6
 BLOCK_SIZE = 16
@@ -503,7 +503,7 @@ def _copy_blocks_cases(shape: ModelShape, specs: Sequence[KernelSpec] | None) ->
 
 def cases_of(op: str, shape: ModelShape, specs: Sequence[KernelSpec] | None = None) -> list[Case]:
     """Return the cases of one op, with the default kernels or with others that are to be compared."""
-    from tests.gpu import attention_cases, layer_cases, logit_cases
+    from tools.gpu import attention_cases, layer_cases, logit_cases
 
     simple: dict[str, Callable[[], Iterable[Case]]] = {
         "gemv": lambda: linear_cases(shape, specs or gemv.specs(shape)),

@@ -19,8 +19,8 @@ from torch import Tensor
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.specialise import Constant
 from ferrule_server.kernels.cuda.toolchain.sources import parameters
-from tests.gpu.gpu import Call, Gpu
-from tests.kernels.cuda.simulator.launch import Launch
+from tools.cuda_simulator.launch import Launch
+from tools.gpu.gpu import Call, Gpu
 
 GUARD_BYTES = 1 << 16
 GUARD = 0x5A

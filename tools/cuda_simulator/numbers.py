@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.kernels.cuda.simulator.errors import PromiseBroken
+from tools.cuda_simulator.errors import PromiseBroken
 
 __all__ = ["BF16", "PURE", "from_bf16", "to_bf16"]
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.gpu.cases import Case, Instance
-from tests.gpu.gpu import Gpu
+from tools.gpu.cases import Case, Instance
+from tools.gpu.gpu import Gpu
 
 COLD_BYTES = 256 << 20
 """What the instances of a case hold together, several times the L2: each finds its data in memory."""

@@ -25,8 +25,7 @@ from typing import Any, Final, Self
 
 import yaml
 
-from tests.stack.compose_file import PLAIN, RECIPE, ROOT, image_variables, load, started, variables_of
-from tests.tools import tool
+from tools.compose.compose_file import PLAIN, RECIPE, ROOT, image_variables, load, started, variables_of
 
 NO_PROGRAM: Final = ("grafana/grafana",)
 """Images whose program cannot be had here."""
@@ -208,7 +207,7 @@ class Stack:
             assert found is not None
             program, *arguments = json.loads(found[1])
             return [str(_BIN / program), *arguments]
-        return [tool("prometheus")] if image == "prom/prometheus" else []
+        return ["prometheus"] if image == "prom/prometheus" else []
 
     def _environment(self, name: str) -> dict[str, str]:
         """Return the variables of a container: those of its image and its service, and a home."""

@@ -1,6 +1,6 @@
 """One piece of the run in a process of its own: what hangs or loses the context takes nothing else with it.
 
-    python -m tests.gpu.worker '{"task": "kernels", "op": "gemv", "shape": "Qwen3-8B", ...}'
+    python -m tools.gpu.worker '{"task": "kernels", "op": "gemv", "shape": "Qwen3-8B", ...}'
 
 Every result is one line of JSON on standard output, as soon as there is one.
 """
@@ -23,10 +23,10 @@ from ferrule_server.kernels.cuda.toolchain import catalog
 from ferrule_server.kernels.cuda.toolchain.bundle import Bundle, BundleError
 from ferrule_server.kernels.cuda.toolchain.driver import Device, DriverError
 from ferrule_server.kernels.cuda.toolchain.sources import source_key
-from tests.gpu import layout, measure
-from tests.gpu.cases import Case, cases_of
-from tests.gpu.gpu import Call, Gpu
-from tests.gpu.probes import CEILINGS, read_blocks_spec
+from tools.gpu import layout, measure
+from tools.gpu.cases import Case, cases_of
+from tools.gpu.gpu import Call, Gpu
+from tools.gpu.probes import CEILINGS, read_blocks_spec
 
 Result = dict[str, Any]
 _CEILING_BYTES = 4 << 30

@@ -14,8 +14,8 @@ from torch import Tensor
 from ferrule_server.kernels import reference
 from ferrule_server.kernels.cuda import attention, attention_mma, partials, work_list
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
-from tests.gpu.cases import EPS, Case, Instance, random_bf16, worst, zeros
-from tests.gpu.gpu import Call, Gpu
+from tools.gpu.cases import EPS, Case, Instance, random_bf16, worst, zeros
+from tools.gpu.gpu import Call, Gpu
 
 CONTEXT = 2048
 BATCHES = (1, 8, 32)

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.kernels.cuda.simulator.clocks import Clocks, ThreadClock
-from tests.kernels.cuda.simulator.errors import Race, Uninitialised
-from tests.kernels.cuda.simulator.memory import Allocation, Memory
-from tests.kernels.cuda.simulator.translate import Program
-from tests.kernels.cuda.simulator.twins import SITE_BITS, size_of
+from tools.cuda_simulator.clocks import Clocks, ThreadClock
+from tools.cuda_simulator.errors import Race, Uninitialised
+from tools.cuda_simulator.memory import Allocation, Memory
+from tools.cuda_simulator.translate import Program
+from tools.cuda_simulator.twins import SITE_BITS, size_of
 
 __all__ = ["CTA_BITS", "SHARED_BIT", "check"]
 

@@ -6,12 +6,12 @@ import random
 from collections.abc import Generator
 from typing import Any
 
-from tests.kernels.cuda.simulator.clocks import Clocks, ThreadClock
-from tests.kernels.cuda.simulator.errors import Deadlock, Divergence, SimulationError, WaitMissing
-from tests.kernels.cuda.simulator.memory import PAGE_BITS, Memory, Page, views
-from tests.kernels.cuda.simulator.races import CTA_BITS, SHARED_BIT, check
-from tests.kernels.cuda.simulator.translate import Program
-from tests.kernels.cuda.simulator.warps import WARP_OPERATIONS
+from tools.cuda_simulator.clocks import Clocks, ThreadClock
+from tools.cuda_simulator.errors import Deadlock, Divergence, SimulationError, WaitMissing
+from tools.cuda_simulator.memory import PAGE_BITS, Memory, Page, views
+from tools.cuda_simulator.races import CTA_BITS, SHARED_BIT, check
+from tools.cuda_simulator.translate import Program
+from tools.cuda_simulator.warps import WARP_OPERATIONS
 
 __all__ = ["Cta", "Grid", "Thread"]
 

@@ -1,7 +1,7 @@
 """Everything that only a GPU can prove, in one command under ten minutes: a table on the screen, and JSON.
 
     make test-gpu
-    python3 tests/gpu/run.py [--shape Qwen3-8B] [--bundle kernels.bundle] [--output FOLDER]
+    python3 tools/gpu/run.py [--shape Qwen3-8B] [--bundle kernels.bundle] [--output FOLDER]
 
 Stages, each with its share of the time; every piece is a process of its own, so that one that hangs or breaks the
 context costs its own result only:
@@ -21,8 +21,8 @@ Without a GPU it says so and makes a dry run: buffers on the CPU, kernels compil
 the driver would be called; about three minutes the first time, and a count for each op (``--verbose``: a line for each
 case). From another machine, without numba-cuda and under other versions:
 
-    python3 tests/gpu/run.py --build-bundle kernels.bundle --architecture sm_90a      (here)
-    PYTHONPATH=server python3 tests/gpu/run.py --bundle kernels.bundle                (there)
+    python3 tools/gpu/run.py --build-bundle kernels.bundle --architecture sm_90a      (here)
+    PYTHONPATH=server python3 tools/gpu/run.py --bundle kernels.bundle                (there)
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Run:
 
     def work(self, stage: str, limit_s: float, **task: Any) -> list[Result]:
         """Run one worker and keep what it says; it is killed at its limit or the stage's."""
-        command = [sys.executable, "-m", "tests.gpu.worker", json.dumps({**self.task, "task": stage, **task})]
+        command = [sys.executable, "-m", "tools.gpu.worker", json.dumps({**self.task, "task": stage, **task})]
         subject = " ".join([stage, *([str(task["op"])] if "op" in task else [])])
         results = [{**task, **result} for result in self._lines(command, subject, limit_s)]
         self.results.setdefault(stage, []).extend(results)
@@ -265,7 +265,7 @@ def _check_bundle(run: Run, architecture: str) -> None:
     """Refuse a bundle that serves nothing of this run; say what it lacks."""
     run.deadline = time.monotonic() + 60
     task = json.dumps({**run.task, "task": "bundle", "ops": list(run.ops), "architecture": architecture})
-    results = list(run._lines([sys.executable, "-m", "tests.gpu.worker", task], "bundle", 60))
+    results = list(run._lines([sys.executable, "-m", "tools.gpu.worker", task], "bundle", 60))
     run.results["bundle"] = results
     for result in results:
         if "error" in result:
@@ -284,7 +284,7 @@ def _find_device(args: argparse.Namespace) -> tuple[Result, str | None]:
         print(f"dry run for {args.architecture}, as asked: {_DRY}", flush=True)
         return {"device": None}, args.architecture
     probe = Run({}, (), None, args.output, (), deadline=time.monotonic() + 60)
-    results = list(probe._lines([sys.executable, "-m", "tests.gpu.worker", '{"task": "device"}'], "device", 60))
+    results = list(probe._lines([sys.executable, "-m", "tools.gpu.worker", '{"task": "device"}'], "device", 60))
     if results and results[0]["status"] == "ok":
         print(f"device: {_line(results[0])}\nthis takes up to ten minutes", flush=True)
         return results[0], None
@@ -330,7 +330,7 @@ def _numerics(run: Run) -> None:
         options = ["--gpu-cache", run.task["cache"]]
         options += ["--gpu-bundle", run.task["bundle"]] if run.task["bundle"] else []
         options += ["--gpu-dry", run.dry] if run.dry else []
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.gpu.plugin", *_PLAIN_PYTEST]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "tools.gpu.plugin", *_PLAIN_PYTEST]
         command += ["-m", "not slow", "-r", "fE", *options, f"tests/kernels/cuda/{name}.py"]
         lines = run.process(command, f"numerics {name}", 60).strip().splitlines()
         ran = next((line for line in lines if line.startswith("gpu: ")), "gpu: 0 chains")
@@ -361,7 +361,7 @@ def _executor(run: Run) -> None:
 def launching_tests() -> list[str]:
     """Return the test modules of layer 1 that launch kernels."""
     paths = sorted((ROOT / "tests" / "kernels" / "cuda").glob("test_*.py"))
-    launching = [path.stem for path in paths if "cuda.simulator import" in path.read_text(encoding="utf-8")]
+    launching = [path.stem for path in paths if "cuda_simulator import" in path.read_text(encoding="utf-8")]
     return [name for name in launching if not name.startswith("test_simulator")]
 
 
@@ -374,7 +374,7 @@ def _test_files(run: Run) -> list[str]:
 def _tools(run: Run) -> None:
     """Run some ops under the tools of CUDA; an error that a sanitizer finds fails the run."""
     wanted = [op for op in ("copy_blocks", "attention", "gemm", "sample") if op in run.ops]
-    worker = [sys.executable, "-m", "tests.gpu.worker", json.dumps({**run.task, "task": "brief", "ops": wanted})]
+    worker = [sys.executable, "-m", "tools.gpu.worker", json.dumps({**run.task, "task": "brief", "ops": wanted})]
     tools = {
         "memcheck": ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", str(_TOOL_ERROR)],
         "racecheck": ["compute-sanitizer", "--tool", "racecheck", "--error-exitcode", str(_TOOL_ERROR)],
@@ -476,7 +476,7 @@ def _line(result: Result) -> str:
 
 def _build_bundle(args: argparse.Namespace) -> int:
     """Compile what a run needs, the kernels of the tests of layer 1 included, into one file."""
-    command = [sys.executable, "-m", "tests.gpu.build_bundle", "--output", str(args.build_bundle)]
+    command = [sys.executable, "-m", "tools.gpu.build_bundle", "--output", str(args.build_bundle)]
     command += ["--architecture", args.architecture, "--cache", str(args.cache), "--ops", *args.ops]
     command += ["--shape", args.shape or "Qwen3-8B"]
     return subprocess.run(command, cwd=ROOT, env=_environment(), check=False).returncode

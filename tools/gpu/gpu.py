@@ -16,7 +16,7 @@ from ferrule_server.kernels.cuda.toolchain.bundle import Bundle
 from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache
 from ferrule_server.kernels.cuda.toolchain.driver import Device, Function, Launch
 from ferrule_server.kernels.cuda.toolchain.sources import parameters
-from tests.kernels.cuda.toolchain.recorded_driver import RecordedDriver
+from tools.gpu.recorded_driver import RecordedDriver
 
 CELLS: dict[str, type[Any]] = {"Address": ctypes.c_int64, "I32": ctypes.c_int32, "F32": ctypes.c_float}
 _CAPABILITIES = {"sm_80": (8, 0), "sm_90a": (9, 0)}

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from ferrule_server.kernels.cuda.spec import ModelShape
-from tests.gpu.gpu import Call, Gpu
-from tests.gpu.measure import captured, time_us
-from tests.gpu.probes import read_blocks_spec
+from tools.gpu.gpu import Call, Gpu
+from tools.gpu.measure import captured, time_us
+from tools.gpu.probes import read_blocks_spec
 
 POOL_GIB = (8, 100)
 _BLOCK_SIZE = 16

@@ -22,7 +22,7 @@ rounding inside one expression, which is float64 (:mod:`rounding`); integers of 
 addresses or in a cast.
 """
 
-from tests.kernels.cuda.simulator.errors import (
+from tools.cuda_simulator.errors import (
     Deadlock,
     Divergence,
     Misaligned,
@@ -36,9 +36,9 @@ from tests.kernels.cuda.simulator.errors import (
     WaitMissing,
     WroteBeforeWait,
 )
-from tests.kernels.cuda.simulator.launch import Launch, run
-from tests.kernels.cuda.simulator.memory import Memory
-from tests.kernels.cuda.simulator.numbers import PURE, from_bf16, to_bf16
+from tools.cuda_simulator.launch import Launch, run
+from tools.cuda_simulator.memory import Memory
+from tools.cuda_simulator.numbers import PURE, from_bf16, to_bf16
 
 __all__ = [
     "Deadlock",

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from tests.kernels.cuda.simulator.errors import OutOfBounds
+from tools.cuda_simulator.errors import OutOfBounds
 
 __all__ = ["F32", "I32", "PAGE_BITS", "U16", "U32", "U64", "Allocation", "Memory", "Page", "views"]
 

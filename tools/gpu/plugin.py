@@ -1,7 +1,7 @@
 """A plugin of pytest that puts a GPU in the place of the simulator, or notes what the simulator runs.
 
-python -m pytest -p tests.gpu.plugin --gpu-cache FOLDER [--gpu-bundle FILE] [--gpu-dry sm_90a] tests/kernels/cuda/...
-python -m pytest -p tests.gpu.plugin --gpu-record FILE tests/kernels/cuda/...
+python -m pytest -p tools.gpu.plugin --gpu-cache FOLDER [--gpu-bundle FILE] [--gpu-dry sm_90a] tests/kernels/cuda/...
+python -m pytest -p tools.gpu.plugin --gpu-record FILE tests/kernels/cuda/...
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.cuda import simulator
-from tests.kernels.cuda.simulator.launch import Launch
+from tools import cuda_simulator as simulator
+from tools.cuda_simulator.launch import Launch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,8 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def _use_gpu(config: pytest.Config) -> None:
     import torch
 
-    from tests.gpu.device_memory import DeviceMemory, run_on_device
-    from tests.gpu.gpu import Gpu
+    from tools.gpu.device_memory import DeviceMemory, run_on_device
+    from tools.gpu.gpu import Gpu
 
     options = [config.getoption(name) for name in ("--gpu-cache", "--gpu-bundle", "--gpu-dry")]
     gpu = Gpu(*options)

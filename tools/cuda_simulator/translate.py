@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ferrule_server.kernels.cuda.specialise import Specialised
-from tests.kernels.cuda.simulator.numbers import BF16, PURE, f32
-from tests.kernels.cuda.simulator.rounding import Kinds
-from tests.kernels.cuda.simulator.shared import SHARED
-from tests.kernels.cuda.simulator.twins import ATOMIC, GLOBAL, SITE_BITS
+from tools.cuda_simulator.numbers import BF16, PURE, f32
+from tools.cuda_simulator.rounding import Kinds
+from tools.cuda_simulator.shared import SHARED
+from tools.cuda_simulator.twins import ATOMIC, GLOBAL, SITE_BITS
 
 __all__ = ["BLOCKING", "Program", "Site", "translate"]
 

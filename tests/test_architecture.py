@@ -135,7 +135,7 @@ MAX_FILES = 10
 """In each room of these packages."""
 MAX_FILE_LINES = 400
 """Code lines of a file."""
-LONGER_FILES = {"engine/engine.py": 450, "kernels/cuda/gemm.py": 460}
+LONGER_FILES = {"kernels/cuda/gemm.py": 460}
 BUDGET: dict[str, int] = {
     ".": 1750,
     "api": 380,
@@ -149,12 +149,12 @@ BUDGET: dict[str, int] = {
     "api/telemetry": 560,
     "api/texts": 240,
     "api/web": 590,
-    "engine": 1150,
+    "engine": 1040,
     "engine/appends": 1170,
     "engine/bridge": 370,
     "engine/generation": 680,
     "engine/metrics": 290,
-    "engine/steps": 800,
+    "engine/steps": 970,
     "executor": 560,
     "executor/cuda": 3050,
     "executor/sampling": 690,

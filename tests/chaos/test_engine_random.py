@@ -247,7 +247,7 @@ class Campaign:
             if not self.is_calm and self.random.random() < 0.01:
                 self.count["failed_runs"] += 1
                 self.executor.errors[len(self.executor.batches) + 1] = RuntimeError("chaos")
-            self.engine._step()
+            self.engine._stepper.step()
             self.engine._drivers.turn()
         self.engine._hand_over()
         self.executor.copied_blocks.clear()

@@ -26,8 +26,8 @@ from ferrule_server.engine.jobs import (
     Window,
 )
 from ferrule_server.engine.steps import lookahead
-from ferrule_server.engine.steps.batcher import Chunk
 from ferrule_server.engine.steps.lookahead import Lookahead
+from ferrule_server.engine.steps.stepper import Stepper
 from ferrule_server.errors import Draining, HandleLost
 from ferrule_server.executor.base import DeviceLost, OutputSpec, SampleSpec, Shaping
 from tests.chaos import test_engine_random
@@ -556,14 +556,12 @@ class GuessingEngine(Engine):
                 job.follow = Follow.LIKELY
         super().submit(entries)
 
-    def _are_all(self, chunks: list[Chunk]) -> bool:
-        return bool(chunks)
-
 
 def run_campaign(seed: int, num_jobs: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Run one campaign over a deferred executor, longer if by chance no guess has been wrong by its end."""
     caplog.set_level(logging.CRITICAL)  # what breaks on purpose is logged by the thousand
     monkeypatch.setattr(Lookahead, "_is_followed", lambda _, chunks: all(map(lookahead._is_token_of_generate, chunks)))
+    monkeypatch.setattr(Stepper, "_are_all", lambda _, chunks: bool(chunks))
     engines: list[GuessingEngine] = []
 
     def new_engine(executor: FakeExecutor, *args: Any, **kwargs: Any) -> Engine:  # as the class takes them

@@ -23,7 +23,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from itertools import islice
 
 from ferrule_server.engine.appends.admission import Admission
 from ferrule_server.engine.appends.caches import Caches
@@ -32,7 +31,6 @@ from ferrule_server.engine.appends.creations import Creations
 from ferrule_server.engine.appends.endings import Endings
 from ferrule_server.engine.appends.lanes import Lanes
 from ferrule_server.engine.appends.records import ReplayRecords
-from ferrule_server.engine.appends.running import RunningAppend
 from ferrule_server.engine.bridge.delivery import Delivery
 from ferrule_server.engine.bridge.gate import Finished, Gate
 from ferrule_server.engine.bridge.inbox import Inbox
@@ -57,14 +55,12 @@ from ferrule_server.engine.jobs import (
 from ferrule_server.engine.metrics.counters import EngineCounters, EngineSnapshot, OwnFigures
 from ferrule_server.engine.settings import EngineSettings
 from ferrule_server.engine.shares import Shares
-from ferrule_server.engine.steps.batcher import Batcher, Chunk
 from ferrule_server.engine.steps.gather import GatherWindow
-from ferrule_server.engine.steps.lookahead import Lookahead
-from ferrule_server.engine.steps.runner import StepOutcome, StepRunner
+from ferrule_server.engine.steps.stepper import Stepper
 from ferrule_server.engine.steps.warmup import Warmup
 from ferrule_server.engine.viewer import Tallies, Viewer
 from ferrule_server.errors import Cancelled, Draining, FerruleError, HandleLost
-from ferrule_server.executor.base import DeviceLost, Executor, PipelinedExecutor
+from ferrule_server.executor.base import DeviceLost, Executor
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.metrics import KvMetrics
 from ferrule_server.kv.sequence import Sequence
@@ -139,7 +135,6 @@ class Engine:
             failpoints=failpoints,
         )
         self._gather = GatherWindow(settings)
-        self._batcher = Batcher(settings.max_step_rows, settings.max_step_time_s)
         self._endings = Endings(store, self._lanes, self._gather.forget, self.counters, failpoints)
         self._drivers = Drivers(
             store,
@@ -149,19 +144,27 @@ class Engine:
             release=self._endings.release_one,
             finish=self._finish,
         )
-        self._endings.tell(
-            self._records.forget, self._batcher.forget, self._creations.end, self._drivers.sequence_ended
-        )
         self._warmup = Warmup(executor, settings.max_step_rows, self._finish)
-        self._steps = StepRunner(executor, self.counters, failpoints, logs_top_tokens=settings.debug_top_tokens)
-        self._lookahead: Lookahead | None = None
-        if isinstance(executor, PipelinedExecutor):
-            self._lookahead = Lookahead(executor, self._steps, store, self.counters)
-        self._commits = Commits(store, self._records, self._creations, self.counters, failpoints)
+        tallies = Tallies()
+        self._stepper = Stepper(
+            executor,
+            store,
+            settings,
+            self._lanes,
+            Commits(store, self._records, self._creations, self.counters, failpoints),
+            warmup=self._warmup,
+            gather=self._gather,
+            counters=self.counters,
+            shares=self._shares,
+            on_commit=tallies.add,
+            failpoints=failpoints,
+        )
+        self._endings.tell(
+            self._records.forget, self._stepper.forget, self._creations.end, self._drivers.sequence_ended
+        )
         self._gate = Gate(settings.max_waiting_jobs, limits_of)
         self._delivery = Delivery(post, self._gate)
-        self._tallies = Tallies()
-        viewer = Viewer(store, self._gate, self._tallies, self._num_pending, self.snapshot)
+        viewer = Viewer(store, self._gate, tallies, self._num_pending, self.snapshot)
         self._host = Host(caches, self._endings, viewer)
         self._is_stopping = False
         self._is_failed = False
@@ -247,7 +250,10 @@ class Engine:
     def _main(self) -> None:
         try:
             while not self._is_stopping:
-                self._round()
+                try:
+                    self._round()
+                except DeviceLost:
+                    self._lose_device()
         except Exception:  # noqa: BLE001 - whatever it is, the server must say that nothing runs any more
             _LOG.exception("the engine failed; it cannot go on")
             self._is_failed = True
@@ -262,14 +268,14 @@ class Engine:
         self._drivers.turn()
         self._hand_over()
         if self._lanes.running:
-            self._step()
+            self._stepper.step()
             self._drivers.turn()
             self.counters.timings.settle()
             self._hand_over()
-        if self._warmup.is_pending:
-            self._warm()
-        if self._lookahead is not None and not self._is_stopping:
-            self._tend(self._lookahead)
+        if self._stepper.warm():
+            self._hand_over()
+        if not self._is_stopping:
+            self._stepper.tend()
 
     def _take(self) -> None:
         """Carry out what is in the inbox; sleep for more only where nothing is to be run or handed over, or to gather.
@@ -305,8 +311,8 @@ class Engine:
         try:
             entries = self._inbox.next(patience_s)
         except queue.Empty:
-            if self._lookahead is not None and patience_s > 0.0 and not self._lanes.running:
-                self._lookahead.idle()
+            if patience_s > 0.0 and not self._lanes.running:
+                self._stepper.idle()
             return None
         self._is_stopping = self._is_stopping or entries is None
         return entries
@@ -315,12 +321,9 @@ class Engine:
         """Seconds to wait for the next job: none when rows are ready to run and all that is awaited is back."""
         if self._lanes.running:
             return self._gather.remaining_s(time.monotonic())
-        is_waiting = self._warmup.is_waiting
-        if self._delivery.finished or self._drivers.has_work or (self._warmup.is_pending and not is_waiting):
+        if self._delivery.finished or self._drivers.has_work or self._stepper.has_work:
             return 0.0
-        if self._lookahead is not None and self._lookahead.has_more:
-            return 0.0
-        most_s = _POLL_S if is_waiting else _IDLE_S
+        most_s = _POLL_S if self._warmup.is_waiting else _IDLE_S
         expiry_s = self._store.next_expiry()
         return most_s if expiry_s is None else min(most_s, max(0.001, expiry_s))
 
@@ -356,7 +359,7 @@ class Engine:
             lambda: self._drivers.end_all(lambda _: Draining()),
             lambda: self._warmup.end_all(Draining),
             self._answer_rest,
-            self._drop_lookahead,
+            self._stepper.close,
             self._executor.close,
         )
         for part in parts:
@@ -370,11 +373,6 @@ class Engine:
         with contextlib.suppress(RuntimeError):  # the event loop may be closed already: nobody waits any more
             self._hand_over()
             self._refuse_rest()
-
-    def _drop_lookahead(self) -> None:
-        if self._lookahead is not None:
-            with contextlib.suppress(Exception):  # whatever becomes of it, nobody waits for it
-                self._lookahead.drop()
 
     def _refuse_rest(self) -> None:
         """Answer what lies in the inbox of a closed engine. Whoever takes an entry out delivers it, so once each."""
@@ -430,127 +428,7 @@ class Engine:
             assert isinstance(job, ForwardJob)
             self._drivers.start(ForwardPass(job, sink, self._drivers), at)
 
-    # ---- one step ---------------------------------------------------------------------------------------------------
-
-    def _step(self) -> None:
-        """Run one step and commit what it finished. A failure ends only the appends that cause it."""
-        try:
-            chunks = self._plan()
-        except Exception:  # noqa: BLE001 - rather these all fail than the same again for ever
-            self._fail_all(fault("no step could be planned"))
-            return
-        if not chunks:
-            return
-        self.counters.timings.num_left_out = len(self._lanes.running) - len(chunks)
-        try:
-            outcome = self._run_chunks(chunks, is_alone=self._are_all(chunks))
-        except DeviceLost:
-            self._lose_device()
-        except Exception:  # noqa: BLE001 - the parts are run alone to find whose fault it is
-            self._run_apart(chunks)
-        else:
-            self._commit(chunks, outcome)
-
-    def _plan(self) -> list[Chunk]:
-        """Choose the rows of the next step. Who is cancelled by now leaves; from here on cancelling comes too late."""
-        if self._failpoints is not None:
-            self._failpoints.hit("before_schedule")
-        for run in [run for run in self._lanes.running if run.job.is_cancelled and run.is_abandoned]:
-            self._lanes.fail(run, Cancelled())
-        claimed = [] if self._lookahead is None else self._lookahead.claim(self._lanes.running)
-        return claimed or self._batcher.plan(self._lanes.running)
-
-    def _are_all(self, chunks: list[Chunk]) -> bool:
-        """Whether nobody waits for a step but those who have a part in this one."""
-        is_wanted = self._lanes.num_waiting or self._warmup.is_pending or self._settings.debug_top_tokens
-        return len(chunks) == len(self._lanes.running) and not is_wanted
-
-    def _run_chunks(self, chunks: list[Chunk], *, is_alone: bool = False) -> StepOutcome:
-        ahead = self._lookahead
-        outcome = self._steps.run(chunks) if ahead is None else ahead.run(chunks, is_alone=is_alone)
-        self._batcher.ran(chunks, outcome.elapsed_ns)
-        self._shares.add_service(_appends_by_principal(chunks), outcome.elapsed_ns)
-        return outcome
-
-    def _run_apart(self, chunks: list[Chunk]) -> None:
-        """Run each append of a failed step alone: only those that fail again are answered with ENGINE_FAULT."""
-        _LOG.exception("step failed rows=%d, running its %d parts alone", sum(c.num_rows for c in chunks), len(chunks))
-        for chunk in chunks:
-            try:
-                outcome = self._run_chunks([chunk])
-            except DeviceLost:
-                self._lose_device()
-                return
-            except Exception:  # noqa: BLE001 - a failing append must end alone
-                self._lanes.fail(chunk.run, fault("append failed"))
-            else:
-                self._commit([chunk], outcome)
-
-    def _commit(self, chunks: list[Chunk], outcome: StepOutcome) -> None:
-        """Give each append its rows; those that are complete are committed and leave."""
-        rows = iter(outcome.rows)
-        came: set[str] = set()
-        for chunk in chunks:
-            run, num_rows = chunk.run, chunk.num_rows
-            if num_rows == 1 == len(run.token_ids):
-                if run.specs:
-                    run.outputs.append(next(rows))
-            else:
-                run.outputs += islice(rows, run.num_outputs(num_rows))
-            run.cursor += num_rows
-            run.job.rows_run += num_rows
-            run.first_step_ns = run.first_step_ns or outcome.started_ns
-            run.run_ns += outcome.elapsed_ns
-            run.step_rows = outcome.num_rows
-            if run.cursor == len(run.token_ids):
-                came.add(self._complete(run))
-        came.discard("")
-        self._gather.open(came, outcome.elapsed_ns * 1e-9, time.monotonic())
-
-    def _complete(self, run: RunningAppend) -> str:
-        """Commit and answer an append whose rows have all been run; returns the cache_id it may come back with."""
-        try:
-            answer = self._commits.commit(run)
-            self._tallies.add(run)
-        except FerruleError as error:
-            self._lanes.fail(run, error)
-            return ""
-        except Exception:  # noqa: BLE001 - its neighbours have rows to commit
-            self._lanes.fail(run, fault("append could not be committed"))
-            return ""
-        is_awaited = not run.job.is_internal or bool(run.joined)
-        sink = run.sink
-        if isinstance(sink, DriverSink) and sink.spent is None and run.is_repeatable:
-            sink.spent = run
-        self._lanes.complete(run, answer)
-        return answer.handle.cache_id if is_awaited else ""
-
-    def _warm(self) -> None:
-        """Run one step of a warm-up: who is served waits for one at most."""
-        try:
-            if self._lookahead is not None:
-                self._lookahead.make_way()
-            self._warmup.run_one()
-        except DeviceLost:
-            self._lose_device()
-        self._hand_over()
-
-    def _tend(self, lookahead: Lookahead) -> None:
-        """Drop a step that nobody can claim any more, and let the executor prepare itself where nothing is pending."""
-        try:
-            if not self._lanes.running:
-                lookahead.drop()
-            lookahead.tend()
-        except DeviceLost:
-            self._lose_device()
-        except Exception:  # noqa: BLE001 - it goes on without what could not be prepared
-            fault("the executor could not be prepared")
-
     # ---- leaving ----------------------------------------------------------------------------------------------------
-
-    def _fail_all(self, error: FerruleError) -> None:
-        for run in list(self._lanes.running):
-            self._lanes.fail(run, error)
 
     def _num_pending(self, sequence: Sequence) -> int:
         return self._lanes.num_pending(sequence)
@@ -575,15 +453,6 @@ class Engine:
         self._records.clear()
         self._creations.clear()
         self._on_failure()
-
-
-def _appends_by_principal(chunks: list[Chunk]) -> dict[str, int]:
-    """Return how many appends have a part in a step, by whose they are."""
-    num_appends: dict[str, int] = {}
-    for chunk in chunks:
-        principal = chunk.run.job.principal
-        num_appends[principal] = num_appends.get(principal, 0) + 1
-    return num_appends
 
 
 def _lost(handle: Handle | None) -> HandleLost:

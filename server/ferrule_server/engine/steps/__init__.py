@@ -1,5 +1,6 @@
 """Steps: the rows that run together, and how they run.
 
+stepper.py     plans a step, runs it, commits it
 batcher.py     chooses the rows of a step and builds its arrays
 pace.py        limits prefill rows so that decodes are not delayed
 gather.py      waits briefly for decodes to come back, so that they share a step

@@ -1,0 +1,248 @@
+"""The stepper: one step from the appends in flight to committed tokens.
+
+    plan     which rows run                  batcher, or what lookahead has queued already
+    run      copies of shared blocks, then the executor                          runner, lookahead
+    commit   each append whose last row has run becomes part of its sequence     commits
+
+If a step fails, its appends are run one by one, so that only those that fail again are answered with an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from itertools import islice
+
+from ferrule_server.engine.appends.commits import Commits
+from ferrule_server.engine.appends.lanes import Lanes
+from ferrule_server.engine.appends.running import RunningAppend
+from ferrule_server.engine.failpoints import Failpoints
+from ferrule_server.engine.faults import fault
+from ferrule_server.engine.generation.drivers import DriverSink
+from ferrule_server.engine.metrics.counters import EngineCounters
+from ferrule_server.engine.settings import EngineSettings
+from ferrule_server.engine.shares import Shares
+from ferrule_server.engine.steps.batcher import Batcher, Chunk
+from ferrule_server.engine.steps.gather import GatherWindow
+from ferrule_server.engine.steps.lookahead import Lookahead
+from ferrule_server.engine.steps.runner import StepOutcome, StepRunner
+from ferrule_server.engine.steps.warmup import Warmup
+from ferrule_server.errors import Cancelled, FerruleError
+from ferrule_server.executor.base import DeviceLost, Executor, PipelinedExecutor
+from ferrule_server.kv.store import KvStore
+
+_LOG = logging.getLogger(__name__)
+
+
+class Stepper:
+    """Runs steps. Used on the engine thread.
+
+    Args:
+        executor: Runs the rows.
+        store: The sequences.
+        settings: Limits.
+        lanes: The appends in flight.
+        commits: Makes finished appends part of their sequences.
+        warmup: Steps that touch no sequence, between the others.
+        gather: Is told which sequences may come back with their next token.
+        counters: Counts steps.
+        shares: Is told for whom a step ran.
+        on_commit: Called with each append that has been committed.
+        failpoints: For tests.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        store: KvStore,
+        settings: EngineSettings,
+        lanes: Lanes,
+        commits: Commits,
+        *,
+        warmup: Warmup,
+        gather: GatherWindow,
+        counters: EngineCounters,
+        shares: Shares,
+        on_commit: Callable[[RunningAppend], object],
+        failpoints: Failpoints | None = None,
+    ) -> None:
+        self._lanes = lanes
+        self._commits = commits
+        self._warmup = warmup
+        self._gather = gather
+        self._counters = counters
+        self._shares = shares
+        self._on_commit = on_commit
+        self._failpoints = failpoints
+        self._is_debugging = settings.debug_top_tokens
+        self._batcher = Batcher(settings.max_step_rows, settings.max_step_time_s)
+        self._runner = StepRunner(executor, counters, failpoints, logs_top_tokens=settings.debug_top_tokens)
+        self._lookahead: Lookahead | None = None
+        if isinstance(executor, PipelinedExecutor):
+            self._lookahead = Lookahead(executor, self._runner, store, counters)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is something to warm up or to prepare now."""
+        is_due = self._warmup.is_pending and not self._warmup.is_waiting
+        return is_due or (self._lookahead is not None and self._lookahead.has_more)
+
+    def forget(self, handle_id: str) -> None:
+        """Forget a sequence that has ended."""
+        self._batcher.forget(handle_id)
+
+    def step(self) -> None:
+        """Run one step and commit what it has finished. A failure ends only the appends that cause it.
+
+        Raises:
+            DeviceLost: As the executor says.
+        """
+        try:
+            chunks = self._plan()
+        except Exception:  # noqa: BLE001 - rather these all fail than the same again for ever
+            error = fault("no step could be planned")
+            for run in list(self._lanes.running):
+                self._lanes.fail(run, error)
+            return
+        if not chunks:
+            return
+        self._counters.timings.num_left_out = len(self._lanes.running) - len(chunks)
+        try:
+            outcome = self._run(chunks, is_alone=self._are_all(chunks))
+        except DeviceLost:
+            raise
+        except Exception:  # noqa: BLE001 - the parts are run alone to find whose fault it is
+            self._run_apart(chunks)
+        else:
+            self._commit(chunks, outcome)
+
+    def warm(self) -> bool:
+        """Run one step of a warm-up, if there is one; return whether there was. Other steps wait for one at most.
+
+        Raises:
+            DeviceLost: As the executor says.
+        """
+        if not self._warmup.is_pending:
+            return False
+        if self._lookahead is not None:
+            self._lookahead.make_way()
+        self._warmup.run_one()
+        return True
+
+    def tend(self) -> None:
+        """Drop a queued step that nobody can claim any more, and let the executor prepare itself if none is queued.
+
+        Raises:
+            DeviceLost: As the executor says.
+        """
+        if self._lookahead is None:
+            return
+        try:
+            if not self._lanes.running:
+                self._lookahead.drop()
+            self._lookahead.tend()
+        except DeviceLost:
+            raise
+        except Exception:  # noqa: BLE001 - it goes on without what could not be prepared
+            fault("the executor could not be prepared")
+
+    def idle(self) -> None:
+        """Note that nothing is asked for at the moment: the executor may prepare itself."""
+        if self._lookahead is not None:
+            self._lookahead.idle()
+
+    def close(self) -> None:
+        """Drop what is queued; errors of it concern nobody any more."""
+        if self._lookahead is not None:
+            with contextlib.suppress(Exception):
+                self._lookahead.drop()
+
+    # ---- plan -------------------------------------------------------------------------------------------------------
+
+    def _plan(self) -> list[Chunk]:
+        """Choose the rows of the next step. Cancelled appends leave; afterwards cancelling comes too late."""
+        if self._failpoints is not None:
+            self._failpoints.hit("before_schedule")
+        for run in [run for run in self._lanes.running if run.job.is_cancelled and run.is_abandoned]:
+            self._lanes.fail(run, Cancelled())
+        claimed = [] if self._lookahead is None else self._lookahead.claim(self._lanes.running)
+        return claimed or self._batcher.plan(self._lanes.running)
+
+    def _are_all(self, chunks: list[Chunk]) -> bool:
+        """Whether nothing waits for a step besides the appends that have a part in this one."""
+        is_wanted = self._lanes.num_waiting or self._warmup.is_pending or self._is_debugging
+        return len(chunks) == len(self._lanes.running) and not is_wanted
+
+    # ---- run --------------------------------------------------------------------------------------------------------
+
+    def _run(self, chunks: list[Chunk], *, is_alone: bool = False) -> StepOutcome:
+        ahead = self._lookahead
+        outcome = self._runner.run(chunks) if ahead is None else ahead.run(chunks, is_alone=is_alone)
+        self._batcher.ran(chunks, outcome.elapsed_ns)
+        self._shares.add_service(_appends_by_principal(chunks), outcome.elapsed_ns)
+        return outcome
+
+    def _run_apart(self, chunks: list[Chunk]) -> None:
+        """Run each append of a failed step alone: only those that fail again are answered with ENGINE_FAULT."""
+        _LOG.exception("step failed rows=%d, running its %d parts alone", sum(c.num_rows for c in chunks), len(chunks))
+        for chunk in chunks:
+            try:
+                outcome = self._run([chunk])
+            except DeviceLost:
+                raise
+            except Exception:  # noqa: BLE001 - a failing append must end alone
+                self._lanes.fail(chunk.run, fault("append failed"))
+            else:
+                self._commit([chunk], outcome)
+
+    # ---- commit -----------------------------------------------------------------------------------------------------
+
+    def _commit(self, chunks: list[Chunk], outcome: StepOutcome) -> None:
+        """Give each append its rows; those that are complete are committed and leave."""
+        rows = iter(outcome.rows)
+        awaited: set[str] = set()
+        for chunk in chunks:
+            run, num_rows = chunk.run, chunk.num_rows
+            if num_rows == 1 == len(run.token_ids):
+                if run.specs:
+                    run.outputs.append(next(rows))
+            else:
+                run.outputs += islice(rows, run.num_outputs(num_rows))
+            run.cursor += num_rows
+            run.job.rows_run += num_rows
+            run.first_step_ns = run.first_step_ns or outcome.started_ns
+            run.run_ns += outcome.elapsed_ns
+            run.step_rows = outcome.num_rows
+            if run.cursor == len(run.token_ids):
+                awaited.add(self._complete(run))
+        awaited.discard("")
+        self._gather.open(awaited, outcome.elapsed_ns * 1e-9, time.monotonic())
+
+    def _complete(self, run: RunningAppend) -> str:
+        """Commit and answer an append whose rows have all been run; returns the cache_id it may come back with."""
+        try:
+            answer = self._commits.commit(run)
+            self._on_commit(run)
+        except FerruleError as error:
+            self._lanes.fail(run, error)
+            return ""
+        except Exception:  # noqa: BLE001 - its neighbours have rows to commit
+            self._lanes.fail(run, fault("append could not be committed"))
+            return ""
+        is_awaited = not run.job.is_internal or bool(run.joined)
+        sink = run.sink
+        if isinstance(sink, DriverSink) and sink.spent is None and run.is_repeatable:
+            sink.spent = run
+        self._lanes.complete(run, answer)
+        return answer.handle.cache_id if is_awaited else ""
+
+
+def _appends_by_principal(chunks: list[Chunk]) -> dict[str, int]:
+    """Return how many appends of each principal have a part in a step."""
+    num_appends: dict[str, int] = {}
+    for chunk in chunks:
+        principal = chunk.run.job.principal
+        num_appends[principal] = num_appends.get(principal, 0) + 1
+    return num_appends

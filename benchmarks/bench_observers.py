@@ -116,7 +116,7 @@ def us_per_item(tracer: Tracer, num_items: int) -> float:
     with Call(SERVICE, "StreamDecode", Context(), (tracer,)) as call:  # type: ignore[arg-type]
         begin = time.thread_time()
         for result in results:
-            call.ran(result)
+            call.record_step(result)
         return (time.thread_time() - begin) / num_items * 1e6
 
 

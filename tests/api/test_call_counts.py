@@ -27,7 +27,7 @@ def call_of(rpc: str, service: str = EXECUTOR) -> Call:
 def ended(counts: CallCounts, call: Call, code: grpc.StatusCode, reason: str = "", duration_ns: int = 0) -> None:
     """Begin and end a call."""
     counts.begin(call)
-    call.refused(code, reason)
+    call.record_refusal(code, reason)
     call.end_ns = call.begin_ns + max(1, duration_ns)
     counts.end(call)
 

@@ -122,7 +122,7 @@ def test_a_cohort_that_fits_is_one_step() -> None:
         runs = [cohort(decode(), number) for _ in range(20)] + [cohort(prompt(22), number) for _ in range(2)]
         chunks = each.plan(runs)
         assert sorted(rows_of(chunks)) == [1] * 20 + [22, 22]
-        each.ran(chunks, 10_000_000)
+        each.learn(chunks, 10_000_000)
     mixed = [decode(), *(cohort(decode(), 99) for _ in range(19)), cohort(prompt(44), 99)]
     assert sum(rows_of(each.plan(mixed))) < 64
     beside = [cohort(decode(), 99), cohort(prompt(20), 99), prompt(40, "other")]
@@ -138,7 +138,7 @@ def test_what_is_left_of_a_cohort_does_not_wait_for_its_own_decodes() -> None:
     chunks = each.plan(runs)
     assert sum(rows_of(chunks)) == 64
     left = advance(chunks, runs)
-    each.ran(chunks, 10_000_000)
+    each.learn(chunks, 10_000_000)
     assert rows_of(each.plan(left)) == [46]
     assert sum(rows_of(each.plan([replace(left[0], job=prompt(1).job)]))) < 46
 
@@ -265,7 +265,7 @@ def test_a_prompt_is_not_starved_by_decodes_that_fill_every_step() -> None:
     for _ in range(200):
         chunks = each.plan([*(decode() for _ in range(100)), waiting])
         assert sum(rows_of(chunks)) <= 64
-        each.ran(chunks, 10_000_000)
+        each.learn(chunks, 10_000_000)
         if not advance(chunks, [waiting]):
             break
     assert waiting.remaining == 0
@@ -275,7 +275,7 @@ def test_a_flood_of_short_prompts_is_a_flood_of_prompts() -> None:
     """New sequences are prefills however short they are, so they do not crowd out the decodes."""
     each = batcher(512)
     for _ in range(10):
-        each.ran(each.plan([decode()]), 10_000_000)
+        each.learn(each.plan([decode()]), 10_000_000)
     chunks = each.plan([decode("calm"), *(prompt(2, "flood") for _ in range(400))])
     assert chunks[0].run.job.principal == "calm"
     assert by_principal(chunks) == {"calm": 1, "flood": 16}
@@ -292,7 +292,7 @@ def test_prefills_are_held_back_only_while_somebody_decodes() -> None:
             chunks = each.plan(runs)
             step_ns = 10_000_000 + 50_000 * sum(chunk.num_rows for chunk in chunks if chunk.run is flood)
             clock.now_ns += step_ns
-            each.ran(chunks, step_ns)
+            each.learn(chunks, step_ns)
     calm.job.submitted_ns = clock.now_ns
     assert 180 <= by_principal(each.plan([calm, flood]))["flood"] <= 200
     assert by_principal(each.plan([flood]))["flood"] < 512
@@ -306,14 +306,14 @@ def test_prefills_alone_are_never_held_back() -> None:
     for _ in range(100):
         chunks = each.plan([prompt(10**6)])
         assert rows_of(chunks) == [512]
-        each.ran(chunks, 5 * 10**8)
+        each.learn(chunks, 5 * 10**8)
 
 
 def test_nobody_is_held_back_by_decodes_of_its_own() -> None:
     """A question behind an answer, and the next prompt after a release, are cut by the rows of a step alone."""
     each = batcher(512)
     for _ in range(10):
-        each.ran(each.plan([decode()]), 10_000_000)
+        each.learn(each.plan([decode()]), 10_000_000)
     assert rows_of(each.plan([running(1000, "me", SEQUENCE)])) == [512]
     assert rows_of(each.plan([prompt(1000)])) != [512]
     each.forget(SEQUENCE.handle_id)
@@ -332,7 +332,7 @@ def test_every_plan_makes_progress() -> None:
             assert len({id(chunk.run) for chunk in chunks}) == len(chunks)
             assert all(1 <= chunk.num_rows <= chunk.run.remaining for chunk in chunks)
             assert 1 <= sum(rows_of(chunks)) <= max_rows
-            each.ran(chunks, 1_000_000)
+            each.learn(chunks, 1_000_000)
             left = advance(chunks, left)
             num_steps += 1
             assert num_steps < 500

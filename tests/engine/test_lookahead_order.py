@@ -557,10 +557,16 @@ class GuessingEngine(Engine):
         super().submit(entries)
 
 
+def _are_all_tokens_of_generates(_: Lookahead, chunks: Any) -> bool:
+    return all(map(lookahead._is_token_of_generate, chunks))
+
+
 def run_campaign(seed: int, num_jobs: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Run one campaign over a deferred executor, longer if by chance no guess has been wrong by its end."""
     caplog.set_level(logging.CRITICAL)  # what breaks on purpose is logged by the thousand
-    monkeypatch.setattr(Lookahead, "_is_followed", lambda _, chunks: all(map(lookahead._is_token_of_generate, chunks)))
+    monkeypatch.setattr(
+        Lookahead, "_decide_follow", lambda _, chunks: all(map(lookahead._is_token_of_generate, chunks))
+    )
     monkeypatch.setattr(Stepper, "_are_all", lambda _, chunks: bool(chunks))
     engines: list[GuessingEngine] = []
 

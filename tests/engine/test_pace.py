@@ -38,7 +38,7 @@ class Machine:
         if floods:
             rows = min(512 - decode_rows, self.pace.prefill_rows(decode_rows, waited_s))
         step_s = self.cost(decode_rows, rows)
-        self.pace.ran(decode_rows, rows, step_s)
+        self.pace.learn(decode_rows, rows, step_s)
         self.rows.append(rows)
         self.step_s.append(step_s)
         return step_s
@@ -225,7 +225,7 @@ def test_tails_of_a_few_rows_teach_little() -> None:
         machine.step(4)
     usual = machine.rows[-1]
     for _ in range(20):
-        machine.pace.ran(4, 1, computing(4, 1) * rng.uniform(0.9, 1.1))
+        machine.pace.learn(4, 1, computing(4, 1) * rng.uniform(0.9, 1.1))
     limit = machine.pace.prefill_rows(4, 0.0)
     assert limit == 0 or limit >= usual / 4
 

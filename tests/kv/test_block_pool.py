@@ -106,7 +106,7 @@ def test_the_next_blocks_are_those_that_are_handed_out_next(count: int) -> None:
     other = mixed_pool()
     expected = [other.allocate(1)[0] for _ in range(min(count, 5))]
     pool = mixed_pool()
-    assert pool.next_blocks(count) == expected
+    assert pool.evict_next(count) == expected
     assert (pool.num_free, pool.num_evictions) == (5, max(0, min(count, 5) - 2))
     pool.check_integrity()
     assert [pool.allocate(1)[0] for _ in expected] == expected

@@ -173,7 +173,7 @@ class ApiServer:
         The process goes on. Asked again, the new grace takes the place of the one that runs; once it is over nothing
         opens the server again.
         """
-        self._grace.last(self._drain_grace_s if grace_s is None else grace_s)
+        self._grace.extend(self._drain_grace_s if grace_s is None else grace_s)
         _LOG.info("drain asked for live_sequences=%d grace_s=%.1f", self.state.num_sequences, self.grace_s)
         self._refuse_new()
         if self._closing is None:
@@ -181,7 +181,7 @@ class ApiServer:
 
     def ask_to_stop(self, grace_s: float | None) -> None:
         """Have whoever runs the server call :meth:`drain`; the grace takes the place of one that runs."""
-        self._grace.last(self._drain_grace_s if grace_s is None else grace_s)
+        self._grace.extend(self._drain_grace_s if grace_s is None else grace_s)
         self.asked_to_stop.set()
 
     async def drain(self, grace_s: float | None = None, *, has_failed: bool = False) -> None:
@@ -197,7 +197,7 @@ class ApiServer:
             has_failed: The device is lost.
         """
         if grace_s is not None:
-            self._grace.last(grace_s)
+            self._grace.extend(grace_s)
         if has_failed:
             self.state.phase = Phase.FAILED
             self._health.turn(health_pb2.HealthCheckResponse.NOT_SERVING)

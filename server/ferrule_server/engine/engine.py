@@ -159,7 +159,7 @@ class Engine:
             on_commit=tallies.add,
             failpoints=failpoints,
         )
-        self._endings.tell(
+        self._endings.subscribe(
             self._records.forget, self._stepper.forget, self._creations.end, self._drivers.sequence_ended
         )
         self._gate = Gate(settings.max_waiting_jobs, limits_of)
@@ -345,7 +345,7 @@ class Engine:
             return
         for handle_id in expired:
             self.counters.expired += 1
-            self._endings.ended(handle_id)
+            self._endings.notify(handle_id)
             _LOG.info("lease expired handle_id=%s", handle_id)
 
     def _hand_over(self) -> None:

@@ -130,7 +130,7 @@ class BlockPool:
             self._refcounts[block_id] = 1
         return block_ids
 
-    def next_blocks(self, count: int) -> list[int]:
+    def evict_next(self, count: int) -> list[int]:
         """Return the blocks that allocations of one block each would hand out next, in order; fewer if fewer are free.
 
         They are empty from now on: cached ones among them are evicted at once, which would happen then.

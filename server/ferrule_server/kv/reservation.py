@@ -254,7 +254,7 @@ class Reservations:
             else:
                 without.append(len(tables))
                 tables.append(None)
-        for index, block_id in zip(without, self._pool.next_blocks(len(without)), strict=False):
+        for index, block_id in zip(without, self._pool.evict_next(len(without)), strict=False):
             tables[index] = [*reservations[index].block_ids, block_id]
         return tables
 

@@ -107,7 +107,7 @@ async def run_job(engine: EngineApi, job: Job[_R]) -> _R:
     future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
     call = current_call()
     if call is not None:
-        call.asks(job)
+        call.record_job(job)
     engine.submit([(job, FutureSink(future))])
     try:
         outcome = await future
@@ -115,7 +115,7 @@ async def run_job(engine: EngineApi, job: Job[_R]) -> _R:
         cancel(job)
         raise
     if call is not None:
-        call.got(outcome)
+        call.record_outcome(outcome)
     if isinstance(outcome, FerruleError):
         raise outcome
     return cast("_R", outcome)
@@ -139,7 +139,7 @@ async def run_jobs(engine: EngineApi, jobs: Sequence[AppendJob]) -> list[Outcome
         raise
     call = current_call()
     if call is not None:
-        call.ran_all(outcomes.values())
+        call.record_outcomes(outcomes.values())
     return [outcomes[job] for job in jobs]
 
 
@@ -218,7 +218,7 @@ def abort(error: FerruleError) -> NoReturn:
     """End a call with the status of ``error``, and tell whoever watches the call."""
     call = current_call()
     if call is not None:
-        call.refused(code_of(error), reason_of(error), error.metadata.get("handle_id", ""))
+        call.record_refusal(code_of(error), reason_of(error), error.metadata.get("handle_id", ""))
     raise CallEnded(rpc_status.to_status(to_status(error)))
 
 
@@ -226,5 +226,5 @@ def end_with(status: grpc.Status) -> NoReturn:
     """End a call with a status that has no reason of ours, and tell its observers."""
     call = current_call()
     if call is not None:
-        call.refused(status.code, "")
+        call.record_refusal(status.code, "")
     raise CallEnded(status)

@@ -184,7 +184,7 @@ class _Guard:
         except FerruleError as error:
             take_turns(intake.turns, ANYBODY)
             await intake.refuse_in_turn(call.peer)
-            intake.strangers.refused(call.rpc, error, call.peer, call.trace_id)
+            intake.strangers.record(call.rpc, error, call.peer, call.trace_id)
             abort(error)
         enter(caller)
         take_turns(intake.turns, caller.principal)

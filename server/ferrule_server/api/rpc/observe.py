@@ -59,7 +59,7 @@ class Trace(Protocol):
     trace_id: str
     span_id: str
 
-    def ran(self, timing: StepTiming) -> None:
+    def record_step(self, timing: StepTiming) -> None:
         """Take note of what ran for the call."""
         ...
 
@@ -136,12 +136,12 @@ class Call:
             except Exception:  # noqa: BLE001  (as above)
                 _LOG.exception("observer failed rpc=%s", self.rpc)
 
-    def refused(self, code: grpc.StatusCode, reason: str, handle_id: str = "") -> None:
+    def record_refusal(self, code: grpc.StatusCode, reason: str, handle_id: str = "") -> None:
         """Take note of why the call is about to be aborted."""
         self.code, self.reason = code, reason
         self._handle_id = handle_id
 
-    def asks(self, job: Job[object]) -> None:
+    def record_job(self, job: Job[object]) -> None:
         """Take note of what the call asks of the engine, where it is one job."""
         handle: Handle | None = getattr(job, "handle", None)
         if handle is None:
@@ -149,23 +149,23 @@ class Call:
             handle = handles[0] if len(handles) == 1 else None
         self._handle = handle
 
-    def got(self, outcome: Outcome) -> None:
+    def record_outcome(self, outcome: Outcome) -> None:
         """Take note of what the engine answered to the one job."""
         if self._handle is None:
             self._handle = _made_by(outcome)
-        self.ran(outcome)
+        self.record_step(outcome)
 
-    def ran(self, outcome: Outcome) -> None:
+    def record_step(self, outcome: Outcome) -> None:
         """Take note of what the engine answered to one job of several."""
         timing: StepTiming | None = None if self.trace is None else getattr(outcome, "timing", None)
         if self.trace is not None and timing is not None and timing.started_ns and not _is_old(outcome):
-            self.trace.ran(timing)
+            self.trace.record_step(timing)
 
-    def ran_all(self, outcomes: Iterable[Outcome]) -> None:
+    def record_outcomes(self, outcomes: Iterable[Outcome]) -> None:
         """Take note of what the engine answered to many jobs, in any order."""
         if self.trace is not None:
             for outcome in sorted(outcomes, key=_started_ns):
-                self.ran(outcome)
+                self.record_step(outcome)
 
     @property
     def principal(self) -> str:

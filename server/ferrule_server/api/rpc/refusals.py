@@ -33,7 +33,7 @@ class StrangerLog:
         self._until_s = 0.0
         self._num_written = self._num_left_out = 0
 
-    def refused(self, rpc: str, error: FerruleError, peer: str, trace_id: str) -> None:
+    def record(self, rpc: str, error: FerruleError, peer: str, trace_id: str) -> None:
         """Write the line, or count it among those left out."""
         if self._clock() >= self._until_s:
             self._begin_second()

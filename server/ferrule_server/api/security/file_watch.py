@@ -27,7 +27,7 @@ class FileWatch:
         self._paths = paths
         self._seen: list[_Stamp] | None = None
 
-    def has_changed(self) -> bool:
+    def poll(self) -> bool:
         """Return whether the files should be read again. Ask before reading: what changes meanwhile shows next time."""
         stamps = [_stamp(path) for path in self._paths]
         if stamps == self._seen:

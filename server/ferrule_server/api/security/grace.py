@@ -17,7 +17,7 @@ class Grace:
         """Whether it has passed."""
         return time.monotonic() >= self._end_s
 
-    def last(self, seconds: float) -> None:
+    def extend(self, seconds: float) -> None:
         """Begin anew, and last so many seconds from now."""
         self.seconds = seconds
         self._end_s = time.monotonic() + seconds

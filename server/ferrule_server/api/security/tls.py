@@ -36,7 +36,7 @@ class TlsFiles:
         self._key = key
         self._client_ca = client_ca
         self._watch = FileWatch(cert, key, *([client_ca] if client_ca else ()))
-        self._watch.has_changed()
+        self._watch.poll()
         self._lock = threading.Lock()
         self._last_fault = ""
         self._in_use = self._read()
@@ -60,7 +60,7 @@ class TlsFiles:
         must not cut a server off.
         """
         with self._lock:
-            if not self._watch.has_changed():
+            if not self._watch.poll():
                 return None
             try:
                 found = self._read()

@@ -91,7 +91,7 @@ class TokenFile:
         self._path = path
         self._quotas = quotas
         self._watch = FileWatch(path)
-        self._watch.has_changed()
+        self._watch.poll()
         self._table = TokenTable()
         self._limits: dict[str, QuotaLimits] = {}
         self._last_fault = ""
@@ -118,7 +118,7 @@ class TokenFile:
 
     def refresh(self) -> None:
         """Read the file again if it has changed; one that is broken is logged once and changes nothing. May block."""
-        if not self._watch.has_changed():
+        if not self._watch.poll():
             return
         try:
             table = self._read()

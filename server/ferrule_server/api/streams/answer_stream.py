@@ -126,7 +126,7 @@ class AnswerStream:
     async def _serve(self) -> FerruleError | None:
         """Run the job and write its answers; return why it has ended, None for OK."""
         if self._call is not None:
-            self._call.asks(self._job)
+            self._call.record_job(self._job)
         self._engine.submit([(self._job, self)])
         writer = spawn(self._guarded_write())
         error = await self._ended
@@ -157,7 +157,7 @@ class AnswerStream:
                 assert isinstance(outcome, Frame)
                 self._replies.add(outcome)
                 if self._call is not None:
-                    self._call.got(outcome)
+                    self._call.record_outcome(outcome)
                 self._is_over = outcome.is_last
         except Exception as failure:  # noqa: BLE001  (fault_of logs it)
             self.end(fault_of(failure, self._rpc))

@@ -164,7 +164,7 @@ class DecodeStream:
             if isinstance(outcome, AppendResult):
                 self._add_output(self._pending.pop(job), outcome)
                 if self._is_traced:
-                    self._call.ran(outcome)  # type: ignore[union-attr]  # what is traced is a call
+                    self._call.record_step(outcome)  # type: ignore[union-attr]  # what is traced is a call
             elif (release := self._releases.pop(job, None)) is not None:
                 self._add_releases(release, outcome)
             else:

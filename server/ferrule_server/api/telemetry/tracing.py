@@ -138,7 +138,7 @@ class CallTrace:
         self._last: StepTiming | None = None
         self._num_runs = self._num_steps = self._queue_ns = self._run_ns = 0
 
-    def ran(self, timing: StepTiming) -> None:
+    def record_step(self, timing: StepTiming) -> None:
         """Take note of one answer; those that began in one step count as one."""
         self._num_runs += 1
         last = self._last

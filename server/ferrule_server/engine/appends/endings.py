@@ -37,7 +37,7 @@ class Endings:
         self._failpoints = failpoints
         self._listeners: list[Callable[[str], object]] = []
 
-    def tell(self, *listeners: Callable[[str], object]) -> None:
+    def subscribe(self, *listeners: Callable[[str], object]) -> None:
         """Call these with the handle_id of each sequence that has ended, from now on."""
         self._listeners += listeners
 
@@ -63,13 +63,13 @@ class Endings:
             freed = self._store.release(handle, principal)
             if freed is not None:
                 self._on_release(handle.cache_id)
-                self.ended(handle.handle_id)
+                self.notify(handle.handle_id)
         finally:  # whoever waits must hear something, whatever failed
             if stopped is not None:
                 self._lanes.go_on(stopped)
         return freed
 
-    def ended(self, handle_id: str) -> None:
+    def notify(self, handle_id: str) -> None:
         """A sequence has ended, for whatever reason: tell everybody."""
         for listener in self._listeners:
             listener(handle_id)

@@ -86,7 +86,7 @@ class Batcher:
             room = min(room, max(paced, self._num_free_rows(chunks, prefills, now_ns * 1e-9)))
         return chunks + self._plan_prefills(prefills, room) if room else chunks
 
-    def ran(self, chunks: Iterable[Chunk], elapsed_ns: int) -> None:
+    def learn(self, chunks: Iterable[Chunk], elapsed_ns: int) -> None:
         """Learn from a step of these chunks that took ``elapsed_ns``."""
         decode_rows = prefill_rows = 0
         now, decoded = self._clock() * 1e-9, self._decoded
@@ -100,7 +100,7 @@ class Batcher:
                 decoded[sequence.handle_id] = (now, run.job.cohort) if run.job.cohort else alone
             else:
                 prefill_rows += chunk.num_rows
-        self._pace.ran(decode_rows, prefill_rows, elapsed_ns * 1e-9)
+        self._pace.learn(decode_rows, prefill_rows, elapsed_ns * 1e-9)
 
     def forget(self, handle_id: str) -> None:
         """A sequence has ended: nobody decodes it."""

@@ -143,7 +143,7 @@ class Lookahead:
         Raises:
             DeviceLost: As the executor says. Whatever else it raises; nothing is pending then.
         """
-        is_followed = self._is_followed(chunks) and is_alone
+        is_followed = self._decide_follow(chunks) and is_alone
         self._is_due = True
         try:
             if self._claimed:
@@ -206,7 +206,7 @@ class Lookahead:
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _is_followed(self, chunks: Iterable[Chunk]) -> bool:
+    def _decide_follow(self, chunks: Iterable[Chunk]) -> bool:
         """Whether a guess may follow a step of these chunks; counts the steps since somebody else had a part."""
         for chunk in chunks:
             if not chunk.run.job.is_internal or chunk.run.joined:
@@ -232,7 +232,7 @@ class Lookahead:
         outputs = step.pending.result().rows
         now_ns = time.monotonic_ns()
         started_ns, self._read_ns = max(step.submitted_ns, self._read_ns), now_ns
-        outcome = self._steps.done(step.batch, outputs, started_ns, now_ns - started_ns)
+        outcome = self._steps.finish(step.batch, outputs, started_ns, now_ns - started_ns)
         for guess in self._pending[0].guesses if self._pending else ():
             guess.token = outputs[guess.source].token
         self._counters.discarded_rows += len(outputs) - len(rows)

@@ -86,7 +86,7 @@ class Pace:
             return max(decode_s, _LEAST_SPARE_S)
         return max(0.0, self._max_step_time_s - decode_s)
 
-    def ran(self, decode_rows: int, prefill_rows: int, step_s: float) -> None:
+    def learn(self, decode_rows: int, prefill_rows: int, step_s: float) -> None:
         """Learn from a step that has just been run."""
         size = decode_rows.bit_length()
         self._had_decodes, self._had_prefills = decode_rows > 0, prefill_rows > 0

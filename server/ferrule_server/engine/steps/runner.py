@@ -73,12 +73,12 @@ class StepRunner:
             batch = top_tokens.with_top_tokens(batch)
         started_ns = time.monotonic_ns()
         rows = self._executor.run(batch).rows
-        outcome = self.done(batch, rows, started_ns, time.monotonic_ns() - started_ns)
+        outcome = self.finish(batch, rows, started_ns, time.monotonic_ns() - started_ns)
         if self._logs_top_tokens:
             outcome.rows = top_tokens.log_top_tokens(chunks, asked, rows)
         return outcome
 
-    def done(self, batch: StepBatch, rows: list[RowOutput], started_ns: int, elapsed_ns: int) -> StepOutcome:
+    def finish(self, batch: StepBatch, rows: list[RowOutput], started_ns: int, elapsed_ns: int) -> StepOutcome:
         """Count a step that was run, and return what it gave.
 
         Raises:

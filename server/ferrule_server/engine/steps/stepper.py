@@ -180,7 +180,7 @@ class Stepper:
     def _run(self, chunks: list[Chunk], *, is_alone: bool = False) -> StepOutcome:
         ahead = self._lookahead
         outcome = self._runner.run(chunks) if ahead is None else ahead.run(chunks, is_alone=is_alone)
-        self._batcher.ran(chunks, outcome.elapsed_ns)
+        self._batcher.learn(chunks, outcome.elapsed_ns)
         self._shares.add_service(_appends_by_principal(chunks), outcome.elapsed_ns)
         return outcome
 

@@ -98,5 +98,5 @@ def test_what_grpc_says_of_clients_that_are_gone_is_no_error(capsys: pytest.Capt
 def _log_as_grpc(logger: logging.Logger, failure: Any) -> None:
     try:
         raise failure
-    except Exception:
+    except Exception:  # whatever a servicer raises: gRPC logs it in this way
         logger.exception("%s raised by servicer method [/ferrule.v1.ModelExecutorService/Prefill]", failure)

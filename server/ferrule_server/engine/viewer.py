@@ -112,7 +112,7 @@ class Tally:
 class Tallies:
     """A tally for each principal that appended something lately. Called from the engine thread only.
 
-    Invariant: at most MAX_TALLIES principals have one; whose is forgotten begins anew at zero.
+    Invariant: at most MAX_TALLIES principals have one; a principal that is forgotten starts again at zero.
     """
 
     __slots__ = ("_tallies",)

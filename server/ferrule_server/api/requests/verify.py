@@ -196,7 +196,7 @@ class DraftLawReader:
         self._vocab_size = vocab_size
 
     def read(self, message: executor_pb2.DraftProbs, draft_ids: Sequence[int], path: str) -> tuple[DraftLaw, ...]:
-        """Return the law of each draft, in order.
+        """Return the distribution of each draft, in order.
 
         Raises:
             InvalidRequest: No form is used, the sizes are wrong, a row is no law, or one gives its own draft no chance.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -13,7 +14,7 @@ from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.rpc.state import Phase, ServerState, Serving
 from ferrule_server.api.security.principal import Caller
 from ferrule_server.engine.masks import MaskRegistry
-from ferrule_server.engine.metrics.counters import EngineSnapshot, OwnFigures
+from ferrule_server.engine.metrics.counters import EngineSnapshot, OwnCounters, OwnFigures
 from ferrule_server.executor.base import ExecutorInfo, ExecutorState, MemoryPlan, ModelDescription
 from ferrule_server.kv.metrics import KvMetrics
 from ferrule_server.quotas import QuotaLimits
@@ -231,21 +232,10 @@ def _narrow_status(message: info_pb2.ExecutorStatus, own: OwnFigures) -> None:
     What remains of others is the load at the moment: the state, jobs that wait, sequences in a step, streams under way,
     and free blocks. Clients need it to choose a server and to pace themselves, and it holds no lengths in tokens.
     """
-    counters = own.counters
     for name in _STEP_FIELDS:
         message.ClearField(name)
     message.live_sequences = own.num_sequences
-    message.num_prefills = counters.prefills
-    message.num_decodes = counters.decodes
-    message.num_verifies = counters.verifies
-    message.num_prefill_tokens = counters.prefill_tokens
-    message.num_decode_tokens = counters.decode_tokens
-    message.num_draft_tokens = counters.draft_tokens
-    message.num_accepted_tokens = counters.accepted_tokens
-    message.num_generates = counters.generates
-    message.num_errors = sum(own.refused().values())
-    message.avg_prefill_ns = counters.prefill_ns // max(1, counters.prefills)
-    message.avg_decode_ns = counters.decode_ns // max(1, counters.decodes)
+    _fill_appends(message, own.counters, own.refused())
 
 
 def _narrow_metrics(message: cache_pb2.CacheMetrics, own: OwnFigures, masks: MaskRegistry, principal: str) -> None:
@@ -307,6 +297,14 @@ def _fill_counters(message: info_pb2.ExecutorStatus, snapshot: EngineSnapshot) -
     if counters.last_step_unix_ns:
         message.last_step_time.CopyFrom(_timestamp(counters.last_step_unix_ns))
     message.num_steps = counters.steps
+    _fill_appends(message, counters, snapshot.refused())
+    message.active_streams = snapshot.num_streams
+    message.num_queued_steps = counters.queued_steps
+    message.num_discarded_rows = counters.discarded_rows
+
+
+def _fill_appends(message: info_pb2.ExecutorStatus, counters: OwnCounters, refused: Mapping[str, int]) -> None:
+    """Write what was done for all principals, or for one."""
     message.num_prefills = counters.prefills
     message.num_decodes = counters.decodes
     message.num_verifies = counters.verifies
@@ -315,10 +313,7 @@ def _fill_counters(message: info_pb2.ExecutorStatus, snapshot: EngineSnapshot) -
     message.num_draft_tokens = counters.draft_tokens
     message.num_accepted_tokens = counters.accepted_tokens
     message.num_generates = counters.generates
-    message.active_streams = snapshot.num_streams
-    message.num_queued_steps = counters.queued_steps
-    message.num_discarded_rows = counters.discarded_rows
-    message.num_errors = sum(snapshot.refused().values())
+    message.num_errors = sum(refused.values())
     message.avg_prefill_ns = counters.prefill_ns // max(1, counters.prefills)
     message.avg_decode_ns = counters.decode_ns // max(1, counters.decodes)
 

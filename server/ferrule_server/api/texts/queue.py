@@ -135,7 +135,7 @@ class TextQueue(Generic[_Item]):
     The places are shared by dynamic thresholds, as in :class:`~ferrule_server.engine.bridge.gate.Gate`, but more
     strictly: while several principals are active, a principal that holds as many jobs, or as many bytes, as are left
     free gets no more. So one that floods leaves about half of the places, and two leave a third. A principal that is
-    alone may hold eight times as many as are left free, so that a place is there for whoever comes next.
+    alone may hold eight times as many as are left free, so that the next principal finds a place.
 
     Invariants:
         * ``num_jobs`` and ``num_bytes`` are the sums over all jobs that wait or run, at most ``max_jobs`` and

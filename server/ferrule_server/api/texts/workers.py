@@ -124,7 +124,7 @@ def _timed(work: Callable[[], _Result]) -> _Outcome[_Result]:
     begun = time.monotonic()
     try:
         result = work()
-    except Exception as error:  # noqa: BLE001 - whoever waits for the result gets it
+    except Exception as error:  # noqa: BLE001 - raised to the caller that awaits the result
         return _Outcome(time.monotonic() - begun, error=error)
     except BaseException as panic:  # noqa: BLE001 - of the tokenizer's library; the lane must go on
         failure = RuntimeError(f"{type(panic).__name__}: {panic}")

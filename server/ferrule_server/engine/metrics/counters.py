@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from ferrule_server.engine.metrics.timings import EngineTimings
 from ferrule_server.kv.metrics import KvCounters
@@ -12,7 +12,7 @@ from ferrule_server.kv.per_principal import PerPrincipal
 
 @dataclass(slots=True)
 class OwnCounters:
-    """What the engine has done for one principal; the attributes are those of :class:`EngineCounters`."""
+    """What the engine has done for one principal; :class:`EngineCounters` describes the attributes."""
 
     prefills: int = 0
     prefill_tokens: int = 0
@@ -34,7 +34,7 @@ class OwnCounters:
 
 
 @dataclass(slots=True)
-class EngineCounters:
+class EngineCounters(OwnCounters):
     """Totals since start. Written by the engine thread alone; a reader may be one step behind.
 
     Attributes:
@@ -63,20 +63,9 @@ class EngineCounters:
 
     steps: int = 0
     step_ns: int = 0
-    prefills: int = 0
-    prefill_tokens: int = 0
-    prefill_ns: int = 0
-    decodes: int = 0
-    decode_ns: int = 0
-    verifies: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    verify_tokens: int = 0
     queries: int = 0
-    replays: int = 0
     recomputed: int = 0
     joined: int = 0
-    generates: int = 0
     expired: int = 0
     released: int = 0
     forks: int = 0
@@ -88,19 +77,13 @@ class EngineCounters:
     last_step_ns: int = 0
     queued_steps: int = 0
     discarded_rows: int = 0
-    refused: dict[str, int] = field(default_factory=dict)
     finished: dict[str, int] = field(default_factory=dict)
     timings: EngineTimings = field(default_factory=EngineTimings)
     own: PerPrincipal[OwnCounters] = field(default_factory=lambda: PerPrincipal(OwnCounters))
 
-    @property
-    def decode_tokens(self) -> int:
-        """Tokens appended by decodes and verifies."""
-        return self.decodes + self.verify_tokens
-
     def copy(self) -> EngineCounters:
         """Return a copy that goes on counting for nobody, without what is counted by principal; from any thread."""
-        values = {name: getattr(self, name) for name in self.__slots__}
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
         values.update(refused=self.refused.copy(), finished=self.finished.copy(), timings=self.timings.copy())
         del values["own"]
         return EngineCounters(**values)

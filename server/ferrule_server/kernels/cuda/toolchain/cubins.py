@@ -99,7 +99,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _workers(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of processes of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of processes, at least 1")
     return int(text)
 
 
@@ -109,7 +109,7 @@ def _days(text: str) -> float:
     except ValueError:
         days = -1
     if not days >= 0:  # neither is NaN
-        raise argparse.ArgumentTypeError(f"{text!r} is no number that is not negative")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number and not negative")
     return days
 
 

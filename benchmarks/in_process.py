@@ -106,10 +106,10 @@ def in_process(executor: Executor, *, max_step_rows: int = 512) -> Iterator[InPr
     from ferrule_server.engine.engine import Engine
     from ferrule_server.engine.settings import EngineSettings
     from ferrule_server.kv.block_pool import BlockPool
-    from ferrule_server.kv.store import KvStore
+    from ferrule_server.kv.sequence_store import SequenceStore
 
     info = executor.info
-    store = KvStore(
+    store = SequenceStore(
         BlockPool(info.num_blocks, info.block_size),
         instance="benchmark",
         epoch="1",

@@ -94,7 +94,7 @@ async def _serve(config: ServerConfig) -> int:
     from ferrule_server.api.security.tls import tls_of
     from ferrule_server.api.serve import ApiServer
     from ferrule_server.api.telemetry.call_log import watch_calls
-    from ferrule_server.kv.store import DEFAULT_TTL_S, MIN_TTL_S
+    from ferrule_server.kv.sequence_store import DEFAULT_TTL_S, MIN_TTL_S
 
     limits = ApiLimits(
         max_connections=config.connection_limit,
@@ -224,10 +224,10 @@ def _make_engine(
     from ferrule_server.engine.engine import Engine
     from ferrule_server.engine.settings import EngineSettings
     from ferrule_server.kv.block_pool import BlockPool
-    from ferrule_server.kv.store import KvStore
+    from ferrule_server.kv.sequence_store import SequenceStore
 
     info = executor.info
-    store = KvStore(
+    store = SequenceStore(
         BlockPool(info.num_blocks, info.block_size),
         instance=state.instance,
         epoch=state.epoch,

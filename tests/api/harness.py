@@ -33,7 +33,7 @@ from ferrule_server.engine.settings import EngineSettings
 from ferrule_server.executor.base import Executor
 from ferrule_server.executor.reference import PagedReferenceExecutor
 from ferrule_server.kv.block_pool import BlockPool
-from ferrule_server.kv.store import KvStore
+from ferrule_server.kv.sequence_store import SequenceStore
 from ferrule_server.log_format import tell_hang_ups_quietly
 from ferrule_server.text.chat_template import ChatTemplate
 from ferrule_server.text.tokenizer import Tokenizer
@@ -184,7 +184,7 @@ class RunningServer:
         self.server = ApiServer(self.state, self.access, has_reflection=self.has_reflection, observers=self.observers)
         self.address = self.server.bind(self.listen, self.tls)
         info = self.executor.info
-        self.store = KvStore(
+        self.store = SequenceStore(
             BlockPool(info.num_blocks, info.block_size),
             instance=INSTANCE,
             epoch=self.epoch,

@@ -44,7 +44,7 @@ from ferrule_server.api.security.principal import Caller
 from ferrule_server.api.security.token_file import TokenFile
 from ferrule_server.config import ServerConfig, parse_config
 from ferrule_server.errors import ConfigError
-from ferrule_server.kv import store
+from ferrule_server.kv import sequence_store
 from ferrule_server.kv.handle import handle_id_of
 from ferrule_server.quotas import QuotaLimits
 from tests.api.harness import (
@@ -534,7 +534,7 @@ def test_ids_are_drawn_from_the_random_numbers_of_the_system(secured: Secured, m
     assert [base64.urlsafe_b64decode(part + "==") for part in secret_parts] == drawn
     monkeypatch.undo()
     assert alice.release(*handles) == [True] * 3
-    sample = [store._new_secret() for _ in range(20_000)]
+    sample = [sequence_store._new_secret() for _ in range(20_000)]
     assert {len(secret) for secret in sample} == {16}
     assert len(set(sample)) == len(sample)
     num_ones = sum(int.from_bytes(secret).bit_count() for secret in sample)

@@ -44,7 +44,7 @@ from ferrule_server.errors import BlocksExhausted, FerruleError
 from ferrule_server.executor.base import OutputSpec, SampleSpec, Shaping
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.handle import Handle, StalePolicy
-from ferrule_server.kv.store import KvStore
+from ferrule_server.kv.sequence_store import SequenceStore
 from tests.chaos.figures import report, seed_of_run
 from tests.engine.harness import check_lanes
 from tests.fakes import FakeExecutor, fake_next_token
@@ -191,7 +191,7 @@ class Campaign:
         for place in PLACES:
             self.failpoints.arm(place, self.maybe_fail)
         info = self.executor.info
-        self.store = KvStore(
+        self.store = SequenceStore(
             BlockPool(info.num_blocks, info.block_size),
             instance="chaos",
             epoch="e1",

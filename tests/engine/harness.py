@@ -19,7 +19,7 @@ from ferrule_server.executor.reference import PagedReferenceExecutor
 from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.handle import Handle, StalePolicy
-from ferrule_server.kv.store import KvStore
+from ferrule_server.kv.sequence_store import SequenceStore
 from ferrule_server.quotas import LimitsOf, unlimited
 from tests.fakes import FakeExecutor
 
@@ -96,7 +96,7 @@ class Harness:
     ) -> None:
         self.executor = executor or FakeExecutor()
         info = self.executor.info
-        self.store = KvStore(
+        self.store = SequenceStore(
             BlockPool(info.num_blocks, info.block_size),
             instance="test",
             epoch="e1",

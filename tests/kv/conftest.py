@@ -9,7 +9,7 @@ import pytest
 
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.sequence import Sequence
-from ferrule_server.kv.store import KvStore
+from ferrule_server.kv.sequence_store import SequenceStore
 
 Put = Callable[..., Sequence]
 
@@ -40,9 +40,9 @@ def advance(clock: _Clock) -> Callable[[float], None]:
 
 
 @pytest.fixture
-def store(clock: _Clock) -> Iterator[KvStore]:
+def store(clock: _Clock) -> Iterator[SequenceStore]:
     """Fifteen blocks of four slots, a context of 50 tokens, leases up to 100 s; sound when the test is over."""
-    store = KvStore(
+    store = SequenceStore(
         BlockPool(16, 4),
         instance="here",
         epoch="e1",
@@ -56,7 +56,7 @@ def store(clock: _Clock) -> Iterator[KvStore]:
 
 
 @pytest.fixture
-def put(store: KvStore) -> Put:
+def put(store: SequenceStore) -> Put:
     """Append tokens to a sequence, or to a new one of ``principal``, and return it."""
 
     def append(

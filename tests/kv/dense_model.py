@@ -1,4 +1,4 @@
-"""The naive dense model of the KV store: tokens in rows, owners counted from tables, rules read off the design."""
+"""The naive dense model of the store: tokens in rows, owners counted from tables, rules read off the design."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from ferrule_server.errors import (
 )
 from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.handle import Handle, StalePolicy
+from ferrule_server.kv.registry import TOMBSTONE_S
 from ferrule_server.kv.reservation import Reservation
 from ferrule_server.kv.sequence import Sequence
-from ferrule_server.kv.store import MIN_TTL_S, TOMBSTONE_S
+from ferrule_server.kv.sequence_store import MIN_TTL_S
 from ferrule_server.quotas import UNLIMITED, QuotaLimits
 from tests.kv.cache_model import CacheModel
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from ferrule_server.errors import EpochChanged, HandleStale, HandleUnknown, WrongInstance
-from ferrule_server.kv import store as store_module
+from ferrule_server.kv import sequence_store
 from ferrule_server.kv.append_rule import check_handle
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.lineage import LINEAGE_BYTES
 from ferrule_server.kv.registry import SECRET_BYTES, Registry
-from ferrule_server.kv.store import KvStore
+from ferrule_server.kv.sequence_store import SequenceStore
 from tests.kv.conftest import Put
 
 NUM_IDS = 100_000
@@ -31,7 +31,7 @@ def test_secrets_come_from_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
         return b"\xa5" * count
 
     monkeypatch.setattr(secrets, "token_bytes", token_bytes)
-    assert store_module._new_secret() == b"\xa5" * SECRET_BYTES
+    assert sequence_store._new_secret() == b"\xa5" * SECRET_BYTES
     assert asked == [16]
 
 
@@ -40,7 +40,7 @@ def test_ids_are_as_random_as_they_look() -> None:
 
     Bounds of six standard deviations for 130 figures: chance alone breaks one of them in a few million runs.
     """
-    registry = Registry("here", "e1", store_module._new_secret)
+    registry = Registry("here", "e1", sequence_store._new_secret)
     names = [registry.new_cache_id().removeprefix("here.e1.") for _ in range(NUM_IDS)]
     assert len(set(names)) == NUM_IDS
     assert all(len(name) == 22 for name in names)
@@ -56,7 +56,7 @@ def test_ids_are_as_random_as_they_look() -> None:
     assert abs(num_repeated - expected) < 6 * math.sqrt(expected), "bytes depend on those before them"
 
 
-def test_no_name_with_one_byte_changed_opens_anything(store: KvStore, put: Put) -> None:
+def test_no_name_with_one_byte_changed_opens_anything(store: SequenceStore, put: Put) -> None:
     """All 255 other values of every byte: unknown, or, where they still look like one, of elsewhere or of before."""
     sequence = put([1, 2, 3])
     name, handle = sequence.cache_id.encode(), store.handle_at(sequence)
@@ -81,7 +81,7 @@ def test_no_name_with_one_byte_changed_opens_anything(store: KvStore, put: Put) 
     assert store.resolve(handle, "alice") is sequence
 
 
-def test_no_name_that_is_longer_or_shorter_opens_anything(store: KvStore, put: Put) -> None:
+def test_no_name_that_is_longer_or_shorter_opens_anything(store: SequenceStore, put: Put) -> None:
     """Each prefix, each byte left out, anything before or behind it; also what base64 would read as the same bits."""
     sequence = put([1])
     name = sequence.cache_id
@@ -94,7 +94,7 @@ def test_no_name_that_is_longer_or_shorter_opens_anything(store: KvStore, put: P
             store.resolve(Handle(other, 1, b"\0" * LINEAGE_BYTES), "alice")
 
 
-def test_no_lineage_with_one_bit_changed_passes(store: KvStore, put: Put) -> None:
+def test_no_lineage_with_one_bit_changed_passes(store: SequenceStore, put: Put) -> None:
     """At the tip and behind it, whatever is to be done there."""
     sequence = put(list(range(20)))
     for length in (1, 15, 16, 17, 20):
@@ -112,7 +112,7 @@ def test_no_lineage_with_one_bit_changed_passes(store: KvStore, put: Put) -> Non
                 check_handle(sequence, handle._replace(lineage=lineage))
 
 
-def test_a_lineage_is_that_of_its_length_alone(store: KvStore, put: Put) -> None:
+def test_a_lineage_is_that_of_its_length_alone(store: SequenceStore, put: Put) -> None:
     """The right bytes with another length are as wrong as any."""
     sequence = put(list(range(20)))
     lineages = {length: store.handle_at(sequence, length).lineage for length in range(1, 21)}

@@ -10,13 +10,14 @@ from ferrule_server.errors import HandleExpired, HandleLost, HandleUnknown
 from ferrule_server.kv import registry
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.leases import PIN_RECHECK_S
-from ferrule_server.kv.store import DEFAULT_TTL_S, MIN_TTL_S, TOMBSTONE_S, KvStore
+from ferrule_server.kv.registry import TOMBSTONE_S
+from ferrule_server.kv.sequence_store import DEFAULT_TTL_S, MIN_TTL_S, SequenceStore
 from tests.kv.conftest import Put
 
 Advance = Callable[[float], None]
 
 
-def test_a_lease_that_ran_out_frees_everything(store: KvStore, put: Put, advance: Advance) -> None:
+def test_a_lease_that_ran_out_frees_everything(store: SequenceStore, put: Put, advance: Advance) -> None:
     """Exactly at its end, not before."""
     sequence = put([1, 2, 3, 4, 5])
     assert store.next_expiry() == DEFAULT_TTL_S
@@ -28,7 +29,7 @@ def test_a_lease_that_ran_out_frees_everything(store: KvStore, put: Put, advance
     assert (store.pool.num_used, store.next_expiry(), sequence.is_released) == (0, None, True)
 
 
-def test_a_handle_is_expired_before_anybody_collected_it(store: KvStore, put: Put, advance: Advance) -> None:
+def test_a_handle_is_expired_before_anybody_collected_it(store: SequenceStore, put: Put, advance: Advance) -> None:
     """The answer depends on the clock alone."""
     handle = store.handle_at(put([1]))
     advance(DEFAULT_TTL_S)
@@ -36,7 +37,7 @@ def test_a_handle_is_expired_before_anybody_collected_it(store: KvStore, put: Pu
         store.resolve(handle, "alice")
 
 
-def test_every_successful_operation_renews(store: KvStore, put: Put, advance: Advance) -> None:
+def test_every_successful_operation_renews(store: SequenceStore, put: Put, advance: Advance) -> None:
     """Append, fork, branch (its source too), truncate and keep-alive start the lease anew."""
     sequence = put([1, 2, 3])
     for operate in (
@@ -51,7 +52,7 @@ def test_every_successful_operation_renews(store: KvStore, put: Put, advance: Ad
         assert sequence.expires_at - store.now() == DEFAULT_TTL_S
 
 
-def test_an_aborted_append_does_not_renew(store: KvStore, put: Put, advance: Advance) -> None:
+def test_an_aborted_append_does_not_renew(store: SequenceStore, put: Put, advance: Advance) -> None:
     """A failure is no sign of life worth a lease."""
     sequence = put([1])
     reservation = store.reserve_append(sequence, 1)
@@ -61,7 +62,7 @@ def test_an_aborted_append_does_not_renew(store: KvStore, put: Put, advance: Adv
 
 
 @pytest.mark.parametrize(("ttl_s", "granted_s"), [(0.0, MIN_TTL_S), (-3.0, MIN_TTL_S), (33.0, 33.0), (1e9, 100.0)])
-def test_a_lease_is_clamped(store: KvStore, put: Put, ttl_s: float, granted_s: float) -> None:
+def test_a_lease_is_clamped(store: SequenceStore, put: Put, ttl_s: float, granted_s: float) -> None:
     """The server's limits hold, and the caller is told what it got; asking without a number keeps it."""
     sequence = put([1], ttl_s=ttl_s)
     assert sequence.ttl_s == granted_s
@@ -69,7 +70,7 @@ def test_a_lease_is_clamped(store: KvStore, put: Put, ttl_s: float, granted_s: f
     assert store.renew(sequence) == granted_s
 
 
-def test_branches_have_leases_of_their_own(store: KvStore, put: Put, advance: Advance) -> None:
+def test_branches_have_leases_of_their_own(store: SequenceStore, put: Put, advance: Advance) -> None:
     """As long as their source's unless asked otherwise; renewing one renews no other."""
     sequence = put([1, 2, 3], ttl_s=20.0)
     alike, longer = store.fork(sequence, 3, 1)[0], store.fork(sequence, 3, 1, ttl_s=90.0)[0]
@@ -81,7 +82,7 @@ def test_branches_have_leases_of_their_own(store: KvStore, put: Put, advance: Ad
     assert sorted(store.expire()) == sorted([sequence.handle_id, branch.handle_id])
 
 
-def test_work_in_flight_keeps_a_sequence_alive(store: KvStore, put: Put, advance: Advance) -> None:
+def test_work_in_flight_keeps_a_sequence_alive(store: SequenceStore, put: Put, advance: Advance) -> None:
     """A pinned sequence is found by its handles past its lease, and is looked at again now and then."""
     sequence = put([1], ttl_s=5.0)
     reservation = store.reserve_append(sequence, 1)
@@ -97,7 +98,7 @@ def test_work_in_flight_keeps_a_sequence_alive(store: KvStore, put: Put, advance
 @pytest.mark.parametrize("ended_s", [0.0, 0.1, 0.2, 0.3, 0.9, 1.0, 7.3])
 @pytest.mark.parametrize("kind", ["append", "branch", "pin"])
 def test_everything_is_back_within_a_second_of_the_last_pin(
-    store: KvStore, put: Put, advance: Advance, kind: str, ended_s: float
+    store: SequenceStore, put: Put, advance: Advance, kind: str, ended_s: float
 ) -> None:
     """Whenever work on an overdue sequence fails, and however it had been pinned and looked at before."""
     sequence = put([1, 2], ttl_s=5.0)
@@ -126,7 +127,7 @@ def test_everything_is_back_within_a_second_of_the_last_pin(
     assert (store.pool.num_used, store.next_expiry()) == (0, None)
 
 
-def test_a_renewal_under_a_pin_counts(store: KvStore, put: Put, advance: Advance) -> None:
+def test_a_renewal_under_a_pin_counts(store: SequenceStore, put: Put, advance: Advance) -> None:
     """An overdue sequence that was kept alive meanwhile lives on for as long as that says, not until the next look."""
     sequence = put([1], ttl_s=5.0)
     reservation = store.reserve_append(sequence, 1)
@@ -140,7 +141,9 @@ def test_a_renewal_under_a_pin_counts(store: KvStore, put: Put, advance: Advance
     assert store.expire() == [sequence.handle_id]
 
 
-def test_tombstones_tell_the_truth(store: KvStore, put: Put, advance: Advance, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tombstones_tell_the_truth(
+    store: SequenceStore, put: Put, advance: Advance, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Why a handle is gone, to its owner and to others; a reason ends with its time though nothing else happens."""
     monkeypatch.setattr(registry, "MAX_TOMBSTONES", 2)
     expired, foreign = put([1]), put([2], principal="bob")
@@ -178,7 +181,7 @@ def test_tombstones_tell_the_truth(store: KvStore, put: Put, advance: Advance, m
     assert (answer(handle), answer(handle, "bob")) == (HandleLost, HandleUnknown)
 
 
-def test_the_source_of_a_branch_is_kept_alive(store: KvStore, put: Put, advance: Advance) -> None:
+def test_the_source_of_a_branch_is_kept_alive(store: SequenceStore, put: Put, advance: Advance) -> None:
     """In-flight work pins what it reads."""
     sequence = put([1, 2], ttl_s=5.0)
     reservation = store.reserve_branch(sequence, 1, 1)
@@ -188,7 +191,7 @@ def test_the_source_of_a_branch_is_kept_alive(store: KvStore, put: Put, advance:
     assert sequence.expires_at - store.now() == 5.0
 
 
-def test_a_shorter_lease_ends_sooner(store: KvStore, put: Put, advance: Advance) -> None:
+def test_a_shorter_lease_ends_sooner(store: SequenceStore, put: Put, advance: Advance) -> None:
     """The old end of a lease that was shortened does not count, nor does that of one made longer."""
     sequence = put([1], ttl_s=90.0)
     store.renew(sequence, 10.0)
@@ -199,7 +202,7 @@ def test_a_shorter_lease_ends_sooner(store: KvStore, put: Put, advance: Advance)
     assert store.expire() == []
 
 
-def test_the_heap_stays_small_under_renewals_and_churn(store: KvStore, put: Put, advance: Advance) -> None:
+def test_the_heap_stays_small_under_renewals_and_churn(store: SequenceStore, put: Put, advance: Advance) -> None:
     """Ever shorter leases and released sequences leave no more entries than twice the sequences and a few."""
     sequence = put([1], ttl_s=100.0)
     for index in range(500):

@@ -10,7 +10,7 @@ import pytest
 
 from ferrule_server.errors import BlocksExhausted
 from ferrule_server.kv.metrics import KvMetrics
-from ferrule_server.kv.store import KvStore
+from ferrule_server.kv.sequence_store import SequenceStore
 from tests.kv.conftest import Put
 
 
@@ -20,13 +20,13 @@ def changed(before: KvMetrics, after: KvMetrics) -> dict[str, int]:
     return {name: second[name] - first[name] for name in first if second[name] != first[name]}
 
 
-def test_a_store_that_did_nothing_counted_nothing(store: KvStore) -> None:
+def test_a_store_that_did_nothing_counted_nothing(store: SequenceStore) -> None:
     """All blocks are empty."""
     figures = {name: value for name, value in asdict(store.metrics()).items() if value}
     assert figures == {"block_size": 4, "total_blocks": 15, "empty_blocks": 15}
 
 
-def test_each_operation_counts_as_what_it_is(store: KvStore, put: Put, advance: Callable[[float], None]) -> None:
+def test_each_operation_counts_as_what_it_is(store: SequenceStore, put: Put, advance: Callable[[float], None]) -> None:
     """And as nothing else."""
 
     def since(operation: Callable[[], object]) -> dict[str, int]:
@@ -78,7 +78,7 @@ def test_each_operation_counts_as_what_it_is(store: KvStore, put: Put, advance: 
     }
 
 
-def test_lookups_count_in_tokens(store: KvStore, put: Put) -> None:
+def test_lookups_count_in_tokens(store: SequenceStore, put: Put) -> None:
     """Of prompts that got their blocks; of these, what was found."""
     put([1, 2, 3, 4, 5, 6])
     store.abort(store.reserve_new("alice", 7, prompt=[1, 2, 3, 4, 5, 6, 7]))
@@ -94,7 +94,7 @@ def test_lookups_count_in_tokens(store: KvStore, put: Put) -> None:
     assert store.metrics().num_prefix_evictions > 0
 
 
-def test_metrics_can_be_asked_for_from_any_thread(store: KvStore, put: Put) -> None:
+def test_metrics_can_be_asked_for_from_any_thread(store: SequenceStore, put: Put) -> None:
     """While the store changes: the blocks add up and no count goes back."""
     seen: list[KvMetrics] = []
     is_over = threading.Event()

@@ -9,8 +9,9 @@ import pytest
 from ferrule_server.errors import BlocksExhausted, ContextExceeded, QuotaExceeded
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.reservation import Reservation
+from ferrule_server.kv.reserved_slots import SlotRequest
 from ferrule_server.kv.sequence import Sequence
-from ferrule_server.kv.store import KvStore, SlotRequest
+from ferrule_server.kv.sequence_store import SequenceStore
 from ferrule_server.kv.usage import Holding
 from ferrule_server.quotas import QuotaLimits
 from tests.kv.conftest import Put
@@ -18,26 +19,26 @@ from tests.kv.conftest import Put
 PROMPT = list(range(100, 114))  # three full blocks of four slots, and a half
 
 
-def look_up(store: KvStore, prompt: list[int], principal: str = "alice") -> Reservation:
+def look_up(store: SequenceStore, prompt: list[int], principal: str = "alice") -> Reservation:
     """Reserve a new sequence, looking for its prompt."""
     return store.reserve_new(principal, len(prompt), prompt=prompt)
 
 
-def num_found(store: KvStore, prompt: list[int], principal: str = "alice") -> int:
+def num_found(store: SequenceStore, prompt: list[int], principal: str = "alice") -> int:
     """Return how many tokens of a prompt are found; nothing is kept of the attempt."""
     reservation = look_up(store, prompt, principal)
     store.abort(reservation)
     return reservation.num_cached
 
 
-def end(store: KvStore, sequence: Sequence) -> None:
+def end(store: SequenceStore, sequence: Sequence) -> None:
     """Release a sequence."""
     store.release(store.handle_at(sequence), sequence.principal)
 
 
-def make(block_size: int = 4, num_blocks: int = 16, **settings: object) -> KvStore:
+def make(block_size: int = 4, num_blocks: int = 16, **settings: object) -> SequenceStore:
     """Return a store of other proportions."""
-    return KvStore(
+    return SequenceStore(
         BlockPool(num_blocks, block_size),
         instance="here",
         epoch="e1",
@@ -48,7 +49,7 @@ def make(block_size: int = 4, num_blocks: int = 16, **settings: object) -> KvSto
     )
 
 
-def test_a_prompt_finds_the_full_blocks_of_a_released_sequence(store: KvStore, put: Put) -> None:
+def test_a_prompt_finds_the_full_blocks_of_a_released_sequence(store: SequenceStore, put: Put) -> None:
     """Nobody owns them meanwhile: they are free, and not empty."""
     sequence = put(PROMPT)
     table = sequence.block_ids
@@ -62,7 +63,7 @@ def test_a_prompt_finds_the_full_blocks_of_a_released_sequence(store: KvStore, p
     assert store.handle_at(again).lineage == store.handle_at(put(PROMPT)).lineage
 
 
-def test_a_prompt_finds_the_blocks_of_a_living_sequence(store: KvStore, put: Put) -> None:
+def test_a_prompt_finds_the_blocks_of_a_living_sequence(store: SequenceStore, put: Put) -> None:
     """They are shared as by a fork: no block more is used or paid for, and neither disturbs the other."""
     sequence = put(PROMPT)
     other = store.commit(look_up(store, PROMPT[:12]), PROMPT[:12])
@@ -74,7 +75,7 @@ def test_a_prompt_finds_the_blocks_of_a_living_sequence(store: KvStore, put: Put
     assert (store.pool.num_used, store.pool.num_cached) == (4, 0)
 
 
-def test_blocks_are_found_as_soon_as_they_are_full(store: KvStore, put: Put) -> None:
+def test_blocks_are_found_as_soon_as_they_are_full(store: SequenceStore, put: Put) -> None:
     """Also those that decodes filled, one token at a time, and those of forks; never a partly filled one."""
     sequence = put(PROMPT[:3])
     for length in range(3, 14):
@@ -86,7 +87,7 @@ def test_blocks_are_found_as_soon_as_they_are_full(store: KvStore, put: Put) -> 
     assert num_found(store, [*PROMPT[:13], 7, 8, 0]) == 12
 
 
-def test_only_equal_tokens_from_the_first_on_are_found(store: KvStore, put: Put) -> None:
+def test_only_equal_tokens_from_the_first_on_are_found(store: SequenceStore, put: Put) -> None:
     """The same tokens behind other ones are other KV."""
     put(PROMPT)
     assert num_found(store, [*PROMPT[:4], 0, *PROMPT[5:]]) == 4
@@ -96,7 +97,7 @@ def test_only_equal_tokens_from_the_first_on_are_found(store: KvStore, put: Put)
     assert num_found(store, [*PROMPT, 5, 6, 7]) == 12
 
 
-def test_a_whole_prompt_can_be_found(store: KvStore, put: Put) -> None:
+def test_a_whole_prompt_can_be_found(store: SequenceStore, put: Put) -> None:
     """Then nothing is left to be written, and the commit takes the prompt all the same."""
     end(store, put(PROMPT))
     reservation = look_up(store, PROMPT[:8])
@@ -104,7 +105,7 @@ def test_a_whole_prompt_can_be_found(store: KvStore, put: Put) -> None:
     assert store.commit(reservation, PROMPT[:8]).length == 8
 
 
-def test_principals_do_not_find_each_others_blocks(store: KvStore, put: Put) -> None:
+def test_principals_do_not_find_each_others_blocks(store: SequenceStore, put: Put) -> None:
     """How fast a prompt is must not tell what somebody else has sent."""
     sequence = put(PROMPT)
     assert num_found(store, PROMPT, "bob") == 0
@@ -113,7 +114,7 @@ def test_principals_do_not_find_each_others_blocks(store: KvStore, put: Put) -> 
     assert num_found(store, PROMPT) == 12
 
 
-def test_without_a_prompt_nothing_is_looked_up(store: KvStore, put: Put) -> None:
+def test_without_a_prompt_nothing_is_looked_up(store: SequenceStore, put: Put) -> None:
     """As where the rows of all positions are wanted."""
     put(PROMPT)
     reservation = store.reserve_new("alice", len(PROMPT))
@@ -121,7 +122,7 @@ def test_without_a_prompt_nothing_is_looked_up(store: KvStore, put: Put) -> None
     store.abort(reservation)
 
 
-def test_an_unpublished_sequence_is_not_found(store: KvStore, put: Put) -> None:
+def test_an_unpublished_sequence_is_not_found(store: SequenceStore, put: Put) -> None:
     """Nor its forks and branches; it may find others itself."""
     put(PROMPT[:8])
     sequence = store.commit(store.reserve_new("alice", 14, prompt=PROMPT, publish=False), PROMPT)
@@ -160,7 +161,7 @@ def test_blocks_of_any_size_are_found(block_size: int) -> None:
     store.check_integrity()
 
 
-def test_cached_blocks_are_handed_out_when_no_empty_one_is_left(store: KvStore, put: Put) -> None:
+def test_cached_blocks_are_handed_out_when_no_empty_one_is_left(store: SequenceStore, put: Put) -> None:
     """Not before; the last blocks of a sequence before its first ones, so that prefixes survive."""
     end(store, put(PROMPT))
     filler = put([1] * 48, principal="bob")
@@ -174,7 +175,7 @@ def test_cached_blocks_are_handed_out_when_no_empty_one_is_left(store: KvStore, 
     assert num_found(store, PROMPT) == 0
 
 
-def test_what_was_used_last_goes_last(store: KvStore, put: Put) -> None:
+def test_what_was_used_last_goes_last(store: SequenceStore, put: Put) -> None:
     """A hit is a use, also one that was aborted."""
     prompts = [[index] * 4 for index in (1, 2, 3)]
     for prompt in prompts:
@@ -188,7 +189,7 @@ def test_what_was_used_last_goes_last(store: KvStore, put: Put) -> None:
 
 
 def test_an_expired_sequence_leaves_its_blocks_to_be_found(
-    store: KvStore, put: Put, advance: Callable[[float], None]
+    store: SequenceStore, put: Put, advance: Callable[[float], None]
 ) -> None:
     """A lease that ran out frees everything, and loses nothing that is still wanted."""
     put(PROMPT)
@@ -197,7 +198,7 @@ def test_an_expired_sequence_leaves_its_blocks_to_be_found(
     assert (store.pool.num_free, num_found(store, PROMPT)) == (15, 12)
 
 
-def test_what_a_truncate_drops_can_be_found(store: KvStore, put: Put) -> None:
+def test_what_a_truncate_drops_can_be_found(store: SequenceStore, put: Put) -> None:
     """And the block it cut in two as well, until somebody writes into it."""
     sequence = put(PROMPT)
     assert store.truncate(sequence, store.handle_at(sequence), 6) == 2
@@ -208,7 +209,7 @@ def test_what_a_truncate_drops_can_be_found(store: KvStore, put: Put) -> None:
     assert num_found(store, [*PROMPT[:6], 0, 0]) == 8
 
 
-def test_a_block_cut_in_two_that_somebody_found_is_copied(store: KvStore, put: Put) -> None:
+def test_a_block_cut_in_two_that_somebody_found_is_copied(store: SequenceStore, put: Put) -> None:
     """Who found it keeps what was found."""
     sequence = put(PROMPT[:8])
     store.truncate(sequence, store.handle_at(sequence), 6)
@@ -219,7 +220,7 @@ def test_a_block_cut_in_two_that_somebody_found_is_copied(store: KvStore, put: P
     assert num_found(store, PROMPT) == 8
 
 
-def test_a_fork_that_writes_into_its_half_of_a_block_withdraws_it(store: KvStore, put: Put) -> None:
+def test_a_fork_that_writes_into_its_half_of_a_block_withdraws_it(store: SequenceStore, put: Put) -> None:
     """Once its source is gone it is the last owner, and writes in place; from the reservation on, committed or not."""
     sequence = put(PROMPT)
     (branch,) = store.fork(sequence, 7, 1)
@@ -232,7 +233,7 @@ def test_a_fork_that_writes_into_its_half_of_a_block_withdraws_it(store: KvStore
 
 
 @pytest.mark.parametrize("is_rewind", [True, False])
-def test_room_is_there_whoever_finds_the_block_it_begins_in(store: KvStore, put: Put, is_rewind: bool) -> None:
+def test_room_is_there_whoever_finds_the_block_it_begins_in(store: SequenceStore, put: Put, is_rewind: bool) -> None:
     """A block cut in two whose owner has room beyond is not found: its copy would take a block nobody set aside."""
     sequence = store.commit(store.reserve_new("alice", 14, 20), PROMPT)
     if is_rewind:
@@ -244,7 +245,7 @@ def test_room_is_there_whoever_finds_the_block_it_begins_in(store: KvStore, put:
     put([0] * 14, sequence)
 
 
-def test_room_reserved_after_a_truncate_is_there_too(store: KvStore, put: Put) -> None:
+def test_room_reserved_after_a_truncate_is_there_too(store: SequenceStore, put: Put) -> None:
     """In the other order."""
     sequence = put(PROMPT)
     store.truncate(sequence, store.handle_at(sequence), 6)
@@ -254,7 +255,7 @@ def test_room_reserved_after_a_truncate_is_there_too(store: KvStore, put: Put) -
     put([0] * 8, sequence)
 
 
-def test_the_last_blocks_of_a_tail_become_spares(store: KvStore, put: Put) -> None:
+def test_the_last_blocks_of_a_tail_become_spares(store: SequenceStore, put: Put) -> None:
     """Those before them can be found without them."""
     sequence = store.commit(store.reserve_new("alice", 20, 12), [*PROMPT, *range(6)])
     store.truncate(sequence, store.handle_at(sequence), 4)
@@ -262,7 +263,7 @@ def test_the_last_blocks_of_a_tail_become_spares(store: KvStore, put: Put) -> No
     assert num_found(store, [*PROMPT, *range(6)]) == 12
 
 
-def test_equal_prompts_at_once_each_have_their_own_blocks(store: KvStore) -> None:
+def test_equal_prompts_at_once_each_have_their_own_blocks(store: SequenceStore) -> None:
     """The first to be committed is found; what the other appends is found too once the first is gone."""
     first, second = (look_up(store, PROMPT) for _ in range(2))
     assert (first.num_cached, second.num_cached) == (0, 0)
@@ -275,7 +276,7 @@ def test_equal_prompts_at_once_each_have_their_own_blocks(store: KvStore) -> Non
     assert num_found(store, longer) == 16
 
 
-def test_a_newer_block_takes_the_place_of_one_that_nobody_owns(store: KvStore, put: Put) -> None:
+def test_a_newer_block_takes_the_place_of_one_that_nobody_owns(store: SequenceStore, put: Put) -> None:
     """It will be there for longer; the other is empty then."""
     end(store, put(PROMPT))
     sequence = put(PROMPT)
@@ -285,7 +286,7 @@ def test_a_newer_block_takes_the_place_of_one_that_nobody_owns(store: KvStore, p
     store.abort(reservation)
 
 
-def test_an_aborted_hit_goes_back(store: KvStore, put: Put) -> None:
+def test_an_aborted_hit_goes_back(store: SequenceStore, put: Put) -> None:
     """To the cache, or to its other owners; never to the empty blocks."""
     sequence = put(PROMPT)
     assert num_found(store, PROMPT) == 12
@@ -295,7 +296,7 @@ def test_an_aborted_hit_goes_back(store: KvStore, put: Put) -> None:
     assert (store.pool.num_cached, store.usage_of("alice")) == (3, Holding())
 
 
-def test_a_hit_is_all_or_nothing(store: KvStore, put: Put) -> None:
+def test_a_hit_is_all_or_nothing(store: SequenceStore, put: Put) -> None:
     """A cached block is a free one: it cannot be found and handed out for the rest at once."""
     end(store, put(PROMPT[:12]))
     put([1] * 44, principal="bob")
@@ -310,7 +311,7 @@ def test_a_hit_is_all_or_nothing(store: KvStore, put: Put) -> None:
     assert store.pool.num_free == 0
 
 
-def test_a_hit_on_ones_own_living_blocks_takes_none(store: KvStore, put: Put) -> None:
+def test_a_hit_on_ones_own_living_blocks_takes_none(store: SequenceStore, put: Put) -> None:
     """With not one block free."""
     put(PROMPT)
     put([1] * 44, principal="bob")
@@ -340,7 +341,7 @@ def test_a_hit_counts_on_the_account_of_who_uses_it() -> None:
     store.check_integrity()
 
 
-def test_room_comes_with_a_hit(store: KvStore, put: Put) -> None:
+def test_room_comes_with_a_hit(store: SequenceStore, put: Put) -> None:
     """The rest of it is set aside, cached blocks are not."""
     end(store, put(PROMPT))
     reservation = store.reserve_new("alice", 12, 20, prompt=PROMPT[:12])
@@ -351,7 +352,7 @@ def test_room_comes_with_a_hit(store: KvStore, put: Put) -> None:
     put([1] * 8, sequence)
 
 
-def test_what_is_committed_is_what_was_looked_up(store: KvStore, put: Put) -> None:
+def test_what_is_committed_is_what_was_looked_up(store: SequenceStore, put: Put) -> None:
     """Anything else would put tokens beside KV that is not theirs; fewer are as good, down to what was found."""
     put(PROMPT)
     with pytest.raises(ValueError, match="the prompt has 14 tokens, not 13"):
@@ -363,7 +364,7 @@ def test_what_is_committed_is_what_was_looked_up(store: KvStore, put: Put) -> No
     assert list(store.commit(reservation, PROMPT[:13]).token_ids) == PROMPT[:13]
 
 
-def test_a_lost_device_leaves_nothing_to_be_found(store: KvStore, put: Put) -> None:
+def test_a_lost_device_leaves_nothing_to_be_found(store: SequenceStore, put: Put) -> None:
     """What lies in the pool is not trusted any more, owned or not."""
     end(store, put(PROMPT))
     put([1] * 9)
@@ -372,7 +373,7 @@ def test_a_lost_device_leaves_nothing_to_be_found(store: KvStore, put: Put) -> N
     assert (store.pool.num_empty, num_found(store, PROMPT)) == (15, 0)
 
 
-def test_rejected_drafts_are_not_found(store: KvStore, put: Put) -> None:
+def test_rejected_drafts_are_not_found(store: SequenceStore, put: Put) -> None:
     """A block is full when it was committed to its end, not when its rows were written."""
     sequence = put(PROMPT[:6])
     store.commit(store.reserve_append(sequence, 8), PROMPT[6:7])
@@ -381,7 +382,7 @@ def test_rejected_drafts_are_not_found(store: KvStore, put: Put) -> None:
     assert num_found(store, PROMPT) == 12
 
 
-def test_integrity_notices_a_block_that_is_registered_with_other_tokens(store: KvStore, put: Put) -> None:
+def test_integrity_notices_a_block_that_is_registered_with_other_tokens(store: SequenceStore, put: Put) -> None:
     """The check finds what would make a hit wrong."""
     sequence = put(PROMPT)
     entry = store._cache._entries[sequence.block_ids[1]]

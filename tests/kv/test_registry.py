@@ -11,7 +11,7 @@ from ferrule_server.kv import registry
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.handle import Handle, handle_id_of
 from ferrule_server.kv.registry import TOMBSTONE_S
-from ferrule_server.kv.store import KvStore
+from ferrule_server.kv.sequence_store import SequenceStore
 from tests.kv.conftest import Put
 
 Advance = Callable[[float], None]
@@ -23,7 +23,7 @@ def handle_named(cache_id: str) -> Handle:
     return Handle(cache_id, 1, b"\0" * 16)
 
 
-def test_a_cache_id_is_instance_epoch_and_128_random_bits(store: KvStore, put: Put) -> None:
+def test_a_cache_id_is_instance_epoch_and_128_random_bits(store: SequenceStore, put: Put) -> None:
     """Url-safe text; two are never equal; the loggable name is its hash."""
     first, second = put([1]), put([1])
     instance, epoch, secret = first.cache_id.split(".")
@@ -33,7 +33,7 @@ def test_a_cache_id_is_instance_epoch_and_128_random_bits(store: KvStore, put: P
     assert first.cache_id not in repr(first)
 
 
-def test_foreign_released_and_invented_handles_answer_alike(store: KvStore, put: Put) -> None:
+def test_foreign_released_and_invented_handles_answer_alike(store: SequenceStore, put: Put) -> None:
     """Nobody learns whether a name exists: same class, same reason, same words."""
     foreign, released = put([1]), put([2])
     store.release(store.handle_at(released), "alice")
@@ -54,14 +54,14 @@ def test_foreign_released_and_invented_handles_answer_alike(store: KvStore, put:
 @pytest.mark.parametrize(
     "cache_id", ["", "x", "here", "here.e1", "here.e1.", f"there.e1.{SECRET}.", f"th re.e1.{SECRET}", "there.e1.short"]
 )
-def test_a_malformed_name_is_simply_unknown(store: KvStore, cache_id: str) -> None:
+def test_a_malformed_name_is_simply_unknown(store: SequenceStore, cache_id: str) -> None:
     """Also one that looks as if it were of another server."""
     with pytest.raises(HandleUnknown) as caught:
         store.resolve(handle_named(cache_id), "alice")
     assert caught.type is HandleUnknown
 
 
-def test_names_of_other_servers_and_other_runs_are_told_apart(store: KvStore) -> None:
+def test_names_of_other_servers_and_other_runs_are_told_apart(store: SequenceStore) -> None:
     """The first belongs elsewhere, the second is gone for good."""
     with pytest.raises(WrongInstance) as elsewhere:
         store.resolve(handle_named(f"there.e1.{SECRET}"), "alice")
@@ -75,10 +75,12 @@ def test_instance_and_epoch_must_fit_into_a_cache_id(name: str) -> None:
     """A dot in either would make names ambiguous."""
     for instance, epoch in ((name, "e"), ("i", name)):
         with pytest.raises(ValueError, match="must be 1 to 64"):
-            KvStore(BlockPool(4, 4), instance=instance, epoch=epoch, fingerprint=b"", max_context=9, max_ttl_s=60.0)
+            SequenceStore(
+                BlockPool(4, 4), instance=instance, epoch=epoch, fingerprint=b"", max_context=9, max_ttl_s=60.0
+            )
 
 
-def test_the_owner_of_an_expired_handle_hears_so_for_a_while(store: KvStore, put: Put, advance: Advance) -> None:
+def test_the_owner_of_an_expired_handle_hears_so_for_a_while(store: SequenceStore, put: Put, advance: Advance) -> None:
     """Then, and to anybody else, it is as unknown as any."""
     sequence = put([1])
     handle = store.handle_at(sequence)
@@ -96,7 +98,7 @@ def test_the_owner_of_an_expired_handle_hears_so_for_a_while(store: KvStore, put
 
 
 def test_tombstones_are_bounded_in_count(
-    store: KvStore, put: Put, advance: Advance, monkeypatch: pytest.MonkeyPatch
+    store: SequenceStore, put: Put, advance: Advance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oldest go first."""
     monkeypatch.setattr(registry, "MAX_TOMBSTONES", 2)
@@ -114,7 +116,7 @@ def test_tombstones_are_bounded_in_count(
 
 
 def test_whoever_lets_thousands_expire_changes_nobody_elses_answers(
-    store: KvStore, put: Put, advance: Advance, monkeypatch: pytest.MonkeyPatch
+    store: SequenceStore, put: Put, advance: Advance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of too many tombstones one goes of whoever has most."""
     monkeypatch.setattr(registry, "MAX_TOMBSTONES", 3)
@@ -130,7 +132,7 @@ def test_whoever_lets_thousands_expire_changes_nobody_elses_answers(
     assert store._registry.num_tombstones == 3
 
 
-def test_old_tombstones_go_when_new_ones_come(store: KvStore, put: Put, advance: Advance) -> None:
+def test_old_tombstones_go_when_new_ones_come(store: SequenceStore, put: Put, advance: Advance) -> None:
     """Memory is bounded by what expired within the last ten minutes."""
     put([1])
     advance(60.0)
@@ -141,7 +143,7 @@ def test_old_tombstones_go_when_new_ones_come(store: KvStore, put: Put, advance:
     assert store._registry.num_tombstones == 1
 
 
-def test_a_list_shows_ones_own_in_order_page_by_page(store: KvStore, put: Put) -> None:
+def test_a_list_shows_ones_own_in_order_page_by_page(store: SequenceStore, put: Put) -> None:
     """Pages join without gap or repetition; the sequences of others are not there."""
     own = sorted(put([index]).handle_id for index in range(7))
     put([9], principal="bob")
@@ -153,7 +155,9 @@ def test_a_list_shows_ones_own_in_order_page_by_page(store: KvStore, put: Put) -
     assert (store.num_sequences_of("alice"), store.num_sequences_of("bob"), store.num_sequences) == (7, 1, 8)
 
 
-def test_a_list_looks_at_ones_own_sequences_only(store: KvStore, put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_looks_at_ones_own_sequences_only(
+    store: SequenceStore, put: Put, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However many others have; who has none any more leaves nothing behind."""
     own = [put([1]), put([2])]
     others = [put([3], principal="bob") for _ in range(9)]
@@ -167,7 +171,7 @@ def test_a_list_looks_at_ones_own_sequences_only(store: KvStore, put: Put, monke
     assert set(store._registry._own) == {"alice"}
 
 
-def test_sequences_with_one_handle_id_are_told_apart(store: KvStore, put: Put) -> None:
+def test_sequences_with_one_handle_id_are_told_apart(store: SequenceStore, put: Put) -> None:
     """64 bits of a hash may collide; which sequence goes does not depend on them."""
     first, second = put([1]), put([2])
     store._registry.remove(second)

@@ -7,23 +7,24 @@ from collections.abc import Callable
 import pytest
 
 from ferrule_server.errors import BlocksExhausted, ContextExceeded, ExceedsPool, HandleUnknown
+from ferrule_server.kv.reserved_slots import SlotRequest
 from ferrule_server.kv.sequence import Sequence
-from ferrule_server.kv.store import DEFAULT_TTL_S, KvStore, SlotRequest
+from ferrule_server.kv.sequence_store import DEFAULT_TTL_S, SequenceStore
 from ferrule_server.kv.usage import Holding
 from tests.kv.conftest import Put
 
 
-def reserve(store: KvStore, sequence: Sequence, target_length: int) -> int:
+def reserve(store: SequenceStore, sequence: Sequence, target_length: int) -> int:
     """Reserve room for one sequence and return how many blocks that took."""
     return store.reserve_slots([SlotRequest(sequence, target_length)]).allocations[0].new_blocks
 
 
-def fill(store: KvStore, put: Put) -> list[Sequence]:
+def fill(store: SequenceStore, put: Put) -> list[Sequence]:
     """Take every free block and return who has them."""
     return [put([8] * 4, principal="bob") for _ in range(store.pool.num_free)]
 
 
-def test_reserved_room_is_used_before_free_blocks(store: KvStore, put: Put) -> None:
+def test_reserved_room_is_used_before_free_blocks(store: SequenceStore, put: Put) -> None:
     """The pool may be empty: appends up to the reserved length take nothing from it."""
     sequence = put([1, 2, 3, 4, 5])
     assert reserve(store, sequence, 14) == 2
@@ -36,7 +37,7 @@ def test_reserved_room_is_used_before_free_blocks(store: KvStore, put: Put) -> N
         store.reserve_append(sequence, 1)
 
 
-def test_the_evidence_says_what_was_taken(store: KvStore, put: Put) -> None:
+def test_the_evidence_says_what_was_taken(store: SequenceStore, put: Put) -> None:
     """Per request in their order, and the pool around them; a copy to come of a shared block is included."""
     sequence, other = put([1, 2, 3, 4, 5]), put([1])
     store.fork(sequence, 5, 1)
@@ -47,7 +48,7 @@ def test_the_evidence_says_what_was_taken(store: KvStore, put: Put) -> None:
     assert got == [(sequence.handle_id, 2, 3, 1), (other.handle_id, 1, 3, 2), (sequence.handle_id, 3, 4, 1)]
 
 
-def test_reserving_again_changes_nothing(store: KvStore, put: Put) -> None:
+def test_reserving_again_changes_nothing(store: SequenceStore, put: Put) -> None:
     """Lengths are absolute; less than before takes nothing away, and so does nothing at all."""
     sequence = put([1, 2, 3])
     assert [reserve(store, sequence, length) for length in (9, 9, 4, 0)] == [2, 0, 0, 0]
@@ -56,7 +57,7 @@ def test_reserving_again_changes_nothing(store: KvStore, put: Put) -> None:
     assert (empty.free_blocks_before, empty.free_blocks_after, empty.allocations) == (12, 12, ())
 
 
-def test_it_is_all_or_nothing(store: KvStore, put: Put) -> None:
+def test_it_is_all_or_nothing(store: SequenceStore, put: Put) -> None:
     """If one does not fit, none gets anything, by whatever it was refused."""
     first, second = put([1]), put([2])
     filler = put([8] * 16, principal="bob")
@@ -72,7 +73,7 @@ def test_it_is_all_or_nothing(store: KvStore, put: Put) -> None:
     assert (first.spare_ids, second.spare_ids, store.pool.num_used) == ((), (), 2)
 
 
-def test_an_admission_target_only_has_to_fit(store: KvStore, put: Put) -> None:
+def test_an_admission_target_only_has_to_fit(store: SequenceStore, put: Put) -> None:
     """Nothing is allocated for it; together with the others it must fit the free blocks."""
     first, second = put([1]), put([2])
     put([8], principal="bob")
@@ -84,7 +85,7 @@ def test_an_admission_target_only_has_to_fit(store: KvStore, put: Put) -> None:
     assert (len(first.spare_ids), second.spare_ids) == (1, ())
 
 
-def test_an_append_that_fails_gives_the_room_back_whole(store: KvStore, put: Put) -> None:
+def test_an_append_that_fails_gives_the_room_back_whole(store: SequenceStore, put: Put) -> None:
     """Spares it would have taken are there again, blocks of the pool go back to it."""
     sequence = put([1, 2, 3])
     reserve(store, sequence, 8)
@@ -94,7 +95,7 @@ def test_an_append_that_fails_gives_the_room_back_whole(store: KvStore, put: Put
     assert (len(sequence.spare_ids), store.pool.num_used) == (1, 2)
 
 
-def test_a_fork_pays_for_the_copy_it_makes_necessary(store: KvStore, put: Put) -> None:
+def test_a_fork_pays_for_the_copy_it_makes_necessary(store: SequenceStore, put: Put) -> None:
     """The source's room must hold: its partial last block, once shared, is copied at its next append."""
     sequence = put([1, 2, 3, 4, 5])
     reserve(store, sequence, 8)
@@ -110,7 +111,7 @@ def test_a_fork_pays_for_the_copy_it_makes_necessary(store: KvStore, put: Put) -
     assert (len(sequence.spare_ids), store.pool.num_free) == (0, 0)
 
 
-def test_a_fork_is_refused_where_the_room_of_its_source_would_not_hold(store: KvStore, put: Put) -> None:
+def test_a_fork_is_refused_where_the_room_of_its_source_would_not_hold(store: SequenceStore, put: Put) -> None:
     """With no block free; where no copy is needed it goes on costing nothing."""
     sequence = put([1, 2, 3, 4, 5])
     reserve(store, sequence, 8)
@@ -123,7 +124,7 @@ def test_a_fork_is_refused_where_the_room_of_its_source_would_not_hold(store: Kv
     assert len(store.fork(sequence, 4, 2)) == 2
 
 
-def test_a_branch_in_flight_shares_like_a_fork(store: KvStore, put: Put) -> None:
+def test_a_branch_in_flight_shares_like_a_fork(store: SequenceStore, put: Put) -> None:
     """The source's room holds meanwhile, and what was only for that time goes back at its next append."""
     sequence = put([1, 2, 3, 4, 5])
     reserve(store, sequence, 8)
@@ -137,7 +138,7 @@ def test_a_branch_in_flight_shares_like_a_fork(store: KvStore, put: Put) -> None
     assert (sequence.spare_ids, store.pool.num_free, len(filler)) == ((), 1, 11)
 
 
-def test_a_spare_that_is_no_longer_needed_goes_back(store: KvStore, put: Put) -> None:
+def test_a_spare_that_is_no_longer_needed_goes_back(store: SequenceStore, put: Put) -> None:
     """The fork left before the copy was made, so the append writes in place."""
     sequence = put([1, 2, 3, 4, 5])
     reserve(store, sequence, 6)
@@ -149,7 +150,7 @@ def test_a_spare_that_is_no_longer_needed_goes_back(store: KvStore, put: Put) ->
     assert (sequence.spare_ids, store.pool.num_used) == ((), 2)
 
 
-def test_truncate_keeps_what_is_reserved(store: KvStore, put: Put) -> None:
+def test_truncate_keeps_what_is_reserved(store: SequenceStore, put: Put) -> None:
     """Blocks beyond the reservation go back, those within it become spares."""
     sequence = put(list(range(18)))
     reserve(store, sequence, 10)
@@ -160,7 +161,7 @@ def test_truncate_keeps_what_is_reserved(store: KvStore, put: Put) -> None:
     assert (sequence.length, sequence.spare_ids) == (12, ())
 
 
-def test_truncate_into_shared_blocks_sets_others_aside(store: KvStore, put: Put) -> None:
+def test_truncate_into_shared_blocks_sets_others_aside(store: SequenceStore, put: Put) -> None:
     """What the fork keeps cannot be written again; where there is nothing else the truncate is refused."""
     sequence = put([1, 2, 3, 4, 5, 6, 7, 8])
     reserve(store, sequence, 8)
@@ -179,7 +180,7 @@ def test_truncate_into_shared_blocks_sets_others_aside(store: KvStore, put: Put)
     assert list(branch.token_ids) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def test_a_rewind_keeps_what_is_reserved(store: KvStore, put: Put) -> None:
+def test_a_rewind_keeps_what_is_reserved(store: SequenceStore, put: Put) -> None:
     """Also if its append is aborted."""
     sequence = put(list(range(14)))
     reserve(store, sequence, 18)
@@ -192,7 +193,7 @@ def test_a_rewind_keeps_what_is_reserved(store: KvStore, put: Put) -> None:
     assert sequence.length == 18
 
 
-def test_a_new_sequence_can_come_with_room(store: KvStore, put: Put) -> None:
+def test_a_new_sequence_can_come_with_room(store: SequenceStore, put: Put) -> None:
     """Taken together with the prompt's own, all or nothing; an abort gives back all of it."""
     for reserved_length, error in ((51, ContextExceeded), (50, None)):
         if error is not None:
@@ -211,7 +212,7 @@ def test_a_new_sequence_can_come_with_room(store: KvStore, put: Put) -> None:
     assert other == 3
 
 
-def test_release_gives_the_room_back(store: KvStore, put: Put) -> None:
+def test_release_gives_the_room_back(store: SequenceStore, put: Put) -> None:
     """It counts as freed; with an append in flight on it as well, in either order."""
     sequence = put([1])
     reserve(store, sequence, 16)
@@ -221,7 +222,7 @@ def test_release_gives_the_room_back(store: KvStore, put: Put) -> None:
     assert store.pool.num_used == 0
 
 
-def test_reserving_renews(store: KvStore, put: Put, advance: Callable[[float], None]) -> None:
+def test_reserving_renews(store: SequenceStore, put: Put, advance: Callable[[float], None]) -> None:
     """It is an operation like any other: a sign of life, also where nothing changes."""
     sequence = put([1])
     advance(1.0)
@@ -230,7 +231,7 @@ def test_reserving_renews(store: KvStore, put: Put, advance: Callable[[float], N
 
 
 @pytest.mark.parametrize("is_committed", [True, False])
-def test_room_can_be_reserved_while_an_append_is_in_flight(store: KvStore, put: Put, is_committed: bool) -> None:
+def test_room_can_be_reserved_while_an_append_is_in_flight(store: SequenceStore, put: Put, is_committed: bool) -> None:
     """Not knowing whether it will be committed, it is set aside from the tip on; what is too much goes back then."""
     sequence = put([1, 2, 3])
     store.fork(sequence, 3, 1)
@@ -247,7 +248,7 @@ def test_room_can_be_reserved_while_an_append_is_in_flight(store: KvStore, put: 
 
 
 @pytest.mark.parametrize("num_accepted", range(1, 13))
-def test_a_partial_commit_leaves_the_room_as_it_was(store: KvStore, put: Put, num_accepted: int) -> None:
+def test_a_partial_commit_leaves_the_room_as_it_was(store: SequenceStore, put: Put, num_accepted: int) -> None:
     """Spares that the rest would have taken stay spares, blocks of the pool go back to it."""
     sequence = put([1, 2, 3])
     reserve(store, sequence, 10)
@@ -258,7 +259,7 @@ def test_a_partial_commit_leaves_the_room_as_it_was(store: KvStore, put: Put, nu
         put([7] * (10 - sequence.length), sequence)
 
 
-def test_a_partial_commit_keeps_the_room_of_a_new_sequence(store: KvStore, put: Put) -> None:
+def test_a_partial_commit_keeps_the_room_of_a_new_sequence(store: SequenceStore, put: Put) -> None:
     """Blocks that leave its table become spares, up to the room asked for and no further."""
     sequence = store.commit(store.reserve_new("alice", 9, 14), [1, 2])
     assert (len(sequence.block_ids), len(sequence.spare_ids)) == (1, 3)
@@ -268,7 +269,7 @@ def test_a_partial_commit_keeps_the_room_of_a_new_sequence(store: KvStore, put: 
     assert len(sequence.spare_ids) == 3
 
 
-def test_a_partial_commit_gives_back_what_is_beyond_the_room(store: KvStore) -> None:
+def test_a_partial_commit_gives_back_what_is_beyond_the_room(store: SequenceStore) -> None:
     """The room was less than the rows: only the room stays."""
     sequence = store.commit(store.reserve_new("alice", 15, 6), [1, 2])
     assert (len(sequence.block_ids), len(sequence.spare_ids), store.pool.num_used) == (1, 1, 2)

@@ -1,4 +1,4 @@
-"""Random operations on the KV store against a naive dense model in which the pool is simulated.
+"""Random operations on the sequence store against a naive dense model in which the pool is simulated.
 
 The pool is an array of slots [num_blocks, block_size] that holds token ids, and beside each a number that stands for
 all tokens up to it: what KV is made of. Appends run as an executor would run them: the copies of their reservation
@@ -36,9 +36,11 @@ from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.leases import PIN_RECHECK_S
+from ferrule_server.kv.registry import TOMBSTONE_S
 from ferrule_server.kv.reservation import Reservation
+from ferrule_server.kv.reserved_slots import SlotRequest
 from ferrule_server.kv.sequence import Sequence
-from ferrule_server.kv.store import DEFAULT_TTL_S, TOMBSTONE_S, KvStore, SlotRequest
+from ferrule_server.kv.sequence_store import DEFAULT_TTL_S, SequenceStore
 from ferrule_server.kv.usage import Holding
 from ferrule_server.quotas import UNLIMITED, QuotaLimits
 from tests.kv.dense_model import FINGERPRINT, MAX_TTL_S, Append, DenseModel, DenseSequence, Issued, Tokens, lineage_of
@@ -86,7 +88,7 @@ class KvMachine(RuleBasedStateMachine):
         self.model = DenseModel(block_size, num_blocks, max_context, has_prefix_cache=has_prefix_cache)
         self.pool = BlockPool(num_blocks, block_size)
         secrets = count()
-        self.store = KvStore(
+        self.store = SequenceStore(
             self.pool,
             instance="i",
             epoch="e",

@@ -8,8 +8,9 @@ import pytest
 
 from ferrule_server.errors import BlocksExhausted, ContextExceeded, ExceedsPool, QuotaExceeded
 from ferrule_server.kv.block_pool import BlockPool
+from ferrule_server.kv.reserved_slots import SlotRequest
 from ferrule_server.kv.sequence import Sequence
-from ferrule_server.kv.store import KvStore, SlotRequest
+from ferrule_server.kv.sequence_store import SequenceStore
 from ferrule_server.kv.usage import Holding
 from ferrule_server.quotas import QuotaLimits
 
@@ -23,9 +24,9 @@ def limits() -> dict[str, QuotaLimits]:
 
 
 @pytest.fixture
-def store(limits: dict[str, QuotaLimits]) -> Iterator[KvStore]:
+def store(limits: dict[str, QuotaLimits]) -> Iterator[SequenceStore]:
     """Fifteen blocks of four slots and those limits; sound when the test is over."""
-    store = KvStore(
+    store = SequenceStore(
         BlockPool(16, 4),
         instance="here",
         epoch="e1",
@@ -38,7 +39,7 @@ def store(limits: dict[str, QuotaLimits]) -> Iterator[KvStore]:
     store.check_integrity()
 
 
-def put(store: KvStore, num_tokens: int, principal: str = "alice") -> Sequence:
+def put(store: SequenceStore, num_tokens: int, principal: str = "alice") -> Sequence:
     """Make a sequence."""
     return store.commit(store.reserve_new(principal, num_tokens), [7] * num_tokens)
 
@@ -50,7 +51,7 @@ def refusal(call: Callable[[], object]) -> tuple[str, dict[str, str]]:
     return caught.value.quota, {key: caught.value.metadata[key] for key in ("used", "limit", "needed")}
 
 
-def test_nobody_is_remembered_who_holds_nothing(store: KvStore) -> None:
+def test_nobody_is_remembered_who_holds_nothing(store: SequenceStore) -> None:
     """Whatever came and went: sequences released, appends aborted, requests refused."""
     sequence = put(store, 5)
     assert store.usage_of("alice") == Holding(1, 2)
@@ -62,7 +63,7 @@ def test_nobody_is_remembered_who_holds_nothing(store: KvStore) -> None:
     assert store._usage._holdings == {}
 
 
-def test_a_shared_block_counts_once(store: KvStore) -> None:
+def test_a_shared_block_counts_once(store: SequenceStore) -> None:
     """And as long as any of its owners lives; the copy at a divergent append is one more."""
     sequence = put(store, 6)
     first, second = store.fork(sequence, 6, 2)
@@ -75,7 +76,7 @@ def test_a_shared_block_counts_once(store: KvStore) -> None:
     assert store.usage_of("alice") == Holding(1, 2)
 
 
-def test_a_sequence_in_creation_is_a_handle(store: KvStore) -> None:
+def test_a_sequence_in_creation_is_a_handle(store: SequenceStore) -> None:
     """Else a principal could start any number at once; an abort gives it back, a commit counts it no second time."""
     sequence = put(store, 1)
     creating = [store.reserve_new("alice", 1), store.reserve_branch(sequence, 1, 1)]
@@ -90,14 +91,14 @@ def test_a_sequence_in_creation_is_a_handle(store: KvStore) -> None:
     assert put(store, 1, "bob").principal == "bob"
 
 
-def test_a_fork_is_all_or_nothing(store: KvStore) -> None:
+def test_a_fork_is_all_or_nothing(store: SequenceStore) -> None:
     """Two of three branches are none."""
     sequence = put(store, 6)
     assert refusal(lambda: store.fork(sequence, 6, 3)) == ("HANDLES", {"used": "1", "limit": "3", "needed": "3"})
     assert (store.num_sequences, store.usage_of("alice")) == (1, Holding(1, 2))
 
 
-def test_tokens_are_refused_in_whole_blocks(store: KvStore) -> None:
+def test_tokens_are_refused_in_whole_blocks(store: SequenceStore) -> None:
     """Up to the quota and not one block beyond it, whoever else has room; inside a block nothing is asked."""
     sequence, other = put(store, 25), put(store, 2)
     refused = ("KV_TOKENS", {"used": "32", "limit": "32", "needed": "4"})
@@ -109,7 +110,7 @@ def test_tokens_are_refused_in_whole_blocks(store: KvStore) -> None:
     assert put(store, 28, "bob").length == 28
 
 
-def test_a_need_beyond_the_quota_itself_says_so(store: KvStore) -> None:
+def test_a_need_beyond_the_quota_itself_says_so(store: SequenceStore) -> None:
     """No release would ever make room, so nobody is told to wait."""
     sequence = put(store, 20)
     for call, whole in (
@@ -127,7 +128,7 @@ def test_a_need_beyond_the_quota_itself_says_so(store: KvStore) -> None:
     assert refusal(lambda: store.fork(sequence, 4, 4)) == ("HANDLES", {"used": "1", "limit": "3", "needed": "4"})
 
 
-def test_what_never_changes_is_said_first(store: KvStore, limits: dict[str, QuotaLimits]) -> None:
+def test_what_never_changes_is_said_first(store: SequenceStore, limits: dict[str, QuotaLimits]) -> None:
     """Context, pool, quota itself, quota as used, free blocks: in that order."""
     limits["alice"] = QuotaLimits(handles=1, kv_tokens=32)
     put(store, 12)
@@ -144,7 +145,7 @@ def test_what_never_changes_is_said_first(store: KvStore, limits: dict[str, Quot
         store.reserve_new("alice", 20)
 
 
-def test_a_rewind_pays_with_its_own_tail(store: KvStore, limits: dict[str, QuotaLimits]) -> None:
+def test_a_rewind_pays_with_its_own_tail(store: SequenceStore, limits: dict[str, QuotaLimits]) -> None:
     """At the quota, and even above one that was lowered meanwhile; a tail that forks share pays for nothing."""
     sequence = put(store, 32)
     store.commit(store.reserve_rewind(sequence, 1, 31), [9] * 31)
@@ -157,7 +158,7 @@ def test_a_rewind_pays_with_its_own_tail(store: KvStore, limits: dict[str, Quota
     assert sequence.length == 32
 
 
-def test_a_lowered_quota_takes_nothing_away(store: KvStore, limits: dict[str, QuotaLimits]) -> None:
+def test_a_lowered_quota_takes_nothing_away(store: SequenceStore, limits: dict[str, QuotaLimits]) -> None:
     """What is held stays, can shrink and can be used; only more is refused."""
     sequence = put(store, 30)
     limits["alice"] = QuotaLimits(handles=0, kv_tokens=0)
@@ -167,7 +168,7 @@ def test_a_lowered_quota_takes_nothing_away(store: KvStore, limits: dict[str, Qu
     assert store.truncate(sequence, store.handle_at(sequence), 8) == 6
 
 
-def test_a_lost_device_leaves_nothing_on_any_account(store: KvStore) -> None:
+def test_a_lost_device_leaves_nothing_on_any_account(store: SequenceStore) -> None:
     """Reservations and sequences of everybody."""
     put(store, 9)
     store.reserve_new("bob", 9)

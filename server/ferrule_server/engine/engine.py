@@ -1,4 +1,4 @@
-"""The engine: one thread that owns the KV store and the executor, so that neither needs a lock.
+"""The engine: one thread that owns the sequence store and the executor, so that neither needs a lock.
 
 The life of a request::
 
@@ -64,7 +64,7 @@ from ferrule_server.executor.base import DeviceLost, Executor
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.metrics import KvMetrics
 from ferrule_server.kv.sequence import Sequence
-from ferrule_server.kv.store import KvStore
+from ferrule_server.kv.sequence_store import SequenceStore
 from ferrule_server.quotas import LimitsOf, unlimited
 
 _LOG = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class Engine:
     def __init__(
         self,
         executor: Executor,
-        store: KvStore,
+        store: SequenceStore,
         settings: EngineSettings,
         post: Callable[[Callable[[], None]], object],
         on_failure: Callable[[], None] = lambda: None,

@@ -16,7 +16,7 @@ from ferrule_server.engine.bridge.gate import Gate
 from ferrule_server.engine.metrics.counters import EngineSnapshot
 from ferrule_server.engine.metrics.views import PrincipalSeen, SequenceSeen, View
 from ferrule_server.kv.sequence import Sequence
-from ferrule_server.kv.store import KvStore
+from ferrule_server.kv.sequence_store import SequenceStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Viewer:
         snapshot: The engine's state now.
     """
 
-    store: KvStore
+    store: SequenceStore
     gate: Gate
     tallies: Tallies
     num_pending: Callable[[Sequence], int]

@@ -1,6 +1,6 @@
 """The KV cache as integers: blocks, sequences, lineages, leases. No tensors, no gRPC, no locks.
 
-store.py           the one place where sequences, blocks and leases change together
+sequence_store.py   the one place where sequences, blocks and leases change together
 sequence.py        what stands behind the handles of one cache_id
 handle.py          the handle: the first `length` tokens of one sequence
 append_rule.py     what tokens sent with a handle mean

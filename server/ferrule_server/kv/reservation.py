@@ -234,7 +234,7 @@ class Reservations:
         self._pool.require(num_needed, num_own)
 
     def foresee(self, reservations: SequenceOf[Reservation]) -> list[list[int] | None]:
-        """Return the tables of :meth:`KvStore.foresee`.
+        """Return the tables of :meth:`SequenceStore.foresee`.
 
         A token in the block of the one before it goes where nothing was committed, in a block with one owner that the
         cache does not know (or the reservation could not be live). Other blocks are spares of the sequence, or empty

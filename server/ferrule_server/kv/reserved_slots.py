@@ -96,7 +96,7 @@ class ReservedSlots:
         self._max_context = max_context
 
     def reserve(self, requests: Iterable[SlotRequest]) -> SlotReservation:
-        """Set blocks aside for all requests or for none. See :meth:`KvStore.reserve_slots`."""
+        """Set blocks aside for all requests or for none. See :meth:`SequenceStore.reserve_slots`."""
         requests = list(requests)
         self._check(requests)
         free_blocks_before = self._pool.num_free

@@ -30,7 +30,7 @@ class Truncation:
 class Sequence:
     """One sequence: its tokens, its blocks, its lease. The one owner of length.
 
-    Only :class:`~ferrule_server.kv.store.KvStore` changes it; the engine may count ``num_pins``.
+    Only :class:`~ferrule_server.kv.sequence_store.SequenceStore` changes it; the engine may count ``num_pins``.
 
     Attributes:
         cache_id: The secret name, never logged. handle_id: the loggable one.

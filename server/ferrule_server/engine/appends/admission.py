@@ -16,7 +16,7 @@ from ferrule_server.kv import append_rule
 from ferrule_server.kv.append_rule import Verdict, check_handle
 from ferrule_server.kv.reservation import Reservation
 from ferrule_server.kv.sequence import Sequence
-from ferrule_server.kv.store import KvStore
+from ferrule_server.kv.sequence_store import SequenceStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Admission:
         counters: Counts queries, replays and recomputed replays.
     """
 
-    store: KvStore
+    store: SequenceStore
     records: ReplayRecords
     creations: Creations
     counters: EngineCounters

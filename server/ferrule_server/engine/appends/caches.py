@@ -26,8 +26,9 @@ from ferrule_server.engine.jobs import (
 from ferrule_server.errors import FerruleError, InvalidRequest
 from ferrule_server.kv.append_rule import check_handle
 from ferrule_server.kv.handle import Handle
+from ferrule_server.kv.reserved_slots import SlotRequest, SlotReservation
 from ferrule_server.kv.sequence import Sequence
-from ferrule_server.kv.store import KvStore, SlotRequest, SlotReservation
+from ferrule_server.kv.sequence_store import SequenceStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Caches:
         num_pending: Jobs in flight or waiting on a sequence.
     """
 
-    store: KvStore
+    store: SequenceStore
     bytes_per_block: int
     max_fork_count: int
     num_pending: Callable[[Sequence], int]

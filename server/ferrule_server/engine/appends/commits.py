@@ -14,7 +14,7 @@ from ferrule_server.engine.metrics.counters import EngineCounters, OwnCounters
 from ferrule_server.errors import NonFiniteLogits
 from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.sequence import Sequence
-from ferrule_server.kv.store import KvStore
+from ferrule_server.kv.sequence_store import SequenceStore
 
 _RECORDED = (Verdict.APPEND, Verdict.REWIND)
 
@@ -31,7 +31,7 @@ class Commits:
         failpoints: For tests.
     """
 
-    store: KvStore
+    store: SequenceStore
     records: ReplayRecords
     creations: Creations
     counters: EngineCounters

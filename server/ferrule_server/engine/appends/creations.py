@@ -26,7 +26,7 @@ from ferrule_server.engine.appends.running import Creation, RunningAppend
 from ferrule_server.engine.jobs import AppendJob, ForkJob, GenerateJob, LaneJob, Verified
 from ferrule_server.errors import RequestIdReused
 from ferrule_server.kv.handle import Handle, StalePolicy
-from ferrule_server.kv.store import TOMBSTONE_S
+from ferrule_server.kv.registry import TOMBSTONE_S
 
 MAX_DEAD: Final = 100_000
 """Creations remembered of which every sequence has ended. Beyond it whoever has most of them loses the one that ended

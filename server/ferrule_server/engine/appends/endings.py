@@ -8,7 +8,7 @@ from ferrule_server.engine.appends.lanes import Lanes
 from ferrule_server.engine.failpoints import Failpoints
 from ferrule_server.engine.metrics.counters import EngineCounters
 from ferrule_server.kv.handle import Handle
-from ferrule_server.kv.store import KvStore
+from ferrule_server.kv.sequence_store import SequenceStore
 
 
 class Endings:
@@ -24,7 +24,7 @@ class Endings:
 
     def __init__(
         self,
-        store: KvStore,
+        store: SequenceStore,
         lanes: Lanes,
         on_release: Callable[[str], object],
         counters: EngineCounters,

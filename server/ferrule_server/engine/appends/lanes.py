@@ -43,7 +43,7 @@ from ferrule_server.errors import Cancelled, Draining, FerruleError, HandleUnkno
 from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.sequence import Sequence
-from ferrule_server.kv.store import KvStore
+from ferrule_server.kv.sequence_store import SequenceStore
 
 LaneEntry = tuple[LaneJob[object], Sink]
 
@@ -70,7 +70,7 @@ class Lanes:
 
     def __init__(
         self,
-        store: KvStore,
+        store: SequenceStore,
         admission: Admission,
         caches: Caches,
         *,

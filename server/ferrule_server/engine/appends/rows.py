@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from ferrule_server.engine.jobs import Acceptance, Drafts, OutputRequest, Verified
 from ferrule_server.executor.base import DraftSpec, OutputSpec, RowOutput, Shaping
 from ferrule_server.kv.sequence import Sequence
-from ferrule_server.kv.store import KvStore
+from ferrule_server.kv.sequence_store import SequenceStore
 
 
 def verify(drafts: Drafts, draft_ids: SequenceOf[int], rows: SequenceOf[RowOutput]) -> Verified:
@@ -43,7 +43,7 @@ def num_appended(drafts: Drafts, verified: Verified) -> int:
 
 
 def with_row_handles(
-    verified: Verified, drafts: Drafts, store: KvStore, sequence: Sequence, length_after: int
+    verified: Verified, drafts: Drafts, store: SequenceStore, sequence: Sequence, length_after: int
 ) -> Verified:
     """Return it with the handles at row 0 and at each appended draft, if they are asked for.
 

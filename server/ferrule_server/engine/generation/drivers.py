@@ -37,7 +37,7 @@ from ferrule_server.engine.jobs import (
 from ferrule_server.engine.metrics.counters import EngineCounters
 from ferrule_server.errors import Cancelled, FerruleError
 from ferrule_server.kv.handle import Handle
-from ferrule_server.kv.store import KvStore
+from ferrule_server.kv.sequence_store import SequenceStore
 
 Why = Callable[[Handle | None], FerruleError]
 """Makes the error with which everything ends, for what lies behind a handle."""
@@ -121,7 +121,7 @@ class Drivers:
 
     def __init__(
         self,
-        store: KvStore,
+        store: SequenceStore,
         lanes: Lanes,
         counters: EngineCounters,
         *,

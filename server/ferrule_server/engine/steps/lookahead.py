@@ -14,8 +14,9 @@ claimed is thrown away with whatever it computed, and whoever it was meant for t
 Why a claimed row is what the append would have computed, and one that is not does no harm: between the moment a step is
 queued and the moment it is claimed or dropped the engine gives the executor nothing else to do, so the pool is as it
 would be at a run of its own; and the one slot that a guess writes lies beyond the tip of its sequence, in a block that
-is nobody else's and unknown to the prefix cache (see :meth:`KvStore.foresee`), whatever happens on the host meanwhile:
-who forks, truncates, releases or gets such a block acts on the device later, and writes to a slot before it is read.
+is nobody else's and unknown to the prefix cache (see :meth:`SequenceStore.foresee`), whatever happens on the host
+meanwhile: who forks, truncates, releases or gets such a block acts on the device later, and writes to a slot
+before it is read.
 
 Only steps of nothing but Generates are followed, and only where nobody else waits; so whoever comes waits for one step
 more at most than without a guess, and who comes step by step not even that: see ``_QUIET_STEPS``.
@@ -39,7 +40,7 @@ from ferrule_server.engine.steps.runner import StepOutcome, StepRunner
 from ferrule_server.executor.base import DeviceLost, OutputSpec, PendingStep, PipelinedExecutor, StepBatch
 from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.sequence import Sequence
-from ferrule_server.kv.store import KvStore
+from ferrule_server.kv.sequence_store import SequenceStore
 
 _LOG = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ class Lookahead:
     """
 
     def __init__(
-        self, executor: PipelinedExecutor, steps: StepRunner, store: KvStore, counters: EngineCounters
+        self, executor: PipelinedExecutor, steps: StepRunner, store: SequenceStore, counters: EngineCounters
     ) -> None:
         self._executor = executor
         self._steps = steps

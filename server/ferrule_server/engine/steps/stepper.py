@@ -31,7 +31,7 @@ from ferrule_server.engine.steps.runner import StepOutcome, StepRunner
 from ferrule_server.engine.steps.warmup import Warmup
 from ferrule_server.errors import Cancelled, FerruleError
 from ferrule_server.executor.base import DeviceLost, Executor, PipelinedExecutor
-from ferrule_server.kv.store import KvStore
+from ferrule_server.kv.sequence_store import SequenceStore
 
 _LOG = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Stepper:
     def __init__(
         self,
         executor: Executor,
-        store: KvStore,
+        store: SequenceStore,
         settings: EngineSettings,
         lanes: Lanes,
         commits: Commits,

@@ -1,4 +1,4 @@
-"""The KV store: appends, branches, truncates, releases."""
+"""The sequence store: appends, branches, truncates, releases."""
 
 from __future__ import annotations
 
@@ -16,24 +16,14 @@ from ferrule_server.errors import (
     HandleUnknown,
     TruncateBeyond,
 )
-from ferrule_server.kv import store as store_module
 from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.handle import StalePolicy
-from ferrule_server.kv.store import KvStore
+from ferrule_server.kv.sequence_store import SequenceStore
 from tests.kv.conftest import Put
 
-"""What the engine keeps of the last append."""
 
-
-def test_public_names_are_sorted_and_there() -> None:
-    """What lies in ``__all__`` can be imported."""
-    names = store_module.__all__
-    assert names == sorted(names)
-    assert all(hasattr(store_module, name) for name in names)
-
-
-def test_nothing_of_an_append_shows_before_commit(store: KvStore, put: Put) -> None:
+def test_nothing_of_an_append_shows_before_commit(store: SequenceStore, put: Put) -> None:
     """Length, lineage and table are those before, until all rows are written."""
     sequence = put([1, 2, 3])
     before, table = store.handle_at(sequence), sequence.block_ids
@@ -45,7 +35,7 @@ def test_nothing_of_an_append_shows_before_commit(store: KvStore, put: Put) -> N
     assert list(sequence.token_ids) == list(range(1, 10))
 
 
-def test_a_new_sequence_exists_from_commit_on(store: KvStore) -> None:
+def test_a_new_sequence_exists_from_commit_on(store: SequenceStore) -> None:
     """Its blocks are held before, its handle comes with the commit."""
     reservation = store.reserve_new("alice", 5)
     assert (store.num_sequences, store.pool.num_used, reservation.sequence) == (0, 2, None)
@@ -54,7 +44,7 @@ def test_a_new_sequence_exists_from_commit_on(store: KvStore) -> None:
     assert store.resolve(store.handle_at(sequence), "alice") is sequence
 
 
-def test_an_aborted_append_leaves_no_trace(store: KvStore, put: Put) -> None:
+def test_an_aborted_append_leaves_no_trace(store: SequenceStore, put: Put) -> None:
     """Only what was reserved is given back; aborting again changes nothing."""
     sequence = put([1, 2, 3])
     for reservation in (store.reserve_append(sequence, 9), store.reserve_new("bob", 9)):
@@ -63,7 +53,7 @@ def test_an_aborted_append_leaves_no_trace(store: KvStore, put: Put) -> None:
     assert (sequence.length, sequence.num_pins, store.pool.num_used, store.num_sequences) == (3, 0, 1, 1)
 
 
-def test_a_closed_reservation_cannot_be_committed(store: KvStore, put: Put) -> None:
+def test_a_closed_reservation_cannot_be_committed(store: SequenceStore, put: Put) -> None:
     """Committing twice, or after an abort, is a bug of the caller's and said so."""
     sequence = put([1])
     reservation = store.reserve_append(sequence, 1)
@@ -74,7 +64,7 @@ def test_a_closed_reservation_cannot_be_committed(store: KvStore, put: Put) -> N
 
 
 @pytest.mark.parametrize("token_ids", [[], [2, 3, 4]])
-def test_commit_takes_no_more_than_was_reserved(store: KvStore, put: Put, token_ids: list[int]) -> None:
+def test_commit_takes_no_more_than_was_reserved(store: SequenceStore, put: Put, token_ids: list[int]) -> None:
     """And at least one token; the reservation is as good as before."""
     reservation = store.reserve_append(put([1]), 2)
     with pytest.raises(ValueError, match="2 tokens were reserved"):
@@ -83,7 +73,9 @@ def test_commit_takes_no_more_than_was_reserved(store: KvStore, put: Put, token_
 
 
 @pytest.mark.parametrize("num_accepted", range(1, 11))
-def test_a_partial_commit_is_the_commit_of_the_accepted_prefix(store: KvStore, put: Put, num_accepted: int) -> None:
+def test_a_partial_commit_is_the_commit_of_the_accepted_prefix(
+    store: SequenceStore, put: Put, num_accepted: int
+) -> None:
     """As if no more had been reserved: length, lineage, blocks, account; the rest is free at once."""
     drafts = list(range(50, 60))
     sequence, plain = put([1, 2, 3, 4, 5]), put([1, 2, 3, 4, 5], principal="bob")
@@ -101,7 +93,7 @@ def test_a_partial_commit_is_the_commit_of_the_accepted_prefix(store: KvStore, p
 
 
 @pytest.mark.parametrize("num_accepted", [1, 2, 3, 6])
-def test_a_partial_commit_of_a_fork_keeps_the_copy(store: KvStore, put: Put, num_accepted: int) -> None:
+def test_a_partial_commit_of_a_fork_keeps_the_copy(store: SequenceStore, put: Put, num_accepted: int) -> None:
     """The shared block is copied for the first row, so it is needed whatever is accepted, and its source goes back."""
     sequence = put([1, 2, 3, 4, 5, 6])
     (branch,) = store.fork(sequence, 6, 1)
@@ -113,7 +105,7 @@ def test_a_partial_commit_of_a_fork_keeps_the_copy(store: KvStore, put: Put, num
     assert store.pool.num_used == 3 + (num_accepted > 2)
 
 
-def test_a_partial_commit_of_a_branch_or_of_a_new_sequence_gives_back_the_rest(store: KvStore, put: Put) -> None:
+def test_a_partial_commit_of_a_branch_or_of_a_new_sequence_gives_back_the_rest(store: SequenceStore, put: Put) -> None:
     """Whether a sequence is made by it or not makes no difference."""
     sequence = put([1, 2, 3, 4, 5, 6])
     branch = store.commit(store.reserve_branch(sequence, 5, 12), [9, 8])
@@ -123,7 +115,7 @@ def test_a_partial_commit_of_a_branch_or_of_a_new_sequence_gives_back_the_rest(s
     assert (store.pool.num_used, store.usage_of("alice").num_blocks) == (4, 3)
 
 
-def test_a_partial_commit_of_a_released_sequence_is_refused(store: KvStore, put: Put) -> None:
+def test_a_partial_commit_of_a_released_sequence_is_refused(store: SequenceStore, put: Put) -> None:
     """As a whole one is; everything goes back."""
     sequence = put([1, 2, 3])
     reservation = store.reserve_append(sequence, 9)
@@ -133,7 +125,7 @@ def test_a_partial_commit_of_a_released_sequence_is_refused(store: KvStore, put:
     assert store.pool.num_used == 0
 
 
-def test_one_append_is_in_flight_on_a_sequence(store: KvStore, put: Put) -> None:
+def test_one_append_is_in_flight_on_a_sequence(store: SequenceStore, put: Put) -> None:
     """Whatever else would touch the sequence has to queue, and finds nothing changed meanwhile."""
     sequence = put([1, 2, 3])
     handle = store.handle_at(sequence)
@@ -151,7 +143,7 @@ def test_one_append_is_in_flight_on_a_sequence(store: KvStore, put: Put) -> None
     assert list(sequence.token_ids) == [1, 2, 3, 4]
 
 
-def test_the_context_is_the_limit_of_a_sequence(store: KvStore, put: Put) -> None:
+def test_the_context_is_the_limit_of_a_sequence(store: SequenceStore, put: Put) -> None:
     """Exactly the context fits; one token more is refused before anything is held."""
     sequence = put([7] * 49)
     with pytest.raises(ContextExceeded):
@@ -166,7 +158,9 @@ def test_the_context_is_the_limit_of_a_sequence(store: KvStore, put: Put) -> Non
 
 def test_a_need_beyond_the_whole_pool_is_told_apart_from_a_full_pool() -> None:
     """Waiting helps against the second only."""
-    store = KvStore(BlockPool(4, 4), instance="here", epoch="e1", fingerprint=b"model", max_context=100, max_ttl_s=60.0)
+    store = SequenceStore(
+        BlockPool(4, 4), instance="here", epoch="e1", fingerprint=b"model", max_context=100, max_ttl_s=60.0
+    )
     with pytest.raises(ExceedsPool) as exceeds:
         store.reserve_new("alice", 13)
     assert exceeds.value.metadata == {"needed_blocks": "4", "total_blocks": "3"}
@@ -183,7 +177,7 @@ def test_a_need_beyond_the_whole_pool_is_told_apart_from_a_full_pool() -> None:
 
 
 @pytest.mark.parametrize("length", [6, 4])
-def test_forks_hold_the_tokens_of_all_of_them_once(store: KvStore, put: Put, length: int) -> None:
+def test_forks_hold_the_tokens_of_all_of_them_once(store: SequenceStore, put: Put, length: int) -> None:
     """Until one is appended to; also where they are shorter than their source."""
     branches = store.fork(put([1, 2, 3, 4, 5, 6]), length, 5)
     assert len({id(each.token_ids) for each in branches}) == 1
@@ -192,7 +186,7 @@ def test_forks_hold_the_tokens_of_all_of_them_once(store: KvStore, put: Put, len
     store.check_integrity()
 
 
-def test_forks_cost_no_block_until_they_diverge(store: KvStore, put: Put) -> None:
+def test_forks_cost_no_block_until_they_diverge(store: SequenceStore, put: Put) -> None:
     """All blocks are shared; the first append into the partial one copies it, and it alone."""
     sequence = put([1, 2, 3, 4, 5, 6])
     first, second = store.fork(sequence, 6, 2)
@@ -209,7 +203,7 @@ def test_forks_cost_no_block_until_they_diverge(store: KvStore, put: Put) -> Non
 
 def test_sixteen_forks_of_a_long_handle_take_less_than_a_millisecond() -> None:
     """Integers only: no block is copied, or taken, until one of the branches goes on."""
-    store = KvStore(
+    store = SequenceStore(
         BlockPool(600, 16), instance="here", epoch="e1", fingerprint=b"model", max_context=9000, max_ttl_s=60.0
     )
     sequence = store.commit(store.reserve_new("alice", 8192), range(8192))
@@ -228,7 +222,7 @@ def test_sixteen_forks_of_a_long_handle_take_less_than_a_millisecond() -> None:
     assert (store.pool.num_used, store.metrics().num_block_copies) == (513, 1)
 
 
-def test_the_last_owner_of_a_block_writes_it_in_place(store: KvStore, put: Put) -> None:
+def test_the_last_owner_of_a_block_writes_it_in_place(store: SequenceStore, put: Put) -> None:
     """No copy is made for nobody."""
     sequence = put([1, 2, 3])
     (branch,) = store.fork(sequence, 3, 1)
@@ -238,7 +232,7 @@ def test_the_last_owner_of_a_block_writes_it_in_place(store: KvStore, put: Put) 
     store.abort(reservation)
 
 
-def test_an_append_behind_full_shared_blocks_copies_nothing(store: KvStore, put: Put) -> None:
+def test_an_append_behind_full_shared_blocks_copies_nothing(store: SequenceStore, put: Put) -> None:
     """A full block is never written again, so it stays shared."""
     sequence = put([1, 2, 3, 4])
     (branch,) = store.fork(sequence, 4, 1)
@@ -247,7 +241,7 @@ def test_an_append_behind_full_shared_blocks_copies_nothing(store: KvStore, put:
     store.abort(reservation)
 
 
-def test_two_owners_that_append_at_once_both_copy(store: KvStore, put: Put) -> None:
+def test_two_owners_that_append_at_once_both_copy(store: SequenceStore, put: Put) -> None:
     """Neither can know that the other will leave; the block they left is free afterwards."""
     sequence = put([1, 2, 3])
     (branch,) = store.fork(sequence, 3, 1)
@@ -260,7 +254,7 @@ def test_two_owners_that_append_at_once_both_copy(store: KvStore, put: Put) -> N
     assert store.pool.num_used == 2
 
 
-def test_a_fork_may_be_shorter_than_its_source(store: KvStore, put: Put) -> None:
+def test_a_fork_may_be_shorter_than_its_source(store: SequenceStore, put: Put) -> None:
     """Any prefix can be branched; it names its parent."""
     sequence = put([1, 2, 3, 4, 5, 6])
     (branch,) = store.fork(sequence, 3, 1)
@@ -272,7 +266,7 @@ def test_a_fork_may_be_shorter_than_its_source(store: KvStore, put: Put) -> None
             store.fork(sequence, length, count)
 
 
-def test_a_branch_leaves_its_source_as_it_is(store: KvStore, put: Put) -> None:
+def test_a_branch_leaves_its_source_as_it_is(store: SequenceStore, put: Put) -> None:
     """on_stale=FORK: full blocks shared, the partial one copied, a new name, the source's tip untouched."""
     sequence = put([1, 2, 3, 4, 5, 6, 7])
     handle = store.handle_at(sequence, 6)
@@ -286,7 +280,7 @@ def test_a_branch_leaves_its_source_as_it_is(store: KvStore, put: Put) -> None:
     assert [store.pool.refcount(block_id) for block_id in sequence.block_ids] == [2, 1]
 
 
-def test_a_branch_outlives_its_source(store: KvStore, put: Put) -> None:
+def test_a_branch_outlives_its_source(store: SequenceStore, put: Put) -> None:
     """What is to be copied stays alive by reference, even when the source is released before the first row."""
     sequence = put([1, 2, 3, 4, 5, 6])
     reservation = store.reserve_branch(sequence, 6, 1)
@@ -297,7 +291,7 @@ def test_a_branch_outlives_its_source(store: KvStore, put: Put) -> None:
     assert store.pool.num_used == 2
 
 
-def test_an_aborted_branch_gives_its_shares_back(store: KvStore, put: Put) -> None:
+def test_an_aborted_branch_gives_its_shares_back(store: SequenceStore, put: Put) -> None:
     """Refcounts are those before."""
     sequence = put([1, 2, 3, 4, 5, 6])
     store.abort(store.reserve_branch(sequence, 6, 20))
@@ -305,7 +299,7 @@ def test_an_aborted_branch_gives_its_shares_back(store: KvStore, put: Put) -> No
     assert (store.pool.num_used, sequence.num_pins) == (2, 0)
 
 
-def test_a_rewind_pays_with_its_own_tail(store: KvStore, put: Put) -> None:
+def test_a_rewind_pays_with_its_own_tail(store: SequenceStore, put: Put) -> None:
     """With no block free, the blocks of the dropped tail serve the append."""
     sequence = put([7] * 30)
     put([8] * 28)
@@ -316,7 +310,7 @@ def test_a_rewind_pays_with_its_own_tail(store: KvStore, put: Put) -> None:
     assert list(sequence.token_ids) == [7] * 3 + [9] * 29
 
 
-def test_a_refused_rewind_keeps_the_tail(store: KvStore, put: Put) -> None:
+def test_a_refused_rewind_keeps_the_tail(store: SequenceStore, put: Put) -> None:
     """It is checked first, the copy of a shared partial block included; shared tail blocks pay for nothing."""
     sequence = put([7] * 30)
     store.fork(sequence, 30, 1)
@@ -327,7 +321,7 @@ def test_a_refused_rewind_keeps_the_tail(store: KvStore, put: Put) -> None:
     assert (sequence.length, sequence.is_appending, sequence.num_pins) == (30, False, 0)
 
 
-def test_a_rewind_into_a_shared_block_copies_it(store: KvStore, put: Put) -> None:
+def test_a_rewind_into_a_shared_block_copies_it(store: SequenceStore, put: Put) -> None:
     """The branch keeps the tokens that the rewind drops."""
     sequence = put([1, 2, 3, 4])
     (branch,) = store.fork(sequence, 4, 1)
@@ -337,7 +331,7 @@ def test_a_rewind_into_a_shared_block_copies_it(store: KvStore, put: Put) -> Non
     assert (list(sequence.token_ids), list(branch.token_ids)) == ([1, 2, 9], [1, 2, 3, 4])
 
 
-def test_an_aborted_rewind_leaves_the_shortened_sequence(store: KvStore, put: Put) -> None:
+def test_an_aborted_rewind_leaves_the_shortened_sequence(store: SequenceStore, put: Put) -> None:
     """(id, length) is good, the tail is gone."""
     sequence = put([1, 2, 3, 4, 5, 6])
     tip = store.handle_at(sequence)
@@ -348,7 +342,7 @@ def test_an_aborted_rewind_leaves_the_shortened_sequence(store: KvStore, put: Pu
         store.judge(sequence, tip, [3], StalePolicy.FAIL)
 
 
-def test_truncate_frees_the_tail_at_once(store: KvStore, put: Put) -> None:
+def test_truncate_frees_the_tail_at_once(store: SequenceStore, put: Put) -> None:
     """Only blocks nobody else has count as freed."""
     sequence = put(list(range(14)))
     store.fork(sequence, 9, 1)
@@ -357,14 +351,14 @@ def test_truncate_frees_the_tail_at_once(store: KvStore, put: Put) -> None:
     assert store.pool.num_used == 3
 
 
-def test_truncate_takes_any_handle_up_to_the_tip(store: KvStore, put: Put) -> None:
+def test_truncate_takes_any_handle_up_to_the_tip(store: SequenceStore, put: Put) -> None:
     """new_length is absolute and at most the handle's own length."""
     sequence = put(list(range(14)))
     assert store.truncate(sequence, store.handle_at(sequence, 10), 8) == 2
     assert sequence.length == 8
 
 
-def test_truncate_to_the_tip_keeps_everything(store: KvStore, put: Put) -> None:
+def test_truncate_to_the_tip_keeps_everything(store: SequenceStore, put: Put) -> None:
     """Nothing was dropped, so nothing moved."""
     sequence = put([1, 2, 3])
     block_ids = sequence.block_ids
@@ -373,7 +367,7 @@ def test_truncate_to_the_tip_keeps_everything(store: KvStore, put: Put) -> None:
 
 
 @pytest.mark.parametrize("new_length", [-1, 0, 6])
-def test_truncate_beyond_the_handle_is_refused(store: KvStore, put: Put, new_length: int) -> None:
+def test_truncate_beyond_the_handle_is_refused(store: SequenceStore, put: Put, new_length: int) -> None:
     """Even where the sequence is longer than the handle."""
     sequence = put(list(range(9)))
     with pytest.raises(TruncateBeyond):
@@ -381,7 +375,7 @@ def test_truncate_beyond_the_handle_is_refused(store: KvStore, put: Put, new_len
     assert sequence.length == 9
 
 
-def test_truncate_twice_to_the_same_length_changes_nothing(store: KvStore, put: Put) -> None:
+def test_truncate_twice_to_the_same_length_changes_nothing(store: SequenceStore, put: Put) -> None:
     """A retry after a lost reply gets the same answer, though its handle is beyond the tip by now."""
     sequence = put(list(range(14)))
     tip = store.handle_at(sequence)
@@ -390,7 +384,7 @@ def test_truncate_twice_to_the_same_length_changes_nothing(store: KvStore, put: 
         store.truncate(sequence, tip, 4)
 
 
-def test_a_truncate_is_forgotten_when_the_tip_moves(store: KvStore, put: Put) -> None:
+def test_a_truncate_is_forgotten_when_the_tip_moves(store: SequenceStore, put: Put) -> None:
     """After an append the old request would drop tokens it never knew of; it is stale, even back at the length."""
     sequence = put(list(range(14)))
     tip = store.handle_at(sequence)
@@ -403,7 +397,7 @@ def test_a_truncate_is_forgotten_when_the_tip_moves(store: KvStore, put: Put) ->
         store.truncate(sequence, tip, 5)
 
 
-def test_a_truncate_is_forgotten_when_a_rewind_goes_below_it(store: KvStore, put: Put) -> None:
+def test_a_truncate_is_forgotten_when_a_rewind_goes_below_it(store: SequenceStore, put: Put) -> None:
     """Its answer would claim a length that is no longer there."""
     sequence = put(list(range(14)))
     tip = store.handle_at(sequence)
@@ -413,7 +407,7 @@ def test_a_truncate_is_forgotten_when_a_rewind_goes_below_it(store: KvStore, put
         store.truncate(sequence, tip, 5)
 
 
-def test_release_acts_once_whatever_the_length(store: KvStore, put: Put) -> None:
+def test_release_acts_once_whatever_the_length(store: SequenceStore, put: Put) -> None:
     """Idempotent; only the owner's counts, and it says what it freed."""
     sequence = put(list(range(9)))
     handle = store.handle_at(sequence, 2)
@@ -425,7 +419,9 @@ def test_release_acts_once_whatever_the_length(store: KvStore, put: Put) -> None
 
 
 @pytest.mark.parametrize("is_aborted_first", [True, False])
-def test_release_during_an_append_is_safe_in_either_order(store: KvStore, put: Put, is_aborted_first: bool) -> None:
+def test_release_during_an_append_is_safe_in_either_order(
+    store: SequenceStore, put: Put, is_aborted_first: bool
+) -> None:
     """Everything is free afterwards, and nothing twice."""
     sequence = put(list(range(6)))
     reservation = store.reserve_append(sequence, 9)
@@ -437,7 +433,7 @@ def test_release_during_an_append_is_safe_in_either_order(store: KvStore, put: P
     assert (store.pool.num_used, sequence.num_pins) == (0, 0)
 
 
-def test_an_append_to_a_released_sequence_answers_unknown(store: KvStore, put: Put) -> None:
+def test_an_append_to_a_released_sequence_answers_unknown(store: SequenceStore, put: Put) -> None:
     """At commit and at reservation; what was held is given back."""
     sequence = put(list(range(6)))
     reservation = store.reserve_append(sequence, 9)
@@ -449,7 +445,7 @@ def test_an_append_to_a_released_sequence_answers_unknown(store: KvStore, put: P
     assert store.pool.num_used == 0
 
 
-def test_after_a_device_fault_every_handle_is_lost(store: KvStore, put: Put) -> None:
+def test_after_a_device_fault_every_handle_is_lost(store: SequenceStore, put: Put) -> None:
     """Owners hear so, others hear what they always hear; reservations are closed."""
     sequence = put([1, 2, 3])
     handle = store.handle_at(sequence)
@@ -465,7 +461,7 @@ def test_after_a_device_fault_every_handle_is_lost(store: KvStore, put: Put) -> 
     assert store.release(handle, "alice") is None
 
 
-def test_a_token_that_is_no_uint32_commits_nothing(store: KvStore, put: Put) -> None:
+def test_a_token_that_is_no_uint32_commits_nothing(store: SequenceStore, put: Put) -> None:
     """The wire ring checks the vocabulary; should it fail, sequence and reservation are as before."""
     sequence = put([1])
     reservation = store.reserve_append(sequence, 2)
@@ -476,7 +472,7 @@ def test_a_token_that_is_no_uint32_commits_nothing(store: KvStore, put: Put) -> 
 
 
 @pytest.mark.parametrize("num_tokens", [0, -1])
-def test_an_append_of_nothing_cannot_be_reserved(store: KvStore, put: Put, num_tokens: int) -> None:
+def test_an_append_of_nothing_cannot_be_reserved(store: SequenceStore, put: Put, num_tokens: int) -> None:
     """Queries and replays need no reservation."""
     with pytest.raises(ValueError, match="num_tokens"):
         store.reserve_append(put([1]), num_tokens)
@@ -485,7 +481,7 @@ def test_an_append_of_nothing_cannot_be_reserved(store: KvStore, put: Put, num_t
 
 
 @pytest.mark.parametrize("length", [0, 4])
-def test_branches_and_rewinds_stay_within_the_sequence(store: KvStore, put: Put, length: int) -> None:
+def test_branches_and_rewinds_stay_within_the_sequence(store: SequenceStore, put: Put, length: int) -> None:
     """No handle names such a length."""
     sequence = put([1, 2, 3])
     for reserve in (store.reserve_branch, store.reserve_rewind):
@@ -500,4 +496,4 @@ def test_impossible_settings_are_refused(settings: dict[str, float]) -> None:
     """The constructor says which value is out of range."""
     arguments = {"instance": "a", "epoch": "b", "fingerprint": b"", "max_context": 9, "max_ttl_s": 60.0, **settings}
     with pytest.raises(ValueError, match=next(iter(settings))):
-        KvStore(BlockPool(4, 4), **arguments)  # type: ignore[arg-type]
+        SequenceStore(BlockPool(4, 4), **arguments)  # type: ignore[arg-type]

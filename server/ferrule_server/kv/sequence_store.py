@@ -1,4 +1,4 @@
-"""The KV store: the one place where sequences, blocks and leases change together."""
+"""The sequence store: the one place where sequences, blocks and leases change together."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ from ferrule_server.kv.leases import LeaseHeap
 from ferrule_server.kv.lineage import LineageChain
 from ferrule_server.kv.metrics import KvCounters, KvLedger, KvMetrics, metrics_of
 from ferrule_server.kv.prefix_cache import PrefixCache
-from ferrule_server.kv.registry import SECRET_BYTES, TOMBSTONE_S, Registry
+from ferrule_server.kv.registry import SECRET_BYTES, Registry
 from ferrule_server.kv.reservation import Reservation, Reservations, prefix_blocks
 from ferrule_server.kv.reserved_slots import ReservedSlots, SlotRequest, SlotReservation
 from ferrule_server.kv.sequence import Sequence, Truncation, require_idle
 from ferrule_server.kv.usage import Holding, Usage
 from ferrule_server.quotas import LimitsOf, unlimited
-
-__all__ = ["DEFAULT_TTL_S", "KvStore", "MIN_TTL_S", "Reservation", "SlotRequest", "SlotReservation", "TOMBSTONE_S"]
 
 MIN_TTL_S = 5.0
 """Shortest lease."""
@@ -38,7 +36,7 @@ def _new_secret() -> bytes:
     return secrets.token_bytes(SECRET_BYTES)
 
 
-class KvStore:
+class SequenceStore:
     """Sequences over a block pool. Called from one thread only; every call that raises has changed nothing.
 
     Invariant: the refcount of a block is the number of its owners, which are the sequences with it in their table

@@ -21,7 +21,7 @@ def shared() -> Iterator[RunningServer]:
 def server(shared: RunningServer) -> Iterator[RunningServer]:
     """The shared server; whatever the test made is released and the pool is whole again."""
     yield shared
-    handles = [sequence.cache_id for sequence in list(shared.store._registry.sequences.values())]
+    handles = [sequence.cache_id for sequence in list(shared.store.registry.sequences.values())]
     shared.release(*(types_pb2.KvCacheHandle(cache_id=cache_id) for cache_id in handles))
     assert shared.free_blocks == shared.engine.info.num_blocks - 1
     shared.store.check_integrity()

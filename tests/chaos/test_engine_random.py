@@ -556,7 +556,7 @@ class Campaign:
         """Every part of the engine, between steps."""
         self.store.check_integrity()
         self.engine._records.check_integrity()
-        self.engine._creations.check_integrity({each.handle_id for each in self.store._registry})
+        self.engine._creations.check_integrity({each.handle_id for each in self.store.registry})
         check_lanes(self.engine._lanes)
 
     def check_tip(self, session: Session) -> None:

@@ -21,6 +21,7 @@ import pytest
 from ferrule.v1 import policy_pb2
 from ferrule_server.executor.base import Executor
 from ferrule_server.executor.reference import PagedReferenceExecutor
+from ferrule_server.kv import append_rule
 from ferrule_server.kv.append_rule import Verdict
 from tests.api.harness import RunningServer
 from tests.chaos.cutting_proxy import CuttingProxy
@@ -240,19 +241,17 @@ def release(server: RunningServer, clients: Sequence[Sequence[Sequence[Session]]
 
 
 @contextmanager
-def replay_check_off(server: RunningServer) -> Iterator[None]:
-    """Make this server append at the tip whatever the handle's length says, as one without the check would."""
-    judge = server.store.judge
+def replay_check_off() -> Iterator[None]:
+    """Make servers append at the tip whatever the handle's length says, as without the check."""
+    judge = append_rule.judge
 
     def careless(*arguments: object, **named: object) -> Verdict:
         verdict = judge(*arguments, **named)  # type: ignore[arg-type]
         return Verdict.APPEND if verdict is Verdict.REPLAY else verdict
 
-    server.store.judge = careless  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(append_rule, "judge", careless)
         yield
-    finally:
-        server.store.judge = judge  # type: ignore[method-assign]
 
 
 def shipped() -> Executor:
@@ -281,7 +280,7 @@ def test_a_few_cuts_double_and_lose_nothing(kind: str) -> None:
 
 def test_without_the_replay_check_a_few_cuts_double_tokens() -> None:
     """The comparison can fail: it sees what the check prevents."""
-    with RunningServer(reference()) as server, replay_check_off(server):
+    with RunningServer(reference()) as server, replay_check_off():
         outcome = run_disturbed(server, Shape(num_clients=2, num_rounds=1, width=2, length=30), ["unary"], seed=1)
     assert outcome.doubled > 0
     with pytest.raises(AssertionError):
@@ -323,7 +322,7 @@ def test_the_same_cuts_without_the_replay_check_double_tokens() -> None:
     """The ablation: the run of above must fail, and says how many tokens the check saves from being doubled."""
     seed = seed_of_run()
     shape = campaign_shape(width=1)
-    with RunningServer(reference()) as server, replay_check_off(server):
+    with RunningServer(reference()) as server, replay_check_off():
         outcome = run_disturbed(server, shape, ["unary"], seed)
     report("ablation: replay check off", executor="paged-reference", clients="unary", seed=seed, **figures_of(outcome))
     assert outcome.doubled > 0

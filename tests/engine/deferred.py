@@ -292,7 +292,7 @@ class Rounds:
 
 def check_pool(harness: Harness, executor: FakeExecutor) -> None:
     """Every sequence finds its own tokens in its blocks, whatever was written beyond its tip."""
-    for sequence in harness.store._registry:
+    for sequence in harness.store.registry:
         assert executor.tokens_at(sequence.block_ids, sequence.length) == list(sequence.token_ids)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import cast
@@ -84,7 +85,11 @@ class Pending:
 
 
 class Harness:
-    """An engine over a :class:`FakeExecutor`; ``post`` runs at once on the engine's thread."""
+    """An engine over a :class:`FakeExecutor`; ``post`` runs at once on the engine's thread.
+
+    Attributes:
+        clock: The clock of the store; a test may replace it.
+    """
 
     def __init__(
         self,
@@ -96,6 +101,7 @@ class Harness:
     ) -> None:
         self.executor = executor or FakeExecutor()
         info = self.executor.info
+        self.clock: Callable[[], float] = time.monotonic
         self.store = SequenceStore(
             BlockPool(info.num_blocks, info.block_size),
             instance="test",
@@ -103,6 +109,7 @@ class Harness:
             fingerprint=info.model.fingerprint,
             max_context=info.model.max_context,
             max_ttl_s=3600,
+            clock=self._now,
             limits_of=limits_of,
         )
         self.num_failures = 0
@@ -115,6 +122,9 @@ class Harness:
             limits_of=limits_of,
             failpoints=failpoints,
         )
+
+    def _now(self) -> float:
+        return self.clock()
 
     def _post(self, call: Callable[[], None]) -> None:
         call()
@@ -139,7 +149,7 @@ class Harness:
         """Check everything the engine owns; only while it stands still."""
         self.store.check_integrity()
         self.engine._records.check_integrity()
-        self.engine._creations.check_integrity({each.handle_id for each in self.store._registry})
+        self.engine._creations.check_integrity({each.handle_id for each in self.store.registry})
         check_lanes(self.engine._lanes)
 
     def submit(self, job: Job[object]) -> Pending:

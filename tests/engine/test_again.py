@@ -65,7 +65,7 @@ def state_of(harness: Harness) -> object:
     counters = harness.engine.counters
     sequences = sorted(
         (list(each.token_ids), each.block_ids, each.ttl_s, each.spare_ids, each.num_pins, each.reserved_length)
-        for each in harness.store._registry
+        for each in harness.store.registry
     )
     held = harness.engine._records._records.values()
     records = sorted(

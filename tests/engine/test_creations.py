@@ -198,7 +198,7 @@ def test_an_expired_creation_is_not_made_again_until_its_tombstone_is_gone() -> 
     with Harness() as harness:
         start = time.monotonic()
         now = [start]
-        harness.store._clock = lambda: now[0]
+        harness.clock = lambda: now[0]
         harness.submit(append(None, 1, 2, request_id="r")).result()
         now[0] = start + 61
         assert isinstance(harness.submit(append(None, 1, 2, request_id="r")).error(), HandleExpired)
@@ -294,7 +294,7 @@ def test_a_fork_of_which_everything_expired_says_so() -> None:
     """HANDLE_EXPIRED, not a second set of branches."""
     with Harness() as harness:
         now = [time.monotonic()]
-        harness.store._clock = lambda: now[0]
+        harness.clock = lambda: now[0]
         source = harness.prefill(1, 2, 3).handle
         fork(harness, source, 2)
         now[0] += 61

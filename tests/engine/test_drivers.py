@@ -162,7 +162,7 @@ def test_standing_still_costs_nothing_and_pins_nothing() -> None:
         harness.engine._drivers.turn = lambda: (turns.append(time.monotonic()), turn())[1]  # type: ignore[func-returns-value,method-assign]
         time.sleep(0.4)
         assert len(turns) <= 2
-        (sequence,) = harness.store._registry
+        (sequence,) = harness.store.registry
         assert sequence.num_pins == 0
         assert not stream.is_over
 
@@ -183,7 +183,7 @@ def test_the_lease_of_a_stream_that_stands_still_runs_out_and_ends_it() -> None:
     for make, kind in ((narrow_generate, HandleExpired), (narrow_forward, SlowConsumer)):
         now = [1000.0]
         harness = Harness()
-        harness.store._clock = lambda now=now: now[0]  # type: ignore[misc]
+        harness.clock = lambda now=now: now[0]  # type: ignore[misc]
         with harness:
             _, stream = stand_still(harness, make)
             now[0] += 61.0
@@ -192,7 +192,7 @@ def test_the_lease_of_a_stream_that_stands_still_runs_out_and_ends_it() -> None:
                 assert outcome.branches[0].finish is Finish.ERROR
                 outcome = outcome.branches[0].error
             assert isinstance(outcome, kind)
-            assert harness.store.num_sequences == 0
+            assert len(harness.store.registry) == 0
 
 
 def test_a_branch_released_while_it_stands_still_hears_of_it_at_once() -> None:
@@ -254,7 +254,7 @@ def test_a_cancelled_generate_stops_within_a_step_and_its_handles_stay_good() ->
         assert len(executor.batches) - num_steps <= 1
         wait_until(lambda: not harness.engine._lanes.running)
         wait_until(lambda: harness.engine.snapshot().num_streams == 0)
-        assert harness.store.num_sequences == 2
+        assert len(harness.store.registry) == 2
         result = harness.decode(branches[0].handles[-1], branches[0].tokens[-1])
         assert result.replayed or result.handle.length == branches[0].handles[-1].length + 1
 
@@ -271,7 +271,7 @@ def test_a_cancelled_forward_leaves_nothing(num_steps: int) -> None:
         job.is_cancelled = True
         executor.run_freely()
         assert isinstance(stream.wait()[-1], Cancelled)
-        wait_until(lambda: harness.store.num_sequences == 0)
+        wait_until(lambda: len(harness.store.registry) == 0)
         assert harness.store.pool.num_free == 63
         assert len(executor.batches) <= num_steps + 2
 
@@ -288,7 +288,7 @@ def test_a_cancelled_prompt_is_given_up_between_its_chunks() -> None:
         executor.run_freely()
         assert isinstance(stream.error(), Cancelled)
         wait_until(lambda: not harness.engine._lanes.running)
-        assert harness.store.num_sequences == 0
+        assert len(harness.store.registry) == 0
         assert job.rows_run == 12
 
 
@@ -324,7 +324,7 @@ def test_a_sequence_nobody_was_told_of_goes_with_a_cancelled_call() -> None:
         failpoints.arm("after_commit", cancel)
         assert isinstance(start(harness, job).error(), Cancelled)
         harness.prefill(1)
-        assert harness.store.num_sequences == 1
+        assert len(harness.store.registry) == 1
 
 
 # ---- the end of the engine ------------------------------------------------------------------------------------------
@@ -453,7 +453,7 @@ def test_wherever_the_engine_breaks_streams_end_once_and_hidden_sequences_go(pla
         harness.prefill(5)
         is_told = not isinstance(streams[0].outcomes[0], FerruleError)
         num_forks = int(place == "after_commit" and nth == 3)  # made, and then the failure: its lease ends it
-        assert harness.store.num_sequences == (3 if is_told else 1 + num_forks)
+        assert len(harness.store.registry) == (3 if is_told else 1 + num_forks)
 
 
 # ---- beside others --------------------------------------------------------------------------------------------------

@@ -545,7 +545,7 @@ def test_records_are_counted_as_long_as_they_are_held() -> None:
     output = OutputRequest(OutputSpec(full_logits=True, num_top_logprobs=4), all_positions=True)
     with Harness() as harness:
         now = time.monotonic()
-        harness.store._clock = lambda: now
+        harness.clock = lambda: now
         handles = [harness.decode(harness.prefill(i, 1).handle, 5, 6, 7, output=output).handle for i in range(4)]
         records = harness.engine._records
         assert records.used_bytes > 4 * 3 * (4 * VOCAB + 32)
@@ -553,7 +553,7 @@ def test_records_are_counted_as_long_as_they_are_held() -> None:
         records.check_integrity()
         harness.release(handles[0])
         assert len(records) == 3
-        harness.store._clock = lambda: now + 61
+        harness.clock = lambda: now + 61
         deadline = time.monotonic() + 10
         while harness.engine.snapshot().num_sequences and time.monotonic() < deadline:
             harness.submit(host_calls.list_caches("me")).outcome()
@@ -596,7 +596,7 @@ def test_a_job_that_came_within_the_lease_is_served_after_it() -> None:
         waiting = harness.submit(append(first.handle, 5))
         late = harness.submit(append(other.handle, 6))
         now = time.monotonic()
-        harness.store._clock = lambda: now + 61
+        harness.clock = lambda: now + 61
         for job in (waiting, late):
             assert not job.is_done
         gone.is_cancelled = True
@@ -641,9 +641,9 @@ def test_expired_sequences_are_freed_while_the_engine_idles() -> None:
     """The lease alone owns the clean-up."""
     with Harness() as harness:
         now = time.monotonic()
-        harness.store._clock = lambda: now
+        harness.clock = lambda: now
         handle = harness.prefill(1, 2).handle
-        harness.store._clock = lambda: now + 61
+        harness.clock = lambda: now + 61
         harness.submit(host_calls.list_caches("me")).outcome()
         deadline = time.monotonic() + 10
         while harness.engine.snapshot().num_sequences and time.monotonic() < deadline:

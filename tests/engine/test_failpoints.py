@@ -266,10 +266,10 @@ def test_leases_that_could_not_be_ended_are_ended_later() -> None:
     """A failure while freeing must not keep a sequence for ever, nor end the engine."""
     with breakable() as harness:
         now = time.monotonic()
-        harness.store._clock = lambda: now
+        harness.clock = lambda: now
         harness.prefill(1, 2)
         arm(harness, "during_free=error@1")
-        harness.store._clock = lambda: now + 61
+        harness.clock = lambda: now + 61
         deadline = time.monotonic() + 10
         while harness.engine.snapshot().num_sequences and time.monotonic() < deadline:
             harness.submit(host_calls.list_caches("me")).outcome()

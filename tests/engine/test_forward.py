@@ -33,7 +33,7 @@ def test_rows_of_all_positions_come_in_order_without_gaps(chunk_rows: int) -> No
         assert [row.position for row in rows] == list(range(1, 22))
         for end, row in enumerate(rows, 1):
             np.testing.assert_array_equal(row.logits, fake_logits(TOKENS[:end], VOCAB))
-        assert harness.store.num_sequences == 0
+        assert len(harness.store.registry) == 0
         assert harness.store.pool.num_free == 63
 
 
@@ -126,7 +126,7 @@ def test_a_row_that_is_not_finite_fails_the_call_and_leaves_nothing(bad_at: int)
         outcomes = start(harness, forward(*tokens)).wait()
         assert isinstance(outcomes[-1], NonFiniteLogits)
         assert len(outcomes) == bad_at // 8 + 1
-        assert harness.store.num_sequences == 0
+        assert len(harness.store.registry) == 0
         assert harness.store.pool.num_free == 63
 
 
@@ -135,7 +135,7 @@ def test_a_step_that_fails_for_good_fails_the_call_and_leaves_nothing() -> None:
     with Harness() as harness:
         harness.executor.errors = {2: RuntimeError("told to fail"), 3: RuntimeError("told to fail")}
         assert isinstance(start(harness, forward(*TOKENS)).wait()[-1], EngineFault)
-        assert harness.store.num_sequences == 0
+        assert len(harness.store.registry) == 0
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_sent() -> None:

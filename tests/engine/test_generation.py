@@ -174,7 +174,7 @@ def test_branch_i_draws_what_a_generate_of_its_own_draws_with_seed_plus_i(seed: 
             assert branch.frames[0].seed == (seed + index) % (1 << 64)
             assert {handle.cache_id for handle in branch.handles} == {branch.handles[0].cache_id}
         assert len({branch.handles[0].cache_id for branch in branches}) == 4
-        assert harness.store.num_sequences == 8
+        assert len(harness.store.registry) == 8
         assert len({tuple(branch.tokens) for branch in branches}) > 1
 
 
@@ -215,10 +215,10 @@ def test_no_room_for_the_branches_fails_the_call_and_leaves_nothing() -> None:
     with Harness(limits_of=lambda _: limits) as harness:
         error = start(harness, generate(None, 1, 2, 3, num_branches=4)).error()
         assert isinstance(error, QuotaExceeded)
-        assert harness.store.num_sequences == 0
+        assert len(harness.store.registry) == 0
         handle = harness.prefill(1, 2, 3).handle
         assert isinstance(start(harness, generate(handle, 4, num_branches=4)).error(), QuotaExceeded)
-        assert harness.store.num_sequences == 1
+        assert len(harness.store.registry) == 1
 
 
 # ---- ends -----------------------------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ def test_errors_before_the_first_frame_are_those_of_the_call() -> None:
             assert type(start(harness, job).error()) is kind
         harness.executor.bad_token_ids = {9}
         assert isinstance(start(harness, generate(None, 9)).error(), NonFiniteLogits)
-        assert harness.store.num_sequences == 1
+        assert len(harness.store.registry) == 1
         assert harness.engine.snapshot().num_streams == 0
 
 
@@ -421,12 +421,12 @@ def test_fork_makes_a_branch_once_it_draws_other_tokens_and_once_only(with_token
         first = start(harness, job).branch()
         assert first.last.finish is Finish.MAX_TOKENS
         assert first.handles[-1].cache_id != whole.handles[2].cache_id
-        num_sequences = harness.store.num_sequences
+        num_sequences = len(harness.store.registry)
         again = start(harness, dataclasses.replace(job)).branch()
         assert again.tokens == first.tokens
         assert again.agrees_with(first)
         assert again.frames[0].seed == first.frames[0].seed
-        assert harness.store.num_sequences == num_sequences
+        assert len(harness.store.registry) == num_sequences
         info = harness.submit(host_calls.describe("me", whole.handles[2])).outcome()
         assert info.tip.length == whole.handles[-1].length  # type: ignore[attr-defined]
 
@@ -446,7 +446,7 @@ def test_a_repeated_request_id_finds_the_same_sequences_and_tokens(output: Outpu
             assert new.frames[0].seed == old.frames[0].seed
             assert {handle.cache_id for handle in new.handles} == {old.handles[0].cache_id}
         assert again[0].frames[0].replayed
-        assert harness.store.num_sequences == num_branches
+        assert len(harness.store.registry) == num_branches
 
 
 def test_a_request_repeated_while_the_first_runs_joins_it() -> None:
@@ -462,7 +462,7 @@ def test_a_request_repeated_while_the_first_runs_joins_it() -> None:
         for mine, theirs in zip(first, second, strict=True):
             assert mine.tokens == theirs.tokens
             assert mine.agrees_with(theirs)
-        assert harness.store.num_sequences == 3
+        assert len(harness.store.registry) == 3
         assert sum(batch.num_rows for batch in executor.batches if batch.num_rows >= 20) == 20
 
 
@@ -491,7 +491,7 @@ def test_leases_are_renewed_by_every_token() -> None:
     now = [1000.0]
     executor = SteppedExecutor()
     harness = Harness(executor)
-    harness.store._clock = lambda: now[0]
+    harness.clock = lambda: now[0]
     with harness:
         job = generate(None, 1, 2, num_branches=2, max_tokens=8)
         job.ttl_s = 20.0
@@ -540,7 +540,7 @@ def test_of_a_call_that_ends_unheard_nothing_is_left_that_nobody_can_find(reques
         executor.run_freely()
         assert isinstance(stream.error(), Cancelled)
         harness.release()
-        assert harness.store.num_sequences == (5 if request_id else 0)
+        assert len(harness.store.registry) == (5 if request_id else 0)
 
 
 def test_who_asked_is_not_kept_by_a_call_that_has_ended() -> None:

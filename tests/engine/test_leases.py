@@ -36,7 +36,7 @@ class LeaseHarness(Harness):
     def __init__(self, max_step_rows: int = 512) -> None:
         super().__init__(max_step_rows=max_step_rows)
         self.now_s = 1000.0
-        self.store._clock = lambda: self.now_s
+        self.clock = lambda: self.now_s
 
     def __enter__(self) -> LeaseHarness:
         super().__enter__()
@@ -56,7 +56,7 @@ class LeaseHarness(Harness):
         while self.store.pool.num_used and time.monotonic() < deadline:
             self.look()
             time.sleep(0.01)
-        return not self.store.pool.num_used and not self.store.num_sequences
+        return not self.store.pool.num_used and not len(self.store.registry)
 
 
 @pytest.fixture

@@ -524,7 +524,7 @@ def check_anything(seed: int, num_rounds: int, monkeypatch: pytest.MonkeyPatch) 
                 client.act()
             client.settle()
             client.make_room()
-            assert all(not sequence.num_pins for sequence in harness.store._registry)
+            assert all(not sequence.num_pins for sequence in harness.store.registry)
             check_pool(harness, inner)
             harness.check_integrity()
         assert harness.engine.counters.queued_steps > 0

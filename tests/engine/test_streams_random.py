@@ -178,10 +178,10 @@ class Client:
     def make_room(self) -> None:
         """Release half of the sequences, those of streams that broke off too, and forget those handles."""
         store = self.harness.store
-        for sequence in list(store._registry):
+        for sequence in list(store.registry):
             if self.chance.random() < 0.5:
-                assert self.harness.release(store.handle_at(sequence))
-        alive = {sequence.cache_id for sequence in store._registry}
+                assert self.harness.release(sequence.handle_at())
+        alive = {sequence.cache_id for sequence in store.registry}
         self.tokens_of = {handle: each for handle, each in self.tokens_of.items() if handle.cache_id in alive}
 
     def _learn(self, job: Job[object], sink: Pending) -> None:
@@ -252,7 +252,7 @@ def test_anything_beside_anything_keeps_every_handle_true_and_every_stream_ends_
             client.make_room()
             assert harness.engine.snapshot().num_streams == 0
             assert not harness.engine._drivers._parked
-            assert all(not sequence.num_pins for sequence in harness.store._registry)
+            assert all(not sequence.num_pins for sequence in harness.store.registry)
             harness.check_integrity()
         assert client.num_checked > 100
 

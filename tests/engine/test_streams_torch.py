@@ -90,7 +90,7 @@ def test_forward_gives_the_rows_of_a_prefill_and_leaves_nothing(harness: Harness
     pooled = frames[-1].pooled
     assert pooled is not None
     np.testing.assert_allclose(pooled, hidden.astype(np.float64).mean(axis=0).astype(np.float32), atol=1e-5)
-    assert harness.store.num_sequences == 0
+    assert len(harness.store.registry) == 0
 
 
 def test_a_warm_up_leaves_the_pool_as_it_is(harness: Harness) -> None:

@@ -600,7 +600,7 @@ def test_a_verify_needs_room_for_all_its_drafts_and_keeps_it_for_those_that_hold
         assert isinstance(harness.submit(too_many).error(), QuotaExceeded)
         fits = harness.submit(verify(first.handle, (4,), (30,) * 12)).result()
         assert fits.handle.length == 4 + accepted(fits)[0]
-        assert harness.store.usage_of("me").num_blocks == 1
+        assert harness.store.usage.of("me").num_blocks == 1
 
 
 def test_drafts_are_not_charged_to_the_prefill_rate() -> None:

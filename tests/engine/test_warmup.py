@@ -55,7 +55,7 @@ def test_its_rows_write_nothing_and_read_the_null_block() -> None:
         assert [batch.kv_lens.tolist() for batch in harness.executor.batches][-1] == [30, 30, 30, 10]
         assert harness.executor.copied_blocks == []
         assert harness.engine.counters.steps == 0
-        assert (harness.store.num_sequences, harness.store.pool.num_free) == (0, 2)
+        assert (len(harness.store.registry), harness.store.pool.num_free) == (0, 2)
 
 
 def test_what_is_warm_is_left_alone() -> None:

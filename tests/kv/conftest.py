@@ -67,9 +67,9 @@ def put(store: SequenceStore) -> Put:
     ) -> Sequence:
         num_tokens = len(token_ids)
         if sequence is None:
-            reservation = store.reserve_new(principal, num_tokens)
+            reservation = store.reservations.reserve_new(principal, num_tokens)
         else:
-            reservation = store.reserve_append(sequence, num_tokens)
+            reservation = store.reservations.reserve_append(sequence, num_tokens)
         return store.commit(reservation, token_ids, ttl_s)
 
     return append

@@ -11,7 +11,7 @@ import pytest
 
 from ferrule_server.errors import EpochChanged, HandleStale, HandleUnknown, WrongInstance
 from ferrule_server.kv import sequence_store
-from ferrule_server.kv.append_rule import check_handle
+from ferrule_server.kv.append_rule import check_handle, judge
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.lineage import LINEAGE_BYTES
 from ferrule_server.kv.registry import SECRET_BYTES, Registry
@@ -59,7 +59,7 @@ def test_ids_are_as_random_as_they_look() -> None:
 def test_no_name_with_one_byte_changed_opens_anything(store: SequenceStore, put: Put) -> None:
     """All 255 other values of every byte: unknown, or, where they still look like one, of elsewhere or of before."""
     sequence = put([1, 2, 3])
-    name, handle = sequence.cache_id.encode(), store.handle_at(sequence)
+    name, handle = sequence.cache_id.encode(), sequence.handle_at()
     end_of_instance, start_of_secret = name.index(b"."), name.rindex(b".") + 1
     kinds: dict[str, set[type[Exception]]] = {"instance": set(), "epoch": set(), "secret": set(), "dot": set()}
     for index in range(len(name)):
@@ -98,7 +98,7 @@ def test_no_lineage_with_one_bit_changed_passes(store: SequenceStore, put: Put) 
     """At the tip and behind it, whatever is to be done there."""
     sequence = put(list(range(20)))
     for length in (1, 15, 16, 17, 20):
-        handle = store.handle_at(sequence, length)
+        handle = sequence.handle_at(length)
         check_handle(sequence, handle)
         for bit in range(8 * LINEAGE_BYTES):
             changed = bytearray(handle.lineage)
@@ -106,7 +106,7 @@ def test_no_lineage_with_one_bit_changed_passes(store: SequenceStore, put: Put) 
             forged = handle._replace(lineage=bytes(changed))
             for policy in StalePolicy:
                 with pytest.raises(HandleStale):
-                    store.judge(sequence, forged, [99], policy)
+                    judge(sequence, forged, [99], policy)
         for lineage in (b"", handle.lineage[:-1], handle.lineage + b"\0"):
             with pytest.raises(HandleStale):
                 check_handle(sequence, handle._replace(lineage=lineage))
@@ -115,7 +115,7 @@ def test_no_lineage_with_one_bit_changed_passes(store: SequenceStore, put: Put) 
 def test_a_lineage_is_that_of_its_length_alone(store: SequenceStore, put: Put) -> None:
     """The right bytes with another length are as wrong as any."""
     sequence = put(list(range(20)))
-    lineages = {length: store.handle_at(sequence, length).lineage for length in range(1, 21)}
+    lineages = {length: sequence.handle_at(length).lineage for length in range(1, 21)}
     for length in lineages:
         for other, lineage in lineages.items():
             if other != length:

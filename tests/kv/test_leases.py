@@ -31,7 +31,7 @@ def test_a_lease_that_ran_out_frees_everything(store: SequenceStore, put: Put, a
 
 def test_a_handle_is_expired_before_anybody_collected_it(store: SequenceStore, put: Put, advance: Advance) -> None:
     """The answer depends on the clock alone."""
-    handle = store.handle_at(put([1]))
+    handle = put([1]).handle_at()
     advance(DEFAULT_TTL_S)
     with pytest.raises(HandleExpired):
         store.resolve(handle, "alice")
@@ -43,22 +43,22 @@ def test_every_successful_operation_renews(store: SequenceStore, put: Put, advan
     for operate in (
         lambda: put([4], sequence),
         lambda: store.fork(sequence, 2, 1),
-        lambda: store.commit(store.reserve_branch(sequence, 2, 1), [9]),
-        lambda: store.truncate(sequence, store.handle_at(sequence), 2),
+        lambda: store.commit(store.reservations.reserve_branch(sequence, 2, 1), [9]),
+        lambda: store.truncate(sequence, sequence.handle_at(), 2),
         lambda: store.renew(sequence),
     ):
         advance(1.0)
         operate()
-        assert sequence.expires_at - store.now() == DEFAULT_TTL_S
+        assert sequence.expires_at - store.clock() == DEFAULT_TTL_S
 
 
 def test_an_aborted_append_does_not_renew(store: SequenceStore, put: Put, advance: Advance) -> None:
     """A failure is no sign of life worth a lease."""
     sequence = put([1])
-    reservation = store.reserve_append(sequence, 1)
+    reservation = store.reservations.reserve_append(sequence, 1)
     advance(1.0)
-    store.abort(reservation)
-    assert sequence.expires_at - store.now() == DEFAULT_TTL_S - 1.0
+    store.reservations.abort(reservation)
+    assert sequence.expires_at - store.clock() == DEFAULT_TTL_S - 1.0
 
 
 @pytest.mark.parametrize(("ttl_s", "granted_s"), [(0.0, MIN_TTL_S), (-3.0, MIN_TTL_S), (33.0, 33.0), (1e9, 100.0)])
@@ -74,7 +74,7 @@ def test_branches_have_leases_of_their_own(store: SequenceStore, put: Put, advan
     """As long as their source's unless asked otherwise; renewing one renews no other."""
     sequence = put([1, 2, 3], ttl_s=20.0)
     alike, longer = store.fork(sequence, 3, 1)[0], store.fork(sequence, 3, 1, ttl_s=90.0)[0]
-    branch = store.commit(store.reserve_branch(sequence, 2, 1), [9])
+    branch = store.commit(store.reservations.reserve_branch(sequence, 2, 1), [9])
     assert [each.ttl_s for each in (alike, longer, branch)] == [20.0, 90.0, 20.0]
     advance(15.0)
     store.renew(alike)
@@ -85,12 +85,12 @@ def test_branches_have_leases_of_their_own(store: SequenceStore, put: Put, advan
 def test_work_in_flight_keeps_a_sequence_alive(store: SequenceStore, put: Put, advance: Advance) -> None:
     """A pinned sequence is found by its handles past its lease, and is looked at again now and then."""
     sequence = put([1], ttl_s=5.0)
-    reservation = store.reserve_append(sequence, 1)
+    reservation = store.reservations.reserve_append(sequence, 1)
     advance(6.0)
     assert store.expire() == []
     assert store.next_expiry() == PIN_RECHECK_S
-    assert store.resolve(store.handle_at(sequence), "alice") is sequence
-    store.abort(reservation)
+    assert store.resolve(sequence.handle_at(), "alice") is sequence
+    store.reservations.abort(reservation)
     advance(PIN_RECHECK_S)
     assert store.expire() == [sequence.handle_id]
 
@@ -104,9 +104,9 @@ def test_everything_is_back_within_a_second_of_the_last_pin(
     sequence = put([1, 2], ttl_s=5.0)
     reservation = None
     if kind == "append":
-        reservation = store.reserve_append(sequence, 9)
+        reservation = store.reservations.reserve_append(sequence, 9)
     elif kind == "branch":
-        reservation = store.reserve_branch(sequence, 1, 9)
+        reservation = store.reservations.reserve_branch(sequence, 1, 9)
     else:
         sequence.num_pins += 1
     advance(5.0)
@@ -116,7 +116,7 @@ def test_everything_is_back_within_a_second_of_the_last_pin(
     if reservation is None:
         sequence.num_pins -= 1
     else:
-        store.abort(reservation)
+        store.reservations.abort(reservation)
     waited_s = 0.0
     while not store.expire():
         wait_s = store.next_expiry()
@@ -130,11 +130,11 @@ def test_everything_is_back_within_a_second_of_the_last_pin(
 def test_a_renewal_under_a_pin_counts(store: SequenceStore, put: Put, advance: Advance) -> None:
     """An overdue sequence that was kept alive meanwhile lives on for as long as that says, not until the next look."""
     sequence = put([1], ttl_s=5.0)
-    reservation = store.reserve_append(sequence, 1)
+    reservation = store.reservations.reserve_append(sequence, 1)
     advance(6.0)
     assert store.expire() == []
     store.renew(sequence, 20.0)
-    store.abort(reservation)
+    store.reservations.abort(reservation)
     advance(19.75)
     assert (store.expire(), store.next_expiry()) == ([], 0.25)
     advance(0.25)
@@ -148,8 +148,8 @@ def test_tombstones_tell_the_truth(
     monkeypatch.setattr(registry, "MAX_TOMBSTONES", 2)
     expired, foreign = put([1]), put([2], principal="bob")
     released = put([3])
-    handles = {name: store.handle_at(each) for name, each in (("expired", expired), ("foreign", foreign))}
-    handles["released"] = store.handle_at(released)
+    handles = {name: each.handle_at() for name, each in (("expired", expired), ("foreign", foreign))}
+    handles["released"] = released.handle_at()
     store.release(handles["released"], "alice")
     advance(DEFAULT_TTL_S)
     assert len(store.expire()) == 2
@@ -169,14 +169,14 @@ def test_tombstones_tell_the_truth(
     assert answer(handles["expired"]) is HandleExpired
     advance(TOMBSTONE_S)
     assert [answer(handles["expired"]), answer(handles["foreign"], "bob")] == [HandleUnknown, HandleUnknown]
-    assert store._registry.num_tombstones == 2
+    assert store.registry.num_tombstones == 2
 
-    later = [store.handle_at(put([index])) for index in range(3)]
+    later = [put([index]).handle_at() for index in range(3)]
     lost = put([9], ttl_s=100.0)
     advance(DEFAULT_TTL_S)
     store.expire()
     assert [answer(each) for each in later].count(HandleExpired) == 2
-    handle = store.handle_at(lost)
+    handle = lost.handle_at()
     store.lose_all()
     assert (answer(handle), answer(handle, "bob")) == (HandleLost, HandleUnknown)
 
@@ -184,11 +184,11 @@ def test_tombstones_tell_the_truth(
 def test_the_source_of_a_branch_is_kept_alive(store: SequenceStore, put: Put, advance: Advance) -> None:
     """In-flight work pins what it reads."""
     sequence = put([1, 2], ttl_s=5.0)
-    reservation = store.reserve_branch(sequence, 1, 1)
+    reservation = store.reservations.reserve_branch(sequence, 1, 1)
     advance(6.0)
     assert store.expire() == []
     store.commit(reservation, [9])
-    assert sequence.expires_at - store.now() == 5.0
+    assert sequence.expires_at - store.clock() == 5.0
 
 
 def test_a_shorter_lease_ends_sooner(store: SequenceStore, put: Put, advance: Advance) -> None:
@@ -207,8 +207,8 @@ def test_the_heap_stays_small_under_renewals_and_churn(store: SequenceStore, put
     sequence = put([1], ttl_s=100.0)
     for index in range(500):
         store.renew(sequence, 100.0 - index * 0.1)
-        store.release(store.handle_at(put([2])), "alice")
-        assert len(store._leases._entries) <= 2 * store.num_sequences + 65
+        store.release(put([2]).handle_at(), "alice")
+        assert len(store._leases._entries) <= 2 * len(store.registry) + 65
     advance(50.0)
     store.check_integrity()
     assert store.next_expiry() == pytest.approx(0.1)

@@ -39,7 +39,7 @@ def test_each_operation_counts_as_what_it_is(store: SequenceStore, put: Put, adv
         return {name: value for name, value in moved.items() if value}
 
     sequence = put([1, 2, 3, 4, 5, 6])
-    handle = store.handle_at(sequence)
+    handle = sequence.handle_at()
     forks = store.fork(sequence, 6, 1)
     assert since(lambda: put([1, 2, 3])) == {**blocks(1), "live_sequences": 1, "num_created": 1}
     assert since(lambda: forks.extend(store.fork(sequence, 6, 2))) == {
@@ -48,7 +48,7 @@ def test_each_operation_counts_as_what_it_is(store: SequenceStore, put: Put, adv
         "num_forks": 2,
     }
     assert since(lambda: put([7], forks[0])) == {**blocks(1), "num_block_copies": 1}
-    assert since(lambda: store.commit(store.reserve_branch(sequence, 6, 1), [8])) == {
+    assert since(lambda: store.commit(store.reservations.reserve_branch(sequence, 6, 1), [8])) == {
         **blocks(1),
         "live_sequences": 1,
         "num_created": 1,
@@ -57,18 +57,18 @@ def test_each_operation_counts_as_what_it_is(store: SequenceStore, put: Put, adv
     }
     assert since(lambda: store.truncate(sequence, handle, 2)) == {"num_truncates": 1}
     assert since(lambda: store.truncate(sequence, handle, 2)) == {}  # the same once more is not done again
-    assert since(lambda: store.commit(store.reserve_rewind(forks[0], 5, 1), [1])) == {"num_truncates": 1}
-    release = store.handle_at(forks[0])
+    assert since(lambda: store.commit(store.reservations.reserve_rewind(forks[0], 5, 1), [1])) == {"num_truncates": 1}
+    release = forks[0].handle_at()
     assert since(lambda: store.release(release, "alice")) == {**blocks(-1), "live_sequences": -1, "num_released": 1}
     assert since(lambda: store.release(release, "alice")) == {}
 
     def exhaust() -> None:
         with pytest.raises(BlocksExhausted):
-            store.reserve_new("bob", 48)
+            store.reservations.reserve_new("bob", 48)
 
     assert since(exhaust) == {"num_exhausted": 1}
     advance(100.0)
-    num_live, num_used = store.num_sequences, store.pool.num_used
+    num_live, num_used = len(store.registry), store.pool.num_used
     assert since(store.expire) == {
         **blocks(-num_used, 1),
         "shared_blocks": -2,
@@ -81,16 +81,16 @@ def test_each_operation_counts_as_what_it_is(store: SequenceStore, put: Put, adv
 def test_lookups_count_in_tokens(store: SequenceStore, put: Put) -> None:
     """Of prompts that got their blocks; of these, what was found."""
     put([1, 2, 3, 4, 5, 6])
-    store.abort(store.reserve_new("alice", 7, prompt=[1, 2, 3, 4, 5, 6, 7]))
-    store.abort(store.reserve_new("alice", 3, prompt=[9, 9, 9]))
+    store.reservations.abort(store.reservations.reserve_new("alice", 7, prompt=[1, 2, 3, 4, 5, 6, 7]))
+    store.reservations.abort(store.reservations.reserve_new("alice", 3, prompt=[9, 9, 9]))
     put([5] * 8)
     with pytest.raises(BlocksExhausted):
-        store.reserve_new("alice", 4, 48, prompt=[0, 0, 0, 0])
+        store.reservations.reserve_new("alice", 4, 48, prompt=[0, 0, 0, 0])
     metrics = store.metrics()
     assert (metrics.num_prefix_lookup_tokens, metrics.num_prefix_hit_tokens) == (10, 4)
     for _ in range(2):
         put([9] * 40, principal="bob")
-        store.release(store.handle_at(store.sequences_of("bob")[0]), "bob")
+        store.release(store.registry.page("bob")[0].handle_at(), "bob")
     assert store.metrics().num_prefix_evictions > 0
 
 
@@ -107,7 +107,7 @@ def test_metrics_can_be_asked_for_from_any_thread(store: SequenceStore, put: Put
     watcher.start()
     for index in range(2000):
         sequence = put([index] * 9)
-        store.release(store.handle_at(sequence), "alice")
+        store.release(sequence.handle_at(), "alice")
     is_over.set()
     watcher.join()
     seen.append(store.metrics())

@@ -36,7 +36,7 @@ def test_a_cache_id_is_instance_epoch_and_128_random_bits(store: SequenceStore, 
 def test_foreign_released_and_invented_handles_answer_alike(store: SequenceStore, put: Put) -> None:
     """Nobody learns whether a name exists: same class, same reason, same words."""
     foreign, released = put([1]), put([2])
-    store.release(store.handle_at(released), "alice")
+    store.release(released.handle_at(), "alice")
     messages = set()
     for cache_id, principal in (
         (foreign.cache_id, "bob"),
@@ -83,7 +83,7 @@ def test_instance_and_epoch_must_fit_into_a_cache_id(name: str) -> None:
 def test_the_owner_of_an_expired_handle_hears_so_for_a_while(store: SequenceStore, put: Put, advance: Advance) -> None:
     """Then, and to anybody else, it is as unknown as any."""
     sequence = put([1])
-    handle = store.handle_at(sequence)
+    handle = sequence.handle_at()
     advance(60.0)
     assert store.expire() == [sequence.handle_id]
     advance(TOMBSTONE_S - 1.0)
@@ -102,7 +102,7 @@ def test_tombstones_are_bounded_in_count(
 ) -> None:
     """The oldest go first."""
     monkeypatch.setattr(registry, "MAX_TOMBSTONES", 2)
-    handles = [store.handle_at(put([index])) for index in range(3)]
+    handles = [put([index]).handle_at() for index in range(3)]
     for _ in handles:
         store.renew(store.resolve(handles[-1], "alice"))
     advance(60.0)
@@ -120,7 +120,7 @@ def test_whoever_lets_thousands_expire_changes_nobody_elses_answers(
 ) -> None:
     """Of too many tombstones one goes of whoever has most."""
     monkeypatch.setattr(registry, "MAX_TOMBSTONES", 3)
-    handle = store.handle_at(put([1]))
+    handle = put([1]).handle_at()
     advance(60.0)
     store.expire()
     for index in range(5):
@@ -129,7 +129,7 @@ def test_whoever_lets_thousands_expire_changes_nobody_elses_answers(
     assert len(store.expire()) == 5
     with pytest.raises(HandleExpired):
         store.resolve(handle, "alice")
-    assert store._registry.num_tombstones == 3
+    assert store.registry.num_tombstones == 3
 
 
 def test_old_tombstones_go_when_new_ones_come(store: SequenceStore, put: Put, advance: Advance) -> None:
@@ -140,7 +140,7 @@ def test_old_tombstones_go_when_new_ones_come(store: SequenceStore, put: Put, ad
     put([2])
     advance(TOMBSTONE_S)
     store.expire()
-    assert store._registry.num_tombstones == 1
+    assert store.registry.num_tombstones == 1
 
 
 def test_a_list_shows_ones_own_in_order_page_by_page(store: SequenceStore, put: Put) -> None:
@@ -148,11 +148,11 @@ def test_a_list_shows_ones_own_in_order_page_by_page(store: SequenceStore, put: 
     own = sorted(put([index]).handle_id for index in range(7))
     put([9], principal="bob")
     seen: list[str] = []
-    while page := store.sequences_of("alice", seen[-1] if seen else "", 3):
+    while page := store.registry.page("alice", seen[-1] if seen else "", 3):
         assert len(page) <= 3
         seen += [each.handle_id for each in page]
     assert seen == own
-    assert (store.num_sequences_of("alice"), store.num_sequences_of("bob"), store.num_sequences) == (7, 1, 8)
+    assert (store.registry.count("alice"), store.registry.count("bob"), len(store.registry)) == (7, 1, 8)
 
 
 def test_a_list_looks_at_ones_own_sequences_only(
@@ -163,19 +163,19 @@ def test_a_list_looks_at_ones_own_sequences_only(
     others = [put([3], principal="bob") for _ in range(9)]
     with monkeypatch.context() as patched:
         patched.delattr(registry.Registry, "__iter__")
-        assert store.num_sequences_of("alice") == 2
-        assert store.sequences_of("alice") == sorted(own, key=lambda each: each.handle_id)
-        assert store.sequences_of("carol") == []
+        assert store.registry.count("alice") == 2
+        assert store.registry.page("alice") == sorted(own, key=lambda each: each.handle_id)
+        assert store.registry.page("carol") == []
     for each in others:
-        store.release(store.handle_at(each), "bob")
-    assert set(store._registry._own) == {"alice"}
+        store.release(each.handle_at(), "bob")
+    assert set(store.registry._own) == {"alice"}
 
 
 def test_sequences_with_one_handle_id_are_told_apart(store: SequenceStore, put: Put) -> None:
     """64 bits of a hash may collide; which sequence goes does not depend on them."""
     first, second = put([1]), put([2])
-    store._registry.remove(second)
+    store.registry.remove(second)
     second.handle_id = first.handle_id
-    store._registry.add(second)
-    store.release(store.handle_at(second), "alice")
-    assert store.sequences_of("alice") == [first]
+    store.registry.add(second)
+    store.release(second.handle_at(), "alice")
+    assert store.registry.page("alice") == [first]

@@ -34,7 +34,7 @@ def test_reserved_room_is_used_before_free_blocks(store: SequenceStore, put: Put
     put([15, 16], sequence)
     assert (sequence.length, len(sequence.block_ids), sequence.spare_ids) == (16, 4, ())
     with pytest.raises(BlocksExhausted):
-        store.reserve_append(sequence, 1)
+        store.reservations.reserve_append(sequence, 1)
 
 
 def test_the_evidence_says_what_was_taken(store: SequenceStore, put: Put) -> None:
@@ -67,7 +67,7 @@ def test_it_is_all_or_nothing(store: SequenceStore, put: Put) -> None:
     with pytest.raises(ExceedsPool) as caught:
         store.reserve_slots([SlotRequest(first, 32), SlotRequest(second, 32)])
     assert caught.value.metadata == {"needed_blocks": "16", "total_blocks": "15"}
-    store.release(store.handle_at(filler), "bob")
+    store.release(filler.handle_at(), "bob")
     with pytest.raises(HandleUnknown):
         store.reserve_slots([SlotRequest(first, 12), SlotRequest(filler, 9)])
     assert (first.spare_ids, second.spare_ids, store.pool.num_used) == ((), (), 2)
@@ -89,9 +89,9 @@ def test_an_append_that_fails_gives_the_room_back_whole(store: SequenceStore, pu
     """Spares it would have taken are there again, blocks of the pool go back to it."""
     sequence = put([1, 2, 3])
     reserve(store, sequence, 8)
-    reservation = store.reserve_append(sequence, 9)
+    reservation = store.reservations.reserve_append(sequence, 9)
     assert (len(reservation.held_ids), store.pool.num_used) == (1, 3)
-    store.abort(reservation)
+    store.reservations.abort(reservation)
     assert (len(sequence.spare_ids), store.pool.num_used) == (1, 2)
 
 
@@ -105,7 +105,7 @@ def test_a_fork_pays_for_the_copy_it_makes_necessary(store: SequenceStore, put: 
     store.fork(sequence, 5, 1)
     assert store.pool.num_used == 3
     fill(store, put)
-    reservation = store.reserve_append(sequence, 3)
+    reservation = store.reservations.reserve_append(sequence, 3)
     assert reservation.copies == [(branch.block_ids[1], reservation.block_ids[1])]
     store.commit(reservation, [6, 7, 8])
     assert (len(sequence.spare_ids), store.pool.num_free) == (0, 0)
@@ -119,8 +119,8 @@ def test_a_fork_is_refused_where_the_room_of_its_source_would_not_hold(store: Se
     with pytest.raises(BlocksExhausted):
         store.fork(sequence, 5, 2)
     with pytest.raises(BlocksExhausted):
-        store.reserve_branch(sequence, 5, 1)
-    assert (sequence.num_pins, store.num_sequences_of("alice"), store.pool.refcount(sequence.block_ids[0])) == (0, 1, 1)
+        store.reservations.reserve_branch(sequence, 5, 1)
+    assert (sequence.num_pins, store.registry.count("alice"), store.pool.refcount(sequence.block_ids[0])) == (0, 1, 1)
     assert len(store.fork(sequence, 4, 2)) == 2
 
 
@@ -128,10 +128,10 @@ def test_a_branch_in_flight_shares_like_a_fork(store: SequenceStore, put: Put) -
     """The source's room holds meanwhile, and what was only for that time goes back at its next append."""
     sequence = put([1, 2, 3, 4, 5])
     reserve(store, sequence, 8)
-    branching = store.reserve_branch(sequence, 5, 1)
+    branching = store.reservations.reserve_branch(sequence, 5, 1)
     assert (len(sequence.spare_ids), store.pool.num_used) == (1, 4)
     filler = fill(store, put)
-    appending = store.reserve_append(sequence, 3)
+    appending = store.reservations.reserve_append(sequence, 3)
     assert appending.copies[0][0] == branching.copies[0][0]
     store.commit(appending, [6, 7, 8])
     store.commit(branching, [9])
@@ -143,8 +143,8 @@ def test_a_spare_that_is_no_longer_needed_goes_back(store: SequenceStore, put: P
     sequence = put([1, 2, 3, 4, 5])
     reserve(store, sequence, 6)
     (branch,) = store.fork(sequence, 5, 1)
-    store.release(store.handle_at(branch), "alice")
-    reservation = store.reserve_append(sequence, 1)
+    store.release(branch.handle_at(), "alice")
+    reservation = store.reservations.reserve_append(sequence, 1)
     assert reservation.copies == []
     store.commit(reservation, [6])
     assert (sequence.spare_ids, store.pool.num_used) == ((), 2)
@@ -154,7 +154,7 @@ def test_truncate_keeps_what_is_reserved(store: SequenceStore, put: Put) -> None
     """Blocks beyond the reservation go back, those within it become spares."""
     sequence = put(list(range(18)))
     reserve(store, sequence, 10)
-    assert store.truncate(sequence, store.handle_at(sequence), 3) == 2
+    assert store.truncate(sequence, sequence.handle_at(), 3) == 2
     assert (len(sequence.block_ids), len(sequence.spare_ids)) == (1, 2)
     fill(store, put)
     put([9] * 9, sequence)
@@ -165,16 +165,16 @@ def test_truncate_into_shared_blocks_sets_others_aside(store: SequenceStore, put
     """What the fork keeps cannot be written again; where there is nothing else the truncate is refused."""
     sequence = put([1, 2, 3, 4, 5, 6, 7, 8])
     reserve(store, sequence, 8)
-    tip = store.handle_at(sequence)
+    tip = sequence.handle_at()
     (branch,) = store.fork(sequence, 8, 1)
     fillers = fill(store, put)
     with pytest.raises(BlocksExhausted):
         store.truncate(sequence, tip, 3)
     with pytest.raises(BlocksExhausted):
-        store.reserve_rewind(sequence, 3, 1)
+        store.reservations.reserve_rewind(sequence, 3, 1)
     assert (sequence.length, len(sequence.block_ids)) == (8, 2)
     for filler in fillers[:2]:
-        store.release(store.handle_at(filler), "bob")
+        store.release(filler.handle_at(), "bob")
     assert store.truncate(sequence, tip, 3) == 0
     assert len(sequence.spare_ids) == 2  # for the second block, and for the copy of the first
     assert list(branch.token_ids) == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -185,9 +185,9 @@ def test_a_rewind_keeps_what_is_reserved(store: SequenceStore, put: Put) -> None
     sequence = put(list(range(14)))
     reserve(store, sequence, 18)
     fill(store, put)
-    store.commit(store.reserve_rewind(sequence, 2, 5), [9] * 5)
+    store.commit(store.reservations.reserve_rewind(sequence, 2, 5), [9] * 5)
     assert (sequence.length, len(sequence.spare_ids)) == (7, 3)
-    store.abort(store.reserve_rewind(sequence, 1, 1))
+    store.reservations.abort(store.reservations.reserve_rewind(sequence, 1, 1))
     assert (sequence.length, len(sequence.spare_ids)) == (1, 4)
     put([9] * 17, sequence)
     assert sequence.length == 18
@@ -198,17 +198,17 @@ def test_a_new_sequence_can_come_with_room(store: SequenceStore, put: Put) -> No
     for reserved_length, error in ((51, ContextExceeded), (50, None)):
         if error is not None:
             with pytest.raises(error):
-                store.reserve_new("alice", 3, reserved_length)
+                store.reservations.reserve_new("alice", 3, reserved_length)
             continue
-        reservation = store.reserve_new("alice", 3, reserved_length)
+        reservation = store.reservations.reserve_new("alice", 3, reserved_length)
         assert (len(reservation.block_ids), len(reservation.held_ids)) == (1, 13)
-        store.abort(reservation)
+        store.reservations.abort(reservation)
     assert store.pool.num_used == 0
-    sequence = store.commit(store.reserve_new("alice", 3, 10), [1, 2, 3])
-    assert (sequence.reserved_length, sequence.num_blocks, store.usage_of("alice")) == (10, 3, Holding(1, 3))
+    sequence = store.commit(store.reservations.reserve_new("alice", 3, 10), [1, 2, 3])
+    assert (sequence.reserved_length, sequence.num_blocks, store.usage.of("alice")) == (10, 3, Holding(1, 3))
     fill(store, put)
     put([4] * 7, sequence)
-    other = store.release(store.handle_at(sequence), "alice")
+    other = store.release(sequence.handle_at(), "alice")
     assert other == 3
 
 
@@ -216,9 +216,9 @@ def test_release_gives_the_room_back(store: SequenceStore, put: Put) -> None:
     """It counts as freed; with an append in flight on it as well, in either order."""
     sequence = put([1])
     reserve(store, sequence, 16)
-    reservation = store.reserve_append(sequence, 20)
-    assert store.release(store.handle_at(sequence), "alice") == 4
-    store.abort(reservation)
+    reservation = store.reservations.reserve_append(sequence, 20)
+    assert store.release(sequence.handle_at(), "alice") == 4
+    store.reservations.abort(reservation)
     assert store.pool.num_used == 0
 
 
@@ -227,7 +227,7 @@ def test_reserving_renews(store: SequenceStore, put: Put, advance: Callable[[flo
     sequence = put([1])
     advance(1.0)
     reserve(store, sequence, 0)
-    assert sequence.expires_at - store.now() == DEFAULT_TTL_S
+    assert sequence.expires_at - store.clock() == DEFAULT_TTL_S
 
 
 @pytest.mark.parametrize("is_committed", [True, False])
@@ -235,13 +235,13 @@ def test_room_can_be_reserved_while_an_append_is_in_flight(store: SequenceStore,
     """Not knowing whether it will be committed, it is set aside from the tip on; what is too much goes back then."""
     sequence = put([1, 2, 3])
     store.fork(sequence, 3, 1)
-    reservation = store.reserve_append(sequence, 6)
+    reservation = store.reservations.reserve_append(sequence, 6)
     assert reserve(store, sequence, 14) == 4
     fill(store, put)
     if is_committed:
         store.commit(reservation, [4] * 6)
     else:
-        store.abort(reservation)
+        store.reservations.abort(reservation)
     assert len(sequence.spare_ids) == (1 if is_committed else 4)
     put([5] * (14 - sequence.length), sequence)
     assert sequence.spare_ids == ()
@@ -252,7 +252,7 @@ def test_a_partial_commit_leaves_the_room_as_it_was(store: SequenceStore, put: P
     """Spares that the rest would have taken stay spares, blocks of the pool go back to it."""
     sequence = put([1, 2, 3])
     reserve(store, sequence, 10)
-    store.commit(store.reserve_append(sequence, 12), [9] * num_accepted)
+    store.commit(store.reservations.reserve_append(sequence, 12), [9] * num_accepted)
     assert sequence.num_blocks == max(3, len(sequence.block_ids)) == store.pool.num_used
     fill(store, put)
     if sequence.length < 10:
@@ -261,15 +261,15 @@ def test_a_partial_commit_leaves_the_room_as_it_was(store: SequenceStore, put: P
 
 def test_a_partial_commit_keeps_the_room_of_a_new_sequence(store: SequenceStore, put: Put) -> None:
     """Blocks that leave its table become spares, up to the room asked for and no further."""
-    sequence = store.commit(store.reserve_new("alice", 9, 14), [1, 2])
+    sequence = store.commit(store.reservations.reserve_new("alice", 9, 14), [1, 2])
     assert (len(sequence.block_ids), len(sequence.spare_ids)) == (1, 3)
     fill(store, put)
     put([3] * 12, sequence)
-    store.abort(store.reserve_rewind(sequence, 1, 1))
+    store.reservations.abort(store.reservations.reserve_rewind(sequence, 1, 1))
     assert len(sequence.spare_ids) == 3
 
 
 def test_a_partial_commit_gives_back_what_is_beyond_the_room(store: SequenceStore) -> None:
     """The room was less than the rows: only the room stays."""
-    sequence = store.commit(store.reserve_new("alice", 15, 6), [1, 2])
+    sequence = store.commit(store.reservations.reserve_new("alice", 15, 6), [1, 2])
     assert (len(sequence.block_ids), len(sequence.spare_ids), store.pool.num_used) == (1, 1, 2)

@@ -16,7 +16,7 @@ from ferrule_server.errors import (
     HandleUnknown,
     TruncateBeyond,
 )
-from ferrule_server.kv.append_rule import Verdict
+from ferrule_server.kv.append_rule import Verdict, judge
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.handle import StalePolicy
 from ferrule_server.kv.sequence_store import SequenceStore
@@ -26,10 +26,10 @@ from tests.kv.conftest import Put
 def test_nothing_of_an_append_shows_before_commit(store: SequenceStore, put: Put) -> None:
     """Length, lineage and table are those before, until all rows are written."""
     sequence = put([1, 2, 3])
-    before, table = store.handle_at(sequence), sequence.block_ids
-    reservation = store.reserve_append(sequence, 6)
+    before, table = sequence.handle_at(), sequence.block_ids
+    reservation = store.reservations.reserve_append(sequence, 6)
     assert (reservation.start, len(reservation.block_ids)) == (3, 3)
-    assert (store.handle_at(sequence), sequence.block_ids, sequence.num_pins) == (before, table, 1)
+    assert (sequence.handle_at(), sequence.block_ids, sequence.num_pins) == (before, table, 1)
     assert store.commit(reservation, [4, 5, 6, 7, 8, 9]) is sequence
     assert (sequence.length, sequence.block_ids, sequence.num_pins) == (9, reservation.block_ids, 0)
     assert list(sequence.token_ids) == list(range(1, 10))
@@ -37,26 +37,26 @@ def test_nothing_of_an_append_shows_before_commit(store: SequenceStore, put: Put
 
 def test_a_new_sequence_exists_from_commit_on(store: SequenceStore) -> None:
     """Its blocks are held before, its handle comes with the commit."""
-    reservation = store.reserve_new("alice", 5)
-    assert (store.num_sequences, store.pool.num_used, reservation.sequence) == (0, 2, None)
+    reservation = store.reservations.reserve_new("alice", 5)
+    assert (len(store.registry), store.pool.num_used, reservation.sequence) == (0, 2, None)
     sequence = store.commit(reservation, [1, 2, 3, 4, 5])
-    assert (store.num_sequences, store.pool.num_used) == (1, 2)
-    assert store.resolve(store.handle_at(sequence), "alice") is sequence
+    assert (len(store.registry), store.pool.num_used) == (1, 2)
+    assert store.resolve(sequence.handle_at(), "alice") is sequence
 
 
 def test_an_aborted_append_leaves_no_trace(store: SequenceStore, put: Put) -> None:
     """Only what was reserved is given back; aborting again changes nothing."""
     sequence = put([1, 2, 3])
-    for reservation in (store.reserve_append(sequence, 9), store.reserve_new("bob", 9)):
-        store.abort(reservation)
-        store.abort(reservation)
-    assert (sequence.length, sequence.num_pins, store.pool.num_used, store.num_sequences) == (3, 0, 1, 1)
+    for reservation in (store.reservations.reserve_append(sequence, 9), store.reservations.reserve_new("bob", 9)):
+        store.reservations.abort(reservation)
+        store.reservations.abort(reservation)
+    assert (sequence.length, sequence.num_pins, store.pool.num_used, len(store.registry)) == (3, 0, 1, 1)
 
 
 def test_a_closed_reservation_cannot_be_committed(store: SequenceStore, put: Put) -> None:
     """Committing twice, or after an abort, is a bug of the caller's and said so."""
     sequence = put([1])
-    reservation = store.reserve_append(sequence, 1)
+    reservation = store.reservations.reserve_append(sequence, 1)
     store.commit(reservation, [2])
     with pytest.raises(RuntimeError, match="before"):
         store.commit(reservation, [2])
@@ -66,10 +66,10 @@ def test_a_closed_reservation_cannot_be_committed(store: SequenceStore, put: Put
 @pytest.mark.parametrize("token_ids", [[], [2, 3, 4]])
 def test_commit_takes_no_more_than_was_reserved(store: SequenceStore, put: Put, token_ids: list[int]) -> None:
     """And at least one token; the reservation is as good as before."""
-    reservation = store.reserve_append(put([1]), 2)
+    reservation = store.reservations.reserve_append(put([1]), 2)
     with pytest.raises(ValueError, match="2 tokens were reserved"):
         store.commit(reservation, token_ids)
-    store.abort(reservation)
+    store.reservations.abort(reservation)
 
 
 @pytest.mark.parametrize("num_accepted", range(1, 11))
@@ -80,13 +80,13 @@ def test_a_partial_commit_is_the_commit_of_the_accepted_prefix(
     drafts = list(range(50, 60))
     sequence, plain = put([1, 2, 3, 4, 5]), put([1, 2, 3, 4, 5], principal="bob")
     table = sequence.block_ids
-    reservation = store.reserve_append(sequence, 10)
+    reservation = store.reservations.reserve_append(sequence, 10)
     store.commit(reservation, drafts[:num_accepted])
     put(drafts[:num_accepted], plain)
     assert list(sequence.token_ids) == [1, 2, 3, 4, 5, *drafts[:num_accepted]]
-    assert store.handle_at(sequence).lineage == store.handle_at(plain).lineage
+    assert sequence.handle_at().lineage == plain.handle_at().lineage
     assert (sequence.block_ids[:2], len(sequence.block_ids)) == (table, len(plain.block_ids))
-    assert store.usage_of("alice") == store.usage_of("bob")
+    assert store.usage.of("alice") == store.usage.of("bob")
     assert not sequence.is_appending
     put([*drafts[num_accepted:], 60], sequence)
     assert list(sequence.token_ids) == [1, 2, 3, 4, 5, *drafts, 60]
@@ -97,7 +97,7 @@ def test_a_partial_commit_of_a_fork_keeps_the_copy(store: SequenceStore, put: Pu
     """The shared block is copied for the first row, so it is needed whatever is accepted, and its source goes back."""
     sequence = put([1, 2, 3, 4, 5, 6])
     (branch,) = store.fork(sequence, 6, 1)
-    reservation = store.reserve_append(branch, 6)
+    reservation = store.reservations.reserve_append(branch, 6)
     (copied,) = reservation.copies
     store.commit(reservation, [9] * num_accepted)
     assert (branch.block_ids[:2], sequence.block_ids[1]) == ([sequence.block_ids[0], copied[1]], copied[0])
@@ -108,18 +108,18 @@ def test_a_partial_commit_of_a_fork_keeps_the_copy(store: SequenceStore, put: Pu
 def test_a_partial_commit_of_a_branch_or_of_a_new_sequence_gives_back_the_rest(store: SequenceStore, put: Put) -> None:
     """Whether a sequence is made by it or not makes no difference."""
     sequence = put([1, 2, 3, 4, 5, 6])
-    branch = store.commit(store.reserve_branch(sequence, 5, 12), [9, 8])
+    branch = store.commit(store.reservations.reserve_branch(sequence, 5, 12), [9, 8])
     assert (list(branch.token_ids), len(branch.block_ids)) == ([1, 2, 3, 4, 5, 9, 8], 2)
-    made = store.commit(store.reserve_new("bob", 12), [7])
-    assert (made.length, len(made.block_ids), store.usage_of("bob").num_blocks) == (1, 1, 1)
-    assert (store.pool.num_used, store.usage_of("alice").num_blocks) == (4, 3)
+    made = store.commit(store.reservations.reserve_new("bob", 12), [7])
+    assert (made.length, len(made.block_ids), store.usage.of("bob").num_blocks) == (1, 1, 1)
+    assert (store.pool.num_used, store.usage.of("alice").num_blocks) == (4, 3)
 
 
 def test_a_partial_commit_of_a_released_sequence_is_refused(store: SequenceStore, put: Put) -> None:
     """As a whole one is; everything goes back."""
     sequence = put([1, 2, 3])
-    reservation = store.reserve_append(sequence, 9)
-    store.release(store.handle_at(sequence), "alice")
+    reservation = store.reservations.reserve_append(sequence, 9)
+    store.release(sequence.handle_at(), "alice")
     with pytest.raises(HandleUnknown):
         store.commit(reservation, [4])
     assert store.pool.num_used == 0
@@ -128,12 +128,12 @@ def test_a_partial_commit_of_a_released_sequence_is_refused(store: SequenceStore
 def test_one_append_is_in_flight_on_a_sequence(store: SequenceStore, put: Put) -> None:
     """Whatever else would touch the sequence has to queue, and finds nothing changed meanwhile."""
     sequence = put([1, 2, 3])
-    handle = store.handle_at(sequence)
-    reservation = store.reserve_append(sequence, 1)
+    handle = sequence.handle_at()
+    reservation = store.reservations.reserve_append(sequence, 1)
     for call in (
-        lambda: store.reserve_append(sequence, 1),
-        lambda: store.reserve_branch(sequence, 2, 1),
-        lambda: store.reserve_rewind(sequence, 2, 1),
+        lambda: store.reservations.reserve_append(sequence, 1),
+        lambda: store.reservations.reserve_branch(sequence, 2, 1),
+        lambda: store.reservations.reserve_rewind(sequence, 2, 1),
         lambda: store.fork(sequence, 2, 1),
         lambda: store.truncate(sequence, handle, 1),
     ):
@@ -147,11 +147,11 @@ def test_the_context_is_the_limit_of_a_sequence(store: SequenceStore, put: Put) 
     """Exactly the context fits; one token more is refused before anything is held."""
     sequence = put([7] * 49)
     with pytest.raises(ContextExceeded):
-        store.reserve_append(sequence, 2)
+        store.reservations.reserve_append(sequence, 2)
     with pytest.raises(ContextExceeded):
-        store.reserve_rewind(sequence, 48, 3)
+        store.reservations.reserve_rewind(sequence, 48, 3)
     with pytest.raises(ContextExceeded):
-        store.reserve_new("alice", 51)
+        store.reservations.reserve_new("alice", 51)
     assert sequence.length == 49
     assert put([7], sequence).length == 50
 
@@ -162,16 +162,16 @@ def test_a_need_beyond_the_whole_pool_is_told_apart_from_a_full_pool() -> None:
         BlockPool(4, 4), instance="here", epoch="e1", fingerprint=b"model", max_context=100, max_ttl_s=60.0
     )
     with pytest.raises(ExceedsPool) as exceeds:
-        store.reserve_new("alice", 13)
+        store.reservations.reserve_new("alice", 13)
     assert exceeds.value.metadata == {"needed_blocks": "4", "total_blocks": "3"}
-    sequence = store.commit(store.reserve_new("alice", 5), [1, 2, 3, 4, 5])
+    sequence = store.commit(store.reservations.reserve_new("alice", 5), [1, 2, 3, 4, 5])
     with pytest.raises(BlocksExhausted) as exhausted:
-        store.reserve_new("alice", 12)
+        store.reservations.reserve_new("alice", 12)
     assert exhausted.value.metadata == {"needed_blocks": "3", "free_blocks": "1"}
     with pytest.raises(ExceedsPool):  # the source's own partial block stays, so 3 + 1 blocks can never be had
-        store.reserve_branch(sequence, 5, 5)
+        store.reservations.reserve_branch(sequence, 5, 5)
     with pytest.raises(BlocksExhausted):
-        store.reserve_branch(sequence, 4, 5)
+        store.reservations.reserve_branch(sequence, 4, 5)
     assert store.pool.num_used == 2
     store.check_integrity()
 
@@ -181,7 +181,7 @@ def test_forks_hold_the_tokens_of_all_of_them_once(store: SequenceStore, put: Pu
     """Until one is appended to; also where they are shorter than their source."""
     branches = store.fork(put([1, 2, 3, 4, 5, 6]), length, 5)
     assert len({id(each.token_ids) for each in branches}) == 1
-    store.commit(store.reserve_append(branches[0], 1), [9])
+    store.commit(store.reservations.reserve_append(branches[0], 1), [9])
     assert [each.token_ids.tolist()[length:] for each in branches] == [[9], [], [], [], []]
     store.check_integrity()
 
@@ -192,7 +192,7 @@ def test_forks_cost_no_block_until_they_diverge(store: SequenceStore, put: Put) 
     first, second = store.fork(sequence, 6, 2)
     assert store.pool.num_used == 2
     assert first.block_ids == second.block_ids == sequence.block_ids
-    reservation = store.reserve_append(first, 1)
+    reservation = store.reservations.reserve_append(first, 1)
     assert reservation.copies == [(sequence.block_ids[1], reservation.block_ids[1])]
     assert reservation.block_ids[0] == sequence.block_ids[0]
     store.commit(reservation, [7])
@@ -206,7 +206,7 @@ def test_sixteen_forks_of_a_long_handle_take_less_than_a_millisecond() -> None:
     store = SequenceStore(
         BlockPool(600, 16), instance="here", epoch="e1", fingerprint=b"model", max_context=9000, max_ttl_s=60.0
     )
-    sequence = store.commit(store.reserve_new("alice", 8192), range(8192))
+    sequence = store.commit(store.reservations.reserve_new("alice", 8192), range(8192))
     fastest_s = math.inf
     for _ in range(10):
         started = time.perf_counter()
@@ -215,10 +215,10 @@ def test_sixteen_forks_of_a_long_handle_take_less_than_a_millisecond() -> None:
         assert (store.pool.num_used, store.metrics().num_block_copies) == (512, 0)
         assert all(each.block_ids == sequence.block_ids for each in branches)
         for each in branches:
-            store.release(store.handle_at(each), "alice")
+            store.release(each.handle_at(), "alice")
     assert fastest_s < 4e-3
     (branch,) = store.fork(sequence, 8185, 1)
-    store.commit(store.reserve_append(branch, 1), [7])
+    store.commit(store.reservations.reserve_append(branch, 1), [7])
     assert (store.pool.num_used, store.metrics().num_block_copies) == (513, 1)
 
 
@@ -226,19 +226,19 @@ def test_the_last_owner_of_a_block_writes_it_in_place(store: SequenceStore, put:
     """No copy is made for nobody."""
     sequence = put([1, 2, 3])
     (branch,) = store.fork(sequence, 3, 1)
-    assert store.release(store.handle_at(sequence), "alice") == 0
-    reservation = store.reserve_append(branch, 1)
+    assert store.release(sequence.handle_at(), "alice") == 0
+    reservation = store.reservations.reserve_append(branch, 1)
     assert (reservation.copies, reservation.block_ids) == ([], branch.block_ids)
-    store.abort(reservation)
+    store.reservations.abort(reservation)
 
 
 def test_an_append_behind_full_shared_blocks_copies_nothing(store: SequenceStore, put: Put) -> None:
     """A full block is never written again, so it stays shared."""
     sequence = put([1, 2, 3, 4])
     (branch,) = store.fork(sequence, 4, 1)
-    reservation = store.reserve_append(branch, 1)
+    reservation = store.reservations.reserve_append(branch, 1)
     assert (reservation.copies, reservation.block_ids[0]) == ([], sequence.block_ids[0])
-    store.abort(reservation)
+    store.reservations.abort(reservation)
 
 
 def test_two_owners_that_append_at_once_both_copy(store: SequenceStore, put: Put) -> None:
@@ -246,7 +246,7 @@ def test_two_owners_that_append_at_once_both_copy(store: SequenceStore, put: Put
     sequence = put([1, 2, 3])
     (branch,) = store.fork(sequence, 3, 1)
     old_block = sequence.block_ids[0]
-    reservations = [store.reserve_append(each, 1) for each in (sequence, branch)]
+    reservations = [store.reservations.reserve_append(each, 1) for each in (sequence, branch)]
     assert [each.copies[0][0] for each in reservations] == [old_block, old_block]
     for reservation in reservations:
         store.commit(reservation, [9])
@@ -260,7 +260,7 @@ def test_a_fork_may_be_shorter_than_its_source(store: SequenceStore, put: Put) -
     (branch,) = store.fork(sequence, 3, 1)
     assert (list(branch.token_ids), len(branch.block_ids)) == ([1, 2, 3], 1)
     assert branch.parent_handle_id == sequence.handle_id
-    assert store.handle_at(branch).lineage == store.handle_at(sequence, 3).lineage
+    assert branch.handle_at().lineage == sequence.handle_at(3).lineage
     for length, count in ((0, 1), (7, 1), (3, 0)):
         with pytest.raises(ValueError, match=r"outside|at least"):
             store.fork(sequence, length, count)
@@ -269,9 +269,9 @@ def test_a_fork_may_be_shorter_than_its_source(store: SequenceStore, put: Put) -
 def test_a_branch_leaves_its_source_as_it_is(store: SequenceStore, put: Put) -> None:
     """on_stale=FORK: full blocks shared, the partial one copied, a new name, the source's tip untouched."""
     sequence = put([1, 2, 3, 4, 5, 6, 7])
-    handle = store.handle_at(sequence, 6)
-    assert store.judge(sequence, handle, [9], StalePolicy.FORK) is Verdict.FORK
-    reservation = store.reserve_branch(sequence, 6, 1)
+    handle = sequence.handle_at(6)
+    assert judge(sequence, handle, [9], StalePolicy.FORK) is Verdict.FORK
+    reservation = store.reservations.reserve_branch(sequence, 6, 1)
     assert (reservation.sequence, reservation.source, sequence.num_pins) == (None, sequence, 1)
     assert reservation.copies == [(sequence.block_ids[1], reservation.block_ids[1])]
     branch = store.commit(reservation, [9])
@@ -283,8 +283,8 @@ def test_a_branch_leaves_its_source_as_it_is(store: SequenceStore, put: Put) -> 
 def test_a_branch_outlives_its_source(store: SequenceStore, put: Put) -> None:
     """What is to be copied stays alive by reference, even when the source is released before the first row."""
     sequence = put([1, 2, 3, 4, 5, 6])
-    reservation = store.reserve_branch(sequence, 6, 1)
-    assert store.release(store.handle_at(sequence), "alice") == 0
+    reservation = store.reservations.reserve_branch(sequence, 6, 1)
+    assert store.release(sequence.handle_at(), "alice") == 0
     store.check_integrity()
     branch = store.commit(reservation, [9])
     assert list(branch.token_ids) == [1, 2, 3, 4, 5, 6, 9]
@@ -294,7 +294,7 @@ def test_a_branch_outlives_its_source(store: SequenceStore, put: Put) -> None:
 def test_an_aborted_branch_gives_its_shares_back(store: SequenceStore, put: Put) -> None:
     """Refcounts are those before."""
     sequence = put([1, 2, 3, 4, 5, 6])
-    store.abort(store.reserve_branch(sequence, 6, 20))
+    store.reservations.abort(store.reservations.reserve_branch(sequence, 6, 20))
     assert [store.pool.refcount(block_id) for block_id in sequence.block_ids] == [1, 1]
     assert (store.pool.num_used, sequence.num_pins) == (2, 0)
 
@@ -304,7 +304,7 @@ def test_a_rewind_pays_with_its_own_tail(store: SequenceStore, put: Put) -> None
     sequence = put([7] * 30)
     put([8] * 28)
     assert store.pool.num_free == 0
-    reservation = store.reserve_rewind(sequence, 3, 29)
+    reservation = store.reservations.reserve_rewind(sequence, 3, 29)
     assert (sequence.length, reservation.start, reservation.copies) == (3, 3, [])
     store.commit(reservation, [9] * 29)
     assert list(sequence.token_ids) == [7] * 3 + [9] * 29
@@ -316,7 +316,7 @@ def test_a_refused_rewind_keeps_the_tail(store: SequenceStore, put: Put) -> None
     store.fork(sequence, 30, 1)
     put([8] * 28)
     with pytest.raises(BlocksExhausted) as caught:
-        store.reserve_rewind(sequence, 3, 1)
+        store.reservations.reserve_rewind(sequence, 3, 1)
     assert caught.value.metadata == {"needed_blocks": "1", "free_blocks": "0"}
     assert (sequence.length, sequence.is_appending, sequence.num_pins) == (30, False, 0)
 
@@ -325,7 +325,7 @@ def test_a_rewind_into_a_shared_block_copies_it(store: SequenceStore, put: Put) 
     """The branch keeps the tokens that the rewind drops."""
     sequence = put([1, 2, 3, 4])
     (branch,) = store.fork(sequence, 4, 1)
-    reservation = store.reserve_rewind(sequence, 2, 1)
+    reservation = store.reservations.reserve_rewind(sequence, 2, 1)
     assert reservation.copies == [(branch.block_ids[0], reservation.block_ids[0])]
     store.commit(reservation, [9])
     assert (list(sequence.token_ids), list(branch.token_ids)) == ([1, 2, 9], [1, 2, 3, 4])
@@ -334,19 +334,19 @@ def test_a_rewind_into_a_shared_block_copies_it(store: SequenceStore, put: Put) 
 def test_an_aborted_rewind_leaves_the_shortened_sequence(store: SequenceStore, put: Put) -> None:
     """(id, length) is good, the tail is gone."""
     sequence = put([1, 2, 3, 4, 5, 6])
-    tip = store.handle_at(sequence)
-    store.abort(store.reserve_rewind(sequence, 2, 9))
+    tip = sequence.handle_at()
+    store.reservations.abort(store.reservations.reserve_rewind(sequence, 2, 9))
     assert (list(sequence.token_ids), store.pool.num_used) == ([1, 2], 1)
-    assert store.judge(sequence, store.handle_at(sequence, 2), [3], StalePolicy.FAIL) is Verdict.APPEND
+    assert judge(sequence, sequence.handle_at(2), [3], StalePolicy.FAIL) is Verdict.APPEND
     with pytest.raises(HandleStale):
-        store.judge(sequence, tip, [3], StalePolicy.FAIL)
+        judge(sequence, tip, [3], StalePolicy.FAIL)
 
 
 def test_truncate_frees_the_tail_at_once(store: SequenceStore, put: Put) -> None:
     """Only blocks nobody else has count as freed."""
     sequence = put(list(range(14)))
     store.fork(sequence, 9, 1)
-    assert store.truncate(sequence, store.handle_at(sequence), 5) == 1
+    assert store.truncate(sequence, sequence.handle_at(), 5) == 1
     assert (sequence.length, len(sequence.block_ids)) == (5, 2)
     assert store.pool.num_used == 3
 
@@ -354,7 +354,7 @@ def test_truncate_frees_the_tail_at_once(store: SequenceStore, put: Put) -> None
 def test_truncate_takes_any_handle_up_to_the_tip(store: SequenceStore, put: Put) -> None:
     """new_length is absolute and at most the handle's own length."""
     sequence = put(list(range(14)))
-    assert store.truncate(sequence, store.handle_at(sequence, 10), 8) == 2
+    assert store.truncate(sequence, sequence.handle_at(10), 8) == 2
     assert sequence.length == 8
 
 
@@ -362,7 +362,7 @@ def test_truncate_to_the_tip_keeps_everything(store: SequenceStore, put: Put) ->
     """Nothing was dropped, so nothing moved."""
     sequence = put([1, 2, 3])
     block_ids = sequence.block_ids
-    assert store.truncate(sequence, store.handle_at(sequence), 3) == 0
+    assert store.truncate(sequence, sequence.handle_at(), 3) == 0
     assert (sequence.length, sequence.block_ids) == (3, block_ids)
 
 
@@ -371,14 +371,14 @@ def test_truncate_beyond_the_handle_is_refused(store: SequenceStore, put: Put, n
     """Even where the sequence is longer than the handle."""
     sequence = put(list(range(9)))
     with pytest.raises(TruncateBeyond):
-        store.truncate(sequence, store.handle_at(sequence, 5), new_length)
+        store.truncate(sequence, sequence.handle_at(5), new_length)
     assert sequence.length == 9
 
 
 def test_truncate_twice_to_the_same_length_changes_nothing(store: SequenceStore, put: Put) -> None:
     """A retry after a lost reply gets the same answer, though its handle is beyond the tip by now."""
     sequence = put(list(range(14)))
-    tip = store.handle_at(sequence)
+    tip = sequence.handle_at()
     assert [store.truncate(sequence, tip, 5) for _ in range(3)] == [2, 2, 2]
     with pytest.raises(HandleStale):
         store.truncate(sequence, tip, 4)
@@ -387,12 +387,12 @@ def test_truncate_twice_to_the_same_length_changes_nothing(store: SequenceStore,
 def test_a_truncate_is_forgotten_when_the_tip_moves(store: SequenceStore, put: Put) -> None:
     """After an append the old request would drop tokens it never knew of; it is stale, even back at the length."""
     sequence = put(list(range(14)))
-    tip = store.handle_at(sequence)
+    tip = sequence.handle_at()
     store.truncate(sequence, tip, 5)
     put([90, 91], sequence)
     with pytest.raises(HandleStale):
         store.truncate(sequence, tip, 5)
-    store.abort(store.reserve_rewind(sequence, 5, 1))
+    store.reservations.abort(store.reservations.reserve_rewind(sequence, 5, 1))
     with pytest.raises(HandleStale):
         store.truncate(sequence, tip, 5)
 
@@ -400,9 +400,9 @@ def test_a_truncate_is_forgotten_when_the_tip_moves(store: SequenceStore, put: P
 def test_a_truncate_is_forgotten_when_a_rewind_goes_below_it(store: SequenceStore, put: Put) -> None:
     """Its answer would claim a length that is no longer there."""
     sequence = put(list(range(14)))
-    tip = store.handle_at(sequence)
+    tip = sequence.handle_at()
     store.truncate(sequence, tip, 5)
-    store.abort(store.reserve_rewind(sequence, 3, 1))
+    store.reservations.abort(store.reservations.reserve_rewind(sequence, 3, 1))
     with pytest.raises(HandleStale):
         store.truncate(sequence, tip, 5)
 
@@ -410,7 +410,7 @@ def test_a_truncate_is_forgotten_when_a_rewind_goes_below_it(store: SequenceStor
 def test_release_acts_once_whatever_the_length(store: SequenceStore, put: Put) -> None:
     """Idempotent; only the owner's counts, and it says what it freed."""
     sequence = put(list(range(9)))
-    handle = store.handle_at(sequence, 2)
+    handle = sequence.handle_at(2)
     assert store.release(handle, "bob") is None
     assert store.release(handle, "alice") == 3
     assert store.release(handle, "alice") is None
@@ -424,35 +424,35 @@ def test_release_during_an_append_is_safe_in_either_order(
 ) -> None:
     """Everything is free afterwards, and nothing twice."""
     sequence = put(list(range(6)))
-    reservation = store.reserve_append(sequence, 9)
+    reservation = store.reservations.reserve_append(sequence, 9)
     if is_aborted_first:
-        store.abort(reservation)
-    store.release(store.handle_at(sequence), "alice")
+        store.reservations.abort(reservation)
+    store.release(sequence.handle_at(), "alice")
     store.check_integrity()
-    store.abort(reservation)
+    store.reservations.abort(reservation)
     assert (store.pool.num_used, sequence.num_pins) == (0, 0)
 
 
 def test_an_append_to_a_released_sequence_answers_unknown(store: SequenceStore, put: Put) -> None:
     """At commit and at reservation; what was held is given back."""
     sequence = put(list(range(6)))
-    reservation = store.reserve_append(sequence, 9)
-    store.release(store.handle_at(sequence), "alice")
+    reservation = store.reservations.reserve_append(sequence, 9)
+    store.release(sequence.handle_at(), "alice")
     with pytest.raises(HandleUnknown):
         store.commit(reservation, [1] * 9)
     with pytest.raises(HandleUnknown):
-        store.reserve_append(sequence, 1)
+        store.reservations.reserve_append(sequence, 1)
     assert store.pool.num_used == 0
 
 
 def test_after_a_device_fault_every_handle_is_lost(store: SequenceStore, put: Put) -> None:
     """Owners hear so, others hear what they always hear; reservations are closed."""
     sequence = put([1, 2, 3])
-    handle = store.handle_at(sequence)
-    reservation = store.reserve_append(sequence, 9)
+    handle = sequence.handle_at()
+    reservation = store.reservations.reserve_append(sequence, 9)
     store.lose_all()
-    assert (store.pool.num_used, store.num_sequences) == (0, 0)
-    store.abort(reservation)
+    assert (store.pool.num_used, len(store.registry)) == (0, 0)
+    store.reservations.abort(reservation)
     with pytest.raises(HandleLost):
         store.resolve(handle, "alice")
     with pytest.raises(HandleUnknown) as caught:
@@ -464,7 +464,7 @@ def test_after_a_device_fault_every_handle_is_lost(store: SequenceStore, put: Pu
 def test_a_token_that_is_no_uint32_commits_nothing(store: SequenceStore, put: Put) -> None:
     """The wire ring checks the vocabulary; should it fail, sequence and reservation are as before."""
     sequence = put([1])
-    reservation = store.reserve_append(sequence, 2)
+    reservation = store.reservations.reserve_append(sequence, 2)
     with pytest.raises(OverflowError):
         store.commit(reservation, [2, -1])
     assert sequence.length == 1
@@ -475,16 +475,16 @@ def test_a_token_that_is_no_uint32_commits_nothing(store: SequenceStore, put: Pu
 def test_an_append_of_nothing_cannot_be_reserved(store: SequenceStore, put: Put, num_tokens: int) -> None:
     """Queries and replays need no reservation."""
     with pytest.raises(ValueError, match="num_tokens"):
-        store.reserve_append(put([1]), num_tokens)
+        store.reservations.reserve_append(put([1]), num_tokens)
     with pytest.raises(ValueError, match="num_tokens"):
-        store.reserve_new("alice", num_tokens)
+        store.reservations.reserve_new("alice", num_tokens)
 
 
 @pytest.mark.parametrize("length", [0, 4])
 def test_branches_and_rewinds_stay_within_the_sequence(store: SequenceStore, put: Put, length: int) -> None:
     """No handle names such a length."""
     sequence = put([1, 2, 3])
-    for reserve in (store.reserve_branch, store.reserve_rewind):
+    for reserve in (store.reservations.reserve_branch, store.reservations.reserve_rewind):
         with pytest.raises(ValueError, match="outside"):
             reserve(sequence, length, 1)
 

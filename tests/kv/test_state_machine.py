@@ -32,7 +32,7 @@ from ferrule_server.errors import (
     HandleUnknown,
     TruncateBeyond,
 )
-from ferrule_server.kv.append_rule import Verdict
+from ferrule_server.kv.append_rule import Verdict, judge
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.leases import PIN_RECHECK_S
@@ -107,7 +107,7 @@ class KvMachine(RuleBasedStateMachine):
     def issue(self, dense: DenseSequence, length: int | None = None) -> None:
         """Take a handle and check it."""
         tokens = dense.tokens[:length]
-        handle = self.store.handle_at(dense.real, length)
+        handle = dense.real.handle_at(length)
         assert (handle.length, handle.lineage) == (len(tokens), lineage_of(tokens))
         self.model.issued.append(Issued(handle, dense, tokens))
 
@@ -210,7 +210,9 @@ class KvMachine(RuleBasedStateMachine):
 
         def ask() -> Reservation:
             prompt = list(tokens) if is_looked_up else None
-            return self.store.reserve_new(principal, len(tokens), reserved_length, prompt=prompt, publish=is_published)
+            return self.store.reservations.reserve_new(
+                principal, len(tokens), reserved_length, prompt=prompt, publish=is_published
+            )
 
         if shortage is not None:
             self.refused(shortage, ask)
@@ -273,10 +275,10 @@ class KvMachine(RuleBasedStateMachine):
         """Judge as the append rule says; None if that was rightly refused."""
         expected = self.model.verdict(issued, tokens, policy)
         if isinstance(expected, Verdict):
-            assert self.store.judge(issued.owner.real, issued.handle, tokens, policy) is expected
+            assert judge(issued.owner.real, issued.handle, tokens, policy) is expected
             return expected
         with pytest.raises(expected):
-            self.store.judge(issued.owner.real, issued.handle, tokens, policy)
+            judge(issued.owner.real, issued.handle, tokens, policy)
         return None
 
     def reserve(self, dense: DenseSequence, length: int, tokens: Tokens, kind: Verdict, *, at_once: bool) -> None:
@@ -284,10 +286,10 @@ class KvMachine(RuleBasedStateMachine):
 
         def ask() -> Reservation:
             if kind is Verdict.APPEND:
-                return self.store.reserve_append(dense.real, len(tokens))
+                return self.store.reservations.reserve_append(dense.real, len(tokens))
             if kind is Verdict.FORK:
-                return self.store.reserve_branch(dense.real, length, len(tokens))
-            return self.store.reserve_rewind(dense.real, length, len(tokens))
+                return self.store.reservations.reserve_branch(dense.real, length, len(tokens))
+            return self.store.reservations.reserve_rewind(dense.real, length, len(tokens))
 
         refusal: type[Exception] | None = RuntimeError
         if not self.model.is_busy(dense):
@@ -392,8 +394,8 @@ class KvMachine(RuleBasedStateMachine):
     def abort(self, index: int) -> None:
         """Give up on an append, however far it came; twice is as good as once."""
         append = self.model.appends.pop(index % len(self.model.appends))
-        self.store.abort(append.reservation)
-        self.store.abort(append.reservation)
+        self.store.reservations.abort(append.reservation)
+        self.store.reservations.abort(append.reservation)
         self.model.cache.drop(append.reservation.held_ids)
         with pytest.raises(RuntimeError):
             self.store.commit(append.reservation, append.tokens)
@@ -615,7 +617,7 @@ class KvMachine(RuleBasedStateMachine):
         self.store.check_integrity()
         assert self.pool.num_used == len(self.model.owners())
         for principal in PRINCIPALS:
-            assert self.store.usage_of(principal) == Holding(*self.model.usage(principal))
+            assert self.store.usage.of(principal) == Holding(*self.model.usage(principal))
 
     @invariant()
     def reserved_room_is_there(self) -> None:
@@ -626,9 +628,9 @@ class KvMachine(RuleBasedStateMachine):
             assert dense.real.reserved_length == dense.reserved_length
             num_tokens = dense.reserved_length - len(dense.tokens)
             if num_tokens > 0 and not self.model.is_busy(dense):
-                reservation = self.store.reserve_append(dense.real, num_tokens)
+                reservation = self.store.reservations.reserve_append(dense.real, num_tokens)
                 assert self.pool.num_free == num_free
-                self.store.abort(reservation)
+                self.store.reservations.abort(reservation)
                 self.model.follow_open(reservation)
 
     @invariant()
@@ -675,7 +677,7 @@ class KvMachine(RuleBasedStateMachine):
             "used_blocks": len(owners),
             "shared_blocks": sum(count > 1 for count in owners.values()),
             "live_sequences": len(self.model.live),
-            "tombstones": self.store._registry.num_tombstones,
+            "tombstones": self.store.registry.num_tombstones,
             "num_prefix_evictions": self.model.cache.num_evictions,
         }
         assert metrics == expected
@@ -692,11 +694,11 @@ class KvMachine(RuleBasedStateMachine):
     @invariant()
     def lists_and_clocks_agree(self) -> None:
         """Each principal sees its own; the next expiry is told exactly."""
-        assert self.store.num_sequences == len(self.model.live)
+        assert len(self.store.registry) == len(self.model.live)
         for principal in PRINCIPALS:
             own = sorted(each.real.handle_id for each in self.model.live if each.principal == principal)
-            assert [each.handle_id for each in self.store.sequences_of(principal, limit=1000)] == own
-            assert self.store.num_sequences_of(principal) == len(own)
+            assert [each.handle_id for each in self.store.registry.page(principal, limit=1000)] == own
+            assert self.store.registry.count(principal) == len(own)
         ends = [max(each.expires_at, each.not_before) for each in self.model.live]
         assert self.store.next_expiry() == (max(0.0, min(ends) - self.model.clock_s) if ends else None)
 
@@ -714,9 +716,9 @@ class KvMachine(RuleBasedStateMachine):
             for dense in self.model.live:
                 self.ended(dense, self.handle_of(dense))
         for append in self.model.appends:
-            self.store.abort(append.reservation)
+            self.store.reservations.abort(append.reservation)
         assert self.pool.num_used == 0
-        assert self.store.num_sequences == 0
+        assert len(self.store.registry) == 0
         self.store.check_integrity()
 
     def handle_of(self, dense: DenseSequence) -> Handle:

@@ -41,7 +41,7 @@ def store(limits: dict[str, QuotaLimits]) -> Iterator[SequenceStore]:
 
 def put(store: SequenceStore, num_tokens: int, principal: str = "alice") -> Sequence:
     """Make a sequence."""
-    return store.commit(store.reserve_new(principal, num_tokens), [7] * num_tokens)
+    return store.commit(store.reservations.reserve_new(principal, num_tokens), [7] * num_tokens)
 
 
 def refusal(call: Callable[[], object]) -> tuple[str, dict[str, str]]:
@@ -54,39 +54,39 @@ def refusal(call: Callable[[], object]) -> tuple[str, dict[str, str]]:
 def test_nobody_is_remembered_who_holds_nothing(store: SequenceStore) -> None:
     """Whatever came and went: sequences released, appends aborted, requests refused."""
     sequence = put(store, 5)
-    assert store.usage_of("alice") == Holding(1, 2)
-    store.release(store.handle_at(sequence), "alice")
-    store.abort(store.reserve_new("bob", 5))
+    assert store.usage.of("alice") == Holding(1, 2)
+    store.release(sequence.handle_at(), "alice")
+    store.reservations.abort(store.reservations.reserve_new("bob", 5))
     with pytest.raises(QuotaExceeded):
-        store.reserve_new("alice", 40)
-    assert [store.usage_of(name) for name in ("alice", "bob", "nobody")] == [NOTHING] * 3
-    assert store._usage._holdings == {}
+        store.reservations.reserve_new("alice", 40)
+    assert [store.usage.of(name) for name in ("alice", "bob", "nobody")] == [NOTHING] * 3
+    assert store.usage._holdings == {}
 
 
 def test_a_shared_block_counts_once(store: SequenceStore) -> None:
     """And as long as any of its owners lives; the copy at a divergent append is one more."""
     sequence = put(store, 6)
     first, second = store.fork(sequence, 6, 2)
-    assert store.usage_of("alice") == Holding(3, 2)
-    store.commit(store.reserve_append(first, 1), [1])
-    assert store.usage_of("alice") == Holding(3, 3)
-    store.release(store.handle_at(sequence), "alice")
-    assert store.usage_of("alice") == Holding(2, 3)
-    store.release(store.handle_at(second), "alice")
-    assert store.usage_of("alice") == Holding(1, 2)
+    assert store.usage.of("alice") == Holding(3, 2)
+    store.commit(store.reservations.reserve_append(first, 1), [1])
+    assert store.usage.of("alice") == Holding(3, 3)
+    store.release(sequence.handle_at(), "alice")
+    assert store.usage.of("alice") == Holding(2, 3)
+    store.release(second.handle_at(), "alice")
+    assert store.usage.of("alice") == Holding(1, 2)
 
 
 def test_a_sequence_in_creation_is_a_handle(store: SequenceStore) -> None:
     """Else a principal could start any number at once; an abort gives it back, a commit counts it no second time."""
     sequence = put(store, 1)
-    creating = [store.reserve_new("alice", 1), store.reserve_branch(sequence, 1, 1)]
+    creating = [store.reservations.reserve_new("alice", 1), store.reservations.reserve_branch(sequence, 1, 1)]
     refused = ("HANDLES", {"used": "3", "limit": "3", "needed": "1"})
-    assert refusal(lambda: store.reserve_new("alice", 1)) == refused
-    assert refusal(lambda: store.reserve_branch(sequence, 1, 1)) == refused
+    assert refusal(lambda: store.reservations.reserve_new("alice", 1)) == refused
+    assert refusal(lambda: store.reservations.reserve_branch(sequence, 1, 1)) == refused
     assert refusal(lambda: store.fork(sequence, 1, 1)) == refused
     store.commit(creating[0], [1])
-    assert store.usage_of("alice").num_sequences == 3
-    store.abort(creating[1])
+    assert store.usage.of("alice").num_sequences == 3
+    store.reservations.abort(creating[1])
     assert len(store.fork(sequence, 1, 1)) == 1
     assert put(store, 1, "bob").principal == "bob"
 
@@ -95,18 +95,18 @@ def test_a_fork_is_all_or_nothing(store: SequenceStore) -> None:
     """Two of three branches are none."""
     sequence = put(store, 6)
     assert refusal(lambda: store.fork(sequence, 6, 3)) == ("HANDLES", {"used": "1", "limit": "3", "needed": "3"})
-    assert (store.num_sequences, store.usage_of("alice")) == (1, Holding(1, 2))
+    assert (len(store.registry), store.usage.of("alice")) == (1, Holding(1, 2))
 
 
 def test_tokens_are_refused_in_whole_blocks(store: SequenceStore) -> None:
     """Up to the quota and not one block beyond it, whoever else has room; inside a block nothing is asked."""
     sequence, other = put(store, 25), put(store, 2)
     refused = ("KV_TOKENS", {"used": "32", "limit": "32", "needed": "4"})
-    assert refusal(lambda: store.reserve_append(sequence, 4)) == refused
-    assert refusal(lambda: store.reserve_branch(sequence, 24, 1)) == refused
-    assert refusal(lambda: store.reserve_new("alice", 1)) == refused
-    store.commit(store.reserve_append(sequence, 3), [1] * 3)
-    store.commit(store.reserve_append(other, 2), [1] * 2)
+    assert refusal(lambda: store.reservations.reserve_append(sequence, 4)) == refused
+    assert refusal(lambda: store.reservations.reserve_branch(sequence, 24, 1)) == refused
+    assert refusal(lambda: store.reservations.reserve_new("alice", 1)) == refused
+    store.commit(store.reservations.reserve_append(sequence, 3), [1] * 3)
+    store.commit(store.reservations.reserve_append(other, 2), [1] * 2)
     assert put(store, 28, "bob").length == 28
 
 
@@ -114,10 +114,10 @@ def test_a_need_beyond_the_quota_itself_says_so(store: SequenceStore) -> None:
     """No release would ever make room, so nobody is told to wait."""
     sequence = put(store, 20)
     for call, whole in (
-        (lambda: store.reserve_new("alice", 33), "36"),
-        (lambda: store.reserve_append(sequence, 14), "36"),
-        (lambda: store.reserve_rewind(sequence, 4, 32), "36"),
-        (lambda: store.reserve_branch(sequence, 19, 14), "40"),  # the source's partial block stays as well
+        (lambda: store.reservations.reserve_new("alice", 33), "36"),
+        (lambda: store.reservations.reserve_append(sequence, 14), "36"),
+        (lambda: store.reservations.reserve_rewind(sequence, 4, 32), "36"),
+        (lambda: store.reservations.reserve_branch(sequence, 19, 14), "40"),  # the source's partial block stays as well
         (lambda: store.reserve_slots([SlotRequest(sequence, 50)]), "52"),
         (lambda: store.reserve_slots([SlotRequest(sequence, 20, 50)]), "52"),
     ):
@@ -133,28 +133,28 @@ def test_what_never_changes_is_said_first(store: SequenceStore, limits: dict[str
     limits["alice"] = QuotaLimits(handles=1, kv_tokens=32)
     put(store, 12)
     with pytest.raises(ContextExceeded):
-        store.reserve_new("alice", 65)
+        store.reservations.reserve_new("alice", 65)
     with pytest.raises(ExceedsPool):
-        store.reserve_new("alice", 61)
-    assert refusal(lambda: store.reserve_new("alice", 33))[0] == "KV_TOKENS"
-    assert refusal(lambda: store.reserve_new("alice", 32))[0] == "HANDLES"
+        store.reservations.reserve_new("alice", 61)
+    assert refusal(lambda: store.reservations.reserve_new("alice", 33))[0] == "KV_TOKENS"
+    assert refusal(lambda: store.reservations.reserve_new("alice", 32))[0] == "HANDLES"
     limits["alice"] = QuotaLimits(kv_tokens=32)
     put(store, 48, "bob")
-    assert refusal(lambda: store.reserve_new("alice", 21))[0] == "KV_TOKENS"
+    assert refusal(lambda: store.reservations.reserve_new("alice", 21))[0] == "KV_TOKENS"
     with pytest.raises(BlocksExhausted):
-        store.reserve_new("alice", 20)
+        store.reservations.reserve_new("alice", 20)
 
 
 def test_a_rewind_pays_with_its_own_tail(store: SequenceStore, limits: dict[str, QuotaLimits]) -> None:
     """At the quota, and even above one that was lowered meanwhile; a tail that forks share pays for nothing."""
     sequence = put(store, 32)
-    store.commit(store.reserve_rewind(sequence, 1, 31), [9] * 31)
+    store.commit(store.reservations.reserve_rewind(sequence, 1, 31), [9] * 31)
     limits["alice"] = QuotaLimits(kv_tokens=8)
-    store.commit(store.reserve_rewind(sequence, 24, 8), [8] * 8)
-    assert (sequence.length, store.usage_of("alice")) == (32, Holding(1, 8))
+    store.commit(store.reservations.reserve_rewind(sequence, 24, 8), [8] * 8)
+    assert (sequence.length, store.usage.of("alice")) == (32, Holding(1, 8))
     limits["alice"] = QuotaLimits(kv_tokens=32)
     store.fork(sequence, 32, 1)
-    assert refusal(lambda: store.reserve_rewind(sequence, 24, 1))[0] == "KV_TOKENS"
+    assert refusal(lambda: store.reservations.reserve_rewind(sequence, 24, 1))[0] == "KV_TOKENS"
     assert sequence.length == 32
 
 
@@ -162,15 +162,15 @@ def test_a_lowered_quota_takes_nothing_away(store: SequenceStore, limits: dict[s
     """What is held stays, can shrink and can be used; only more is refused."""
     sequence = put(store, 30)
     limits["alice"] = QuotaLimits(handles=0, kv_tokens=0)
-    store.commit(store.reserve_append(sequence, 2), [1] * 2)
-    assert refusal(lambda: store.reserve_append(sequence, 1))[0] == "KV_TOKENS"
+    store.commit(store.reservations.reserve_append(sequence, 2), [1] * 2)
+    assert refusal(lambda: store.reservations.reserve_append(sequence, 1))[0] == "KV_TOKENS"
     assert refusal(lambda: store.fork(sequence, 8, 1))[0] == "HANDLES"
-    assert store.truncate(sequence, store.handle_at(sequence), 8) == 6
+    assert store.truncate(sequence, sequence.handle_at(), 8) == 6
 
 
 def test_a_lost_device_leaves_nothing_on_any_account(store: SequenceStore) -> None:
     """Reservations and sequences of everybody."""
     put(store, 9)
-    store.reserve_new("bob", 9)
+    store.reservations.reserve_new("bob", 9)
     store.lose_all()
-    assert store._usage._holdings == {}
+    assert store.usage._holdings == {}

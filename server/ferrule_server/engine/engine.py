@@ -122,7 +122,7 @@ class Engine:
         self._shares = Shares() if shares is None else shares
         self._failpoints = failpoints
         self._records = ReplayRecords(settings.retained_bytes, limits_of)
-        self._creations = Creations(store.now)
+        self._creations = Creations(store.clock)
         caches = Caches(store, self.info.bytes_per_block, settings.max_fork_count, self._num_pending)
         admission = Admission(store, self._records, self._creations, self.counters)
         self._lanes = Lanes(
@@ -218,7 +218,7 @@ class Engine:
             counters=self.counters.copy(),
             num_running=len(self._lanes.running),
             num_waiting=self._lanes.num_waiting,
-            num_sequences=self._store.num_sequences,
+            num_sequences=len(self._store.registry),
             total_blocks=self.info.num_blocks - 1,
             free_blocks=self.num_free_blocks(),
             is_failed=self._is_failed,
@@ -239,9 +239,9 @@ class Engine:
     def own_figures(self, principal: str) -> OwnFigures:
         """Return what is counted for one principal; cheap, from any thread, at most one step old."""
         return OwnFigures(
-            self._store.num_sequences_of(principal),
+            self._store.registry.count(principal),
             self.counters.own.look(principal),
-            self._store.counters_of(principal),
+            self._store.ledger.own.look(principal),
             self._gate.refused_of(principal),
         )
 
@@ -384,7 +384,7 @@ class Engine:
 
     def _arrival(self, submitted_ns: int) -> float:
         """Return when a job was submitted, on the store's clock: a step in between must not cost it its lease."""
-        return self._store.now() - (time.monotonic_ns() - submitted_ns) * 1e-9
+        return self._store.clock() - (time.monotonic_ns() - submitted_ns) * 1e-9
 
     def _accept(self, job: Job[object], sink: Sink, at: float) -> None:
         """Carry out a host call, queue a job behind its sequence, or start it. Never raises.

@@ -43,7 +43,7 @@ class Viewer:
         refcounts, is_cached = self.store.pool.picture()
         pending = self.gate.pending()
         known = self._known(pending)
-        now = self.store.now()
+        now = self.store.clock()
         return View(
             at_s=time.monotonic(),
             unix_ns=time.time_ns(),
@@ -52,7 +52,7 @@ class Viewer:
             kv=self.store.metrics(),
             refcounts=refcounts,
             is_cached=is_cached,
-            sequences=tuple(self._seen(sequence, now) for sequence in self.store.soonest(max_sequences)),
+            sequences=tuple(self._seen(sequence, now) for sequence in self.store.registry.soonest(max_sequences)),
             principals=tuple(self._principal(name, pending) for name in islice(known, max_principals)),
             num_principals=len(known),
             num_jobs=self.gate.num_jobs,
@@ -61,7 +61,7 @@ class Viewer:
     def _known(self, pending: dict[str, tuple[int, int]]) -> dict[str, None]:
         """Everybody who appended lately, most recently first, then who holds something or waits."""
         known = dict.fromkeys(self.tallies.recent())
-        known.update(dict.fromkeys(self.store.principals()))
+        known.update(dict.fromkeys(self.store.usage.principals()))
         known.update(dict.fromkeys(pending))
         return known
 
@@ -82,7 +82,7 @@ class Viewer:
         )
 
     def _principal(self, name: str, pending: dict[str, tuple[int, int]]) -> PrincipalSeen:
-        held, tally = self.store.usage_of(name), self.tallies.of(name)
+        held, tally = self.store.usage.of(name), self.tallies.of(name)
         seen = PrincipalSeen(name, held.num_sequences, held.num_blocks, *pending.get(name, (0, 0)))
         if tally is not None:
             seen.num_appends, seen.num_tokens = tally.num_appends, tally.num_tokens

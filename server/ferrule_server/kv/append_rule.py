@@ -55,7 +55,12 @@ def check_handle(sequence: Sequence, handle: Handle) -> None:
 
 
 def judge(
-    sequence: Sequence, handle: Handle, token_ids: SequenceOf[int], on_stale: StalePolicy, *, may_replay: bool = True
+    sequence: Sequence,
+    handle: Handle,
+    token_ids: SequenceOf[int],
+    on_stale: StalePolicy = StalePolicy.FAIL,
+    *,
+    may_replay: bool = True,
 ) -> Verdict:
     """Return what appending ``token_ids`` behind ``handle`` amounts to, by the table of this module.
 

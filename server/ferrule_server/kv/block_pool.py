@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 
@@ -207,6 +208,13 @@ class BlockPool:
             del self._cached[block_id]
             self._is_cached[block_id] = 0
             self._empty.append(block_id)
+
+    def count_shared(self, table: list[int]) -> int:
+        """Return how many blocks of a block table have several owners, in O(log n).
+
+        They are the first ones of the table, since refcounts never rise along a table.
+        """
+        return bisect_left(table, 1, key=lambda block_id: self._refcounts[block_id] == 1)
 
     def count_sole(self, block_ids: Iterable[int]) -> int:
         """Return how many of these blocks have one owner: what releasing them would free."""

@@ -142,8 +142,8 @@ class Registry:
         """Return how many live sequences the principal owns."""
         return len(self._own.get(principal, ()))
 
-    def page(self, principal: str, after_handle_id: str, limit: int) -> list[Sequence]:
-        """Return up to ``limit`` of the principal's sequences with larger handle_ids, ascending."""
+    def page(self, principal: str, after_handle_id: str = "", limit: int = 100) -> list[Sequence]:
+        """Return up to ``limit`` of the principal's sequences after that handle_id, in order of handle_id."""
         own = self._own.get(principal, [])
         start = bisect_right(own, after_handle_id, key=_HANDLE_ID)
         return own[start : start + limit]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
@@ -20,25 +19,25 @@ from ferrule_server.kv.usage import Usage
 
 @dataclass(eq=False, slots=True)
 class Reservation:
-    """Blocks for one append. Nothing of it can be seen in a sequence before commit.
+    """Blocks for one append. No sequence shows any of it before the commit.
 
     Attributes:
-        sequence: The one appended to; None when commit will create one.
-        source: The one branched from (``on_stale=FORK``), else None.
-        principal: Who will own a created sequence.
+        sequence: The sequence that the append extends; None if the commit creates one.
+        source: The sequence that the append branches from (``on_stale=FORK``), else None.
+        principal: The owner of a created sequence.
         start: Tokens before the first one written.
-        num_tokens: Tokens to be written; commit takes so many of them, or fewer.
-        block_ids: The whole block table, covering start + num_tokens tokens. Replaced as a whole, not to be changed.
+        num_tokens: Tokens to be written; the commit takes as many, or fewer.
+        block_ids: The whole block table, for start + num_tokens tokens. Replaced as a whole, never changed in place.
         copies: (source block, destination block) pairs to copy before the first row is written. The sources stay
             alive until commit or abort.
-        held_ids: Blocks of which the reservation itself is an owner: what abort gives back.
-        chain: Of the sequence to be created: its tokens before ``start``, or the whole prompt where that was looked up;
-            None when there is a sequence already.
+        held_ids: Blocks that the reservation itself owns; an abort gives them back.
+        chain: The chain of the sequence to be created: its tokens before ``start``, or the whole prompt if that was
+            looked up. None if a sequence exists already.
         is_live: Neither committed nor aborted.
-        reserved_length: Of the sequence to be created; what ``held_ids`` has beyond the table becomes its spares.
-        num_cached: Of the tokens to be written, how many the first blocks of the table hold already: they came out of
-            the prefix cache and must not be written. Whole blocks; may be all of the tokens.
-        is_published: Of the sequence to be created.
+        reserved_length: Of the sequence to be created; ``held_ids`` beyond the table become its spares.
+        num_cached: How many of the tokens to be written the first blocks of the table hold already: these blocks came
+            from the prefix cache and must not be written. Whole blocks; may be all of the tokens.
+        is_published: Whether the full blocks of the sequence to be created are registered in the prefix cache.
     """
 
     sequence: Sequence | None
@@ -64,7 +63,7 @@ class Reservation:
         """Return if a sequence to be created can begin with these tokens.
 
         Raises:
-            ValueError: Its blocks were looked up for other ones, or hold more of them.
+            ValueError: Its blocks were looked up for other tokens, or hold more tokens.
         """
         if self.chain is None or len(self.chain) == self.start:
             return
@@ -77,25 +76,37 @@ class Reservation:
 class Reservations:
     """The live reservations, and the one place where appends get their blocks. A call that raises changes nothing.
 
-    What stands against a request is looked at in this order, from what never changes to what may be gone in a moment:
-    the context, the size of the pool, a quota that is too small for the request alone, the quotas as they are used
-    now, the free blocks. So a principal at its quota hears that, whether or not the pool is full as well.
+    Requests are checked in this order, from limits that never change to those that may change in a moment: the
+    context, the size of the pool, a quota that is too small for the request alone, the quotas as used now, the free
+    blocks. So a principal at its quota is told so, whether or not the pool is full as well.
+
+    Every ``reserve_*`` method raises:
+
+    * ContextExceeded: The sequence would be longer than the context.
+    * ExceedsPool: It would need more blocks than the pool has.
+    * QuotaExceeded: HANDLES or KV_TOKENS.
+    * BlocksExhausted: Too few blocks are free now.
+    * HandleUnknown: The sequence is released.
 
     Invariant: a sequence is pinned at least as often as live reservations are on it, and is appending exactly when
-    one of them will extend it; a live reservation's rows go to blocks with refcount 1 only, which the prefix cache does
-    not know, and the blocks it is to copy from are owned; a sequence does not move under a reservation that will extend
+    one of them will extend it; the rows of a live reservation go to blocks with refcount 1 only, which the prefix cache
+    does not know, and the blocks to copy from are owned; a sequence does not move under a reservation that will extend
     it.
 
     Args:
         pool: The blocks.
-        usage: Where they are allocated and given back.
+        usage: Allocates them and takes them back.
         slots: Blocks set aside for sequences.
-        cache: Where prompts are looked up.
-        counters: Told what was found there.
+        cache: Finds prompts.
+        ledger: Counts the tokens found.
+        fingerprint: Of the model; root of every lineage.
         max_context: Longest sequence in tokens.
+
+    Attributes:
+        live: Reservations neither committed nor aborted; read only.
     """
 
-    __slots__ = ("_cache", "_ledger", "_live", "_max_context", "_pool", "_slots", "_usage")
+    __slots__ = ("_cache", "_fingerprint", "_ledger", "_max_context", "_pool", "_slots", "_usage", "live")
 
     def __init__(
         self,
@@ -105,6 +116,7 @@ class Reservations:
         cache: PrefixCache,
         *,
         ledger: KvLedger,
+        fingerprint: bytes,
         max_context: int,
     ) -> None:
         self._pool = pool
@@ -112,74 +124,70 @@ class Reservations:
         self._slots = slots
         self._cache = cache
         self._ledger = ledger
+        self._fingerprint = fingerprint
         self._max_context = max_context
-        self._live: set[Reservation] = set()
-
-    @property
-    def live(self) -> Iterator[Reservation]:
-        """Those neither committed nor aborted."""
-        return iter(self._live)
+        self.live: set[Reservation] = set()
 
     def reserve_new(
         self,
         principal: str,
         num_tokens: int,
-        chain: LineageChain,
         reserved_length: int = 0,
+        *,
         prompt: SequenceOf[int] | None = None,
+        publish: bool = True,
     ) -> Reservation:
-        """Hold the blocks of a sequence to be created; ``chain`` is empty and becomes its own."""
+        """Hold the blocks of a sequence to be created with ``num_tokens`` tokens.
+
+        With a prompt, the new sequence shares the full blocks that the prefix cache knows for its first tokens. The
+        reservation's ``num_cached`` counts these tokens, and only the tokens after them are to be written. If nobody
+        owned such a block it was a free one, and it counts in the quota unless the principal owns it already.
+
+        Args:
+            principal: The owner.
+            num_tokens: Tokens to be written.
+            reserved_length: Tokens up to which blocks are set aside, as by :meth:`SequenceStore.reserve_slots`.
+            prompt: These tokens, to be looked up in the prefix cache; the commit then takes no others, and at least the
+                cached ones. None: nothing is looked up.
+            publish: Whether its full blocks, and those of its forks, are registered for others of the principal.
+
+        Raises:
+            ValueError: The prompt has another length.
+        """
+        if prompt is not None and len(prompt) != num_tokens:
+            raise ValueError(f"the prompt has {len(prompt)} tokens, not {num_tokens}")
         self._check_need(0, num_tokens, reserved_length)
+        chain = LineageChain(self._fingerprint)
         found_ids: list[int] = []
-        if prompt is not None:
-            chain.extend(prompt)
+        looked_up = prompt if self._cache.is_on else None
+        if looked_up is not None:
+            chain.extend(looked_up)
             found_ids = self._cache.find(principal, chain)
-        num_blocks = self._pool.num_blocks_for(max(num_tokens, reserved_length))
-        held_ids = self._hold(principal, found_ids, num_blocks)
+        held_ids = self._hold(principal, found_ids, self._pool.num_blocks_for(max(num_tokens, reserved_length)))
         table = held_ids[: self._pool.num_blocks_for(num_tokens)]
         reservation = Reservation(None, None, principal, 0, num_tokens, table, [], held_ids, chain)
         reservation.reserved_length = reserved_length
         reservation.num_cached = len(found_ids) * self._pool.block_size
-        if prompt is not None:
+        reservation.is_published = publish and self._cache.is_on
+        if looked_up is not None:
             self._ledger.add(principal, "prefix_lookup_tokens", num_tokens)
             self._ledger.add(principal, "prefix_hit_tokens", reservation.num_cached)
         return self._open(reservation)
 
-    def reserve_append(self, sequence: Sequence, num_tokens: int, *, is_checked: bool = False) -> Reservation:
-        """Hold the blocks for more tokens at the tip: spares of the sequence first, then free ones of the pool.
-
-        Args:
-            sequence: One that nothing is in flight on.
-            num_tokens: Tokens to be written.
-            is_checked: :meth:`check_rewind` said that there is room.
-        """
+    def reserve_append(self, sequence: Sequence, num_tokens: int) -> Reservation:
+        """Hold the blocks for more tokens at the tip: first spares of the sequence, then free blocks of the pool."""
         if sequence.is_released or sequence.is_appending:
             require_idle(sequence)
-        start, table = len(sequence.chain.token_ids), sequence.block_ids
-        fresh_ids: list[int] = []
-        if not is_checked:
-            self._check_need(start, num_tokens)
-        is_copied = self._pool.refcount(table[-1]) > 1 and self._is_partial(start)
-        num_fresh = self._pool.num_blocks_for(start + num_tokens) - len(table) + is_copied
-        if not num_fresh:
-            return self._open(Reservation(sequence, None, sequence.principal, start, num_tokens, table, [], fresh_ids))
-        # Spares stay the sequence's until commit, so that an abort has nothing to put back.
-        spare_ids = list(sequence.spare_ids[:num_fresh])
-        if num_more := num_fresh - len(spare_ids):
-            if not is_checked:
-                num_whole = self._pool.num_blocks_for(start + num_tokens)
-                self._usage.check(sequence.principal, num_blocks=num_more, num_whole=num_whole)
-            fresh_ids = self._usage.allocate(sequence.principal, num_more)
-        block_ids, copies = _extended(table, spare_ids + fresh_ids, is_copied=is_copied)
-        return self._open(
-            Reservation(sequence, None, sequence.principal, start, num_tokens, block_ids, copies, fresh_ids)
-        )
+        self._check_need(len(sequence.chain.token_ids), num_tokens)
+        return self._extend(sequence, num_tokens)
 
     def reserve_again(self, reservation: Reservation) -> bool:
-        """Let a committed append of one token to a sequence be that of the next one, if that needs nothing new.
+        """Use a committed append of one token to a sequence again, for one more token after its tip.
 
-        It is then just what :meth:`reserve_append` would return. Where blocks or checks are needed that it knows
-        nothing of nothing happens, and it returns False.
+        Returns:
+            Whether the reservation lives again, equal to what :meth:`reserve_append` would return. False: the append
+            needs blocks or checks that the reservation does not have, or the sequence is released or busy; nothing
+            changed.
         """
         sequence = reservation.sequence
         if sequence is None or reservation.is_live or sequence.is_released or sequence.is_appending:
@@ -196,10 +204,16 @@ class Reservations:
         return True
 
     def reserve_branch(self, source: Sequence, length: int, num_tokens: int) -> Reservation:
-        """Hold what a new sequence needs that shares the first ``length`` tokens of ``source`` and appends more."""
+        """Hold what a new sequence needs that shares the first ``length`` tokens and appends ``num_tokens``.
+
+        Full blocks are shared; a partly filled last one will be copied. The source is pinned, not changed.
+
+        Raises:
+            ValueError: The source is shorter than ``length``.
+        """
         require_idle(source)
         prefix = prefix_blocks(source, length, self._pool)
-        # The source must outlive the copy, so its partial block counts as well: no waiting would spare it.
+        # The source must outlive the copy, so its partial block counts as well: waiting would not free it.
         is_copied = self._is_partial(length)
         self._check_need(length, num_tokens, num_copies=is_copied)
         num_whole = self._pool.num_blocks_for(length + num_tokens) + is_copied
@@ -218,27 +232,35 @@ class Reservations:
             Reservation(None, source, source.principal, length, num_tokens, block_ids, copies, held_ids, chain)
         )
 
-    def check_rewind(self, sequence: Sequence, length: int, num_tokens: int) -> None:
-        """Return if an append at ``length`` can be reserved once what lies beyond it is dropped."""
-        require_idle(sequence)
-        prefix = prefix_blocks(sequence, length, self._pool)
-        self._check_need(length, num_tokens)
-        is_copied = self._is_partial(length) and self._pool.refcount(prefix[-1]) > 1
-        # What is reserved beyond the append must be there afterwards as well.
-        num_whole = self._pool.num_blocks_for(max(length + num_tokens, sequence.reserved_length))
-        num_needed = num_whole - len(prefix) + is_copied
-        num_own = self._pool.count_sole(sequence.block_ids[len(prefix) :]) + len(sequence.spare_ids)
-        if num_needed <= num_own:
-            return
-        self._usage.check(sequence.principal, num_blocks=num_needed - num_own, num_whole=num_whole)
-        self._pool.require(num_needed, num_own)
+    def reserve_rewind(self, sequence: Sequence, length: int, num_tokens: int) -> Reservation:
+        """Drop the tokens after ``length`` and hold the blocks for ``num_tokens`` tokens there.
+
+        The tail is dropped at once and for good, even if the reservation is aborted later. It is dropped only if its
+        own blocks, the spares and the free blocks together are enough; the quota is checked for the difference.
+
+        Raises:
+            ValueError: The sequence is shorter than ``length``.
+        """
+        self._check_rewind(sequence, length, num_tokens)
+        self._slots.truncate(sequence, length)
+        return self._extend(sequence, num_tokens, is_checked=True)
 
     def foresee(self, reservations: SequenceOf[Reservation]) -> list[list[int] | None]:
-        """Return the tables of :meth:`SequenceStore.foresee`.
+        """Return, for appends in flight, the block table that one more token after each is likely to get.
 
-        A token in the block of the one before it goes where nothing was committed, in a block with one owner that the
-        cache does not know (or the reservation could not be live). Other blocks are spares of the sequence, or empty
-        ones of the pool; neither are known to the cache, and whoever gets them writes to a slot before it is read.
+        Nothing is promised or held. But if the pool is full, a cached block is evicted for a table that needs one more
+        block, as the append would do, even if that append never comes.
+
+        Writing to the slot of that token does no harm, whatever happens next: it is never read before it is written
+        again. A token in the block of the one before it goes beyond all committed tokens, in a block with one owner
+        that the cache does not know (or the reservation could not be live). Other blocks are spares of the sequence, or
+        empty blocks of the pool; the cache knows neither, and their next owner writes to a slot before it is read.
+
+        Args:
+            reservations: Live ones on sequences, in the order in which the next appends are likely to come.
+
+        Returns:
+            For each a table that covers one token more than its own; None: there is no room for one.
         """
         tables: list[list[int] | None] = []
         without: list[int] = []
@@ -259,10 +281,10 @@ class Reservations:
         return tables
 
     def shorten(self, reservation: Reservation, num_tokens: int) -> None:
-        """Make the reservation one for fewer tokens, at least one; what it holds beyond these goes back.
+        """Make the reservation one for fewer tokens, at least one, and give back what it holds beyond these.
 
-        Blocks of the pool go to the pool and spares stay the sequence's. No copy is lost: the row that needs it is the
-        first one. The room of a sequence to be created stays whole: blocks that leave its table become spares.
+        Blocks of the pool return to the pool, and spares stay with the sequence. No copy is lost: only the first row
+        needs one. The room of a sequence to be created stays whole: blocks that leave its table become spares.
         """
         num_kept = self._pool.num_blocks_for(reservation.start + num_tokens)
         num_room = self._pool.num_blocks_for(reservation.reserved_length)
@@ -274,8 +296,8 @@ class Reservations:
         self._usage.release(reservation.principal, given_back)
 
     def close(self, reservation: Reservation) -> None:
-        """End a live reservation; what becomes of the blocks it holds is the caller's to say."""
-        self._live.remove(reservation)
+        """End a live reservation; the caller decides what happens to the blocks that it holds."""
+        self.live.remove(reservation)
         reservation.is_live = False
         if (sequence := reservation.sequence) is not None:
             sequence.is_appending = False
@@ -291,42 +313,24 @@ class Reservations:
             if reservation.sequence is None:
                 self._usage.leave(reservation.principal)
 
-    def abort_all(self) -> None:
-        """Abort every live reservation."""
-        for reservation in list(self._live):
-            self.abort(reservation)
-
     def count_owners(self) -> Counter[int]:
         """Return how many live reservations hold each block."""
-        return Counter(block_id for reservation in self._live for block_id in reservation.held_ids)
+        return Counter(block_id for reservation in self.live for block_id in reservation.held_ids)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the invariant of the class holds."""
-        num_users = Counter(each.pinned for each in self._live if each.pinned is not None)
-        num_appends = Counter(each.sequence for each in self._live if each.sequence is not None)
+        num_users = Counter(each.pinned for each in self.live if each.pinned is not None)
+        num_appends = Counter(each.sequence for each in self.live if each.sequence is not None)
         for sequence, count in num_users.items():
             assert sequence.num_pins >= count, f"{sequence.handle_id} is pinned {sequence.num_pins} times by {count}"
             assert num_appends[sequence] == int(sequence.is_appending), f"{sequence.handle_id} has other appends"
-        for reservation in self._live:
+        for reservation in self.live:
             assert reservation.is_live, "a closed reservation is kept"
             if reservation.sequence is None or not reservation.sequence.is_released:
                 self._check_table(reservation)
 
-    def _hold(self, principal: str, found_ids: list[int], num_blocks: int) -> list[int]:
-        """Return so many blocks for a new sequence, those found in the prefix cache first; all or nothing."""
-        num_fresh = num_blocks - len(found_ids)
-        num_more = num_fresh + self._pool.count_free(found_ids)
-        self._usage.check(principal, num_sequences=1, num_blocks=num_more, num_whole=num_blocks)
-        self._pool.require(num_more)
-        self._cache.link(found_ids)
-        # What was found first, or it might be handed out for the rest.
-        self._usage.adopt(principal, found_ids)
-        fresh_ids = self._usage.allocate(principal, num_fresh)
-        self._usage.enter(principal)
-        return found_ids + fresh_ids
-
     def _check_table(self, reservation: Reservation) -> None:
-        """Test a reservation that can still be committed (of others the table is void: they wait to be aborted)."""
+        """Check a reservation that can still be committed; the table of any other one is void until its abort."""
         start, stop = reservation.start, reservation.start + reservation.num_tokens
         sequence = reservation.sequence
         assert sequence is None or sequence.length == start, "a sequence moved under its reservation"
@@ -339,7 +343,7 @@ class Reservations:
             assert self._pool.refcount(source_id) > 0, f"block {source_id} is to be copied and is free"
 
     def _check_need(self, start: int, num_tokens: int, reserved_length: int = 0, *, num_copies: int = 0) -> None:
-        """Raise if so many tokens from ``start`` on would not fit the context or the whole, else empty, pool."""
+        """Raise if so many tokens after ``start`` would not fit the context, or the pool if it were empty."""
         if num_tokens < 1:
             raise ValueError(f"num_tokens must be at least 1, got {num_tokens}")
         length = max(start + num_tokens, reserved_length)
@@ -349,20 +353,65 @@ class Reservations:
         if num_blocks > self._pool.capacity:
             raise ExceedsPool(num_blocks, self._pool.capacity)
 
+    def _check_rewind(self, sequence: Sequence, length: int, num_tokens: int) -> None:
+        """Return if an append at ``length`` can be reserved once the tokens after it are dropped."""
+        require_idle(sequence)
+        prefix = prefix_blocks(sequence, length, self._pool)
+        self._check_need(length, num_tokens)
+        is_copied = self._is_partial(length) and self._pool.refcount(prefix[-1]) > 1
+        # The room beyond the append must be there afterwards as well.
+        num_whole = self._pool.num_blocks_for(max(length + num_tokens, sequence.reserved_length))
+        num_needed = num_whole - len(prefix) + is_copied
+        num_own = self._pool.count_sole(sequence.block_ids[len(prefix) :]) + len(sequence.spare_ids)
+        if num_needed > num_own:
+            self._usage.check(sequence.principal, num_blocks=num_needed - num_own, num_whole=num_whole)
+            self._pool.require(num_needed, num_own)
+
+    def _hold(self, principal: str, found_ids: list[int], num_blocks: int) -> list[int]:
+        """Return the blocks for a new sequence, those found in the prefix cache first; all or nothing."""
+        num_fresh = num_blocks - len(found_ids)
+        num_more = num_fresh + self._pool.count_free(found_ids)
+        self._usage.check(principal, num_sequences=1, num_blocks=num_more, num_whole=num_blocks)
+        self._pool.require(num_more)
+        self._cache.link(found_ids)
+        # The found blocks first, or the allocation might hand them out.
+        self._usage.adopt(principal, found_ids)
+        fresh_ids = self._usage.allocate(principal, num_fresh)
+        self._usage.enter(principal)
+        return found_ids + fresh_ids
+
+    def _extend(self, sequence: Sequence, num_tokens: int, *, is_checked: bool = False) -> Reservation:
+        """Hold the blocks for tokens at the tip that fit the context; with ``is_checked`` they fit the quota too."""
+        principal, table, stop = sequence.principal, sequence.block_ids, len(sequence.chain.token_ids) + num_tokens
+        is_copied = self._is_partial(stop - num_tokens) and self._pool.refcount(table[-1]) > 1
+        num_whole = self._pool.num_blocks_for(stop)
+        num_fresh = num_whole - len(table) + is_copied
+        # Spares stay with the sequence until the commit, so an abort has nothing to put back.
+        spare_ids = list(sequence.spare_ids[:num_fresh])
+        fresh_ids: list[int] = []
+        if num_more := num_fresh - len(spare_ids):
+            if not is_checked:
+                self._usage.check(principal, num_blocks=num_more, num_whole=num_whole)
+            fresh_ids = self._usage.allocate(principal, num_more)
+        block_ids, copies = _extended(table, spare_ids + fresh_ids, is_copied=is_copied) if num_fresh else (table, [])
+        return self._open(
+            Reservation(sequence, None, principal, stop - num_tokens, num_tokens, block_ids, copies, fresh_ids)
+        )
+
     def _is_partial(self, length: int) -> bool:
         return length % self._pool.block_size > 0
 
     def _open(self, reservation: Reservation) -> Reservation:
         """Let the reservation live. From now on its rows may be written at any time.
 
-        Here is the one place where a block could come to be written that the prefix cache knows: one that a sequence
-        holds half of, after a truncate or as a fork, and is the last to hold. All others were allocated or set aside
-        for the purpose, and these are never registered.
+        Only here could a block be written that the prefix cache knows: the partial last block of a sequence, after a
+        truncate or as a fork, when this sequence is its last owner. All other blocks were allocated or set aside for
+        writing, and these are never registered.
         """
         start, size = reservation.start, self._pool.block_size
-        if start % size and (block_id := reservation.block_ids[start // size]) in self._cache.registered:
-            self._cache.withdraw(block_id)
-        self._live.add(reservation)
+        if start % size:
+            self._cache.withdraw(reservation.block_ids[start // size])
+        self.live.add(reservation)
         if (sequence := reservation.sequence) is not None:
             sequence.is_appending = True
             sequence.num_pins += 1
@@ -372,7 +421,7 @@ class Reservations:
 
 
 def _extended(prefix: list[int], fresh_ids: list[int], *, is_copied: bool) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return the table of ``prefix`` with fresh blocks behind it, and the copies to make.
+    """Return the table of ``prefix`` followed by fresh blocks, and the copies to make.
 
     Args:
         prefix: Blocks of the tokens before; not changed.
@@ -388,7 +437,7 @@ def _extended(prefix: list[int], fresh_ids: list[int], *, is_copied: bool) -> tu
 
 
 def _next_spare(reservation: Reservation) -> int | None:
-    """Return the first spare of its sequence that the reservation leaves; None: there is none."""
+    """Return the first spare of its sequence that the reservation does not use, or None."""
     sequence = reservation.sequence
     if sequence is None or not sequence.spare_ids:
         return None
@@ -397,7 +446,7 @@ def _next_spare(reservation: Reservation) -> int | None:
 
 
 def prefix_blocks(sequence: Sequence, length: int, pool: BlockPool) -> list[int]:
-    """Return the blocks of the first ``length`` tokens, as a list of its own.
+    """Return the blocks of the first ``length`` tokens, as a new list.
 
     Raises:
         ValueError: ``length`` is outside [1, length of the sequence].

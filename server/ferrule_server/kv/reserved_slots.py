@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ferrule_server.errors import ContextExceeded, ExceedsPool, HandleUnknown
 from ferrule_server.kv.block_pool import BlockPool
+from ferrule_server.kv.metrics import KvLedger
 from ferrule_server.kv.prefix_cache import PrefixCache
 from ferrule_server.kv.sequence import Sequence
 from ferrule_server.kv.usage import Usage
@@ -84,15 +85,17 @@ class ReservedSlots:
         pool: The blocks.
         usage: Where they are allocated and given back.
         cache: Where full blocks are registered.
+        ledger: Counts truncates.
         max_context: Longest sequence in tokens.
     """
 
-    __slots__ = ("_cache", "_max_context", "_pool", "_usage")
+    __slots__ = ("_cache", "_ledger", "_max_context", "_pool", "_usage")
 
-    def __init__(self, pool: BlockPool, usage: Usage, cache: PrefixCache, max_context: int) -> None:
+    def __init__(self, pool: BlockPool, usage: Usage, cache: PrefixCache, ledger: KvLedger, max_context: int) -> None:
         self._pool = pool
         self._usage = usage
         self._cache = cache
+        self._ledger = ledger
         self._max_context = max_context
 
     def reserve(self, requests: Iterable[SlotRequest]) -> SlotReservation:
@@ -117,13 +120,48 @@ class ReservedSlots:
         if count > 0:
             sequence.spare_ids += tuple(self._usage.allocate(sequence.principal, count))
 
-    def drop_tail(self, sequence: Sequence, length: int) -> int:
-        """Shorten the table to ``length`` tokens, keep what is reserved, and return how many blocks became free.
+    def truncate(self, sequence: Sequence, length: int) -> int:
+        """Shorten the sequence, keep what is reserved for it, and return how many blocks became free.
+
+        If ``length`` is that of the sequence, nothing changes.
 
         Raises:
-            QuotaExceeded, BlocksExhausted: Others share what is dropped, so that other blocks have to be set aside
-                for it, and there are none; nothing changed.
+            QuotaExceeded, BlocksExhausted: Other sequences share the dropped blocks, so the reservation needs other
+                blocks instead, and there are too few; nothing changed.
         """
+        if length == sequence.length:
+            return 0
+        num_freed = self._drop_tail(sequence, length)
+        sequence.chain.truncate(length)
+        sequence.last_truncate = None
+        self._ledger.add(sequence.principal, "truncates")
+        return num_freed
+
+    def settle(self, sequence: Sequence, block_ids: list[int]) -> None:
+        """Give the sequence its table after an append; spares it took are spares no more, those left over go."""
+        if not sequence.spare_ids:
+            sequence.block_ids = block_ids
+            return
+        if block_ids is not sequence.block_ids:
+            taken = set(block_ids)
+            sequence.spare_ids = tuple(each for each in sequence.spare_ids if each not in taken)
+            sequence.block_ids = block_ids
+        num_needed = max(0, self._pool.num_blocks_for(sequence.reserved_length) - len(block_ids))
+        extra_ids, sequence.spare_ids = sequence.spare_ids[num_needed:], sequence.spare_ids[:num_needed]
+        self._usage.release(sequence.principal, list(extra_ids))
+
+    def check_integrity(self, sequence: Sequence) -> None:
+        """Raise AssertionError unless the invariant of the class holds for this sequence."""
+        name, spares = sequence.handle_id, sequence.spare_ids
+        assert all(self._pool.refcount(block_id) == 1 for block_id in spares), f"a spare of {name} is shared"
+        assert not set(spares) & set(sequence.block_ids), f"a spare of {name} is in its table"
+        is_shared = self._pool.refcount(sequence.block_ids[-1]) > 1
+        least = self._num_needed(sequence.length, sequence.reserved_length, is_tail_shared=is_shared)
+        most = self._num_needed(sequence.length, sequence.reserved_length, is_tail_shared=True)
+        assert least <= len(spares) <= most, f"{name} has {len(spares)} spares, not {least} to {most}"
+
+    def _drop_tail(self, sequence: Sequence, length: int) -> int:
+        """Shorten the block table; see :meth:`truncate`."""
         num_kept = self._pool.num_blocks_for(length)
         kept_ids, tail_ids = sequence.block_ids[:num_kept], sequence.block_ids[num_kept:]
         if not sequence.reserved_length:
@@ -145,26 +183,6 @@ class ReservedSlots:
             self._cache.withdraw(block_id)
         self._withdraw_tail(sequence, length)
         return self._usage.release(sequence.principal, given_back)
-
-    def settle(self, sequence: Sequence, block_ids: list[int]) -> None:
-        """Give the sequence its table after an append; spares it took are spares no more, those left over go."""
-        if block_ids is not sequence.block_ids:
-            taken = set(block_ids)
-            sequence.spare_ids = tuple(each for each in sequence.spare_ids if each not in taken)
-            sequence.block_ids = block_ids
-        num_needed = max(0, self._pool.num_blocks_for(sequence.reserved_length) - len(block_ids))
-        extra_ids, sequence.spare_ids = sequence.spare_ids[num_needed:], sequence.spare_ids[:num_needed]
-        self._usage.release(sequence.principal, list(extra_ids))
-
-    def check_integrity(self, sequence: Sequence) -> None:
-        """Raise AssertionError unless the invariant of the class holds for this sequence."""
-        name, spares = sequence.handle_id, sequence.spare_ids
-        assert all(self._pool.refcount(block_id) == 1 for block_id in spares), f"a spare of {name} is shared"
-        assert not set(spares) & set(sequence.block_ids), f"a spare of {name} is in its table"
-        is_shared = self._pool.refcount(sequence.block_ids[-1]) > 1
-        least = self._num_needed(sequence.length, sequence.reserved_length, is_tail_shared=is_shared)
-        most = self._num_needed(sequence.length, sequence.reserved_length, is_tail_shared=True)
-        assert least <= len(spares) <= most, f"{name} has {len(spares)} spares, not {least} to {most}"
 
     def _check(self, requests: list[SlotRequest]) -> None:
         """Raise unless all fit together, each at its ``fit_length``."""

@@ -7,6 +7,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from ferrule_server.errors import HandleUnknown
+from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.lineage import LineageChain
 
 
@@ -15,13 +16,12 @@ class Truncation:
     """The last truncate of a sequence, remembered so that an equal request succeeds again.
 
     Attributes:
-        length, lineage: Of the handle it came with.
+        handle: The handle of the request.
         new_length: Tokens kept.
-        freed_blocks: What it answered.
+        freed_blocks: The answer.
     """
 
-    length: int
-    lineage: bytes = field(repr=False)
+    handle: Handle
     new_length: int
     freed_blocks: int
 
@@ -82,6 +82,11 @@ class Sequence:
     def num_blocks(self) -> int:
         """Blocks it holds, shared ones and those set aside included."""
         return len(self.block_ids) + len(self.spare_ids)
+
+    def handle_at(self, length: int | None = None) -> Handle:
+        """Return the handle of the first ``length`` tokens; None means all of them."""
+        at = len(self.chain.token_ids) if length is None else length
+        return Handle(self.cache_id, at, self.chain.at(at))
 
 
 def require_idle(sequence: Sequence) -> None:

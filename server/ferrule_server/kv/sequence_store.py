@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 from ferrule_server.errors import HandleExpired, HandleUnknown, TruncateBeyond
-from ferrule_server.kv import append_rule
-from ferrule_server.kv.append_rule import Verdict
+from ferrule_server.kv.append_rule import check_handle
 from ferrule_server.kv.block_pool import BlockPool
-from ferrule_server.kv.handle import Handle, StalePolicy, handle_id_of
+from ferrule_server.kv.handle import Handle, handle_id_of
 from ferrule_server.kv.leases import LeaseHeap
 from ferrule_server.kv.lineage import LineageChain
-from ferrule_server.kv.metrics import KvCounters, KvLedger, KvMetrics, metrics_of
+from ferrule_server.kv.metrics import KvLedger, KvMetrics, metrics_of
 from ferrule_server.kv.prefix_cache import PrefixCache
 from ferrule_server.kv.registry import SECRET_BYTES, Registry
 from ferrule_server.kv.reservation import Reservation, Reservations, prefix_blocks
@@ -70,6 +68,12 @@ class SequenceStore:
         limits_of: The quotas of a principal, asked whenever it wants more.
         has_prefix_cache: False: no block is registered, and none is found.
 
+    Attributes:
+        registry: The live sequences, to be read only.
+        reservations: Where appends get their blocks.
+        usage: What each principal holds: HANDLES and, times block_size, KV_TOKENS; to be read only.
+        ledger: What is counted, to be read only.
+
     Raises:
         ValueError: An argument is outside its range.
     """
@@ -95,43 +99,27 @@ class SequenceStore:
         self.pool = pool
         self.max_context = max_context
         self.max_ttl_s = max_ttl_s
-        self._block_size = pool.block_size
+        self.clock = clock
+        self.registry = Registry(instance, epoch, new_secret)
+        self.usage = Usage(pool, limits_of)
+        self.ledger = KvLedger()
         self._fingerprint = fingerprint
-        self._clock = clock
-        self._registry = Registry(instance, epoch, new_secret)
-        self._leases = LeaseHeap(self._registry.sequences)
-        self._usage = Usage(pool, limits_of)
+        self._leases = LeaseHeap(self.registry.sequences)
         self._cache = PrefixCache(pool, is_on=has_prefix_cache)
-        self._ledger = KvLedger()
-        self._slots = ReservedSlots(pool, self._usage, self._cache, max_context)
-        self._reservations = Reservations(
-            pool, self._usage, self._slots, self._cache, ledger=self._ledger, max_context=max_context
+        self._slots = ReservedSlots(pool, self.usage, self._cache, self.ledger, max_context)
+        self.reservations = Reservations(
+            pool,
+            self.usage,
+            self._slots,
+            self._cache,
+            ledger=self.ledger,
+            fingerprint=fingerprint,
+            max_context=max_context,
         )
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences alive."""
-        return len(self._registry)
-
-    def num_sequences_of(self, principal: str) -> int:
-        """Sequences of the principal alive."""
-        return self._registry.count(principal)
-
-    def usage_of(self, principal: str) -> Holding:
-        """What counts in the principal's quotas HANDLES and, times block_size, KV_TOKENS."""
-        return self._usage.of(principal)
 
     def metrics(self) -> KvMetrics:
         """Return how the store stands; from any thread. In the middle of a step some figures may be those before it."""
-        return metrics_of(self.pool, self._ledger.total, len(self._registry), self._registry.num_tombstones)
-
-    def counters_of(self, principal: str) -> KvCounters:
-        """Return what is counted for one principal, to be read only; from any thread."""
-        return self._ledger.own.look(principal)
-
-    def now(self) -> float:
-        """Seconds on the clock that ``expires_at`` and ``created_at`` are told on."""
-        return self._clock()
+        return metrics_of(self.pool, self.ledger.total, len(self.registry), self.registry.num_tombstones)
 
     def resolve(self, handle: Handle, principal: str, at: float | None = None) -> Sequence:
         """Return the principal's live sequence that the handle belongs to, whatever its length says.
@@ -148,123 +136,13 @@ class SequenceStore:
             EpochChanged: Of an earlier run of this server.
             WrongInstance: Of another server.
         """
-        now = self._clock() if at is None else at
-        sequence = self._registry.get(handle.cache_id, principal)
+        now = self.clock() if at is None else at
+        sequence = self.registry.get(handle.cache_id, principal)
         if sequence is None:
-            raise self._registry.why_missing(handle.cache_id, principal, self._clock())
+            raise self.registry.why_missing(handle.cache_id, principal, self.clock())
         if sequence.expires_at <= now and not sequence.num_pins:
             raise HandleExpired(sequence.handle_id)
         return sequence
-
-    def handle_at(self, sequence: Sequence, length: int | None = None) -> Handle:
-        """Return the handle of the first ``length`` tokens; None: of all of them."""
-        at = len(sequence.chain.token_ids) if length is None else length
-        return Handle(sequence.cache_id, at, sequence.chain.at(at))
-
-    def num_shared_blocks(self, sequence: Sequence) -> int:
-        """Return how many blocks of its table have other owners too, in O(log n): they are its first ones."""
-        return bisect_left(sequence.block_ids, 1, key=lambda block_id: self.pool.refcount(block_id) == 1)
-
-    def judge(
-        self, sequence: Sequence, handle: Handle, token_ids: SequenceOf[int], on_stale: StalePolicy = StalePolicy.FAIL
-    ) -> Verdict:
-        """Return what appending means: see :func:`ferrule_server.kv.append_rule.judge`, which says what it raises."""
-        return append_rule.judge(sequence, handle, token_ids, on_stale)
-
-    def sequences_of(self, principal: str, after_handle_id: str = "", limit: int = 100) -> list[Sequence]:
-        """Return up to ``limit`` of the principal's sequences after that handle_id, in order of handle_id."""
-        return self._registry.page(principal, after_handle_id, limit)
-
-    def soonest(self, limit: int) -> list[Sequence]:
-        """Return up to ``limit`` sequences of all principals, those whose lease ends soonest, in that order."""
-        return self._registry.soonest(limit)
-
-    def principals(self) -> list[str]:
-        """Return who has a sequence alive or in creation, or blocks."""
-        return self._usage.principals()
-
-    def reserve_new(
-        self,
-        principal: str,
-        num_tokens: int,
-        reserved_length: int = 0,
-        *,
-        prompt: SequenceOf[int] | None = None,
-        publish: bool = True,
-    ) -> Reservation:
-        """Hold the blocks of a sequence to be created with ``num_tokens`` tokens.
-
-        With a prompt, full blocks that hold its first tokens are shared, if the prefix cache knows some: the
-        reservation's ``num_cached`` says for how many tokens, and only those behind them are to be written. Such a
-        block is one of the free ones if nobody owned it, and counts in the quota unless the principal owns it already.
-
-        Args:
-            principal: Who will own it.
-            num_tokens: Tokens to be written.
-            reserved_length: Tokens up to which blocks are set aside, as by :meth:`reserve_slots`.
-            prompt: These tokens, to be looked up in the prefix cache; commit takes no others then, and at least the
-                cached ones. None: nothing is looked up.
-            publish: Whether its full blocks, and those of its forks, are registered for others of the principal.
-
-        Raises:
-            ContextExceeded: Longer than the context.
-            ExceedsPool: More blocks than the pool has.
-            QuotaExceeded: HANDLES or KV_TOKENS.
-            BlocksExhausted: Too few are free now.
-            ValueError: The prompt has another length.
-        """
-        if prompt is not None and len(prompt) != num_tokens:
-            raise ValueError(f"the prompt has {len(prompt)} tokens, not {num_tokens}")
-        chain = LineageChain(self._fingerprint)
-        looked_up = prompt if self._cache.is_on else None
-        reservation = self._reservations.reserve_new(principal, num_tokens, chain, reserved_length, looked_up)
-        reservation.is_published = publish and self._cache.is_on
-        return reservation
-
-    def reserve_append(self, sequence: Sequence, num_tokens: int) -> Reservation:
-        """Hold the blocks for ``num_tokens`` more tokens at the tip.
-
-        Raises:
-            ContextExceeded, ExceedsPool, QuotaExceeded, BlocksExhausted: As :meth:`reserve_new`.
-            HandleUnknown: The sequence is released.
-        """
-        return self._reservations.reserve_append(sequence, num_tokens)
-
-    def reserve_again(self, reservation: Reservation) -> bool:
-        """Use a committed append of one token to a sequence again, for one more behind its tip.
-
-        Returns:
-            Whether it lives again, as :meth:`reserve_append` would return it. False: nothing changed; more is needed
-            for that than the reservation knows of, or the sequence is gone or busy.
-        """
-        return self._reservations.reserve_again(reservation)
-
-    def reserve_branch(self, sequence: Sequence, length: int, num_tokens: int) -> Reservation:
-        """Hold what a new sequence needs that shares the first ``length`` tokens and appends ``num_tokens``.
-
-        Full blocks are shared; a partly filled last one will be copied. The source is pinned, not changed.
-
-        Raises:
-            ContextExceeded, ExceedsPool, QuotaExceeded, BlocksExhausted: As :meth:`reserve_new`.
-            HandleUnknown: The sequence is released.
-            ValueError: It is shorter than ``length``.
-        """
-        return self._reservations.reserve_branch(sequence, length, num_tokens)
-
-    def reserve_rewind(self, sequence: Sequence, length: int, num_tokens: int) -> Reservation:
-        """Drop what lies beyond ``length`` and hold the blocks for ``num_tokens`` tokens there.
-
-        The tail is dropped at once and for good, even if the reservation is aborted; but only when the blocks it
-        gives back together with the spares and the free ones are enough, and the quota is for the difference.
-
-        Raises:
-            ContextExceeded, ExceedsPool, QuotaExceeded, BlocksExhausted: As :meth:`reserve_new`.
-            HandleUnknown: The sequence is released.
-            ValueError: It is shorter than ``length``.
-        """
-        self._reservations.check_rewind(sequence, length, num_tokens)
-        self._drop_tail(sequence, length)
-        return self._reservations.reserve_append(sequence, num_tokens, is_checked=True)
 
     def reserve_slots(self, requests: SequenceOf[SlotRequest]) -> SlotReservation:
         """Set blocks aside for sequences of one principal, all or nothing, and renew their leases.
@@ -306,50 +184,27 @@ class SequenceStore:
         if sequence is None:
             reservation.check_tokens(token_ids)
         elif sequence.is_released:
-            self.abort(reservation)
+            self.reservations.abort(reservation)
             raise HandleUnknown(sequence.handle_id)
         if num_tokens != reservation.num_tokens:
-            self._reservations.shorten(reservation, num_tokens)
+            self.reservations.shorten(reservation, num_tokens)
         if sequence is None:
             sequence = self._create_reserved(reservation, token_ids)
         else:
             sequence.chain.extend(token_ids)
-            if sequence.spare_ids:
-                self._slots.settle(sequence, reservation.block_ids)
-            else:
-                sequence.block_ids = reservation.block_ids
-        self._reservations.close(reservation)
-        size = self._block_size
+            self._slots.settle(sequence, reservation.block_ids)
+        self.reservations.close(reservation)
+        size = self.pool.block_size
         if reservation.start % size + num_tokens >= size and sequence.is_published:
             self._cache.register(sequence, (reservation.start + reservation.num_cached) // size)
         if reservation.copies:
-            self._ledger.add(sequence.principal, "block_copies", len(reservation.copies))
-            self._usage.release(sequence.principal, [source_id for source_id, _ in reservation.copies])
+            self.ledger.add(sequence.principal, "block_copies", len(reservation.copies))
+            self.usage.release(sequence.principal, [source_id for source_id, _ in reservation.copies])
         sequence.last_truncate = None
-        if reservation.source is not None:
-            self._renew_source(reservation.source)
+        if (source := reservation.source) is not None and not source.is_released:
+            self.renew(source)
         self.renew(sequence, ttl_s)
         return sequence
-
-    def abort(self, reservation: Reservation) -> None:
-        """Give back what was reserved and nothing else; a closed reservation is left alone."""
-        self._reservations.abort(reservation)
-
-    def foresee(self, reservations: SequenceOf[Reservation]) -> list[list[int] | None]:
-        """Return, for appends in flight, the block table that one more token behind each is likely to get.
-
-        Nothing is promised, and nothing is held; but where the pool is full a cached block is evicted for a table that
-        needs one more, as the append would, even should that never come. The slot of that token is one that nobody has
-        written to and that nobody will read before it is written to once more, so it does no harm to write to it,
-        whatever happens next.
-
-        Args:
-            reservations: Live ones on sequences, in the order in which the next appends are likely to come.
-
-        Returns:
-            For each a table that covers one token more than its own; None: there is no room for one.
-        """
-        return self._reservations.foresee(reservations)
 
     def fork(self, sequence: Sequence, length: int, count: int, ttl_s: float | None = None) -> list[Sequence]:
         """Return ``count`` new sequences on the first ``length`` tokens, sharing all their blocks.
@@ -369,16 +224,16 @@ class SequenceStore:
             raise ValueError(f"count must be at least 1, got {count}")
         prefix = prefix_blocks(sequence, length, self.pool)
         num_spares = self._slots.num_missing_to_share(sequence, length)
-        self._usage.check(sequence.principal, num_sequences=count, num_blocks=num_spares)
+        self.usage.check(sequence.principal, num_sequences=count, num_blocks=num_spares)
         self._slots.add_spares(sequence, num_spares)
-        self._usage.enter(sequence.principal, count)
+        self.usage.enter(sequence.principal, count)
         self.pool.share(prefix, count)
         branches, chain = [], sequence.chain.copy(length)
         for _ in range(count):
             branch = self._create(sequence.principal, chain.copy(length), prefix, sequence)
             self.renew(branch, ttl_s)
             branches.append(branch)
-        self._ledger.add(sequence.principal, "forks", count)
+        self.ledger.add(sequence.principal, "forks", count)
         self.renew(sequence)
         return branches
 
@@ -398,13 +253,13 @@ class SequenceStore:
         require_idle(sequence)
         if not 1 <= new_length <= handle.length:
             raise TruncateBeyond(handle.handle_id, new_length, handle.length)
-        freed_blocks = _remembered(sequence, handle, new_length)
-        if freed_blocks is None:
-            append_rule.check_handle(sequence, handle)
-            freed_blocks = self._drop_tail(sequence, new_length)
-            sequence.last_truncate = Truncation(handle.length, handle.lineage, new_length, freed_blocks)
+        last = sequence.last_truncate
+        if last is None or (last.handle, last.new_length) != (handle, new_length):
+            check_handle(sequence, handle)
+            last = Truncation(handle, new_length, self._slots.truncate(sequence, new_length))
+            sequence.last_truncate = last
         self.renew(sequence)
-        return freed_blocks
+        return last.freed_blocks
 
     def release(self, handle: Handle, principal: str) -> int | None:
         """End the principal's sequence, whatever the handle's length; None: there was nothing to release.
@@ -414,20 +269,19 @@ class SequenceStore:
         Returns:
             Blocks given back to the pool; those shared with others do not count.
         """
-        sequence = self._registry.get(handle.cache_id, principal)
+        sequence = self.registry.get(handle.cache_id, principal)
         if sequence is None:
             return None
-        self._registry.remove(sequence)
-        self._ledger.add(principal, "released")
+        self.registry.remove(sequence)
+        self.ledger.add(principal, "released")
         return self._free_sequence(sequence)
 
     def renew(self, sequence: Sequence, ttl_s: float | None = None) -> float:
         """Start the lease anew and return its seconds: ``ttl_s`` clamped to [MIN_TTL_S, max], None: as before."""
         if ttl_s is not None:
             sequence.ttl_s = self._clamp_ttl(ttl_s)
-        sequence.expires_at = self._clock() + sequence.ttl_s
-        if sequence.expires_at < sequence.scheduled_at:
-            self._leases.schedule(sequence)
+        sequence.expires_at = self.clock() + sequence.ttl_s
+        self._leases.schedule(sequence)
         return sequence.ttl_s
 
     def expire(self, at: float | None = None) -> list[str]:
@@ -436,50 +290,51 @@ class SequenceStore:
         Args:
             at: Leases that ended by then, on the store's clock; None: by now.
         """
-        now = self._clock()
+        now = self.clock()
         due = self._leases.take_due(now if at is None else min(at, now))
         for sequence in due:
-            self._registry.bury(sequence, now)
-            self._ledger.add(sequence.principal, "expired")
+            self.registry.bury(sequence, now)
+            self.ledger.add(sequence.principal, "expired")
             self._free_sequence(sequence)
         return [sequence.handle_id for sequence in due]
 
     def next_expiry(self) -> float | None:
         """Return in how many seconds :meth:`expire` may find something, 0 or more; None: never as things are."""
         at = self._leases.next_at()
-        return None if at is None else max(0.0, at - self._clock())
+        return None if at is None else max(0.0, at - self.clock())
 
     def lose_all(self) -> None:
         """Free everything after a device fault, cached blocks too; every handle answers HandleLost from now on."""
         self._cache.clear()
-        self._reservations.abort_all()
-        lost = list(self._registry)
-        self._registry.lose_all()
+        for reservation in list(self.reservations.live):
+            self.reservations.abort(reservation)
+        lost = list(self.registry)
+        self.registry.lose_all()
         for sequence in lost:
             self._free_sequence(sequence)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the invariants of the store and of its parts hold; slow, for tests."""
-        owners = self._reservations.count_owners()
-        for sequence in self._registry:
+        owners = self.reservations.count_owners()
+        for sequence in self.registry:
             owners.update(sequence.block_ids)
             owners.update(sequence.spare_ids)
             self._check_sequence(sequence)
         self.pool.check_integrity(owners)
-        self._usage.check_integrity(self._count_holdings())
-        self._registry.check_integrity()
-        self._leases.check_integrity(self._clock())
-        self._reservations.check_integrity()
-        self._cache.check_integrity(self._registry)
+        self.usage.check_integrity(self._count_holdings())
+        self.registry.check_integrity()
+        self._leases.check_integrity(self.clock())
+        self.reservations.check_integrity()
+        self._cache.check_integrity(self.registry)
 
     def _count_holdings(self) -> dict[str, Holding]:
         """Return what each principal holds, counted from scratch: a block on two accounts would count twice."""
         holdings: dict[str, Holding] = {}
         blocks: dict[str, set[int]] = {}
-        for each in self._registry:
+        for each in self.registry:
             holdings.setdefault(each.principal, Holding()).num_sequences += 1
             blocks.setdefault(each.principal, set()).update(each.block_ids, each.spare_ids)
-        for reservation in self._reservations.live:
+        for reservation in self.reservations.live:
             held = holdings.setdefault(reservation.principal, Holding())
             held.num_sequences += reservation.sequence is None
             blocks.setdefault(reservation.principal, set()).update(reservation.held_ids)
@@ -509,7 +364,7 @@ class SequenceStore:
         if reservation.source is None:
             sequence.is_published = reservation.is_published
         else:
-            self._ledger.add(reservation.principal, "forks")
+            self.ledger.add(reservation.principal, "forks")
         if reservation.reserved_length:
             sequence.reserved_length = reservation.reserved_length
             sequence.spare_ids = tuple(reservation.held_ids[len(reservation.block_ids) :])
@@ -517,47 +372,25 @@ class SequenceStore:
 
     def _create(self, principal: str, chain: LineageChain, block_ids: list[int], parent: Sequence | None) -> Sequence:
         """Register a sequence that takes over one owner's share of each block; its lease is not scheduled yet."""
-        cache_id = self._registry.new_cache_id()
-        now = self._clock()
+        cache_id = self.registry.new_cache_id()
+        now = self.clock()
         ttl_s = self._clamp_ttl(DEFAULT_TTL_S) if parent is None else parent.ttl_s
         sequence = Sequence(cache_id, handle_id_of(cache_id), principal, chain, block_ids, ttl_s, now + ttl_s, now)
         if parent is not None:
             sequence.parent_handle_id = parent.handle_id
             sequence.is_published = parent.is_published
-        self._registry.add(sequence)
-        self._ledger.add(principal, "created")
+        self.registry.add(sequence)
+        self.ledger.add(principal, "created")
         return sequence
-
-    def _drop_tail(self, sequence: Sequence, length: int) -> int:
-        """Shorten the sequence and return the blocks freed; at the tip nothing changes."""
-        if length == sequence.length:
-            return 0
-        freed_blocks = self._slots.drop_tail(sequence, length)
-        sequence.chain.truncate(length)
-        sequence.last_truncate = None
-        self._ledger.add(sequence.principal, "truncates")
-        return freed_blocks
 
     def _free_sequence(self, sequence: Sequence) -> int:
         """Take the blocks of a sequence that the registry no longer knows."""
         block_ids, sequence.block_ids = [*sequence.block_ids, *sequence.spare_ids], []
         sequence.spare_ids = ()
         sequence.is_released = True
-        freed_blocks = self._usage.release(sequence.principal, block_ids)
-        self._usage.leave(sequence.principal)
+        freed_blocks = self.usage.release(sequence.principal, block_ids)
+        self.usage.leave(sequence.principal)
         return freed_blocks
-
-    def _renew_source(self, source: Sequence) -> None:
-        if not source.is_released:
-            self.renew(source)
 
     def _clamp_ttl(self, ttl_s: float) -> float:
         return min(max(ttl_s, MIN_TTL_S), self.max_ttl_s)
-
-
-def _remembered(sequence: Sequence, handle: Handle, new_length: int) -> int | None:
-    """Return what an equal truncate answered; it is forgotten once the tip has moved."""
-    last = sequence.last_truncate
-    if last is None or (last.length, last.lineage, last.new_length) != (handle.length, handle.lineage, new_length):
-        return None
-    return last.freed_blocks

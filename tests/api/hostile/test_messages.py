@@ -140,7 +140,7 @@ class Target:
         assert self._faults == []
 
     def _release_all(self) -> None:
-        handles = [sequence.cache_id for sequence in list(self.server.store._registry)]
+        handles = [sequence.cache_id for sequence in list(self.server.store.registry)]
         for start in range(0, len(handles), 4000):
             part = handles[start : start + 4000]
             self.server.release(*(types_pb2.KvCacheHandle(cache_id=cache_id) for cache_id in part))

@@ -43,7 +43,7 @@ class Admission:
         """
         if job.drafts is not None:
             _check_drafts(job)
-        reservation = self.store.reserve_new(
+        reservation = self.store.reservations.reserve_new(
             job.principal,
             len(job.token_ids),
             job.reserved_length,
@@ -70,7 +70,7 @@ class Admission:
         handle = job.handle
         assert handle is not None
         if job.drafts is None:
-            verdict = self.store.judge(sequence, handle, job.token_ids, job.on_stale)
+            verdict = append_rule.judge(sequence, handle, job.token_ids, job.on_stale)
         else:
             verdict, record = self._judge_verify(job, sequence)
             if record is not None:
@@ -79,7 +79,7 @@ class Admission:
                 return self._replay(job, sink, sequence, rows)
         match verdict:
             case Verdict.APPEND:
-                reservation = self.store.reserve_append(sequence, len(job.token_ids))
+                reservation = self.store.reservations.reserve_append(sequence, len(job.token_ids))
                 return _writing(job, sink, reservation, sequence, verdict)
             case Verdict.QUERY:
                 self.counters.queries += 1
@@ -90,13 +90,13 @@ class Admission:
                 return self._replay(job, sink, sequence, rows)
             case Verdict.FORK:
                 self.creations.check_free(job)
-                reservation = self.store.reserve_branch(sequence, handle.length, len(job.token_ids))
+                reservation = self.store.reservations.reserve_branch(sequence, handle.length, len(job.token_ids))
                 run = _writing(job, sink, reservation, sequence, verdict)
                 if run.ttl_s is None:  # as it is now: jobs behind this one may change the source's while it runs
                     run.ttl_s = sequence.ttl_s
                 return self._creating(run)
             case Verdict.REWIND:
-                reservation = self.store.reserve_rewind(sequence, handle.length, len(job.token_ids))
+                reservation = self.store.reservations.reserve_rewind(sequence, handle.length, len(job.token_ids))
                 return _writing(job, sink, reservation, sequence, verdict)
 
     def append_again(self, run: RunningAppend, sequence: Sequence) -> bool:
@@ -117,8 +117,8 @@ class Admission:
         assert handle is not None
         if handle.length != len(sequence.chain.token_ids) or sequence.chain.at(handle.length) != handle.lineage:
             return False
-        if reservation is None or not self.store.reserve_again(reservation):
-            reservation = self.store.reserve_append(sequence, 1)
+        if reservation is None or not self.store.reservations.reserve_again(reservation):
+            reservation = self.store.reservations.reserve_append(sequence, 1)
         run.repeat(reservation)
         return True
 
@@ -142,7 +142,7 @@ class Admission:
         assert drafts is not None
         _check_drafts(job)
         if drafts.acceptance is Acceptance.NONE:
-            return self.store.judge(sequence, handle, job.token_ids, job.on_stale), None
+            return append_rule.judge(sequence, handle, job.token_ids, job.on_stale), None
         check_handle(sequence, handle)
         if (record := self._record_of_verify(job, sequence)) is not None:
             return Verdict.REPLAY, record
@@ -218,11 +218,11 @@ class Admission:
     def _answer(self, job: AppendJob, sequence: Sequence, rows: _Rows, *, is_replay: bool) -> AppendResult:
         """The answer where no row is wanted."""
         ttl_s = self.store.renew(sequence, rows.ttl_s)
-        handle = self.store.handle_at(sequence, rows.end)
+        handle = sequence.handle_at(rows.end)
         answer = AppendResult(handle, replayed=is_replay, forked=job.branched_to(handle.cache_id), ttl_s=ttl_s)
         if job.drafts is not None:
             verified = rows.verified or Verified()
-            answer.verified = with_row_handles(verified, job.drafts, self.store, sequence, rows.end)
+            answer.verified = with_row_handles(verified, job.drafts, sequence, rows.end)
         return answer
 
 

@@ -73,13 +73,13 @@ class Caches:
         if not 1 <= job.length <= job.handle.length:
             raise InvalidRequest("length", f"{job.length} is outside [1, {job.handle.length}]", length=job.length)
         branches = self.store.fork(sequence, job.length, job.count, job.ttl_s)
-        return ForkResult(tuple(self.store.handle_at(branch) for branch in branches), branches[0].ttl_s)
+        return ForkResult(tuple(branch.handle_at() for branch in branches), branches[0].ttl_s)
 
     def truncate(self, job: TruncateJob, at: float) -> TruncateResult:
         """Shorten a sequence."""
         sequence = self.store.resolve(job.handle, job.principal, at)
         freed_blocks = self.store.truncate(sequence, job.handle, job.new_length)
-        return TruncateResult(self.store.handle_at(sequence), freed_blocks)
+        return TruncateResult(sequence.handle_at(), freed_blocks)
 
     def reserve(self, principal: str, wanted: tuple[SlotsWanted, ...], at: float) -> SlotReservation:
         """Reserve room for sequences, all or nothing."""
@@ -100,7 +100,7 @@ class Caches:
         block_ids, token_ids = tuple(sequence.block_ids), sequence.token_ids
         return dataclasses.replace(
             self._describe(sequence),
-            tip=self.store.handle_at(sequence),
+            tip=sequence.handle_at(),
             block_ids=block_ids,
             block_refcounts=tuple(map(self.store.pool.refcount, block_ids)),
             token_ids=tuple(token_ids) if with_token_ids else None,
@@ -108,10 +108,10 @@ class Caches:
 
     def list_page(self, principal: str, after_handle_id: str, limit: int) -> ListResult:
         """List sequences of a principal in order of handle_id."""
-        sequences = self.store.sequences_of(principal, after_handle_id, limit + 1)
+        sequences = self.store.registry.page(principal, after_handle_id, limit + 1)
         page = tuple(self._describe(sequence) for sequence in sequences[:limit])
         next_after = page[-1].handle_id if len(sequences) > limit else ""
-        return ListResult(page, next_after, self.store.num_sequences_of(principal))
+        return ListResult(page, next_after, self.store.registry.count(principal))
 
     def _renew(self, principal: str, handle: Handle, ttl_s: float | None, at: float) -> Lease | FerruleError:
         try:
@@ -122,13 +122,13 @@ class Caches:
 
     def _describe(self, sequence: Sequence) -> CacheInfo:
         """Describe a sequence in a time that does not grow with its length: a page has a thousand of them."""
-        now = self.store.now()
+        now = self.store.clock()
         return CacheInfo(
             handle_id=sequence.handle_id,
             length=sequence.length,
             tip=None,
             num_blocks=sequence.num_blocks,
-            num_shared_blocks=self.store.num_shared_blocks(sequence),
+            num_shared_blocks=self.store.pool.count_shared(sequence.block_ids),
             kv_bytes=sequence.num_blocks * self.bytes_per_block,
             age_s=now - sequence.created_at,
             lease=Lease(sequence.ttl_s, max(0.0, sequence.expires_at - now)),

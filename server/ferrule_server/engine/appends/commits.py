@@ -62,13 +62,13 @@ class Commits:
             return self._settle(run, sequence)
         except Exception:  # whatever failed: tidied up here, raised again for the engine to answer with a fault
             if run.reservation is not None and run.reservation.sequence is None and run.creation is None:
-                self.store.release(self.store.handle_at(sequence), sequence.principal)
+                self.store.release(sequence.handle_at(), sequence.principal)
                 self.records.forget(sequence.handle_id)
             raise
 
     def _settle(self, run: RunningAppend, sequence: Sequence) -> AppendResult:
         """Remember the append that is committed, and return its answer."""
-        job, handle = run.job, self.store.handle_at(sequence, run.length_after)
+        job, handle = run.job, sequence.handle_at(run.length_after)
         if run.creation is not None:
             self.creations.finish(run.creation, (handle,), run.start, run.seed, run.verified)
         is_replay, is_forked = run.verdict is Verdict.REPLAY, job.branched_to(handle.cache_id)
@@ -79,7 +79,7 @@ class Commits:
         )
         if job.drafts is not None:
             assert run.verified is not None
-            answer.verified = with_row_handles(run.verified, job.drafts, self.store, sequence, handle.length)
+            answer.verified = with_row_handles(run.verified, job.drafts, sequence, handle.length)
         if job.keeps_record and (run.verdict in _RECORDED or run.creation is not None):
             self.records.keep(sequence.handle_id, run.start, job, answer)
         self._count(run)

@@ -302,7 +302,7 @@ class Lanes:
 
     def _take_back(self, run: RunningAppend) -> None:
         if run.reservation is not None:
-            self._store.abort(run.reservation)
+            self._store.reservations.abort(run.reservation)
         if run.creation is not None:
             self._creations.abandon(run.creation)
         self._leave(run)
@@ -329,7 +329,7 @@ class Lanes:
 
     def _take_turn(self, job: LaneJob[object], sink: Sink, sequence: Sequence) -> None:
         """Judge a job that waited; the pin of its waiting is what keeps the sequence until now. Never raises."""
-        at = self._store.now()
+        at = self._store.clock()
         try:
             if job.is_cancelled:
                 raise Cancelled

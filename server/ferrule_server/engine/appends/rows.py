@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from ferrule_server.engine.jobs import Acceptance, Drafts, OutputRequest, Verified
 from ferrule_server.executor.base import DraftSpec, OutputSpec, RowOutput, Shaping
 from ferrule_server.kv.sequence import Sequence
-from ferrule_server.kv.sequence_store import SequenceStore
 
 
 def verify(drafts: Drafts, draft_ids: SequenceOf[int], rows: SequenceOf[RowOutput]) -> Verified:
@@ -42,22 +41,19 @@ def num_appended(drafts: Drafts, verified: Verified) -> int:
     return drafts.count if drafts.acceptance is Acceptance.NONE else verified.accepted_count
 
 
-def with_row_handles(
-    verified: Verified, drafts: Drafts, store: SequenceStore, sequence: Sequence, length_after: int
-) -> Verified:
+def with_row_handles(verified: Verified, drafts: Drafts, sequence: Sequence, length_after: int) -> Verified:
     """Return it with the handles at row 0 and at each appended draft, if they are asked for.
 
     Args:
         verified: What became of the drafts.
         drafts: Says whether handles are wanted.
-        store: Where the tokens are committed.
-        sequence: Which they are part of.
-        length_after: Length behind the last one appended.
+        sequence: Holds the committed tokens.
+        length_after: Length after the last appended token.
     """
     if not drafts.wants_row_handles:
         return verified
     first = length_after - num_appended(drafts, verified)
-    return replace(verified, row_handles=tuple(store.handle_at(sequence, n) for n in range(first, length_after + 1)))
+    return replace(verified, row_handles=tuple(sequence.handle_at(n) for n in range(first, length_after + 1)))
 
 
 def with_tokens(verified: Verified, draft_ids: SequenceOf[int], rows: SequenceOf[RowOutput]) -> list[RowOutput]:

@@ -203,7 +203,7 @@ class Drivers:
     def enter(self, job: LaneJob[object], sink: DriverSink, at: float | None = None) -> None:
         """Enter an append or a fork; a refusal is handed back like any outcome."""
         try:
-            self._lanes.enter(job, sink, self._store.now() if at is None else at)
+            self._lanes.enter(job, sink, self._store.clock() if at is None else at)
         except FerruleError as error:
             self._outcomes.append((sink, job, error))
         except Exception:  # noqa: BLE001 - a bug must end its own branch only
@@ -217,7 +217,7 @@ class Drivers:
             sink: Of its branch.
         """
         try:
-            if self._lanes.enter_again(run, self._store.now()):
+            if self._lanes.enter_again(run, self._store.clock()):
                 return
         except FerruleError as error:
             self._outcomes.append((sink, run.job, error))

@@ -14,7 +14,7 @@ claimed is thrown away with whatever it computed, and whoever it was meant for t
 Why a claimed row is what the append would have computed, and one that is not does no harm: between the moment a step is
 queued and the moment it is claimed or dropped the engine gives the executor nothing else to do, so the pool is as it
 would be at a run of its own; and the one slot that a guess writes lies beyond the tip of its sequence, in a block that
-is nobody else's and unknown to the prefix cache (see :meth:`SequenceStore.foresee`), whatever happens on the host
+is nobody else's and unknown to the prefix cache (see :meth:`Reservations.foresee`), whatever happens on the host
 meanwhile: who forks, truncates, releases or gets such a block acts on the device later, and writes to a slot
 before it is read.
 
@@ -39,8 +39,8 @@ from ferrule_server.engine.steps.batcher import Chunk, build_next
 from ferrule_server.engine.steps.runner import StepOutcome, StepRunner
 from ferrule_server.executor.base import DeviceLost, OutputSpec, PendingStep, PipelinedExecutor, StepBatch
 from ferrule_server.kv.append_rule import Verdict
+from ferrule_server.kv.reservation import Reservations
 from ferrule_server.kv.sequence import Sequence
-from ferrule_server.kv.sequence_store import SequenceStore
 
 _LOG = logging.getLogger(__name__)
 
@@ -95,16 +95,16 @@ class Lookahead:
     Args:
         executor: Called from the engine thread only.
         steps: Prepares and counts steps, and runs those that are not submitted.
-        store: Tells where the next tokens will lie.
+        reservations: Foresees the slots of the next tokens.
         counters: Told of steps queued and rows discarded.
     """
 
     def __init__(
-        self, executor: PipelinedExecutor, steps: StepRunner, store: SequenceStore, counters: EngineCounters
+        self, executor: PipelinedExecutor, steps: StepRunner, reservations: Reservations, counters: EngineCounters
     ) -> None:
         self._executor = executor
         self._steps = steps
-        self._store = store
+        self._reservations = reservations
         self._counters = counters
         self._block_size = executor.info.block_size
         self._pending: deque[_Submitted] = deque()
@@ -256,7 +256,7 @@ class Lookahead:
                 reservations.append(run.reservation)
         guesses: list[_Guess] = []
         specs = batch.output_specs
-        for row, reservation, table in zip(rows, reservations, self._store.foresee(reservations), strict=True):
+        for row, reservation, table in zip(rows, reservations, self._reservations.foresee(reservations), strict=True):
             if table is not None and reservation.sequence is not None:
                 guesses.append(_Guess(reservation.sequence, reservation.start + 1, table, specs[row], row))
         if not guesses:

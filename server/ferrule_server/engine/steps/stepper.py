@@ -81,7 +81,7 @@ class Stepper:
         self._runner = StepRunner(executor, counters, failpoints, logs_top_tokens=settings.debug_top_tokens)
         self._lookahead: Lookahead | None = None
         if isinstance(executor, PipelinedExecutor):
-            self._lookahead = Lookahead(executor, self._runner, store, counters)
+            self._lookahead = Lookahead(executor, self._runner, store.reservations, counters)
 
     @property
     def has_work(self) -> bool:

@@ -170,8 +170,8 @@ class Reservations:
         reservation.num_cached = len(found_ids) * self._pool.block_size
         reservation.is_published = publish and self._cache.is_on
         if looked_up is not None:
-            self._ledger.add(principal, "prefix_lookup_tokens", num_tokens)
-            self._ledger.add(principal, "prefix_hit_tokens", reservation.num_cached)
+            self._ledger.add(principal, "num_prefix_lookup_tokens", num_tokens)
+            self._ledger.add(principal, "num_prefix_hit_tokens", reservation.num_cached)
         return self._open(reservation)
 
     def reserve_append(self, sequence: Sequence, num_tokens: int) -> Reservation:

@@ -134,7 +134,7 @@ class ReservedSlots:
         num_freed = self._drop_tail(sequence, length)
         sequence.chain.truncate(length)
         sequence.last_truncate = None
-        self._ledger.add(sequence.principal, "truncates")
+        self._ledger.add(sequence.principal, "num_truncates")
         return num_freed
 
     def settle(self, sequence: Sequence, block_ids: list[int]) -> None:

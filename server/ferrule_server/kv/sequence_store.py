@@ -198,7 +198,7 @@ class SequenceStore:
         if reservation.start % size + num_tokens >= size and sequence.is_published:
             self._cache.register(sequence, (reservation.start + reservation.num_cached) // size)
         if reservation.copies:
-            self.ledger.add(sequence.principal, "block_copies", len(reservation.copies))
+            self.ledger.add(sequence.principal, "num_block_copies", len(reservation.copies))
             self.usage.release(sequence.principal, [source_id for source_id, _ in reservation.copies])
         sequence.last_truncate = None
         if (source := reservation.source) is not None and not source.is_released:
@@ -233,7 +233,7 @@ class SequenceStore:
             branch = self._create(sequence.principal, chain.copy(length), prefix, sequence)
             self.renew(branch, ttl_s)
             branches.append(branch)
-        self.ledger.add(sequence.principal, "forks", count)
+        self.ledger.add(sequence.principal, "num_forks", count)
         self.renew(sequence)
         return branches
 
@@ -273,7 +273,7 @@ class SequenceStore:
         if sequence is None:
             return None
         self.registry.remove(sequence)
-        self.ledger.add(principal, "released")
+        self.ledger.add(principal, "num_released")
         return self._free_sequence(sequence)
 
     def renew(self, sequence: Sequence, ttl_s: float | None = None) -> float:
@@ -294,7 +294,7 @@ class SequenceStore:
         due = self._leases.take_due(now if at is None else min(at, now))
         for sequence in due:
             self.registry.bury(sequence, now)
-            self.ledger.add(sequence.principal, "expired")
+            self.ledger.add(sequence.principal, "num_expired")
             self._free_sequence(sequence)
         return [sequence.handle_id for sequence in due]
 
@@ -364,7 +364,7 @@ class SequenceStore:
         if reservation.source is None:
             sequence.is_published = reservation.is_published
         else:
-            self.ledger.add(reservation.principal, "forks")
+            self.ledger.add(reservation.principal, "num_forks")
         if reservation.reserved_length:
             sequence.reserved_length = reservation.reserved_length
             sequence.spare_ids = tuple(reservation.held_ids[len(reservation.block_ids) :])
@@ -380,7 +380,7 @@ class SequenceStore:
             sequence.parent_handle_id = parent.handle_id
             sequence.is_published = parent.is_published
         self.registry.add(sequence)
-        self.ledger.add(principal, "created")
+        self.ledger.add(principal, "num_created")
         return sequence
 
     def _free_sequence(self, sequence: Sequence) -> int:

@@ -16,7 +16,7 @@ from ferrule_server.api.security.principal import Caller
 from ferrule_server.engine.masks import MaskRegistry
 from ferrule_server.engine.metrics.counters import EngineSnapshot, OwnCounters, OwnFigures
 from ferrule_server.executor.base import ExecutorInfo, ExecutorState, MemoryPlan, ModelDescription
-from ferrule_server.kv.metrics import KvMetrics
+from ferrule_server.kv.metrics import KvCounters, KvMetrics
 from ferrule_server.quotas import QuotaLimits
 
 _DTYPES: Final = {
@@ -200,7 +200,7 @@ def cache_metrics(
     """Return what is counted of the KV pool and of the masks; what is given of it is taken from there."""
     snapshot, masks = snapshot or serving.engine.snapshot(), serving.inputs.masks
     kv = kv or serving.engine.kv_metrics()
-    return cache_pb2.CacheMetrics(
+    message = cache_pb2.CacheMetrics(
         block_size=kv.block_size,
         total_blocks=kv.total_blocks,
         empty_blocks=kv.empty_blocks,
@@ -209,14 +209,6 @@ def cache_metrics(
         shared_blocks=kv.shared_blocks,
         live_sequences=kv.live_sequences,
         tombstones=kv.tombstones,
-        num_created=kv.num_created,
-        num_forks=kv.num_forks,
-        num_truncates=kv.num_truncates,
-        num_released=kv.num_released,
-        num_expired=kv.num_expired,
-        num_block_copies=kv.num_block_copies,
-        num_prefix_lookup_tokens=kv.num_prefix_lookup_tokens,
-        num_prefix_hit_tokens=kv.num_prefix_hit_tokens,
         num_prefix_evictions=kv.num_prefix_evictions,
         num_exhausted=kv.num_exhausted,
         num_replays=snapshot.counters.replays,
@@ -224,6 +216,8 @@ def cache_metrics(
         token_masks=masks.num_masks,
         token_mask_bytes=masks.num_bytes,
     )
+    _fill_sequences(message, kv)
+    return message
 
 
 def _narrow_status(message: info_pb2.ExecutorStatus, own: OwnFigures) -> None:
@@ -240,21 +234,25 @@ def _narrow_status(message: info_pb2.ExecutorStatus, own: OwnFigures) -> None:
 
 def _narrow_metrics(message: cache_pb2.CacheMetrics, own: OwnFigures, masks: MaskRegistry, principal: str) -> None:
     """Replace what counts the work of all by what was done for one principal; see :func:`_narrow_status`."""
-    kv = own.kv
     for name in _SHARED_FIELDS:
         message.ClearField(name)
     message.live_sequences = own.num_sequences
-    message.num_created = kv.created
-    message.num_forks = kv.forks
-    message.num_truncates = kv.truncates
-    message.num_released = kv.released
-    message.num_expired = kv.expired
-    message.num_block_copies = kv.block_copies
-    message.num_prefix_lookup_tokens = kv.prefix_lookup_tokens
-    message.num_prefix_hit_tokens = kv.prefix_hit_tokens
+    _fill_sequences(message, own.kv)
     message.num_replays = own.counters.replays
     message.num_stale = own.refused().get("HANDLE_STALE", 0)
     message.token_masks, message.token_mask_bytes = masks.held_by(principal)
+
+
+def _fill_sequences(message: cache_pb2.CacheMetrics, kv: KvCounters) -> None:
+    """Write what was done to sequences: to all of them, or to those of one principal."""
+    message.num_created = kv.num_created
+    message.num_forks = kv.num_forks
+    message.num_truncates = kv.num_truncates
+    message.num_released = kv.num_released
+    message.num_expired = kv.num_expired
+    message.num_block_copies = kv.num_block_copies
+    message.num_prefix_lookup_tokens = kv.num_prefix_lookup_tokens
+    message.num_prefix_hit_tokens = kv.num_prefix_hit_tokens
 
 
 def _fill_executor(message: info_pb2.ExecutorStatus, info: ExecutorInfo, state: ExecutorState | None) -> None:

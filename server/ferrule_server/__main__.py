@@ -241,7 +241,6 @@ def _make_engine(
         max_step_rows=config.max_step_rows,
         max_step_time_s=config.max_step_time_s,
         max_waiting_jobs=config.max_waiting_jobs,
-        max_fork_count=state.limits.max_fork_count,
         debug_top_tokens=config.logs_top_tokens,
     )
 

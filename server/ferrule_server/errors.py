@@ -31,6 +31,7 @@ status code. The tree::
     +- RequestTimeout            REQUEST_TIMEOUT
     +- FeatureUnsupported        FEATURE_UNSUPPORTED
     +- Cancelled                 CANCELLED (the caller is gone; gRPC itself answers, nothing of it is sent)
+    +- SeedRequired              INVALID_FIELD (`api/` names the field)
     +- NonFiniteLogits           NON_FINITE_LOGITS
     +- EngineFault               ENGINE_FAULT
 
@@ -457,6 +458,16 @@ class Cancelled(FerruleError):
 
     def __init__(self) -> None:
         super().__init__("the caller went away before the step; nothing was appended")
+
+
+class SeedRequired(FerruleError):
+    """A repeated append must be sampled again, and the request does not have the seed of its first answer."""
+
+    REASON = "INVALID_FIELD"
+
+    def __init__(self) -> None:
+        text = "these tokens were appended before; sampling their rows again needs the seed that was returned then"
+        super().__init__(text)
 
 
 class NonFiniteLogits(FerruleError):

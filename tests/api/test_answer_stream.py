@@ -32,7 +32,7 @@ from ferrule_server.engine.jobs import (
     StreamJob,
     Window,
 )
-from ferrule_server.errors import BlocksExhausted, Draining, FerruleError, InvalidRequest, TokenInvalid
+from ferrule_server.errors import BlocksExhausted, Draining, FerruleError, HandleStale, TokenInvalid
 from ferrule_server.executor.base import OutputSpec, RowOutput
 from ferrule_server.kv.handle import Handle
 
@@ -224,13 +224,13 @@ def test_the_engine_is_woken_once_the_window_is_open_again() -> None:
 
 
 def test_an_error_in_the_place_of_the_first_frame_is_the_status_of_the_call() -> None:
-    """With its field as it is in the request; the metadata of the call are not sent before it."""
+    """The metadata of the call are not sent before it."""
 
     async def scene() -> None:
         call = _Call()
         await call.settles()
-        call.engine.say(InvalidRequest("logits_policy.sample.seed", "is needed"))
-        assert "INVALID_FIELD" in (await call.reason() or "")
+        call.engine.say(HandleStale("0123", 2, 3))
+        assert "HANDLE_STALE" in (await call.reason() or "")
         assert not call.context.has_begun
         assert not call.job.is_cancelled
 

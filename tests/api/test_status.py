@@ -78,6 +78,7 @@ TABLE: dict[type[FerruleError], tuple[FerruleError, Code, str, set[str]]] = {
         (errors.Draining(), Code.UNAVAILABLE, "DRAINING", ""),
         (errors.FeatureUnsupported("entropy"), Code.UNIMPLEMENTED, "FEATURE_UNSUPPORTED", "feature"),
         (errors.Cancelled(), Code.CANCELLED, "CANCELLED", ""),
+        (errors.SeedRequired(), Code.INVALID_ARGUMENT, "INVALID_FIELD", ""),
         (errors.NonFiniteLogits(7), Code.INTERNAL, "NON_FINITE_LOGITS", "position"),
         (errors.EngineFault("abcd"), Code.INTERNAL, "ENGINE_FAULT", "fault_id"),
     )
@@ -86,6 +87,7 @@ TABLE: dict[type[FerruleError], tuple[FerruleError, Code, str, set[str]]] = {
 
 NOT_RAISED_YET = {
     errors.Cancelled: "never: whoever could read it has gone away",
+    errors.SeedRequired: "never: it is sent as the InvalidRequest of its field",
 }
 """Rows that no served call can reach, and what will make it reach them."""
 

@@ -306,7 +306,8 @@ def test_a_refused_fork_leaves_its_id_free() -> None:
     """A fork of nothing made nothing."""
     with Harness() as harness:
         source = harness.prefill(1, 2, 3).handle
-        assert harness.submit(ForkJob("me", source, 4, 1, request_id="f")).error().REASON == "INVALID_FIELD"
+        gone = Handle(source.cache_id, 4, source.lineage)
+        assert harness.submit(ForkJob("me", gone, 4, 1, request_id="f")).error().REASON == "HANDLE_STALE"
         assert not fork(harness, source).replayed
 
 

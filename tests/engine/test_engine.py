@@ -32,9 +32,9 @@ from ferrule_server.errors import (
     HandleLost,
     HandleStale,
     HandleUnknown,
-    InvalidRequest,
     NonFiniteLogits,
     QueueFull,
+    SeedRequired,
     TruncateBeyond,
 )
 from ferrule_server.executor.base import DeviceLost, OutputSpec, SampleSpec
@@ -182,7 +182,7 @@ def test_resampling_an_older_append_needs_its_seed() -> None:
         second = harness.decode(first.handle, 4, output=UNSEEDED)
         harness.decode(second.handle, 5)
         error = harness.submit(append(first.handle, 4, output=UNSEEDED)).error()
-        assert isinstance(error, InvalidRequest)
+        assert isinstance(error, SeedRequired)
         assert second.seed is not None
         seeded = OutputRequest(OutputSpec(sample=SampleSpec(seed=second.seed)))
         again = harness.decode(first.handle, 4, output=seeded)
@@ -439,14 +439,6 @@ def test_truncate_frees_tail_blocks_and_may_be_repeated() -> None:
         assert (results[0].handle.length, results[0].freed_blocks) == (5, 1)
         assert isinstance(harness.submit(TruncateJob("me", handle, 13)).error(), TruncateBeyond)
         assert harness.decode(results[0].handle, 30).rows[0].token == next_token(*range(5), 30)
-
-
-def test_fork_checks_its_numbers() -> None:
-    """Count and length outside their range are refused with the field's name."""
-    with Harness(max_fork_count=4) as harness:
-        handle = harness.prefill(1, 2, 3).handle
-        for job in (ForkJob("me", handle, 3, 0), ForkJob("me", handle, 3, 5), ForkJob("me", handle, 4, 1)):
-            assert isinstance(harness.submit(job).error(), InvalidRequest)
 
 
 def test_info_shows_blocks_and_sharing() -> None:

@@ -134,7 +134,7 @@ def test_what_is_refused_does_not_renew(harness: LeaseHarness) -> None:
         append(tip, *[1] * 300),
         append(tip, 9),
         TruncateJob("me", tip, 0),
-        ForkJob("me", tip, 2, 10_000),
+        ForkJob("me", Handle(tip.cache_id, 9, tip.lineage), 2, 1),
         host_calls.reserve("me", (SlotsWanted(tip, 300),)),
         host_calls.keep_alive("you", (tip,)),
     ):
@@ -182,12 +182,9 @@ def _joined_and_cancelled(harness: LeaseHarness, job: AppendJob, handle: Handle)
 
 
 def _waiting_ones_fail_too(harness: LeaseHarness, job: AppendJob, handle: Handle) -> list[Pending]:
-    stale, cancelled, beyond = (
-        append(Handle(handle.cache_id, 9, b"x" * 16), 1),
-        append(handle, 5),
-        append(handle, *[6] * 300),
-    )
-    pending = harness.submit_all(stale, cancelled, TruncateJob("me", handle, 0), ForkJob("me", handle, 1, 999), beyond)
+    gone, cancelled = Handle(handle.cache_id, 9, b"x" * 16), append(handle, 5)
+    stale, fork, truncate = append(gone, 1), ForkJob("me", gone, 1, 1), TruncateJob("me", handle, 0)
+    pending = harness.submit_all(stale, cancelled, truncate, fork, append(handle, *[6] * 300))
     job.is_cancelled = cancelled.is_cancelled = True
     return pending
 

@@ -26,10 +26,10 @@ from ferrule_server.errors import (
     Cancelled,
     HandleStale,
     HandleUnknown,
-    InvalidRequest,
     NonFiniteLogits,
     QuotaExceeded,
     RequestIdReused,
+    SeedRequired,
 )
 from ferrule_server.executor.base import DraftLaw, OutputSpec, SampleSpec, Shaping, TokenMask
 from ferrule_server.executor.sampling.laws import sampling_law
@@ -465,7 +465,7 @@ def test_an_unseeded_verify_that_lost_its_record_needs_the_seed() -> None:
         once = harness.submit(job).result()
         assert once.seed is not None
         harness.decode(once.handle, 9)
-        assert isinstance(harness.submit(dataclasses.replace(job)).error(), InvalidRequest)
+        assert isinstance(harness.submit(dataclasses.replace(job)).error(), SeedRequired)
         sample = replace(SampleSpec(), seed=once.seed)
         seeded = replace(job, output=OutputRequest(OutputSpec(sample=sample)))
         again = harness.submit(seeded).result()
@@ -613,14 +613,6 @@ def test_drafts_are_not_charged_to_the_prefill_rate() -> None:
         handle = harness.submit(verify(handle, (4,) * 40, (30,))).result().handle
         assert harness.submit(verify(handle, (4,), (30,))).result() is not None
         assert isinstance(harness.submit(verify(handle, (4, 5), (30,))).error(), QuotaExceeded)
-
-
-def test_a_verify_without_certain_tokens_is_refused() -> None:
-    """Drafts stand behind at least one token that is none."""
-    with Harness() as harness:
-        first = harness.prefill(*PROMPT)
-        assert isinstance(harness.submit(verify(first.handle, (), (4, 5))).error(), InvalidRequest)
-        assert tokens_of(harness, first.handle) == PROMPT
 
 
 def test_verifies_are_counted_by_what_became_of_their_drafts() -> None:

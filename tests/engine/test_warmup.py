@@ -7,10 +7,9 @@ import time
 from itertools import pairwise
 
 import numpy as np
-import pytest
 
 from ferrule_server.engine.jobs import Finish, Outcome, WarmupJob, WarmupResult
-from ferrule_server.errors import Draining, EngineFault, HandleLost, InvalidRequest
+from ferrule_server.errors import Draining, EngineFault, HandleLost
 from ferrule_server.executor.base import NO_SLOT, NULL_BLOCK, DeviceLost, ExecutorState, StepBatch, StepResult
 from ferrule_server.executor.reference import PagedReferenceExecutor
 from tests.engine.deferred import DeferredExecutor
@@ -76,16 +75,6 @@ def test_two_at_once_share_the_work() -> None:
         sinks = harness.submit_all(WarmupJob("admin", (1, 2)), WarmupJob("admin", (2, 3)))
         results = [sink.outcome() for sink in sinks]
         assert [[step.num_rows for step in result.steps] for result in results] == [[1, 2, 40], [3]]  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("size", [0, 41])
-def test_a_batch_that_no_step_can_hold_is_refused(size: int) -> None:
-    """Nothing is run for the others either."""
-    with Harness(max_step_rows=40) as harness:
-        error = warm(harness, 1, size)
-        assert isinstance(error, InvalidRequest)
-        assert error.field == "batch_sizes"
-        assert harness.executor.batches == []
 
 
 def test_who_is_served_waits_for_one_warm_step_at_most() -> None:

@@ -123,7 +123,7 @@ class Engine:
         self._failpoints = failpoints
         self._records = ReplayRecords(settings.retained_bytes, limits_of)
         self._creations = Creations(store.clock)
-        caches = Caches(store, self.info.bytes_per_block, settings.max_fork_count, self._num_pending)
+        caches = Caches(store, self.info.bytes_per_block, self._num_pending)
         admission = Admission(store, self._records, self._creations, self.counters)
         self._lanes = Lanes(
             store,

@@ -15,7 +15,6 @@ class EngineSettings:
         max_step_time_s: Longest step that prefill rows may make while somebody decodes, in seconds; None: twice a
             decode step.
         max_waiting_jobs: Most appends, forks and truncates accepted and not finished; beyond it QUEUE_FULL.
-        max_fork_count: Most new handles of one ForkCache.
         gather_gap_s: The gather window closes when no row has come back for this long, in seconds.
         gather_share: Longest gather window, as a share of the last step's run time.
         retained_bytes: Most bytes of logits kept for replay; beyond it the oldest are dropped and recomputed on demand.
@@ -25,7 +24,6 @@ class EngineSettings:
     max_step_rows: int = 512
     max_step_time_s: float | None = None
     max_waiting_jobs: int = 4096
-    max_fork_count: int = 256
     gather_gap_s: float = 0.001
     gather_share: float = 0.1
     retained_bytes: int = 64 << 20

@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence as SequenceOf
 
-from ferrule_server.errors import HandleStale, InvalidRequest
+from ferrule_server.errors import HandleStale
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.sequence import Sequence
 
@@ -45,12 +45,9 @@ def check_handle(sequence: Sequence, handle: Handle) -> None:
     """Return if the handle names tokens that the sequence still holds.
 
     Raises:
-        HandleStale: The sequence is shorter, or holds other tokens there by now.
-        InvalidRequest: A length below 1, which no handle was ever issued with.
+        HandleStale: The sequence is shorter, or holds other tokens there by now; or no handle has this length.
     """
-    if handle.length < 1:
-        raise InvalidRequest("kv_cache.length", f"must be at least 1, got {handle.length}")
-    if handle.length > sequence.length or sequence.chain.at(handle.length) != handle.lineage:
+    if not 1 <= handle.length <= sequence.length or sequence.chain.at(handle.length) != handle.lineage:
         raise _stale(sequence, handle)
 
 
@@ -74,7 +71,6 @@ def judge(
 
     Raises:
         HandleStale: By the table; the message and metadata carry the tip.
-        InvalidRequest: See :func:`check_handle`.
     """
     check_handle(sequence, handle)
     if not token_ids:

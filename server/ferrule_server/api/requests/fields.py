@@ -8,7 +8,7 @@ from typing import Final, Protocol
 
 from ferrule.v1 import executor_pb2, types_pb2
 from ferrule_server.api.limits import ApiLimits
-from ferrule_server.errors import ContextExceeded, FerruleError, InvalidRequest, ReplyTooLarge, TokenOutOfVocab
+from ferrule_server.errors import ContextExceeded, InvalidRequest, ReplyTooLarge, TokenOutOfVocab
 from ferrule_server.kv.handle import Handle, StalePolicy
 
 _LINEAGE_BYTES: Final = 16
@@ -187,16 +187,3 @@ def require(message: _HasField, field: str, at: str = "") -> None:
     """
     if not message.HasField(field):
         raise InvalidRequest(f"{at}{field}", "must be set")
-
-
-def placed(error: FerruleError, at: str) -> FerruleError:
-    """Return an error of the engine with its field, if it names one, below the path ``at`` of the input.
-
-    The engine knows the fields of an input and not where in its request that stood. The error belongs to one job, so
-    it is changed in place.
-    """
-    if isinstance(error, InvalidRequest):
-        error.field = f"{at}{error.field}"
-        error.message = f"{error.field}: {error.description}"
-        error.metadata["field"] = error.field
-    return error

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ferrule.v1 import cache_pb2, executor_pb2, types_pb2
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.requests.caches import CacheReader, page_token
-from ferrule_server.api.requests.fields import REPLY_OVERHEAD_BYTES, FieldReader, placed, require
+from ferrule_server.api.requests.fields import REPLY_OVERHEAD_BYTES, FieldReader, require
 from ferrule_server.api.requests.forward import ForwardReader
 from ferrule_server.api.requests.generate import GenerateReader, stop_ids_of
 from ferrule_server.api.requests.masks import MaskReader
@@ -278,6 +278,5 @@ __all__ = [
     "PlannedForward",
     "PlannedGenerate",
     "page_token",
-    "placed",
     "require",
 ]

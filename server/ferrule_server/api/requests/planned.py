@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ferrule_server.api.requests.policy import OutputPlan
 from ferrule_server.engine.jobs import AppendJob, ForwardJob, GenerateJob
+from ferrule_server.errors import FerruleError, InvalidRequest, SeedRequired
 
 
 @dataclass(eq=False, slots=True)
@@ -27,6 +28,12 @@ class PlannedAppend:
     at: str
     seq: int = 0
     kind: str = "decode"
+
+    def refusal(self, error: FerruleError) -> FerruleError:
+        """Return an error of the engine as the client gets it: with the path of the field, if it concerns one."""
+        if isinstance(error, SeedRequired):
+            return InvalidRequest(f"{self.at}logits_policy.sample.seed", error.message)
+        return error
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ _MAX_METADATA = 12
 STATUS_TABLE: Mapping[type[errors.FerruleError], grpc.StatusCode] = MappingProxyType(
     {
         errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+        errors.SeedRequired: grpc.StatusCode.INVALID_ARGUMENT,
         errors.RequestTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
         errors.TokenMissing: grpc.StatusCode.UNAUTHENTICATED,
         errors.TokenInvalid: grpc.StatusCode.UNAUTHENTICATED,

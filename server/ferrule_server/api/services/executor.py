@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from functools import partial
 
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc
-from ferrule_server.api.requests.fields import placed, require, seconds
+from ferrule_server.api.requests.fields import require, seconds
 from ferrule_server.api.requests.planned import PlannedAppend, PlannedGenerate
 from ferrule_server.api.responses.describe import (
     caller_info,
@@ -40,7 +40,7 @@ from ferrule_server.api.streams.forward_stream import ForwardReplies
 from ferrule_server.api.streams.generate_stream import GenerateReplies
 from ferrule_server.engine import host_calls
 from ferrule_server.engine.jobs import AppendResult
-from ferrule_server.errors import InvalidRequest
+from ferrule_server.errors import SeedRequired
 from ferrule_server.text.stream_decoder import StreamDecoder
 
 
@@ -283,8 +283,8 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
 async def _append(serving: Serving, planned: PlannedAppend) -> AppendResult:
     try:
         return await run_job(serving.engine, planned.job)
-    except InvalidRequest as error:
-        raise placed(error, planned.at) from None
+    except SeedRequired as error:
+        raise planned.refusal(error) from None
 
 
 def _new_decoder(serving: Serving, planned: PlannedGenerate) -> Callable[[], StreamDecoder] | None:

@@ -23,7 +23,6 @@ import grpc
 from google.protobuf.message import Message
 
 from ferrule_server.api.receiving.turns import spawn
-from ferrule_server.api.requests.fields import placed
 from ferrule_server.api.rpc.calls import HANG_UP_S, Context, cancel, refuse
 from ferrule_server.api.rpc.observe import current_call
 from ferrule_server.api.rpc.refusals import Refusals
@@ -152,7 +151,7 @@ class AnswerStream:
             return
         try:
             if isinstance(outcome, FerruleError):
-                self._is_over, self._failure = True, placed(outcome, "")
+                self._is_over, self._failure = True, outcome
             else:
                 assert isinstance(outcome, Frame)
                 self._replies.add(outcome)

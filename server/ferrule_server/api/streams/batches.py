@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ferrule_server.api.receiving.turns import Turns
-from ferrule_server.api.requests.fields import placed
 from ferrule_server.api.requests.planned import PlannedAppend
 from ferrule_server.api.rpc.calls import admit_new, run_jobs
 from ferrule_server.api.rpc.refusals import Refusals
@@ -99,7 +98,7 @@ class Batch:
         is_echoed = len(request_id.encode()) <= max_id_bytes
         result = self.results.add(seq=index, request_id=request_id if is_echoed else "")
         if isinstance(outcome, FerruleError):
-            error = placed(outcome, planned.at) if isinstance(planned, PlannedAppend) else outcome
+            error = planned.refusal(outcome) if isinstance(planned, PlannedAppend) else outcome
             refusals.add(error)
             result.error.CopyFrom(to_status(error))
         else:

@@ -26,7 +26,6 @@ import grpc
 
 from ferrule.v1 import executor_pb2
 from ferrule_server.api.receiving.turns import Turns, spawn
-from ferrule_server.api.requests.fields import placed
 from ferrule_server.api.requests.planned import PlannedAppend
 from ferrule_server.api.responses.outputs import fill_append, fill_unified, fill_verify, release_results
 from ferrule_server.api.rpc.calls import HANG_UP_S, Context, admit_new, cancel, refuse
@@ -170,7 +169,7 @@ class DecodeStream:
             else:
                 assert isinstance(outcome, FerruleError)
                 planned = self._pending.pop(job)
-                self._add_error(self._error_result(planned.seq, planned.job.request_id, placed(outcome, planned.at)))
+                self._add_error(self._error_result(planned.seq, planned.job.request_id, planned.refusal(outcome)))
         except Exception as failure:  # noqa: BLE001  (fault_of logs it)
             self.end(fault_of(failure, _RPC))
 

@@ -11,7 +11,7 @@ from ferrule_server.engine.appends.rows import row_specs, with_row_handles
 from ferrule_server.engine.appends.running import Creation, RunningAppend
 from ferrule_server.engine.jobs import Acceptance, AppendJob, AppendResult, Sink, Verified
 from ferrule_server.engine.metrics.counters import EngineCounters
-from ferrule_server.errors import InvalidRequest
+from ferrule_server.errors import SeedRequired
 from ferrule_server.kv import append_rule
 from ferrule_server.kv.append_rule import Verdict, check_handle
 from ferrule_server.kv.reservation import Reservation
@@ -41,8 +41,6 @@ class Admission:
         Raises:
             ContextExceeded, ExceedsPool, BlocksExhausted, QuotaExceeded: There is no room; nothing was reserved.
         """
-        if job.drafts is not None:
-            _check_drafts(job)
         reservation = self.store.reservations.reserve_new(
             job.principal,
             len(job.token_ids),
@@ -63,7 +61,7 @@ class Admission:
 
         Raises:
             HandleStale: By the append rule.
-            InvalidRequest: A replay can only be answered by sampling again, and no seed was given.
+            SeedRequired: A replay can only be answered by sampling again, and no seed was given.
             RequestIdReused: It would make a branch, and its request_id made something else.
             ContextExceeded, ExceedsPool, BlocksExhausted, QuotaExceeded: There is no room; nothing was reserved.
         """
@@ -140,7 +138,6 @@ class Admission:
         handle, drafts = job.handle, job.drafts
         assert handle is not None
         assert drafts is not None
-        _check_drafts(job)
         if drafts.acceptance is Acceptance.NONE:
             return append_rule.judge(sequence, handle, job.token_ids, job.on_stale), None
         check_handle(sequence, handle)
@@ -176,10 +173,7 @@ class Admission:
             rows.seed = record.seed
         spec = job.output.spec
         if spec is not None and spec.sample is not None and not job.output.is_seeded and rows.seed is None:
-            raise InvalidRequest(
-                "logits_policy.sample.seed",
-                "these tokens were appended before; sampling their rows again needs the seed that was returned then",
-            )
+            raise SeedRequired
         self.counters.replay(job.principal)
         return self._reading(job, sink, sequence, Verdict.REPLAY, rows)
 
@@ -273,13 +267,6 @@ def _skip_cached(run: RunningAppend, num_cached: int) -> None:
     if run.remaining == 0:
         run.cursor -= 1
         run.is_read_only = True
-
-
-def _check_drafts(job: AppendJob) -> None:
-    """Raise unless the drafts stand behind at least one token that is certain."""
-    assert job.drafts is not None
-    if job.drafts.count >= len(job.token_ids):
-        raise InvalidRequest("input_ids", "at least one token that is no draft is needed")
 
 
 def _wants_last_row_at_most(job: AppendJob) -> bool:

@@ -3,7 +3,7 @@
 All of them judge leases at the moment ``at`` on the store's clock, at which the job arrived, and raise:
 
     HandleUnknown, HandleExpired, EpochChanged, WrongInstance   The handle names nothing here.
-    HandleStale, TruncateBeyond, InvalidRequest                 It does, but the request does not fit it.
+    HandleStale, TruncateBeyond                                 It does, but the request does not fit it.
     ContextExceeded, ExceedsPool, QuotaExceeded, BlocksExhausted  There is no room; nothing changed.
 """
 
@@ -23,7 +23,7 @@ from ferrule_server.engine.jobs import (
     TruncateJob,
     TruncateResult,
 )
-from ferrule_server.errors import FerruleError, InvalidRequest
+from ferrule_server.errors import FerruleError
 from ferrule_server.kv.append_rule import check_handle
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.reserved_slots import SlotRequest, SlotReservation
@@ -38,13 +38,11 @@ class Caches:
     Args:
         store: The sequences; called from the engine thread only.
         bytes_per_block: K and V of all layers of one block.
-        max_fork_count: Most new handles of one fork.
         num_pending: Jobs in flight or waiting on a sequence.
     """
 
     store: SequenceStore
     bytes_per_block: int
-    max_fork_count: int
     num_pending: Callable[[Sequence], int]
 
     def repeat_fork(self, job: ForkJob, handles: tuple[Handle, ...], at: float) -> ForkResult:
@@ -66,12 +64,8 @@ class Caches:
 
     def fork(self, job: ForkJob, at: float) -> ForkResult:
         """Make new sequences that share the first tokens of one."""
-        if not 1 <= job.count <= self.max_fork_count:
-            raise InvalidRequest("count", f"{job.count} is outside [1, {self.max_fork_count}]", count=job.count)
         sequence = self.store.resolve(job.handle, job.principal, at)
         check_handle(sequence, job.handle)
-        if not 1 <= job.length <= job.handle.length:
-            raise InvalidRequest("length", f"{job.length} is outside [1, {job.handle.length}]", length=job.length)
         branches = self.store.fork(sequence, job.length, job.count, job.ttl_s)
         return ForkResult(tuple(branch.handle_at() for branch in branches), branches[0].ttl_s)
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from ferrule_server.engine.faults import fault
 from ferrule_server.engine.jobs import Job, Outcome, Sink, WarmStep, WarmupJob, WarmupResult
-from ferrule_server.errors import FerruleError, InvalidRequest
+from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import (
     NO_SLOT,
     NULL_BLOCK,
@@ -88,14 +88,7 @@ class Warmup:
         return self.is_pending and self._queue[0].num_runs > 0 and self._is_preparing()
 
     def add(self, job: WarmupJob, sink: Sink) -> None:
-        """Queue a warm-up.
-
-        Raises:
-            InvalidRequest: A batch size is outside [1, max_step_rows].
-        """
-        for size in job.batch_sizes:
-            if not 1 <= size <= self._max_step_rows:
-                raise InvalidRequest("batch_sizes", f"{size} is outside [1, {self._max_step_rows}]", batch_size=size)
+        """Queue a warm-up; its batch sizes are in [1, max_step_rows]."""
         sizes = sorted(set(job.batch_sizes)) or _default_sizes(self._max_step_rows)
         self._queue.append(_Warming(job, sink, deque([*sizes, 0])))
 

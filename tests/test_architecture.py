@@ -160,7 +160,7 @@ BUDGET: dict[str, int] = {
     "executor/sampling": 690,
     "kernels": 110,
     "kernels/cuda": 7670,
-    "kv": 1500,
+    "kv": 1380,
     "model": 1010,
     "model/hub": 580,
     "text": 740,

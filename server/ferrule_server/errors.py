@@ -1,8 +1,7 @@
-"""Domain errors: what can go wrong, in the words of the contract, knowing nothing of gRPC.
+"""Domain errors, in the terms of the contract and without gRPC.
 
-Every class carries a ``REASON`` (the machine-readable name that travels as ``google.rpc.ErrorInfo.reason``) and
-puts whatever varies in its message into ``metadata`` too. ``api/rpc/status.py`` holds the one table from class to
-status code. The tree::
+Each class has a ``REASON``, the machine-readable name that is sent as ``google.rpc.ErrorInfo.reason``. The values in
+its message are in ``metadata`` too. ``api/rpc/status.py`` holds the one table from class to status code. The tree::
 
     FerruleError
     +- InvalidRequest            INVALID_FIELD
@@ -30,12 +29,12 @@ status code. The tree::
     |  +- Starting, Draining
     +- RequestTimeout            REQUEST_TIMEOUT
     +- FeatureUnsupported        FEATURE_UNSUPPORTED
-    +- Cancelled                 CANCELLED (the caller is gone; gRPC itself answers, nothing of it is sent)
+    +- Cancelled                 CANCELLED (the caller is gone; gRPC itself answers, so it is never sent)
     +- SeedRequired              INVALID_FIELD (`api/` names the field)
     +- NonFiniteLogits           NON_FINITE_LOGITS
     +- EngineFault               ENGINE_FAULT
 
-``ConfigError`` and ``ModelError`` stand apart: they end the start-up with exit code 2 and never reach the wire.
+``ConfigError`` and ``ModelError`` are not part of the tree: they end the start-up with exit code 2 and are never sent.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from typing import ClassVar, Final
 
 
 class ConfigError(Exception):
-    """A setting or an argument is unusable; the message says which and what would do."""
+    """A setting or an argument is unusable; the message names it and a usable value."""
 
 
 class ModelError(Exception):
@@ -54,11 +53,11 @@ class ModelError(Exception):
 
 
 class FerruleError(Exception):
-    """Root of every error a caller can meet.
+    """Root of every error that a caller can get.
 
     Args:
         message: What happened, the numbers, and what to do.
-        metadata: The values that vary in the message, as text, without secrets.
+        metadata: The values in the message, as text, without secrets.
     """
 
     REASON: ClassVar[str] = "ENGINE_FAULT"
@@ -75,10 +74,10 @@ class FerruleError(Exception):
 
 
 def without_refusals(failure: BaseException) -> BaseException:
-    """Cut refusals out of what a traceback of ``failure`` shows, and return it.
+    """Remove refusals from the chain of exceptions that a traceback of ``failure`` shows, and return ``failure``.
 
-    Their messages are for the client, and hold what it sent, such as token ids; Python chains an exception to the one
-    that was being handled, and a log shows them all.
+    Their messages are for the client and contain what it sent, such as token ids. Python chains an exception to the one
+    that was being handled, and a log shows the whole chain.
     """
     seen, rest = {id(failure)}, [failure]
     while rest:
@@ -99,7 +98,7 @@ class InvalidRequest(FerruleError):
 
     Args:
         field: Path of the field in the request message, such as ``input.input_ids[3]``.
-        description: What is wrong with it, with the numbers.
+        description: What is wrong with it, with the numbers in question.
     """
 
     REASON = "INVALID_FIELD"
@@ -125,7 +124,7 @@ class TokenOutOfVocab(InvalidRequest):
 
 
 class RequestIdReused(InvalidRequest):
-    """A request_id came again with other content."""
+    """A request_id was used again with other content."""
 
     REASON = "REQUEST_ID_REUSED"
 
@@ -134,7 +133,7 @@ class RequestIdReused(InvalidRequest):
 
 
 class ReplyTooLarge(InvalidRequest):
-    """The reply would pass the message limit; nothing was run."""
+    """The reply would exceed the message limit; nothing was run."""
 
     REASON = "REPLY_TOO_LARGE"
 
@@ -148,7 +147,7 @@ class ReplyTooLarge(InvalidRequest):
 
 
 class RequestTooLarge(InvalidRequest):
-    """The request message has more bytes than its method can use; it was refused before it was parsed."""
+    """The request message has more bytes than its method can use; it was refused unparsed."""
 
     REASON = "REQUEST_TOO_LARGE"
 
@@ -174,7 +173,7 @@ class TokenInvalid(FerruleError):
 
 
 class RoleRequired(FerruleError):
-    """The principal lacks the role this call needs."""
+    """The principal lacks the role that this call requires."""
 
     REASON = "ROLE_REQUIRED"
 
@@ -183,18 +182,17 @@ class RoleRequired(FerruleError):
 
 
 class HandleUnknown(FerruleError):
-    """The handle names nothing: never issued, released, or another principal's (identical answers)."""
+    """The handle was never issued, was released, or is another principal's: identical answers."""
 
     REASON = "HANDLE_UNKNOWN"
 
     def __init__(self, handle_id: str, message: str | None = None, **metadata: object) -> None:
         text = message or f"handle {handle_id} is unknown or released; prefill again"
         super().__init__(text, handle_id=handle_id, **metadata)
-        self.handle_id = handle_id
 
 
 class HandleExpired(HandleUnknown):
-    """The caller's own handle whose lease ran out."""
+    """The handle is the caller's own, and its lease ended."""
 
     REASON = "HANDLE_EXPIRED"
 
@@ -203,7 +201,7 @@ class HandleExpired(HandleUnknown):
 
 
 class EpochChanged(HandleUnknown):
-    """The handle is of an earlier run of this server; or of another one that goes by the same name."""
+    """The handle is of an earlier run of this server, or of another server with the same name."""
 
     REASON = "EPOCH_CHANGED"
 
@@ -213,7 +211,7 @@ class EpochChanged(HandleUnknown):
 
 
 class HandleLost(HandleUnknown):
-    """The KV of the handle can no longer be trusted after a device fault."""
+    """The KV of the handle was lost to a device fault."""
 
     REASON = "HANDLE_LOST"
 
@@ -222,7 +220,7 @@ class HandleLost(HandleUnknown):
 
 
 class MaskUnknown(FerruleError):
-    """The token mask fingerprint is not registered here, or was dropped meanwhile."""
+    """The token mask with this fingerprint is not registered here, or was dropped."""
 
     REASON = "MASK_UNKNOWN"
 
@@ -232,7 +230,7 @@ class MaskUnknown(FerruleError):
 
 
 class WrongInstance(FerruleError):
-    """The handle belongs to another server instance, named in the metadata."""
+    """The handle belongs to another server instance, which the metadata names."""
 
     REASON = "WRONG_INSTANCE"
 
@@ -245,7 +243,7 @@ class WrongInstance(FerruleError):
 
 
 class CallElsewhere(WrongInstance):
-    """The call's metadata names another server instance than the one that it has reached; nothing of it was done."""
+    """The metadata of the call names another server instance than the one that it reached; nothing was done."""
 
     REASON = "WRONG_INSTANCE"
 
@@ -255,7 +253,7 @@ class CallElsewhere(WrongInstance):
 
 
 class HandleStale(FerruleError):
-    """The handle no longer names a state that can be appended to: its sequence moved on or was rewritten."""
+    """The handle names a state that cannot be appended to: its sequence has moved on or was rewritten."""
 
     REASON = "HANDLE_STALE"
 
@@ -267,11 +265,10 @@ class HandleStale(FerruleError):
             length=length,
             tip_length=tip_length,
         )
-        self.tip_length = tip_length
 
 
 class OutOfRange(FerruleError):
-    """A length is beyond what the handle, the context or the pool can hold."""
+    """A length exceeds the handle, the context or the pool."""
 
 
 class TruncateBeyond(OutOfRange):
@@ -289,7 +286,7 @@ class TruncateBeyond(OutOfRange):
 
 
 class ContextExceeded(OutOfRange):
-    """The sequence would pass the context length of the model or the server's --max-context."""
+    """The sequence would exceed the context length of the model or the server's --max-context."""
 
     REASON = "CONTEXT_EXCEEDED"
 
@@ -302,7 +299,7 @@ class ContextExceeded(OutOfRange):
 
 
 class ExceedsPool(OutOfRange):
-    """The request needs more blocks than the whole pool has, so waiting would not help."""
+    """The request needs more blocks than the whole pool has, so a later retry cannot succeed."""
 
     REASON = "EXCEEDS_POOL"
 
@@ -315,7 +312,7 @@ class ExceedsPool(OutOfRange):
 
 
 class ResourceExhausted(FerruleError):
-    """Something is full now. ``retry_after_s`` (seconds, or None) becomes google.rpc.RetryInfo."""
+    """A resource is used up now. ``retry_after_s`` (seconds, or None) becomes google.rpc.RetryInfo."""
 
     retry_after_s: float | None = None
 
@@ -328,19 +325,20 @@ _RATES: Final[Mapping[str, str]] = MappingProxyType(
         "TEXT_RATE": "bytes of text",
     }
 )
-"""Quotas that are rates, and what each counts."""
+"""Quotas that are rates, and the unit of each."""
 
 
 class QuotaExceeded(ResourceExhausted):
     """A quota of the principal is used up.
 
     Args:
-        quota: Which one: ``HANDLES``, ``KV_TOKENS``, ``QUEUED_ROWS``, ``MASK_BYTES``, or a rate: ``PREFILL_RATE``,
+        quota: ``HANDLES``, ``KV_TOKENS``, ``QUEUED_ROWS``, ``MASK_BYTES``, or a rate: ``PREFILL_RATE``,
             ``CALL_RATE``, ``REQUEST_BYTES`` or ``TEXT_RATE``.
         used: The amount in use, in the unit of the quota.
         limit: The limit, in the same unit.
-        retry_after_s: When to try again at the earliest; None: waiting does not help, the request alone is too large.
-        needed: What the request needs on top, where that is known; above ``limit``, where it can never be had, in all.
+        retry_after_s: Earliest time for a retry, in seconds; None: the request alone is too large, so none can succeed.
+        needed: Amount that the request needs in addition, if known. If it can never fit, the whole amount, which is
+            above ``limit``.
     """
 
     def __init__(
@@ -359,7 +357,7 @@ class QuotaExceeded(ResourceExhausted):
 
     @property
     def reason(self) -> str:
-        """The reason names the quota."""
+        """The machine-readable reason, which names the quota."""
         return f"QUOTA_{self.quota}"
 
 
@@ -378,13 +376,13 @@ class BlocksExhausted(ResourceExhausted):
 
 
 class QueueFull(ResourceExhausted):
-    """Too many jobs wait; nothing was queued.
+    """Too many jobs are waiting; this one was not queued.
 
     Args:
-        num_jobs: Jobs that are waiting or running.
-        limit: How many there may be; while several principals are active, how many of this one.
-        retry_after_s: When to try again at the earliest.
-        num_bytes: Bytes of these jobs, where the limit is one on bytes; ``limit`` is in bytes then.
+        num_jobs: Jobs waiting or running.
+        limit: Most such jobs; while several principals are active, most of this principal.
+        retry_after_s: Earliest time for a retry, in seconds.
+        num_bytes: Bytes of these jobs, if the limit is one on bytes; ``limit`` is then in bytes.
     """
 
     REASON = "QUEUE_FULL"
@@ -397,7 +395,7 @@ class QueueFull(ResourceExhausted):
 
 
 class SlowConsumer(ResourceExhausted):
-    """A stream's reader left too many bytes unread; the stream ends, committed appends stay replayable."""
+    """The reader of a stream left too many bytes unread. The stream ends; committed appends can be replayed."""
 
     REASON = "SLOW_CONSUMER"
 
@@ -410,7 +408,7 @@ class SlowConsumer(ResourceExhausted):
 
 
 class Unavailable(FerruleError):
-    """The server does not take this call now."""
+    """The server does not accept this call now."""
 
 
 class Starting(Unavailable):
@@ -423,7 +421,7 @@ class Starting(Unavailable):
 
 
 class Draining(Unavailable):
-    """The server is going down."""
+    """The server is shutting down."""
 
     REASON = "DRAINING"
 
@@ -432,7 +430,7 @@ class Draining(Unavailable):
 
 
 class RequestTimeout(FerruleError):
-    """The request message did not arrive in time; nothing was run, so any request may be sent again."""
+    """The request message did not arrive in time; nothing was run, so it is safe to send any request again."""
 
     REASON = "REQUEST_TIMEOUT"
 
@@ -443,7 +441,7 @@ class RequestTimeout(FerruleError):
 
 
 class FeatureUnsupported(FerruleError):
-    """This model or executor cannot do what was asked."""
+    """This model or executor does not support the request."""
 
     REASON = "FEATURE_UNSUPPORTED"
 
@@ -452,7 +450,7 @@ class FeatureUnsupported(FerruleError):
 
 
 class Cancelled(FerruleError):
-    """The caller went away before its rows were run: nothing happened, and nobody reads this."""
+    """The caller went away before its rows were run: nothing was appended, and this error is never sent."""
 
     REASON = "CANCELLED"
 
@@ -471,7 +469,7 @@ class SeedRequired(FerruleError):
 
 
 class NonFiniteLogits(FerruleError):
-    """A row's logits hold NaN or infinity; only that item fails and its handle stays as it was."""
+    """The logits of a row contain NaN or infinity; only that item fails and its handle stays as it was."""
 
     REASON = "NON_FINITE_LOGITS"
 
@@ -480,7 +478,7 @@ class NonFiniteLogits(FerruleError):
 
 
 class EngineFault(FerruleError):
-    """A bug of ours; the log has the traceback under ``fault_id``."""
+    """A bug in the server; the log has the traceback under ``fault_id``."""
 
     REASON = "ENGINE_FAULT"
 

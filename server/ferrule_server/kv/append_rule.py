@@ -1,4 +1,4 @@
-"""The append rule: what tokens sent behind a handle mean. Pure; nothing is changed here.
+"""The append rule: what tokens sent with a handle mean. Pure functions; they change nothing.
 
 For handle ``(id, L, lineage)``, tokens ``t`` and tip = length of the sequence:
 
@@ -24,18 +24,18 @@ from ferrule_server.kv.sequence import Sequence
 
 
 class Verdict(enum.Enum):
-    """What an append amounts to."""
+    """What an append means."""
 
     QUERY = "query"
-    """No tokens: run the last row again; nothing is appended."""
+    """No tokens: the last row is run again; nothing is appended."""
     APPEND = "append"
     """The handle is at the tip."""
     REPLAY = "replay"
-    """These very tokens were appended before; nothing is appended."""
+    """The same tokens were appended before; nothing is appended."""
     FORK = "fork"
     """Branch at the handle's length, then append."""
     REWIND = "rewind"
-    """Drop what lies beyond the handle's length, then append."""
+    """Drop the tokens after the handle's length, then append."""
 
 
 _STALE_VERDICTS = {StalePolicy.FORK: Verdict.FORK, StalePolicy.REWIND: Verdict.REWIND}
@@ -45,32 +45,27 @@ def check_handle(sequence: Sequence, handle: Handle) -> None:
     """Return if the handle names tokens that the sequence still holds.
 
     Raises:
-        HandleStale: The sequence is shorter, or holds other tokens there by now; or no handle has this length.
+        HandleStale: The sequence is shorter, or holds other tokens now; or no handle has this length.
     """
     if not 1 <= handle.length <= sequence.length or sequence.chain.at(handle.length) != handle.lineage:
         raise _stale(sequence, handle)
 
 
 def judge(
-    sequence: Sequence,
-    handle: Handle,
-    token_ids: SequenceOf[int],
-    on_stale: StalePolicy = StalePolicy.FAIL,
-    *,
-    may_replay: bool = True,
+    sequence: Sequence, handle: Handle, token_ids: SequenceOf[int], on_stale: StalePolicy, *, may_replay: bool = True
 ) -> Verdict:
-    """Return what appending ``token_ids`` behind ``handle`` amounts to, by the table of this module.
+    """Return what appending ``token_ids`` after ``handle`` means, by the table of this module.
 
     Args:
-        sequence: The handle's.
-        handle: As it came.
-        token_ids: What is to be appended; of a verify, the drafts included.
-        on_stale: What to do behind the tip.
-        may_replay: False: committed tokens do not tell whether this was appended before (a verify appends only the
-            drafts that hold).
+        sequence: The sequence of the handle.
+        handle: The handle of the request.
+        token_ids: The tokens to append; for a verify, the drafts included.
+        on_stale: What to do if the handle is before the tip.
+        may_replay: False: committed tokens do not show whether this was appended before (a verify appends only the
+            accepted drafts).
 
     Raises:
-        HandleStale: By the table; the message and metadata carry the tip.
+        HandleStale: By the table; message and metadata contain the tip.
     """
     check_handle(sequence, handle)
     if not token_ids:
@@ -86,7 +81,7 @@ def judge(
 
 
 def is_committed(sequence: Sequence, start: int, token_ids: SequenceOf[int]) -> bool:
-    """Return whether exactly these tokens were committed from ``start`` on."""
+    """Return whether exactly these tokens are committed from ``start`` on."""
     # A slice that ends at the tip is shorter than tokens that go beyond it, hence unequal.
     return sequence.token_ids[start : start + len(token_ids)].tolist() == list(token_ids)
 

@@ -1,4 +1,4 @@
-"""The block pool: which blocks are free, which of these are worth keeping, and how many owners each other one has."""
+"""The block pool: which blocks are free, which free blocks are kept, and how many owners each other block has."""
 
 from __future__ import annotations
 
@@ -12,15 +12,11 @@ NULL_BLOCK = 0
 """Never handed out; unused entries of a block table point at it."""
 
 
-def _ignore(_block_id: int) -> None:
-    """Nobody wants to know."""
-
-
 class BlockPool:
     """Hands out blocks and counts their owners.
 
-    A block without an owner is free: *cached* if somebody said that its contents are worth keeping, else *empty*.
-    Cached ones are handed out when no empty one is left, the one that became free first before the others.
+    A block without an owner is free. It is *cached* if :meth:`keep` was called for its contents, else *empty*.
+    Empty blocks are handed out first, then cached blocks in the order in which they became free.
 
     Invariant: num_empty + num_cached + num_used == num_blocks - 1; the null block is none of these; a block is free
     exactly when its refcount is 0, and then it is listed once: as cached exactly when it is kept; num_shared blocks
@@ -31,25 +27,11 @@ class BlockPool:
         block_size: Slots per block, a power of two.
 
     Attributes:
-        on_evict: Called with each cached block that is handed out, which is kept no longer then.
+        on_evict: Called with each cached block that is handed out; from then on it is not kept.
         num_shared: Blocks with two owners or more.
         num_evictions: Cached blocks handed out since start.
         num_exhausted: Requests refused since start because too few blocks were free.
     """
-
-    __slots__ = (
-        "_cached",
-        "_empty",
-        "_is_cached",
-        "_kept",
-        "_refcounts",
-        "block_size",
-        "num_blocks",
-        "num_evictions",
-        "num_exhausted",
-        "num_shared",
-        "on_evict",
-    )
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         if num_blocks < 2:
@@ -58,35 +40,35 @@ class BlockPool:
             raise ValueError(f"block_size must be a power of two, got {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.on_evict: Callable[[int], None] = _ignore
+        self.on_evict: Callable[[int], object] = lambda _block_id: None
         self.num_shared = self.num_evictions = self.num_exhausted = 0
         self._refcounts = [0] * num_blocks
-        # What `_cached` has, as a byte for each block, so that a picture of a large pool is two copies and no walk.
+        # Membership in `_cached`, a byte per block, so that a picture of a large pool needs two copies and no loop.
         self._is_cached = bytearray(num_blocks)
-        # A stack, lowest id on top: the block freed last is the likeliest to be in a cache.
+        # A stack, lowest id on top: the block freed last is the most likely to be in a hardware cache.
         self._empty = list(range(num_blocks - 1, NULL_BLOCK, -1))
-        # In the order in which they became free. (A plain dict is slow to take the first from, again and again.)
+        # In the order in which they became free. (Taking the first item again and again is slow with a plain dict.)
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._kept: set[int] = set()
 
     @property
     def capacity(self) -> int:
-        """Blocks that can be handed out at all: all but the null block."""
+        """Blocks that can be handed out: all but the null block."""
         return self.num_blocks - 1
 
     @property
     def num_empty(self) -> int:
-        """Blocks that nobody owns and that hold nothing."""
+        """Blocks without owner that hold nothing."""
         return len(self._empty)
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody owns and that are kept until they are needed."""
+        """Blocks without owner that are kept until they are needed."""
         return len(self._cached)
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody owns, and that can be handed out."""
+        """Blocks without owner: all that can be handed out now."""
         return len(self._empty) + len(self._cached)
 
     @property
@@ -103,15 +85,15 @@ class BlockPool:
         return self._refcounts[block_id]
 
     def require(self, count: int, num_own: int = 0) -> None:
-        """Return if so many blocks can be had: free ones, and ``num_own`` that the caller will give up for it.
+        """Return if ``count`` blocks are available: free ones, and ``num_own`` that the caller gives up for them.
 
         Raises:
-            BlocksExhausted: Fewer; the refusal is counted.
+            BlocksExhausted: Fewer are available; the refusal is counted.
         """
-        num_there = num_own + self.num_free
-        if count > num_there:
+        num_available = num_own + self.num_free
+        if count > num_available:
             self.num_exhausted += 1
-            raise BlocksExhausted(count, num_there)
+            raise BlocksExhausted(count, num_available)
 
     def allocate(self, count: int) -> list[int]:
         """Return ``count`` free blocks, each now with one owner; all or nothing.
@@ -134,7 +116,7 @@ class BlockPool:
     def evict_next(self, count: int) -> list[int]:
         """Return the blocks that allocations of one block each would hand out next, in order; fewer if fewer are free.
 
-        They are empty from now on: cached ones among them are evicted at once, which would happen then.
+        Cached blocks among them are evicted now, as these allocations would do, so all of them are empty afterwards.
         """
         while len(self._empty) < count and self._cached:
             self._empty.insert(0, self._evict())
@@ -144,7 +126,7 @@ class BlockPool:
         """Give each block ``count`` more owners.
 
         Raises:
-            RuntimeError: A block is free (a bug of the caller's).
+            RuntimeError: A block is free (a bug in the caller).
         """
         for block_id in block_ids:
             num_owners = self._refcounts[block_id]
@@ -154,10 +136,10 @@ class BlockPool:
             self._refcounts[block_id] = num_owners + count
 
     def adopt(self, block_ids: Iterable[int]) -> int:
-        """Give each block one more owner, also where it had none and was cached; return how many of them were.
+        """Give each block, owned or cached, one more owner; return how many of them were cached.
 
         Raises:
-            RuntimeError: A block is empty (a bug of the caller's).
+            RuntimeError: A block is empty (a bug in the caller).
         """
         num_cached = len(self._cached)
         for block_id in block_ids:
@@ -175,11 +157,11 @@ class BlockPool:
         """Take one owner from each block and return how many blocks became free.
 
         Raises:
-            RuntimeError: A block has no owner (a bug of the caller's).
+            RuntimeError: A block has no owner (a bug in the caller).
         """
         num_free_before = self.num_free
-        # Backwards, so that the stack hands the blocks out again in the order of the table, and that of cached ones the
-        # last go first: what stands before them in the table can be found without them, not the other way round.
+        # Backwards, so that the stack hands the blocks out again in the order of the table, and the last cached blocks
+        # are evicted first: a prompt can find the blocks before them without them, but not the reverse.
         for block_id in reversed(block_ids):
             num_owners = self._refcounts[block_id] - 1
             if num_owners < 0:
@@ -192,17 +174,17 @@ class BlockPool:
         return self.num_free - num_free_before
 
     def keep(self, block_id: int) -> None:
-        """Say that the contents of an owned block are worth keeping when it is free.
+        """Keep the contents of an owned block when it becomes free.
 
         Raises:
-            RuntimeError: The block is free (a bug of the caller's).
+            RuntimeError: The block is free (a bug in the caller).
         """
         if not self._refcounts[block_id]:
             raise RuntimeError(f"block {block_id} is free and cannot be kept")
         self._kept.add(block_id)
 
     def forget(self, block_id: int) -> None:
-        """Take back what :meth:`keep` said: a cached block is empty from now on."""
+        """Undo :meth:`keep`; a cached block becomes empty."""
         self._kept.discard(block_id)
         if block_id in self._cached:
             del self._cached[block_id]
@@ -217,11 +199,11 @@ class BlockPool:
         return bisect_left(table, 1, key=lambda block_id: self._refcounts[block_id] == 1)
 
     def count_sole(self, block_ids: Iterable[int]) -> int:
-        """Return how many of these blocks have one owner: what releasing them would free."""
+        """Return how many of these blocks have one owner, so that a release would free them."""
         return sum(self._refcounts[block_id] == 1 for block_id in block_ids)
 
     def count_free(self, block_ids: Iterable[int]) -> int:
-        """Return how many of these blocks have no owner: what adopting them would take from the free ones."""
+        """Return how many of these blocks have no owner, so that :meth:`adopt` would take them from the free blocks."""
         return sum(not self._refcounts[block_id] for block_id in block_ids)
 
     def cached_ids(self) -> list[int]:
@@ -229,9 +211,9 @@ class BlockPool:
         return list(self._cached)
 
     def picture(self) -> tuple[list[int], bytes]:
-        """Return copies of all refcounts, and of a byte for each block: 1 if it is cached, else 0.
+        """Return a copy of all refcounts, and one byte for each block: 1 if it is cached, else 0.
 
-        Both have the null block at index 0, a zero.
+        In both, index 0 is the null block and has a zero.
         """
         return self._refcounts.copy(), bytes(self._is_cached)
 
@@ -239,7 +221,7 @@ class BlockPool:
         """Raise AssertionError unless the invariant of the class holds.
 
         Args:
-            owners: Owners of each owned block as the caller counts them; None does not compare.
+            owners: Number of owners of each owned block, counted by the caller; None: not compared.
         """
         assert self.num_free + self.num_used == self.num_blocks - 1, "free and used blocks do not add up"
         free = {*self._empty, *self._cached}
@@ -267,7 +249,7 @@ class BlockPool:
             self._empty.append(block_id)
 
     def _evict(self) -> int:
-        """Take the block that has been cached for longest."""
+        """Take the block that was cached first."""
         block_id, _ = self._cached.popitem(last=False)
         self._is_cached[block_id] = 0
         self._kept.remove(block_id)

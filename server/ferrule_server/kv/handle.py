@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 
 class Handle(NamedTuple):
-    """What a client holds. It never changes meaning. A named tuple: two are made for every token decoded.
+    """The value that a client holds. Its meaning never changes. A named tuple: each decoded token makes two.
 
     Attributes:
         cache_id: ``<instance>.<epoch>.<128 random bits>``, url-safe; a secret, never logged.
-        length: Number of tokens named.
+        length: Number of tokens.
         lineage: 16 bytes over model and tokens (see ``kv/lineage.py``); never logged.
     """
 
@@ -35,7 +35,7 @@ def handle_id_of(cache_id: str) -> str:
 
 
 class StalePolicy(enum.Enum):
-    """What an append does when its handle is behind the tip and the tokens differ from those committed there."""
+    """What an append does if its handle is before the tip and other tokens are committed there."""
 
     FAIL = "fail"
     FORK = "fork"

@@ -1,4 +1,4 @@
-"""Leases: which sequence to look at next for expiry, in O(log n) per renewal at worst and O(1) as a rule."""
+"""Leases: which sequence may expire next, in O(log n) per renewal at worst and usually in O(1)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Mapping
 from ferrule_server.kv.sequence import Sequence
 
 PIN_RECHECK_S = 0.25
-"""A pinned sequence past its lease is looked at again after this many seconds: so much later at most it is collected
-once nothing pins it any more, which leaves most of a second for the step that may be running then."""
+"""A pinned sequence past its lease is checked again after this many seconds. It is collected at most so much later than
+its last pin ends, which leaves most of a second for a step that may be running then."""
 
 _SPARE_ENTRIES = 64
 
 
 class LeaseHeap:
-    """When to look at which sequence, as a heap with lazy deletion.
+    """When to check which sequence, as a heap with lazy deletion.
 
-    A renewal moves the end of a lease later and touches nothing here; the entry is moved when it comes to the top.
-    Only an end earlier than the entry is pushed anew.
+    A renewal usually moves the end of a lease later and changes nothing here; the entry moves when it reaches the top.
+    Only an end earlier than the entry is pushed again.
 
     Invariant: every sequence has an entry at its ``scheduled_at``, which is not after its ``expires_at``, or else (it
     was overdue while pinned) at most PIN_RECHECK_S from now; after each push there are at most twice as many entries
@@ -29,17 +29,14 @@ class LeaseHeap:
         sequences: The live ones by cache_id, owned by the caller; an entry of any other is void.
     """
 
-    __slots__ = ("_entries", "_sequences")
-
     def __init__(self, sequences: Mapping[str, Sequence]) -> None:
         self._sequences = sequences
         # By cache_id, so that the heap never keeps a released sequence's tokens alive.
         self._entries: list[tuple[float, str]] = []
 
     def schedule(self, sequence: Sequence) -> None:
-        """Make sure that the sequence is looked at when its lease ends, at the latest."""
-        if sequence.expires_at < sequence.scheduled_at:
-            self._push(sequence, sequence.expires_at)
+        """Check the sequence when its lease ends, which is before its ``scheduled_at``."""
+        self._push(sequence, sequence.expires_at)
 
     def next_at(self) -> float | None:
         """Return when the first lease may end, or None when there is none."""
@@ -47,7 +44,7 @@ class LeaseHeap:
         return self._entries[0][0] if self._entries else None
 
     def take_due(self, now: float) -> list[Sequence]:
-        """Return the sequences whose lease has ended, pinned ones left out; each is returned once."""
+        """Return the sequences whose lease has ended, except pinned ones; each is returned once."""
         due: list[Sequence] = []
         self._settle()
         while self._entries and self._entries[0][0] <= now:
@@ -66,10 +63,10 @@ class LeaseHeap:
         for cache_id, sequence in self._sequences.items():
             assert (sequence.scheduled_at, cache_id) in entries, f"{sequence.handle_id} is not in the lease heap"
             latest = max(sequence.expires_at, now + PIN_RECHECK_S)
-            assert sequence.scheduled_at <= latest, f"{sequence.handle_id} is looked at too late"
+            assert sequence.scheduled_at <= latest, f"{sequence.handle_id} is checked too late"
 
     def _settle(self) -> None:
-        """Bring an entry to the top that is neither void nor earlier than the end of its lease."""
+        """Bring a valid entry to the top whose time is the end of its lease, or later."""
         while self._entries:
             at, cache_id = self._entries[0]
             sequence = self._sequences.get(cache_id)

@@ -1,4 +1,4 @@
-"""Lineage: 16 bytes that are equal exactly when the model and the tokens are.
+"""Lineage: 16 bytes that are equal exactly if model and tokens are equal.
 
 BLAKE2b with 16-byte digests, chained over chunks of 16 tokens whatever the pool's block size is::
 
@@ -7,8 +7,8 @@ BLAKE2b with 16-byte digests, chained over chunks of 16 tokens whatever the pool
     at(length)  = link[n]                                   length == 16 * n
                 = H[part](link[n] + the 1..15 tokens left)  otherwise
 
-Tokens are hashed as little-endian uint32. The three kinds of hash differ in BLAKE2b's ``person`` parameter, so no
-partial chunk can pass for a full one, nor a fingerprint for either.
+Tokens are hashed as little-endian uint32. The three kinds of hash differ in BLAKE2b's ``person`` parameter, so a
+partial chunk never has the hash of a full one, and a fingerprint has the hash of neither.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from array import array
 from collections.abc import Iterable
 
 CHUNK_TOKENS = 16
-"""Tokens per link. Part of the contract between servers: never changes."""
+"""Tokens per link. Part of the contract between servers; it never changes."""
 
 LINEAGE_BYTES = 16
 """Size of a lineage."""
 
 _IS_SWAPPED = sys.byteorder == "big"
 
-# Hashes with nothing in them yet; copied for each use, which costs less than half of making one.
+# Empty hashes; a copy for each use costs less than half of a new one.
 _ROOT = hashlib.blake2b(digest_size=LINEAGE_BYTES, person=b"ferrule.root")
 _FULL = hashlib.blake2b(digest_size=LINEAGE_BYTES, person=b"ferrule.full")
 _PART = hashlib.blake2b(digest_size=LINEAGE_BYTES, person=b"ferrule.part")
@@ -35,17 +35,17 @@ _PART = hashlib.blake2b(digest_size=LINEAGE_BYTES, person=b"ferrule.part")
 class LineageChain:
     """The tokens of one sequence and the links over their full chunks.
 
-    Whole copies share tokens and links until one of them changes: a thousand branches of a long prompt that nobody has
-    appended to yet hold its tokens once.
+    Copies of the whole chain share tokens and links until one of them changes: a thousand new branches of a long prompt
+    hold its tokens once.
 
     Invariant: there are ``len(token_ids) // 16 + 1`` links, and link i is the lineage of the first 16 * i tokens.
 
     Args:
-        fingerprint: Of the model: weights, data types and all else that decides the KV.
+        fingerprint: Identifies the model: weights, data types and all else that determines the KV.
 
     Attributes:
-        token_ids: array("I"), index = position; read it (slices are copies), never change it. No buffer of it may be
-            kept: an array with an exported buffer cannot grow.
+        token_ids: array("I"), index = position; read only (slices are copies). Keep no buffer of it: an array with an
+            exported buffer cannot grow.
     """
 
     __slots__ = ("_is_shared", "_last_at", "_links", "token_ids")
@@ -54,14 +54,14 @@ class LineageChain:
         self.token_ids: array[int] = array("I")
         self._links = [_digest(fingerprint, _ROOT)]
         self._is_shared = False
-        # (length, lineage) answered last: the tip of one append is the handle that the next one comes with
+        # The last result of `at`: the tip of one append is the handle of the next.
         self._last_at = (0, self._links[0])
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def extend(self, token_ids: Iterable[int]) -> None:
-        """Append tokens; hashes once per chunk filled, so most single tokens cost no hash at all.
+        """Append tokens, with one hash per chunk filled, so most single tokens need no hash.
 
         Raises:
             OverflowError: A token does not fit 32 bits; nothing changed.
@@ -83,8 +83,7 @@ class LineageChain:
         last_length, lineage = self._last_at
         if length == last_length:
             return lineage
-        if not 0 <= length <= len(self.token_ids):
-            self._check_length(length)
+        self._check_length(length)
         num_left = length % CHUNK_TOKENS
         lineage = self._link(length - num_left, length, _PART) if num_left else self._links[length // CHUNK_TOKENS]
         self._last_at = (length, lineage)
@@ -105,7 +104,7 @@ class LineageChain:
         del self._links[length // CHUNK_TOKENS + 1 :]
 
     def copy(self, length: int) -> LineageChain:
-        """Return a chain over the first ``length`` tokens that changes apart from this one, without hashing.
+        """Return an independent chain over the first ``length`` tokens, without hashing.
 
         Raises:
             ValueError: The chain is shorter, or ``length`` is negative.
@@ -123,15 +122,15 @@ class LineageChain:
         return twin
 
     def check_integrity(self, fingerprint: bytes) -> None:
-        """Raise AssertionError unless the invariant holds, with every link computed anew."""
+        """Raise AssertionError unless the invariant holds; computes every link again."""
         fresh = LineageChain(fingerprint)
         fresh.extend(self.token_ids)
-        assert fresh._links == self._links, "links differ from those computed anew"
+        assert fresh._links == self._links, "links differ from those computed again"
         length, lineage = self._last_at
-        assert fresh.at(length) == lineage, "the lineage answered last is not that of its length any more"
+        assert fresh.at(length) == lineage, "the last lineage returned is not that of its length"
 
     def _own(self) -> None:
-        """Before a change of shared tokens: part with those that share them."""
+        """Copy shared tokens and links before they change."""
         self.token_ids, self._links = self.token_ids[:], self._links[:]
         self._is_shared = False
 
@@ -143,9 +142,7 @@ class LineageChain:
         chunk = self.token_ids[start:stop]
         if _IS_SWAPPED:
             chunk.byteswap()
-        hasher = kind.copy()
-        hasher.update(self._links[start // CHUNK_TOKENS] + chunk.tobytes())
-        return hasher.digest()
+        return _digest(self._links[start // CHUNK_TOKENS] + chunk.tobytes(), kind)
 
 
 def _digest(data: bytes, kind: hashlib.blake2b) -> bytes:

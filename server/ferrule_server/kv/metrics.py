@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.per_principal import PerPrincipal
@@ -33,6 +33,7 @@ class KvCounters:
     num_prefix_hit_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
 class KvLedger:
     """Counts every event twice: for the whole store and for one principal, so neither can be forgotten.
 
@@ -41,11 +42,8 @@ class KvLedger:
         own: Counters of each principal that was active recently.
     """
 
-    __slots__ = ("own", "total")
-
-    def __init__(self) -> None:
-        self.total = KvCounters()
-        self.own = PerPrincipal(KvCounters)
+    total: KvCounters = field(default_factory=KvCounters)
+    own: PerPrincipal[KvCounters] = field(default_factory=lambda: PerPrincipal(KvCounters))
 
     def add(self, principal: str, counter: str, amount: int = 1) -> None:
         """Add to a counter of the store and of a principal.

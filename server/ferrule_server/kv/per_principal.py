@@ -1,4 +1,4 @@
-"""One record for each principal that was active lately, so that what is counted for one is not shown to another."""
+"""One record for each recently active principal, so that no principal sees the counts of another."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
 MAX_RECORDS: Final = 1024
-"""Principals with a record; beyond it the record of the principal that was active longest ago is dropped."""
+"""Most principals with a record; beyond it the least recently active principal loses its record."""
 
 _Record = TypeVar("_Record")
 
@@ -15,7 +15,7 @@ _Record = TypeVar("_Record")
 class PerPrincipal(Generic[_Record]):
     """Records by principal. Changed by one thread; other threads may read.
 
-    Invariant: at most ``max_records`` principals have one. A principal whose record was dropped begins again at zero.
+    Invariant: at most ``max_records`` principals have one. A principal whose record was dropped starts again at zero.
 
     Args:
         make: Returns an empty record.
@@ -33,7 +33,7 @@ class PerPrincipal(Generic[_Record]):
         return len(self._records)
 
     def of(self, principal: str) -> _Record:
-        """Return the principal's record to be changed; it is now the most recently active one."""
+        """Return the principal's record for a change; the principal becomes the most recently active one."""
         record = self._records.get(principal)
         if record is None:
             record = self._records[principal] = self._make()
@@ -44,6 +44,6 @@ class PerPrincipal(Generic[_Record]):
         return record
 
     def look(self, principal: str) -> _Record:
-        """Return the principal's record to be read only; an empty one if it has none."""
+        """Return the principal's record for reading only; an empty one if it has none."""
         record = self._records.get(principal)
         return self._make() if record is None else record

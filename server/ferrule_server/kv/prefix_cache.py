@@ -1,14 +1,13 @@
 """The prefix cache: full blocks that new sequences of the same principal can share instead of computing them again.
 
-A block is *registered* when a sequence has committed the last of its tokens, and from then on a prompt that begins with
-the same tokens finds it, whether the sequence still lives (then they share it, as forks do) or not (then nobody owned
-it: the pool had it among its cached blocks). It stays registered until it is handed out anew, or until somebody is
-about to write into it.
+A block is *registered* when a sequence has committed the last of its tokens. From then on a prompt that begins with the
+same tokens finds it. If the sequence is still alive, both share the block, as forks do; if not, the block had no owner
+and was one of the pool's cached blocks. It stays registered until it is handed out again, or is about to be written.
 
-What is looked for is the KV of a block's tokens behind all tokens before them, so the key is the lineage at the block's
-end, which is made of all of these. Nobody can choose tokens that give the lineage of others, yet the block's own tokens
-and the lineage before them are compared as well. Principals never find each other's blocks: whether a prompt was fast
-would tell one what another has sent.
+The KV of a block depends on its tokens and on all tokens before them, so the key is the lineage at the block's end,
+which depends on all of these. It is not feasible to choose tokens with a given lineage, yet the block's own tokens and
+the lineage before them are compared as well. A principal never finds the blocks of another one: the speed of a prompt
+would reveal what the other has sent.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ _Key = tuple[str, bytes]
 
 @dataclass(slots=True)
 class _Entry:
-    """What a registered block holds.
+    """The contents of a registered block.
 
     Attributes:
         key: The principal, and the lineage at the block's end.
         parent: The lineage at its start.
         token_ids: Its own tokens.
-        previous: The block before it in the tables of its owners; NULL_BLOCK: it is the first. Means nothing while
-            nobody owns it.
+        previous: The block before it in the tables of its owners; NULL_BLOCK: it is the first. Without meaning while
+            the block has no owner.
     """
 
     key: _Key = field(repr=False)
@@ -45,24 +44,22 @@ class _Entry:
 class PrefixCache:
     """Finds full blocks by the tokens that they hold and that come before them.
 
-    Invariant: a registered block holds the KV of ``token_ids`` behind the tokens that have the lineage ``parent``,
-    computed for the principal of its key; exactly the registered blocks are kept by the pool; each key names one block.
+    Invariant: a registered block holds the KV of ``token_ids`` after the tokens that have the lineage ``parent``,
+    computed for the principal of its key; the pool keeps exactly the registered blocks; each key names one block.
     All owners of a block have the same block before it in their tables.
 
-    The last sentence is why a block that is owned is found only behind the very block that stands before it there: two
-    sequences that computed equal tokens at the same time have each their own blocks, of which the first to be committed
-    is registered. What the other appends is registered too, and found behind the first one's once the other is gone. So
-    refcounts never rise along a table.
+    Because of the last sentence, a block with an owner is found only after the same block that precedes it there. Two
+    sequences that compute equal tokens at the same time have each their own blocks, and those committed first are
+    registered. Blocks that the other one appends are registered too, and are found after the first one's blocks once
+    the other sequence is gone. So refcounts never rise along a table.
 
     Args:
-        pool: The blocks; it tells when it takes a cached one.
+        pool: The blocks; it calls back when it evicts a cached one.
         is_on: False: nothing is ever registered or found.
 
     Attributes:
-        registered: The registered blocks, a view: asked for each token decoded.
+        registered: The registered blocks, a view that is read for each token decoded.
     """
-
-    __slots__ = ("_blocks", "_entries", "_pool", "is_on", "registered")
 
     def __init__(self, pool: BlockPool, *, is_on: bool = True) -> None:
         self._pool = pool
@@ -73,10 +70,10 @@ class PrefixCache:
         pool.on_evict = self._unlist
 
     def register(self, sequence: Sequence, start: int) -> None:
-        """Make the full blocks of the sequence from number ``start`` on known.
+        """Register the full blocks of the sequence from number ``start`` on.
 
-        Where a block with the same tokens is registered already, it stays if somebody owns it, and makes room for the
-        newer one if not: that one will be needed for longer.
+        If a block with the same tokens is registered already, it stays if it has an owner. If not, the newer block
+        replaces it, since that one will be needed for longer.
         """
         chain, table, size = sequence.chain, sequence.block_ids, self._pool.block_size
         parent = chain.at(start * size)
@@ -90,7 +87,7 @@ class PrefixCache:
             parent = lineage
 
     def find(self, principal: str, chain: LineageChain) -> list[int]:
-        """Return the registered blocks that hold the first tokens of the chain; nothing changes."""
+        """Return the registered blocks that hold the first tokens of the chain; change nothing."""
         found: list[int] = []
         size, parent, previous = self._pool.block_size, chain.at(0), NULL_BLOCK
         for stop in range(size, len(chain) + 1, size):
@@ -108,14 +105,14 @@ class PrefixCache:
         return found
 
     def link(self, block_ids: Iterable[int]) -> None:
-        """Note that these blocks, just found, stand behind each other in a table from now on."""
+        """Note that these blocks, just found, follow each other in a table from now on."""
         previous = NULL_BLOCK
         for block_id in block_ids:
             self._entries[block_id].previous = previous
             previous = block_id
 
     def withdraw(self, block_id: int) -> None:
-        """Make sure that nobody finds the block any more: its one owner will write into it, or may at any time."""
+        """Make the block impossible to find, since its one owner will write into it, or may at any time."""
         if block_id in self._entries:
             self._unlist(block_id)
             self._pool.forget(block_id)
@@ -126,7 +123,7 @@ class PrefixCache:
             self.withdraw(block_id)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Raise AssertionError unless the invariant of the class holds, as far as the tables of these tell."""
+        """Raise AssertionError unless the invariant of the class holds in the tables of these sequences."""
         assert self.is_on or not self._entries, "something is registered in a cache that is off"
         keys = {entry.key: block_id for block_id, entry in self._entries.items()}
         assert keys == self._blocks, "blocks and keys do not name each other"
@@ -142,22 +139,22 @@ class PrefixCache:
             assert block_id not in self._entries, f"block {block_id} would be written and is registered"
 
     def _check_table(self, sequence: Sequence) -> None:
-        """Test what is registered of one table; the last block may hold more than the sequence does."""
+        """Check the registered blocks of one table; the last block may hold more tokens than the sequence."""
         chain, size, name = sequence.chain, self._pool.block_size, sequence.handle_id
         for index, block_id in enumerate(sequence.block_ids):
             entry = self._entries.get(block_id)
             if entry is None:
                 continue
             start, stop = index * size, min((index + 1) * size, len(chain))
-            assert entry.key[0] == sequence.principal, f"a block of {name} is registered for somebody else"
-            assert entry.parent == chain.at(start), f"block {index} of {name} is registered behind other tokens"
+            assert entry.key[0] == sequence.principal, f"a block of {name} is registered for another principal"
+            assert entry.parent == chain.at(start), f"block {index} of {name} is registered after other tokens"
             assert entry.token_ids[: stop - start] == chain.token_ids[start:stop], f"block {index} of {name} has others"
             assert stop < start + size or entry.key[1] == chain.at(stop), f"block {index} of {name} has another key"
             previous = sequence.block_ids[index - 1] if index else NULL_BLOCK
-            assert entry.previous == previous, f"block {index} of {name} is registered behind another block"
+            assert entry.previous == previous, f"block {index} of {name} is registered after another block"
 
     def _list(self, block_id: int, entry: _Entry) -> None:
-        """Register an owned block, unless one that holds the same is owned as well."""
+        """Register an owned block, unless another owned block holds the same."""
         other = self._blocks.get(entry.key)
         if other is not None:
             if self._pool.refcount(other):
@@ -168,5 +165,5 @@ class PrefixCache:
         self._pool.keep(block_id)
 
     def _unlist(self, block_id: int) -> None:
-        """Forget what the block holds."""
+        """Forget the contents of the block."""
         del self._blocks[self._entries.pop(block_id).key]

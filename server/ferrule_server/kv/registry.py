@@ -1,4 +1,4 @@
-"""The registry: which sequence a cache_id names, and what is answered when it names none."""
+"""The registry: which sequence a cache_id names, and which error answers a cache_id that names none."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ferrule_server.kv.handle import handle_id_of
 from ferrule_server.kv.sequence import Sequence
 
 TOMBSTONE_S = 600.0
-"""How long the owner of an expired sequence hears HANDLE_EXPIRED rather than HANDLE_UNKNOWN."""
+"""For how long the owner of an expired sequence gets HANDLE_EXPIRED rather than HANDLE_UNKNOWN."""
 
 MAX_TOMBSTONES = 100_000
-"""Tombstones kept; beyond it whoever has most of them loses the oldest, so that no other principal's answers change."""
+"""Most tombstones; beyond it the principal with most of them loses its oldest, so no other principal notices."""
 
 SECRET_BYTES = 16
 """Random bytes in a cache_id."""
@@ -34,18 +34,20 @@ class Registry:
     """Sequences by cache_id, and tombstones of those that expired or were lost.
 
     Invariant: a registered sequence is not released, is listed under its own cache_id and among those of its
-    principal, which stand in order of handle_id (principals without any are not remembered), and has no tombstone;
-    tombstones stand in order of their ends, by principal, and number at most MAX_TOMBSTONES in all.
+    principal, in order of handle_id (a principal without sequences has no list), and has no tombstone; the tombstones
+    of each principal are in order of their ends, and there are at most MAX_TOMBSTONES in all.
 
     Args:
         instance: Name of this server. epoch: name of this run of it. Both 1 to 64 of ``A-Z a-z 0-9 _ -``.
-        new_secret: Returns 16 bytes that nobody can guess.
+        new_secret: Returns 16 unguessable bytes.
+
+    Attributes:
+        sequences: The live sequences by cache_id, a read-only view.
+        num_tombstones: Expired sequences still remembered.
 
     Raises:
         ValueError: A name has other characters or another length.
     """
-
-    __slots__ = ("_epoch", "_instance", "_lost", "_new_secret", "_num_tombstones", "_own", "_sequences", "_tombstones")
 
     def __init__(self, instance: str, epoch: str, new_secret: Callable[[], bytes]) -> None:
         for name, value in (("instance", instance), ("epoch", epoch)):
@@ -55,10 +57,11 @@ class Registry:
         self._epoch = epoch
         self._new_secret = new_secret
         self._sequences: dict[str, Sequence] = {}
+        self.sequences: Mapping[str, Sequence] = MappingProxyType(self._sequences)
         self._own: dict[str, list[Sequence]] = {}
         # principal -> cache_id -> end on the store's clock
         self._tombstones: dict[str, OrderedDict[str, float]] = {}
-        self._num_tombstones = 0
+        self.num_tombstones = 0
         self._lost: dict[str, str] = {}
 
     def __len__(self) -> int:
@@ -67,24 +70,14 @@ class Registry:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._sequences.values())
 
-    @property
-    def sequences(self) -> Mapping[str, Sequence]:
-        """The live sequences by cache_id, a read-only view."""
-        return MappingProxyType(self._sequences)
-
-    @property
-    def num_tombstones(self) -> int:
-        """Expired sequences still remembered."""
-        return self._num_tombstones
-
     def new_cache_id(self) -> str:
-        """Return a name that was never given out."""
+        """Return a new, unique cache_id."""
         secret = self._new_secret()
         assert len(secret) == SECRET_BYTES, f"a secret has {len(secret)} bytes, not {SECRET_BYTES}"
         return f"{self._instance}.{self._epoch}.{base64.urlsafe_b64encode(secret).rstrip(b'=').decode()}"
 
     def add(self, sequence: Sequence) -> None:
-        """Make the sequence known under its cache_id."""
+        """Register the sequence under its cache_id."""
         assert sequence.cache_id not in self._sequences, "a secret came twice"
         self._sequences[sequence.cache_id] = sequence
         insort(self._own.setdefault(sequence.principal, []), sequence, key=_HANDLE_ID)
@@ -95,7 +88,7 @@ class Registry:
         return sequence if sequence is not None and sequence.principal == principal else None
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget the sequence: its handles are unknown from now on."""
+        """Forget the sequence; its handles become unknown."""
         del self._sequences[sequence.cache_id]
         own = self._own[sequence.principal]
         index = bisect_left(own, sequence.handle_id, key=_HANDLE_ID)
@@ -106,26 +99,26 @@ class Registry:
             del self._own[sequence.principal]
 
     def bury(self, sequence: Sequence, now: float) -> None:
-        """Forget the sequence, but tell its owner for a while that it expired."""
+        """Forget the sequence, and answer its owner for TOMBSTONE_S that it expired."""
         self.remove(sequence)
         own = self._tombstones.setdefault(sequence.principal, OrderedDict())
         own[sequence.cache_id] = now + TOMBSTONE_S
-        self._num_tombstones += 1
+        self.num_tombstones += 1
         while next(iter(own.values())) <= now:
             self._drop_tombstone(sequence.principal)
-        if self._num_tombstones > MAX_TOMBSTONES:
+        if self.num_tombstones > MAX_TOMBSTONES:
             self._drop_tombstone(self._dispensable(now))
 
     def lose_all(self) -> None:
-        """Forget every sequence, and tell the owners for good that it was lost."""
+        """Forget every sequence, and answer its owner from now on that it was lost."""
         self._lost.update((cache_id, sequence.principal) for cache_id, sequence in self._sequences.items())
         self._sequences.clear()
         self._own.clear()
 
     def why_missing(self, cache_id: str, principal: str, now: float) -> HandleUnknown | WrongInstance:
-        """Return the error for a name that :meth:`get` does not find.
+        """Return the error for a cache_id that :meth:`get` does not find.
 
-        Whether it was never issued, was released, or is another principal's cannot be told apart.
+        The answer is the same whether it was never issued, was released, or belongs to another principal.
         """
         handle_id = handle_id_of(cache_id)
         elsewhere = self._why_elsewhere(cache_id, handle_id)
@@ -149,7 +142,7 @@ class Registry:
         return own[start : start + limit]
 
     def soonest(self, limit: int) -> list[Sequence]:
-        """Return up to ``limit`` sequences of all principals, those whose lease ends soonest, in that order."""
+        """Return the ``limit`` sequences of all principals whose leases end soonest, in that order."""
         return heapq.nsmallest(limit, self._sequences.values(), key=_EXPIRES_AT)
 
     def check_integrity(self) -> None:
@@ -168,10 +161,10 @@ class Registry:
             ends = list(tombstones.values())
             assert ends == sorted(ends) != [], f"the tombstones of {principal!r} are out of order"
         num_tombstones = sum(map(len, self._tombstones.values()))
-        assert num_tombstones == self._num_tombstones <= MAX_TOMBSTONES, f"{num_tombstones} tombstones"
+        assert num_tombstones == self.num_tombstones <= MAX_TOMBSTONES, f"{num_tombstones} tombstones"
 
     def _why_elsewhere(self, cache_id: str, handle_id: str) -> EpochChanged | WrongInstance | None:
-        """Return the error for a well-formed name of another server or of another run, else None."""
+        """Return the error for a well-formed cache_id of another server or of another run, else None."""
         instance, _, rest = cache_id.partition(".")
         epoch, _, secret = rest.partition(".")
         if not (_NAME.fullmatch(instance) and _NAME.fullmatch(epoch) and _SECRET.fullmatch(secret)):
@@ -181,16 +174,16 @@ class Registry:
         return EpochChanged(handle_id) if epoch != self._epoch else None
 
     def _dispensable(self, now: float) -> str:
-        """Return whose oldest tombstone goes: one that is over anyway, or else one of whoever has most."""
+        """Return the principal whose oldest tombstone is dropped: one that is over, else the one with most."""
         for principal, own in self._tombstones.items():
             if next(iter(own.values())) <= now:
                 return principal
         return max(self._tombstones, key=lambda name: len(self._tombstones[name]))
 
     def _drop_tombstone(self, principal: str) -> None:
-        """Drop the principal's oldest."""
+        """Drop the principal's oldest tombstone."""
         own = self._tombstones[principal]
         own.popitem(last=False)
-        self._num_tombstones -= 1
+        self.num_tombstones -= 1
         if not own:
             del self._tombstones[principal]

@@ -60,11 +60,17 @@ class Reservation:
         return self.sequence or self.source
 
     def check_tokens(self, token_ids: SequenceOf[int]) -> None:
-        """Return if a sequence to be created can begin with these tokens.
+        """Return if these tokens can be committed.
 
         Raises:
-            ValueError: Its blocks were looked up for other tokens, or hold more tokens.
+            RuntimeError: The reservation was committed or aborted before.
+            ValueError: There is no token, or more than were reserved. Or the blocks of a sequence to be created were
+                looked up for other tokens, or hold more tokens.
         """
+        if not self.is_live:
+            raise RuntimeError("the reservation was committed or aborted before")
+        if not 1 <= len(token_ids) <= self.num_tokens:
+            raise ValueError(f"{self.num_tokens} tokens were reserved, {len(token_ids)} were written")
         if self.chain is None or len(self.chain) == self.start:
             return
         if len(token_ids) < self.num_cached:
@@ -73,6 +79,7 @@ class Reservation:
             raise ValueError("the tokens are not those of the prompt that was looked up")
 
 
+@dataclass(frozen=True, slots=True)
 class Reservations:
     """The live reservations, and the one place where appends get their blocks. A call that raises changes nothing.
 
@@ -96,8 +103,8 @@ class Reservations:
     Args:
         pool: The blocks.
         usage: Allocates them and takes them back.
-        slots: Blocks set aside for sequences.
         cache: Finds prompts.
+        slots: Blocks set aside for sequences.
         ledger: Counts the tokens found.
         fingerprint: Of the model; root of every lineage.
         max_context: Longest sequence in tokens.
@@ -106,27 +113,14 @@ class Reservations:
         live: Reservations neither committed nor aborted; read only.
     """
 
-    __slots__ = ("_cache", "_fingerprint", "_ledger", "_max_context", "_pool", "_slots", "_usage", "live")
-
-    def __init__(
-        self,
-        pool: BlockPool,
-        usage: Usage,
-        slots: ReservedSlots,
-        cache: PrefixCache,
-        *,
-        ledger: KvLedger,
-        fingerprint: bytes,
-        max_context: int,
-    ) -> None:
-        self._pool = pool
-        self._usage = usage
-        self._slots = slots
-        self._cache = cache
-        self._ledger = ledger
-        self._fingerprint = fingerprint
-        self._max_context = max_context
-        self.live: set[Reservation] = set()
+    pool: BlockPool
+    usage: Usage
+    cache: PrefixCache
+    slots: ReservedSlots
+    ledger: KvLedger
+    fingerprint: bytes
+    max_context: int
+    live: set[Reservation] = field(default_factory=set, init=False)
 
     def reserve_new(
         self,
@@ -140,8 +134,8 @@ class Reservations:
         """Hold the blocks of a sequence to be created with ``num_tokens`` tokens.
 
         With a prompt, the new sequence shares the full blocks that the prefix cache knows for its first tokens. The
-        reservation's ``num_cached`` counts these tokens, and only the tokens after them are to be written. If nobody
-        owned such a block it was a free one, and it counts in the quota unless the principal owns it already.
+        reservation's ``num_cached`` counts these tokens, and only the tokens after them are to be written. Such a
+        block counts in the quota unless the principal owns it already. If it had no owner, it was one of the free ones.
 
         Args:
             principal: The owner.
@@ -157,27 +151,26 @@ class Reservations:
         if prompt is not None and len(prompt) != num_tokens:
             raise ValueError(f"the prompt has {len(prompt)} tokens, not {num_tokens}")
         self._check_need(0, num_tokens, reserved_length)
-        chain = LineageChain(self._fingerprint)
+        chain = LineageChain(self.fingerprint)
         found_ids: list[int] = []
-        looked_up = prompt if self._cache.is_on else None
+        looked_up = prompt if self.cache.is_on else None
         if looked_up is not None:
             chain.extend(looked_up)
-            found_ids = self._cache.find(principal, chain)
-        held_ids = self._hold(principal, found_ids, self._pool.num_blocks_for(max(num_tokens, reserved_length)))
-        table = held_ids[: self._pool.num_blocks_for(num_tokens)]
+            found_ids = self.cache.find(principal, chain)
+        held_ids = self._hold(principal, found_ids, self.pool.num_blocks_for(max(num_tokens, reserved_length)))
+        table = held_ids[: self.pool.num_blocks_for(num_tokens)]
         reservation = Reservation(None, None, principal, 0, num_tokens, table, [], held_ids, chain)
         reservation.reserved_length = reserved_length
-        reservation.num_cached = len(found_ids) * self._pool.block_size
-        reservation.is_published = publish and self._cache.is_on
+        reservation.num_cached = len(found_ids) * self.pool.block_size
+        reservation.is_published = publish and self.cache.is_on
         if looked_up is not None:
-            self._ledger.add(principal, "num_prefix_lookup_tokens", num_tokens)
-            self._ledger.add(principal, "num_prefix_hit_tokens", reservation.num_cached)
+            self.ledger.add(principal, "num_prefix_lookup_tokens", num_tokens)
+            self.ledger.add(principal, "num_prefix_hit_tokens", reservation.num_cached)
         return self._open(reservation)
 
     def reserve_append(self, sequence: Sequence, num_tokens: int) -> Reservation:
         """Hold the blocks for more tokens at the tip: first spares of the sequence, then free blocks of the pool."""
-        if sequence.is_released or sequence.is_appending:
-            require_idle(sequence)
+        require_idle(sequence)
         self._check_need(len(sequence.chain.token_ids), num_tokens)
         return self._extend(sequence, num_tokens)
 
@@ -193,8 +186,8 @@ class Reservations:
         if sequence is None or reservation.is_live or sequence.is_released or sequence.is_appending:
             return False
         start, table = len(sequence.chain.token_ids), sequence.block_ids
-        is_partial = start % self._pool.block_size > 0
-        if not is_partial or start >= self._max_context or self._pool.refcount(table[-1]) > 1:
+        is_partial = start % self.pool.block_size > 0
+        if not is_partial or start >= self.max_context or self.pool.refcount(table[-1]) > 1:
             return False
         reservation.start, reservation.num_tokens, reservation.block_ids = start, 1, table
         if reservation.held_ids or reservation.copies:
@@ -212,20 +205,20 @@ class Reservations:
             ValueError: The source is shorter than ``length``.
         """
         require_idle(source)
-        prefix = prefix_blocks(source, length, self._pool)
+        prefix = prefix_blocks(source, length, self.pool)
         # The source must outlive the copy, so its partial block counts as well: waiting would not free it.
         is_copied = self._is_partial(length)
         self._check_need(length, num_tokens, num_copies=is_copied)
-        num_whole = self._pool.num_blocks_for(length + num_tokens) + is_copied
-        num_fresh, num_spares = num_whole - len(prefix), self._slots.num_missing_to_share(source, length)
-        self._usage.check(
+        num_whole = self.pool.num_blocks_for(length + num_tokens) + is_copied
+        num_fresh, num_spares = num_whole - len(prefix), self.slots.num_missing_to_share(source, length)
+        self.usage.check(
             source.principal, num_sequences=1, num_blocks=num_fresh + num_spares, num_whole=num_whole + num_spares
         )
-        self._pool.require(num_fresh + num_spares)
-        self._slots.add_spares(source, num_spares)
-        fresh_ids = self._usage.allocate(source.principal, num_fresh)
-        self._usage.enter(source.principal)
-        self._pool.share(prefix)
+        self.pool.require(num_fresh + num_spares)
+        self.slots.add_spares(source, num_spares)
+        fresh_ids = self.usage.allocate(source.principal, num_fresh)
+        self.usage.enter(source.principal)
+        self.pool.share(prefix)
         block_ids, copies = _extended(prefix, fresh_ids, is_copied=is_copied)
         held_ids, chain = prefix + fresh_ids, source.chain.copy(length)
         return self._open(
@@ -242,7 +235,7 @@ class Reservations:
             ValueError: The sequence is shorter than ``length``.
         """
         self._check_rewind(sequence, length, num_tokens)
-        self._slots.truncate(sequence, length)
+        self.slots.truncate(sequence, length)
         return self._extend(sequence, num_tokens, is_checked=True)
 
     def foresee(self, reservations: SequenceOf[Reservation]) -> list[list[int] | None]:
@@ -264,7 +257,7 @@ class Reservations:
         """
         tables: list[list[int] | None] = []
         without: list[int] = []
-        size, max_context = self._pool.block_size, self._max_context
+        size, max_context = self.pool.block_size, self.max_context
         for reservation in reservations:
             table, stop = reservation.block_ids, reservation.start + reservation.num_tokens
             if stop >= max_context:
@@ -276,7 +269,7 @@ class Reservations:
             else:
                 without.append(len(tables))
                 tables.append(None)
-        for index, block_id in zip(without, self._pool.evict_next(len(without)), strict=False):
+        for index, block_id in zip(without, self.pool.evict_next(len(without)), strict=False):
             tables[index] = [*reservations[index].block_ids, block_id]
         return tables
 
@@ -286,14 +279,14 @@ class Reservations:
         Blocks of the pool return to the pool, and spares stay with the sequence. No copy is lost: only the first row
         needs one. The room of a sequence to be created stays whole: blocks that leave its table become spares.
         """
-        num_kept = self._pool.num_blocks_for(reservation.start + num_tokens)
-        num_room = self._pool.num_blocks_for(reservation.reserved_length)
+        num_kept = self.pool.num_blocks_for(reservation.start + num_tokens)
+        num_room = self.pool.num_blocks_for(reservation.reserved_length)
         reservation.num_tokens = num_tokens
         surplus = set(reservation.block_ids[max(num_kept, num_room) :])
         reservation.block_ids = reservation.block_ids[:num_kept]
         given_back = [block_id for block_id in reservation.held_ids if block_id in surplus]
         reservation.held_ids = [block_id for block_id in reservation.held_ids if block_id not in surplus]
-        self._usage.release(reservation.principal, given_back)
+        self.usage.release(reservation.principal, given_back)
 
     def close(self, reservation: Reservation) -> None:
         """End a live reservation; the caller decides what happens to the blocks that it holds."""
@@ -309,9 +302,9 @@ class Reservations:
         """Give back what was reserved and nothing else; a closed reservation is left alone."""
         if reservation.is_live:
             self.close(reservation)
-            self._usage.release(reservation.principal, reservation.held_ids)
+            self.usage.release(reservation.principal, reservation.held_ids)
             if reservation.sequence is None:
-                self._usage.leave(reservation.principal)
+                self.usage.leave(reservation.principal)
 
     def count_owners(self) -> Counter[int]:
         """Return how many live reservations hold each block."""
@@ -334,72 +327,72 @@ class Reservations:
         start, stop = reservation.start, reservation.start + reservation.num_tokens
         sequence = reservation.sequence
         assert sequence is None or sequence.length == start, "a sequence moved under its reservation"
-        assert len(reservation.block_ids) == self._pool.num_blocks_for(stop), "a reserved table has another size"
-        written_ids = reservation.block_ids[(start + reservation.num_cached) // self._pool.block_size :]
+        assert len(reservation.block_ids) == self.pool.num_blocks_for(stop), "a reserved table has another size"
+        written_ids = reservation.block_ids[(start + reservation.num_cached) // self.pool.block_size :]
         for block_id in written_ids:
-            assert self._pool.refcount(block_id) == 1, f"block {block_id} would be written and is shared"
-        self._cache.check_unlisted(written_ids)
+            assert self.pool.refcount(block_id) == 1, f"block {block_id} would be written and is shared"
+        self.cache.check_unlisted(written_ids)
         for source_id, _ in reservation.copies:
-            assert self._pool.refcount(source_id) > 0, f"block {source_id} is to be copied and is free"
+            assert self.pool.refcount(source_id) > 0, f"block {source_id} is to be copied and is free"
 
     def _check_need(self, start: int, num_tokens: int, reserved_length: int = 0, *, num_copies: int = 0) -> None:
         """Raise if so many tokens after ``start`` would not fit the context, or the pool if it were empty."""
         if num_tokens < 1:
             raise ValueError(f"num_tokens must be at least 1, got {num_tokens}")
         length = max(start + num_tokens, reserved_length)
-        if length > self._max_context:
-            raise ContextExceeded(length, self._max_context)
-        num_blocks = self._pool.num_blocks_for(length) + num_copies
-        if num_blocks > self._pool.capacity:
-            raise ExceedsPool(num_blocks, self._pool.capacity)
+        if length > self.max_context:
+            raise ContextExceeded(length, self.max_context)
+        num_blocks = self.pool.num_blocks_for(length) + num_copies
+        if num_blocks > self.pool.capacity:
+            raise ExceedsPool(num_blocks, self.pool.capacity)
 
     def _check_rewind(self, sequence: Sequence, length: int, num_tokens: int) -> None:
         """Return if an append at ``length`` can be reserved once the tokens after it are dropped."""
         require_idle(sequence)
-        prefix = prefix_blocks(sequence, length, self._pool)
+        prefix = prefix_blocks(sequence, length, self.pool)
         self._check_need(length, num_tokens)
-        is_copied = self._is_partial(length) and self._pool.refcount(prefix[-1]) > 1
+        is_copied = self._is_partial(length) and self.pool.refcount(prefix[-1]) > 1
         # The room beyond the append must be there afterwards as well.
-        num_whole = self._pool.num_blocks_for(max(length + num_tokens, sequence.reserved_length))
+        num_whole = self.pool.num_blocks_for(max(length + num_tokens, sequence.reserved_length))
         num_needed = num_whole - len(prefix) + is_copied
-        num_own = self._pool.count_sole(sequence.block_ids[len(prefix) :]) + len(sequence.spare_ids)
+        num_own = self.pool.count_sole(sequence.block_ids[len(prefix) :]) + len(sequence.spare_ids)
         if num_needed > num_own:
-            self._usage.check(sequence.principal, num_blocks=num_needed - num_own, num_whole=num_whole)
-            self._pool.require(num_needed, num_own)
+            self.usage.check(sequence.principal, num_blocks=num_needed - num_own, num_whole=num_whole)
+            self.pool.require(num_needed, num_own)
 
     def _hold(self, principal: str, found_ids: list[int], num_blocks: int) -> list[int]:
         """Return the blocks for a new sequence, those found in the prefix cache first; all or nothing."""
         num_fresh = num_blocks - len(found_ids)
-        num_more = num_fresh + self._pool.count_free(found_ids)
-        self._usage.check(principal, num_sequences=1, num_blocks=num_more, num_whole=num_blocks)
-        self._pool.require(num_more)
-        self._cache.link(found_ids)
+        num_more = num_fresh + self.pool.count_free(found_ids)
+        self.usage.check(principal, num_sequences=1, num_blocks=num_more, num_whole=num_blocks)
+        self.pool.require(num_more)
+        self.cache.link(found_ids)
         # The found blocks first, or the allocation might hand them out.
-        self._usage.adopt(principal, found_ids)
-        fresh_ids = self._usage.allocate(principal, num_fresh)
-        self._usage.enter(principal)
+        self.usage.adopt(principal, found_ids)
+        fresh_ids = self.usage.allocate(principal, num_fresh)
+        self.usage.enter(principal)
         return found_ids + fresh_ids
 
     def _extend(self, sequence: Sequence, num_tokens: int, *, is_checked: bool = False) -> Reservation:
         """Hold the blocks for tokens at the tip that fit the context; with ``is_checked`` they fit the quota too."""
-        principal, table, stop = sequence.principal, sequence.block_ids, len(sequence.chain.token_ids) + num_tokens
-        is_copied = self._is_partial(stop - num_tokens) and self._pool.refcount(table[-1]) > 1
-        num_whole = self._pool.num_blocks_for(stop)
+        principal, table, start = sequence.principal, sequence.block_ids, len(sequence.chain.token_ids)
+        is_copied = self.pool.refcount(table[-1]) > 1 and self._is_partial(start)
+        num_whole = self.pool.num_blocks_for(start + num_tokens)
         num_fresh = num_whole - len(table) + is_copied
+        if not num_fresh:
+            return self._open(Reservation(sequence, None, principal, start, num_tokens, table, [], []))
         # Spares stay with the sequence until the commit, so an abort has nothing to put back.
         spare_ids = list(sequence.spare_ids[:num_fresh])
         fresh_ids: list[int] = []
         if num_more := num_fresh - len(spare_ids):
             if not is_checked:
-                self._usage.check(principal, num_blocks=num_more, num_whole=num_whole)
-            fresh_ids = self._usage.allocate(principal, num_more)
-        block_ids, copies = _extended(table, spare_ids + fresh_ids, is_copied=is_copied) if num_fresh else (table, [])
-        return self._open(
-            Reservation(sequence, None, principal, stop - num_tokens, num_tokens, block_ids, copies, fresh_ids)
-        )
+                self.usage.check(principal, num_blocks=num_more, num_whole=num_whole)
+            fresh_ids = self.usage.allocate(principal, num_more)
+        block_ids, copies = _extended(table, spare_ids + fresh_ids, is_copied=is_copied)
+        return self._open(Reservation(sequence, None, principal, start, num_tokens, block_ids, copies, fresh_ids))
 
     def _is_partial(self, length: int) -> bool:
-        return length % self._pool.block_size > 0
+        return length % self.pool.block_size > 0
 
     def _open(self, reservation: Reservation) -> Reservation:
         """Let the reservation live. From now on its rows may be written at any time.
@@ -408,9 +401,9 @@ class Reservations:
         truncate or as a fork, when this sequence is its last owner. All other blocks were allocated or set aside for
         writing, and these are never registered.
         """
-        start, size = reservation.start, self._pool.block_size
-        if start % size:
-            self._cache.withdraw(reservation.block_ids[start // size])
+        start, size = reservation.start, self.pool.block_size
+        if start % size and (block_id := reservation.block_ids[start // size]) in self.cache.registered:
+            self.cache.withdraw(block_id)
         self.live.add(reservation)
         if (sequence := reservation.sequence) is not None:
             sequence.is_appending = True

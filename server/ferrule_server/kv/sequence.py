@@ -1,4 +1,4 @@
-"""The sequence: what the server holds behind the handles of one cache_id."""
+"""The sequence: the state of the server for the handles of one cache_id."""
 
 from __future__ import annotations
 
@@ -30,24 +30,25 @@ class Truncation:
 class Sequence:
     """One sequence: its tokens, its blocks, its lease. The one owner of length.
 
-    Only :class:`~ferrule_server.kv.sequence_store.SequenceStore` changes it; the engine may count ``num_pins``.
+    Only :class:`~ferrule_server.kv.sequence_store.SequenceStore` and its parts change it, except that the engine counts
+    ``num_pins`` too.
 
     Attributes:
         cache_id: The secret name, never logged. handle_id: the loggable one.
-        principal: Who owns it.
+        principal: The owner.
         chain: Tokens and lineage; ``token_ids`` and ``length`` read it.
         block_ids: The block table: block i holds the tokens from i * block_size on. Replaced as a whole, never
-            changed in place, so tables may be kept by whoever read them.
+            changed in place, so a reader may keep it.
         ttl_s: Length of the lease. expires_at: its end on the store's clock. created_at: on the same clock.
         parent_handle_id: The sequence it was branched from; empty when it was prefilled.
-        reserved_length: Tokens up to which appends are sure to find blocks; 0: nothing is reserved.
+        reserved_length: Length up to which appends are sure to find blocks; 0: nothing is reserved.
         spare_ids: Blocks set aside for that, in no table yet (see ``kv/reserved_slots.py``). Replaced as a whole.
-        num_pins: Pieces of work in flight; above 0 the lease does not run out.
+        num_pins: Pieces of work in flight; above 0 the sequence does not expire.
         is_appending: An append is reserved on it and neither committed nor aborted.
-        last_truncate: Set by truncate, forgotten as soon as the tip moves.
-        is_released: Released, expired or lost: it owns no block any more.
+        last_truncate: Set by a truncate, cleared when the tip moves.
+        is_released: Released, expired or lost: it owns no blocks.
         is_published: Its full blocks are registered in the prefix cache as they are committed.
-        scheduled_at: When the lease heap looks at it next.
+        scheduled_at: When the lease heap checks it next.
     """
 
     cache_id: str = field(repr=False)
@@ -70,7 +71,7 @@ class Sequence:
 
     @property
     def token_ids(self) -> array[int]:
-        """array("I"), index = position; read only, and no buffer of it may be kept (slices are copies)."""
+        """array("I"), index = position; read only (slices are copies). Keep no buffer of it."""
         return self.chain.token_ids
 
     @property
@@ -80,7 +81,7 @@ class Sequence:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks it holds, shared ones and those set aside included."""
+        """Blocks that it holds, shared blocks and spares included."""
         return len(self.block_ids) + len(self.spare_ids)
 
     def handle_at(self, length: int | None = None) -> Handle:
@@ -90,13 +91,13 @@ class Sequence:
 
 
 def require_idle(sequence: Sequence) -> None:
-    """Return if the sequence lives and no append is in flight on it.
+    """Return if the sequence is alive and no append is in flight on it.
 
     Raises:
         HandleUnknown: It is released.
-        RuntimeError: An append is in flight (a bug of the caller's).
+        RuntimeError: An append is in flight (a bug in the caller).
     """
     if sequence.is_released:
         raise HandleUnknown(sequence.handle_id)
     if sequence.is_appending:
-        raise RuntimeError(f"an append is in flight on {sequence.handle_id}; queue behind it")
+        raise RuntimeError(f"an append is in flight on {sequence.handle_id}; queue after it")

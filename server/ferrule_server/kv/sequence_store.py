@@ -27,7 +27,7 @@ MIN_TTL_S = 5.0
 """Shortest lease."""
 
 DEFAULT_TTL_S = 60.0
-"""Lease of a new sequence when none is asked for."""
+"""Lease of a new sequence if the request names none."""
 
 
 def _new_secret() -> bytes:
@@ -35,44 +35,44 @@ def _new_secret() -> bytes:
 
 
 class SequenceStore:
-    """Sequences over a block pool. Called from one thread only; every call that raises has changed nothing.
+    """Sequences over a block pool, in memory. Called from one thread only; a call that raises changes nothing.
 
     Invariant: the refcount of a block is the number of its owners, which are the sequences with it in their table
     or among their spares and the live reservations that hold it, all of one principal; a sequence has at least one
     token, and of n tokens exactly ceil(n / block_size) blocks in its table, each once; its spares are what appends up
     to its reserved length need (see ``kv/reserved_slots.py``); its lineage at any length is that computed from its
-    tokens; its lease lasts between MIN_TTL_S and max_ttl_s; what a principal is said to hold is what its sequences
-    and reservations hold.
+    tokens; its lease lasts between MIN_TTL_S and max_ttl_s; the usage of a principal is what its sequences and
+    reservations hold.
 
-    Quotas are looked at before anything is allocated, all or nothing: HANDLES where sequences are created (one in
-    creation counts), KV_TOKENS where blocks are. The order of refusals stands at ``Reservations``.
+    Quotas are checked before anything is allocated, all or nothing: HANDLES if sequences are created (one in creation
+    counts), KV_TOKENS if blocks are allocated. :class:`Reservations` documents the order of refusals.
 
-    Whoever owns a block owns those before it in each table that has it: refcounts never rise along a table.
+    An owner of a block also owns the blocks before it in each table that has it: refcounts never rise along a table.
 
-    Full blocks are registered in the prefix cache as they are committed, and found by new sequences of the same
-    principal; those that nobody owns any more are free, and handed out when no empty block is left (see
-    ``kv/prefix_cache.py``). A block that the cache knows is never written: it is withdrawn before.
+    Full blocks are registered in the prefix cache as they are committed, and new sequences of the same principal find
+    them. Registered blocks without owner are free, and are handed out when no empty block is left (see
+    ``kv/prefix_cache.py``). A registered block is never written: it is withdrawn first.
 
-    A committed slot is never written again: a write into a block with refcount above 1 is preceded by its copy, and
-    while an append is reserved on a sequence nobody can come to share the blocks it writes to (fork, truncate and
-    further reservations on it raise RuntimeError; the engine queues them behind the append).
+    A committed slot is never written again: a block with refcount above 1 is copied before a write. While an append is
+    reserved on a sequence, no other sequence can start to share the blocks that it writes to: fork, truncate and
+    further reservations on it raise RuntimeError, and the engine queues them after the append.
 
     Args:
-        pool: The blocks; nobody else may allocate from it.
+        pool: The blocks; the store alone allocates from it.
         instance: Name of this server: 1 to 64 of ``A-Z a-z 0-9 _ -``. epoch: name of this run of it, likewise.
-        fingerprint: Of the model; root of every lineage.
+        fingerprint: Identifies the model; root of every lineage.
         max_context: Longest sequence in tokens.
         max_ttl_s: Longest lease in seconds, at least MIN_TTL_S.
         clock: Monotonic seconds.
         new_secret: Returns 16 unguessable bytes.
-        limits_of: The quotas of a principal, asked whenever it wants more.
-        has_prefix_cache: False: no block is registered, and none is found.
+        limits_of: The quotas of a principal, read whenever it asks for more.
+        has_prefix_cache: False: no block is registered or found.
 
     Attributes:
-        registry: The live sequences, to be read only.
-        reservations: Where appends get their blocks.
-        usage: What each principal holds: HANDLES and, times block_size, KV_TOKENS; to be read only.
-        ledger: What is counted, to be read only.
+        registry: The live sequences; read only.
+        reservations: Gives appends their blocks.
+        usage: Sequences and blocks that each principal holds; read only.
+        ledger: Counters of the store and of each principal; read only.
 
     Raises:
         ValueError: An argument is outside its range.
@@ -108,33 +108,27 @@ class SequenceStore:
         self._cache = PrefixCache(pool, is_on=has_prefix_cache)
         self._slots = ReservedSlots(pool, self.usage, self._cache, self.ledger, max_context)
         self.reservations = Reservations(
-            pool,
-            self.usage,
-            self._slots,
-            self._cache,
-            ledger=self.ledger,
-            fingerprint=fingerprint,
-            max_context=max_context,
+            pool, self.usage, self._cache, self._slots, self.ledger, fingerprint, max_context
         )
 
     def metrics(self) -> KvMetrics:
-        """Return how the store stands; from any thread. In the middle of a step some figures may be those before it."""
+        """Return counters and state; from any thread. During a step some figures may be those before it."""
         return metrics_of(self.pool, self.ledger.total, len(self.registry), self.registry.num_tombstones)
 
     def resolve(self, handle: Handle, principal: str, at: float | None = None) -> Sequence:
-        """Return the principal's live sequence that the handle belongs to, whatever its length says.
+        """Return the principal's live sequence with the handle's cache_id; length and lineage are not checked.
 
         Args:
-            handle: As the client sent it.
-            principal: Who sent it.
-            at: When it arrived, on the store's clock: the moment its lease is judged at. None: now.
+            handle: The handle of the request.
+            principal: The principal that sent it.
+            at: Time of arrival on the store's clock, for which the lease must last. None: now.
 
         Raises:
-            HandleUnknown: Malformed, never issued, released or foreign: identical answers.
-            HandleExpired: The principal's own; its lease ended within the last TOMBSTONE_S.
-            HandleLost: The principal's own, lost to a device fault.
-            EpochChanged: Of an earlier run of this server.
-            WrongInstance: Of another server.
+            HandleUnknown: It is malformed, was never issued, was released or is another principal's: identical answers.
+            HandleExpired: It is the principal's own, and its lease ended within the last TOMBSTONE_S.
+            HandleLost: It is the principal's own, and was lost to a device fault.
+            EpochChanged: It is of an earlier run of this server.
+            WrongInstance: It is of another server.
         """
         now = self.clock() if at is None else at
         sequence = self.registry.get(handle.cache_id, principal)
@@ -147,13 +141,14 @@ class SequenceStore:
     def reserve_slots(self, requests: SequenceOf[SlotRequest]) -> SlotReservation:
         """Set blocks aside for sequences of one principal, all or nothing, and renew their leases.
 
-        Appends up to ``target_length`` find their blocks from now on, whatever is forked, truncated or rewound, until
-        the sequence ends; its forks do not inherit that. Lengths are absolute: asking for as much again, or for less,
-        changes nothing. Nothing is allocated for ``admission_target_length``, it only has to fit. Appends in flight are
-        no hindrance: they keep what they have reserved themselves.
+        From now on appends up to ``target_length`` find their blocks, after any fork, truncate or rewind, until the
+        sequence ends; its forks do not inherit the room. Lengths are absolute: a repeated or a smaller request changes
+        nothing. Nothing is allocated for ``admission_target_length``; it only has to fit. Appends may be in flight:
+        they keep what they have reserved themselves.
 
         Raises:
-            ContextExceeded, ExceedsPool, QuotaExceeded, BlocksExhausted: As :meth:`reserve_new`, over all requests.
+            ContextExceeded, ExceedsPool, QuotaExceeded, BlocksExhausted: As for :class:`Reservations`, for all
+                requests together.
             HandleUnknown: A sequence is released.
         """
         reservation = self._slots.reserve(requests)
@@ -162,28 +157,22 @@ class SequenceStore:
         return reservation
 
     def commit(self, reservation: Reservation, token_ids: SequenceOf[int], ttl_s: float | None = None) -> Sequence:
-        """Append the tokens whose KV was written; create the sequence where there was none; renew the lease.
+        """Append the tokens whose KV was written, create the sequence if there is none, and renew the lease.
 
         Args:
             reservation: A live one.
-            token_ids: Of the first rows: as many as were reserved, or fewer where a verify accepted fewer. The store is
-                then as if only these had been reserved: what the others would have needed goes back.
-            ttl_s: As in :meth:`renew`; a created sequence has its source's, or DEFAULT_TTL_S.
+            token_ids: Tokens of the first rows: as many as were reserved, or fewer if a verify accepted fewer. The
+                result is as if only these had been reserved: surplus blocks go back.
+            ttl_s: As in :meth:`renew`; a created sequence has the lease of its source, or DEFAULT_TTL_S.
 
         Raises:
             HandleUnknown: The sequence was released meanwhile; the reservation is aborted.
             RuntimeError: The reservation was committed or aborted before.
-            ValueError: No token, or more than were reserved; or not those of the prompt that was looked up.
+            ValueError: No token, more than were reserved, or others than those of the prompt that was looked up.
         """
-        if not reservation.is_live:
-            raise RuntimeError("the reservation was committed or aborted before")
-        num_tokens = len(token_ids)
-        if not 1 <= num_tokens <= reservation.num_tokens:
-            raise ValueError(f"{reservation.num_tokens} tokens were reserved, {num_tokens} were written")
-        sequence = reservation.sequence
-        if sequence is None:
-            reservation.check_tokens(token_ids)
-        elif sequence.is_released:
+        reservation.check_tokens(token_ids)
+        sequence, num_tokens = reservation.sequence, len(token_ids)
+        if sequence is not None and sequence.is_released:
             self.reservations.abort(reservation)
             raise HandleUnknown(sequence.handle_id)
         if num_tokens != reservation.num_tokens:
@@ -192,7 +181,10 @@ class SequenceStore:
             sequence = self._create_reserved(reservation, token_ids)
         else:
             sequence.chain.extend(token_ids)
-            self._slots.settle(sequence, reservation.block_ids)
+            if sequence.spare_ids:
+                self._slots.settle(sequence, reservation.block_ids)
+            else:
+                sequence.block_ids = reservation.block_ids
         self.reservations.close(reservation)
         size = self.pool.block_size
         if reservation.start % size + num_tokens >= size and sequence.is_published:
@@ -209,13 +201,13 @@ class SequenceStore:
     def fork(self, sequence: Sequence, length: int, count: int, ttl_s: float | None = None) -> list[Sequence]:
         """Return ``count`` new sequences on the first ``length`` tokens, sharing all their blocks.
 
-        No block is copied: the first append into a shared block copies it. None is needed either, but one where room
-        is reserved for ``sequence`` and its last block comes to be shared: that copy is part of the room. Each has a
-        lease of its own, as long as the forked one's unless ``ttl_s`` says otherwise; the forked one's is renewed.
+        No block is copied: the first append into a shared block copies it. No block is needed either, with one
+        exception: if room is reserved for ``sequence`` and its last block becomes shared, the room includes its copy.
+        Each new sequence has its own lease, of ``ttl_s`` or as long as that of ``sequence``, which is renewed.
 
         Raises:
             QuotaExceeded: HANDLES, or KV_TOKENS for that one block.
-            BlocksExhausted: There is no such block.
+            BlocksExhausted: That one block is not available.
             HandleUnknown: The sequence is released.
             ValueError: ``length`` is outside [1, its length], or ``count`` below 1.
         """
@@ -238,16 +230,15 @@ class SequenceStore:
         return branches
 
     def truncate(self, sequence: Sequence, handle: Handle, new_length: int) -> int:
-        """Shorten the sequence to ``new_length`` tokens and return how many blocks that gave back.
+        """Shorten the sequence to ``new_length`` tokens, renew its lease, and return how many blocks became free.
 
-        What is reserved stays so; where others share what is dropped of it, other blocks are set aside instead.
-
-        An equal request succeeds again, with the same answer, while the tip still is ``new_length``. Renews the lease.
+        Reserved room is kept: if others share the dropped blocks of it, other blocks are set aside instead. An equal
+        request succeeds again, with the same answer, while the tip is still ``new_length``.
 
         Raises:
             TruncateBeyond: ``new_length`` is outside [1, length of the handle].
             HandleStale: The sequence does not hold the handle's tokens.
-            QuotaExceeded, BlocksExhausted: There are no such other blocks; nothing changed.
+            QuotaExceeded, BlocksExhausted: These other blocks are not available; nothing changed.
             HandleUnknown: The sequence is released.
         """
         require_idle(sequence)
@@ -262,12 +253,13 @@ class SequenceStore:
         return last.freed_blocks
 
     def release(self, handle: Handle, principal: str) -> int | None:
-        """End the principal's sequence, whatever the handle's length; None: there was nothing to release.
+        """End the principal's sequence, whatever the handle's length.
 
-        Acts at once, pinned or not. An append reserved on it must not be run any further; abort it, before or after.
+        Acts at once, even if the sequence is pinned. An append reserved on it must not run any further; abort it,
+        before or after.
 
         Returns:
-            Blocks given back to the pool; those shared with others do not count.
+            How many blocks became free; shared blocks do not count. None: there was nothing to release.
         """
         sequence = self.registry.get(handle.cache_id, principal)
         if sequence is None:
@@ -277,18 +269,19 @@ class SequenceStore:
         return self._free_sequence(sequence)
 
     def renew(self, sequence: Sequence, ttl_s: float | None = None) -> float:
-        """Start the lease anew and return its seconds: ``ttl_s`` clamped to [MIN_TTL_S, max], None: as before."""
+        """Restart the lease and return its seconds: ``ttl_s`` clamped to [MIN_TTL_S, max_ttl_s]; None: as before."""
         if ttl_s is not None:
             sequence.ttl_s = self._clamp_ttl(ttl_s)
         sequence.expires_at = self.clock() + sequence.ttl_s
-        self._leases.schedule(sequence)
+        if sequence.expires_at < sequence.scheduled_at:
+            self._leases.schedule(sequence)
         return sequence.ttl_s
 
     def expire(self, at: float | None = None) -> list[str]:
-        """Free every sequence whose lease has ended, pinned ones left out, and return their handle_ids.
+        """Free every sequence whose lease has ended, except pinned ones, and return their handle_ids.
 
         Args:
-            at: Leases that ended by then, on the store's clock; None: by now.
+            at: Time on the store's clock by which the leases ended; None: now.
         """
         now = self.clock()
         due = self._leases.take_due(now if at is None else min(at, now))
@@ -299,19 +292,18 @@ class SequenceStore:
         return [sequence.handle_id for sequence in due]
 
     def next_expiry(self) -> float | None:
-        """Return in how many seconds :meth:`expire` may find something, 0 or more; None: never as things are."""
+        """Return in how many seconds, 0 or more, :meth:`expire` may find a sequence; None if there is no sequence."""
         at = self._leases.next_at()
         return None if at is None else max(0.0, at - self.clock())
 
     def lose_all(self) -> None:
-        """Free everything after a device fault, cached blocks too; every handle answers HandleLost from now on."""
+        """Free everything after a device fault, cached blocks too; from now on every handle answers HandleLost."""
         self._cache.clear()
         for reservation in list(self.reservations.live):
             self.reservations.abort(reservation)
-        lost = list(self.registry)
-        self.registry.lose_all()
-        for sequence in lost:
+        for sequence in self.registry:
             self._free_sequence(sequence)
+        self.registry.lose_all()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the invariants of the store and of its parts hold; slow, for tests."""
@@ -328,7 +320,7 @@ class SequenceStore:
         self._cache.check_integrity(self.registry)
 
     def _count_holdings(self) -> dict[str, Holding]:
-        """Return what each principal holds, counted from scratch: a block on two accounts would count twice."""
+        """Return what each principal holds, counted from scratch; a block of two principals would count twice."""
         holdings: dict[str, Holding] = {}
         blocks: dict[str, set[int]] = {}
         for each in self.registry:
@@ -371,7 +363,7 @@ class SequenceStore:
         return sequence
 
     def _create(self, principal: str, chain: LineageChain, block_ids: list[int], parent: Sequence | None) -> Sequence:
-        """Register a sequence that takes over one owner's share of each block; its lease is not scheduled yet."""
+        """Register a sequence that becomes an owner of its blocks in place of the caller; `renew` must follow."""
         cache_id = self.registry.new_cache_id()
         now = self.clock()
         ttl_s = self._clamp_ttl(DEFAULT_TTL_S) if parent is None else parent.ttl_s
@@ -384,7 +376,7 @@ class SequenceStore:
         return sequence
 
     def _free_sequence(self, sequence: Sequence) -> int:
-        """Take the blocks of a sequence that the registry no longer knows."""
+        """Take all blocks from a sequence that is no longer registered, and return how many became free."""
         block_ids, sequence.block_ids = [*sequence.block_ids, *sequence.spare_ids], []
         sequence.spare_ids = ()
         sequence.is_released = True

@@ -24,18 +24,16 @@ class Holding:
 
 
 class Usage:
-    """The one way blocks leave the pool and come back, so that each is on somebody's account.
+    """The one way by which blocks leave the pool and return, so that each is counted for a principal.
 
-    Invariant: the blocks of all principals add up to the pool's used ones; a principal that holds nothing is not
-    remembered. A block never changes hands while it is owned: sequences share blocks with sequences of the same
-    principal only. Blocks that nobody owns are on nobody's account, also those that the prefix cache knows.
+    Invariant: the blocks of all principals add up to the used blocks of the pool; a principal that holds nothing has no
+    record. The principal of a block does not change while the block is owned: only sequences of one principal share
+    blocks. Free blocks count for no principal, even if the prefix cache knows them.
 
     Args:
-        pool: Where blocks come from.
-        limits_of: The quotas of a principal, asked whenever it wants more.
+        pool: The blocks.
+        limits_of: The quotas of a principal, read whenever it asks for more.
     """
-
-    __slots__ = ("_holdings", "_limits_of", "_pool")
 
     def __init__(self, pool: BlockPool, limits_of: LimitsOf) -> None:
         self._pool = pool
@@ -43,29 +41,29 @@ class Usage:
         self._holdings: dict[str, Holding] = {}
 
     def of(self, principal: str) -> Holding:
-        """Return what the principal holds now, a copy."""
+        """Return what the principal holds now, as a copy."""
         held = self._holdings.get(principal)
         return Holding() if held is None else Holding(held.num_sequences, held.num_blocks)
 
     def principals(self) -> list[str]:
-        """Return who holds anything, a copy."""
+        """Return the principals that hold a sequence, one in creation, or a block, as a copy."""
         return list(self._holdings)
 
     def check(self, principal: str, *, num_sequences: int = 0, num_blocks: int = 0, num_whole: int = 0) -> None:
-        """Return if the quotas allow so much more. Wanting nothing more is always allowed, also above a quota.
+        """Return if the quotas allow so much more. A request for nothing more always passes, even above a quota.
 
-        What can never be is said before what cannot be now: releasing would not help against the first.
+        A request that can never fit its quota is refused first, since releasing handles would not help.
 
         Args:
-            principal: Who wants it.
+            principal: The principal that asks.
             num_sequences: Sequences to be created.
             num_blocks: Blocks to be allocated.
-            num_whole: Blocks that must be held together for it, those held already included: above the quota, it
-                could not be had by a principal that held nothing else.
+            num_whole: All blocks that the request must hold at once, those held already included. Above the quota, even
+                a principal that held nothing else could not get them.
 
         Raises:
-            QuotaExceeded: ``HANDLES`` or ``KV_TOKENS``. If it can never be, ``needed`` is above ``limit`` and there is
-                no ``retry_after_s``.
+            QuotaExceeded: ``HANDLES`` or ``KV_TOKENS``. If the request can never fit, ``needed`` is above ``limit`` and
+                there is no ``retry_after_s``.
         """
         limits = self._limits_of(principal)
         if limits.handles is None and limits.kv_tokens is None:
@@ -85,7 +83,7 @@ class Usage:
                 raise QuotaExceeded(quota, used, limit, needed=more)
 
     def allocate(self, principal: str, count: int) -> list[int]:
-        """Return ``count`` free blocks, each with one owner; all or nothing. Quotas are not looked at: see `check`.
+        """Return ``count`` free blocks, each with one owner; all or nothing. :meth:`check` checks the quotas.
 
         Raises:
             BlocksExhausted: Fewer are free; nothing changed.
@@ -96,7 +94,7 @@ class Usage:
         return block_ids
 
     def adopt(self, principal: str, block_ids: list[int]) -> None:
-        """Make the principal one more owner of blocks that it owns already or that are cached; see `allocate`."""
+        """Add an owner to blocks that the principal owns already or that are cached; see :meth:`allocate`."""
         if num_taken := self._pool.adopt(block_ids):
             self._holding(principal).num_blocks += num_taken
 
@@ -109,11 +107,11 @@ class Usage:
         return num_freed
 
     def enter(self, principal: str, count: int = 1) -> None:
-        """Count sequences that are alive or in creation from now on."""
+        """Count sequences that are created, or will be."""
         self._holding(principal).num_sequences += count
 
     def leave(self, principal: str) -> None:
-        """Count a sequence off that ended, or that will not be created."""
+        """Stop counting a sequence that has ended, or that will not be created."""
         self._holdings[principal].num_sequences -= 1
         self._forget_empty(principal)
 
@@ -121,17 +119,14 @@ class Usage:
         """Raise AssertionError unless the invariant of the class holds.
 
         Args:
-            expected: What each principal holds, counted from scratch; those without anything left out.
+            expected: What each principal holds, counted from scratch; without those that hold nothing.
         """
         assert self._holdings == dict(expected), f"{self._holdings} is kept, {dict(expected)} was counted"
         num_blocks = sum(held.num_blocks for held in self._holdings.values())
         assert num_blocks == self._pool.num_used, f"{num_blocks} blocks are accounted for, not {self._pool.num_used}"
 
     def _holding(self, principal: str) -> Holding:
-        held = self._holdings.get(principal)
-        if held is None:
-            held = self._holdings[principal] = Holding()
-        return held
+        return self._holdings.setdefault(principal, Holding())
 
     def _forget_empty(self, principal: str) -> None:
         held = self._holdings[principal]

@@ -149,7 +149,7 @@ BUDGET: dict[str, int] = {
     "api/telemetry": 560,
     "api/texts": 240,
     "api/web": 590,
-    "engine": 1040,
+    "engine": 1000,
     "engine/appends": 1170,
     "engine/bridge": 370,
     "engine/generation": 680,

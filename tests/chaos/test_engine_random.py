@@ -242,14 +242,13 @@ class Campaign:
             self.engine._take()
         self.engine._next_expiry_check = 0.0
         self.engine._expire()
-        self.engine._drivers.turn()
+        self.engine._turn()
         if self.engine._lanes.running:
             if not self.is_calm and self.random.random() < 0.01:
                 self.count["failed_runs"] += 1
                 self.executor.errors[len(self.executor.batches) + 1] = RuntimeError("chaos")
             self.engine._stepper.step()
-            self.engine._drivers.turn()
-        self.engine._hand_over()
+            self.engine._turn()
         self.executor.copied_blocks.clear()
         self.check_integrity()
         for session in list(self.sessions):
@@ -440,7 +439,7 @@ class Campaign:
             attempt = Attempt(job)
             self.engine.submit([(job, attempt)])
             self.engine._take()
-            self.engine._hand_over()
+            self.engine._turn()
             (outcome,) = attempt.outcomes
 
     # ---- what comes back --------------------------------------------------------------------------------------------

@@ -150,7 +150,7 @@ def stand_still(rounds: Rounds, seed: int, num_rows: int = 6) -> Stream:
 
 def read_on(rounds: Rounds, stream: Stream) -> None:
     """Its reader takes all there will be."""
-    (driver,) = rounds.harness.engine._drivers._active
+    (driver,) = rounds.harness.engine._drivers.active
     driver.job.window.taken_bytes += 1 << 30
     rounds.harness.engine.resume(driver.job)
 

@@ -405,7 +405,7 @@ def test_a_bug_while_ending_or_telling_still_ends_the_stream() -> None:
     for broken in ("end", "next_frame"):
         with Harness() as harness:
             job, stream = stand_still(harness, narrow_generate)
-            (driver,) = harness.engine._drivers._active
+            (driver,) = harness.engine._drivers.active
 
             def fail(*_: object) -> None:
                 raise FailpointHit("told to fail")

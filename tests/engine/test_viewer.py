@@ -5,14 +5,9 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
-
 from ferrule_server.engine import host_calls
-from ferrule_server.engine import viewer as tallies_module
-from ferrule_server.engine.appends.running import RunningAppend
 from ferrule_server.engine.bridge.gate import Gate
 from ferrule_server.engine.jobs import (
     AppendJob,
@@ -25,7 +20,6 @@ from ferrule_server.engine.jobs import (
 )
 from ferrule_server.engine.metrics.counters import EngineSnapshot
 from ferrule_server.engine.metrics.views import View
-from ferrule_server.engine.viewer import Tallies
 from ferrule_server.executor.base import OutputSpec
 from ferrule_server.kv.handle import Handle
 from tests.engine.harness import GREEDY, Harness
@@ -157,29 +151,6 @@ def test_a_full_queue_keeps_nobody_from_looking() -> None:
         assert view.snapshot.refused()["QUEUE_FULL"] == 1
         for pending in waiting:
             pending.outcome()
-
-
-def test_tallies_forget_who_was_active_longest_ago(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A flood of names costs a bounded amount of memory, and the busy ones keep their sums."""
-    monkeypatch.setattr(tallies_module, "MAX_TALLIES", 8)
-    tallies = Tallies()
-
-    def add(name: str, at: int) -> None:
-        job = SimpleNamespace(principal=name, submitted_ns=at - 1)
-        run: Any = SimpleNamespace(  # what a tally reads of an append
-            reservation=object(), job=job, token_ids=(1,), num_cached=0, first_step_ns=at, run_ns=5
-        )
-        tallies.add(cast("RunningAppend", run))
-
-    for at in range(1, 101):
-        add("busy", 2 * at)
-        add(f"guest-{at}", 2 * at + 1)
-        assert len(tallies) <= 8
-    busy = tallies.of("busy")
-    assert busy is not None
-    assert (busy.num_appends, busy.run_ns, busy.queue_ns) == (100, 500, 100)
-    assert tallies.recent()[:2] == ["guest-100", "busy"]
-    assert tallies.of("guest-1") is None
 
 
 def test_the_gate_tells_what_each_has_pending() -> None:

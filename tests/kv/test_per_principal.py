@@ -27,3 +27,12 @@ def test_the_record_that_was_used_longest_ago_is_dropped() -> None:
         counts.of(name).value += 1
     assert len(counts) == 3
     assert [counts.look(name).value for name in "abcd"] == [2, 0, 1, 1]
+
+
+def test_names_come_in_order_of_their_last_use() -> None:
+    """The most recent one first; looking is no use."""
+    counts = PerPrincipal(_Count, max_records=3)
+    for name in "abca":
+        counts.of(name)
+    counts.look("b")
+    assert counts.recent() == ["a", "c", "b"]

@@ -58,7 +58,7 @@ from ferrule_server.engine.shares import Shares
 from ferrule_server.engine.steps.gather import GatherWindow
 from ferrule_server.engine.steps.stepper import Stepper
 from ferrule_server.engine.steps.warmup import Warmup
-from ferrule_server.engine.viewer import Tallies, Viewer
+from ferrule_server.engine.viewer import Viewer
 from ferrule_server.errors import Cancelled, Draining, FerruleError, HandleLost
 from ferrule_server.executor.base import DeviceLost, Executor
 from ferrule_server.kv.handle import Handle
@@ -145,7 +145,6 @@ class Engine:
             finish=self._finish,
         )
         self._warmup = Warmup(executor, settings.max_step_rows, self._finish)
-        tallies = Tallies()
         self._stepper = Stepper(
             executor,
             store,
@@ -156,7 +155,6 @@ class Engine:
             gather=self._gather,
             counters=self.counters,
             shares=self._shares,
-            on_commit=tallies.add,
             failpoints=failpoints,
         )
         self._endings.subscribe(
@@ -164,7 +162,7 @@ class Engine:
         )
         self._gate = Gate(settings.max_waiting_jobs, limits_of)
         self._delivery = Delivery(post, self._gate)
-        viewer = Viewer(store, self._gate, tallies, self._num_pending, self.snapshot)
+        viewer = Viewer(store, self._gate, self.counters.own, self._num_pending, self.snapshot)
         self._host = Host(caches, self._endings, viewer)
         self._is_stopping = False
         self._is_failed = False
@@ -223,7 +221,7 @@ class Engine:
             free_blocks=self.num_free_blocks(),
             is_failed=self._is_failed,
             refused_at_gate=self._gate.refused,
-            num_streams=self._drivers.num_active,
+            num_streams=len(self._drivers.active),
             num_parked=self._drivers.num_parked,
             num_arrived=len(self._inbox),
         )
@@ -265,15 +263,14 @@ class Engine:
         """Take what has come, run a step if somebody waits for one, hand over, and look after the executor."""
         self._take()
         self._expire()
-        self._drivers.turn()
-        self._hand_over()
+        self._turn()
         if self._lanes.running:
             self._stepper.step()
-            self._drivers.turn()
+            self._turn()
             self.counters.timings.settle()
-            self._hand_over()
-        if self._stepper.warm():
-            self._hand_over()
+        if self._warmup.queue:
+            self._stepper.warm()
+            self._turn()
         if not self._is_stopping:
             self._stepper.tend()
 
@@ -291,19 +288,16 @@ class Engine:
             at = self._arrival(entries[0][0].submitted_ns)
             for job, sink in entries:
                 self._accept(job, sink, at)
-            busy_ns += self._count_work(entries[0][0].principal, time.monotonic_ns() - begun_ns)
+            work_ns = time.monotonic_ns() - begun_ns
+            busy_ns += work_ns
+            self._inbox.spent(work_ns)
+            if self._shares.is_contended:
+                self._shares.add_host_work(entries[0][0].principal, work_ns)
             if busy_ns >= (_TAKE_SHARED_NS if self._shares.is_contended else _TAKE_NS):
                 earliest_ns = self._inbox.earliest_ns()
                 self._taken_until = at if earliest_ns is None else min(at, self._arrival(earliest_ns))
                 return
         self._taken_until = None
-
-    def _count_work(self, principal: str, work_ns: int) -> int:
-        """Count the time that taking the jobs of a principal took, and return it."""
-        self._inbox.spent(work_ns)
-        if self._shares.is_contended:
-            self._shares.add_host_work(principal, work_ns)
-        return work_ns
 
     def _next_entries(self) -> list[Entry] | None:
         """The next jobs that arrived together; None when the loop should go on without more."""
@@ -321,9 +315,10 @@ class Engine:
         """Seconds to wait for the next job: none when rows are ready to run and all that is awaited is back."""
         if self._lanes.running:
             return self._gather.remaining_s(time.monotonic())
-        if self._delivery.finished or self._drivers.has_work or self._stepper.has_work:
+        has_work = self._drivers.active and self._drivers.has_work
+        if self._delivery.finished or has_work or self._stepper.has_work:
             return 0.0
-        most_s = _POLL_S if self._warmup.is_waiting else _IDLE_S
+        most_s = _POLL_S if self._warmup.queue else _IDLE_S
         expiry_s = self._store.next_expiry()
         return most_s if expiry_s is None else min(most_s, max(0.001, expiry_s))
 
@@ -348,9 +343,12 @@ class Engine:
             self._endings.notify(handle_id)
             _LOG.info("lease expired handle_id=%s", handle_id)
 
-    def _hand_over(self) -> None:
-        """Deliver everything finished with one call on the event loop."""
-        self._delivery.hand_over()
+    def _turn(self) -> None:
+        """Let streams go on, then deliver everything finished with one call on the event loop."""
+        if self._drivers.active:
+            self._drivers.turn()
+        if self._delivery.finished:
+            self._delivery.hand_over()
 
     def _shut_down(self) -> None:
         """Answer everybody and close the executor; a part that raises does not keep the others from being done."""
@@ -371,7 +369,8 @@ class Engine:
     def _answer_rest(self) -> None:
         self._is_closed = True
         with contextlib.suppress(RuntimeError):  # the event loop may be closed already: nobody waits any more
-            self._hand_over()
+            if self._delivery.finished:
+                self._delivery.hand_over()
             self._refuse_rest()
 
     def _refuse_rest(self) -> None:
@@ -398,7 +397,9 @@ class Engine:
             if self._is_stopping:
                 raise Draining
             if isinstance(job, LaneJob):
-                self._enter_lane(job, sink, at)
+                if job.handle is not None:
+                    self._gather.came_back(job.handle.cache_id, time.monotonic())
+                self._lanes.enter(job, sink, at)
             elif isinstance(job, HostCall):
                 self._finish(job, sink, job.carry_out(self._host, at))
             elif isinstance(job, StreamJob):
@@ -410,11 +411,6 @@ class Engine:
             self._finish(job, sink, error)
         except Exception:  # noqa: BLE001 - a bug must end its own job only
             self._finish(job, sink, fault(f"job failed kind={type(job).__name__}"))
-
-    def _enter_lane(self, job: LaneJob[object], sink: Sink, at: float) -> None:
-        if job.handle is not None:
-            self._gather.came_back(job.handle.cache_id, time.monotonic())
-        self._lanes.enter(job, sink, at)
 
     def _start_stream(self, job: StreamJob[object], sink: Sink, at: float) -> None:
         if job.is_cancelled:

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 
-from ferrule_server.engine.appends.running import RunningAppend
 from ferrule_server.engine.bridge.gate import Gate
-from ferrule_server.engine.metrics.counters import EngineSnapshot
+from ferrule_server.engine.metrics.counters import EngineSnapshot, OwnCounters
 from ferrule_server.engine.metrics.views import PrincipalSeen, SequenceSeen, View
+from ferrule_server.kv.per_principal import PerPrincipal
 from ferrule_server.kv.sequence import Sequence
 from ferrule_server.kv.sequence_store import SequenceStore
 
@@ -26,14 +26,14 @@ class Viewer:
     Args:
         store: The sequences.
         gate: What is accepted and not finished.
-        tallies: What the appends of each principal came to.
+        own: What was counted for each principal.
         num_pending: Jobs in flight or waiting on a sequence.
         snapshot: The engine's state now.
     """
 
     store: SequenceStore
     gate: Gate
-    tallies: Tallies
+    own: PerPrincipal[OwnCounters]
     num_pending: Callable[[Sequence], int]
     snapshot: Callable[[], EngineSnapshot]
 
@@ -60,7 +60,7 @@ class Viewer:
 
     def _known(self, pending: dict[str, tuple[int, int]]) -> dict[str, None]:
         """Everybody who appended lately, most recently first, then who holds something or waits."""
-        known = dict.fromkeys(self.tallies.recent())
+        known = dict.fromkeys(self.own.recent())
         known.update(dict.fromkeys(self.store.usage.principals()))
         known.update(dict.fromkeys(pending))
         return known
@@ -82,73 +82,9 @@ class Viewer:
         )
 
     def _principal(self, name: str, pending: dict[str, tuple[int, int]]) -> PrincipalSeen:
-        held, tally = self.store.usage.of(name), self.tallies.of(name)
+        held, own = self.store.usage.of(name), self.own.look(name)
         seen = PrincipalSeen(name, held.num_sequences, held.num_blocks, *pending.get(name, (0, 0)))
-        if tally is not None:
-            seen.num_appends, seen.num_tokens = tally.num_appends, tally.num_tokens
-            seen.queue_ns, seen.run_ns = tally.queue_ns, tally.run_ns
+        seen.num_appends = own.prefills + own.decodes + own.verifies
+        seen.num_tokens = own.prefill_tokens + own.decode_tokens
+        seen.queue_ns, seen.run_ns = own.queue_ns, own.prefill_ns + own.decode_ns + own.verify_ns
         return seen
-
-
-MAX_TALLIES = 1024
-"""Principals with sums; beyond it the quarter that was active longest ago is forgotten."""
-
-
-class Tally:
-    """Sums over the appends of one principal.
-
-    Attributes:
-        num_appends: Appends committed. num_tokens: their tokens, those from the prefix cache left out.
-        queue_ns: Waited for their first steps. run_ns: run time of the steps they had rows in.
-        last_ns: Start of the first step of the newest of them, on the clock of ``submitted_ns``.
-    """
-
-    __slots__ = ("last_ns", "num_appends", "num_tokens", "queue_ns", "run_ns")
-
-    def __init__(self) -> None:
-        self.num_appends = self.num_tokens = self.queue_ns = self.run_ns = self.last_ns = 0
-
-
-class Tallies:
-    """A tally for each principal that appended something lately. Called from the engine thread only.
-
-    Invariant: at most MAX_TALLIES principals have one; a principal that is forgotten starts again at zero.
-    """
-
-    __slots__ = ("_tallies",)
-
-    def __init__(self) -> None:
-        self._tallies: dict[str, Tally] = {}
-
-    def __len__(self) -> int:
-        return len(self._tallies)
-
-    def of(self, principal: str) -> Tally | None:
-        """Return the principal's tally, to be read only; None: it has none."""
-        return self._tallies.get(principal)
-
-    def recent(self) -> list[str]:
-        """Return all principals with a tally, the most recently active first."""
-        return sorted(self._tallies, key=lambda name: self._tallies[name].last_ns, reverse=True)
-
-    def add(self, run: RunningAppend) -> None:
-        """Count an append that is committed; one that appended nothing, a query or a replay, is left out."""
-        if run.reservation is None:
-            return
-        job = run.job
-        tally = self._tallies.get(job.principal)
-        if tally is None:
-            tally = self._new(job.principal)
-        tally.num_appends += 1
-        tally.num_tokens += len(run.token_ids) - run.num_cached
-        tally.last_ns = run.first_step_ns
-        if run.first_step_ns > job.submitted_ns:
-            tally.queue_ns += run.first_step_ns - job.submitted_ns
-        tally.run_ns += run.run_ns
-
-    def _new(self, principal: str) -> Tally:
-        if len(self._tallies) >= MAX_TALLIES:
-            for name in self.recent()[-MAX_TALLIES // 4 :]:
-                del self._tallies[name]
-        tally = self._tallies[principal] = Tally()
-        return tally

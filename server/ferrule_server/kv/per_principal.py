@@ -43,6 +43,10 @@ class PerPrincipal(Generic[_Record]):
             self._records.move_to_end(principal)
         return record
 
+    def recent(self) -> list[str]:
+        """Return the principals with a record, the most recently active one first."""
+        return list(reversed(self._records))
+
     def look(self, principal: str) -> _Record:
         """Return the principal's record for reading only; an empty one if it has none."""
         record = self._records.get(principal)

@@ -82,17 +82,14 @@ class Commits:
             answer.verified = with_row_handles(run.verified, job.drafts, sequence, handle.length)
         if job.keeps_record and (run.verdict in _RECORDED or run.creation is not None):
             self.records.keep(sequence.handle_id, run.start, job, answer)
-        self._count(run)
+        if run.reservation is not None:
+            _count(self.counters, run)
+            _count(self.counters.own.of(job.principal), run)
         if not job.is_internal:
             self._measure(run, timing.queue_ns)
         if self.failpoints is not None:
             self.failpoints.hit("after_commit")
         return answer
-
-    def _count(self, run: RunningAppend) -> None:
-        if run.reservation is not None:
-            _add(self.counters, run)
-            _add(self.counters.own.of(run.job.principal), run)
 
     def _measure(self, run: RunningAppend, queue_ns: int) -> None:
         """Note how long a client has waited; what the engine entered for a Generate or Forward these measure."""
@@ -107,11 +104,14 @@ class Commits:
             timings.answered(job.submitted_ns)
 
 
-def _add(counters: EngineCounters | OwnCounters, run: RunningAppend) -> None:
+def _count(counters: OwnCounters, run: RunningAppend) -> None:
     """Count an append that is committed."""
+    if run.first_step_ns > run.job.submitted_ns:
+        counters.queue_ns += run.first_step_ns - run.job.submitted_ns
     if run.job.drafts is not None:
         assert run.verified is not None
         counters.verifies += 1
+        counters.verify_ns += run.run_ns
         counters.draft_tokens += run.job.drafts.count
         counters.accepted_tokens += run.verified.accepted_count
         counters.verify_tokens += len(run.token_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from ferrule_server.engine.bridge.gate import Finished, Gate
@@ -41,17 +42,16 @@ class Delivery:
 
     def hand_over(self) -> None:
         """Deliver everything finished, with one call on the event loop; engine thread only."""
-        if self.finished:
-            finished, self.finished = self.finished, []
-            self.deliver(finished)
+        finished, self.finished = self.finished, []
+        self.deliver(finished)
 
     def deliver(self, finished: list[Finished]) -> None:
         """Deliver outcomes of jobs that the gate let in; any thread."""
-        self._post(lambda: self._arrive(finished))
+        self._post(partial(self._arrive, finished))
 
     def refuse(self, refused: list[Finished]) -> None:
         """Deliver the errors of jobs that the gate did not let in; any thread."""
-        self._post(lambda: self._line_up(refused))
+        self._post(partial(self._line_up, refused))
 
     # ---- on the event loop ------------------------------------------------------------------------------------------
 

@@ -207,8 +207,10 @@ class Gate:
         num_rows, num_tokens = job.num_rows, job.num_prompt_tokens
         if num_tokens:
             usage.settle(limits.prefill_tokens_per_s, now)
-        error = self._too_many_jobs(usage, now) or self._too_much(usage, limits, num_rows, num_tokens, now)
-        if error is not None:
+        free = self._max_jobs - self._num_jobs
+        if free <= 0 or (now < self._shared_until and usage.num_jobs >= _HEADROOM * free):
+            return self._queue_full(usage, free, now)
+        if (error := self._too_much(usage, limits, num_rows, num_tokens, now)) is not None:
             return error
         self._num_jobs += 1
         usage.num_jobs += 1
@@ -230,11 +232,8 @@ class Gate:
         usage.num_host_calls += 1
         return None
 
-    def _too_many_jobs(self, usage: _Usage, now: float) -> QueueFull | None:
-        """The bound on all jobs, and this principal's part of it while it is not alone."""
-        free = self._max_jobs - self._num_jobs
-        if free > 0 and (now >= self._shared_until or usage.num_jobs < _HEADROOM * free):
-            return None
+    def _queue_full(self, usage: _Usage, free: int, now: float) -> QueueFull:
+        """Name the bound that was hit: that on all jobs, or this principal's part of it while it is not alone."""
         num_jobs, limit = (self._num_jobs, self._max_jobs) if free <= 0 else (usage.num_jobs, _HEADROOM * free)
         return QueueFull(num_jobs, limit, self._finished_jobs.wait_s(self._num_jobs, now))
 
@@ -258,7 +257,7 @@ class Gate:
         usage, num_rows = self._usages[job.principal], job.num_rows
         usage.num_jobs -= 1
         usage.rows -= num_rows
-        if not (isinstance(job, GenerateJob) and job.has_begun):
+        if usage.debt and not (isinstance(job, GenerateJob) and job.has_begun):
             _refund(usage, job, now)
         return num_rows
 

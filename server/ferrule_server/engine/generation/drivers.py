@@ -108,7 +108,8 @@ class Drivers:
     """The stream jobs under way.
 
     Invariant: a driver is active from its start to its last frame, and each is given exactly one last frame or error;
-    one that is not parked has an append or a fork in the lanes, or its outcome waits here.
+    one that is not parked has an append or a fork in the lanes, or its outcome waits here. If none is active, a turn
+    has nothing to do.
 
     Args:
         store: Tells the time and the model's name for sequences.
@@ -117,6 +118,9 @@ class Drivers:
         check_loop: Refuses a Generate whose request_id belongs to another request.
         release: Gives a sequence back, whatever is in flight on it.
         finish: Takes each frame or error.
+
+    Attributes:
+        active: The drivers under way.
     """
 
     def __init__(
@@ -136,7 +140,7 @@ class Drivers:
         self._lanes = lanes
         self._finish = finish
         self._seed_key = secrets.token_bytes(16)
-        self._active: dict[Driver, None] = {}
+        self.active: dict[Driver, None] = {}
         self._parked: dict[Driver, set[str]] = {}
         self._touched: dict[Driver, None] = {}
         self._outcomes: deque[tuple[DriverSink, LaneJob[object], Outcome]] = deque()
@@ -144,13 +148,8 @@ class Drivers:
         self._is_woken = False
 
     @property
-    def num_active(self) -> int:
-        """Drivers under way."""
-        return len(self._active)
-
-    @property
     def num_parked(self) -> int:
-        """Of these, those that wait for their readers."""
+        """Drivers that wait for their readers."""
         return len(self._parked)
 
     @property
@@ -162,16 +161,21 @@ class Drivers:
 
     def start(self, driver: Driver, at: float) -> None:
         """Let a driver begin; leases are judged at ``at`` on the store's clock. One that raises has not begun."""
-        driver.begin(at)
-        self._active[driver] = None
+        self.active[driver] = None
+        try:
+            driver.begin(at)
+        except BaseException:
+            self._leave(driver)
+            raise
 
     def collect(self, job: LaneJob[object], sink: DriverSink, outcome: Outcome) -> None:
         """Keep what came of an append or a fork for the next turn."""
-        self._outcomes.append((sink, job, outcome))
+        if sink.driver in self.active:
+            self._outcomes.append((sink, job, outcome))
 
     def wake(self) -> None:
-        """A window may have opened, or a caller gone: the next turn looks."""
-        self._is_woken = True
+        """A window may have opened, or a caller may be gone: the next turn looks."""
+        self._is_woken = bool(self.active)
 
     def sequence_ended(self, handle_id: str) -> None:
         """A sequence has ended; a driver parked on it is to hear of that."""
@@ -184,16 +188,24 @@ class Drivers:
 
         Who is cancelled ends after that, so that it knows what it has made; what it entered last is not run any more.
         """
-        if self._active:
-            self._turn()
-        elif self.has_work:  # of drivers that are over
-            self._outcomes.clear()
-            self._is_woken = False
+        self._is_woken = False
+        self._give_all()
+        while self._parked:
+            self._unpark()
+            if not self._outcomes:
+                break
+            self._give_all()  # refused at once: its place may be that of another one
+        for driver in [driver for driver in self.active if driver.job.is_cancelled]:
+            self._end(driver, _cancelled)
+        if self._touched:
+            touched, self._touched = self._touched, {}
+            for driver in touched:
+                self._deliver(driver)
 
     def end_all(self, why: Why) -> None:
         """End every driver; outcomes that wait are dropped."""
         self._outcomes.clear()
-        for driver in list(self._active):
+        for driver in list(self.active):
             self._end(driver, why)
         self._touched.clear()
         self._parked.clear()
@@ -262,25 +274,10 @@ class Drivers:
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _turn(self) -> None:
-        self._is_woken = False
-        self._give_all()
-        while self._parked:
-            self._unpark()
-            if not self._outcomes:
-                break
-            self._give_all()  # refused at once: its place may be that of another one
-        for driver in [driver for driver in self._active if driver.job.is_cancelled]:
-            self._end(driver, _cancelled)
-        if self._touched:
-            touched, self._touched = self._touched, {}
-            for driver in touched:
-                self._deliver(driver)
-
     def _give_all(self) -> None:
         while self._outcomes:
             sink, job, outcome = self._outcomes.popleft()
-            if sink.driver not in self._active:
+            if sink.driver not in self.active:
                 continue
             try:
                 sink.driver.take(sink.branch, job, outcome)
@@ -315,7 +312,7 @@ class Drivers:
 
     def _deliver(self, driver: Driver) -> None:
         """Hand over what the driver has to say; with its last word it leaves."""
-        if driver not in self._active:
+        if driver not in self.active:
             return
         try:
             outcome = driver.next_frame()
@@ -324,14 +321,22 @@ class Drivers:
             self._lose(driver, fault("a frame could not be made"))
             return
         if driver.is_over:
-            del self._active[driver]
+            self._leave(driver)
         if outcome is not None:
             self._finish(driver.job, driver.sink, outcome)
 
     def _lose(self, driver: Driver, error: FerruleError) -> None:
-        del self._active[driver]
+        self._leave(driver)
         self._parked.pop(driver, None)
         self._finish(driver.job, driver.sink, error)
+
+    def _leave(self, driver: Driver) -> None:
+        """Forget a driver that is over; what the last one leaves behind concerns nobody."""
+        del self.active[driver]
+        if not self.active:
+            self._outcomes.clear()
+            self._touched.pop(driver, None)
+            self._is_woken = False
 
 
 def _cancelled(_: Handle | None) -> FerruleError:

@@ -20,9 +20,11 @@ class OwnCounters:
     decodes: int = 0
     decode_ns: int = 0
     verifies: int = 0
+    verify_ns: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
     verify_tokens: int = 0
+    queue_ns: int = 0
     replays: int = 0
     generates: int = 0
     refused: dict[str, int] = field(default_factory=dict)
@@ -45,8 +47,9 @@ class EngineCounters(OwnCounters):
             prefill_ns: their summed ``run_ns``.
             Tokens found in the prefix cache do not count.
         decodes: Appends of one token finished, in branches too; decode_ns: their summed ``run_ns``.
-        verifies: Verifies finished; draft_tokens: drafts they brought; accepted_tokens: those that a rule accepted.
-        verify_tokens: Appended by verifies.
+        verifies: Verifies finished; verify_ns: their summed ``run_ns``; draft_tokens: drafts they brought;
+            accepted_tokens: those that a rule accepted; verify_tokens: tokens appended by verifies.
+        queue_ns: Summed time that the appends above waited for their first steps.
         queries: Rows run again without an append.
         replays: Appends and forks answered from what was committed before.
         recomputed: Replays whose rows had to be run again.

@@ -117,13 +117,8 @@ class EngineTimings:
             for queue_ns, times in self._queues.items():
                 self.queue.observe(queue_ns, times)
             self._queues.clear()
-        if self._answers:
-            self._observe_since(self._answers, self.decode)
-        if self._draws:
-            self._observe_since(self._draws, self.inter_token)
-
-    def _observe_since(self, noted: dict[int, int], histogram: Histogram) -> None:
         end_ns = self.step_end_ns
-        for since_ns, times in noted.items():
-            histogram.observe(end_ns - since_ns, times)
-        noted.clear()
+        for noted, histogram in ((self._answers, self.decode), (self._draws, self.inter_token)):
+            for since_ns, times in noted.items():
+                histogram.observe(end_ns - since_ns, times)
+            noted.clear()

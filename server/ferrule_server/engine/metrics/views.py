@@ -42,7 +42,14 @@ class SequenceSeen:
 
 @dataclass(slots=True)
 class PrincipalSeen:
-    """One principal: what it holds, what it waits for, and the sums of its :class:`~.tallies.Tally`."""
+    """One principal: what it holds, what it waits for, and the sums over its appends.
+
+    Attributes:
+        num_sequences, num_blocks: Live sequences, and the blocks that they hold.
+        num_jobs, num_rows: Jobs in the queue or in flight, and their rows.
+        num_appends: Appends committed. num_tokens: their tokens, those from the prefix cache left out.
+        queue_ns: Time that the appends waited for their first steps. run_ns: run time of the steps they had rows in.
+    """
 
     name: str
     num_sequences: int

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
 from itertools import islice
 
 from ferrule_server.engine.appends.commits import Commits
@@ -49,7 +48,6 @@ class Stepper:
         gather: Is told which sequences may come back with their next token.
         counters: Counts steps.
         shares: Is told for whom a step ran.
-        on_commit: Called with each append that has been committed.
         failpoints: For tests.
     """
 
@@ -65,7 +63,6 @@ class Stepper:
         gather: GatherWindow,
         counters: EngineCounters,
         shares: Shares,
-        on_commit: Callable[[RunningAppend], object],
         failpoints: Failpoints | None = None,
     ) -> None:
         self._lanes = lanes
@@ -74,7 +71,6 @@ class Stepper:
         self._gather = gather
         self._counters = counters
         self._shares = shares
-        self._on_commit = on_commit
         self._failpoints = failpoints
         self._is_debugging = settings.debug_top_tokens
         self._batcher = Batcher(settings.max_step_rows, settings.max_step_time_s)
@@ -86,8 +82,8 @@ class Stepper:
     @property
     def has_work(self) -> bool:
         """Whether there is something to warm up or to prepare now."""
-        is_due = self._warmup.is_pending and not self._warmup.is_waiting
-        return is_due or (self._lookahead is not None and self._lookahead.has_more)
+        is_due = self._warmup.queue and not self._warmup.is_waiting
+        return bool(is_due) or (self._lookahead is not None and self._lookahead.has_more)
 
     def forget(self, handle_id: str) -> None:
         """Forget a sequence that has ended."""
@@ -118,18 +114,15 @@ class Stepper:
         else:
             self._commit(chunks, outcome)
 
-    def warm(self) -> bool:
-        """Run one step of a warm-up, if there is one; return whether there was. Other steps wait for one at most.
+    def warm(self) -> None:
+        """Run one step of the warm-up that is next. Other steps wait for one at most.
 
         Raises:
             DeviceLost: As the executor says.
         """
-        if not self._warmup.is_pending:
-            return False
         if self._lookahead is not None:
             self._lookahead.make_way()
         self._warmup.run_one()
-        return True
 
     def tend(self) -> None:
         """Drop a queued step that nobody can claim any more, and let the executor prepare itself if none is queued.
@@ -172,7 +165,7 @@ class Stepper:
 
     def _are_all(self, chunks: list[Chunk]) -> bool:
         """Whether nothing waits for a step besides the appends that have a part in this one."""
-        is_wanted = self._lanes.num_waiting or self._warmup.is_pending or self._is_debugging
+        is_wanted = self._lanes.num_waiting or self._warmup.queue or self._is_debugging
         return len(chunks) == len(self._lanes.running) and not is_wanted
 
     # ---- run --------------------------------------------------------------------------------------------------------
@@ -224,7 +217,6 @@ class Stepper:
         """Commit and answer an append whose rows have all been run; returns the cache_id it may come back with."""
         try:
             answer = self._commits.commit(run)
-            self._on_commit(run)
         except FerruleError as error:
             self._lanes.fail(run, error)
             return ""

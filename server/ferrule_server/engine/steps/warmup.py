@@ -64,6 +64,9 @@ class Warmup:
         executor: Runs the steps.
         max_step_rows: Most rows in a step.
         finish: Takes the outcome of each job, once.
+
+    Attributes:
+        queue: What is to be run or to be answered; empty most of the time.
     """
 
     def __init__(
@@ -74,23 +77,18 @@ class Warmup:
         self._way = self._current_way()
         self._max_step_rows = max_step_rows
         self._finish = finish
-        self._queue: deque[_Warming] = deque()
+        self.queue: deque[_Warming] = deque()
         self._warm: set[int] = set()
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether there is something to run or to answer."""
-        return bool(self._queue)
 
     @property
     def is_waiting(self) -> bool:
         """Whether nothing is to be run before the executor has prepared what it is at."""
-        return self.is_pending and self._queue[0].num_runs > 0 and self._is_preparing()
+        return bool(self.queue) and self.queue[0].num_runs > 0 and self._is_preparing()
 
     def add(self, job: WarmupJob, sink: Sink) -> None:
         """Queue a warm-up; its batch sizes are in [1, max_step_rows]."""
         sizes = sorted(set(job.batch_sizes)) or _default_sizes(self._max_step_rows)
-        self._queue.append(_Warming(job, sink, deque([*sizes, 0])))
+        self.queue.append(_Warming(job, sink, deque([*sizes, 0])))
 
     def run_one(self) -> None:
         """Run the next step that is not warm, and answer what is complete. A step that fails ends its warm-up.
@@ -100,24 +98,24 @@ class Warmup:
         Raises:
             DeviceLost: As the executor says.
         """
-        warming = self._queue[0]
+        warming = self.queue[0]
         try:
             self._run_next(warming)
         except DeviceLost:
             raise
         except Exception:  # noqa: BLE001 - what cannot be warmed must not stop who is served
-            self._queue.popleft()
+            self.queue.popleft()
             self._finish(warming.job, warming.sink, fault("warm step failed"))
             return
         if not warming.sizes:
-            self._queue.popleft()
+            self.queue.popleft()
             batch_sizes = tuple(sorted(self._warm - {0}))
             self._finish(warming.job, warming.sink, WarmupResult(tuple(warming.steps), batch_sizes))
 
     def end_all(self, why: Callable[[], FerruleError]) -> None:
         """Answer everything that is not complete."""
-        while self._queue:
-            warming = self._queue.popleft()
+        while self.queue:
+            warming = self.queue.popleft()
             self._finish(warming.job, warming.sink, why())
 
     def _run_next(self, warming: _Warming) -> None:

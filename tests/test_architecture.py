@@ -148,7 +148,7 @@ BUDGET: dict[str, int] = {
     "api/streams": 650,
     "api/telemetry": 560,
     "api/texts": 240,
-    "api/web": 590,
+    "api/web": 510,
     "engine": 1000,
     "engine/appends": 1170,
     "engine/bridge": 370,

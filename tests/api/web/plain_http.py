@@ -73,8 +73,16 @@ def listening(
         host: Where the site believes to be.
         **bounds: Of the listener.
     """
-    events = None if make is None else Events(make, 0.05)
-    listener = WebListener(address, Site(metrics, events, host or address.host), **bounds)
+
+    async def made() -> bytes:
+        assert make is not None
+        return make()
+
+    async def rendered(accept: str) -> tuple[str, bytes]:
+        return metrics(accept)
+
+    events = None if make is None else Events(made, 0.05)
+    listener = WebListener(address, Site(rendered, events, host or address.host), **bounds)
     listener.start()
     try:
         yield listener

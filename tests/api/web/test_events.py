@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import asyncio
 import time
 from collections.abc import Iterator
 
@@ -78,40 +78,50 @@ def test_a_server_that_has_ended_is_told_as_a_problem(running: tuple[RunningServ
 
 def test_nothing_is_made_while_nobody_watches() -> None:
     """The first who comes gets a message at once, one who comes soon after shares it."""
+    asyncio.run(_watch_in_turn())
+
+
+async def _watch_in_turn() -> None:
     made: list[float] = []
 
-    def make() -> bytes:
+    async def make() -> bytes:
         made.append(time.monotonic())
         return b"%d" % len(made)
 
     events = Events(make, 0.2, max_watchers=2)
-    events.start()
-    time.sleep(0.3)
+    running = asyncio.create_task(events.run())
+    await asyncio.sleep(0.3)
     assert made == []
     began = time.monotonic()
     with events.watch() as first:
-        assert next(first) == b"1"
+        assert await anext(first) == b"1"
         assert time.monotonic() - began < 0.15
         with events.watch() as second:
-            assert next(second) == b"1"
+            assert await anext(second) == b"1"
             with pytest.raises(TooManyWatchers), events.watch():
                 pass
-        assert next(first) == b"2"
-    time.sleep(0.5)
+        assert await anext(first) == b"2"
+    await asyncio.sleep(0.5)
     assert len(made) <= 3
-    events.close()
+    running.cancel()
 
 
 def test_who_falls_behind_gets_the_newest_message() -> None:
-    """Nothing is queued for a slow reader."""
+    """Nothing is queued for a slow reader, and closing ends what it watches."""
+    asyncio.run(_fall_behind())
+
+
+async def _fall_behind() -> None:
     numbers = iter(range(1000))
-    events = Events(lambda: b"%d" % next(numbers), 0.02)
-    events.start()
+
+    async def make() -> bytes:
+        return b"%d" % next(numbers)
+
+    events = Events(make, 0.02)
+    running = asyncio.create_task(events.run())
     with events.watch() as slow:
-        assert next(slow) == b"0"
-        time.sleep(0.3)
-        assert int(next(slow)) > 5
-        closer = threading.Timer(0.05, events.close)
-        closer.start()
-        assert list(slow)[-1:] != [], "what was made meanwhile"
-        closer.join()
+        assert await anext(slow) == b"0"
+        await asyncio.sleep(0.3)
+        assert int(await anext(slow)) > 5
+        asyncio.get_running_loop().call_later(0.05, running.cancel)
+        assert [message async for message in slow] != [], "what was made meanwhile"

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections.abc import Mapping
 
 import pytest
 
 from ferrule_server.api.web.events import Events
-from ferrule_server.api.web.site import Request, Site
+from ferrule_server.api.web.site import Answer, Request, Site
 
 
 def _site(host: str = "127.0.0.1", *, has_page: bool = True) -> Site:
-    events = Events(lambda: b"") if has_page else None
-    return Site(lambda accept: (f"for {accept}", b"up 1\n"), events, host)
+    async def message() -> bytes:
+        return b""
+
+    async def metrics(accept: str) -> tuple[str, bytes]:
+        return f"for {accept}", b"up 1\n"
+
+    return Site(metrics, Events(message) if has_page else None, host)
+
+
+def _answer(site: Site, path: str, headers: Mapping[str, str] | None = None) -> Answer:
+    """Return the answer to a GET."""
+    return asyncio.run(site.answer(Request("GET", path, headers or {})))
 
 
 @pytest.mark.parametrize(
@@ -35,7 +47,7 @@ def _site(host: str = "127.0.0.1", *, has_page: bool = True) -> Site:
 )
 def test_a_web_site_cannot_have_its_name_lead_here(listens: str, host: str, is_served: bool) -> None:
     """Where only this machine can reach the listener, browsers must ask for this machine."""
-    status = _site(listens).answer(Request("GET", "/metrics", {"host": host})).status
+    status = _answer(_site(listens), "/metrics", {"host": host}).status
     assert status == (200 if is_served else 403)
 
 
@@ -54,10 +66,10 @@ def test_beyond_this_machine_the_page_is_asked_for_by_address(host: str, is_serv
     """A port of a container is published on 127.0.0.1 too; scrapers come by any name."""
     site = _site("0.0.0.0")
     for path in ("/ui", "/ui/events", "/ui/main.js"):
-        assert site.answer(Request("GET", path, {"host": host})).status == (200 if is_served else 403)
-    assert site.answer(Request("GET", "/metrics", {"host": host})).status == 200
+        assert _answer(site, path, {"host": host}).status == (200 if is_served else 403)
+    assert _answer(site, "/metrics", {"host": host}).status == 200
     named = _site("gpu-3.example.org")
-    assert named.answer(Request("GET", "/ui", {"host": "gpu-3.example.org:9464"})).status == 200
+    assert _answer(named, "/ui", {"host": "gpu-3.example.org:9464"}).status == 200
 
 
 @pytest.mark.parametrize(
@@ -65,7 +77,7 @@ def test_beyond_this_machine_the_page_is_asked_for_by_address(host: str, is_serv
 )
 def test_another_sites_page_cannot_watch(site: str, is_served: bool) -> None:
     """It could not read what comes, but would take the places of those who can."""
-    answer = _site().answer(Request("GET", "/ui/events", {"host": "localhost", "sec-fetch-site": site}))
+    answer = _answer(_site(), "/ui/events", {"host": "localhost", "sec-fetch-site": site})
     assert answer.status == (200 if is_served else 403)
     assert answer.is_stream is is_served
 
@@ -74,21 +86,21 @@ def test_without_a_page_there_are_metrics_alone() -> None:
     """And the way in leads to them."""
     site = _site(has_page=False)
     for path in ("/ui", "/ui/main.js", "/ui/events"):
-        assert site.answer(Request("GET", path)).status == 404
-    assert site.answer(Request("GET", "/")).headers["Location"] == "metrics"
-    assert _site().answer(Request("GET", "/")).headers["Location"] == "ui"
+        assert _answer(site, path).status == 404
+    assert _answer(site, "/").headers["Location"] == "metrics"
+    assert _answer(_site(), "/").headers["Location"] == "ui"
 
 
 def test_metrics_come_in_the_format_that_is_asked_for() -> None:
     """The Accept header is handed on."""
-    answer = _site().answer(Request("GET", "/metrics", {"accept": "openmetrics"}))
+    answer = _answer(_site(), "/metrics", {"accept": "openmetrics"})
     assert (answer.content_type, answer.body) == ("for openmetrics", b"up 1\n")
 
 
 def test_the_page_needs_nothing_but_what_is_served() -> None:
     """Every file that it names is there with its type; nothing is inline, nothing comes from elsewhere."""
     site = _site()
-    page = site.answer(Request("GET", "/ui")).body.decode()
+    page = _answer(site, "/ui").body.decode()
     paths = [f"/{link}" for link in re.findall(r'(?:src|href)="(ui/[^"]+)"', page)]
     assert len(paths) == 3
     assert not re.search(r"<script(?![^>]*src)|<style|\son\w+=|\sstyle=", page)
@@ -98,7 +110,7 @@ def test_the_page_needs_nothing_but_what_is_served() -> None:
         if path in seen:
             continue
         seen.add(path)
-        answer = site.answer(Request("GET", path))
+        answer = _answer(site, path)
         assert answer.status == 200, path
         text = answer.body.decode()
         paths += [f"/ui/{name}" for name in re.findall(r'from "\./([^"]+)"', text)]
@@ -111,4 +123,4 @@ def test_sources_of_the_server_are_not_served() -> None:
     """The table has the page's files and no others."""
     site = _site()
     for path in ("/ui/", "/ui/site.py", "/ui/__init__.py", "/ui/index.html", "/ui//main.js", "/main.js"):
-        assert site.answer(Request("GET", path)).status == 404
+        assert _answer(site, path).status == 404

@@ -1,11 +1,8 @@
-"""The HTTP side: metrics for Prometheus and a page that shows the server, on threads of its own.
+"""The HTTP side: metrics for Prometheus and a page that shows the server, on a thread with an event loop of its own.
 
-assembly.py       puts it together by the settings
-site.py           what it answers: a fixed table of paths
-listener.py       a small HTTP/1.1 server, bounded in every direction
-request_head.py   reads the head of one request
-events.py         one message per second to all who watch the page
-message.py        what that message says
-shared_render.py  one rendering for all who ask at the same time
-page/             the files of the page
+assembly.py  builds the listener from the settings; concurrent scrapes share one rendering
+listener.py  a small HTTP/1.1 server with bounds on connections, sizes and times
+site.py      the fixed table of paths and their answers
+events.py    one message per second, shared by all who watch the page
+page/        the files of the page
 """

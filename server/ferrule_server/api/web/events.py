@@ -1,98 +1,149 @@
-"""One message per second for everybody who watches, made once, and only while somebody does."""
+"""The messages of the page: one per second for all watchers, made only while there are any."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import threading
+import json
+import logging
 import time
-from collections.abc import Callable, Iterator
-from typing import Final
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any, Final
+
+from google.protobuf import json_format
+
+from ferrule.v1 import admin_pb2
+from ferrule_server.api.rpc.state import ServerState
+from ferrule_server.errors import FerruleError
+
+_LOG = logging.getLogger(__name__)
 
 INTERVAL_S: Final = 1.0
 MAX_WATCHERS: Final = 16
-_CLOSE_S: Final = 2.0
+VIEW_REQUEST: Final = admin_pb2.GetServerViewRequest(max_cells=2048, max_sequences=1024, max_principals=32)
+"""What the page has room for."""
+
+_NOT_SHOWN: Final = "The server's view could not be read; the log says why"
 
 
 class TooManyWatchers(Exception):
-    """As many watch as may."""
+    """There is no room for another watcher."""
 
 
 class Events:
-    """Makes a message per tick on a thread of its own and gives it to all watchers.
+    """Makes one message per interval and gives it to all watchers. Used on one event loop.
 
-    Invariant: ``make`` runs at most once per tick, whoever watches; never while nobody does. A watcher that falls
-    behind misses messages and holds up nobody.
+    Invariant: ``make`` runs at most once per interval, however many watch, and never while none does. A watcher that
+    falls behind misses messages and delays no other.
 
     Args:
-        make: Returns the message of now; must not raise.
-        interval_s: Between two messages.
-        max_watchers: Most at a time.
+        make: Returns the current message; must not raise.
+        interval_s: Time between two messages.
+        max_watchers: Most watchers at a time.
     """
 
     def __init__(
-        self, make: Callable[[], bytes], interval_s: float = INTERVAL_S, max_watchers: int = MAX_WATCHERS
+        self, make: Callable[[], Awaitable[bytes]], interval_s: float = INTERVAL_S, max_watchers: int = MAX_WATCHERS
     ) -> None:
         self._make = make
         self._interval_s = interval_s
         self._max_watchers = max_watchers
-        self._changed = threading.Condition()
+        self._changed = asyncio.Condition()
         self._num_watchers = 0
         self._is_closed = False
         self._message = b""
         self._number = 0
         self._made_at = -interval_s
-        self._thread = threading.Thread(target=self._main, name="ferrule-web-events", daemon=True)
 
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+    async def run(self) -> None:
+        """Make messages until cancelled, which ends every :meth:`watch`."""
+        try:
+            while True:
+                await self._make_next()
+        finally:
+            async with self._changed:
+                self._is_closed = True
+                self._changed.notify_all()
 
-    def close(self) -> None:
-        """End what everybody watches; a message that is being made is waited for, though not for long."""
-        with self._changed:
-            self._is_closed = True
+    async def _make_next(self) -> None:
+        """Make a message as soon as there is a watcher, and wait for the rest of the interval."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._num_watchers > 0)
+        began = time.monotonic()
+        message = await self._make()
+        async with self._changed:
+            self._message, self._number, self._made_at = message, self._number + 1, time.monotonic()
             self._changed.notify_all()
-        if self._thread.is_alive():
-            self._thread.join(_CLOSE_S)
+        await asyncio.sleep(self._interval_s - (time.monotonic() - began))
 
     @contextlib.contextmanager
-    def watch(self) -> Iterator[Iterator[bytes]]:
-        """Give an iterator over the messages from now on, which ends when this is closed.
+    def watch(self) -> Iterator[AsyncIterator[bytes]]:
+        """Give an iterator over the messages from now on, beginning with the newest one if it is fresh.
 
         Raises:
-            TooManyWatchers: As many watch as may.
+            TooManyWatchers: There is no room for another one.
         """
-        with self._changed:
-            if self._num_watchers >= self._max_watchers:
-                raise TooManyWatchers
-            self._num_watchers += 1
-            is_fresh = time.monotonic() - self._made_at < self._interval_s
-            seen = self._number - 1 if is_fresh else self._number
-            self._changed.notify_all()
+        if self._num_watchers >= self._max_watchers:
+            raise TooManyWatchers
+        self._num_watchers += 1
+        is_fresh = time.monotonic() - self._made_at < self._interval_s
         try:
-            yield self._messages(seen)
+            yield self._messages(self._number - 1 if is_fresh else self._number)
         finally:
-            with self._changed:
-                self._num_watchers -= 1
+            self._num_watchers -= 1
 
-    def _messages(self, seen: int) -> Iterator[bytes]:
+    async def _messages(self, seen: int) -> AsyncIterator[bytes]:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda seen=seen: self._is_closed or self._number > seen)  # type: ignore[misc]
+            async with self._changed:
+                self._changed.notify_all()  # the first watcher starts the next message
+                while not self._is_closed and self._number <= seen:
+                    await self._changed.wait()
                 if self._is_closed:
                     return
                 seen, message = self._number, self._message
             yield message
 
-    def _main(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_closed or self._num_watchers > 0)
-                if self._is_closed:
-                    return
-            began = time.monotonic()
-            message = self._make()
-            with self._changed:
-                self._message, self._number, self._made_at = message, self._number + 1, time.monotonic()
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._is_closed, self._interval_s - (time.monotonic() - began))
+
+class PageMessage:
+    """Makes the messages of the page.
+
+    Args:
+        state: The server.
+        read_view: Returns the view once the model is loaded. It may raise TimeoutError if the server is too busy, or an
+            error of the contract if there is no view.
+    """
+
+    def __init__(self, state: ServerState, read_view: Callable[[], Awaitable[admin_pb2.ServerView]]) -> None:
+        self._state = state
+        self._read_view = read_view
+        self._has_failed = False
+
+    async def __call__(self) -> bytes:
+        """Return one server-sent event in JSON: the phase of the server and the ``ServerView`` of the contract."""
+        state = self._state
+        message: dict[str, Any] = {
+            "run": str(state.start_ns),
+            "instance": state.instance,
+            "version": state.version,
+            "phase": state.phase.value,
+        }
+        if state.serving is None:
+            message["load"] = {"stage": state.load_stage, "share": round(state.load_progress, 3)}
+        else:
+            message |= await self._view()
+        return b"data: " + json.dumps(message, separators=(",", ":")).encode() + b"\n\n"
+
+    async def _view(self) -> dict[str, Any]:
+        try:
+            view = json_format.MessageToDict(await self._read_view(), preserving_proto_field_name=True)
+        except TimeoutError:
+            return {"problem": "The server is too busy to answer"}
+        except FerruleError as error:
+            return {"problem": error.message}
+        except Exception:  # noqa: BLE001  (the page says so, the log why; the metrics stay available)
+            if not self._has_failed:
+                _LOG.exception("no view for the page")
+            self._has_failed = True
+            return {"problem": _NOT_SHOWN}
+        self._has_failed = False
+        return {"view": view}

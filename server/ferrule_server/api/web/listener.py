@@ -1,23 +1,22 @@
-"""A small HTTP/1.1 server on threads of its own, bounded in every direction; the event loop never waits for it."""
+"""A small HTTP/1.1 server on a thread with an event loop of its own, bounded in every direction."""
 
 from __future__ import annotations
 
-import collections
+import asyncio
 import contextlib
+import email.utils
 import errno
 import http.server
 import io
 import logging
+import re
 import socket
-import socketserver
 import threading
-import time
-from email.message import Message
+from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Final
 
 from ferrule_server.api.web.events import TooManyWatchers
-from ferrule_server.api.web.request_head import HEAD_S, BadHead, read_head
 from ferrule_server.api.web.site import Answer, Request, Site, refusal
 from ferrule_server.config import ListenAddress
 from ferrule_server.errors import ConfigError
@@ -25,16 +24,21 @@ from ferrule_server.errors import ConfigError
 _LOG = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 64
+HEAD_S: Final = 10.0
+"""How long a request may take to arrive, from the connection on; a byte now and then does not extend it."""
+MAX_HEAD_BYTES: Final = 16 << 10
 SEND_S: Final = 10.0
-"""How long a client may take to read one answer, or one message of a stream; one that is slower is dropped."""
+"""How long a client may take to read one answer, or one message of a stream; a slower client is disconnected."""
 
 _RETRY: Final = b"retry: 1000\n\n"
-"""How soon a browser comes back when the stream has ended, in milliseconds: soon after a restart."""
-_POLL_S: Final = 0.05
+"""How soon a browser reconnects when the stream has ended, in milliseconds: soon after a restart."""
 _LINGER_S: Final = 1.0
 _CLOSE_S: Final = 2.0
 _LAST_READ_S: Final = 0.5
 _ROOM_S: Final = 0.5
+_RECEIVE_BYTES: Final = 4096
+_END: Final = re.compile(rb"\n\r?\n")
+_LONGEST_END: Final = 3
 _EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _EXHAUSTED_S: Final = 0.1
 _SECURITY: Final = {
@@ -46,25 +50,55 @@ _SECURITY: Final = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-_FULL: Final = (
-    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain; charset=utf-8\r\nRetry-After: 1\r\n"
-    b"Content-Length: 21\r\nConnection: close\r\n\r\ntoo many connections\n"
-)
+_FULL: Final = refusal(503, "too many connections", **{"Retry-After": "1"})
+
+
+class _BadHead(Exception):
+    """The bytes that arrived are not a request that can be answered.
+
+    Attributes:
+        answer: The refusal.
+    """
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.answer = refusal(status, message)
+
+
+@dataclass(eq=False, slots=True)
+class _Connection:
+    """One connection.
+
+    Attributes:
+        client: The socket, which does not block.
+        host: Address of the client.
+        is_given_up: Another connection takes its place.
+        task: Serves it.
+    """
+
+    client: socket.socket
+    host: str
+    is_given_up: bool = False
+    task: asyncio.Task[None] = field(init=False)
 
 
 class WebListener:
-    """Serves a site on one address. One request per connection; each has a thread while it lasts.
+    """Serves a site on one address, with one request per connection.
+
+    Invariant: no connection is refused while another one waits for its client to send. A client that sends nothing, or
+    slowly, therefore holds a place only as long as no other client needs it. A request that has arrived is always
+    answered: a connection that is given up is read to its end first.
 
     Args:
-        address: Where to listen; no unix socket.
-        site: What is answered.
-        max_connections: Most at a time. If all are in use, a new one takes the place of the one that has kept the
-            server waiting longest for its request; if none does, the new one is answered 503 at once.
+        address: Where to listen; not a unix socket.
+        site: Answers the requests.
+        max_connections: Most at a time. If all are in use, a new one takes the place of the one that has waited longest
+            for its client to send. If none waits, the new one is answered 503 at once.
         head_s: How long a request may take to arrive.
-        send_s: How long an answer may take to be read.
+        send_s: How long the client may take to read an answer.
 
     Attributes:
-        address: Where it listens, with the port chosen where it was 0.
+        address: Where it listens, with the chosen port if it was 0.
 
     Raises:
         ConfigError: The address is in use, or cannot be bound.
@@ -80,270 +114,248 @@ class WebListener:
         send_s: float = SEND_S,
     ) -> None:
         self._site = site
+        self._max_connections = max_connections
+        self._head_s = head_s
+        self._send_s = send_s
         try:
-            self._server = _Server(address, site, max_connections, head_s, send_s)
+            self._socket = _bound(address)
         except (OSError, UnicodeError) as error:
             raise _unusable(address, error) from error
-        self.address = ListenAddress(host=address.host, port=self._server.server_address[1])
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(_POLL_S,), name="ferrule-web", daemon=True
-        )
+        self.address = ListenAddress(host=address.host, port=self._socket.getsockname()[1])
+        self._open: set[_Connection] = set()
+        self._waiting: dict[_Connection, None] = {}  # for their clients to send; the first has waited longest
+        self._refused: dict[_Connection, None] = {}
+        self._closing = asyncio.Event()
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._thread = threading.Thread(target=self._main, name="ferrule-web", daemon=True)
 
     def start(self) -> None:
         """Answer requests from now on."""
-        if self._site.events is not None:
-            self._site.events.start()
+        self._runner.get_loop()
         self._thread.start()
 
     def close(self) -> None:
-        """Free the address, end streams, and give answers under way a moment. Blocks until done."""
+        """Free the address, end streams, and let answers under way finish for a moment. Blocks until done."""
         if self._thread.is_alive():
-            self._server.shutdown()
-        if self._site.events is not None:
-            self._site.events.close()
-        self._server.server_close()
-        self._server.end_connections(_CLOSE_S)
+            self._runner.get_loop().call_soon_threadsafe(self._closing.set)
+            self._thread.join(_CLOSE_S)
+        self._socket.close()
 
+    def _main(self) -> None:
+        with self._runner:
+            self._runner.run(self._run())
 
-class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
-    """Takes connections, at most so many at a time.
+    async def _run(self) -> None:
+        """Serve until :meth:`close`, then give clients a moment to read; what is left is cancelled with the loop."""
+        self._listen()
+        making = [asyncio.create_task(self._site.events.run())] if self._site.events is not None else []
+        await self._closing.wait()
+        asyncio.get_running_loop().remove_reader(self._socket)
+        for task in (*making, *(connection.task for connection in (*self._waiting, *self._refused))):
+            task.cancel()
+        if tasks := [connection.task for connection in self._open]:
+            await asyncio.wait(tasks, timeout=_LAST_READ_S)
 
-    Invariant: no connection is refused while another one waits for its client to send. A client that sends nothing, or
-    slowly, therefore holds a place only as long as nobody else needs it. A request that has arrived is always answered:
-    a connection that is given up is read to its end first.
-    """
+    def _listen(self) -> None:
+        if not self._closing.is_set():
+            asyncio.get_running_loop().add_reader(self._socket, self._accept)
 
-    daemon_threads = True
-    block_on_close = False
-    allow_reuse_address = True
-    request_queue_size = 64
-
-    def __init__(self, address: ListenAddress, site: Site, max_connections: int, head_s: float, send_s: float) -> None:
-        self.site = site
-        self.head_s = head_s
-        self.send_s = send_s
-        self._max_connections = max_connections
-        self._ended = threading.Condition()
-        self._open: set[socket.socket] = set()
-        self._waiting: dict[socket.socket, None] = {}  # for their clients to send; the first has waited longest
-        self._given_up: set[socket.socket] = set()
-        self._refused: collections.deque[tuple[float, socket.socket]] = collections.deque()
-        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        self.address_family, _, _, _, where = found[0]
-        super().__init__(where, _Handler)  # type: ignore[arg-type]  # an IPv6 address has four parts
-
-    def get_request(self) -> tuple[Any, Any]:
-        """Take a connection; without descriptors or memory for it wait a moment, or the loop would spin."""
+    def _accept(self) -> None:
+        """Take one connection; the next one is taken when it is known whether this one has a place."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._socket)
         try:
-            return super().get_request()
+            client, (host, *_) = self._socket.accept()
         except OSError as error:
-            if error.errno in _EXHAUSTED:
-                time.sleep(_EXHAUSTED_S)
-            raise
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer on a thread; if there are too many connections, give up one that waits, or refuse this one."""
-        with self._ended:
-            has_room = len(self._open) < self._max_connections or self._make_room()
-            if has_room:
-                self._open.add(request)
-                self._waiting[request] = None
-        if not has_room:
-            self._refuse(request)
+            loop.call_later(_EXHAUSTED_S if error.errno in _EXHAUSTED else 0.0, self._listen)
             return
-        try:
-            super().process_request(request, client_address)
-        except RuntimeError:  # no more threads
-            self._forget(request)
-            self._refuse(request)
+        client.setblocking(False)
+        connection = _Connection(client, host)
+        connection.task = loop.create_task(self._connected(connection))
+        connection.task.add_done_callback(lambda _: client.close())
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, then have room for another connection."""
+    async def _connected(self, connection: _Connection) -> None:
+        """Serve one connection."""
         try:
-            super().process_request_thread(request, client_address)
+            has_place = await self._take_place(connection)
+            self._listen()
+            await (self._serve(connection) if has_place else self._refuse(connection))
+        except OSError:
+            pass  # the client is gone or too slow
+        except Exception:  # noqa: BLE001  (logged; the connection is closed)
+            _LOG.exception("request failed")
         finally:
-            self._forget(request)
-
-    def has_come(self, connection: socket.socket) -> None:
-        """Keep the place of a connection from now on: its request has arrived."""
-        with self._ended:
+            self._open.discard(connection)
             self._waiting.pop(connection, None)
+            self._refused.pop(connection, None)
 
-    def waits(self, connection: socket.socket) -> None:
-        """Let a connection be given up from now on: its client has been answered, and may still send."""
-        with self._ended:
-            self._waiting[connection] = None
+    async def _take_place(self, connection: _Connection) -> bool:
+        """Give a connection a place, if need be that of the one that has waited longest; False: there is none.
 
-    def is_given_up(self, connection: socket.socket) -> bool:
-        """Return whether another connection took the place of this one."""
-        with self._ended:
-            return connection in self._given_up
-
-    def service_actions(self) -> None:
-        """Close refused connections a moment later: with unread bytes, closing would take the answer back."""
-        while self._refused and (self._refused[0][0] < time.monotonic() or len(self._refused) > self._max_connections):
-            self._refused.popleft()[1].close()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002  (of the base class)
-        """Log what nobody expected; the connection is closed."""
-        _LOG.exception("request failed")
-
-    def server_close(self) -> None:
-        """Free the address."""
-        super().server_close()
-        while self._refused:
-            self._refused.popleft()[1].close()
-
-    def end_connections(self, timeout_s: float) -> None:
-        """Hang up on whoever has not been answered, soon on whoever reads too slowly too; wait for the threads."""
-        with self._ended:
-            for how, patience_s in ((socket.SHUT_RD, _LAST_READ_S), (socket.SHUT_RDWR, timeout_s - _LAST_READ_S)):
-                for connection in self._open:
-                    with contextlib.suppress(OSError):
-                        connection.shutdown(how)
-                self._ended.wait_for(lambda: not self._open, patience_s)
-
-    def _make_room(self) -> bool:
-        """Give up the connection that has waited longest, and return whether there is room; the lock is held.
-
-        Only reading is shut down: what has arrived can still be read, and a request that is whole is answered.
+        Only reading is shut down on the other one: what has arrived can still be read and answered.
         """
-        longest = next(iter(self._waiting), None)
-        if longest is None:
-            return False
-        del self._waiting[longest]
-        self._given_up.add(longest)
-        with contextlib.suppress(OSError):
-            longest.shutdown(socket.SHUT_RD)
-        return self._ended.wait_for(lambda: len(self._open) < self._max_connections, _ROOM_S)
+        if len(self._open) >= self._max_connections:
+            longest = next(iter(self._waiting), None)
+            if longest is None:
+                return False
+            del self._waiting[longest]
+            longest.is_given_up = True
+            with contextlib.suppress(OSError):  # its client may be gone already
+                longest.client.shutdown(socket.SHUT_RD)
+            await asyncio.wait([longest.task], timeout=_ROOM_S)
+        has_place = len(self._open) < self._max_connections
+        if has_place:
+            self._open.add(connection)
+            self._waiting[connection] = None
+        return has_place
 
-    def _forget(self, request: socket.socket) -> None:
-        with self._ended:
-            self._open.discard(request)
-            self._waiting.pop(request, None)
-            self._given_up.discard(request)
-            self._ended.notify_all()
+    async def _refuse(self, connection: _Connection) -> None:
+        """Answer 503. At most as many refused clients are waited for as there are places."""
+        if len(self._refused) >= self._max_connections:
+            next(iter(self._refused)).task.cancel()
+        self._refused[connection] = None
+        await self._send(connection, _encoded(_FULL))
+        await _linger(connection.client)
 
-    def _refuse(self, request: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            request.setblocking(False)
-            request.send(_FULL)
-            request.shutdown(socket.SHUT_WR)
-        self._refused.append((time.monotonic() + _LINGER_S, request))
+    async def _serve(self, connection: _Connection) -> None:
+        """Read one request and answer it; once the request is there the connection keeps its place."""
+        try:
+            head = await _read_head(connection.client, self._head_s)
+            self._waiting.pop(connection, None)
+            request = _parsed(head) if head else None
+        except _BadHead as bad:
+            await self._reply(connection, bad.answer)
+            return
+        if request is not None:
+            await self._reply(connection, await self._answer(request), is_head=request.method == "HEAD")
+        elif connection.is_given_up:
+            await self._send(connection, _encoded(_FULL))
+
+    async def _answer(self, request: Request) -> Answer:
+        try:
+            return await self._site.answer(request)
+        except Exception:  # noqa: BLE001  (the client gets an answer and the log the cause)
+            _LOG.exception("not answered path=%r", request.path[:80])
+            return refusal(500, "something failed here; the log says what")
+
+    async def _reply(self, connection: _Connection, answer: Answer, *, is_head: bool = False) -> None:
+        _LOG.debug("http client=%s status=%d", connection.host, answer.status)
+        if answer.is_stream and not is_head:
+            await self._stream(connection, answer)
+            return
+        await self._send(connection, _encoded(answer, is_head=is_head))
+        if answer.status >= HTTPStatus.BAD_REQUEST:
+            self._waiting[connection] = None
+            await _linger(connection.client)
+
+    async def _stream(self, connection: _Connection, answer: Answer) -> None:
+        assert self._site.events is not None, "only a site with events answers with a stream"
+        try:
+            with self._site.events.watch() as messages:
+                await self._send(connection, _encoded(answer) + _RETRY)
+                async for message in messages:
+                    await self._send(connection, message)
+        except TooManyWatchers:
+            await self._reply(connection, refusal(503, "too many pages watch already", **{"Retry-After": "5"}))
+
+    async def _send(self, connection: _Connection, data: bytes) -> None:
+        """Send bytes.
+
+        Raises:
+            OSError: The client is gone, or did not read them in time.
+        """
+        async with asyncio.timeout(self._send_s):
+            await asyncio.get_running_loop().sock_sendall(connection.client, data)
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
-    """Reads one request and answers it."""
+async def _read_head(client: socket.socket, timeout_s: float) -> bytes:
+    """Return the request line and the headers, up to the empty line; empty if the client ends before.
+
+    Raises:
+        _BadHead: They are too slow, too long, or not HTTP at all.
+    """
+    head = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s):
+            while chunk := await asyncio.get_running_loop().sock_recv(client, _RECEIVE_BYTES):
+                head += chunk
+                if not head[:1].isalpha():
+                    raise _BadHead(400, "this port speaks plain HTTP/1.1")
+                found = _END.search(head, max(0, len(head) - len(chunk) - _LONGEST_END))
+                if found is not None and found.end() <= MAX_HEAD_BYTES:
+                    return bytes(head[: found.end()])
+                if len(head) > MAX_HEAD_BYTES:
+                    raise _BadHead(431, f"the request line and headers may take {MAX_HEAD_BYTES} bytes")
+    except TimeoutError:
+        raise _BadHead(408, "the request did not arrive in time") from None
+    return b""
+
+
+async def _linger(client: socket.socket) -> None:
+    """Let a client that still sends read the refusal: closing with unread bytes would discard it."""
+    client.shutdown(socket.SHUT_WR)
+    async with asyncio.timeout(_LINGER_S):
+        while await asyncio.get_running_loop().sock_recv(client, 1 << 16):
+            pass
+
+
+class _Head(http.server.BaseHTTPRequestHandler):
+    """The head of a request, read by the parser of the standard library."""
 
     protocol_version = "HTTP/1.1"
-    server: _Server
 
-    def handle(self) -> None:
-        """Answer one request; who is too slow or gone is dropped without a word."""
-        self.close_connection = True
-        with contextlib.suppress(OSError):
-            try:
-                head = read_head(self.connection, self.server.head_s)
-            except BadHead as error:
-                self._refuse_head(error)
-                return
-            self.server.has_come(self.connection)
-            self.connection.settimeout(self.server.send_s)
-            if head:
-                self._handle_head(head)
-            elif self.server.is_given_up(self.connection):
-                self.connection.sendall(_FULL)
+    def __init__(self, head: bytes) -> None:  # not that of the base class, which serves a connection
+        self.rfile = io.BufferedReader(io.BytesIO(head))
+        self.raw_requestline = self.rfile.readline()
+        self.parse_request()
 
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Send an error of the base class, which parses the request line, in our form."""
-        self.command = ""  # a body, whatever was asked
-        self._send(refusal(code, message or explain or HTTPStatus(code).phrase))
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002
+        """Raise the refusal; ``message`` could repeat what was sent."""
+        raise _BadHead(code, HTTPStatus(code).phrase)
 
     def handle_expect_100(self) -> bool:
         """Promise nothing: bodies are refused."""
         return True
 
-    def version_string(self) -> str:
-        """Tell no versions."""
-        return "ferrule"
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  (the name of the base class)
-        """Log at DEBUG; what comes from the client is quoted."""
-        _LOG.debug("http client=%s line=%r", self.client_address[0], format % args)
+def _parsed(head: bytes) -> Request:
+    """Return the request of a head.
 
-    def _handle_head(self, head: bytes) -> None:
-        self.rfile = io.BufferedReader(io.BytesIO(head))
-        self.raw_requestline = self.rfile.readline()
-        if not self.parse_request():
-            return
-        if self.request_version == "HTTP/1.1" and self.headers.get("Host") is None:
-            self._send(refusal(400, "HTTP/1.1 requests have a Host header"))
-            return
-        try:
-            answer = self.server.site.answer(Request(self.command, self.path.partition("?")[0], _lower(self.headers)))
-        except Exception:  # noqa: BLE001  (whatever it is, the client gets an answer and the log the cause)
-            _LOG.exception("not answered path=%r", self.path[:80])
-            answer = refusal(500, "something failed here; the log tells what")
-        self._send(answer)
-
-    def _send(self, answer: Answer) -> None:
-        if answer.is_stream and self.command != "HEAD":
-            self._send_stream(answer)
-            return
-        headers = {} if answer.is_stream else {"Content-Length": str(len(answer.body))}
-        self._send_head(answer, headers)
-        if self.command != "HEAD":
-            self.wfile.write(answer.body)
-        self._linger(answer)
-
-    def _send_stream(self, answer: Answer) -> None:
-        events = self.server.site.events
-        assert events is not None
-        try:
-            with events.watch() as messages:
-                self._send_head(answer, {})
-                self.wfile.write(_RETRY)
-                for message in messages:
-                    self.wfile.write(message)
-        except TooManyWatchers:
-            self._send(refusal(503, "too many watch already", **{"Retry-After": "5"}))
-
-    def _send_head(self, answer: Answer, headers: dict[str, str]) -> None:
-        self.request_version = self.protocol_version  # else one that could not be read gets no head at all
-        self.send_response(answer.status)
-        for name, value in {
-            "Content-Type": answer.content_type,
-            **headers,
-            **_SECURITY,
-            **answer.headers,
-            "Connection": "close",
-        }.items():
-            self.send_header(name, value)
-        self.end_headers()
-
-    def _linger(self, answer: Answer) -> None:
-        """Let a client that still sends read why it is refused: closing with unread bytes would take that back."""
-        if answer.status < HTTPStatus.BAD_REQUEST:
-            return
-        self.connection.shutdown(socket.SHUT_WR)
-        self.server.waits(self.connection)
-        deadline = time.monotonic() + _LINGER_S
-        while (remaining_s := deadline - time.monotonic()) > 0.0:
-            self.connection.settimeout(remaining_s)
-            if not self.connection.recv(1 << 16):
-                return
-
-    def _refuse_head(self, error: BadHead) -> None:
-        self.connection.settimeout(self.server.send_s)
-        self.command, self.requestline = "", ""
-        self._send(refusal(error.status, error.message))
+    Raises:
+        _BadHead: It is malformed.
+    """
+    parsed = _Head(head)
+    headers: dict[str, str] = {}
+    for name, value in parsed.headers.items():
+        headers.setdefault(name.lower(), str(value))
+    if parsed.request_version == "HTTP/1.1" and "host" not in headers:
+        raise _BadHead(400, "HTTP/1.1 requests have a Host header")
+    return Request(parsed.command, parsed.path.partition("?")[0], headers)
 
 
-def _lower(headers: Message) -> dict[str, str]:
-    lower: dict[str, str] = {}
-    for name, value in headers.items():
-        lower.setdefault(name.lower(), str(value))
-    return lower
+def _encoded(answer: Answer, *, is_head: bool = False) -> bytes:
+    """Return an answer as it is sent, without the body if the request was HEAD."""
+    headers = {
+        "Server": "ferrule",
+        "Date": email.utils.formatdate(usegmt=True),
+        "Content-Type": answer.content_type,
+        **({} if answer.is_stream else {"Content-Length": str(len(answer.body))}),
+        **_SECURITY,
+        **answer.headers,
+        "Connection": "close",
+    }
+    lines = (f"{name}: {value}\r\n" for name, value in headers.items())
+    status = f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}\r\n"
+    return f"{status}{''.join(lines)}\r\n".encode() + (b"" if is_head else answer.body)
+
+
+def _bound(address: ListenAddress) -> socket.socket:
+    """Return a listening socket."""
+    found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, where = found[0]
+    listening = socket.create_server(where, family=family, backlog=MAX_CONNECTIONS)
+    listening.setblocking(False)
+    return listening
 
 
 def _unusable(address: ListenAddress, error: Exception) -> ConfigError:

@@ -1,9 +1,9 @@
-"""What the HTTP side answers: a fixed table, nothing is ever looked up on a disk by what a request says."""
+"""The answers of the HTTP side: a fixed table of paths. No request makes the server read a file."""
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Final
@@ -14,7 +14,7 @@ TEXT: Final = "text/plain; charset=utf-8"
 EVENT_STREAM: Final = "text/event-stream; charset=utf-8"
 METHODS: Final = ("GET", "HEAD")
 
-Metrics = Callable[[str], tuple[str, bytes]]
+Metrics = Callable[[str], Awaitable[tuple[str, bytes]]]
 """Returns the content type and the text of the metrics, for the value of an Accept header."""
 
 _TYPES: Final = {
@@ -24,17 +24,17 @@ _TYPES: Final = {
     "svg": "image/svg+xml",
 }
 _FETCHED: Final = ("same-origin", "none")
-"""What a browser says of a request that another site had no part in."""
+"""Values of Sec-Fetch-Site for requests that no other site has caused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request, as far as it matters.
+    """The parts of a request that the answer depends on.
 
     Attributes:
         method: As it was sent.
         path: Without the query.
-        headers: By lower-case name; of one that came twice the first.
+        headers: By lower-case name; the first value of a header that is repeated.
     """
 
     method: str
@@ -44,14 +44,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is sent back.
+    """A response.
 
     Attributes:
         status: The HTTP status.
-        content_type: Of the body.
-        body: All of it; of an event stream nothing.
-        headers: Further ones.
-        is_stream: The messages of the events follow, for as long as the client listens.
+        content_type: Type of the body.
+        body: The whole body; empty for an event stream.
+        headers: Further headers.
+        is_stream: The messages of the events follow for as long as the client listens.
     """
 
     status: int
@@ -67,12 +67,12 @@ def refusal(status: int, message: str, **headers: str) -> Answer:
 
 
 class Site:
-    """Answers requests; callable from any thread.
+    """Answers requests.
 
     Args:
-        metrics: What ``/metrics`` answers.
-        events: What ``/ui/events`` streams; None: there is no page.
-        host: Where it listens; requests from this machine's browsers are told apart by it.
+        metrics: Renders the answer to ``/metrics``.
+        events: The messages of ``/ui/events``; None: there is no page.
+        host: Where the listener listens; ``Host`` headers are compared with it.
     """
 
     def __init__(self, metrics: Metrics, events: Events | None, host: str) -> None:
@@ -81,8 +81,8 @@ class Site:
         self._host = host.lower()
         self._files = _page_files() if events is not None else {}
 
-    def answer(self, request: Request) -> Answer:
-        """Return what a request is answered with; an error is an answer too."""
+    async def answer(self, request: Request) -> Answer:
+        """Return the answer to a request; an error is an answer too."""
         if not self._is_for_us(request):
             return refusal(403, "ask for this machine by its address; a proxy in front must send Host: localhost")
         if request.method not in METHODS:
@@ -92,7 +92,7 @@ class Site:
         if request.path == "/":
             return Answer(302, headers={"Location": "metrics" if self.events is None else "ui"})
         if request.path == "/metrics":
-            return Answer(200, *self._metrics(request.headers.get("accept", "")))
+            return Answer(200, *await self._metrics(request.headers.get("accept", "")))
         return self._page(request)
 
     def _page(self, request: Request) -> Answer:
@@ -106,11 +106,11 @@ class Site:
         return Answer(200, *found)
 
     def _is_for_us(self, request: Request) -> bool:
-        """Whether the Host header can be trusted to name this machine, and no web site whose name leads here.
+        """Whether the Host header names this machine, rather than a web site whose name resolves to it.
 
-        Else any site could have its own name resolve to 127.0.0.1, or to an address inside the reader's network, and
-        read what the page reads: to the browser it would be one site. Programs without a Host header are no browsers.
-        Scrapers use whatever name there is, so metrics are strict only where nobody but this machine reaches them.
+        Otherwise any site could let its own name resolve to 127.0.0.1, or to an address inside the reader's network,
+        and read what the page reads: the browser would take both for one site. Programs that send no Host header are
+        not browsers. Scrapers use any name, so metrics are strict only where this machine alone can reach them.
         """
         host = request.headers.get("host")
         if host is None:
@@ -143,7 +143,7 @@ def _is_address(host: str) -> bool:
 
 
 def _page_files() -> dict[str, tuple[str, bytes]]:
-    """Return content type and bytes of every file of the page by its path, as they were installed."""
+    """Return content type and bytes of every file of the page by its path, read once."""
     folder = resources.files("ferrule_server.api.web") / "page"
     files = {
         f"/ui/{file.name}": (_TYPES[kind], file.read_bytes())

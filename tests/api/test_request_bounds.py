@@ -14,11 +14,11 @@ from grpc_reflection.v1alpha import reflection_pb2
 from ferrule.v1 import admin_pb2, executor_pb2, policy_pb2, tokenizer_pb2
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.receiving.bounds import (
-    ELEMENT_LENGTHS,
-    LENGTHS,
     SLACK_BYTES,
     WHOLE,
     ModelSizes,
+    element_lengths,
+    lengths,
     request_bound,
 )
 
@@ -31,6 +31,7 @@ METHODS: dict[str, MethodDescriptor] = {
 }
 LIMITS = ApiLimits(max_fork_count=8, max_handles_per_request=16, max_items_per_frame=3, max_draft_tokens=3)
 MODEL = ModelSizes(vocab_size=300, max_context=200, max_step_rows=4)
+LENGTHS, ELEMENT_LENGTHS = lengths(LIMITS, MODEL), element_lengths(LIMITS, MODEL)
 _LARGEST: dict[int, Any] = {
     FieldDescriptor.CPPTYPE_UINT32: 2**32 - 1,
     FieldDescriptor.CPPTYPE_UINT64: 2**64 - 1,
@@ -60,7 +61,7 @@ def _fill(message: Message, field: Any) -> None:
         else:
             setattr(message, field.name, _scalar(field, LENGTHS.get(name)))
         return
-    count = LENGTHS[name](LIMITS, MODEL)
+    count = LENGTHS[name]
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         getattr(message, field.name).update((2**32 - 1 - index, 1.0) for index in range(count))
     elif name == "GenerateRequest.stop_sequences":
@@ -76,9 +77,9 @@ def _fill(message: Message, field: Any) -> None:
 
 def _scalar(field: Any, length: Any) -> Any:
     if field.type == FieldDescriptor.TYPE_STRING:
-        return "x" * length(LIMITS, MODEL)
+        return "x" * length
     if field.type == FieldDescriptor.TYPE_BYTES:
-        return bytes(length(LIMITS, MODEL))
+        return bytes(length)
     return _LARGEST[field.cpp_type]
 
 

@@ -27,8 +27,6 @@ from opentelemetry.sdk.version import __version__ as otel_version
 
 from ferrule.v1 import executor_pb2
 from ferrule_server.api.limits import ApiLimits
-from ferrule_server.api.receiving.call_rates import CallRates
-from ferrule_server.api.receiving.turns import TurnTaker
 from ferrule_server.api.rpc.call_counts import CallCounts
 from ferrule_server.api.rpc.handlers import Registrar
 from ferrule_server.api.rpc.intake import Intake
@@ -91,9 +89,8 @@ def watched_by(*observers: Observer) -> Callable[[bytes, Any], Awaitable[object]
         executor_pb2.GetStatusResponse.SerializeToString,
     )
     access = OpenAccess(is_admin=True)
-    state = ServerState("bench", "0", "0", ApiLimits())
-    intake = Intake(state, TurnTaker(state.shares), CallRates(access.limits_of))
-    registrar = Registrar(server, access, intake, "bench", observers)  # type: ignore[arg-type]
+    state = ServerState("bench", "0", "0", ApiLimits(), access.limits_of)
+    registrar = Registrar(server, state, access, Intake(state), observers)  # type: ignore[arg-type]
     registrar.add_registered_method_handlers(SERVICE, {"GetStatus": handler})
     details = SimpleNamespace(method=f"/{SERVICE}/GetStatus", invocation_metadata=())
     method: Callable[[bytes, Any], Awaitable[object]] = server.generic.service(details).stream_unary

@@ -125,7 +125,7 @@ class _Call:
         refusals = Refusals("Generate", "alice")
         replies = GenerateReplies(_PLAN, "r", max_reply_bytes, refusals)
         answer = Answer("Generate", self.job, replies, refusals)
-        self.stream = AnswerStream(self.state, self.engine, cast("Any", self.context), answer)
+        self.stream = AnswerStream(self.state, cast("Any", self.engine), cast("Any", self.context), answer)
         self.task = asyncio.create_task(self.stream.run())
 
     async def settles(self) -> None:

@@ -16,15 +16,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ferrule.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, executor_pb2, policy_pb2
 from ferrule_server.api.limits import ApiLimits
-from ferrule_server.api.receiving.call_rates import CallRates
-from ferrule_server.api.receiving.turns import TurnTaker
 from ferrule_server.api.rpc.intake import Intake, Method
 from ferrule_server.api.rpc.observe import Call, current_call
 from ferrule_server.api.rpc.state import ServerState
 from ferrule_server.api.security.auth import TokenAccess
 from ferrule_server.api.security.principal import Caller
 from ferrule_server.api.security.token_file import TokenFile
-from ferrule_server.quotas import QuotaLimits, unlimited
+from ferrule_server.quotas import QuotaLimits
 from tests.api.harness import GREEDY, PROMPT, RunningServer, decode_item, wait_until
 
 _TOKEN = "a" * 43
@@ -165,7 +163,7 @@ class _HungUp:
 def test_a_stream_whose_read_ends_before_its_cancellation_is_cancelled() -> None:
     """It has not half-closed, and must not end as if it had."""
     state = ServerState("test", "0", "0", ApiLimits())
-    intake = Intake(state, TurnTaker(state.shares), CallRates(unlimited))
+    intake = Intake(state)
     method = Method("ferrule.v1.ModelExecutorService.StreamDecode")
 
     async def read_all() -> None:

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
@@ -18,15 +19,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ferrule.v1 import admin_pb2, admin_pb2_grpc, executor_pb2, executor_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from ferrule_server.api.health import HealthServicer
 from ferrule_server.api.limits import ApiLimits
-from ferrule_server.api.receiving.call_rates import CallRates
-from ferrule_server.api.receiving.turns import TurnTaker
 from ferrule_server.api.responses.view import Views
 from ferrule_server.api.rpc.handlers import Registrar
 from ferrule_server.api.rpc.intake import Intake
 from ferrule_server.api.rpc.observe import Observer
 from ferrule_server.api.rpc.state import Phase, ServerState, Serving
 from ferrule_server.api.security.auth import Access
-from ferrule_server.api.security.grace import Grace
 from ferrule_server.api.security.tls import TlsFiles
 from ferrule_server.api.services.admin import AdminServicer
 from ferrule_server.api.services.executor import ModelExecutorServicer
@@ -42,33 +40,33 @@ SERVICES: Final = (
     tokenizer_pb2.DESCRIPTOR.services_by_name["TokenizerService"].full_name,
     admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
 )
-"""Full names of the services; health knows each of them and ``""`` for the server."""
+"""Full names of the services; health reports each of them, and ``""`` for the server."""
 
 _REPLY_SLACK_BYTES: Final = 1 << 20
 _LOOKAHEAD_BYTES: Final = 4 << 10
 _POLL_S: Final = 0.02
 _REFRESH_S: Final = 1.0
-"""How often the token file is looked at: what an operator withdraws is refused within about this time."""
+"""How often the token file is checked; a withdrawn token is refused within about this time."""
 _QUIET_S: Final = 0.2
-"""A stream that has had nothing to do for this long is ended once no live sequence is left: longer than a client in the
-middle of a loop thinks between two frames."""
+"""A stream that has been idle for this long is ended once no live sequence is left. It is longer than the pause of a
+client between two frames of a loop."""
 _ANSWERS_S: Final = 2.0
-"""How long what was taken is waited for when nothing more is taken."""
+"""How long a server that takes no more calls waits for the answers to those it has taken."""
 _AGAIN_S: Final = 0.1
-"""Who is answered at the very end and asks again within this time is still told DRAINING."""
+"""A client that is answered last and calls again within this time still gets DRAINING."""
 
 
 def server_options(limits: ApiLimits) -> list[tuple[str, int]]:
     """Return the channel arguments of the server, each for a measured reason.
 
-    so_reuseport: two servers would share a port silently, and handles belong to one. keepalive: the server asks every
-    5 s whether a client is there and waits 5 s for the answer, so that one that is frozen or cut off is noticed within
-    10 s rather than in minutes; ping_timeout: its own limit on the same answer, 60 s unless set. Pings of clients are
-    taken every 10 s, also on idle connections; who sends more is told ENHANCE_YOUR_CALM and disconnected.
+    so_reuseport: two servers would share a port silently, and handles belong to one of them. keepalive: the server
+    pings each client every 5 s and waits 5 s for the answer, so that a frozen or disconnected client is noticed within
+    10 s rather than in minutes. ping_timeout is another limit on the same answer, 60 s unless set. A client may ping
+    every 10 s, also on an idle connection; one that pings more often gets ENHANCE_YOUR_CALM and is disconnected.
 
-    bdp_probe and lookahead_bytes: what a stream may send before a call reads it stays small; otherwise gRPC lets it
-    grow with the bandwidth. While a message is read its stream may send all of it, so a large message takes one round
-    trip longer. Clients queue calls beyond max_concurrent_streams.
+    bdp_probe and lookahead_bytes: these keep what a stream may send before a call reads it small; otherwise gRPC lets
+    it grow with the bandwidth. While a message is read its stream may send all of it, so a large message takes one
+    round trip longer. Clients queue calls beyond max_concurrent_streams.
     """
     return [
         ("grpc.so_reuseport", 0),
@@ -95,12 +93,13 @@ class ApiServer:
         state: Shared by all servicers.
         access: Decides who may call.
         has_reflection: Serve gRPC reflection too.
-        drain_grace_s: How long live handles are served once the server drains, unless something else is asked for.
-        observers: Are told of every call of every service, besides ``state.calls``.
+        drain_grace_s: How long a draining server serves live handles, unless a call sets another time.
+        observers: See every call of every service, besides ``state.calls``.
 
     Attributes:
         asked_to_stop: Set when the process is to drain and end.
-        views: What live displays are shown.
+        grace_s: How long a draining server serves live handles, as set last.
+        views: The views of the server for live displays.
     """
 
     def __init__(
@@ -116,7 +115,8 @@ class ApiServer:
         self.asked_to_stop = asyncio.Event()
         self.views = Views(state)
         self._drain_grace_s = drain_grace_s
-        self._grace = Grace()
+        self.grace_s = 0.0
+        self._grace_end_s = 0.0
         self._closing: asyncio.Task[None] | None = None
         self._access = access
         self._refreshing: asyncio.Task[None] | None = None
@@ -124,9 +124,7 @@ class ApiServer:
         self._server = grpc.aio.server(options=server_options(state.limits))
         self._socket_path: SocketPath | None = None
         self._owes_answers = False
-        intake = Intake(state, TurnTaker(state.shares), CallRates(access.limits_of))
-        registrar = Registrar(self._server, access, intake, state.instance, (state.calls, *observers))
-        typed = registrar.as_server()
+        typed = Registrar(self._server, state, access, Intake(state), (state.calls, *observers)).as_server()
         executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(ModelExecutorServicer(state), typed)
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(TokenizerServicer(state), typed)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(state, self, self.views), typed)
@@ -135,11 +133,11 @@ class ApiServer:
             _add_reflection(typed)
 
     def bind(self, address: ListenAddress, tls: TlsFiles | None = None) -> ListenAddress:
-        """Take the address and return it, with the port chosen where it was 0. Nothing is accepted yet.
+        """Bind the address and return it, with the chosen port if it was 0. No connection is accepted yet.
 
         Args:
             address: Where to listen.
-            tls: Certificates to serve with; None: plain text.
+            tls: The certificates; None: plain text.
 
         Raises:
             ConfigError: The address is in use, or cannot be bound.
@@ -153,78 +151,81 @@ class ApiServer:
         return ListenAddress(host=address.host, port=self._add_port(address, tls))
 
     async def start(self) -> None:
-        """Accept calls; until :meth:`ready` all but GetStatus and health answer STARTING."""
+        """Accept calls; until :meth:`ready` all methods but GetStatus and health answer STARTING."""
         await self._server.start()
         self._refreshing = asyncio.create_task(self._refresh_access())
 
     async def ready(self, serving: Serving) -> None:
-        """Serve from now on, and say so."""
+        """Enter the phase READY and report SERVING."""
         self.state.ready(serving)
         self._health.turn(health_pb2.HealthCheckResponse.SERVING)
 
-    @property
-    def grace_s(self) -> float:
-        """Seconds that live handles are served while the server drains, as asked for last."""
-        return self._grace.seconds
-
     def begin_drain(self, grace_s: float | None) -> None:
-        """Refuse new prompts with DRAINING and serve live handles for ``grace_s`` seconds from now, then nothing.
+        """Refuse new prompts with DRAINING and serve live handles for ``grace_s`` seconds, then refuse every call.
 
-        The process goes on. Asked again, the new grace takes the place of the one that runs; once it is over nothing
-        opens the server again.
+        The process keeps running. Another call replaces the grace that is running. A server that has closed stays
+        closed.
         """
-        self._grace.extend(self._drain_grace_s if grace_s is None else grace_s)
+        self._set_grace(self._drain_grace_s if grace_s is None else grace_s)
         _LOG.info("drain asked for live_sequences=%d grace_s=%.1f", self.state.num_sequences, self.grace_s)
         self._refuse_new()
         if self._closing is None:
             self._closing = asyncio.create_task(self._close_in_time())
 
     def ask_to_stop(self, grace_s: float | None) -> None:
-        """Have whoever runs the server call :meth:`drain`; the grace takes the place of one that runs."""
-        self._grace.extend(self._drain_grace_s if grace_s is None else grace_s)
+        """Set :attr:`asked_to_stop`, whose owner calls :meth:`drain`; the grace replaces one that is running."""
+        self._set_grace(self._drain_grace_s if grace_s is None else grace_s)
         self.asked_to_stop.set()
 
     async def drain(self, grace_s: float | None = None, *, has_failed: bool = False) -> None:
-        """Refuse new prompts with DRAINING and serve live handles until the grace is over; then nothing runs.
+        """Refuse new prompts with DRAINING and serve live handles until the grace is over; then no call is left.
 
-        Whatever goes on a live handle is served all that time: appends, forks, keep-alives, open streams and new ones,
-        new connections. Returns as soon as no live sequence and no call is left. When the grace is over nothing more
-        is taken, what was taken is answered, and open streams end with DRAINING. After a fault (``has_failed``) there
-        is nothing to serve.
+        All calls on live handles are served during the grace: appends, forks, keep-alives, open and new streams, on
+        open and new connections. Returns as soon as no live sequence and no call is left. When the grace is over, no
+        more calls are taken, those that were taken are answered, and open streams end with DRAINING. After a fault
+        (``has_failed``) there is nothing to serve.
 
         Args:
-            grace_s: From now on; None: what was asked for last.
+            grace_s: The grace from now on; None: as set last.
             has_failed: The device is lost.
         """
         if grace_s is not None:
-            self._grace.extend(grace_s)
+            self._set_grace(grace_s)
         if has_failed:
             self.state.phase = Phase.FAILED
             self._health.turn(health_pb2.HealthCheckResponse.NOT_SERVING)
         else:
             self._refuse_new()
-            await self._until(lambda: self._grace.is_over or self._is_closed or self._is_unused())
+            await self._until(lambda: self._is_grace_over() or self._is_closed or self._end_unused_streams())
             self._close()
-        await self._until(self._is_answered, _ANSWERS_S)
-        self._owes_answers = not self._is_answered()
+        await self._until(self._end_answered_streams, _ANSWERS_S)
+        self._owes_answers = not self._end_answered_streams()
         self.state.end_streams(Draining())
 
+    def _set_grace(self, seconds: float) -> None:
+        """Serve live handles for so many seconds from now."""
+        self.grace_s = seconds
+        self._grace_end_s = time.monotonic() + seconds
+
+    def _is_grace_over(self) -> bool:
+        return time.monotonic() >= self._grace_end_s
+
     def _refuse_new(self) -> None:
-        """Take no new prompts from now on, and say so; what is closed already stays closed."""
+        """Take no new prompts from now on and report NOT_SERVING; a closed server stays closed."""
         if self.state.phase is Phase.READY:
             self.state.phase = Phase.DRAINING
         self._health.turn(health_pb2.HealthCheckResponse.NOT_SERVING)
 
     async def _close_in_time(self) -> None:
-        """Take nothing more once the grace is over, and end what is open when it is answered."""
-        await self._until(lambda: self._grace.is_over)
+        """Take no more calls once the grace is over, and end open streams when they are answered."""
+        await self._until(self._is_grace_over)
         self._close()
-        await self._until(self._is_answered, _ANSWERS_S)
+        await self._until(self._end_answered_streams, _ANSWERS_S)
         self.state.end_streams(Draining())
 
     @property
     def _is_closed(self) -> bool:
-        """Whether nothing more is taken."""
+        """Whether the server takes no more calls."""
         return self.state.phase is Phase.CLOSING
 
     def _close(self) -> None:
@@ -240,28 +241,29 @@ class ApiServer:
         while not holds() and loop.time() < deadline:
             await asyncio.sleep(_POLL_S)
 
-    def _is_unused(self) -> bool:
-        """Whether nobody can want anything more; quiet streams are ended once no live sequence is left for them."""
+    def _end_unused_streams(self) -> bool:
+        """End quiet streams once no live sequence and no call is left; return whether nothing is left to serve."""
         state = self.state
         if state.num_sequences or state.num_active:
             return False
         state.end_quiet_streams(_QUIET_S, Draining())
         return not state.streams
 
-    def _is_answered(self) -> bool:
-        """Whether everything taken is answered; streams are ended as soon as that holds for them."""
+    def _end_answered_streams(self) -> bool:
+        """End the streams that have answered everything; return whether all calls are answered."""
         self.state.end_quiet_streams(0.0, Draining())
         return not (self.state.num_active or self.state.streams)
 
     async def stop(self) -> None:
-        """Close the listener, give last answers a moment to leave, and free the address; once is enough.
+        """Close the listener, let the last answers leave, and free the address; further calls change nothing.
 
-        Calls whose step outlived the drain are answered as the engine closes, just before this. They are waited for,
-        and so is what they ask next: gRPC tells whoever is left only CANCELLED, not whether to try again.
+        Calls whose step outlived the drain are answered when the engine closes, just before this. This method waits for
+        them and for the next call of their clients: after it, gRPC answers CANCELLED, which does not say whether to try
+        again.
         """
         self._health.stop()
         if self._owes_answers:
-            await self._until(self._is_answered, _ANSWERS_S)
+            await self._until(self._end_answered_streams, _ANSWERS_S)
             await asyncio.sleep(_AGAIN_S)
             self._owes_answers = False
         for task in (self._refreshing, self._closing):
@@ -274,12 +276,12 @@ class ApiServer:
             self._socket_path = None
 
     async def _refresh_access(self) -> None:
-        """Take up changes of the token file, off the event loop: its file system may be slow. Never ends by itself."""
+        """Apply changes of the token file until cancelled, off the event loop: its file system may be slow."""
         while True:
             await asyncio.sleep(_REFRESH_S)
             try:
                 await asyncio.to_thread(self._access.refresh)
-            except Exception:  # noqa: BLE001  (logged; what is withdrawn later must still be refused)
+            except Exception:  # noqa: BLE001  (logged; tokens that are withdrawn later must still be refused)
                 _LOG.exception("tokens not read")
             self.state.end_withdrawn_streams()
 
@@ -301,7 +303,7 @@ def _add_reflection(server: grpc.aio.Server) -> None:
 
 
 def _check_free(address: ListenAddress) -> None:
-    """Bind every address of the host once: gRPC is content with one of several, and says little when all fail."""
+    """Bind every address of the host once: gRPC accepts if one of several works, and says little if all fail."""
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, kind, protocol, _, where in found:

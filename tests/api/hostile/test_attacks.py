@@ -22,14 +22,11 @@ from grpc_status import rpc_status
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, policy_pb2, types_pb2
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.receiving.bounds import SLACK_BYTES
-from ferrule_server.api.receiving.call_rates import CallRates
-from ferrule_server.api.receiving.turns import TurnTaker
 from ferrule_server.api.rpc.handlers import Registrar
 from ferrule_server.api.rpc.intake import Intake
 from ferrule_server.api.rpc.state import ServerState
 from ferrule_server.api.security.auth import OpenAccess
 from ferrule_server.executor.reference import PagedReferenceExecutor
-from ferrule_server.quotas import unlimited
 from tests.api.harness import (
     GREEDY,
     PROMPT,
@@ -515,9 +512,9 @@ def test_nothing_a_stranger_sends_is_parsed() -> None:
     state = ServerState("test", "0", "0", ApiLimits())
     registrar = Registrar(
         kept,  # type: ignore[arg-type]
+        state,
         OpenAccess(is_admin=True),
-        Intake(state, TurnTaker(state.shares), CallRates(unlimited)),
-        "test",
+        Intake(state),
     )
     executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(
         executor_pb2_grpc.ModelExecutorServiceServicer(), registrar.as_server()

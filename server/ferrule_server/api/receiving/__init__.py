@@ -1,9 +1,8 @@
-"""What a message may take before it is a request: memory, time, and a turn on the event loop.
+"""The bounds on a message before it is a request: memory, time, and a turn on the event loop.
 
-budgets.py     bytes and places for messages that are being received
-bounds.py      the largest request that each method can use
-parsing.py     parses large requests in slices
-turns.py       turns on the event loop between principals
-call_rates.py  quotas of calls and bytes per second
-meter.py       what has been spent of a rate
+budgets.py  bytes and places for messages that are being received
+bounds.py   the largest useful request of each method
+parsing.py  parses large requests in slices
+turns.py    turns on the event loop between principals
+meter.py    quotas of calls and bytes per second
 """

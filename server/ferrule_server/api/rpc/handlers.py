@@ -1,20 +1,20 @@
-"""Registers servicers so that every call has a caller, takes its turn, and ends in a typed error where it must.
+"""Registers servicers so that every call has a caller, takes its turn, and ends with a status.
 
-Every method of every service passes here, so none can be forgotten: nothing of ours runs before the call's credentials
-are accepted and its service's role is there. Health alone is open to all, since probes have no credentials.
-A call that names another server goes no further: a drain that went astray would drain the wrong one.
-Observers are told of every call, also of those that are refused here.
+Every method of every service passes here, so none can be forgotten: no code of a method runs before the call's
+credentials are accepted and its caller has the role of the service. Health alone is open to all, since probes have no
+credentials. A call that names another server is refused: a drain that went astray would drain the wrong one. Observers
+see every call, including those that are refused here.
 
-Methods with one request are registered as if they took a stream of them: gRPC then receives nothing until it is asked
-to, so a call is judged by its metadata alone, and what a stranger sends after it is never held. On the wire both kinds
-of methods are the same.
+Methods with one request are registered as if they took a stream of them. gRPC then receives no message until it is
+asked to, so a call is judged by its metadata alone, and what an unauthenticated client sends is never held. On the wire
+both kinds of methods are the same.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, cast
@@ -25,48 +25,49 @@ from ferrule_server.api.receiving.turns import metered, take_turns
 from ferrule_server.api.rpc.calls import CallEnded, Context, abort, refuse
 from ferrule_server.api.rpc.intake import CALL_NS, Intake, Method
 from ferrule_server.api.rpc.observe import Call, Observer
+from ferrule_server.api.rpc.state import ServerState
+from ferrule_server.api.rpc.status import fault_of
 from ferrule_server.api.security.auth import Access
 from ferrule_server.api.security.principal import ADMIN, ANYBODY, Caller, enter
 from ferrule_server.errors import CallElsewhere, FerruleError
 
 OPEN_SERVICES: Final = frozenset({"grpc.health.v1.Health"})
-"""Services that need no credentials: probes and load balancers have none."""
+"""Services without credentials: probes and load balancers have none."""
 
 ROLES: Final[Mapping[str, str]] = MappingProxyType({"ferrule.v1.AdminService": ADMIN})
-"""Service: role that each of its methods needs."""
+"""The role that each method of a service requires."""
 
 INSTANCE_KEY: Final = "ferrule-instance"
-"""Key of the metadata that says which of several servers a call is for."""
+"""Key of the metadata that names the server a call is for."""
 
 _MAX_NAME_CHARS: Final = 64
 
 _Behavior = Callable[[Any, Context], Awaitable[object]]
 """A method; Any, because every method takes its own request, or an iterator of them."""
-_RequestOf = Callable[[Call, Context, Caller], Awaitable[tuple[object, int]]]
 
 _STRANGER: Final = Caller(ANYBODY)
 
 
 @dataclass(frozen=True, slots=True)
 class Registrar:
-    """Stands in for the server in the generated ``add_*Servicer_to_server`` functions.
+    """Replaces the server in the generated ``add_*Servicer_to_server`` functions.
 
     Attributes:
         server: Gets the handlers, changed as described above.
+        state: The state of the server.
         access: Decides who may call.
         intake: Receives requests.
-        instance: Name of this server.
-        observers: Are told of every call.
+        observers: See every call.
     """
 
     server: grpc.aio.Server
+    state: ServerState
     access: Access
     intake: Intake
-    instance: str
-    observers: tuple[Observer, ...] = ()
+    observers: Sequence[Observer] = ()
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: object) -> None:
-        """Leave out the handlers as generated: the same ones follow by name."""
+        """Ignore the generated handlers: the same ones follow by name."""
 
     def add_registered_method_handlers(
         self, service_name: str, method_handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]]
@@ -78,17 +79,18 @@ class Registrar:
         self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service_name, handlers),))
 
     def as_server(self) -> grpc.aio.Server:
-        """Return this as what the generated functions take."""
+        """Return this with the type that the generated functions take."""
         return cast("grpc.aio.Server", self)
 
 
 @dataclass(frozen=True, slots=True)
 class _Guard:
-    """Stands in front of one method.
+    """Admits the calls of one method, receives their requests, and runs the method.
 
     Attributes:
-        registrar: What all methods have in common.
-        service: Full name of the service. name: of the method in it.
+        registrar: The parts that all methods share.
+        service: Full name of the service.
+        name: Name of the method.
     """
 
     registrar: Registrar
@@ -96,48 +98,64 @@ class _Guard:
     name: str
 
     def handler(self, handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
-        """Return a handler that admits, receives, then serves; Any: the stubs do not know that it is a named tuple."""
+        """Return a handler that guards another one; Any: the stubs do not know that it is a named tuple."""
         method = Method(f"{self.service}.{self.name}")
         if handler.request_streaming and inspect.isasyncgenfunction(handler.stream_stream):
-            generator = self._serve_generator(handler.stream_stream, method)
+            generator = self._guard_generator(handler.stream_stream, method)
             return grpc.stream_stream_rpc_method_handler(generator, None, handler.response_serializer)
         behavior = handler.unary_unary or handler.unary_stream or handler.stream_stream
-        request_of = self._stream_of if handler.request_streaming else self._one_of
-        request_of = functools.partial(request_of, method)
+        receive = self._frames if handler.request_streaming else self.registrar.intake.one
+        receive = functools.partial(receive, method)
         if handler.response_streaming:
-            serve = self._serve(behavior, request_of, _nothing)
-            return grpc.stream_stream_rpc_method_handler(serve, None, handler.response_serializer)
-        serve = self._serve(behavior, request_of, handler.response_serializer)
-        return grpc.stream_unary_rpc_method_handler(serve, None, None)
+            guarded = self._guard(behavior, receive, None)
+            return grpc.stream_stream_rpc_method_handler(guarded, None, handler.response_serializer)
+        guarded = self._guard(behavior, receive, handler.response_serializer)
+        return grpc.stream_unary_rpc_method_handler(guarded, None, None)
 
-    def _serve(self, behavior: _Behavior, request_of: _RequestOf, pack: Callable[[Any], bytes | None]) -> _Behavior:
-        """Return a method that refuses callers without access, receives its request in turn, and counts its work.
+    def _guard(
+        self,
+        behavior: _Behavior,
+        receive: Callable[[Context, Caller], Awaitable[tuple[object, int]]],
+        serialize: Callable[[Any], bytes] | None,
+    ) -> _Behavior:
+        """Return a method that refuses callers without access, receives its request in turn, and measures its work.
 
         Args:
-            behavior: The method as it is.
-            request_of: Returns what the method is given as its request.
-            pack: Serialises the reply; a method that writes its replies itself has none.
+            behavior: The method.
+            receive: Returns the request and the bytes that it holds.
+            serialize: Serialises the reply; None: the method writes its replies itself.
         """
-        shares = self.registrar.intake.turns.shares
+        intake, state = self.registrar.intake, self.registrar.state
 
-        async def serve(under_way: Call, context: Context) -> bytes | None:
-            caller = await self._admit(under_way, context)
-            request, held_bytes = await request_of(under_way, context, caller)
+        async def serve(call: Call, context: Context) -> bytes | None:
+            caller = await self._admit(call, context)
+            held_bytes = 0
             try:
-                return pack(await behavior(request, context))
+                request, held_bytes = await receive(context, caller)
+                if serialize is None:
+                    await self._run(behavior, request, context)
+                    return None
+                state.num_active += 1
+                try:
+                    reply = await self._run(behavior, request, context)
+                finally:
+                    state.num_active -= 1
+                return serialize(reply)
+            except FerruleError as error:
+                refuse(context, call.rpc, error)
             finally:
                 if held_bytes:
-                    self.registrar.intake.give_back(caller, held_bytes)
+                    intake.give_back(caller, held_bytes)
 
         async def served(context: Context) -> bytes | grpc.Status | None:
             try:
-                with self._watch(context) as under_way:
-                    return await metered(serve(under_way, context), shares)
+                with self._watch(context) as call:
+                    return await metered(serve(call, context), state.shares)
             except CallEnded as ended:
                 return ended.status
 
         @functools.wraps(behavior)
-        async def call(_requests: object, context: Context) -> bytes | None:
+        async def guarded(_requests: object, context: Context) -> bytes | None:
             reply = await served(context)
             if not isinstance(reply, grpc.Status):
                 return reply
@@ -148,35 +166,48 @@ class _Guard:
             finally:
                 del aborted
 
-        return call
+        return guarded
 
-    def _serve_generator(self, behavior: Callable[..., AsyncIterator[object]], method: Method) -> Any:
-        """Return the same for a method of somebody else that yields its replies: reflection.
+    async def _run(self, behavior: _Behavior, request: object, context: Context) -> object:
+        """Run the method.
+
+        Raises:
+            EngineFault: The method raised an exception that is not ours.
+        """
+        try:
+            return await behavior(request, context)
+        except (FerruleError, CallEnded):
+            raise
+        except Exception as failure:  # noqa: BLE001  (fault_of logs it)
+            raise fault_of(failure, self.name) from None
+
+    def _guard_generator(self, behavior: Callable[..., AsyncIterator[object]], method: Method) -> Any:
+        """Return the same for a method from another library that yields its replies: reflection.
 
         The caller is checked again before each reply.
         """
 
         @functools.wraps(behavior)
-        async def call(_requests: object, context: Context) -> AsyncIterator[object]:
+        async def guarded(_requests: object, context: Context) -> AsyncIterator[object]:
             try:
-                with self._watch(context) as under_way:
-                    caller = await self._admit(under_way, context)
+                with self._watch(context) as call:
+                    caller = await self._admit(call, context)
                     try:
                         async for reply in behavior(self.registrar.intake.frames(method, context, caller), context):
                             caller.check()
                             yield reply
                     except FerruleError as error:
-                        refuse(context, under_way.rpc, error)
+                        refuse(context, call.rpc, error)
             except CallEnded as ended:
                 await context.abort_with_status(ended.status)
 
-        return call
+        return guarded
 
     def _watch(self, context: Context) -> Call:
         return Call(self.service, self.name, context, self.registrar.observers)
 
     async def _admit(self, call: Call, context: Context) -> Caller:
-        """Return the caller, by the metadata alone; a call that may not go on ends here."""
+        """Return the caller, by the metadata alone; a call that is refused ends here."""
         intake = self.registrar.intake
         is_open = self.service in OPEN_SERVICES
         try:
@@ -193,7 +224,7 @@ class _Guard:
         await intake.turns.turn(caller.principal, call.peer if is_open else "")  # refusing takes time, too
         try:
             if not is_open:
-                _check_instance(call, self.registrar.instance)
+                _check_instance(call, self.registrar.state.instance)
                 intake.count_call(caller)
             if (role := ROLES.get(self.service)) is not None:
                 caller.require(role)
@@ -201,27 +232,16 @@ class _Guard:
             refuse(context, call.rpc, error)
         return caller
 
-    async def _one_of(self, method: Method, call: Call, context: Context, caller: Caller) -> tuple[object, int]:
-        """Return the one request of a call and what it holds; a call without a proper one ends here."""
-        try:
-            return await self.registrar.intake.one(method, context, caller)
-        except FerruleError as error:
-            refuse(context, call.rpc, error)
-
-    async def _stream_of(self, method: Method, call: Call, context: Context, caller: Caller) -> tuple[object, int]:  # noqa: ARG002
-        """Return an iterator over the requests of a call, which holds what each of them needs itself."""
+    async def _frames(self, method: Method, context: Context, caller: Caller) -> tuple[object, int]:
+        """Return an iterator over the requests of a call; each holds its own bytes."""
         return self.registrar.intake.frames(method, context, caller), 0
 
 
-def _nothing(_reply: object) -> None:
-    """Serialise the reply of a method that has written its replies itself."""
-
-
 def _check_instance(call: Call, instance: str) -> None:
-    """Make sure that a call which names a server names this one.
+    """Check that a call which names a server names this one.
 
     Raises:
-        CallElsewhere: It names another one.
+        CallElsewhere: The call names another server.
     """
     for key, value in call.metadata:
         if key == INSTANCE_KEY and value != instance:
@@ -229,11 +249,11 @@ def _check_instance(call: Call, instance: str) -> None:
 
 
 async def _aborted(context: Context, status: grpc.Status) -> grpc.aio.AbortError:
-    """End a call with a status, and return the exception that gRPC wants raised.
+    """End a call with a status, and return the exception that gRPC expects to be raised.
 
-    gRPC keeps that exception with the call. While a frame in its traceback refers to the call, both stay until the
-    garbage collector comes by, and the call counts as one of its connection's streams: so it is returned without a
-    traceback, and the code that raises it drops its references to the call first.
+    gRPC keeps that exception with the call. If a frame in its traceback refers to the call, both stay until the garbage
+    collector runs, and the call counts as one of its connection's streams. The exception is therefore returned without
+    a traceback, and the code that raises it drops its references to the call first.
     """
     try:
         await context.abort_with_status(status)

@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError, Message
 
 from ferrule_server.api.receiving.bounds import SLACK_BYTES, ModelSizes, request_bound
 from ferrule_server.api.receiving.budgets import PROBE_TIMEOUT_S, ProbeBudget, ReceiveBudget
-from ferrule_server.api.receiving.call_rates import CallRates
+from ferrule_server.api.receiving.meter import CallRates
 from ferrule_server.api.receiving.parsing import MESSAGE_BYTES, PIECE_BYTES, parse
 from ferrule_server.api.receiving.turns import TurnTaker
 from ferrule_server.api.rpc.refusals import StrangerLog
@@ -70,18 +70,17 @@ class Intake:
     """Receives the requests of all methods. All methods run on the event loop.
 
     Args:
-        state: The server: its limits, and once it is loaded its model.
-        turns: Whose turn it is.
-        rates: How many calls and bytes each principal may send.
+        state: The server: its limits, its quotas, and its model once it is loaded.
 
     Attributes:
-        strangers: Writes of calls whose credentials are refused.
+        turns: The turns of the principals.
+        strangers: Logs the calls whose credentials are refused.
     """
 
-    def __init__(self, state: ServerState, turns: TurnTaker, rates: CallRates) -> None:
+    def __init__(self, state: ServerState) -> None:
         self._state = state
-        self.turns = turns
-        self._rates = rates
+        self.turns = TurnTaker(state.shares)
+        self._rates = CallRates(state.limits_of)
         limits = state.limits
         self._budget = ReceiveBudget(limits.max_receiving_bytes, limits.max_request_bytes, limits.message_timeout_s)
         self._large = asyncio.Lock()

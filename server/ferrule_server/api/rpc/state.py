@@ -1,4 +1,4 @@
-"""What the wire ring knows of the server: its phase, and the parts that exist once the model is loaded."""
+"""The state of the server that all calls share: its phase, and the parts that exist once the model is loaded."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.requests.inputs import InputReader
 from ferrule_server.api.rpc.call_counts import CallCounts
 from ferrule_server.api.security.principal import Caller
-from ferrule_server.engine.jobs import Job, Sink, StreamJob
-from ferrule_server.engine.metrics.counters import EngineSnapshot, OwnFigures
+from ferrule_server.engine.engine import Engine
 from ferrule_server.engine.shares import Shares
 from ferrule_server.errors import Draining, FerruleError, Starting
-from ferrule_server.executor.base import Executor, ExecutorInfo, ExecutorState, PipelinedExecutor
-from ferrule_server.kv.metrics import KvMetrics
+from ferrule_server.executor.base import Executor, ExecutorState, PipelinedExecutor
 from ferrule_server.quotas import LimitsOf, unlimited
 
 if TYPE_CHECKING:
@@ -26,42 +24,12 @@ if TYPE_CHECKING:
     from ferrule_server.text.tokenizer import Tokenizer
 
 
-class EngineApi(Protocol):
-    """What the wire ring uses of the engine."""
-
-    info: ExecutorInfo
-
-    def submit(self, entries: list[tuple[Job[object], Sink]]) -> None:
-        """Hand over jobs that arrived together."""
-        ...
-
-    def resume(self, job: StreamJob[object]) -> None:
-        """Let a job go on that may have found its window closed, or that was cancelled."""
-        ...
-
-    def snapshot(self) -> EngineSnapshot:
-        """Return the engine's state now, a copy."""
-        ...
-
-    def num_free_blocks(self) -> int:
-        """Return the free blocks of the pool now: what most answers say, at a fraction of a snapshot's cost."""
-        ...
-
-    def own_figures(self, principal: str) -> OwnFigures:
-        """Return what is counted for one principal."""
-        ...
-
-    def kv_metrics(self) -> KvMetrics:
-        """Return what the KV pool counts, and how it stands now."""
-        ...
-
-
 class Phase(enum.Enum):
-    """Where the server is in its life.
+    """The phase of the server.
 
-    STARTING, READY, DRAINING, CLOSING, in this order, then the process ends; FAILED in the place of any but the first.
-    DRAINING refuses new prompts and serves live handles, forks of them too. CLOSING takes nothing more and answers
-    what it has taken. FAILED has nothing left to answer.
+    The phases are STARTING, READY, DRAINING and CLOSING, in this order; then the process ends. FAILED can replace each
+    of them but the first. A server that is DRAINING refuses new prompts and serves live handles and their forks. One
+    that is CLOSING takes no more calls and answers those it has taken. One that has FAILED has nothing left to answer.
     """
 
     STARTING = "starting"
@@ -72,29 +40,29 @@ class Phase(enum.Enum):
 
 
 class Ending(Protocol):
-    """Something long-lived that the server may have to end: an open stream.
+    """An open stream, which the server may have to end.
 
     Attributes:
-        caller: Who opened it.
+        caller: The caller that opened it.
     """
 
     caller: Caller
 
     def is_quiet(self, quiet_s: float) -> bool:
-        """Whether nothing is under way or waits to be written, and nothing was for ``quiet_s`` seconds."""
+        """Whether the stream has had nothing to do and nothing to write for ``quiet_s`` seconds."""
         ...
 
     def end(self, error: FerruleError) -> None:
-        """End with ``error``; further calls change nothing."""
+        """End the stream with ``error``; further calls change nothing."""
         ...
 
 
 def _no_state() -> None:
-    """Return what an executor that prepares nothing has to say."""
+    """Return None: the executor prepares nothing."""
 
 
 def state_of(executor: Executor) -> Callable[[], ExecutorState | None]:
-    """Return what tells how an executor is doing; of one that prepares nothing it tells None."""
+    """Return a function that reads the state of an executor; it returns None if the executor prepares nothing."""
     if isinstance(executor, PipelinedExecutor):
         return lambda: executor.state
     return _no_state
@@ -102,20 +70,20 @@ def state_of(executor: Executor) -> Callable[[], ExecutorState | None]:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What exists once the model is loaded.
+    """The parts that exist once the model is loaded.
 
     Attributes:
         engine: Runs jobs.
         inputs: Reads requests for this model.
-        tokenizer: None where the model has none.
+        tokenizer: None if the model has none.
         max_step_rows: Most rows in one step.
-        chat_template: None where the model has none.
-        has_prefix_cache: Prompts find the blocks of released sequences again.
-        is_deterministic: Logits do not depend on what else is in a step.
-        executor_state: Returns how an executor that prepares things is doing, None for one that does not; cheap.
+        chat_template: None if the model has none.
+        has_prefix_cache: Prompts share the blocks of released sequences.
+        is_deterministic: Logits do not depend on the other rows of a step.
+        executor_state: Returns the state of an executor that prepares its kernels, None for any other; cheap.
     """
 
-    engine: EngineApi
+    engine: Engine
     inputs: InputReader
     tokenizer: Tokenizer | None
     max_step_rows: int
@@ -127,22 +95,25 @@ class Serving:
 
 @dataclass(slots=True)
 class ServerState:
-    """The server as its servicers see it. Changed on the event loop's thread; load progress from any.
+    """The server as its servicers see it. Changed on the thread of the event loop; load progress from any thread.
 
-    Invariant: in the phase READY ``serving`` is set; once set it stays the same.
+    Invariant: ``serving`` is set in the phase READY, and never changes once it is set.
 
     Attributes:
         instance: Name of this server, first part of every ``cache_id``.
         epoch: New with every run, second part of every ``cache_id``.
-        version: Of the server.
-        limits: Of the wire.
+        version: Version of the server.
+        limits: Limits of messages and streams.
         limits_of: Quotas of each principal.
-        load_progress: From 0 to 1. load_stage: what is being loaded.
-        start_ns: When the process began to serve, by the wall clock. started_at_s: the same on ``time.monotonic``.
-        num_active: Unary calls under way. streams: Streams under way.
-        cohorts: A number for each request whose jobs are to share a step, never the same one twice.
+        load_progress: From 0 to 1.
+        load_stage: What is being loaded.
+        start_ns: When the process began to serve, by the wall clock.
+        started_at_s: The same time on ``time.monotonic``.
+        num_active: Unary calls under way.
+        streams: Streams under way.
+        cohorts: A unique number for each request whose jobs share steps.
         calls: Counts every call.
-        shares: Who may work on the event loop next; the engine writes into it too.
+        shares: The work of each principal on the event loop; the engine adds to it too.
     """
 
     instance: str
@@ -164,14 +135,14 @@ class ServerState:
 
     @property
     def num_sequences(self) -> int:
-        """Live sequences; none after a fault, which has lost them all."""
+        """Live sequences; 0 after a fault, which loses them all."""
         if self.serving is None:
             return 0
         snapshot = self.serving.engine.snapshot()
         return 0 if snapshot.is_failed else snapshot.num_sequences
 
     def ready(self, serving: Serving) -> None:
-        """Take calls from now on."""
+        """Enter the phase READY."""
         self.serving = serving
         self.phase = Phase.READY
 
@@ -180,7 +151,7 @@ class ServerState:
 
         Raises:
             Starting: The model is not loaded yet.
-            Draining: The server takes nothing any more.
+            Draining: The server takes no more calls.
         """
         serving = self.describe()
         if self.phase in (Phase.CLOSING, Phase.FAILED):
@@ -188,29 +159,29 @@ class ServerState:
         return serving
 
     def describe(self) -> Serving:
-        """Return the parts that calls need which only look: they are answered as long as the process is there.
+        """Return the parts that read-only calls need; these are answered for as long as the process runs.
 
         Raises:
             Starting: The model is not loaded yet.
-            Draining: Nor will it be.
+            Draining: The model will not be loaded.
         """
         if self.serving is None:
             raise Starting if self.phase is Phase.STARTING else Draining
         return self.serving
 
     def use_for_new(self) -> Serving:
-        """Return the parts that new prompts need. Branches of live sequences are none: they need :meth:`use`.
+        """Return the parts that new prompts need. Forks of live sequences need :meth:`use` only.
 
         Raises:
             Starting: The model is not loaded yet.
-            Draining: The server takes no new prompts any more.
+            Draining: The server takes no more prompts.
         """
         if self.phase is Phase.DRAINING:
             raise Draining
         return self.use()
 
     def end_withdrawn_streams(self) -> None:
-        """End the streams whose callers' credentials have been withdrawn, also those that nothing happens on."""
+        """End the streams whose callers' credentials have been withdrawn, including idle ones."""
         for stream in list(self.streams):
             try:
                 stream.caller.check()

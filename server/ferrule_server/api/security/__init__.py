@@ -6,5 +6,4 @@ client_certificate.py  the principal in a client certificate
 token_file.py          bearer tokens
 tls.py                 certificates of the server, reloaded when they change
 file_watch.py          reports when a file has changed
-grace.py               how long a draining server serves live handles
 """

@@ -11,7 +11,7 @@ from typing import Final, Protocol
 from ferrule.v1 import admin_pb2, admin_pb2_grpc
 from ferrule_server.api.requests.fields import seconds
 from ferrule_server.api.responses.view import Views
-from ferrule_server.api.rpc.calls import Context, run_job, unary
+from ferrule_server.api.rpc.calls import Context, run_job
 from ferrule_server.api.rpc.state import ServerState, Serving
 from ferrule_server.api.security.principal import principal_of
 from ferrule_server.engine.jobs import WarmupJob
@@ -46,7 +46,6 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._operations = operations
         self._views = views
 
-    @unary
     async def Warmup(self, request: admin_pb2.WarmupRequest, context: Context) -> admin_pb2.WarmupResponse:
         """Run steps of real shapes, so that the first request is not slow."""
         serving = self.state.use()
@@ -61,7 +60,6 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             ],
         )
 
-    @unary
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
         """Refuse new prompts and serve live handles until the grace is over; the process goes on."""
         snapshot = self._serving().engine.snapshot()
@@ -70,14 +68,12 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             live_sequences=self.state.num_sequences, pending_jobs=snapshot.num_running + snapshot.num_waiting
         )
 
-    @unary
     async def Shutdown(self, request: admin_pb2.ShutdownRequest, context: Context) -> admin_pb2.ShutdownResponse:
         """Drain, then end the process."""
         self._serving()
         self._operations.ask_to_stop(_grace(request))
         return admin_pb2.ShutdownResponse(live_sequences=self.state.num_sequences)
 
-    @unary
     async def GetServerView(
         self,
         request: admin_pb2.GetServerViewRequest,

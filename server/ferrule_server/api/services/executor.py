@@ -29,7 +29,7 @@ from ferrule_server.api.responses.outputs import (
     release_results,
     slot_reservation,
 )
-from ferrule_server.api.rpc.calls import Context, admit_new, run_job, streamed, unary
+from ferrule_server.api.rpc.calls import Context, admit_new, run_job
 from ferrule_server.api.rpc.refusals import Refusals
 from ferrule_server.api.rpc.state import Phase, ServerState, Serving
 from ferrule_server.api.security.principal import caller_of, principal_of
@@ -56,14 +56,12 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
 
     # ---- about the server -------------------------------------------------------------------------------------------
 
-    @unary
     async def GetModelInfo(
         self, request: executor_pb2.GetModelInfoRequest, context: Context
     ) -> executor_pb2.GetModelInfoResponse:
         """Describe the model."""
         return executor_pb2.GetModelInfoResponse(info=model_info(self.state.describe()))
 
-    @unary
     async def GetCapabilities(
         self, request: executor_pb2.GetCapabilitiesRequest, context: Context
     ) -> executor_pb2.GetCapabilitiesResponse:
@@ -72,7 +70,6 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         who = caller_info(caller, self.state.limits_of(caller.principal))
         return executor_pb2.GetCapabilitiesResponse(capabilities=capabilities(serving, self.state.limits, who))
 
-    @unary
     async def GetStatus(
         self, request: executor_pb2.GetStatusRequest, context: Context
     ) -> executor_pb2.GetStatusResponse:
@@ -81,7 +78,6 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
 
     # ---- appends ----------------------------------------------------------------------------------------------------
 
-    @unary
     async def Prefill(self, request: executor_pb2.PrefillRequest, context: Context) -> executor_pb2.PrefillResponse:
         """Run a prompt into a new sequence, or more tokens into an existing one."""
         is_new, request_id = not request.input.HasField("kv_cache"), request.input.request_id
@@ -94,7 +90,6 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         fill_prefill(response.output, result, planned)
         return response
 
-    @unary
     async def Decode(self, request: executor_pb2.DecodeRequest, context: Context) -> executor_pb2.DecodeResponse:
         """Append tokens to a sequence and return the row of the last one."""
         serving = self.state.use()
@@ -105,7 +100,6 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         fill_decode(response.output, result, planned)
         return response
 
-    @unary
     async def ForwardVerify(
         self, request: executor_pb2.ForwardVerifyRequest, context: Context
     ) -> executor_pb2.ForwardVerifyResponse:
@@ -118,16 +112,16 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         fill_verify(response.output, result, planned)
         return response
 
-    @streamed
-    async def StreamDecode(
-        self, request_iterator: AsyncGenerator[executor_pb2.StreamDecodeRequest], context: Context
+    async def StreamDecode(  # type: ignore[override]  # writes its replies itself
+        self,
+        request_iterator: AsyncGenerator[executor_pb2.StreamDecodeRequest],  # type: ignore[override]
+        context: Context,
     ) -> None:
         """Decode many sequences over one stream."""
         await DecodeStream(self.state, self.state.use(), request_iterator, context).run()
 
     # ---- batches ----------------------------------------------------------------------------------------------------
 
-    @unary
     async def BatchPrefill(
         self, request: executor_pb2.BatchPrefillRequest, context: Context
     ) -> executor_pb2.BatchPrefillResponse:
@@ -141,7 +135,6 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         response.free_blocks = serving.engine.num_free_blocks()
         return response
 
-    @unary
     async def BatchDecode(
         self, request: executor_pb2.BatchDecodeRequest, context: Context
     ) -> executor_pb2.BatchDecodeResponse:
@@ -155,7 +148,6 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         response.free_blocks = serving.engine.num_free_blocks()
         return response
 
-    @unary
     async def UnifiedDecode(
         self, request: executor_pb2.UnifiedDecodeRequest, context: Context
     ) -> executor_pb2.UnifiedDecodeResponse:
@@ -172,8 +164,9 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
 
     # ---- answers piece by piece -------------------------------------------------------------------------------------
 
-    @streamed
-    async def Forward(self, request: executor_pb2.ForwardRequest, context: Context) -> None:
+    async def Forward(  # type: ignore[override]  # as above
+        self, request: executor_pb2.ForwardRequest, context: Context
+    ) -> None:
         """Run tokens without keeping a cache."""
         serving = self.state.use_for_new()
         planned = serving.inputs.forward(request, principal_of(context))
@@ -181,8 +174,9 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         answer = Answer("Forward", planned.job, replies)
         await AnswerStream(self.state, serving.engine, context, answer).run()
 
-    @streamed
-    async def Generate(self, request: executor_pb2.GenerateRequest, context: Context) -> None:
+    async def Generate(  # type: ignore[override]  # as above
+        self, request: executor_pb2.GenerateRequest, context: Context
+    ) -> None:
         """Run the decode loop."""
         serving, principal = self.state.use(), principal_of(context)
         planned = serving.inputs.generate(request, principal)
@@ -200,21 +194,18 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
 
     # ---- caches -----------------------------------------------------------------------------------------------------
 
-    @unary
     async def ForkCache(self, request: cache_pb2.ForkCacheRequest, context: Context) -> cache_pb2.ForkCacheResponse:
         """Branch a sequence."""
         serving = self.state.use()
         result = await run_job(serving.engine, serving.inputs.caches.fork(request, principal_of(context)))
         return fork_response(result)
 
-    @unary
     async def TruncateKv(self, request: cache_pb2.TruncateKvRequest, context: Context) -> cache_pb2.TruncateKvResponse:
         """Shorten a sequence."""
         serving = self.state.use()
         result = await run_job(serving.engine, serving.inputs.caches.truncate(request, principal_of(context)))
         return cache_pb2.TruncateKvResponse(kv_cache=handle_message(result.handle), freed_blocks=result.freed_blocks)
 
-    @unary
     async def ReserveKvSlots(
         self, request: cache_pb2.ReserveKvSlotsRequest, context: Context
     ) -> cache_pb2.ReserveKvSlotsResponse:
@@ -225,7 +216,6 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         reservation = slot_reservation(result, info.block_size, info.num_blocks - 1)
         return cache_pb2.ReserveKvSlotsResponse(reservation=reservation)
 
-    @unary
     async def ReleaseCache(
         self, request: cache_pb2.ReleaseCacheRequest, context: Context
     ) -> cache_pb2.ReleaseCacheResponse:
@@ -237,7 +227,6 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
             results=release_results(handles, freed), freed_blocks=sum(num_blocks or 0 for num_blocks in freed)
         )
 
-    @unary
     async def KeepAlive(self, request: cache_pb2.KeepAliveRequest, context: Context) -> cache_pb2.KeepAliveResponse:
         """Renew leases."""
         serving = self.state.use()
@@ -246,7 +235,6 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         leases = await run_job(serving.engine, host_calls.keep_alive(principal_of(context), handles, ttl_s))
         return await keep_alive_response(handles, leases)
 
-    @unary
     async def GetCacheInfo(
         self, request: cache_pb2.GetCacheInfoRequest, context: Context
     ) -> cache_pb2.GetCacheInfoResponse:
@@ -256,14 +244,12 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         block_size = serving.engine.info.block_size
         return cache_pb2.GetCacheInfoResponse(info=cache_info(result, block_size, with_blocks=request.include_blocks))
 
-    @unary
     async def ListCaches(self, request: cache_pb2.ListCachesRequest, context: Context) -> cache_pb2.ListCachesResponse:
         """List the caller's sequences."""
         serving = self.state.use()
         result = await run_job(serving.engine, serving.inputs.caches.list_caches(request, principal_of(context)))
         return await list_response(result)
 
-    @unary
     async def GetCacheMetrics(
         self, request: cache_pb2.GetCacheMetricsRequest, context: Context
     ) -> cache_pb2.GetCacheMetricsResponse:
@@ -271,7 +257,6 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         principal = seen_by(caller_of(context))
         return cache_pb2.GetCacheMetricsResponse(metrics=own_cache_metrics(self.state.describe(), principal))
 
-    @unary
     async def RegisterTokenMask(
         self, request: cache_pb2.RegisterTokenMaskRequest, context: Context
     ) -> cache_pb2.RegisterTokenMaskResponse:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from ferrule.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.requests.chat import check_conversation, read_conversation
-from ferrule_server.api.rpc.calls import Context, unary
+from ferrule_server.api.rpc.calls import Context
 from ferrule_server.api.rpc.state import ServerState
 from ferrule_server.api.security.principal import principal_of
 from ferrule_server.api.texts.queue import TextLane
@@ -53,7 +53,6 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self.state = state
         self._workers = TextWorkers(state.limits_of, _NUM_LARGEST * _largest_bytes(state.limits), charge=self._charge)
 
-    @unary
     async def Encode(self, request: tokenizer_pb2.EncodeRequest, context: Context) -> tokenizer_pb2.EncodeResponse:
         """Turn text into token ids."""
         codec, principal = self._codec(), principal_of(context)
@@ -64,7 +63,6 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         work = functools.partial(_encoded, codec, request)
         return await self._workers.run(principal, _lane_of_text(num_bytes), num_bytes, work)
 
-    @unary
     async def Decode(
         self, request: tokenizer_pb2.TokenizerServiceDecodeRequest, context: Context
     ) -> tokenizer_pb2.TokenizerServiceDecodeResponse:
@@ -80,7 +78,6 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         work = functools.partial(_decoded, codec, request)
         return await self._workers.run(principal, _lane_of_text(num_bytes), num_bytes, work)
 
-    @unary
     async def ApplyChatTemplate(
         self, request: tokenizer_pb2.ApplyChatTemplateRequest, context: Context
     ) -> tokenizer_pb2.ApplyChatTemplateResponse:

@@ -26,9 +26,10 @@ from ferrule_server.api.receiving.turns import spawn
 from ferrule_server.api.rpc.calls import HANG_UP_S, Context, cancel, refuse
 from ferrule_server.api.rpc.observe import current_call
 from ferrule_server.api.rpc.refusals import Refusals
-from ferrule_server.api.rpc.state import EngineApi, ServerState
+from ferrule_server.api.rpc.state import ServerState
 from ferrule_server.api.rpc.status import fault_of
 from ferrule_server.api.security.principal import caller_of
+from ferrule_server.engine.engine import Engine
 from ferrule_server.engine.jobs import ForwardFrame, GenerateFrame, Job, Outcome, StreamJob
 from ferrule_server.errors import FerruleError
 
@@ -89,7 +90,7 @@ class AnswerStream:
         answer: What it asks for, and how it is answered.
     """
 
-    def __init__(self, state: ServerState, engine: EngineApi, context: Context, answer: Answer) -> None:
+    def __init__(self, state: ServerState, engine: Engine, context: Context, answer: Answer) -> None:
         self._state = state
         self._engine = engine
         self._context = context

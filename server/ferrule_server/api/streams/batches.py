@@ -14,8 +14,9 @@ from ferrule_server.api.receiving.turns import Turns
 from ferrule_server.api.requests.planned import PlannedAppend
 from ferrule_server.api.rpc.calls import admit_new, run_jobs
 from ferrule_server.api.rpc.refusals import Refusals
-from ferrule_server.api.rpc.state import EngineApi, ServerState
+from ferrule_server.api.rpc.state import ServerState
 from ferrule_server.api.rpc.status import to_status
+from ferrule_server.engine.engine import Engine
 from ferrule_server.engine.jobs import AppendResult
 from ferrule_server.errors import FerruleError, ReplyTooLarge
 
@@ -43,7 +44,7 @@ class Batch:
     read: Callable[[Any, str], PlannedAppend]
     fill: Callable[[Any, AppendResult, PlannedAppend], None]
 
-    async def run(self, state: ServerState, engine: EngineApi, principal: str) -> None:
+    async def run(self, state: ServerState, engine: Engine, principal: str) -> None:
         """Run the items and write their results.
 
         Raises:

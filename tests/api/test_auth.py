@@ -859,6 +859,6 @@ def test_a_header_that_is_no_text_leaves_nothing_in_the_log(caplog: pytest.LogCa
         b"Bearer ferrule_s\xf6cret".decode()
     except UnicodeDecodeError:
         logging.getLogger("grpc._cython.cygrpc").exception("Invalid encoding on %s", b"Bearer ferrule_s\xf6cret")
-    assert "metadata that is no UTF-8" in caplog.text
+    assert "metadata that is not UTF-8" in caplog.text
     assert "ferrule_s" not in caplog.text
     assert "Traceback" not in caplog.text

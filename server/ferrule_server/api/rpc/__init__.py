@@ -1,8 +1,8 @@
-"""What every call passes, whichever its method.
+"""The code around every method.
 
-handlers.py     registers servicers: admission first, one typed error at the end
+handlers.py     registers servicers; admits calls and ends them with a status
 intake.py       receives the request: room, time, size, turn, parsing
-observe.py      tells observers when a call begins and ends
+observe.py      notifies observers when a call begins and ends
 calls.py        submits the jobs of a call and awaits their results
 state.py        the phase of the server, and its parts once the model is loaded
 status.py       the table from errors to gRPC status

@@ -104,13 +104,11 @@ class _Guard:
             generator = self._guard_generator(handler.stream_stream, method)
             return grpc.stream_stream_rpc_method_handler(generator, None, handler.response_serializer)
         behavior = handler.unary_unary or handler.unary_stream or handler.stream_stream
-        receive = self._frames if handler.request_streaming else self.registrar.intake.one
-        receive = functools.partial(receive, method)
+        receive = functools.partial(self._frames if handler.request_streaming else self.registrar.intake.one, method)
         if handler.response_streaming:
             guarded = self._guard(behavior, receive, None)
             return grpc.stream_stream_rpc_method_handler(guarded, None, handler.response_serializer)
-        guarded = self._guard(behavior, receive, handler.response_serializer)
-        return grpc.stream_unary_rpc_method_handler(guarded, None, None)
+        return grpc.stream_unary_rpc_method_handler(self._guard(behavior, receive, handler.response_serializer))
 
     def _guard(
         self,
@@ -125,22 +123,15 @@ class _Guard:
             receive: Returns the request and the bytes that it holds.
             serialize: Serialises the reply; None: the method writes its replies itself.
         """
-        intake, state = self.registrar.intake, self.registrar.state
+        intake = self.registrar.intake
 
         async def serve(call: Call, context: Context) -> bytes | None:
             caller = await self._admit(call, context)
             held_bytes = 0
             try:
                 request, held_bytes = await receive(context, caller)
-                if serialize is None:
-                    await self._run(behavior, request, context)
-                    return None
-                state.num_active += 1
-                try:
-                    reply = await self._run(behavior, request, context)
-                finally:
-                    state.num_active -= 1
-                return serialize(reply)
+                reply = await self._run(behavior, request, context, is_unary=serialize is not None)
+                return None if serialize is None else serialize(reply)
             except FerruleError as error:
                 refuse(context, call.rpc, error)
             finally:
@@ -150,13 +141,13 @@ class _Guard:
         async def served(context: Context) -> bytes | grpc.Status | None:
             try:
                 with self._watch(context) as call:
-                    return await metered(serve(call, context), state.shares)
+                    return await metered(serve(call, context), intake.turns.shares)
             except CallEnded as ended:
                 return ended.status
 
         @functools.wraps(behavior)
         async def guarded(_requests: object, context: Context) -> bytes | None:
-            reply = await served(context)
+            reply = await served(context)  # apart, so that no frame of the traceback below refers to the call
             if not isinstance(reply, grpc.Status):
                 return reply
             aborted = await _aborted(context, reply)
@@ -168,18 +159,22 @@ class _Guard:
 
         return guarded
 
-    async def _run(self, behavior: _Behavior, request: object, context: Context) -> object:
-        """Run the method.
+    async def _run(self, behavior: _Behavior, request: object, context: Context, *, is_unary: bool) -> object:
+        """Run the method, and count it as active if it is unary; streams register themselves.
 
         Raises:
             EngineFault: The method raised an exception that is not ours.
         """
+        state = self.registrar.state
+        state.num_active += is_unary
         try:
             return await behavior(request, context)
         except (FerruleError, CallEnded):
             raise
         except Exception as failure:  # noqa: BLE001  (fault_of logs it)
             raise fault_of(failure, self.name) from None
+        finally:
+            state.num_active -= is_unary
 
     def _guard_generator(self, behavior: Callable[..., AsyncIterator[object]], method: Method) -> Any:
         """Return the same for a method from another library that yields its replies: reflection.

@@ -1,4 +1,4 @@
-"""What every request passes between its metadata and its method: room, time, size, its principal's turn, parsing.
+"""Receives requests: room, time, size, the turn of the principal, and parsing, between the metadata and the method.
 
 metadata --> admitted? --> room --> one message --> size --> turn --> parse --> the method
 (handlers)    '------ receiving ----'  bounds   turns    parsing
@@ -23,28 +23,24 @@ from ferrule_server.api.receiving.parsing import MESSAGE_BYTES, PIECE_BYTES, par
 from ferrule_server.api.receiving.turns import TurnTaker
 from ferrule_server.api.rpc.refusals import StrangerLog
 from ferrule_server.api.rpc.state import ServerState
-from ferrule_server.api.security.principal import ANYBODY, Caller
+from ferrule_server.api.security.principal import ANYBODY, Caller, Context
 from ferrule_server.errors import InvalidRequest, RequestTooLarge
 
-Context = grpc.aio.ServicerContext[Any, Any]
-"""A call in progress; Any, because reply types differ and nothing here touches them."""
-
 CALL_NS: Final = 200_000
-"""What a call costs the event loop besides what is ours: gRPC begins it, sends its reply and ends it."""
+"""The cost of a call to the event loop outside of our code: gRPC begins it, sends its reply and ends it."""
 _GONE_S: Final = 0.2
-"""gRPC ends a read in the same way where it has ended the call, for a message that is too large, and cancels the method
-within this time."""
+"""If a message is too large, gRPC ends the read as if there were none, and cancels the method within this time."""
 _CANCEL_S: Final = 0.02
-"""The same for a stream: a client that hangs up ends the read first, and then the method is cancelled. A client that
-has half-closed waits so long for its status at most, while its last items are answered."""
+"""The same time for a stream: if a client disconnects, the read ends first, and then the method is cancelled. A client
+that has half-closed waits at most this long for its status, while its last items are answered."""
 _FEW_MESSAGES: Final = 4096
-"""A request with fewer messages in it takes little more than its bytes."""
+"""A request that holds fewer messages takes little more memory than its bytes."""
 _MAX_PARKED_STRANGERS: Final = 256
-"""Calls to be refused for their credentials that may wait for their turn; each may hold a flow-control window."""
+"""Most calls to be refused for their credentials that wait for their turn; each may hold a flow-control window."""
 
 
 class Method:
-    """One method as its requests are received.
+    """The requests of one method.
 
     Args:
         name: Full name, such as ``ferrule.v1.ModelExecutorService.Prefill``.
@@ -62,7 +58,7 @@ class Method:
         return self._message_class()
 
     def malformed(self) -> InvalidRequest:
-        """Return what a caller is told whose bytes are no such request."""
+        """Return the error for bytes that are not such a request."""
         return InvalidRequest("request", f"is not a valid {self.request.full_name} message")
 
 
@@ -89,7 +85,7 @@ class Intake:
         self._bounds: dict[str, int] = {}
 
     async def refuse_in_turn(self, peer: str) -> None:
-        """Return when a stranger may be refused: floods of strangers take turns with everybody else."""
+        """Wait until a stranger may be refused: floods of strangers take turns with all principals."""
         self.turns.shares.account(ANYBODY)
         self.turns.shares.charge(ANYBODY, CALL_NS)
         if self.turns.num_waiting(ANYBODY) < _MAX_PARKED_STRANGERS:
@@ -99,17 +95,17 @@ class Intake:
         """Count a call.
 
         Raises:
-            QuotaExceeded: Its principal makes too many calls, or has sent too many bytes.
+            QuotaExceeded: The principal has made too many calls, or sent too many bytes.
         """
         self._rates.admit(caller.principal)
 
     async def one(self, method: Method, context: Context, caller: Caller) -> tuple[Message, int]:
-        """Return the one request of a call, and the bytes that are to be given back once the call has ended.
+        """Return the one request of a call, and the bytes to give back when the call has ended.
 
         Raises:
-            InvalidRequest: There is none, or it is no such message.
-            RequestTooLarge: It is larger than any that the method can make use of.
-            RequestTimeout: It did not arrive in time.
+            InvalidRequest: There is no request, or it is malformed.
+            RequestTooLarge: The request is larger than any useful one of the method.
+            RequestTimeout: The request did not arrive in time.
             QueueFull: Too many strangers wait.
         """
         if caller.principal == ANYBODY:
@@ -127,16 +123,16 @@ class Intake:
         return request, kept_bytes
 
     def give_back(self, caller: Caller, held_bytes: int) -> None:
-        """Give back what the request of a call has held."""
+        """Give back the bytes that the request of a call has held."""
         self._budget.resize(caller.principal, held_bytes, 0)
 
     async def frames(self, method: Method, context: Context, caller: Caller) -> AsyncIterator[Message]:
-        """Yield the requests of a call that sends many, as long as its credentials hold.
+        """Yield the requests of a stream, as long as its credentials are valid.
 
         A principal that sends more bytes than its quota allows is read more slowly.
 
         Raises:
-            InvalidRequest, RequestTooLarge: As :meth:`one`, of whichever request comes next.
+            InvalidRequest, RequestTooLarge: As :meth:`one`, for the next request.
             TokenInvalid: The credentials have been withdrawn.
         """
         while (data := await context.read()) is not grpc.aio.EOF:
@@ -152,7 +148,7 @@ class Intake:
         await asyncio.sleep(_CANCEL_S)
 
     async def _large_frame(self, method: Method, data: bytes, principal: str) -> AsyncIterator[Message]:
-        """Yield one request of many, which takes room until the next one is asked for."""
+        """Yield one large request of a stream, which holds room until the next one is read."""
         await self._budget.acquire(principal)
         held_bytes = self._state.limits.max_request_bytes
         try:
@@ -169,7 +165,7 @@ class Intake:
         return await self._parse(method, data, ANYBODY, peer)
 
     async def _parse(self, method: Method, data: bytes, principal: str, flow: str = "") -> tuple[Message, int]:
-        """Return a request, and the memory that it takes beyond its bytes where that is worth counting."""
+        """Return a request, and the memory that it takes beyond its bytes, or 0 if that is little."""
         if len(data) > SLACK_BYTES and len(data) > (limit := self._bound(method)):
             raise RequestTooLarge(len(data), limit)
         await self.turns.turn(principal, flow)
@@ -178,7 +174,7 @@ class Intake:
             if len(data) <= PIECE_BYTES:
                 num_messages = await parse(request, data)
             else:
-                async with self._large:  # one at a time: what it takes beyond its bytes is known only afterwards
+                async with self._large:  # one at a time: the memory beyond its bytes is known only afterwards
                     await self._budget.settled()
                     num_messages = await parse(request, data)
         except DecodeError:
@@ -186,7 +182,7 @@ class Intake:
         return request, MESSAGE_BYTES * num_messages if num_messages > _FEW_MESSAGES else 0
 
     def _bound(self, method: Method) -> int:
-        """Return the largest request of a method; while the model is loading nothing is known but gRPC's own limit."""
+        """Return the largest request of a method; while the model is loading only gRPC's own limit is known."""
         name = method.request.full_name
         bound = self._bounds.get(name)
         if bound is None:
@@ -200,16 +196,16 @@ class Intake:
 
 
 async def _read(context: Context) -> bytes | None:
-    """Return the next message of a call; None: there is none."""
+    """Return the next message of a call; None: the stream has ended."""
     data: Any = await context.read()  # gRPC's EOF is an object of its own
     return None if data is grpc.aio.EOF else data
 
 
 async def _present(data: bytes | None) -> bytes:
-    """Return a message that was sent.
+    """Return a message, which must be there.
 
     Raises:
-        InvalidRequest: The client has sent none.
+        InvalidRequest: The client has sent no message.
     """
     if data is None:
         await asyncio.sleep(_GONE_S)

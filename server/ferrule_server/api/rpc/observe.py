@@ -1,12 +1,12 @@
-"""Every call as an observer sees it: begun before anything of ours runs, ended exactly once, however it ends.
+"""A call as its observers see it: begun before any other code of ours runs, and ended exactly once.
 
     Call.__enter__ --> begin --> admission --> the method --> Call.__exit__ --> end
                                     |               |              ^
                                     '-- refused ----+-- aborted, --'
                                                         cancelled, broken
 
-``handlers`` puts this around every method of every service. What gRPC answers by itself never gets here: a method that
-does not exist, a message beyond the limit, a call that was cancelled before its first message came.
+``handlers`` enters one around every method of every service. Calls that gRPC answers by itself never get here: methods
+that do not exist, messages beyond the limit, and calls that were cancelled before their first message came.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import grpc
 
-from ferrule_server.api.security.principal import Caller
+from ferrule_server.api.security.principal import Caller, Context
 from ferrule_server.engine.jobs import AppendResult, GenerateFrame, Job, Outcome, StepTiming
 from ferrule_server.kv.handle import Handle
 
@@ -31,21 +31,21 @@ _CLOCK_SLACK_S: Final = 0.01
 _TRACEPARENT: Final = re.compile(
     r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.{0,200})?"
 )
-"""The header of W3C Trace Context: version, trace id, span id of whoever calls, flags."""
+"""The header of W3C Trace Context: version, trace id, span id of the client, flags."""
 
 
 class Observer(Protocol):
-    """Is told of every call.
+    """Sees every call.
 
-    It runs on the event loop, so it never blocks. What it raises is logged and changes nothing.
+    It runs on the event loop, so it must not block. What it raises is logged and changes nothing.
     """
 
     def begin(self, call: Call) -> None:
-        """Take note that a call has begun; nobody is admitted yet."""
+        """Record that a call has begun; its caller is not known yet."""
         ...
 
     def end(self, call: Call) -> None:
-        """Take note that it has ended: ``code`` and ``reason`` are set."""
+        """Record that the call has ended: ``code`` and ``reason`` are set."""
         ...
 
 
@@ -53,35 +53,37 @@ class Trace(Protocol):
     """The span of a call, kept by an observer that traces.
 
     Attributes:
-        trace_id, span_id: As W3C Trace Context writes them: 32 and 16 hexadecimal digits.
+        trace_id: 32 hexadecimal digits, as in W3C Trace Context.
+        span_id: 16 hexadecimal digits.
     """
 
     trace_id: str
     span_id: str
 
     def record_step(self, timing: StepTiming) -> None:
-        """Take note of what ran for the call."""
+        """Record a step that ran for the call."""
         ...
 
 
 class Call:
-    """One call under way; entered around everything that serves it.
+    """One call under way; entered around all code that serves it.
 
     Invariant: each observer whose ``begin`` was called has its ``end`` called once.
 
     Args:
         service: Full name, such as ``ferrule.v1.ModelExecutorService``.
         rpc: Name of the method.
-        context: gRPC's side of it.
-        observers: Are told.
+        context: The context that gRPC gives the method.
+        observers: See the call.
 
     Attributes:
-        caller: Who asks; None until admission, and where it refused whoever asked.
-        trace: Its span; None where nobody traces it.
-        begin_ns: When it began, on the monotonic clock. end_ns: when it ended, 0 before.
-        code: How it has ended; None before. Of a call that was cancelled this is CANCELLED, or DEADLINE_EXCEEDED where
-            the client's deadline had passed.
-        reason: Of our ErrorInfo; empty for OK and where the error is none of ours.
+        caller: The caller; None until admission, and if admission refused the call.
+        trace: Its span; None if no observer traces it.
+        begin_ns: When it began, on the monotonic clock.
+        end_ns: When it ended; 0 before.
+        code: Its status code; None before its end. A call that was cancelled has CANCELLED, or DEADLINE_EXCEEDED if the
+            client's deadline had passed.
+        reason: The reason in our ErrorInfo; empty for OK, and for errors that are not ours.
     """
 
     __slots__ = (
@@ -99,9 +101,7 @@ class Call:
         "trace",
     )
 
-    def __init__(
-        self, service: str, rpc: str, context: grpc.aio.ServicerContext[Any, Any], observers: Sequence[Observer] = ()
-    ) -> None:
+    def __init__(self, service: str, rpc: str, context: Context, observers: Sequence[Observer] = ()) -> None:
         self.service = service
         self.rpc = rpc
         self._context = context
@@ -118,10 +118,7 @@ class Call:
     def __enter__(self) -> Call:
         _CALL.set(self)
         for observer in self._observers:
-            try:
-                observer.begin(self)
-            except Exception:  # noqa: BLE001  (logged; a call never fails for whoever watches it)
-                _LOG.exception("observer failed rpc=%s", self.rpc)
+            self._notify(observer.begin)
         return self
 
     def __exit__(
@@ -129,20 +126,23 @@ class Call:
     ) -> None:
         self.end_ns = time.monotonic_ns()
         if self.code is None:
-            self.code = self._set_code(grpc.StatusCode.OK) if kind is None else self._code_of(kind)
+            self.code = self._code_or(grpc.StatusCode.OK) if kind is None else self._code_of(kind)
         for observer in self._observers:
-            try:
-                observer.end(self)
-            except Exception:  # noqa: BLE001  (as above)
-                _LOG.exception("observer failed rpc=%s", self.rpc)
+            self._notify(observer.end)
+
+    def _notify(self, method: Callable[[Call], None]) -> None:
+        try:
+            method(self)
+        except Exception:  # noqa: BLE001  (logged; an observer never fails the call)
+            _LOG.exception("observer failed rpc=%s", self.rpc)
 
     def record_refusal(self, code: grpc.StatusCode, reason: str, handle_id: str = "") -> None:
-        """Take note of why the call is about to be aborted."""
+        """Record why the call is about to be aborted."""
         self.code, self.reason = code, reason
         self._handle_id = handle_id
 
     def record_job(self, job: Job[object]) -> None:
-        """Take note of what the call asks of the engine, where it is one job."""
+        """Record the one job that the call submits to the engine."""
         handle: Handle | None = getattr(job, "handle", None)
         if handle is None:
             handles: tuple[Handle, ...] = getattr(job, "handles", ())
@@ -150,33 +150,33 @@ class Call:
         self._handle = handle
 
     def record_outcome(self, outcome: Outcome) -> None:
-        """Take note of what the engine answered to the one job."""
+        """Record the outcome of the one job."""
         if self._handle is None:
             self._handle = _made_by(outcome)
         self.record_step(outcome)
 
     def record_step(self, outcome: Outcome) -> None:
-        """Take note of what the engine answered to one job of several."""
+        """Record the outcome of one job of several."""
         timing: StepTiming | None = None if self.trace is None else getattr(outcome, "timing", None)
         if self.trace is not None and timing is not None and timing.started_ns and not _is_old(outcome):
             self.trace.record_step(timing)
 
     def record_outcomes(self, outcomes: Iterable[Outcome]) -> None:
-        """Take note of what the engine answered to many jobs, in any order."""
+        """Record the outcomes of several jobs, in any order."""
         if self.trace is not None:
             for outcome in sorted(outcomes, key=_started_ns):
                 self.record_step(outcome)
 
     @property
     def principal(self) -> str:
-        """Who asks; empty until admission, and where it refused whoever asked."""
+        """The principal of the caller; empty until admission, and if admission refused the call."""
         return "" if self.caller is None else self.caller.principal
 
     @property
     def handle_id(self) -> str:
-        """Loggable name of the one sequence it is about; empty where there is none, or several.
+        """Loggable name of the one sequence that the call is about; empty if there is none, or several.
 
-        That is the one of the handle that the request names or its refusal, else the one that it made.
+        It is that of the handle which the request or the refusal names, otherwise that of the sequence it created.
         """
         if not self._handle_id and self._handle is not None:
             self._handle_id = self._handle.handle_id
@@ -184,7 +184,7 @@ class Call:
 
     @property
     def trace_id(self) -> str:
-        """The trace the call is part of, in hexadecimal: its span's, or what its client sent; empty where none is."""
+        """The trace id of the span, or the one that the client sent, in hexadecimal; empty if there is none."""
         if self.trace is not None:
             return self.trace.trace_id
         for key, value in self.metadata:
@@ -195,12 +195,12 @@ class Call:
 
     @property
     def duration_ns(self) -> int:
-        """How long the call took, or takes so far."""
+        """How long the call took, or has taken so far."""
         return (self.end_ns or time.monotonic_ns()) - self.begin_ns
 
     @property
     def metadata(self) -> Iterable[tuple[str, str | bytes]]:
-        """What the client sent with the call, as gRPC gives it: keys in lower case, credentials among them."""
+        """The metadata that the client sent, with keys in lower case. It includes credentials."""
         return self._context.invocation_metadata() or ()
 
     @property
@@ -209,23 +209,23 @@ class Call:
         return self._context.peer()
 
     def _code_of(self, kind: type[BaseException]) -> grpc.StatusCode:
-        """Return how a call ends that an exception of this kind leaves, which nobody has said more about."""
+        """Return the code of a call that ends with an exception of this kind and has no recorded code."""
         if issubclass(kind, Exception):
-            return self._set_code(grpc.StatusCode.UNKNOWN)  # also an AbortError of whoever aborts by itself
-        # Cancelled, or its generator was closed. gRPC rounds a client's timeout up by as much as 1 % on the wire: where
-        # the client's own clock ends the call, a little seems to be left here.
+            return self._code_or(grpc.StatusCode.UNKNOWN)  # also an AbortError that a method raises itself
+        # Cancelled, or its generator was closed. gRPC rounds a client's timeout up by as much as 1 % on the wire, so if
+        # the client's own clock ends the call, a little time is left here.
         left_s = self._context.time_remaining()
         has_expired = left_s is not None and left_s <= _CLOCK_SLACK_S + 0.01 * (self.duration_ns * 1e-9 + left_s)
         return grpc.StatusCode.DEADLINE_EXCEEDED if has_expired else grpc.StatusCode.CANCELLED
 
-    def _set_code(self, default: grpc.StatusCode) -> grpc.StatusCode:
-        """Return the code that the method has set; where it is OK or none, what gRPC takes in its place."""
+    def _code_or(self, default: grpc.StatusCode) -> grpc.StatusCode:
+        """Return the code that the method has set, or ``default`` if it is OK or not set."""
         code: object = self._context.code()
         return code if isinstance(code, grpc.StatusCode) and code is not grpc.StatusCode.OK else default
 
 
 def _made_by(outcome: Outcome) -> Handle | None:
-    """Return the handle of a sequence that an answer brings; of several branches the first."""
+    """Return the handle of the sequence that an outcome created; the first of several branches."""
     if isinstance(outcome, AppendResult):
         return outcome.handle
     if isinstance(outcome, GenerateFrame) and outcome.branches:
@@ -234,13 +234,13 @@ def _made_by(outcome: Outcome) -> Handle | None:
 
 
 def _started_ns(outcome: Outcome) -> int:
-    """Return when what was answered began to run; 0: nothing was run."""
+    """Return when the first step of an outcome began; 0: nothing was run."""
     timing: StepTiming | None = getattr(outcome, "timing", None)
     return 0 if timing is None else timing.started_ns
 
 
 def _is_old(outcome: Outcome) -> bool:
-    """Whether an answer was kept from an earlier call, so nothing was run for this one."""
+    """Whether the outcome was kept from an earlier call, so that nothing was run for this one."""
     return isinstance(outcome, AppendResult) and outcome.replayed and not outcome.recomputed
 
 
@@ -249,5 +249,5 @@ _CALL: Final[ContextVar[Call | None]] = ContextVar("ferrule_call", default=None)
 
 
 def current_call() -> Call | None:
-    """Return the call that the running task serves; None where it serves none, and on the engine's side."""
+    """Return the call that the running task serves; None outside of calls, and on the engine thread."""
     return _CALL.get()

@@ -1,4 +1,4 @@
-"""Refused items of one call or stream: logged with one line for each reason, not one for each of thousands."""
+"""Logs refusals: one line for a call, and one line per reason for the items of a stream."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from collections.abc import Callable
 from typing import Final
 
 from ferrule_server.api.rpc.observe import current_call
-from ferrule_server.api.rpc.status import code_of, log_refused, reason_of
+from ferrule_server.api.rpc.status import code_of, log_refused
 from ferrule_server.errors import FerruleError
 
 _LOG = logging.getLogger(__name__)
 
 MAX_STRANGER_LINES: Final = 20
-"""Lines a second about calls whose credentials are refused."""
+"""Lines per second about calls whose credentials are refused."""
 _QUIET_S: Final = 1.0
-"""A stream that floods a full queue has lines of its own this often, not one for each of thousands of frames."""
+"""How often a stream that floods a full queue is logged, rather than for each of thousands of frames."""
 
 
 class StrangerLog:
-    """Writes a line about each call whose credentials are refused, but only so many a second.
-
-    Of a flood of them only the number is told.
+    """Logs each call whose credentials are refused, up to a number of lines per second; the others are counted.
 
     Args:
         clock: Monotonic seconds.
@@ -34,7 +32,7 @@ class StrangerLog:
         self._num_written = self._num_left_out = 0
 
     def record(self, rpc: str, error: FerruleError, peer: str, trace_id: str) -> None:
-        """Write the line, or count it among those left out."""
+        """Log the call, or count it among those left out."""
         if self._clock() >= self._until_s:
             self._begin_second()
         if self._num_written >= MAX_STRANGER_LINES:
@@ -45,7 +43,7 @@ class StrangerLog:
             "refused rpc=%s code=%s reason=%s peer=%s trace_id=%s",
             rpc,
             code_of(error).name,
-            reason_of(error),
+            error.reason,
             peer,
             trace_id or "-",
         )
@@ -58,11 +56,11 @@ class StrangerLog:
 
 
 class Refusals:
-    """Counts refused items by reason until they are logged. Made by the task that serves the call.
+    """Counts refused items by reason until they are logged. Created by the task that serves the call.
 
     Args:
         rpc: The method.
-        principal: Who asked.
+        principal: The principal of the caller.
     """
 
     __slots__ = ("_call", "_counts", "_principal", "_quiet_until", "_rpc")
@@ -70,17 +68,17 @@ class Refusals:
     def __init__(self, rpc: str, principal: str) -> None:
         self._rpc = rpc
         self._principal = principal
-        self._call = current_call()  # where lines are written, on the engine's side, there is none
+        self._call = current_call()  # lines are logged outside of its task
         self._counts: dict[str, tuple[FerruleError, int]] = {}
         self._quiet_until = 0.0
 
     def add(self, error: FerruleError) -> None:
-        """Count one item in."""
-        first, count = self._counts.get(reason_of(error), (error, 0))
-        self._counts[reason_of(error)] = (first, count + 1)
+        """Count one refused item."""
+        first, count = self._counts.get(error.reason, (error, 0))
+        self._counts[error.reason] = (first, count + 1)
 
     def log(self, *, is_last: bool = False) -> None:
-        """Write one line for each reason counted since the last time; at most once a second but for the last time."""
+        """Log one line for each reason since the last time; at most once per second unless it is the last time."""
         if not self._counts:
             return
         now = time.monotonic()

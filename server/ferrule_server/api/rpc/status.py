@@ -1,8 +1,8 @@
-"""The one table from domain error to gRPC status, and the ``google.rpc.Status`` that travels with it.
+"""The table from domain errors to gRPC status codes, and the ``google.rpc.Status`` that is sent with them.
 
 Every error of ours is a ``google.rpc.Status`` with exactly one ``ErrorInfo{reason, domain "ferrule", metadata}``,
-plus ``BadRequest`` where a field is named and ``RetryInfo`` where waiting helps. Details stay below
-:data:`MAX_DETAILS_BYTES`: gRPC carries them in trailing metadata, and 20 KB there turns any error into another one.
+``BadRequest`` if it names a field, and ``RetryInfo`` if waiting helps. Details stay below :data:`MAX_DETAILS_BYTES`:
+gRPC carries them in trailing metadata, and 20 KB there replace any error by another one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ STATUS_TABLE: Mapping[type[errors.FerruleError], grpc.StatusCode] = MappingProxy
         errors.FerruleError: grpc.StatusCode.INTERNAL,
     }
 )
-"""Error class to status code; a class that is not listed has the code of its nearest listed ancestor."""
+"""The status code of each error class; a class that is not listed has the code of its nearest listed ancestor."""
 
 
 def code_of(error: errors.FerruleError) -> grpc.StatusCode:
@@ -60,13 +60,8 @@ def code_of(error: errors.FerruleError) -> grpc.StatusCode:
     raise AssertionError("FerruleError itself is in the table")
 
 
-def reason_of(error: errors.FerruleError) -> str:
-    """Return the machine-readable reason, such as ``HANDLE_STALE`` or ``QUOTA_KV_TOKENS``."""
-    return error.reason
-
-
 def to_status(error: errors.FerruleError) -> status_pb2.Status:
-    """Return the ``google.rpc.Status`` of an error, below :data:`MAX_DETAILS_BYTES` whatever the error holds."""
+    """Return the ``google.rpc.Status`` of an error, always below :data:`MAX_DETAILS_BYTES`."""
     status = _status_of(error, _MAX_VALUE_CHARS)
     if status.ByteSize() > MAX_DETAILS_BYTES:
         status = _status_of(error, 40)
@@ -74,9 +69,9 @@ def to_status(error: errors.FerruleError) -> status_pb2.Status:
 
 
 def fault_of(failure: BaseException, rpc: str) -> errors.EngineFault:
-    """Log an exception that should not exist with its traceback, and return what the caller may know of it.
+    """Log an unexpected exception with its traceback, and return the error that the caller gets.
 
-    Refusals are left out of the traceback: see :func:`~ferrule_server.errors.without_refusals`.
+    The traceback leaves out refusals: see :func:`~ferrule_server.errors.without_refusals`.
     """
     fault_id = secrets.token_hex(4)
     _LOG.error("fault rpc=%s fault_id=%s", rpc, fault_id, exc_info=errors.without_refusals(failure))
@@ -84,21 +79,21 @@ def fault_of(failure: BaseException, rpc: str) -> errors.EngineFault:
 
 
 def log_refused(rpc: str, error: errors.FerruleError, principal: str, count: int = 1, call: Call | None = None) -> None:
-    """Write the one line about a refused call: names and numbers, never token contents or cache ids.
+    """Log one line about a refused call: names and numbers, never token contents or cache ids.
 
     Args:
         rpc: The method.
-        error: Why; the first one where several items of a stream are refused for one reason.
-        principal: Who asked.
-        count: How many items it is about.
-        call: It is part of; where the error names no handle, the one that the whole call names is told.
+        error: The error; the first one if several items of a stream are refused for one reason.
+        principal: The principal of the caller.
+        count: Number of items that were refused.
+        call: The call; if the error names no handle, the line has the handle of the call.
     """
     handle_id, trace_id = (call.handle_id, call.trace_id) if call is not None else ("", "")
     _LOG.warning(
         "refused rpc=%s code=%s reason=%s handle_id=%s principal=%s trace_id=%s count=%d",
         rpc,
         code_of(error).name,
-        reason_of(error),
+        error.reason,
         error.metadata.get("handle_id", handle_id) or "-",
         principal,
         trace_id or "-",
@@ -109,7 +104,7 @@ def log_refused(rpc: str, error: errors.FerruleError, principal: str, count: int
 def _status_of(error: errors.FerruleError, max_value_chars: int) -> status_pb2.Status:
     code: tuple[int, str] = code_of(error).value
     status = status_pb2.Status(code=code[0], message=_shortened(error.message, _MAX_MESSAGE_CHARS))
-    info = error_details_pb2.ErrorInfo(reason=reason_of(error), domain=DOMAIN)
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
     for key, value in list(error.metadata.items())[:_MAX_METADATA]:
         info.metadata[key[:64]] = _shortened(value, max_value_chars)
     status.details.add().Pack(info)

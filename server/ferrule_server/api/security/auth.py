@@ -1,6 +1,6 @@
-"""Turns the credentials of a call into its caller: a bearer token, a client certificate, or none where none is asked.
+"""Authenticates calls by a bearer token, by a client certificate, or not at all, as the settings say.
 
-Nothing here or in the log ever holds a token, and no answer tells more than that a credential is missing or wrong.
+No object here and no log line holds a token, and an answer says only that a credential is missing or wrong.
 """
 
 from __future__ import annotations
@@ -8,11 +8,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
-import grpc
-
-from ferrule_server.api.security.principal import LOCAL, Caller
+from ferrule_server.api.security.principal import LOCAL, Caller, Context
 from ferrule_server.api.security.token_file import TokenFile
 from ferrule_server.config import ServerConfig
 from ferrule_server.errors import TokenInvalid, TokenMissing
@@ -31,18 +29,16 @@ _NO_PRINCIPAL: Final = (
 )
 _GRPC_LOGGER: Final = "grpc._cython.cygrpc"
 
-Context = grpc.aio.ServicerContext[Any, Any]
-
 
 class Access(Protocol):
-    """Decides who may call, and how much each may use."""
+    """Decides which callers are admitted, and how much each may use."""
 
     def admit(self, context: Context) -> Caller:
         """Return the caller of a call that begins.
 
         Raises:
-            TokenMissing: It carries no credentials.
-            TokenInvalid: They are not accepted.
+            TokenMissing: The call has no credentials.
+            TokenInvalid: The credentials are not accepted.
         """
         ...
 
@@ -51,36 +47,36 @@ class Access(Protocol):
         ...
 
     def refresh(self) -> None:
-        """Take up changes of the files behind it; may block, so not on the event loop."""
+        """Apply changes of the files of credentials; may block, so not on the event loop."""
         ...
 
 
 class OpenAccess:
-    """Everybody is the principal ``local``: whoever can reach the server is trusted.
+    """Admits every caller as the principal ``local``: all clients that can reach the server are trusted.
 
     Args:
-        is_admin: Everybody has the role admin too, where only this machine can reach the server.
-        quotas: Of all together.
+        is_admin: Every caller has the role admin, because only this machine can reach the server.
+        quotas: Quotas of all callers together.
     """
 
     def __init__(self, *, is_admin: bool, quotas: QuotaLimits = UNLIMITED) -> None:
         self._caller = Caller(LOCAL, is_admin)
         self._quotas = quotas
 
-    def admit(self, context: Context) -> Caller:  # noqa: ARG002  (whoever it is)
-        """Return the one caller there is; credentials that are sent all the same are not looked at."""
+    def admit(self, context: Context) -> Caller:  # noqa: ARG002  (every caller is the same)
+        """Return the one caller; credentials are ignored."""
         return self._caller
 
-    def limits_of(self, principal: str) -> QuotaLimits:  # noqa: ARG002  (there is one)
-        """Return the quotas of all together."""
+    def limits_of(self, principal: str) -> QuotaLimits:  # noqa: ARG002  (there is one principal)
+        """Return the quotas of all callers together."""
         return self._quotas
 
     def refresh(self) -> None:
-        """Change nothing: there are no files."""
+        """Do nothing: there are no files."""
 
 
 class TokenAccess:
-    """Every call carries one of the tokens of a file, whatever certificate the connection has.
+    """Admits calls with one of the tokens of a file, whatever certificate the connection has.
 
     Args:
         tokens: The file.
@@ -92,7 +88,7 @@ class TokenAccess:
         self.refresh = tokens.refresh
 
     def admit(self, context: Context) -> Caller:
-        """Return whom the call's token stands for. Raises as :meth:`Access.admit`."""
+        """Return the caller that the call's token belongs to. Raises as :meth:`Access.admit`."""
         caller = self._tokens.find(_bearer_token(context.invocation_metadata() or ()))
         if caller is None:
             raise TokenInvalid("the token is not accepted: it is mistyped, was replaced, or is for another server")
@@ -100,19 +96,19 @@ class TokenAccess:
 
 
 class CertificateAccess:
-    """The client's certificate, which TLS has verified, names the principal.
+    """Admits the principal that the client's certificate names, which TLS has verified.
 
-    Certificates that name nobody are remembered too, so that a client that retries does not cost a parse each time.
-    Only certificates that TLS has verified are remembered; at most 1024 of at most 16 KiB each.
+    The principals of 1024 certificates of at most 16 KiB are remembered. So are certificates that name no principal, so
+    that retries of a client are not parsed each time.
 
     Args:
         admins: Principals with the role admin.
-        quotas: Of each principal.
+        quotas: Quotas of each principal.
     """
 
     def __init__(self, admins: Sequence[str], quotas: QuotaLimits = UNLIMITED) -> None:
         from ferrule_server.api.security.client_certificate import (
-            principal_of_pem,  # 50 ms that other servers need not wait
+            principal_of_pem,  # takes 50 ms, which other servers need not wait
         )
 
         self._admins = frozenset(admins)
@@ -128,16 +124,16 @@ class CertificateAccess:
             raise TokenInvalid(_NO_PRINCIPAL)
         return Caller(principal, principal in self._admins)
 
-    def limits_of(self, principal: str) -> QuotaLimits:  # noqa: ARG002  (the same for each)
+    def limits_of(self, principal: str) -> QuotaLimits:  # noqa: ARG002  (all have the same)
         """Return the quotas of each principal."""
         return self._quotas
 
     def refresh(self) -> None:
-        """Change nothing: authorities are re-read where TLS is."""
+        """Do nothing: the TLS files are read again by ``tls.py``."""
 
 
 def access_of(config: ServerConfig) -> Access:
-    """Return who may call by the settings, and log what an operator should know of the risk.
+    """Return the access that the settings describe, and log the risks that an operator should know.
 
     Raises:
         ConfigError: The token file is unusable.
@@ -155,7 +151,7 @@ def access_of(config: ServerConfig) -> Access:
 
 
 def _certificate_of(context: Context) -> bytes:
-    """Return the certificate of the connection's client in PEM; empty if there is none, or several."""
+    """Return the client's certificate in PEM; empty if there is none, or several."""
     certificates = list((context.auth_context() or {}).get(_CERTIFICATE, ()))
     return certificates[0] if len(certificates) == 1 else b""
 
@@ -163,7 +159,7 @@ def _certificate_of(context: Context) -> bytes:
 def _bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str:
     values = [value for key, value in metadata if key == _HEADER]
     if not values:
-        raise TokenMissing("this server wants a bearer token: send the metadata 'authorization: Bearer TOKEN'")
+        raise TokenMissing("this server requires a bearer token: send the metadata 'authorization: Bearer TOKEN'")
     scheme, _, token = str(values[0]).partition(" ")
     if len(values) > 1 or scheme.lower() != _SCHEME:
         raise TokenInvalid("the metadata must hold one 'authorization: Bearer TOKEN'")
@@ -171,14 +167,14 @@ def _bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str:
 
 
 def _without_metadata(record: logging.LogRecord) -> bool:
-    """Take out of a line of gRPC's the value of a header that is no UTF-8: next to a slip of the pen it is a token."""
+    """Remove from a log line of gRPC the value of a header that is not UTF-8: it may be a mistyped token."""
     if str(record.msg).startswith("Invalid encoding"):
-        record.msg, record.args, record.exc_info = "metadata that is no UTF-8", (), None
+        record.msg, record.args, record.exc_info = "metadata that is not UTF-8", (), None
     return True
 
 
 def _warn_of_exposure(config: ServerConfig) -> None:
-    """Log what can be reached, read or used from other machines."""
+    """Log what other machines can reach, read or use."""
     has_tokens, has_names = config.token_file is not None, config.tls_client_ca is not None
     _LOG.info(
         "access credentials=%s tls=%s max_connections=%d",

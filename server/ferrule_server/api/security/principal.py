@@ -1,4 +1,4 @@
-"""Who asks: the caller of the call under way, as ``auth`` found it."""
+"""The caller of the call under way, as authentication has determined it."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ import grpc
 
 from ferrule_server.errors import RoleRequired, TokenInvalid
 
+Context = grpc.aio.ServicerContext[Any, Any]
+"""A call in progress; Any, because reply types differ and no code here uses them."""
+
 LOCAL: Final = "local"
-"""Everybody who can reach a server without authentication."""
+"""The principal of every caller of a server without authentication."""
 
 ANYBODY: Final = "-"
-"""Principal of a call that needs no credentials, or whose credentials are refused; owns nothing."""
+"""The principal of calls that need no credentials, or whose credentials are refused; it owns nothing."""
 
 ADMIN: Final = "admin"
-"""The one role there is besides that of a user."""
+"""The one role besides that of a user."""
 
 
 @dataclass(eq=False, slots=True)
 class Caller:
-    """One accepted credential: whom it stands for.
+    """The principal and role of one accepted credential.
 
-    Invariant: the principal never changes, and what is withdrawn stays withdrawn.
+    Invariant: the principal never changes, and a withdrawn credential stays withdrawn.
 
     Attributes:
-        principal: Owner of every handle made with it.
-        is_admin: It has the role that AdminService needs.
-        is_withdrawn: The credential is accepted no longer; set by whoever manages credentials, from any thread.
+        principal: The owner of every handle that the caller creates.
+        is_admin: The caller has the role that AdminService requires.
+        is_withdrawn: The credential is no longer accepted; set from any thread.
     """
 
     principal: str
@@ -37,19 +40,19 @@ class Caller:
     is_withdrawn: bool = False
 
     def check(self) -> None:
-        """Make sure that the credential still holds: asked for every frame of a stream, so one attribute and no more.
+        """Check that the credential is still valid. It is called for every frame, so it reads one attribute only.
 
         Raises:
-            TokenInvalid: It was withdrawn after the call began.
+            TokenInvalid: The credential was withdrawn after the call began.
         """
         if self.is_withdrawn:
             raise TokenInvalid("the token has been withdrawn; handles live on until their leases end")
 
     def require(self, role: str) -> None:
-        """Make sure that the caller has a role.
+        """Check that the caller has a role.
 
         Raises:
-            RoleRequired: It has not.
+            RoleRequired: The caller does not have it.
         """
         if role == ADMIN and not self.is_admin:
             raise RoleRequired(role)
@@ -60,19 +63,19 @@ _CALLER: Final[ContextVar[Caller]] = ContextVar("ferrule_caller")
 
 
 def enter(caller: Caller) -> None:
-    """Make ``caller`` the one of the call under way, for all that runs in its task and in those it starts."""
+    """Set the caller of the call under way, for its task and the tasks that it starts."""
     _CALLER.set(caller)
 
 
-def caller_of(context: grpc.aio.ServicerContext[Any, Any]) -> Caller:  # noqa: ARG001  (says which call is meant)
+def caller_of(context: Context) -> Caller:  # noqa: ARG001  (names the call)
     """Return the caller of a call.
 
     Raises:
-        LookupError: Nobody authenticated it: a method that is not served through ``handlers``.
+        LookupError: The call was not authenticated: its method is not registered through ``handlers``.
     """
     return _CALLER.get()
 
 
-def principal_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """Return the principal of a call; handles of other principals are unknown to it. Raises as :func:`caller_of`."""
+def principal_of(context: Context) -> str:
+    """Return the principal of a call; it does not know the handles of others. Raises as :func:`caller_of`."""
     return caller_of(context).principal

@@ -225,7 +225,7 @@ def test_a_pair_that_does_not_match_keeps_the_old_one(
     errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == 1
     assert "do not belong together" in errors[0]
-    assert "those read before stay in use" in errors[0]
+    assert "the ones read before stay in use" in errors[0]
     key.write_bytes(renewed.key)
     assert _is_let_in(mutual, authority.cert, alice)
     assert mutual.tls is not None
@@ -240,8 +240,8 @@ def test_files_that_cannot_be_used_end_the_start(files: ServerFiles, authority: 
     junk.write_text("no certificate")
     for paths, hint in (
         ((cert, other, client_ca), rf"--tls-cert {cert} and --tls-key {other} do not belong together"),
-        ((junk, key, client_ca), rf"--tls-cert {junk} and --tls-key {key} are no usable pair in PEM"),
-        ((cert, junk, client_ca), rf"--tls-key {junk} are no usable pair in PEM"),
+        ((junk, key, client_ca), rf"--tls-cert {junk} and --tls-key {key} are not a usable PEM pair"),
+        ((cert, junk, client_ca), rf"--tls-key {junk} are not a usable PEM pair"),
         ((missing, key, client_ca), rf"--tls-cert {missing}: No such file"),
         ((cert, missing, client_ca), rf"--tls-key {missing}: No such file"),
         ((cert, key, junk), rf"--tls-client-ca {junk}: holds no certificate in PEM"),

@@ -117,7 +117,7 @@ def test_a_bad_line_is_named_by_its_number(path: Path, line: str, hint: str) -> 
 
 def test_the_digest_of_nothing_is_no_token() -> None:
     """What `sha256sum` makes of a variable that is not set would let in whoever sends an empty token."""
-    with pytest.raises(ConfigError, match=r"line 1: .* nothing at all"):
+    with pytest.raises(ConfigError, match=r"line 1: .* SHA-256 of nothing"):
         parse_tokens(f"{hashlib.sha256(b'').hexdigest()} alice")
 
 
@@ -129,9 +129,9 @@ def test_a_file_that_cannot_be_used_ends_the_start(tmp_path: Path) -> None:
     (tmp_path / "comments").write_text("# nobody\n")
     for name, hint in {
         "missing": "No such file",
-        ".": "Is a directory|no regular file",
-        "pipe": "no regular file",
-        "binary": "no text in UTF-8",
+        ".": "Is a directory|is not a regular file",
+        "pipe": "is not a regular file",
+        "binary": "not UTF-8 text",
         "empty": "holds no token; `ferrule token NAME`",
         "comments": "holds no token; `ferrule token NAME`",
     }.items():

@@ -1,9 +1,9 @@
-"""Who calls, and by which credentials.
+"""Callers and their credentials.
 
 auth.py                credentials of a call -> its caller
 principal.py           the caller of the call under way
 client_certificate.py  the principal in a client certificate
 token_file.py          bearer tokens
 tls.py                 certificates of the server, reloaded when they change
-file_watch.py          reports when a file has changed
+file_watch.py          notices changed files
 """

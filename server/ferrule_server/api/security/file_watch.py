@@ -1,4 +1,4 @@
-"""Tells when files have changed, so that secrets can be replaced under a running server."""
+"""Notices changed files, so that secrets can be replaced while a server runs."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Final
 
 _SETTLED_S: Final = 2.0
-"""A file written this recently may be written again without a visible change: clocks of file systems are coarse."""
+"""A file written this recently may change again without a visible trace: clocks of file systems are coarse."""
 
 _Stamp = tuple[int, ...] | None
 
 
 class FileWatch:
-    """Whether any of some files has changed since it was last asked about; symbolic links are followed.
+    """Notices whether any of some files has changed since the last :meth:`poll`; symbolic links are followed.
 
-    Any replacement shows: written in place, renamed over, or swapped by a symbolic link as Kubernetes does it.
+    It notices every kind of replacement: written in place, renamed, or a changed symbolic link as in Kubernetes.
 
     Args:
-        paths: Of the files; one that is missing is as good as any, until it appears.
+        paths: Paths of the files; a missing file counts as changed when it appears.
     """
 
     def __init__(self, *paths: Path) -> None:
@@ -28,7 +28,7 @@ class FileWatch:
         self._seen: list[_Stamp] | None = None
 
     def poll(self) -> bool:
-        """Return whether the files should be read again. Ask before reading: what changes meanwhile shows next time."""
+        """Note the state of the files; return whether they should be read again. Call it before reading them."""
         stamps = [_stamp(path) for path in self._paths]
         if stamps == self._seen:
             return False
@@ -53,12 +53,12 @@ def read_small(path: Path, max_bytes: int = 1 << 24) -> bytes:
     """Return the contents of a regular file.
 
     Raises:
-        OSError: It cannot be read, is no regular file (a pipe could be read only once, and would block) or too large.
+        OSError: The file cannot be read, is too large, or is not a regular file: a pipe would block.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(0, "is no regular file")
+            raise OSError(0, "is not a regular file")
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise OSError(0, f"holds more than {max_bytes} bytes")

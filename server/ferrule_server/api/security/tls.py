@@ -1,4 +1,4 @@
-"""The server's certificates, taken up again when their files change: the next handshake shows the new ones."""
+"""The certificates of the server, read again when their files change; the next handshake uses the new ones."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ _LOG = logging.getLogger(__name__)
 class TlsFiles:
     """A certificate chain, its key, and the authorities of clients, all in PEM.
 
-    Invariant: what is in use was whole when it was read: key and chain belong together. Connections made before a
-    change live on.
+    Invariant: the key and the chain in use belong together. Connections made before a change stay open.
 
     Args:
         cert: The server's certificate, followed by those between it and its authority.
         key: Its private key, without a password.
-        client_ca: Authorities; every client must then show a certificate of one of them. None: none is asked for.
+        client_ca: Authorities; every client must then have a certificate of one of them. None: clients need none.
 
     Raises:
-        ConfigError: A file cannot be read or is none of these, or key and certificate do not match.
+        ConfigError: A file cannot be read or has the wrong contents, or key and certificate do not match.
     """
 
     def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
@@ -45,7 +44,7 @@ class TlsFiles:
         return f"TlsFiles({str(self._cert)!r}, client_ca={str(self._client_ca)!r})"
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Return what gRPC binds a port with."""
+        """Return the credentials with which gRPC binds a port."""
         credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(
             _configuration(self._in_use),
             self._changed,  # type: ignore[arg-type]  # None is allowed, says its documentation
@@ -54,10 +53,10 @@ class TlsFiles:
         return credentials
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Return what to use from now on, or None for no change; gRPC asks at every handshake, on threads of its own.
+        """Return a new configuration, or None for no change; gRPC calls this at every handshake, on its threads.
 
-        A change that is no good is logged once and the old pair stays in use: a key that arrives after its certificate
-        must not cut a server off.
+        An unusable change is logged once and the old pair stays in use: a key that arrives after its certificate must
+        not disconnect a server from its clients.
         """
         with self._lock:
             if not self._watch.poll():
@@ -66,7 +65,7 @@ class TlsFiles:
                 found = self._read()
             except ConfigError as error:
                 if str(error) != self._last_fault:
-                    _LOG.error("certificates refused, those read before stay in use: %s", error)
+                    _LOG.error("certificates refused, the ones read before stay in use: %s", error)
                 self._last_fault = str(error)
                 return None
             self._last_fault = ""
@@ -79,7 +78,7 @@ class TlsFiles:
     def _read(self) -> tuple[bytes, bytes, bytes | None]:
         """Return key, chain and authorities, checked.
 
-        Reading again after the check makes sure that it is what was checked: OpenSSL takes paths only.
+        OpenSSL checks paths only, so the files are read again after the check to prove that these bytes were checked.
         """
         for _ in range(3):
             found = self._contents()
@@ -98,7 +97,7 @@ class TlsFiles:
             context.load_cert_chain(self._cert, self._key, password=_no_password)
         except ssl.SSLError as error:
             is_mismatch = error.reason == "KEY_VALUES_MISMATCH"
-            text = "do not belong together" if is_mismatch else f"are no usable pair in PEM ({error.reason or error})"
+            text = "do not belong together" if is_mismatch else f"are not a usable PEM pair ({error.reason or error})"
             raise ConfigError(f"--tls-cert {self._cert} and --tls-key {self._key} {text}") from None
         except (OSError, ValueError) as error:
             raise ConfigError(f"--tls-key {self._key}: {error}") from None
@@ -132,5 +131,5 @@ def _bytes_of(flag: str, path: Path) -> bytes:
 
 
 def _no_password() -> str:
-    """Stand in for the question that OpenSSL would ask on the terminal."""
+    """Replace the prompt that OpenSSL would show on the terminal."""
     raise ValueError("has a password; a server needs a key without one")

@@ -1,10 +1,10 @@
-"""The file of bearer tokens: one line for each, holding its SHA-256 and what it may do; re-read when it changes.
+"""The file of bearer tokens: one line for each with its SHA-256 and its rights; read again when it changes.
 
     <sha256 in hex> <principal> [admin] [handles=N] [kv_tokens=N] [queued_rows=N] [prefill_rate=N] [retained=SIZE]
         [mask_bytes=SIZE] [call_rate=N] [request_bytes=SIZE] [text_rate=SIZE]
 
-Quotas belong to the principal, not to the token: any of its lines may give them, two may not contradict each other, and
-``none`` lifts a limit. ``#`` begins a comment.
+Quotas belong to the principal, not to the token: any of its lines may set them, two lines must not contradict each
+other, and ``none`` removes a limit. ``#`` begins a comment.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ _QUOTAS: Final[Mapping[str, tuple[str, Callable[[str], int]]]] = {
     "request_bytes": ("request_bytes_per_s", _positive_size),
     "text_rate": ("text_bytes_per_s", _positive_size),
 }
-"""Name in the file: field of QuotaLimits, and how its value is read."""
+"""Name in the file: field of QuotaLimits, and the function that parses its value."""
 
 
 @dataclass(slots=True)
 class TokenTable:
-    """What one version of the file says.
+    """The contents of one version of the file.
 
     Attributes:
-        callers: By the SHA-256 of the token.
-        quotas: By principal: the fields of QuotaLimits that its lines give.
-        lines: By digest: the number of its line.
+        callers: The caller of each token, by its SHA-256.
+        quotas: The fields of QuotaLimits that the lines of a principal set.
+        lines: The line number of each token, by its SHA-256.
     """
 
     callers: dict[bytes, Caller] = field(default_factory=dict, repr=False)
@@ -76,12 +76,12 @@ class TokenTable:
 class TokenFile:
     """The tokens accepted now.
 
-    Invariant: a caller handed out by :meth:`find` is withdrawn as soon as the table in use no longer has its token for
+    Invariant: a caller returned by :meth:`find` is withdrawn as soon as the table in use no longer has its token for
     its principal.
 
     Args:
-        path: The file.
-        quotas: Of principals whose lines say nothing else.
+        path: Path of the file.
+        quotas: Quotas of principals whose lines set none.
 
     Raises:
         ConfigError: The file cannot be read, a line of it is wrong, or it holds no token.
@@ -105,10 +105,10 @@ class TokenFile:
         return f"TokenFile({str(self._path)!r}, {len(self._table.callers)} tokens)"
 
     def find(self, token: str) -> Caller | None:
-        """Return whom a token stands for, or None.
+        """Return the caller of a token, or None.
 
-        A look-up by digest needs no comparison in constant time: what its duration could tell is about the digest of
-        what was sent, and nobody can choose a token by the first bits of its SHA-256 without having the whole of it.
+        A look-up by digest needs no comparison in constant time: its duration depends on the digest of what was sent,
+        and a client cannot choose a token by the first bits of its SHA-256.
         """
         return self._table.callers.get(hashlib.sha256(token.encode()).digest())
 
@@ -117,7 +117,7 @@ class TokenFile:
         return self._limits.get(principal, self._quotas)
 
     def refresh(self) -> None:
-        """Read the file again if it has changed; one that is broken is logged once and changes nothing. May block."""
+        """Read the file again if it has changed; an unusable file is logged once and changes nothing. May block."""
         if not self._watch.poll():
             return
         try:
@@ -145,8 +145,8 @@ class TokenFile:
         except OSError as error:
             raise ConfigError(f"{self._named}: {error.strerror or error}") from None
         except UnicodeDecodeError:
-            raise ConfigError(f"{self._named}: is no text in UTF-8") from None
-        if not text.strip():  # what a file looks like while it is written anew; comments alone do withdraw everything
+            raise ConfigError(f"{self._named}: is not UTF-8 text") from None
+        if not text.strip():  # a file that is being rewritten is empty; comments alone do withdraw all tokens
             raise self._empty()
         self._warn_of_mode(mode)
         try:
@@ -155,7 +155,7 @@ class TokenFile:
             raise ConfigError(f"{self._named}, {error}") from None
 
     def _take(self, table: TokenTable) -> None:
-        """Put a new table in use and withdraw what it no longer has; streams of tokens it keeps go on."""
+        """Use a new table and withdraw the callers that it no longer has; streams of the others go on."""
         before, withdrawn = self._table, []
         for digest, caller in before.callers.items():
             kept = table.callers.get(digest)
@@ -165,7 +165,7 @@ class TokenFile:
             else:
                 withdrawn.append(caller)
         self._limits = {name: dataclasses.replace(self._quotas, **given) for name, given in table.quotas.items()}
-        self._table = table  # before the flags: whoever is found from now on is found here
+        self._table = table  # before the flags, so that `find` returns no withdrawn caller
         for caller in withdrawn:
             caller.is_withdrawn = True
         _LOG.info(
@@ -178,7 +178,7 @@ class TokenFile:
         )
 
     def _warn_of_mode(self, mode: int) -> None:
-        """Say once that others than the owner can get at the file."""
+        """Log once that users other than the owner can access the file."""
         is_open = bool(mode & 0o077)
         if is_open and not self._is_open_to_others:
             what = "change" if mode & 0o022 else "read"
@@ -187,10 +187,10 @@ class TokenFile:
 
 
 def parse_tokens(text: str) -> TokenTable:
-    """Return the table that the text of a token file gives.
+    """Return the table of the text of a token file.
 
     Raises:
-        ConfigError: A line is wrong; the message names it by its number and repeats nothing that could be a token.
+        ConfigError: A line is wrong; the message has its number and nothing that could be a token.
     """
     table = TokenTable()
     for number, line in enumerate(text.splitlines(), start=1):
@@ -213,7 +213,7 @@ def _add_line(table: TokenTable, number: int, words: list[str]) -> None:
         raise ValueError("the name of a principal must follow: 1 to 128 of A-Z a-z 0-9 . _ @ : / + -")
     digest = bytes.fromhex(digest_text)
     if digest == _NO_TOKEN:
-        raise ValueError("this is the SHA-256 of nothing at all: whoever sent an empty token would be let in")
+        raise ValueError("this is the SHA-256 of nothing: every client with an empty token would be admitted")
     if digest in table.callers:
         raise ValueError(f"this token is on line {table.lines[digest]} already")
     caller = Caller(name)
@@ -229,7 +229,7 @@ def _add_line(table: TokenTable, number: int, words: list[str]) -> None:
 def _add_quota(quotas: dict[str, int | None], option: str) -> None:
     key, equals, text = option.partition("=")
     if not equals or key not in _QUOTAS:
-        raise ValueError(f"behind the name come only {ADMIN} and {'=..., '.join(_QUOTAS)}=...")
+        raise ValueError(f"after the name come only {ADMIN} and {'=..., '.join(_QUOTAS)}=...")
     name, read = _QUOTAS[key]
     try:
         value = None if text == "none" else read(text)

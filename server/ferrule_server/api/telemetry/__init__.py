@@ -1,4 +1,4 @@
-"""What operators see of calls.
+"""Logs, metrics and traces for operators.
 
 call_log.py       log lines
 metrics.py        Prometheus metrics, read from the live parts on request

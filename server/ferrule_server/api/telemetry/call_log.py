@@ -1,4 +1,4 @@
-"""What the log tells of calls: fields for every line that a call writes, and at DEBUG one line for each call."""
+"""Logs calls: fields for every line that a call writes, and at DEBUG one line for each call."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _LOG = logging.getLogger(__name__)
 
 
 class CallFields(logging.Filter):
-    """Gives each record the fields of the call that its task serves; for the handlers of the root logger.
+    """Adds the fields of a call to each record that its task logs; for the handlers of the root logger.
 
-    Lines of the engine's side belong to no one call: a step serves many.
+    Lines of the engine thread have no such fields: a step serves many calls.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Let the record pass, with the fields where there is a call."""
+        """Pass the record, with the fields if there is a call."""
         call = current_call()
         if call is not None:
-            setattr(record, CALL_FIELDS, fields_of(call))
+            setattr(record, CALL_FIELDS, _fields_of(call))
         return True
 
 
@@ -28,10 +28,10 @@ class CallLog:
     """Logs each call as it ends, at DEBUG; an ``Observer``."""
 
     def begin(self, call: Call) -> None:
-        """Nothing is known yet."""
+        """Do nothing: the line is written at the end."""
 
     def end(self, call: Call) -> None:
-        """Write the line."""
+        """Log the line."""
         if not _LOG.isEnabledFor(logging.DEBUG):
             return
         _LOG.debug(
@@ -47,14 +47,14 @@ class CallLog:
 
 
 def watch_calls() -> CallLog:
-    """Have every line of a call carry its fields, and return what logs calls."""
+    """Add the fields of calls to their log lines, and return the observer that logs calls."""
     for handler in logging.getLogger().handlers:
         handler.addFilter(CallFields())
     return CallLog()
 
 
-def fields_of(call: Call) -> dict[str, str]:
-    """Return what tells a line of one call from that of another; what is not known is left out."""
+def _fields_of(call: Call) -> dict[str, str]:
+    """Return the fields that identify a call; unknown ones are left out."""
     fields = {
         "rpc": call.rpc,
         "principal": call.principal,

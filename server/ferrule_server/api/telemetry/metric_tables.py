@@ -1,4 +1,4 @@
-"""What the metrics without labels are called, what they mean, and where each is read."""
+"""The names, help texts and sources of the metrics without labels, and of the histograms."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from ferrule_server.api.rpc.state import ServerState, Serving
 from ferrule_server.engine.metrics.counters import EngineCounters, EngineSnapshot
 from ferrule_server.kv.metrics import KvMetrics
 
-_ALWAYS_TOLD: Final = (
+_ALWAYS_SHOWN: Final = (
     *("CANCELLED", "ENGINE_FAULT", "HANDLE_LOST", "HANDLE_STALE"),
     *("KV_BLOCKS_EXHAUSTED", "NON_FINITE_LOGITS", "QUEUE_FULL"),
 )
-"""Reasons that are told as 0 too: an increase is seen only of what was there before."""
+"""Reasons that are shown even as 0: an increase is seen only if there was a value before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The server at one moment, as far as it exists.
+    """The server at one moment.
 
     Attributes:
-        status: What GetStatus tells.
+        status: The answer of GetStatus.
     """
 
     state: ServerState
@@ -34,25 +34,25 @@ class Look:
 
     @property
     def counters(self) -> EngineCounters:
-        """What the engine counts."""
+        """The counters of the engine."""
         return self.snapshot.counters
 
     @property
     def refused(self) -> dict[str, int]:
-        """Jobs and items refused, by reason, wherever it happened."""
-        total = dict.fromkeys(_ALWAYS_TOLD, 0) | self.snapshot.refused()
+        """Jobs and items refused, by reason, in the engine and before it."""
+        total = dict.fromkeys(_ALWAYS_SHOWN, 0) | self.snapshot.refused()
         for reason, count in self.state.calls.refused_items().items():
             total[reason] = total.get(reason, 0) + count
         return total
 
     @property
     def num_left_out(self) -> int:
-        """Appends in flight that found no room in the newest step."""
+        """Appends in flight that had no room in the newest step."""
         return min(self.counters.timings.num_left_out, self.snapshot.num_running)
 
 
 class Figure(NamedTuple):
-    """A metric without labels: its name behind ``ferrule_``, its meaning in a line, and what reads it."""
+    """A metric without labels: its name after ``ferrule_``, its help text, and the function that reads it."""
 
     name: str
     help: str
@@ -68,14 +68,12 @@ GAUGES: Final = (
     ),
     Figure(
         "jobs_waiting",
-        "Jobs that wait: behind another one on their sequence, for room in a step, or to be looked at.",
+        "Jobs that wait for another one on their sequence, for room in a step, or to be accepted.",
         lambda look: look.snapshot.num_waiting + look.num_left_out + look.snapshot.num_arrived,
     ),
     Figure("streams_active", "Generates and Forwards under way.", lambda look: look.snapshot.num_streams),
     Figure(
-        "streams_parked",
-        "Generates and Forwards that stand still until their readers have read.",
-        lambda look: look.snapshot.num_parked,
+        "streams_parked", "Generates and Forwards that wait for their readers.", lambda look: look.snapshot.num_parked
     ),
     Figure("kv_blocks_shared", "Used blocks with two owners or more.", lambda look: look.kv.shared_blocks),
     Figure("kv_blocks_capacity", "Blocks that sequences can use.", lambda look: look.kv.total_blocks),
@@ -87,10 +85,10 @@ GAUGES: Final = (
     ),
     Figure("tombstones", "Expired sequences still remembered.", lambda look: look.kv.tombstones),
     Figure("token_masks", "Token masks registered.", lambda look: look.serving.inputs.masks.num_masks),
-    Figure("token_mask_bytes", "What registered token masks take.", lambda look: look.serving.inputs.masks.num_bytes),
+    Figure("token_mask_bytes", "Memory of registered token masks.", lambda look: look.serving.inputs.masks.num_bytes),
     Figure(
         "last_step_timestamp_seconds",
-        "When the newest step ended, in Unix time; 0 before the first.",
+        "End of the newest step, in Unix time; 0 before the first.",
         lambda look: look.counters.last_step_unix_ns * 1e-9,
     ),
 )
@@ -98,26 +96,28 @@ GAUGES: Final = (
 COUNTERS: Final = (
     Figure(
         "prompt_tokens",
-        "Tokens appended by prefills, those found in the prefix cache left out.",
+        "Tokens appended by prefills, without those found in the prefix cache.",
         lambda look: look.counters.prefill_tokens,
     ),
     Figure(
         "generated_tokens",
-        "Tokens appended one by one and by verifies, whoever chose them.",
+        "Tokens appended one by one and by verifies, whether drawn or chosen by the client.",
         lambda look: look.counters.decode_tokens,
     ),
     Figure("draft_tokens", "Drafts that verifies brought.", lambda look: look.counters.draft_tokens),
     Figure("accepted_tokens", "Drafts that a rule accepted.", lambda look: look.counters.accepted_tokens),
     Figure(
         "prefills",
-        "Appends finished of more than one token, or that made a sequence.",
+        "Finished appends of more than one token, or that created a sequence.",
         lambda look: look.counters.prefills,
     ),
-    Figure("decodes", "Appends of one token finished, those of Generates too.", lambda look: look.counters.decodes),
+    Figure(
+        "decodes", "Finished appends of one token, including those of Generates.", lambda look: look.counters.decodes
+    ),
     Figure("verifies", "Verifies finished.", lambda look: look.counters.verifies),
     Figure("generates", "Generates begun.", lambda look: look.counters.generates),
-    Figure("sequences_created", "Sequences created, forks among them.", lambda look: look.kv.num_created),
-    Figure("forks", "Sequences made by forks.", lambda look: look.kv.num_forks),
+    Figure("sequences_created", "Sequences created, including forks.", lambda look: look.kv.num_created),
+    Figure("forks", "Sequences created by forks.", lambda look: look.kv.num_forks),
     Figure("truncates", "Truncates and rewinds that dropped tokens.", lambda look: look.kv.num_truncates),
     Figure("released", "Sequences released by their owners.", lambda look: look.kv.num_released),
     Figure("expired", "Sequences freed because their lease ran out.", lambda look: look.kv.num_expired),
@@ -134,20 +134,12 @@ COUNTERS: Final = (
     Figure("prefix_hit_tokens", "Of these, tokens found.", lambda look: look.kv.num_prefix_hit_tokens),
     Figure("prefix_evictions", "Cached blocks handed out to others.", lambda look: look.kv.num_prefix_evictions),
     Figure("kv_exhausted", "Requests refused because too few blocks were free.", lambda look: look.kv.num_exhausted),
-    Figure(
-        "replays",
-        "Appends and forks answered from what was committed before.",
-        lambda look: look.counters.replays,
-    ),
+    Figure("replays", "Appends and forks answered from an earlier commit.", lambda look: look.counters.replays),
     Figure("recomputed", "Replays whose rows had to be run again.", lambda look: look.counters.recomputed),
-    Figure(
-        "joined",
-        "Jobs answered together with an equal one that was in flight.",
-        lambda look: look.counters.joined,
-    ),
+    Figure("joined", "Jobs answered together with an equal one in flight.", lambda look: look.counters.joined),
     Figure(
         "conflicts",
-        "Jobs refused with HANDLE_STALE: somebody else was first.",
+        "Jobs refused with HANDLE_STALE: another append was first.",
         lambda look: look.refused.get("HANDLE_STALE", 0),
     ),
     Figure(
@@ -165,15 +157,15 @@ COUNTERS: Final = (
         "Steps put into the device's queue before their tokens were known.",
         lambda look: look.counters.queued_steps,
     ),
-    Figure("discarded_rows", "Rows of those that nobody wanted in the end.", lambda look: look.counters.discarded_rows),
+    Figure("discarded_rows", "Rows of queued steps that were not used.", lambda look: look.counters.discarded_rows),
 )
 
 HISTOGRAMS: Final = {
-    "step": ("step_seconds", "Time of a step on the executor; where two overlap it counts once."),
+    "step": ("step_seconds", "Time of a step on the executor; the overlap of two steps counts once."),
     "step_rows": ("step_rows", "Rows (tokens) of a step."),
     "step_sequences": ("step_sequences", "Sequences of a step."),
-    "queue": ("queue_seconds", "From submission to the start of the first step, of what clients ask for."),
-    "first_token": ("time_to_first_token_seconds", "From submission to the first token or output behind a prompt."),
+    "queue": ("queue_seconds", "From submission to the start of the first step, for the appends of clients."),
+    "first_token": ("time_to_first_token_seconds", "From submission to the first token or output after a prompt."),
     "inter_token": ("inter_token_seconds", "Between two tokens of a branch of a Generate."),
     "decode": ("decode_seconds", "From submission to the end of the step, of one-token appends and verifies."),
 }

@@ -1,7 +1,7 @@
-"""Metrics for Prometheus: read from the live parts when they are asked for, from any thread. See docs/metrics.md.
+"""Metrics for Prometheus, read from the live parts at each scrape, from any thread. See docs/metrics.md.
 
-Nothing is kept here, and the step loop knows nothing of it: what is counted is counted by its owner without a lock,
-and a reader may be one step behind. Labels are few by construction: there is none that a client could choose.
+This module keeps no values and the step loop does not use it: each counter is kept by its owner without a lock, and a
+reader may be one step behind. The number of series is bounded, since no label has a value that a client chooses.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PLAN: Final = {
 
 
 class Exposition:
-    """Renders the metrics of one server. From any thread, also of several at once, and in every phase.
+    """Renders the metrics of one server, from any thread and in every phase.
 
     Args:
         state: The server.
@@ -56,7 +56,7 @@ class Exposition:
         ProcessCollector(registry=self._registry)
 
     def render(self, accept: str = "") -> tuple[str, bytes]:
-        """Return the content type and the text: OpenMetrics for whoever accepts it, else Prometheus text 0.0.4.
+        """Return the content type and the text: OpenMetrics if the client accepts it, otherwise Prometheus text 0.0.4.
 
         Args:
             accept: Value of the Accept header.
@@ -68,13 +68,13 @@ class Exposition:
 
 
 class _ServerCollector(Collector):
-    """Reads a server when it is asked."""
+    """Reads a server at each scrape."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
 
     def collect(self) -> Iterator[Metric]:
-        """Return every metric that there is in the server's phase."""
+        """Return every metric that exists in the phase of the server."""
         state, serving = self._state, self._state.serving
         status = describe.status(state)
         yield from _always(state, status)
@@ -93,7 +93,7 @@ class _ServerCollector(Collector):
 
 
 def _always(state: ServerState, status: info_pb2.ExecutorStatus) -> Iterator[Metric]:
-    """Return what there is before the model is loaded too."""
+    """Return the metrics that exist before the model is loaded."""
     now = _state_name(state, status)
     yield _labelled("state", "1 for the state that the server is in.", "state", {each: each == now for each in _STATES})
     progress = 1.0 if state.serving is not None else state.load_progress
@@ -109,7 +109,7 @@ def _always(state: ServerState, status: info_pb2.ExecutorStatus) -> Iterator[Met
         ended.add_metric(key, count)
     yield ended
     seconds = HistogramMetricFamily(
-        _PREFIX + "rpc_seconds", "How long calls took, streams from begin to end.", labels=("rpc",)
+        _PREFIX + "rpc_seconds", "Duration of calls, of streams from begin to end.", labels=("rpc",)
     )
     for rpc, reading in state.calls.seconds().items():
         seconds.add_metric((rpc,), _buckets(reading), reading.sum)
@@ -117,7 +117,7 @@ def _always(state: ServerState, status: info_pb2.ExecutorStatus) -> Iterator[Met
 
 
 def _described(look: Look) -> Iterator[Metric]:
-    """Return what has labels and comes from the engine."""
+    """Return the metrics of the engine that have labels."""
     info, status, kv = look.serving.engine.info, look.status, look.kv
     about = {
         "version": look.state.version,
@@ -127,22 +127,22 @@ def _described(look: Look) -> Iterator[Metric]:
         "device": info.device_name or info.device,
         "dtype": info.model.dtype,
     }
-    yield InfoMetricFamily("ferrule", "What serves what.", {key: _short(value) for key, value in about.items()})
+    yield InfoMetricFamily(
+        "ferrule", "Version, model and device of the server.", {key: _short(value) for key, value in about.items()}
+    )
     active = GaugeMetricFamily(
         _PREFIX + "executor_active",
-        "Always 1: what runs the next step, and why torch does where it does for good.",
+        "Always 1: the executor of the next step, and the reason if torch runs it for good.",
         labels=("executor", "fallback_reason"),
     )
     active.add_metric((status.executor, _short(status.fallback_reason)), 1)
     yield active
     blocks = {"empty": kv.empty_blocks, "cached": kv.cached_blocks, "used": kv.used_blocks}
-    yield _labelled("kv_blocks", "Blocks of the pool by what they are.", "state", blocks)
-    yield _labelled("memory_bytes", "Memory by what it is for.", "kind", _memory(look))
-    yield _labelled("steps", "Steps run, by what ran them.", "path", _steps(look), CounterMetricFamily)
+    yield _labelled("kv_blocks", "Blocks of the pool by state.", "state", blocks)
+    yield _labelled("memory_bytes", "Memory by use.", "kind", _memory(look))
+    yield _labelled("steps", "Steps run, by execution path.", "path", _steps(look), CounterMetricFamily)
     ends = dict.fromkeys(_ENDS, 0) | look.counters.finished.copy()
-    yield _labelled(
-        "branches_finished", "Branches of Generates, by how they ended.", "finish", ends, CounterMetricFamily
-    )
+    yield _labelled("branches_finished", "Branches of Generates, by their end.", "finish", ends, CounterMetricFamily)
     yield _labelled("refused", "Jobs and items refused, by reason.", "reason", look.refused, CounterMetricFamily)
 
 
@@ -169,14 +169,14 @@ def _buckets(reading: HistogramReading) -> list[tuple[str, float]]:
 
 
 def _state_name(state: ServerState, status: info_pb2.ExecutorStatus) -> str:
-    """Return the state that GetStatus tells; a server whose model never loaded is what its phase says."""
+    """Return the state that GetStatus reports; that of a server whose model never loaded follows its phase."""
     if state.serving is None and state.phase is not Phase.STARTING:
         return "failed" if state.phase is Phase.FAILED else "draining"
     return info_pb2.ExecutorState.Name(status.state).removeprefix("EXECUTOR_STATE_").lower()
 
 
 def _memory(look: Look) -> dict[str, int]:
-    """Return bytes by kind: of the process, and of the device where it has memory of its own."""
+    """Return bytes by kind: of the process, and of the device if it has memory of its own."""
     memory, info = look.status.memory, look.serving.engine.info
     kinds = {
         "host_resident": memory.host_resident_bytes,
@@ -194,7 +194,7 @@ def _memory(look: Look) -> dict[str, int]:
 
 
 def _steps(look: Look) -> dict[str, int]:
-    """Return steps by path; one that torch ran a part of beside the kernels counts for both."""
+    """Return steps by path; a step that torch and the kernels ran together counts for both."""
     if look.serving.executor_state() is None:
         return {look.serving.engine.info.name: look.counters.steps}
     status = look.status
@@ -206,5 +206,5 @@ def _steps(look: Look) -> dict[str, int]:
 
 
 def _short(text: str) -> str:
-    """Return the text on one line, as long as a label should be at most; a file name may hold what is no UTF-8."""
+    """Return the text on one line, cut to the length of a label; a file name may hold bytes that are not UTF-8."""
     return " ".join(text.encode(errors="replace").decode().split())[:_MAX_LABEL_CHARS]

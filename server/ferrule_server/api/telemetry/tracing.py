@@ -5,11 +5,11 @@
             * queue   when the job was handed to the engine: queue_ns
             * step    when its first step began: run_ns, step_rows
 
-This module alone imports ``opentelemetry``; whoever does not trace never imports this module. Names follow the semantic
-conventions of OpenTelemetry for RPC; what is ours begins with ``ferrule.``.
+Only this module imports ``opentelemetry``, and only a server that traces imports this module. Names follow the semantic
+conventions of OpenTelemetry for RPC; names of our own begin with ``ferrule.``.
 
-Spans are sent by a thread of their own, in batches, from a queue of bounded size: a collector that is slow or away
-costs spans, never a call, and one line of the log a minute.
+Spans are sent by a thread of their own, in batches, from a queue of bounded size: a collector that is slow or absent
+costs spans and one log line per minute, but never delays a call.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from ferrule_server.engine.jobs import StepTiming
 _LOG = logging.getLogger(__name__)
 
 _EXPORT_LOGGER: Final = "opentelemetry.exporter.otlp.proto.grpc.exporter"
-"""It writes several lines for each batch that is lost."""
+"""It logs several lines for each lost batch."""
 _CALL_LOGGERS: Final = (
     "opentelemetry.sdk._shared_internal",
     "opentelemetry.trace.propagation.tracecontext",
     "opentelemetry.trace.span",
 )
-"""They write a line for each span that finds the queue full, and for each odd header; clients write the headers."""
+"""They log a line for each span that finds the queue full, and for each malformed header, which clients send."""
 _PROPAGATED: Final = frozenset({"traceparent", "tracestate"})
 _FAULTS: Final = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
-"""Codes that make the span of a server an error by the conventions: the others are the client's affair."""
+"""Codes that make the span of a server an error by the conventions; the others are errors of the client."""
 _UNNAMED: Final = "unknown_service"
-_NUM_TOLD: Final = 32
-"""So many steps have events of their own; then the 64th, the 128th, and so on. The totals are told anyway."""
-_SAY_AGAIN_S: Final = 60.0
+_NUM_SHOWN: Final = 32
+"""So many steps have events of their own; then the 64th, the 128th, and so on. The totals include all steps."""
+_LOG_AGAIN_S: Final = 60.0
 _CLOSE_S: Final = 2.0
 _HANG_UP_S: Final = 0.5
 
 
 class Tracer:
-    """Makes a span of each call; an ``Observer``. The standard ``OTEL_*`` variables say the rest: the SDK reads them.
+    """Makes a span of each call; an ``Observer``. The SDK reads further settings from the ``OTEL_*`` variables.
 
     Args:
-        endpoint: Where the collector is: ``http://HOST:PORT``, or ``https://`` for TLS.
+        endpoint: Address of the collector: ``http://HOST:PORT``, or ``https://`` for TLS.
         instance: Name of this server.
     """
 
@@ -71,11 +71,11 @@ class Tracer:
         self._context_of = TraceContextTextMapPropagator().extract
 
     def begin(self, call: Call) -> None:
-        """Begin the span, below that of the client if it sent one; health is asked too often to be of interest."""
+        """Begin the span, as a child of the client's span if it sent one; health checks have no spans."""
         if call.service in OPEN_SERVICES:
             return
         parent = Context()
-        if call.trace_id:  # a good header, and no other is looked at
+        if call.trace_id:  # the header is valid
             carrier: dict[str, str] = {}
             for key, value in call.metadata:
                 if key in _PROPAGATED:
@@ -93,17 +93,17 @@ class Tracer:
         call.trace = CallTrace(span, begin_ns - call.begin_ns)
 
     def end(self, call: Call) -> None:
-        """End the span with what became of the call."""
+        """End the span with the outcome of the call."""
         if isinstance(call.trace, CallTrace):
             call.trace.end(call)
 
     def close(self) -> None:
-        """Send what waits, for two seconds at most, and nothing afterwards; may block for as long."""
+        """Send the waiting spans, for two seconds at most, and none afterwards; blocks meanwhile."""
         closing = threading.Thread(target=self._provider.shutdown, name="ferrule-traces", daemon=True)
         closing.start()
         closing.join(_CLOSE_S)
         if closing.is_alive():
-            self._exporter.shutdown()  # what is being sent is given up
+            self._exporter.shutdown()  # gives up the spans that are being sent
             closing.join(_HANG_UP_S)
 
 
@@ -111,11 +111,12 @@ class CallTrace:
     """The span of one call. Used on the event loop only.
 
     Args:
-        span: Has begun.
-        offset_ns: From the monotonic clock to the time of day.
+        span: The span, which has begun.
+        offset_ns: Offset from the monotonic clock to the time of day.
 
     Attributes:
-        trace_id, span_id: In hexadecimal.
+        trace_id: The trace id in hexadecimal.
+        span_id: The span id in hexadecimal.
     """
 
     __slots__ = (
@@ -139,11 +140,11 @@ class CallTrace:
         self._num_runs = self._num_steps = self._queue_ns = self._run_ns = 0
 
     def record_step(self, timing: StepTiming) -> None:
-        """Take note of one answer; those that began in one step count as one."""
+        """Record one outcome; outcomes whose first step is the same count as one step."""
         self._num_runs += 1
         last = self._last
         if last is None or last.started_ns != timing.started_ns:
-            self._tell_last()
+            self._record_last()
             self._last = timing
         elif timing.run_ns > last.run_ns:
             self._last = timing
@@ -153,7 +154,7 @@ class CallTrace:
         span = self._span
         if not span.is_recording():
             return
-        self._tell_last()
+        self._record_last()
         code = call.code.name if call.code is not None else ""
         span.set_attributes(self._attributes_of(call, code))
         if code in _FAULTS:
@@ -172,8 +173,8 @@ class CallTrace:
             attributes.update({f"ferrule.{key}": value for key, value in sums.items()})
         return attributes
 
-    def _tell_last(self) -> None:
-        """Count the newest step in, and tell of it if it is one of those that are told."""
+    def _record_last(self) -> None:
+        """Count the newest step, and add events for it if it is one of those that have events."""
         timing, self._last = self._last, None
         if timing is None:
             return
@@ -181,7 +182,7 @@ class CallTrace:
         self._queue_ns += timing.queue_ns
         self._run_ns += timing.run_ns
         number = self._num_steps
-        if number > _NUM_TOLD and number & (number - 1):
+        if number > _NUM_SHOWN and number & (number - 1):
             return
         started_ns = timing.started_ns + self._offset_ns
         queued = {"ferrule.step": number, "ferrule.queue_ns": timing.queue_ns}
@@ -191,11 +192,11 @@ class CallTrace:
 
 
 class _Exporter(SpanExporter):
-    """Sends spans by another exporter, and says in the log when that begins and ceases to fail.
+    """Sends spans through another exporter, and logs when it begins and ceases to fail.
 
     Args:
-        exporter: Does the work, and writes several lines for each failure: they go to DEBUG.
-        endpoint: For the log.
+        exporter: Sends the spans; the several lines that it logs for each failure are shown at DEBUG only.
+        endpoint: The endpoint in log lines.
     """
 
     def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
@@ -205,23 +206,23 @@ class _Exporter(SpanExporter):
         self._quiet_until = 0.0
         self._is_given_up = threading.Event()
         self._noise = _Noise()
-        logging.getLogger(_EXPORT_LOGGER).filters.insert(0, self._noise)  # the SDK's own hides repetitions
+        logging.getLogger(_EXPORT_LOGGER).filters.insert(0, self._noise)  # the SDK's own filter hides repetitions
         if not _LOG.isEnabledFor(logging.DEBUG):
             for name in _CALL_LOGGERS:
                 logging.getLogger(name).setLevel(logging.ERROR)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Send spans; on the thread of the processor, for ten seconds at most unless a variable says otherwise."""
+        """Send spans, on the thread of the processor, for ten seconds at most unless a variable sets another time."""
         result = self._send(spans)
         if result is not SpanExportResult.SUCCESS:
-            self._say_lost(len(spans))
+            self._log_lost(len(spans))
         elif self._num_lost:
             _LOG.info("traces arrive again endpoint=%s lost_spans=%d", self._endpoint, self._num_lost)
             self._num_lost, self._quiet_until = 0, 0.0
         return result
 
     def _send(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Send spans, unless that was given up, which may happen meanwhile."""
+        """Send spans unless the exporter is shut down, which may happen meanwhile."""
         if self._is_given_up.is_set():
             return SpanExportResult.FAILURE
         try:
@@ -232,42 +233,42 @@ class _Exporter(SpanExporter):
             return SpanExportResult.FAILURE  # its channel was closed
 
     def shutdown(self) -> None:
-        """Give up what is being sent; once is enough."""
+        """Give up the spans that are being sent; further calls change nothing."""
         if not self._is_given_up.is_set():
             self._is_given_up.set()
             self._exporter.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Return whether nothing is held here: always."""
+        """Flush the other exporter; no spans are held here."""
         return self._exporter.force_flush(timeout_millis)
 
-    def _say_lost(self, num_spans: int) -> None:
+    def _log_lost(self, num_spans: int) -> None:
         self._num_lost += num_spans
         now = time.monotonic()
         if now >= self._quiet_until:
-            self._quiet_until = now + _SAY_AGAIN_S
+            self._quiet_until = now + _LOG_AGAIN_S
             _LOG.warning(
                 "traces lost endpoint=%s lost_spans=%d cause=%r", self._endpoint, self._num_lost, self._noise.last
             )
 
 
 class _Noise(logging.Filter):
-    """Keeps what the exporter logs out of the log, and remembers the last of it."""
+    """Keeps the lines of the exporter out of the log, and remembers the last one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.last = ""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Let nothing pass but at DEBUG."""
+        """Pass the record at DEBUG only."""
         message = record.getMessage()
-        if not message.startswith("Shutdown"):  # which is no cause
+        if not message.startswith("Shutdown"):  # which is not a cause
             self.last = message[:300]
         return _LOG.isEnabledFor(logging.DEBUG)
 
 
 def _resource(instance: str) -> Resource:
-    """Return who sends the spans: what the variables say, else our own names."""
+    """Return the resource that sends the spans: the names in the variables, otherwise our own."""
     found = Resource.create()
     own: dict[str, str] = {"ferrule.instance": instance}
     if str(found.attributes.get(SERVICE_NAME, _UNNAMED)).startswith(_UNNAMED):

@@ -385,7 +385,7 @@ def test_a_stale_socket_is_replaced_and_a_live_or_other_file_is_not(tmp_path: Pa
             SocketPath(path)
     SocketPath(path).release()
     path.write_text("mine")
-    with pytest.raises(ConfigError, match="no socket"):
+    with pytest.raises(ConfigError, match="not a socket"):
         SocketPath(path)
     assert path.read_text() == "mine"
     with pytest.raises(ConfigError, match="cannot listen"):

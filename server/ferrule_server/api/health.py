@@ -1,7 +1,7 @@
-"""grpc.health.v1.Health: NOT_SERVING, SERVING, NOT_SERVING, as the server goes through its life.
+"""grpc.health.v1.Health: NOT_SERVING, SERVING and NOT_SERVING again, as the phase of the server changes.
 
-Our own rather than the one of grpcio-health-checking 1.75: there, the first watcher of a service that goes away takes
-the others' news with it, and a watcher that reads nothing keeps every change of status waiting.
+It replaces the servicer of grpcio-health-checking 1.75: there, the first watcher of a service that disconnects ends the
+updates of the others, and a watcher that reads nothing delays every change of status.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from ferrule_server.errors import Draining, QueueFull
 _Status = health_pb2.HealthCheckResponse
 _MAX_SHOWN_CHARS: Final = 80
 MAX_WATCHERS: Final = 1024
-"""Most Watch calls at a time: anybody may open one."""
+"""Most Watch calls at a time; they need no credentials."""
 _RETRY_S: Final = 1.0
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the package has no types
-    """Tells the status of the server and of each service, all the same. All methods run on the event loop.
+    """Reports the status of the server, which is that of each service. All methods run on the event loop.
 
-    Every watcher has news of its own, so that none can hold up another, nor a change of status.
+    Every watcher has an event of its own, so that none can delay another or a change of status.
 
     Args:
-        services: Full names; ``""`` is the server as a whole. Others are unknown.
+        services: Full names of the services; ``""`` is the server as a whole. Others are unknown.
     """
 
     def __init__(self, services: Iterable[str]) -> None:
@@ -38,13 +38,13 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # t
         self._is_stopped = False
         self._watchers: set[asyncio.Event] = set()
 
-    def turn(self, status: int) -> None:
-        """Tell ``status`` from now on."""
+    def set_status(self, status: int) -> None:
+        """Report ``status`` from now on."""
         self._status = status
         self._wake()
 
     def stop(self) -> None:
-        """End every Watch, now and later, with DRAINING: a watcher is not left to find out that nobody is there."""
+        """End every Watch, now and later, with DRAINING, so that watchers learn that the server is gone."""
         self._is_stopped = True
         self._wake()
 
@@ -53,14 +53,14 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # t
         request: health_pb2.HealthCheckRequest,
         context: Context,  # noqa: ARG002  (every method has it)
     ) -> health_pb2.HealthCheckResponse:
-        """Tell the status of one service; NOT_FOUND, as the protocol says it, where there is none of that name."""
+        """Return the status of one service; NOT_FOUND, as the protocol requires, for an unknown name."""
         if request.service not in self._services:
             shown = request.service[:_MAX_SHOWN_CHARS]
             end_with(PlainStatus(grpc.StatusCode.NOT_FOUND, f"no service {shown!r} here"))
         return _Status(status=self._status)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:  # noqa: N802
-        """Tell the status of one service, now and whenever it changes; SERVICE_UNKNOWN for a name of none."""
+        """Send the status of one service, now and whenever it changes; SERVICE_UNKNOWN for an unknown name."""
         if len(self._watchers) >= MAX_WATCHERS:
             abort(QueueFull(len(self._watchers), MAX_WATCHERS, _RETRY_S))
         news = asyncio.Event()
@@ -72,13 +72,13 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # t
         abort(Draining())
 
     async def _watch(self, service: str, context: Context, news: asyncio.Event) -> None:
-        told = None
+        sent = None
         while not self._is_stopped:
             news.clear()
             status = self._status if service in self._services else _Status.SERVICE_UNKNOWN
-            if status != told:
+            if status != sent:
                 await context.write(_Status(status=status))
-                told = status
+                sent = status
             await news.wait()
 
     def _wake(self) -> None:

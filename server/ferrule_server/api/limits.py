@@ -1,49 +1,53 @@
-"""Limits of the wire ring: what a message may hold, published by GetCapabilities, and how long it may take."""
+"""Limits of messages and streams, which GetCapabilities publishes, and of the time that a message may take."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 LOOP_SLICE = 256
-"""Entries of one request that are worked on before others get their turn on the event loop: a few milliseconds."""
+"""Entries of one request that are processed before others get their turn on the event loop: a few milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiLimits:
-    """What the server takes from a client and sends to it.
+    """The limits of what the server receives from a client and sends to it.
 
     Attributes:
-        max_request_bytes: Largest message taken; beyond it gRPC itself answers RESOURCE_EXHAUSTED. A message is copied
-            at one go, during which nothing else runs: about 2 ms for each MiB. Most methods take
-            less (``request_bounds``): REQUEST_TOO_LARGE.
-        max_receiving_bytes: What requests may take together from when they are read until they are parsed.
+        max_request_bytes: Largest request; for a larger one gRPC itself answers RESOURCE_EXHAUSTED. A message is copied
+            without interruption, about 2 ms for each MiB. Most methods have a smaller bound (``receiving/bounds.py``),
+            beyond which the answer is REQUEST_TOO_LARGE.
+        max_receiving_bytes: Memory of all requests together, from when they are read until they are parsed.
         message_timeout_s: How long the message of a call may take to arrive, in seconds.
         max_connections: Most connections; more are closed at once.
-        max_streams_per_connection: Most calls under way on one connection; clients queue more than that.
-        max_reply_bytes: Largest message sent; what would pass it is refused before it runs.
+        max_streams_per_connection: Most calls under way on one connection; clients queue further calls.
+        max_reply_bytes: Largest reply; a request whose reply could be larger is refused before it runs.
         max_stream_frame_bytes: A stream's results of one step are split into frames of at most this size, a single
-            larger result left alone: below what gRPC clients take by default (4 MiB).
-        max_stream_queue_bytes: More bytes of results of earlier steps still unread when a step ends: SLOW_CONSUMER.
+            larger result is a frame by itself. gRPC clients accept 4 MiB by default.
+        max_stream_queue_bytes: Most unread bytes of results of earlier steps when a step ends; with more, the stream
+            ends with SLOW_CONSUMER.
         max_top_logprobs: Largest ``top_logprobs``.
-        max_fork_count: Most sequences that one ForkCache makes.
-        max_page_size: Largest page of ListCaches; default_page_size: page when the client names none.
+        max_fork_count: Most sequences that one ForkCache creates.
+        max_page_size: Largest page of ListCaches.
+        default_page_size: Page of ListCaches if the client sets none.
         max_request_id_bytes: Longest ``request_id``, UTF-8.
         max_cache_id_chars: Longest ``cache_id``, in characters.
         max_handles_per_request: Most handles in one KeepAlive, ReleaseCache or ReserveKvSlots, and to release in one
-            stream frame. Clients send a longer list in several requests, between which others are served.
-        max_items_per_frame: Most items in one frame of a stream. The event loop reads a frame, and the engine thread
-            takes it, without a pause: what a request may hold bounds how long everybody else waits.
+            stream frame. Clients send a longer list in several requests, and others are served in between.
+        max_items_per_frame: Most items in one frame of a stream. The event loop reads a frame without a pause, and so
+            does the engine thread, so this limit bounds the delay of all others.
         max_draft_tokens: Most drafts in one verify.
         max_masks_per_request: Most masks in one RegisterTokenMask.
         max_logprob_token_ids: Most ``logprob_token_ids`` in one policy.
         max_logit_biases: Most entries of ``logit_bias`` in one policy.
         max_stops: Most stop token ids, stop sequences and stop strings in one Generate, each.
         max_stop_length: Longest stop sequence in tokens, and longest stop string in bytes of UTF-8.
-        stream_window_bytes: How far Generate may run ahead of its reader; Forward, whose rows are large, has room for
-            two chunks at least.
-        max_text_bytes: Longest text that Encode takes, UTF-8: more than any context holds.
-        max_text_tokens: Most token ids that TokenizerService Decode takes.
-        min_ttl_s, default_ttl_s, max_ttl_s: Leases, in seconds.
+        stream_window_bytes: How far Generate may run ahead of its reader; Forward, whose rows are large, always has
+            room for two chunks.
+        max_text_bytes: Longest text of Encode, in bytes of UTF-8; more than any context holds.
+        max_text_tokens: Most token ids of TokenizerService Decode.
+        min_ttl_s: Shortest lease, in seconds.
+        default_ttl_s: Lease if the client sets none.
+        max_ttl_s: Longest lease.
     """
 
     max_request_bytes: int = 4 << 20

@@ -158,7 +158,7 @@ class ApiServer:
     async def ready(self, serving: Serving) -> None:
         """Enter the phase READY and report SERVING."""
         self.state.ready(serving)
-        self._health.turn(health_pb2.HealthCheckResponse.SERVING)
+        self._health.set_status(health_pb2.HealthCheckResponse.SERVING)
 
     def begin_drain(self, grace_s: float | None) -> None:
         """Refuse new prompts with DRAINING and serve live handles for ``grace_s`` seconds, then refuse every call.
@@ -193,7 +193,7 @@ class ApiServer:
             self._set_grace(grace_s)
         if has_failed:
             self.state.phase = Phase.FAILED
-            self._health.turn(health_pb2.HealthCheckResponse.NOT_SERVING)
+            self._health.set_status(health_pb2.HealthCheckResponse.NOT_SERVING)
         else:
             self._refuse_new()
             await self._until(lambda: self._is_grace_over() or self._is_closed or self._end_unused_streams())
@@ -214,7 +214,7 @@ class ApiServer:
         """Take no new prompts from now on and report NOT_SERVING; a closed server stays closed."""
         if self.state.phase is Phase.READY:
             self.state.phase = Phase.DRAINING
-        self._health.turn(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._health.set_status(health_pb2.HealthCheckResponse.NOT_SERVING)
 
     async def _close_in_time(self) -> None:
         """Take no more calls once the grace is over, and end open streams when they are answered."""

@@ -1,4 +1,4 @@
-"""Takes a unix socket path for one server: gRPC itself would silently take over the path of a live one."""
+"""Reserves a unix socket path for one server: gRPC itself would silently take over the path of a running one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ferrule_server.errors import ConfigError
 class SocketPath:
     """A socket path held by this process, through a lock file ``PATH.lock`` beside it.
 
-    Invariant: whoever holds the lock may remove and create the socket file; nobody else does. The lock ends with the
-    process, however that ends, so what it leaves behind is recognised as stale.
+    Invariant: only the process that holds the lock removes and creates the socket file. The lock ends with the process,
+    however that ends, so the files that it leaves behind are recognised as stale.
 
     Args:
-        path: Where the socket will be.
+        path: The path of the socket.
 
     Raises:
-        ConfigError: Another server holds the path, it is not a socket, or the folder cannot be written.
+        ConfigError: Another server holds the path, the path is not a socket, or the folder cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,7 +47,7 @@ class SocketPath:
         self._unlock()
 
     def _lock(self) -> int:
-        """Return the locked file, and make sure that it still is the one at the path."""
+        """Return the locked file, after checking that it is still the one at the path."""
         while True:
             fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -65,13 +65,13 @@ class SocketPath:
         os.close(self._lock_fd)
 
     def _remove_stale(self) -> None:
-        """Remove a socket file that nobody listens on."""
+        """Remove a socket file on which no process listens."""
         try:
             mode = self._path.lstat().st_mode
         except FileNotFoundError:
             return
         if not stat.S_ISSOCK(mode):
-            raise ConfigError(f"cannot listen on unix:{self._path}: the path exists and is no socket")
+            raise ConfigError(f"cannot listen on unix:{self._path}: the path exists and is not a socket")
         with socket.socket(socket.AF_UNIX) as probe:
             try:
                 probe.connect(str(self._path))

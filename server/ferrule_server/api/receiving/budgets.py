@@ -1,13 +1,13 @@
-"""Receiving requests: what a message may take while it comes in, and for how long it may be awaited.
+"""Budgets for receiving requests: the memory of a message while it arrives, and the time to wait for it.
 
-gRPC reserves room for a whole message as soon as a call reads it, so a call is judged by its metadata first and reads
-afterwards, with a permit::
+gRPC reserves room for a whole message as soon as a call reads it. A call is therefore judged by its metadata first and
+reads afterwards, with a permit::
 
     metadata --> admitted? --> permit --> read one message --> size --> turn --> parse
                                  '---- max_request_bytes ----'  '- its bytes -'
 
 Calls with credentials share one budget by principal (:class:`ReceiveBudget`). Health needs no credentials, so its calls
-share another by connection (:class:`ProbeBudget`), whose messages are tiny and come at once where the client is honest.
+share another by connection (:class:`ProbeBudget`); the messages of honest clients are tiny there and arrive at once.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ _T = TypeVar("_T")
 _LOG = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S: Final = 1.0
-"""How long the message of a Health call is awaited while nobody else wants to read one."""
+"""How long the message of a Health call is awaited while no other call waits to read one."""
 PROBE_PATIENCE_S: Final = 0.01
-"""How long a Health call that holds a permit may await its message while others want the permit."""
+"""How long a Health call that holds a permit may await its message while others wait for the permit."""
 _PATIENCE: Final = 1 / 6
-"""Part of its time that a message of a call with credentials has while others wait."""
+"""The part of its time limit that a message of a call with credentials has while others wait."""
 _PROBES_AT_ONCE: Final = 3
 _MAX_PROBES: Final = 256
-"""Health calls that wait for a permit, of all connections."""
+"""Most Health calls that wait for a permit, of all connections."""
 _MAX_PROBES_OF_ONE: Final = 32
-"""The same of one connection; a proxy brings the probes of many clients over one."""
+"""The same for one connection; a proxy sends the probes of many clients over one."""
 _MAX_LATE: Final = 1024
-"""Connections remembered as late with a message."""
+"""Most connections that are remembered as late with a message."""
 _RETRY_S: Final = 0.1
 _WATCH_S: Final = 0.01
-"""How often memory is looked at while messages take that long to arrive."""
+"""How often the memory is measured while messages take that long to arrive."""
 _PROBE_BYTES: Final = 16 << 20
-"""What the messages of Health calls may take while they arrive."""
+"""Memory for the messages of Health calls while they arrive."""
 _PAGE_BYTES: Final = mmap.PAGESIZE
 
 
 def resident_bytes() -> int:
-    """Return the memory that the process has now; 0 where the system does not say."""
+    """Return the resident memory of the process; 0 if the system does not report it."""
     try:
         with open("/proc/self/statm", "rb") as file:  # noqa: PTH123  (20 us less than Path, a hundred times a second)
             return int(file.read().split()[1]) * _PAGE_BYTES
@@ -56,15 +56,16 @@ def resident_bytes() -> int:
 
 
 class _Readings:
-    """Reads under way, each with a time limit that becomes shorter once somebody waits for its room.
+    """Reads under way, each with a time limit that becomes shorter when another call waits for its room.
 
-    gRPC compares a message with its limit only when all of it is there, so a message may claim, and send, gigabytes.
-    While reads take long the memory of the process is watched: if it grows by more than they may take, they are ended.
+    gRPC compares a message with its limit only when all of it has arrived, so a message may claim, and send, gigabytes.
+    While reads take long, the memory of the process is measured. If it grows by more than the reads may take, they are
+    ended.
 
     Args:
         timeout_s: How long a message is awaited.
-        patience_s: How long while others wait.
-        max_bytes: What messages may take while they arrive.
+        patience_s: How long a message is awaited while others wait.
+        max_bytes: Memory for messages while they arrive.
         memory: Returns the memory of the process, in bytes.
     """
 
@@ -83,7 +84,7 @@ class _Readings:
         """Return what ``read`` returns.
 
         Raises:
-            RequestTimeout: It took too long.
+            RequestTimeout: The read took too long.
         """
         begun_s = asyncio.get_running_loop().time()
         try:
@@ -99,18 +100,18 @@ class _Readings:
             raise RequestTimeout(self._timeout_s) from None
 
     def hurry(self) -> None:
-        """Have every read end soon: somebody waits."""
+        """Shorten the time limit of every read: another call waits."""
         self._end_after(self._patience_s)
 
     def _end_after(self, seconds: float) -> None:
-        """Have every read end once it has taken so long."""
+        """End every read once it has taken this long."""
         for deadline, begun_s in self._under_way.items():
             soon_s, when_s = begun_s + seconds, deadline.when()
             if when_s is not None and soon_s < when_s and not deadline.expired():
                 deadline.reschedule(soon_s)
 
     def _look(self) -> None:
-        """Compare the memory of the process with the least it had while the reads under way have taken long."""
+        """Compare the memory of the process with its least value since the reads under way take long."""
         loop = asyncio.get_running_loop()
         oldest_s = min(self._under_way.values(), default=None)
         self._watch = None
@@ -130,26 +131,26 @@ class _Readings:
             self._end_oldest()
 
     def _end_oldest(self) -> None:
-        """End the read that has taken longest; the next look ends another one unless memory has fallen."""
+        """End the oldest read; the next measurement ends another one unless the memory has fallen."""
         deadline = min(self._under_way, key=lambda each: self._under_way[each])
         if not deadline.expired():
             deadline.reschedule(asyncio.get_running_loop().time())
 
 
 class ReceiveBudget:
-    """Bytes that requests may take until they are parsed, shared by principal.
+    """The bytes of requests until they are parsed, shared by principal.
 
     A principal may hold at most as much as is left (the dynamic thresholds of Choudhury and Hahne, as in the engine's
-    gate), but always one request. Others wait: the principal that holds least goes first, and of one principal the
-    newest call. While calls wait, messages that have been awaited for long are given up: a client that sends none
-    holds up others of its principal for that long at most.
+    gate), but always one request. Other calls wait: the principal that holds least goes first, and the newest call of
+    each principal. While calls wait, messages that have been awaited for long are given up, so a client that sends none
+    delays others of its principal for that long at most.
 
-    Invariant: ``held_bytes`` is the sum over principals. Room is given only within the budget; what a request turns out
-    to take may overdraw it, and then nobody is given any until it is back.
+    Invariant: ``held_bytes`` is the sum over principals. Room is given only within the budget. The real size of a
+    request may overdraw the budget; then no room is given until enough is returned.
 
     Args:
         total_bytes: The budget.
-        request_bytes: What a request may take that is not read yet.
+        request_bytes: The room of a request that is not read yet.
         timeout_s: How long a message is awaited.
     """
 
@@ -166,7 +167,7 @@ class ReceiveBudget:
         """Return what ``read`` returns, None for no message; bytes are held until :meth:`resize` gives them back.
 
         Raises:
-            RequestTimeout: It took too long.
+            RequestTimeout: The read took too long.
         """
         await self.acquire(principal)
         kept_bytes = 0
@@ -178,7 +179,7 @@ class ReceiveBudget:
         return data
 
     async def acquire(self, principal: str) -> None:
-        """Take the room of one request that is not read yet; wait for it where there is none."""
+        """Take the room of one request that is not read yet; wait until there is room."""
         if principal not in self._waiting and self._has_room(principal):
             self._take(principal, self._request_bytes)
             return
@@ -195,19 +196,19 @@ class ReceiveBudget:
             raise
 
     async def settled(self) -> None:
-        """Return when no more is held than the budget."""
+        """Wait until no more is held than the budget."""
         while self.held_bytes > self._total_bytes:
             future = asyncio.get_running_loop().create_future()
             self._unsettled.append(future)
             await future
 
     def resize(self, principal: str, held_bytes: int, new_bytes: int) -> None:
-        """Hold ``new_bytes`` in the place of ``held_bytes``; a smaller hold lets those go on that wait for room."""
+        """Hold ``new_bytes`` in place of ``held_bytes``; if that is less, give room to calls that wait."""
         if new_bytes == held_bytes:
             return
         self._take(principal, new_bytes - held_bytes)
         if self._waiting and new_bytes < held_bytes:
-            self._let_go_on()
+            self._give_room()
         if self._unsettled and self.held_bytes <= self._total_bytes:
             unsettled, self._unsettled = self._unsettled, []
             for future in unsettled:
@@ -234,8 +235,8 @@ class ReceiveBudget:
         if not held_bytes:
             del self._held[principal]
 
-    def _let_go_on(self) -> None:
-        """Give room to those that wait, the principal that holds least first."""
+    def _give_room(self) -> None:
+        """Give room to calls that wait, beginning with the principal that holds least."""
         for principal in sorted(self._waiting, key=lambda name: self._held.get(name, 0)):
             waiting = self._waiting[principal]
             while waiting and self._has_room(principal):
@@ -248,16 +249,16 @@ class ReceiveBudget:
 
 
 class ProbeBudget:
-    """Lets the Health calls of strangers read their messages, a few at a time.
+    """Permits for Health calls to read their messages, a few at a time.
 
-    A call that holds a permit and has not sent its message loses it as soon as another call wants it. A connection that
-    was late once is served after all that were not, and of those the newest call first: a flood that came earlier does
-    not hold up a probe that comes now.
+    A call that holds a permit and has not sent its message loses it as soon as another call waits for it. A connection
+    that was late once is served after all that were not. The newest call is served first, so an earlier flood does not
+    delay a probe that arrives now.
 
-    Invariant: at most ``_PROBES_AT_ONCE`` calls read; nobody waits while a permit is free.
+    Invariant: at most ``_PROBES_AT_ONCE`` calls read, and no call waits while a permit is free.
 
     Args:
-        timeout_s: How long a message is awaited while nobody else wants to read one.
+        timeout_s: How long a message is awaited while no other call waits to read one.
     """
 
     def __init__(self, timeout_s: float = PROBE_TIMEOUT_S) -> None:
@@ -276,7 +277,7 @@ class ProbeBudget:
 
         Raises:
             QueueFull: Too many calls wait.
-            RequestTimeout: The message did not come in time.
+            RequestTimeout: The message did not arrive in time.
         """
         await self._enter(peer)
         try:
@@ -318,7 +319,7 @@ class ProbeBudget:
             self._forget_waiting(peer)
 
     def _give_up_oldest(self) -> None:
-        """Refuse the call that has waited longest, of connections that were late first."""
+        """Refuse the call that has waited longest, from connections that were late if there are any."""
         waiting = self._waiting[1] or self._waiting[0]
         future = waiting.pop(0)
         if not future.done():
@@ -330,7 +331,7 @@ class ProbeBudget:
             del self._num_waiting_of[peer]
 
     def _leave(self) -> None:
-        """Pass a permit on to the newest call of those that wait, of connections in time first."""
+        """Give the permit to the newest call that waits, from connections that were not late first."""
         for waiting in self._waiting:
             while waiting:
                 future = waiting.pop()

@@ -1,9 +1,8 @@
-"""Large requests parsed in slices, with turns of others in between.
+"""Parses large requests in slices, with turns of other calls in between.
 
-Protobuf parses a message at one go and holds the interpreter all that time: 16 MB of empty messages take a second and
-500 MB. A message that is encoded in several parts reads the same when the parts are merged one after the other
-(protobuf.dev, "Encoding", section "Last One Wins"), so a large one is cut between its fields, and its fields are
-counted before anything is made of them.
+Protobuf parses a message without interruption and holds the interpreter meanwhile: 16 MB of empty messages take a
+second and 500 MB. Merging the parts of an encoded message one after the other gives the same message (protobuf.dev,
+"Encoding", section "Last One Wins"). A large message is therefore cut between its fields, after they are counted.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from ferrule_server.api.receiving.turns import Turns
 from ferrule_server.errors import InvalidRequest
 
 PIECE_BYTES: Final = 64 << 10
-"""So much is parsed without a pause, in a few milliseconds at most, whatever it holds."""
+"""So much is parsed without a pause, in a few milliseconds at most."""
 MAX_MESSAGES: Final = 1 << 18
-"""Most messages within one request, entries of maps included."""
+"""Most messages within one request, including entries of maps."""
 MESSAGE_BYTES: Final = 64
-"""Memory that a message takes at least, however short its encoding is."""
+"""Least memory of a message, however short its encoding is."""
 _MAX_FIELDS: Final = 1 << 21
-"""Most fields within one request, the entries of lists that are not packed counted one by one."""
+"""Most fields within one request; each entry of a list that is not packed counts."""
 _PAUSE_FIELDS: Final = 512
 
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
@@ -39,11 +38,11 @@ async def parse(message: Message, data: bytes) -> int:
     """Fill an empty message from its encoding.
 
     Returns:
-        How many messages are within it; 0 for a short one, which is not counted.
+        The number of messages within it; 0 for a short message, whose messages are not counted.
 
     Raises:
-        DecodeError: The bytes are no such message.
-        InvalidRequest: It has more messages or fields than any request needs.
+        DecodeError: The bytes are not such a message.
+        InvalidRequest: The message has more messages or fields than any request needs.
     """
     if len(data) <= PIECE_BYTES:
         message.ParseFromString(data)
@@ -77,7 +76,7 @@ async def _merge(message: Message, data: bytes, turns: Turns) -> None:
 
 
 def _part(message: Message, field: Any) -> Message:  # Any: the descriptor classes have no types in common
-    """Return the message that an encoded field is to be added to."""
+    """Return the message to which an encoded field is added."""
     value: Any = getattr(message, field.name)
     if field.is_repeated:
         added: Message = value.add()
@@ -88,7 +87,7 @@ def _part(message: Message, field: Any) -> Message:  # Any: the descriptor class
 
 
 def _top_fields(descriptor: Any, data: bytes) -> Iterator[tuple[Any, int, int, int]]:
-    """Yield each field of a message: its descriptor if it is a message, where it starts, its content, where it ends."""
+    """Yield for each field its descriptor if it is a message, its start, the start of its content, and its end."""
     position = 0
     while position < len(data):
         start = position
@@ -100,7 +99,7 @@ def _top_fields(descriptor: Any, data: bytes) -> Iterator[tuple[Any, int, int, i
 
 
 def _fields(descriptor: Any, data: bytes, position: int, end: int) -> Iterator[bool]:
-    """Yield for each field of a message, and of the messages in it, whether it is a message."""
+    """Yield whether each field of a message, and of the messages in it, is a message."""
     open_messages = [(descriptor, end)]
     while open_messages:
         descriptor, end = open_messages[-1]
@@ -121,7 +120,7 @@ def _fields(descriptor: Any, data: bytes, position: int, end: int) -> Iterator[b
 
 
 def _message_field(descriptor: Any, number: int, wire_type: int) -> Any:
-    """Return the descriptor of a field that is a message, None of any other."""
+    """Return the descriptor of a field that is a message, None for any other field."""
     return _message_fields(descriptor).get(number) if wire_type == _LENGTH_DELIMITED else None
 
 
@@ -132,13 +131,13 @@ def _message_fields(descriptor: Any) -> dict[int, Any]:
 
 
 def _tag(data: bytes, position: int) -> tuple[int, int, int]:
-    """Return the number and wire type of the field at a position, and where its content begins."""
+    """Return the number and wire type of the field at a position, and the start of its content."""
     tag, position = _varint(data, position)
     return tag >> 3, tag & 7, position
 
 
 def _extent(wire_type: int, data: bytes, position: int) -> tuple[int, int]:
-    """Return where the content of a field begins and ends."""
+    """Return the start and the end of the content of a field."""
     if wire_type == _LENGTH_DELIMITED:
         length, position = _varint(data, position)
         return position, position + length
@@ -150,7 +149,7 @@ def _extent(wire_type: int, data: bytes, position: int) -> tuple[int, int]:
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """Return the number at a position and where it ends."""
+    """Return the number at a position and its end."""
     if position < len(data) and (byte := data[position]) < _MORE:  # nearly all of them
         return byte, position + 1
     value = shift = 0

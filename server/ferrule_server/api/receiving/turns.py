@@ -1,9 +1,9 @@
 """Turns on the event loop: between principals, and within one large request.
 
-Every call runs inside :func:`metered`, which measures the work it does on the event loop and charges it to its
-principal. Before it starts a piece of work (parsing a message, a slice of a large one) it waits for its :func:`turn`.
-A principal that has used more than its share waits until the time it took is worked off; then one of its calls goes on,
-in arrival order. While a principal is alone no call ever waits.
+Every call runs inside :func:`metered`, which measures its work on the event loop and charges it to its principal.
+Before a piece of work (parsing a message, a slice of a large one) the call waits for its :func:`turn`. A principal that
+has used more than its share waits until the others have caught up; then one of its calls continues, in arrival order.
+While a principal is alone its calls never wait.
 
     read --> turn --> parse, plan --> turn --> plan --> submit ... engine ... --> turn --> write
              '------ charged ------'  '-- charged ---'                            '- charged'
@@ -24,20 +24,20 @@ from ferrule_server.engine.shares import Shares
 
 _T = TypeVar("_T")
 
-_LOOK_AGAIN_S: Final = 0.02
-"""Shares change: a principal that waits may find itself alone."""
+_RECHECK_S: Final = 0.02
+"""Longest time between two checks: a principal that waits may have become the only one."""
 SLICE_NS: Final = 1_000_000
-"""Work on one request that is done before others get their turn."""
+"""Work on one request before others get their turn."""
 
 
 class TurnTaker:
-    """Has the calls of each principal wait while it has used more than its share.
+    """Delays the calls of each principal that has used more than its share.
 
-    Invariant: a principal has an entry in ``_waiting`` exactly while calls of it wait, and then exactly one callback of
-    the event loop is scheduled that wakes the first of them.
+    Invariant: a principal has an entry in ``_waiting`` exactly while calls of it wait, and then exactly one scheduled
+    callback of the event loop wakes the first of them.
 
     Args:
-        shares: The accounts; the engine writes into them too.
+        shares: The accounts; the engine charges them too.
     """
 
     def __init__(self, shares: Shares) -> None:
@@ -45,16 +45,16 @@ class TurnTaker:
         self._waiting: dict[str, _Waiting] = {}
 
     def num_waiting(self, principal: str) -> int:
-        """Return how many calls of a principal wait for their turn."""
+        """Return the number of calls of a principal that wait for their turn."""
         waiting = self._waiting.get(principal)
         return 0 if waiting is None else waiting.num_calls
 
     async def turn(self, principal: str, flow: str = "") -> None:
-        """Return when the principal's next piece of work may begin.
+        """Wait until the principal's next piece of work may begin.
 
         Args:
-            principal: Whose share it comes out of.
-            flow: Those of one principal take turns among each other: the connections of strangers.
+            principal: The principal whose share is used.
+            flow: The flows of one principal take turns; they are the connections of strangers.
         """
         account = self.shares.account(principal)
         waiting = self._waiting.get(principal)
@@ -68,11 +68,11 @@ class TurnTaker:
         await future
 
     def _wake_next(self, principal: str) -> None:
-        """Wake the first call that still waits, now or in time; the next one when that one's work is charged."""
+        """Wake the first call that waits as soon as the share allows; the next one when its work is charged."""
         loop = asyncio.get_running_loop()
         delay_ns = self.shares.wait_ns(self.shares.account(principal))
         if delay_ns > 0:
-            loop.call_later(min(delay_ns * 1e-9, _LOOK_AGAIN_S), self._wake_next, principal)
+            loop.call_later(min(delay_ns * 1e-9, _RECHECK_S), self._wake_next, principal)
             return
         waiting = self._waiting[principal]
         waiting.wake_one()
@@ -83,7 +83,7 @@ class TurnTaker:
 
 
 class _Waiting:
-    """The calls of one principal that wait: in turn between flows, in arrival order within one.
+    """The waiting calls of one principal: flows take turns, and calls of one flow keep their order.
 
     Invariant: no flow is empty, and ``num_calls`` is the sum of their lengths.
     """
@@ -100,7 +100,7 @@ class _Waiting:
         self.num_calls += 1
 
     def wake_one(self) -> None:
-        """Let one call go on, and leave out those that nobody awaits any more."""
+        """Wake one call, and drop those that are no longer awaited."""
         while self._flows:
             flow, futures = self._flows.popitem(last=False)
             future = futures.popleft()
@@ -114,7 +114,7 @@ class _Waiting:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """Whose turns the call under way takes."""
+    """The principal whose turns the call under way takes."""
 
     taker: TurnTaker
     principal: str
@@ -125,12 +125,12 @@ _TURN: Final[ContextVar[_Turn | None]] = ContextVar("ferrule_turn", default=None
 
 
 def take_turns(taker: TurnTaker, principal: str) -> None:
-    """Have the call under way, and the tasks it starts, take the turns of a principal."""
+    """Let the call under way, and the tasks that it starts, take the turns of a principal."""
     _TURN.set(_Turn(taker, principal))
 
 
 async def turn() -> None:
-    """Wait until the call under way may begin a piece of work; at once where nobody is to be waited for."""
+    """Wait until the call under way may begin a piece of work."""
     mine = _TURN.get()
     if mine is not None:
         await mine.taker.turn(mine.principal)
@@ -138,9 +138,9 @@ async def turn() -> None:
 
 @types.coroutine
 def metered(coroutine: Coroutine[Any, Any, _T], shares: Shares) -> Generator[Any, Any, _T]:
-    """Run a coroutine of a call and charge the time it holds the event loop to its principal.
+    """Run a coroutine of a call and charge the time that it holds the event loop to its principal.
 
-    Nothing is measured while only one principal is active. Any: what its futures yield and are sent passes through.
+    Nothing is measured while only one principal is active. Any: the values that its futures yield pass through.
     """
     resume: Callable[[Any], Any] = coroutine.send
     value: Any = None
@@ -165,7 +165,7 @@ def metered(coroutine: Coroutine[Any, Any, _T], shares: Shares) -> Generator[Any
 
 
 def spawn(coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-    """Start a task of the call under way, metered as the call itself is."""
+    """Start a task of the call under way, metered like the call itself."""
     task = asyncio.create_task(_metered_if_shared(coroutine))
     task.add_done_callback(lambda _: coroutine.close())  # it may be cancelled before it begins
     return task
@@ -185,9 +185,9 @@ class Turns:
         self._begun_ns = time.monotonic_ns()
 
     async def pause(self) -> None:
-        """Let others go first if this request has been worked on for a slice since the last time."""
+        """Let other calls run if this request has been worked on for a slice since the last pause."""
         if time.monotonic_ns() - self._begun_ns < SLICE_NS:
             return
-        await asyncio.sleep(0)  # what was done is charged here
+        await asyncio.sleep(0)  # the work so far is charged here
         await turn()
         self._begun_ns = time.monotonic_ns()

@@ -1,13 +1,13 @@
-"""The queue of work on texts: bounded in jobs and bytes, with turns by principal. Pure state; it runs nothing.
+"""The queue of jobs on texts: bounded in jobs and bytes, with turns between principals. It runs no jobs.
 
-There are three lanes, each for a worker of its own, so that a short text never waits for a long one. Within a lane
+There are three lanes, each with one worker, so that a short text never waits for a long one. Within a lane
 principals take turns by start-time fair queueing (Goyal, Vin and Cheng, "Start-time fair queuing", SIGCOMM 1996): each
 principal has a tag, the seconds of work done for it, and the principal with the lowest tag is next::
 
     lane of long texts    tag of A   tag of B
     A's first text runs       0.0        -     A has 50 more waiting
-    B sends a text            0.0       0.0    B begins at the lane's own time, the tag of the text that runs
-    A's first text ends       2.3       0.0    B is next, however many texts of A came before
+    B sends a text            0.0       0.0    B begins at the lane's virtual time, the tag of the running text
+    A's first text ends       2.3       0.0    B is next, however many texts of A arrived before
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ferrule_server.errors import QueueFull
 
 _HEADROOM_ALONE: Final = 8
 """A principal that is alone may hold this many times the places that are left."""
-_ABOUT_S: Final = 60.0
-"""Several principals are active when another one holds a job, or was seen within this time."""
+_RECENT_S: Final = 60.0
+"""Several principals are active if another one holds a job, or was seen within this time."""
 _MIN_COST_S: Final = 1e-4
-"""What a job costs at least, so that a principal whose jobs take no time has turns like any other."""
+"""Least cost of a job, so that principals with very short jobs take turns like any other."""
 _MIN_RETRY_S: Final = 0.05
 _MAX_RETRY_S: Final = 5.0
 _SMOOTHING: Final = 0.2
@@ -36,7 +36,7 @@ _Item = TypeVar("_Item")
 
 
 class TextLane(enum.Enum):
-    """Which worker does a job."""
+    """The worker of a job."""
 
     SHORT = "short"
     LONG = "long"
@@ -48,10 +48,10 @@ class Ticket(Generic[_Item]):
     """One job in the queue.
 
     Attributes:
-        principal: Whose it is.
-        lane: Which worker does it.
-        num_bytes: Bytes of text that it holds.
-        item: What the owner of the queue put in; the queue does not look at it.
+        principal: The principal that sent it.
+        lane: The lane that it waits in.
+        num_bytes: Bytes of its text.
+        item: The item of the queue's owner; the queue does not read it.
     """
 
     principal: str
@@ -62,7 +62,7 @@ class Ticket(Generic[_Item]):
 
 @dataclass(slots=True)
 class _Held:
-    """Places that one principal holds, by jobs that wait or run."""
+    """The places of one principal, for jobs that wait or run."""
 
     num_jobs: int = 0
     num_bytes: int = 0
@@ -73,10 +73,10 @@ class _Lane(Generic[_Item]):
     """The turns of one worker.
 
     Attributes:
-        waiting: The waiting jobs of each principal, oldest first; of equal tags that of the first principal is next.
-        running: The job that the worker does; None: it is idle.
+        waiting: The waiting jobs of each principal, oldest first; with equal tags the first principal is next.
+        running: The job of the worker; None: the worker is idle.
         tags: Seconds of work done for each principal that waits, runs, or is ahead of ``now``.
-        now: The lane's own time: the tag of the job that was begun last.
+        now: The virtual time of the lane: the tag of the job that began last.
     """
 
     waiting: dict[str, dict[Ticket[_Item], None]] = field(default_factory=dict)
@@ -85,14 +85,14 @@ class _Lane(Generic[_Item]):
     now: float = 0.0
 
     def add(self, ticket: Ticket[_Item]) -> None:
-        """Let a job wait; a principal that had none here begins at the lane's own time at the earliest."""
+        """Add a waiting job; a principal that had none here begins at the virtual time at the earliest."""
         if ticket.principal not in self.waiting:
             self.waiting[ticket.principal] = {}
             self.tags[ticket.principal] = max(self.tags.get(ticket.principal, 0.0), self.now)
         self.waiting[ticket.principal][ticket] = None
 
     def begin(self) -> Ticket[_Item] | None:
-        """Take the next job out; None while one runs, or where none waits."""
+        """Take the next job out; None if a job runs, or none waits."""
         if self.running is not None or not self.waiting:
             return None
         principal = min(self.waiting, key=self.tags.__getitem__)
@@ -102,7 +102,7 @@ class _Lane(Generic[_Item]):
         return self.running
 
     def remove(self, ticket: Ticket[_Item]) -> bool:
-        """Take a waiting job out; False: it does not wait."""
+        """Take a waiting job out; return False if it does not wait."""
         tickets = self.waiting.get(ticket.principal, {})
         if ticket not in tickets:
             return False
@@ -112,7 +112,7 @@ class _Lane(Generic[_Item]):
         return True
 
     def end(self, seconds: float) -> None:
-        """Charge the running job to its principal; forget the tags that make no difference any more."""
+        """Charge the running job to its principal; forget the tags that no longer matter."""
         assert self.running is not None, "no job runs"
         self.tags[self.running.principal] += max(seconds, _MIN_COST_S)
         self.running = None
@@ -130,23 +130,23 @@ class _Lane(Generic[_Item]):
 
 
 class TextQueue(Generic[_Item]):
-    """Decides which work on texts is accepted, and whose is next. For one thread.
+    """Decides which jobs on texts are accepted, and which one is next. For one thread.
 
     The places are shared by dynamic thresholds, as in :class:`~ferrule_server.engine.bridge.gate.Gate`, but more
-    strictly: while several principals are active, a principal that holds as many jobs, or as many bytes, as are left
-    free gets no more. So one that floods leaves about half of the places, and two leave a third. A principal that is
-    alone may hold eight times as many as are left free, so that the next principal finds a place.
+    strictly: while several principals are active, a principal that holds as many jobs, or as many bytes, as are free
+    gets no more. A flood of one principal therefore leaves about half of the places, and that of two a third. A
+    principal that is alone may hold eight times as many as are free, so that the next principal finds a place.
 
     Invariants:
         * ``num_jobs`` and ``num_bytes`` are the sums over all jobs that wait or run, at most ``max_jobs`` and
           ``max_bytes``;
         * each lane runs at most one job;
-        * before a job of a principal that had nothing in a lane since the lane was last empty, at most one waiting job
-          of each other principal is begun there.
+        * before the job of a principal that has had none in a lane since the lane was last empty, at most one waiting
+          job of each other principal begins there.
 
     Args:
         max_jobs: Most jobs that wait or run, in all lanes.
-        max_bytes: Most bytes of text that these hold; not smaller than the largest job.
+        max_bytes: Most bytes of their texts; not smaller than the largest job.
         clock: Monotonic seconds.
     """
 
@@ -163,10 +163,10 @@ class TextQueue(Generic[_Item]):
         self.num_bytes = 0
 
     def put(self, principal: str, lane: TextLane, num_bytes: int, item: _Item) -> Ticket[_Item]:
-        """Accept a job, and return the ticket by which it is dropped or done.
+        """Accept a job, and return its ticket for :meth:`drop` and :meth:`done`.
 
         Raises:
-            QueueFull: There is no place for it, or the principal holds its part of the places.
+            QueueFull: There is no place for the job, or the principal holds its part of the places.
         """
         self._check(principal, num_bytes)
         ticket = Ticket(principal, lane, num_bytes, item)
@@ -176,11 +176,11 @@ class TextQueue(Generic[_Item]):
         return ticket
 
     def take(self, lane: TextLane) -> Ticket[_Item] | None:
-        """Return the job to begin on a lane now; None while one runs there, or where none waits."""
+        """Return the job to begin on a lane now; None if a job runs there, or none waits."""
         return self._lanes[lane].begin()
 
     def done(self, ticket: Ticket[_Item], seconds: float) -> None:
-        """Free the places of a job that was taken and has ended, and charge its principal the time that it took."""
+        """Free the places of a job that has ended, and charge its duration to its principal."""
         lane = self._lanes[ticket.lane]
         assert lane.running is ticket, "the ticket is not that of the running job"
         lane.end(seconds)
@@ -188,7 +188,7 @@ class TextQueue(Generic[_Item]):
         self._free(ticket)
 
     def drop(self, ticket: Ticket[_Item]) -> bool:
-        """Forget a waiting job and free its places; False: it is running or over, and nothing changes."""
+        """Forget a waiting job and free its places; return False if the job is running or has ended."""
         if not self._lanes[ticket.lane].remove(ticket):
             return False
         self._free(ticket)
@@ -214,7 +214,7 @@ class TextQueue(Generic[_Item]):
         now = self._clock()
         if principal != self._last_principal:
             if self._last_principal is not None:
-                self._shared_until = now + _ABOUT_S
+                self._shared_until = now + _RECENT_S
             self._last_principal = principal
         held = self._held.get(principal, _Held())
         free_jobs, free_bytes = self._max_jobs - self.num_jobs, self._max_bytes - self.num_bytes

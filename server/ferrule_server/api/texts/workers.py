@@ -1,4 +1,4 @@
-"""The workers on texts: one thread for each lane of the queue, fed on the event loop."""
+"""The workers of the text queue: one thread for each lane, started from the event loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class _Job(Generic[_Result]):
-    """What is to be done on a thread, and who waits for it."""
+    """A function to run on a thread, and the future of its caller."""
 
     work: Callable[[], _Result]
     future: asyncio.Future[_Result]
@@ -30,7 +30,7 @@ class _Job(Generic[_Result]):
 
 @dataclass(frozen=True, slots=True)
 class _Outcome(Generic[_Result]):
-    """What came of a job, and how long it took."""
+    """The outcome of a job, and its duration."""
 
     seconds: float
     result: _Result | None = None
@@ -38,16 +38,16 @@ class _Outcome(Generic[_Result]):
 
 
 class TextWorkers:
-    """Runs work on texts: each principal within its quota, in the order of the queue. Used on the event loop's thread.
+    """Runs jobs on texts: each principal within its quota, in the order of the queue. Used on the event loop.
 
-    A long text takes a hundred times its size while it is encoded, which its thread keeps for the next one. So there is
-    one thread for long texts, one for short ones, and one for conversations.
+    Encoding a long text takes a hundred times its size, and the thread keeps that memory for the next text. There is
+    therefore one thread for long texts, one for short ones, and one for conversations.
 
     Args:
         limits_of: The quotas of a principal.
-        max_bytes: Most bytes of text that wait or are worked on.
+        max_bytes: Most bytes of the texts that wait or are processed.
         max_jobs: Most jobs that wait or run.
-        charge: Is told of the principal and the bytes of each job that is accepted.
+        charge: Called with the principal and the bytes of each accepted job.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class TextWorkers:
         self._meter.charge(principal, num_bytes)
 
     async def run(self, principal: str, lane: TextLane, num_bytes: int, work: Callable[[], _Result]) -> _Result:
-        """Run ``work`` on the thread of a lane when it is the principal's turn, and return its result.
+        """Run ``work`` on the thread of a lane at the principal's turn, and return its result.
 
-        If the caller goes away before, the work is never run, its places are free, and it counts in no quota.
+        If the caller goes away before, the work never runs, its places are freed, and it counts in no quota.
 
         Raises:
             QuotaExceeded: ``TEXT_RATE``; nothing was queued.
-            QueueFull: There is no place for it.
+            QueueFull: There is no place for the work.
         """
         self._meter.check(principal)
         future: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
@@ -101,14 +101,14 @@ class TextWorkers:
             raise
 
     def _begin(self, lane: TextLane) -> None:
-        """Give the next job of a lane to its thread, if that is idle."""
+        """Start the next job of a lane if its thread is idle."""
         ticket = self._queue.take(lane)
         if ticket is not None:
             running = asyncio.get_running_loop().run_in_executor(self._threads[lane], _timed, ticket.item.work)
-            running.add_done_callback(functools.partial(self._ended, ticket))
+            running.add_done_callback(functools.partial(self._finish, ticket))
 
-    def _ended(self, ticket: Ticket[_Job[object]], running: asyncio.Future[_Outcome[object]]) -> None:
-        """Deliver what came of a job, unless nobody waits for it any more, and begin the next one."""
+    def _finish(self, ticket: Ticket[_Job[object]], running: asyncio.Future[_Outcome[object]]) -> None:
+        """Deliver the outcome of a job if its caller still waits, and begin the next job."""
         outcome, future = running.result(), ticket.item.future
         self._queue.done(ticket, outcome.seconds)
         if not future.done():
@@ -120,13 +120,13 @@ class TextWorkers:
 
 
 def _timed(work: Callable[[], _Result]) -> _Outcome[_Result]:
-    """Return what came of some work and how long it took; never raises, so that the next job is always begun."""
+    """Return the outcome of some work and its duration; never raises, so that the next job always begins."""
     begun = time.monotonic()
     try:
         result = work()
     except Exception as error:  # noqa: BLE001 - raised to the caller that awaits the result
         return _Outcome(time.monotonic() - begun, error=error)
-    except BaseException as panic:  # noqa: BLE001 - of the tokenizer's library; the lane must go on
+    except BaseException as panic:  # noqa: BLE001 - a panic of the tokenizer's library; the lane must continue
         failure = RuntimeError(f"{type(panic).__name__}: {panic}")
         return _Outcome(time.monotonic() - begun, error=failure)
     return _Outcome(time.monotonic() - begun, result)

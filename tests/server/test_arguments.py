@@ -1,0 +1,357 @@
+"""Golden: every flag with its variable, default, value and error line, and the whole of ``--help``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+from operator import attrgetter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from ferrule_server import __main__ as server
+from ferrule_server.arguments import build_parser
+from ferrule_server.config import ListenAddress, ServerConfig, instance_of_host, parse_config
+from ferrule_server.quotas import QuotaLimits
+
+HELP = Path(__file__).with_name("serve_help.txt")
+
+
+class Row(NamedTuple):
+    """One setting.
+
+    Attributes:
+        flag: On the command line.
+        attribute: Of ServerConfig.
+        default: Value of the attribute if neither the flag nor the variable is given.
+        text: A value as users write it.
+        value: The value of the attribute then.
+        bad: A value that is refused; empty if every value is accepted.
+        error: The error line, with the name of the setting as ``{}``.
+    """
+
+    flag: str
+    attribute: str
+    default: object
+    text: str
+    value: object
+    bad: str
+    error: str
+
+    @property
+    def variable(self) -> str:
+        """The environment variable."""
+        return f"FERRULE_{self.flag[2:].replace('-', '_').upper()}"
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether the flag takes no value."""
+        return isinstance(self.default, bool) and self.text == "1"
+
+
+ROWS = (
+    Row(
+        "--model",
+        "model",
+        "demo",
+        "org/name",
+        "org/name",
+        "~no-such-user/x",
+        "{} '~no-such-user/x': the home directory of this user is not known",
+    ),
+    Row("--revision", "revision", None, "v1.0", "v1.0", "../x", "{} must be a branch, a tag or a commit, got '../x'"),
+    Row("--offline", "is_offline", False, "1", True, "maybe", "{} 'maybe': must be 1 or 0"),
+    Row("--download-only", "is_download_only", False, "1", True, "maybe", "{} 'maybe': must be 1 or 0"),
+    Row(
+        "--executor",
+        "executor",
+        "auto",
+        "torch",
+        "torch",
+        "cuda",
+        "{} must be one of auto, torch, numba-cuda, paged-reference, got 'cuda'",
+    ),
+    Row("--device", "device", "auto", "cuda:1", "cuda:1", "gpu", "{} must be auto, cpu, cuda or cuda:N, got 'gpu'"),
+    Row(
+        "--dtype",
+        "dtype",
+        "auto",
+        "float32",
+        "float32",
+        "float16",
+        "{} must be one of auto, bfloat16, float32, got 'float16'",
+    ),
+    Row("--threads", "num_threads", None, "4", 4, "0", "{} must be from 1 to 1024"),
+    Row("--gpu-memory-fraction", "gpu_memory_fraction", 0.9, "0.75", 0.75, "2", "{} must be from 0.1 to 1, got 2"),
+    Row("--deterministic", "is_deterministic", False, "1", True, "maybe", "{} 'maybe': must be 1 or 0"),
+    Row("--disable-cuda-runner", "has_cuda_runner", True, "1", False, "maybe", "{} 'maybe': must be 1 or 0"),
+    Row("--disable-early-launch", "has_early_launch", True, "1", False, "maybe", "{} 'maybe': must be 1 or 0"),
+    Row(
+        "--kernel-cache",
+        "kernel_cache",
+        None,
+        "/kernels",
+        Path("/kernels"),
+        "~no-such-user/x",
+        "{} '~no-such-user/x': the home directory of this user is not known",
+    ),
+    Row(
+        "--kernel-bundle",
+        "kernel_bundle",
+        None,
+        "/kernels.bundle",
+        Path("/kernels.bundle"),
+        "~no-such-user/x",
+        "{} '~no-such-user/x': the home directory of this user is not known",
+    ),
+    Row(
+        "--kv-memory", "kv_memory_bytes", None, "512MiB", 512 << 20, "1KiB", "{} must be at least 64KiB, got 1024 bytes"
+    ),
+    Row("--max-context", "max_context", None, "4096", 4096, "0", "{} must be at least 1"),
+    Row("--max-ttl", "max_ttl_s", 3600.0, "30m", 1800.0, "1s", "{} must be from 5s to 720h"),
+    Row("--max-step-rows", "max_step_rows", 512, "128", 128, "1", "{} must be from 2 to 65536"),
+    Row(
+        "--max-step-time",
+        "max_step_time_s",
+        None,
+        "20ms",
+        0.02,
+        "20",
+        "{} '20': must be a number with ms, s, m or h, such as 30m",
+    ),
+    Row("--max-connections", "max_connections", None, "99", 99, "65537", "{} must be from 1 to 65536"),
+    Row("--max-waiting-jobs", "max_waiting_jobs", 4096, "77", 77, "0", "{} must be at least 1"),
+    Row("--prefix-cache", "has_prefix_cache", True, "off", False, "maybe", "{} 'maybe': must be on or off"),
+    Row("--quota-handles", "quotas.handles", None, "1", 1, "0", "{} '0': must be at least 1"),
+    Row("--quota-kv-tokens", "quotas.kv_tokens", None, "2", 2, "-1", "{} '-1': must be a whole number"),
+    Row("--quota-queued-rows", "quotas.queued_rows", None, "3", 3, "0", "{} '0': must be at least 1"),
+    Row("--quota-prefill-rate", "quotas.prefill_tokens_per_s", None, "4", 4, "0", "{} '0': must be at least 1"),
+    Row(
+        "--quota-retained",
+        "quotas.retained_bytes",
+        None,
+        "5KiB",
+        5 << 10,
+        "5",
+        "{} '5': must be a number with KiB, MiB, GiB or TiB, such as 512MiB; 1G is written 1GiB",
+    ),
+    Row(
+        "--quota-mask-bytes",
+        "quotas.mask_bytes",
+        64 << 20,
+        "none",
+        None,
+        "6",
+        "{} '6': must be a number with KiB, MiB, GiB or TiB, such as 512MiB; 1G is written 1GiB",
+    ),
+    Row("--quota-call-rate", "quotas.calls_per_s", None, "7", 7, "0", "{} '0': must be at least 1"),
+    Row(
+        "--quota-request-bytes",
+        "quotas.request_bytes_per_s",
+        None,
+        "8KiB",
+        8 << 10,
+        "0KiB",
+        "{} '0KiB': must be at least one byte",
+    ),
+    Row(
+        "--quota-text-rate",
+        "quotas.text_bytes_per_s",
+        None,
+        "9KiB",
+        9 << 10,
+        "0KiB",
+        "{} '0KiB': must be at least one byte",
+    ),
+    Row(
+        "--listen",
+        "listen",
+        ListenAddress("127.0.0.1", 50051),
+        "[::1]:7000",
+        ListenAddress("::1", 7000),
+        "50051",
+        "{} '50051': must be HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051, or unix:PATH",
+    ),
+    Row("--insecure", "is_insecure", False, "1", True, "maybe", "{} 'maybe': must be 1 or 0"),
+    Row(
+        "--metrics-listen",
+        "metrics_listen",
+        None,
+        "localhost:9464",
+        ListenAddress("127.0.0.1", 9464),
+        "9464",
+        "{} '9464': must be HOST:PORT, such as 127.0.0.1:9464 or [::1]:9464",
+    ),
+    Row("--ui", "ui", "auto", "off", "off", "yes", "{} must be one of auto, on, off, got 'yes'"),
+    Row("--reflection", "has_reflection", False, "1", True, "maybe", "{} 'maybe': must be 1 or 0"),
+    Row(
+        "--instance",
+        "instance",
+        instance_of_host(socket.gethostname()),
+        "gpu-3",
+        "gpu-3",
+        "a.b",
+        "{} must be 1 to 64 of A-Z a-z 0-9 _ -, got 'a.b'",
+    ),
+    Row("--drain-grace", "drain_grace_s", 25.0, "3s", 3.0, "721h", "{} must be at most 720h"),
+    Row(
+        "--token-file",
+        "token_file",
+        None,
+        "/tokens",
+        Path("/tokens"),
+        " ",
+        "{} is empty: give the path of a file, or leave it out",
+    ),
+    Row(
+        "--tls-cert",
+        "tls_cert",
+        None,
+        "/cert.pem",
+        Path("/cert.pem"),
+        " ",
+        "{} is empty: give the path of a file, or leave it out",
+    ),
+    Row(
+        "--tls-key",
+        "tls_key",
+        None,
+        "/key.pem",
+        Path("/key.pem"),
+        " ",
+        "{} is empty: give the path of a file, or leave it out",
+    ),
+    Row(
+        "--tls-client-ca",
+        "tls_client_ca",
+        None,
+        "/ca.pem",
+        Path("/ca.pem"),
+        " ",
+        "{} is empty: give the path of a file, or leave it out",
+    ),
+    Row(
+        "--admins",
+        "admins",
+        (),
+        "ops, spiffe://x/y",
+        ("ops", "spiffe://x/y"),
+        "ops",
+        "{} names client certificates: add --tls-client-ca",
+    ),
+    Row("--failpoints", "failpoints", "", "x", "x", "", ""),
+    Row(
+        "--log-level", "log_level", "info", "debug", "debug", "chatty", "{} must be one of debug, info, warning, error"
+    ),
+    Row("--log-format", "log_format", "text", "json", "json", "xml", "{} must be one of text, json"),
+    Row(
+        "--otlp-endpoint",
+        "otlp_endpoint",
+        None,
+        "https://collector.example",
+        "https://collector.example:4317",
+        "127.0.0.1:4317",
+        "{} '127.0.0.1:4317': must be http://HOST:PORT, or https:// for TLS, such as http://127.0.0.1:4317",
+    ),
+    Row("--debug-top-tokens", "logs_top_tokens", False, "1", True, "maybe", "{} 'maybe': must be 1 or 0"),
+)
+BESIDE = {
+    "revision": {"FERRULE_MODEL": "org/name"},
+    "is_download_only": {"FERRULE_MODEL": "org/name"},
+    "tls_cert": {"FERRULE_TLS_KEY": "/k"},
+    "tls_key": {"FERRULE_TLS_CERT": "/c"},
+    "tls_client_ca": {"FERRULE_TLS_CERT": "/c", "FERRULE_TLS_KEY": "/k"},
+    "admins": {"FERRULE_TLS_CERT": "/c", "FERRULE_TLS_KEY": "/k", "FERRULE_TLS_CLIENT_CA": "/ca"},
+}
+"""Variables without which a setting is refused."""
+
+by_flag = pytest.mark.parametrize("row", ROWS, ids=attrgetter("flag"))
+
+
+def _flag(row: Row, text: str) -> list[str]:
+    return [row.flag] if row.is_switch else [f"{row.flag}={text}"]
+
+
+def test_the_table_is_complete() -> None:
+    """Every flag and every field stands in it once."""
+    flags = [action.option_strings[0] for action in build_parser()._actions]
+    assert sorted({row.flag for row in ROWS} | {"-h", "--version"}) == sorted(flags)
+    fields = {field.name for field in dataclasses.fields(ServerConfig)} - {"quotas"}
+    fields |= {f"quotas.{field.name}" for field in dataclasses.fields(QuotaLimits)}
+    assert sorted(row.attribute for row in ROWS) == sorted(fields)
+
+
+@by_flag
+def test_default_and_value(row: Row) -> None:
+    """The flag, the variable and no variable give the values of the table; flags win over variables."""
+    value = attrgetter(row.attribute)
+    beside = BESIDE.get(row.attribute, {})
+    assert value(parse_config([], {})) == row.default
+    assert value(parse_config(_flag(row, row.text), beside)) == row.value
+    assert value(parse_config([], {row.variable: row.text, **beside})) == row.value
+    if row.is_switch:
+        assert value(parse_config([], {row.variable: "off"})) == row.default
+        assert value(parse_config([row.flag], {row.variable: "0", **beside})) == row.value
+    elif row.bad:
+        assert value(parse_config(_flag(row, row.text), {row.variable: row.bad, **beside})) == row.value
+
+
+@by_flag
+def test_a_bad_value_is_one_line_and_exit_code_2(
+    row: Row, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line begins with the flag or the variable, whichever the value came from."""
+    monkeypatch.setattr(server, "_set_up_process", lambda _: None)
+    for name in [name for name in os.environ if name.startswith("FERRULE_")]:
+        monkeypatch.delenv(name)
+    if row.bad and not row.is_switch:
+        assert server.main(_flag(row, row.bad)) == 2
+        assert capsys.readouterr().err == f"ferrule serve: {row.error.format(row.flag)}\n"
+    if row.bad:
+        monkeypatch.setenv(row.variable, row.bad)
+        assert server.main([]) == 2
+        assert capsys.readouterr().err == f"ferrule serve: {row.error.format(row.variable)}\n"
+
+
+def test_switches_take_no_value(capsys: pytest.CaptureFixture[str]) -> None:
+    """By flag; a variable has one."""
+    with pytest.raises(SystemExit) as caught:
+        parse_config(["--insecure=1"], {})
+    assert caught.value.code == 2
+    said = "argument --insecure: ignored explicit argument '1'"
+    assert capsys.readouterr().err == f'ferrule serve: {said}; see "ferrule serve --help"\n'
+
+
+def test_help_is_the_committed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``COLUMNS=120 python -m ferrule_server --help > tests/server/serve_help.txt`` writes it again."""
+    monkeypatch.setenv("COLUMNS", "120")
+    assert _parts(build_parser().format_help()) == _parts(HELP.read_text())
+
+
+def _parts(text: str) -> tuple[list[str], str]:
+    """Return the words of the usage, which versions of Python wrap differently, and the rest of the text."""
+    usage, _, rest = text.partition("\n\n")
+    return usage.split(), rest
+
+
+def test_failpoints_are_not_shown() -> None:
+    """They are for tests."""
+    assert "failpoints" not in HELP.read_text()
+    assert any(action.help == argparse.SUPPRESS for action in build_parser()._actions)
+
+
+def test_help_imports_no_large_library() -> None:
+    """It is there at once, and where the libraries of the server are not installed."""
+    code = (
+        "import contextlib, sys\n"
+        "from ferrule_server.__main__ import main\n"
+        "with contextlib.suppress(SystemExit): main(['--help'])\n"
+        "sys.exit(str({'torch', 'numpy', 'grpc', 'numba', 'rich', 'click'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == "set()\n"

@@ -47,11 +47,18 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "ferrule_server": (),
     "ferrule_server.__main__": ("ferrule_server", "rich"),
     "ferrule_server.errors": (),
-    "ferrule_server.quotas": (),
+    "ferrule_server.quotas": ("ferrule_server.settings",),
     "ferrule_server.suffixes": (),
-    "ferrule_server.arguments": (),
+    "ferrule_server.settings": ("ferrule_server.errors",),
+    "ferrule_server.addresses": ("ferrule_server.settings", "ferrule_server.errors"),
+    "ferrule_server.arguments": ("ferrule_server.config", "ferrule_server.settings"),
     "ferrule_server.log_format": (),
-    "ferrule_server.config": ("ferrule_server.arguments", "ferrule_server.errors", "ferrule_server.quotas"),
+    "ferrule_server.config": (
+        "ferrule_server.addresses",
+        "ferrule_server.errors",
+        "ferrule_server.quotas",
+        "ferrule_server.settings",
+    ),
     "ferrule_server.kv": ("ferrule_server.kv", "ferrule_server.errors", "ferrule_server.quotas", "numpy"),
     "ferrule_server.engine": ("ferrule_server.engine", "ferrule_server.kv", "ferrule_server.suffixes", *HOST_ONLY),
     "ferrule_server.api": (
@@ -59,8 +66,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "ferrule_server.engine",
         "ferrule_server.kv",
         "ferrule_server.text",
+        "ferrule_server.addresses",
         "ferrule_server.config",
         "ferrule_server.log_format",
+        "ferrule_server.settings",
         *HOST_ONLY,
         *WIRE,
     ),
@@ -137,7 +146,7 @@ MAX_FILE_LINES = 400
 """Code lines of a file."""
 LONGER_FILES = {"kernels/cuda/gemm.py": 460}
 BUDGET: dict[str, int] = {
-    ".": 1750,
+    ".": 1570,
     "api": 375,
     "api/receiving": 650,
     "api/requests": 1070,

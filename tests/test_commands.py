@@ -20,7 +20,7 @@ from typing import Final
 import pytest
 
 from ferrule_client.cli import build_parser, main
-from ferrule_server.config import parse_config
+from ferrule_server.arguments import parse_config
 from ferrule_server.kernels.cuda.toolchain import cubins
 from tests.command_story import Story
 from tests.commands import PAGES, ROOT, Command, in_help, in_page, in_sentences

@@ -16,8 +16,9 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from ferrule_server import __version__, log_format
-from ferrule_server.arguments import as_given, unknown_variables
-from ferrule_server.config import ListenAddress, ServerConfig, parse_config
+from ferrule_server.addresses import ListenAddress
+from ferrule_server.arguments import as_given, parse_config, unknown_variables
+from ferrule_server.config import ServerConfig
 from ferrule_server.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:  # imported when the process is set up: they bring libraries that start threads

@@ -6,6 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from ferrule_server.settings import POSITIVE, POSITIVE_SIZE, SIZE, Group, Kind, parse_size
+
+MIN_TTL_S: Final = 5.0
+"""Shortest lease."""
+
+_DEFAULT_MASKS: Final = "64MiB"
+_QUOTA: Final = Group("quotas of each principal (default: none but for masks)")
+
+
+def _size_or_none(text: str) -> int | None:
+    return None if text.strip().lower() == "none" else parse_size(text)
+
 
 @dataclass(frozen=True, slots=True)
 class QuotaLimits:
@@ -27,16 +39,33 @@ class QuotaLimits:
             text counts as TEXT_BYTES_PER_TOKEN.
     """
 
-    handles: int | None = None
-    kv_tokens: int | None = None
-    queued_rows: int | None = None
-    prefill_tokens_per_s: int | None = None
-    retained_bytes: int | None = None
-    mask_bytes: int | None = None
-    calls_per_s: int | None = None
-    request_bytes_per_s: int | None = None
-    text_bytes_per_s: int | None = None
+    handles: int | None = _QUOTA.optional("--quota-handles", POSITIVE)
+    """live sequences"""
+    kv_tokens: int | None = _QUOTA.optional("--quota-kv-tokens", POSITIVE)
+    """tokens in the KV pool, shared blocks counted once"""
+    queued_rows: int | None = _QUOTA.optional("--quota-queued-rows", POSITIVE)
+    """tokens waiting to be run"""
+    prefill_tokens_per_s: int | None = _QUOTA.optional("--quota-prefill-rate", POSITIVE)
+    """prompt tokens per second"""
+    retained_bytes: int | None = _QUOTA.optional("--quota-retained", SIZE)
+    """outputs kept for replay: 16MiB"""
+    mask_bytes: int | None = _QUOTA.optional(
+        "--quota-mask-bytes", Kind("SIZE|none", _size_or_none), f"{_DEFAULT_MASKS}; 256MiB for all together"
+    )
+    """registered token masks, a bit for each token of the vocabulary and 1 KiB each; the least recently used are
+    dropped
+    """
+    calls_per_s: int | None = _QUOTA.optional("--quota-call-rate", POSITIVE)
+    """calls per second"""
+    request_bytes_per_s: int | None = _QUOTA.optional("--quota-request-bytes", POSITIVE_SIZE)
+    """bytes of requests per second: 16MiB"""
+    text_bytes_per_s: int | None = _QUOTA.optional("--quota-text-rate", POSITIVE_SIZE)
+    """bytes of text per second that are turned into tokens or rendered, a token turned into text counted as four: 1MiB
+    """
 
+
+DEFAULT_QUOTAS: Final = QuotaLimits(mask_bytes=parse_size(_DEFAULT_MASKS))
+"""The limits of every principal unless something else is set."""
 
 UNLIMITED: Final = QuotaLimits()
 

@@ -19,6 +19,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, policy_pb2, tokenizer_pb2_grpc, types_pb2
+from ferrule_server.addresses import ListenAddress
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.requests.inputs import InputReader
 from ferrule_server.api.rpc.observe import Observer
@@ -26,7 +27,6 @@ from ferrule_server.api.rpc.state import ServerState, Serving, state_of
 from ferrule_server.api.security.auth import Access, OpenAccess
 from ferrule_server.api.security.tls import TlsFiles
 from ferrule_server.api.serve import ApiServer
-from ferrule_server.config import ListenAddress
 from ferrule_server.engine.engine import Engine
 from ferrule_server.engine.masks import MaskRegistry
 from ferrule_server.engine.settings import EngineSettings

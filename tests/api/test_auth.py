@@ -42,7 +42,8 @@ from ferrule_server.api.rpc.handlers import OPEN_SERVICES, ROLES
 from ferrule_server.api.security.auth import CertificateAccess, OpenAccess, TokenAccess, access_of
 from ferrule_server.api.security.principal import Caller
 from ferrule_server.api.security.token_file import TokenFile
-from ferrule_server.config import ServerConfig, parse_config
+from ferrule_server.arguments import parse_config
+from ferrule_server.config import ServerConfig
 from ferrule_server.errors import ConfigError
 from ferrule_server.kv import sequence_store
 from ferrule_server.kv.handle import handle_id_of

@@ -15,9 +15,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, info_pb2, tokenizer_pb2, types_pb2
+from ferrule_server.addresses import ListenAddress
 from ferrule_server.api.serve import SERVICES
 from ferrule_server.api.unix_socket import SocketPath
-from ferrule_server.config import ListenAddress
 from ferrule_server.errors import ConfigError
 from ferrule_server.executor.base import DeviceLost
 from tests.api.harness import (

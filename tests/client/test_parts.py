@@ -28,8 +28,8 @@ from ferrule_client._parts import HandleLimit, Parts
 from ferrule_client._status import error_from_status
 from ferrule_client._tip import Tip
 from ferrule_client.aio import AsyncClient
+from ferrule_server.addresses import ListenAddress
 from ferrule_server.api.limits import ApiLimits
-from ferrule_server.config import ListenAddress
 from tests.api.harness import RunningServer
 from tests.client.aio_harness import run
 from tests.client.fake_server import Failure, FakeServer, status_of, wait_for

@@ -23,7 +23,7 @@ from ferrule_client import (
     greedy,
     no_output,
 )
-from ferrule_server.config import ListenAddress
+from ferrule_server.addresses import ListenAddress
 from tests.api.harness import RunningServer
 from tests.client.fake_server import Failure, FakeServer, threads_named, wait_for
 

@@ -18,7 +18,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from ferrule_server.config import parse_config
+from ferrule_server.arguments import parse_config
 from ferrule_server.errors import ModelError
 from ferrule_server.loading import download
 from ferrule_server.model.config import read_config

@@ -15,9 +15,11 @@ from typing import NamedTuple
 import pytest
 
 from ferrule_server import __main__ as server
-from ferrule_server.arguments import build_parser
-from ferrule_server.config import ListenAddress, ServerConfig, instance_of_host, parse_config
+from ferrule_server.addresses import ListenAddress
+from ferrule_server.arguments import build_parser, parse_config, unknown_variables
+from ferrule_server.config import ServerConfig, instance_of_host
 from ferrule_server.quotas import QuotaLimits
+from ferrule_server.settings import settings_of, texts_of
 
 HELP = Path(__file__).with_name("serve_help.txt")
 
@@ -64,7 +66,7 @@ ROWS = (
         "~no-such-user/x",
         "{} '~no-such-user/x': the home directory of this user is not known",
     ),
-    Row("--revision", "revision", None, "v1.0", "v1.0", "../x", "{} must be a branch, a tag or a commit, got '../x'"),
+    Row("--revision", "revision", None, "v1.0", "v1.0", "../x", "{} '../x': must be a branch, a tag or a commit"),
     Row("--offline", "is_offline", False, "1", True, "maybe", "{} 'maybe': must be 1 or 0"),
     Row("--download-only", "is_download_only", False, "1", True, "maybe", "{} 'maybe': must be 1 or 0"),
     Row(
@@ -74,9 +76,9 @@ ROWS = (
         "torch",
         "torch",
         "cuda",
-        "{} must be one of auto, torch, numba-cuda, paged-reference, got 'cuda'",
+        "{} 'cuda': must be one of auto, torch, numba-cuda, paged-reference",
     ),
-    Row("--device", "device", "auto", "cuda:1", "cuda:1", "gpu", "{} must be auto, cpu, cuda or cuda:N, got 'gpu'"),
+    Row("--device", "device", "auto", "cuda:1", "cuda:1", "gpu", "{} 'gpu': must be auto, cpu, cuda or cuda:N"),
     Row(
         "--dtype",
         "dtype",
@@ -84,10 +86,10 @@ ROWS = (
         "float32",
         "float32",
         "float16",
-        "{} must be one of auto, bfloat16, float32, got 'float16'",
+        "{} 'float16': must be one of auto, bfloat16, float32",
     ),
-    Row("--threads", "num_threads", None, "4", 4, "0", "{} must be from 1 to 1024"),
-    Row("--gpu-memory-fraction", "gpu_memory_fraction", 0.9, "0.75", 0.75, "2", "{} must be from 0.1 to 1, got 2"),
+    Row("--threads", "num_threads", None, "4", 4, "0", "{} '0': must be from 1 to 1024"),
+    Row("--gpu-memory-fraction", "gpu_memory_fraction", 0.9, "0.75", 0.75, "2", "{} '2': must be from 0.1 to 1"),
     Row("--deterministic", "is_deterministic", False, "1", True, "maybe", "{} 'maybe': must be 1 or 0"),
     Row("--disable-cuda-runner", "has_cuda_runner", True, "1", False, "maybe", "{} 'maybe': must be 1 or 0"),
     Row("--disable-early-launch", "has_early_launch", True, "1", False, "maybe", "{} 'maybe': must be 1 or 0"),
@@ -109,12 +111,10 @@ ROWS = (
         "~no-such-user/x",
         "{} '~no-such-user/x': the home directory of this user is not known",
     ),
-    Row(
-        "--kv-memory", "kv_memory_bytes", None, "512MiB", 512 << 20, "1KiB", "{} must be at least 64KiB, got 1024 bytes"
-    ),
-    Row("--max-context", "max_context", None, "4096", 4096, "0", "{} must be at least 1"),
-    Row("--max-ttl", "max_ttl_s", 3600.0, "30m", 1800.0, "1s", "{} must be from 5s to 720h"),
-    Row("--max-step-rows", "max_step_rows", 512, "128", 128, "1", "{} must be from 2 to 65536"),
+    Row("--kv-memory", "kv_memory_bytes", None, "512MiB", 512 << 20, "1KiB", "{} '1KiB': must be at least 64KiB"),
+    Row("--max-context", "max_context", None, "4096", 4096, "0", "{} '0': must be at least 1"),
+    Row("--max-ttl", "max_ttl_s", 3600.0, "30m", 1800.0, "1s", "{} '1s': must be from 5s to 720h"),
+    Row("--max-step-rows", "max_step_rows", 512, "128", 128, "1", "{} '1': must be from 2 to 65536"),
     Row(
         "--max-step-time",
         "max_step_time_s",
@@ -124,8 +124,8 @@ ROWS = (
         "20",
         "{} '20': must be a number with ms, s, m or h, such as 30m",
     ),
-    Row("--max-connections", "max_connections", None, "99", 99, "65537", "{} must be from 1 to 65536"),
-    Row("--max-waiting-jobs", "max_waiting_jobs", 4096, "77", 77, "0", "{} must be at least 1"),
+    Row("--max-connections", "max_connections", None, "99", 99, "65537", "{} '65537': must be from 1 to 65536"),
+    Row("--max-waiting-jobs", "max_waiting_jobs", 4096, "77", 77, "0", "{} '0': must be at least 1"),
     Row("--prefix-cache", "has_prefix_cache", True, "off", False, "maybe", "{} 'maybe': must be on or off"),
     Row("--quota-handles", "quotas.handles", None, "1", 1, "0", "{} '0': must be at least 1"),
     Row("--quota-kv-tokens", "quotas.kv_tokens", None, "2", 2, "-1", "{} '-1': must be a whole number"),
@@ -187,7 +187,7 @@ ROWS = (
         "9464",
         "{} '9464': must be HOST:PORT, such as 127.0.0.1:9464 or [::1]:9464",
     ),
-    Row("--ui", "ui", "auto", "off", "off", "yes", "{} must be one of auto, on, off, got 'yes'"),
+    Row("--ui", "ui", "auto", "off", "off", "yes", "{} 'yes': must be one of auto, on, off"),
     Row("--reflection", "has_reflection", False, "1", True, "maybe", "{} 'maybe': must be 1 or 0"),
     Row(
         "--instance",
@@ -196,9 +196,9 @@ ROWS = (
         "gpu-3",
         "gpu-3",
         "a.b",
-        "{} must be 1 to 64 of A-Z a-z 0-9 _ -, got 'a.b'",
+        "{} 'a.b': must be 1 to 64 of A-Z a-z 0-9 _ -",
     ),
-    Row("--drain-grace", "drain_grace_s", 25.0, "3s", 3.0, "721h", "{} must be at most 720h"),
+    Row("--drain-grace", "drain_grace_s", 25.0, "3s", 3.0, "721h", "{} '721h': must be from 0s to 720h"),
     Row(
         "--token-file",
         "token_file",
@@ -246,9 +246,15 @@ ROWS = (
     ),
     Row("--failpoints", "failpoints", "", "x", "x", "", ""),
     Row(
-        "--log-level", "log_level", "info", "debug", "debug", "chatty", "{} must be one of debug, info, warning, error"
+        "--log-level",
+        "log_level",
+        "info",
+        "debug",
+        "debug",
+        "chatty",
+        "{} 'chatty': must be one of debug, info, warning, error",
     ),
-    Row("--log-format", "log_format", "text", "json", "json", "xml", "{} must be one of text, json"),
+    Row("--log-format", "log_format", "text", "json", "json", "xml", "{} 'xml': must be one of text, json"),
     Row(
         "--otlp-endpoint",
         "otlp_endpoint",
@@ -355,3 +361,57 @@ def test_help_imports_no_large_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr == "set()\n"
+
+
+def test_an_unknown_flag_is_one_line_with_what_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not the whole of the usage."""
+    for arguments, said in (
+        (["--kv-memry", "1GiB"], "unknown flag --kv-memry (did you mean --kv-memory?)"),
+        (["--kv-memry=1GiB", "x"], "unknown flag --kv-memry (did you mean --kv-memory?)"),
+        (["--zzz"], "unknown flag --zzz"),
+        (["--kv-memory"], "argument --kv-memory: expected one argument"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            parse_config(arguments, {})
+        assert caught.value.code == 2
+        assert capsys.readouterr().err == f'ferrule serve: {said}; see "ferrule serve --help"\n'
+
+
+def test_a_variable_that_nobody_reads_is_told_with_what_was_meant() -> None:
+    """Those of flags, of the client's commands and of Kubernetes are known; what else there is in the world, too."""
+    known = [setting.variable for setting in settings_of(ServerConfig)]
+    known += ["FERRULE_TARGET", "FERRULE_TOKEN", "FERRULE_TLS_CA", "FERRULE_CLIENT_CERT", "PATH", "FERRUL_X"]
+    known += ["FERRULE_PORT", "FERRULE_SERVICE_HOST", "FERRULE_SERVICE_PORT_GRPC", "FERRULE_PORT_50051_TCP_ADDR"]
+    known += ["FERRULE_B_SERVICE_HOST", "FERRULE_B_PORT_50051_TCP"]
+    assert unknown_variables(known) == []
+    wrong = ["FERRULE_KV_MEMRY", "FERRULE_QUEUES", "FERRULE_TOKN_FILE"]
+    meant = [
+        "FERRULE_KV_MEMRY (did you mean FERRULE_KV_MEMORY?)",
+        "FERRULE_QUEUES",
+        "FERRULE_TOKN_FILE (did you mean FERRULE_TOKEN_FILE?)",
+    ]
+    assert unknown_variables([*wrong, *known]) == meant
+
+
+def test_flags_cannot_be_shortened() -> None:
+    """A shortened flag would change meaning when another one comes."""
+    with pytest.raises(SystemExit) as caught:
+        parse_config(["--max", "5"], {})
+    assert caught.value.code == 2
+
+
+def test_help_shows_units_variables_and_exit_codes() -> None:
+    """Examples and defaults too; each setting has a text."""
+    text = build_parser().format_help()
+    for word in (
+        "examples:",
+        "FERRULE_KV_MEMORY",
+        "default: 1GiB",
+        "default: 0.9",
+        "unix:",
+        "ready",
+        "Exit codes",
+        "--insecure",
+    ):
+        assert word in text
+    assert all(texts_of(ServerConfig).values())

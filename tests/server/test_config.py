@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
 from ferrule_server import __main__ as server
-from ferrule_server.arguments import build_parser, flag_of, unknown_variables, variable_of
-from ferrule_server.config import (
-    DEFAULT_MASK_BYTES,
-    NEVER_EMPTY,
-    ListenAddress,
-    ServerConfig,
-    instance_of_host,
-    parse_config,
-)
+from ferrule_server.addresses import ListenAddress
+from ferrule_server.arguments import parse_config
+from ferrule_server.config import ServerConfig, instance_of_host
 from ferrule_server.errors import ConfigError
 from ferrule_server.loading import create_executor
-from ferrule_server.quotas import QuotaLimits
+from ferrule_server.quotas import DEFAULT_QUOTAS, QuotaLimits
+from ferrule_server.settings import settings_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -148,7 +142,7 @@ def test_contents_are_logged_only_if_asked_for_and_prefixes_are_kept() -> None:
     config = parse_config([], {})
     assert config.has_prefix_cache
     assert not config.logs_top_tokens
-    assert config.quotas.mask_bytes == DEFAULT_MASK_BYTES
+    assert config.quotas.mask_bytes == DEFAULT_QUOTAS.mask_bytes == 64 << 20
     assert parse_config(["--quota-mask-bytes", "none"], {}).quotas.mask_bytes is None
     assert parse_config(["--prefix-cache", "on"], {"FERRULE_PREFIX_CACHE": "off"}).has_prefix_cache
 
@@ -319,8 +313,8 @@ def test_an_unusable_variable_is_named() -> None:
 @pytest.mark.parametrize(
     ("environment", "arguments", "said"),
     [
-        ({"GPU_MEMORY_FRACTION": "2"}, "", "FERRULE_GPU_MEMORY_FRACTION must be from 0.1 to 1, got 2"),
-        ({"GPU_MEMORY_FRACTION": "2"}, "--gpu-memory-fraction 3", "--gpu-memory-fraction must be from 0.1 to 1, got 3"),
+        ({"GPU_MEMORY_FRACTION": "2"}, "", "FERRULE_GPU_MEMORY_FRACTION '2': must be from 0.1 to 1"),
+        ({"GPU_MEMORY_FRACTION": "2"}, "--gpu-memory-fraction 3", "--gpu-memory-fraction '3': must be from 0.1 to 1"),
         (
             {"DETERMINISTIC": "1"},
             "--device cpu",
@@ -337,7 +331,7 @@ def test_an_unusable_variable_is_named() -> None:
         ({"TOKEN_FILE": ""}, "", "FERRULE_TOKEN_FILE is empty: give the path of a file, or leave it out"),
         ({"TLS_CLIENT_CA": " "}, "", "FERRULE_TLS_CLIENT_CA is empty"),
         ({"TOKEN_FILE": "/t"}, "--token-file=", "--token-file is empty"),
-        ({"MAX_CONTEXT": ""}, "--max-context 0", "--max-context must be at least 1"),
+        ({"MAX_CONTEXT": ""}, "--max-context 0", "--max-context '0': must be at least 1"),
     ],
 )
 def test_a_setting_of_the_environment_bears_its_variable(
@@ -361,17 +355,16 @@ async def _create(config: ServerConfig) -> int:
     return 0
 
 
-SETTINGS = {action.dest: action for action in build_parser()._actions if action.dest not in ("help", "version")}
+SETTINGS = {setting.name: setting for setting in settings_of(ServerConfig)}
 WHO_MAY_CONNECT = {"token_file", "tls_cert", "tls_key", "tls_client_ca"}
-PATHS = {
-    name for name, action in SETTINGS.items() if any(word in str(action.metavar) for word in ("FILE", "FOLDER", "PATH"))
-}
+PATHS = {name for name, it in SETTINGS.items() if re.search("FILE|FOLDER|PATH", it.kind.metavar)}
 SECURED = {f"FERRULE_{name.upper()}": f"/{name}" for name in WHO_MAY_CONNECT}
 
 
 def test_no_setting_of_tokens_or_tls_is_forgotten() -> None:
     """A new one has a name of this kind, and then must be in the list of those that are never empty."""
-    assert {name for name in SETTINGS if re.search(r"token_file|tls|cert", name)} == WHO_MAY_CONNECT == NEVER_EMPTY
+    assert {name for name in SETTINGS if re.search(r"token_file|tls|cert", name)} == WHO_MAY_CONNECT
+    assert {name for name, it in SETTINGS.items() if it.kind.is_never_empty} == WHO_MAY_CONNECT
     assert WHO_MAY_CONNECT < PATHS
     assert {"model", "listen", "kernel_cache", "kernel_bundle"} < PATHS
 
@@ -380,7 +373,7 @@ def test_no_setting_of_tokens_or_tls_is_forgotten() -> None:
 @pytest.mark.parametrize("name", sorted(SETTINGS))
 def test_an_empty_variable_counts_as_unset_or_is_refused(name: str, empty: str) -> None:
     """Refused where an unset one would leave the server open: a deployment whose secret is not there must not start."""
-    variable = variable_of(name)
+    variable = SETTINGS[name].variable
     if name in WHO_MAY_CONNECT:
         with pytest.raises(ConfigError, match=f"^{variable} is empty"):
             parse_config(["--insecure"], {**SECURED, variable: empty})
@@ -391,9 +384,9 @@ def test_an_empty_variable_counts_as_unset_or_is_refused(name: str, empty: str) 
 @pytest.mark.parametrize("name", sorted(WHO_MAY_CONNECT))
 def test_an_empty_flag_of_tokens_or_tls_is_refused(name: str) -> None:
     """Also beside a variable with a value, since flags win; a flag with a value wins over an empty variable."""
-    with pytest.raises(ConfigError, match=f"^{flag_of(name)} is empty"):
-        parse_config([f"{flag_of(name)}="], SECURED)
-    config = parse_config([f"{flag_of(name)}=/f"], {**SECURED, variable_of(name): ""})
+    with pytest.raises(ConfigError, match=f"^{SETTINGS[name].flag} is empty"):
+        parse_config([f"{SETTINGS[name].flag}="], SECURED)
+    config = parse_config([f"{SETTINGS[name].flag}=/f"], {**SECURED, SETTINGS[name].variable: ""})
     assert getattr(config, name) == Path("/f")
 
 
@@ -403,49 +396,12 @@ def test_a_home_directory_is_expanded_in_every_path(name: str, monkeypatch: pyte
     monkeypatch.setenv("HOME", "/home/alice")
     prefix = "unix:" if name == "listen" else ""
     plain, given = f"{prefix}/home/alice/x", f"{prefix}~/x"
-    expected = parse_config([f"{flag_of(name)}={plain}"], SECURED)
+    expected = parse_config([f"{SETTINGS[name].flag}={plain}"], SECURED)
     assert "/home/alice/x" in repr(expected)
-    assert parse_config([f"{flag_of(name)}={given}"], SECURED) == expected
-    assert parse_config([], {**SECURED, variable_of(name): given}) == expected
-    with pytest.raises(ConfigError, match=f"^{variable_of(name)} .*home directory of this user is not known"):
-        parse_config([], {**SECURED, variable_of(name): f"{prefix}~no-such-user/x"})
-
-
-def test_an_unknown_flag_is_one_line_with_what_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
-    """Not the whole of the usage."""
-    for arguments, said in (
-        (["--kv-memry", "1GiB"], "unknown flag --kv-memry (did you mean --kv-memory?)"),
-        (["--kv-memry=1GiB", "x"], "unknown flag --kv-memry (did you mean --kv-memory?)"),
-        (["--zzz"], "unknown flag --zzz"),
-        (["--kv-memory"], "argument --kv-memory: expected one argument"),
-    ):
-        with pytest.raises(SystemExit) as caught:
-            parse_config(arguments, {})
-        assert caught.value.code == 2
-        assert capsys.readouterr().err == f'ferrule serve: {said}; see "ferrule serve --help"\n'
-
-
-def test_a_variable_that_nobody_reads_is_told_with_what_was_meant() -> None:
-    """Those of flags, of the client's commands and of Kubernetes are known; what else there is in the world, too."""
-    known = [variable_of(name) for name in vars(build_parser().parse_args([]))]
-    known += ["FERRULE_TARGET", "FERRULE_TOKEN", "FERRULE_TLS_CA", "FERRULE_CLIENT_CERT", "PATH", "FERRUL_X"]
-    known += ["FERRULE_PORT", "FERRULE_SERVICE_HOST", "FERRULE_SERVICE_PORT_GRPC", "FERRULE_PORT_50051_TCP_ADDR"]
-    known += ["FERRULE_B_SERVICE_HOST", "FERRULE_B_PORT_50051_TCP"]
-    assert unknown_variables(known) == []
-    wrong = ["FERRULE_KV_MEMRY", "FERRULE_QUEUES", "FERRULE_TOKN_FILE"]
-    meant = [
-        "FERRULE_KV_MEMRY (did you mean FERRULE_KV_MEMORY?)",
-        "FERRULE_QUEUES",
-        "FERRULE_TOKN_FILE (did you mean FERRULE_TOKEN_FILE?)",
-    ]
-    assert unknown_variables([*wrong, *known]) == meant
-
-
-def test_flags_cannot_be_shortened() -> None:
-    """A shortened flag would change meaning when another one comes."""
-    with pytest.raises(SystemExit) as caught:
-        parse_config(["--max", "5"], {})
-    assert caught.value.code == 2
+    assert parse_config([f"{SETTINGS[name].flag}={given}"], SECURED) == expected
+    assert parse_config([], {**SECURED, SETTINGS[name].variable: given}) == expected
+    with pytest.raises(ConfigError, match=f"^{SETTINGS[name].variable} .*home directory of this user is not known"):
+        parse_config([], {**SECURED, SETTINGS[name].variable: f"{prefix}~no-such-user/x"})
 
 
 @pytest.mark.parametrize(
@@ -462,26 +418,6 @@ def test_the_default_instance_is_made_of_the_host_name(host_name: str, instance:
     """Only what may stand in a handle."""
     assert instance_of_host(host_name) == instance
     assert ServerConfig(instance=instance).instance == instance
-
-
-def test_help_teaches_every_flag_with_its_default() -> None:
-    """Groups, examples, units, the environment, exit codes."""
-    text = build_parser().format_help()
-    for word in (
-        "examples:",
-        "FERRULE_KV_MEMORY",
-        "default: 1GiB",
-        "default: 0.9",
-        "unix:",
-        "ready",
-        "Exit codes",
-        "--insecure",
-    ):
-        assert word in text
-    actions = [action for action in build_parser()._actions if action.option_strings]
-    one_flag_each = len(dataclasses.fields(ServerConfig)) - 1 + len(dataclasses.fields(QuotaLimits))
-    assert len(actions) == one_flag_each + 2  # --help and --version
-    assert all(action.help for action in actions)
 
 
 def test_a_relative_socket_path_stays_relative() -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from ferrule_client import Client, no_output
-from ferrule_server.config import ListenAddress, parse_listen
+from ferrule_server.addresses import ListenAddress, parse_listen
 from tests.api.web.plain_http import get, listening
 
 REFERENCE = ("--executor", "paged-reference", "--kv-memory", "4MiB")

@@ -10,8 +10,8 @@ from ferrule.v1 import info_pb2
 from ferrule_client import cli_token
 from ferrule_client.types import Quotas
 from ferrule_server.api.security import token_file
-from ferrule_server.arguments import build_parser
 from ferrule_server.quotas import QuotaLimits
+from ferrule_server.settings import settings_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FIELDS = [field.name for field in dataclasses.fields(QuotaLimits)]
@@ -21,7 +21,7 @@ def test_every_quota_has_a_flag_and_a_word_in_the_token_file() -> None:
     """By the same word, and no word sets what is no quota."""
     words = token_file._QUOTAS
     assert [name for name, _ in words.values()] == FIELDS
-    flags = [name for name in vars(build_parser().parse_args([])) if name.startswith("quota_")]
+    flags = [setting.name for setting in settings_of(QuotaLimits)]
     assert sorted(flags) == sorted(f"quota_{word}" for word in words)
     assert list(cli_token._QUOTAS) == list(words)
     docstring = token_file.__doc__ or ""

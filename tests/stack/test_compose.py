@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from ferrule_server.arguments import unknown_variables
-from ferrule_server.config import ServerConfig, parse_config
+from ferrule_server.arguments import parse_config, unknown_variables
+from ferrule_server.config import ServerConfig
 from ferrule_server.errors import ConfigError
 from tools.compose.compose_file import ON_TOP, PLAIN, ROOT, image_variables, load, started, variables_of
 

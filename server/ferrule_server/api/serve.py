@@ -17,6 +17,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ferrule.v1 import admin_pb2, admin_pb2_grpc, executor_pb2, executor_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
+from ferrule_server.addresses import ListenAddress
 from ferrule_server.api.health import HealthServicer
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.responses.view import Views
@@ -30,7 +31,6 @@ from ferrule_server.api.services.admin import AdminServicer
 from ferrule_server.api.services.executor import ModelExecutorServicer
 from ferrule_server.api.services.tokenizer import TokenizerServicer
 from ferrule_server.api.unix_socket import SocketPath
-from ferrule_server.config import ListenAddress
 from ferrule_server.errors import ConfigError, Draining
 
 _LOG = logging.getLogger(__name__)

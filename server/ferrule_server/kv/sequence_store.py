@@ -21,10 +21,7 @@ from ferrule_server.kv.reservation import Reservation, Reservations, prefix_bloc
 from ferrule_server.kv.reserved_slots import ReservedSlots, SlotRequest, SlotReservation
 from ferrule_server.kv.sequence import Sequence, Truncation, require_idle
 from ferrule_server.kv.usage import Holding, Usage
-from ferrule_server.quotas import LimitsOf, unlimited
-
-MIN_TTL_S = 5.0
-"""Shortest lease."""
+from ferrule_server.quotas import MIN_TTL_S, LimitsOf, unlimited
 
 DEFAULT_TTL_S = 60.0
 """Lease of a new sequence if the request names none."""

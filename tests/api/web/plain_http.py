@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ferrule_server.addresses import ListenAddress
 from ferrule_server.api.web.events import Events
 from ferrule_server.api.web.listener import WebListener
 from ferrule_server.api.web.site import Site
-from ferrule_server.config import ListenAddress
 
 LOOPBACK = ListenAddress("127.0.0.1", 0)
 

@@ -9,10 +9,11 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+from ferrule_server.addresses import ListenAddress
 from ferrule_server.api.web import assembly
 from ferrule_server.api.web.events import INTERVAL_S, Events
 from ferrule_server.api.web.listener import WebListener
-from ferrule_server.config import ListenAddress, ServerConfig
+from ferrule_server.config import ServerConfig
 from tests.api.harness import RunningServer
 from tests.api.web.plain_http import LOOPBACK, connect
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from ferrule_server.addresses import ListenAddress
 from ferrule_server.api.web.events import MAX_WATCHERS, VIEW_REQUEST
 from ferrule_server.api.web.listener import HEAD_S, MAX_CONNECTIONS, MAX_HEAD_BYTES, SEND_S, WebListener
 from ferrule_server.api.web.site import Site
-from ferrule_server.config import ListenAddress
 from ferrule_server.errors import ConfigError
 from tests.api.web.plain_http import connect, get, listening, read_reply, send
 

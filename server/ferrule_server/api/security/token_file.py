@@ -21,9 +21,9 @@ from typing import Final
 
 from ferrule_server.api.security.file_watch import FileWatch, read_small
 from ferrule_server.api.security.principal import ADMIN, Caller
-from ferrule_server.config import parse_size
 from ferrule_server.errors import ConfigError
 from ferrule_server.quotas import QuotaLimits
+from ferrule_server.settings import parse_size
 
 _LOG = logging.getLogger(__name__)
 

@@ -9,13 +9,14 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final, Generic, TypeVar
 
 from ferrule.v1 import admin_pb2
+from ferrule_server.addresses import ListenAddress
 from ferrule_server.api.responses.view import Views
 from ferrule_server.api.rpc.state import ServerState
 from ferrule_server.api.telemetry.metrics import Exposition
 from ferrule_server.api.web.events import VIEW_REQUEST, Events, PageMessage
 from ferrule_server.api.web.listener import WebListener
 from ferrule_server.api.web.site import Metrics, Site
-from ferrule_server.config import ListenAddress, ServerConfig
+from ferrule_server.config import ServerConfig
 
 _T = TypeVar("_T")
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Final
 
+from ferrule_server.addresses import ListenAddress
 from ferrule_server.api.web.events import TooManyWatchers
 from ferrule_server.api.web.site import Answer, Request, Site, refusal
-from ferrule_server.config import ListenAddress
 from ferrule_server.errors import ConfigError
 
 _LOG = logging.getLogger(__name__)

@@ -95,14 +95,8 @@ async def _serve(config: ServerConfig) -> int:
     from ferrule_server.api.security.tls import tls_of
     from ferrule_server.api.serve import ApiServer
     from ferrule_server.api.telemetry.call_log import watch_calls
-    from ferrule_server.kv.sequence_store import DEFAULT_TTL_S, MIN_TTL_S
 
-    limits = ApiLimits(
-        max_connections=config.connection_limit,
-        min_ttl_s=MIN_TTL_S,
-        default_ttl_s=DEFAULT_TTL_S,
-        max_ttl_s=config.max_ttl_s,
-    )
+    limits = ApiLimits(max_connections=config.connection_limit, max_ttl_s=config.max_ttl_s)
     failpoints = _failpoints(config)
     tls, access = tls_of(config), access_of(config)
     state = ServerState(config.instance, secrets.token_hex(6), __version__, limits, access.limits_of)

@@ -23,7 +23,8 @@ from ferrule_server.errors import FerruleError, HandleUnknown
 from ferrule_server.executor.base import OutputSpec, StepBatch, StepResult
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.registry import TOMBSTONE_S
-from ferrule_server.kv.sequence_store import DEFAULT_TTL_S, MIN_TTL_S
+from ferrule_server.kv.sequence_store import DEFAULT_TTL_S
+from ferrule_server.quotas import MIN_TTL_S
 from tests.engine.harness import Harness, Pending, append
 
 ALL_LOGITS = OutputRequest(OutputSpec(full_logits=True), all_positions=True)

@@ -24,8 +24,7 @@ from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.registry import TOMBSTONE_S
 from ferrule_server.kv.reservation import Reservation
 from ferrule_server.kv.sequence import Sequence
-from ferrule_server.kv.sequence_store import MIN_TTL_S
-from ferrule_server.quotas import UNLIMITED, QuotaLimits
+from ferrule_server.quotas import MIN_TTL_S, UNLIMITED, QuotaLimits
 from tests.kv.cache_model import CacheModel
 
 FINGERPRINT = b"the model"

@@ -11,7 +11,8 @@ from ferrule_server.kv import registry
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.leases import PIN_RECHECK_S
 from ferrule_server.kv.registry import TOMBSTONE_S
-from ferrule_server.kv.sequence_store import DEFAULT_TTL_S, MIN_TTL_S, SequenceStore
+from ferrule_server.kv.sequence_store import DEFAULT_TTL_S, SequenceStore
+from ferrule_server.quotas import MIN_TTL_S
 from tests.kv.conftest import Put
 
 Advance = Callable[[float], None]

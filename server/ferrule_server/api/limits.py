@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ferrule_server.kv.sequence_store import DEFAULT_TTL_S
+from ferrule_server.quotas import MIN_TTL_S
+
 LOOP_SLICE = 256
 """Entries of one request that are processed before others get their turn on the event loop: a few milliseconds."""
 
@@ -75,6 +78,6 @@ class ApiLimits:
     stream_window_bytes: int = 4 << 20
     max_text_bytes: int = 1 << 20
     max_text_tokens: int = 1 << 15
-    min_ttl_s: float = 5.0
-    default_ttl_s: float = 60.0
+    min_ttl_s: float = MIN_TTL_S
+    default_ttl_s: float = DEFAULT_TTL_S
     max_ttl_s: float = 3600.0

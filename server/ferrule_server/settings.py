@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from itertools import pairwise
@@ -76,7 +77,7 @@ class Setting:
     """
 
     flag: str
-    kind: Kind[object]
+    kind: Kind[Any]  # the field has the type of the value
     default: str
     group: str
 
@@ -107,7 +108,7 @@ class Setting:
             text = flag
         return None if text is None else (origin, text)
 
-    def value(self, origin: str, text: str) -> object:
+    def value(self, origin: str, text: str) -> Any:
         """Return the value of a text.
 
         Raises:
@@ -156,10 +157,11 @@ def texts_of(declared: Any) -> dict[str, str]:
 
     The default is put in place of ``{default}``, or at the end of a text without ``(default:``.
     """
-    (tree,) = ast.parse(inspect.getsource(declared)).body
+    module = ast.parse(inspect.getsource(sys.modules[declared.__module__]))
+    body = next(it.body for it in module.body if isinstance(it, ast.ClassDef) and it.name == declared.__name__)
     doc_of = {
         ast.unparse(it.target): ast.literal_eval(doc.value)
-        for it, doc in pairwise(tree.body)  # type: ignore[attr-defined]
+        for it, doc in pairwise(body)
         if isinstance(it, ast.AnnAssign) and isinstance(doc, ast.Expr)
     }
     texts: dict[str, str] = {}

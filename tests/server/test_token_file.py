@@ -99,7 +99,7 @@ def test_what_is_no_token_is_found_nowhere(path: Path, token: str) -> None:
         (f"{DIGESTS[1]} bob admin=yes", "only admin and"),
         (f"{DIGESTS[1]} bob speed=3", "only admin and"),
         (f"{DIGESTS[1]} bob handles=", "handles: must be a whole number"),
-        (f"{DIGESTS[1]} bob handles=0", "at least 1, or none"),
+        (f"{DIGESTS[1]} bob handles=0", "handles: must be at least 1; none lifts the limit"),
         (f"{DIGESTS[1]} bob handles=-3", "handles: must be a whole number"),
         (f"{DIGESTS[1]} bob retained=16", "retained: must be a number with KiB"),
         (f"{DIGESTS[1]} bob handles=1 handles=2", "handles differs from an earlier line"),

@@ -15,7 +15,6 @@ import logging
 import re
 import stat
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -23,7 +22,7 @@ from ferrule_server.api.security.file_watch import FileWatch, read_small
 from ferrule_server.api.security.principal import ADMIN, Caller
 from ferrule_server.errors import ConfigError
 from ferrule_server.quotas import QuotaLimits
-from ferrule_server.settings import parse_size
+from ferrule_server.settings import setting_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -32,33 +31,15 @@ _NO_TOKEN: Final = hashlib.sha256(b"").digest()
 _PRINCIPAL: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:/+-]{0,127}")
 
 
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text)):
-        raise ValueError("must be a whole number of at least 1, or none")
-    return int(text)
-
-
-def _positive_size(text: str) -> int:
-    if not (size := parse_size(text)):
-        raise ValueError("must be at least one byte, or none")
-    return size
-
-
-_QUOTAS: Final[Mapping[str, tuple[str, Callable[[str], int]]]] = {
-    "handles": ("handles", _count),
-    "kv_tokens": ("kv_tokens", _count),
-    "queued_rows": ("queued_rows", _count),
-    "prefill_rate": ("prefill_tokens_per_s", _count),
-    "retained": ("retained_bytes", parse_size),
-    "mask_bytes": ("mask_bytes", parse_size),
-    "call_rate": ("calls_per_s", _count),
-    "request_bytes": ("request_bytes_per_s", _positive_size),
-    "text_rate": ("text_bytes_per_s", _positive_size),
+_QUOTAS: Final[Mapping[str, tuple[str, Callable[[str], int | None]]]] = {
+    setting.name.removeprefix("quota_"): (field.name, setting.kind.read)
+    for field in dataclasses.fields(QuotaLimits)
+    if (setting := setting_of(field)) is not None
 }
 """Name in the file: field of QuotaLimits, and the function that parses its value."""
 
 
-@dataclass(slots=True)
+@dataclasses.dataclass(slots=True)
 class TokenTable:
     """The contents of one version of the file.
 
@@ -68,9 +49,9 @@ class TokenTable:
         lines: The line number of each token, by its SHA-256.
     """
 
-    callers: dict[bytes, Caller] = field(default_factory=dict, repr=False)
-    quotas: dict[str, dict[str, int | None]] = field(default_factory=dict)
-    lines: dict[bytes, int] = field(default_factory=dict, repr=False)
+    callers: dict[bytes, Caller] = dataclasses.field(default_factory=dict, repr=False)
+    quotas: dict[str, dict[str, int | None]] = dataclasses.field(default_factory=dict)
+    lines: dict[bytes, int] = dataclasses.field(default_factory=dict, repr=False)
 
 
 class TokenFile:
@@ -234,7 +215,7 @@ def _add_quota(quotas: dict[str, int | None], option: str) -> None:
     try:
         value = None if text == "none" else read(text)
     except ValueError as error:
-        raise ValueError(f"{key}: {error}") from None
+        raise ValueError(f"{key}: {error}; none lifts the limit") from None
     if quotas.setdefault(name, value) != value:
         raise ValueError(f"{key} differs from an earlier line of the same principal")
 

@@ -1,4 +1,4 @@
-"""``python -m ferrule_server``: arguments to settings, the parts put together, served until a signal."""
+"""``python -m ferrule_server``: read the settings, assemble the server, and serve until a signal."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import secrets
 import shlex
 import signal
 import sys
-import threading
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from ferrule_server import __version__, log_format
@@ -21,7 +20,7 @@ from ferrule_server.arguments import as_given, parse_config, unknown_variables
 from ferrule_server.config import ServerConfig
 from ferrule_server.errors import ConfigError, ModelError
 
-if TYPE_CHECKING:  # imported when the process is set up: they bring libraries that start threads
+if TYPE_CHECKING:  # imported after the process is set up, because they import libraries that start threads
     from ferrule_server.api.rpc.state import ServerState, Serving
     from ferrule_server.api.serve import ApiServer
     from ferrule_server.api.telemetry.tracing import Tracer
@@ -38,17 +37,17 @@ _EXIT_INTERRUPTED: Final = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the server until a signal ends it; return the exit code: 0 as asked, 1 a fault, 2 unusable settings.
+    """Run the server until a signal stops it, and return the exit code: 0 stopped as asked, 2 unusable settings.
 
-    Ctrl-C before the server is ready leaves no such choice to whoever called: the process ends with 130. Nor does a
-    fault, after which it ends with 1: in a broken context of a GPU the interpreter's own end may abort or hang.
+    This function does not return in two cases. Ctrl-C before the server is ready ends the process with 130. A fault
+    ends it with 1, because the normal exit of the interpreter may abort or hang if the GPU context is broken.
     """
     given = sys.argv[1:] if arguments is None else arguments
     try:
         config = parse_config(given, os.environ)
         _set_up_process(config)
         if unknown := unknown_variables(os.environ):
-            _LOG.warning("settings that nobody knows change nothing variables=%s", ", ".join(unknown))
+            _LOG.warning("unknown FERRULE_* variables are ignored variables=%s", ", ".join(unknown))
         if config.is_download_only:
             return _download(config)
         code = asyncio.run(_serve(config))
@@ -62,12 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _set_up_process(config: ServerConfig) -> None:
-    """Set what must be set before any library starts its threads.
+    """Set the variables and intervals that libraries read when they start their threads.
 
-    Compute threads that spin while they wait starve the event loop and each other: under one busy neighbour decoding
-    fell from 121 to 1.9 tokens/s. The tokenizer gets no threads of its own: texts come one at a time, and those that
-    are long have a thread already. The short switch interval lets the event loop in while a step holds the interpreter.
-    gRPC would write a line of its own for each stranger who speaks no TLS: it writes none beside JSON, else errors.
+    Compute threads that spin while they wait starve the event loop and each other: beside one busy process, decoding
+    fell from 121 to 1.9 tokens/s. The tokenizer gets no threads, because texts arrive one at a time and long texts
+    have a thread already. The short switch interval lets the event loop run while a step holds the interpreter.
+    gRPC writes a line for each client that does not speak TLS. It writes no lines beside a JSON log, otherwise errors.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -80,6 +79,7 @@ def _set_up_process(config: ServerConfig) -> None:
 
 
 def _say(message: str) -> int:
+    """Report on stderr why the server cannot serve, and return the exit code."""
     if log_format.is_json():
         _LOG.error("cannot serve: %s", message)
     else:
@@ -88,7 +88,7 @@ def _say(message: str) -> int:
 
 
 async def _serve(config: ServerConfig) -> int:
-    """Bind, start, load, serve until a signal or a fault; return the exit code."""
+    """Bind the addresses, load the model, serve until a signal or a fault, and return the exit code."""
     from ferrule_server.api.limits import ApiLimits
     from ferrule_server.api.rpc.state import ServerState
     from ferrule_server.api.security.auth import access_of
@@ -116,12 +116,12 @@ async def _serve(config: ServerConfig) -> int:
         await server.start()
         _LOG.info("listening address=%s instance=%s epoch=%s", addresses["listen"].target, state.instance, state.epoch)
         try:
-            with _progress(state) as on_progress:  # left before the process ends, so that no bar stays on the terminal
-                loading = asyncio.create_task(_load(config, on_progress))
+            with _progress(state) as on_progress:  # ends before the process, so that no bar stays on the terminal
+                loading = asyncio.create_task(asyncio.to_thread(_load, config, on_progress))
                 await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if stopping.done():
                 await server.stop()
-                # The thread that loads cannot be asked to stop.
+                # The loading thread cannot be stopped.
                 _exit_now(_EXIT_INTERRUPTED if stopping.result() is signal.SIGINT else 0)
             return await _run_engine(config, server, addresses, loading.result(), stopping, failpoints=failpoints)
         finally:
@@ -134,7 +134,7 @@ async def _serve(config: ServerConfig) -> int:
 
 @contextlib.asynccontextmanager
 async def _web(config: ServerConfig, server: ApiServer) -> AsyncIterator[ListenAddress | None]:
-    """Serve metrics and the page in the block, from before the model is loaded until nothing runs any more.
+    """Serve metrics and the web page while the block runs.
 
     Raises:
         ConfigError: The address is in use, or cannot be bound.
@@ -153,10 +153,10 @@ async def _web(config: ServerConfig, server: ApiServer) -> AsyncIterator[ListenA
 
 
 def _tracer(config: ServerConfig) -> Tracer | None:
-    """Return what traces calls; None where nothing is to be traced, and then nothing of it is imported.
+    """Return the tracer of calls; if traces are off, return None and import nothing.
 
     Raises:
-        ConfigError: What traces are made with is not installed, or cannot use what the variables of its own say.
+        ConfigError: OpenTelemetry is not installed, or its own variables are unusable.
     """
     if config.otlp_endpoint is None:
         return None
@@ -181,41 +181,38 @@ async def _run_engine(
     *,
     failpoints: Failpoints | None,
 ) -> int:
-    """Put the engine together, serve until a signal or a caller ends it or the device is lost, drain, close."""
-    loop = asyncio.get_running_loop()
-    failed = asyncio.Event()
-    engine = _make_engine(config, server.state, loaded.executor, loop, failed, failpoints=failpoints)
+    """Start the engine and serve until a signal, an administrator or a lost device stops the server; then drain."""
+    has_failed = False
+
+    def fail() -> None:
+        nonlocal has_failed
+        has_failed = True
+        server.asked_to_stop.set()
+
+    engine = _make_engine(config, server.state, loaded.executor, fail, failpoints=failpoints)
     engine.start()
     try:
         await server.ready(_serving(config, server.state, engine, loaded))
         _say_ready(addresses, engine, config, loaded.commit)
         stopping.add_done_callback(lambda _: server.ask_to_stop(None))
-        await _first_of(server.asked_to_stop, failed)
-        _say_draining(server.state.num_sequences, server.grace_s, has_failed=failed.is_set())
-        await server.drain(has_failed=failed.is_set())
+        await server.asked_to_stop.wait()
+        _say_draining(server.state.num_sequences, server.grace_s, has_failed=has_failed)
+        await server.drain(has_failed=has_failed)
     finally:
         await asyncio.to_thread(engine.close)
     _LOG.info("drained")
-    return _EXIT_FAULT if failed.is_set() else 0
-
-
-async def _first_of(*events: asyncio.Event) -> None:
-    """Return once one of the events is set."""
-    waiting = [asyncio.create_task(event.wait()) for event in events]
-    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    for task in waiting:
-        task.cancel()
+    return _EXIT_FAULT if has_failed else 0
 
 
 def _make_engine(
     config: ServerConfig,
     state: ServerState,
     executor: Executor,
-    loop: asyncio.AbstractEventLoop,
-    failed: asyncio.Event,
+    fail: Callable[[], None],
     *,
     failpoints: Failpoints | None,
 ) -> Engine:
+    """Return the engine; it calls ``fail`` on the event loop when the device is lost."""
     from ferrule_server.engine.engine import Engine
     from ferrule_server.engine.settings import EngineSettings
     from ferrule_server.kv.block_pool import BlockPool
@@ -238,15 +235,16 @@ def _make_engine(
         max_waiting_jobs=config.max_waiting_jobs,
         debug_top_tokens=config.logs_top_tokens,
     )
+    post = asyncio.get_running_loop().call_soon_threadsafe
 
     def on_failure() -> None:
-        loop.call_soon_threadsafe(failed.set)
+        post(fail)
 
     return Engine(
         executor,
         store,
         settings,
-        loop.call_soon_threadsafe,
+        post,
         on_failure,
         limits_of=state.limits_of,
         shares=state.shares,
@@ -255,7 +253,11 @@ def _make_engine(
 
 
 def _failpoints(config: ServerConfig) -> Failpoints | None:
-    """Return where to break on purpose, None in production; said loudly, so that nobody wonders why it breaks."""
+    """Return the failpoints, with a warning in the log; None in production.
+
+    Raises:
+        ConfigError: ``--failpoints`` is unusable.
+    """
     from ferrule_server.engine.failpoints import Failpoints
 
     if not config.failpoints:
@@ -295,9 +297,9 @@ def _serving(config: ServerConfig, state: ServerState, engine: Engine, loaded: L
 def _say_ready(
     addresses: Mapping[str, ListenAddress], engine: Engine, config: ServerConfig, commit: str | None
 ) -> None:
-    """Print the one line on stdout that tells whoever started the server that it serves."""
+    """Print the line ``ready`` on stdout, and log the same values."""
     gc.collect()
-    gc.freeze()  # what is loaded stays: later collections need not look at it
+    gc.freeze()  # loaded objects stay for good: later collections skip them
     info = engine.info
     values = {
         **{name: address.target for name, address in addresses.items()},
@@ -318,7 +320,7 @@ def _say_ready(
 
 
 def _say_draining(num_sequences: int, grace_s: float, *, has_failed: bool) -> None:
-    """Log that the server drains; tell whoever sits at the terminal what it waits for, and how not to."""
+    """Log that the server drains; on a terminal, write what it waits for and how to stop it at once."""
     _LOG.info("draining live_sequences=%d grace_s=%.1f has_failed=%s", num_sequences, grace_s, has_failed)
     if _is_watched() and num_sequences and not has_failed:
         handles = "1 live handle" if num_sequences == 1 else f"{num_sequences} live handles"
@@ -326,9 +328,9 @@ def _say_draining(num_sequences: int, grace_s: float, *, has_failed: bool) -> No
 
 
 def _stop_signal() -> asyncio.Task[signal.Signals]:
-    """Return a task that the first SIGTERM or SIGINT ends and is the result of; a second ends the process at once.
+    """Return a task whose result is the first SIGTERM or SIGINT; a second signal ends the process at once.
 
-    The first one may come when nobody waits for the task any more, because something else ends the process already.
+    The first signal may arrive after the task is cancelled, when the server stops for another reason.
     """
     loop = asyncio.get_running_loop()
     first: asyncio.Queue[signal.Signals] = asyncio.Queue(1)
@@ -345,7 +347,7 @@ def _stop_signal() -> asyncio.Task[signal.Signals]:
 
 
 def _ignore_signals() -> None:
-    """Let nothing change how the process ends, once it does: the loop would give signals back their deadly default."""
+    """Ignore signals while the process ends: the loop would restore their default action, which kills the process."""
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().remove_signal_handler(number)
         signal.signal(number, signal.SIG_IGN)
@@ -357,38 +359,15 @@ def _exit_now(code: int) -> NoReturn:
     os._exit(code)
 
 
-# ---- loading --------------------------------------------------------------------------------------------------------
+def _load(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
+    """Load the executor, on a thread: importing torch alone takes seconds."""
+    from ferrule_server.loading import create_executor
 
-
-async def _load(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
-    """Load the executor on a thread of its own, which does not keep the process alive, telling how far it is."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[LoadedExecutor] = loop.create_future()
-
-    def finish(result: LoadedExecutor | Exception) -> None:
-        if future.done():
-            return
-        if isinstance(result, Exception):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
-
-    def load() -> None:
-        from ferrule_server.loading import create_executor
-
-        result: LoadedExecutor | Exception
-        try:
-            result = create_executor(config, on_progress)
-        except Exception as error:  # noqa: BLE001  (raised again by whoever waits)
-            result = error
-        loop.call_soon_threadsafe(finish, result)
-
-    threading.Thread(target=load, name="ferrule-load", daemon=True).start()
-    return await future
+    return create_executor(config, on_progress)
 
 
 def _download(config: ServerConfig) -> int:
-    """Fetch the model and print its folder; Ctrl-C ends it at once, and the next time goes on from there."""
+    """Fetch the model and print its folder. Ctrl-C ends the process at once; the next download resumes."""
     from ferrule_server.loading import download
 
     def on_interrupt(*_: object) -> NoReturn:
@@ -397,7 +376,7 @@ def _download(config: ServerConfig) -> int:
         _exit_now(_EXIT_INTERRUPTED)
 
     signal.signal(signal.SIGINT, on_interrupt)
-    with _bar() if _is_watched() else contextlib.nullcontext(_log_stage()) as show:
+    with _bar() as show:
         folder = download(config, show)
     sys.stdout.write(f"{folder}\n")
     return 0
@@ -405,8 +384,8 @@ def _download(config: ServerConfig) -> int:
 
 @contextlib.contextmanager
 def _progress(state: ServerState) -> Iterator[OnProgress]:
-    """Give a callable that shows progress: in GetStatus, and as a bar on a terminal or as lines in the log."""
-    with _bar() if _is_watched() else contextlib.nullcontext(_log_stage()) as show:
+    """Yield a callable that shows progress: in GetStatus, and as a bar on a terminal or as lines in the log."""
+    with _bar() as show:
 
         def on_progress(stage: str, share: float) -> None:
             state.load_stage, state.load_progress = stage, share
@@ -416,7 +395,7 @@ def _progress(state: ServerState) -> Iterator[OnProgress]:
 
 
 def _is_watched() -> bool:
-    """Whether somebody sits at the terminal, and reads more than the log."""
+    """Whether stderr is a terminal, and the log on it is text."""
     return sys.stderr.isatty() and not log_format.is_json()
 
 
@@ -434,7 +413,10 @@ def _log_stage() -> OnProgress:
 
 @contextlib.contextmanager
 def _bar() -> Iterator[OnProgress]:
-    """Give a callable that moves a bar on stderr."""
+    """Yield a callable that moves a bar on a terminal; elsewhere it logs each stage once."""
+    if not _is_watched():
+        yield _log_stage()
+        return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
@@ -445,6 +427,6 @@ def _bar() -> Iterator[OnProgress]:
 
 
 if __name__ == "__main__":
-    # Everything is closed by now. All that the interpreter's own end would add is that gRPC, where it has certificates,
-    # waits 2 s for objects that are never freed.
+    # Everything is closed by now. A normal exit of the interpreter would only wait 2 s longer: gRPC with certificates
+    # waits for objects that are never freed.
     _exit_now(main())

@@ -146,7 +146,7 @@ MAX_FILE_LINES = 400
 """Code lines of a file."""
 LONGER_FILES = {"kernels/cuda/gemm.py": 460}
 BUDGET: dict[str, int] = {
-    ".": 1570,
+    ".": 1550,
     "api": 375,
     "api/receiving": 650,
     "api/requests": 1070,

@@ -13,7 +13,7 @@ from ferrule_server.errors import ConfigError
 from ferrule_server.settings import parse_path
 
 _DEFAULT_OTLP_PORT: Final = 4317
-"""Of OTLP over gRPC."""
+"""The port of OTLP over gRPC."""
 _MAX_UNIX_PATH_BYTES: Final = 107
 
 
@@ -24,7 +24,7 @@ class ListenAddress:
     Attributes:
         host: IP address or name; empty for a unix socket.
         port: 0 lets the system choose.
-        path: Of the unix socket, or None.
+        path: Path of the unix socket; None for TCP.
     """
 
     host: str = ""
@@ -53,7 +53,7 @@ def parse_listen(text: str) -> ListenAddress:
     """Return the address that ``HOST:PORT`` or ``unix:PATH`` names.
 
     Raises:
-        ValueError: It is neither.
+        ValueError: The text is neither.
     """
     if text.startswith("unix:"):
         path = text.removeprefix("unix:")
@@ -69,7 +69,7 @@ def parse_listen(text: str) -> ListenAddress:
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ValueError("must be HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051, or unix:PATH")
-    # One name, several addresses: gRPC would be content with whichever of them is free.
+    # The name has several addresses, and gRPC would accept any of them that is free.
     return ListenAddress("127.0.0.1" if host == "localhost" else host, int(port))
 
 
@@ -77,10 +77,10 @@ def parse_metrics_listen(text: str) -> ListenAddress:
     """Return the address that ``HOST:PORT`` names.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The text is not such an address.
     """
     if text.startswith("unix:"):
-        raise ValueError("must be HOST:PORT, such as 127.0.0.1:9464: HTTP clients know no unix: paths")
+        raise ValueError("must be HOST:PORT, such as 127.0.0.1:9464: HTTP clients do not know unix: paths")
     try:
         return parse_listen(text)
     except ValueError:
@@ -91,8 +91,8 @@ def parse_otlp_endpoint(text: str) -> str:
     """Return the URL of a collector, with its port.
 
     Raises:
-        ValueError: It is none that OTLP over gRPC can be sent to.
-        ConfigError: It holds a password, which the message does not repeat.
+        ValueError: OTLP over gRPC cannot be sent to the URL.
+        ConfigError: The URL contains credentials, which the message does not repeat.
     """
     advice = "must be http://HOST:PORT, or https:// for TLS, such as http://127.0.0.1:4317"
     try:
@@ -103,8 +103,8 @@ def parse_otlp_endpoint(text: str) -> str:
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ValueError(advice)
     if url.path not in ("", "/") or url.query or url.fragment:
-        raise ValueError(f"{advice}; OTLP over gRPC has no path, and OTLP over HTTP is not spoken here")
+        raise ValueError(f"{advice}; OTLP over gRPC has no path, and OTLP over HTTP is not supported")
     if url.username is not None:
-        raise ConfigError("--otlp-endpoint holds credentials: they belong into OTEL_EXPORTER_OTLP_HEADERS")
+        raise ConfigError("--otlp-endpoint contains credentials: put them in OTEL_EXPORTER_OTLP_HEADERS")
     host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
     return f"{url.scheme}://{host}:{port}"

@@ -21,10 +21,10 @@ CLIENT_VARIABLES: Final = frozenset(
     f"{PREFIX}{name}"
     for name in ("TARGET", "TIMEOUT", "TOKEN", "TLS", "TLS_CA", "CLIENT_CERT", "CLIENT_KEY", "TLS_SERVER_NAME")
 )
-"""What the commands of the client read from the environment."""
+"""Variables that the commands of the client read."""
 
 _OF_KUBERNETES: Final = re.compile(r"FERRULE_(?:\w+_)?(?:SERVICE_(?:HOST|PORT\w*)|PORT(?:_\d+_\w+)?)")
-"""Put there by Kubernetes for services whose name begins with ``ferrule``."""
+"""Kubernetes sets these variables for services whose names begin with ``ferrule``."""
 
 _SETTINGS: Final = tuple(settings_of(ServerConfig))
 
@@ -33,12 +33,12 @@ def parse_config(arguments: Sequence[str], environment: Mapping[str, str]) -> Se
     """Return the settings: flags over environment variables over defaults.
 
     Args:
-        arguments: Without the program's name.
-        environment: Usually ``os.environ``; only ``FERRULE_*`` is looked at.
+        arguments: The command line without the name of the program.
+        environment: Usually ``os.environ``; only ``FERRULE_*`` is read.
 
     Raises:
-        ConfigError: A value is unusable; the message says which and what would do.
-        SystemExit: ``--help``, ``--version`` or an unknown flag, as argparse does it.
+        ConfigError: A value is unusable; the message names it and says what is accepted.
+        SystemExit: The arguments contain ``--help``, ``--version`` or an unknown flag.
     """
     flags = vars(build_parser().parse_args(arguments))
     values = {"instance": instance_of_host(socket.gethostname())} | _values(ServerConfig, flags, environment)
@@ -48,7 +48,7 @@ def parse_config(arguments: Sequence[str], environment: Mapping[str, str]) -> Se
 
 
 def _values(declared: Any, flags: Mapping[str, str | None], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values that are given, by field, and each field that is a dataclass of settings."""
+    """Return the given values by field; a field that holds a dataclass of settings is always among them."""
     values: dict[str, Any] = {}
     for item in fields(declared):
         if (setting := setting_of(item)) is None:
@@ -60,11 +60,11 @@ def _values(declared: Any, flags: Mapping[str, str | None], environment: Mapping
 
 
 def as_given(message: str, arguments: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Return a message in which each setting that came from the environment bears the name of its variable.
+    """Return a message with flags replaced by variables, for the settings that came from the environment.
 
     Args:
-        message: That names settings by their flags.
-        arguments: Those that were parsed without a complaint.
+        message: Names settings by their flags.
+        arguments: A command line without errors.
         environment: Usually ``os.environ``.
     """
     flags = vars(build_parser().parse_args(arguments))
@@ -76,14 +76,14 @@ def as_given(message: str, arguments: Sequence[str], environment: Mapping[str, s
 
 
 def unknown_variables(environment: Iterable[str]) -> list[str]:
-    """Return the names ``FERRULE_*`` that nobody reads, each with what was probably meant.
+    """Return the unknown names ``FERRULE_*``, each with the known name that is most similar.
 
     Args:
         environment: Names of variables.
     """
     known = CLIENT_VARIABLES | {setting.variable for setting in _SETTINGS}
     ours = [name for name in environment if name.startswith(PREFIX) and not _OF_KUBERNETES.fullmatch(name)]
-    rests = sorted(name.removeprefix(PREFIX) for name in known)  # the prefix would make all of them alike
+    rests = sorted(name.removeprefix(PREFIX) for name in known)  # with the prefix, all names are similar
     return [f"{name}{_meant(name.removeprefix(PREFIX), rests, PREFIX)}" for name in sorted(ours) if name not in known]
 
 
@@ -93,10 +93,10 @@ def _meant(given: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Ends with one line on standard error and exit code 2 where it is used wrongly."""
+    """A parser that reports an error in one line on stderr and exits with code 2."""
 
     def format_help(self) -> str:
-        """Return the help; only this reads the texts of the settings."""
+        """Return the help, with the docstrings of the settings."""
         texts = texts_of(ServerConfig)
         for action in self._actions:
             if action.help == "":
@@ -104,7 +104,7 @@ class _Parser(argparse.ArgumentParser):
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
-        """Write the line and end."""
+        """Write the line and exit."""
         unknown = re.match(r"unrecognized arguments: ([^\s=]+)", message)
         if unknown is not None:
             message = f"unknown flag {unknown[1]}{_meant(unknown[1], self._option_string_actions)}"
@@ -112,7 +112,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser; every value stays text or None, so that the environment can step in."""
+    """Return the parser. Each value stays text, or None if the flag is absent, so that a variable can replace it."""
     parser = _Parser(
         prog="ferrule serve",
         description="Serves a decoder-only language model over gRPC; clients hold handles to its KV cache.",
@@ -131,27 +131,27 @@ def build_parser() -> argparse.ArgumentParser:
 
 _EPILOG: Final = """\
 Every flag can be given as an environment variable: --kv-memory as FERRULE_KV_MEMORY, --insecure as
-FERRULE_INSECURE=1. Flags win over the environment, the environment over defaults. An empty variable counts as unset;
-an empty FERRULE_TOKEN_FILE or FERRULE_TLS_* is an error. ~ is expanded in every path.
+FERRULE_INSECURE=1. Flags win over the environment, and the environment wins over defaults. An empty variable counts as
+unset, but an empty FERRULE_TOKEN_FILE or FERRULE_TLS_* is an error. ~ is expanded in every path.
 
 examples:
   ferrule serve                                        the demo model on 127.0.0.1:50051
   ferrule serve --model ~/models/Qwen3-0.6B --kv-memory 4GiB
-  ferrule serve --model Qwen/Qwen3-0.6B                from the hub; a folder of that name wins
+  ferrule serve --model Qwen/Qwen3-0.6B                from the hub, unless a folder has that name
   ferrule serve --model ~/models/Qwen3-8B --device cuda --gpu-memory-fraction 0.8
   ferrule serve --executor paged-reference --listen unix:/tmp/ferrule.sock
   ferrule serve --listen 0.0.0.0:50051 --token-file tokens --tls-cert cert.pem --tls-key key.pem
-  ferrule serve --listen 0.0.0.0:50051 --insecure      beyond this machine, on a trusted network
+  ferrule serve --listen 0.0.0.0:50051 --insecure      for other machines, on a trusted network
   ferrule serve --metrics-listen 127.0.0.1:9464        metrics, and a page that shows them, at http://127.0.0.1:9464/ui
 
-Without --token-file and --tls-client-ca everybody who can reach the server is one principal, 'local', and handles are
-shared; that is allowed on 127.0.0.1, [::1] and unix sockets, elsewhere only with --insecure.
+Without --token-file and --tls-client-ca, all clients are one principal, 'local', and share their handles. This is
+allowed on 127.0.0.1, [::1] and unix sockets; on other addresses it requires --insecure.
 
-There are kernels for GPUs of compute capability 9.0 (H100, H200) and 8.x (A100, A10, L4, L40S, RTX 30 and 40). A GPU
-whose kernels cannot be used, for whatever reason, runs the model in torch: one warning says why, and GetStatus.
+Kernels exist for GPUs of compute capability 9.0 (H100, H200) and 8.x (A100, A10, L4, L40S, RTX 30 and 40). If the
+kernels cannot be used on a GPU, the model runs in torch; a warning in the log and GetStatus say why.
 
-When the model is loaded, one line starting 'ready' appears on stdout. SIGTERM or Ctrl-C ends the server: new
-prompts are refused, live handles are served until none is left or --drain-grace is over; a second signal ends it at
-once. Exit codes: 0 ended as asked, 1 a fault (such as a GPU that is lost: start it again), 2 a setting, address or
-model folder is unusable, 130 Ctrl-C before the line 'ready', 128 + its number for a second signal.
+When the model is loaded, the server prints one line that begins with 'ready' on stdout. SIGTERM or Ctrl-C stops the
+server: new prompts are refused, and live handles are served until none is left or --drain-grace is over. A second
+signal stops it at once. Exit codes: 0 stopped as asked; 1 a fault, such as a lost GPU: start the server again; 2 a
+setting, an address or a model folder is unusable; 130 Ctrl-C before the line 'ready'; 128 + n a second signal n.
 """

@@ -48,12 +48,12 @@ _MODEL: Final = Group("model")
 _GPU: Final = Group("on a GPU")
 _LIMITS: Final = Group("memory and limits")
 _NETWORK: Final = Group("network")
-_ACCESS: Final = Group("who may connect")
+_ACCESS: Final = Group("authentication")
 _LOGS: Final = Group("logs and traces")
 
 
 def instance_of_host(host_name: str) -> str:
-    """Return an instance name made of a host name: its first label, anything unusual replaced."""
+    """Return an instance name: the first label of the host name, with unusual characters replaced by dashes."""
     label = re.sub(r"[^A-Za-z0-9_-]", "-", host_name.split(".", maxsplit=1)[0]).strip("-")
     return label[:64] or "ferrule"
 
@@ -73,26 +73,25 @@ class ServerConfig:
     """
 
     model: str | None = _MODEL.setting("--model", Kind("demo|FOLDER|ORG/NAME", _model), DEMO_MODEL)
-    """the small model that ships, a Hugging Face folder with safetensors, or a model on the Hugging Face hub, whose
+    """the small bundled model, a Hugging Face folder with safetensors, or a model on the Hugging Face hub, whose
     configuration, tokenizer and safetensors are fetched once and kept in HF_HOME
     """
     revision: str | None = _MODEL.optional("--revision", _REVISION, "main")
     """branch, tag or commit of a model on the hub"""
     is_offline: bool = _MODEL.switch("--offline")
-    """fetch nothing: a model of the hub must be in the cache already; HF_HUB_OFFLINE=1 does the same"""
+    """fetch nothing: a model on the hub must already be in the cache; HF_HUB_OFFLINE=1 does the same"""
     is_download_only: bool = _MODEL.switch("--download-only")
-    """fetch a model of the hub, print the folder it is in, and end: for servers that have no network"""
+    """fetch a model from the hub, print its folder and exit, to prepare servers that have no network"""
     executor: str = _MODEL.setting("--executor", one_of("auto", "torch", "numba-cuda", "paged-reference"), "auto")
-    """what runs the steps: torch on any device; numba-cuda, kernels of our own on a GPU with torch beside them and
-    behind them (without a GPU torch serves and says why); paged-reference needs no model and starts at once, for client
+    """what runs the steps: torch runs on any device; numba-cuda runs our own kernels on a GPU and falls back to torch
+    (without a GPU, torch runs and the log says why); paged-reference needs no model and starts at once, for client
     authors and tests (default: {default} = numba-cuda on a GPU, else torch)
     """
     device: str = _MODEL.setting("--device", _DEVICE, "auto")
-    """where the model runs (default: {default} = the first GPU, else the processor); a GPU that is named must be there
-    """
+    """where the model runs; a GPU that is named must exist (default: {default} = the first GPU, else the processor)"""
     dtype: str = _MODEL.setting("--dtype", one_of("auto", "bfloat16", "float32"), "auto")
-    """of weights, activations and KV (default: {default} = bfloat16 on a GPU, and where the processor has instructions
-    for it, else float32)
+    """data type of weights, activations and KV (default: {default} = bfloat16 on a GPU and on processors with
+    instructions for it, else float32)
     """
     num_threads: int | None = _MODEL.optional(
         "--threads", COUNT.within("1", "1024"), "one per core; one in all below 128 MiB of weights"
@@ -101,103 +100,102 @@ class ServerConfig:
     gpu_memory_fraction: float = _GPU.setting("--gpu-memory-fraction", SHARE.within("0.1", "1"), "0.9")
     """share of the GPU's memory that the server may use, from 0.1 to 1"""
     is_deterministic: bool = _GPU.switch("--deterministic")
-    """logits do not depend on what else is in a step: the same bits for one build, kind of GPU and executor; slower,
-    and without the kernels there is no such server
+    """make logits independent of the other rows of a step: the same bits for the same build, kind of GPU and executor;
+    slower; requires the GPU kernels
     """
     has_cuda_runner: bool = _GPU.switch("--disable-cuda-runner", default=True)
-    """run everything in torch, on the GPU too, with --executor numba-cuda too: to see whether a fault is the kernels'
-    """
+    """run everything in torch, even on a GPU with --executor numba-cuda, to see whether a fault is in the kernels"""
     has_early_launch: bool = _GPU.switch("--disable-early-launch", default=True)
-    """start no kernel before the one in front of it has ended; slower, to see whether a fault comes from that"""
+    """start no kernel before the previous one has ended; slower, to see whether a fault comes from overlapping kernels
+    """
     kernel_cache: Path | None = _GPU.optional("--kernel-cache", FOLDER, "~/.cache/ferrule/cubins")
     """where compiled kernels are kept for the next start"""
     kernel_bundle: Path | None = _GPU.optional("--kernel-bundle", FILE, "none")
-    """kernels that were compiled elsewhere; what it lacks is compiled here, and a file that is no bundle ends the
-    start, on any machine
+    """kernels that were compiled elsewhere; missing ones are compiled here; a file that is not a bundle is an error on
+    any machine
     """
     kv_memory_bytes: int | None = _LIMITS.optional(
         "--kv-memory",
         SIZE.within("64KiB"),
         f"{DEFAULT_KV_MEMORY}; on a GPU what --gpu-memory-fraction leaves beside the model",
     )
-    """size of the KV pool, allocated at start, in KiB, MiB, GiB or TiB: 512MiB
-    """
+    """size of the KV pool in KiB, MiB, GiB or TiB, such as 512MiB; allocated at start"""
     max_context: int | None = _LIMITS.optional("--max-context", POSITIVE, "the model's limit")
     """longest sequence in tokens"""
     max_ttl_s: float = _LIMITS.setting("--max-ttl", TIME.within(f"{MIN_TTL_S:g}s", _MAX_TTL), "1h")
-    """longest lease a client can ask for: 90s, 30m, 1h"""
+    """longest lease that a client can request, such as 90s, 30m or 1h"""
     max_step_rows: int = _LIMITS.setting("--max-step-rows", COUNT.within("2", "65536"), "512")
-    """most tokens in one step; longer prompts run in chunks"""
+    """most tokens in one step; longer prompts are run in chunks"""
     max_step_time_s: float | None = _LIMITS.optional("--max-step-time", TIME, "twice a decode step")
-    """longest step that prompts may make while others decode, such as 20ms"""
+    """longest step that prompts may cause while other sequences decode, such as 20ms"""
     max_connections: int | None = _LIMITS.optional(
         "--max-connections",
         COUNT.within("1", "65536"),
         f"{CONNECTIONS_OF_STRANGERS} with a token file on an address that others can reach, else {DEFAULT_CONNECTIONS}",
     )
-    """most connections; each can take about 4 MiB before it has shown credentials
-    """
+    """most connections; each can use about 4 MiB before it has authenticated"""
     max_waiting_jobs: int = _LIMITS.setting("--max-waiting-jobs", POSITIVE, "4096")
-    """most requests waiting or running; beyond it QUEUE_FULL"""
+    """most requests that wait or run, of all principals together; more are refused with QUEUE_FULL"""
     has_prefix_cache: bool = _LIMITS.setting("--prefix-cache", ON_OR_OFF, "on")
-    """keep the blocks of released sequences, as long as nobody needs them, for prompts of the same principal that begin
-    the same; replies say how many tokens were found
+    """keep the blocks of released sequences, until their space is needed, for prompts of the same principal that begin
+    with the same tokens; replies say how many tokens were found
     """
     quotas: QuotaLimits = DEFAULT_QUOTAS
     listen: ListenAddress = _NETWORK.setting("--listen", Kind("HOST:PORT|unix:PATH", parse_listen), "127.0.0.1:50051")
-    """port 0 lets the system choose, the line 'ready' tells which"""
+    """address of the gRPC server; with port 0 the system chooses a port, which the line 'ready' names"""
     is_insecure: bool = _NETWORK.switch("--insecure")
-    """accept an address that other machines can reach without authentication; whoever reaches it may use it"""
+    """accept an address that other machines can reach without authentication; anyone who reaches it can use the server
+    """
     metrics_listen: ListenAddress | None = _NETWORK.optional(
         "--metrics-listen", Kind("HOST:PORT", parse_metrics_listen), "none"
     )
-    """serve /metrics for Prometheus over HTTP, in plain text and without credentials; port 0 lets the system choose,
-    the line 'ready' tells which
+    """serve /metrics for Prometheus over HTTP, in plain text and without authentication; with port 0 the system chooses
+    a port, which the line 'ready' names
     """
     ui: str = _NETWORK.setting("--ui", one_of("auto", "on", "off"), "auto")
-    """serve the web page /ui beside the metrics: blocks, the fork tree and latencies, never tokens (default: {default}
-    = where only this machine can reach --metrics-listen, and gRPC there wants no credentials)
+    """serve the web page /ui next to the metrics: blocks, the fork tree and latencies, never tokens (default: {default}
+    = if only this machine can reach --metrics-listen, and gRPC there requires no credentials)
     """
     has_reflection: bool = _NETWORK.switch("--reflection")
     """serve gRPC reflection, for buf curl"""
     instance: str = _NETWORK.setting("--instance", _INSTANCE, "ferrule")
-    """name of this server in its handles, for routing (default: the host name)"""
+    """name of this server in its handles, used for routing (default: the host name)"""
     drain_grace_s: float = _NETWORK.setting("--drain-grace", TIME.within("0s", _MAX_TTL), "25s")
     """how long live handles are served after SIGTERM"""
     token_file: Path | None = _ACCESS.optional("--token-file", CREDENTIALS)
-    """bearer tokens to accept, by their SHA-256, one a line as 'ferrule token NAME' prints it; every call then needs
-    one; re-read when the file changes
+    """accepted bearer tokens: SHA-256 hashes, one per line, as 'ferrule token NAME' prints them; every call then
+    requires a token; read again when the file changes
     """
     tls_cert: Path | None = _ACCESS.optional("--tls-cert", CREDENTIALS)
-    """PEM certificate chain to serve with; re-read when it changes"""
+    """PEM certificate chain of the server; read again when the file changes"""
     tls_key: Path | None = _ACCESS.optional("--tls-key", CREDENTIALS)
     """PEM private key of --tls-cert, without a password"""
     tls_client_ca: Path | None = _ACCESS.optional("--tls-client-ca", CREDENTIALS)
-    """PEM authorities: clients must show a certificate of one of them; without --token-file its URI SAN or common name
-    is the principal
+    """PEM certificates of authorities: clients must present a certificate that one of them has signed; without
+    --token-file, its URI SAN or common name is the principal
     """
     admins: tuple[str, ...] = _ACCESS.setting("--admins", NAMES, "")
-    """principals of client certificates with the role admin"""
+    """principals of client certificates that have the role admin"""
     failpoints: str = Group("").setting("--failpoints", TEXT, "")
-    """where to break on purpose, for tests: see engine/failpoints.py"""
+    """where to fail on purpose, for tests: see engine/failpoints.py"""
     log_level: str = _LOGS.setting("--log-level", one_of("debug", "info", "warning", "error"), "info")
-    """of the log on stderr"""
+    """level of the log on stderr"""
     log_format: str = _LOGS.setting("--log-format", one_of("text", "json"), "text")
-    """of the log on stderr: lines for people, or a JSON object a line"""
+    """format of the log on stderr: lines of text, or one JSON object per line"""
     otlp_endpoint: str | None = _LOGS.optional("--otlp-endpoint", Kind("URL", parse_otlp_endpoint), "none")
-    """send a trace of every call to an OpenTelemetry collector there, by OTLP over gRPC: http://127.0.0.1:4317; what
-    else there is to set is read from the standard OTEL_* variables; needs ferrule[otel]
+    """send a trace of every call to this OpenTelemetry collector by OTLP over gRPC, such as http://127.0.0.1:4317; the
+    standard OTEL_* variables set everything else; requires ferrule[otel]
     """
     logs_top_tokens: bool = _LOGS.switch("--debug-top-tokens")
-    """log handle id, position and the five best tokens of every output row: what clients generate can be read in the
-    log then, and every step is slower
+    """log the handle id, the position and the five best tokens of every output row: the log then shows generated text,
+    and every step is slower
     """
 
     @property
     def connection_limit(self) -> int:
-        """Most connections: few where strangers can connect, since each of theirs can take 4 MiB (256 calls of 15 KB).
+        """Most connections: few if strangers can connect, since each connection can take 4 MiB (256 calls of 15 KB).
 
-        Strangers are those who can reach a server with tokens over a network: a certificate is asked for earlier.
+        Strangers can reach a server with tokens over a network. Client certificates are checked in the handshake.
         """
         if self.max_connections is not None:
             return self.max_connections
@@ -213,8 +211,8 @@ class ServerConfig:
         self._check_access()
         self._check_metrics()
         if self.model in (None, DEMO_MODEL):
-            _require(not self.is_download_only, "--download-only is for models on the hub: add --model org/name")
-            _require(self.revision is None, "--revision is of a model on the hub: add --model org/name")
+            _require(not self.is_download_only, "--download-only requires a model on the hub: add --model org/name")
+            _require(self.revision is None, "--revision requires a model on the hub: add --model org/name")
         if self.is_deterministic:
             self._check_deterministic()
         if self.executor == "numba-cuda":
@@ -231,7 +229,7 @@ class ServerConfig:
         _require(self.dtype in ("auto", "float32"), f"{runs} computes in float32; leave --dtype out")
 
     def _check_deterministic(self) -> None:
-        """Refuse settings under which the kernels cannot run, whose bits alone are promised."""
+        """Refuse settings under which the kernels cannot run, because only they are deterministic."""
         for holds, setting in (
             (self.executor in ("auto", "numba-cuda"), f"--executor {self.executor}"),
             (self.device != "cpu", "--device cpu"),
@@ -244,7 +242,7 @@ class ServerConfig:
         )
 
     def _check_access(self) -> None:
-        """Refuse settings of access that contradict each other, or leave the server open to a network unasked."""
+        """Refuse contradictory settings of access, and a server that is open to a network without --insecure."""
         _require((self.tls_cert is None) == (self.tls_key is None), "--tls-cert and --tls-key go together")
         _require(
             self.tls_client_ca is None or self.tls_cert is not None,
@@ -264,7 +262,7 @@ class ServerConfig:
         )
 
     def _check_metrics(self) -> None:
-        """Refuse a page that would be served nowhere, and two listeners on one port."""
+        """Refuse a web page without an address, and two listeners on one port."""
         _require(
             self.metrics_listen is None or not self.metrics_listen.port or self.metrics_listen != self.listen,
             f"--metrics-listen and --listen cannot share {self.listen.target}: choose another port",
@@ -276,7 +274,7 @@ class ServerConfig:
 
     @property
     def has_ui(self) -> bool:
-        """Whether the web page is served: by itself only to those whom gRPC would let see as much."""
+        """Whether the web page is served; automatically only if gRPC shows the same clients as much."""
         if self.metrics_listen is None or self.ui != "auto":
             return self.ui == "on"
         is_open = self.listen.path is None and not self.has_authentication

@@ -1,14 +1,14 @@
-"""How log lines look: ``--log-format text``, or one JSON object a line for machines.
+"""Format of log lines: ``--log-format text``, or one JSON object per line for machines.
 
-What a JSON line holds besides its message comes from the call of the logger, so nobody writes anything twice::
+The fields of a JSON line come from the format and the arguments of the logging call::
 
     _LOG.info("drain asked for live_sequences=%d grace_s=%.1f", 3, 25.0)
 
     {"time": "2025-01-31T12:00:00.000Z", "level": "INFO", "logger": "ferrule_server.api.serve",
      "message": "drain asked for live_sequences=3 grace_s=25.0", "live_sequences": 3, "grace_s": 25.0}
 
-A line is one line and valid JSON whatever the values are, and making it never raises: a log that breaks where something
-is odd is of no use where something is odd.
+For any values, the output is one line of valid JSON, and formatting never raises: a log must work when something is
+wrong.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from typing import Final
 TEXT: Final = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 CALL_FIELDS: Final = "ferrule_call"
-"""Attribute of a record with fields of the call it belongs to; set by a filter of whoever knows them."""
+"""Attribute of a record with the fields of its call; a filter of the API layer sets it."""
 
 _OWN: Final = frozenset({"time", "level", "logger", "message", "exception", "stack"})
 _NOTHING: Final = "-"
-"""What stands in a line of text for a value that is not there; in JSON the field is left out."""
+"""Stands for a missing value in a line of text; JSON leaves the field out."""
 _MAX_INT: Final = 1 << 53
-"""Readers of JSON may round integers beyond this: they are written as text."""
+"""Larger integers are written as text, because readers of JSON may round them."""
 _NOISY_LOGGER: Final = "grpc._cython.cygrpc"
-"""At DEBUG it says for each call that it has found the event loop."""
+"""At DEBUG, it logs for each call that it has found the event loop."""
 _PLACEHOLDER: Final = re.compile(
     r"(?:(?P<key>[A-Za-z_]\w*)=)?%(?:\((?P<name>[^)]*)\))?[#0\- +]*(?P<width>\*|\d*)"
     r"(?:\.(?P<precision>\*|\d*))?[hlL]?(?P<kind>[a-zA-Z%])"
@@ -46,22 +46,22 @@ _LOG = logging.getLogger(__name__)
 
 
 class JsonFormatter(logging.Formatter):
-    """Makes one JSON object of a record."""
+    """Formats a record as one JSON object."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line, in ASCII; never raises."""
         try:
             return json.dumps(_line_of(record, self), allow_nan=False)
-        except Exception as failure:  # noqa: BLE001  (a line that says little is better than none)
+        except Exception as failure:  # noqa: BLE001  (an incomplete line is better than none)
             line = {**_head(record), "message": _text(record.msg), "exception": f"not formatted: {_text(failure)}"}
             return json.dumps(line)
 
 
 def set_up(level: str, log_format: str) -> None:
-    """Send all that is logged to stderr: as text, or as JSON with warnings and uncaught exceptions among it.
+    """Send the log to stderr: as text, or as JSON that includes warnings and uncaught exceptions.
 
     Args:
-        level: Of the root logger, one of LOG_LEVELS.
+        level: Level of the root logger: ``debug``, ``info``, ``warning`` or ``error``.
         log_format: ``text`` or ``json``.
     """
     handler = logging.StreamHandler(sys.stderr)
@@ -77,21 +77,21 @@ def set_up(level: str, log_format: str) -> None:
 
 
 def tell_hang_ups_quietly() -> None:
-    """Have what gRPC logs about a reply to a client that is gone be a line at DEBUG."""
+    """Log a reply to a client that is gone as one line at DEBUG, in place of gRPC's own error."""
     logging.getLogger(_NOISY_LOGGER).addFilter(_is_no_hang_up)
 
 
 def _is_no_hang_up(record: logging.LogRecord) -> bool:
-    """Keep what gRPC logs, but for a reply to a client that is gone: an ERROR with a traceback there, DEBUG here."""
+    """Keep the records of gRPC, except the ERROR with a traceback about a reply to a client that is gone."""
     kind = record.exc_info[0] if record.exc_info else None
     if kind is None or kind.__name__ != "ExecuteBatchError":
         return True
-    _LOG.debug("hung up while it was answered: a reply could not be sent")
+    _LOG.debug("client hung up: the reply could not be sent")
     return False
 
 
 def is_json() -> bool:
-    """Whether the log is JSON, so that nothing else may be written beside it."""
+    """Whether the log is JSON, so that nothing else may be written to stderr."""
     return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
 
 
@@ -132,7 +132,7 @@ def _head(record: logging.LogRecord) -> dict[str, object]:
 def _message_of(record: logging.LogRecord) -> str:
     try:
         return record.getMessage()
-    except Exception:  # noqa: BLE001  (arguments that do not fit, or that cannot be written)
+    except Exception:  # noqa: BLE001  (the arguments do not fit the format, or cannot be written)
         return f"{_text(record.msg)} {_text(record.args)}"
 
 
@@ -142,7 +142,7 @@ def _call_fields(record: logging.LogRecord) -> list[tuple[str, object]]:
 
 
 def _fields_of(record: logging.LogRecord) -> list[tuple[str, object]]:
-    """Return the key and value of each ``key=%s`` in the format of a record, values as they were given."""
+    """Return the key and value of each ``key=%s`` in the format of a record, values unchanged."""
     if not record.args:
         return []
     args = record.args if isinstance(record.args, tuple | Mapping) else (record.args,)
@@ -155,7 +155,7 @@ def _has(args: tuple[object, ...] | Mapping[str, object], at: int | str) -> bool
 
 @functools.lru_cache(maxsize=512)
 def _places(message_format: str) -> tuple[tuple[str, int | str], ...]:
-    """Return each key in a format, and the index or name of the argument behind it."""
+    """Return each key in a format, and the index or name of its argument."""
     places: list[tuple[str, int | str]] = []
     index = 0
     for found in _PLACEHOLDER.finditer(message_format):
@@ -169,7 +169,7 @@ def _places(message_format: str) -> tuple[tuple[str, int | str], ...]:
 
 
 def _value_of(value: object) -> object:
-    """Return a value as JSON has it; what JSON has nothing for as text."""
+    """Return a value that JSON can represent; other values become text."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -180,8 +180,8 @@ def _value_of(value: object) -> object:
 
 
 def _text(value: object) -> str:
-    """Return ``str(value)``, or what kind of thing it is where that fails."""
+    """Return ``str(value)``, or the name of its type if that fails."""
     try:
         return str(value)
-    except Exception:  # noqa: BLE001  (whatever its __str__ raises)
+    except Exception:  # noqa: BLE001  (its __str__ may raise anything)
         return f"<{type(value).__name__} that cannot be written>"

@@ -23,44 +23,35 @@ def _size_or_none(text: str) -> int | None:
 class QuotaLimits:
     """The limits of one principal; None means no limit.
 
-    Attributes:
-        handles: Live sequences.
-        kv_tokens: Slots of the blocks in use, in tokens: whole blocks, each physical block counted once however many
-            of the principal's sequences share it, reserved ones included.
-        queued_rows: Rows of appends that are accepted and not finished.
-        prefill_tokens_per_s: Prompt tokens per second on average.
-        retained_bytes: Bytes of outputs kept for replay; beyond it the principal's oldest are dropped, and no request
-            is refused.
-        mask_bytes: Bytes of registered token masks, their packed bits and 1 KiB each; beyond it the principal's least
-            recently used masks are dropped.
-        calls_per_s: Calls per second on average.
-        request_bytes_per_s: Bytes of requests per second on average, stream frames included.
-        text_bytes_per_s: Bytes of text per second on average that are tokenized or rendered; a token that is decoded to
-            text counts as TEXT_BYTES_PER_TOKEN.
+    ``kv_tokens`` counts whole blocks: a physical block counts once, however many sequences of the principal share it,
+    and reserved blocks count too. ``queued_rows`` counts rows of appends that are accepted and not finished. Beyond
+    ``retained_bytes`` and ``mask_bytes`` nothing is refused: the oldest outputs, or the least recently used masks, of
+    the principal are dropped. Rates are averages. Bytes of requests include those of stream frames.
     """
 
     handles: int | None = _QUOTA.optional("--quota-handles", POSITIVE)
     """live sequences"""
     kv_tokens: int | None = _QUOTA.optional("--quota-kv-tokens", POSITIVE)
-    """tokens in the KV pool, shared blocks counted once"""
+    """tokens in the KV pool; shared blocks count once"""
     queued_rows: int | None = _QUOTA.optional("--quota-queued-rows", POSITIVE)
-    """tokens waiting to be run"""
+    """tokens that wait to be run"""
     prefill_tokens_per_s: int | None = _QUOTA.optional("--quota-prefill-rate", POSITIVE)
     """prompt tokens per second"""
     retained_bytes: int | None = _QUOTA.optional("--quota-retained", SIZE)
-    """outputs kept for replay: 16MiB"""
+    """size of the outputs that are kept for replay, such as 16MiB; the oldest are dropped"""
     mask_bytes: int | None = _QUOTA.optional(
         "--quota-mask-bytes", Kind("SIZE|none", _size_or_none), f"{_DEFAULT_MASKS}; 256MiB for all together"
     )
-    """registered token masks, a bit for each token of the vocabulary and 1 KiB each; the least recently used are
-    dropped
+    """size of the registered token masks: one bit per token of the vocabulary and 1 KiB for each mask; the least
+    recently used are dropped
     """
     calls_per_s: int | None = _QUOTA.optional("--quota-call-rate", POSITIVE)
     """calls per second"""
     request_bytes_per_s: int | None = _QUOTA.optional("--quota-request-bytes", POSITIVE_SIZE)
-    """bytes of requests per second: 16MiB"""
+    """bytes of requests per second, such as 16MiB"""
     text_bytes_per_s: int | None = _QUOTA.optional("--quota-text-rate", POSITIVE_SIZE)
-    """bytes of text per second that are turned into tokens or rendered, a token turned into text counted as four: 1MiB
+    """bytes of text per second that are tokenized or rendered, such as 1MiB; a token that is turned into text counts as
+    four bytes
     """
 
 

@@ -1,11 +1,12 @@
-"""Suffix sets: whether a growing text ends with one of some byte strings, at a cost that does not depend on them.
+"""Suffix sets: test whether a growing text ends with one of several byte strings, at a cost independent of them.
 
-Strings are kept reversed and sorted, and a string that ends with another one of the set is left out: wherever it ends,
-the other one ends too. The rest is prefix-free, so at most one of them can begin at any place of the reversed text, and
-that one is the last string that is not greater than what is there: one binary search finds it.
+Strings are kept reversed and sorted. A string that ends with another string of the set is left out, because the other
+one ends wherever it ends. The rest is prefix-free, so at most one string begins at any position of the reversed text.
+That string is the last one that is not greater than the text at this position: one binary search finds it.
 
-An Aho-Corasick automaton would need a step less, but its states are the bytes of all strings: the largest set a request
-may bring (64 KiB) takes 18 MB of dictionaries and 70 ms to build, for every request. This takes the strings themselves.
+An Aho-Corasick automaton would save a step, but its states are the bytes of all strings: for the largest set of a
+request (64 KiB) it takes 18 MB of dictionaries and 70 ms to build, for every request. This class
+stores only the strings.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from collections.abc import Iterable
 
 
 class Suffixes:
-    """Some byte strings, of which a text may end with one. Never changed, so threads may share it.
+    """A set of byte strings that a text may end with. It never changes, so threads may share it.
 
-    Invariant: ``_reversed`` is sorted, and none of it is a prefix of another.
+    Invariant: ``_reversed`` is sorted, and no string in it is a prefix of another.
 
     Args:
-        strings: None of them empty; they may repeat, and contain each other.
+        strings: Not empty; they may repeat and contain each other.
     """
 
     __slots__ = ("_last_bytes", "_reversed", "longest")
@@ -37,8 +38,8 @@ class Suffixes:
         """Return whether a string of the set begins at ``start``.
 
         Args:
-            text: Newest byte first, as far back as the longest string reaches.
-            start: So many of the newest bytes are left out.
+            text: The newest byte first, as far back as the longest string reaches.
+            start: Number of the newest bytes to skip.
         """
         if text[start] not in self._last_bytes:
             return False

@@ -226,7 +226,7 @@ def test_other_addresses_need_insecure(text: str) -> None:
         (["--otlp-endpoint", "http://127.0.0.1:x"], "must be http://HOST:PORT"),
         (["--otlp-endpoint", "http://127.0.0.1:4318/v1/traces"], "over gRPC has no path"),
         (["--otlp-endpoint", "http://me:secret@127.0.0.1:4317"], "OTEL_EXPORTER_OTLP_HEADERS"),
-        (["--metrics-listen", "unix:/tmp/m.sock"], "HTTP clients know no unix: paths"),
+        (["--metrics-listen", "unix:/tmp/m.sock"], "HTTP clients do not know unix: paths"),
         (["--metrics-listen", "127.0.0.1:50051"], "cannot share 127.0.0.1:50051: choose another port"),
         (["--ui", "yes"], "auto, on, off"),
         (["--ui", "on"], "add --metrics-listen"),

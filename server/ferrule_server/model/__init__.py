@@ -8,5 +8,6 @@ attention.py   attention over the block pool
 linear.py      linear layers, repacked for oneDNN where that is faster
 rope.py        frequencies of rotary positions
 memory.py      large tensors in huge pages
+families/      what each family of models reads from config.json; begin there to add one
 hub/           models by name, from the Hugging Face hub
 """

@@ -1,8 +1,8 @@
 """config.json and generation_config.json become one validated :class:`ModelConfig`, or one clear error.
 
 Both dialects of Hugging Face transformers are read: version 4 (``rope_theta``, ``rope_scaling``, ``torch_dtype``) and
-version 5 (``rope_parameters``, ``dtype``). Whatever would change the result and is not implemented (sliding windows,
-other rope types, partial rotary, quantised weights, other activations) is refused by name, never approximated.
+version 5 (``rope_parameters``, ``dtype``). The settings of each family stand in ``families/``. A setting that is not
+listed there is refused by name, because ignoring it could change what the model computes.
 """
 
 from __future__ import annotations
@@ -10,35 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ferrule_server.errors import ModelError
-from ferrule_server.model_files import MAX_CONFIG_BYTES, FileMissing, read_object, shown
+from ferrule_server.model.families import FAMILIES
+from ferrule_server.model.families.family import Family, check_only
+from ferrule_server.model.families.values import ConfigValues
+from ferrule_server.model_files import MAX_CONFIG_BYTES, FileMissing, name_of, read_object, shown
 
 __all__ = ["Llama3Scaling", "ModelConfig", "parse_config", "read_config"]
 
-# What the transformers classes assume where config.json is silent.
-_DEFAULT_ROPE_THETA = 10_000.0
-_DEFAULT_NORM_EPS = 1e-6
-_QWEN3_HEAD_DIM = 128
-
-_FAMILIES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
-
-# Far beyond any model of these families. Loading takes time and memory in proportion to these sizes before a single
-# weight is read, so a folder of strangers must not choose them freely.
-_MOST = {
-    "vocab_size": 1 << 22,
-    "hidden_size": 1 << 17,
-    "intermediate_size": 1 << 20,
-    "num_hidden_layers": 1024,
-    "num_attention_heads": 1024,
-    "num_key_value_heads": 1024,
-    "head_dim": 4096,
-    "max_position_embeddings": 1 << 27,
-    "original_max_position_embeddings": 1 << 27,
-    "max_window_layers": 1 << 27,
-}
-_LEAST_NUMBER, _MOST_NUMBER = 1e-30, 1e30  # float32 holds these and what is computed from them
+_SCALING_KEYS: Final = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_ROPE_KEYS: Final = ("type", "rope_type", "rope_theta", *_SCALING_KEYS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,117 +115,98 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Model
     Raises:
         ModelError: A value is missing, malformed or not supported; the message names it.
     """
-    architecture = _architecture(raw)
-    _refuse_unsupported(raw)
-    num_heads = _count(raw, "num_attention_heads")
-    hidden_size = _count(raw, "hidden_size")
-    vocab_size = _count(raw, "vocab_size")
-    rope = _rope_parameters(raw)
-    max_positions = _count(raw, "max_position_embeddings")
+    family = _family(raw)
+    values = family.read(raw)
+    num_heads, vocab_size = values.count("num_attention_heads"), values.count("vocab_size")
+    max_positions = values.count("max_position_embeddings")
+    rope = _rope_values(values, max_positions)
     return ModelConfig(
-        architecture=architecture,
+        architecture=family.architecture,
         vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=_count(raw, "intermediate_size"),
-        num_layers=_count(raw, "num_hidden_layers"),
+        hidden_size=values.count("hidden_size"),
+        intermediate_size=values.count("intermediate_size"),
+        num_layers=values.count("num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=_num_kv_heads(raw, num_heads),
-        head_dim=_head_dim(raw, architecture, hidden_size, num_heads),
+        num_kv_heads=_num_kv_heads(values, num_heads),
+        head_dim=_head_dim(values, num_heads),
         max_positions=max_positions,
-        norm_eps=_positive(raw, "rms_norm_eps", _DEFAULT_NORM_EPS),
-        rope_theta=_positive(rope, "rope_theta", _DEFAULT_ROPE_THETA),
-        rope_scaling=_rope_scaling(rope, max_positions),
-        is_tied=_flag(raw, "tie_word_embeddings"),
-        has_qk_norm=architecture == "Qwen3ForCausalLM",
-        has_attention_bias=_flag(raw, "attention_bias"),
-        has_mlp_bias=architecture == "LlamaForCausalLM" and _flag(raw, "mlp_bias"),
+        norm_eps=values.number("rms_norm_eps"),
+        rope_theta=rope.number("rope_theta"),
+        rope_scaling=_rope_scaling(rope, family.rope_types),
+        is_tied=values.flag("tie_word_embeddings"),
+        has_qk_norm=family.has_qk_norm,
+        has_attention_bias=values.flag("attention_bias"),
+        has_mlp_bias=values.flag("mlp_bias"),
         eos_ids=_eos_ids(raw, generation, vocab_size),
     )
 
 
-def _architecture(raw: Mapping[str, Any]) -> str:
+def _family(raw: Mapping[str, Any]) -> Family:
     names = raw.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in _FAMILIES:
-        raise ModelError(f"config.json: architectures is {shown(names)}; supported: {', '.join(_FAMILIES)}")
-    return str(names[0])
+    found = [family for family in FAMILIES if names == [family.architecture]]
+    if not found:
+        supported = ", ".join(family.architecture for family in FAMILIES)
+        raise ModelError(f"config.json: architectures is {shown(names)}; supported: {supported}")
+    return found[0]
 
 
-def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    activation = raw.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ModelError(f"config.json: hidden_act {shown(activation)} is not supported, only 'silu'")
-    if raw.get("quantization_config") is not None:
-        raise ModelError("config.json: quantization_config is present; quantised checkpoints are not supported")
-    if _has_sliding_layers(raw):
-        raise ModelError("config.json: sliding-window attention is in use and not supported, only full attention")
-
-
-def _has_sliding_layers(raw: Mapping[str, Any]) -> bool:
-    """Return whether any layer attends to a window only, as transformers derives it for Qwen3."""
-    kinds = raw.get("layer_types")
-    if kinds is not None and not isinstance(kinds, list):
-        raise ModelError(f"config.json: layer_types is {shown(kinds)}, a list is expected")
-    if kinds is not None:
-        return any(kind != "full_attention" for kind in kinds)
-    if raw.get("use_sliding_window") is None or not _flag(raw, "use_sliding_window"):
-        return False
-    first_sliding = _count(raw, "max_window_layers", 0, least=0)
-    return raw.get("sliding_window") is not None and first_sliding < _count(raw, "num_hidden_layers")
-
-
-def _rope_parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one flat dict of rope settings from either dialect; version 5's keys win where both are present."""
+def _rope_values(values: ConfigValues, max_positions: int) -> ConfigValues:
+    """Return the settings of rotary positions from either dialect; version 5's keys win where both are present."""
     merged: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
-        part = raw.get(key)
+        part = values.get(key)
         if part is None:
             continue
-        if not isinstance(part, dict) or any(isinstance(value, dict) for value in part.values()):
+        if not isinstance(part, dict):
             raise ModelError(f"config.json: {key} {shown(part)} is not supported; one flat object is expected")
+        for name, value in part.items():
+            _check_rope_setting(key, name, value)
         merged.update(part)
-    if merged.get("rope_theta") is None:
-        merged["rope_theta"] = raw.get("rope_theta")
-    factor = merged.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if factor not in (None, 1):
-        raise ModelError(f"config.json: partial_rotary_factor {shown(factor)} is not supported, only 1.0")
-    return merged
+    merged.setdefault("rope_type", merged.get("type", "default"))
+    defaults = {"rope_theta": values.number("rope_theta"), "original_max_position_embeddings": max_positions}
+    return ConfigValues(merged, defaults)
 
 
-def _rope_scaling(rope: Mapping[str, Any], max_positions: int) -> Llama3Scaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
+def _check_rope_setting(key: str, name: str, value: object) -> None:
+    if name == "partial_rotary_factor" and value is not None:
+        check_only(name, value)
+    elif value is not None and name not in _ROPE_KEYS:
+        raise ModelError(f"config.json: {key} has {name_of(name)} {shown(value)}, a setting that is not supported")
+
+
+def _rope_scaling(rope: ConfigValues, supported: tuple[str, ...]) -> Llama3Scaling | None:
+    kind = rope.get("rope_type")
+    if kind not in supported:
+        names = ", ".join(map(repr, supported))
+        raise ModelError(f"config.json: rope type {shown(kind)} is not supported; supported: {names}")
     if kind == "default":
         return None
-    if kind != "llama3":
-        raise ModelError(f"config.json: rope type {shown(kind)} is not supported; supported: 'default', 'llama3'")
     scaling = Llama3Scaling(
-        factor=_positive(rope, "factor"),
-        low_freq_factor=_positive(rope, "low_freq_factor"),
-        high_freq_factor=_positive(rope, "high_freq_factor"),
-        original_max_positions=_count(rope, "original_max_position_embeddings", max_positions),
+        factor=rope.number("factor"),
+        low_freq_factor=rope.number("low_freq_factor"),
+        high_freq_factor=rope.number("high_freq_factor"),
+        original_max_positions=rope.count("original_max_position_embeddings"),
     )
     if scaling.high_freq_factor <= scaling.low_freq_factor:
         raise ModelError("config.json: high_freq_factor must be above low_freq_factor")
     return scaling
 
 
-def _num_kv_heads(raw: Mapping[str, Any], num_heads: int) -> int:
-    num_kv_heads = _count(raw, "num_key_value_heads", num_heads)
+def _num_kv_heads(values: ConfigValues, num_heads: int) -> int:
+    num_kv_heads = values.count("num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
         raise ModelError(
-            f"config.json: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
+            f"config.json: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
         )
     return num_kv_heads
 
 
-def _head_dim(raw: Mapping[str, Any], architecture: str, hidden_size: int, num_heads: int) -> int:
-    if raw.get("head_dim") is not None:
-        head_dim = _count(raw, "head_dim")
-    elif architecture == "Qwen3ForCausalLM":
-        head_dim = _QWEN3_HEAD_DIM
-    elif hidden_size % num_heads:
-        raise ModelError(f"config.json: hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads}")
-    else:
-        head_dim = hidden_size // num_heads
+def _head_dim(values: ConfigValues, num_heads: int) -> int:
+    """Return the width of a head, by default that of the family or the share of a head in the residual stream."""
+    hidden_size = values.count("hidden_size")
+    head_dim = values.count("head_dim", default=hidden_size // num_heads)
+    if values.is_absent("head_dim") and hidden_size % num_heads:
+        raise ModelError(f"config.json: hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}")
     if head_dim % 2:
         raise ModelError(f"config.json: head_dim {head_dim} is odd; rotary positions need pairs")
     return head_dim
@@ -253,43 +217,6 @@ def _eos_ids(raw: Mapping[str, Any], generation: Mapping[str, Any], vocab_size: 
     if found is None:
         found = raw.get("eos_token_id")
     ids = found if isinstance(found, list) else [] if found is None else [found]
-    if any(not _is_int(token_id) or not 0 <= token_id < vocab_size for token_id in ids):
+    if any(type(token_id) is not int or not 0 <= token_id < vocab_size for token_id in ids):
         raise ModelError(f"eos_token_id {shown(found)} is not a token of the vocabulary of {vocab_size}")
     return tuple(ids)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _count(raw: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1) -> int:
-    """Return a size, checked against ``_MOST``: the one place where sizes of a configuration are bounded."""
-    value = raw.get(key)
-    if value is None:
-        value = default
-    if value is None:
-        raise ModelError(f"config.json: {key} is missing")
-    if not _is_int(value) or value < least:
-        raise ModelError(f"config.json: {key} is {shown(value)}, a whole number of at least {least} is expected")
-    if value > _MOST[key]:
-        raise ModelError(f"config.json: {key} is {shown(value)}, at most {_MOST[key]} is supported")
-    return int(value)
-
-
-def _positive(raw: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = raw.get(key)
-    if value is None:
-        value = default
-    if value is None:
-        raise ModelError(f"config.json: {key} is missing")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not _LEAST_NUMBER <= value <= _MOST_NUMBER:
-        limits = f"from {_LEAST_NUMBER:g} to {_MOST_NUMBER:g}"
-        raise ModelError(f"config.json: {key} is {shown(value)}, a number {limits} is expected")
-    return float(value)
-
-
-def _flag(raw: Mapping[str, Any], key: str) -> bool:
-    value = raw.get(key, False)
-    if not isinstance(value, bool):
-        raise ModelError(f"config.json: {key} is {shown(value)}, true or false is expected")
-    return value

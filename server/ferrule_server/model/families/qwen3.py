@@ -1,0 +1,52 @@
+"""Qwen3, the dense models from 0.6B to 32B, and their 2507 versions.
+
+Attention: as Llama, and each query and key head passes an RMSNorm of its own before the rotation. ``head_dim`` is
+independent of ``hidden_size``. Biases: ``attention_bias`` adds one to all four projections of attention. Weights have
+the names of the table in ``weights.py``, with ``q_norm`` and ``k_norm``.
+
+Not supported: sliding windows (every layer must have full attention), linear, dynamic, yarn and longrope scaling,
+partial rotation, activations other than SiLU, quantised checkpoints, Qwen3-MoE, Qwen3-Next and Qwen3-VL.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ferrule_server.errors import ModelError
+from ferrule_server.model.families.family import Family
+from ferrule_server.model.families.values import ConfigValues
+from ferrule_server.model_files import shown
+
+__all__ = ["QWEN3"]
+
+
+def _check_windows(values: ConfigValues) -> None:
+    """Refuse a layer that attends to a window; the rule is that of transformers' ``Qwen3Config``."""
+    kinds, window = values.get("layer_types"), values.get("sliding_window")
+    if kinds is not None and not (isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)):
+        raise ModelError(f"config.json: layer_types is {shown(kinds)}; sliding-window attention is not supported")
+    if kinds is not None or not values.flag("use_sliding_window") or window is None:
+        return
+    first = 0 if values.get("max_window_layers") is None else values.count("max_window_layers", least=0)
+    if first < values.count("num_hidden_layers"):
+        raise ModelError(f"config.json: sliding_window is {shown(window)}; sliding-window attention is not supported")
+
+
+QWEN3: Final = Family(
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    defaults={
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+        "layer_types": None,
+    },
+    rope_types=("default", "llama3"),
+    has_qk_norm=True,
+    check=_check_windows,
+)

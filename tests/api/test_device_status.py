@@ -116,6 +116,17 @@ def test_capabilities_count_what_a_device_needs_besides(executor: PreparingExecu
         assert _capabilities(server).memory_requirements.overhead_bytes == 70
 
 
+def test_capabilities_repeat_what_the_executor_measured(
+    monkeypatch: pytest.MonkeyPatch, executor: PreparingExecutor
+) -> None:
+    """The memory of a row is the executor's figure, 0 where it has none."""
+    with RunningServer() as server:
+        assert _capabilities(server).memory_requirements.activation_bytes_per_row == 0
+    monkeypatch.setattr(PreparingExecutor, "info", replace(executor.info, activation_bytes_per_row=146432))
+    with RunningServer(PreparingExecutor(kv_memory_bytes=4 << 20)) as server:
+        assert _capabilities(server).memory_requirements.activation_bytes_per_row == 146432
+
+
 def test_the_device_goes_by_its_drivers_name(monkeypatch: pytest.MonkeyPatch, executor: PreparingExecutor) -> None:
     """Its number where nobody has asked the driver."""
     for name, shown in (("NVIDIA H100", "NVIDIA H100"), ("", "cuda:0")):

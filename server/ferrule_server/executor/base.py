@@ -283,6 +283,7 @@ class ExecutorInfo:
         supported_dtypes: Weight types this executor can run.
         fallback_reason: Why a faster executor is not in use; empty when none was wanted.
         device_name: Of the device, as its driver says it; empty: nobody has asked it.
+        activation_bytes_per_row: Memory of intermediate tensors for each row of a step, measured; 0: not known.
     """
 
     name: str
@@ -295,6 +296,7 @@ class ExecutorInfo:
     supported_dtypes: tuple[str, ...] = ("float32",)
     fallback_reason: str = ""
     device_name: str = ""
+    activation_bytes_per_row: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,8 @@ class TorchExecutor:
         self._config = model.config
         self._is_plain = is_plain
         self._outputs = DeviceOutputs(self._device)
+        with torch.inference_mode():
+            self._decoder = Decoder(model.config, model.take_weights(), device=self._device, is_plain=is_plain)
         self._info = ExecutorInfo(
             name="torch",
             device=str(self._device),
@@ -67,9 +69,9 @@ class TorchExecutor:
             bytes_per_block=num_bytes,
             model=_describe(model, max_context),
             supported_dtypes=("float32", "bfloat16"),
+            activation_bytes_per_row=self._decoder.activation_bytes_per_row(),
         )
         with torch.inference_mode():
-            self._decoder = Decoder(model.config, model.take_weights(), device=self._device, is_plain=is_plain)
             self._pool = KvPool(model.config, self._info.num_blocks, block_size, model.torch_dtype, self._device)
 
     @staticmethod

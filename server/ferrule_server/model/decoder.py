@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ferrule_server.kernels import reference
+from ferrule_server.model.activations import LiveBytes
 from ferrule_server.model.attention import StepAttention
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.linear import (
@@ -42,6 +43,14 @@ class _Layer:
     post_attention_norm: Tensor
     gate_up: Linear
     down: Linear
+
+
+class _NoAttention:
+    """Implements ``StepAttention`` without a pool: every row attends to itself alone."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: ARG002  (no pool)
+        """Return the value of each row for every query head that shares it."""
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).flatten(1)
 
 
 class Decoder:
@@ -90,11 +99,8 @@ class Decoder:
         """
         hidden = self._embed(token_ids)
         rotation = _rotation(positions, self._frequencies)
-        for index, layer in enumerate(self._layers):
-            query, key, value = self._project(layer, hidden, rotation)
-            attended = attention.attend(index, query, key, value)
-            for tile in _tiles(len(hidden), _TILE_ROWS):
-                self._feed_forward(layer, hidden[tile], attended[tile])
+        for index in range(len(self._layers)):
+            self._run_layer(index, hidden, rotation, attention)
         return reference.rms_norm(hidden.index_select(0, output_rows), self._final_norm, self._config.norm_eps)
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -107,6 +113,27 @@ class Decoder:
             float32 [rows, vocab_size].
         """
         return self._head(hidden).float()
+
+    def activation_bytes_per_row(self) -> int:
+        """Return how much memory one row takes at most while a layer runs, measured on the first layer.
+
+        Not included are the keys and values that attention gathers, and the logits of rows that return something: the
+        context decides the former, and a tile of fixed size bounds the latter.
+        """
+        zero = torch.zeros(1, dtype=torch.int64, device=self._final_norm.device)
+        live = LiveBytes()
+        with torch.inference_mode(), live:
+            hidden = self._embed(zero)
+            self._run_layer(0, hidden, _rotation(zero, self._frequencies), _NoAttention())
+        return live.peak
+
+    def _run_layer(self, index: int, hidden: Tensor, rotation: Tensor, attention: StepAttention) -> None:
+        """Replace the rows of ``hidden`` by what a layer makes of them."""
+        layer = self._layers[index]
+        query, key, value = self._project(layer, hidden, rotation)
+        attended = attention.attend(index, query, key, value)
+        for tile in _tiles(len(hidden), _TILE_ROWS):
+            self._feed_forward(layer, hidden[tile], attended[tile])
 
     def _project(self, layer: _Layer, hidden: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, key and value, each [rows, its heads, head_dim], the first two normalised and rotated."""

@@ -329,6 +329,7 @@ def _memory_requirements(info: ExecutorInfo, state: ExecutorState | None) -> inf
     plan = None if state is None else state.memory
     return info_pb2.MemoryRequirements(
         parameter_bytes=info.model.weights_bytes,
+        activation_bytes_per_row=info.activation_bytes_per_row,
         kv_bytes_per_token=info.bytes_per_block // info.block_size,
         kv_pool_bytes=info.bytes_per_block * info.num_blocks,
         overhead_bytes=0 if plan is None else plan.buffers + plan.workspace,

@@ -78,7 +78,7 @@ def _parse_arguments() -> argparse.Namespace:
 
 
 def _prompt(random: np.random.Generator, engine: InProcess, length: int) -> tuple[int, ...]:
-    vocab_size = engine.engine.info.model.vocab_size
+    vocab_size = engine.engine.info.model.config.vocab_size
     return tuple(random.integers(0, vocab_size, length).tolist())
 
 

@@ -116,7 +116,7 @@ class Ours:
 
     def __init__(self, folder: Path, dtype: str) -> None:
         self.executor = _new_executor(folder, dtype)
-        self.vocab_size = self.executor.info.model.vocab_size
+        self.vocab_size = self.executor.info.model.config.vocab_size
 
     def decode(self, num_seqs: int) -> float:
         """Return decoded tokens per second over all sequences."""

@@ -150,8 +150,10 @@ def _outputs(batch: StepBatch) -> StepResult:
 
 def _info() -> ExecutorInfo:
     from ferrule_server.executor.base import ExecutorInfo, ModelDescription
+    from ferrule_server.model.config import ModelConfig
 
-    model = ModelDescription("free", "Free", 1, 8, 1, 1, 1, 8, _VOCAB, 1 << 16, "float32", bytes(32))
+    config = ModelConfig("Free", _VOCAB, 8, 1, 1, 1, 8, 1 << 16)
+    model = ModelDescription(config, "free", 1, config.max_positions, "float32", bytes(32))
     return ExecutorInfo("free", "cpu", "float32", BLOCK_SIZE, 1 << 15, 64, model)
 
 

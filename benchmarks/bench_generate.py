@@ -117,7 +117,7 @@ async def _compare(engine: InProcess, target: str, rounds: int, num_tokens: int)
 
 
 def _prompts(engine: InProcess, size: int, round_: int, *, is_branching: bool) -> list[list[int]]:
-    vocab_size = engine.engine.info.model.vocab_size
+    vocab_size = engine.engine.info.model.config.vocab_size
     random = np.random.default_rng((round_, size, is_branching))
     prompts: list[list[int]] = random.integers(0, vocab_size, (1 if is_branching else size, PROMPT_TOKENS)).tolist()
     return prompts

@@ -23,6 +23,7 @@ from ferrule_server.executor.base import (
     StepResult,
 )
 from ferrule_server.executor.sampling.selection import select_rows
+from ferrule_server.model.config import ModelConfig
 
 UNWRITTEN = -1
 HIDDEN_SIZE = 3
@@ -138,20 +139,24 @@ class FakeExecutor:
         step_time_s: float = 0.0,
         eos_ids: tuple[int, ...] = (),
     ) -> None:
-        model = ModelDescription(
-            model_id="fake",
+        config = ModelConfig(
             architecture="Fake",
-            num_parameters=0,
             hidden_size=HIDDEN_SIZE,
             num_layers=1,
             num_heads=1,
             num_kv_heads=1,
             head_dim=1,
             vocab_size=vocab_size,
+            max_positions=max_context,
+            eos_ids=eos_ids,
+        )
+        model = ModelDescription(
+            config=config,
+            model_id="fake",
+            num_parameters=0,
             max_context=max_context,
             dtype="float32",
             fingerprint=bytes(range(32)),
-            eos_ids=eos_ids,
         )
         self.info = ExecutorInfo(
             name="fake",
@@ -282,7 +287,7 @@ class FakeExecutor:
 
     def _logits(self, tokens: list[int]) -> Float32Array:
         """Return the logits after these tokens, NaN where the last one is bad."""
-        vocab_size = self.info.model.vocab_size
+        vocab_size = self.info.model.config.vocab_size
         if tokens[-1] in self.bad_token_ids:
             return np.full(vocab_size, np.nan, np.float32)
         return fake_logits(tokens, vocab_size)

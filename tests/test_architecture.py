@@ -97,7 +97,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "ferrule_server.errors",
         *DEVICE,
     ),
-    "ferrule_server.executor.base": ("numpy",),
+    "ferrule_server.executor.base": ("ferrule_server.model.config", "numpy"),
     "ferrule_server.executor.sampling": ("ferrule_server.executor.sampling", "ferrule_server.executor.base", "numpy"),
     "ferrule_server.executor.sampling.device*": (
         "ferrule_server.executor.sampling",
@@ -105,7 +105,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "numpy",
         "torch",
     ),
-    "ferrule_server.executor.reference": ("ferrule_server.executor.sampling", *HOST_ONLY),
+    "ferrule_server.executor.reference": (
+        "ferrule_server.executor.sampling",
+        "ferrule_server.model.config",
+        *HOST_ONLY,
+    ),
     "ferrule_server.loading": (
         "ferrule_server.executor",
         "ferrule_server.model_files",

@@ -115,7 +115,7 @@ def _buffers(ours: Ours, num_rows: int) -> dict[str, Tensor]:
 def _last_kv(ours: Ours, tables: Int32Array, position: int) -> Tensor:
     """Return K and V at one position of every sequence: [layers, 2, batch, num_kv_heads, head_dim]."""
     info = ours.executor.info
-    model, size = info.model, info.block_size
+    model, size = info.model.config, info.block_size
     raw = torch.from_numpy(ours.executor.read_blocks(np.ascontiguousarray(tables[:, position // size])))
     blocks = raw.view(torch.bfloat16).view(len(tables), model.num_layers, 2, model.num_kv_heads, size, model.head_dim)
     return blocks[:, :, :, :, position % size].permute(1, 2, 0, 3, 4)

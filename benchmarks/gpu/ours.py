@@ -58,7 +58,7 @@ class Ours:
         tables = self.tables(batch, context, context + num_steps)
         self.fill(tables, context)
         random = np.random.default_rng(5)
-        tokens = random.integers(0, self.executor.info.model.vocab_size, batch).astype(np.int32)
+        tokens = random.integers(0, self.executor.info.model.config.vocab_size, batch).astype(np.int32)
         first = self.step(tokens[:, None], context, tables)
         self._steps = [first, *(self._fed_step(tables, context + n) for n in range(1, num_steps))]
         self.make_ready(first)
@@ -112,7 +112,7 @@ class Ours:
     def fill(self, tables: Int32Array, context: int) -> None:
         """Prefill the first sequence with random tokens; the others get copies of its blocks."""
         random = np.random.default_rng(3)
-        tokens = random.integers(0, self.executor.info.model.vocab_size, context).astype(np.int32)
+        tokens = random.integers(0, self.executor.info.model.config.vocab_size, context).astype(np.int32)
         for begin in range(0, context, _PREFILL_ROWS):
             chunk = tokens[None, begin : begin + _PREFILL_ROWS]
             self.executor.run(replace(self.step(chunk, begin, tables[:1]), output_rows=_NONE, output_specs=()))

@@ -8,6 +8,7 @@ from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.requests.inputs import InputReader
 from ferrule_server.engine.masks import MaskRegistry
 from ferrule_server.executor.base import ModelDescription
+from ferrule_server.model.config import ModelConfig
 from ferrule_server.text.tokenizer import Tokenizer
 
 
@@ -20,19 +21,23 @@ def make_reader(
     tokenizer: Tokenizer | None = None,
 ) -> InputReader:
     """Return a reader for a model of these sizes, whose steps have 32 rows."""
-    model = ModelDescription(
-        model_id="m",
+    config = ModelConfig(
         architecture="A",
-        num_parameters=1,
         hidden_size=24,
         num_layers=1,
         num_heads=1,
         num_kv_heads=1,
         head_dim=24,
         vocab_size=vocab_size,
+        max_positions=max_context,
+        eos_ids=tuple(eos_ids),
+    )
+    model = ModelDescription(
+        config=config,
+        model_id="m",
+        num_parameters=1,
         max_context=max_context,
         dtype="float32",
         fingerprint=bytes(32),
-        eos_ids=tuple(eos_ids),
     )
     return InputReader(model, limits or ApiLimits(), max_step_rows=32, masks=MaskRegistry(), tokenizer=tokenizer)

@@ -35,7 +35,7 @@ def _sample(**fields: object) -> Policy:
 
 def _masked(server: Server) -> None:
     """Each form of a mask, the registered one too."""
-    num_bytes = -(-server.engine.info.model.vocab_size // 8)
+    num_bytes = -(-server.engine.info.model.config.vocab_size // 8)
     bits = bytes([2, *[0] * (num_bytes - 1)])
     request = cache_pb2.RegisterTokenMaskRequest(masks=[bits])
     (fingerprint,) = server.stub.RegisterTokenMask(request, timeout=20).fingerprints

@@ -160,7 +160,7 @@ def run_clients(
 
 def run_disturbed(server: RunningServer, shape: Shape, kinds: Sequence[str], seed: int) -> Outcome:
     """Run sessions with and without the proxy and compare."""
-    vocab_size, has_drafts = server.executor.info.model.vocab_size, "verify" in kinds[0]
+    vocab_size, has_drafts = server.executor.info.model.config.vocab_size, "verify" in kinds[0]
     plain = make_sessions(seed, shape, vocab_size, has_drafts=has_drafts)
     run_clients(server, server.address.target, plain, kinds, shape.length)
     release(server, plain)

@@ -28,7 +28,7 @@ def make_executor(**sizes: int) -> PagedReferenceExecutor:
 
 def dense_logits(executor: PagedReferenceExecutor, token_ids: Sequence[int]) -> list[float]:
     """Return the logits after the tokens, by loops over plain lists and no cache."""
-    model = executor.info.model
+    model = executor.info.model.config
     width, group = model.num_kv_heads * model.head_dim, model.num_heads // model.num_kv_heads
     embeddings = [[float(i == token % width) for i in range(width)] for token in token_ids]
     logits = [0.0] * model.vocab_size
@@ -229,7 +229,7 @@ def test_hidden_state_is_what_the_logits_are_folded_from() -> None:
     for row in (first, second):
         assert row.hidden_state is not None
         assert row.logits is not None
-        assert row.hidden_state.shape == (executor.info.model.hidden_size,)
+        assert row.hidden_state.shape == (executor.info.model.config.hidden_size,)
         folded = np.bincount(np.arange(32) % 7, weights=row.hidden_state, minlength=7)
         assert row.logits.tolist() == pytest.approx(folded.tolist(), abs=1e-6)
     assert first.logits is not None
@@ -269,8 +269,13 @@ def test_description_is_that_of_the_contract() -> None:
         8192,
     )
     assert info.num_blocks == 128
-    assert (model.model_id, model.architecture, model.eos_ids) == ("paged-reference", "PagedReference", ())
-    sizes = (model.vocab_size, model.num_layers, model.num_heads, model.num_kv_heads, model.head_dim)
+    assert (model.model_id, model.config.architecture, model.config.eos_ids) == (
+        "paged-reference",
+        "PagedReference",
+        (),
+    )
+    config = model.config
+    sizes = (config.vocab_size, config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim)
     assert sizes == (256, 2, 4, 4, 8)
     assert (model.max_context, len(model.fingerprint)) == (512, 32)
 

@@ -85,7 +85,7 @@ def test_info_describes_model_and_pool(executor: TorchExecutor) -> None:
     assert (info.name, info.device, info.kv_dtype, info.block_size) == ("torch", "cpu", "float32", 16)
     assert info.bytes_per_block == 2 * 2 * 2 * 16 * 32 * 4
     assert info.num_blocks == 32
-    assert (info.model.vocab_size, info.model.max_context, info.model.dtype) == (1024, 256, "float32")
+    assert (info.model.config.vocab_size, info.model.max_context, info.model.dtype) == (1024, 256, "float32")
     assert info.model.weights_bytes == 4 * info.model.num_parameters
     assert len(info.model.fingerprint) == 32
 
@@ -207,7 +207,7 @@ def test_hidden_state_is_what_the_output_head_reads(executor: TorchExecutor, fol
     (row,) = Stepper(executor).run(Piece(PooledSequence(), TOKENS, spec=spec))
     assert row.hidden_state is not None
     assert row.hidden_state.dtype == np.float32
-    assert row.hidden_state.shape == (executor.info.model.hidden_size,)
+    assert row.hidden_state.shape == (executor.info.model.config.hidden_size,)
     head = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].float().numpy()
     assert row.logits is not None
     np.testing.assert_allclose(head @ row.hidden_state, row.logits, rtol=1e-4, atol=1e-4)

@@ -12,6 +12,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from ferrule_server.model.config import ModelConfig
+
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 
@@ -240,32 +242,24 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """What is known of the model; mirrors ``ModelInfo`` of the contract.
+    """The model that an executor runs, as ``ModelInfo`` of the contract describes it.
 
     Attributes:
+        config: Its network; the one record of its sizes.
         model_id: Folder name, hub id, ``demo`` or ``paged-reference``.
-        architecture: Name as in config.json, such as ``Qwen3ForCausalLM``.
         num_parameters: Distinct parameters (tied ones once).
         max_context: Longest sequence in tokens the model and the server allow.
         dtype: Of the weights in memory: ``float32`` or ``bfloat16``.
         fingerprint: 32 bytes over weights, dtypes and everything else that decides the KV; root of the lineage.
-        eos_ids: Tokens that end a text, from generation_config.json first.
         weights_bytes: Bytes of the weights in memory.
     """
 
+    config: ModelConfig
     model_id: str
-    architecture: str
     num_parameters: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
     max_context: int
     dtype: str
     fingerprint: bytes
-    eos_ids: tuple[int, ...] = ()
     weights_bytes: int = 0
 
 

@@ -28,6 +28,7 @@ from ferrule_server.executor.base import (
     StepResult,
 )
 from ferrule_server.executor.sampling.selection import select_rows
+from ferrule_server.model.config import ModelConfig
 
 _CHUNK_ELEMENTS = 1 << 14
 """Output rows attend together up to this many gathered K numbers: 128 KiB in float64. Beyond that the C library maps
@@ -65,14 +66,17 @@ class PagedReferenceExecutor:
         block_size: int = 16,
         kv_memory_bytes: int = 64 << 20,
     ) -> None:
-        model = _describe(
+        config = ModelConfig(
+            architecture="PagedReference",
             vocab_size=vocab_size,
+            hidden_size=num_heads * head_dim,
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            max_context=max_context,
+            max_positions=max_context,
         )
+        _check_sizes(config, max_context)
         if block_size < 1 or block_size & (block_size - 1):
             raise ConfigError(f"block_size {block_size} is not a power of two")
         bytes_per_block = num_layers * 2 * num_kv_heads * block_size * head_dim * 4
@@ -86,7 +90,7 @@ class PagedReferenceExecutor:
             block_size=block_size,
             num_blocks=num_blocks,
             bytes_per_block=bytes_per_block,
-            model=model,
+            model=_describe(config),
         )
         self._kv = np.zeros((num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim), np.float32)
 
@@ -136,7 +140,7 @@ class PagedReferenceExecutor:
 
     def _embed(self, token_ids: Int32Array) -> Float32Array:
         """Return one-hot rows: float32 [num_rows, num_kv_heads, head_dim]."""
-        model = self._info.model
+        model = self._info.model.config
         width = model.num_kv_heads * model.head_dim
         embeddings = np.zeros((len(token_ids), width), np.float32)
         embeddings[np.arange(len(token_ids)), token_ids % width] = 1
@@ -150,7 +154,9 @@ class PagedReferenceExecutor:
 
     def _chunks(self, positions: Int32Array) -> list[slice]:
         """Return slices that cover the output rows in order, each of rows that attend together."""
-        row_elements = (int(positions.max()) + 1) * self._info.model.num_kv_heads * self._info.model.head_dim
+        row_elements = (
+            (int(positions.max()) + 1) * self._info.model.config.num_kv_heads * self._info.model.config.head_dim
+        )
         size = max(1, _CHUNK_ELEMENTS // row_elements)
         return [slice(start, start + size) for start in range(0, len(positions), size)]
 
@@ -162,7 +168,7 @@ class PagedReferenceExecutor:
             positions: int32 [num_rows]; a row sees positions 0 up to its own.
             block_tables: int32 [num_rows, max_blocks], that of each row's sequence.
         """
-        model = self._info.model
+        model = self._info.model.config
         num_rows, group = len(positions), model.num_heads // model.num_kv_heads
         keys, values, is_visible = self._gather(positions, block_tables)
         queries = np.repeat(embeddings[:, :, None], group, axis=2)
@@ -180,7 +186,7 @@ class PagedReferenceExecutor:
 
         Slots nobody may see are zeroed in the copy, so whatever the pool holds there cannot reach a sum.
         """
-        model, block_size = self._info.model, self._info.block_size
+        model, block_size = self._info.model.config, self._info.block_size
         num_blocks = int(positions.max()) // block_size + 1
         length = num_blocks * block_size
         is_visible = np.arange(length) <= positions[:, None]
@@ -194,7 +200,7 @@ class PagedReferenceExecutor:
 
     def _project(self, out: Float32Array) -> Float32Array:
         """Fold the attention output into logits: ``logits[i mod vocab_size] += out[i]``, ascending i."""
-        vocab_size = self._info.model.vocab_size
+        vocab_size = self._info.model.config.vocab_size
         logits = np.zeros((len(out), vocab_size), np.float32)
         for start in range(0, out.shape[1], vocab_size):
             piece = out[:, start : start + vocab_size]
@@ -202,26 +208,22 @@ class PagedReferenceExecutor:
         return logits
 
 
-def _describe(**sizes: int) -> ModelDescription:
-    """Return the description of the model with these sizes (fields of ModelDescription), or raise ConfigError."""
-    for name, size in sizes.items():
+def _check_sizes(config: ModelConfig, max_context: int) -> None:
+    names = ("vocab_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+    for name, size in (("max_context", max_context), *((name, getattr(config, name)) for name in names)):
         if size < 1:
             raise ConfigError(f"{name} is {size}, it must be at least 1")
-    num_heads, num_kv_heads, head_dim = sizes["num_heads"], sizes["num_kv_heads"], sizes["head_dim"]
-    if num_heads % num_kv_heads:
-        raise ConfigError(f"num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}")
-    text = f"paged-reference float32 layers={sizes['num_layers']} kv_heads={num_kv_heads} head_dim={head_dim}"
+    if config.num_heads % config.num_kv_heads:
+        raise ConfigError(f"num_heads {config.num_heads} is not a multiple of num_kv_heads {config.num_kv_heads}")
+
+
+def _describe(config: ModelConfig) -> ModelDescription:
+    kv = f"layers={config.num_layers} kv_heads={config.num_kv_heads} head_dim={config.head_dim}"
     return ModelDescription(
+        config=config,
         model_id="paged-reference",
-        architecture="PagedReference",
         num_parameters=0,
-        hidden_size=num_heads * head_dim,
-        num_layers=sizes["num_layers"],
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        vocab_size=sizes["vocab_size"],
-        max_context=sizes["max_context"],
+        max_context=config.max_positions,
         dtype="float32",
-        fingerprint=hashlib.sha256(text.encode()).digest(),
+        fingerprint=hashlib.sha256(f"paged-reference float32 {kv}".encode()).digest(),
     )

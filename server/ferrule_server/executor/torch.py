@@ -185,20 +185,12 @@ def _check_settings(model: LoadedModel, kv_memory_bytes: int, max_context: int, 
 
 
 def _describe(model: LoadedModel, max_context: int) -> ModelDescription:
-    config = model.config
     return ModelDescription(
+        config=model.config,
         model_id=model.model_id,
-        architecture=config.architecture,
         num_parameters=model.num_parameters,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
         max_context=max_context,
         dtype=model.dtype,
         fingerprint=model.fingerprint,
-        eos_ids=config.eos_ids,
         weights_bytes=model.weights_bytes,
     )

@@ -43,18 +43,18 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Everything that decides the network; ``num_kv_heads`` divides ``num_heads`` and ``head_dim`` is even.
+    """Everything that decides the network; the one record of its sizes. ``num_kv_heads`` divides ``num_heads``.
 
     Attributes:
         architecture: Class name as in config.json.
         vocab_size: Rows of the embedding; may exceed the tokenizer's.
         hidden_size: Width of the residual stream.
-        intermediate_size: Width inside the feed-forward part.
         num_layers: Decoder layers.
         num_heads: Query heads.
         num_kv_heads: Key and value heads.
         head_dim: Width of one head.
         max_positions: Longest sequence in tokens the model was made for.
+        intermediate_size: Width inside the feed-forward part; 0: there is none.
         norm_eps: Added to the mean square in every RMSNorm.
         rope_theta: Base of the rotary frequencies.
         rope_scaling: None for plain rope.
@@ -68,20 +68,20 @@ class ModelConfig:
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     max_positions: int
-    norm_eps: float
-    rope_theta: float
-    rope_scaling: Llama3Scaling | None
-    is_tied: bool
-    has_qk_norm: bool
-    has_attention_bias: bool
-    has_mlp_bias: bool
-    eos_ids: tuple[int, ...]
+    intermediate_size: int = 0
+    norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    rope_scaling: Llama3Scaling | None = None
+    is_tied: bool = False
+    has_qk_norm: bool = False
+    has_attention_bias: bool = False
+    has_mlp_bias: bool = False
+    eos_ids: tuple[int, ...] = ()
 
 
 def read_config(folder: Path) -> ModelConfig:

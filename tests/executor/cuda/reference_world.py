@@ -169,7 +169,7 @@ class ReferenceRunner:
 
     def _spoil(self, batch: StepBatch) -> None:
         """Write anything to the slots of a step, and no others."""
-        token_ids = (batch.token_ids + 5) % self.executor.info.model.vocab_size
+        token_ids = (batch.token_ids + 5) % self.executor.info.model.config.vocab_size
         self.executor.run(replace(batch, token_ids=token_ids.astype(np.int32), feedback=None))
 
 

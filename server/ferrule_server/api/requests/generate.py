@@ -135,7 +135,7 @@ class GenerateReader:
 
 def stop_ids_of(model: ModelDescription, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Return the tokens at which a text ends by default: the model's, and its tokenizer's, a turn's end."""
-    own = None if tokenizer is None else tokenizer.eos_id
-    if own is None or own >= model.vocab_size or own in model.eos_ids:
-        return tuple(model.eos_ids)
-    return (*model.eos_ids, own)
+    config, own = model.config, None if tokenizer is None else tokenizer.eos_id
+    if own is None or own >= config.vocab_size or own in config.eos_ids:
+        return config.eos_ids
+    return (*config.eos_ids, own)

@@ -53,12 +53,12 @@ class InputReader:
         masks: MaskRegistry,
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        self._fields = FieldReader(model.vocab_size, model.max_context, limits)
+        self._fields = FieldReader(model.config.vocab_size, model.max_context, limits)
         self._limits = limits
         self._max_step_rows = max_step_rows
         self.masks = masks
-        self._masks = MaskReader(model.vocab_size, masks)
-        self._policies = PolicyReader(model.vocab_size, model.hidden_size, limits, self._masks)
+        self._masks = MaskReader(model.config.vocab_size, masks)
+        self._policies = PolicyReader(model.config.vocab_size, model.config.hidden_size, limits, self._masks)
         self._verifies = VerifyReader(self._fields, self._policies, self._masks)
         self.stop_ids = stop_ids_of(model, tokenizer)
         self._generates = GenerateReader(self._fields, self._policies, self.stop_ids, tokenizer)

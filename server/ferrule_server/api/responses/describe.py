@@ -44,24 +44,24 @@ _CPUINFO: Final = Path("/proc/cpuinfo")
 def model_info(serving: Serving) -> info_pb2.ModelInfo:
     """Return the description of the loaded model."""
     info = serving.engine.info
-    model = info.model
+    model, config = info.model, info.model.config
     return info_pb2.ModelInfo(
         model_id=model.model_id,
-        architecture=model.architecture,
+        architecture=config.architecture,
         num_parameters=model.num_parameters,
-        hidden_size=model.hidden_size,
-        num_layers=model.num_layers,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        vocab_size=model.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
         max_sequence_length=model.max_context,
         dtype=_DTYPES[model.dtype],
         kv_dtype=_DTYPES[info.kv_dtype],
         device_type=_device_type(info),
         device_name=_device_name(info),
         fingerprint=model.fingerprint,
-        eos_token_ids=model.eos_ids,
+        eos_token_ids=config.eos_ids,
         stop_token_ids=serving.inputs.stop_ids,
         bos_token_id=None if serving.tokenizer is None else serving.tokenizer.bos_id,
         has_tokenizer=serving.tokenizer is not None,
@@ -358,9 +358,9 @@ def _device_name(info: ExecutorInfo) -> str:
 
 def _attention(model: ModelDescription) -> info_pb2.AttentionMechanism:
     """Return how query heads share the heads of K and V."""
-    if model.num_kv_heads == model.num_heads:
+    if model.config.num_kv_heads == model.config.num_heads:
         return info_pb2.ATTENTION_MECHANISM_MULTI_HEAD
-    if model.num_kv_heads == 1:
+    if model.config.num_kv_heads == 1:
         return info_pb2.ATTENTION_MECHANISM_MULTI_QUERY
     return info_pb2.ATTENTION_MECHANISM_GROUPED_QUERY
 

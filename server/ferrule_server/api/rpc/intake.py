@@ -190,7 +190,7 @@ class Intake:
             if serving is None:
                 return self._state.limits.max_request_bytes
             model = serving.engine.info.model
-            sizes = ModelSizes(model.vocab_size, model.max_context, serving.max_step_rows)
+            sizes = ModelSizes(model.config.vocab_size, model.max_context, serving.max_step_rows)
             bound = self._bounds[name] = request_bound(method.request, self._state.limits, sizes)
         return bound
 

@@ -174,7 +174,7 @@ BUDGET: dict[str, int] = {
     "kernels": 110,
     "kernels/cuda": 7670,
     "kv": 1380,
-    "model": 1000,
+    "model": 970,
     "model/families": 190,
     "model/hub": 580,
     "text": 740,

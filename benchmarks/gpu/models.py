@@ -139,7 +139,7 @@ def loaded(name: str, weights: ModelWeights) -> LoadedModel:
     config = config_of(name)
     tensors = dict(checkpoint_tensors(config, weights))
     return LoadedModel(
-        config,
+        config=config,
         model_id=name,
         dtype="bfloat16",
         fingerprint=hashlib.sha256(f"random {name}".encode()).digest(),

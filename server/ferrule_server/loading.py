@@ -1,4 +1,4 @@
-"""Chooses and makes the executor that the settings ask for. Torch is imported only when it is needed."""
+"""Load the model and the executor that the settings name. Torch is imported only if it is needed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 from ferrule_server.config import DEFAULT_KV_BYTES, DEMO_MODEL, ServerConfig
 from ferrule_server.errors import ConfigError, ModelError
@@ -19,14 +19,12 @@ if TYPE_CHECKING:
     from ferrule_server.executor.cuda.compose import Preparation
     from ferrule_server.executor.devices import Device
     from ferrule_server.model.config import ModelConfig
-    from ferrule_server.model.weights import LoadedModel
+    from ferrule_server.model.weights import DTypeName, LoadedModel
     from ferrule_server.text.chat_template import ChatTemplate
     from ferrule_server.text.tokenizer import Tokenizer
 
 OnProgress = Callable[[str, float], None]
-"""Called with what is being done, for people, and how far all of it has come, from 0 to 1; from any thread."""
-
-DTypeName = Literal["float32", "bfloat16"]
+"""Called with the current stage, for people, and the progress of the whole load from 0 to 1; from any thread."""
 
 _DEMO_FOLDER: Final = Path(__file__).parent / "demo_model"
 _CPUINFO: Final = Path("/proc/cpuinfo")
@@ -35,16 +33,20 @@ _PAGED_REFERENCE_CONTEXT: Final = 512
 _SMALL_WEIGHTS_BYTES: Final = 128 << 20
 _NO_CUDA: Final = "this PyTorch was built without CUDA"
 _DOWNLOAD_SHARE: Final = 0.9
-"""Part of the loading time, roughly, that fetching a model takes where it has to be fetched."""
+"""The rough share of the loading time that a download takes, if there is one."""
 _WEIGHTS_SHARE: Final = 0.9
-"""Part of the loading time, roughly, that reading weights takes."""
+"""The rough share of the rest that reading weights takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedExecutor:
-    """An executor ready to run, and the tokenizer and the chat template of its model (None where it has none).
+    """An executor that is ready to run, and what belongs to its model.
 
-    ``commit`` is the state of its repository, for a model of the hub.
+    Attributes:
+        executor: Runs the steps.
+        tokenizer: None if the model has none.
+        chat_template: None if the model has none.
+        commit: The commit of the repository, if the model is from the hub.
     """
 
     executor: Executor
@@ -54,34 +56,30 @@ class LoadedExecutor:
 
 
 def create_executor(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
-    """Load what the settings name; may take long.
+    """Load the model and the executor that the settings name, which may take minutes.
 
     Raises:
         ConfigError: The settings do not fit the model or the machine.
         ModelError: The model folder cannot be loaded, or this machine has too little memory for it.
     """
     try:
-        return _create(config, on_progress)
+        if config.kernel_bundle is not None:
+            from ferrule_server.executor.cuda.bundle_file import check_bundle_file
+
+            check_bundle_file(config.kernel_bundle)
+        if config.executor == "paged-reference":
+            return LoadedExecutor(_paged_reference(config), None)
+        return _load(config, on_progress)
     except MemoryError as error:
         raise ModelError(f"--model {name_of(config.model)}: this machine has too little memory to load it") from error
 
 
-def _create(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
-    if config.kernel_bundle is not None:
-        from ferrule_server.executor.cuda.bundle_file import check_bundle_file
-
-        check_bundle_file(config.kernel_bundle)
-    if config.executor == "paged-reference":
-        return LoadedExecutor(_paged_reference(config), None)
-    return _load(config, on_progress)
-
-
 def download(config: ServerConfig, on_progress: OnProgress) -> Path:
-    """Return the folder of the model that the settings name, fetching it from the hub if need be.
+    """Return the folder of the model that the settings name; fetch it from the hub if it is not there.
 
     Raises:
         ConfigError: The settings do not fit the model.
-        ModelError: It cannot be fetched, or it is no model that can run.
+        ModelError: The model cannot be fetched, or it is not a model that can run.
     """
     folder, _, _ = _found(config, on_progress)
     _model_config(config, folder)
@@ -89,16 +87,16 @@ def download(config: ServerConfig, on_progress: OnProgress) -> Path:
 
 
 def suggested_threads(weights_bytes: int, num_cores: int) -> int:
-    """Return how many threads compute a model of this size fastest: one for a small one, else one per core.
+    """Return how many threads compute a model of this size fastest: one for a small model, else one per core.
 
-    Threads that do not spin while they wait are woken for every operation; a small model's operations are shorter than
-    that (the shipped model, 9 MB: batch 1 twice as fast with one thread, batch 16 and prefill faster too).
+    Threads that sleep while they wait are woken for every operation, which takes longer than an operation of a small
+    model. With one thread the bundled model (9 MB) decodes batch 1 twice as fast; batch 16 and prefill are faster too.
     """
     return 1 if weights_bytes < _SMALL_WEIGHTS_BYTES else num_cores
 
 
 def has_bfloat16_instructions(cpuinfo: str) -> bool:
-    """Whether the processor multiplies bfloat16 in hardware, by the flags of ``/proc/cpuinfo``."""
+    """Return whether the flags of ``/proc/cpuinfo`` say that the processor multiplies bfloat16 in hardware."""
     lines = (line for line in cpuinfo.splitlines() if line.startswith(("flags", "Features")))
     return any(_BFLOAT16_FLAGS & set(line.partition(":")[2].split()) for line in lines)
 
@@ -144,23 +142,23 @@ def _load(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
 
 
 def _device(config: ServerConfig) -> Device:
-    """Return where the model runs.
+    """Return the device that the model will run on.
 
     Raises:
-        ConfigError: A GPU is named, or needed, and there is none.
+        ConfigError: A GPU is named or needed, and there is none.
     """
     from ferrule_server.executor.devices import find_device
 
     device = find_device(config.device)
     if device.index is None and config.device.startswith("cuda"):
-        raise ConfigError(f"--device {config.device}: {_reason(device)}; --device auto runs on the processor then")
+        raise ConfigError(f"--device {config.device}: {_reason(device)}; --device auto runs the model on the processor")
     if device.index is None and config.is_deterministic:
         raise ConfigError(f"--deterministic needs the kernels of a GPU: {_reason(device)}")
     return device
 
 
 def _reason(device: Device) -> str:
-    """Return why there is no GPU, with what to do about it where that is known."""
+    """Return why there is no GPU, and what to do about it if that is known."""
     return f"{_NO_CUDA} (install one with CUDA, such as PyPI's)" if device.reason == _NO_CUDA else device.reason
 
 
@@ -168,7 +166,7 @@ def _reason(device: Device) -> str:
 def _preparing(
     config: ServerConfig, model_config: ModelConfig, device: Device, dtype: DTypeName
 ) -> Iterator[Preparation | None]:
-    """Give what is begun on a GPU before the model is read, None without a GPU; end it where the body fails."""
+    """Begin on a GPU what can be done before the model is read, and close it if the body fails; None without a GPU."""
     if device.index is None:
         yield None
         return
@@ -203,7 +201,7 @@ def _preparing(
 
 
 def _on_host(config: ServerConfig, model: LoadedModel, device: Device) -> Executor:
-    """Return torch on the processor; where a GPU was wanted, or is there and unusable, it says why it is not used."""
+    """Return torch on the processor. If a GPU was requested, or is unusable, the executor reports the reason."""
     from ferrule_server.executor.torch import TorchExecutor
 
     kv_memory_bytes = config.kv_memory_bytes or DEFAULT_KV_BYTES
@@ -223,10 +221,10 @@ def _on_host(config: ServerConfig, model: LoadedModel, device: Device) -> Execut
 
 @contextlib.contextmanager
 def _allocating(num_bytes: int) -> Iterator[None]:
-    """Say which setting to change when the body, which allocates the KV pool, finds no memory for it.
+    """Name the setting to change if there is no memory for the KV pool, which the body allocates.
 
     Raises:
-        ConfigError: The system refused it.
+        ConfigError: There is none.
     """
     try:
         yield
@@ -236,10 +234,10 @@ def _allocating(num_bytes: int) -> Iterator[None]:
 
 
 def _found(config: ServerConfig, on_progress: OnProgress) -> tuple[Path, str | None, OnProgress]:
-    """Return the model's folder; for a model of the hub its commit, and where to tell the progress of what is left.
+    """Return the model's folder, its commit if it is from the hub, and the callback for the progress of the rest.
 
     Raises:
-        ConfigError: There is a revision, and a folder, which has none.
+        ConfigError: A revision is set, but the model is a folder, which has none.
         ModelError: There is no such model.
     """
     if config.model is None:
@@ -261,7 +259,7 @@ def _found(config: ServerConfig, on_progress: OnProgress) -> tuple[Path, str | N
 
 
 def _as_folder(name: str) -> Path | None:
-    """Return the folder that a setting names, None if there is none."""
+    """Return the folder that a setting names; None if there is none."""
     try:
         folder = Path(name).expanduser()
     except RuntimeError:  # the home of a user who does not exist
@@ -270,16 +268,18 @@ def _as_folder(name: str) -> Path | None:
 
 
 def _fetched(config: ServerConfig, name: str, on_progress: OnProgress) -> tuple[Path, str, OnProgress]:
-    """Return the folder of a model of the hub, which is fetched if need be."""
+    """Return what :func:`_found` does for a model of the hub; fetch it if it is not in the cache."""
     from ferrule_server.model.hub.models import fetch_model
 
-    begun = _DOWNLOAD_SHARE
     is_fetched = False
 
     def on_share(share: float) -> None:
         nonlocal is_fetched
         is_fetched = True
-        on_progress("downloading", begun * share)
+        on_progress("downloading", _DOWNLOAD_SHARE * share)
+
+    def on_rest(stage: str, share: float) -> None:
+        on_progress(stage, _DOWNLOAD_SHARE + (1 - _DOWNLOAD_SHARE) * share if is_fetched else share)
 
     on_progress("asking the hub", 0.0)
     model = fetch_model(
@@ -289,31 +289,31 @@ def _fetched(config: ServerConfig, name: str, on_progress: OnProgress) -> tuple[
         check=lambda folder: _model_config(config, folder),
         on_share=on_share,
     )
-    if not is_fetched:
-        return model.folder, model.commit, on_progress
-    return model.folder, model.commit, lambda stage, share: on_progress(stage, begun + (1 - begun) * share)
+    return model.folder, model.commit, on_rest
 
 
 def _demo_folder() -> Path:
     if not (_DEMO_FOLDER / "model.safetensors").is_file():
         raise ModelError(
-            "--model demo: this installation lacks the files of the model that ships; install ferrule again, "
+            "--model demo: this installation lacks the files of the bundled model; install ferrule again, "
             "name a folder with --model, or run --executor paged-reference, which needs none"
         )
     return _DEMO_FOLDER
 
 
 def _model_config(config: ServerConfig, folder: Path) -> ModelConfig:
-    """Return the model's configuration; refuse a context that it does not have, before its weights are read.
+    """Return the model's configuration. Too long a context is refused here, before the weights are read.
 
     Raises:
-        ConfigError: ``--max-context`` is beyond it.
+        ConfigError: ``--max-context`` is beyond the context of the model.
         ModelError: config.json is missing or unusable.
     """
     model_config = read_config(folder)
     most = model_config.max_positions
     if config.max_context is not None and config.max_context > most:
-        raise ConfigError(f"--max-context {config.max_context} is beyond the {most} tokens that {config.model} knows")
+        raise ConfigError(
+            f"--max-context {config.max_context} is beyond the {most} tokens that {config.model} supports"
+        )
     return model_config
 
 

@@ -1,7 +1,7 @@
-"""Reads the files of a model folder, which strangers write: bounded in size, time and memory, or refused in a sentence.
+"""Read the files of a model folder, which strangers write, within bounds on size, time and memory.
 
-Everything that a folder holds is read through this module. Only regular files are opened, since a pipe or a device may
-block, or may never end. Only so many bytes are read. JSON that Python cannot hold (nesting, digits) is refused.
+Every file of a folder is read through this module. Only regular files are opened, because a pipe or a device may block,
+or may never end. The number of bytes is limited. JSON that Python cannot hold (nesting, digits) is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ferrule_server.errors import ModelError
 MAX_CONFIG_BYTES: Final = 4 << 20
 """Largest ``config.json`` and ``generation_config.json``; the usual ones have a few KiB."""
 MAX_TOKENIZER_CONFIG_BYTES: Final = 16 << 20
-"""Largest ``tokenizer_config.json``; those that list every added token have about 1 MiB."""
+"""Largest ``tokenizer_config.json``; one that lists every added token has about 1 MiB."""
 MAX_TOKENIZER_BYTES: Final = 128 << 20
 """Largest ``tokenizer.json``; vocabularies of 256 000 tokens take about 35 MiB."""
 MAX_TEMPLATE_BYTES: Final = 4 << 20
@@ -40,34 +40,28 @@ class FileMissing(ModelError):
 
 
 class _Unusable(ValueError):
-    """JSON that is well-formed and still refused; the message says why."""
+    """The JSON is well-formed but refused; the message says why."""
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether a path names a folder; False for whatever the system does not take for a path."""
-    try:
-        return stat.S_ISDIR(path.stat().st_mode)
-    except (OSError, ValueError):
-        return False
+    """Return whether a path names a folder; False if the system does not accept it as a path."""
+    return stat.S_ISDIR(_mode_of(path))
 
 
 def is_file(path: Path) -> bool:
-    """Return whether a path names a regular file; False for whatever the system does not take for a path."""
-    try:
-        return stat.S_ISREG(path.stat().st_mode)
-    except (OSError, ValueError):
-        return False
+    """Return whether a path names a regular file; False if the system does not accept it as a path."""
+    return stat.S_ISREG(_mode_of(path))
 
 
 def open_file(path: Path) -> FileIO:
     """Open a regular file for reading, without a buffer.
 
-    Nothing else is opened: opening a pipe blocks until somebody writes to it, opening some devices has effects. The
-    kind is checked again after the file is open, in case it was exchanged in between.
+    Nothing else is opened: opening a pipe blocks until there is a writer, and opening some devices has effects. The
+    kind is checked again after the file is open, in case the file was replaced in between.
 
     Raises:
         FileMissing: There is no such file.
-        ModelError: It is not a regular file, or cannot be opened.
+        ModelError: It is not a regular file, or it cannot be opened.
     """
     try:
         _check_regular(path, path.stat())
@@ -84,7 +78,7 @@ def open_file(path: Path) -> FileIO:
 
 
 def read_up_to(file: FileIO, max_bytes: int) -> bytes:
-    """Return the next bytes of a file that has no buffer; fewer than ``max_bytes`` only at its end.
+    """Return the next bytes of an unbuffered file; fewer than ``max_bytes`` only at its end.
 
     Raises:
         OSError: They cannot be read.
@@ -131,19 +125,19 @@ def read_object(path: Path, max_bytes: int, *, has_unique_keys: bool = False) ->
     """Return the JSON object that a file holds.
 
     Args:
-        path: Of the file.
-        max_bytes: Most that is read.
-        has_unique_keys: Refuse an object that names a key twice, where JSON would keep the last one silently.
+        path: The file.
+        max_bytes: The most bytes that are read.
+        has_unique_keys: Refuse an object that has a key twice; Python would silently keep the last one.
 
     Raises:
         FileMissing: There is no such file.
-        ModelError: It cannot be read, or holds something else.
+        ModelError: It cannot be read, or it does not hold a JSON object.
     """
     return parse_object(read_bytes(path, max_bytes), path, has_unique_keys=has_unique_keys)
 
 
 def parse_object(content: bytes, path: Path, *, has_unique_keys: bool = False) -> dict[str, Any]:
-    """Return the JSON object that some bytes of a file hold.
+    """Return the JSON object in the bytes of a file.
 
     Raises:
         ModelError: They hold something else, or JSON that Python cannot hold.
@@ -155,15 +149,15 @@ def parse_object(content: bytes, path: Path, *, has_unique_keys: bool = False) -
         raise ModelError(f"{name_of(path)} cannot be read: its JSON is nested too deeply") from error
     except (json.JSONDecodeError, UnicodeDecodeError, _Unusable, MemoryError) as error:
         raise ModelError(f"{name_of(path)} cannot be read: {_short(error)}") from error
-    except ValueError as error:  # Python converts no longer ones
+    except ValueError as error:  # Python does not convert longer ones
         raise ModelError(f"{name_of(path)} cannot be read: a number in it has thousands of digits") from error
     if not isinstance(value, dict):
-        raise ModelError(f"{name_of(path)} cannot be read: it holds no JSON object")
+        raise ModelError(f"{name_of(path)} cannot be read: it does not hold a JSON object")
     return value
 
 
 def shown(value: object) -> str:
-    """Return a value of a file as a message shows it: in one line, of bounded length."""
+    """Return a value from a file for a message: in one line of bounded length."""
     shortener = Repr()
     shortener.maxstring = shortener.maxother = shortener.maxlong = _MAX_SHOWN
     shortener.maxlevel = 2
@@ -171,16 +165,24 @@ def shown(value: object) -> str:
 
 
 def name_of(value: object) -> str:
-    """Return a name from a file, or a path, as a message shows it: as it is unless it is long or not printable."""
+    """Return a name from a file, or a path, for a message: unchanged unless it is long or not printable."""
     text = str(value)
     return text if len(text) <= _MAX_NAME and text.isprintable() else shown(text)
 
 
 def listed(names: list[str]) -> str:
-    """Return names for a message: all of a few, the first of many."""
+    """Return names for a message: all of them if they are few, else the first."""
     rest = len(names) - _MAX_LISTED
     text = ", ".join(map(name_of, names[:_MAX_LISTED]))
     return f"{text} and {rest} more" if rest > 0 else text
+
+
+def _mode_of(path: Path) -> int:
+    """Return the mode bits of a path; 0 if there are none."""
+    try:
+        return path.stat().st_mode
+    except (OSError, ValueError):
+        return 0
 
 
 def _check_regular(path: Path, status: os.stat_result) -> None:

@@ -176,7 +176,7 @@ def test_a_truncated_file_is_named(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-10])
     assert "truncated" in error_of(folder)
     path.write_bytes(b"\x07")
-    assert "truncated or no safetensors file" in error_of(folder)
+    assert "truncated or is not a safetensors file" in error_of(folder)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Attention of one step over the block pool: written once, then read by groups of sequences at a time.
+"""Attention of one step over the block pool: K and V are written once, then groups of sequences read them.
 
 Sequences with equally few rows (decode steps, verifies) are attended together: their blocks are gathered into one
 padded ``[2, num_seqs, num_kv_heads, length, head_dim]`` and their query heads stacked per KV head. Longer chunks are
@@ -42,11 +42,11 @@ _PADDING_SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class StepArrays:
-    """Where the rows of a step lie; as in ``StepBatch``, all int32 and owned by the caller.
+    """The places of a step's rows, as in ``StepBatch``; all arrays are int32 and owned by the caller.
 
     Attributes:
         positions: [num_rows].
-        slot_mapping: [num_rows], -1 writes nothing.
+        slot_mapping: [num_rows]; -1 = do not write.
         cu_seqlens_q: [num_seqs + 1].
         kv_lens: [num_seqs].
         block_tables: [num_seqs, max_blocks].
@@ -60,13 +60,13 @@ class StepArrays:
 
 
 class StepAttention(Protocol):
-    """What a decoder layer asks of the KV pool during one step."""
+    """Gives the layers of the decoder access to the KV pool during one step."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Write the rows' K and V, then return every row's attention over its own sequence.
+        """Write K and V of the rows, then return the attention of every row over its own sequence.
 
         Args:
-            layer: Which layer.
+            layer: Number of the layer.
             query: [num_rows, num_heads, head_dim].
             key: [num_rows, num_kv_heads, head_dim].
             value: Like ``key``.
@@ -78,11 +78,11 @@ class StepAttention(Protocol):
 
 
 class PlainAttention:
-    """Composed of ``kernels.reference`` alone.
+    """Implements ``StepAttention`` with ``kernels.reference`` alone.
 
     Args:
-        pool: The KV pool, changed by :meth:`attend`.
-        step: Of this step.
+        pool: The KV pool; :meth:`attend` changes it.
+        step: The rows of the step.
     """
 
     def __init__(self, pool: Tensor, step: StepArrays) -> None:
@@ -99,13 +99,13 @@ class PlainAttention:
 
 
 class GroupedAttention:
-    """Few torch calls per layer, whatever the number of sequences.
+    """Implements ``StepAttention`` with few torch calls per layer, whatever the number of sequences.
 
-    All indices are computed once per step: a layer's part of the pool is the same rows, shifted.
+    All indices are computed once per step: the part of each layer in the pool is the same rows, shifted.
 
     Args:
-        pool: The KV pool, contiguous, changed by :meth:`attend`.
-        step: Of this step.
+        pool: The KV pool, contiguous; :meth:`attend` changes it.
+        step: The rows of the step.
         num_heads: Query heads.
     """
 
@@ -141,7 +141,7 @@ class GroupedAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """The pool seen as a matrix: a *piece* is one head's K or V of one block, ``block_size`` slots of ``head_dim``."""
+    """The pool as a matrix. A *piece* is K or V of one head in one block: ``block_size`` slots of ``head_dim``."""
 
     num_layers: int
     num_heads: int
@@ -161,14 +161,14 @@ class _Shape:
         return (first[:, None] + heads).reshape(-1)
 
     def pieces(self, block_tables: Int32Array) -> Int64Array:
-        """Return the pieces of layer 0, flat [2, seqs, num_kv_heads, blocks]: what a gather then is laid out as."""
+        """Return the pieces of layer 0, flat [2, seqs, num_kv_heads, blocks], in the order of the gathered copy."""
         first = block_tables.astype(np.int64) * (self.num_layers * 2 * self.num_kv_heads)
         heads = np.arange(2 * self.num_kv_heads, dtype=np.int64).reshape(2, 1, self.num_kv_heads, 1)
         return (first[None, :, None, :] + heads).reshape(-1)
 
 
 def _group_seqs(step: StepArrays, shape: _Shape) -> Iterator[Int64Array]:
-    """Yield sequences to attend together: the same number of rows, similarly long; long chunks alone."""
+    """Yield sequences to attend together: they have as many rows and similar lengths. A long chunk is alone."""
     num_rows = np.diff(step.cu_seqlens_q)
     order = np.lexsort((-step.kv_lens, num_rows))
     begin = 0
@@ -186,10 +186,10 @@ def _fits(step: StepArrays, shape: _Shape, num_rows: Int32Array, longest: int, c
 
 
 class _Group:
-    """Sequences attended in one go: ``q_len`` rows each, K and V padded to ``length``.
+    """Sequences that are attended together, with ``q_len`` rows each, and K and V padded to ``length``.
 
     Attributes:
-        rows: Which rows of the step, a slice where they are consecutive.
+        rows: The rows of the step; a slice if they are consecutive.
     """
 
     def __init__(self, shape: _Shape, step: StepArrays, seqs: Int64Array, pool: Tensor) -> None:
@@ -219,7 +219,7 @@ class _Group:
         return self._attend_chunk(query, key, value) if self._is_chunk else self._attend_short(query, key, value)
 
     def _attend_chunk(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend consecutive rows of one sequence tile by tile, each up to the last key it may see."""
+        """Attend consecutive rows of one sequence tile by tile, each tile up to the last key that it may see."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for begin in range(0, self._q_len, _TILE_ROWS):
             end = min(begin + _TILE_ROWS, self._q_len)
@@ -240,7 +240,7 @@ class _Group:
         return self._unstack(out, self._num_seqs)
 
     def _stack(self, query: Tensor, num_seqs: int) -> Tensor:
-        """Return [num_seqs, num_kv_heads, rows * num_queries_per_kv, head_dim]: all that reads one KV head."""
+        """Return [num_seqs, num_kv_heads, rows * num_queries_per_kv, head_dim]: the queries by their KV head."""
         shape = self._shape
         heads = query.view(num_seqs, -1, shape.num_kv_heads, shape.num_queries_per_kv, shape.head_dim)
         return heads.transpose(1, 2).reshape(num_seqs, shape.num_kv_heads, -1, shape.head_dim)
@@ -252,13 +252,13 @@ class _Group:
         return heads.transpose(1, 2).reshape(-1, shape.num_heads, shape.head_dim)
 
     def _future_mask(self, pool: Tensor) -> Tensor:
-        """Return what is added to the scores of a tile's rows and its own keys: float32 [stacked rows, rows]."""
+        """Return the mask that is added to the scores of a tile with its own keys: float32 [stacked rows, rows]."""
         num_rows = min(self._q_len, _TILE_ROWS)
         mask = torch.full((num_rows, num_rows), float("-inf"), device=pool.device).triu_(1)
         return mask.repeat_interleave(self._shape.num_queries_per_kv, 0)
 
     def _make_mask(self, positions: Int32Array, pool: Tensor) -> Tensor:
-        """Return what is added to the scores, [num_seqs, 1, rows * num_queries_per_kv, length], 0 or -inf."""
+        """Return the mask for the scores, [num_seqs, 1, rows * num_queries_per_kv, length], of 0 and -inf."""
         is_hidden = np.arange(self._length) > positions.reshape(self._num_seqs, 1, self._q_len, 1)
         is_hidden = is_hidden.repeat(self._shape.num_queries_per_kv, axis=2)
         mask = torch.zeros(is_hidden.shape, dtype=pool.dtype, device=pool.device)
@@ -266,7 +266,7 @@ class _Group:
 
 
 def _attend_tile(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Attend one tile of a chunk, as many KV heads at a time as the cache holds scores of.
+    """Attend one tile of a chunk, with as many KV heads at a time as their scores fit the processor's cache.
 
     Args:
         query: [num_kv_heads, stacked rows, head_dim].
@@ -289,9 +289,9 @@ def _attend_tile(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Ten
 
 
 def _attend_by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Attend by two batched products; scores keep 16 significant bits although each bfloat16 product rounds to 8.
+    """Attend by two batched products. The scores keep 16 significant bits, although bfloat16 rounds to 8.
 
-    ``low`` is what rounding lost from ``high``: the same product with ``high`` subtracted from its float32 sums.
+    ``low`` is the rounding error of ``high``: the same product with ``high`` subtracted from its float32 sums.
 
     Args:
         query: [..., rows, head_dim].
@@ -313,13 +313,13 @@ def _attend_by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor)
 
 
 def _own_blocks(block_tables: Int32Array, kv_lens: Int32Array, shape: _Shape) -> Int32Array:
-    """Return block tables whose padding repeats each sequence's first block."""
+    """Return the block tables, in which the first block of each sequence replaces the padding."""
     is_used = np.arange(block_tables.shape[1]) * shape.block_size < kv_lens[:, None]
     return np.where(is_used, block_tables, block_tables[:, :1])
 
 
 def _spread(is_stale: npt.NDArray[np.bool_], num_kv_heads: int) -> npt.NDArray[np.bool_]:
-    """Return [2, num_seqs, num_kv_heads, length] for [num_seqs, length], as the gathered slots lie."""
+    """Return [2, num_seqs, num_kv_heads, length] for [num_seqs, length], in the order of the gathered slots."""
     return np.broadcast_to(is_stale[None, :, None, :], (2, len(is_stale), num_kv_heads, is_stale.shape[1]))
 
 

@@ -1,8 +1,8 @@
-"""Which tensors the safetensors files of a folder hold, and where; nothing is read but the headers.
+"""List the tensors in the safetensors files of a folder; only the headers are read.
 
 The format (huggingface/safetensors, README "Format"): 8 bytes little-endian header length, a JSON header of
-``name -> {dtype, shape, data_offsets}``, then the bytes. It is parsed here rather than through the library so that
-tensors are read straight into their final memory: a mapped file would count twice against the peak RSS.
+``name -> {dtype, shape, data_offsets}``, then the bytes. It is parsed here and not by the library, so that tensors are
+read straight into their final memory: a mapped file would count twice in the peak RSS.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ferrule_server.model_files import (
 __all__ = ["DTYPE_BYTES", "StoredTensor", "list_tensors"]
 
 DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-"""Bytes per element of the dtypes a weight may be stored in."""
+"""Bytes per element of the dtypes in which weights may be stored."""
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -44,11 +44,11 @@ _MAX_NUMBER = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a checkpoint: where its bytes lie.
+    """One tensor of a checkpoint, and the place of its bytes.
 
     Attributes:
-        name: As in the checkpoint.
-        dtype: safetensors' name of it, such as ``BF16``.
+        name: Its name in the checkpoint.
+        dtype: Its type as safetensors names it, such as ``BF16``.
         shape: Row-major.
         path: The file.
         offset: First byte in the file.
@@ -64,17 +64,17 @@ class StoredTensor:
 
 
 class _BadFile(Exception):
-    """A file that does not follow the format; the message says how."""
+    """A file does not follow the format; the message says how."""
 
 
 def list_tensors(folder: Path) -> tuple[dict[str, StoredTensor], set[str], list[str]]:
-    """Return every stored tensor of a model folder, and everything wrong with its files.
+    """Return every tensor in the files of a model folder, and everything that is wrong with the files.
 
     Args:
         folder: Holds model.safetensors, or model.safetensors.index.json and its shards.
 
     Returns:
-        Tensors by name; names that are already accounted for by a problem; the problems in words.
+        The tensors by name; the names that a problem already mentions; the problems in words.
     """
     if os.path.exists(folder / _SINGLE_FILE):  # noqa: PTH110  (Path.exists raises for a folder that may not be read)
         return _merge(folder, [_SINGLE_FILE], None)
@@ -134,7 +134,7 @@ def _merge(
 
 
 def _names_by_file(weight_map: Mapping[str, str]) -> Mapping[str, list[str]]:
-    """Return the tensors of each file, an empty list for a file that the index does not name."""
+    """Return the names of the tensors of each file; an empty list for a file that the index does not name."""
     names: defaultdict[str, list[str]] = defaultdict(list)
     for name, file in weight_map.items():
         names[file].append(name)
@@ -142,7 +142,7 @@ def _names_by_file(weight_map: Mapping[str, str]) -> Mapping[str, list[str]]:
 
 
 def _compare_with_index(tensors: dict[str, StoredTensor], accounted: set[str], weight_map: dict[str, str]) -> list[str]:
-    """Return where the index and the shards disagree; a tensor that is nowhere is left to the caller to name."""
+    """Return where the index and the shards disagree. A tensor that no shard holds is not reported here."""
     problems = []
     for name, entry in tensors.items():
         place = f"tensor {name_of(name)} is in {name_of(entry.path.name)}"
@@ -154,16 +154,16 @@ def _compare_with_index(tensors: dict[str, StoredTensor], accounted: set[str], w
 
 
 def _read_header(path: Path, spare_bytes: int) -> tuple[list[StoredTensor], int]:
-    """Return the tensors of a file, and the size of its header, which may be at most ``spare_bytes``."""
+    """Return the tensors of a file, and the size of its header, which is at most ``spare_bytes``."""
     name = name_of(path.name)
     try:
         with open_file(path) as file:
             file_bytes = os.fstat(file.fileno()).st_size
             header_bytes = int.from_bytes(read_up_to(file, 8), "little")
             if file_bytes < 8 or not 2 <= header_bytes <= file_bytes - 8:
-                raise _BadFile(f"file {name} is truncated or no safetensors file")
+                raise _BadFile(f"file {name} is truncated or is not a safetensors file")
             if header_bytes > min(MAX_HEADER_BYTES, spare_bytes):
-                raise _BadFile(f"file {name} has a header of {header_bytes} bytes, more than is read")
+                raise _BadFile(f"file {name} has a header of {header_bytes} bytes, which is beyond the limit")
             header = parse_object(read_up_to(file, header_bytes), path, has_unique_keys=True)
     except FileMissing:
         raise _BadFile(f"shard file {name} is missing") from None
@@ -185,19 +185,19 @@ def _parse_entry(path: Path, name: str, value: object, data_start: int) -> Store
         raise _BadFile(f"{where}the header entry of {name_of(name)} is malformed")
     num_bytes = offsets[1] - offsets[0]
     if dtype in DTYPE_BYTES and num_bytes != prod(shape) * DTYPE_BYTES[dtype]:
-        raise _BadFile(f"{where}{name_of(name)} has {num_bytes} bytes, {dtype} {shape} needs others")
+        raise _BadFile(f"{where}{name_of(name)} has {num_bytes} bytes, which do not fit {dtype} {shape}")
     return StoredTensor(name, dtype, tuple(shape), path, data_start + offsets[0], num_bytes)
 
 
 def _is_sizes(value: object) -> TypeGuard[list[int]]:
-    """Return whether a value is a short list of numbers that a file may have as sizes or offsets."""
+    """Return whether a value is a short list of numbers in the range of sizes and offsets."""
     if not isinstance(value, list) or len(value) > _MAX_DIMENSIONS:
         return False
     return all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= _MAX_NUMBER for n in value)
 
 
 def _check_coverage(path: Path, entries: list[StoredTensor], data_start: int, file_bytes: int) -> None:
-    """Refuse overlaps, holes and truncation: the data must be exactly the tensors, end to end."""
+    """Refuse overlaps, holes and truncation: the tensors must cover the data exactly."""
     position, where = data_start, f"file {name_of(path.name)}"
     for entry in sorted(entries, key=lambda e: (e.offset, e.num_bytes)):
         if entry.offset != position:

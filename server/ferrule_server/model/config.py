@@ -1,4 +1,4 @@
-"""config.json and generation_config.json become one validated :class:`ModelConfig`, or one clear error.
+"""Read config.json and generation_config.json into one validated :class:`ModelConfig`.
 
 Both dialects of Hugging Face transformers are read: version 4 (``rope_theta``, ``rope_scaling``, ``torch_dtype``) and
 version 5 (``rope_parameters``, ``dtype``). The settings of each family stand in ``families/``. A setting that is not
@@ -26,13 +26,13 @@ _ROPE_KEYS: Final = ("type", "rope_type", "rope_theta", *_SCALING_KEYS)
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Llama 3.1's stretching of the rotary frequencies ("The Llama 3 Herd of Models", Grattafiori et al., 2024).
+    """How Llama 3.1 scales the rotary frequencies ("The Llama 3 Herd of Models", Grattafiori et al., 2024).
 
     Attributes:
-        factor: Low frequencies are divided by it.
-        low_freq_factor: Wavelengths above ``original_max_positions / low_freq_factor`` count as low frequencies.
-        high_freq_factor: Wavelengths below ``original_max_positions / high_freq_factor`` are kept as they are.
-        original_max_positions: Context length in tokens before the stretching.
+        factor: Divides low frequencies.
+        low_freq_factor: Wavelengths above ``original_max_positions / low_freq_factor`` are low frequencies.
+        high_freq_factor: Wavelengths below ``original_max_positions / high_freq_factor`` are not scaled.
+        original_max_positions: Context length in tokens before the scaling.
     """
 
     factor: float
@@ -43,26 +43,26 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Everything that decides the network; the one record of its sizes. ``num_kv_heads`` divides ``num_heads``.
+    """The network of a model, and the one record of its sizes; ``num_kv_heads`` divides ``num_heads``.
 
     Attributes:
         architecture: Class name as in config.json.
-        vocab_size: Rows of the embedding; may exceed the tokenizer's.
+        vocab_size: Rows of the embedding; they may exceed the vocabulary of the tokenizer.
         hidden_size: Width of the residual stream.
         num_layers: Decoder layers.
         num_heads: Query heads.
         num_kv_heads: Key and value heads.
         head_dim: Width of one head.
-        max_positions: Longest sequence in tokens the model was made for.
+        max_positions: Longest sequence in tokens for which the model was trained.
         intermediate_size: Width inside the feed-forward part; 0: there is none.
-        norm_eps: Added to the mean square in every RMSNorm.
+        norm_eps: The number added to the mean square in every RMSNorm.
         rope_theta: Base of the rotary frequencies.
         rope_scaling: None for plain rope.
         is_tied: The output head is the embedding.
         has_qk_norm: Query and key heads are normalised before the rotation (Qwen3).
         has_attention_bias: The four attention projections carry biases.
         has_mlp_bias: The three feed-forward projections carry biases.
-        eos_ids: Tokens that end a text, generation_config.json first.
+        eos_ids: Tokens that end a text: those of generation_config.json, else those of config.json.
     """
 
     architecture: str
@@ -88,10 +88,10 @@ def read_config(folder: Path) -> ModelConfig:
     """Return the configuration of a model folder.
 
     Args:
-        folder: Holds config.json and perhaps generation_config.json.
+        folder: Holds config.json, and generation_config.json if the model has one.
 
     Raises:
-        ModelError: A file is missing or broken, or the model is one this server cannot run exactly.
+        ModelError: A file is missing or broken, or this server cannot run the model exactly.
     """
     try:
         raw = read_object(folder / "config.json", MAX_CONFIG_BYTES)
@@ -110,7 +110,7 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Model
 
     Args:
         raw: Parsed config.json.
-        generation: Parsed generation_config.json, empty where there is none.
+        generation: Parsed generation_config.json; empty if there is none.
 
     Raises:
         ModelError: A value is missing, malformed or not supported; the message names it.
@@ -151,7 +151,7 @@ def _family(raw: Mapping[str, Any]) -> Family:
 
 
 def _rope_values(values: ConfigValues, max_positions: int) -> ConfigValues:
-    """Return the settings of rotary positions from either dialect; version 5's keys win where both are present."""
+    """Return the settings of rotary positions in either dialect; if both are present, version 5 has precedence."""
     merged: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         part = values.get(key)

@@ -1,4 +1,4 @@
-"""The decoder in torch: rows of many sequences through the linears together, attention by sequence."""
+"""The decoder in torch. Rows of many sequences pass the linear layers together; attention is by sequence."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from ferrule_server.model.weights import LayerWeights, ModelWeights
 
 __all__ = ["Decoder"]
 
-# Rows that go through the linears at a time: enough to be fast, few enough to bound what activations take.
+# Rows that pass the linear layers at a time: enough to be fast, few enough to bound the memory of activations.
 _TILE_ROWS = 512
-# Rows normalised and rotated at a time: bounds their float32 copies, without waking threads for too little each time.
+# Rows normalised and rotated at a time: bounds their float32 copies, but leaves each thread enough work.
 _ROTATED_ROWS = 256
 
 
@@ -54,13 +54,13 @@ class _NoAttention:
 
 
 class Decoder:
-    """Qwen3 or Llama over weights it owns; holds no state between steps.
+    """Runs the network of a :class:`ModelConfig` over weights that it owns; it holds no state between steps.
 
     Args:
-        config: What decides the network.
-        weights: Taken over: the layers are removed from it one by one as they are packed.
-        device: Where the weights are moved to.
-        is_plain: Use ``kernels.reference`` for every linear, as the definition to compare with.
+        config: The network.
+        weights: The decoder takes them over and removes the layers one by one as they are packed.
+        device: The weights are moved there.
+        is_plain: Use ``kernels.reference`` for every linear layer, as the definition to compare with.
     """
 
     def __init__(
@@ -82,20 +82,20 @@ class Decoder:
 
     @property
     def plain_weights(self) -> ModelWeights | None:
-        """The very tensors this decoder reads, on its device; None where they are packed."""
+        """The tensors that this decoder reads, on its device; None if they are packed."""
         return self._plain
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: StepAttention, output_rows: Tensor) -> Tensor:
-        """Run a step: write the rows' KV through ``attention`` and return the hidden states of the rows asked for.
+        """Run a step: write the KV of its rows through ``attention``, and return the hidden states of some rows.
 
         Args:
             token_ids: int64 [num_rows].
             positions: int64 [num_rows].
-            attention: Of this step.
-            output_rows: int64 [num_outputs].
+            attention: Reads and writes the KV pool for this step.
+            output_rows: int64 [num_outputs], the rows to return.
 
         Returns:
-            [num_outputs, hidden_size] after the final norm, what :meth:`head` reads.
+            [num_outputs, hidden_size] after the final norm, as :meth:`head` takes them.
         """
         hidden = self._embed(token_ids)
         rotation = _rotation(positions, self._frequencies)
@@ -136,7 +136,7 @@ class Decoder:
             self._feed_forward(layer, hidden[tile], attended[tile])
 
     def _project(self, layer: _Layer, hidden: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query, key and value, each [rows, its heads, head_dim], the first two normalised and rotated."""
+        """Return query, key and value [rows, heads, head_dim]; query and key are normalised and rotated."""
         config = self._config
         parts = [
             layer.qkv(reference.rms_norm(hidden[tile], layer.input_norm, config.norm_eps))
@@ -154,9 +154,9 @@ class Decoder:
         return rotated[:, : config.num_heads], rotated[:, config.num_heads :], value
 
     def _rotate(self, layer: _Layer, heads: Tensor, rotation: Tensor) -> Tensor:
-        """Return heads [rows, num_heads + num_kv_heads, head_dim] normalised (Qwen3) and rotated, all in float32.
+        """Return heads [rows, num_heads + num_kv_heads, head_dim], normalised if the family does so, and rotated.
 
-        ``roll`` swaps the halves; the sign of the first is in the sine.
+        It computes in float32. ``roll`` swaps the halves; the sine carries the sign of the first half.
         """
         wide = heads.float()
         if layer.qk_norm is not None:
@@ -166,7 +166,7 @@ class Decoder:
         return torch.addcmul(wide * rotation[0], swapped, rotation[1]).to(heads.dtype)
 
     def _feed_forward(self, layer: _Layer, hidden: Tensor, attended: Tensor) -> None:
-        """Add to the rows of ``hidden``, in place, what attention and then the feed-forward part give."""
+        """Add the output of attention to ``hidden`` in place, then that of the feed-forward part."""
         hidden += layer.attention_out(attended)
         normed = reference.rms_norm(hidden, layer.post_attention_norm, self._config.norm_eps)
         hidden += layer.down(reference.swiglu(layer.gate_up(normed)))
@@ -177,13 +177,13 @@ def _tiles(num_rows: int, size: int) -> list[slice]:
 
 
 def _rotation(positions: Tensor, frequencies: Tensor) -> Tensor:
-    """Return cosine and signed sine of every row for all of head_dim: float32 [2, rows, 1, head_dim]."""
+    """Return the cosine and the signed sine of every row over the whole head: float32 [2, rows, 1, head_dim]."""
     cos, sin = reference.rope_angles(positions, frequencies)
     return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))).unsqueeze(2)
 
 
 def _take_ends(weights: ModelWeights, device: torch.device) -> ModelWeights:
-    """Return embedding, output head and final norm on the device; the matrices are removed from ``weights``."""
+    """Move embedding, output head and final norm to the device; remove the matrices from ``weights``."""
     embedding = weights.embedding.to(device)
     head = embedding if weights.head is weights.embedding else weights.head.to(device)
     del weights.embedding, weights.head
@@ -191,7 +191,7 @@ def _take_ends(weights: ModelWeights, device: torch.device) -> ModelWeights:
 
 
 def _prepare_ends(ends: ModelWeights, make: MakeLinear) -> tuple[Embed, Linear]:
-    """Return embedding and output head; the plain matrices are removed from ``ends``."""
+    """Return embedding and output head, ready to run; remove the plain matrices from ``ends``."""
     embedding, head = ends.embedding, ends.head
     del ends.embedding, ends.head
     if head is not embedding:
@@ -200,13 +200,13 @@ def _prepare_ends(ends: ModelWeights, make: MakeLinear) -> tuple[Embed, Linear]:
 
 
 def _moved(layer: LayerWeights, device: torch.device) -> LayerWeights:
-    """Return a layer whose tensors lie on the device."""
+    """Return the layer with its tensors on the device."""
     tensors = {field.name: getattr(layer, field.name) for field in fields(layer)}
     return replace(layer, **{name: tensor.to(device) for name, tensor in tensors.items() if tensor is not None})
 
 
 def _prepare_layer(config: ModelConfig, weights: LayerWeights, make: MakeLinear) -> _Layer:
-    """Return a layer ready to run; each plain weight is let go of as soon as it is packed."""
+    """Return a layer that is ready to run; each plain weight is dropped as soon as it is packed."""
 
     def linear(name: str) -> Linear:
         weight, bias = getattr(weights, name), getattr(weights, f"{name}_bias")
@@ -225,7 +225,7 @@ def _prepare_layer(config: ModelConfig, weights: LayerWeights, make: MakeLinear)
 
 
 def _stack_norms(config: ModelConfig, weights: LayerWeights) -> Tensor | None:
-    """Return the head norms repeated for every query and key head, so that one norm covers both."""
+    """Return the norm of heads, repeated for each query and key head, so that one norm covers all; None if none."""
     if weights.q_norm is None or weights.k_norm is None:
         return None
     q_norm = weights.q_norm.expand(config.num_heads, -1)

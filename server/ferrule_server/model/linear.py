@@ -1,7 +1,7 @@
-"""Linear layers of the decoder, with weights repacked for oneDNN where that is faster.
+"""Linear layers of the decoder, with weights repacked for oneDNN if that is faster.
 
-Measured on 2 Zen 5 cores: packed bfloat16 weights are read at 30-38 GB/s by 1 to 4 rows, plain ones at 21-24 GB/s; in
-float32 batched rows and prefill gain a factor of 2. The packed weight replaces the plain one, so memory stays the same.
+Measured on 2 Zen 5 cores: 1 to 4 rows read packed bfloat16 weights at 30-38 GB/s and plain ones at 21-24 GB/s. In
+float32, batches and prefill are twice as fast. The packed weight replaces the plain one, so memory stays the same.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ MakeLinear = Callable[[Tensor, Tensor | None], Linear]
 
 
 def plain_linear(weight: Tensor, bias: Tensor | None) -> Linear:
-    """Return the linear layer of a weight [out_features, in_features] as it is."""
+    """Return the linear layer of a weight [out_features, in_features] that is not repacked."""
     return lambda x: reference.linear(x, weight, bias)
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None) -> Linear:
-    """Return the same layer over a repacked copy; the caller drops ``weight`` to free it.
+    """Return the linear layer over a repacked copy of a weight; the caller then drops ``weight``.
 
     Args:
-        weight: [out_features, in_features] on the CPU, where :func:`can_pack` holds.
+        weight: [out_features, in_features] on the CPU, for which :func:`can_pack` is true.
         bias: [out_features], or None.
     """
     return _run_packed(_pack(weight), bias)
@@ -61,13 +61,13 @@ def plain_embedding(weight: Tensor) -> Embed:
 
 
 def tied_ends(weight: Tensor) -> tuple[Embed, Linear]:
-    """Return lookup and output head of one matrix, the head packed.
+    """Return the embedding and the output head of one matrix, the head packed.
 
-    A small matrix is kept twice. A large one is kept packed only, and its rows are looked up in the packed memory,
-    provided that oneDNN laid it out as expected, which is checked bit for bit; else it is kept plain only.
+    A small matrix is kept twice. A large one is kept packed only, and its rows are looked up in the packed memory if
+    oneDNN laid it out as expected, which is checked bit for bit. Otherwise it is kept plain only.
 
     Args:
-        weight: [vocab_size, hidden_size] on the CPU, where :func:`can_pack` holds; the caller drops it.
+        weight: [vocab_size, hidden_size] on the CPU, for which :func:`can_pack` is true; the caller then drops it.
     """
     packed = _pack(weight)
     if weight.nbytes <= _SMALL_BYTES:
@@ -79,7 +79,7 @@ def tied_ends(weight: Tensor) -> tuple[Embed, Linear]:
 
 
 def _pack(weight: Tensor) -> Tensor:
-    """Return an opaque packed copy, moved to huge pages."""
+    """Return an opaque packed copy in huge pages."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 1)  # noqa: SLF001  (no public name exists)
     use_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))  # noqa: SLF001
     return packed
@@ -96,9 +96,9 @@ def _run_packed(packed: Tensor, bias: Tensor | None) -> Linear:
 
 
 def _packed_lookup(packed: Tensor, weight: Tensor) -> Embed | None:
-    """Return the lookup of rows in packed bfloat16 memory, or None where its layout is another.
+    """Return the lookup of rows in packed bfloat16 memory, or None if its layout is not the expected one.
 
-    The layout: panels of 64 rows, in each the pairs of columns one after the other, in each pair 64 times two values::
+    The expected layout is panels of 64 rows. A panel holds its pairs of columns in order, each 64 times 2 values::
 
         packed[panel][pair][row][2]  =  weight[64 * panel + row][2 * pair : 2 * pair + 2]
     """
@@ -117,7 +117,7 @@ def _packed_lookup(packed: Tensor, weight: Tensor) -> Embed | None:
 
 
 def _is_same(panels: Tensor, weight: Tensor) -> bool:
-    """Return whether every row of the packed panels is, bit for bit, the row of the plain weight."""
+    """Return whether the rows of the packed panels equal those of the plain weight bit for bit."""
     for index, panel in enumerate(panels.view(torch.int16)):
         rows = weight[index * _PANEL_ROWS : (index + 1) * _PANEL_ROWS].view(torch.int16)
         if not torch.equal(panel.transpose(0, 1).flatten(1), rows):
@@ -126,7 +126,7 @@ def _is_same(panels: Tensor, weight: Tensor) -> bool:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Return whether oneDNN packs and multiplies this weight here, tried on a small piece of it."""
+    """Return whether oneDNN packs and multiplies this weight on this machine; a small piece of it is tried."""
     if weight.device.type != "cpu":
         return False
     try:

@@ -1,7 +1,7 @@
-"""Safetensors of a Hugging Face folder become the tensors the decoder uses, all of them or a clear error.
+"""Read the safetensors of a Hugging Face folder into the tensors of the decoder.
 
-Every tensor is checked by name, shape and dtype before memory is allocated, then read straight into its final place:
-q, k and v are rows of one matrix, so are gate and up. The bytes are hashed while they are read.
+The name, shape and dtype of every tensor are checked before memory is allocated. Then each tensor is read straight into
+its final place: q, k and v are rows of one matrix, and so are gate and up. The bytes are hashed while they are read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ _MAX_PROBLEMS = 100
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One decoder layer, all of one dtype; ``q`` is num_heads * head_dim, ``kv`` is num_kv_heads * head_dim.
+    """The weights of one decoder layer, all of one dtype.
+
+    ``q`` stands for num_heads * head_dim, and ``kv`` for num_kv_heads * head_dim.
 
     Attributes:
         input_norm: [hidden_size].
@@ -74,7 +76,7 @@ class ModelWeights:
 
     Attributes:
         embedding: [vocab_size, hidden_size].
-        head: [vocab_size, hidden_size]; the very tensor ``embedding`` when tied.
+        head: [vocab_size, hidden_size]; if tied, the tensor ``embedding`` itself.
         final_norm: [hidden_size].
         layers: In order.
     """
@@ -85,38 +87,29 @@ class ModelWeights:
     layers: list[LayerWeights] = field(default_factory=list)
 
 
+@dataclass(slots=True, eq=False)
 class LoadedModel:
-    """A model in memory, until its weights are taken by the one executor that runs it.
+    """A model in memory, until the one executor that runs it takes the weights.
 
-    Args:
-        config: What decides the network.
-        model_id: Name of the folder.
+    Attributes:
+        config: The network.
+        model_id: Name of the folder, or of the model on the hub.
         dtype: ``float32`` or ``bfloat16``, of weights, activations and KV.
         fingerprint: 32 bytes over weights, dtypes and everything else that decides the KV.
         num_parameters: Distinct parameters, tied ones once.
-        weights: Owned by this object until :meth:`take_weights`.
+        weights: None once they are taken.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        model_id: str,
-        dtype: DTypeName,
-        fingerprint: bytes,
-        num_parameters: int,
-        weights: ModelWeights,
-    ) -> None:
-        self.config = config
-        self.model_id = model_id
-        self.dtype = dtype
-        self.fingerprint = fingerprint
-        self.num_parameters = num_parameters
-        self._weights: ModelWeights | None = weights
+    config: ModelConfig
+    model_id: str
+    dtype: DTypeName
+    fingerprint: bytes
+    num_parameters: int
+    weights: ModelWeights | None
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The torch name of ``dtype``."""
+        """``dtype`` as torch names it."""
         return _TORCH_DTYPES[self.dtype]
 
     @property
@@ -125,28 +118,28 @@ class LoadedModel:
         return self.num_parameters * self.torch_dtype.itemsize
 
     def take_weights(self) -> ModelWeights:
-        """Hand the weights over; the executor may repack and free them one by one, so it happens once.
+        """Return the weights and forget them: the executor may repack and free them one by one.
 
         Raises:
             ModelError: They were taken before.
         """
-        if self._weights is None:
+        if self.weights is None:
             raise ModelError(f"the weights of {self.model_id} were taken already; load the model again")
-        weights, self._weights = self._weights, None
+        weights, self.weights = self.weights, None
         return weights
 
 
 def load_model(folder: Path, *, dtype: DTypeName, on_progress: Progress | None = None) -> LoadedModel:
-    """Return the model of a Hugging Face folder, its weights converted to ``dtype``.
+    """Return the model of a Hugging Face folder, with its weights converted to ``dtype``.
 
     Args:
         folder: Holds config.json and *.safetensors, one file or shards with an index.
         dtype: Of weights, activations and KV.
-        on_progress: Called with (bytes read, bytes in all), now and then and at the end.
+        on_progress: Called with (bytes read, bytes in total) after each chunk.
 
     Raises:
-        ModelError: The model is not supported, or its files do not hold exactly the tensors it needs; every missing,
-            unexpected, mis-shaped or broken part is named. No weights are allocated then.
+        ModelError: The model is not supported, or its files do not hold exactly the tensors that it needs. The message
+            names every tensor that is missing, unexpected, broken or of another shape. No weights are allocated then.
     """
     config = read_config(folder)
     stored = _check_tensors(folder, config)
@@ -154,10 +147,10 @@ def load_model(folder: Path, *, dtype: DTypeName, on_progress: Progress | None =
         weights, places = _allocate(config, _TORCH_DTYPES[dtype], new_tensor)
     except (MemoryError, OSError, OverflowError, RuntimeError, ValueError) as error:
         raise ModelError(f"no memory for the weights of {folder}: {error}") from error
-    digests = _read_all(stored, places, on_progress or _no_progress)
+    digests = _read_all(stored, places, on_progress or (lambda _done, _total: None))
     _check_tied_head(config, digests)
     return LoadedModel(
-        config,
+        config=config,
         model_id=folder.resolve().name.encode(errors="replace").decode(),  # on a disk a name need not be UTF-8
         dtype=dtype,
         fingerprint=_fingerprint(config, digests, dtype),
@@ -166,14 +159,10 @@ def load_model(folder: Path, *, dtype: DTypeName, on_progress: Progress | None =
     )
 
 
-def _no_progress(done_bytes: int, total_bytes: int) -> None:
-    """Progress nobody asked for."""
-
-
 def _allocate(
     config: ModelConfig, dtype: torch.dtype, new: Callable[[Sequence[int], torch.dtype], torch.Tensor]
 ) -> tuple[ModelWeights, dict[str, torch.Tensor]]:
-    """Return empty weights and, for every tensor name of the checkpoint, the part of them it fills."""
+    """Return empty weights, and the part of them that each tensor of the checkpoint fills, by its name."""
     vocab_shape = (config.vocab_size, config.hidden_size)
     embedding = new(vocab_shape, dtype)
     head = embedding if config.is_tied else new(vocab_shape, dtype)
@@ -181,60 +170,47 @@ def _allocate(
     places = {_EMBEDDING: embedding, "model.norm.weight": weights.final_norm}
     if not config.is_tied:
         places[_HEAD] = head
+    parts_by_field = _layer_parts(config)
     for index in range(config.num_layers):
-        layer = _allocate_layer(config, lambda *shape: new(shape, dtype))
-        weights.layers.append(layer)
-        places.update((f"model.layers.{index}.{name}", place) for name, place in _layer_places(config, layer).items())
+        tensors = {}
+        for name, parts in parts_by_field.items():
+            num_rows = [shape[0] for shape in parts.values()]
+            tensors[name] = new((sum(num_rows), *next(iter(parts.values()))[1:]), dtype)
+            pieces = torch.split(tensors[name], num_rows)
+            places.update((f"model.layers.{index}.{part}", piece) for part, piece in zip(parts, pieces, strict=True))
+        weights.layers.append(LayerWeights(**tensors))
     return weights, places
 
 
-def _allocate_layer(config: ModelConfig, new: Callable[..., torch.Tensor]) -> LayerWeights:
+def _layer_parts(config: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return, for each field of :class:`LayerWeights`, the shapes of its parts by their names in the checkpoint.
+
+    The rows of the parts follow each other in the field.
+    """
     hidden, intermediate = config.hidden_size, config.intermediate_size
     num_q, num_kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    layer = LayerWeights(
-        input_norm=new(hidden),
-        qkv=new(num_q + 2 * num_kv, hidden),
-        attention_out=new(hidden, num_q),
-        post_attention_norm=new(hidden),
-        gate_up=new(2 * intermediate, hidden),
-        down=new(hidden, intermediate),
+    qkv = {"self_attn.q_proj": num_q, "self_attn.k_proj": num_kv, "self_attn.v_proj": num_kv}
+    projections = (
+        ("qkv", qkv, hidden, config.has_attention_bias),
+        ("attention_out", {"self_attn.o_proj": hidden}, num_q, config.has_attention_bias),
+        ("gate_up", {"mlp.gate_proj": intermediate, "mlp.up_proj": intermediate}, hidden, config.has_mlp_bias),
+        ("down", {"mlp.down_proj": hidden}, intermediate, config.has_mlp_bias),
     )
-    if config.has_qk_norm:
-        layer.q_norm, layer.k_norm = new(config.head_dim), new(config.head_dim)
-    if config.has_attention_bias:
-        layer.qkv_bias, layer.attention_out_bias = new(num_q + 2 * num_kv), new(hidden)
-    if config.has_mlp_bias:
-        layer.gate_up_bias, layer.down_bias = new(2 * intermediate), new(hidden)
-    return layer
-
-
-def _layer_places(config: ModelConfig, layer: LayerWeights) -> dict[str, torch.Tensor]:
-    """Return the parts of one layer by the checkpoint's names."""
-    num_q, num_kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    places: dict[str, torch.Tensor | None] = {
-        "input_layernorm.weight": layer.input_norm,
-        "post_attention_layernorm.weight": layer.post_attention_norm,
-        "self_attn.q_norm.weight": layer.q_norm,
-        "self_attn.k_norm.weight": layer.k_norm,
-        "self_attn.o_proj.weight": layer.attention_out,
-        "self_attn.o_proj.bias": layer.attention_out_bias,
-        "mlp.down_proj.weight": layer.down,
-        "mlp.down_proj.bias": layer.down_bias,
+    parts: dict[str, dict[str, tuple[int, ...]]] = {
+        "input_norm": {"input_layernorm.weight": (hidden,)},
+        "post_attention_norm": {"post_attention_layernorm.weight": (hidden,)},
     }
-    for suffix, qkv, gate_up in (("weight", layer.qkv, layer.gate_up), ("bias", layer.qkv_bias, layer.gate_up_bias)):
-        if qkv is not None:
-            parts = torch.split(qkv, [num_q, num_kv, num_kv])
-            places.update((f"self_attn.{name}_proj.{suffix}", part) for name, part in zip("qkv", parts, strict=True))
-        if gate_up is not None:
-            halves = torch.split(gate_up, config.intermediate_size)
-            places.update(
-                (f"mlp.{name}_proj.{suffix}", part) for name, part in zip(("gate", "up"), halves, strict=True)
-            )
-    return {name: place for name, place in places.items() if place is not None}
+    if config.has_qk_norm:
+        parts |= {f"{name}_norm": {f"self_attn.{name}_norm.weight": (config.head_dim,)} for name in "qk"}
+    for field_name, rows, width, has_bias in projections:
+        parts[field_name] = {f"{name}.weight": (num_rows, width) for name, num_rows in rows.items()}
+        if has_bias:
+            parts[f"{field_name}_bias"] = {f"{name}.bias": (num_rows,) for name, num_rows in rows.items()}
+    return parts
 
 
 def _check_tensors(folder: Path, config: ModelConfig) -> list[StoredTensor]:
-    """Return the tensors to read, in file order, once the folder holds exactly what the model needs."""
+    """Return the tensors to read, in file order; refuse a folder that does not hold exactly what the model needs."""
     stored, accounted, problems = list_tensors(folder)
     _, places = _allocate(config, torch.float32, lambda shape, dtype: torch.empty(*shape, dtype=dtype, device="meta"))
     shapes = {name: tuple(place.shape) for name, place in places.items()}
@@ -250,14 +226,14 @@ def _check_tensors(folder: Path, config: ModelConfig) -> list[StoredTensor]:
 
 
 def _complaint(folder: Path, problems: list[str]) -> str:
-    """Return one message for everything that is wrong with a folder, at most as much as somebody would read."""
+    """Return one message for everything that is wrong with a folder, with a bounded number of problems."""
     rest = len(problems) - _MAX_PROBLEMS
     more = [f"and {rest} more"] if rest > 0 else []
     return "\n  - ".join([f"model folder {folder} cannot be loaded:", *problems[:_MAX_PROBLEMS], *more])
 
 
 def _is_ignorable(name: str) -> bool:
-    """Old checkpoints store the rotary frequencies, which config.json decides."""
+    """Return whether a tensor holds rotary frequencies, which old checkpoints store; config.json decides them."""
     return name.endswith("rotary_emb.inv_freq")
 
 
@@ -273,7 +249,7 @@ def _problem_of(entry: StoredTensor, shapes: dict[str, tuple[int, ...]]) -> str 
 
 
 def _read_all(stored: list[StoredTensor], places: dict[str, torch.Tensor], on_progress: Progress) -> dict[str, bytes]:
-    """Fill every place and return the SHA-256 of every tensor's stored bytes with its dtype and shape."""
+    """Fill every place. Return the SHA-256 of each tensor's dtype, shape and stored bytes."""
     total_bytes = sum(entry.num_bytes for entry in stored)
     done_bytes = 0
     digests: dict[str, bytes] = {}
@@ -290,12 +266,12 @@ def _read_all(stored: list[StoredTensor], places: dict[str, torch.Tensor], on_pr
 
 
 class _ChunkReader:
-    """Reads one tensor in chunks, straight into its place when the dtypes agree, through ``staging`` otherwise.
+    """Reads one tensor in chunks: straight into its place if the dtypes agree, else through ``staging``.
 
     Args:
-        entry: What to read.
-        place: Where it goes, contiguous; None to read it for its digest only.
-        staging: uint8 [_CHUNK_BYTES], scratch shared between tensors.
+        entry: The tensor to read.
+        place: Its destination, contiguous; None: it is read for its digest only.
+        staging: uint8 [_CHUNK_BYTES], scratch memory that tensors share.
     """
 
     def __init__(self, entry: StoredTensor, place: torch.Tensor | None, staging: torch.Tensor) -> None:
@@ -305,7 +281,7 @@ class _ChunkReader:
         self._stored_dtype = _STORED_DTYPES[entry.dtype]
 
     def chunks(self) -> Iterator[memoryview]:
-        """Yield the stored bytes as buffers, each valid until the next is asked for."""
+        """Yield the stored bytes as buffers; each is valid until the next one is requested."""
         with open_file(self._entry.path) as file:
             file.seek(self._entry.offset)
             for begin in range(0, self._entry.num_bytes, _CHUNK_BYTES):
@@ -340,13 +316,13 @@ def _read_exactly(file: FileIO, buffer: memoryview, entry: StoredTensor) -> None
 
 
 def _check_tied_head(config: ModelConfig, digests: dict[str, bytes]) -> None:
-    """Refuse a stored head that differs from the embedding it is said to be tied to."""
+    """Refuse a stored head that differs from the embedding to which config.json ties it."""
     if config.is_tied and digests.get(_HEAD, digests[_EMBEDDING]) != digests[_EMBEDDING]:
         raise ModelError(f"config.json ties the output head, yet {_HEAD} differs from {_EMBEDDING}")
 
 
 def _fingerprint(config: ModelConfig, digests: dict[str, bytes], dtype: DTypeName) -> bytes:
-    """Return 32 bytes that decide the KV: equal for equal networks, however their files are sharded."""
+    """Return 32 bytes that are equal for equal networks, however their files are sharded."""
     network = asdict(replace(config, eos_ids=(), max_positions=1))
     digest = hashlib.sha256(b"ferrule-model-1\0")
     digest.update(json.dumps({"network": network, "dtype": dtype, "kv_dtype": dtype}, sort_keys=True).encode())

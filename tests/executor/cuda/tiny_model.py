@@ -66,7 +66,7 @@ def tiny_model(kind: str = "qwen3", *, num_layers: int = 2, seed: int = 0) -> Lo
     embedding = matrix(vocab, hidden)
     head = embedding if config.is_tied else matrix(vocab, hidden)
     return LoadedModel(
-        config,
+        config=config,
         model_id=kind,
         dtype="bfloat16",
         fingerprint=bytes(32),

@@ -7,8 +7,8 @@ qwen3.py     Qwen3, dense
 
 To add a family, write its file, add it to :data:`FAMILIES`, and add a case to ``tests/model/conftest.py``, which
 compares the decoder with transformers. ``tests/model/test_families.py`` compares the defaults with transformers. If the
-family computes something new, add a field to ``ModelConfig``: ``weights.py`` maps the tensors and ``decoder.py`` runs
-them. If the kernels for GPUs do not compute it, ``executor/cuda/kernel_choice.py`` must refuse it.
+family computes something new, add a field to ``ModelConfig``: ``_layer_parts`` of ``weights.py`` maps the tensors and
+``decoder.py`` runs them. If the kernels for GPUs do not compute it, ``executor/cuda/kernel_choice.py`` must refuse it.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""The part of the hub's cache on this disk that holds one model: blobs, snapshots that link to them, and refs.
+"""One model in the hub's cache on this disk: blobs, snapshots that link to them, and refs.
 
-The layout is huggingface_hub's own, documented there under "Understand caching", so that whatever else fetched a model
-is found here, and the other way round::
+The layout is that of huggingface_hub, documented there under "Understand caching", so that all tools find the models
+that any of them fetched::
 
-    models--org--name/blobs/ETAG                    the bytes, under the name the hub gives them
+    models--org--name/blobs/ETAG                    the bytes, under the name that the hub gives them
     models--org--name/snapshots/COMMIT/config.json  a link to a blob
     models--org--name/refs/main                     the commit a branch or tag meant when it was last looked up
 
-What is still being fetched lies beside the blobs, one file for each fetch, as ETAG.HOST.FETCH.ferrule.incomplete; HOST
-stands for one start of a kernel, whose processes see each other's locks.
+A fetch writes to a file of its own beside the blobs, ETAG.HOST.FETCH.ferrule.incomplete. HOST stands for one boot of a
+kernel, whose processes see each other's locks.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 class HubCache:
     """One model in the cache.
 
-    Invariant: a file in ``snapshots`` is whole; what is still being fetched lies in ``blobs`` under another name.
+    Invariant: a file in ``snapshots`` is complete; an incomplete one lies in ``blobs`` under another name.
 
     Args:
         root: The cache, usually ``~/.cache/huggingface/hub``.
-        name: Of the model, ``org/name``.
+        name: The model, ``org/name``.
     """
 
     def __init__(self, root: Path, name: str) -> None:
         self.folder = root / f"models--{name.replace('/', '--')}"
 
     def commit_of(self, revision: str) -> str | None:
-        """Return the commit a revision meant when it was last looked up; a commit means itself, None: unknown."""
+        """Return the commit of a revision when it was last looked up, or of a commit itself; None if it is unknown."""
         if _COMMIT.fullmatch(revision):
             return revision
         try:
@@ -60,41 +60,37 @@ class HubCache:
         return self.folder / "snapshots" / commit
 
     def blob(self, etag: str) -> Path:
-        """Return where the bytes of a file lie once they are whole."""
+        """Return the path of a file's bytes once they are complete."""
         return self.folder / "blobs" / etag
 
     def parts(self, etag: str) -> list[Path]:
-        """Return the partial files of a file, of all fetches."""
+        """Return the partial files of all fetches of a file."""
         return sorted((self.folder / "blobs").glob(f"{etag}*{_PART_SUFFIX}"))
 
     def new_part(self, etag: str) -> Path:
-        """Return a name for the partial file of one fetch."""
+        """Return a new path for the partial file of one fetch."""
         return self.folder / "blobs" / f"{etag}.{_host()}.{secrets.token_hex(6)}{_PART_SUFFIX}"
 
     def is_of_this_host(self, part: Path) -> bool:
-        """Whether a partial file was made on this host since it was started."""
+        """Return whether a partial file was made on this host since its last boot."""
         return part.name.split(".")[1] == _host()
 
     def lock(self, etag: str) -> Path:
-        """Return what is locked while a file is fetched, where huggingface_hub keeps its own locks."""
+        """Return the lock file of a fetch, beside the locks of huggingface_hub."""
         return self.folder.parent / ".locks" / self.folder.name / f"{etag}{_LOCK_SUFFIX}"
 
     def is_complete(self, commit: str) -> bool:
-        """Whether configuration and weights of a commit are there; they are linked last, so the rest is then too."""
+        """Return whether a commit has its configuration and weights. Weights are linked last, so it then has all."""
         folder = self.snapshot(commit)
-        if not is_file(folder / "config.json"):
-            return False
-        if is_file(folder / SINGLE_FILE):
-            return True
-        shards = shards_of(folder)
-        return bool(shards) and all(is_file(folder / name) for name in shards)
+        weights = [SINGLE_FILE] if is_file(folder / SINGLE_FILE) else shards_of(folder)
+        return bool(weights) and all(is_file(folder / name) for name in ("config.json", *weights))
 
     def has_tokenizer(self, commit: str) -> bool:
-        """Whether a commit's tokenizer is there; another tool may have fetched the weights alone."""
+        """Return whether a commit has its tokenizer; another tool may have fetched the weights alone."""
         return is_file(self.snapshot(commit) / "tokenizer.json")
 
     def link(self, commit: str, path: str, etag: str) -> None:
-        """Give a whole blob its name in a snapshot; where the disk knows no links, the blob moves there.
+        """Give a complete blob its name in a snapshot; the blob is moved there if the disk has no links.
 
         Raises:
             OSError: The cache cannot be written.
@@ -106,7 +102,7 @@ class HubCache:
         try:
             file.symlink_to(target)
         except FileExistsError:
-            if not file.exists():  # a link to a blob that somebody removed
+            if not file.exists():  # a link to a blob that was removed
                 file.unlink()
                 file.symlink_to(target)
         except OSError:
@@ -116,7 +112,7 @@ class HubCache:
                 shutil.move(blob, file)
 
     def point(self, revision: str, commit: str) -> None:
-        """Remember what a revision means, for the next start without a network.
+        """Store the commit of a revision, for the next start without a network.
 
         Raises:
             OSError: The cache cannot be written.
@@ -130,17 +126,14 @@ class HubCache:
         beside.replace(ref)
 
     def missing_bytes(self, sizes: dict[str, int]) -> int:
-        """Return how many bytes are still to be fetched of blobs, given their sizes by etag."""
+        """Return how many bytes of blobs are still to be fetched, given their sizes by etag."""
         missing = {etag: size for etag, size in sizes.items() if not self.blob(etag).exists()}
-        return sum(max(0, size - self._most_of(etag)) for etag, size in missing.items())
-
-    def _most_of(self, etag: str) -> int:
-        """Return the size of the largest partial file."""
-        return max(map(size_of, self.parts(etag)), default=0)
+        here = {etag: max(map(size_of, self.parts(etag)), default=0) for etag in missing}
+        return sum(max(0, size - here[etag]) for etag, size in missing.items())
 
 
 def shards_of(folder: Path) -> list[str]:
-    """Return the files that the index of a model folder names, in order; none where there is no index to be read."""
+    """Return the files that the index of a model folder names, in order; none if it has no readable index."""
     try:
         weight_map = read_object(folder / INDEX_FILE, MAX_HEADER_BYTES).get("weight_map")
     except ModelError:
@@ -149,14 +142,14 @@ def shards_of(folder: Path) -> list[str]:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the room on the disk that a folder is on, or would be on."""
+    """Return the free space on the disk of a folder, which need not exist."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
 
 def _host() -> str:
-    """Return what tells this host, and this start of it, from others."""
+    """Return a name for this boot of this host."""
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip().replace("-", "")[:16]
     except OSError:
@@ -164,7 +157,7 @@ def _host() -> str:
 
 
 def size_of(path: Path) -> int:
-    """Return the size of a file, 0 if it cannot be seen."""
+    """Return the size of a file; 0 if it is not accessible."""
     try:
         return path.stat().st_size
     except OSError:

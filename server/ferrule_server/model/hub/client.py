@@ -1,4 +1,4 @@
-"""Asks the hub: what a repository holds, and for the bytes of a file. The one module that knows huggingface_hub."""
+"""Ask the hub for the files of a repository and for their bytes. Only this module imports huggingface_hub."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from ferrule_server.model.hub.cache import INDEX_FILE, HubCache
 from ferrule_server.model.hub.fetch import CutOff, RemoteFile, Response
 
 CONFIGS: Final = ("config.json", "generation_config.json")
-"""Read first: they say whether a model can run."""
+"""Fetched first, because they decide whether a model can run."""
 TEXTS: Final = re.compile(
     r"tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|chat_template\.jinja"
     r"|additional_chat_templates/[A-Za-z0-9][A-Za-z0-9._-]*\.jinja"
 )
-"""What else is read besides the weights."""
+"""Matches the other files that are read besides the weights."""
 
 _TIMEOUT_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What a repository holds at one commit.
+    """The files of a repository at one commit.
 
     Attributes:
-        commit: Which.
-        files: Those that the server may read, by path.
-        others: Paths of all the rest.
+        commit: The commit.
+        files: The files that the server may read, by path.
+        others: The paths of all other files.
     """
 
     commit: str
@@ -42,7 +42,7 @@ class Listing:
 
 
 class Unlisted(Exception):
-    """The hub does not say what a repository holds; the message says why, and another time it may."""
+    """The hub does not list a repository; the message says why. A later attempt may succeed."""
 
     def __init__(self, message: str, *, is_outage: bool) -> None:
         super().__init__(message)
@@ -50,7 +50,7 @@ class Unlisted(Exception):
 
 
 class HubClient:
-    """One model on the hub; huggingface_hub is imported with the first of them, and finds its own settings.
+    """One model on the hub. The first instance imports huggingface_hub, which reads its own settings.
 
     Args:
         name: ``org/name``.
@@ -58,9 +58,9 @@ class HubClient:
 
     Attributes:
         endpoint: Address of the hub.
-        is_offline: It must not be asked, says HF_HUB_OFFLINE.
+        is_offline: HF_HUB_OFFLINE forbids requests.
         root: The cache of all models.
-        cache: Of this one.
+        cache: The cache of this model.
     """
 
     def __init__(self, name: str, revision: str) -> None:
@@ -69,7 +69,7 @@ class HubClient:
         import huggingface_hub
         from huggingface_hub import constants, errors, utils
 
-        for client in ("httpx", "httpx2"):  # whichever it is: at INFO it logs each address, signed ones too
+        for client in ("httpx", "httpx2"):  # at INFO the client logs every address, signed ones too
             logging.getLogger(client).setLevel(logging.WARNING)
         self._library, self._utils = huggingface_hub, cast("Any", utils)
         self._errors = errors
@@ -83,35 +83,37 @@ class HubClient:
         self._headers = self._utils.build_hf_headers(library_name="ferrule")
 
     def listing(self) -> Listing:
-        """Return what the repository holds.
+        """Return the files of the repository.
 
         Raises:
-            ModelError: It has no such revision.
-            Unlisted: Anything else.
+            ModelError: The repository has no such revision.
+            Unlisted: The hub does not list the repository for any other reason.
         """
         api = self._library.HfApi(endpoint=self.endpoint)
         try:
             info = api.model_info(self.name, revision=self.revision, files_metadata=True, timeout=_TIMEOUT_S)
         except self._errors.RevisionNotFoundError as error:
             raise ModelError(f"--revision {self.revision}: {self.name} has no such branch, tag or commit") from error
-        except (self._failure, OSError, ValueError, TypeError, KeyError) as error:  # some of them for what is no hub
+        except (
+            self._failure,
+            OSError,
+            ValueError,
+            TypeError,
+            KeyError,
+        ) as error:  # some of them if the server is not a hub
             raise Unlisted(self._reason(error), is_outage=_is_outage(error)) from error
-        files, others = {}, []
-        for sibling in info.siblings or ():
-            if _is_wanted(sibling.rfilename):
-                files[sibling.rfilename] = _remote_file(sibling)
-            else:
-                others.append(sibling.rfilename)
+        found = {sibling.rfilename: sibling for sibling in info.siblings or ()}
+        files = {path: _remote_file(sibling) for path, sibling in found.items() if _is_wanted(path)}
         if not re.fullmatch(r"[0-9a-f]{40}", str(info.sha)):
             raise Unlisted(f"{self.endpoint} names no commit; is it a hub?", is_outage=True)
-        return Listing(str(info.sha), files, tuple(others))
+        return Listing(str(info.sha), files, tuple(path for path in found if path not in files))
 
     @contextmanager
     def get(self, path: str, commit: str, offset: int) -> Iterator[Response]:
-        """Ask for a file from an offset on, for as long as the body runs.
+        """Request a file from an offset on; the response is open while the body runs.
 
         Raises:
-            CutOff: It failed, and may go better next time.
+            CutOff: The request failed, but a later one may succeed.
             ModelError: The hub refuses it.
         """
         url = self._library.hf_hub_url(self.name, path, revision=commit, endpoint=self.endpoint)
@@ -129,7 +131,7 @@ class HubClient:
             raise ModelError(f"--model {self.name}: {self._reason(error)}") from error
 
     def _reason(self, error: Exception) -> str:
-        """Return in one line why the hub gives nothing, and what to do about it."""
+        """Return in one line why a request failed, and what to do about it."""
         status = _status_of(error)
         if isinstance(error, self._errors.GatedRepoError):
             return (
@@ -150,12 +152,12 @@ class HubClient:
 
 
 def _is_wanted(path: str) -> bool:
-    """Whether the server reads such a file; which of the safetensors it does is seen in the index."""
+    """Return whether the server may read a file; the index decides which of the safetensors it reads."""
     is_weights = path == INDEX_FILE or (path.endswith(".safetensors") and re.fullmatch(r"[A-Za-z0-9][\w.-]*", path))
     return bool(path in CONFIGS or TEXTS.fullmatch(path) or is_weights)
 
 
-def _remote_file(sibling: Any) -> RemoteFile:  # its fields differ between the versions of the library
+def _remote_file(sibling: Any) -> RemoteFile:  # its fields differ between versions of the library
     """Return a file as the hub lists it."""
     large = sibling.lfs
     if large is not None:
@@ -164,19 +166,19 @@ def _remote_file(sibling: Any) -> RemoteFile:  # its fields differ between the v
 
 
 def _status_of(error: Exception) -> int | None:
-    """Return the HTTP status behind an error, None where there was no answer."""
+    """Return the HTTP status of an error; None if there was no response."""
     status: int | None = getattr(getattr(error, "response", None), "status_code", None)
     return status
 
 
 def _is_outage(error: Exception) -> bool:
-    """Whether asking again later may help."""
+    """Return whether a later request may succeed."""
     status = _status_of(error)
     return status is None or status >= 500 or status in (408, 416, 429)
 
 
 def _first_line(error: Exception) -> str:
-    """Return what an error says in short; an HTTP client complains of a header by showing it."""
+    """Return the first line of an error, but never a token: HTTP clients show a header that they refuse."""
     if "bearer" in str(error).lower():
         return "HF_TOKEN holds characters that no token has"
     return (str(error).splitlines() or [type(error).__name__])[0]

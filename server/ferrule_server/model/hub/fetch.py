@@ -1,14 +1,14 @@
-"""Fetches one file of the hub over HTTP, going on where an earlier attempt was cut off, and checks its digest.
+"""Fetch one file of the hub over HTTP: resume an earlier attempt that was cut off, and check the digest.
 
-huggingface_hub's own download begins a file anew in every process, and its Xet transfer too: minutes of a shard are
-lost at each Ctrl-C. Here the bytes that came stay, under the digest that names the file, so that they cannot belong to
-another one.
+The download of huggingface_hub starts each file again in every process, and so does its Xet transfer: each Ctrl-C loses
+minutes of a shard. Here the bytes that arrived are kept under the digest that names the file, so that they cannot be
+taken for another file.
 
-Servers on several hosts may share the cache, over a network file system whose locks fail, or hold on one host only. So
-nothing depends on locks: each fetch writes to a partial file of its own, and before that file gets the name that
-everybody reads, its digest is computed from what lies on the disk. A lock only saves work: those who wait for it find
-the file complete. What an ended fetch left is continued by renaming it, if its owner is known to be gone: it was on
-this host and the lock is ours, or nothing was written for minutes. A fetch that finds its file renamed starts again.
+Servers on several hosts may share the cache over a network file system, whose locks fail or hold on one host only. So
+nothing depends on locks. Each fetch writes to a partial file of its own. The digest is computed from the disk before
+the file gets its final name. A lock only saves work: a process that waits for it finds the file complete. A fetch
+resumes a partial file by renaming it if the owner is known to be gone: either it was on this host and this fetch holds
+the lock, or nothing was written for minutes. A fetch that finds its own file renamed starts again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ferrule_server.errors import ModelError
 from ferrule_server.model.hub.cache import HubCache, size_of
 
 OnBytes = Callable[[int], None]
-"""Called with the number of bytes that came, negative where bytes turned out to be useless."""
+"""Called with the number of bytes that arrived; negative if bytes proved useless."""
 
 _CHUNK_BYTES: Final = 1 << 20
 _ETAG: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
@@ -39,17 +39,17 @@ _MAX_RENEWALS: Final = 3
 _FIRST_PAUSE_S: Final = 0.2
 _LOCK_PAUSE_S: Final = 0.2
 _ABANDONED_S: Final = 300.0
-"""A fetch that wrote nothing for so long is taken for ended; a connection that brings nothing fails much sooner."""
+"""A fetch that wrote nothing for this long has ended; an idle connection fails much sooner."""
 _PARTIAL_CONTENT: Final = 206
 _LOG: Final = logging.getLogger(__name__)
 
 
 class Stopped(Exception):
-    """Another file failed, so this one was not finished."""
+    """The fetch ended early because another file failed."""
 
 
 class CutOff(Exception):
-    """The connection ended before the file did, or the hub is out of order; it may go better next time."""
+    """The connection ended before the file did, or the hub is out of order; a later attempt may succeed."""
 
 
 class _Renamed(Exception):
@@ -57,7 +57,7 @@ class _Renamed(Exception):
 
 
 class Response(Protocol):
-    """What is used of an answer."""
+    """The parts of an HTTP response that are used."""
 
     status_code: int
 
@@ -67,7 +67,7 @@ class Response(Protocol):
 
 
 Get = Callable[[int], AbstractContextManager[Response]]
-"""Asks for a file from an offset on; raises CutOff, or ModelError where asking again is no use, in its body too."""
+"""Requests a file from an offset on. Raises CutOff, or ModelError if a retry is useless, also inside its body."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +75,12 @@ class RemoteFile:
     """A file of a repository.
 
     Attributes:
-        path: In the repository.
+        path: Its path in the repository.
         num_bytes: Its size.
-        etag: SHA-256 of its bytes (64 digits), or what git calls it (SHA-1 of a header and its bytes).
+        etag: SHA-256 of its bytes (64 digits), or its name in git (SHA-1 of a header and its bytes).
 
     Raises:
-        ModelError: The etag is neither, so it could not be checked.
+        ModelError: The etag is neither, so the bytes could not be checked.
     """
 
     path: str
@@ -93,17 +93,17 @@ class RemoteFile:
 
 
 def fetch_file(file: RemoteFile, cache: HubCache, *, get: Get, on_bytes: OnBytes, stopping: threading.Event) -> None:
-    """Have the bytes of a file in the cache, as a blob; of several processes that want the same file one fetches it.
+    """Fetch a file into the cache as a blob. If several processes need the same file, one of them fetches it.
 
     Args:
-        file: Which.
-        cache: Where its bytes are gathered, and where they are in the end; what is there already is used.
-        get: Asks the hub.
-        on_bytes: Called with the bytes that were there too.
-        stopping: Once set, the rest is left.
+        file: The file.
+        cache: Takes the bytes; those that it already has are used.
+        get: Requests bytes from the hub.
+        on_bytes: Called with the bytes that arrive and those that were already there.
+        stopping: Ends the fetch early once it is set.
 
     Raises:
-        ModelError: The hub refuses it, or what it sends is not the file.
+        ModelError: The hub refuses the file, or sends other bytes.
         CutOff: Several attempts in a row brought nothing.
         Stopped: ``stopping`` was set.
         OSError: The disk is full, or the cache cannot be written.
@@ -127,7 +127,7 @@ def fetch_file(file: RemoteFile, cache: HubCache, *, get: Get, on_bytes: OnBytes
 def _gather(
     file: RemoteFile, cache: HubCache, part: Path, *, get: Get, on_bytes: OnBytes, stopping: threading.Event
 ) -> None:
-    """Gather a file in a partial file of this fetch and publish it."""
+    """Gather the bytes in a partial file of this fetch, and publish it."""
     with part.open("ab") as handle:
         gathered = _Gathered(part, handle, file, on_bytes)
         was_begun = gathered.num_bytes > 0
@@ -147,7 +147,7 @@ def _gather(
 
 
 def _own_part(file: RemoteFile, cache: HubCache, is_locked: bool) -> Path:
-    """Return a partial file that no other fetch writes to, with the bytes that an ended one left, if there are any."""
+    """Return a partial file that no other fetch writes to, with the bytes that an ended fetch left."""
     part = cache.new_part(file.etag)
     part.touch(exist_ok=False)
     for left in sorted(_abandoned(file, cache, is_locked, part), key=size_of, reverse=True):
@@ -158,7 +158,7 @@ def _own_part(file: RemoteFile, cache: HubCache, is_locked: bool) -> Path:
 
 
 def _abandoned(file: RemoteFile, cache: HubCache, is_locked: bool, newest: Path) -> list[Path]:
-    """Return the partial files whose fetch has ended; ``newest`` was just written, by the clock of the disk."""
+    """Return the partial files whose fetch has ended. ``newest`` was just written; it tells the time of the disk."""
     now_s = _changed_s(newest)
     return [
         part
@@ -168,12 +168,12 @@ def _abandoned(file: RemoteFile, cache: HubCache, is_locked: bool, newest: Path)
 
 
 def _is_old(changed_s: float | None, now_s: float | None) -> bool:
-    """Return whether a file has not been written for long; False where one of the files is gone."""
+    """Return whether a file has not been written for long; False if one of the files is gone."""
     return changed_s is not None and now_s is not None and now_s - changed_s > _ABANDONED_S
 
 
 def _changed_s(path: Path) -> float | None:
-    """Return when a file was written last, None for one that is gone."""
+    """Return the time of the last write to a file; None if the file is gone."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:
@@ -182,7 +182,7 @@ def _changed_s(path: Path) -> float | None:
 
 @contextlib.contextmanager
 def _lock(path: Path, stopping: threading.Event) -> Iterator[bool]:
-    """Wait until no other process holds the lock, and hold it in the body; give whether there is a lock at all.
+    """Wait for the lock and hold it during the body; yield whether the file system has locks.
 
     Raises:
         Stopped: ``stopping`` was set meanwhile.
@@ -197,7 +197,7 @@ def _lock(path: Path, stopping: threading.Event) -> Iterator[bool]:
 
 
 def _try_lock(handle: BinaryIO) -> bool | None:
-    """Return whether the file is locked now; None while another process holds it, False where the disk has no locks."""
+    """Try to lock a file. Return None while another process holds the lock, False if the disk has no locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -209,7 +209,7 @@ def _try_lock(handle: BinaryIO) -> bool | None:
 
 
 def _fill(gathered: _Gathered, get: Get, stopping: threading.Event) -> None:
-    """Ask until nothing is missing; a pause after each attempt that brought nothing, longer every time."""
+    """Request bytes until none is missing, with a longer pause after each attempt that brought nothing."""
     num_failed = 0
     while gathered.num_missing:
         before = gathered.num_bytes
@@ -227,7 +227,7 @@ def _fill(gathered: _Gathered, get: Get, stopping: threading.Event) -> None:
 
 
 class _Gathered:
-    """The bytes of a file as far as they came, in a partial file that this fetch alone writes to."""
+    """The bytes of a file that have arrived, in a partial file that only this fetch writes to."""
 
     def __init__(self, part: Path, handle: BinaryIO, file: RemoteFile, on_bytes: OnBytes) -> None:
         self._part, self._handle, self._file, self._on_bytes = part, handle, file, on_bytes
@@ -238,11 +238,11 @@ class _Gathered:
 
     @property
     def num_missing(self) -> int:
-        """Bytes that have still to come."""
+        """The number of bytes that are missing."""
         return self._file.num_bytes - self.num_bytes
 
     def is_right(self) -> bool:
-        """Return whether the bytes on the disk are those that the digest names."""
+        """Return whether the bytes on the disk match the digest."""
         self._check_own()
         self._handle.flush()
         os.fsync(self._handle.fileno())
@@ -253,7 +253,7 @@ class _Gathered:
         return digest.hexdigest() == self._file.etag
 
     def take(self, response: Response, stopping: threading.Event) -> None:
-        """Append what an answer brings; one that begins at the beginning, though asked otherwise, replaces all."""
+        """Append the bytes of a response; a response that ignores the requested offset replaces all bytes."""
         if self.num_bytes and response.status_code != _PARTIAL_CONTENT:
             self.reset()
         for chunk in response.iter_bytes(_CHUNK_BYTES):
@@ -276,20 +276,20 @@ class _Gathered:
         self._count(-self.num_bytes)
 
     def check(self) -> None:
-        """Compare what lies on the disk with the digest.
+        """Compare the bytes on the disk with the digest.
 
         Raises:
-            ModelError: They are other bytes; they are dropped.
+            ModelError: They do not match; they are dropped.
         """
         if not self.is_right():
             self.reset()
             raise ModelError(f"{self._file.path} arrived damaged: its digest is not {self._file.etag}; start again")
 
     def _check_own(self) -> None:
-        """Refuse to go on with a file that another server, which took this fetch for ended, has renamed.
+        """Check that no other server has taken the partial file over.
 
         Raises:
-            _Renamed: It has.
+            _Renamed: One has, because it considered this fetch ended.
         """
         try:
             is_own = os.path.samestat(self._part.stat(), os.fstat(self._handle.fileno()))
@@ -304,7 +304,7 @@ class _Gathered:
 
 
 def _digest_of(file: RemoteFile) -> hashlib._Hash:
-    """Return what makes the etag of a file: large files have their SHA-256, others what git makes of them."""
+    """Return the hash that gives the etag of a file: SHA-256 for large files, git's hash for others."""
     if len(file.etag) == 64:
         return hashlib.sha256()
     return hashlib.sha1(f"blob {file.num_bytes}\0".encode(), usedforsecurity=False)

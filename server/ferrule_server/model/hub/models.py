@@ -1,8 +1,8 @@
-"""Models by name: ``org/name`` becomes a folder of the hub's cache, whole and of one commit.
+"""Fetch a model by its name, ``org/name``, into a folder of the hub's cache that is complete and of one commit.
 
-Only what the server reads is fetched: configuration, tokenizer, chat templates and safetensors; never code, pickles or
-other formats of the same weights. The configuration comes first, so that a model that cannot run is refused before its
-weights are fetched. huggingface_hub does the talking: tokens, proxies, HF_ENDPOINT, HF_HOME and the like are its own.
+Only files that the server reads are fetched: configuration, tokenizer, chat templates and safetensors, but never code,
+pickles or other formats of the same weights. The configuration is first, so that a model that cannot run is refused
+before its weights are fetched. Requests go through huggingface_hub, with its tokens, proxies, HF_ENDPOINT and HF_HOME.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ferrule_server.model.hub.client import CONFIGS, TEXTS, HubClient, Listing, 
 from ferrule_server.model.hub.fetch import CutOff, RemoteFile, Stopped, fetch_file
 
 OnShare = Callable[[float], None]
-"""Called with how much of the weights has come, from 0 to 1; from any thread."""
+"""Called with the share of the weights that has arrived, from 0 to 1; from any thread."""
 
 DEFAULT_REVISION: Final = "main"
 
@@ -32,12 +32,12 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]
 _MAX_NAME_LENGTH: Final = 96  # the hub's own limit
 _NUM_CONNECTIONS: Final = 4
 _MOST_BYTES: Final = 50 * 10**9
-"""The hub sends no larger file over HTTP."""
+"""The hub does not send larger files over HTTP."""
 _LOG_EVERY_S: Final = 30.0
 _MOST_TEXT_BYTES: Final = 256 << 20
-"""Of what is no weights; the largest tokenizers have 40 MB."""
+"""Largest file besides the weights; the largest tokenizers have 40 MB."""
 _SPARE_BYTES: Final = 64 << 20
-"""What must be left on the disk besides."""
+"""Space on the disk that must stay free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class HubModel:
     """A model that is on this disk.
 
     Attributes:
-        folder: All the server reads of it.
-        commit: Which state of the repository it is.
+        folder: The files that the server reads.
+        commit: The commit of the repository.
     """
 
     folder: Path
@@ -54,7 +54,7 @@ class HubModel:
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether a text looks like ``org/name``; a folder of that name may exist all the same."""
+    """Return whether a text looks like ``org/name``; a folder of that name may exist nevertheless."""
     is_short = len(text) <= _MAX_NAME_LENGTH
     return is_short and _NAME.fullmatch(text) is not None and ".." not in text and "--" not in text
 
@@ -62,18 +62,18 @@ def is_hub_name(text: str) -> bool:
 def fetch_model(
     name: str, revision: str | None, *, is_offline: bool, check: Callable[[Path], object], on_share: OnShare
 ) -> HubModel:
-    """Return a model of the hub, fetching what the cache lacks.
+    """Return a model of the hub; fetch the files that the cache lacks.
 
     Args:
         name: ``org/name``.
         revision: Branch, tag or commit; None: the main branch.
         is_offline: Use the cache alone, as HF_HUB_OFFLINE=1 does.
-        check: Called with the folder as soon as it has the configuration; what it raises ends the fetch.
-        on_share: Told how far the weights are.
+        check: Called with the folder as soon as it has the configuration; an exception ends the fetch.
+        on_share: Called with the progress of the weights.
 
     Raises:
-        ModelError: There is no such model or revision, nobody may read it, it has no safetensors, it does not fit on
-            the disk, the network fails, or the cache lacks it and nothing may be fetched.
+        ModelError: There is no such model or revision, access is refused, it has no safetensors, it does not fit on
+            the disk, the network fails, or the cache lacks files and requests are forbidden.
     """
     hub = HubClient(name, revision or DEFAULT_REVISION)
     commit = hub.cache.commit_of(hub.revision)
@@ -83,7 +83,7 @@ def fetch_model(
         return HubModel(hub.cache.snapshot(commit), commit)
     if is_offline or hub.is_offline:
         raise ModelError(
-            f"--model {name}: {_of(revision)}it is not complete in the cache, {hub.root}, and the hub must not be asked"
+            f"--model {name}: {_of(revision)}it is not complete in the cache, {hub.root}, and requests are forbidden"
             f" ({'--offline' if is_offline else 'HF_HUB_OFFLINE'}); start once without that"
         )
     try:
@@ -98,7 +98,7 @@ def fetch_model(
 
 
 class _Fetch:
-    """One commit of a model on its way to the cache."""
+    """Fetches one commit of a model into the cache."""
 
     def __init__(self, hub: HubClient, listing: Listing, on_share: OnShare) -> None:
         self._hub, self._listing, self._on_share = hub, listing, on_share
@@ -107,7 +107,7 @@ class _Fetch:
         self._stopping = threading.Event()
 
     def run(self, check: Callable[[Path], object]) -> HubModel:
-        """Fetch what is missing: the configuration, the texts, then the weights."""
+        """Fetch the missing files: the configuration, the texts, then the weights."""
         files = self._listing.files
         has_weights = SINGLE_FILE in files or INDEX_FILE in files
         if "config.json" not in files or not has_weights:
@@ -121,7 +121,7 @@ class _Fetch:
             self._fetch_weights(self._weights())
             self._remember()
         except CutOff as error:
-            raise ModelError(f"--model {self._hub.name}: {error}; what has come is kept, start again") from error
+            raise ModelError(f"--model {self._hub.name}: {error}; what has arrived is kept, start again") from error
         except OSError as error:
             raise ModelError(f"--model {self._hub.name}: {self._hub.root} cannot be written: {error}") from error
         return HubModel(self._folder, self._listing.commit)
@@ -133,7 +133,7 @@ class _Fetch:
         return f"--model {self._hub.name}: the repository has no {missing}{instead}"
 
     def _weights(self) -> list[RemoteFile]:
-        """Return the files with weights: one, or those of the index and no others."""
+        """Return the files with weights: the single file, or exactly those that the index names."""
         files = self._listing.files
         names = [SINGLE_FILE] if SINGLE_FILE in files else shards_of(self._folder)
         lost = [name for name in names if name not in files]
@@ -152,7 +152,7 @@ class _Fetch:
         return [file for file in files if not (self._folder / file.path).exists()]
 
     def _fetch_weights(self, files: list[RemoteFile]) -> None:
-        """Fetch weights, if they fit on the disk, telling how far they are."""
+        """Fetch the weights if they fit on the disk, and report the progress."""
         missing = self._missing(files)
         num_bytes = self._cache.missing_bytes({file.etag: file.num_bytes for file in missing})
         free = free_bytes(self._hub.root)
@@ -170,7 +170,7 @@ class _Fetch:
             self._fetch(missing, _Tally(total_bytes, self._on_share))
 
     def _fetch(self, files: list[RemoteFile], tally: _Tally | None = None) -> None:
-        """Fetch files over a few connections; the first that fails ends the others."""
+        """Fetch files over a few connections; the first failure ends the others."""
         on_bytes = (lambda _: None) if tally is None else tally.add
         missing = self._missing(files)
         for file in missing:
@@ -179,7 +179,8 @@ class _Fetch:
         with ThreadPoolExecutor(_NUM_CONNECTIONS, thread_name_prefix="ferrule-hub") as pool:
             futures = [pool.submit(self._fetch_one, file, on_bytes) for file in missing]
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            self._stopping.set() if any(future.exception() for future in done) else None
+            if any(future.exception() for future in done):
+                self._stopping.set()
         problems = [problem for future in futures if (problem := future.exception()) is not None]
         for problem in sorted(problems, key=lambda problem: isinstance(problem, Stopped)):
             raise problem
@@ -201,7 +202,7 @@ class _Fetch:
         self._cache.link(commit, file.path, file.etag)
 
     def _remember(self) -> None:
-        """Note what the revision means; a cache that cannot be written has to do without."""
+        """Store the commit of the revision if the cache can be written."""
         try:
             self._cache.point(self._hub.revision, self._listing.commit)
         except OSError as error:
@@ -209,7 +210,7 @@ class _Fetch:
 
 
 class _Tally:
-    """Counts what has come, of all files together, and tells."""
+    """Counts the bytes that have arrived for all files together, and reports them."""
 
     def __init__(self, total_bytes: int, on_share: OnShare) -> None:
         self._total_bytes, self._on_share = max(1, total_bytes), on_share
@@ -218,7 +219,7 @@ class _Tally:
         self._last_log_s = time.monotonic()
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes; say in the log now and then how many there are."""
+        """Count bytes, and log the count from time to time."""
         with self._lock:
             self._done_bytes += num_bytes
             self._on_share(self._done_bytes / self._total_bytes)

@@ -1,4 +1,4 @@
-"""Chat templates: a conversation becomes the text that the model was trained on."""
+"""Render a conversation with a chat template to the text format on which the model was trained."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class ChatTemplate:
     They are compiled and rendered in processes of their own, bounded in time and memory (``template_process.py``).
 
     Args:
-        config: Of the model; it has at least one template.
-        limits: On each rendering.
+        config: The configuration of the tokenizer, with at least one template.
+        limits: The limits on each rendering.
 
     Raises:
-        ModelError: A template has a syntax error or takes too much to compile, or there are several and no default one.
+        ModelError: A template has a syntax error or exceeds the limits to compile, or none of several is the default.
     """
 
     def __init__(self, config: TokenizerConfig, limits: RenderLimits | None = None) -> None:
@@ -43,10 +43,10 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path, limits: RenderLimits | None = None) -> ChatTemplate | None:
-        """Return the templates of a model folder, or None where it has none.
+        """Return the templates of a model folder; None if it has none.
 
         Raises:
-            ModelError: They are there and cannot be used.
+            ModelError: It has templates that cannot be used.
         """
         config = TokenizerConfig.load(folder)
         return cls(config, limits) if config.chat_templates else None
@@ -55,8 +55,8 @@ class ChatTemplate:
         """Return the text of a conversation, as ``apply_chat_template`` of ``transformers`` gives it.
 
         Raises:
-            InvalidRequest: The template refuses the conversation, takes too long over it or makes too much of it.
-            OSError: The system starts no process to render it in.
+            InvalidRequest: The template refuses the conversation, or exceeds a limit on time, memory or length.
+            OSError: The system cannot start a process for the rendering.
         """
         try:
             outcome, text = self._processes.render(self._chosen(conversation), self._variables(conversation))
@@ -97,7 +97,7 @@ class ChatTemplate:
         return DEFAULT_TEMPLATE
 
     def _variables(self, conversation: Conversation) -> dict[str, Any]:
-        """Return what the template sees: the client's variables win over special tokens, the fields over both."""
+        """Return the variables of the template. Those of the client replace special tokens; fields replace both."""
         return {
             "documents": None,
             **self._special_tokens,
@@ -109,7 +109,7 @@ class ChatTemplate:
 
 
 def _as_templates_expect(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message without keys that are null, its reasoning under every name that templates read it by."""
+    """Return a message without null keys, with its reasoning under each name that templates use."""
     present = {key: value for key, value in message.items() if value is not None}
     reasoning = next((present[key] for key in _REASONING_KEYS if key in present), None)
     if reasoning is None:

@@ -1,7 +1,7 @@
-"""Stop strings: looked for in a text that comes token by token, across token borders.
+"""Find stop strings in a text that arrives token by token, also across the borders of tokens.
 
-The text is searched as UTF-8: no character's bytes begin within another character, so a string is found in the bytes
-exactly where it is found in the text.
+The text is searched as UTF-8. The bytes of a character never begin within another character, so a string occurs in the
+bytes exactly where it occurs in the text.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 class StopStrings:
-    """Makes what looks for some strings, one for each text; calling it is enough.
+    """A set of strings; a call returns a search for them in one text.
 
-    The set of strings is prepared once, in time linear in their length, and shared by all searches.
+    The set is prepared once, in time linear in the length of the strings, and all searches share it.
 
     Args:
-        tokenizer: Of the model.
+        tokenizer: The tokenizer of the model.
         strings: At least one.
         skip_special_tokens: Leave special tokens out of the text that is searched.
-        context: Tokens before the text, which decide how it begins (a leading space); they are not searched.
+        context: Tokens before the text. They decide how it begins (a leading space), but they are not searched.
 
     Raises:
         InvalidRequest: A string is empty.
@@ -53,15 +53,15 @@ class StopStrings:
 
 
 class TextSearch:
-    """Looks for strings in the text of tokens; an ``engine.jobs.TextStop``.
+    """Searches the text of tokens for strings; implements ``engine.jobs.TextStop``.
 
-    A byte of text costs one binary search in the strings at most, whatever they are.
+    A byte of text costs at most one binary search in the strings.
 
-    Invariant: ``_tail`` is the end of the text so far, newest byte first, one byte shorter than the longest string,
-    without a character that is not whole yet: whatever else a match needs comes with later tokens.
+    Invariant: ``_tail`` is the end of the text so far, newest byte first, without an incomplete character. It is one
+    byte shorter than the longest string, because the rest of a match comes with later tokens.
 
     Args:
-        decoder: At the beginning of the text.
+        decoder: A decoder that has seen no token of the text.
         strings: At least one, in UTF-8.
     """
 
@@ -74,7 +74,7 @@ class TextSearch:
         self._tail_length = max(strings.longest - 1, 0)
 
     def feed(self, token_id: int) -> bool:
-        """Take the next token; whether one of the strings is complete with it."""
+        """Take the next token and return whether it completes one of the strings."""
         piece = self._decoder.push(token_id)
         if not piece:
             return False

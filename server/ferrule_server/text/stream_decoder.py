@@ -1,4 +1,4 @@
-"""Tokens to text as they come, never half a character."""
+"""Decode tokens one by one into text, never half a character."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _OVERLAP: Final = 6
 class StreamDecoder:
     """Turns tokens that come one by one into pieces of text.
 
-    Invariant: the text of the context and the pieces so far, one after the other, are the text of the context and the
-    tokens so far (``Tokenizer.decode`` of them), but for a character at its end that is not whole yet.
+    Invariant: the text of the context plus the pieces so far equals ``Tokenizer.decode`` of the context and the tokens
+    so far, except for an incomplete character at the end.
 
-    A token's text depends on its neighbours: one character can be spread over several tokens, and many tokenizers drop
-    a space at the beginning. So a window of tokens is decoded each time and what is new at its end handed out (the
-    prefix and read offsets of vLLM's and text-generation-inference's detokenizers)::
+    The text of a token depends on its neighbours: a character can be spread over several tokens, and many tokenizers
+    drop a space at the beginning. So a window of tokens is decoded each time, and the new text at its end is returned
+    (the prefix and read offsets of the detokenizers of vLLM and text-generation-inference)::
 
-        window   [c c c | t t t t t t t]        c = tokens whose text is out, kept as neighbours
-        text      .............|......xx        handed out | new | not a whole character yet
+        window   [c c c | t t t t t t t]        c = tokens whose text was returned, kept as neighbours
+        text      .............|......xx        returned | new | not a complete character yet
 
-    A window that has grown long begins anew with its last few tokens, so that a token costs a few microseconds whatever
-    came before. Not for several threads at once.
+    A long window is cut to its last few tokens, so that a token costs a few microseconds at any position. An instance
+    is not safe to share between threads.
 
     Args:
-        tokenizer: Of the model.
+        tokenizer: The tokenizer of the model.
         skip_special_tokens: Leave special tokens out.
-        context: Tokens before the first one, of which the last few are used; their text is not handed out.
+        context: Tokens before the first one. The last few are used as neighbours; their text is not returned.
     """
 
     __slots__ = ("_num_out", "_skips", "_tokenizer", "_window")
@@ -40,20 +40,20 @@ class StreamDecoder:
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = False, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._skips = skip_special_tokens
-        self._window = _last_shown(tokenizer, skip_special_tokens, context)
+        self._window = list(tokenizer.shown(context[-_WINDOW:], skip_special_tokens))[-_OVERLAP:]
         self._num_out = len(self._certain_text()) if self._window else 0
 
     def push(self, token_id: int) -> str:
-        """Take one more token and return the text that is certain now, often one word, possibly empty.
+        """Take one more token and return the text that is now certain, often one word, possibly empty.
 
-        A token that the tokenizer does not know, which a model with a larger vocabulary may draw, adds nothing.
+        A token that the tokenizer does not know adds nothing; a model with a larger vocabulary may draw one.
         """
         for shown in self._tokenizer.shown((token_id,), self._skips):
             return self._push_shown(shown)
         return ""
 
     def finish(self) -> str:
-        """Return what is left: U+FFFD for a character that never became whole. A second call returns nothing."""
+        """Return the rest: U+FFFD for a character that stayed incomplete. A second call returns nothing."""
         if not self._window:
             return ""
         text = self._tokenizer.text_of(self._window)
@@ -72,13 +72,8 @@ class StreamDecoder:
         return piece
 
     def _certain_text(self) -> str:
-        """Return the window's text without the character it ends in the middle of."""
+        """Return the text of the window without an incomplete character at its end."""
         text = self._tokenizer.text_of(self._window)
         if not text.endswith(_REPLACEMENT):
             return text
         return text[: len(text) - self._tokenizer.num_incomplete(self._window)]
-
-
-def _last_shown(tokenizer: Tokenizer, skip_special_tokens: bool, context: Sequence[int]) -> list[int]:
-    """Return the last few tokens of the context that have a text, looking back no further than a window."""
-    return list(tokenizer.shown(context[-_WINDOW:], skip_special_tokens))[-_OVERLAP:]

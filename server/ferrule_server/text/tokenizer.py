@@ -1,4 +1,4 @@
-"""Text to token ids and back, by the ``tokenizer.json`` of the model folder."""
+"""Convert text to token ids and back, as the ``tokenizer.json`` of the model folder says."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ _REPLACEMENT = "\ufffd"
 
 
 class Tokenizer:
-    """The tokenizer of one model; stateless towards its callers and safe to share between threads.
+    """The tokenizer of one model; it has no state that callers can change and is safe to share between threads.
 
-    Invariant: nothing is ever truncated or padded, whatever ``tokenizer.json`` says.
+    Invariant: no text is truncated or padded, whatever ``tokenizer.json`` says.
 
-    Only the batch calls of ``tokenizers`` release the interpreter: a text of 4 MiB froze every other thread for 6.7 s
-    in ``encode``, for 0.07 s in ``encode_batch_fast``, which takes a third of the time besides (no offsets are kept).
+    Only the batch calls of ``tokenizers`` release the interpreter. A text of 4 MiB blocked all other threads for 6.7 s
+    in ``encode`` and for 0.07 s in ``encode_batch_fast``, which also takes a third of the time (it keeps no offsets).
 
     Args:
         text: The content of a ``tokenizer.json``.
         eos_token: The token that ends a text, as the model folder names it.
 
     Attributes:
-        vocab_size: Tokens there are.
-        eos_id: Of ``eos_token``; None: there is none, or the tokenizer does not know it.
-        bos_id: Put before a text when special tokens are added; None: nothing is.
+        vocab_size: Number of tokens.
+        eos_id: The id of ``eos_token``; None: there is none, or the tokenizer does not know it.
+        bos_id: The token before a text if special tokens are added; None: there is none.
 
     Raises:
-        ModelError: The text is no tokenizer.
+        ModelError: The text is not a tokenizer.
     """
 
     def __init__(self, text: str, eos_token: str | None = None) -> None:
@@ -57,10 +57,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer | None:
-        """Return the tokenizer of a model folder, or None when it has no ``tokenizer.json``.
+        """Return the tokenizer of a model folder; None if it has no ``tokenizer.json``.
 
         Raises:
-            ModelError: The file, or one of those beside it, is there and cannot be read as what it should be.
+            ModelError: The file, or one of those beside it, exists but is not usable.
         """
         path = folder / "tokenizer.json"
         try:
@@ -76,11 +76,11 @@ class Tokenizer:
             raise ModelError(f"{path} cannot be loaded: {error}") from error
 
     def encode(self, text: str, add_special_tokens: bool = False, parse_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text, all of them.
+        """Return all token ids of a text.
 
         Args:
-            text: May be empty.
-            add_special_tokens: Add what the model expects around a text, such as a begin token.
+            text: The text, possibly empty.
+            add_special_tokens: Add the tokens that the model expects around a text, such as a begin token.
             parse_special_tokens: Turn text that looks like a special token into that token.
 
         Raises:
@@ -96,14 +96,14 @@ class Tokenizer:
         return token_ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of token ids; bytes that are no UTF-8 appear as U+FFFD.
+        """Return the text of token ids; bytes that are not UTF-8 appear as U+FFFD.
 
-        The same as ``transformers`` gives, but for one case: among byte-fallback tokens in a row one broken character
-        spoils no whole one. (There, ``A`` spelled ``<0x41>`` becomes U+FFFD once a broken byte follows it, so a text
-        that grows would have to take back what it said.)
+        The text is that of ``transformers``, with one exception: among consecutive byte-fallback tokens, a broken
+        character does not spoil complete ones. (In ``transformers``, ``A`` spelled ``<0x41>`` becomes U+FFFD once a
+        broken byte follows, so a text that grows would have to change what was already sent.)
 
         Raises:
-            TokenOutOfVocab: A token is not in the tokenizer's vocabulary, which may be smaller than the model's.
+            TokenOutOfVocab: The tokenizer does not know a token; its vocabulary may be smaller than the model's.
         """
         for i, token_id in enumerate(token_ids):
             self._token(i, token_id)
@@ -111,18 +111,18 @@ class Tokenizer:
         return self._mended(str(text), self.shown(token_ids, skip_special_tokens))
 
     def shown(self, token_ids: Iterable[int], skip_special_tokens: bool) -> Iterator[int]:
-        """Yield the tokens that have a text: those in the vocabulary, without special ones if they are skipped."""
+        """Yield the tokens that have a text: those of the vocabulary, except special ones if they are skipped."""
         hidden = self._special_ids if skip_special_tokens else frozenset()
         for token_id in token_ids:
             if token_id not in hidden and self._parsing.id_to_token(token_id) is not None:
                 yield token_id
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a few tokens of the vocabulary, special ones included; not for long lists."""
+        """Return the text of a few tokens of the vocabulary, with special ones; not meant for long lists."""
         return self._mended(str(self._parsing.decode(token_ids, skip_special_tokens=False)), token_ids)
 
     def ends_mid_character(self, token_ids: Sequence[int]) -> bool:
-        """Whether the last token ends inside a character that a later token could complete.
+        """Return whether the last token ends inside a character that a later token could complete.
 
         Raises:
             TokenOutOfVocab: One of the last tokens is not in the tokenizer's vocabulary.
@@ -146,22 +146,22 @@ class Tokenizer:
         return num_bytes if self._has_byte_fallback else min(1, num_bytes)
 
     def _find_bos(self) -> int | None:
-        """Return the token that is put before a text; a tokenizer that cannot encode a letter is refused here."""
+        """Return the token before a text, if there is one; refuse a tokenizer that cannot encode a letter."""
         with _refusing("it cannot encode a text"):
             first, plain = self.encode("a", add_special_tokens=True)[:1], self.encode("a")[:1]
         return first[0] if first and first != plain else None
 
     def _mended(self, text: str, token_ids: Iterable[int]) -> str:
-        """Return the text of tokens, whole characters beside broken ones included; ``text`` is what the library says.
+        """Return the text of tokens with complete characters beside broken ones; ``text`` is that of the library.
 
-        One call with the broken bytes replaced; rare, so the interpreter may be held for it (0.2 us for each token).
+        The library decodes again with the broken bytes replaced. This is rare, so it may block (0.2 us per token).
         """
         if not self._has_byte_fallback or _REPLACEMENT not in text:
             return text
         return str(self._parsing.decoder.decode(list(self._mended_tokens(token_ids))))
 
     def _mended_tokens(self, token_ids: Iterable[int]) -> Iterator[str]:
-        """Yield the tokens, each byte that belongs to no whole character replaced by the token U+FFFD."""
+        """Yield the tokens; the token U+FFFD replaces each byte that is not part of a complete character."""
         tokens = (str(self._parsing.id_to_token(token_id)) for token_id in token_ids)
         for is_bytes, run in itertools.groupby(tokens, lambda token: bool(_BYTE_FALLBACK.fullmatch(token))):
             if not is_bytes:
@@ -173,14 +173,14 @@ class Tokenizer:
                 yield from (_REPLACEMENT,) if is_broken else (f"<0x{byte:02X}>" for byte in character.encode())
 
     def _token(self, index: int, token_id: int) -> str:
-        """Return a token as the vocabulary spells it; ``index`` is its place in the request."""
+        """Return the spelling of a token in the vocabulary; ``index`` is its place in the request."""
         token: str | None = self._parsing.id_to_token(token_id) if 0 <= token_id < 2**32 else None
         if token is None:
             raise TokenOutOfVocab(f"token_ids[{index}]", token_id, self.vocab_size)
         return token
 
     def _token_bytes(self, index: int, token_id: int) -> bytes:
-        """Return the bytes a token stands for: byte-level alphabet, byte fallback (``<0xE2>``) or plain text."""
+        """Return the bytes of a token: byte-level alphabet, byte fallback (``<0xE2>``) or plain text."""
         token = self._token(index, token_id)
         if self._byte_of_character and all(character in self._byte_of_character for character in token):
             return bytes(self._byte_of_character[character] for character in token)
@@ -190,9 +190,9 @@ class Tokenizer:
 
 @contextlib.contextmanager
 def _refusing(complaint: str) -> Iterator[None]:
-    """Turn whatever the library raises in the body into a ModelError.
+    """Turn every error of the library in the body into a ModelError.
 
-    A panic of its Rust code is derived from BaseException, and its class cannot be imported.
+    A panic of its Rust code derives from BaseException, and its class cannot be imported.
     """
     try:
         yield
@@ -212,15 +212,15 @@ def _from_text(text: str) -> tokenizers.Tokenizer:
 
 
 def _decoder_types(tokenizer: tokenizers.Tokenizer) -> set[str]:
-    """Return the names of the decoders of a tokenizer, those of a sequence too."""
+    """Return the names of the decoders of a tokenizer, also those inside a sequence of decoders."""
     decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder is not None else {}
     return {part.get("type", "") for part in (decoder, *decoder.get("decoders", ()))}
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the byte behind each character of the byte-level alphabet (Radford et al., GPT-2, ``bytes_to_unicode``).
+    """Return the byte of each character of the byte-level alphabet (Radford et al., GPT-2, ``bytes_to_unicode``).
 
-    Printable Latin-1 bytes stand for themselves, the other 68 for the characters from U+0100 on.
+    Printable Latin-1 bytes are their own characters; the other 68 bytes are the characters from U+0100 on.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]

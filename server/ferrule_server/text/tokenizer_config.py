@@ -1,4 +1,4 @@
-"""What a model folder says about its tokenizer besides ``tokenizer.json``: special tokens by name, chat templates."""
+"""Read the special tokens and the chat templates of a model folder, which are not in ``tokenizer.json``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TokenizerConfig:
 
     Attributes:
         special_tokens: Text by name, such as ``eos_token``; names without a token are left out.
-        chat_templates: Source by name; ``default`` is the usual one. Empty: the model brings none.
+        chat_templates: Source by name; ``default`` is the usual one. Empty: the model has none.
     """
 
     special_tokens: Mapping[str, str] = field(default_factory=dict)
@@ -36,10 +36,10 @@ class TokenizerConfig:
 
     @classmethod
     def load(cls, folder: Path) -> TokenizerConfig:
-        """Read the files of a model folder, as ``transformers`` does: files of templates win over the configuration.
+        """Read the files of a model folder as ``transformers`` does: template files replace the configured ones.
 
         Raises:
-            ModelError: A file is there and cannot be read.
+            ModelError: A file exists but cannot be read.
         """
         config = _read_json(folder / "tokenizer_config.json")
         legacy = {} if "added_tokens_decoder" in config else _read_json(folder / "special_tokens_map.json")
@@ -52,12 +52,11 @@ class TokenizerConfig:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of all keys ``*_token``, spelled plainly or as an AddedToken, and of the model's own."""
+    """Return the texts of all keys ``*_token`` and of extra tokens; each is a string or an AddedToken."""
     extra = config.get("extra_special_tokens")
-    own = extra if isinstance(extra, dict) else {}
-    named = {key: _text_of(value) for key, value in config.items() if key.endswith("_token")}
-    named |= {key: _text_of(value) for key, value in own.items()}
-    return {key: text for key, text in named.items() if text is not None}
+    named = {key: value for key, value in config.items() if key.endswith("_token")}
+    named |= extra if isinstance(extra, dict) else {}
+    return {key: text for key, value in named.items() if (text := _text_of(value)) is not None}
 
 
 def _text_of(token: object) -> str | None:
@@ -92,7 +91,7 @@ def _template_files(folder: Path) -> dict[str, str]:
 
 
 def _extra_files(folder: Path) -> list[Path]:
-    """Return the templates in a folder that need not exist, no more than one beyond the limit."""
+    """Return the templates in a folder that need not exist, at most one more than the limit."""
     try:
         return sorted(itertools.islice(folder.glob("*.jinja"), _MAX_TEMPLATES + 1))
     except OSError as error:
@@ -107,7 +106,7 @@ def _read_template(path: Path) -> str | None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file, an empty one where there is no file."""
+    """Return the object in a file; an empty one if there is no file."""
     try:
         return read_object(path, MAX_TOKENIZER_CONFIG_BYTES)
     except FileMissing:

@@ -168,7 +168,7 @@ BUDGET: dict[str, int] = {
     "engine/generation": 680,
     "engine/metrics": 290,
     "engine/steps": 970,
-    "executor": 560,
+    "executor": 545,
     "executor/cuda": 3050,
     "executor/sampling": 690,
     "kernels": 110,

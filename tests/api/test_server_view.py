@@ -15,8 +15,7 @@ from google.protobuf import json_format
 
 from ferrule.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, executor_pb2, info_pb2
 from ferrule_server.api.responses import view as server_view
-from ferrule_server.api.responses.block_map import as_array, block_map, num_shared
-from ferrule_server.api.responses.view import FRESH_S
+from ferrule_server.api.responses.view import FRESH_S, as_array, block_map, num_shared
 from ferrule_server.api.rpc.observe import current_call
 from ferrule_server.api.security.auth import OpenAccess
 from ferrule_server.engine.jobs import Entry

@@ -1,7 +1,7 @@
 """From results to messages.
 
-outputs.py    appends, verifies, forks, releases; the path of every decoded token
-describe.py   ModelInfo, ExecutorCapabilities, ExecutorStatus
-view.py       GetServerView
-block_map.py  the block pool in bytes, for the view
+outputs.py   appends, verifies, forks, releases; every decoded token passes here
+describe.py  ModelInfo, ExecutorCapabilities, CallerInfo, ExecutorStatus, CacheMetrics
+view.py      GetServerView
+times.py     durations and timestamps
 """

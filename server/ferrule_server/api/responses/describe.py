@@ -1,22 +1,21 @@
-"""What the server says about itself: ModelInfo, ExecutorCapabilities, ExecutorStatus, all from live parts."""
+"""ModelInfo, ExecutorCapabilities, CallerInfo, ExecutorStatus and CacheMetrics, from the parts that are running."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Final
 
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.timestamp_pb2 import Timestamp
-
 from ferrule.v1 import cache_pb2, info_pb2, types_pb2
 from ferrule_server.api.limits import ApiLimits
+from ferrule_server.api.responses.times import duration, timestamp
 from ferrule_server.api.rpc.state import Phase, ServerState, Serving
 from ferrule_server.api.security.principal import Caller
 from ferrule_server.engine.masks import MaskRegistry
 from ferrule_server.engine.metrics.counters import EngineSnapshot, OwnCounters, OwnFigures
 from ferrule_server.executor.base import ExecutorInfo, ExecutorState, MemoryPlan, ModelDescription
-from ferrule_server.kv.metrics import KvCounters, KvMetrics
+from ferrule_server.kv.metrics import KvMetrics
 from ferrule_server.quotas import QuotaLimits
 
 _DTYPES: Final = {
@@ -25,6 +24,10 @@ _DTYPES: Final = {
     "float16": types_pb2.DATA_TYPE_FLOAT16,
     "int8": types_pb2.DATA_TYPE_INT8,
 }
+_LIMITS: Final = tuple(
+    each.name for each in fields(ApiLimits) if each.name in info_pb2.ExecutorCapabilities.DESCRIPTOR.fields_by_name
+)
+"""Limits that ExecutorCapabilities has a field for, under the same name."""
 _STEP_FIELDS: Final = (
     "last_step_time",
     "num_steps",
@@ -34,9 +37,9 @@ _STEP_FIELDS: Final = (
     "num_queued_steps",
     "num_discarded_rows",
 )
-"""Counters of steps in GetStatus, which callers without the role do not see: steps have rows of several principals."""
+"""Fields of GetStatus that only an administrator sees: a step has rows of several principals."""
 _SHARED_FIELDS: Final = ("shared_blocks", "tombstones", "num_prefix_evictions", "num_exhausted")
-"""Counters of the pool in GetCacheMetrics that are kept for all together, which callers without the role do not see."""
+"""Fields of GetCacheMetrics that only an administrator sees: the pool counts them for all principals together."""
 _PROC_STATUS: Final = Path("/proc/self/status")
 _CPUINFO: Final = Path("/proc/cpuinfo")
 
@@ -70,7 +73,7 @@ def model_info(serving: Serving) -> info_pb2.ModelInfo:
 
 
 def capabilities(serving: Serving, limits: ApiLimits, caller: info_pb2.CallerInfo) -> info_pb2.ExecutorCapabilities:
-    """Return what this server serves. A flag that is left out here is false: the call answers FEATURE_UNSUPPORTED."""
+    """Return what this server supports. A flag that is not set here is false: its calls answer FEATURE_UNSUPPORTED."""
     info, state = serving.engine.info, serving.executor_state()
     return info_pb2.ExecutorCapabilities(
         caller=caller,
@@ -78,30 +81,16 @@ def capabilities(serving: Serving, limits: ApiLimits, caller: info_pb2.CallerInf
         max_batch_size=serving.max_step_rows,
         max_step_rows=serving.max_step_rows,
         max_sequence_length=info.model.max_context,
-        max_fork_count=limits.max_fork_count,
-        max_top_logprobs=limits.max_top_logprobs,
-        max_page_size=limits.max_page_size,
-        max_request_bytes=limits.max_request_bytes,
-        max_reply_bytes=limits.max_reply_bytes,
-        max_handles_per_request=limits.max_handles_per_request,
-        max_items_per_frame=limits.max_items_per_frame,
-        max_text_bytes=limits.max_text_bytes,
-        max_text_tokens=limits.max_text_tokens,
+        **{name: getattr(limits, name) for name in _LIMITS},
         block_size=info.block_size,
         total_blocks=info.num_blocks - 1,
-        min_ttl=_duration(limits.min_ttl_s),
-        max_ttl=_duration(limits.max_ttl_s),
-        default_ttl=_duration(min(limits.default_ttl_s, limits.max_ttl_s)),
+        min_ttl=duration(limits.min_ttl_s),
+        max_ttl=duration(limits.max_ttl_s),
+        default_ttl=duration(min(limits.default_ttl_s, limits.max_ttl_s)),
         attention_mechanisms=[info_pb2.ATTENTION_MECHANISM_PAGED, _attention(info.model)],
         supported_dtypes=[_DTYPES[name] for name in info.supported_dtypes],
         supported_devices=[_device_type(info)],
         memory_requirements=_memory_requirements(info, state),
-        max_draft_tokens=limits.max_draft_tokens,
-        max_masks_per_request=limits.max_masks_per_request,
-        max_logprob_token_ids=limits.max_logprob_token_ids,
-        max_logit_biases=limits.max_logit_biases,
-        max_stops=limits.max_stops,
-        max_stop_length=limits.max_stop_length,
         supports_batch_prefill=True,
         supports_batch_decode=True,
         supports_stream_decode=True,
@@ -130,42 +119,34 @@ def capabilities(serving: Serving, limits: ApiLimits, caller: info_pb2.CallerInf
 
 
 def caller_info(caller: Caller, quotas: QuotaLimits) -> info_pb2.CallerInfo:
-    """Return who the caller is to this server; no limit is written as 0."""
-    limits = info_pb2.QuotaLimits(
-        handles=quotas.handles or 0,
-        kv_tokens=quotas.kv_tokens or 0,
-        queued_rows=quotas.queued_rows or 0,
-        prefill_tokens_per_second=quotas.prefill_tokens_per_s or 0,
-        retained_bytes=quotas.retained_bytes or 0,
-        mask_bytes=quotas.mask_bytes or 0,
-        calls_per_second=quotas.calls_per_s or 0,
-        request_bytes_per_second=quotas.request_bytes_per_s or 0,
-        text_bytes_per_second=quotas.text_bytes_per_s or 0,
+    """Return what the server knows of the caller; 0 means no limit."""
+    limits = {name.replace("_per_s", "_per_second"): limit or 0 for name, limit in asdict(quotas).items()}
+    return info_pb2.CallerInfo(
+        principal=caller.principal, is_admin=caller.is_admin, quotas=info_pb2.QuotaLimits(**limits)
     )
-    return info_pb2.CallerInfo(principal=caller.principal, is_admin=caller.is_admin, quotas=limits)
 
 
 def seen_by(caller: Caller) -> str | None:
-    """Return the principal whose counters a caller may see; None: those of all."""
+    """Return the principal whose counters a caller may see; None: it may see those of all."""
     return None if caller.is_admin else caller.principal
 
 
 def status(
     state: ServerState, snapshot: EngineSnapshot | None = None, principal: str | None = None
 ) -> info_pb2.ExecutorStatus:
-    """Return how the server is doing, also while it loads.
+    """Return the state and the counters of the server, also while it loads.
 
     Args:
         state: The server.
-        snapshot: How its engine was at another moment; None: as it is now.
-        principal: Whose counters to give instead of those of all, so that nothing tells of the prompts of others.
+        snapshot: The engine at the moment to describe; None: now.
+        principal: Return the counters of this principal alone, so that they reveal nothing about other principals.
     """
     message = info_pb2.ExecutorStatus(
         state=info_pb2.EXECUTOR_STATE_STARTING,
         instance=state.instance,
         epoch=state.epoch,
         server_version=state.version,
-        start_time=_timestamp(state.start_ns),
+        start_time=timestamp(state.start_ns),
         memory=_memory_usage(),
     )
     serving = state.serving
@@ -184,9 +165,9 @@ def status(
 
 
 def own_cache_metrics(serving: Serving, principal: str | None) -> cache_pb2.CacheMetrics:
-    """Return what is counted of the KV pool and of the masks of one principal; None: of all.
+    """Return the counters of the KV pool and of the masks for one principal; None: for all of them.
 
-    How many blocks of the pool are empty, cached or used is told to everybody: schedulers need it.
+    Everybody sees how many blocks of the pool are empty, cached or used: schedulers need these numbers.
     """
     metrics = cache_metrics(serving)
     if principal is not None:
@@ -197,34 +178,22 @@ def own_cache_metrics(serving: Serving, principal: str | None) -> cache_pb2.Cach
 def cache_metrics(
     serving: Serving, snapshot: EngineSnapshot | None = None, kv: KvMetrics | None = None
 ) -> cache_pb2.CacheMetrics:
-    """Return what is counted of the KV pool and of the masks; what is given of it is taken from there."""
+    """Return the counters of the KV pool and of the masks for all principals, from the arguments or as of now."""
     snapshot, masks = snapshot or serving.engine.snapshot(), serving.inputs.masks
-    kv = kv or serving.engine.kv_metrics()
-    message = cache_pb2.CacheMetrics(
-        block_size=kv.block_size,
-        total_blocks=kv.total_blocks,
-        empty_blocks=kv.empty_blocks,
-        cached_blocks=kv.cached_blocks,
-        used_blocks=kv.used_blocks,
-        shared_blocks=kv.shared_blocks,
-        live_sequences=kv.live_sequences,
-        tombstones=kv.tombstones,
-        num_prefix_evictions=kv.num_prefix_evictions,
-        num_exhausted=kv.num_exhausted,
+    return cache_pb2.CacheMetrics(
+        **asdict(kv or serving.engine.kv_metrics()),
         num_replays=snapshot.counters.replays,
         num_stale=snapshot.refused().get("HANDLE_STALE", 0),
         token_masks=masks.num_masks,
         token_mask_bytes=masks.num_bytes,
     )
-    _fill_sequences(message, kv)
-    return message
 
 
 def _narrow_status(message: info_pb2.ExecutorStatus, own: OwnFigures) -> None:
-    """Replace what counts the work of all by what was done for one principal; steps are shared, so they are left out.
+    """Replace the counters of all principals by those of one; steps are shared, so their counters are removed.
 
-    What remains of others is the load at the moment: the state, jobs that wait, sequences in a step, streams under way,
-    and free blocks. Clients need it to choose a server and to pace themselves, and it holds no lengths in tokens.
+    The message still shows the current load of others: the state, waiting jobs, sequences in a step, open streams and
+    free blocks. Clients need it to choose a server and to pace themselves. It holds no lengths in tokens.
     """
     for name in _STEP_FIELDS:
         message.ClearField(name)
@@ -233,30 +202,19 @@ def _narrow_status(message: info_pb2.ExecutorStatus, own: OwnFigures) -> None:
 
 
 def _narrow_metrics(message: cache_pb2.CacheMetrics, own: OwnFigures, masks: MaskRegistry, principal: str) -> None:
-    """Replace what counts the work of all by what was done for one principal; see :func:`_narrow_status`."""
+    """Replace the counters of all principals by those of one; see :func:`_narrow_status`."""
     for name in _SHARED_FIELDS:
         message.ClearField(name)
     message.live_sequences = own.num_sequences
-    _fill_sequences(message, own.kv)
+    for name, count in asdict(own.kv).items():
+        setattr(message, name, count)
     message.num_replays = own.counters.replays
     message.num_stale = own.refused().get("HANDLE_STALE", 0)
     message.token_masks, message.token_mask_bytes = masks.held_by(principal)
 
 
-def _fill_sequences(message: cache_pb2.CacheMetrics, kv: KvCounters) -> None:
-    """Write what was done to sequences: to all of them, or to those of one principal."""
-    message.num_created = kv.num_created
-    message.num_forks = kv.num_forks
-    message.num_truncates = kv.num_truncates
-    message.num_released = kv.num_released
-    message.num_expired = kv.num_expired
-    message.num_block_copies = kv.num_block_copies
-    message.num_prefix_lookup_tokens = kv.num_prefix_lookup_tokens
-    message.num_prefix_hit_tokens = kv.num_prefix_hit_tokens
-
-
 def _fill_executor(message: info_pb2.ExecutorStatus, info: ExecutorInfo, state: ExecutorState | None) -> None:
-    """Say what runs steps at the moment, and why it does; only an executor that prepares things has a state."""
+    """Write which executor runs the steps and why; only an executor that prepares kernels has a state."""
     message.executor = info.name if state is None else state.name
     message.fallback_reason = info.fallback_reason if state is None else state.fallback_reason
     if state is None:
@@ -293,7 +251,7 @@ def _fill_counters(message: info_pb2.ExecutorStatus, snapshot: EngineSnapshot) -
     message.free_blocks = snapshot.free_blocks
     message.current_batch_size = counters.last_step_seqs
     if counters.last_step_unix_ns:
-        message.last_step_time.CopyFrom(_timestamp(counters.last_step_unix_ns))
+        message.last_step_time.CopyFrom(timestamp(counters.last_step_unix_ns))
     message.num_steps = counters.steps
     _fill_appends(message, counters, snapshot.refused())
     message.active_streams = snapshot.num_streams
@@ -302,7 +260,7 @@ def _fill_counters(message: info_pb2.ExecutorStatus, snapshot: EngineSnapshot) -
 
 
 def _fill_appends(message: info_pb2.ExecutorStatus, counters: OwnCounters, refused: Mapping[str, int]) -> None:
-    """Write what was done for all principals, or for one."""
+    """Write the counters of appends, of all principals or of one."""
     message.num_prefills = counters.prefills
     message.num_decodes = counters.decodes
     message.num_verifies = counters.verifies
@@ -337,7 +295,7 @@ def _memory_requirements(info: ExecutorInfo, state: ExecutorState | None) -> inf
 
 
 def _memory_usage() -> info_pb2.MemoryUsage:
-    """Return the memory of the process as Linux counts it; zeros elsewhere."""
+    """Return the memory of the process as Linux counts it; zeros on other systems."""
     usage = info_pb2.MemoryUsage()
     for line in _lines_of(_PROC_STATUS):
         if line.startswith("VmRSS:"):
@@ -352,12 +310,12 @@ def _device_type(info: ExecutorInfo) -> types_pb2.DeviceType:
 
 
 def _device_name(info: ExecutorInfo) -> str:
-    """Return what the driver calls the device; for the processor what the system calls it."""
+    """Return the name of the device as its driver reports it, or the name of the CPU as the system reports it."""
     return info.device_name or (_CPU_NAME if info.device == "cpu" else info.device)
 
 
 def _attention(model: ModelDescription) -> info_pb2.AttentionMechanism:
-    """Return how query heads share the heads of K and V."""
+    """Return how the query heads share the KV heads."""
     if model.config.num_kv_heads == model.config.num_heads:
         return info_pb2.ATTENTION_MECHANISM_MULTI_HEAD
     if model.config.num_kv_heads == 1:
@@ -379,15 +337,3 @@ def _read_cpu_name() -> str:
 
 _CPU_NAME: Final = _read_cpu_name()
 """Read once, before the event loop runs: the file has a page for each core."""
-
-
-def _duration(seconds: float) -> Duration:
-    duration = Duration()
-    duration.FromNanoseconds(round(seconds * 1e9))
-    return duration
-
-
-def _timestamp(unix_ns: int) -> Timestamp:
-    stamp = Timestamp()
-    stamp.FromNanoseconds(unix_ns)
-    return stamp

@@ -1,22 +1,25 @@
-"""GetServerView: the server at one moment as a message, the same for everybody who looks within a tenth of a second."""
+"""GetServerView: the server at one moment as a message, which all calls within a tenth of a second share.
+
+A block map has a byte for each block, or for each run of blocks if the pool has more blocks than cells. A byte is 0 for
+an empty block, 1 for a block that only the prefix cache holds, and n + 1 for a block with n owners.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.timestamp_pb2 import Timestamp
 
 from ferrule.v1 import admin_pb2
 from ferrule_server.api.responses import describe
-from ferrule_server.api.responses.block_map import as_array, block_map, num_shared
+from ferrule_server.api.responses.times import duration, timestamp
 from ferrule_server.api.rpc.calls import run_job
 from ferrule_server.api.rpc.state import ServerState, Serving
 from ferrule_server.engine import host_calls
@@ -24,18 +27,21 @@ from ferrule_server.engine.metrics.histogram import HistogramReading
 from ferrule_server.engine.metrics.views import PrincipalSeen, SequenceSeen, View
 
 FRESH_S: Final = 0.1
-"""How long a snapshot is shown to others."""
+"""For how long a snapshot answers later calls too."""
 
 _NOBODY: Final = ""
 _PIECE: Final = 64
-"""Sequences put into messages at a time: half a millisecond, then others have their turns."""
+"""Sequences converted between two turns of the event loop: half a millisecond."""
+_PIECE_BLOCKS: Final = 16384
+"""Refcounts copied between two turns of the event loop."""
+_MAX_BYTE: Final = 255
 
 
 @dataclass(frozen=True, slots=True)
 class _Bounds:
-    """How much a view has at most.
+    """The largest lists that a view may hold.
 
-    A snapshot is taken with one of two sizes of each list, so that no order of requests can have many taken.
+    A snapshot is taken with one of two sizes of each list, so requests with many different bounds share snapshots.
     """
 
     max_cells: int
@@ -44,22 +50,22 @@ class _Bounds:
 
     @property
     def taken(self) -> tuple[int, int]:
-        """Sequences and principals of the snapshot that the view is made of."""
+        """The numbers of sequences and principals in the snapshot that the view is made from."""
         return _size(self.max_sequences, _SEQUENCES), _size(self.max_principals, _PRINCIPALS)
 
 
 _CELLS: Final = (1024, 16384)
 _SEQUENCES: Final = (256, 1024)
 _PRINCIPALS: Final = (64, 1024)
-"""What is given unless told otherwise, and at most."""
+"""The default of each bound, and its maximum."""
 
 _MAX_MESSAGES: Final = 8
-"""Kept of one snapshot: displays ask with few bounds, and whoever asks with many gets each made anew."""
+"""Messages kept of one snapshot. Displays use few bounds; a message for any other bounds is made for each call."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """What was seen, the owners of each block as an array, and the sequences as messages."""
+    """The view, the owners of each block as an array, and the sequences as messages."""
 
     view: View
     owners: npt.NDArray[np.int32] = field(repr=False)
@@ -68,10 +74,11 @@ class _Snapshot:
 
 @dataclass(eq=False, slots=True)
 class _Taken:
-    """A snapshot, taken or on its way, and the messages that were made of it.
+    """A snapshot, taken or under way, and the messages made from it.
 
     Attributes:
-        task: Takes it. begun_at: when that was asked for, on the views' clock.
+        task: Takes the snapshot.
+        begun_at: When it was requested, on the clock of the views.
     """
 
     task: asyncio.Task[_Snapshot]
@@ -80,9 +87,9 @@ class _Taken:
 
 
 class Views:
-    """Takes snapshots of a server for all who look, on the event loop.
+    """Takes snapshots of a server and shares them between calls. Used on the event loop.
 
-    Invariant: within FRESH_S at most one snapshot is taken of each pair of sizes, of which there are four.
+    Invariant: within FRESH_S at most one snapshot is taken of each of the four pairs of sizes.
 
     Args:
         state: The server.
@@ -95,11 +102,11 @@ class Views:
         self._taken: dict[tuple[int, int], _Taken] = {}
 
     async def view(self, request: admin_pb2.GetServerViewRequest) -> admin_pb2.ServerView:
-        """Return the server as it is, or was FRESH_S ago at most. The message belongs to all: it must not be changed.
+        """Return the server as it was at most FRESH_S ago. The message is shared and must not be changed.
 
         Raises:
             Starting: The model is not loaded yet.
-            Draining: The engine runs no more.
+            Draining: The engine has stopped.
         """
         serving = self._state.describe()
         bounds = _bounds(request)
@@ -113,13 +120,13 @@ class Views:
         return message
 
     def _take(self, serving: Serving, sizes: tuple[int, int]) -> _Taken:
-        """Return the snapshot of these sizes that is fresh or on its way, or have one taken."""
+        """Return the fresh or pending snapshot of these sizes; start one if there is none."""
         now = self._clock()
         taken = self._taken.get(sizes)
         if taken is None or (taken.task.done() and now - taken.begun_at >= FRESH_S):
-            task = asyncio.create_task(_look(serving, *sizes), context=Context())  # of no call: it is for many
+            task = asyncio.create_task(_look(serving, *sizes), context=Context())  # it belongs to no single call
             taken = self._taken[sizes] = _Taken(task, now)
-            taken.task.add_done_callback(_heed)
+            taken.task.add_done_callback(_retrieve_error)
         return taken
 
 
@@ -130,16 +137,25 @@ async def _look(serving: Serving, max_sequences: int, max_principals: int) -> _S
 
 
 async def _sequences(view: View, bytes_per_block: int) -> list[admin_pb2.SequenceView]:
-    """Return all that were seen, piece by piece: a thousand take milliseconds, and others have turns."""
-    made: list[admin_pb2.SequenceView] = []
+    """Convert the sequences piece by piece: a thousand take milliseconds, which would hold up the event loop."""
+    messages: list[admin_pb2.SequenceView] = []
     for start in range(0, len(view.sequences), _PIECE):
-        made += [_sequence(each, view, bytes_per_block) for each in view.sequences[start : start + _PIECE]]
+        messages += [_sequence(each, view, bytes_per_block) for each in view.sequences[start : start + _PIECE]]
         await asyncio.sleep(0)
-    return made
+    return messages
 
 
-def _heed(task: asyncio.Task[_Snapshot]) -> None:
-    """Take note of an error also where everybody who waited for the snapshot has left."""
+async def as_array(refcounts: list[int]) -> npt.NDArray[np.int32]:
+    """Convert the refcounts piece by piece: those of a large pool take milliseconds."""
+    owners = np.empty(len(refcounts), np.int32)
+    for start in range(0, len(refcounts), _PIECE_BLOCKS):
+        owners[start : start + _PIECE_BLOCKS] = refcounts[start : start + _PIECE_BLOCKS]
+        await asyncio.sleep(0)
+    return owners
+
+
+def _retrieve_error(task: asyncio.Task[_Snapshot]) -> None:
+    """Retrieve the error of a snapshot, because every call that waited for it may have been cancelled."""
     if not task.cancelled():
         task.exception()
 
@@ -162,8 +178,8 @@ def _message(state: ServerState, serving: Serving, snapshot: _Snapshot, bounds: 
     view = snapshot.view
     counters, size = view.snapshot.counters, view.kv.block_size
     message = admin_pb2.ServerView(
-        time=_timestamp(view.unix_ns),
-        uptime=_duration(view.at_s - state.started_at_s),
+        time=timestamp(view.unix_ns),
+        uptime=duration(view.at_s - state.started_at_s),
         status=describe.status(state, view.snapshot),
         cache_metrics=describe.cache_metrics(serving, view.snapshot, view.kv),
         model_id=serving.engine.info.model.model_id,
@@ -198,9 +214,9 @@ def _sequence(seen: SequenceSeen, view: View, bytes_per_block: int) -> admin_pb2
         num_blocks=num_blocks,
         num_shared_blocks=num_shared(seen.block_ids, view.refcounts),
         kv_bytes=num_blocks * bytes_per_block,
-        expires_in=_duration(seen.expires_in_s),
-        ttl=_duration(seen.ttl_s),
-        age=_duration(seen.age_s),
+        expires_in=duration(seen.expires_in_s),
+        ttl=duration(seen.ttl_s),
+        age=duration(seen.age_s),
         num_pending=seen.num_pending,
         is_appending=seen.is_appending,
     )
@@ -224,13 +240,28 @@ def _histogram(reading: HistogramReading) -> admin_pb2.Histogram:
     return admin_pb2.Histogram(upper_bounds=reading.bounds, counts=reading.counts, sum=reading.sum)
 
 
-def _duration(seconds: float) -> Duration:
-    duration = Duration()
-    duration.FromNanoseconds(round(max(0.0, seconds) * 1e9))
-    return duration
+def block_map(owners: npt.NDArray[np.int32], is_cached: bytes, max_cells: int) -> admin_pb2.BlockMap:
+    """Return the map of a pool in at most ``max_cells`` cells.
+
+    Args:
+        owners: int32 [num_blocks], the owners of each block, the null block at index 0; not changed.
+        is_cached: A byte for each block, 1 if only the prefix cache holds it.
+        max_cells: At least 1.
+    """
+    owners = owners[1:]
+    marks = np.minimum(owners + (owners > 0), _MAX_BYTE).astype(np.uint8)
+    marks |= np.frombuffer(is_cached, np.uint8)[1:]
+    cell_blocks = max(1, -(-len(marks) // max_cells))
+    starts = np.arange(0, len(marks), cell_blocks)
+    num_held = np.add.reduceat((owners > 0).astype(np.int64), starts)
+    sizes = np.diff(starts, append=len(marks))
+    return admin_pb2.BlockMap(
+        cell_blocks=cell_blocks,
+        cells=np.maximum.reduceat(marks, starts).tobytes(),
+        fill=(-(-num_held * _MAX_BYTE // sizes)).astype(np.uint8).tobytes(),
+    )
 
 
-def _timestamp(unix_ns: int) -> Timestamp:
-    stamp = Timestamp()
-    stamp.FromNanoseconds(unix_ns)
-    return stamp
+def num_shared(block_ids: Sequence[int], refcounts: Sequence[int]) -> int:
+    """Return how many blocks of a table have several owners, in O(log n): refcounts never rise along a table."""
+    return bisect_left(block_ids, 1, key=lambda block_id: refcounts[block_id] == 1)

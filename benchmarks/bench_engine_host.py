@@ -249,7 +249,7 @@ def _measure_frames(size: int, num_frames: int) -> float:
     """Return us of a frame from the engine to bytes."""
     from ferrule_server.api.requests.policy import OutputPlan
     from ferrule_server.api.rpc.refusals import Refusals
-    from ferrule_server.api.streams.generate_stream import GenerateReplies
+    from ferrule_server.api.streams.replies import GenerateReplies
     from ferrule_server.engine.jobs import BranchFrame, GenerateFrame, OutputRequest, StepTiming
     from ferrule_server.executor.base import OutputSpec, RowOutput
     from ferrule_server.kv.handle import Handle

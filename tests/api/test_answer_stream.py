@@ -18,9 +18,9 @@ from ferrule_server.api.rpc.calls import CallEnded
 from ferrule_server.api.rpc.refusals import Refusals
 from ferrule_server.api.rpc.state import ServerState
 from ferrule_server.api.security.principal import Caller, enter
-from ferrule_server.api.streams import answer_stream
-from ferrule_server.api.streams.answer_stream import Answer, AnswerStream
-from ferrule_server.api.streams.generate_stream import GenerateReplies
+from ferrule_server.api.streams import writer
+from ferrule_server.api.streams.answer_stream import AnswerStream
+from ferrule_server.api.streams.replies import GenerateReplies
 from ferrule_server.engine.jobs import (
     BranchFrame,
     GenerateFrame,
@@ -122,10 +122,9 @@ class _Call:
             "alice", (1,), None, _PLAN.output, StopRules(), Window(window_bytes), row_bytes=_ROW_BYTES
         )
         self.state = ServerState("i", "e", "0", ApiLimits())
-        refusals = Refusals("Generate", "alice")
-        replies = GenerateReplies(_PLAN, "r", max_reply_bytes, refusals)
-        answer = Answer("Generate", self.job, replies, refusals)
-        self.stream = AnswerStream(self.state, cast("Any", self.engine), cast("Any", self.context), answer)
+        replies = GenerateReplies(_PLAN, "r", max_reply_bytes, Refusals("Generate", "alice"))
+        engine, context = cast("Any", self.engine), cast("Any", self.context)
+        self.stream = AnswerStream("Generate", self.state, engine, context, job=self.job, replies=replies)
         self.task = asyncio.create_task(self.stream.run())
 
     async def settles(self) -> None:
@@ -276,7 +275,7 @@ def test_a_caller_who_goes_away_cancels_its_job_and_wakes_it() -> None:
 
 def test_a_call_that_is_ended_has_its_status_and_never_cancels_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """The write in flight is waited for a moment and left alone."""
-    monkeypatch.setattr(answer_stream, "_LAST_WRITE_S", 0.01)
+    monkeypatch.setattr(writer, "_LAST_WRITE_S", 0.01)
 
     async def scene() -> None:
         call = _Call()
@@ -322,7 +321,7 @@ def test_a_failed_write_is_a_fault_unless_the_client_hung_up(
     is_gone: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The call of a client that hung up is cancelled a moment after its write has failed."""
-    monkeypatch.setattr(answer_stream, "HANG_UP_S", 0.05)
+    monkeypatch.setattr(writer, "_HANG_UP_S", 0.05)
 
     async def scene() -> None:
         call = _Call()

@@ -22,12 +22,12 @@ AT = "batch.items[2]."
 
 
 def _piece(**fields: Any) -> PlannedAppend:  # of UnifiedBatchItem
-    return make_reader().unified_item(Item(**{"q_tokens": [1, 2], "logits_policy": GREEDY, **fields}), AT, "alice")
+    return make_reader().unified(Item(**{"q_tokens": [1, 2], "logits_policy": GREEDY, **fields}), AT, "alice")
 
 
 def _prefill(**fields: Any) -> PlannedAppend:  # of PrefillInput
     message = executor_pb2.PrefillInput(**{"input_ids": [1, 2], "logits_policy": GREEDY, **fields})
-    return make_reader().prefill_input(message, "inputs[3].", "alice")
+    return make_reader().prefill(message, "inputs[3].", "alice")
 
 
 # ---- pieces ---------------------------------------------------------------------------------------------------------

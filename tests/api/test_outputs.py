@@ -57,7 +57,7 @@ def test_a_reply_never_passes_its_bound(dtype: types_pb2.DataType, num_rows: int
         logits_policy=policy,
         logits_positions=types_pb2.LOGITS_POSITIONS_ALL,
     )
-    planned = make_reader(VOCAB_SIZE).prefill(executor_pb2.PrefillRequest(input=message), "p")
+    planned = make_reader(VOCAB_SIZE).prefill(message, "input.", "p")
     output = executor_pb2.PrefillOutput()
     fill_prefill(output, _result(num_rows, np.ones(VOCAB_SIZE, np.float32)), planned)
     frame = executor_pb2.StreamDecodeResponse(free_blocks=2**32 - 1)
@@ -81,7 +81,7 @@ def test_a_reply_of_a_verify_never_passes_its_bound(num_drafts: int, has_handles
         acceptance=executor_pb2.ACCEPTANCE_RULE_EXACT,
         return_row_handles=has_handles,
     )
-    planned = make_reader(VOCAB_SIZE).verify(message, "", "p")
+    planned = make_reader(VOCAB_SIZE).verifies.read(message, "", "p")
     num_rows = num_drafts + 1
     result = _result(num_rows, np.ones(VOCAB_SIZE, np.float32))
     row_handles = (HANDLE,) * num_rows if has_handles else ()
@@ -98,7 +98,7 @@ def test_a_reply_of_a_verify_never_passes_its_bound(num_drafts: int, has_handles
 def test_what_became_of_nothing_is_unset() -> None:
     """Without a rule there is no count and no next token, though 0 may be one."""
     message = executor_pb2.VerifyInput(kv_cache=handle_message(HANDLE), input_ids=[1], draft_ids=[2])
-    planned = make_reader(VOCAB_SIZE).verify(message, "", "p")
+    planned = make_reader(VOCAB_SIZE).verifies.read(message, "", "p")
     output = executor_pb2.VerifyOutput()
     fill_verify(output, AppendResult(HANDLE, verified=Verified()), planned)
     assert {field.name for field, _ in output.ListFields()} == {"kv_cache", "timing"}
@@ -109,8 +109,8 @@ def test_what_became_of_nothing_is_unset() -> None:
 def test_every_value_of_a_row_has_its_place() -> None:
     """Row after row, as asked for and in no other field."""
     policy = policy_pb2.LogitsReturnPolicy(logprob_token_ids=[3, 1], entropy=True, hidden_state=True)
-    request = executor_pb2.PrefillRequest(input=executor_pb2.PrefillInput(input_ids=[1], logits_policy=policy))
-    planned = make_reader().prefill(request, "p")
+    message = executor_pb2.PrefillInput(input_ids=[1], logits_policy=policy)
+    planned = make_reader().prefill(message, "input.", "p")
     rows = [
         RowOutput(
             i,
@@ -138,17 +138,10 @@ def test_every_value_of_a_row_has_its_place() -> None:
 def test_bfloat16_rounds_to_nearest_with_ties_to_even() -> None:
     """As hardware does it: halves go to the even neighbour."""
     bits = np.array([0x3F800000, 0x3F808000, 0x3F818000, 0x3F808001, 0xBF808000, 0x00000000, 0x7F7F8000], np.uint32)
-    planned = make_reader(len(bits)).prefill(
-        executor_pb2.PrefillRequest(
-            input=executor_pb2.PrefillInput(
-                input_ids=[1],
-                logits_policy=policy_pb2.LogitsReturnPolicy(
-                    full_logits=policy_pb2.FullLogits(dtype=types_pb2.DATA_TYPE_BFLOAT16)
-                ),
-            )
-        ),
-        "p",
-    )
+    full_logits = policy_pb2.FullLogits(dtype=types_pb2.DATA_TYPE_BFLOAT16)
+    policy = policy_pb2.LogitsReturnPolicy(full_logits=full_logits)
+    message = executor_pb2.PrefillInput(input_ids=[1], logits_policy=policy)
+    planned = make_reader(len(bits)).prefill(message, "input.", "p")
     result = AppendResult(HANDLE, (RowOutput(1, logits=bits.view(np.float32)),))
     output = executor_pb2.PrefillOutput()
     fill_prefill(output, result, planned)

@@ -16,7 +16,6 @@ from ferrule.v1 import executor_pb2, policy_pb2, types_pb2
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.services import executor as executor_service
 from ferrule_server.api.streams.decode_stream import DecodeStream
-from ferrule_server.errors import FerruleError
 from tests.api.harness import (
     PROMPT,
     RunningServer,
@@ -300,9 +299,9 @@ def test_a_client_that_hangs_up_as_its_stream_opens_is_no_fault(
     """The very first thing that is sent fails, and the call is cancelled a moment later."""
 
     class HungUp(DecodeStream):
-        async def _serve(self) -> FerruleError | None:
-            self._context = SimpleNamespace(send_initial_metadata=self._fail)  # type: ignore[assignment]
-            return await super()._serve()
+        async def run(self) -> None:
+            self._writer._context = SimpleNamespace(send_initial_metadata=self._fail)  # type: ignore[assignment]
+            await super().run()
 
         async def _fail(self, _: object) -> None:
             opened.set()

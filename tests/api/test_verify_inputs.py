@@ -32,7 +32,7 @@ REJECTION = executor_pb2.ACCEPTANCE_RULE_REJECTION
 def _read(limits: ApiLimits | None = None, **fields: Any) -> PlannedAppend:  # of VerifyInput
     given = {"kv_cache": HANDLE, "input_ids": [5], "draft_ids": [1, 2, 3], "logits_policy": GREEDY, **fields}
     message = executor_pb2.VerifyInput(**given)
-    return make_reader(VOCAB_SIZE, limits=limits, max_context=200).verify(message, "input.", "alice")
+    return make_reader(VOCAB_SIZE, limits=limits, max_context=200).verifies.read(message, "input.", "alice")
 
 
 def _drafts(**fields: Any) -> Drafts:  # of VerifyInput
@@ -324,7 +324,7 @@ def test_a_law_may_miss_1_by_the_rounding_of_its_type(dtype: types_pb2.DataType,
         acceptance=REJECTION,
         draft_probs=_dense([flat, peaked], dtype),
     )
-    make_reader(vocab_size, max_context=200).verify(message, "input.", "alice")
+    make_reader(vocab_size, max_context=200).verifies.read(message, "input.", "alice")
 
 
 def test_more_tokens_than_a_context_are_refused_unread() -> None:

@@ -1,4 +1,4 @@
-"""Requests about sequences to jobs and host calls: fork, truncate, reserve, release, keep alive, describe, list."""
+"""Reads requests about sequences: fork, truncate, reserve, release, keep alive, describe, list."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import binascii
 from collections.abc import Sequence
 
 from ferrule.v1 import cache_pb2, types_pb2
-from ferrule_server.api.requests.fields import FieldReader, require, seconds
+from ferrule_server.api.requests.fields import FieldReader, check_count, require, seconds
 from ferrule_server.engine import host_calls
 from ferrule_server.engine.jobs import CacheInfo, ForkJob, HostCall, ListResult, SlotsWanted, TruncateJob
 from ferrule_server.errors import InvalidRequest
@@ -16,10 +16,10 @@ from ferrule_server.kv.reserved_slots import SlotReservation
 
 
 class CacheReader:
-    """Turns requests about sequences into jobs.
+    """Turns requests about sequences into jobs and host calls.
 
     Args:
-        fields: Reads what they have in common with others.
+        fields: Reads the fields that many requests have.
     """
 
     def __init__(self, fields: FieldReader) -> None:
@@ -41,16 +41,14 @@ class CacheReader:
         return ForkJob(principal, handle, length, count, ttl_s, request.request_id)
 
     def truncate(self, request: cache_pb2.TruncateKvRequest, principal: str) -> TruncateJob:
-        """Return the job of a TruncateKv; the engine judges ``new_length``."""
+        """Return the job of a TruncateKv; the engine checks ``new_length``."""
         require(request, "kv_cache")
         return TruncateJob(principal, self._fields.handle(request.kv_cache, ""), request.new_length)
 
     def reserve(self, request: cache_pb2.ReserveKvSlotsRequest, principal: str) -> HostCall[SlotReservation]:
         """Return the call of a ReserveKvSlots."""
-        num_requests, limit = len(request.requests), self._limits.max_handles_per_request
-        if num_requests > limit:
-            text = f"has {num_requests} entries, the limit is {limit}; send several requests"
-            raise InvalidRequest("requests", text, count=num_requests, limit=limit)
+        limit = self._limits.max_handles_per_request
+        check_count("requests", len(request.requests), limit, "send several requests")
         wanted = tuple(self._wanted(each, index) for index, each in enumerate(request.requests))
         return host_calls.reserve(principal, wanted)
 
@@ -66,21 +64,17 @@ class CacheReader:
         return host_calls.list_caches(principal, _after_handle_id(request.page_token), limit)
 
     def named(self, handles: Sequence[types_pb2.KvCacheHandle], path: str) -> tuple[Handle, ...]:
-        """Return the handles in the list ``path``, of which only the ``cache_id`` counts.
+        """Return the handles in the list ``path``; only their ``cache_id`` counts.
 
         Raises:
-            InvalidRequest: There are too many, or one was never given out because it is too long.
+            InvalidRequest: There are too many handles, or one has an id longer than any that a server returns.
         """
-        limit = self._limits.max_handles_per_request
-        if len(handles) > limit:
-            text = f"has {len(handles)} handles, the limit is {limit}; send several requests"
-            raise InvalidRequest(path, text, count=len(handles), limit=limit)
+        check_count(path, len(handles), self._limits.max_handles_per_request, "send several requests")
         return tuple(self._named(handle, f"{path}[{index}]") for index, handle in enumerate(handles))
 
     def _wanted(self, message: cache_pb2.KvSlotRequest, index: int) -> SlotsWanted:
         path = f"requests[{index}].kv_cache"
-        if not message.HasField("kv_cache"):
-            raise InvalidRequest(path, "must be set")
+        require(message, "kv_cache", f"requests[{index}].")
         return SlotsWanted(self._named(message.kv_cache, path), message.target_length, message.admission_target_length)
 
     def _named(self, message: types_pb2.KvCacheHandle, path: str) -> Handle:
@@ -91,7 +85,7 @@ class CacheReader:
 
 
 def page_token(handle_id: str) -> str:
-    """Return the opaque token of the page that begins after ``handle_id``; empty for an empty one."""
+    """Return the opaque token of the page after ``handle_id``; empty if that is empty."""
     return base64.urlsafe_b64encode(f"1{handle_id}".encode()).decode() if handle_id else ""
 
 
@@ -103,5 +97,5 @@ def _after_handle_id(token: str) -> str:
     except (binascii.Error, UnicodeError, ValueError):
         text = ""
     if len(text) != 17 or text[0] != "1" or not set(text[1:]) <= set("0123456789abcdef"):
-        raise InvalidRequest("page_token", "is no next_page_token of this server")
+        raise InvalidRequest("page_token", "is not a next_page_token of this server")
     return text[1:]

@@ -1,19 +1,19 @@
-"""Fields that many requests have: handles, token ids, request ids, leases; each checked once, here."""
+"""Fields that many requests have, such as handles, token ids, request ids and leases. Each is checked here, once."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 from ferrule.v1 import executor_pb2, types_pb2
 from ferrule_server.api.limits import ApiLimits
+from ferrule_server.engine.jobs import AppendJob, GenerateJob
 from ferrule_server.errors import ContextExceeded, InvalidRequest, ReplyTooLarge, TokenOutOfVocab
 from ferrule_server.kv.handle import Handle, StalePolicy
 
 _LINEAGE_BYTES: Final = 16
-REPLY_OVERHEAD_BYTES: Final = 512
-"""What a result takes on the wire besides its rows and its request_id, at most."""
+_REPLY_OVERHEAD_BYTES: Final = 512
+"""Upper bound of the size of a result on the wire, without its rows and its request_id."""
 _STALE_POLICIES: Final[Mapping[int, StalePolicy]] = {
     types_pb2.STALE_POLICY_UNSPECIFIED: StalePolicy.FAIL,
     types_pb2.STALE_POLICY_FAIL: StalePolicy.FAIL,
@@ -23,46 +23,33 @@ _STALE_POLICIES: Final[Mapping[int, StalePolicy]] = {
 
 
 class _Duration(Protocol):
-    """The part of google.protobuf.Duration that is read here."""
+    """The fields of google.protobuf.Duration."""
 
     seconds: int
     nanos: int
 
 
 class _HasField(Protocol):
-    """A message."""
+    """Any message."""
 
     def HasField(self, field_name: str) -> bool:  # noqa: N802  (protobuf's name)
-        """Whether a field is set."""
+        """Return whether a field is set."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class CacheChoice:
-    """How a new sequence is kept: the contract's CacheOptions, read.
-
-    Attributes:
-        ttl_s: Lease in seconds; None: the default.
-        reserved_length: Tokens up to which room is reserved; 0: the input's own need.
-        reuse_prefix, publish_prefix: Whether the prefix cache is looked into, and added to.
-    """
-
-    ttl_s: float | None = None
-    reserved_length: int = 0
-    reuse_prefix: bool = True
-    publish_prefix: bool = True
+_T = TypeVar("_T")
 
 
 class FieldReader:
     """Reads the fields that many requests have, for one model.
 
-    ``at`` is the path of a message in its request with a dot behind it, such as ``items[3].decode.``: the path of a
-    field is put together only when the field is wrong.
+    ``at`` is the path of a message in its request with a dot at the end, such as ``items[3].decode.``. The path of a
+    field is built only if the field is invalid.
 
     Args:
-        vocab_size: Token ids of the model; every id sent is below it.
-        max_context: Longest sequence in tokens; an input that holds more is not even looked at.
-        limits: What a message may hold.
+        vocab_size: Number of token ids of the model.
+        max_context: Longest sequence in tokens. An input with more tokens is refused unread.
+        limits: The limits of messages.
     """
 
     def __init__(self, vocab_size: int, max_context: int, limits: ApiLimits) -> None:
@@ -71,10 +58,10 @@ class FieldReader:
         self.limits = limits
 
     def handle(self, message: types_pb2.KvCacheHandle, at: str) -> Handle:
-        """Return the handle in the field ``kv_cache``, whose length and lineage count.
+        """Return the handle in the field ``kv_cache``; its length and lineage count.
 
         Raises:
-            InvalidRequest: No handle was ever given out that looks like this one.
+            InvalidRequest: No server ever returns a handle like this one.
         """
         cache_id, length, lineage = message.cache_id, message.length, message.lineage
         if not cache_id or len(cache_id) > self.limits.max_cache_id_chars:
@@ -87,103 +74,122 @@ class FieldReader:
         return Handle(cache_id, length, lineage)
 
     def token_ids(self, token_ids: Sequence[int], at: str, field: str, length: int = 0) -> tuple[int, ...]:
-        """Return token ids that are all in the vocabulary.
+        """Return the tokens of an input after a check of their number and values.
 
         Args:
-            token_ids: As they came.
-            at: Path of the message that holds them, with a dot behind it.
-            field: Their field in it.
-            length: Tokens that are before them.
+            token_ids: The field.
+            at: Path of its message, with a dot at the end.
+            field: Its name.
+            length: Number of tokens before them in the sequence.
 
         Raises:
-            ContextExceeded: There are more than any sequence holds.
-            TokenOutOfVocab: One is not in the vocabulary.
+            ContextExceeded: There are more tokens than a sequence can hold.
+            TokenOutOfVocab: A token is not in the vocabulary.
         """
-        if len(token_ids) > self.max_context:  # 4 MiB hold 4 million: 0.4 s of the event loop, if they were read
+        if len(token_ids) > self.max_context:  # 4 MiB hold 4 million: reading them takes 0.4 s of the event loop
             raise ContextExceeded(length + len(token_ids), self.max_context)
+        return self.in_vocabulary(token_ids, f"{at}{field}")
+
+    def in_vocabulary(self, token_ids: Sequence[int], path: str) -> tuple[int, ...]:
+        """Return token ids after a check that all are in the vocabulary; ``path`` is that of the field.
+
+        Raises:
+            TokenOutOfVocab: A token is not in the vocabulary.
+        """
         read = tuple(token_ids)
         if read and max(read) >= self.vocab_size:
             index, token_id = next((i, t) for i, t in enumerate(read) if t >= self.vocab_size)
-            raise TokenOutOfVocab(f"{at}{field}[{index}]", token_id, self.vocab_size)
+            raise TokenOutOfVocab(f"{path}[{index}]", token_id, self.vocab_size)
         return read
 
     def on_stale(self, value: int, at: str) -> StalePolicy:
-        """Return what to do behind the tip.
+        """Return the policy for a handle behind the tip.
 
         Raises:
-            InvalidRequest: It is no StalePolicy.
+            InvalidRequest: The value is not a StalePolicy.
         """
-        on_stale = _STALE_POLICIES.get(value)
-        if on_stale is None:
-            raise InvalidRequest(f"{at}on_stale", f"{value} is no StalePolicy")
-        return on_stale
+        return choice(_STALE_POLICIES, value, f"{at}on_stale", "StalePolicy")
 
     def check_request_id(self, request_id: str, at: str) -> None:
-        """Return if an id is not too long.
+        """Check the length of a request id.
 
         Raises:
-            InvalidRequest: It is.
+            InvalidRequest: It is too long.
         """
-        if not self.is_short(request_id):
+        if len(request_id.encode()) > self.limits.max_request_id_bytes:
             raise InvalidRequest(f"{at}request_id", f"is longer than {self.limits.max_request_id_bytes} bytes")
 
-    def is_short(self, request_id: str) -> bool:
-        """Whether an id is short enough to be taken."""
-        return len(request_id.encode()) <= self.limits.max_request_id_bytes
-
-    def check_reply(self, num_bytes: int, path: str) -> None:
-        """Return if a reply fits into a message; ``path`` is that of the field that makes it large.
+    def reply_bytes(self, num_rows: int, row_bytes: int, request_id: str, at: str) -> int:
+        """Return an upper bound of the size of a result on the wire; streams and batches send its id twice.
 
         Raises:
-            ReplyTooLarge: It does not.
+            ReplyTooLarge: The result may not fit into a message.
         """
+        id_bytes = 2 * self.limits.max_request_id_bytes if request_id else 0
+        num_bytes = num_rows * row_bytes + _REPLY_OVERHEAD_BYTES + id_bytes
         if num_bytes > self.limits.max_reply_bytes:
-            raise ReplyTooLarge(path, num_bytes, self.limits.max_reply_bytes)
+            raise ReplyTooLarge(f"{at}logits_policy", num_bytes, self.limits.max_reply_bytes)
+        return num_bytes
 
-    def reply_bytes(self, num_rows: int, row_bytes: int, request_id: str) -> int:
-        """Return an upper bound of what a result takes on the wire; its id comes twice on streams and in batches."""
-        return num_rows * row_bytes + REPLY_OVERHEAD_BYTES + (2 * self.limits.max_request_id_bytes if request_id else 0)
-
-    def cache(self, options: executor_pb2.CacheOptions, at: str, num_tokens: int, *, is_new: bool) -> CacheChoice:
-        """Return how a sequence is kept; of an existing one only the lease counts.
+    def keep(self, job: AppendJob | GenerateJob, options: executor_pb2.CacheOptions, at: str) -> None:
+        """Write into a job how its sequence is kept; for an existing sequence only the lease counts.
 
         Raises:
-            InvalidRequest: The lease is none, or less room is wanted than the input itself needs.
+            InvalidRequest: The lease is invalid, or ``reserve_length`` is less than the input needs.
         """
-        ttl_s = seconds(options.ttl, f"{at}cache.ttl") if options.HasField("ttl") else None
-        if not is_new:
-            return CacheChoice(ttl_s)
-        length = options.reserve_length
+        job.ttl_s = seconds(options.ttl, f"{at}cache.ttl") if options.HasField("ttl") else None
+        if job.handle is not None:
+            return
+        length, num_tokens = options.reserve_length, len(job.token_ids)
         if options.HasField("reserve_length") and length < num_tokens:
             path = f"{at}cache.reserve_length"
-            raise InvalidRequest(path, f"{length} is below the {num_tokens} tokens of the input")
-        return CacheChoice(
-            ttl_s,
-            length,
-            options.reuse_prefix if options.HasField("reuse_prefix") else True,
-            options.publish_prefix if options.HasField("publish_prefix") else True,
-        )
+            raise InvalidRequest(path, f"{length} is less than the {num_tokens} tokens of the input")
+        job.reserved_length = length
+        job.reuse_prefix = options.reuse_prefix if options.HasField("reuse_prefix") else True
+        job.publish_prefix = options.publish_prefix if options.HasField("publish_prefix") else True
 
 
 def seconds(ttl: _Duration, path: str) -> float:
-    """Return the seconds of a duration, such as a lease.
+    """Return a duration, such as a lease, in seconds.
 
     Raises:
-        InvalidRequest: It is no valid duration, or a negative one.
+        InvalidRequest: The duration is invalid or negative.
     """
     if abs(ttl.nanos) >= 1_000_000_000:
-        raise InvalidRequest(path, f"is no Duration: {ttl.nanos} nanos are a second or more")
+        raise InvalidRequest(path, f"is not a valid Duration: {ttl.nanos} nanos are a second or more")
     value = ttl.seconds + ttl.nanos * 1e-9
     if value < 0.0:
         raise InvalidRequest(path, f"must not be negative, got {value} s")
     return value
 
 
-def require(message: _HasField, field: str, at: str = "") -> None:
-    """Return if the message ``field`` is set.
+def choice(table: Mapping[int, _T], value: int, path: str, enum: str) -> _T:
+    """Return the entry of a table for the value of an enum.
 
     Raises:
-        InvalidRequest: It is not.
+        InvalidRequest: The table has no such value.
+    """
+    if value not in table:
+        raise InvalidRequest(path, f"{value} is not a {enum}")
+    return table[value]
+
+
+def check_count(path: str, count: int, limit: int, advice: str = "") -> None:
+    """Check the number of entries of a list.
+
+    Raises:
+        InvalidRequest: There are more than the limit; ``advice`` says what to do instead.
+    """
+    if count > limit:
+        text = f"has {count} entries, the limit is {limit}" + (f"; {advice}" if advice else "")
+        raise InvalidRequest(path, text, count=count, limit=limit)
+
+
+def require(message: _HasField, field: str, at: str = "") -> None:
+    """Check that the field ``field`` is set.
+
+    Raises:
+        InvalidRequest: It is not set.
     """
     if not message.HasField(field):
         raise InvalidRequest(f"{at}{field}", "must be set")

@@ -1,4 +1,4 @@
-"""Reads token masks, in each of the three forms that the contract knows."""
+"""Reads token masks in the three forms of the contract."""
 
 from __future__ import annotations
 
@@ -14,45 +14,37 @@ from ferrule_server.executor.base import TokenMask
 
 
 class MaskReader:
-    """Turns masks as they are sent into sets of tokens of one model.
+    """Turns masks of requests into masks for the executor.
 
     Args:
-        vocab_size: Token ids of the model.
-        registry: Knows the masks that are named by fingerprint.
+        vocab_size: Number of token ids of the model.
+        registry: Holds the masks that are named by fingerprint.
     """
 
     def __init__(self, vocab_size: int, registry: MaskRegistry) -> None:
         self._vocab_size = vocab_size
         self._num_bytes = -(-vocab_size // 8)
-        self._registry = registry
+        self.registry = registry
 
     def read(self, message: policy_pb2.TokenMask, path: str, principal: str) -> TokenMask:
-        """Return the set of tokens that a message stands for.
+        """Return the mask of a message.
 
         Raises:
-            InvalidRequest: No form is used, the size is wrong, or nothing would be allowed.
+            InvalidRequest: No form is set, the size is wrong, or the mask allows no token.
             TokenOutOfVocab: An id is not in the vocabulary.
-            MaskUnknown: The principal has no mask of this fingerprint.
+            MaskUnknown: The principal has no mask with this fingerprint.
         """
         form = message.WhichOneof("mask")
         if form == "fingerprint":
-            return self._registry.find(principal, message.fingerprint)
+            return self.registry.find(principal, message.fingerprint)
         if form == "inline_bits":
             return self.packed(message.inline_bits, f"{path}.inline_bits")
         if form == "allowed_ids":
             return self._listed(message.allowed_ids.token_ids, f"{path}.allowed_ids.token_ids")
         raise InvalidRequest(path, "one of inline_bits, allowed_ids and fingerprint must be set")
 
-    def check(self, fingerprint: bytes, principal: str) -> None:
-        """Return if the principal has registered the mask of this fingerprint, which is now in use again.
-
-        Raises:
-            MaskUnknown: It has not, or the mask was dropped.
-        """
-        self._registry.find(principal, fingerprint)
-
     def packed(self, data: bytes, path: str) -> TokenMask:
-        """Return the set of tokens whose bits are set.
+        """Return the mask of packed bits, one for each token.
 
         Raises:
             InvalidRequest: The size is wrong, or no bit of the vocabulary is set.
@@ -77,5 +69,5 @@ class MaskReader:
     def _mask(self, bits: npt.NDArray[np.uint8], path: str) -> TokenMask:
         mask = make_mask(bits, self._vocab_size)
         if mask is None:
-            raise InvalidRequest(path, "allows no token at all")
+            raise InvalidRequest(path, "allows no token")
         return mask

@@ -1,25 +1,28 @@
-"""Requests read: a job ready for the engine, and how what comes of it is written."""
+"""Requests that are read: a job for the engine, and how its results are written."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 from ferrule_server.api.requests.policy import OutputPlan
 from ferrule_server.engine.jobs import AppendJob, ForwardJob, GenerateJob
 from ferrule_server.errors import FerruleError, InvalidRequest, SeedRequired
 
+_StreamJob = TypeVar("_StreamJob", GenerateJob, ForwardJob)
+
 
 @dataclass(eq=False, slots=True)
 class PlannedAppend:
-    """An append ready for the engine, and how its result is written. Not frozen: that would double its cost.
+    """An append that is ready for the engine. Not frozen: that would double its cost.
 
     Attributes:
         job: For the engine.
-        plan: For ``outputs``.
-        reply_bytes: Upper bound of what the result takes on the wire.
-        at: Path of the input in its request, with a dot behind it.
+        plan: How its rows are written.
+        reply_bytes: Upper bound of the size of the result on the wire.
+        at: Path of the input in its request, with a dot at the end.
         seq: The client's number of a stream item.
-        kind: Which of the inputs of a stream item it is.
+        kind: The input of a stream item that is set: ``decode``, ``verify`` or ``unified``.
     """
 
     job: AppendJob
@@ -36,31 +39,8 @@ class PlannedAppend:
         return error
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedGenerate:
-    """A Generate ready for the engine, and how its frames are written.
+class PlannedStream(NamedTuple, Generic[_StreamJob]):
+    """A Generate or Forward that is ready for the engine, and how the rows of its frames are written."""
 
-    Attributes:
-        job: For the engine; ``job.window`` and ``job.row_bytes`` say how far it may run ahead.
-        plan: For ``outputs``.
-        returns_text: Each frame brings the text that its tokens add.
-        skips_special_tokens: That text leaves special tokens out.
-    """
-
-    job: GenerateJob
-    plan: OutputPlan
-    returns_text: bool = False
-    skips_special_tokens: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedForward:
-    """A Forward ready for the engine, and how its frames are written.
-
-    Attributes:
-        job: For the engine; ``job.window`` and ``job.row_bytes`` say how far it may run ahead.
-        plan: For ``outputs``.
-    """
-
-    job: ForwardJob
+    job: _StreamJob
     plan: OutputPlan

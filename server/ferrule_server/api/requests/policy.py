@@ -1,23 +1,23 @@
-"""Reads LogitsReturnPolicy: what a request wants of its output rows, every field checked.
+"""Reads LogitsReturnPolicy: the fields that a request wants for each output row.
 
-The same few policies come with nearly every token, so a policy once read is remembered by its bytes: the decode hot
-path costs one serialisation of a few bytes and one look-up; large ones are read again. A registered mask is named by
-what is in it, so the same bytes mean the same for everybody: whether the caller may use it is asked each time.
+Nearly every token comes with one of a few policies, so small policies are remembered by their bytes. The hot path costs
+one serialisation of a few bytes and one look-up. Registered masks are named by a hash of their content, so equal bytes
+mean the same for every principal. Whether the caller may use the mask is checked for each request.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ferrule.v1 import policy_pb2, types_pb2
-from ferrule_server.api.limits import ApiLimits
+from ferrule_server.api.requests.fields import FieldReader, check_count
 from ferrule_server.api.requests.masks import MaskReader
 from ferrule_server.engine.jobs import OutputRequest
 from ferrule_server.errors import InvalidRequest, TokenOutOfVocab
-from ferrule_server.executor.base import OutputSpec, SampleSpec, Shaping, TokenMask
+from ferrule_server.executor.base import OutputSpec, SampleSpec, Shaping
 
 _MAX_REMEMBERED: Final = 512
 _MAX_REMEMBERED_BYTES: Final = 128
@@ -29,18 +29,18 @@ LOGITS_ITEM_BYTES: Final[Mapping[int, int]] = {
     types_pb2.DATA_TYPE_BFLOAT16: 2,
     types_pb2.DATA_TYPE_FLOAT16: 2,
 }
-"""Element types in which logits are sent, and their sizes."""
+"""The element types of logits on the wire, and their sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputPlan:
-    """What an append returns, and how that is written.
+    """The fields that an append returns for each row, and how they are written.
 
     Attributes:
-        output: For the engine.
-        dtype: DataType of the logits on the wire; of no meaning without logits.
-        row_bytes: Upper bound of what one output row takes in the reply.
-        mask_name: Fingerprint of the registered mask it names; empty: none.
+        output: The request to the engine.
+        dtype: DataType of the logits on the wire; without logits it has no meaning.
+        row_bytes: Upper bound of the size of one output row in the reply.
+        mask_name: Fingerprint of the registered mask that the policy names; empty: it names none.
     """
 
     output: OutputRequest
@@ -50,55 +50,42 @@ class OutputPlan:
 
 
 NO_ROWS: Final = OutputPlan(OutputRequest(spec=None), types_pb2.DATA_TYPE_FLOAT32, 0)
-"""Nothing comes back."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """The selection part of a policy, read.
-
-    Attributes:
-        spec: What a row returns, with nothing but the selection set.
-        is_seeded: Whether the caller gave the seed, or needs none.
-    """
-
-    spec: OutputSpec
-    is_seeded: bool = True
+"""The plan that returns no rows."""
+_UNCHANGED: Final = Shaping()
 
 
 class PolicyReader:
     """Turns policies into plans for one model.
 
     Args:
-        vocab_size: Token ids of the model.
+        fields: Reads the fields that many requests have.
         hidden_size: Width of a hidden state.
-        limits: What a policy may hold.
         masks: Reads masks.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, limits: ApiLimits, masks: MaskReader) -> None:
-        self._vocab_size = vocab_size
-        self._id_bytes = max(1, -(-(vocab_size - 1).bit_length() // 7))
+    def __init__(self, fields: FieldReader, hidden_size: int, masks: MaskReader) -> None:
+        self._fields = fields
+        self._vocab_size = fields.vocab_size
+        self._id_bytes = max(1, -(-(fields.vocab_size - 1).bit_length() // 7))
         self._hidden_size = hidden_size
         self._masks = masks
-        self._limits = limits
-        self._shaping = ShapingReader(vocab_size, limits.max_logit_biases, masks)
+        self._limits = fields.limits
         self._remembered: dict[tuple[bytes, bool], OutputPlan] = {}
 
     def read(
         self, policy: policy_pb2.LogitsReturnPolicy, at: str, principal: str, all_positions: bool = False
     ) -> OutputPlan:
-        """Return the plan for a policy; an unset one reads as empty: full logits in float32.
+        """Return the plan for a policy; an empty one returns full logits in float32.
 
         Args:
-            policy: As it came; not changed.
-            at: Path of the message that holds it, with a dot behind it, for errors.
-            principal: Whose registered masks count.
-            all_positions: A row for each input token instead of the last one only.
+            policy: The message; not changed.
+            at: Path of the message that holds the policy, with a dot at the end, for errors.
+            principal: The owner of registered masks.
+            all_positions: Return a row for each input token instead of the last one only.
 
         Raises:
-            InvalidRequest: A value is out of its range, or two exclude each other.
-            TokenOutOfVocab: A token named is not in the vocabulary.
+            InvalidRequest: A value is out of its range, or two values exclude each other.
+            TokenOutOfVocab: A token is not in the vocabulary.
             MaskUnknown: A mask is not registered.
         """
         key = (policy.SerializeToString(), all_positions)
@@ -106,15 +93,12 @@ class PolicyReader:
         if plan is None:
             plan = self._read(policy, f"{at}logits_policy", principal, all_positions)
             if len(key[0]) <= _MAX_REMEMBERED_BYTES:
-                self._remember(key, plan)
+                if len(self._remembered) >= _MAX_REMEMBERED:
+                    self._remembered.clear()
+                self._remembered[key] = plan
         elif plan.mask_name:
-            self._masks.check(plan.mask_name, principal)
+            self._masks.registry.find(principal, plan.mask_name)
         return plan
-
-    def _remember(self, key: tuple[bytes, bool], plan: OutputPlan) -> None:
-        if len(self._remembered) >= _MAX_REMEMBERED:
-            self._remembered.clear()
-        self._remembered[key] = plan
 
     def _read(
         self, policy: policy_pb2.LogitsReturnPolicy, path: str, principal: str, all_positions: bool
@@ -122,66 +106,94 @@ class PolicyReader:
         if policy.none:
             _check_none_alone(policy, path)
             return NO_ROWS
-        choice = self._choice(policy, path, principal)
-        spec = OutputSpec(
+        spec = replace(
+            self._selection(policy, path, principal),
             full_logits=policy.HasField("full_logits") or is_empty(policy),
-            greedy=choice.spec.greedy,
-            sample=choice.spec.sample,
-            shaping=choice.spec.shaping,
             logprobs=policy.logprobs,
             num_top_logprobs=self._num_top_logprobs(policy.top_logprobs, f"{path}.top_logprobs"),
             logprob_ids=self._logprob_ids(policy.logprob_token_ids, f"{path}.logprob_token_ids"),
             entropy=policy.entropy,
             hidden_state=policy.hidden_state,
         )
-        dtype = _logits_dtype(policy, path)
-        output = OutputRequest(spec, all_positions, choice.is_seeded, policy.target_logprobs)
+        dtype = policy.full_logits.dtype or types_pb2.DATA_TYPE_FLOAT32
+        if dtype not in LOGITS_ITEM_BYTES:
+            raise InvalidRequest(f"{path}.full_logits.dtype", f"{dtype} is not FLOAT32, BFLOAT16 or FLOAT16")
+        is_seeded = spec.sample is None or policy.sample.HasField("seed")
+        output = OutputRequest(spec, all_positions, is_seeded, policy.target_logprobs)
         return OutputPlan(output, dtype, self._row_bytes(spec, dtype), _mask_name(policy))
 
-    def _choice(self, policy: policy_pb2.LogitsReturnPolicy, path: str, principal: str) -> _Choice:
-        """Return how one token is chosen for each row."""
+    def _selection(self, policy: policy_pb2.LogitsReturnPolicy, path: str, principal: str) -> OutputSpec:
+        """Return a spec that only chooses the token of each row."""
         selection = policy.WhichOneof("selection")
         if selection == "greedy_argmax":
-            shaping = self._shaping.greedy(policy.greedy_argmax, f"{path}.greedy_argmax", principal)
-            return _Choice(OutputSpec(greedy=True, shaping=shaping))
+            shaping = self._shaping(policy.greedy_argmax, f"{path}.greedy_argmax", principal)
+            return OutputSpec(greedy=True, shaping=shaping)
         if selection == "sample":
             return self._sample(policy.sample, f"{path}.sample", principal)
         if policy.logprobs:
-            raise InvalidRequest(f"{path}.logprobs", "needs a selection (greedy_argmax or sample)")
-        return _Choice(OutputSpec())
+            raise InvalidRequest(f"{path}.logprobs", "requires a selection (greedy_argmax or sample)")
+        return OutputSpec()
 
-    def _sample(self, sample: policy_pb2.Sample, path: str, principal: str) -> _Choice:
-        """Return how a token is drawn; temperature 0 takes the largest logit."""
-        temperature = number(sample, "temperature", path, NOT_NEGATIVE, 1.0)
-        law = SampleSpec(
-            temperature=temperature,
-            top_k=sample.top_k if sample.top_k < self._vocab_size else 0,
-            top_p=number(sample, "top_p", path, TOP_P, 1.0),
-            min_p=number(sample, "min_p", path, MIN_P, 0.0),
-            seed=sample.seed,
+    def _sample(self, message: policy_pb2.Sample, path: str, principal: str) -> OutputSpec:
+        """Return a spec that samples a token; temperature 0 chooses the largest logit."""
+        sample = SampleSpec(
+            temperature=number(message, "temperature", path, NOT_NEGATIVE, 1.0),
+            top_k=message.top_k if message.top_k < self._vocab_size else 0,
+            top_p=number(message, "top_p", path, TOP_P, 1.0),
+            min_p=number(message, "min_p", path, MIN_P, 0.0),
+            seed=message.seed,
         )
-        shaping = self._shaping.sample(sample, path, principal)
-        if temperature == 0.0:
-            return _Choice(OutputSpec(greedy=True, shaping=shaping))
-        return _Choice(OutputSpec(sample=law, shaping=shaping), is_seeded=sample.HasField("seed"))
+        only_sampled = Shaping(
+            frequency_penalty=number(message, "frequency_penalty", path, FINITE, 0.0),
+            presence_penalty=number(message, "presence_penalty", path, FINITE, 0.0),
+            bias=self._bias(message.logit_bias, f"{path}.logit_bias") if message.logit_bias else (),
+        )
+        shaping = self._shaping(message, path, principal, only_sampled)
+        if sample.temperature == 0.0:
+            return OutputSpec(greedy=True, shaping=shaping)
+        return OutputSpec(sample=sample, shaping=shaping)
+
+    def _shaping(
+        self,
+        message: policy_pb2.GreedyArgmax | policy_pb2.Sample,
+        path: str,
+        principal: str,
+        others: Shaping = _UNCHANGED,
+    ) -> Shaping | None:
+        """Return ``others`` with the fields that both selections have; None if the logits are not changed.
+
+        Equal effects give equal results: ``penalty_start`` is set only together with a penalty.
+        """
+        mask = None
+        if message.HasField("token_mask"):
+            mask = self._masks.read(message.token_mask, f"{path}.token_mask", principal)
+        repetition_penalty = number(message, "repetition_penalty", path, POSITIVE, 1.0)
+        shaping = replace(others, repetition_penalty=repetition_penalty, mask=mask)
+        if shaping.has_penalties:
+            return replace(shaping, penalty_start=message.penalty_start)
+        return None if shaping == _UNCHANGED else shaping
+
+    def _bias(self, biases: Mapping[int, float], path: str) -> tuple[tuple[int, float], ...]:
+        check_count(path, len(biases), self._limits.max_logit_biases)
+        for token_id, bias in biases.items():
+            if token_id >= self._vocab_size:
+                raise TokenOutOfVocab(f"{path}[{token_id}]", token_id, self._vocab_size)
+            if not FINITE.holds(bias):
+                text = f"must be {FINITE.name}, got {bias}; use a mask to exclude a token"
+                raise InvalidRequest(f"{path}[{token_id}]", text)
+        return tuple(sorted((token_id, bias) for token_id, bias in biases.items() if bias != 0.0))
 
     def _num_top_logprobs(self, count: int, path: str) -> int:
         if count > self._limits.max_top_logprobs:
-            raise InvalidRequest(path, f"{count} is more than the {self._limits.max_top_logprobs} served")
+            raise InvalidRequest(path, f"{count} is more than the limit, {self._limits.max_top_logprobs}")
         return min(count, self._vocab_size)
 
     def _logprob_ids(self, token_ids: Sequence[int], path: str) -> tuple[int, ...]:
-        if len(token_ids) > self._limits.max_logprob_token_ids:
-            raise InvalidRequest(
-                path, f"has {len(token_ids)} entries, the limit is {self._limits.max_logprob_token_ids}"
-            )
-        for index, token_id in enumerate(token_ids):
-            if token_id >= self._vocab_size:
-                raise TokenOutOfVocab(f"{path}[{index}]", token_id, self._vocab_size)
-        return tuple(token_ids)
+        check_count(path, len(token_ids), self._limits.max_logprob_token_ids)
+        return self._fields.in_vocabulary(token_ids, path)
 
     def _row_bytes(self, spec: OutputSpec, dtype: int) -> int:
-        """Return an upper bound of what one row takes; ids are written in seven bits to a byte."""
+        """Return an upper bound of the size of one row on the wire, where a byte holds seven bits of an id."""
         num_bytes = _ROW_OVERHEAD_BYTES + _FLOAT_BYTES * len(spec.logprob_ids)
         num_bytes += (_FLOAT_BYTES + self._id_bytes) * spec.num_top_logprobs
         if spec.full_logits:
@@ -192,7 +204,7 @@ class PolicyReader:
 
 
 def is_empty(policy: policy_pb2.LogitsReturnPolicy) -> bool:
-    """Whether nothing at all is asked for, which means full logits where nothing else is said."""
+    """Return whether a policy requests nothing; by default such a policy means full logits."""
     return not (
         policy.none
         or policy.HasField("full_logits")
@@ -206,7 +218,7 @@ def is_empty(policy: policy_pb2.LogitsReturnPolicy) -> bool:
 
 
 def _mask_name(policy: policy_pb2.LogitsReturnPolicy) -> bytes:
-    """Return the fingerprint of the registered mask that a policy names; empty where it names none."""
+    """Return the fingerprint of the registered mask that a policy names; empty if it names none."""
     selection = policy.WhichOneof("selection")
     return b"" if selection is None else bytes(getattr(policy, selection).token_mask.fingerprint)
 
@@ -217,86 +229,9 @@ def _check_none_alone(policy: policy_pb2.LogitsReturnPolicy, path: str) -> None:
         raise InvalidRequest(f"{path}.none", f"excludes {', '.join(others)}")
 
 
-def _logits_dtype(policy: policy_pb2.LogitsReturnPolicy, path: str) -> int:
-    dtype = policy.full_logits.dtype or types_pb2.DATA_TYPE_FLOAT32
-    if dtype not in LOGITS_ITEM_BYTES:
-        raise InvalidRequest(f"{path}.full_logits.dtype", f"{dtype} is none of FLOAT32, BFLOAT16, FLOAT16")
-    return dtype
-
-
-class ShapingReader:
-    """Turns the shaping part of a selection into a :class:`Shaping`, None where nothing is changed.
-
-    Args:
-        vocab_size: Token ids of the model.
-        max_logit_biases: Most entries of ``logit_bias``.
-        masks: Reads masks.
-    """
-
-    def __init__(self, vocab_size: int, max_logit_biases: int, masks: MaskReader) -> None:
-        self._vocab_size = vocab_size
-        self._max_logit_biases = max_logit_biases
-        self._masks = masks
-
-    def greedy(self, message: policy_pb2.GreedyArgmax, path: str, principal: str) -> Shaping | None:
-        """Return what a greedy choice changes.
-
-        Raises:
-            InvalidRequest: A value is out of its range.
-            TokenOutOfVocab: The mask names a token that is not in the vocabulary.
-            MaskUnknown: The mask is not registered.
-        """
-        return _shaping(
-            Shaping(
-                repetition_penalty=number(message, "repetition_penalty", path, POSITIVE, 1.0),
-                penalty_start=message.penalty_start,
-                mask=self._mask(message, path, principal),
-            )
-        )
-
-    def sample(self, message: policy_pb2.Sample, path: str, principal: str) -> Shaping | None:
-        """Return what a drawn choice changes. Raises as :meth:`greedy`."""
-        return _shaping(
-            Shaping(
-                repetition_penalty=number(message, "repetition_penalty", path, POSITIVE, 1.0),
-                frequency_penalty=number(message, "frequency_penalty", path, FINITE, 0.0),
-                presence_penalty=number(message, "presence_penalty", path, FINITE, 0.0),
-                penalty_start=message.penalty_start,
-                bias=self._bias(message.logit_bias, f"{path}.logit_bias") if message.logit_bias else (),
-                mask=self._mask(message, path, principal),
-            )
-        )
-
-    def _mask(
-        self, message: policy_pb2.GreedyArgmax | policy_pb2.Sample, path: str, principal: str
-    ) -> TokenMask | None:
-        if not message.HasField("token_mask"):
-            return None
-        return self._masks.read(message.token_mask, f"{path}.token_mask", principal)
-
-    def _bias(self, biases: Mapping[int, float], path: str) -> tuple[tuple[int, float], ...]:
-        if len(biases) > self._max_logit_biases:
-            raise InvalidRequest(path, f"has {len(biases)} entries, the limit is {self._max_logit_biases}")
-        for token_id, bias in biases.items():
-            if token_id >= self._vocab_size:
-                raise TokenOutOfVocab(f"{path}[{token_id}]", token_id, self._vocab_size)
-            if not FINITE.holds(bias):
-                raise InvalidRequest(f"{path}[{token_id}]", f"must be {FINITE.name}, got {bias}; a mask rules out")
-        return tuple(sorted((token_id, bias) for token_id, bias in biases.items() if bias != 0.0))
-
-
-def _shaping(shaping: Shaping) -> Shaping | None:
-    """Return a shaping in its one form for what it does: None for nothing, ``penalty_start`` only with penalties."""
-    if shaping.has_penalties:
-        return shaping
-    if not shaping.bias and shaping.mask is None:
-        return None
-    return Shaping(bias=shaping.bias, mask=shaping.mask)
-
-
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Values that a field may have: finite, from ``low`` to ``high``, the lower end left out where ``is_open``."""
+    """The finite values from ``low`` to ``high``; ``low`` itself is excluded if ``is_open``."""
 
     name: str
     low: float
@@ -304,7 +239,7 @@ class Interval:
     is_open: bool = False
 
     def holds(self, value: float) -> bool:
-        """Whether a value lies in it; NaN lies in none."""
+        """Return whether the interval contains a value; none contains NaN."""
         return self.low <= value <= self.high and not (self.is_open and value == self.low)
 
 
@@ -319,10 +254,10 @@ MIN_P: Final = Interval("in [0, 1]", 0.0, 1.0)
 def number(
     message: policy_pb2.GreedyArgmax | policy_pb2.Sample, name: str, path: str, interval: Interval, unset: float
 ) -> float:
-    """Return an optional float of ``message``, ``unset`` where it is not set.
+    """Return an optional float of ``message``, or ``unset`` if it is not set.
 
     Raises:
-        InvalidRequest: It lies outside the interval.
+        InvalidRequest: The value is outside the interval.
     """
     if not message.HasField(name):
         return unset

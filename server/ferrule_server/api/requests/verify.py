@@ -1,4 +1,4 @@
-"""Reads VerifyInput: certain tokens, drafts behind them, and who decides which of these hold."""
+"""Reads VerifyInput: certain tokens, the drafts after them, and the rule that accepts drafts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ferrule.v1 import executor_pb2, policy_pb2, types_pb2
-from ferrule_server.api.requests.fields import FieldReader
+from ferrule.v1 import executor_pb2, types_pb2
+from ferrule_server.api.requests.fields import FieldReader, choice, require
 from ferrule_server.api.requests.masks import MaskReader
 from ferrule_server.api.requests.planned import PlannedAppend
 from ferrule_server.api.requests.policy import OutputPlan, PolicyReader
@@ -33,8 +33,8 @@ class VerifyReader:
     """Turns verifies into appends with drafts.
 
     Args:
-        fields: Reads what they have in common with others.
-        policies: Reads what comes back.
+        fields: Reads the fields that many requests have.
+        policies: Reads policies.
         masks: Reads the masks of single rows.
     """
 
@@ -42,7 +42,6 @@ class VerifyReader:
         self._fields = fields
         self._policies = policies
         self._masks = masks
-        self._laws = DraftLawReader(fields.vocab_size)
 
     def read(self, message: executor_pb2.VerifyInput, at: str, principal: str) -> PlannedAppend:
         """Return the job of a verify.
@@ -52,22 +51,24 @@ class VerifyReader:
             MaskUnknown: A mask is not registered.
             FeatureUnsupported: The drafts are a tree.
         """
-        if not message.HasField("kv_cache"):
-            raise InvalidRequest(f"{at}kv_cache", "must be set: a verify appends to a sequence")
+        require(message, "kv_cache", at)
         handle = self._fields.handle(message.kv_cache, at)
         input_ids = self._fields.token_ids(message.input_ids, at, "input_ids", handle.length)
         if not input_ids:
-            raise InvalidRequest(f"{at}input_ids", "a verify needs at least one certain token before its drafts")
-        draft_ids = self._draft_ids(message.draft_ids, at)
-        num_tokens = len(input_ids) + len(draft_ids)
+            raise InvalidRequest(f"{at}input_ids", "must have at least one certain token before the drafts")
+        num_drafts, limit = len(message.draft_ids), self._fields.limits.max_draft_tokens
+        if num_drafts > limit:
+            raise InvalidRequest(f"{at}draft_ids", f"has {num_drafts} drafts, the limit is {limit}")
+        draft_ids = self._fields.token_ids(message.draft_ids, at, "draft_ids")
+        num_tokens = len(input_ids) + num_drafts
         if num_tokens > self._fields.max_context:
             raise ContextExceeded(handle.length + num_tokens, self._fields.max_context)
-        _check_chain(message.parents, len(draft_ids), f"{at}parents")
+        _check_chain(message.parents, num_drafts, f"{at}parents")
         if message.request_id:
             self._fields.check_request_id(message.request_id, at)
         plan = self._policies.read(message.logits_policy, at, principal)
-        reply_bytes = self._reply_bytes(message, plan)
-        self._fields.check_reply(reply_bytes, f"{at}logits_policy")
+        row_bytes = plan.row_bytes + _INDEX_BYTES + (_HANDLE_BYTES if message.return_row_handles else 0)
+        reply_bytes = self._fields.reply_bytes(num_drafts + 1, row_bytes, message.request_id, at)
         job = AppendJob(
             principal,
             input_ids + draft_ids,
@@ -79,28 +80,17 @@ class VerifyReader:
         )
         return PlannedAppend(job, plan, reply_bytes, at)
 
-    def _draft_ids(self, draft_ids: Sequence[int], at: str) -> tuple[int, ...]:
-        limit = self._fields.limits.max_draft_tokens
-        if len(draft_ids) > limit:
-            raise InvalidRequest(f"{at}draft_ids", f"has {len(draft_ids)} drafts, the limit is {limit}")
-        return self._fields.token_ids(draft_ids, at, "draft_ids")
-
     def _drafts(
         self, message: executor_pb2.VerifyInput, draft_ids: tuple[int, ...], plan: OutputPlan, at: str, principal: str
     ) -> Drafts:
         acceptance = _acceptance(message, plan, at)
         laws = self._draft_laws(message, draft_ids, at)
         if acceptance is Acceptance.REJECTION and plan.output.spec is not None and plan.output.spec.sample is None:
-            # Temperature 0: all of p lies on one token. min(1, p / q) is then 1 for that draft and 0 for others, and
-            # the rest of p over q is that token: the very same as EXACT, without a variate.
+            # Temperature 0: p is 1 for one token. So min(1, p / q) is 1 for that draft and 0 for others, and the
+            # residual of p over q is that token. This is the same as EXACT, without a random variate.
             acceptance, laws = Acceptance.EXACT, ()
-        return Drafts(
-            len(draft_ids),
-            acceptance,
-            laws,
-            self._row_masks(message, plan, at, principal),
-            message.return_row_handles,
-        )
+        masks = self._row_masks(message, plan, at, principal)
+        return Drafts(len(draft_ids), acceptance, laws, masks, message.return_row_handles)
 
     def _draft_laws(
         self, message: executor_pb2.VerifyInput, draft_ids: tuple[int, ...], at: str
@@ -109,8 +99,8 @@ class VerifyReader:
             return ()
         path = f"{at}draft_probs"
         if message.acceptance != executor_pb2.ACCEPTANCE_RULE_REJECTION:
-            raise InvalidRequest(path, "only ACCEPTANCE_RULE_REJECTION looks at the laws of drafts")
-        return self._laws.read(message.draft_probs, draft_ids, path)
+            raise InvalidRequest(path, "must not be set: only ACCEPTANCE_RULE_REJECTION uses it")
+        return draft_laws(message.draft_probs, draft_ids, self._fields.vocab_size, path)
 
     def _row_masks(
         self, message: executor_pb2.VerifyInput, plan: OutputPlan, at: str, principal: str
@@ -121,29 +111,19 @@ class VerifyReader:
         if len(masks) != len(message.draft_ids) + 1:
             raise InvalidRequest(path, f"has {len(masks)} masks for {len(message.draft_ids) + 1} rows")
         if not _has_selection(plan):
-            raise InvalidRequest(path, "needs a selection in logits_policy that they apply to")
+            raise InvalidRequest(path, "requires a selection in logits_policy")
         return tuple(self._masks.read(mask, f"{path}[{index}]", principal) for index, mask in enumerate(masks))
-
-    def _reply_bytes(self, message: executor_pb2.VerifyInput, plan: OutputPlan) -> int:
-        num_rows = len(message.draft_ids) + 1
-        row_bytes = plan.row_bytes + _INDEX_BYTES + (_HANDLE_BYTES if message.return_row_handles else 0)
-        return self._fields.reply_bytes(num_rows, row_bytes, message.request_id)
 
 
 def _acceptance(message: executor_pb2.VerifyInput, plan: OutputPlan, at: str) -> Acceptance:
-    """Return who decides, once the policy has what the rule works with."""
-    acceptance = _RULES.get(message.acceptance)
-    if acceptance is None:
-        raise InvalidRequest(f"{at}acceptance", f"{message.acceptance} is no AcceptanceRule")
+    """Return the acceptance rule after a check that the policy has the selection that it requires."""
+    acceptance = choice(_RULES, message.acceptance, f"{at}acceptance", "AcceptanceRule")
     if acceptance is Acceptance.EXACT and not _has_selection(plan):
-        raise InvalidRequest(f"{at}logits_policy", "ACCEPTANCE_RULE_EXACT needs a selection (greedy_argmax or sample)")
-    if acceptance is Acceptance.REJECTION and not _is_drawn(message.logits_policy):
-        raise InvalidRequest(f"{at}logits_policy", "ACCEPTANCE_RULE_REJECTION needs the selection sample")
+        text = "ACCEPTANCE_RULE_EXACT requires a selection (greedy_argmax or sample)"
+        raise InvalidRequest(f"{at}logits_policy", text)
+    if acceptance is Acceptance.REJECTION and message.logits_policy.WhichOneof("selection") != "sample":
+        raise InvalidRequest(f"{at}logits_policy", "ACCEPTANCE_RULE_REJECTION requires the selection sample")
     return acceptance
-
-
-def _is_drawn(policy: policy_pb2.LogitsReturnPolicy) -> bool:
-    return bool(policy.WhichOneof("selection") == "sample")
 
 
 def _has_selection(plan: OutputPlan) -> bool:
@@ -152,11 +132,11 @@ def _has_selection(plan: OutputPlan) -> bool:
 
 
 def _check_chain(parents: Sequence[int], num_drafts: int, path: str) -> None:
-    """Return if each draft follows the one before it.
+    """Check that each draft follows the one before it.
 
     Raises:
-        InvalidRequest: A draft follows itself or a later one, or is missing.
-        FeatureUnsupported: They make a tree.
+        InvalidRequest: A draft follows itself or a later draft, or has no entry.
+        FeatureUnsupported: The drafts form a tree.
     """
     if not parents:
         return
@@ -166,11 +146,11 @@ def _check_chain(parents: Sequence[int], num_drafts: int, path: str) -> None:
         if parent > index:
             raise InvalidRequest(f"{path}[{index}]", f"row {parent} is not before row {index + 1}, the draft's own")
     if any(parent != index for index, parent in enumerate(parents)):
-        raise FeatureUnsupported("tree", "a tree of drafts is not served here; send one chain of it")
+        raise FeatureUnsupported("tree", "trees of drafts are not supported; send one chain")
 
 
 _TOLERANCE: Final = 1e-3
-"""How far from 1 a law may add up, besides what its type cannot hold."""
+"""How far the sum of a distribution may be from 1, besides the rounding of its type."""
 _DIGEST_BYTES: Final = 16
 _WIRE_TYPES: Final[Mapping[int, np.dtype[np.generic]]] = {
     types_pb2.DATA_TYPE_FLOAT32: np.dtype("<f4"),
@@ -179,94 +159,90 @@ _WIRE_TYPES: Final[Mapping[int, np.dtype[np.generic]]] = {
 }
 _ROUNDINGS: Final[Mapping[int, tuple[float, float]]] = {
     types_pb2.DATA_TYPE_FLOAT32: (0.0, 0.0),
-    types_pb2.DATA_TYPE_BFLOAT16: (2.0**-7, 0.0),  # also where the low bits are cut off
-    types_pb2.DATA_TYPE_FLOAT16: (2.0**-10, 2.0**-24),  # below 2^-14 the steps no longer shrink
+    types_pb2.DATA_TYPE_BFLOAT16: (2.0**-7, 0.0),  # covers truncation of the low bits too
+    types_pb2.DATA_TYPE_FLOAT16: (2.0**-10, 2.0**-24),  # below 2^-14 the steps are constant
 }
-"""How far off a probability may be in a type: in its own measure, and besides that absolutely."""
+"""The rounding error of a probability in each type: relative, and absolute."""
 
 
-class DraftLawReader:
-    """Turns laws as they are sent into one :class:`DraftLaw` for each draft.
+def draft_laws(
+    message: executor_pb2.DraftProbs, draft_ids: Sequence[int], vocab_size: int, path: str
+) -> tuple[DraftLaw, ...]:
+    """Return the distribution that each draft was sampled from, in order.
 
-    Args:
-        vocab_size: Token ids of the model.
+    Raises:
+        InvalidRequest: No form is set, the sizes are wrong, a row is not a distribution, or a draft has probability 0.
+        TokenOutOfVocab: An id is not in the vocabulary.
     """
+    form = message.WhichOneof("probs")
+    if form == "dense":
+        return _dense(message.dense, draft_ids, vocab_size, f"{path}.dense")
+    if form == "sparse":
+        return _sparse(message.sparse, draft_ids, vocab_size, f"{path}.sparse")
+    raise InvalidRequest(path, "one of dense and sparse must be set")
 
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
 
-    def read(self, message: executor_pb2.DraftProbs, draft_ids: Sequence[int], path: str) -> tuple[DraftLaw, ...]:
-        """Return the distribution of each draft, in order.
+def _dense(tensor: types_pb2.Tensor, draft_ids: Sequence[int], vocab_size: int, path: str) -> tuple[DraftLaw, ...]:
+    rows = _tensor_rows(tensor, (len(draft_ids), vocab_size), path)
+    relative, absolute = _ROUNDINGS[tensor.dtype]
+    tolerance = _TOLERANCE + relative + absolute * vocab_size
+    laws = []
+    for index, (row, draft_id) in enumerate(zip(rows, draft_ids, strict=True)):
+        where = f"row {index}"
+        _check_distribution(row, f"{path}.data", where, tolerance)
+        if not row[draft_id] > 0.0:
+            raise InvalidRequest(f"{path}.data", f"{where} gives its own draft, token {draft_id}, probability 0")
+        laws.append(_law(None, row))
+    return tuple(laws)
 
-        Raises:
-            InvalidRequest: No form is used, the sizes are wrong, a row is no law, or one gives its own draft no chance.
-            TokenOutOfVocab: An id is not in the vocabulary.
-        """
-        form = message.WhichOneof("probs")
-        if form == "dense":
-            return self._dense(message.dense, draft_ids, f"{path}.dense")
-        if form == "sparse":
-            return self._sparse(message.sparse, draft_ids, f"{path}.sparse")
-        raise InvalidRequest(path, "one of dense and sparse must be set")
 
-    def _dense(self, tensor: types_pb2.Tensor, draft_ids: Sequence[int], path: str) -> tuple[DraftLaw, ...]:
-        rows = _tensor_rows(tensor, (len(draft_ids), self._vocab_size), path)
-        relative, absolute = _ROUNDINGS[tensor.dtype]
-        tolerance = _TOLERANCE + relative + absolute * self._vocab_size
-        laws = []
-        for index, (row, draft_id) in enumerate(zip(rows, draft_ids, strict=True)):
-            where = f"row {index}"
-            _check_law(row, f"{path}.data", where, tolerance)
-            if not row[draft_id] > 0.0:
-                raise InvalidRequest(f"{path}.data", f"{where} gives its own draft, token {draft_id}, no chance")
-            laws.append(_law(None, row))
-        return tuple(laws)
+def _sparse(
+    message: executor_pb2.SparseProbs, draft_ids: Sequence[int], vocab_size: int, path: str
+) -> tuple[DraftLaw, ...]:
+    ends = _row_ends(message, len(draft_ids), vocab_size, path)
+    # Takes half the time of np.array, which reads each entry by its index.
+    ids = np.fromiter(message.token_ids, np.int64, len(message.token_ids))
+    probs = np.fromiter(message.probs, np.float32, len(message.probs))
+    if (out := np.flatnonzero(ids >= vocab_size)).size:
+        index = int(out[0])
+        raise TokenOutOfVocab(f"{path}.token_ids[{index}]", int(ids[index]), vocab_size)
+    if (out := np.flatnonzero(~((probs > 0.0) & (probs <= 1.0)))).size:
+        raise InvalidRequest(f"{path}.probs[{int(out[0])}]", f"must be in (0, 1], got {probs[out[0]]}")
+    laws = []
+    for index, (begin, end, draft_id) in enumerate(zip([0, *ends], ends, draft_ids, strict=False)):
+        row_ids, row = ids[begin:end], probs[begin:end]
+        where = f"row {index}"
+        is_named = np.zeros(vocab_size, np.bool_)
+        is_named[row_ids] = True
+        if np.count_nonzero(is_named) != len(row_ids):
+            raise InvalidRequest(f"{path}.token_ids", f"{where} has an id twice")
+        _check_distribution(row, f"{path}.probs", where)
+        if not is_named[draft_id]:
+            raise InvalidRequest(f"{path}.token_ids", f"{where} gives its own draft, token {draft_id}, probability 0")
+        laws.append(_law(row_ids.astype(np.int32), row))
+    return tuple(laws)
 
-    def _sparse(self, message: executor_pb2.SparseProbs, draft_ids: Sequence[int], path: str) -> tuple[DraftLaw, ...]:
-        ends = self._row_ends(message, len(draft_ids), path)
-        # Half the time of np.array, which asks for each entry by its index.
-        ids = np.fromiter(message.token_ids, np.int64, len(message.token_ids))
-        probs = np.fromiter(message.probs, np.float32, len(message.probs))
-        if (out := np.flatnonzero(ids >= self._vocab_size)).size:
-            index = int(out[0])
-            raise TokenOutOfVocab(f"{path}.token_ids[{index}]", int(ids[index]), self._vocab_size)
-        if (out := np.flatnonzero(~((probs > 0.0) & (probs <= 1.0)))).size:
-            raise InvalidRequest(f"{path}.probs[{int(out[0])}]", f"must be in (0, 1], got {probs[out[0]]}")
-        laws = []
-        for index, (begin, end, draft_id) in enumerate(zip([0, *ends], ends, draft_ids, strict=False)):
-            row_ids, row = ids[begin:end], probs[begin:end]
-            where = f"row {index}"
-            is_named = np.zeros(self._vocab_size, np.bool_)
-            is_named[row_ids] = True
-            if np.count_nonzero(is_named) != len(row_ids):
-                raise InvalidRequest(f"{path}.token_ids", f"{where} has an id twice")
-            _check_law(row, f"{path}.probs", where)
-            if not is_named[draft_id]:
-                raise InvalidRequest(f"{path}.token_ids", f"{where} gives its own draft, token {draft_id}, no chance")
-            laws.append(_law(row_ids.astype(np.int32), row))
-        return tuple(laws)
 
-    def _row_ends(self, message: executor_pb2.SparseProbs, num_rows: int, path: str) -> list[int]:
-        """Return where each row ends, once all sizes agree."""
-        sizes = message.row_sizes
-        if len(sizes) != num_rows:
-            raise InvalidRequest(f"{path}.row_sizes", f"has {len(sizes)} rows for {num_rows} drafts")
-        if sizes and max(sizes) > self._vocab_size:
-            raise InvalidRequest(
-                f"{path}.row_sizes", f"{max(sizes)} is more than the {self._vocab_size} tokens of the vocabulary"
-            )
-        total = sum(sizes)
-        for name, size in (("token_ids", len(message.token_ids)), ("probs", len(message.probs))):
-            if size != total:
-                raise InvalidRequest(f"{path}.{name}", f"has {size} entries, the row_sizes add up to {total}")
-        return list(accumulate(sizes))
+def _row_ends(message: executor_pb2.SparseProbs, num_rows: int, vocab_size: int, path: str) -> list[int]:
+    """Return the end of each row after a check that all sizes agree."""
+    sizes = message.row_sizes
+    if len(sizes) != num_rows:
+        raise InvalidRequest(f"{path}.row_sizes", f"has {len(sizes)} rows for {num_rows} drafts")
+    if sizes and max(sizes) > vocab_size:
+        text = f"{max(sizes)} is more than the {vocab_size} tokens of the vocabulary"
+        raise InvalidRequest(f"{path}.row_sizes", text)
+    total = sum(sizes)
+    for name, size in (("token_ids", len(message.token_ids)), ("probs", len(message.probs))):
+        if size != total:
+            raise InvalidRequest(f"{path}.{name}", f"has {size} entries, the row_sizes add up to {total}")
+    return list(accumulate(sizes))
 
 
 def _tensor_rows(tensor: types_pb2.Tensor, shape: tuple[int, int], path: str) -> Float32Array:
-    """Return a tensor of the shape expected: float32 [rows, vocab_size]."""
+    """Return the values of a tensor after a check of its shape: float32 [rows, vocab_size]."""
     wire_type = _WIRE_TYPES.get(tensor.dtype)
     if wire_type is None:
-        raise InvalidRequest(f"{path}.dtype", f"{tensor.dtype} is none of FLOAT32, BFLOAT16, FLOAT16")
+        raise InvalidRequest(f"{path}.dtype", f"{tensor.dtype} is not FLOAT32, BFLOAT16 or FLOAT16")
     if tuple(tensor.shape) != shape:
         raise InvalidRequest(f"{path}.shape", f"{list(tensor.shape)[:8]} is not {list(shape)}: drafts, vocabulary")
     num_bytes = shape[0] * shape[1] * wire_type.itemsize
@@ -278,10 +254,10 @@ def _tensor_rows(tensor: types_pb2.Tensor, shape: tuple[int, int], path: str) ->
     return values.astype(np.float32, copy=False)
 
 
-def _check_law(probs: Float32Array, path: str, where: str, tolerance: float = _TOLERANCE) -> None:
-    """Refuse a row that is no law: NaN and infinity fail here too."""
+def _check_distribution(probs: Float32Array, path: str, where: str, tolerance: float = _TOLERANCE) -> None:
+    """Refuse a row that is not a distribution; NaN and infinity are refused too."""
     if not (probs >= 0.0).all():
-        raise InvalidRequest(path, f"{where} has a value below 0, or none at all")
+        raise InvalidRequest(path, f"{where} has a value that is negative or not a number")
     total = float(probs.sum(dtype=np.float64))
     if not abs(total - 1.0) <= tolerance:
         raise InvalidRequest(path, f"{where} adds up to {total}, not to 1 within {tolerance:.2g}")

@@ -1,29 +1,22 @@
-"""Results to messages, built fast: the hot path (one greedy token) sets a handful of fields."""
+"""Results as messages. The hot path, one greedy token, sets only a handful of fields."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.timestamp_pb2 import Timestamp
 
 from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, types_pb2
 from ferrule_server.api.receiving.turns import Turns
 from ferrule_server.api.requests.caches import page_token
 from ferrule_server.api.requests.planned import PlannedAppend
 from ferrule_server.api.requests.policy import OutputPlan
+from ferrule_server.api.responses.times import duration, from_now
 from ferrule_server.api.rpc.status import to_status
-from ferrule_server.engine.jobs import (
-    AppendResult,
-    CacheInfo,
-    ForkResult,
-    Lease,
-    ListResult,
-)
+from ferrule_server.engine.jobs import AppendResult, CacheInfo, ForkResult, Lease, ListResult
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import Float32Array, OutputSpec, RowOutput
 from ferrule_server.kv.handle import Handle
@@ -36,30 +29,45 @@ _LITTLE_ENDIAN_UINT16: Final = np.dtype("<u2")
 AppendOutput = (
     executor_pb2.PrefillOutput | executor_pb2.DecodeOutput | executor_pb2.UnifiedOutput | executor_pb2.VerifyOutput
 )
-"""What an append is answered with."""
+"""The output message of any append."""
+
+
+def fill_append(output: AppendOutput, result: AppendResult, planned: PlannedAppend) -> None:
+    """Write the fields that all appends return into a fresh message: handle, rows, timing."""
+    if planned.job.request_id:
+        output.request_id = planned.job.request_id
+    handle, sent = result.handle, output.kv_cache
+    sent.cache_id = handle.cache_id
+    sent.length = handle.length
+    sent.lineage = handle.lineage
+    if result.replayed:
+        output.replayed = True
+        output.recomputed = result.recomputed
+    if not result.replayed or result.recomputed:  # otherwise no step was run, and all times are zero
+        timing, measured = output.timing, result.timing
+        timing.queue_ns = measured.queue_ns
+        timing.run_ns = measured.run_ns
+        timing.step_rows = measured.step_rows
+    if result.rows:
+        fill_rows(output.outputs, result.rows, result.seed, planned.plan)
 
 
 def fill_prefill(output: executor_pb2.PrefillOutput, result: AppendResult, planned: PlannedAppend) -> None:
     """Write the output of a Prefill into a fresh message."""
-    fill_append(output, result, planned.plan, planned.job.request_id)
+    fill_append(output, result, planned)
     output.cached_tokens = result.cached_tokens
-    output.ttl.CopyFrom(_duration(result.ttl_s))
-
-
-def fill_decode(output: executor_pb2.DecodeOutput, result: AppendResult, planned: PlannedAppend) -> None:
-    """Write the output of a Decode into a fresh message."""
-    fill_append(output, result, planned.plan, planned.job.request_id)
+    output.ttl.CopyFrom(duration(result.ttl_s))
 
 
 def fill_unified(output: executor_pb2.UnifiedOutput, result: AppendResult, planned: PlannedAppend) -> None:
-    """Write the output of one piece of a batch into a fresh message."""
-    fill_append(output, result, planned.plan, planned.job.request_id)
+    """Write the output of one item of a unified batch into a fresh message."""
+    fill_append(output, result, planned)
     output.cached_tokens = result.cached_tokens
 
 
 def fill_verify(output: executor_pb2.VerifyOutput, result: AppendResult, planned: PlannedAppend) -> None:
-    """Write what became of drafts into a fresh message."""
-    fill_append(output, result, planned.plan, planned.job.request_id)
+    """Write the output of a verify into a fresh message."""
+    fill_append(output, result, planned)
     verified = result.verified
     assert verified is not None
     if verified.accepted_count:
@@ -67,23 +75,22 @@ def fill_verify(output: executor_pb2.VerifyOutput, result: AppendResult, planned
         output.accepted_indices.extend(range(1, verified.accepted_count + 1))
     if verified.next_token is not None:
         output.next_token = verified.next_token
-    for handle in verified.row_handles:
-        output.row_handles.add(cache_id=handle.cache_id, length=handle.length, lineage=handle.lineage)
+    output.row_handles.extend(map(handle_message, verified.row_handles))
 
 
 def fork_response(result: ForkResult) -> cache_pb2.ForkCacheResponse:
     """Return the branches of a ForkCache."""
-    handles = [handle_message(handle) for handle in result.handles]
-    return cache_pb2.ForkCacheResponse(kv_caches=handles, ttl=_duration(result.ttl_s), replayed=result.replayed)
+    handles = map(handle_message, result.handles)
+    return cache_pb2.ForkCacheResponse(kv_caches=handles, ttl=duration(result.ttl_s), replayed=result.replayed)
 
 
 def handle_message(handle: Handle) -> types_pb2.KvCacheHandle:
-    """Return a handle as it is sent."""
+    """Return a handle as a message."""
     return types_pb2.KvCacheHandle(cache_id=handle.cache_id, length=handle.length, lineage=handle.lineage)
 
 
 def release_results(handles: Sequence[Handle], freed: Sequence[int | None]) -> list[cache_pb2.ReleaseResult]:
-    """Return what became of each handle of a release; ``freed`` is None where there was nothing to release."""
+    """Return the result for each handle of a release; ``freed`` is None if there was nothing to release."""
     return [
         cache_pb2.ReleaseResult(handle_id=handle.handle_id, released=num_blocks is not None)
         for handle, num_blocks in zip(handles, freed, strict=True)
@@ -93,7 +100,7 @@ def release_results(handles: Sequence[Handle], freed: Sequence[int | None]) -> l
 async def keep_alive_response(
     handles: Sequence[Handle], leases: Sequence[Lease | FerruleError]
 ) -> cache_pb2.KeepAliveResponse:
-    """Return the renewed leases; lets others run on the event loop meanwhile, since there may be thousands."""
+    """Return the renewed leases. There may be thousands, so other tasks get turns on the event loop."""
     response = cache_pb2.KeepAliveResponse()
     turns = Turns()
     for handle, lease in zip(handles, leases, strict=True):
@@ -117,7 +124,7 @@ def cache_info(info: CacheInfo, block_size: int, *, with_blocks: bool) -> cache_
         reserved_length=info.reserved_length,
         kv_bytes=info.kv_bytes,
         lease=_lease(info.lease),
-        create_time=_wall_clock(-info.age_s),
+        create_time=from_now(-info.age_s),
     )
     if info.tip is not None:
         message.kv_cache.CopyFrom(handle_message(info.tip))
@@ -128,7 +135,7 @@ def cache_info(info: CacheInfo, block_size: int, *, with_blocks: bool) -> cache_
 
 
 async def list_response(result: ListResult) -> cache_pb2.ListCachesResponse:
-    """Return one page of sequences, by loggable id only; lets others run on the event loop meanwhile."""
+    """Return one page of sequences, by loggable id only. Other tasks get turns on the event loop."""
     response = cache_pb2.ListCachesResponse(next_page_token=page_token(result.next_after))
     turns = Turns()
     for info in result.caches:
@@ -139,7 +146,7 @@ async def list_response(result: ListResult) -> cache_pb2.ListCachesResponse:
             num_blocks=info.num_blocks,
             num_shared_blocks=info.num_shared_blocks,
             lease=_lease(info.lease),
-            create_time=_wall_clock(-info.age_s),
+            create_time=from_now(-info.age_s),
         )
     return response
 
@@ -152,50 +159,19 @@ def slot_reservation(evidence: SlotReservation, block_size: int, total_blocks: i
         free_blocks_before=evidence.free_blocks_before,
         free_blocks_after=evidence.free_blocks_after,
         allocations=[
-            cache_pb2.KvSlotAllocation(
-                handle_id=each.handle_id,
-                blocks_before=each.blocks_before,
-                blocks_after=each.blocks_after,
-                new_blocks=each.new_blocks,
-            )
-            for each in evidence.allocations
+            cache_pb2.KvSlotAllocation(**asdict(each), new_blocks=each.new_blocks) for each in evidence.allocations
         ],
     )
 
 
-def fill_append(
-    output: AppendOutput,
-    result: AppendResult,
-    plan: OutputPlan,
-    request_id: str,
-) -> None:
-    """Write what every append answers into a fresh message: handle, rows, timing."""
-    if request_id:
-        output.request_id = request_id
-    handle, sent = result.handle, output.kv_cache
-    sent.cache_id = handle.cache_id
-    sent.length = handle.length
-    sent.lineage = handle.lineage
-    if result.replayed:
-        output.replayed = True
-        output.recomputed = result.recomputed
-    if not result.replayed or result.recomputed:  # else nothing was run: all zero
-        timing, measured = output.timing, result.timing
-        timing.queue_ns = measured.queue_ns
-        timing.run_ns = measured.run_ns
-        timing.step_rows = measured.step_rows
-    if result.rows:
-        fill_rows(output.outputs, result.rows, result.seed, plan)
-
-
 def fill_rows(outputs: policy_pb2.Outputs, rows: Sequence[RowOutput], seed: int | None, plan: OutputPlan) -> None:
-    """Write rows into a fresh message, field by field; what was not asked for stays empty.
+    """Write rows into a fresh message; fields that were not requested stay empty.
 
     Args:
-        outputs: Changed.
+        outputs: The message to write to.
         rows: At least one.
-        seed: What tokens were drawn with; None: it is not told.
-        plan: What was asked for.
+        seed: The seed that tokens were sampled with; None: it is not returned.
+        plan: The requested fields.
     """
     spec = plan.output.spec
     assert spec is not None
@@ -211,7 +187,7 @@ def fill_rows(outputs: policy_pb2.Outputs, rows: Sequence[RowOutput], seed: int 
             outputs.model_logprobs.extend([row.model_logprob for row in rows if row.model_logprob is not None])
             outputs.sampled_logprobs.extend([row.sampled_logprob for row in rows if row.sampled_logprob is not None])
     if spec.full_logits:
-        _fill_logits(outputs.logits, rows, plan.dtype)
+        _fill_tensor(outputs.logits, [row.logits for row in rows if row.logits is not None], plan.dtype)
     if spec.num_top_logprobs:
         _fill_top(outputs, rows)
     if plan.output.wants_targets:
@@ -221,7 +197,7 @@ def fill_rows(outputs: policy_pb2.Outputs, rows: Sequence[RowOutput], seed: int 
 
 
 def _fill_rare(outputs: policy_pb2.Outputs, rows: Sequence[RowOutput], spec: OutputSpec) -> None:
-    """Write what few ask for: kept apart so that it costs others one look."""
+    """Write the fields that few requests ask for. Other requests pay one check for all of them."""
     if spec.logprob_ids:
         for row in rows:
             if row.requested_logprobs is not None:
@@ -241,23 +217,19 @@ def _fill_top(outputs: policy_pb2.Outputs, rows: Sequence[RowOutput]) -> None:
             outputs.top_logprobs.extend(row.top_logprobs.tolist())
 
 
-def _fill_logits(tensor: types_pb2.Tensor, rows: Sequence[RowOutput], dtype: int) -> None:
-    _fill_tensor(tensor, [row.logits for row in rows if row.logits is not None], dtype)
-
-
 def _fill_tensor(tensor: types_pb2.Tensor, rows: Sequence[Float32Array], dtype: int) -> None:
     """Write rows of one width into one tensor [rows, width]."""
     tensor.dtype = dtype  # type: ignore[assignment]
     tensor.shape.extend((len(rows), len(rows[0])))
-    tensor.data = b"".join([_encoded(row, dtype) for row in rows]) if len(rows) > 1 else _encoded(rows[0], dtype)
+    tensor.data = encoded(rows[0], dtype) if len(rows) == 1 else b"".join([encoded(row, dtype) for row in rows])
 
 
-def _encoded(row: Float32Array, dtype: int) -> bytes:
-    """Return one row in a wire type, little-endian."""
+def encoded(row: Float32Array, dtype: int) -> bytes:
+    """Return the bytes of one row in a wire type, little-endian."""
     if dtype == types_pb2.DATA_TYPE_FLOAT32:
         return row.astype(_LITTLE_ENDIAN_FLOAT32, copy=False).tobytes()
     if dtype == types_pb2.DATA_TYPE_FLOAT16:
-        with np.errstate(over="ignore"):  # beyond 65504 a float16 is infinite: the caller chose the type
+        with np.errstate(over="ignore"):  # above 65504 a float16 is infinite: the caller has chosen the type
             return row.astype(_LITTLE_ENDIAN_FLOAT16).tobytes()
     return _to_bfloat16(row).tobytes()
 
@@ -271,17 +243,4 @@ def _to_bfloat16(row: Float32Array) -> npt.NDArray[np.uint16]:
 
 def _lease(lease: Lease) -> cache_pb2.Lease:
     left_s = max(0.0, lease.expires_in_s)
-    return cache_pb2.Lease(ttl=_duration(left_s), expire_time=_wall_clock(left_s))
-
-
-def _duration(seconds: float) -> Duration:
-    duration = Duration()
-    duration.FromNanoseconds(round(seconds * 1e9))
-    return duration
-
-
-def _wall_clock(offset_s: float) -> Timestamp:
-    """Return the wall-clock time ``offset_s`` seconds from now."""
-    stamp = Timestamp()
-    stamp.FromNanoseconds(time.time_ns() + round(offset_s * 1e9))
-    return stamp
+    return cache_pb2.Lease(ttl=duration(left_s), expire_time=from_now(left_s))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import grpc
 from grpc_status import rpc_status
@@ -17,10 +17,6 @@ from ferrule_server.api.security.principal import principal_of
 from ferrule_server.engine.engine import Engine
 from ferrule_server.engine.jobs import AppendJob, GenerateJob, Job, Outcome, QueuedJob
 from ferrule_server.errors import Draining, FerruleError
-
-HANG_UP_S: Final = 1.0
-"""If the client has disconnected, gRPC cancels the call within this time after the write that failed."""
-
 
 _R = TypeVar("_R")
 

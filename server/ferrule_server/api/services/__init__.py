@@ -1,4 +1,4 @@
-"""The servicers: one method per RPC, which reads the request, submits jobs and writes the reply.
+"""The servicers: one method per RPC. It reads the request, submits jobs and writes the reply.
 
 executor.py   ModelExecutorService
 tokenizer.py  TokenizerService

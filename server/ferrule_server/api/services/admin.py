@@ -1,6 +1,6 @@
-"""AdminService: warm up, drain, end the process, show it.
+"""AdminService: warm up, drain, shut down and view the server.
 
-``handlers.ROLES`` names the role that every method of it needs: who lacks it learns nothing else.
+``handlers.ROLES`` names the role that all its methods require. A caller without the role learns nothing else.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from ferrule.v1 import admin_pb2, admin_pb2_grpc
-from ferrule_server.api.requests.fields import seconds
+from ferrule_server.api.requests.fields import check_count, seconds
 from ferrule_server.api.responses.view import Views
 from ferrule_server.api.rpc.calls import Context, run_job
 from ferrule_server.api.rpc.state import ServerState, Serving
@@ -21,24 +21,24 @@ _MAX_BATCH_SIZES: Final = 64
 
 
 class Operations(Protocol):
-    """The server as AdminService runs it. On the event loop; each returns at once."""
+    """The operations of the server that AdminService starts. Called on the event loop; each returns at once."""
 
     def begin_drain(self, grace_s: float | None) -> None:
-        """Refuse new prompts and serve live handles for ``grace_s`` seconds from now; None: as it is set."""
+        """Refuse new prompts and serve live handles for ``grace_s`` seconds; None: the configured grace."""
         ...
 
     def ask_to_stop(self, grace_s: float | None) -> None:
-        """Have the process drain for ``grace_s`` seconds from now, then end; None: as it is set."""
+        """Drain for ``grace_s`` seconds, then end the process; None: the configured grace."""
         ...
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """Runs the server's life, and shows it.
+    """Controls and shows the server.
 
     Args:
         state: The server.
-        operations: What is done to it.
-        views: What is seen of it.
+        operations: The operations of the server.
+        views: Takes snapshots of the server.
     """
 
     def __init__(self, state: ServerState, operations: Operations, views: Views) -> None:
@@ -47,7 +47,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._views = views
 
     async def Warmup(self, request: admin_pb2.WarmupRequest, context: Context) -> admin_pb2.WarmupResponse:
-        """Run steps of real shapes, so that the first request is not slow."""
+        """Run steps of real shapes so that the first request is not slow."""
         serving = self.state.use()
         batch_sizes = _batch_sizes(request.batch_sizes, serving.max_step_rows)
         result = await run_job(serving.engine, WarmupJob(principal_of(context), batch_sizes))
@@ -61,7 +61,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         )
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
-        """Refuse new prompts and serve live handles until the grace is over; the process goes on."""
+        """Refuse new prompts and serve live handles until the grace is over; the process continues."""
         snapshot = self._serving().engine.snapshot()
         self._operations.begin_drain(_grace(request))
         return admin_pb2.DrainResponse(
@@ -79,14 +79,14 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         request: admin_pb2.GetServerViewRequest,
         context: Context,
     ) -> admin_pb2.GetServerViewResponse:
-        """Show counters, pool, sequences and principals as they are between two steps."""
+        """Return the counters, the pool, the sequences and the principals at one moment between two steps."""
         return admin_pb2.GetServerViewResponse(view=await self._views.view(request))
 
     def _serving(self) -> Serving:
-        """Return the parts that exist once the model is loaded, also when nothing else is taken any more.
+        """Return the parts that exist once the model is loaded, also while the server refuses other calls.
 
         Raises:
-            Starting: They do not exist yet.
+            Starting: The model is not loaded yet.
         """
         if self.state.serving is None:
             raise Starting
@@ -98,8 +98,7 @@ def _grace(request: admin_pb2.DrainRequest | admin_pb2.ShutdownRequest) -> float
 
 
 def _batch_sizes(sizes: Sequence[int], max_batch_size: int) -> tuple[int, ...]:
-    if len(sizes) > _MAX_BATCH_SIZES:
-        raise InvalidRequest("batch_sizes", f"has {len(sizes)} entries, the limit is {_MAX_BATCH_SIZES}")
+    check_count("batch_sizes", len(sizes), _MAX_BATCH_SIZES)
     for index, size in enumerate(sizes):
         if not 1 <= size <= max_batch_size:
             raise InvalidRequest(f"batch_sizes[{index}]", f"{size} is outside [1, {max_batch_size}]")

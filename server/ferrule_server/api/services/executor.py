@@ -1,13 +1,12 @@
-"""ModelExecutorService: each method reads a request, has its jobs run and writes what comes of them."""
+"""ModelExecutorService: each method reads a request, submits its jobs and writes their results."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
-from functools import partial
 
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc
 from ferrule_server.api.requests.fields import require, seconds
-from ferrule_server.api.requests.planned import PlannedAppend, PlannedGenerate
+from ferrule_server.api.requests.planned import PlannedAppend
 from ferrule_server.api.responses.describe import (
     caller_info,
     capabilities,
@@ -18,7 +17,7 @@ from ferrule_server.api.responses.describe import (
 )
 from ferrule_server.api.responses.outputs import (
     cache_info,
-    fill_decode,
+    fill_append,
     fill_prefill,
     fill_unified,
     fill_verify,
@@ -33,11 +32,10 @@ from ferrule_server.api.rpc.calls import Context, admit_new, run_job
 from ferrule_server.api.rpc.refusals import Refusals
 from ferrule_server.api.rpc.state import Phase, ServerState, Serving
 from ferrule_server.api.security.principal import caller_of, principal_of
-from ferrule_server.api.streams.answer_stream import Answer, AnswerStream
+from ferrule_server.api.streams.answer_stream import AnswerStream
 from ferrule_server.api.streams.batches import Batch
 from ferrule_server.api.streams.decode_stream import DecodeStream
-from ferrule_server.api.streams.forward_stream import ForwardReplies
-from ferrule_server.api.streams.generate_stream import GenerateReplies
+from ferrule_server.api.streams.replies import ForwardReplies, GenerateReplies
 from ferrule_server.engine import host_calls
 from ferrule_server.engine.jobs import AppendResult
 from ferrule_server.errors import SeedRequired
@@ -65,7 +63,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
     async def GetCapabilities(
         self, request: executor_pb2.GetCapabilitiesRequest, context: Context
     ) -> executor_pb2.GetCapabilitiesResponse:
-        """Describe what is served, and the limits."""
+        """Describe the supported features and the limits."""
         serving, caller = self.state.describe(), caller_of(context)
         who = caller_info(caller, self.state.limits_of(caller.principal))
         return executor_pb2.GetCapabilitiesResponse(capabilities=capabilities(serving, self.state.limits, who))
@@ -73,7 +71,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
     async def GetStatus(
         self, request: executor_pb2.GetStatusRequest, context: Context
     ) -> executor_pb2.GetStatusResponse:
-        """Tell how the server is doing, in every phase."""
+        """Describe the state of the server, in every phase."""
         return executor_pb2.GetStatusResponse(status=status(self.state, principal=seen_by(caller_of(context))))
 
     # ---- appends ----------------------------------------------------------------------------------------------------
@@ -81,9 +79,10 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
     async def Prefill(self, request: executor_pb2.PrefillRequest, context: Context) -> executor_pb2.PrefillResponse:
         """Run a prompt into a new sequence, or more tokens into an existing one."""
         is_new, request_id = not request.input.HasField("kv_cache"), request.input.request_id
-        # While the server drains, a prompt that was run before is still answered; the engine knows which were.
+        # While the server drains, a prompt that was run before is still answered. The engine knows which ones were.
         serving = self.state.use_for_new() if is_new and not request_id else self.state.use()
-        planned = serving.inputs.prefill(request, principal_of(context))
+        require(request, "input")
+        planned = serving.inputs.prefill(request.input, "input.", principal_of(context))
         planned.job.is_repeat_only = is_new and self.state.phase is Phase.DRAINING
         result = await _append(serving, planned)
         response = executor_pb2.PrefillResponse()
@@ -91,22 +90,22 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         return response
 
     async def Decode(self, request: executor_pb2.DecodeRequest, context: Context) -> executor_pb2.DecodeResponse:
-        """Append tokens to a sequence and return the row of the last one."""
+        """Append tokens to a sequence and return the row of the last token."""
         serving = self.state.use()
         require(request, "input")
         planned = serving.inputs.decode(request.input, "input.", principal_of(context))
         result = await _append(serving, planned)
         response = executor_pb2.DecodeResponse()
-        fill_decode(response.output, result, planned)
+        fill_append(response.output, result, planned)
         return response
 
     async def ForwardVerify(
         self, request: executor_pb2.ForwardVerifyRequest, context: Context
     ) -> executor_pb2.ForwardVerifyResponse:
-        """Check drafts against the model, and append those that hold."""
+        """Check drafts against the model, and append the accepted ones."""
         serving = self.state.use()
         require(request, "input")
-        planned = serving.inputs.verify(request.input, "input.", principal_of(context))
+        planned = serving.inputs.verifies.read(request.input, "input.", principal_of(context))
         result = await _append(serving, planned)
         response = executor_pb2.ForwardVerifyResponse()
         fill_verify(response.output, result, planned)
@@ -126,41 +125,29 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         self, request: executor_pb2.BatchPrefillRequest, context: Context
     ) -> executor_pb2.BatchPrefillResponse:
         """Run several prompts."""
-        serving, principal = self.state.use(), principal_of(context)
+        serving = self.state.use()
         serving.inputs.check_batch(len(request.inputs), "inputs")
-        response = executor_pb2.BatchPrefillResponse()
-        read = partial(serving.inputs.prefill_input, principal=principal)
-        batch = Batch("BatchPrefill", "inputs", request.inputs, response.results, read, fill_prefill)
-        await batch.run(self.state, serving.engine, principal)
-        response.free_blocks = serving.engine.num_free_blocks()
-        return response
+        batch = Batch("BatchPrefill", "inputs", request.inputs, serving.inputs.prefill, fill_prefill)
+        return await batch.run(self.state, serving, principal_of(context), executor_pb2.BatchPrefillResponse())
 
     async def BatchDecode(
         self, request: executor_pb2.BatchDecodeRequest, context: Context
     ) -> executor_pb2.BatchDecodeResponse:
         """Append to several sequences."""
-        serving, principal = self.state.use(), principal_of(context)
+        serving = self.state.use()
         serving.inputs.check_batch(len(request.inputs), "inputs")
-        response = executor_pb2.BatchDecodeResponse()
-        read = partial(serving.inputs.decode, principal=principal)
-        batch = Batch("BatchDecode", "inputs", request.inputs, response.results, read, fill_decode)
-        await batch.run(self.state, serving.engine, principal)
-        response.free_blocks = serving.engine.num_free_blocks()
-        return response
+        batch = Batch("BatchDecode", "inputs", request.inputs, serving.inputs.decode, fill_append)
+        return await batch.run(self.state, serving, principal_of(context), executor_pb2.BatchDecodeResponse())
 
     async def UnifiedDecode(
         self, request: executor_pb2.UnifiedDecodeRequest, context: Context
     ) -> executor_pb2.UnifiedDecodeResponse:
-        """Run pieces that the client scheduled, in one step."""
-        serving, principal = self.state.use(), principal_of(context)
+        """Run the items that the client has scheduled, in one step."""
+        serving = self.state.use()
         require(request, "batch")
         serving.inputs.check_unified(request.batch)
-        response = executor_pb2.UnifiedDecodeResponse()
-        read = partial(serving.inputs.unified_item, principal=principal)
-        batch = Batch("UnifiedDecode", "batch.items", request.batch.items, response.results, read, fill_unified)
-        await batch.run(self.state, serving.engine, principal)
-        response.free_blocks = serving.engine.num_free_blocks()
-        return response
+        batch = Batch("UnifiedDecode", "batch.items", request.batch.items, serving.inputs.unified, fill_unified)
+        return await batch.run(self.state, serving, principal_of(context), executor_pb2.UnifiedDecodeResponse())
 
     # ---- answers piece by piece -------------------------------------------------------------------------------------
 
@@ -168,29 +155,26 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         self, request: executor_pb2.ForwardRequest, context: Context
     ) -> None:
         """Run tokens without keeping a cache."""
-        serving = self.state.use_for_new()
-        planned = serving.inputs.forward(request, principal_of(context))
-        replies = ForwardReplies(planned.plan, request.request_id)
-        answer = Answer("Forward", planned.job, replies)
-        await AnswerStream(self.state, serving.engine, context, answer).run()
+        serving, principal = self.state.use_for_new(), principal_of(context)
+        job, plan = serving.inputs.streams.forward(request, principal)
+        replies = ForwardReplies(plan, request.request_id, Refusals("Forward", principal))
+        await AnswerStream("Forward", self.state, serving.engine, context, job=job, replies=replies).run()
 
     async def Generate(  # type: ignore[override]  # as above
         self, request: executor_pb2.GenerateRequest, context: Context
     ) -> None:
         """Run the decode loop."""
         serving, principal = self.state.use(), principal_of(context)
-        planned = serving.inputs.generate(request, principal)
-        admit_new(self.state, planned.job)
-        refusals = Refusals("Generate", principal)
+        job, plan = serving.inputs.streams.generate(request, principal)
+        admit_new(self.state, job)
         replies = GenerateReplies(
-            planned.plan,
+            plan,
             request.request_id,
             self.state.limits.max_stream_frame_bytes,
-            refusals,
-            _new_decoder(serving, planned),
+            Refusals("Generate", principal),
+            _new_decoder(serving, request, job.token_ids),
         )
-        answer = Answer("Generate", planned.job, replies, refusals)
-        await AnswerStream(self.state, serving.engine, context, answer).run()
+        await AnswerStream("Generate", self.state, serving.engine, context, job=job, replies=replies).run()
 
     # ---- caches -----------------------------------------------------------------------------------------------------
 
@@ -209,7 +193,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
     async def ReserveKvSlots(
         self, request: cache_pb2.ReserveKvSlotsRequest, context: Context
     ) -> cache_pb2.ReserveKvSlotsResponse:
-        """Reserve room for sequences."""
+        """Reserve KV slots for sequences."""
         serving = self.state.use()
         result = await run_job(serving.engine, serving.inputs.caches.reserve(request, principal_of(context)))
         info = serving.engine.info
@@ -253,14 +237,14 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
     async def GetCacheMetrics(
         self, request: cache_pb2.GetCacheMetricsRequest, context: Context
     ) -> cache_pb2.GetCacheMetricsResponse:
-        """Count what happened in the KV pool."""
+        """Return the counters of the KV pool."""
         principal = seen_by(caller_of(context))
         return cache_pb2.GetCacheMetricsResponse(metrics=own_cache_metrics(self.state.describe(), principal))
 
     async def RegisterTokenMask(
         self, request: cache_pb2.RegisterTokenMaskRequest, context: Context
     ) -> cache_pb2.RegisterTokenMaskResponse:
-        """Keep token masks."""
+        """Register token masks."""
         fingerprints = self.state.use().inputs.register_masks(request, principal_of(context))
         return cache_pb2.RegisterTokenMaskResponse(fingerprints=fingerprints)
 
@@ -272,9 +256,11 @@ async def _append(serving: Serving, planned: PlannedAppend) -> AppendResult:
         raise planned.refusal(error) from None
 
 
-def _new_decoder(serving: Serving, planned: PlannedGenerate) -> Callable[[], StreamDecoder] | None:
-    """Return what makes the decoder of one branch; None where no text is asked for."""
+def _new_decoder(
+    serving: Serving, request: executor_pb2.GenerateRequest, token_ids: tuple[int, ...]
+) -> Callable[[], StreamDecoder] | None:
+    """Return the function that makes the text decoder of a branch; None if the request asks for no text."""
     tokenizer = serving.tokenizer
-    if not planned.returns_text or tokenizer is None:
+    if not request.return_text or tokenizer is None:
         return None
-    return lambda: StreamDecoder(tokenizer, planned.skips_special_tokens, planned.job.token_ids)
+    return lambda: StreamDecoder(tokenizer, request.skip_special_tokens, token_ids)

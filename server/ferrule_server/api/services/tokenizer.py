@@ -1,14 +1,14 @@
-"""TokenizerService: text to token ids and back, on threads of its own unless the text is short."""
+"""TokenizerService: text to token ids and back, on separate threads unless the text is short."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import MutableSequence, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, MutableSequence, Sequence
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from ferrule.v1 import tokenizer_pb2, tokenizer_pb2_grpc
-from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.requests.chat import check_conversation, read_conversation
+from ferrule_server.api.requests.fields import check_count
 from ferrule_server.api.rpc.calls import Context
 from ferrule_server.api.rpc.state import ServerState
 from ferrule_server.api.security.principal import principal_of
@@ -22,28 +22,29 @@ if TYPE_CHECKING:
     from ferrule_server.text.tokenizer import Tokenizer
 
 _INLINE_LENGTH: Final = 1024
-"""Texts and id lists up to this length take less time than a thread hop."""
+"""Texts and lists of ids up to this length take less time than a change of threads."""
 _SLICE_LENGTH: Final = 65536
-"""So many ids are copied into a message without letting other threads in."""
+"""Number of ids that are copied into a message at a time; other threads run in between."""
 _TAIL_LENGTH: Final = 64
-"""Among so many last tokens are those of a character that is not whole, skipped special ones between them included."""
+"""Number of last tokens that hold any incomplete character, with skipped special tokens between its tokens."""
 _SHORT_TEXT_BYTES: Final = 128 << 10
-"""Texts up to this size take a tenth of a second at most."""
+"""Texts up to this size take at most a tenth of a second."""
 _SHORT_CONVERSATION: Final = 64
 _SHORT_CONVERSATION_BYTES: Final = 64 << 10
 _NUM_LARGEST: Final = 16
-"""So many texts of the largest size may wait and be worked on at a time."""
-
+"""Number of texts of the largest size that may wait or run at a time."""
 
 _BYTE_NS: Final = 100
-"""What a byte of text counts in the shares of principals: it takes 450 ns to encode, a twelfth of that in the
-interpreter, and a quarter of a token 100 ns to decode, half of it in the interpreter."""
+"""Cost of a byte of text in the shares of principals. Encoding takes 450 ns, a twelfth of it in the interpreter.
+Decoding takes 100 ns, half of it in the interpreter; a byte is a quarter of a token."""
 _TEXT_NS: Final = 200_000
-"""What each text counts besides its bytes: two changes of threads."""
+"""Cost of each text besides its bytes: two changes of threads."""
+
+_Response = TypeVar("_Response")
 
 
 class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
-    """Serves the tokenizer of the loaded model. Whatever a request exceeds is found before it waits for a thread.
+    """Serves the tokenizer of the loaded model. A request beyond a limit is refused before it waits for a thread.
 
     Args:
         state: The server.
@@ -51,76 +52,70 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
     def __init__(self, state: ServerState) -> None:
         self.state = state
-        self._workers = TextWorkers(state.limits_of, _NUM_LARGEST * _largest_bytes(state.limits), charge=self._charge)
+        limits = state.limits
+        largest_bytes = max(limits.max_text_bytes, TEXT_BYTES_PER_TOKEN * limits.max_text_tokens)
+        self._workers = TextWorkers(state.limits_of, _NUM_LARGEST * largest_bytes, charge=self._charge)
 
     async def Encode(self, request: tokenizer_pb2.EncodeRequest, context: Context) -> tokenizer_pb2.EncodeResponse:
         """Turn text into token ids."""
-        codec, principal = self._codec(), principal_of(context)
-        num_bytes = _num_bytes(request.text, self.state.limits.max_text_bytes)
-        if num_bytes <= _INLINE_LENGTH:
-            self._workers.spend(principal, num_bytes)
-            return _encoded(codec, request)
+        codec, num_bytes = self._codec(), _num_bytes(request.text, self.state.limits.max_text_bytes)
         work = functools.partial(_encoded, codec, request)
-        return await self._workers.run(principal, _lane_of_text(num_bytes), num_bytes, work)
+        return await self._run(context, work, num_bytes, is_inline=num_bytes <= _INLINE_LENGTH)
 
     async def Decode(
         self, request: tokenizer_pb2.TokenizerServiceDecodeRequest, context: Context
     ) -> tokenizer_pb2.TokenizerServiceDecodeResponse:
         """Turn token ids into text."""
-        codec, principal = self._codec(), principal_of(context)
-        num_tokens, limit = len(request.token_ids), self.state.limits.max_text_tokens
-        if num_tokens > limit:
-            raise InvalidRequest("token_ids", f"has {num_tokens} entries, the limit is {limit}; send them in pieces")
-        num_bytes = TEXT_BYTES_PER_TOKEN * num_tokens
-        if num_tokens <= _INLINE_LENGTH:
-            self._workers.spend(principal, num_bytes)
-            return _decoded(codec, request)
+        codec, num_tokens = self._codec(), len(request.token_ids)
+        check_count("token_ids", num_tokens, self.state.limits.max_text_tokens, "send them in pieces")
         work = functools.partial(_decoded, codec, request)
-        return await self._workers.run(principal, _lane_of_text(num_bytes), num_bytes, work)
+        return await self._run(context, work, TEXT_BYTES_PER_TOKEN * num_tokens, is_inline=num_tokens <= _INLINE_LENGTH)
 
     async def ApplyChatTemplate(
         self, request: tokenizer_pb2.ApplyChatTemplateRequest, context: Context
     ) -> tokenizer_pb2.ApplyChatTemplateResponse:
-        """Render a conversation; always on a thread, since a template may take long."""
+        """Render a conversation, always on a thread, because a template may take long."""
         codec, template = self._codec(), self.state.use().chat_template
         if template is None:
-            raise FeatureUnsupported("chat template", "the served model brings none; send the text of a prompt")
+            raise FeatureUnsupported("chat template", "the loaded model has none; send the text of a prompt")
         num_bytes = check_conversation(request, self.state.limits.max_text_bytes)
         is_short = len(request.messages) <= _SHORT_CONVERSATION and num_bytes <= _SHORT_CONVERSATION_BYTES
         lane = TextLane.CHAT if is_short else TextLane.LONG
         work = functools.partial(_rendered, codec, template, request)
         return await self._workers.run(principal_of(context), lane, num_bytes, work)
 
+    async def _run(
+        self, context: Context, work: Callable[[], _Response], num_bytes: int, *, is_inline: bool
+    ) -> _Response:
+        """Return the result of ``work``, which runs on a thread unless ``is_inline``."""
+        principal = principal_of(context)
+        if is_inline:
+            self._workers.spend(principal, num_bytes)
+            return work()
+        lane = TextLane.SHORT if num_bytes <= _SHORT_TEXT_BYTES else TextLane.LONG
+        return await self._workers.run(principal, lane, num_bytes, work)
+
     def _charge(self, principal: str, num_bytes: int) -> None:
-        """Count work on a thread that takes the interpreter, or another core, from steps of other principals."""
+        """Charge work on a thread: it takes the interpreter or another core from the steps of other principals."""
         self.state.shares.charge(principal, _BYTE_NS * num_bytes + _TEXT_NS)
 
     def _codec(self) -> Tokenizer:
         """Return the tokenizer.
 
         Raises:
-            FeatureUnsupported: The model has none.
+            FeatureUnsupported: The model has no tokenizer.
         """
         codec = self.state.use().tokenizer
         if codec is None:
-            raise FeatureUnsupported("tokenizer", "the served model has no tokenizer; send token ids")
+            raise FeatureUnsupported("tokenizer", "the loaded model has no tokenizer; send token ids")
         return codec
-
-
-def _largest_bytes(limits: ApiLimits) -> int:
-    """Return the bytes of the largest text that is accepted, as the queue counts them."""
-    return max(limits.max_text_bytes, TEXT_BYTES_PER_TOKEN * limits.max_text_tokens)
-
-
-def _lane_of_text(num_bytes: int) -> TextLane:
-    return TextLane.SHORT if num_bytes <= _SHORT_TEXT_BYTES else TextLane.LONG
 
 
 def _num_bytes(text: str, limit: int) -> int:
     """Return the length of a text in UTF-8.
 
     Raises:
-        InvalidRequest: It is longer than the limit. A text with more characters than that is not encoded to find out.
+        InvalidRequest: The text is longer than the limit. It is not encoded if it has more characters than that.
     """
     num_bytes = len(text) if len(text) > limit else len(text.encode())
     if num_bytes > limit:

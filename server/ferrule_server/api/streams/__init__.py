@@ -1,8 +1,8 @@
 """Calls that are answered piece by piece, and batches.
 
-decode_stream.py    StreamDecode
-answer_stream.py    what Generate and Forward share: writing as fast as the client reads
-generate_stream.py  frames of Generate
-forward_stream.py   frames of Forward
-batches.py          BatchPrefill, BatchDecode, UnifiedDecode
+decode_stream.py  StreamDecode
+answer_stream.py  Generate and Forward
+replies.py        messages of Generate and Forward
+writer.py         writes the messages of a stream and ends the call
+batches.py        BatchPrefill, BatchDecode, UnifiedDecode
 """

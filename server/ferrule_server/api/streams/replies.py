@@ -1,7 +1,7 @@
-"""Generate: frames of the engine's decode loop to messages.
+"""Replies of Generate and Forward: from frames of the engine to messages.
 
-One message for each frame while the client keeps up; while a write is in flight frames wait here and are merged: the
-rows of a branch become one output with many rows, behind the newest of its handles.
+While the client keeps up, each frame becomes one message. While a write is in flight, frames of Generate wait here and
+are merged: the rows of a branch become one output with many rows and the newest of its handles.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple, Protocol
+
+from google.protobuf.message import Message
 
 from ferrule.v1 import executor_pb2, types_pb2
 from ferrule_server.api.limits import LOOP_SLICE
 from ferrule_server.api.requests.policy import OutputPlan
-from ferrule_server.api.responses.outputs import fill_rows
+from ferrule_server.api.responses.outputs import encoded, fill_rows
 from ferrule_server.api.rpc.refusals import Refusals
 from ferrule_server.api.rpc.status import to_status
-from ferrule_server.api.streams.answer_stream import Frame, Reply
-from ferrule_server.engine.jobs import BranchFrame, Finish, GenerateFrame, StepTiming
+from ferrule_server.engine.jobs import BranchFrame, Finish, ForwardFrame, GenerateFrame, StepTiming
 from ferrule_server.executor.base import RowOutput
 from ferrule_server.text.stream_decoder import StreamDecoder
 
@@ -35,20 +36,47 @@ FINISH_REASONS: Final[Mapping[Finish, executor_pb2.FinishReason]] = MappingProxy
 )
 
 _OUTPUT_BYTES: Final = 512
-"""What one output takes besides its rows: a handle, and perhaps an error."""
+"""Size of an output without its rows: a handle, and perhaps an error."""
+
+Frame = GenerateFrame | ForwardFrame
+
+
+class Reply(NamedTuple):
+    """A message to write, and the number of the engine's rows in it."""
+
+    message: Message
+    num_rows: int
+
+
+class Replies(Protocol):
+    """Turns frames of the engine into messages. Used on the event loop only.
+
+    Attributes:
+        refusals: The errors of branches, which are logged after each step.
+    """
+
+    refusals: Refusals
+
+    def add(self, frame: Frame) -> None:
+        """Take the next frame of the engine."""
+        ...
+
+    def next(self) -> Reply | None:
+        """Return the next message, with as many waiting frames as fit; None: no frame waits."""
+        ...
 
 
 class GenerateReplies:
-    """Frames of one Generate on their way to the client.
+    """The replies of one Generate.
 
     Invariant: each branch's frames are written in their order; every row added is in exactly one reply.
 
     Args:
-        plan: How rows are written.
-        request_id: The request's.
-        max_reply_bytes: Rows are merged into replies of at most this size, a single output left alone.
-        refusals: Takes the errors of branches.
-        new_decoder: Makes what turns the tokens of a branch into text; None: no text is asked for.
+        plan: The requested fields of each row.
+        request_id: The id of the request.
+        max_reply_bytes: Rows are merged up to this size; a single output may be larger.
+        refusals: Collects the errors of branches.
+        new_decoder: Makes the text decoder of a branch; None: no text is requested.
     """
 
     def __init__(
@@ -62,7 +90,7 @@ class GenerateReplies:
         self._plan = plan
         self._request_id = request_id
         self._max_reply_bytes = max_reply_bytes
-        self._refusals = refusals
+        self.refusals = refusals
         self._new_decoder = new_decoder
         self._decoders: dict[int, StreamDecoder] = {}
         self._waiting: deque[tuple[BranchFrame, StepTiming]] = deque()
@@ -73,10 +101,10 @@ class GenerateReplies:
         for branch in frame.branches:
             self._waiting.append((branch, frame.timing))
             if branch.error is not None:
-                self._refusals.add(branch.error)
+                self.refusals.add(branch.error)
 
     def next(self) -> Reply | None:
-        """Return a message of as many frames as fit; None: none waits."""
+        """Return a message with as many frames as fit; None: no frame waits."""
         if not self._waiting:
             return None
         response = executor_pb2.GenerateResponse(request_id=self._request_id)
@@ -86,7 +114,7 @@ class GenerateReplies:
         return Reply(response, num_rows)
 
     def _take(self, timing: types_pb2.Timing) -> tuple[dict[int, list[BranchFrame]], int]:
-        """Take what fits into one message, by branch, and sum up where the time of its steps went."""
+        """Take the frames that fit into one message, by branch, and add up the times of their steps."""
         branches: dict[int, list[BranchFrame]] = {}
         num_bytes = num_rows = 0
         last: StepTiming | None = None
@@ -106,7 +134,7 @@ class GenerateReplies:
         return branches, num_rows
 
     def _fill(self, output: executor_pb2.GenerateOutput, frames: list[BranchFrame]) -> None:
-        """Write what happened to one branch in one or several steps."""
+        """Write the frames of one branch, from one or several steps."""
         first, newest = frames[0], frames[-1]
         output.index = first.index
         rows, handle = first.rows, first.handle
@@ -130,7 +158,7 @@ class GenerateReplies:
             output.error.CopyFrom(to_status(newest.error))
 
     def _text(self, index: int, rows: tuple[RowOutput, ...], *, is_last: bool) -> str:
-        """Return what rows add to the text of a branch."""
+        """Return the text that rows add to a branch."""
         assert self._new_decoder is not None
         decoder = self._decoders.get(index)
         if decoder is None:
@@ -142,8 +170,47 @@ class GenerateReplies:
         return text
 
 
+class ForwardReplies:
+    """The replies of one Forward: a message for each frame.
+
+    Args:
+        plan: The requested fields of each row.
+        request_id: The id of the request.
+        refusals: Stays empty: there are no branches.
+    """
+
+    def __init__(self, plan: OutputPlan, request_id: str, refusals: Refusals) -> None:
+        self._plan = plan
+        self._request_id = request_id
+        self.refusals = refusals
+        self._waiting: deque[ForwardFrame] = deque()
+
+    def add(self, frame: Frame) -> None:
+        """Take the next frame of the engine."""
+        assert isinstance(frame, ForwardFrame)
+        self._waiting.append(frame)
+
+    def next(self) -> Reply | None:
+        """Return the message of the next frame; None: no frame waits."""
+        if not self._waiting:
+            return None
+        frame = self._waiting.popleft()
+        response = executor_pb2.ForwardResponse(
+            request_id=self._request_id, first_position=frame.first_position, is_last=frame.is_last
+        )
+        _add_timing(response.timing, frame.timing, is_first=True)
+        if frame.rows:
+            fill_rows(response.outputs, frame.rows, frame.seed, self._plan)
+        if (pooled := frame.pooled) is not None:
+            tensor = response.pooled_hidden_state
+            tensor.dtype = types_pb2.DATA_TYPE_FLOAT32
+            tensor.shape.append(len(pooled))
+            tensor.data = encoded(pooled, types_pb2.DATA_TYPE_FLOAT32)
+        return Reply(response, len(frame.rows))
+
+
 def _add_timing(timing: types_pb2.Timing, measured: StepTiming, *, is_first: bool) -> None:
-    """Add one step to where the time of a message went."""
+    """Add the times of one step to those of a message."""
     if is_first:
         timing.queue_ns = measured.queue_ns
     timing.run_ns += measured.run_ns

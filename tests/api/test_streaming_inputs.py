@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from ferrule.v1 import executor_pb2, policy_pb2, types_pb2
 from ferrule_server.api.limits import ApiLimits
-from ferrule_server.api.requests.planned import PlannedForward, PlannedGenerate
-from ferrule_server.engine.jobs import Pooling
+from ferrule_server.api.requests.planned import PlannedStream
+from ferrule_server.api.services import executor as executor_service
+from ferrule_server.engine.jobs import ForwardJob, GenerateJob, Pooling
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import OutputSpec, SampleSpec
 from ferrule_server.kv.handle import StalePolicy
@@ -28,14 +30,14 @@ def _generate(
     limits: ApiLimits | None = None,
     tokenizer: Tokenizer | None = None,
     **fields: Any,  # of GenerateRequest
-) -> PlannedGenerate:
+) -> PlannedStream[GenerateJob]:
     request = executor_pb2.GenerateRequest(**{"input_ids": [1, 2], **fields})
-    return make_reader(limits=limits, tokenizer=tokenizer, eos_ids=(7, 8)).generate(request, "alice")
+    return make_reader(limits=limits, tokenizer=tokenizer, eos_ids=(7, 8)).streams.generate(request, "alice")
 
 
-def _forward(limits: ApiLimits | None = None, **fields: Any) -> PlannedForward:  # of ForwardRequest
+def _forward(limits: ApiLimits | None = None, **fields: Any) -> PlannedStream[ForwardJob]:  # of ForwardRequest
     request = executor_pb2.ForwardRequest(**{"input_ids": [1, 2, 3], **fields})
-    return make_reader(limits=limits).forward(request, "alice")
+    return make_reader(limits=limits).streams.forward(request, "alice")
 
 
 # ---- Generate -------------------------------------------------------------------------------------------------------
@@ -50,7 +52,6 @@ def test_a_plain_request_draws_by_the_defaults_until_the_model_stops() -> None:
     assert (job.num_branches, job.stop.max_tokens, job.stop.eos_ids) == (1, 0, frozenset((7, 8)))
     assert (job.stop.token_ids, job.stop.sequences, job.stop.new_text_stop) == (frozenset(), (), None)
     assert (job.token_ids, job.handle, job.on_stale) == ((1, 2), None, StalePolicy.FAIL)
-    assert not planned.returns_text
 
 
 def test_everything_asked_for_arrives() -> None:
@@ -115,7 +116,6 @@ def test_text_needs_a_tokenizer() -> None:
         assert caught.value.metadata["feature"] in fields
     tokenizer = Tokenizer.load(DEMO_FOLDER)
     planned = _generate(tokenizer=tokenizer, return_text=True, skip_special_tokens=True, stop_strings=["x", "\u4e16"])
-    assert (planned.returns_text, planned.skips_special_tokens) == (True, True)
     assert planned.job.stop.new_text_stop is not None
     assert planned.job.stop.new_text_stop().feed(1) in (True, False)
 
@@ -244,3 +244,14 @@ def test_a_row_of_a_forward_must_fit_into_a_message() -> None:
     with pytest.raises(FerruleError) as caught:
         _forward(input_ids=[1] * 513)
     assert caught.value.reason == "CONTEXT_EXCEEDED"
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_the_text_of_a_generate_has_special_tokens_unless_skipped(skips: bool) -> None:
+    """As the request says."""
+    tokenizer = Tokenizer.load(DEMO_FOLDER)
+    request = executor_pb2.GenerateRequest(return_text=True, skip_special_tokens=skips)
+    new_decoder = executor_service._new_decoder(cast("Any", SimpleNamespace(tokenizer=tokenizer)), request, ())
+    assert new_decoder is not None
+    decoder = new_decoder()
+    assert (decoder.push(0) + decoder.finish() == "") is skips

@@ -11,7 +11,7 @@ from ferrule.v1 import executor_pb2
 from ferrule_server.api.limits import LOOP_SLICE
 from ferrule_server.api.requests.policy import OutputPlan
 from ferrule_server.api.rpc.refusals import Refusals
-from ferrule_server.api.streams.generate_stream import FINISH_REASONS, GenerateReplies
+from ferrule_server.api.streams.replies import FINISH_REASONS, GenerateReplies
 from ferrule_server.engine.jobs import BranchFrame, Finish, GenerateFrame, OutputRequest, StepTiming
 from ferrule_server.errors import NonFiniteLogits
 from ferrule_server.executor.base import OutputSpec, RowOutput, SampleSpec

@@ -1,0 +1,184 @@
+"""Reads GenerateRequest and ForwardRequest, which are answered piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from ferrule.v1 import executor_pb2, policy_pb2
+from ferrule_server.api.requests.fields import FieldReader, check_count, choice
+from ferrule_server.api.requests.planned import PlannedStream
+from ferrule_server.api.requests.policy import NO_ROWS, OutputPlan, PolicyReader, is_empty
+from ferrule_server.engine.jobs import ForwardJob, GenerateJob, Pooling, StopRules, Window
+from ferrule_server.errors import FeatureUnsupported, InvalidRequest
+from ferrule_server.executor.base import ModelDescription
+from ferrule_server.text.stops import StopStrings
+
+if TYPE_CHECKING:
+    from ferrule_server.text.tokenizer import Tokenizer
+
+_WAITING_BYTES: Final = 1024
+"""Memory of a token that waits to be written, without its row: a frame with a handle, and its objects."""
+_POOLINGS: Final[Mapping[int, Pooling]] = {
+    executor_pb2.HIDDEN_POOLING_UNSPECIFIED: Pooling.NONE,
+    executor_pb2.HIDDEN_POOLING_MEAN: Pooling.MEAN,
+    executor_pb2.HIDDEN_POOLING_LAST: Pooling.LAST,
+}
+
+
+class StreamReader:
+    """Turns Generate and Forward requests into jobs.
+
+    Args:
+        fields: Reads the fields that many requests have.
+        policies: Reads policies.
+        max_step_rows: Most rows in one step.
+        stop_ids: The model's own stop tokens.
+        tokenizer: The model's tokenizer; None: it has none.
+    """
+
+    def __init__(
+        self,
+        fields: FieldReader,
+        policies: PolicyReader,
+        max_step_rows: int,
+        stop_ids: Sequence[int],
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self._fields = fields
+        self._limits = fields.limits
+        self._policies = policies
+        self._max_step_rows = max_step_rows
+        self._stop_ids = frozenset(stop_ids)
+        self._tokenizer = tokenizer
+
+    # ---- Generate ---------------------------------------------------------------------------------------------------
+
+    def generate(self, request: executor_pb2.GenerateRequest, principal: str) -> PlannedStream[GenerateJob]:
+        """Return the job of a Generate.
+
+        Raises:
+            InvalidRequest, TokenOutOfVocab, ReplyTooLarge, ContextExceeded: A field is out of its range.
+            MaskUnknown: A mask is not registered.
+            FeatureUnsupported: The request requires a tokenizer, and the model has none.
+        """
+        fields = self._fields
+        handle = fields.handle(request.kv_cache, "") if request.HasField("kv_cache") else None
+        token_ids = fields.token_ids(request.input_ids, "", "input_ids", 0 if handle is None else handle.length)
+        if handle is None and not token_ids:
+            raise InvalidRequest("input_ids", "must have at least one token for a new sequence")
+        fields.check_request_id(request.request_id, "")
+        if request.return_text and self._tokenizer is None:
+            raise FeatureUnsupported("return_text", "the loaded model has no tokenizer; leave return_text out")
+        plan = self._generate_plan(request.logits_policy, principal)
+        job = GenerateJob(
+            principal,
+            token_ids,
+            handle,
+            plan.output,
+            self._stop(request, token_ids),
+            Window(max(self._limits.stream_window_bytes, plan.row_bytes)),
+            fields.on_stale(request.on_stale, ""),
+            request_id=request.request_id,
+            num_branches=self._num_branches(request),
+            row_bytes=plan.row_bytes + _WAITING_BYTES,
+        )
+        fields.keep(job, request.cache, "")
+        return PlannedStream(job, plan)
+
+    def _generate_plan(self, policy: policy_pb2.LogitsReturnPolicy, principal: str) -> OutputPlan:
+        """Return the plan for each token; without a selection the token is sampled with the defaults."""
+        if policy.none:
+            raise InvalidRequest("logits_policy.none", "must not be set: Generate always returns its tokens")
+        if policy.WhichOneof("selection") is None:
+            sampled = policy_pb2.LogitsReturnPolicy()
+            sampled.CopyFrom(policy)
+            sampled.sample.SetInParent()
+            policy = sampled
+        plan = self._policies.read(policy, "", principal)
+        self._fields.reply_bytes(1, plan.row_bytes, "", "")  # one token must fit into a message
+        return plan
+
+    def _num_branches(self, request: executor_pb2.GenerateRequest) -> int:
+        count, limit = request.n if request.HasField("n") else 1, self._limits.max_fork_count
+        if not 1 <= count <= limit:
+            raise InvalidRequest("n", f"{count} is outside [1, {limit}]")
+        return count
+
+    def _stop(self, request: executor_pb2.GenerateRequest, token_ids: tuple[int, ...]) -> StopRules:
+        for name in ("stop_token_ids", "stop_sequences", "stop_strings"):
+            check_count(name, len(getattr(request, name)), self._limits.max_stops)
+        return StopRules(
+            request.max_tokens,
+            frozenset() if request.ignore_eos else self._stop_ids,
+            frozenset(self._fields.token_ids(request.stop_token_ids, "", "stop_token_ids")),
+            tuple(self._sequence(each, index) for index, each in enumerate(request.stop_sequences)),
+            self._text_stop(request, token_ids),
+        )
+
+    def _sequence(self, message: policy_pb2.TokenIdList, index: int) -> tuple[int, ...]:
+        at = f"stop_sequences[{index}]."
+        self._check_length(len(message.token_ids), "tokens", f"{at}token_ids")
+        return self._fields.token_ids(message.token_ids, at, "token_ids")
+
+    def _text_stop(self, request: executor_pb2.GenerateRequest, token_ids: tuple[int, ...]) -> StopStrings | None:
+        if not request.stop_strings:
+            return None
+        for index, text in enumerate(request.stop_strings):
+            self._check_length(len(text.encode()), "bytes", f"stop_strings[{index}]")
+        if self._tokenizer is None:
+            raise FeatureUnsupported("stop_strings", "the loaded model has no tokenizer; send stop_sequences")
+        return StopStrings(self._tokenizer, request.stop_strings, request.skip_special_tokens, token_ids)
+
+    def _check_length(self, length: int, unit: str, path: str) -> None:
+        if not 1 <= length <= self._limits.max_stop_length:
+            raise InvalidRequest(path, f"has {length} {unit}, not 1 to {self._limits.max_stop_length}")
+
+    # ---- Forward ----------------------------------------------------------------------------------------------------
+
+    def forward(self, request: executor_pb2.ForwardRequest, principal: str) -> PlannedStream[ForwardJob]:
+        """Return the job of a Forward.
+
+        Raises:
+            InvalidRequest, TokenOutOfVocab, ReplyTooLarge, ContextExceeded: A field is out of its range.
+            MaskUnknown: A mask is not registered.
+        """
+        fields = self._fields
+        token_ids = fields.token_ids(request.input_ids, "", "input_ids")
+        if not token_ids:
+            raise InvalidRequest("input_ids", "must have at least one token")
+        fields.check_request_id(request.request_id, "")
+        pooling = choice(_POOLINGS, request.hidden_pooling, "hidden_pooling", "HiddenPooling")
+        plan = self._forward_plan(request, pooling, principal)
+        chunk_rows = self._chunk_rows(plan.row_bytes, len(token_ids))
+        window = Window(max(self._limits.stream_window_bytes, 2 * chunk_rows * plan.row_bytes))
+        request_id = request.request_id
+        job = ForwardJob(principal, token_ids, plan.output, window, chunk_rows, plan.row_bytes, pooling, request_id)
+        return PlannedStream(job, plan)
+
+    def _forward_plan(self, request: executor_pb2.ForwardRequest, pooling: Pooling, principal: str) -> OutputPlan:
+        """Return the plan for each row; no rows are returned if the request asks only for the pooled vector."""
+        policy = request.logits_policy
+        if pooling is Pooling.NONE:
+            if policy.none:
+                raise InvalidRequest("logits_policy.none", "must not be set without hidden_pooling: no result is left")
+        elif policy.none or is_empty(policy):
+            self._policies.read(policy, "", principal)
+            return OutputPlan(replace(NO_ROWS.output, all_positions=True), NO_ROWS.dtype, 0)
+        plan = self._policies.read(policy, "", principal, all_positions=True)
+        self._fields.reply_bytes(1, plan.row_bytes, request.request_id, "")  # one row must fit into a message
+        return plan
+
+    def _chunk_rows(self, row_bytes: int, num_tokens: int) -> int:
+        """Return the most rows of one frame, at least one however large a row is."""
+        fitting = self._limits.max_stream_frame_bytes // max(1, row_bytes)
+        return max(1, min(fitting, self._max_step_rows, num_tokens))
+
+
+def stop_ids_of(model: ModelDescription, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Return the tokens that end a text by default: those of the model and the end of a turn of its tokenizer."""
+    config, own = model.config, None if tokenizer is None else tokenizer.eos_id
+    if own is None or own >= config.vocab_size or own in config.eos_ids:
+        return config.eos_ids
+    return (*config.eos_ids, own)

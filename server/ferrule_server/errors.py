@@ -124,12 +124,19 @@ class TokenOutOfVocab(InvalidRequest):
 
 
 class RequestIdReused(InvalidRequest):
-    """A request_id was used again with other content."""
+    """A request_id was used again with other content.
+
+    Args:
+        request_id: The id.
+        at: Path of the message that contains it, with a dot at the end; empty: the request itself.
+    """
 
     REASON = "REQUEST_ID_REUSED"
 
-    def __init__(self, request_id: str) -> None:
-        super().__init__("request_id", f"request_id {request_id!r} was used with other content", request_id=request_id)
+    def __init__(self, request_id: str, at: str = "") -> None:
+        text = f"request_id {request_id!r} was used with other content"
+        super().__init__(f"{at}request_id", text, request_id=request_id)
+        self.request_id = request_id
 
 
 class ReplyTooLarge(InvalidRequest):

@@ -316,3 +316,20 @@ def test_fields_that_the_engine_refuses_have_their_path(server: RunningServer) -
         path = f"{at}logits_policy.sample.seed"
         assert (refusal.reason, refusal.fields, refusal.metadata["field"]) == ("INVALID_FIELD", (path,), path)
         assert refusal.message.startswith(f"{path}: ")
+
+
+def test_a_reused_request_id_has_its_path(server: RunningServer) -> None:
+    """The engine knows the id alone; unary or on a stream, the field is that of the input."""
+    branch: dict[str, Any] = {"on_stale": types_pb2.STALE_POLICY_FORK, "request_id": "of a prompt"}
+    handle = server.prefill(request_id="of a prompt").kv_cache
+    server.decode(handle, 3)
+    stream = server.open_stream()
+    stream.send(decode_item(handle, 9, **branch))
+    (result,) = (result for frame in stream.rest() for result in frame.results)
+    refusals = {
+        "input.": _refusal(lambda: server.decode(handle, 9, **branch)),
+        "items[0].decode.": read_status(result.error),
+    }
+    for at, refusal in refusals.items():
+        path = f"{at}request_id"
+        assert (refusal.reason, refusal.fields, refusal.metadata["field"]) == ("REQUEST_ID_REUSED", (path,), path)

@@ -7,7 +7,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from ferrule_server.api.requests.policy import OutputPlan
 from ferrule_server.engine.jobs import AppendJob, ForwardJob, GenerateJob
-from ferrule_server.errors import FerruleError, InvalidRequest, SeedRequired
+from ferrule_server.errors import FerruleError, InvalidRequest, RequestIdReused, SeedRequired
 
 _StreamJob = TypeVar("_StreamJob", GenerateJob, ForwardJob)
 
@@ -36,6 +36,8 @@ class PlannedAppend:
         """Return an error of the engine as the client gets it: with the path of the field, if it concerns one."""
         if isinstance(error, SeedRequired):
             return InvalidRequest(f"{self.at}logits_policy.sample.seed", error.message)
+        if isinstance(error, RequestIdReused):
+            return RequestIdReused(error.request_id, self.at)
         return error
 
 

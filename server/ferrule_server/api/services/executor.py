@@ -38,7 +38,7 @@ from ferrule_server.api.streams.decode_stream import DecodeStream
 from ferrule_server.api.streams.replies import ForwardReplies, GenerateReplies
 from ferrule_server.engine import host_calls
 from ferrule_server.engine.jobs import AppendResult
-from ferrule_server.errors import SeedRequired
+from ferrule_server.errors import FerruleError
 from ferrule_server.text.stream_decoder import StreamDecoder
 
 
@@ -252,7 +252,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
 async def _append(serving: Serving, planned: PlannedAppend) -> AppendResult:
     try:
         return await run_job(serving.engine, planned.job)
-    except SeedRequired as error:
+    except FerruleError as error:
         raise planned.refusal(error) from None
 
 

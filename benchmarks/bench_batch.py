@@ -88,7 +88,7 @@ def _prefills(engine: InProcess, random: np.random.Generator) -> Sample:
 
     greedy = OutputSpec(greedy=True)
     together, each = ([_prompt(random, engine, 8) for _ in range(8)] for _ in range(2))
-    results, batch_s = engine.timed([append_job(prompt, None, greedy, cohort=1) for prompt in together])
+    results, batch_s = engine.timed([append_job(prompt, None, greedy) for prompt in together])
     serial_s = 0.0
     for prompt in each:
         (result,), elapsed_s = engine.timed([append_job(prompt, None, greedy)])

@@ -167,7 +167,7 @@ BUDGET: dict[str, int] = {
     "engine/bridge": 370,
     "engine/generation": 680,
     "engine/metrics": 290,
-    "engine/steps": 970,
+    "engine/steps": 1010,
     "executor": 545,
     "executor/cuda": 3050,
     "executor/sampling": 690,

@@ -127,7 +127,8 @@ class ServerConfig:
     max_step_rows: int = _LIMITS.setting("--max-step-rows", COUNT.within("2", "65536"), "512")
     """most tokens in one step; longer prompts are run in chunks"""
     max_step_time_s: float | None = _LIMITS.optional("--max-step-time", TIME, "twice a decode step")
-    """longest step that prompts may cause while other sequences decode, such as 20ms"""
+    """longest step that prompts may cause while other sequences decode, such as 20ms; a batch that a client scheduled
+    (UnifiedDecode) may cause a longer one, up to --max-step-rows, and then others go first"""
     max_connections: int | None = _LIMITS.optional(
         "--max-connections",
         COUNT.within("1", "65536"),

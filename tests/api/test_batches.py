@@ -423,6 +423,20 @@ def test_a_batch_has_no_more_items_and_rows_than_are_advertised() -> None:
         assert [result.output.timing.step_rows for result in response.results] == [16] * 3
 
 
+def test_pieces_share_one_step_while_others_decode_and_prompts_are_paced() -> None:
+    """Three chunks of 60 rows beside a sequence that was decoded just now: the client scheduled them, so they are."""
+    with RunningServer(settings=EngineSettings(max_step_time_s=0.001)) as server:
+        handle = server.prefill((1, 2, 3)).kv_cache
+        for token in range(1, 5):
+            handle = batch_decode(server, decode_of(handle, token)).results[0].output.kv_cache
+        pieces = [[token] * 60 for token in (4, 5, 6)]
+        response = unified(server, *(piece_of(*piece) for piece in pieces), piece_of(7, kv_cache=handle))
+        assert [result.output.timing.step_rows for result in response.results] == [181] * 4
+        num_steps = server.engine.counters.steps
+        batch_prefill(server, *(prompt_of(*[token] * 60) for token in (7, 8, 9)))
+        assert server.engine.counters.steps > num_steps + 1
+
+
 def test_a_reply_that_would_be_too_large_is_refused_before_anything_runs() -> None:
     """The whole call, though each item alone would fit."""
     with RunningServer(limits=ApiLimits(max_reply_bytes=8000)) as server:

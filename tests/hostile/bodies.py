@@ -126,6 +126,22 @@ def batch_decode(scene: Scene) -> Sequence[Body]:
     return _executor("BatchDecode", *messages)
 
 
+def unified_decode(scene: Scene) -> Sequence[Body]:
+    """UnifiedDecode of as many rows as a step holds, each time others, so that none is a repetition."""
+    num_rows = min(scene.limits.max_step_rows, scene.limits.max_sequence_length - scene.handle.length)
+
+    def request(token_id: int) -> executor_pb2.UnifiedDecodeRequest:
+        chunk = executor_pb2.UnifiedBatchItem(
+            kv_cache=scene.handle,
+            q_tokens=[token_id] * num_rows,
+            logits_policy=GREEDY,
+            on_stale=types_pb2.STALE_POLICY_REWIND,
+        )
+        return executor_pb2.UnifiedDecodeRequest(batch=executor_pb2.UnifiedBatch(items=[chunk]))
+
+    return _executor("UnifiedDecode", *map(request, range(1, 65)))
+
+
 def register_masks(scene: Scene) -> Sequence[Body]:
     """RegisterTokenMask of as many new masks as it takes."""
     count, length = scene.limits.max_masks_per_request, (scene.vocab_size + 7) // 8

@@ -44,6 +44,7 @@ from tests.hostile.verdicts import Attack, Campaign, Outcome
 SPARE_MS = 10.0
 MIN_SHARE = 0.45
 BAR = "p99 <= unattacked + longest step + 10 ms; >= 45 % of decodes"
+COHORT_BAR = "p99 <= unattacked + longest step of a cohort + 10 ms; >= 45 % of decodes"
 PROMISE = "one principal's requests cost the decodes of others one step at most"
 _MAX_PROCESSES = 2
 _START_S = 60.0
@@ -65,12 +66,14 @@ class Flood:
         build: Makes its requests.
         depth: Calls in flight on each connection.
         holds: Keep calls open.
+        is_scheduled: Its requests are cohorts, each of which may take a step of its own.
         connections: Numbers of connections to attack from, each with its number of victims.
     """
 
     build: Builder
     depth: int = 4
     holds: bool = False
+    is_scheduled: bool = False
     connections: tuple[tuple[int, int], ...] = ((1, 1), (4, 2))
 
 
@@ -90,6 +93,7 @@ FLOODS = {
     "list_caches": Flood(bodies.list_caches, depth=16, connections=_UP_TO_8),
     "idle_streams": Flood(bodies.idle_streams, depth=250, holds=True, connections=((1, 1), (1, 2))),
     "forward": Flood(bodies.forward, connections=_UP_TO_8),
+    "unified_decode": Flood(bodies.unified_decode, is_scheduled=True),
     "chat_template": Flood(bodies.chat_template, depth=2),
     "verify_dense": Flood(bodies.verify_dense),
     "status": Flood(bodies.status, depth=32),
@@ -118,6 +122,7 @@ class Phase:
 class Comparison:
     """One measurement: the three phases, how long the attack lasted on, and what the attacker did.
 
+    ``cohort_ms`` is the longest step of the attacker's cohorts, measured before; 0 if it sends none.
     There is no control, and nothing is subtracted, if the server has not recovered from the attack in time for it.
     """
 
@@ -130,11 +135,13 @@ class Comparison:
     answers: dict[str, int]
     attacker_mib_per_s: float
     attacker_cpu: float
+    cohort_ms: float = 0.0
 
     @property
     def bar_ms(self) -> float:
         """Largest p99 that meets the bar."""
-        return round(self.unattacked.p99_ms + self.unattacked.longest_step_ms + SPARE_MS, 2)
+        step_ms = max(self.cohort_ms, self.unattacked.longest_step_ms)
+        return round(self.unattacked.p99_ms + step_ms + SPARE_MS, 2)
 
     @property
     def corrected_p99_ms(self) -> float:
@@ -417,10 +424,22 @@ def run_flood(campaign: Campaign, name: str) -> Outcome:
     found = []
     with serving(campaign, f"fairness.{name}", f"--token-file={token_file(campaign.folder)}") as server:
         attack = flood.build(scene_of(server))
+        cohort_ms = longest_cohort_ms(server, attack) if flood.is_scheduled else 0.0
         for setup in flood.connections[1:2] if campaign.is_quick else flood.connections:
-            found.append(compare(server, campaign, flood, attack, setup=setup))
+            compared = compare(server, campaign, flood, attack, setup=setup)
+            found.append(dataclasses.replace(compared, cohort_ms=cohort_ms))
             campaign.progress(str(found[-1]))
-    return outcome_of(found, BAR)
+    return outcome_of(found, COHORT_BAR if flood.is_scheduled else BAR)
+
+
+def longest_cohort_ms(server: ServerProcess, attack: Sequence[Body]) -> float:
+    """Return the longest step of some cohorts of the attacker while it is alone."""
+    longest_ns = 0
+    for body in attack[:_NUM_PROBES]:
+        request = executor_pb2.UnifiedDecodeRequest.FromString(body.data)
+        reply = server.stub.UnifiedDecode(request, metadata=bearer(ATTACKER), timeout=_START_S)
+        longest_ns = max(longest_ns, *(result.output.timing.run_ns for result in reply.results))
+    return round(longest_ns * 1e-6, 2)
 
 
 def outcome_of(found: Sequence[Comparison], bar: str) -> Outcome:

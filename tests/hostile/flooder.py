@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import json
 import os
+import random
 import sys
 import time
 from collections import Counter
@@ -76,7 +77,7 @@ class Flooder:
 
     def __init__(self, spec: Spec, bodies: Sequence[Body]) -> None:
         self._spec = spec
-        self._bodies = itertools.cycle(bodies)
+        self._bodies = itertools.cycle(random.sample(bodies, len(bodies)))  # each process in an order of its own
         self._metadata = (("authorization", f"Bearer {spec.token}"),) if spec.token else ()
         self._serial = int.from_bytes(os.urandom(5), "big") << 16
         self._ends_at = 0.0

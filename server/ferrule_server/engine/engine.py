@@ -169,6 +169,7 @@ class Engine:
         self._is_closed = False
         self._next_expiry_check = 0.0
         self._taken_until: float | None = None
+        self._hold_s = 0.0
         self._thread = threading.Thread(target=self._main, name="ferrule-engine", daemon=True)
 
     # ---- any thread -------------------------------------------------------------------------------------------------
@@ -266,6 +267,7 @@ class Engine:
         self._turn()
         if self._lanes.running:
             self._stepper.step()
+            self._hold_s = min(self._stepper.hold_s, _POLL_S)
             self._turn()
             self.counters.timings.settle()
         if self._warmup.queue:
@@ -308,13 +310,15 @@ class Engine:
             if patience_s > 0.0 and not self._lanes.running:
                 self._stepper.idle()
             return None
+        finally:
+            self._hold_s = 0.0
         self._is_stopping = self._is_stopping or entries is None
         return entries
 
     def _patience_s(self) -> float:
         """Seconds to wait for the next job: none when rows are ready to run and all that is awaited is back."""
         if self._lanes.running:
-            return self._gather.remaining_s(time.monotonic())
+            return max(self._gather.remaining_s(time.monotonic()), self._hold_s)
         has_work = self._drivers.active and self._drivers.has_work
         if self._delivery.finished or has_work or self._stepper.has_work:
             return 0.0

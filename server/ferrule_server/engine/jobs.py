@@ -177,7 +177,7 @@ class AppendJob(LaneJob["AppendResult"]):
         reuse_prefix: Of a new sequence: its prompt may be looked up in the prefix cache. publish_prefix: its blocks may
             be found there by later prompts.
         drafts: Set for a verify; ``output`` then holds for row 0 and every draft, whatever ``all_positions`` says.
-        cohort: Jobs of one request that are to run in one step, by a number of their own; 0: none.
+        cohort: Jobs that the client scheduled for one step, by a number of their own; 0: none.
         is_internal: Made by the engine itself for a Generate or Forward: nobody comes back with its handle.
         keeps_record: Its answer is remembered for a retry; False where nobody can ask again.
         follow: Whether the engine itself goes on behind it: so the next step may be prepared (``lookahead.py``).

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,6 +14,7 @@ from ferrule_server.api.requests.inputs import InputReader
 from ferrule_server.api.rpc.call_counts import CallCounts
 from ferrule_server.api.security.principal import Caller
 from ferrule_server.engine.engine import Engine
+from ferrule_server.engine.jobs import AppendJob
 from ferrule_server.engine.shares import Shares
 from ferrule_server.errors import Draining, FerruleError, Starting
 from ferrule_server.executor.base import Executor, ExecutorState, PipelinedExecutor
@@ -111,7 +112,7 @@ class ServerState:
         started_at_s: The same time on ``time.monotonic``.
         num_active: Unary calls under way.
         streams: Streams under way.
-        cohorts: A unique number for each request whose jobs share steps.
+        cohorts: A unique number for each request whose jobs run in one step.
         calls: Counts every call.
         shares: The work of each principal on the event loop; the engine adds to it too.
     """
@@ -179,6 +180,12 @@ class ServerState:
         if self.phase is Phase.DRAINING:
             raise Draining
         return self.use()
+
+    def as_cohort(self, jobs: Iterable[AppendJob]) -> None:
+        """Mark jobs that the client has scheduled together: they run in one step if their rows fit into one."""
+        cohort = next(self.cohorts)
+        for job in jobs:
+            job.cohort = cohort
 
     def end_withdrawn_streams(self) -> None:
         """End the streams whose callers' credentials have been withdrawn, including idle ones."""

@@ -127,7 +127,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         """Run several prompts."""
         serving = self.state.use()
         serving.inputs.check_batch(len(request.inputs), "inputs")
-        batch = Batch("BatchPrefill", "inputs", request.inputs, serving.inputs.prefill, fill_prefill)
+        batch = Batch("BatchPrefill", "inputs", request.inputs, serving.inputs.prefill, fill_prefill, is_cohort=False)
         return await batch.run(self.state, serving, principal_of(context), executor_pb2.BatchPrefillResponse())
 
     async def BatchDecode(

@@ -41,6 +41,7 @@ class Batch:
         items: PrefillInput, DecodeInput or UnifiedBatchItem messages; Any, since they have no type in common.
         read: Returns the job of an item, from the message, its path with a dot at the end, and the principal.
         fill: Writes the output of an item that ran.
+        is_cohort: The items are to run in one step.
     """
 
     rpc: str
@@ -48,6 +49,7 @@ class Batch:
     items: Sequence[Any]
     read: Callable[[Any, str, str], PlannedAppend]
     fill: Callable[[Any, AppendResult, PlannedAppend], None]
+    is_cohort: bool = True
 
     async def run(self, state: ServerState, serving: Serving, principal: str, response: _Response) -> _Response:
         """Run the items and return ``response`` with one result for each item, in item order.
@@ -58,9 +60,8 @@ class Batch:
         planned = await self._plan(state, principal)
         self._check_reply(planned, state.limits.max_reply_bytes)
         jobs = [each.job for each in planned if isinstance(each, PlannedAppend)]
-        cohort = next(state.cohorts)
-        for job in jobs:
-            job.cohort = cohort
+        if self.is_cohort:
+            state.as_cohort(jobs)
         outcomes = iter(await run_jobs(serving.engine, jobs))
         refusals = Refusals(self.rpc, principal)
         turns = Turns()

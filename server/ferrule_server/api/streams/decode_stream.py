@@ -279,15 +279,8 @@ class DecodeStream:
             entries.append((planned.job, self))
             has_unified = has_unified or planned.kind == "unified"
         if has_unified:
-            self._share_step(entries)
+            self._state.as_cohort(job for job, _ in entries if isinstance(job, AppendJob))
         return bad_items
-
-    def _share_step(self, entries: list[Entry]) -> None:
-        """Have all items of a frame run in one step: its client has scheduled prompts and decodes together."""
-        cohort = next(self._state.cohorts)
-        for job, _ in entries:
-            if isinstance(job, AppendJob):
-                job.cohort = cohort
 
     def _plan(self, item: executor_pb2.StreamItem, index: int) -> PlannedAppend:
         kind = item.WhichOneof("input")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
 from ferrule_server.engine.appends.running import RunningAppend
+from ferrule_server.engine.steps.debts import Debts
 from ferrule_server.engine.steps.pace import Pace
 from ferrule_server.executor.base import NO_SLOT, NULL_BLOCK, Int32Array, OutputSpec, StepBatch
 
@@ -42,13 +44,19 @@ class Batcher:
     not need goes to the others. Within a principal decodes go in order of arrival; of the room for its prefills the
     oldest has at least half, so that it ends, and the rest goes to the shortest, so that a short prompt does not wait
     for a long one. While somebody else decodes, :class:`Pace` says how much room prefills have in all; who is alone
-    is not held back, nor by its own decodes, so that what it runs does not depend on the clock. Nor are the prefills of
-    a cohort for the sake of its own decodes: whoever waits for these waits for all of it.
+    is not held back, nor by its own decodes, so that what it runs does not depend on the clock.
+
+    A cohort runs whole, in one step if its rows fit into one and otherwise in as few as they need, and before all other
+    rows. :class:`Debts` says how long its principal then waits. What a step with a cohort leaves out goes into the next
+    step, which has no cohort. Cohorts that fit together share a step; otherwise principals take turns.
 
     Args:
         max_rows: Most rows in a step, at least 2.
         max_step_time_s: Longest step that prefill rows may make; None: twice a decode step.
         clock: Monotonic nanoseconds, the clock of ``submitted_ns``.
+
+    Attributes:
+        hold_s: How long all appends of the last plan have to wait because others go first; 0.0: they do not.
     """
 
     def __init__(
@@ -57,76 +65,106 @@ class Batcher:
         self._max_rows = max_rows
         self._clock = clock
         self._pace = Pace(max_step_time_s)
-        self._decoded: dict[str, tuple[float, int]] = {}  # when and in which cohort, by handle_id, the latest last
+        self.hold_s = 0.0
+        self._debts = Debts()
+        self._has_left_out = False
+        self._decoded: dict[str, tuple[float, str]] = {}  # when and for whom, by handle_id, the latest last
         self._decode_turns = _Turns(1)
         self._prefill_turns = _Turns(_CHUNK_ROWS)
+        self._cohort_turns = _Turns(max_rows)
 
-    def plan(self, running: Iterable[RunningAppend]) -> list[Chunk]:
+    def plan(self, running: Collection[RunningAppend]) -> list[Chunk]:
         """Choose the rows of the next step.
 
         Args:
             running: Appends with rows left, oldest first.
 
         Returns:
-            Chunks with at least one row each, one per append; their sum is at most ``max_rows``.
+            Chunks with at least one row each, one per append; their sum is at most ``max_rows``. Empty if all appends
+            have to wait for ``hold_s``.
         """
+        now_ns = self._clock()
         decodes: list[RunningAppend] = []
         prefills: list[RunningAppend] = []
-        for run in running:
-            (decodes if _is_decode(run) else prefills).append(run)
-        if not prefills:
-            return self._plan_decodes(decodes, self._max_rows)
-        kept = min(max(1, self._max_rows // PREFILL_SHARE), sum(run.remaining for run in prefills))
-        chunks = self._plan_decodes(decodes, self._max_rows - kept)
-        num_rows = sum(chunk.num_rows for chunk in chunks)
-        room = self._max_rows - num_rows
-        now_ns = self._clock()
-        if chunks or self._is_another_decoding(prefills, now_ns * 1e-9):
-            paced = self._pace.prefill_rows(num_rows, _waited_s(chunks, now_ns))
-            room = min(room, max(paced, self._num_free_rows(chunks, prefills, now_ns * 1e-9)))
-        return chunks + self._plan_prefills(prefills, room) if room else chunks
+        scheduled: list[RunningAppend] = []
+        self.hold_s = 0.0
+        for run in self._free(running, now_ns * 1e-9) if self._debts.owed else running:
+            (scheduled if run.job.cohort else decodes if _is_decode(run) else prefills).append(run)
+        if scheduled and not (self._has_left_out and (decodes or prefills)):
+            chunks = self._plan_cohorts(scheduled, decodes)
+            self._has_left_out = sum(not chunk.run.job.cohort for chunk in chunks) < len(decodes) or bool(prefills)
+        else:
+            kept = min(max(1, self._max_rows // PREFILL_SHARE), sum(run.remaining for run in prefills))
+            chunks = self._plan_decodes(decodes, self._max_rows - kept)
+            self._has_left_out = False
+        return chunks + self._plan_prefills(prefills, chunks, now_ns) if prefills else chunks
 
     def learn(self, chunks: Iterable[Chunk], elapsed_ns: int) -> None:
         """Learn from a step of these chunks that took ``elapsed_ns``."""
         decode_rows = prefill_rows = 0
-        now, decoded = self._clock() * 1e-9, self._decoded
-        alone = now, 0
+        cohort_rows: dict[str, int] = {}
+        now, step_s, decoded = self._clock() * 1e-9, elapsed_ns * 1e-9, self._decoded
         for chunk in chunks:
             run = chunk.run
-            sequence = run.sequence
+            sequence, principal = run.sequence, run.job.principal
             if sequence is not None and (len(run.token_ids) == 1 or _is_decode(run)):
                 decode_rows += chunk.num_rows
                 decoded.pop(sequence.handle_id, None)
-                decoded[sequence.handle_id] = (now, run.job.cohort) if run.job.cohort else alone
+                decoded[sequence.handle_id] = now, principal
             else:
                 prefill_rows += chunk.num_rows
-        self._pace.learn(decode_rows, prefill_rows, elapsed_ns * 1e-9)
+                if run.job.cohort:
+                    cohort_rows[principal] = cohort_rows.get(principal, 0) + chunk.num_rows
+        self._pace.learn(decode_rows, prefill_rows, step_s)
+        if cohort_rows and (excess_s := self._pace.excess_s(decode_rows, step_s)):
+            self._debts.charge(cohort_rows, now - step_s, now, excess_s)
 
     def forget(self, handle_id: str) -> None:
-        """A sequence has ended: nobody decodes it."""
+        """Forget a sequence that has ended: nobody decodes it."""
         self._decoded.pop(handle_id, None)
 
-    def _is_another_decoding(self, runs: list[RunningAppend], now: float) -> bool:
-        """Whether a live sequence was decoded lately that has no part in these runs, nor had in a cohort of theirs."""
-        own = {run.sequence.handle_id for run in runs if run.sequence is not None}
-        cohorts = {run.job.cohort for run in runs if run.job.cohort}
-        for handle_id in reversed(self._decoded):
-            at, cohort = self._decoded[handle_id]
-            if now >= at + _DECODING_S:
-                return False
-            if handle_id not in own and cohort not in cohorts:
-                return True
-        return False
+    # ---- who may run ------------------------------------------------------------------------------------------------
 
-    def _num_free_rows(self, chunks: list[Chunk], prefills: list[RunningAppend], now: float) -> int:
-        """Prefill rows that nobody has to be spared: those of the one cohort that all decodes of the step belong to."""
-        cohort = chunks[0].run.job.cohort if chunks else 0
-        if not cohort or any(chunk.run.job.cohort != cohort for chunk in chunks):
-            return 0
-        own = [run for run in prefills if run.job.cohort == cohort]
-        if self._is_another_decoding([*own, *(chunk.run for chunk in chunks)], now):
-            return 0
-        return sum(run.remaining for run in own)
+    def _free(self, running: Collection[RunningAppend], now: float) -> Collection[RunningAppend]:
+        """Leave out prompts, and cohorts with prompts, of principals that let others go first; set ``hold_s``."""
+        principals = (run.job.principal for run in running)
+        held = self._debts.held(now, principals, reversed(self._decoded.values()))
+        long = {run.job.cohort for run in running if run.job.principal in held and not _is_decode(run)} - {0}
+        free = [
+            run for run in running if run.job.principal not in held or (_is_decode(run) and run.job.cohort not in long)
+        ]
+        if not free:
+            self.hold_s = min(held.values(), default=0.0)
+        return free
+
+    def _is_another_decoding(self, runs: list[RunningAppend], now: float) -> bool:
+        """Return whether a live sequence was decoded lately that has no part in these runs."""
+        own = {run.sequence.handle_id for run in runs if run.sequence is not None}
+        latest = next((at for name, (at, _) in reversed(self._decoded.items()) if name not in own), -_DECODING_S)
+        return now < latest + _DECODING_S
+
+    # ---- rows -------------------------------------------------------------------------------------------------------
+
+    def _plan_cohorts(self, scheduled: list[RunningAppend], decodes: list[RunningAppend]) -> list[Chunk]:
+        """Choose the cohort whose turn it is, then decodes, then other cohorts that fit as a whole."""
+        first, *others = self._cohorts_in_turn(scheduled)
+        chunks, room = _fill(first, self._max_rows)
+        chunks += self._plan_decodes(decodes, room)
+        for cohort in others:
+            if sum(run.remaining for run in cohort) <= self._max_rows - _num_rows(chunks):
+                chunks += [Chunk(run, run.remaining) for run in cohort]
+        return chunks
+
+    def _cohorts_in_turn(self, scheduled: list[RunningAppend]) -> list[list[RunningAppend]]:
+        """Return the cohorts, first the oldest of the principal whose turn it is, the others in order of arrival."""
+        cohorts: dict[int, list[RunningAppend]] = {}
+        oldest: dict[str, list[RunningAppend]] = {}
+        for run in scheduled:
+            cohort = cohorts.setdefault(run.job.cohort, [])
+            cohort.append(run)
+            oldest.setdefault(run.job.principal, cohort)
+        ((first, _),) = self._cohort_turns.share(chain.from_iterable(oldest.values()), self._max_rows)
+        return sorted(cohorts.values(), key=lambda cohort: cohort[0] is not first[0])
 
     def _plan_decodes(self, decodes: list[RunningAppend], room: int) -> list[Chunk]:
         if sum(run.remaining for run in decodes) <= room:
@@ -136,9 +174,16 @@ class Batcher:
             chunks += _fill(runs, share)[0]
         return chunks
 
-    def _plan_prefills(self, prefills: list[RunningAppend], room: int) -> list[Chunk]:
+    def _plan_prefills(self, prefills: list[RunningAppend], chosen: list[Chunk], now_ns: int) -> list[Chunk]:
+        """Share the room that the rows chosen so far leave to prefills."""
+        decodes = [chunk for chunk in chosen if _is_decode(chunk.run)]
+        num_rows, num_decodes = _num_rows(chosen), _num_rows(decodes)
+        room = self._max_rows - num_rows
+        if decodes or self._is_another_decoding(prefills, now_ns * 1e-9):
+            paced = self._pace.prefill_rows(num_decodes, _waited_s(decodes, now_ns))
+            room = min(room, paced - (num_rows - num_decodes))
         chunks: list[Chunk] = []
-        for runs, share in self._prefill_turns.share(prefills, room):
+        for runs, share in self._prefill_turns.share(prefills, room) if room > 0 else ():
             chunks += _oldest_and_shortest(runs, share)
         return chunks
 
@@ -210,6 +255,10 @@ def _is_decode(run: RunningAppend) -> bool:
         return False
     drafts = run.job.drafts
     return len(run.token_ids) - (0 if drafts is None else drafts.count) <= DECODE_ROWS
+
+
+def _num_rows(chunks: Iterable[Chunk]) -> int:
+    return sum(chunk.num_rows for chunk in chunks)
 
 
 def _waited_s(chunks: Iterable[Chunk], now_ns: int) -> float:

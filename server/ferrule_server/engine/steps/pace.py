@@ -98,6 +98,12 @@ class Pace:
         else:
             self._learn_decode(size, step_s)
 
+    def excess_s(self, decode_rows: int, step_s: float) -> float:
+        """Return how much longer than its decodes alone a step took; 0.0 if prefill rows may make it that long."""
+        decode_s = self._base_s(decode_rows.bit_length())
+        excess_s = step_s - decode_s
+        return excess_s if excess_s > self._spare_s(decode_s) else 0.0
+
     def _is_unsure(self, size: int) -> bool:
         """Whether the time of this many decodes alone has to be measured again."""
         return self._num_alone.get(size, 0) < _NUM_FIRST or self._num_mixed.get(size, 0) >= _NUM_MIXED
@@ -113,9 +119,7 @@ class Pace:
 
     def _base_s(self, size: int) -> float:
         """What the step would have taken without its prefill rows."""
-        if size:
-            return self._decode_s.get(size, 0.0)
-        return min(self._decode_s.values(), default=0.0)
+        return self._decode_s.get(size) or min(self._decode_s.values(), default=0.0)
 
     def _learn_decode(self, size: int, step_s: float) -> None:
         known = self._decode_s.get(size)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import Counter
 from itertools import islice
 
 from ferrule_server.engine.appends.commits import Commits
@@ -49,6 +50,9 @@ class Stepper:
         counters: Counts steps.
         shares: Is told for whom a step ran.
         failpoints: For tests.
+
+    Attributes:
+        hold_s: After a step that ran nothing: how long all appends have to wait unless another one comes.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class Stepper:
         shares: Shares,
         failpoints: Failpoints | None = None,
     ) -> None:
+        self.hold_s = 0.0
         self._lanes = lanes
         self._commits = commits
         self._warmup = warmup
@@ -95,6 +100,7 @@ class Stepper:
         Raises:
             DeviceLost: As the executor says.
         """
+        self.hold_s = 0.0
         try:
             chunks = self._plan()
         except Exception:  # noqa: BLE001 - rather these all fail than the same again for ever
@@ -103,6 +109,7 @@ class Stepper:
                 self._lanes.fail(run, error)
             return
         if not chunks:
+            self.hold_s = self._batcher.hold_s
             return
         self._counters.timings.num_left_out = len(self._lanes.running) - len(chunks)
         try:
@@ -174,7 +181,7 @@ class Stepper:
         ahead = self._lookahead
         outcome = self._runner.run(chunks) if ahead is None else ahead.run(chunks, is_alone=is_alone)
         self._batcher.learn(chunks, outcome.elapsed_ns)
-        self._shares.add_service(_appends_by_principal(chunks), outcome.elapsed_ns)
+        self._shares.add_service(Counter(chunk.run.job.principal for chunk in chunks), outcome.elapsed_ns)
         return outcome
 
     def _run_apart(self, chunks: list[Chunk]) -> None:
@@ -229,12 +236,3 @@ class Stepper:
             sink.spent = run
         self._lanes.complete(run, answer)
         return answer.handle.cache_id if is_awaited else ""
-
-
-def _appends_by_principal(chunks: list[Chunk]) -> dict[str, int]:
-    """Return how many appends of each principal have a part in a step."""
-    num_appends: dict[str, int] = {}
-    for chunk in chunks:
-        principal = chunk.run.job.principal
-        num_appends[principal] = num_appends.get(principal, 0) + 1
-    return num_appends

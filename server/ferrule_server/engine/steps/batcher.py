@@ -1,4 +1,4 @@
-"""Forms one mixed step out of the running appends: who gets how many rows, then the arrays."""
+"""Form one mixed step of the running appends: choose the rows of each, then build the arrays."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ferrule_server.engine.steps.pace import Pace
 from ferrule_server.executor.base import NO_SLOT, NULL_BLOCK, Int32Array, OutputSpec, StepBatch
 
 DECODE_ROWS = 8
-"""An append to a sequence of at most this many tokens, drafts left out, is a decode: scheduled whole, before any
-prefill chunk. (Drafts stand for as many decodes; what is certain before them is limited by the context alone.) New
-sequences are prefills whatever their length, or a flood of short prompts would not be one."""
+"""An append of at most this many tokens to a sequence, without its drafts, is a decode. It is scheduled whole, before
+prefill chunks. (Drafts stand for as many decodes; only the context limits the certain tokens before them.) New
+sequences are prefills whatever their length, so that a flood of short prompts counts as a flood of prompts."""
 
 PREFILL_SHARE = 8
-"""While a prefill waits, one row in this many is kept for it, however many decodes come back each step."""
+"""While a prefill waits, one row in this many is kept for it, however many decodes there are."""
 
 _DECODING_S = 1.0
-"""A sequence is being decoded when it was within this time."""
+"""A sequence that was decoded within this time counts as being decoded."""
 
 _CHUNK_ROWS = 8
-"""Room for prefills is not cut smaller than this between principals: they take turns instead."""
+"""Room for prefills is not cut into smaller parts than this; principals take turns instead."""
 
 
 @dataclass(slots=True)
@@ -40,11 +40,11 @@ class Chunk:
 class Batcher:
     """Chooses the rows of each step: decodes first, then prefill chunks; neither can starve the other.
 
-    Between principals rows are shared equally, decodes where they do not all fit and prefills always: what one does
-    not need goes to the others. Within a principal decodes go in order of arrival; of the room for its prefills the
-    oldest has at least half, so that it ends, and the rest goes to the shortest, so that a short prompt does not wait
-    for a long one. While somebody else decodes, :class:`Pace` says how much room prefills have in all; who is alone
-    is not held back, nor by its own decodes, so that what it runs does not depend on the clock.
+    Principals share rows equally: those for decodes if not all decodes fit, those for prefills always. Rows that one
+    principal does not need go to the others. Decodes of one principal run in order of arrival. Its oldest prefill gets
+    at least half of its room, so that it ends. The rest goes to the shortest, so that a short prompt does not wait for
+    a long one. While another sequence is decoded, :class:`Pace` limits the room of all prefills. A sequence that is
+    alone is never paced, so its steps do not depend on the clock.
 
     A cohort runs whole, in one step if its rows fit into one and otherwise in as few as they need, and before all other
     rows. :class:`Debts` says how long its principal then waits. What a step with a cohort leaves out goes into the next
@@ -100,7 +100,7 @@ class Batcher:
         return chunks + self._plan_prefills(prefills, chunks, now_ns) if prefills else chunks
 
     def learn(self, chunks: Iterable[Chunk], elapsed_ns: int) -> None:
-        """Learn from a step of these chunks that took ``elapsed_ns``."""
+        """Learn from a step of these chunks, which took ``elapsed_ns``."""
         decode_rows = prefill_rows = 0
         cohort_rows: dict[str, int] = {}
         now, step_s, decoded = self._clock() * 1e-9, elapsed_ns * 1e-9, self._decoded
@@ -120,7 +120,7 @@ class Batcher:
             self._debts.charge(cohort_rows, now - step_s, now, excess_s)
 
     def forget(self, handle_id: str) -> None:
-        """Forget a sequence that has ended: nobody decodes it."""
+        """Forget a sequence that has ended."""
         self._decoded.pop(handle_id, None)
 
     # ---- who may run ------------------------------------------------------------------------------------------------
@@ -189,13 +189,13 @@ class Batcher:
 
 
 class _Turns:
-    """Shares room between principals equally, over the steps where one step has too little for all.
+    """Shares room between principals equally, over several steps if one step has too little for all.
 
-    Who goes away while others wait is not forgotten at once: with fresh credit at each return, two that come and go
-    would for ever be ahead of one that stays (start-time fair queueing; Goyal, Vin and Cheng, 1996).
+    A principal that leaves while others wait is not forgotten at once. With fresh credit at each return, two that come
+    and go would always be ahead of one that stays (start-time fair queueing; Goyal, Vin and Cheng, 1996).
 
-    Invariant: while some wait, ``_served`` has the rows given to each who is there, and to those away that had more
-    than ``_level``; ``_level`` is what the one that was given least has had, and where whoever comes starts.
+    Invariant: while some wait, ``_served`` has the rows given to each principal that is there, and to absent ones that
+    had more than ``_level``. ``_level`` is the least that any of those there had, and newcomers start with it.
 
     Args:
         min_rows: The room is not cut into smaller shares than this.
@@ -222,7 +222,7 @@ class _Turns:
         return [(by_principal[name], share) for name, share in shares.items()]
 
     def _choose(self, principals: Iterable[str], count: int) -> list[str]:
-        """Return whose turn it is: those given least. Nothing is held against anybody where nobody has to wait."""
+        """Return the principals whose turn it is: those given least. If all fit, earlier rows are forgotten."""
         names = list(principals)
         if len(names) <= count:
             self._served.clear()
@@ -231,7 +231,7 @@ class _Turns:
         return sorted(names, key=self._served.__getitem__)[:count]
 
     def _meet(self, names: list[str]) -> None:
-        """Let those who are new in, and forget who is away and has no more than they start with."""
+        """Add new principals, and forget absent ones that have no more than ``_level``."""
         known = [self._served[name] for name in names if name in self._served]
         self._level = min(known) if known else max(self._served.values(), default=0)
         self._served = {name: rows for name, rows in self._served.items() if rows > self._level}
@@ -240,7 +240,7 @@ class _Turns:
 
 
 def _equal_shares(wanted: Mapping[str, int], room: int) -> dict[str, int]:
-    """Split the room equally; what one does not want goes to the others. Every share is at least 1."""
+    """Split the room equally; rows that one does not need go to the others. Every share is at least 1."""
     shares: dict[str, int] = {}
     num_left = len(wanted)
     for name in sorted(wanted, key=wanted.__getitem__):
@@ -262,15 +262,15 @@ def _num_rows(chunks: Iterable[Chunk]) -> int:
 
 
 def _waited_s(chunks: Iterable[Chunk], now_ns: int) -> float:
-    """How long the one that waits longest has waited."""
+    """Return the longest time that one of these appends has waited."""
     return (now_ns - min((chunk.run.job.submitted_ns for chunk in chunks), default=now_ns)) * 1e-9
 
 
 def _oldest_and_shortest(prefills: list[RunningAppend], room: int) -> list[Chunk]:
     """Share the room: half of it, or all that is left over, to the oldest, the rest to the shortest first.
 
-    What the oldest does not need of its half goes to prompts that fit whole: cutting the next long one for it was
-    measured to cost more than the rows are worth (the shipped model, prompts of 1000 tokens: 12 % of the rate).
+    Rows that the oldest does not need of its half go to prompts that fit whole. To cut the next long one for them costs
+    more than the rows are worth (bundled model, prompts of 1000 tokens: 12 % of the rate).
     """
     if sum(run.remaining for run in prefills) <= room:
         return [Chunk(run, run.remaining) for run in prefills]
@@ -287,7 +287,7 @@ def _oldest_and_shortest(prefills: list[RunningAppend], room: int) -> list[Chunk
 
 
 def _fill(runs: Iterable[RunningAppend], room: int) -> tuple[list[Chunk], int]:
-    """Give each append in turn as many rows as it has left and the room allows; returns the room left over."""
+    """Give each append in turn as many rows as it has left and the room allows; return the room left over, too."""
     chunks: list[Chunk] = []
     for run in runs:
         if room <= 0:
@@ -302,7 +302,7 @@ def build_batch(chunks: Sequence[Chunk], block_size: int) -> StepBatch:
     """Turn chunks into the arrays of one step.
 
     Args:
-        chunks: What :meth:`Batcher.plan` chose, at least one.
+        chunks: The chunks that :meth:`Batcher.plan` chose, at least one.
         block_size: Slots per block of the pool.
     """
     token_ids: list[int] = []
@@ -346,12 +346,12 @@ def build_batch(chunks: Sequence[Chunk], block_size: int) -> StepBatch:
 
 
 def build_next(batch: StepBatch, rows: Sequence[int], block_ids: Sequence[int], block_size: int) -> StepBatch:
-    """Return the step of one more token behind some rows of a step that has one row per sequence, each an output.
+    """Return a step with one more token after some rows of a step that has one row per sequence, each an output.
 
     Args:
         batch: The step, submitted just before.
-        rows: Which of its rows; their tokens are those that it chooses.
-        block_ids: The block that each of these tokens goes to.
+        rows: Rows of that step; it chooses the tokens of the new one.
+        block_ids: Block of each new token.
         block_size: Slots per block of the pool.
     """
     kept = np.array(rows, np.int32)
@@ -376,7 +376,7 @@ def build_next(batch: StepBatch, rows: Sequence[int], block_ids: Sequence[int], 
 
 
 def _histories(chunks: Iterable[Chunk]) -> tuple[Int32Array | None, ...]:
-    """What the penalties of each output row count, as ``StepBatch.histories`` says; rows of one append share memory."""
+    """Return the tokens that the penalties of each output row count; rows of one append share memory."""
     histories: list[Int32Array | None] = []
     for chunk in chunks:
         run, tokens, start = chunk.run, None, -1
@@ -392,14 +392,14 @@ def _histories(chunks: Iterable[Chunk]) -> tuple[Int32Array | None, ...]:
 
 
 def _slot(run: RunningAppend, position: int, block_size: int) -> int:
-    """Slot of this position, NO_SLOT for a row that only reads."""
+    """Return the slot of a position, NO_SLOT for a row that only reads."""
     if run.is_read_only:
         return NO_SLOT
     return run.block_ids[position // block_size] * block_size + position % block_size
 
 
 def _slots(run: RunningAppend, positions: Sequence[int], block_size: int) -> list[int]:
-    """Slots of these positions, NO_SLOT for rows that only read."""
+    """Return the slots of positions, NO_SLOT for rows that only read."""
     if run.is_read_only:
         return [NO_SLOT] * len(positions)
     table = run.block_ids
@@ -407,14 +407,14 @@ def _slots(run: RunningAppend, positions: Sequence[int], block_size: int) -> lis
 
 
 def _output_specs(run: RunningAppend, first: int, num_rows: int) -> Iterable[tuple[int, OutputSpec]]:
-    """(row of the append, spec) of the rows in this chunk that return something, ascending."""
+    """Return (row of the append, spec) of the rows in this chunk that return something, ascending."""
     if num_rows == len(run.token_ids):
         return run.specs.items()
     return [(row, run.specs[row]) for row in range(first, first + num_rows) if row in run.specs]
 
 
 def _block_tables(chunks: Sequence[Chunk], kv_lens: Sequence[int], block_size: int) -> Int32Array:
-    """int32 [num_seqs, max_blocks]: only the blocks that hold the first ``kv_len`` tokens, NULL_BLOCK beyond."""
+    """Return int32 [num_seqs, max_blocks]: the blocks of the first ``kv_len`` tokens, NULL_BLOCK beyond."""
     counts = [-(-kv_len // block_size) for kv_len in kv_lens]
     tables = np.full((len(chunks), max(counts)), NULL_BLOCK, np.int32)
     for row, (chunk, count) in enumerate(zip(chunks, counts, strict=True)):

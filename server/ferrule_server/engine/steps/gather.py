@@ -1,9 +1,9 @@
-"""The gather window: how long a step waits for the rows of the last one to come back.
+"""The gather window: how long a step waits until the clients of the last step send their next tokens.
 
-Without it clients that take a moment to answer split into two half-cohorts that alternate for ever at half the batch::
+Without it, clients that need a moment to answer split into two halves that alternate for ever at half the batch::
 
     step:   A+B | A | B | A | B ...      each step costs nearly as much as A+B would
-    window: A+B |~ A+B |~ A+B ...        a short wait puts them back together
+    window: A+B |~ A+B |~ A+B ...        a short wait joins them again
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from ferrule_server.engine.settings import EngineSettings
 class GatherWindow:
     """Decides when to stop waiting for the rows of the last step.
 
-    A row *comes back* when its sequence is named by a new job. The window is open while some row is out, for at most
-    ``gather_share`` of the last step, and closes early when nothing has come back for ``gather_gap_s``. A client that
-    went away is waited for once: closing forgets whoever is still out.
+    A row *comes back* when a new job names its sequence. The window is open while some row is out, for at most
+    ``gather_share`` of the last step. It closes early if nothing has come back for ``gather_gap_s``. Closing forgets
+    the rows that are still out, so a client that has left is awaited only once.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -33,17 +33,17 @@ class GatherWindow:
         self._last_back = now
 
     def came_back(self, cache_id: str, now: float) -> None:
-        """A job named ``cache_id``."""
+        """Note that a job has named ``cache_id``."""
         if cache_id in self._out:
             self._out.discard(cache_id)
             self._last_back = now
 
     def forget(self, cache_id: str) -> None:
-        """The sequence ``cache_id`` was released: nobody waits for it."""
+        """Stop waiting for ``cache_id``, a sequence that was released."""
         self._out.discard(cache_id)
 
     def remaining_s(self, now: float) -> float:
-        """Seconds to wait on for another job; 0.0 when the step should start (and whoever is out is forgotten)."""
+        """Return the seconds to wait for another job; 0.0: the step should start, rows still out are forgotten."""
         if self._out:
             left = min(self._closes_at, self._last_back + self._gap_s) - now
             if left > 0.0:

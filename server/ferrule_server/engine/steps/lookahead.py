@@ -1,25 +1,25 @@
-"""Lookahead: while the tokens of one step are on their way back, the next step stands in the device's queue already.
+"""Lookahead: queue the next step on the device before the tokens of the current one have been read.
 
-Each token of a Generate is an append of its own, which is entered when the token is known. So the device would stand
-still from the end of a step until the appends of the next one are committed, entered and planned. Instead the next step
-is *guessed*: one more row behind each, whose token the device takes from the step before without telling anybody::
+Each token of a Generate is an append of its own, which is entered when the token is known. Without lookahead the device
+would be idle from the end of a step until the appends of the next one are committed, entered and planned. Instead the
+next step is *guessed*: one more row for each Generate, whose token the device takes from the step before::
 
     device   |---- step n ----|--- step n+1 ---|--- step n+2 ---|
     host        queue n+1     | read n, commit, turn, claim n+1, queue n+2 | read n+1 ...
 
-A guess decides nothing. Appends are entered, judged, reserved and planned as ever, and only then a queued row is
-*claimed* for one that turned out to be exactly it: the same sequence, position, blocks, token and outputs. What is not
-claimed is thrown away with whatever it computed, and whoever it was meant for takes part in the step after.
+A guess decides nothing. Appends are entered, judged, reserved and planned as usual. Only then a queued row is *claimed*
+for an append that is exactly the same: sequence, position, blocks, token and outputs. Rows that are not claimed are
+dropped with their results, and the appends that they were meant for run in the step after.
 
-Why a claimed row is what the append would have computed, and one that is not does no harm: between the moment a step is
-queued and the moment it is claimed or dropped the engine gives the executor nothing else to do, so the pool is as it
-would be at a run of its own; and the one slot that a guess writes lies beyond the tip of its sequence, in a block that
-is nobody else's and unknown to the prefix cache (see :meth:`Reservations.foresee`), whatever happens on the host
-meanwhile: who forks, truncates, releases or gets such a block acts on the device later, and writes to a slot
-before it is read.
+A claimed row is what the append would have computed. Between queueing a step and claiming or dropping it, the engine
+gives the executor no other work, so the pool is as it would be in a run of its own.
 
-Only steps of nothing but Generates are followed, and only where nobody else waits; so whoever comes waits for one step
-more at most than without a guess, and who comes step by step not even that: see ``_QUIET_STEPS``.
+A dropped row does no harm. The one slot that it writes lies beyond the tip of its sequence, in a block that no other
+sequence has and that the prefix cache does not know (see :meth:`Reservations.foresee`). A fork, truncate or release
+meanwhile, or another owner of the block, acts on the device later and writes to a slot before it is read.
+
+Only steps that consist of Generates are followed by a guess, and only if no other append waits. So a new append waits
+for at most one step more than without a guess, and a client that decodes step by step not even that (``_QUIET_STEPS``).
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from ferrule_server.kv.sequence import Sequence
 _LOG = logging.getLogger(__name__)
 
 _QUIET_STEPS: Final = 4
-"""So many steps are not followed by a guess after one with an append that a client will come back for: who decodes step
-by step beside a Generate finds a place in every second step, as it would without any guess."""
+"""Number of steps without a guess after a step with an append that a client will come back for. So a client that
+decodes step by step beside a Generate has a row in every second step, as without guesses."""
 
 
 @dataclass(slots=True)
 class _Guess:
-    """One row of a queued step, and what an append has to be for the row to be its own.
+    """One row of a queued step, and the properties of an append that can claim it.
 
     Attributes:
-        source: Row of the step before, and output of it, that chooses the token.
-        token: That token, once the step before has been read; None: not known, or not finite.
+        source: Row and output of the step before that chooses the token.
+        token: That token after the step before has been read; None: not known, or not finite.
     """
 
     sequence: Sequence
@@ -66,7 +66,7 @@ class _Guess:
     token: int | None = None
 
     def is_right(self, run: RunningAppend) -> bool:
-        """Whether the row is what this append of one token would run; a block that it copies first is another one."""
+        """Return whether this append of one token would run exactly this row, in the same blocks, none copied."""
         if run.verdict is not Verdict.APPEND or run.reservation is None:
             return False
         if run.start != self.start or run.token_ids != (self.token,):
@@ -78,7 +78,7 @@ class _Guess:
 
 @dataclass(eq=False, slots=True)
 class _Submitted:
-    """A step in the device's queue; ``guesses`` has one for each row, none where the tokens were known."""
+    """A step in the device's queue; ``guesses`` has one for each row, or none if the tokens were known."""
 
     pending: PendingStep
     batch: StepBatch
@@ -94,9 +94,9 @@ class Lookahead:
 
     Args:
         executor: Called from the engine thread only.
-        steps: Prepares and counts steps, and runs those that are not submitted.
+        steps: Prepares and counts steps, and runs those that are not queued.
         reservations: Foresees the slots of the next tokens.
-        counters: Told of steps queued and rows discarded.
+        counters: Counts queued steps and discarded rows.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Lookahead:
 
     @property
     def has_more(self) -> bool:
-        """Whether the executor has more to prepare, as far as it has said."""
+        """Return whether the executor has said that it has more to prepare."""
         return self._has_more
 
     def claim(self, running: Iterable[RunningAppend]) -> list[Chunk]:
@@ -158,12 +158,12 @@ class Lookahead:
         except DeviceLost:
             self._pending.clear()
             raise
-        except Exception:  # raised again: whoever runs the parts alone finds nothing pending
+        except Exception:  # raised again, with nothing pending, so that the caller can run the parts alone
             self.drop()
             raise
 
     def drop(self) -> None:
-        """Wait for what is queued and throw it away: nobody wants it, or something else is to be run.
+        """Wait for the queued step and drop its results: no append can claim it, or something else has to run.
 
         Raises:
             DeviceLost: As the executor says.
@@ -178,11 +178,11 @@ class Lookahead:
             except DeviceLost:
                 self._pending.clear()
                 raise
-            except Exception:  # noqa: BLE001 - what is thrown away may be broken
+            except Exception:  # noqa: BLE001 - a step that is dropped may fail
                 _LOG.warning("a step that is thrown away failed rows=%d", step.batch.num_rows, exc_info=True)
 
     def make_way(self) -> None:
-        """Drop what is queued: something that is no step is about to be run.
+        """Drop the queued step, because the executor is about to run something else.
 
         Raises:
             DeviceLost: As the executor says.
@@ -191,7 +191,7 @@ class Lookahead:
         self.drop()
 
     def idle(self) -> None:
-        """Nobody wants anything for now: what the executor has got ready meanwhile may be looked at."""
+        """Note that there are no requests, so the executor may use what it has prepared meanwhile."""
         self._is_due = True
 
     def tend(self) -> None:
@@ -208,7 +208,7 @@ class Lookahead:
     # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _decide_follow(self, chunks: Iterable[Chunk]) -> bool:
-        """Whether a guess may follow a step of these chunks; counts the steps since somebody else had a part."""
+        """Return whether a guess may follow a step of these chunks; count steps since the last one of a client."""
         for chunk in chunks:
             if not chunk.run.job.is_internal or chunk.run.joined:
                 self._num_quiet = _QUIET_STEPS
@@ -226,7 +226,7 @@ class Lookahead:
     def _queue_and_read(
         self, step: _Submitted, chunks: SequenceOf[Chunk], rows: SequenceOf[int], *, is_followed: bool
     ) -> StepOutcome:
-        """Queue a guess of what follows the step, then wait for its results: ``rows[i]`` is that of ``chunks[i]``."""
+        """Queue a guess of the next step, then wait for the results of this one: ``rows[i]`` is of ``chunks[i]``."""
         if is_followed:
             self._queue_next(step.batch, rows, chunks)
         self._pending.popleft()
@@ -241,12 +241,12 @@ class Lookahead:
         return outcome
 
     def _queue_next(self, batch: StepBatch, sources: Iterable[int], chunks: Iterable[Chunk]) -> None:
-        """Put one more row behind each append that is likely to go on, if the executor takes such a step.
+        """Queue one more row for each append that is likely to go on, if the executor takes such a step.
 
         Args:
-            batch: What runs now.
-            sources: Of its rows, that of each chunk.
-            chunks: What was claimed of it, or made it.
+            batch: The step that runs now.
+            sources: Row of each chunk in that step.
+            chunks: The chunks that the step runs.
         """
         rows, reservations = [], []
         for row, chunk in zip(sources, chunks, strict=True):
@@ -275,7 +275,7 @@ class Lookahead:
 
 
 def _is_token_of_generate(chunk: Chunk) -> bool:
-    """Whether the chunk appends the token that a Generate drew last, and draws the next from the row alone."""
+    """Return whether the chunk appends the last token of a Generate and draws the next one from this row alone."""
     run = chunk.run
     if run.verdict is not Verdict.APPEND or run.job.follow is Follow.UNKNOWN or len(run.token_ids) != 1:
         return False

@@ -1,19 +1,21 @@
-"""Pace: how many prefill rows fit the next step, so that who decodes does not pay for who prefills.
+"""Pace: how many prefill rows fit into the next step without delaying decodes.
 
-Time of a step, as it is modelled and measured::
+The time of a step is modelled and measured as::
 
     step_s = decode_s(decode rows) + row_s * prefill rows
              -------------------     -----
-             steps without prefills  what the others took longer
+             steps without prefills  additional time of the others
 
-A decode waits for the step that runs when it arrives, then takes part in the next one. Its promise: both together take
-no longer than the longest step and a decode step::
+A decode waits for the step that runs when it arrives, and takes part in the next one. Together they take at most as
+long as the longest step and a decode step::
 
     waited + decode_s + prefill_s <= decode_s + (decode_s + spare_s)        spare_s = budget - decode_s
 
-So prefills have ``spare_s`` while no decode has waited for much of a decode step, and less behind a step that
-prefills made long: where decodes always come late, prefills get every second step. A step without decodes right behind
-one that had some is short: those who are about to come back would wait for all of it.
+So prefills have ``spare_s`` if no decode has waited for most of a decode step, and less after a step that prefills made
+long. If decodes always come late, prefills get every second step. A step without decodes directly after one with
+decodes is short, because the decodes that are about to come back would wait for all of it.
+
+Cohorts are not limited by the pace. It only says how much longer than its decodes a step of theirs was.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ from __future__ import annotations
 from typing import Final
 
 MIN_PREFILL_ROWS: Final = 16
-"""Prefills get at least this many rows in a step, or a prompt would never end."""
+"""Prefills get at least this many rows in a step; otherwise a prompt might never end."""
 
 _LATE_SHARE: Final = 0.25
-"""Part of ``spare_s`` that prefills have in one of two steps at least, however long a decode has waited."""
+"""Part of ``spare_s`` that prefills have in at least one of two steps, even if a decode has waited for long."""
 _LEAST_SPARE_S: Final = 0.002
-"""At least this much, unless a step time is given: cutting prompts finer costs more than anybody notices."""
+"""Least value of ``spare_s``, unless a step time is given: finer pieces of prompts cost more than they gain."""
 _MARGIN: Final = 0.2
-"""Part of a decode step that the wire and the event loop may take of the time that was promised."""
+"""Part of a decode step that the network and the event loop may take of the promised time."""
 _NUM_FIRST: Final = 2
 _NUM_MIXED: Final = 32
 _MAX_RISE: Final = 8.0
@@ -36,14 +38,14 @@ _MIN_PREFILL_SHARE: Final = 0.125
 
 
 class Pace:
-    """Measures steps and says how many prefill rows the next one may have.
+    """Measures steps and limits the prefill rows of the next one.
 
-    Both figures err towards short steps. ``decode_s`` falls to a faster step at once and rises slowly: it is what a
-    decode step takes when nothing disturbs it. ``row_s`` rises fast and falls slowly. One slow step (a page fault, the
-    first one) counts for at most ``_MAX_RISE`` times the figure so far, and is made good by the next few.
+    Both figures err towards short steps. ``decode_s`` falls to a faster step at once and rises slowly, since it is the
+    time of an undisturbed decode step. ``row_s`` rises fast and falls slowly. One slow step (a page fault, the first
+    step) counts for at most ``_MAX_RISE`` times the current figure, and the next few steps correct it.
 
-    ``decode_s`` is kept for each power of two of decode rows. A mixed step tells nothing of it, so prefills are left
-    out of a step where it is not known yet, and of one in ``_NUM_MIXED``.
+    ``decode_s`` is kept for each power of two of decode rows. A mixed step does not show it, so prefills are left out
+    of a step if it is not known yet, and of one in ``_NUM_MIXED`` steps.
 
     Args:
         max_step_time_s: Longest step that prefill rows may make; None: twice a decode step.
@@ -60,11 +62,11 @@ class Pace:
         self._had_decodes = self._had_prefills = False
 
     def prefill_rows(self, decode_rows: int, waited_s: float) -> int:
-        """Return the most prefill rows of the next step, for the sake of who decodes.
+        """Return the most prefill rows that the next step may have.
 
         Args:
-            decode_rows: Rows that decode in it. 0 only where there are none: the answer is then at least 1.
-            waited_s: How long the one that waits longest has waited.
+            decode_rows: Decode rows of the step. 0: the answer is at least 1.
+            waited_s: Longest time that one of these decodes has waited.
         """
         size = decode_rows.bit_length() or self._last_size
         if decode_rows and self._is_unsure(size):
@@ -81,7 +83,7 @@ class Pace:
         return self._rows_in(prefill_s)
 
     def _spare_s(self, decode_s: float) -> float:
-        """The time of a step that prefills may have."""
+        """Return the time of a step that prefills may have."""
         if self._max_step_time_s is None:
             return max(decode_s, _LEAST_SPARE_S)
         return max(0.0, self._max_step_time_s - decode_s)
@@ -105,11 +107,11 @@ class Pace:
         return excess_s if excess_s > self._spare_s(decode_s) else 0.0
 
     def _is_unsure(self, size: int) -> bool:
-        """Whether the time of this many decodes alone has to be measured again."""
+        """Return whether the time of this many decodes alone has to be measured again."""
         return self._num_alone.get(size, 0) < _NUM_FIRST or self._num_mixed.get(size, 0) >= _NUM_MIXED
 
     def _rows_in(self, prefill_s: float) -> int:
-        """Rows that take ``prefill_s``; at most twice as many as were ever measured together."""
+        """Return how many rows take ``prefill_s``; at most twice as many as were ever measured together."""
         if self._row_s is None:
             return MIN_PREFILL_ROWS
         most = 2 * self._reach
@@ -118,7 +120,7 @@ class Pace:
         return max(MIN_PREFILL_ROWS, int(prefill_s / self._row_s))
 
     def _base_s(self, size: int) -> float:
-        """What the step would have taken without its prefill rows."""
+        """Return what a step would have taken without its prefill rows."""
         return self._decode_s.get(size) or min(self._decode_s.values(), default=0.0)
 
     def _learn_decode(self, size: int, step_s: float) -> None:
@@ -132,7 +134,7 @@ class Pace:
 
     def _learn_row(self, base_s: float, num_rows: int, step_s: float) -> None:
         sample = max(step_s - base_s, step_s * _MIN_PREFILL_SHARE) / num_rows
-        weight = min(1.0, num_rows / MIN_PREFILL_ROWS)  # of a few rows it is mostly noise
+        weight = min(1.0, num_rows / MIN_PREFILL_ROWS)  # the time of a few rows is mostly noise
         known = self._row_s
         if not known:
             self._row_s = sample

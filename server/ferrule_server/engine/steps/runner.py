@@ -17,7 +17,7 @@ from ferrule_server.executor.base import Executor, RowOutput, StepBatch
 
 @dataclass(slots=True)
 class StepOutcome:
-    """What a step gave, and when it ran: ``elapsed_ns`` from ``started_ns`` on the monotonic clock, in one batch."""
+    """The rows that a step returned. It ran for ``elapsed_ns`` from ``started_ns`` on, on the monotonic clock."""
 
     rows: list[RowOutput]
     started_ns: int
@@ -26,13 +26,13 @@ class StepOutcome:
 
 
 class StepRunner:
-    """Runs chunks on the executor. Nothing of a sequence changes here.
+    """Runs chunks on the executor. It does not change sequences.
 
     Args:
         executor: Called from the engine thread only.
-        counters: Told of each step.
+        counters: Counts each step.
         failpoints: For tests.
-        logs_top_tokens: Log the best tokens of every output row.
+        logs_top_tokens: Log the likeliest tokens of every output row.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class StepRunner:
         return self.run_batch(self.prepare(chunks), chunks)
 
     def begin(self) -> None:
-        """Say that the rows of a step are chosen: from here on cancelling comes too late."""
+        """Note that the rows of a step are chosen; from now on a cancel has no effect on them."""
         if self._failpoints is not None:
             self._failpoints.hit("after_schedule")
 
@@ -67,7 +67,7 @@ class StepRunner:
         return build_batch(chunks, self._block_size)
 
     def run_batch(self, batch: StepBatch, chunks: list[Chunk]) -> StepOutcome:
-        """Run what :meth:`prepare` made of the chunks; raises what the executor raises."""
+        """Run the batch that :meth:`prepare` made of the chunks; raises what the executor raises."""
         asked = batch.output_specs
         if self._logs_top_tokens:
             batch = top_tokens.with_top_tokens(batch)
@@ -79,10 +79,10 @@ class StepRunner:
         return outcome
 
     def finish(self, batch: StepBatch, rows: list[RowOutput], started_ns: int, elapsed_ns: int) -> StepOutcome:
-        """Count a step that was run, and return what it gave.
+        """Count a step that has run, and return its outcome.
 
         Raises:
-            RuntimeError: It gave more or fewer rows than it was asked for.
+            RuntimeError: It returned more or fewer rows than requested.
         """
         if len(rows) != len(batch.output_specs):
             raise RuntimeError(f"the executor gave {len(rows)} rows for {len(batch.output_specs)} asked for")

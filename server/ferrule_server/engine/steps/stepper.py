@@ -1,8 +1,8 @@
 """The stepper: one step from the appends in flight to committed tokens.
 
-    plan     which rows run                  batcher, or what lookahead has queued already
-    run      copies of shared blocks, then the executor                          runner, lookahead
-    commit   each append whose last row has run becomes part of its sequence     commits
+    plan     choose the rows                 batcher, or the step that lookahead has queued
+    run      copy shared blocks, then run the executor                           runner, lookahead
+    commit   add each append whose last row has run to its sequence              commits
 
 If a step fails, its appends are run one by one, so that only those that fail again are answered with an error.
 """
@@ -45,10 +45,10 @@ class Stepper:
         settings: Limits.
         lanes: The appends in flight.
         commits: Makes finished appends part of their sequences.
-        warmup: Steps that touch no sequence, between the others.
-        gather: Is told which sequences may come back with their next token.
+        warmup: Runs steps that touch no sequence, between the others.
+        gather: Waits for the sequences of a step to come back with their next token.
         counters: Counts steps.
-        shares: Is told for whom a step ran.
+        shares: Counts for whom a step ran.
         failpoints: For tests.
 
     Attributes:
@@ -86,7 +86,7 @@ class Stepper:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something to warm up or to prepare now."""
+        """Return whether there is something to warm up or to prepare now."""
         is_due = self._warmup.queue and not self._warmup.is_waiting
         return bool(is_due) or (self._lookahead is not None and self._lookahead.has_more)
 
@@ -103,7 +103,7 @@ class Stepper:
         self.hold_s = 0.0
         try:
             chunks = self._plan()
-        except Exception:  # noqa: BLE001 - rather these all fail than the same again for ever
+        except Exception:  # noqa: BLE001 - all of these fail; otherwise the same error would come again for ever
             error = fault("no step could be planned")
             for run in list(self._lanes.running):
                 self._lanes.fail(run, error)
@@ -116,13 +116,13 @@ class Stepper:
             outcome = self._run(chunks, is_alone=self._are_all(chunks))
         except DeviceLost:
             raise
-        except Exception:  # noqa: BLE001 - the parts are run alone to find whose fault it is
+        except Exception:  # noqa: BLE001 - the parts are run alone to find the one at fault
             self._run_apart(chunks)
         else:
             self._commit(chunks, outcome)
 
     def warm(self) -> None:
-        """Run one step of the warm-up that is next. Other steps wait for one at most.
+        """Run one step of the next warm-up. Other steps wait for at most one such step.
 
         Raises:
             DeviceLost: As the executor says.
@@ -132,7 +132,7 @@ class Stepper:
         self._warmup.run_one()
 
     def tend(self) -> None:
-        """Drop a queued step that nobody can claim any more, and let the executor prepare itself if none is queued.
+        """Drop a queued step that no append can claim, and let the executor prepare itself if none is queued.
 
         Raises:
             DeviceLost: As the executor says.
@@ -145,16 +145,16 @@ class Stepper:
             self._lookahead.tend()
         except DeviceLost:
             raise
-        except Exception:  # noqa: BLE001 - it goes on without what could not be prepared
+        except Exception:  # noqa: BLE001 - the executor works without this preparation
             fault("the executor could not be prepared")
 
     def idle(self) -> None:
-        """Note that nothing is asked for at the moment: the executor may prepare itself."""
+        """Note that there are no requests at the moment, so the executor may prepare itself."""
         if self._lookahead is not None:
             self._lookahead.idle()
 
     def close(self) -> None:
-        """Drop what is queued; errors of it concern nobody any more."""
+        """Drop the queued step and ignore its errors, which no request depends on."""
         if self._lookahead is not None:
             with contextlib.suppress(Exception):
                 self._lookahead.drop()
@@ -162,7 +162,7 @@ class Stepper:
     # ---- plan -------------------------------------------------------------------------------------------------------
 
     def _plan(self) -> list[Chunk]:
-        """Choose the rows of the next step. Cancelled appends leave; afterwards cancelling comes too late."""
+        """Choose the rows of the next step. Cancelled appends are removed first; a later cancel has no effect."""
         if self._failpoints is not None:
             self._failpoints.hit("before_schedule")
         for run in [run for run in self._lanes.running if run.job.is_cancelled and run.is_abandoned]:
@@ -171,7 +171,7 @@ class Stepper:
         return claimed or self._batcher.plan(self._lanes.running)
 
     def _are_all(self, chunks: list[Chunk]) -> bool:
-        """Whether nothing waits for a step besides the appends that have a part in this one."""
+        """Return whether only the appends in this step are waiting for a step."""
         is_wanted = self._lanes.num_waiting or self._warmup.queue or self._is_debugging
         return len(chunks) == len(self._lanes.running) and not is_wanted
 
@@ -185,14 +185,14 @@ class Stepper:
         return outcome
 
     def _run_apart(self, chunks: list[Chunk]) -> None:
-        """Run each append of a failed step alone: only those that fail again are answered with ENGINE_FAULT."""
+        """Run each append of a failed step alone. Only those that fail again are answered with ENGINE_FAULT."""
         _LOG.exception("step failed rows=%d, running its %d parts alone", sum(c.num_rows for c in chunks), len(chunks))
         for chunk in chunks:
             try:
                 outcome = self._run([chunk])
             except DeviceLost:
                 raise
-            except Exception:  # noqa: BLE001 - a failing append must end alone
+            except Exception:  # noqa: BLE001 - only the failing append ends
                 self._lanes.fail(chunk.run, fault("append failed"))
             else:
                 self._commit([chunk], outcome)
@@ -200,7 +200,7 @@ class Stepper:
     # ---- commit -----------------------------------------------------------------------------------------------------
 
     def _commit(self, chunks: list[Chunk], outcome: StepOutcome) -> None:
-        """Give each append its rows; those that are complete are committed and leave."""
+        """Give each append its rows, and commit those that are complete."""
         rows = iter(outcome.rows)
         awaited: set[str] = set()
         for chunk in chunks:
@@ -221,13 +221,13 @@ class Stepper:
         self._gather.open(awaited, outcome.elapsed_ns * 1e-9, time.monotonic())
 
     def _complete(self, run: RunningAppend) -> str:
-        """Commit and answer an append whose rows have all been run; returns the cache_id it may come back with."""
+        """Commit and answer an append whose rows have all run; return the cache_id that may come back."""
         try:
             answer = self._commits.commit(run)
         except FerruleError as error:
             self._lanes.fail(run, error)
             return ""
-        except Exception:  # noqa: BLE001 - its neighbours have rows to commit
+        except Exception:  # noqa: BLE001 - the other appends must still be committed
             self._lanes.fail(run, fault("append could not be committed"))
             return ""
         is_awaited = not run.job.is_internal or bool(run.joined)

@@ -1,4 +1,4 @@
-"""The five best tokens of every output row, in the log: for finding out why a model says what it says."""
+"""Log the five likeliest tokens of every output row, to find out why a model says what it says."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _NUM_LOGGED: Final = 5
 
 
 def warn() -> None:
-    """Say, once, that what is generated can be read in the log from now on."""
+    """Warn, once, that the log shows what is generated."""
     _LOG.warning("debug_top_tokens=on: the log shows what every sequence says; switch it off where others may read it")
 
 
 def with_top_tokens(batch: StepBatch) -> StepBatch:
-    """Return the step with the best tokens of each output row asked for."""
+    """Return the step, asking also for the likeliest tokens of each output row."""
     return dataclasses.replace(batch, output_specs=tuple(map(_with_top, batch.output_specs)))
 
 
 def log_top_tokens(chunks: Iterable[Chunk], asked: Sequence[OutputSpec], rows: Sequence[RowOutput]) -> list[RowOutput]:
-    """Log each row of a step and return the rows as they were asked for.
+    """Log each row of a step and return the rows as they were requested.
 
     Args:
         chunks: The step.
-        asked: What its output rows were to return, before :func:`with_top_tokens`.
-        rows: What they returned.
+        asked: The requested output of each row, before :func:`with_top_tokens`.
+        rows: The rows that the executor returned.
     """
     handle_ids = (_handle_id(chunk) for chunk in chunks for _ in range(chunk.run.num_outputs(chunk.num_rows)))
     for handle_id, row in zip(handle_ids, rows, strict=True):
@@ -59,7 +59,7 @@ def _handle_id(chunk: Chunk) -> str:
 
 
 def _best(row: RowOutput) -> str:
-    """The row's best tokens with their log-probabilities, best first."""
+    """Return the likeliest tokens of a row with their log-probabilities, the likeliest first."""
     if row.top_ids is None or row.top_logprobs is None:
         return "none (not finite)"
     pairs = zip(row.top_ids[:_NUM_LOGGED].tolist(), row.top_logprobs[:_NUM_LOGGED].tolist(), strict=True)

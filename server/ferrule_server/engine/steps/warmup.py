@@ -1,11 +1,11 @@
 """Warm-up: steps of real shapes that touch no sequence, so that the first request of each shape is not slow.
 
-Their rows have no slot and read the null block, which nobody owns; what they return is dropped. One of them is run at a
-time, between other steps, and not counted among those.
+The rows have no slot and read the null block, which no sequence owns. Their results are dropped. One such step runs at
+a time, between other steps, and is not counted with them.
 
-An executor that prepares itself in between (kernels, graphs) is not warm for a batch size because it has run one: it
-may have run it in another way than it will. There a size is run again once nothing is being prepared any more, until
-the executor would take such a step without waiting, or will never do so; only then the warm-up is answered.
+An executor may prepare itself between steps (kernels, graphs). It is not warm for a batch size after one run, because
+it may run that size in another way later. So a size is run again when no preparation is under way, until the executor
+takes such a step without waiting or is known never to do so. Only then the warm-up is answered.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from ferrule_server.executor.base import (
 )
 
 _LARGEST_DEFAULT: Final = 64
-"""Largest batch that is prepared for unasked."""
+"""Largest batch size that is prepared by default."""
 _KV_LEN: Final = 256
-"""Tokens that each row of a warm decode reads."""
+"""Number of tokens that each row of a warm decode reads."""
 _MOST_RUNS: Final = 4
-"""Of one batch size, should the executor never take it without waiting though it prepares nothing: in torch before
-there are kernels, on them, from its graph, and one more."""
+"""Most runs of one batch size, if the executor never takes it without waiting although it prepares nothing: in torch
+before there are kernels, on the kernels, from its graph, and one more."""
 
 
 @dataclass(eq=False, slots=True)
 class _Warming:
-    """A warm-up on its way: batch sizes still to run, 0 for the prefill, and the steps that were run for it.
+    """A warm-up under way: the batch sizes still to run (0: the prefill) and the steps that were run for it.
 
-    ``num_runs`` is how often the first of the sizes was.
+    ``num_runs`` is how often the first of the sizes was run.
     """
 
     job: WarmupJob
@@ -55,10 +55,10 @@ class _Warming:
 
 
 class Warmup:
-    """The warm-ups that were asked for, one after the other. Used on the engine thread.
+    """Runs the requested warm-ups one after another. Used on the engine thread.
 
-    Invariant: what is in ``_warm`` has been run as it will be run from now on, and is not run again unless the executor
-    changes its way.
+    Invariant: a size in ``_warm`` has been run in the way in which it will run from now on. It is not run again unless
+    the executor changes its way.
 
     Args:
         executor: Runs the steps.
@@ -82,7 +82,7 @@ class Warmup:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether nothing is to be run before the executor has prepared what it is at."""
+        """Return whether the next run has to wait until the executor has finished a preparation."""
         return bool(self.queue) and self.queue[0].num_runs > 0 and self._is_preparing()
 
     def add(self, job: WarmupJob, sink: Sink) -> None:
@@ -91,9 +91,9 @@ class Warmup:
         self.queue.append(_Warming(job, sink, deque([*sizes, 0])))
 
     def run_one(self) -> None:
-        """Run the next step that is not warm, and answer what is complete. A step that fails ends its warm-up.
+        """Run the next step that is not warm, and answer a complete warm-up. A step that fails ends its warm-up.
 
-        Does nothing while it :attr:`is_waiting`; the executor is to be tended after each call.
+        Does nothing if it :attr:`is_waiting`. The caller tends the executor after each call.
 
         Raises:
             DeviceLost: As the executor says.
@@ -103,7 +103,7 @@ class Warmup:
             self._run_next(warming)
         except DeviceLost:
             raise
-        except Exception:  # noqa: BLE001 - what cannot be warmed must not stop who is served
+        except Exception:  # noqa: BLE001 - a failed warm-up must not stop requests
             self.queue.popleft()
             self._finish(warming.job, warming.sink, fault("warm step failed"))
             return
@@ -113,7 +113,7 @@ class Warmup:
             self._finish(warming.job, warming.sink, WarmupResult(tuple(warming.steps), batch_sizes))
 
     def end_all(self, why: Callable[[], FerruleError]) -> None:
-        """Answer everything that is not complete."""
+        """Answer all warm-ups that are not complete with an error."""
         while self.queue:
             warming = self.queue.popleft()
             self._finish(warming.job, warming.sink, why())
@@ -132,7 +132,7 @@ class Warmup:
             self._settle(warming)
 
     def _settle(self, warming: _Warming) -> None:
-        """Leave the sizes behind that are warm; the first one may have become so by what was run for it."""
+        """Remove the sizes that are warm; the first one may have become warm by its last run."""
         while warming.sizes:
             size = warming.sizes[0]
             if warming.num_runs and self._has_become_warm(size, warming.num_runs):
@@ -143,7 +143,7 @@ class Warmup:
             warming.num_runs = 0
 
     def _has_become_warm(self, size: int, num_runs: int) -> bool:
-        """Whether a size that was run is as ready as it will be; nothing is being prepared."""
+        """Return whether a size that was run is fully prepared. No preparation is under way."""
         executor = self._pipelined
         if executor is None or size == 0 or num_runs >= _MOST_RUNS:
             return True
@@ -153,14 +153,14 @@ class Warmup:
         return self._pipelined is not None and bool(self._pipelined.state.preparation)
 
     def _forget_other_ways(self) -> None:
-        """Forget what was warm before torch took over from the kernels."""
+        """Forget the warm sizes if torch has replaced the kernels since."""
         way = self._current_way()
         if way != self._way:
             self._way = way
             self._warm.clear()
 
     def _current_way(self) -> str:
-        """Return what tells how steps are run for good, as far as it is decided."""
+        """Return the reason why torch runs the steps for good; empty: none so far."""
         return "" if self._pipelined is None else self._pipelined.state.fallback_reason
 
     def _batch_of(self, size: int) -> StepBatch:
@@ -172,11 +172,11 @@ class Warmup:
         return WarmStep(batch.num_seqs, batch.num_rows, time.monotonic_ns() - begun_ns)
 
     def _decode(self, num_seqs: int) -> StepBatch:
-        """One row each, behind as many tokens as a sequence of some length has."""
+        """Return one row for each sequence, at the end of a sequence of moderate length."""
         return self._batch([1] * num_seqs, min(_KV_LEN, self._executor.info.model.max_context))
 
     def _prefill(self) -> StepBatch:
-        """As many rows as a step may have, of one sequence where the context allows it."""
+        """Return as many rows as a step may have, of one sequence if the context allows it."""
         num_left, max_context = self._max_step_rows, self._executor.info.model.max_context
         counts = [max_context] * (num_left // max_context)
         if num_left % max_context:
@@ -184,7 +184,7 @@ class Warmup:
         return self._batch(counts)
 
     def _batch(self, counts: list[int], kv_len: int = 0) -> StepBatch:
-        """Rows of sequences with ``counts`` rows each, the last ones before ``kv_len``; 0: all they have."""
+        """Return the last ``counts`` rows of sequences of length ``kv_len``; 0: all rows of each."""
         ends = [kv_len or count for count in counts]
         starts = np.cumsum([0, *counts]).astype(np.int32)
         positions = [np.arange(end - count, end, dtype=np.int32) for end, count in zip(ends, counts, strict=True)]
@@ -202,6 +202,6 @@ class Warmup:
 
 
 def _default_sizes(max_step_rows: int) -> list[int]:
-    """1, 2, 4, ... up to the largest worth preparing for."""
+    """Return 1, 2, 4, ... up to the largest size that is prepared by default."""
     largest = min(max_step_rows, _LARGEST_DEFAULT)
     return [1 << power for power in range(largest.bit_length())]

@@ -23,10 +23,9 @@ from ferrule_server.executor.base import (
     Shaping,
     TokenMask,
 )
-from ferrule_server.executor.sampling import device_outputs, device_ranking, ranking
+from ferrule_server.executor.sampling import device_outputs, ranking
 from ferrule_server.executor.sampling.device_laws import ChoiceRow, DeviceLaws
-from ferrule_server.executor.sampling.device_outputs import DeviceOutputs
-from ferrule_server.executor.sampling.device_ranking import top
+from ferrule_server.executor.sampling.device_outputs import DeviceOutputs, top
 from ferrule_server.executor.sampling.selection import Choice, select_rows
 
 CPU = torch.device("cpu")
@@ -281,4 +280,4 @@ def test_best_ids_are_those_of_numpy() -> None:
     logits[3, 7], logits[4, 0], logits[5, 299] = np.nan, -np.inf, np.inf
     expected = ranking.best_ids(logits)
     assert expected[3:6] == [-1, -1, -1]
-    assert device_ranking.best_ids(torch.from_numpy(logits)) == expected
+    assert device_outputs.best_ids(torch.from_numpy(logits)) == expected

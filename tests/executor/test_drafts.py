@@ -20,8 +20,7 @@ from ferrule_server.executor.sampling.drafts import accept_probability, decide, 
 from ferrule_server.executor.sampling.laws import Law, sampling_law
 from ferrule_server.executor.sampling.philox import Purpose, uniform
 from ferrule_server.executor.sampling.ranking import Float64Array
-from ferrule_server.executor.sampling.selection import select_rows
-from ferrule_server.executor.sampling.shaping import shape_row
+from ferrule_server.executor.sampling.selection import select_rows, shape_row
 from tests.executor.slow_laws import as_row, mask_of, slow_law, slow_shape
 
 VOCAB = 7

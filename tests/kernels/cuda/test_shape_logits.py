@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from ferrule_server.executor.base import Int32Array, Shaping, TokenMask
-from ferrule_server.executor.sampling.shaping import shape_row
+from ferrule_server.executor.sampling.selection import shape_row
 from ferrule_server.kernels.cuda.shape_logits import (
     RECORD_BYTES,
     pack_entries,

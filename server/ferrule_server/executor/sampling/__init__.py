@@ -1,12 +1,10 @@
-"""Which token follows: the same logits and seed give the same token on every executor.
+"""Chooses the next token: the same logits and seed give the same token on every executor.
 
-selection.py       tokens and log-probabilities out of logits, on the host
-shaping.py         penalties, bias, mask
+selection.py       tokens and log-probabilities from logits, on the host; penalties, bias, mask
 laws.py            the distribution: temperature, top-k, top-p, min-p
 drafts.py          speculative sampling: a draft is accepted or replaced
 ranking.py         the largest logits, ties to the lowest id
 philox.py          random numbers
 device_outputs.py  everything that rows return, batched in torch
 device_laws.py     the distribution and the draw, batched in torch
-device_ranking.py  the largest logits, batched in torch
 """

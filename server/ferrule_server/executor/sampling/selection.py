@@ -16,14 +16,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ferrule_server.executor.base import Float32Array, Int32Array, OutputSpec, RowOutput
+from ferrule_server.executor.base import Float32Array, Int32Array, OutputSpec, RowOutput, Shaping
 from ferrule_server.executor.sampling.drafts import decide
 from ferrule_server.executor.sampling.laws import sampling_law
 from ferrule_server.executor.sampling.philox import Purpose, uniform
-from ferrule_server.executor.sampling.ranking import Logits, best_ids, ranked_largest
-from ferrule_server.executor.sampling.shaping import shape_row
+from ferrule_server.executor.sampling.ranking import Float64Array, Logits, best_ids, ranked_largest
 
-__all__ = ["Choice", "choose", "logprobs", "needs_normaliser", "select_rows"]
+__all__ = ["Choice", "choose", "logprobs", "needs_normaliser", "select_rows", "shape_row"]
 
 _CHUNK_ELEMENTS = 1 << 17
 """Rows are normalised together up to this many logits, so that the float64 copy stays in the L2 cache."""
@@ -105,6 +104,40 @@ def choose(row: Float32Array, position: int, spec: OutputSpec, best_id: int, his
     if spec.draft is not None:
         return Choice(*decide(law, spec.draft, sample.seed, position))
     return Choice(*law.draw(uniform(sample.seed, position, Purpose.SAMPLE)))
+
+
+def shape_row(row: Float32Array, shaping: Shaping, history: Int32Array | None) -> Float64Array:
+    """Return the logits to choose from, in float64; the row is not changed.
+
+    Args:
+        row: float32 [vocab_size], finite.
+        shaping: Penalties, bias and mask.
+        history: int32 [n], the tokens that penalties count; None where ``shaping`` has none.
+
+    Returns:
+        float64 [vocab_size], the caller's; -inf where the mask forbids a token, finite elsewhere. A mask allows at
+        least one token.
+    """
+    values = row.astype(np.float64)
+    if shaping.has_penalties:
+        assert history is not None, "penalties without a history"
+        _penalise(values, shaping, history)
+    if shaping.bias:
+        token_ids, amounts = zip(*shaping.bias, strict=True)
+        values[list(token_ids)] += amounts
+    if shaping.mask is not None:
+        is_allowed = np.unpackbits(shaping.mask.bits, count=len(row), bitorder="little").view(np.bool_)
+        values[~is_allowed] = -np.inf
+    return values
+
+
+def _penalise(values: Float64Array, shaping: Shaping, history: Int32Array) -> None:
+    """Apply the penalties in place to the tokens that occurred."""
+    token_ids, counts = np.unique(history, return_counts=True)
+    occurred = values[token_ids]
+    factor = shaping.repetition_penalty
+    occurred = np.where(occurred > 0, occurred / factor, occurred * factor)
+    values[token_ids] = occurred - (counts * shaping.frequency_penalty + shaping.presence_penalty)
 
 
 def needs_normaliser(spec: OutputSpec) -> bool:

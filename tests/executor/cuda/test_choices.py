@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import typing
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,10 +16,12 @@ from ferrule_server.executor.base import (
     OutputSpec,
     SampleSpec,
     Shaping,
+    TokenMask,
 )
 from ferrule_server.executor.cuda.buffers import DecodeBuffers, Limits
 from ferrule_server.executor.cuda.choice_launches import ChoiceSpecs, choice_operations
 from ferrule_server.executor.cuda.choices import (
+    KNOWN_FIELDS,
     OutputKind,
     kind_of,
 )
@@ -287,6 +291,40 @@ def test_the_kind_of_a_step_is_the_largest_of_its_rows(spec: OutputSpec, kind: O
     history = np.zeros(3, np.int32)
     assert kind_of([spec], [history], LIMITS) is kind
     assert kind_of([OutputSpec(greedy=True), spec, OutputSpec()], [None, history, None], LIMITS) is kind
+
+
+@pytest.mark.parametrize("record", [OutputSpec, SampleSpec, Shaping, DraftSpec])
+def test_every_field_of_a_row_is_known(record: type) -> None:
+    """Whoever adds a field says what the kernels make of it: in ``choices.py`` first, then in ``KNOWN_FIELDS``."""
+    assert {field.name for field in dataclasses.fields(record)} == KNOWN_FIELDS[record]
+
+
+def test_the_records_of_a_row_are_all_there_are() -> None:
+    """A record that is new would not be looked into."""
+    hints = [typing.get_type_hints(record).values() for record in KNOWN_FIELDS]
+    parts = {part for types in hints for each in types for part in (each, *typing.get_args(each))}
+    records = {part for part in parts if dataclasses.is_dataclass(part)}
+    assert records <= {*KNOWN_FIELDS, TokenMask, DraftLaw}
+
+
+@pytest.mark.parametrize("record", ["output", "sample", "shaping", "draft"])
+def test_a_row_with_a_field_that_is_not_known_goes_to_torch(record: str) -> None:
+    """Not ignored, whatever else the row asks for; a field left at its default asks for nothing."""
+
+    def spec_with(value: float) -> OutputSpec:
+        cold = {"sample": SampleSpec(temperature=0.0), "shaping": Shaping(bias=((3, 1.0),)), "draft": DraftSpec(3)}
+        spec = OutputSpec(**cold)  # type: ignore[arg-type]
+        plain = spec if record == "output" else cold[record]
+        wider = dataclasses.make_dataclass(
+            "Wider", [("top_a", float, dataclasses.field(default=0.0))], bases=(type(plain),), frozen=True
+        )
+        given = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}  # type: ignore[arg-type]
+        more = wider(**given, top_a=value)
+        return more if record == "output" else dataclasses.replace(spec, **{record: more})
+
+    assert kind_of([spec_with(0.0)], [], LIMITS) is OutputKind.SAMPLE
+    assert kind_of([spec_with(0.5)], [], LIMITS) is OutputKind.TORCH
+    assert kind_of([OutputSpec(greedy=True), spec_with(0.5)], [], LIMITS) is OutputKind.TORCH
 
 
 def test_what_does_not_fit_is_left_to_torch() -> None:

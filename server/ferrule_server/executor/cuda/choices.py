@@ -1,26 +1,36 @@
-"""What the output rows of a step are returned: which kernels that takes, and the results as rows on the host.
+"""What the output rows of a step return: which kernels that needs, and the results as rows on the host.
 
-The meaning is that of ``executor.sampling``; shaping, weights and normalisers are made in float32, as the kernels'
-pages say, and what they do not cover is left to torch (:attr:`OutputKind.TORCH`).
+The meaning is that of ``executor.sampling``. The kernels shape, weigh and normalise in float32, as their pages say.
+:data:`KNOWN_FIELDS` lists what they know; torch does everything else (:attr:`OutputKind.TORCH`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, fields
 from enum import IntEnum
 from operator import is_
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ferrule_server.executor.base import Int32Array, OutputSpec, RowOutput, Shaping, StepBatch, TokenMask
+from ferrule_server.executor.base import (
+    DraftSpec,
+    Int32Array,
+    OutputSpec,
+    RowOutput,
+    SampleSpec,
+    Shaping,
+    StepBatch,
+    TokenMask,
+)
 from ferrule_server.executor.cuda.buffers import Limits
 from ferrule_server.executor.cuda.layout import Layout
 from ferrule_server.executor.sampling.selection import logprobs, needs_normaliser
 
 __all__ = [
+    "KNOWN_FIELDS",
     "ChoiceCounts",
     "OutputKind",
     "are_same",
@@ -36,6 +46,17 @@ __all__ = [
 
 CHOSEN = -1
 """Stands for the row's own token among the ids whose log-probabilities are asked for."""
+
+KNOWN_FIELDS: Final[Mapping[type, frozenset[str]]] = {
+    OutputSpec: frozenset({"greedy", "sample", "shaping", "draft", "logprobs", "num_top_logprobs", "target_id"})
+    | {"logprob_ids", "entropy", "full_logits", "hidden_state"},
+    SampleSpec: frozenset({"temperature", "top_k", "top_p", "min_p", "seed"}),
+    Shaping: frozenset(
+        {"repetition_penalty", "frequency_penalty", "presence_penalty", "penalty_start", "bias", "mask"}
+    ),
+    DraftSpec: frozenset({"token_id", "law"}),
+}
+"""The fields of each record that this module takes into account. A row that sets any other field goes to torch."""
 
 
 class OutputKind(IntEnum):
@@ -108,6 +129,8 @@ def kind_of(specs: Sequence[OutputSpec], histories: Sequence[Int32Array | None],
 
 def _kind_of_row(spec: OutputSpec, limits: Limits) -> OutputKind:
     is_random = spec.sample is not None and spec.sample.temperature != 0
+    if any(map(_sets_unknown_field, (spec, spec.sample, spec.shaping, spec.draft))):
+        return OutputKind.TORCH
     if spec.full_logits or spec.hidden_state or spec.num_top_logprobs > limits.largest_k:
         return OutputKind.TORCH
     if spec.draft is not None and is_random:
@@ -117,6 +140,22 @@ def _kind_of_row(spec: OutputSpec, limits: Limits) -> OutputKind:
     if needs_normaliser(spec):
         return OutputKind.SCORE
     return OutputKind.SAMPLE if is_random or shaping_of(spec) is not None else OutputKind.GREEDY
+
+
+def _sets_unknown_field(record: object) -> bool:
+    """Whether a record has a value, other than the default, in a field that :data:`KNOWN_FIELDS` does not list."""
+    return type(record) not in _WHOLLY_KNOWN and any(
+        getattr(record, field.name) != field.default for field in _unknown_fields(type(record))
+    )
+
+
+def _unknown_fields(record: type) -> list[Field[Any]]:
+    known = frozenset().union(*(KNOWN_FIELDS.get(each, ()) for each in record.__mro__))
+    return [field for field in fields(record) if field.name not in known]
+
+
+_WHOLLY_KNOWN: Final = frozenset({type(None), *(record for record in KNOWN_FIELDS if not _unknown_fields(record))})
+"""Types of records that need no closer look."""
 
 
 def _fits(specs: Sequence[OutputSpec], histories: Sequence[Int32Array | None], limits: Limits) -> bool:

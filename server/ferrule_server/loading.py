@@ -214,9 +214,9 @@ def _on_host(config: ServerConfig, model: LoadedModel, device: Device) -> Execut
         )
     if config.executor != "numba-cuda" and not device.is_broken:
         return executor
-    from ferrule_server.executor.cuda.cuda_executor import CudaExecutor
+    from ferrule_server.executor.fallback.executor import FallbackExecutor
 
-    return CudaExecutor(executor, None, reason=f"{_reason(device)}; the model runs on the processor")
+    return FallbackExecutor(executor, reason=f"{_reason(device)}; the model runs on the processor")
 
 
 @contextlib.contextmanager

@@ -170,7 +170,7 @@ class PreparingExecutor(DeferredExecutor):
         preparation = "" if self.are_built or self.reason else "compiling kernels, 1 of 42"
         if self._launched and not self.reason:
             preparation = f"capturing graphs, {len(self._launched)} left"
-        return ExecutorState("numba-cuda", preparation, self.reason)
+        return ExecutorState("torch" if self.reason else "numba-cuda", preparation, self.reason)
 
     def can_submit(self, batch: StepBatch) -> bool:
         """Only from a graph."""

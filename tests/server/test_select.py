@@ -20,9 +20,9 @@ from ferrule_server.executor import devices
 from ferrule_server.executor.base import Executor, PipelinedExecutor
 from ferrule_server.executor.cuda import compose
 from ferrule_server.executor.cuda.compose import GpuOptions
-from ferrule_server.executor.cuda.cuda_executor import CudaExecutor
 from ferrule_server.executor.cuda.torch_gpu import TorchGpu
 from ferrule_server.executor.devices import Device
+from ferrule_server.executor.fallback.executor import FallbackExecutor
 from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.kernels.cuda.toolchain.bundle import write_bundle
 from ferrule_server.loading import create_executor, has_bfloat16_instructions
@@ -160,7 +160,7 @@ def test_without_a_gpu_nothing_changes(settings: dict[str, Any], caplog: pytest.
 def test_kernels_that_were_asked_for_without_a_gpu_leave_it_to_torch(caplog: pytest.LogCaptureFixture) -> None:
     """One warning; the reason is there for GetStatus."""
     executor = _created(executor="numba-cuda")
-    assert isinstance(executor, CudaExecutor)
+    assert isinstance(executor, FallbackExecutor)
     reason = "no GPU here; the model runs on the processor"
     assert (executor.state.name, executor.state.fallback_reason) == ("torch", reason)
     assert executor.info.device == "cpu"
@@ -174,7 +174,7 @@ def test_a_gpu_that_cannot_be_used_is_told_of_unasked(
     """Nobody wants a model on the processor beside a GPU without knowing."""
     monkeypatch.setattr(devices, "find_device", lambda _: Device(None, "GPU 0 is taken", is_broken=True))
     executor = _created()
-    assert isinstance(executor, CudaExecutor)
+    assert isinstance(executor, FallbackExecutor)
     assert executor.state.fallback_reason == "GPU 0 is taken; the model runs on the processor"
     assert len(_warnings(caplog)) == 1
     executor.close()
@@ -184,7 +184,7 @@ def test_a_pytorch_without_cuda_is_told_with_what_to_do(monkeypatch: pytest.Monk
     """A GPU may well be there; its owner installed the wrong wheel."""
     monkeypatch.setattr(torch.version, "cuda", None)
     executor = _created(executor="numba-cuda")
-    assert isinstance(executor, CudaExecutor)
+    assert isinstance(executor, FallbackExecutor)
     assert executor.state.fallback_reason == (
         "this PyTorch was built without CUDA (install one with CUDA, such as PyPI's); the model runs on the processor"
     )
@@ -239,7 +239,7 @@ def test_a_gpu_that_must_be_there_and_is_not_ends_the_start(settings: dict[str, 
 def test_a_gpu_that_is_found_serves(gpu: FakeGpu) -> None:
     """With weights in bfloat16, a pool of what the memory leaves, and the plan in the state."""
     executor = _created(kv_memory_bytes=None, gpu_memory_fraction=0.5, max_context=512)
-    assert isinstance(executor, CudaExecutor)
+    assert isinstance(executor, FallbackExecutor)
     info, memory = executor.info, executor.state.memory
     assert (info.model.dtype, info.block_size, info.model.max_context) == ("bfloat16", 16, 512)
     assert memory is not None
@@ -253,7 +253,7 @@ def test_a_gpu_that_is_found_serves(gpu: FakeGpu) -> None:
 def test_kernels_switched_off_leave_the_gpu_to_torch(caplog: pytest.LogCaptureFixture) -> None:
     """FERRULE_DISABLE_CUDA_RUNNER=1: one warning, and the flag is named."""
     executor = _created(has_cuda_runner=False)
-    assert isinstance(executor, CudaExecutor)
+    assert isinstance(executor, FallbackExecutor)
     assert executor.state.fallback_reason == "the kernels are switched off by --disable-cuda-runner"
     assert len(_warnings(caplog)) == 1
     executor.close()
@@ -263,7 +263,7 @@ def test_kernels_switched_off_leave_the_gpu_to_torch(caplog: pytest.LogCaptureFi
 def test_torch_on_a_gpu_is_no_fallback(caplog: pytest.LogCaptureFixture) -> None:
     """It was asked for."""
     executor = _created(executor="torch")
-    assert isinstance(executor, CudaExecutor)
+    assert isinstance(executor, FallbackExecutor)
     assert (executor.state.name, executor.state.fallback_reason) == ("torch", "")
     assert executor.state.memory is not None
     assert executor.state.memory.buffers == 0

@@ -6,6 +6,7 @@ Index arrays are int32, C-contiguous, owned by the caller and not kept after ``r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -323,11 +324,12 @@ class ExecutorState:
     Attributes:
         name: What runs the next decode step: ``numba-cuda`` or ``torch``.
         preparation: What is still being prepared, for people: ``compiling kernels, 23 of 42``; empty: nothing.
-        fallback_reason: Why torch serves for good; empty as long as it does not.
+        fallback_reason: Why torch runs every step for good, or which steps do not run the fast way, and why; empty if
+            there is nothing to report.
         memory: What the memory is for; None where no device was found.
         captured_batch_sizes: Rows of the graphs that exist, ascending.
         num_graph_steps: Steps that replayed a graph.
-        num_launched_steps: Steps whose kernels were launched one by one, for want of a graph.
+        num_launched_steps: Steps whose kernels were launched one by one, because there was no graph.
         num_torch_steps: Steps, or parts of steps, that torch ran.
         device_allocated_bytes: What this process holds of the device's memory now; 0 where nobody counts it.
         device_peak_bytes: Most that it held.
@@ -344,6 +346,11 @@ class ExecutorState:
     device_allocated_bytes: int = 0
     device_peak_bytes: int = 0
 
+    @property
+    def is_torch_for_good(self) -> bool:
+        """Whether torch runs every step, and will."""
+        return self.name == "torch" and bool(self.fallback_reason)
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -351,9 +358,12 @@ class StepResult:
 
     Attributes:
         rows: One per output row, in the order of ``StepBatch.output_rows``.
+        paths: How each of these rows was computed: ``graph`` (kernels in a graph), ``kernels`` (launched one by one),
+            either with ``+torch`` if torch chose from their logits, or ``torch``. Empty if the executor has one way.
     """
 
     rows: list[RowOutput] = field(default_factory=list)
+    paths: Sequence[str] = field(default=(), compare=False)
 
 
 class Executor(Protocol):

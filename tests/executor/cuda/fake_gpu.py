@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ferrule_server.executor.cuda.gpu import Event, Gpu, GpuError, GpuInfo, Graph, Operation
+from ferrule_server.executor.cuda.gpu import Event, Gpu, GpuError, GpuInfo, GpuLost, Graph, Operation, Refused
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.toolchain.compile import Cubin
 from ferrule_server.kernels.cuda.toolchain.driver import Device, Function
@@ -324,7 +324,12 @@ class FakeGpu:
 
     def _work(self, call: str, operation: Operation) -> Work:
         if isinstance(operation, FakeLaunch):
-            self._faults.check(f"{call} {operation.kernel}")
+            try:
+                self._faults.check(f"{call} {operation.kernel}")
+            except GpuLost:
+                raise
+            except GpuError as error:
+                raise Refused(str(error), operation.kernel) from error
             return operation
         assert callable(operation), operation
         self._faults.check(f"{call} torch")

@@ -16,12 +16,12 @@ from ferrule_server.errors import ConfigError
 from ferrule_server.executor.cuda import compose
 from ferrule_server.executor.cuda.buffers import Limits
 from ferrule_server.executor.cuda.compose import GpuOptions, Preparation, prepare
-from ferrule_server.executor.cuda.cuda_executor import CudaExecutor
 from ferrule_server.executor.cuda.gpu import Gpu, GpuError
 from ferrule_server.executor.cuda.kernel_build import KernelBuild
 from ferrule_server.executor.cuda.kernel_choice import max_attention_grid, shape_of, specs_needed
 from ferrule_server.executor.cuda.memory_plan import format_plan
 from ferrule_server.executor.cuda.torch_gpu import TorchGpu
+from ferrule_server.executor.fallback.executor import FallbackExecutor
 from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.toolchain.bundle import Bundle, write_bundle
@@ -111,7 +111,7 @@ def prepared(config: ModelConfig, **changes: Any) -> Preparation:
     return prepare(config, options(**changes), open_gpu=opening(FakeGpu()))
 
 
-def finished(preparation: Preparation, model: LoadedModel) -> CudaExecutor:
+def finished(preparation: Preparation, model: LoadedModel) -> FallbackExecutor:
     """Return the executor."""
     return preparation.finish(model)
 
@@ -275,6 +275,14 @@ def test_the_gpu_is_opened_as_the_settings_say(
     )
 
 
+def test_graphs_that_are_off_are_said(config: ModelConfig, caplog: pytest.LogCaptureFixture) -> None:
+    """Steps take the host longer."""
+    for has_graphs in (True, False):
+        caplog.clear()
+        prepared(config, has_graphs=has_graphs).close()
+        assert ("--disable-cuda-graphs" in caplog.text) == (not has_graphs)
+
+
 def test_products_are_summed_in_float32(config: ModelConfig) -> None:
     """It may add partial sums in bfloat16 unless cuBLAS is told not to: an error beyond what the kernels have."""
     matmul = torch.backends.cuda.matmul
@@ -314,12 +322,12 @@ def test_the_runner_gets_what_was_planned(
     monkeypatch.setattr(compose, "create_runner", create_runner)
     monkeypatch.setattr(compose, "KernelBuild", partial(KernelBuild, load=_load_stand_ins))
     gpu = FakeGpu()
-    preparation = prepare(config, options(max_context=100), open_gpu=opening(gpu))
+    preparation = prepare(config, options(max_context=100, has_graphs=False), open_gpu=opening(gpu))
     assert preparation.build is not None
     assert preparation.build.wait(20)
     executor = finished(preparation, model)
     assert executor._ready_runner() is None
-    assert (seen["gpu"], seen["is_deterministic"]) == (gpu, False)
+    assert (seen["gpu"], seen["is_deterministic"], seen["has_graphs"], seen["failures"]) == (gpu, False, False, {})
     assert seen["graph_bytes"] == preparation.plan.graphs
     assert seen["limits"] == Limits(max_blocks=7)
     assert seen["num_ctas"] == max_attention_grid(shape_of(config), gpu.info.num_sms)

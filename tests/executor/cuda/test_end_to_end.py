@@ -1,10 +1,9 @@
-"""A tiny model through everything: CudaExecutor, runner and kernels in the simulator, against torch alone."""
+"""A tiny model through everything: executor, runner and kernels in the simulator, against torch alone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -12,16 +11,15 @@ import torch
 
 from ferrule_server.errors import HandleLost
 from ferrule_server.executor.base import OutputSpec, PendingStep, RowOutput, SampleSpec, Shaping, StepBatch
-from ferrule_server.executor.cuda.cuda_executor import CudaExecutor
 from ferrule_server.executor.cuda.gpu import GpuError, GpuLost
 from ferrule_server.executor.cuda.kernel_build import KernelBuild
-from ferrule_server.executor.cuda.runner import create_runner
+from ferrule_server.executor.fallback.executor import FallbackExecutor
 from tests.engine.harness import GREEDY as GREEDY_OUTPUT
 from tests.engine.harness import Harness
 from tests.engine.streams import generate, start
 from tests.executor.cuda.fake_gpu import FakeGpu
 from tests.executor.cuda.tiny_model import tiny_executor
-from tests.executor.cuda.toy_runner import GREEDY, cubins_of, limits_of, num_ctas_of
+from tests.executor.cuda.toy_runner import GREEDY, cubins_of, executor_over
 from tests.model.stepping import Piece, PooledSequence, Stepper
 
 TOKENS = [(37 * i + 11) % 67 for i in range(120)]
@@ -32,7 +30,7 @@ SAMPLED = OutputSpec(
 )
 
 
-def simulated(kind: str = "qwen3", *, is_deterministic: bool = False) -> tuple[CudaExecutor, FakeGpu]:
+def simulated(kind: str = "qwen3", *, is_deterministic: bool = False) -> tuple[FallbackExecutor, FakeGpu]:
     """Return an executor whose kernels are there and run in the simulator."""
     gpu = FakeGpu(simulate=True)
     inner = tiny_executor(kind, num_layers=1)
@@ -40,15 +38,7 @@ def simulated(kind: str = "qwen3", *, is_deterministic: bool = False) -> tuple[C
     build = KernelBuild(cubins, "sm_90a", load=lambda *_, **__: cubins)
     build.start()
     assert build.wait(10)
-    make_runner = partial(
-        create_runner,
-        gpu=gpu,
-        torch_executor=inner,
-        limits=limits_of(8),
-        num_ctas=num_ctas_of(inner, gpu),
-        is_deterministic=is_deterministic,
-    )
-    executor = CudaExecutor(inner, gpu, build=build, make_runner=make_runner, is_deterministic=is_deterministic)
+    executor = executor_over(gpu, inner, build, is_deterministic=is_deterministic)
     return executor, gpu
 
 
@@ -184,6 +174,9 @@ PROMPT = tuple(TOKENS[:18])
 SLOW = [("replay", 1), ("replay", 2), ("upload", 1), ("upload", 7), ("download", 4), ("wait", 1), ("wait", 6)]
 SLOW += [("allocate", 3), ("run attention", 4), ("record", 9), ("prepare", 5), ("load", 4)]
 
+LEFT_OUT = {"replay": "graphs: ", "prepare": "steps of 1 or 2 rows: ", "load": "steps of 1 or 2 rows: "}
+"""Refusals that take out a part of the path only."""
+
 
 def engine_over(executor: object) -> Harness:
     """Return an engine."""
@@ -215,14 +208,15 @@ def test_a_generate_runs_ahead_on_the_kernels(expected: list[int]) -> None:
 def test_kernels_that_fail_in_the_midst_of_a_generate_are_not_noticed(
     expected: list[int], call: str, nth: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Torch goes on with the steps in flight; one warning, and the reason in the state, unless it is a capture."""
+    """Torch, or what is left of the kernels, goes on with the steps in flight; one warning, and a reason."""
     executor, gpu = simulated()
     with engine_over(executor) as harness:
         gpu.fail(call, GpuError("refused on purpose"), nth=nth)
         assert start(harness, generate(None, *PROMPT, output=GREEDY_OUTPUT, max_tokens=9)).branch().tokens == expected
-        # What cannot be captured is launched: that is all that a capture costs.
-        left = ("numba-cuda", "") if call == "capture" else ("torch", "refused on purpose")
-        assert (executor.state.name, executor.state.fallback_reason) == left
+        # What cannot be captured is launched, which needs no reason.
+        reason = "" if call == "capture" else LEFT_OUT.get(call, "") + "refused on purpose"
+        name = "numba-cuda" if call in ("capture", *LEFT_OUT) else "torch"
+        assert (executor.state.name, executor.state.fallback_reason) == (name, reason)
         assert executor.state.preparation == ""
     warnings = [record for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1

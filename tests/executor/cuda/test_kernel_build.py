@@ -13,9 +13,12 @@ import pytest
 from ferrule_server.executor.cuda import kernel_build
 from ferrule_server.executor.cuda.gpu import GpuError
 from ferrule_server.executor.cuda.kernel_build import KernelBuild
+from ferrule_server.executor.cuda.kernel_choice import shape_of, specs_needed
+from ferrule_server.executor.cuda.parts import part_of
 from ferrule_server.kernels.cuda import block_transfer, copy_blocks
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.toolchain.compile import CompileError, Cubin
+from tests.executor.cuda.tiny_model import tiny_config
 
 SPECS = [copy_blocks.spec(), block_transfer.spec("gather")]
 TIMEOUT_S = 10.0
@@ -109,7 +112,7 @@ def test_the_compiler_gets_processes_of_its_own(monkeypatch: pytest.MonkeyPatch,
 def test_what_fails_is_said_in_one_line(error: Exception, sentence: str) -> None:
     """The build is done, and whoever wants its result is told why there is none."""
     load = SlowLoad(error)
-    load.may_go_on.release()
+    load.may_go_on.release(2)
     build = started(load)
     assert build.wait(TIMEOUT_S)
     with pytest.raises(GpuError) as raised:
@@ -117,6 +120,47 @@ def test_what_fails_is_said_in_one_line(error: Exception, sentence: str) -> None
     assert str(raised.value) == sentence
     assert raised.value.__cause__ is error
     assert (build.progress, build.has_succeeded, build.failure) == ("", False, sentence)
+
+
+class PickyLoad:
+    """Stands for ``load_all``: does not compile some kernels."""
+
+    def __init__(self, *refused: str) -> None:
+        self.refused = refused
+
+    def __call__(self, specs: Iterable[KernelSpec], *_: object, **__: object) -> dict[KernelSpec, Cubin]:
+        """Return cubins, or fail at the first kernel that does not compile."""
+        cubins = {}
+        for spec in specs:
+            if spec.kernel.__name__ in self.refused:
+                raise CompileError(f"ptxas refuses {spec.kernel.__name__}:\nline 3")
+            cubins[spec] = cubin(spec)
+        return cubins
+
+
+@pytest.mark.parametrize(
+    ("refused", "part"),
+    [("copy_blocks", "copies of blocks"), ("draw", "sampling"), ("attention_mma", "attention of several rows")],
+)
+def test_a_kernel_that_does_not_compile_costs_its_part_only(refused: str, part: str) -> None:
+    """All other kernels are there, and the reason is kept."""
+    specs = specs_needed(shape_of(tiny_config()), is_deterministic=False)
+    build = KernelBuild(specs, "sm_90a", load=PickyLoad(refused))
+    build.start()
+    cubins = build.result()
+    assert build.part_failures == {part: f"ptxas refuses {refused}"}
+    assert set(cubins) == {spec for spec in specs if part_of(spec.kernel.__name__) != part}
+    assert (build.has_succeeded, build.failure) == (True, "")
+
+
+@pytest.mark.parametrize(("refused", "needs_all"), [(("draw", "embed"), False), (("draw",), True)])
+def test_without_the_kernels_that_are_needed_the_build_fails(refused: tuple[str, ...], needs_all: bool) -> None:
+    """The first reason is kept."""
+    specs = specs_needed(shape_of(tiny_config()), is_deterministic=False)
+    build = KernelBuild(specs, "sm_90a", load=PickyLoad(*refused), needs_all=needs_all)
+    build.start()
+    with pytest.raises(GpuError, match=f"ptxas refuses {refused[-1]}$"):
+        build.result()
 
 
 def test_a_missing_bundle_fails_the_build(tmp_path: Path) -> None:

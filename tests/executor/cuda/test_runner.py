@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from ferrule_server.executor.base import OutputSpec, RowOutput, SampleSpec, Shaping, TokenMask
+from ferrule_server.executor.base import OutputSpec, RowOutput, SampleSpec, Shaping, StepResult, TokenMask
 from ferrule_server.executor.cuda.choice_inputs import DrawMemo, fill_choices
 from ferrule_server.executor.cuda.choices import OutputKind, kind_of, masks_of
 from ferrule_server.executor.cuda.gpu import GpuError
@@ -26,9 +26,9 @@ FULL = OutputSpec(greedy=True, full_logits=True, hidden_state=True)
 STEP = ["upload", "record", "launch", "download", "record"]
 
 
-def tokens_of(rows: list[RowOutput]) -> list[int | None]:
-    """Return the tokens of rows."""
-    return [row.token for row in rows]
+def tokens_of(result: StepResult) -> list[int | None]:
+    """Return the tokens of a step."""
+    return [row.token for row in result.rows]
 
 
 def test_a_step_is_one_upload_its_kernels_and_one_download() -> None:
@@ -48,7 +48,11 @@ def test_a_graph_replays_what_was_launched() -> None:
     assert tokens_of(toy.runner.run(rows_of([8], [40]))) == next_tokens([8], [40])
     assert toy.gpu.names() == ["upload", "record", "replay", "download", "record", "wait"]
     runner = toy.runner
-    assert (runner.num_graph_steps, runner.num_launched_steps, runner.captured_batch_sizes) == (1, 1, (1,))
+    assert (runner.state.num_graph_steps, runner.state.num_launched_steps, runner.state.captured_batch_sizes) == (
+        1,
+        1,
+        (1,),
+    )
     assert runner.graph_bytes == 1 << 20
 
 
@@ -74,7 +78,7 @@ def test_what_decides_a_graph() -> None:
     toy.runner.run(rows_of([1, 2, 3, 4], [4, 5, 6, 6], counts=[3, 1], outputs=[1]))
     toy.runner.run(rows_of([1, 2, 3], [4, 5, 6], outputs=[]))
     toy.runner.run(rows_of([1, 2, 3], [4, 5, 6], spec=FULL))
-    assert toy.runner.num_wanted == 4
+    assert toy.runner.state.preparation == "capturing graphs, 4 left"
     toy.capture()
     assert set(toy.runner.captured) == {
         GraphKey(4, True, OutputKind.GREEDY),
@@ -82,13 +86,13 @@ def test_what_decides_a_graph() -> None:
         GraphKey(4, True, OutputKind.GREEDY, False),
         GraphKey(4, True, OutputKind.TORCH),
     }
-    assert toy.runner.captured_batch_sizes == (4,)
+    assert toy.runner.state.captured_batch_sizes == (4,)
 
 
 def test_a_step_without_outputs_has_no_head() -> None:
     """Only its KV is wanted."""
     toy = Toy()
-    assert toy.runner.run(rows_of([1, 2], [4, 5], counts=[2], outputs=[])) == []
+    assert toy.runner.run(rows_of([1, 2], [4, 5], counts=[2], outputs=[])).rows == []
     assert "head" not in toy.gpu.calls("launch")[-1].kernels
     toy.runner.run(rows_of([1, 2], [4, 5], counts=[2], outputs=[1]))
     assert "head" in toy.gpu.calls("launch")[-1].kernels
@@ -105,8 +109,9 @@ def test_sampling_takes_a_second_span_each_way_and_its_kernels() -> None:
 def test_torch_selects_what_the_kernels_do_not() -> None:
     """Whole logits and hidden states, of the output rows alone; nothing is downloaded."""
     toy = Toy()
-    rows = toy.runner.run(rows_of([1, 2, 3, 4], [4, 5, 6, 9], counts=[3, 1], spec=FULL, outputs=[0, 2, 3]))
-    assert tokens_of(rows) == next_tokens([1, 3, 4], [4, 6, 9])
+    result = toy.runner.run(rows_of([1, 2, 3, 4], [4, 5, 6, 9], counts=[3, 1], spec=FULL, outputs=[0, 2, 3]))
+    rows = result.rows
+    assert tokens_of(result) == next_tokens([1, 3, 4], [4, 6, 9])
     assert [row.position for row in rows] == [5, 7, 10]
     for row in rows:
         assert row.logits is not None
@@ -190,7 +195,7 @@ def test_steps_without_room_for_a_graph_are_submitted_too() -> None:
     batch = rows_of([5, 6], [3, 4])
     assert toy.runner.can_submit(batch)
     assert tokens_of(toy.runner.submit(batch).result()) == next_tokens([5, 6], [3, 4])
-    assert toy.runner.num_wanted == 0
+    assert toy.runner.state.preparation == ""
 
 
 def test_what_takes_the_host_is_not_submitted() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ferrule_server.executor.cuda.gpu import Gpu, GpuError, GpuLost
+from ferrule_server.executor.cuda.gpu import Gpu, GpuError, GpuLost, Refused
 from ferrule_server.executor.cuda.torch_gpu import TorchGpu, translated
 from ferrule_server.kernels.cuda import copy_blocks
 from ferrule_server.kernels.cuda.toolchain.compile import Cubin
@@ -331,6 +331,9 @@ def test_every_call_translates_its_errors(doubles: Doubles, name: str, is_lost: 
     with pytest.raises(GpuLost if is_lost else GpuError) as caught:
         call(doubles)
     assert isinstance(caught.value, GpuLost) == is_lost
+    if name == "launch" and not is_lost:
+        assert isinstance(caught.value, Refused)
+        assert caught.value.subject == SPEC.kernel.__name__
     assert isinstance(caught.value.__cause__, DriverError | torch.AcceleratorError)
 
 

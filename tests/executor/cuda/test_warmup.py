@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import threading
-from functools import partial
 
 from ferrule_server.engine.jobs import WarmupJob, WarmupResult
-from ferrule_server.executor.cuda.cuda_executor import CudaExecutor
 from ferrule_server.executor.cuda.kernel_build import KernelBuild
-from ferrule_server.executor.cuda.runner import create_runner
 from tests.engine.harness import Harness
 from tests.executor.cuda.fake_gpu import FakeGpu
 from tests.executor.cuda.tiny_model import tiny_executor
-from tests.executor.cuda.toy_runner import cubins_of, limits_of, num_ctas_of
+from tests.executor.cuda.toy_runner import cubins_of, executor_over
 
 
 def test_a_warm_up_is_answered_once_the_graphs_of_its_sizes_are_there() -> None:
@@ -26,10 +23,7 @@ def test_a_warm_up_is_answered_once_the_graphs_of_its_sizes_are_there() -> None:
 
     build = KernelBuild(cubins, "sm_90a", load=load)  # type: ignore[arg-type]
     build.start()
-    make_runner = partial(
-        create_runner, gpu=gpu, torch_executor=inner, limits=limits_of(8), num_ctas=num_ctas_of(inner, gpu)
-    )
-    executor = CudaExecutor(inner, gpu, build=build, make_runner=make_runner)
+    executor = executor_over(gpu, inner, build)
     with Harness(executor, max_step_rows=24) as harness:  # type: ignore[arg-type]
         warming = harness.submit(WarmupJob("admin", (1, 2)))
         harness.prefill(1, 2, 3)

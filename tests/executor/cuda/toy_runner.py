@@ -10,16 +10,20 @@ import torch
 from ferrule_server.executor.base import Int32Array, OutputSpec, StepBatch
 from ferrule_server.executor.cuda.buffers import Limits
 from ferrule_server.executor.cuda.choice_launches import ChoiceSpecs
+from ferrule_server.executor.cuda.cuda_device import CudaDevice
+from ferrule_server.executor.cuda.graphs import GraphKey
+from ferrule_server.executor.cuda.kernel_build import KernelBuild
 from ferrule_server.executor.cuda.kernel_choice import max_attention_grid, shape_of, specs_needed
-from ferrule_server.executor.cuda.runner import CudaDecodeRunner, create_runner
+from ferrule_server.executor.cuda.runner import NAME, CudaDecodeRunner, create_runner
+from ferrule_server.executor.fallback.executor import FallbackExecutor
 from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.toolchain.catalog import merged
 from ferrule_server.kernels.cuda.toolchain.compile import Cubin
-from tests.executor.cuda.fake_gpu import CUBIN, FakeGpu
+from tests.executor.cuda.fake_gpu import CUBIN, FakeGpu, FakeLaunch
 from tests.executor.cuda.tiny_model import tiny_executor
 
-__all__ = ["GREEDY", "Toy", "cubins_of", "limits_of", "next_tokens", "num_ctas_of", "rows_of"]
+__all__ = ["GREEDY", "Toy", "cubins_of", "executor_over", "limits_of", "next_tokens", "num_ctas_of", "rows_of"]
 
 GREEDY = OutputSpec(greedy=True)
 VOCAB = 67
@@ -45,6 +49,33 @@ def limits_of(max_rows: int) -> Limits:
 def num_ctas_of(executor: TorchExecutor, gpu: FakeGpu) -> int:
     """Return the largest grid."""
     return max_attention_grid(shape_of(executor.config), gpu.info.num_sms)
+
+
+def executor_over(
+    gpu: FakeGpu, inner: TorchExecutor, build: KernelBuild, *, is_deterministic: bool = False, **options: bool
+) -> FallbackExecutor:
+    """Return an executor whose kernels come from a build that was started."""
+
+    def make_runner() -> CudaDecodeRunner:
+        return create_runner(
+            build.result(),
+            gpu=gpu,
+            torch_executor=inner,
+            limits=limits_of(8),
+            num_ctas=num_ctas_of(inner, gpu),
+            is_deterministic=is_deterministic,
+            failures=build.part_failures,
+            **options,
+        )
+
+    return FallbackExecutor(
+        inner,
+        CudaDevice(gpu, "cpu"),
+        name=NAME,
+        build=build,
+        make_runner=make_runner,
+        is_deterministic=is_deterministic,
+    )
 
 
 def rows_of(
@@ -88,9 +119,10 @@ class Toy:
         is_deterministic: bool = False,
         graph_bytes: int = 1 << 30,
         cubins: dict[KernelSpec, Cubin] | None = None,
+        kind: str = "qwen3",
     ) -> None:
         self.gpu = FakeGpu(stand_ins={"embed": self._embed, "head": self._end, "argmax": self._end})
-        self.executor = tiny_executor(num_layers=1)
+        self.executor = tiny_executor(kind, num_layers=1)
         self.runner: CudaDecodeRunner = create_runner(
             cubins_of(self.executor, is_deterministic=is_deterministic) if cubins is None else cubins,
             gpu=self.gpu,
@@ -108,6 +140,11 @@ class Toy:
         """Capture every graph that is wanted."""
         while self.runner.capture_next():
             pass
+
+    def specs_of(self, key: GraphKey) -> list[KernelSpec]:
+        """Return the kernels that steps of a key launch, in order."""
+        operations = self.runner._operations(key)
+        return [operation.spec for operation in operations if isinstance(operation, FakeLaunch)]
 
     def settle(self, batch: StepBatch) -> None:
         """Run a step and capture its graph."""

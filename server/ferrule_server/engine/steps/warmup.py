@@ -147,7 +147,7 @@ class Warmup:
         executor = self._pipelined
         if executor is None or size == 0 or num_runs >= _MOST_RUNS:
             return True
-        return bool(executor.state.fallback_reason) or executor.can_submit(self._batch_of(size))
+        return executor.state.is_torch_for_good or executor.can_submit(self._batch_of(size))
 
     def _is_preparing(self) -> bool:
         return self._pipelined is not None and bool(self._pipelined.state.preparation)

@@ -20,14 +20,14 @@ import torch
 from ferrule_server.errors import ConfigError
 from ferrule_server.executor.base import BLOCK_SIZE, MemoryPlan
 from ferrule_server.executor.cuda.buffers import Limits
-from ferrule_server.executor.cuda.cuda_executor import CudaExecutor
+from ferrule_server.executor.cuda.cuda_device import CudaDevice
 from ferrule_server.executor.cuda.gpu import Gpu, GpuError
 from ferrule_server.executor.cuda.kernel_build import KernelBuild
 from ferrule_server.executor.cuda.kernel_choice import max_attention_grid, shape_of, specs_needed, unsupported_reason
-from ferrule_server.executor.cuda.kernel_path import MakeRunner
 from ferrule_server.executor.cuda.memory_plan import format_plan, plan_memory
-from ferrule_server.executor.cuda.runner import create_runner
+from ferrule_server.executor.cuda.runner import NAME, CudaDecodeRunner, create_runner
 from ferrule_server.executor.cuda.torch_gpu import TorchGpu
+from ferrule_server.executor.fallback.executor import FallbackExecutor
 from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.kernels.cuda.toolchain.bundle import Bundle, BundleError
 from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache, default_folder
@@ -35,8 +35,6 @@ from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.weights import LoadedModel
 
 __all__ = ["GpuOptions", "Preparation", "open_gpu", "prepare"]
-
-"""Slots per block that the kernels are compiled for, and that a bundle has them for."""
 
 _POLL_S: Final = 1.0
 """How often a start that waits for its kernels says how far they are."""
@@ -63,6 +61,7 @@ class GpuOptions:
         kernel_cache: Folder of compiled kernels; None: in the user's cache folder.
         kernel_bundle: File of kernels compiled elsewhere, or None.
         has_early_launch: Kernels may start while the one before them runs.
+        has_graphs: Steps are captured in CUDA graphs.
     """
 
     device: str
@@ -79,6 +78,7 @@ class GpuOptions:
     kernel_cache: Path | None = None
     kernel_bundle: Path | None = None
     has_early_launch: bool = True
+    has_graphs: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ class Preparation:
     build: KernelBuild | None
     reason: str
 
-    def finish(self, model: LoadedModel, on_wait: Callable[[str], None] = lambda _: None) -> CudaExecutor:
+    def finish(self, model: LoadedModel, on_wait: Callable[[str], None] = lambda _: None) -> FallbackExecutor:
         """Return the executor, with the weights and the pool on the GPU.
 
         Args:
@@ -122,11 +122,12 @@ class Preparation:
         if self.build is not None and self.options.is_deterministic:
             while not self.build.wait(_POLL_S):
                 on_wait(self.build.progress)
-        return CudaExecutor(
+        return FallbackExecutor(
             torch_executor,
-            self.gpu,
+            CudaDevice(self.gpu, self.options.device),
+            name=NAME,
             build=self.build,
-            make_runner=self._make_runner(torch_executor),
+            make_runner=partial(self._make_runner, torch_executor),
             reason=self.reason,
             is_deterministic=self.options.is_deterministic,
             memory=self.plan,
@@ -153,17 +154,20 @@ class Preparation:
             device=self.options.device,
         )
 
-    def _make_runner(self, torch_executor: TorchExecutor) -> MakeRunner | None:
-        if self.gpu is None or self.limits is None:
-            return None
-        return partial(
-            create_runner,
+    def _make_runner(self, torch_executor: TorchExecutor) -> CudaDecodeRunner:
+        assert self.build is not None
+        assert self.gpu is not None
+        assert self.limits is not None
+        return create_runner(
+            self.build.result(),
             gpu=self.gpu,
             torch_executor=torch_executor,
             limits=self.limits,
             num_ctas=self.num_ctas,
             is_deterministic=self.options.is_deterministic,
             graph_bytes=self.plan.graphs,
+            has_graphs=self.options.has_graphs,
+            failures=self.build.part_failures,
         )
 
 
@@ -239,12 +243,16 @@ def _planned(config: ModelConfig, options: GpuOptions, limits: Limits | None, nu
 
 def _building(config: ModelConfig, options: GpuOptions, architecture: str) -> KernelBuild:
     """Return the kernels of a model, begun."""
+    if not options.has_graphs:
+        _log.warning("event=graphs_off reason=--disable-cuda-graphs: every step is launched kernel by kernel")
     if options.kernel_bundle is not None:
         _check_bundle(options.kernel_bundle, architecture)
     specs = specs_needed(shape_of(config), is_deterministic=options.is_deterministic, block_size=BLOCK_SIZE)
     cache = CubinCache(options.kernel_cache or default_folder())
     _log.info("event=kernels_wanted num=%d architecture=%s cache=%s", len(specs), architecture, cache.folder)
-    build = KernelBuild(specs, architecture, cache=cache, bundle=options.kernel_bundle)
+    build = KernelBuild(
+        specs, architecture, cache=cache, bundle=options.kernel_bundle, needs_all=options.is_deterministic
+    )
     build.start()
     return build
 

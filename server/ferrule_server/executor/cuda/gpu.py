@@ -18,18 +18,31 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ferrule_server.executor.fallback.device import DeviceError, DeviceGone
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.toolchain.compile import Cubin
 
-__all__ = ["Event", "Gpu", "GpuError", "GpuInfo", "GpuLost", "Graph", "Kernel", "Launch", "Operation"]
+__all__ = ["Event", "Gpu", "GpuError", "GpuInfo", "GpuLost", "Graph", "Kernel", "Launch", "Operation", "Refused"]
 
 
-class GpuError(Exception):
+class GpuError(DeviceError):
     """The GPU, its driver or torch refused something; other things may still work."""
 
 
-class GpuLost(GpuError):
-    """A fault that ends the context: nothing on the GPU can be trusted, only a new process helps."""
+class GpuLost(GpuError, DeviceGone):
+    """A fault that ends the context: nothing on the GPU can be trusted, and only a new process helps."""
+
+
+class Refused(GpuError):
+    """One kernel cannot be loaded or launched, or no graph can be replayed; other kernels may still work.
+
+    Attributes:
+        subject: Name of the kernel function, or ``graphs.GRAPHS``.
+    """
+
+    def __init__(self, message: str, subject: str) -> None:
+        super().__init__(message)
+        self.subject = subject
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +175,11 @@ class Gpu(Protocol):
         ...
 
     def launch(self, operations: Sequence[Operation]) -> None:
-        """Put operations into the stream."""
+        """Put operations into the stream.
+
+        Raises:
+            Refused: One kernel is refused; those before it are in the stream.
+        """
         ...
 
     def capture(self, operations: Sequence[Operation]) -> Graph:

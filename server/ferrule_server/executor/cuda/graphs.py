@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from ferrule_server.executor.cuda.choices import OutputKind
-from ferrule_server.executor.cuda.gpu import Gpu, GpuError, GpuLost, Graph, Operation
+from ferrule_server.executor.cuda.gpu import Gpu, GpuError, GpuLost, Graph, Operation, Refused
 
-__all__ = ["FIRST_GRAPH_BYTES", "NODE_BYTES", "GraphKey", "GraphStore"]
+__all__ = ["FIRST_GRAPH_BYTES", "GRAPHS", "NODE_BYTES", "GraphKey", "GraphStore"]
+
+GRAPHS: Final = "graphs"
+"""Subject of the refusal of a replay."""
 
 NODE_BYTES: Final = 64 << 10
 """Of the GPU's memory for one captured launch: an estimate on the safe side. No graph of ours was measured yet; others
@@ -98,6 +101,7 @@ class GraphStore:
         gpu: What runs them.
         operations_of: Returns the operations of a key, prepared; asked again where its graph made room for another.
         memory_bytes: What is planned for graphs.
+        is_enabled: Capture graphs at all.
 
     Attributes:
         taken_bytes: By graphs.
@@ -105,14 +109,20 @@ class GraphStore:
     """
 
     def __init__(
-        self, gpu: Gpu, operations_of: Callable[[GraphKey], Sequence[Operation]], *, memory_bytes: int
+        self,
+        gpu: Gpu,
+        operations_of: Callable[[GraphKey], Sequence[Operation]],
+        *,
+        memory_bytes: int,
+        is_enabled: bool = True,
     ) -> None:
         self._gpu = gpu
         self._operations_of = operations_of
         self._memory_bytes = memory_bytes
         self._captured: dict[GraphKey, _Captured] = {}
         self._launched: dict[GraphKey, _Launched] = {}
-        self._num_puts = self._num_failures = 0
+        self._num_puts = 0
+        self._num_failures = 0 if is_enabled else _MOST_FAILURES
         self._is_full = self._has_warned = False
         self.taken_bytes = 0
         self.num_wanted = 0
@@ -134,12 +144,13 @@ class GraphStore:
         """Put the operations of a key into the stream and return whether that was one replay.
 
         Raises:
-            GpuError: It was refused; part of it may be in the stream. Or its operations cannot be prepared.
+            Refused: The replay or a kernel was refused; part of the operations may be in the stream.
+            GpuError: The operations cannot be prepared.
         """
         self._num_puts += 1
         captured = self._captured.get(key)
         if captured is not None:
-            self._gpu.replay(captured.graph)
+            self._replay(captured.graph)
             captured.used_at = self._num_puts
             return True
         launched = self._launched.get(key)
@@ -168,6 +179,26 @@ class GraphStore:
         self._count()
         return self.num_wanted > 0
 
+    def disable(self) -> None:
+        """Launch every key kernel by kernel from now on; no graph is in the stream any more.
+
+        Raises:
+            GpuError: As :meth:`close`.
+        """
+        self._num_failures = _MOST_FAILURES
+        self.close()
+
+    def retain(self, is_usable: Callable[[GraphKey], bool]) -> None:
+        """Forget the keys that are not put any more; no graph is in the stream any more.
+
+        Raises:
+            GpuError: The GPU refuses to give a graph back.
+        """
+        self._launched = {key: launched for key, launched in self._launched.items() if is_usable(key)}
+        for key in [key for key in self._captured if not is_usable(key)]:
+            self._release(key)
+        self._count()
+
     def close(self) -> None:
         """Give every graph back; none is in the stream any more.
 
@@ -184,6 +215,14 @@ class GraphStore:
         self._count()
         if refused is not None:
             raise refused
+
+    def _replay(self, graph: Graph) -> None:
+        try:
+            self._gpu.replay(graph)
+        except GpuLost:
+            raise
+        except GpuError as error:
+            raise Refused(str(error), GRAPHS) from error
 
     def _prepared(self, key: GraphKey) -> Sequence[Operation]:
         try:
@@ -277,7 +316,10 @@ class GraphStore:
         """Give the graph back that was not replayed for longest, once nothing in the stream can be of it."""
         key = min(self._captured, key=lambda key: self._captured[key].used_at)
         self._gpu.synchronize()
-        captured = self._captured.pop(key)
-        captured.graph.close()
-        self.taken_bytes -= captured.num_bytes
+        self._release(key)
         _log.debug("event=graph_replaced key=%s", key)
+
+    def _release(self, key: GraphKey) -> None:
+        captured = self._captured.pop(key)
+        self.taken_bytes -= captured.num_bytes
+        captured.graph.close()

@@ -1,4 +1,4 @@
-"""Kernels compiled, or found compiled, on a thread of its own while torch serves."""
+"""Compiles kernels, or finds them compiled, on a thread of its own while torch serves."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from ferrule_server.executor.cuda.gpu import GpuError
+from ferrule_server.executor.cuda.parts import specs_by_part
+from ferrule_server.executor.fallback.fast_path import sentence
 from ferrule_server.kernels.cuda.spec import KernelSpec
+from ferrule_server.kernels.cuda.specialise import KernelError
 from ferrule_server.kernels.cuda.toolchain.build import load_all
 from ferrule_server.kernels.cuda.toolchain.bundle import Bundle
-from ferrule_server.kernels.cuda.toolchain.compile import Cubin
+from ferrule_server.kernels.cuda.toolchain.compile import CompileError, Cubin
 from ferrule_server.kernels.cuda.toolchain.cpus import usable_cpus
 from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache
 
@@ -35,18 +38,24 @@ class _Closed(Exception):
 
 
 class KernelBuild:
-    """The cubins of a model, being made. Started once; everything else may be called from any thread.
+    """Builds the cubins of a model. Started once; everything else may be called from any thread.
 
     Invariant: ``is_done`` turns true once, and what ``result`` returns or raises is settled from then on.
 
+    If a kernel does not compile, its part of the path is left out; see :mod:`ferrule_server.executor.cuda.parts`.
+
     Args:
-        specs: What is wanted.
+        specs: The kernels to build.
         architecture: Of the GPU.
         cache: Where compiled kernels are kept; None keeps none.
         bundle: File that is asked first; a bad one is a failure of the build.
+        needs_all: If any kernel does not compile, the build fails.
         num_workers: Processes that compile; None: by the cores that this process may use, some of which are left to
             who serves, and by memory: some 400 MB each.
         load: Stands for ``toolchain.build.load_all``.
+
+    Attributes:
+        part_failures: The parts whose kernels do not compile, with the reasons; complete once it is done.
     """
 
     def __init__(
@@ -56,6 +65,7 @@ class KernelBuild:
         *,
         cache: CubinCache | None = None,
         bundle: Path | None = None,
+        needs_all: bool = False,
         num_workers: int | None = None,
         load: Callable[..., dict[KernelSpec, Cubin]] = load_all,
     ) -> None:
@@ -64,8 +74,10 @@ class KernelBuild:
         self._cache = cache
         self._bundle = bundle
         self._num_workers = num_workers or max(1, min(_MOST_WORKERS, usable_cpus() - _SERVING_CPUS))
+        self._needs_all = needs_all
         self._load = load
-        self._num_ready = 0
+        self._num_ready = self._num_before = 0
+        self.part_failures: dict[str, str] = {}
         self._said_at = 0.0
         self._cubins: dict[KernelSpec, Cubin] | None = None
         self._error: Exception | None = None
@@ -95,7 +107,7 @@ class KernelBuild:
     @property
     def failure(self) -> str:
         """Why there will be no kernels, in one line; empty as long as there may be some."""
-        return "" if self._error is None else _sentence(self._error)
+        return "" if self._error is None else sentence(self._error)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until it is done, for so long at most; return whether it is."""
@@ -120,15 +132,38 @@ class KernelBuild:
         begun = self._said_at = time.monotonic()
         try:
             self._cubins = self._build()
-        except Exception as error:  # noqa: BLE001 - whatever it is, torch serves; whoever asks for the result is told
+        except Exception as error:  # noqa: BLE001 - whatever it is, torch serves, and ``result`` raises it
             self._error = error
         else:
             _log.info("event=kernels_ready num=%d seconds=%.1f", len(self._cubins), time.monotonic() - begun)
         self._done.set()
 
     def _build(self) -> dict[KernelSpec, Cubin]:
+        try:
+            return self._build_of(self._specs)
+        except (CompileError, KernelError) as error:
+            if self._needs_all:
+                raise
+            return self._build_by_part(error)
+
+    def _build_by_part(self, refused: Exception) -> dict[KernelSpec, Cubin]:
+        """Build the kernels of each part by themselves, so that only those parts fail that must; raises ``refused``."""
+        essential, *parts = specs_by_part(self._specs).items()
+        try:
+            cubins = self._build_of(essential[1])
+        except (CompileError, KernelError):
+            raise refused from None
+        for part, specs in parts:
+            self._num_before = len(cubins)
+            try:
+                cubins |= self._build_of(specs)
+            except (CompileError, KernelError) as error:
+                self.part_failures[part] = sentence(error)
+        return cubins
+
+    def _build_of(self, specs: list[KernelSpec]) -> dict[KernelSpec, Cubin]:
         return self._load(
-            self._specs,
+            specs,
             self._architecture,
             cache=self._cache,
             bundle=None if self._bundle is None else Bundle.open(self._bundle),
@@ -140,14 +175,8 @@ class KernelBuild:
     def _told(self, num_ready: int, num_wanted: int, name: str) -> None:
         if self._is_closed:
             raise _Closed("the server ends")
-        self._num_ready = num_ready
+        self._num_ready = self._num_before + num_ready
         now = time.monotonic()
         if now - self._said_at >= _SAY_S:
             _log.info("event=kernels_compiling ready=%d wanted=%d latest=%s", num_ready, num_wanted, name)
             self._said_at = now
-
-
-def _sentence(error: Exception) -> str:
-    """Return the first line of what an error says: tools add pages of their own output."""
-    lines = str(error).splitlines()
-    return lines[0].rstrip(":") if lines else type(error).__name__

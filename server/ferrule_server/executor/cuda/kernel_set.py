@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from torch import Tensor
 
-from ferrule_server.executor.cuda.gpu import Gpu, GpuError, Kernel, Launch
+from ferrule_server.executor.cuda.gpu import Gpu, GpuLost, Kernel, Launch, Refused
+from ferrule_server.executor.fallback.fast_path import sentence
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.toolchain.compile import Cubin
 from ferrule_server.kernels.cuda.toolchain.sources import parameters
@@ -17,8 +19,8 @@ Arguments = Mapping[str, int | float | Tensor]
 """The runtime parameters of a kernel by name; a tensor stands for its address."""
 
 
-class KernelMissing(GpuError):
-    """A kernel is asked for that nobody built."""
+class KernelMissing(Refused):
+    """A kernel is needed that was not built."""
 
 
 class KernelSet:
@@ -46,11 +48,12 @@ class KernelSet:
 
         Raises:
             KernelMissing: It is not among those that were built, or is built for less shared memory.
-            GpuError: The GPU refuses it.
+            Refused: The GPU refuses it.
         """
         kernel = self._kernels.get(spec.name)
         if kernel is None:
-            kernel = self._kernels[spec.name] = self._load(spec)
+            with _refusing(spec):
+                kernel = self._kernels[spec.name] = self._load(spec)
         return kernel
 
     def prepare(self, spec: KernelSpec, arguments: Arguments, grid: int, starts_early: bool = True) -> Launch:
@@ -64,21 +67,35 @@ class KernelSet:
 
         Raises:
             KernelMissing: As :meth:`load`.
-            GpuError: The GPU refuses the kernel or the launch.
+            Refused: The GPU refuses the kernel, or its launch cannot be made.
         """
         kernel = self.load(spec)
         names = [name for name, _ in parameters(spec.kernel)]
         assert arguments.keys() == set(names), f"{spec.name} takes {names}, is given {sorted(arguments)}"
-        values = [self._value(arguments[name]) for name in names]
-        return kernel.prepare(values, grid=grid, shared_bytes=spec.shared_bytes, starts_early=starts_early)
+        with _refusing(spec):
+            values = [self._value(arguments[name]) for name in names]
+            return kernel.prepare(values, grid=grid, shared_bytes=spec.shared_bytes, starts_early=starts_early)
 
     def _value(self, argument: float | Tensor) -> int | float:
         return self._gpu.address(argument) if isinstance(argument, Tensor) else argument
 
     def _load(self, spec: KernelSpec) -> Kernel:
         if spec.name not in self._cubins:
-            raise KernelMissing(f"{spec.name} was not built; it is not among the {len(self._cubins)} kernels there are")
+            message = f"{spec.name} was not built; it is not among the {len(self._cubins)} kernels there are"
+            raise KernelMissing(message, spec.kernel.__name__)
         built, cubin = self._cubins[spec.name]
         if spec.shared_bytes > built.shared_bytes:
-            raise KernelMissing(f"{spec.name} was built for {built.shared_bytes} bytes, not {spec.shared_bytes}")
+            message = f"{spec.name} was built for {built.shared_bytes} bytes, not {spec.shared_bytes}"
+            raise KernelMissing(message, spec.kernel.__name__)
         return self._gpu.load(built, cubin)
+
+
+@contextmanager
+def _refusing(spec: KernelSpec) -> Iterator[None]:
+    """Raise Refused in place of any error, because it would be the same at every step that needs the kernel."""
+    try:
+        yield
+    except (GpuLost, Refused):
+        raise
+    except Exception as error:
+        raise Refused(sentence(error), spec.kernel.__name__) from error

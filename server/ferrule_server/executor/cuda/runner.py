@@ -8,7 +8,15 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from ferrule_server.executor.base import Int32Array, OutputSpec, RowOutput, StepBatch, TokenMask
+from ferrule_server.executor.base import (
+    ExecutorState,
+    Int32Array,
+    OutputSpec,
+    RowOutput,
+    StepBatch,
+    StepResult,
+    TokenMask,
+)
 from ferrule_server.executor.cuda.block_copies import BlockCopies
 from ferrule_server.executor.cuda.buckets import bucket_for
 from ferrule_server.executor.cuda.buffers import DecodeBuffers, Limits
@@ -26,20 +34,24 @@ from ferrule_server.executor.cuda.choices import (
     result_spans,
 )
 from ferrule_server.executor.cuda.gpu import Gpu, Operation
-from ferrule_server.executor.cuda.graphs import GraphKey, GraphStore
+from ferrule_server.executor.cuda.graphs import GRAPHS, GraphKey, GraphStore
 from ferrule_server.executor.cuda.inputs import fill_inputs
 from ferrule_server.executor.cuda.kernel_choice import MAX_GEMM_ROWS, shape_of
 from ferrule_server.executor.cuda.kernel_set import KernelSet
 from ferrule_server.executor.cuda.masks import DeviceMasks
+from ferrule_server.executor.cuda.parts import COPIES, WorkingParts, part_of, refused_part
 from ferrule_server.executor.cuda.staging import Download, DownloadRing, UploadRing
 from ferrule_server.executor.cuda.weights import adopt_weights
 from ferrule_server.executor.sampling.device_outputs import DeviceOutputs
 from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.toolchain.compile import Cubin
-from ferrule_server.kernels.cuda.work_list import DecodeLists
+from ferrule_server.kernels.cuda.work_list import MAX_NEW, DecodeLists
 
-__all__ = ["CudaDecodeRunner", "QueuedStep", "create_runner"]
+__all__ = ["NAME", "CudaDecodeRunner", "QueuedStep", "create_runner"]
+
+NAME = "numba-cuda"
+"""Name of the executor if kernels run or are to run."""
 
 _GRAPH_BYTES = 1 << 30
 _TILE_ROWS = 32
@@ -47,21 +59,26 @@ _TILE_ROWS = 32
 
 
 class CudaDecodeRunner:
-    """Runs steps of at most ``max_rows`` rows. For one thread at a time; counts are read by any.
+    """Implements ``executor.fallback.fast_path.Runner``. For one thread at a time; counts are read by any thread.
 
-    Invariant: between steps the stream holds nothing that reads pinned memory which may be written, nor writes some
-    that may be read: the rings wait where it does.
+    Invariant: between steps no work in the stream reads pinned memory that may be written, or writes pinned memory
+    that may be read: the rings wait for such work.
 
     Args:
-        gpu: Whose stream runs everything.
-        kernels: Of the model.
-        chain: From tokens to logits; over the same kernels and buffers.
-        buffers: Of the steps.
-        copies: Within the pool that the chain reads.
-        shape: Of the model.
+        gpu: Its stream runs everything.
+        kernels: The model's kernels.
+        chain: Leads from tokens to logits; over the same kernels and buffers.
+        buffers: What steps read and write.
+        copies: Copies blocks within the pool that the chain reads.
+        shape: The model's sizes.
         is_deterministic: A row's bits must not depend on the rows beside it.
-        graph_bytes: What graphs may take.
+        graph_bytes: Memory that graphs may take.
+        has_graphs: Capture steps in graphs; else every step is launched kernel by kernel.
+        failures: Parts of :data:`~ferrule_server.executor.cuda.parts.PARTS` that were not built, with the reasons.
     """
+
+    max_seq_rows = MAX_NEW
+    """Most rows of one sequence in a step."""
 
     def __init__(
         self,
@@ -74,6 +91,8 @@ class CudaDecodeRunner:
         shape: ModelShape,
         is_deterministic: bool = False,
         graph_bytes: int = _GRAPH_BYTES,
+        has_graphs: bool = True,
+        failures: Mapping[str, str] | None = None,
     ) -> None:
         self._gpu = gpu
         self._kernels = kernels
@@ -89,7 +108,8 @@ class CudaDecodeRunner:
         self._downloads = DownloadRing(gpu, "results", buffers.results, buffers.result_layout)
         self._masks = DeviceMasks(gpu, buffers.masks)
         self._outputs = DeviceOutputs(gpu.torch_device)
-        self._graphs = GraphStore(gpu, self._operations, memory_bytes=graph_bytes)
+        self._graphs = GraphStore(gpu, self._operations, memory_bytes=graph_bytes, is_enabled=has_graphs)
+        self._parts = WorkingParts(shape, failures or {})
         self._latest: tuple[StepBatch, GraphKey] | None = None
         self._plain: tuple[tuple[OutputSpec, ...], OutputKind] = (), OutputKind.GREEDY
         self._draws = DrawMemo()
@@ -103,50 +123,52 @@ class CudaDecodeRunner:
 
     @property
     def max_rows(self) -> int:
-        """Of one step."""
+        """Most rows of a step."""
         return self._max_rows
 
     @property
     def captured(self) -> tuple[GraphKey, ...]:
-        """Which graphs exist, oldest first."""
+        """The graphs that exist, oldest first."""
         return self._graphs.captured
 
     @property
-    def captured_batch_sizes(self) -> tuple[int, ...]:
-        """Rows of the graphs that exist, ascending."""
-        return self._captured_sizes
-
-    @property
-    def num_wanted(self) -> int:
-        """Graphs that are to be captured."""
-        return self._graphs.num_wanted
+    def state(self) -> ExecutorState:
+        """What it has done, which graphs it prepares, and which parts have failed."""
+        num_wanted = self._graphs.num_wanted
+        return ExecutorState(
+            NAME,
+            preparation=f"capturing graphs, {num_wanted} left" if num_wanted else "",
+            fallback_reason="; ".join(f"{part}: {reason}" for part, reason in self._parts.failures.items()),
+            captured_batch_sizes=self._captured_sizes,
+            num_graph_steps=self._num_graph_steps,
+            num_launched_steps=self._num_launched_steps,
+        )
 
     @property
     def graph_bytes(self) -> int:
-        """Taken by graphs."""
+        """Memory that graphs take."""
         return self._graphs.taken_bytes
 
-    @property
-    def num_graph_steps(self) -> int:
-        """Steps that replayed a graph."""
-        return self._num_graph_steps
-
-    @property
-    def num_launched_steps(self) -> int:
-        """Steps whose kernels were launched one by one."""
-        return self._num_launched_steps
-
-    def can_submit(self, batch: StepBatch) -> bool:
-        """Return whether :meth:`submit` takes this step without waiting for anything.
-
-        Not before its graph is there: who runs ahead leaves no gap for the capture.
+    def can_run(self, batch: StepBatch) -> bool:
+        """Return whether no part that the step needs has failed.
 
         Args:
-            batch: Of at most ``max_rows`` rows.
+            batch: At most ``max_rows`` rows.
+        """
+        return self._parts.serve(self._key(batch))
+
+    def can_submit(self, batch: StepBatch) -> bool:
+        """Return whether :meth:`submit` takes this step without waiting.
+
+        It does not take a step before its graph exists: running ahead leaves no gap for the capture.
+
+        Args:
+            batch: At most ``max_rows`` rows.
         """
         key = self._key(batch)
         return (
             key.kind is not OutputKind.TORCH
+            and self._parts.serve(key)
             and self._downloads.has_room
             and self._graphs.is_settled(key)
             and (not _has_records(key.kind) or self._masks.has_all(self._masks_of(batch)))
@@ -156,23 +178,23 @@ class CudaDecodeRunner:
         """Put a step into the stream; at most two are pending.
 
         Args:
-            batch: Of at most ``max_rows`` rows, at most 64 of a sequence, those with a slot last; of no kind that
-                torch is needed for.
+            batch: At most ``max_rows`` rows, at most ``max_seq_rows`` of a sequence, those with a slot last; of no kind
+                that torch is needed for.
 
         Raises:
             GpuError: It was refused; part of it may be in the stream.
         """
         key = self._key(batch)
         assert key.kind is not OutputKind.TORCH, "torch selects from this step's logits, which takes the host"
-        counts = self._put(batch, key)
+        counts, path = self._put(batch, key)
         spans = result_spans(self._buffers.result_layout, batch.num_rows, key.kind, counts)
-        return QueuedStep(self._downloads.download(*spans), batch, key.kind, self._vocab_size)
+        return QueuedStep(self._downloads.download(*spans), batch, key.kind, self._vocab_size, path)
 
-    def run(self, batch: StepBatch) -> list[RowOutput]:
+    def run(self, batch: StepBatch) -> StepResult:
         """Run a step; none is pending.
 
         Args:
-            batch: As :meth:`submit` takes, but of any kind.
+            batch: As for :meth:`submit`, but of any kind.
 
         Raises:
             GpuError: It was refused, or failed.
@@ -180,11 +202,12 @@ class CudaDecodeRunner:
         key = self._key(batch)
         if key.kind is not OutputKind.TORCH:
             return self.submit(batch).result()
-        self._put(batch, key)
-        return self._selected(batch)
+        _, path = self._put(batch, key)
+        rows = self._selected(batch)
+        return StepResult(rows, (f"{path}+torch",) * len(rows))
 
-    def copy_blocks(self, block_pairs: Int32Array) -> None:
-        """Put copies of whole blocks of the pool into the stream.
+    def copy_blocks(self, block_pairs: Int32Array) -> bool:
+        """Put copies of whole blocks of the pool into the stream; return False if the kernel for it has failed.
 
         Args:
             block_pairs: int32 [n, 2] of (source, destination), destinations distinct, no source is one.
@@ -192,7 +215,10 @@ class CudaDecodeRunner:
         Raises:
             GpuError: It was refused; some may be in the stream.
         """
+        if COPIES in self._parts.failures:
+            return False
         self._copies.copy(block_pairs)
+        return True
 
     def capture_next(self) -> bool:
         """Capture a graph that is wanted and return whether there are more; no step is pending.
@@ -204,6 +230,23 @@ class CudaDecodeRunner:
         self._captured_sizes = tuple(sorted({key.num_rows for key in self._graphs.captured}))
         return has_more
 
+    def part_of(self, error: Exception) -> str:
+        """Return the part that an error takes out; empty if it takes out the whole path."""
+        return refused_part(error)
+
+    def drop(self, part: str, reason: str) -> None:
+        """Do without a part from now on; the stream is idle.
+
+        Raises:
+            GpuError: The GPU refuses to give graphs back.
+        """
+        self._parts.drop(part, reason)
+        self._latest = None
+        if part == part_of(GRAPHS):
+            self._graphs.disable()
+        else:
+            self._graphs.retain(self._parts.serve)
+
     def close(self) -> None:
         """Give back the graphs; the stream is idle. Memory goes with this object.
 
@@ -213,7 +256,7 @@ class CudaDecodeRunner:
         self._graphs.close()
 
     def _key(self, batch: StepBatch) -> GraphKey:
-        """Return what decides the operations of a step; whoever asks whether it can be submitted submits it next."""
+        """Return what decides the operations of a step; the last step's is kept, as it is asked for several times."""
         if self._latest is None or self._latest[0] is not batch:
             key = GraphKey(
                 bucket_for(batch.num_rows, self._max_rows),
@@ -221,7 +264,7 @@ class CudaDecodeRunner:
                 self._kind(batch),
                 len(batch.output_rows) > 0,
             )
-            self._latest = batch, key
+            self._latest = batch, self._parts.nearest(key)
         return self._latest[1]
 
     def _kind(self, batch: StepBatch) -> OutputKind:
@@ -238,8 +281,8 @@ class CudaDecodeRunner:
         """Return the masks that rows choose under."""
         return [] if are_same(batch.output_specs, self._plain[0]) else masks_of(batch.output_specs)
 
-    def _put(self, batch: StepBatch, key: GraphKey) -> ChoiceCounts:
-        """Put upload and kernels of a step into the stream."""
+    def _put(self, batch: StepBatch, key: GraphKey) -> tuple[ChoiceCounts, str]:
+        """Put upload and kernels of a step into the stream; return also whether that was a graph, as a path."""
         self._latest = None
         arrays = self._uploads.fill()
         num_work = fill_inputs(arrays, batch, key.num_rows, **self._attention[key.is_decode])
@@ -252,9 +295,9 @@ class CudaDecodeRunner:
         self._uploads.upload(slice(0, layout.end_of("work", num_work)), *([span] if span else []))
         if self._graphs.put(key):
             self._num_graph_steps += 1
-        else:
-            self._num_launched_steps += 1
-        return counts
+            return counts, "graph"
+        self._num_launched_steps += 1
+        return counts, "kernels"
 
     def _operations(self, key: GraphKey) -> list[Operation]:
         chain = self._chain.operations(
@@ -292,19 +335,21 @@ class CudaDecodeRunner:
 class QueuedStep:
     """A step in the stream, whose results are on their way."""
 
-    def __init__(self, download: Download, batch: StepBatch, kind: OutputKind, vocab_size: int) -> None:
+    def __init__(self, download: Download, batch: StepBatch, kind: OutputKind, vocab_size: int, path: str) -> None:
         self._download = download
         self._batch = batch
         self._kind = kind
         self._vocab_size = vocab_size
+        self._path = path
 
-    def result(self) -> list[RowOutput]:
+    def result(self) -> StepResult:
         """Wait for the step and return its output rows; once, and before the next but one is submitted.
 
         Raises:
             GpuError: It failed.
         """
-        return read_choices(self._download.read(), self._batch, self._kind, vocab_size=self._vocab_size)
+        rows = read_choices(self._download.read(), self._batch, self._kind, vocab_size=self._vocab_size)
+        return StepResult(rows, (self._path,) * len(rows))
 
 
 def create_runner(
@@ -316,17 +361,21 @@ def create_runner(
     num_ctas: int,
     is_deterministic: bool = False,
     graph_bytes: int = _GRAPH_BYTES,
+    has_graphs: bool = True,
+    failures: Mapping[str, str] | None = None,
 ) -> CudaDecodeRunner:
     """Return a runner over the weights and the pool of torch.
 
     Args:
-        cubins: Every kernel of the model.
-        gpu: On whose device the executor is.
+        cubins: Every kernel of the model, but for those of parts that have failed.
+        gpu: The GPU that torch uses too.
         torch_executor: Its weights are plain.
-        limits: Of a step.
+        limits: Limits of a step.
         num_ctas: The largest grid of attention.
         is_deterministic: A row's bits must not depend on the rows beside it.
-        graph_bytes: What graphs may take.
+        graph_bytes: Memory that graphs may take.
+        has_graphs: As :class:`CudaDecodeRunner`.
+        failures: As :class:`CudaDecodeRunner`.
 
     Raises:
         GpuError: Memory is short, or the GPU refuses.
@@ -348,6 +397,8 @@ def create_runner(
         shape=shape,
         is_deterministic=is_deterministic,
         graph_bytes=graph_bytes,
+        has_graphs=has_graphs,
+        failures=failures,
     )
 
 

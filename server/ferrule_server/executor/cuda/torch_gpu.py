@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ferrule_server.executor.cuda.gpu import Event, GpuError, GpuInfo, GpuLost, Graph, Kernel, Operation
+from ferrule_server.executor.cuda.gpu import Event, GpuError, GpuInfo, GpuLost, Graph, Kernel, Operation, Refused
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.toolchain.compile import Cubin
 from ferrule_server.kernels.cuda.toolchain.driver import Device, DriverError, Function, Launch, is_context_lost
@@ -315,7 +315,12 @@ class TorchGpu:
         handle = self._handle
         for operation in operations:
             if isinstance(operation, Launch):
-                operation(handle)
+                try:
+                    operation(handle)
+                except DriverError as error:
+                    if error.is_context_lost:
+                        raise
+                    raise Refused(str(error), operation.spec.kernel.__name__) from error
             else:
                 assert callable(operation), operation
                 operation()

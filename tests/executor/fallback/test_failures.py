@@ -6,21 +6,19 @@ import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from ferrule_server.errors import ConfigError
-from ferrule_server.executor.base import (
-    DeviceLost,
-)
-from ferrule_server.executor.cuda.cuda_executor import CudaExecutor
-from ferrule_server.executor.cuda.gpu import Gpu, GpuError, GpuLost
+from ferrule_server.executor.base import DeviceLost
+from ferrule_server.executor.cuda.gpu import GpuError, GpuLost, Refused
+from ferrule_server.executor.fallback.executor import FallbackExecutor
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.toolchain.compile import CompileError, Cubin
-from tests.executor.cuda.reference_world import (
+from tests.executor.fallback.reference_world import (
     GREEDY,
     MAX_ROWS,
     TIMEOUT_S,
@@ -28,6 +26,7 @@ from tests.executor.cuda.reference_world import (
     StreamGpu,
     Torch,
     World,
+    device_of,
     no_cubins,
     tokens_of,
 )
@@ -163,9 +162,78 @@ def test_kernels_that_do_not_compile_are_done_without(wakes_by: str, caplog: pyt
     assert world.executor.state.fallback_reason.startswith("the compiler of GPU kernels is not installed")
 
 
+# ---- when a part of the path fails -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_pending", [False, True])
+def test_a_refused_part_costs_only_the_steps_that_need_it(has_pending: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """What is in flight is read, the step that met it runs in torch, and everything else stays on the kernels."""
+    world, plain = World(), World()
+    for each in (world, plain):
+        each.start()
+    first = world.executor.submit(world.decode(4, 5))
+    if not has_pending:
+        first.result()
+    world.gpu.fail("submit", Refused("no image", "attention"))
+    second = world.executor.submit(world.fed(1, 0))
+    rows = [first.result(), second.result()]
+    expected = [plain.executor.run(plain.decode(4, 5))]
+    expected.append(plain.executor.run(plain.decode(*reversed(tokens_of(expected[0])))))  # type: ignore[arg-type]
+    assert rows == expected
+    assert [set(each.paths) for each in rows] == [{"kernels"}, {"torch"}]
+    assert world.pool() == plain.pool()
+    state = world.executor.state
+    assert (state.name, state.fallback_reason) == ("numba-cuda", "attention of decodes: no image")
+    assert not world.executor.can_submit(world.decode(4, 5))
+    assert set(world.executor.run(world.decode(4, 5)).paths) == {"torch"}
+    several = world.stepper.batch(Piece(world.seqs[0], [4, 5], spec=GREEDY))
+    assert set(world.executor.run(several).paths) == {"kernels"}
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warnings == ["event=part_falls_back reason='attention of decodes: no image'"]
+
+
+def test_copies_may_be_the_part_that_fails() -> None:
+    """Torch makes all of them again, and those that come later."""
+    world = World()
+    world.start()
+    world.executor.run(world.decode(4))
+    world.gpu.fail("copy_blocks", Refused("no", "copy_blocks"))
+    block, (one, other) = world.seqs[0].blocks[0], world.stepper.free[-2:]
+    world.executor.copy_blocks(np.array([[block, one], [block, other]], np.int32))
+    data = world.executor.read_blocks(np.array([block, one, other], np.int32))
+    assert data[0].any()
+    np.testing.assert_array_equal(data[1:], data[[0, 0]])
+    assert world.executor.state.fallback_reason == "copies of blocks: no"
+    assert set(world.executor.run(world.decode(4)).paths) == {"kernels"}
+
+
+def test_a_part_that_cannot_be_left_takes_the_path_along() -> None:
+    """Its graphs do not close, say."""
+    world = World()
+    world.start()
+
+    def drop(*_: str) -> None:
+        raise GpuError("busy")
+
+    world.made().drop = drop  # type: ignore[assignment, method-assign]
+    world.gpu.fail("submit", Refused("no", "attention"))
+    assert set(world.executor.run(world.decode(4)).paths) == {"torch"}
+    assert (world.executor.runner, world.executor.state.fallback_reason) == (None, "no")
+
+
+def test_a_refused_part_in_deterministic_mode_is_a_lost_device() -> None:
+    """Nothing else gives the same bits."""
+    world = World(is_deterministic=True)
+    world.start()
+    world.gpu.fail("submit", Refused("no", "attention"))
+    with pytest.raises(DeviceLost, match="no"):
+        world.executor.run(world.decode(3))
+    assert world.torch.batches == []
+
+
 def test_a_reason_not_to_begin_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     """No device, or switched off: torch serves, on the CPU too."""
-    executor = CudaExecutor(Torch(), None, reason="FERRULE_DISABLE_CUDA_RUNNER is set")
+    executor = FallbackExecutor(Torch(), reason="FERRULE_DISABLE_CUDA_RUNNER is set")
     stepper = Stepper(executor)
     stepper.run(Piece(PooledSequence(), [3]))
     assert not executor.tend()
@@ -176,7 +244,7 @@ def test_a_reason_not_to_begin_is_said_once(caplog: pytest.LogCaptureFixture) ->
 
 def test_torch_alone_is_no_fallback(caplog: pytest.LogCaptureFixture) -> None:
     """Where nothing else was asked for, nothing is said."""
-    executor = CudaExecutor(Torch(), cast("Gpu", StreamGpu()))
+    executor = FallbackExecutor(Torch(), device_of(StreamGpu()))
     Stepper(executor).run(Piece(PooledSequence(), [3]))
     assert (executor.state.name, executor.state.fallback_reason, caplog.records) == ("torch", "", [])
 
@@ -343,7 +411,7 @@ def test_torch_notices_a_lost_device_too(has_gpu: bool) -> None:
     """Also where the kernels never ran."""
     world = World() if has_gpu else None
     torch_executor = world.torch if world else Torch()
-    executor = world.executor if world else CudaExecutor(torch_executor, None, reason="no driver")
+    executor = world.executor if world else FallbackExecutor(torch_executor, device_of(None), reason="no driver")
     torch_executor.error = LostError("CUDA error: an illegal memory access was encountered")
     for _ in range(2):
         with pytest.raises(DeviceLost, match="illegal memory access"):
@@ -440,7 +508,7 @@ def test_deterministic_mode_does_not_begin_without_kernels(why: str) -> None:
         raise CompileError(f"reason: {why}\nmore")
 
     options: dict[str, Any] = {"no device": {"build": None, "reason": f"reason: {why}"}, "make": {"make_runner": fail}}
-    with pytest.raises(ConfigError, match=f"--deterministic needs the GPU kernels: reason: {why}$"):
+    with pytest.raises(ConfigError, match=f"--deterministic needs the kernels: reason: {why}$"):
         World(fail if why == "compile" else no_cubins, is_deterministic=True, **options.get(why, {}))
 
 
@@ -460,6 +528,6 @@ def test_the_page_names_tests_that_exist() -> None:
     """``docs/cuda_runner.md`` says of each failure which test shows what happens."""
     here = Path(__file__).parent
     page = (here.parents[2] / "docs" / "cuda_runner.md").read_text()
-    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", page)
+    named = re.findall(r"`(\w+/test_\w+\.py)::(test_\w+)`", page)
     assert len(named) > 6
-    assert [name for file, name in named if f"def {name}(" not in (here / file).read_text()] == []
+    assert [name for file, name in named if f"def {name}(" not in (here.parent / file).read_text()] == []

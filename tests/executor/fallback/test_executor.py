@@ -20,11 +20,11 @@ from ferrule_server.executor.base import (
     SampleSpec,
     StepBatch,
 )
-from ferrule_server.executor.cuda.cuda_executor import CudaExecutor
 from ferrule_server.executor.cuda.gpu import GpuError
+from ferrule_server.executor.fallback.executor import FallbackExecutor
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.toolchain.compile import Cubin
-from tests.executor.cuda.reference_world import GREEDY, MAX_ROWS, PLAN, TIMEOUT_S, Torch, World, tokens_of
+from tests.executor.fallback.reference_world import GREEDY, MAX_ROWS, PLAN, TIMEOUT_S, Torch, World, tokens_of
 from tests.model.stepping import Piece, PooledSequence, Stepper
 
 # ---- where steps run ------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def test_the_state_tells_of_graphs() -> None:
 def test_info_names_what_is_to_run() -> None:
     """Fixed at start."""
     assert World().executor.info.name == "numba-cuda"
-    alone = CudaExecutor(Torch(), None, reason="there is no GPU")
+    alone = FallbackExecutor(Torch(), reason="there is no GPU")
     assert (alone.info.name, alone.info.fallback_reason) == ("paged-reference", "there is no GPU")
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ferrule_server.executor.base import OutputSpec, RowOutput, StepBatch
-from ferrule_server.executor.cuda.split import SMALL_ROWS, Part, split_step
+from ferrule_server.executor.fallback.split import SMALL_ROWS, Part, split_step
 from ferrule_server.executor.reference import PagedReferenceExecutor
 from ferrule_server.kernels.cuda.work_list import count_new_tokens
 
@@ -110,7 +110,7 @@ def check_outputs(batch: StepBatch, parts: list[Part]) -> None:
 def check_kernel_parts(parts: list[Part], max_rows: int) -> None:
     """What the kernels get they can run."""
     for part in parts:
-        if part.is_for_kernels:
+        if part.is_fast:
             assert part.batch.num_rows <= max_rows
             assert np.diff(part.batch.cu_seqlens_q).max() <= 64
             assert len(set(part.batch.block_tables[:, 0].tolist())) == part.batch.num_seqs
@@ -121,14 +121,14 @@ def check_kernel_parts(parts: list[Part], max_rows: int) -> None:
 def test_parts_are_the_step(seqs: list[Seq], max_rows: int, small_rows: int) -> None:
     """Short sequences go to the kernels, others to torch, whoever their neighbours are; kernels come first."""
     batch = batch_of(seqs)
-    parts = split_step(batch, max_rows=max_rows, small_rows=small_rows)
+    parts = split_step(batch, max_rows=max_rows, max_seq_rows=64, small_rows=small_rows)
     check_rows(batch, parts)
     check_outputs(batch, parts)
     check_kernel_parts(parts, max_rows)
     for part in parts:
         for table in part.batch.block_tables:
-            assert part.is_for_kernels == (seqs[seq_of(batch, table)].num_rows <= small_rows)
-    kinds = [part.is_for_kernels for part in parts]
+            assert part.is_fast == (seqs[seq_of(batch, table)].num_rows <= small_rows)
+    kinds = [part.is_fast for part in parts]
     assert kinds == sorted(kinds, reverse=True)
     assert kinds.count(False) <= 1
 
@@ -137,53 +137,53 @@ def test_parts_are_the_step(seqs: list[Seq], max_rows: int, small_rows: int) -> 
 def test_deterministic_parts_are_the_step(seqs: list[Seq], max_rows: int) -> None:
     """All of it is for the kernels, in parts whose bits do not depend on their size."""
     batch = batch_of(seqs)
-    parts = split_step(batch, max_rows=max_rows, is_deterministic=True)
+    parts = split_step(batch, max_rows=min(64, max_rows), max_seq_rows=64, small_rows=None)
     check_rows(batch, parts)
     check_outputs(batch, parts)
     check_kernel_parts(parts, min(64, max_rows))
-    assert all(part.is_for_kernels for part in parts)
+    assert all(part.is_fast for part in parts)
 
 
-@pytest.mark.parametrize("is_deterministic", [False, True])
+@pytest.mark.parametrize("small_rows", [SMALL_ROWS, None])
 @pytest.mark.parametrize(
     "seqs", [[Seq(1, 4)] * 5, [Seq(3), Seq(1, 9), Seq(SMALL_ROWS, 40)], [Seq(2, 5), Seq(2, 5, num_read=2)]], ids=str
 )
-def test_a_step_that_is_one_part_is_not_copied(seqs: list[Seq], is_deterministic: bool) -> None:
+def test_a_step_that_is_one_part_is_not_copied(seqs: list[Seq], small_rows: int | None) -> None:
     """The batch itself, and all of its outputs."""
     batch = batch_of(seqs)
-    (part,) = split_step(batch, max_rows=64, is_deterministic=is_deterministic)
+    (part,) = split_step(batch, max_rows=64, max_seq_rows=64, small_rows=small_rows)
     assert part.batch is batch
-    assert part.is_for_kernels
+    assert part.is_fast
     assert part.outputs.tolist() == list(range(len(batch.output_rows)))
 
 
 def test_a_step_of_long_chunks_is_one_part_of_torch() -> None:
     """Without a copy, too."""
     batch = batch_of([Seq(17), Seq(200, 3)])
-    (part,) = split_step(batch, max_rows=64)
+    (part,) = split_step(batch, max_rows=64, max_seq_rows=64)
     assert part.batch is batch
-    assert not part.is_for_kernels
+    assert not part.is_fast
 
 
 def test_an_empty_step_has_no_parts() -> None:
     """Nothing to do."""
     none = np.empty(0, np.int32)
     batch = StepBatch(none, none, none, np.zeros(1, np.int32), none, np.empty((0, 0), np.int32), none, ())
-    assert split_step(batch, max_rows=4) == []
+    assert split_step(batch, max_rows=4, max_seq_rows=64) == []
 
 
 def test_decodes_that_are_too_many_become_several_parts() -> None:
     """Each as large as it may be."""
-    parts = split_step(batch_of([Seq(1, 3)] * 10), max_rows=4)
+    parts = split_step(batch_of([Seq(1, 3)] * 10), max_rows=4, max_seq_rows=64)
     assert [part.batch.num_rows for part in parts] == [4, 4, 2]
-    assert all(part.is_for_kernels for part in parts)
+    assert all(part.is_fast for part in parts)
 
 
 @pytest.mark.parametrize("seqs", [[Seq(90)], [Seq(3), Seq(90, 2), Seq(40)]], ids=str)
 def test_attention_takes_so_many_new_rows_of_a_sequence(seqs: list[Seq]) -> None:
     """Also where more would be for the kernels: the rest of the sequence is in the next part."""
     batch = batch_of(seqs)
-    parts = split_step(batch, max_rows=256, small_rows=100)
+    parts = split_step(batch, max_rows=256, max_seq_rows=64, small_rows=100)
     check_rows(batch, parts)
     check_kernel_parts(parts, 256)
     assert len(parts) == 2
@@ -192,7 +192,7 @@ def test_attention_takes_so_many_new_rows_of_a_sequence(seqs: list[Seq]) -> None
 def test_a_step_without_feedback_and_histories_has_none_in_parts() -> None:
     """As most steps."""
     batch = replace(batch_of([Seq(1, 3), Seq(30)]), feedback=None, histories=())
-    parts = split_step(batch, max_rows=4)
+    parts = split_step(batch, max_rows=4, max_seq_rows=64)
     assert [(part.batch.feedback, part.batch.histories) for part in parts] == [(None, ()), (None, ())]
 
 
@@ -204,8 +204,8 @@ def run(executor: PagedReferenceExecutor, parts: Sequence[Part], num_outputs: in
     return [found[i] for i in range(num_outputs)]
 
 
-@pytest.mark.parametrize("is_deterministic", [False, True])
-def test_an_executor_runs_parts_as_it_runs_the_step(is_deterministic: bool) -> None:
+@pytest.mark.parametrize("small_rows", [SMALL_ROWS, None])
+def test_an_executor_runs_parts_as_it_runs_the_step(small_rows: int | None) -> None:
     """The same numbers come out, and the pool holds the same."""
     seqs = [Seq(70), Seq(1), Seq(9), Seq(150), Seq(2), Seq(16), Seq(17)]
     batch = replace(batch_of(seqs), feedback=None, histories=())
@@ -214,7 +214,7 @@ def test_an_executor_runs_parts_as_it_runs_the_step(is_deterministic: bool) -> N
     whole, parted = (
         PagedReferenceExecutor(max_context=512, block_size=BLOCK_SIZE, kv_memory_bytes=1 << 20) for _ in range(2)
     )
-    parts = split_step(batch, max_rows=20, is_deterministic=is_deterministic)
+    parts = split_step(batch, max_rows=20, max_seq_rows=64, small_rows=small_rows)
     assert len(parts) > 2
     outputs = run(parted, parts, len(specs))
     assert outputs == whole.run(batch).rows

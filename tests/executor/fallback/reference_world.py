@@ -1,4 +1,4 @@
-"""Doubles around :class:`CudaExecutor`: a stream, and kernels and torch that are both the paged reference.
+"""Doubles around :class:`FallbackExecutor`: a stream, and kernels and torch that are both the paged reference.
 
 What is put into the stream runs when somebody waits, and a step that fails leaves garbage in its slots.
 """
@@ -14,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 
 from ferrule_server.executor.base import (
+    ExecutorState,
     Int32Array,
     MemoryPlan,
     OutputSpec,
@@ -21,9 +22,12 @@ from ferrule_server.executor.base import (
     StepBatch,
     StepResult,
 )
-from ferrule_server.executor.cuda.cuda_executor import CudaExecutor
+from ferrule_server.executor.cuda.cuda_device import CudaDevice
 from ferrule_server.executor.cuda.gpu import Gpu, GpuInfo, GpuLost
 from ferrule_server.executor.cuda.kernel_build import KernelBuild
+from ferrule_server.executor.cuda.parts import part_of, refused_part
+from ferrule_server.executor.cuda.runner import NAME
+from ferrule_server.executor.fallback.executor import FallbackExecutor
 from ferrule_server.executor.reference import PagedReferenceExecutor
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.toolchain.compile import Cubin
@@ -89,11 +93,11 @@ class Queued:
     gpu: StreamGpu
     rows: list[RowOutput] = field(default_factory=list)
 
-    def result(self) -> list[RowOutput]:
+    def result(self) -> StepResult:
         """Wait for it."""
         self.gpu.hit("result")
         self.gpu.run()
-        return self.rows
+        return StepResult(self.rows, ("kernels",) * len(self.rows))
 
 
 class ReferenceRunner:
@@ -103,6 +107,8 @@ class ReferenceRunner:
         self.gpu = gpu
         self.executor = executor
         self.max_rows = MAX_ROWS
+        self.max_seq_rows = MAX_ROWS
+        self.failures: dict[str, str] = {}
         self.batches: list[StepBatch] = []
         self.tokens = np.zeros(MAX_ROWS, np.int32)
         self.num_wanted = 0
@@ -111,10 +117,36 @@ class ReferenceRunner:
         self.num_graph_steps = self.num_launched_steps = 0
         self.is_closed = False
 
+    @property
+    def state(self) -> ExecutorState:
+        """As the real one tells it."""
+        return ExecutorState(
+            NAME,
+            preparation=f"capturing graphs, {self.num_wanted} left" if self.num_wanted else "",
+            fallback_reason="; ".join(f"{part}: {reason}" for part, reason in self.failures.items()),
+            captured_batch_sizes=self.captured_batch_sizes,
+            num_graph_steps=self.num_graph_steps,
+            num_launched_steps=self.num_launched_steps,
+        )
+
+    def can_run(self, batch: StepBatch) -> bool:
+        """Whatever has one row for each sequence needs one part, everything else another."""
+        kernel = "attention" if batch.num_rows == batch.num_seqs else "attention_mma"
+        return part_of(kernel) not in self.failures
+
     def can_submit(self, batch: StepBatch) -> bool:
         """Whatever fits."""
         self.gpu.hit("can_submit")
-        return not any(spec.full_logits for spec in batch.output_specs)
+        return self.can_run(batch) and not any(spec.full_logits for spec in batch.output_specs)
+
+    def part_of(self, error: Exception) -> str:
+        """As the real one."""
+        return refused_part(error)
+
+    def drop(self, part: str, reason: str) -> None:
+        """The stream must be idle."""
+        assert not self.gpu.work
+        self.failures = {**self.failures, part: reason}
 
     def submit(self, batch: StepBatch) -> Queued:
         """Put a step into the stream; a failed one is in it partly."""
@@ -132,12 +164,14 @@ class ReferenceRunner:
         self.gpu.work.append(lambda: queued.rows.extend(self._step(batch)))
         return queued
 
-    def run(self, batch: StepBatch) -> list[RowOutput]:
+    def run(self, batch: StepBatch) -> StepResult:
         """Run a step."""
         return self.submit(batch).result()
 
-    def copy_blocks(self, block_pairs: Int32Array) -> None:
+    def copy_blocks(self, block_pairs: Int32Array) -> bool:
         """Put copies into the stream; refused ones are in it partly."""
+        if part_of("copy_blocks") in self.failures:
+            return False
         pairs = block_pairs.copy()
         try:
             self.gpu.hit("copy_blocks")
@@ -145,6 +179,7 @@ class ReferenceRunner:
             self.gpu.work.append(lambda: self.executor.copy_blocks(pairs[: len(pairs) // 2]))
             raise
         self.gpu.work.append(lambda: self.executor.copy_blocks(pairs))
+        return True
 
     def capture_next(self) -> bool:
         """One graph is wanted at most."""
@@ -211,8 +246,9 @@ class World:
         self.build.start()
         if load is no_cubins:
             assert self.build.wait(TIMEOUT_S)
-        given = {"build": self.build, "make_runner": self.make_runner, "memory": PLAN, **options}
-        self.executor = CudaExecutor(self.torch, cast("Gpu", self.gpu), **given)
+        make = options.pop("make_runner", self.make_runner)
+        given = {"build": self.build, "make_runner": lambda: make(self.build.result()), "memory": PLAN, **options}
+        self.executor = FallbackExecutor(self.torch, device_of(self.gpu), name=NAME, **given)
         self.stepper = Stepper(self.executor)
         self.seqs = [PooledSequence(), PooledSequence()]
 
@@ -266,6 +302,11 @@ class _Untold:
     def copy_blocks(self, block_pairs: Int32Array) -> None:
         """Copy within the same pool."""
         self._executor.copy_blocks(block_pairs)
+
+
+def device_of(gpu: StreamGpu | None) -> CudaDevice:
+    """Return a stream as the executor sees it."""
+    return CudaDevice(cast("Gpu | None", gpu), "cpu")
 
 
 def tokens_of(result: StepResult) -> list[int | None]:

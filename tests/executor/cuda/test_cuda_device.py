@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from ferrule_server.executor.cuda.cuda_executor import CudaExecutor
-from ferrule_server.executor.cuda.device_memory import device_memory
-from tests.executor.cuda.reference_world import Torch
+from ferrule_server.executor.cuda.cuda_device import CudaDevice, device_memory
+from ferrule_server.executor.fallback.executor import FallbackExecutor
+from tests.executor.fallback.reference_world import Torch
 
 STATS = {
     "reserved_bytes": {"all": {"current": 7, "peak": 9}, "large_pool": {"current": 1, "peak": 1}},
@@ -63,5 +63,5 @@ def test_the_state_of_an_executor_has_it(
     """Of its own device, kernels or not."""
     inner = Torch()
     monkeypatch.setattr(Torch, "info", replace(inner.info, device=device))
-    state = CudaExecutor(inner, None).state
+    state = FallbackExecutor(inner, CudaDevice(None, device)).state
     assert (state.device_allocated_bytes, state.device_peak_bytes) == expected

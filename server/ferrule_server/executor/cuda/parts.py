@@ -1,0 +1,121 @@
+"""The parts of the path over the kernels: if a kernel is refused, only what its part serves runs another way.
+
+:data:`PARTS` declares all of them. What runs instead: another choice of tokens, in torch, from the logits of the
+kernels; if that is not enough, torch runs the step. Copies are made by torch, and steps without graphs are launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from ferrule_server.executor.cuda.choices import OutputKind
+from ferrule_server.executor.cuda.gpu import Refused
+from ferrule_server.executor.cuda.graphs import GRAPHS, GraphKey
+from ferrule_server.executor.cuda.kernel_choice import MAX_GEMM_ROWS, MAX_GEMV_ROWS, attention_spec
+from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
+
+__all__ = ["COPIES", "PARTS", "KernelPart", "WorkingParts", "part_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelPart:
+    """Kernels that fail together.
+
+    Attributes:
+        name: For people.
+        kernels: Names of the kernel functions.
+        serves: Whether steps of a key need the part, for a model of a shape; None: no step needs it.
+    """
+
+    name: str
+    kernels: frozenset[str]
+    serves: Callable[[GraphKey, ModelShape], bool] | None
+
+
+def _attends_with(kernel: str) -> Callable[[GraphKey, ModelShape], bool]:
+    def serves(key: GraphKey, shape: ModelShape) -> bool:
+        spec = attention_spec(shape, 16, is_decode=key.is_decode, is_deterministic=False)
+        return spec.kernel.__name__ == kernel
+
+    return serves
+
+
+def _chooses(least: OutputKind) -> Callable[[GraphKey, ModelShape], bool]:
+    return lambda key, _: least <= key.kind < OutputKind.TORCH
+
+
+ESSENTIAL: Final = frozenset({"embed", "add_norm", "argmax"})
+"""Kernels that every step needs, or nearly every one: without them there is no path."""
+
+COPIES: Final = "copies of blocks"
+
+PARTS: Final = (
+    KernelPart("steps of 1 or 2 rows", frozenset({"gemv", "head"}), lambda key, _: key.num_rows <= MAX_GEMV_ROWS),
+    KernelPart(
+        f"steps of {MAX_GEMV_ROWS + 1} to {MAX_GEMM_ROWS} rows",
+        frozenset({"gemm"}),
+        lambda key, _: MAX_GEMV_ROWS < key.num_rows <= MAX_GEMM_ROWS,
+    ),
+    KernelPart("attention of decodes", frozenset({"attention"}), _attends_with("attention")),
+    KernelPart("attention of several rows", frozenset({"attention_mma"}), _attends_with("attention_mma")),
+    KernelPart(
+        "sampling", frozenset({"shape_logits", "select_count", "select_mass", "draw"}), _chooses(OutputKind.SAMPLE)
+    ),
+    KernelPart("log-probabilities", frozenset({"log_sum_exp"}), _chooses(OutputKind.SCORE)),
+    KernelPart("top log-probabilities", frozenset({"gather_top_k"}), _chooses(OutputKind.TOP)),
+    KernelPart(COPIES, frozenset({"copy_blocks"}), None),
+    KernelPart("graphs", frozenset({GRAPHS}), None),
+)
+
+_PART_OF: Final[Mapping[str, KernelPart]] = {kernel: part for part in PARTS for kernel in part.kernels}
+
+
+def part_of(kernel: str) -> str:
+    """Return the name of the part that a kernel function belongs to; empty if there is no path without it."""
+    part = _PART_OF.get(kernel)
+    return "" if part is None else part.name
+
+
+class WorkingParts:
+    """The parts that work: all of them, but for those that have failed.
+
+    Args:
+        shape: The model's.
+        failures: Parts that do not work from the start, with the reasons.
+
+    Attributes:
+        failures: Parts that have failed, with the reasons; replaced as a whole, so any thread may read it.
+    """
+
+    def __init__(self, shape: ModelShape, failures: Mapping[str, str]) -> None:
+        self._shape = shape
+        self.failures = dict(failures)
+
+    def drop(self, name: str, reason: str) -> None:
+        """Do without a part from now on."""
+        self.failures = {**self.failures, name: reason}
+
+    def serve(self, key: GraphKey) -> bool:
+        """Whether no part that steps of a key need has failed."""
+        return not any(
+            part.serves is not None and part.serves(key, self._shape) for part in PARTS if part.name in self.failures
+        )
+
+    def nearest(self, key: GraphKey) -> GraphKey:
+        """Return the key that a step runs under: if its choice of tokens has failed, torch chooses from the logits."""
+        return replace(key, kind=OutputKind.TORCH) if self.failures and not self.serve(key) else key
+
+
+def refused_part(error: Exception) -> str:
+    """Return the part that an error takes out; empty if it takes out the whole path."""
+    return part_of(error.subject) if isinstance(error, Refused) else ""
+
+
+def specs_by_part(specs: list[KernelSpec]) -> dict[str, list[KernelSpec]]:
+    """Return the kernels of each part, those that there is no path without under the empty name, first."""
+    parts: dict[str, list[KernelSpec]] = {"": []}
+    for spec in specs:
+        parts.setdefault(part_of(spec.kernel.__name__), []).append(spec)
+    return parts

@@ -1,0 +1,434 @@
+"""An executor with a fast path: small sequences on the fast path, the rest in torch.
+
+Everything uses the one queue of the :class:`Device`, so torch and the fast path see what the other has written::
+
+    no runner yet          torch runs every step, the build goes on meanwhile          state.name torch
+    gap after a decode     the runner is made; if that fails, torch runs every step
+    from then on           small sequences on the fast path, long ones in torch        state.name that of the path
+    a part is refused      what it serves runs another way, the rest as before         state.fallback_reason
+    a DeviceError          the runner is given up, its steps are run again in torch    state.fallback_reason
+    any other error        the same, unless torch refuses the step too: then the step is at fault
+    a DeviceGone           DeviceLost, now and for every later call
+
+A step that failed half way has written KV to its own slots only, and the second run writes all of them again.
+Deterministic mode never uses torch: a DeviceError, or a capture that fails, is DeviceLost, and any other error ends its
+own step only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ferrule_server.errors import ConfigError
+from ferrule_server.executor.base import (
+    DeviceLost,
+    Executor,
+    ExecutorInfo,
+    ExecutorState,
+    Int32Array,
+    MemoryPlan,
+    RowOutput,
+    StepBatch,
+    StepResult,
+)
+from ferrule_server.executor.fallback.device import Device, DeviceError, DeviceGone, Processor
+from ferrule_server.executor.fallback.fast_path import Build, FastPath, MakeRunner, Runner, sentence
+from ferrule_server.executor.fallback.split import SMALL_ROWS, split_step
+from ferrule_server.executor.fallback.submitted import SubmittedStep, fed_back
+
+__all__ = ["FallbackExecutor"]
+
+_MOST_PENDING = 2
+
+
+class FallbackExecutor:
+    """Implements ``executor.base.PipelinedExecutor``.
+
+    Invariant: the pending steps are the last ones submitted, at most two, in order. Without a runner none is pending.
+
+    Args:
+        torch_executor: Uses the same device; owned from now on. The runner shares its weights and its pool.
+        device: The device of both; owned from now on. None: the processor.
+        name: Name of the executor while the fast path serves.
+        build: What the runner needs, started; None: torch runs every step. Owned from now on.
+        make_runner: Makes the runner of the fast path.
+        reason: Why there is no build although one was wanted, for people.
+        is_deterministic: Run everything on the fast path, or nothing at all: the build is waited for here.
+        memory: What the device's memory is used for.
+
+    Raises:
+        ConfigError: It cannot be deterministic; the message says why.
+    """
+
+    def __init__(
+        self,
+        torch_executor: Executor,
+        device: Device | None = None,
+        *,
+        name: str = "",
+        build: Build | None = None,
+        make_runner: MakeRunner | None = None,
+        reason: str = "",
+        is_deterministic: bool = False,
+        memory: MemoryPlan | None = None,
+    ) -> None:
+        self._torch = torch_executor
+        self._device = device or Processor()
+        self._is_deterministic = is_deterministic
+        self._memory = memory
+        info = torch_executor.info
+        self._info = replace(
+            info,
+            name=name if build else info.name,
+            device_name=self._device.name or info.device_name,
+            fallback_reason=reason,
+        )
+        self._path = FastPath(name, self._device, build, make_runner, reason)
+        self._has_decoded = False
+        self._pending: deque[SubmittedStep] = deque()
+        self._last: SubmittedStep | None = None
+        self._num_torch_steps = 0
+        self._lost = ""
+        if is_deterministic:
+            self._open_deterministic()
+
+    @property
+    def info(self) -> ExecutorInfo:
+        """What this executor is; constant."""
+        return self._info
+
+    @property
+    def runner(self) -> Runner | None:
+        """What runs steps on the fast path; None before the gap after the first decode, and once it was given up."""
+        return self._path.runner
+
+    @property
+    def state(self) -> ExecutorState:
+        """What it is doing and how; from any thread."""
+        allocated, peak = self._device.memory
+        state = self._path.state(self._memory, self._num_torch_steps)
+        return replace(state, device_allocated_bytes=allocated, device_peak_bytes=peak)
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def run(self, batch: StepBatch) -> StepResult:
+        """Write the KV of the step's rows and return what its output rows asked for.
+
+        Raises:
+            DeviceLost: The device is gone for good and no KV can be trusted.
+        """
+        self._settle()
+        self._has_decoded |= _has_small_sequence(batch)
+        runner = self._path.runner
+        if runner is None or not batch.num_rows:
+            return self._run_in_torch(batch)
+        small_rows = None if self._is_deterministic else SMALL_ROWS
+        parts = split_step(batch, max_rows=runner.max_rows, max_seq_rows=runner.max_seq_rows, small_rows=small_rows)
+        results = [self._run_fast(part.batch) if part.is_fast else self._run_in_torch(part.batch) for part in parts]
+        if len(parts) == 1:
+            return results[0]
+        rows: dict[int, tuple[RowOutput, str]] = {}
+        for part, result in zip(parts, results, strict=True):
+            rows.update(zip(part.outputs.tolist(), zip(result.rows, result.paths, strict=True), strict=True))
+        merged = [rows[output] for output in range(len(batch.output_rows))]
+        return StepResult([row for row, _ in merged], [path for _, path in merged])
+
+    def can_submit(self, batch: StepBatch) -> bool:
+        """Return whether :meth:`submit` would take this batch without waiting for the device."""
+        runner = self._path.runner
+        return (
+            runner is not None
+            and len(self._pending) < _MOST_PENDING
+            and 0 < batch.num_rows == batch.num_seqs == len(batch.output_rows)
+            and batch.num_rows <= runner.max_rows
+            and self._would_take(runner, batch)
+        )
+
+    def submit(self, batch: StepBatch) -> SubmittedStep:
+        """Put a step that :meth:`can_submit` into the device's queue; torch runs it at once if the fast path fails.
+
+        Raises:
+            DeviceLost: As :meth:`run`.
+            ValueError: The batch takes tokens of the step submitted before, and there was none.
+        """
+        self._check()
+        assert len(self._pending) < _MOST_PENDING, "two steps are pending; read the older one first"
+        if batch.feedback is not None and (self._last is None or self._last.is_done):
+            batch = fed_back(batch, self._last)
+        step = SubmittedStep(batch, self._last, self._read)
+        self._pending.append(step)
+        if self._path.runner is None:
+            self._run_pending_again()
+        else:
+            self._enqueue(self._path.runner, step, batch)
+        self._last = step
+        return step
+
+    def tend(self) -> bool:
+        """Make the runner, or capture one graph, if that is wanted; return whether there is more to do.
+
+        Raises:
+            DeviceLost: As :meth:`run`.
+        """
+        self._check()
+        if self._pending:
+            return False
+        runner = self._path.runner
+        try:
+            if runner is not None:
+                return runner.capture_next()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the device may still be capturing
+            self._give_up(error)
+            return False
+        if self._has_decoded or self._path.is_blocked:
+            return self._ready_runner() is not None
+        return False
+
+    def _would_take(self, runner: Runner, batch: StepBatch) -> bool:
+        try:
+            return runner.can_submit(batch)
+        except Exception as error:  # noqa: BLE001 - this call must not fail
+            if not self._is_deterministic:
+                with suppress(DeviceLost):  # the next call raises it
+                    self._give_up(error)
+            return False
+
+    def _enqueue(self, runner: Runner, step: SubmittedStep, batch: StepBatch) -> None:
+        try:
+            step.queued = runner.submit(batch)
+        except Exception as error:  # noqa: BLE001 - whatever it is, another way may do it
+            if self._ends_path(error):
+                self._give_up(error)
+                return
+            self._pending.pop()
+            self._settle()
+            step.finish(self._run_instead(step.batch_for_host(), error))
+
+    def _read(self, step: SubmittedStep) -> None:
+        """Make a pending step done, and those before it."""
+        self._check()
+        while not step.is_done:
+            self._read_oldest()
+
+    def _settle(self) -> None:
+        """Make every pending step done: nothing may come between a step and its second run."""
+        self._check()
+        while self._pending:
+            self._read_oldest()
+
+    def _read_oldest(self) -> None:
+        step = self._pending[0]
+        assert step.queued is not None
+        try:
+            result = step.queued.result()
+        except Exception as error:  # noqa: BLE001 - torch runs it, or whoever asks for the step gets the error
+            if not self._is_deterministic or isinstance(error, DeviceError):
+                self._give_up(error)
+                return
+            self._check_alive(error)
+            step.fail(error)
+        else:
+            step.finish(result)
+        self._pending.popleft()
+
+    def _run_fast(self, batch: StepBatch) -> StepResult:
+        """Run a step on the fast path if it can run it, else in torch; nothing is pending."""
+        runner = self._path.runner
+        try:
+            if runner is not None and runner.can_run(batch):
+                return runner.run(batch)
+        except Exception as error:  # noqa: BLE001 - whatever it is, another way may do it
+            if not self._ends_path(error):
+                return self._run_instead(batch, error)
+            self._give_up(error)
+        return self._run_in_torch(batch)
+
+    def _ends_path(self, error: Exception) -> bool:
+        """Whether an error says that the device refuses more than one part of the fast path."""
+        return isinstance(error, DeviceError) and (self._is_deterministic or not self._path.part_of(error))
+
+    def _run_instead(self, batch: StepBatch, error: Exception) -> StepResult:
+        """Run a step another way that failed on the fast path, although the device does not refuse the whole path.
+
+        Nothing is pending. If the error takes out a part of the path, the step runs on what is left of the path. Else,
+        if torch runs it, the fault is in the fast path and would be in the next step too: the runner is given up.
+        Memory that was short for a moment is not a fault.
+
+        Raises:
+            DeviceLost: The device is gone: that was why.
+            Exception: Torch refuses it as well, or must not run it: the step is at fault.
+        """
+        self._check_alive(error)
+        if self._is_deterministic:
+            raise error
+        if self._drop_part(error):
+            return self._run_fast(batch)
+        result = self._run_in_torch(batch)
+        if self._path.runner is not None and not isinstance(error, torch.OutOfMemoryError):
+            self._give_up(error)
+        return result
+
+    def _run_in_torch(self, batch: StepBatch) -> StepResult:
+        with self._on_device():
+            rows = self._torch.run(batch).rows
+        self._num_torch_steps += batch.num_rows > 0
+        return StepResult(rows, ("torch",) * len(rows))
+
+    # ---- copies and transfers ---------------------------------------------------------------------------------------
+
+    def copy_blocks(self, block_pairs: Int32Array) -> None:
+        """Copy whole blocks, all layers: int32 [n, 2] of (source, destination), destinations distinct."""
+        self._settle()
+        runner = self._path.runner
+        if runner is None or not self._try_copy(runner, block_pairs):
+            with self._on_device():
+                self._torch.copy_blocks(block_pairs)
+
+    def _try_copy(self, runner: Runner, block_pairs: Int32Array) -> bool:
+        """Copy on the fast path and return whether that worked; if not, torch may make all copies again.
+
+        Raises:
+            DeviceLost: The device is gone, or torch must not go on.
+        """
+        try:
+            return runner.copy_blocks(block_pairs)
+        except Exception as error:  # noqa: BLE001 - whatever it is, torch copies the same bytes
+            self._check_alive(error)
+            if not self._drop_part(error):
+                self._give_up(error)
+            return False
+
+    def copy_slots(self, slot_pairs: Int32Array) -> None:
+        """Copy single slots, all layers: int32 [n, 2] of (source, destination), read before any is written."""
+        self._settle()
+        with self._on_device():
+            self._torch.copy_slots(slot_pairs)
+
+    def read_blocks(self, block_ids: Int32Array) -> npt.NDArray[np.uint8]:
+        """Return the raw bytes of blocks: uint8 [n, bytes_per_block], a copy."""
+        self._settle()
+        with self._on_device():
+            return self._torch.read_blocks(block_ids)
+
+    def write_blocks(self, block_ids: Int32Array, data: npt.NDArray[np.uint8]) -> None:
+        """Overwrite blocks with raw bytes of the same shape as :meth:`read_blocks` returns."""
+        self._settle()
+        with self._on_device():
+            self._torch.write_blocks(block_ids, data)
+
+    def close(self) -> None:
+        """Free the device; the executor is not used again. Errors no longer matter."""
+        self._pending.clear()
+        self._path.close()
+        self._torch.close()
+        with suppress(Exception):
+            self._device.close()
+
+    # ---- when something fails ---------------------------------------------------------------------------------------
+
+    def _ready_runner(self) -> Runner | None:
+        """Return the runner, made now if its build is done; None if there is none, yet or for good."""
+        if self._path.is_opening:
+            try:
+                with self._on_device():
+                    self._path.open()
+            except DeviceLost:
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever prevents the runner, torch serves
+                self._give_up(error)
+        return self._path.runner
+
+    def _open_deterministic(self) -> None:
+        try:
+            with self._on_device():
+                self._path.open()
+        except Exception as error:
+            raise ConfigError(f"--deterministic needs the kernels: {sentence(error)}") from error
+
+    def _drop_part(self, error: Exception) -> bool:
+        """Do without the part of the fast path that an error takes out; return False if it is more than a part.
+
+        Raises:
+            DeviceLost: The device is gone.
+        """
+        if self._is_deterministic:
+            return False
+        try:
+            return self._path.drop(error)
+        except DeviceGone as gone:
+            raise self._lose(gone) from gone
+
+    def _give_up(self, error: Exception) -> None:
+        """Leave everything to torch for good, the pending steps first.
+
+        Raises:
+            DeviceLost: Torch cannot go on either, or not with the same bits.
+        """
+        if isinstance(error, DeviceGone) or self._is_deterministic:
+            raise self._lose(error) from error
+        try:
+            self._path.give_up(error)
+        except DeviceGone as gone:
+            raise self._lose(gone) from gone
+        self._run_pending_again()
+
+    def _run_pending_again(self) -> None:
+        """Run the pending steps in torch, in order: each writes all the KV that the fast path was to write."""
+        while self._pending:
+            step = self._pending[0]
+            try:
+                step.finish(self._run_in_torch(step.batch_for_host()))
+            except DeviceLost:
+                raise
+            except Exception as error:  # noqa: BLE001 - whoever asks for the step gets the error
+                step.fail(error)
+            self._pending.popleft()
+
+    def _check(self) -> None:
+        """Raise DeviceLost if the device was lost before."""
+        if self._lost:
+            raise DeviceLost(self._lost)
+
+    def _lose(self, error: Exception) -> DeviceLost:
+        """Return what to raise, now and at every later call."""
+        self._lost = sentence(error)
+        return DeviceLost(self._lost)
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """Order what torch does inside after the work of the fast path.
+
+        Raises:
+            DeviceLost: The device is gone, for good.
+        """
+        self._check()
+        try:
+            with self._device.current():
+                yield
+        except Exception as error:
+            if self._device.translated(error) is not None:  # torch's libraries fail first and do not say why
+                self._check_alive(error)
+            raise
+
+    def _check_alive(self, error: Exception) -> None:
+        """Raise DeviceLost if the device is gone, whatever an error says."""
+        meant = self._device.translated(error)
+        if isinstance(meant, DeviceGone):
+            raise self._lose(meant) from error
+        try:
+            self._device.synchronize()
+        except DeviceGone as gone:
+            raise self._lose(gone) from error
+        except Exception:  # noqa: BLE001 - it is not gone; whatever is wrong, the given error says more
+            return
+
+
+def _has_small_sequence(batch: StepBatch) -> bool:
+    return batch.num_seqs > 0 and int(np.diff(batch.cu_seqlens_q).min()) <= SMALL_ROWS

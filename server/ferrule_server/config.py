@@ -105,6 +105,8 @@ class ServerConfig:
     """
     has_cuda_runner: bool = _GPU.switch("--disable-cuda-runner", default=True)
     """run everything in torch, even on a GPU with --executor numba-cuda, to see whether a fault is in the kernels"""
+    has_cuda_graphs: bool = _GPU.switch("--disable-cuda-graphs", default=True)
+    """launch the kernels of each step one by one; slower, to see whether a fault comes from CUDA graphs"""
     has_early_launch: bool = _GPU.switch("--disable-early-launch", default=True)
     """start no kernel before the previous one has ended; slower, to see whether a fault comes from overlapping kernels
     """

@@ -191,6 +191,7 @@ def _preparing(
         kernel_cache=config.kernel_cache,
         kernel_bundle=config.kernel_bundle,
         has_early_launch=config.has_early_launch,
+        has_graphs=config.has_cuda_graphs,
     )
     preparation = prepare(model_config, options)
     try:

@@ -93,6 +93,7 @@ ROWS = (
     Row("--gpu-memory-fraction", "gpu_memory_fraction", 0.9, "0.75", 0.75, "2", "{} '2': must be from 0.1 to 1"),
     Row("--deterministic", "is_deterministic", False, "1", True, "maybe", "{} 'maybe': must be 1 or 0"),
     Row("--disable-cuda-runner", "has_cuda_runner", True, "1", False, "maybe", "{} 'maybe': must be 1 or 0"),
+    Row("--disable-cuda-graphs", "has_cuda_graphs", True, "1", False, "maybe", "{} 'maybe': must be 1 or 0"),
     Row("--disable-early-launch", "has_early_launch", True, "1", False, "maybe", "{} 'maybe': must be 1 or 0"),
     Row(
         "--kernel-cache",

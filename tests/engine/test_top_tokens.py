@@ -9,7 +9,7 @@ import pytest
 
 from ferrule_server.engine.jobs import Acceptance, Drafts, OutputRequest
 from ferrule_server.errors import NonFiniteLogits
-from ferrule_server.executor.base import OutputSpec
+from ferrule_server.executor.base import NO_SLOT, OutputSpec
 from ferrule_server.kv.handle import StalePolicy
 from tests.engine.harness import GREEDY, Harness, append
 from tests.fakes import FakeExecutor, fake_logits
@@ -30,7 +30,8 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[tuple[str, int, list[int]]]
     rows = []
     for record in caplog.records:
         if record.message.startswith("top tokens"):
-            handle_id, position, best = record.args  # type: ignore[misc]
+            handle_id, position, path, _, best = record.args  # type: ignore[misc]
+            assert path == "fake"
             rows.append((str(handle_id), int(str(position)), [int(each.split(":")[0]) for each in str(best).split()]))
     return rows
 
@@ -63,6 +64,28 @@ def test_every_output_row_is_logged_and_answered_as_it_was_asked_for(caplog: pyt
         (handle_id, 6, best_of((1, 2, 3, 4, 5, 6))),
         (handle_id, 7, best_of((1, 2, 3, 4, 5, 6, 7))),
     ]
+
+
+def test_the_step_that_is_debugged_runs_as_without_debugging(caplog: pytest.LogCaptureFixture) -> None:
+    """With the same outputs and slots; a query of the same rows follows, which writes nothing."""
+    caplog.set_level(logging.INFO)
+    with Harness(debug_top_tokens=True) as harness:
+        row = harness.prefill(1, 2, 3, output=GREEDY).rows[0]
+        step, query = harness.executor.batches
+    assert step.output_specs == (GREEDY.spec,)
+    assert (step.slot_mapping >= 0).all()
+    assert query.output_specs == (OutputSpec(num_top_logprobs=5),)
+    assert (query.slot_mapping == NO_SLOT).all()
+    assert f"path=fake token={row.token} best={row.token}:" in caplog.text
+
+
+def test_a_query_that_fails_costs_its_lines_only(caplog: pytest.LogCaptureFixture) -> None:
+    """The step has run, and is answered."""
+    executor = FakeExecutor()
+    executor.errors = {2: RuntimeError("no memory")}
+    with Harness(executor, debug_top_tokens=True) as harness:
+        assert harness.prefill(1, 2, 3).rows[0].token == best_of((1, 2, 3))[0]
+    assert "top tokens of 1 rows could not be found" in caplog.text
 
 
 def test_a_row_that_is_not_finite_is_logged_as_such(caplog: pytest.LogCaptureFixture) -> None:

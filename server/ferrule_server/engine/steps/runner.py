@@ -68,14 +68,11 @@ class StepRunner:
 
     def run_batch(self, batch: StepBatch, chunks: list[Chunk]) -> StepOutcome:
         """Run the batch that :meth:`prepare` made of the chunks; raises what the executor raises."""
-        asked = batch.output_specs
-        if self._logs_top_tokens:
-            batch = top_tokens.with_top_tokens(batch)
         started_ns = time.monotonic_ns()
-        rows = self._executor.run(batch).rows
-        outcome = self.finish(batch, rows, started_ns, time.monotonic_ns() - started_ns)
+        result = self._executor.run(batch)
+        outcome = self.finish(batch, result.rows, started_ns, time.monotonic_ns() - started_ns)
         if self._logs_top_tokens:
-            outcome.rows = top_tokens.log_top_tokens(chunks, asked, rows)
+            top_tokens.log_top_tokens(self._executor, batch, chunks, result)
         return outcome
 
     def finish(self, batch: StepBatch, rows: list[RowOutput], started_ns: int, elapsed_ns: int) -> StepOutcome:

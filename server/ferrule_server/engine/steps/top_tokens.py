@@ -1,56 +1,67 @@
-"""Log the five likeliest tokens of every output row, to find out why a model says what it says."""
+"""Log the five likeliest tokens of every output row, to find out why a model says what it says.
+
+The step itself is run exactly as it was asked for, in the same kernels and the same graph. The best tokens come from a
+second run of its rows, as queries, which write no KV and whose results go nowhere else.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Final
 
+import numpy as np
+
 from ferrule_server.engine.steps.batcher import Chunk
-from ferrule_server.executor.base import OutputSpec, RowOutput, StepBatch
+from ferrule_server.executor.base import NO_SLOT, DeviceLost, Executor, OutputSpec, RowOutput, StepBatch, StepResult
 from ferrule_server.kv.append_rule import Verdict
 
 _LOG = logging.getLogger(__name__)
-_NUM_LOGGED: Final = 5
+_BEST: Final = OutputSpec(num_top_logprobs=5)
 
 
 def warn() -> None:
-    """Warn, once, that the log shows what is generated."""
+    """Log, once, that generated text can be read in the log from now on."""
     _LOG.warning("debug_top_tokens=on: the log shows what every sequence says; switch it off where others may read it")
 
 
-def with_top_tokens(batch: StepBatch) -> StepBatch:
-    """Return the step, asking also for the likeliest tokens of each output row."""
-    return dataclasses.replace(batch, output_specs=tuple(map(_with_top, batch.output_specs)))
-
-
-def log_top_tokens(chunks: Iterable[Chunk], asked: Sequence[OutputSpec], rows: Sequence[RowOutput]) -> list[RowOutput]:
-    """Log each row of a step and return the rows as they were requested.
+def log_top_tokens(executor: Executor, batch: StepBatch, chunks: Iterable[Chunk], result: StepResult) -> None:
+    """Log each output row of a step that has run: its token, how it was computed, and the best tokens.
 
     Args:
-        chunks: The step.
-        asked: The requested output of each row, before :func:`with_top_tokens`.
-        rows: The rows that the executor returned.
+        executor: It has run the step, and runs its rows again.
+        batch: The step.
+        chunks: The rows of the step by append.
+        result: The result of the step.
+
+    Raises:
+        DeviceLost: As the executor raises it.
     """
+    query = dataclasses.replace(
+        batch,
+        slot_mapping=np.full_like(batch.slot_mapping, NO_SLOT),
+        output_specs=(_BEST,) * len(batch.output_specs),
+        histories=(),
+    )
+    try:
+        best = executor.run(query).rows
+    except DeviceLost:
+        raise
+    except Exception:  # noqa: BLE001 - the step itself has run, and is answered
+        _LOG.exception("top tokens of %d rows could not be found", len(result.rows))
+        return
     handle_ids = (_handle_id(chunk) for chunk in chunks for _ in range(chunk.run.num_outputs(chunk.num_rows)))
-    for handle_id, row in zip(handle_ids, rows, strict=True):
-        _LOG.info("top tokens handle_id=%s position=%d best=%s", handle_id, row.position, _best(row))
-    return [_without_top(row, spec.num_top_logprobs) for row, spec in zip(rows, asked, strict=True)]
-
-
-def _with_top(spec: OutputSpec) -> OutputSpec:
-    if spec.num_top_logprobs >= _NUM_LOGGED:
-        return spec
-    return dataclasses.replace(spec, num_top_logprobs=_NUM_LOGGED)
-
-
-def _without_top(row: RowOutput, num_asked: int) -> RowOutput:
-    if row.top_ids is None or row.top_logprobs is None or num_asked >= len(row.top_ids):
-        return row
-    if not num_asked:
-        return dataclasses.replace(row, top_ids=None, top_logprobs=None)
-    return dataclasses.replace(row, top_ids=row.top_ids[:num_asked], top_logprobs=row.top_logprobs[:num_asked])
+    paths = result.paths or (executor.info.name,) * len(result.rows)
+    for handle_id, path, row, top in zip(handle_ids, paths, result.rows, best, strict=True):
+        _LOG.info(
+            "top tokens handle_id=%s position=%d path=%s token=%s best=%s",
+            handle_id,
+            row.position,
+            path,
+            row.token,
+            _best(top),
+        )
 
 
 def _handle_id(chunk: Chunk) -> str:
@@ -59,8 +70,8 @@ def _handle_id(chunk: Chunk) -> str:
 
 
 def _best(row: RowOutput) -> str:
-    """Return the likeliest tokens of a row with their log-probabilities, the likeliest first."""
+    """Return the row's best tokens with their log-probabilities, best first."""
     if row.top_ids is None or row.top_logprobs is None:
         return "none (not finite)"
-    pairs = zip(row.top_ids[:_NUM_LOGGED].tolist(), row.top_logprobs[:_NUM_LOGGED].tolist(), strict=True)
+    pairs = zip(row.top_ids.tolist(), row.top_logprobs.tolist(), strict=True)
     return " ".join(f"{token_id}:{logprob:.4f}" for token_id, logprob in pairs)

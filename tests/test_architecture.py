@@ -156,7 +156,7 @@ MAX_FILES = 10
 """In each room of these packages."""
 MAX_FILE_LINES = 400
 """Code lines of a file."""
-LONGER_FILES = {"kernels/cuda/gemm.py": 460}
+LONGER_FILES = {"kernels/cuda/gemm.py": 462}
 BUDGET: dict[str, int] = {
     ".": 1550,
     "api": 375,
@@ -181,7 +181,7 @@ BUDGET: dict[str, int] = {
     "executor/fallback": 615,
     "executor/sampling": 670,
     "kernels": 110,
-    "kernels/cuda": 7670,
+    "kernels/cuda": 7680,
     "kv": 1380,
     "model": 970,
     "model/families": 190,

@@ -7,6 +7,8 @@ from typing import Any
 
 from cuda.bindings import driver as real
 
+from ferrule_server.kernels.cuda.toolchain.machine_code import MULTIPROCESSORS, Multiprocessor
+
 CONTEXT, LIBRARY, KERNEL, FUNCTION = 1001, 1002, 1003, 1004
 
 
@@ -30,7 +32,7 @@ class RecordedDriver:
     Attributes:
         capability: Of the GPU.
         version: Of CUDA, as the driver gives it.
-        max_ctas_per_sm: That fit a multiprocessor; None: as threads and shared memory allow.
+        max_ctas_per_sm: That fit a multiprocessor; None: as threads and shared memory allow on that capability.
         kinds: ctypes of the loaded kernel's parameters: what the cubin would tell.
         failures: By function name: the error to answer with.
         calls: Names and arguments, in order.
@@ -61,6 +63,11 @@ class RecordedDriver:
 
         return call
 
+    @property
+    def multiprocessor(self) -> Multiprocessor:
+        """The limits of its compute capability; those of the newest for one without kernels."""
+        return MULTIPROCESSORS.get(self.capability, MULTIPROCESSORS[9, 0])
+
     def named(self, name: str) -> list[tuple[Any, ...]]:
         """Return the arguments of every call of one function."""
         return [arguments for called, arguments in self.calls if called == name]
@@ -83,7 +90,7 @@ class RecordedDriver:
             "COMPUTE_CAPABILITY_MAJOR": self.capability[0],
             "COMPUTE_CAPABILITY_MINOR": self.capability[1],
             "MULTIPROCESSOR_COUNT": 132,
-            "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": 227 << 10,
+            "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": self.multiprocessor.max_shared_bytes_per_cta,
         }
         return (values[name],)
 
@@ -108,7 +115,7 @@ class RecordedDriver:
     ) -> tuple[int]:
         if self.max_ctas_per_sm is not None:
             return (self.max_ctas_per_sm,)
-        return (min(2048 // num_threads, (227 << 10) // max(1, shared_bytes)),)
+        return (self.multiprocessor.ctas(num_threads, 1, shared_bytes),)
 
     def _cuLaunchKernelEx(self, config: Any, function: object, arguments: int, extra: int) -> tuple[Any, ...]:  # noqa: N802
         early = real.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION

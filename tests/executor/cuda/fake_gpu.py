@@ -126,6 +126,7 @@ class FakeGpu:
         graph_bytes: Taken by every graph.
         seed: Of the order in which the simulator's threads run.
         stand_ins: By name of the kernel (``embed``): run in its place, in either case.
+        capability: Its compute capability, which decides what shared memory a kernel may have.
 
     Attributes:
         log: Every call so far that got as far as the GPU, failed ones included.
@@ -143,16 +144,18 @@ class FakeGpu:
         graph_bytes: int = 1 << 20,
         seed: int = 0,
         stand_ins: Mapping[str, StandIn] | None = None,
+        capability: tuple[int, int] = (9, 0),
     ) -> None:
         self.log: list[Call] = []
         self.memory = FakeMemory()
         self.graphs: list[FakeGraph] = []
         self.stand_ins = dict(stand_ins or {})
-        self._driver = RecordedDriver()
+        self._driver = RecordedDriver(capability=capability)
         self._device = Device.open(0, self._driver)
         self._device.num_sms = num_sms
         self._graph_bytes = graph_bytes
-        self._info = GpuInfo("Fake GPU", "sm_90a", num_sms, total_bytes, self._device.shared_bytes_per_cta)
+        device = self._device
+        self._info = GpuInfo("Fake GPU", device.architecture, num_sms, total_bytes, device.shared_bytes_per_cta)
         self._faults = Faults()
         self._stream = FakeStream(self.memory.simulated, self._faults, self.stand_ins, simulate=simulate, seed=seed)
         self._launched: set[Operation] = set()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from ferrule_server.executor.cuda.buckets import bucket_sizes
 from ferrule_server.executor.cuda.buffers import DecodeBuffers, Limits
 from ferrule_server.executor.cuda.chain import StepChain
 from ferrule_server.executor.cuda.kernel_choice import (
+    BLOCK_SIZES,
+    HEAD_DIMS,
     attention_grid,
     attention_spec,
     gemv_spec,
@@ -25,10 +29,11 @@ from ferrule_server.executor.cuda.kernel_choice import (
 )
 from ferrule_server.executor.cuda.kernel_set import KernelSet
 from ferrule_server.executor.cuda.weights import adopt_weights
-from ferrule_server.kernels.cuda import copy_blocks
+from ferrule_server.kernels.cuda import attention_mma, copy_blocks
 from ferrule_server.kernels.cuda.logit_rows import num_slices
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.toolchain.catalog import OPS, kernels_of
+from ferrule_server.kernels.cuda.toolchain.machine_code import MULTIPROCESSORS
 from ferrule_server.model.config import ModelConfig
 from tests.executor.cuda.fake_gpu import CUBIN, FakeGpu, FakeLaunch
 from tests.executor.cuda.tiny_model import KINDS, tiny_config, tiny_executor
@@ -107,6 +112,42 @@ def test_other_data_types_and_blocks_are_refused() -> None:
     """Both are settings of the server; all reasons are given at once."""
     reason = unsupported_reason(tiny_config(), torch.float32, 8)
     assert reason == "the kernels need bfloat16, not float32, blocks of 16 or 32 or 64 tokens, not 8"
+
+
+@pytest.mark.parametrize("capability", MULTIPROCESSORS)
+def test_every_kernel_of_a_supported_shape_fits_every_gpu(
+    all_specs: frozenset[KernelSpec], capability: tuple[int, int]
+) -> None:
+    """One CTA fits, with the registers that the compiler may give it; the driver's own check agrees."""
+    gpu, whole = FakeGpu(capability=capability), MULTIPROCESSORS[capability]
+    assert gpu.info.shared_bytes_per_cta == whole.max_shared_bytes_per_cta
+    for spec in all_specs:
+        num_registers = min(255, whole.num_registers // (2 * spec.ctas_per_sm * spec.num_threads))
+        assert whole.ctas(spec.num_threads, num_registers, spec.shared_bytes) >= 1, spec
+        gpu.load(spec, CUBIN)
+
+
+@pytest.fixture(scope="module")
+def all_specs() -> frozenset[KernelSpec]:
+    """Return every kernel that a step of a supported model may launch, and attention along trees."""
+    ways = list(product(BLOCK_SIZES, (False, True)))
+    return frozenset(
+        spec
+        for shape in _shapes()
+        for block_size, is_deterministic in ways
+        for spec in (
+            *specs_needed(shape, is_deterministic=is_deterministic, block_size=block_size),
+            attention_mma.spec(shape, TREE=True, BLOCK_SIZE=block_size),
+        )
+    )
+
+
+def _shapes() -> Iterator[ModelShape]:
+    """Yield models of every head width and group, from tiny ones to the widest that fits 99 KiB."""
+    sizes = ((1, 8, 16), (8, 1024, 3072), (2, 1536, 8960), (8, 4096, 14336), (8, 8192, 24576))
+    for head_dim, group, (num_kv_heads, hidden, intermediate) in product(HEAD_DIMS, range(1, 17), sizes):
+        num_heads = group * num_kv_heads
+        yield ModelShape(hidden, intermediate, 1, num_heads, num_kv_heads, head_dim, 151936, has_qk_norm=group % 2 == 0)
 
 
 def test_the_largest_vocabulary_is_one_the_kernels_take() -> None:

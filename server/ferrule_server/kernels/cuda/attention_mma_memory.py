@@ -11,13 +11,13 @@ from ferrule_server.kernels.cuda.specialise import i32
 from ferrule_server.kernels.cuda.work_list import MAX_NEW
 
 __all__ = [
-    "FOLD_BYTES",
     "LOG2",
     "ROWS",
     "Registers",
     "TAIL_PAD",
     "TAIL_TOKENS",
     "TILE",
+    "ends_offset",
     "flag_offset",
     "folds_offset",
     "larger",
@@ -38,13 +38,12 @@ TILE = 16
 Registers = Any
 """An array of variables; what it is in Python only the specialiser knows."""
 
-# Shared memory: Q, K of the tail, V of the tail, results of the warps, their maxima and sums, what is folded of a
-# segment and of the segments before it, a flag, what each row sees (two words).
+# Shared memory: Q, K of the tail, V of the tail, results of the warps, their maxima and sums, the folded sums of the
+# segment and of the segments before it, their maxima and sums of weights, a flag, what each row sees (two words).
+# It must fit 101,376 bytes, the limit of a CTA on compute capability 8.6 and 8.9.
 TAIL_PAD = 16
 """Bytes behind each row of the tail: spread what a quarter of a warp reads over all banks."""
 TAIL_TOKENS = MAX_NEW + TILE
-FOLD_BYTES = 24
-"""What a thread keeps of one piece (four dims of a row): a state of :mod:`ferrule_server.kernels.cuda.partials`."""
 
 
 @device
@@ -67,14 +66,20 @@ def stats_offset(*, HEAD_DIM: int, WARPS: int) -> Offset:
 
 @device
 def folds_offset(*, HEAD_DIM: int, WARPS: int) -> Offset:
-    """Return where the folded pieces of the segment, then those of the segments before it, begin."""
+    """Return where the folded sums begin: float32 [2, ROWS, HEAD_DIM], of the segment, then of those before it."""
     return stats_offset(HEAD_DIM=HEAD_DIM, WARPS=WARPS) + WARPS * ROWS * 8
+
+
+@device
+def ends_offset(*, HEAD_DIM: int, WARPS: int) -> Offset:
+    """Return where the maximum and the sum of weights of each folded row begin: float32 [2 folds, 2 turns, ROWS, 2]."""
+    return folds_offset(HEAD_DIM=HEAD_DIM, WARPS=WARPS) + 2 * ROWS * HEAD_DIM * 4
 
 
 @device
 def flag_offset(*, HEAD_DIM: int, WARPS: int) -> Offset:
     """Return where the word lies that tells all threads what the ticket was; what rows see is 16 bytes further."""
-    return folds_offset(HEAD_DIM=HEAD_DIM, WARPS=WARPS) + 2 * (ROWS * HEAD_DIM // 4) * FOLD_BYTES
+    return ends_offset(HEAD_DIM=HEAD_DIM, WARPS=WARPS) + 2 * 2 * ROWS * 8
 
 
 @device
@@ -109,7 +114,4 @@ def token_address(
 
 def shared_bytes(head_dim: int, *, WARPS: int) -> int:
     """Return the dynamic shared memory of a launch in bytes."""
-    query = ROWS * head_dim * 2
-    tail = 2 * TAIL_TOKENS * (head_dim * 2 + TAIL_PAD)
-    results = WARPS * ROWS * (head_dim * 4 + 8)
-    return query + tail + results + 2 * (ROWS * head_dim // 4) * FOLD_BYTES + 16 + ROWS * 8
+    return flag_offset(HEAD_DIM=head_dim, WARPS=WARPS) + 16 + ROWS * 8

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ferrule_server.kernels.cuda.attention_mma_memory import (
-    FOLD_BYTES,
     ROWS,
     Registers,
+    ends_offset,
     folds_offset,
     slots_offset,
     stats_offset,
@@ -97,6 +97,10 @@ def merge(
 
     A split of a segment that the item does not hold from its begin becomes a partial; others are folded. What is folded
     becomes a partial where the segment (or the item) ends; or, if the item is all of its tile, the output.
+
+    All threads of a row compute its maximum and its sum of weights, and the first one keeps them for the others. They
+    are kept in two places by turns: a thread may still read those of the last turn while the first one writes. The
+    barrier before the next merge separates the turn after that.
     """
     slots = slots_offset(HEAD_DIM=HEAD_DIM)
     stats = stats_offset(HEAD_DIM=HEAD_DIM, WARPS=WARPS)
@@ -123,20 +127,21 @@ def merge(
                 store_partial(target, new, 0.0, column, HEAD_DIM=HEAD_DIM)
             else:
                 kept = i32(folds + piece * 16)
-                ends = i32(folds + ROWS * HEAD_DIM // 4 * 16 + piece * 8)
+                ends = i32(ends_offset(HEAD_DIM=HEAD_DIM, WARPS=WARPS) + row * 8)
                 if (split & (SEGMENT - 1)) != 0:
-                    _fold_behind(new, kept, ends)
+                    _fold_behind(new, kept, ends, split)
                 if closes == 0:
-                    _keep(new, kept, ends)
+                    _keep(new, kept, ends, split, column)
                 elif num_items > 1:
                     store_partial(target, new, 1.0, column, HEAD_DIM=HEAD_DIM)
                 else:
-                    kept = i32(kept + ROWS * HEAD_DIM // 4 * FOLD_BYTES)
-                    ends = i32(ends + ROWS * HEAD_DIM // 4 * FOLD_BYTES)
+                    kept = i32(kept + ROWS * HEAD_DIM * 4)
+                    ends = i32(ends + 2 * ROWS * 8)
+                    segment = i32(split >> LOG2[SEGMENT])
                     if split >= SEGMENT:
-                        _fold_behind(new, kept, ends)
+                        _fold_behind(new, kept, ends, segment)
                     if split + 1 < end_split:
-                        _keep(new, kept, ends)
+                        _keep(new, kept, ends, segment, column)
                     else:
                         _store_row(
                             out, new, row, column, first_row, kv_head, num_kv_heads, HEAD_DIM=HEAD_DIM, GROUP=GROUP
@@ -145,25 +150,28 @@ def merge(
 
 
 @device
-def _fold_behind(new: Registers, place: Offset, ends: Offset) -> None:
-    """Replace ``new`` by what is kept, with ``new`` folded into it."""
+def _fold_behind(new: Registers, place: Offset, ends: Offset, turn: I32) -> None:
+    """Replace ``new`` by what was kept in the turn before, with ``new`` folded into it."""
     state = registers(6, init=0.0)
     sums = shared_load_f32x4(place)
     for e in unrolled(4):
         state[e] = sums[e]
-    state[4] = shared_load_f32(ends)
-    state[5] = shared_load_f32(ends + 4)
+    before = i32(ends + ((turn & 1) ^ 1) * (ROWS * 8))
+    state[4] = shared_load_f32(before)
+    state[5] = shared_load_f32(before + 4)
     fold(state, new)
     for e in unrolled(6):
         new[e] = state[e]
 
 
 @device
-def _keep(new: Registers, place: Offset, ends: Offset) -> None:
-    """Put a state into shared memory, for this thread only."""
+def _keep(new: Registers, place: Offset, ends: Offset, turn: I32, column: I32) -> None:
+    """Put a state into shared memory: its sums for this thread only, the rest for all threads of the row."""
     shared_store_f32x4(place, (new[0], new[1], new[2], new[3]))
-    shared_store_f32(ends, new[4])
-    shared_store_f32(ends + 4, new[5])
+    if column == 0:
+        now = i32(ends + (turn & 1) * (ROWS * 8))
+        shared_store_f32(now, new[4])
+        shared_store_f32(now + 4, new[5])
 
 
 @device

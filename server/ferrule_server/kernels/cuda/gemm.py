@@ -15,7 +15,9 @@ A CTA owns ``16 * ROW_TILES * ROW_WARPS`` rows at a time; ``K_WARPS`` warps shar
 meet in shared memory. Every warp keeps its share of DEPTH tiles of K in flight in registers, each register being loaded
 again as soon as it is used; the first of them are loaded above ``grid_wait``, while the kernel before this one still
 runs. Activations pass through STAGES buffers of shared memory. Their rows are 64 bytes longer than a tile of K, so that
-the eight lanes which read at a time (two rows of 64 bytes) meet different banks.
+the eight lanes which read at a time (two rows of 64 bytes) meet different banks. At the end of a group of rows, the
+partial sums take the place of the activations that were read last: the other buffers already receive activations of the
+next group. With separate memory for them, a CTA would exceed the 101,376 bytes of compute capability 8.6 and 8.9.
 
 Reduction order: slab s of a row belongs to warp ``s % K_WARPS``; a warp adds its slabs in order, the warps are added in
 order. It depends on ``size`` and K_WARPS and on nothing else: not on the number of tokens, the grid, the tile sizes or
@@ -166,6 +168,7 @@ def gemm(
     grid_launch_dependents()
     grid_wait()
     zero = i32(num_tokens >> 31)
+    buffer_bytes = _buffer_bytes(TILES=TILES, K_WARPS=K_WARPS, SLABS=SLABS, ROW_TILES=ROW_TILES, ROW_WARPS=ROW_WARPS)
     tile = registers(4, init=0)
     tile[NEXT_GROUP] = group
     for _ in unrolled(STAGES - 1):
@@ -175,6 +178,7 @@ def gemm(
             num_tokens,
             num_groups,
             size,
+            buffer_bytes,
             TILES=TILES,
             CHUNKS=K_WARPS * SLABS * 4,
             STAGES=STAGES,
@@ -213,6 +217,7 @@ def gemm(
                         num_tokens,
                         num_groups,
                         size,
+                        buffer_bytes,
                         TILES=TILES,
                         CHUNKS=K_WARPS * SLABS * 4,
                         STAGES=STAGES,
@@ -234,9 +239,7 @@ def gemm(
                             s=s,
                         )
                         _load(w, rows, left, ROW_TILES=ROW_TILES, K_WARPS=K_WARPS, SLABS=SLABS, d=d, s=s)
-                    tile[BUFFER] = _next_buffer(
-                        tile[BUFFER], BYTES=8 * TILES * (K_WARPS * SLABS * 64 + PAD), STAGES=STAGES
-                    )
+                    tile[BUFFER] = _next_buffer(tile[BUFFER], buffer_bytes, STAGES=STAGES)
                 else:
                     for s in unrolled(SLABS):
                         _load(w, rows, left, ROW_TILES=ROW_TILES, K_WARPS=K_WARPS, SLABS=SLABS, d=d, s=s)
@@ -248,13 +251,13 @@ def gemm(
             group,
             num_tokens,
             num_rows,
+            tile[NEXT_BUFFER],
             TILES=TILES,
             ROW_TILES=ROW_TILES,
             K_WARPS=K_WARPS,
             OUTS=TILE_ROWS[EPILOGUE] * ROW_TILES * ROW_WARPS,
             STEP=32 * K_WARPS // (TILE_ROWS[EPILOGUE] * ROW_TILES),
             STRIDE=16 * ROW_TILES * ROW_WARPS + ROW_PAD,
-            BASE=STAGES * 8 * TILES * (K_WARPS * SLABS * 64 + PAD),
             EPILOGUE=EPILOGUE,
             BIAS=BIAS,
         )
@@ -333,6 +336,7 @@ def _copy_tile(
     num_tokens: I32,
     num_groups: I32,
     size: I32,
+    buffer_bytes: Offset,
     *,
     TILES: int,
     CHUNKS: int,
@@ -362,14 +366,20 @@ def _copy_tile(
     if tile[NEXT_K] >= size:
         tile[NEXT_K] = i32(0)
         tile[NEXT_GROUP] = i32(tile[NEXT_GROUP] + num_ctas())
-    tile[NEXT_BUFFER] = _next_buffer(tile[NEXT_BUFFER], BYTES=8 * TILES * (CHUNKS * 16 + PAD), STAGES=STAGES)
+    tile[NEXT_BUFFER] = _next_buffer(tile[NEXT_BUFFER], buffer_bytes, STAGES=STAGES)
 
 
 @device
-def _next_buffer(buffer: Offset, *, BYTES: int, STAGES: int) -> Offset:
+def _buffer_bytes(*, TILES: int, K_WARPS: int, SLABS: int, ROW_TILES: int, ROW_WARPS: int) -> Offset:
+    """Return the size of a buffer, which holds a tile of activations or all partial sums."""
+    return 8 * TILES * max(K_WARPS * SLABS * 64 + PAD, K_WARPS * (16 * ROW_TILES * ROW_WARPS + ROW_PAD) * 4)
+
+
+@device
+def _next_buffer(buffer: Offset, buffer_bytes: Offset, *, STAGES: int) -> Offset:
     """Return the offset of the buffer after this one."""
-    following = i32(buffer + BYTES)
-    if following >= STAGES * BYTES:
+    following = i32(buffer + buffer_bytes)
+    if following >= STAGES * buffer_bytes:
         following = i32(0)
     return following
 
@@ -382,6 +392,7 @@ def _finish(
     group: I32,
     num_tokens: I32,
     num_rows: I32,
+    base: Offset,
     *,
     TILES: int,
     ROW_TILES: int,
@@ -389,20 +400,21 @@ def _finish(
     OUTS: int,
     STEP: int,
     STRIDE: int,
-    BASE: int,
     EPILOGUE: str,
     BIAS: bool,
 ) -> None:
     """Add the sums of the warps in order and store what comes of them.
 
-    Partial sums are float32 [K_WARPS, 8 * TILES tokens, STRIDE], at BASE. One barrier is enough: who writes them again
-    has passed those of the next group. A thread gives one row's values for tokens STEP apart.
+    Partial sums are float32 [K_WARPS, 8 * TILES tokens, STRIDE], at ``base``, where the activations of the last tile of
+    K lie. The first barrier waits for the warps that still read those, the second for the sums. The next copy to this
+    buffer begins after the next barrier of the loop. A thread gives one row's values for tokens STEP apart.
     """
     assert STEP >= 1
+    barrier()
     lane = i32(thread_id() & 31)
     k_warp = i32((thread_id() >> 5) & (K_WARPS - 1))
     row = i32((thread_id() >> (5 + LOG2[K_WARPS])) * (16 * ROW_TILES) + (lane >> 2))
-    mine = i32(BASE + ((k_warp * 8 * TILES + (lane & 3) * 2) * STRIDE + row) * 4)
+    mine = i32(base + ((k_warp * 8 * TILES + (lane & 3) * 2) * STRIDE + row) * 4)
     for r in unrolled(ROW_TILES):
         for n in unrolled(TILES):
             for c in unrolled(4):
@@ -430,7 +442,7 @@ def _finish(
         if EPILOGUE == "swiglu":
             shifts[1] = bf16_low(load_u16(bias + (n + num_rows) * 2))
     barrier()
-    parts = i32(BASE + (token * STRIDE + row) * 4)
+    parts = i32(base + (token * STRIDE + row) * 4)
     for j in unrolled(-(-8 * TILES // STEP)):
         if left > j * STEP:
             value = _total(parts + j * STEP * STRIDE * 4, K_WARPS=K_WARPS, BYTES=8 * TILES * STRIDE * 4) + shifts[0]
@@ -474,11 +486,10 @@ def num_ctas_needed(num_rows: int, constants: Mapping[str, Constant]) -> int:
 
 
 def shared_bytes(constants: Mapping[str, Constant]) -> int:
-    """Return the dynamic shared memory of a launch in bytes: buffers of activations, then partial sums."""
-    names = ("TILES", "K_WARPS", "SLABS", "STAGES", "ROW_TILES", "ROW_WARPS")
-    tiles, k_warps, slabs, stages, row_tiles, row_warps = _integers(constants, *names)
-    sums = k_warps * 8 * tiles * (16 * row_tiles * row_warps + ROW_PAD) * 4
-    return stages * 8 * tiles * (k_warps * slabs * 64 + PAD) + sums
+    """Return the dynamic shared memory of a launch in bytes: buffers of activations, or of partial sums."""
+    names = ("TILES", "K_WARPS", "SLABS", "ROW_TILES", "ROW_WARPS")
+    (stages,) = _integers(constants, "STAGES")
+    return stages * _buffer_bytes(**dict(zip(names, _integers(constants, *names), strict=True)))
 
 
 def _integers(constants: Mapping[str, Constant], *names: str) -> tuple[int, ...]:

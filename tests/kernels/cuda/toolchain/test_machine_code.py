@@ -35,7 +35,7 @@ from ferrule_server.kernels.cuda.intrinsics import (
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.specialise import i32, registers, u32, unrolled
 from ferrule_server.kernels.cuda.toolchain.addressing import narrow_addresses
-from ferrule_server.kernels.cuda.toolchain.compile import Cubin, _assemble, compile_spec
+from ferrule_server.kernels.cuda.toolchain.compile import ARCHITECTURES, Cubin, _assemble, compile_spec
 from ferrule_server.kernels.cuda.toolchain.machine_code import MULTIPROCESSORS, RULES, Made, check
 from ferrule_server.kernels.cuda.toolchain.sass import disassemble
 
@@ -93,10 +93,10 @@ GOOD = _spec(good, prefetches=True, has_ticket=True, min_vector_loads=2)
 @pytest.fixture(scope="module")
 def good_cubins() -> dict[str, Cubin]:
     """Return the kernel that is right, for both architectures."""
-    return {architecture: compile_spec(GOOD, architecture) for architecture in MULTIPROCESSORS}
+    return {architecture: compile_spec(GOOD, architecture) for architecture in ARCHITECTURES}
 
 
-@pytest.mark.parametrize("architecture", MULTIPROCESSORS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_kernel_that_keeps_the_rules_passes(good_cubins: dict[str, Cubin], architecture: str) -> None:
     """Prefetch, block table, ticket: nothing is reported."""
     assert check(GOOD, good_cubins[architecture]) == []
@@ -407,7 +407,7 @@ def shuffles(out: Address, num_rows: I32) -> None:
         row = i32(row + 4)
 
 
-@pytest.mark.parametrize("architecture", MULTIPROCESSORS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_shuffle_of_diverged_lanes_is_no_call(architecture: str) -> None:
     """On sm_80 ptxas calls a helper of its own there."""
     assert check(_spec(shuffles), compile_spec(_spec(shuffles), architecture)) == []
@@ -418,25 +418,43 @@ def test_every_rule_is_broken_by_some_test() -> None:
     assert {rule for _, rule, _ in BROKEN} | {rule for _, _, rule, _ in EDITS} | {"tensor cores"} == set(RULES)
 
 
+def test_a_cubin_must_fit_the_smaller_gpus_that_run_it(made: Callable[[KernelSpec], Made]) -> None:
+    """A cubin of sm_80 also runs on 8.6 and 8.9, which give a CTA 99 KiB; a second planned CTA need not fit there."""
+    fits, breaks = (_spec(_waits, shared_bytes=size) for size in (99 * 1024, 99 * 1024 + 1))
+    cubin = compile_spec(fits, "sm_80")
+    assert _rules(_made(fits, cubin)) == {}
+    found = _rules(_made(breaks, cubin))["resources"]
+    assert [message.partition(" of shared memory fit a multiprocessor of ")[2] for message in found] == [
+        "8.6, 1 must (1 planned)",
+        "8.9, 1 must (1 planned)",
+    ]
+    assert _rules(made(breaks)) == {}
+    assert _rules(_made(replace(fits, shared_bytes=80 * 1024, ctas_per_sm=2), cubin)) == {}
+
+
 @pytest.mark.parametrize(
-    ("architecture", "resources", "expected"),
+    ("capability", "resources", "expected"),
     [
-        ("sm_90a", (256, 128, 0), 2),
-        ("sm_90a", (256, 129, 0), 1),
-        ("sm_90a", (1024, 32, 0), 2),
-        ("sm_90a", (32, 255, 0), 8),
-        ("sm_90a", (32, 16, 0), 32),
-        ("sm_80", (32, 16, 0), 32),
-        ("sm_90a", (128, 32, 113 * 1024), 2),
-        ("sm_90a", (128, 32, 113 * 1024 + 1), 1),
-        ("sm_90a", (128, 32, 227 * 1024 + 1), 0),
-        ("sm_80", (128, 32, 81 * 1024), 2),
-        ("sm_80", (128, 32, 163 * 1024 + 1), 0),
+        ((9, 0), (256, 128, 0), 2),
+        ((9, 0), (256, 129, 0), 1),
+        ((9, 0), (1024, 32, 0), 2),
+        ((9, 0), (32, 255, 0), 8),
+        ((9, 0), (32, 16, 0), 32),
+        ((8, 0), (32, 16, 0), 32),
+        ((9, 0), (128, 32, 113 * 1024), 2),
+        ((9, 0), (128, 32, 113 * 1024 + 1), 1),
+        ((9, 0), (128, 32, 227 * 1024 + 1), 0),
+        ((8, 0), (128, 32, 81 * 1024), 2),
+        ((8, 0), (128, 32, 163 * 1024 + 1), 0),
+        ((8, 6), (128, 32, 99 * 1024), 1),
+        ((8, 9), (128, 32, 99 * 1024 + 1), 0),
+        ((8, 6), (32, 16, 0), 16),
+        ((8, 9), (512, 32, 0), 3),
     ],
 )
-def test_ctas_that_fit(architecture: str, resources: tuple[int, int, int], expected: int) -> None:
+def test_ctas_that_fit(capability: tuple[int, int], resources: tuple[int, int, int], expected: int) -> None:
     """Registers go to whole warps in pieces of 256, shared memory has 1 KiB of the system's per CTA; 32 at most."""
-    assert MULTIPROCESSORS[architecture].ctas(*resources) == expected
+    assert MULTIPROCESSORS[capability].ctas(*resources) == expected
 
 
 def test_an_address_from_nowhere_is_reported() -> None:

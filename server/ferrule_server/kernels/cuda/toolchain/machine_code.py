@@ -82,11 +82,13 @@ class Multiprocessor:
         return min(warps_by_registers // warps, by_shared, by_threads, self.num_ctas)
 
 
-MULTIPROCESSORS: dict[str, Multiprocessor] = {
-    "sm_80": Multiprocessor(65536, 164 * 1024, 163 * 1024, 2048, 32),
-    "sm_90a": Multiprocessor(65536, 228 * 1024, 227 * 1024, 2048, 32),
+MULTIPROCESSORS: dict[tuple[int, int], Multiprocessor] = {
+    (8, 0): Multiprocessor(65536, 164 * 1024, 163 * 1024, 2048, 32),
+    (8, 6): Multiprocessor(65536, 100 * 1024, 99 * 1024, 1536, 16),
+    (8, 9): Multiprocessor(65536, 100 * 1024, 99 * 1024, 1536, 24),
+    (9, 0): Multiprocessor(65536, 228 * 1024, 227 * 1024, 2048, 32),
 }
-"""By architecture."""
+"""By compute capability. A cubin also runs on a higher minor version than it was built for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +126,23 @@ class Made:
     cubin: Cubin
     code: MachineCode
 
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The compute capability that the cubin was built for."""
+        major, minor, *_ = ARCHITECTURES[self.cubin.architecture]
+        return major, minor
+
+    def ctas_on(self, capability: tuple[int, int]) -> int:
+        """Return how many CTAs fit one multiprocessor of a compute capability."""
+        whole = MULTIPROCESSORS[capability]
+        return whole.ctas(self.spec.num_threads, self.cubin.num_registers, self.spec.shared_bytes)
+
     def facts(self) -> Facts:
         """Return the figures of the cubin."""
-        whole = MULTIPROCESSORS[self.cubin.architecture]
         return Facts(
             num_registers=self.cubin.num_registers,
             num_spilled_bytes=self.cubin.num_spilled_bytes,
-            ctas_per_sm=whole.ctas(self.spec.num_threads, self.cubin.num_registers, self.spec.shared_bytes),
+            ctas_per_sm=self.ctas_on(self.capability),
             num_vector_loads=sum("128" in load.modifiers for load in self.code.of("LDG", "LDGSTS")),
             num_mma=len(self.code.of("HMMA")),
             code_bytes=len(self.code.instructions) * INSTRUCTION_BYTES,
@@ -333,18 +345,21 @@ def _ticket_breaches(ticket: Instruction, code: MachineCode) -> Iterator[str]:
 
 
 def _resources(made: Made) -> Iterator[str]:
-    """The planned CTAs fit, and on sm_90, where kernels overlap, they take at most half a multiprocessor."""
-    whole = MULTIPROCESSORS[made.cubin.architecture]
-    if made.spec.num_threads % 32:
-        yield f"{made.spec.num_threads} threads are not whole warps"
+    """The planned CTAs fit, on 9.0 in half a multiprocessor as kernels overlap; one fits wherever the cubin runs."""
     spec, num_registers = made.spec, made.cubin.num_registers
-    fitting = whole.ctas(spec.num_threads, num_registers, spec.shared_bytes)
-    needed = spec.ctas_per_sm if made.cubin.architecture == "sm_80" else 2 * spec.ctas_per_sm
-    if fitting < needed:
-        yield (
-            f"{fitting} CTAs of {spec.num_threads} threads, {num_registers} registers and {spec.shared_bytes} bytes of "
-            f"shared memory fit a multiprocessor, {needed} must ({spec.ctas_per_sm} planned)"
-        )
+    if spec.num_threads % 32:
+        yield f"{spec.num_threads} threads are not whole warps"
+    planned = spec.ctas_per_sm if made.capability < (9, 0) else 2 * spec.ctas_per_sm
+    for capability in MULTIPROCESSORS:
+        if capability[0] != made.capability[0]:
+            continue
+        fitting, needed = made.ctas_on(capability), planned if capability == made.capability else 1
+        if fitting < needed:
+            yield (
+                f"{fitting} CTAs of {spec.num_threads} threads, {num_registers} registers and {spec.shared_bytes} "
+                f"bytes of shared memory fit a multiprocessor of {'.'.join(map(str, capability))}, {needed} must "
+                f"({spec.ctas_per_sm} planned)"
+            )
     if found := re.search(r"^\s*\.shared\b.*$", made.cubin.ptx, re.MULTILINE):
         yield f"shared memory that the spec does not count: {found[0].strip()}"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -332,6 +333,22 @@ def test_the_runner_gets_what_was_planned(
     assert seen["limits"] == Limits(max_blocks=7)
     assert seen["num_ctas"] == max_attention_grid(shape_of(config), gpu.info.num_sms)
     executor.close()
+
+
+def test_a_gpu_with_too_little_shared_memory_serves_in_torch_from_the_start(
+    config: ModelConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is compiled, and no step gives the kernels up; in deterministic mode no kernel needs that much."""
+    wide, small = replace(config, intermediate_size=32768), opening(FakeGpu(capability=(8, 6)))
+    preparation = prepare(wide, options(), open_gpu=small)
+    assert (preparation.build, preparation.limits) == (None, None)
+    assert preparation.reason.startswith("gemv[")
+    assert preparation.reason.endswith("] needs 131264 bytes of shared memory per CTA, Fake GPU has 101376")
+    assert prepare(wide, options(wants_kernels=False), open_gpu=small).reason == ""
+    for other in (prepare(wide, options(is_deterministic=True), open_gpu=small), prepared(wide)):
+        assert other.build is not None
+        assert other.reason == ""
+        other.close()
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from ferrule_server.errors import ConfigError
 from ferrule_server.executor.base import BLOCK_SIZE, MemoryPlan
 from ferrule_server.executor.cuda.buffers import Limits
 from ferrule_server.executor.cuda.cuda_device import CudaDevice
-from ferrule_server.executor.cuda.gpu import Gpu, GpuError
+from ferrule_server.executor.cuda.gpu import Gpu, GpuError, GpuInfo
 from ferrule_server.executor.cuda.kernel_build import KernelBuild
 from ferrule_server.executor.cuda.kernel_choice import max_attention_grid, shape_of, specs_needed, unsupported_reason
 from ferrule_server.executor.cuda.memory_plan import format_plan, plan_memory
@@ -29,6 +29,7 @@ from ferrule_server.executor.cuda.runner import NAME, CudaDecodeRunner, create_r
 from ferrule_server.executor.cuda.torch_gpu import TorchGpu
 from ferrule_server.executor.fallback.executor import FallbackExecutor
 from ferrule_server.executor.torch import TorchExecutor
+from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.toolchain.bundle import Bundle, BundleError
 from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache, default_folder
 from ferrule_server.model.config import ModelConfig
@@ -220,9 +221,24 @@ def _opened(config: ModelConfig, options: GpuOptions, open_gpu: Callable[[str], 
     if options.wants_kernels:
         reason = options.reason or unsupported_reason(config, options.dtype, BLOCK_SIZE)
     try:
-        return open_gpu(options.device), reason
+        gpu = open_gpu(options.device)
     except GpuError as error:
         return None, (reason or str(error)) if options.wants_kernels else ""
+    if options.wants_kernels and not reason:
+        reason = _shared_memory_reason(_specs(config, options), gpu.info)
+    return gpu, reason
+
+
+def _shared_memory_reason(specs: list[KernelSpec], gpu: GpuInfo) -> str:
+    """Return why a GPU cannot run all of the kernels; empty if every one fits the shared memory of a CTA."""
+    largest, limit = max(specs, key=lambda spec: spec.shared_bytes), gpu.shared_bytes_per_cta
+    if largest.shared_bytes <= limit:
+        return ""
+    return f"{largest.name} needs {largest.shared_bytes} bytes of shared memory per CTA, {gpu.name} has {limit}"
+
+
+def _specs(config: ModelConfig, options: GpuOptions) -> list[KernelSpec]:
+    return specs_needed(shape_of(config), is_deterministic=options.is_deterministic, block_size=BLOCK_SIZE)
 
 
 def _planned(config: ModelConfig, options: GpuOptions, limits: Limits | None, num_ctas: int) -> MemoryPlan:
@@ -247,7 +263,7 @@ def _building(config: ModelConfig, options: GpuOptions, architecture: str) -> Ke
         _log.warning("event=graphs_off reason=--disable-cuda-graphs: every step is launched kernel by kernel")
     if options.kernel_bundle is not None:
         _check_bundle(options.kernel_bundle, architecture)
-    specs = specs_needed(shape_of(config), is_deterministic=options.is_deterministic, block_size=BLOCK_SIZE)
+    specs = _specs(config, options)
     cache = CubinCache(options.kernel_cache or default_folder())
     _log.info("event=kernels_wanted num=%d architecture=%s cache=%s", len(specs), architecture, cache.folder)
     build = KernelBuild(

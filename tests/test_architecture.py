@@ -177,7 +177,7 @@ BUDGET: dict[str, int] = {
     "engine/metrics": 290,
     "engine/steps": 1010,
     "executor": 545,
-    "executor/cuda": 2720,
+    "executor/cuda": 2730,
     "executor/fallback": 615,
     "executor/sampling": 670,
     "kernels": 110,

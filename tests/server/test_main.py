@@ -280,7 +280,7 @@ def test_a_process_that_an_administrator_drains_stays_until_it_is_told_to_end() 
 
 
 def test_contents_are_logged_only_where_that_was_asked_for_and_said() -> None:
-    """One WARNING at the start, then the best tokens of every row with handle and position."""
+    """One WARNING at the start, then the best tokens of every row with handle, position and path."""
     for flags in ((), ("--debug-top-tokens",)):
         with (
             _running(*REFERENCE, "--listen", "127.0.0.1:0", *flags) as (process, values),
@@ -293,7 +293,7 @@ def test_contents_are_logged_only_where_that_was_asked_for_and_said() -> None:
             _, err = _end(process)
         warnings = [line for line in err.splitlines() if "debug_top_tokens=on" in line and "WARNING" in line]
         assert len(warnings) == len(flags)
-        rows = re.findall(r"INFO .* handle_id=(\w+) position=(\d) best=\d+:", err)
+        rows = re.findall(r"INFO .* handle_id=(\w+) position=(\d) path=paged-reference token=\S+ best=\d+:", err)
         assert [position for _, position in rows] == (["3", "4"] if flags else [])
         assert all(handle_id == "new" or len(handle_id) == 16 for handle_id, _ in rows)
 

@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ferrule_server.errors import InvalidRequest, ModelError
-from ferrule_server.text.chat_template import ChatTemplate, RenderLimits
-from ferrule_server.text.conversation import Conversation
+from ferrule_server.text.chat_template import ChatTemplate, Conversation, RenderLimits
 from ferrule_server.text.tokenizer import Tokenizer
 from ferrule_server.text.tokenizer_config import TokenizerConfig
 from tests.text.conversations import CLOCK, CONVERSATIONS, WEATHER, said
@@ -217,7 +216,7 @@ def test_a_folder_without_a_template_loads_none(tmp_path: Path) -> None:
         ('{"chat_template": 7}', "neither a text nor a list"),
         ('{"chat_template": [{"name": "x"}]}', "neither a text nor a list"),
         ('{"chat_template": [{"name": "x", "template": "y"}]}', r"\['x'\] have no 'default'"),
-        ("[]", "no JSON object"),
+        ("[]", "does not hold a JSON object"),
         ("{", "cannot be read"),
         ('{"chat_template": "{{ ' + "1" * 5000 + ' }}"}', "'default'"),
     ],

@@ -11,13 +11,12 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from ferrule_server import training
-from ferrule_server.text.chat_template import ChatTemplate
-from ferrule_server.text.conversation import Conversation
+from ferrule_server.text.chat_template import ChatTemplate, Conversation
 from ferrule_server.training import export
 from ferrule_server.training.corpus import collect
 from ferrule_server.training.export import sample
 from ferrule_server.training.model import ModelShape, TrainingModel
-from ferrule_server.training.tokenizer import encode_documents, load_tokenizer
+from ferrule_server.training.tokenizer import encode_documents
 from ferrule_server.training.train import measure_loss
 
 _FOLDER = Path(training.__file__).parent.parent / "demo_model"
@@ -34,7 +33,7 @@ def model() -> TrainingModel:
 @pytest.fixture(scope="module")
 def shipped_tokenizer() -> Tokenizer:
     """The shipped vocabulary."""
-    return load_tokenizer(_FOLDER / "tokenizer.json")
+    return Tokenizer.from_file(str(_FOLDER / "tokenizer.json"))
 
 
 def test_weights_take_at_most_eleven_megabytes() -> None:

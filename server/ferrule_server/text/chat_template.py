@@ -2,27 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from ferrule_server.errors import InvalidRequest, ModelError
 from ferrule_server.model_files import shown
-from ferrule_server.text.conversation import Conversation
 from ferrule_server.text.template_process import RenderLimits, TemplateProcesses, TookTooLong, TookTooMuch
 from ferrule_server.text.template_wire import Outcome
 from ferrule_server.text.tokenizer_config import DEFAULT_TEMPLATE, TokenizerConfig
 
-__all__ = ["ChatTemplate", "RenderLimits"]
+__all__ = ["RESERVED_VARIABLES", "ChatTemplate", "Conversation", "RenderLimits"]
+
+RESERVED_VARIABLES: Final = ("messages", "tools", "add_generation_prompt")
+"""Variables of a template that have their own field in a request."""
 
 _TOOL_TEMPLATE: Final = "tool_use"
 _REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
 
 
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The input of a template, in plain JSON types.
+
+    Attributes:
+        messages: Oldest first, at least one, each with a ``role``.
+        tools: Definitions of tools; None: no tools, which a template distinguishes from an empty list.
+        add_generation_prompt: Add the header that makes the model answer.
+        variables: More variables, none of :data:`RESERVED_VARIABLES`.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
 class ChatTemplate:
     """The chat templates of one model; safe to share between threads.
 
-    They are compiled and rendered in processes of their own, bounded in time and memory (``template_process.py``).
+    They are compiled and rendered in separate processes, with bounded time and memory (``template_process.py``).
 
     Args:
         config: The configuration of the tokenizer, with at least one template.
@@ -58,8 +78,10 @@ class ChatTemplate:
             InvalidRequest: The template refuses the conversation, or exceeds a limit on time, memory or length.
             OSError: The system cannot start a process for the rendering.
         """
+        has_own_template = conversation.tools is not None and _TOOL_TEMPLATE in self._names
+        name = _TOOL_TEMPLATE if has_own_template else DEFAULT_TEMPLATE
         try:
-            outcome, text = self._processes.render(self._chosen(conversation), self._variables(conversation))
+            outcome, text = self._processes.render(name, self._variables(conversation))
         except TookTooLong:
             complaint = f"takes more than {self._limits.max_time_s:g} s over this conversation; shorten it"
         except TookTooMuch as error:
@@ -90,11 +112,6 @@ class ChatTemplate:
             complaint = f"the process that runs chat templates cannot be started: {error}"
         if complaint:
             raise ModelError(complaint)
-
-    def _chosen(self, conversation: Conversation) -> str:
-        if conversation.tools is not None and _TOOL_TEMPLATE in self._names:
-            return _TOOL_TEMPLATE
-        return DEFAULT_TEMPLATE
 
     def _variables(self, conversation: Conversation) -> dict[str, Any]:
         """Return the variables of the template. Those of the client replace special tokens; fields replace both."""

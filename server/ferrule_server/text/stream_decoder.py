@@ -48,9 +48,17 @@ class StreamDecoder:
 
         A token that the tokenizer does not know adds nothing; a model with a larger vocabulary may draw one.
         """
-        for shown in self._tokenizer.shown((token_id,), self._skips):
-            return self._push_shown(shown)
-        return ""
+        shown = [*self._tokenizer.shown((token_id,), self._skips)]
+        if not shown:
+            return ""
+        self._window += shown
+        text = self._certain_text()
+        piece = text[self._num_out :]
+        self._num_out = max(self._num_out, len(text))
+        if len(self._window) >= _WINDOW:
+            self._window = self._window[-_OVERLAP:]
+            self._num_out = len(self._certain_text())
+        return piece
 
     def finish(self) -> str:
         """Return the rest: U+FFFD for a character that stayed incomplete. A second call returns nothing."""
@@ -59,16 +67,6 @@ class StreamDecoder:
         text = self._tokenizer.text_of(self._window)
         piece = text[self._num_out :]
         self._num_out = len(text)
-        return piece
-
-    def _push_shown(self, token_id: int) -> str:
-        self._window.append(token_id)
-        text = self._certain_text()
-        piece = text[self._num_out :]
-        self._num_out = max(self._num_out, len(text))
-        if len(self._window) >= _WINDOW:
-            self._window = self._window[-_OVERLAP:]
-            self._num_out = len(self._certain_text())
         return piece
 
     def _certain_text(self) -> str:

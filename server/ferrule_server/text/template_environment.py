@@ -1,9 +1,9 @@
-"""The Jinja environment of chat templates: what ``transformers`` gives them, in a sandbox.
+"""The Jinja environment of chat templates: that of ``transformers``, in a sandbox.
 
 Filters, globals, tags and settings are those of ``transformers.utils.chat_template_utils`` (Hugging Face, Apache-2.0),
-so that a template renders to the same bytes (but for ``lipsum``, which makes text without an end). The sandbox keeps a
-template away from the process. How long it runs and how much memory it takes is bounded by the process that it runs in
-(``template_worker.py``); products and powers are checked here too, which gives a better message.
+so that a template renders to the same bytes. Only ``lipsum`` is missing, because it makes text of any length. The
+sandbox denies a template access to the process. The process that renders it (``template_worker.py``) bounds its time
+and memory. Products and powers are also checked here, which gives a better message.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_INT_BITS: Final = 1 << 16
 class ChatEnvironment(ImmutableSandboxedEnvironment):
     """Compiles chat templates."""
 
-    intercepted_binops = frozenset({"*", "**"})  # so they are not worked out when a template is compiled, either
+    intercepted_binops = frozenset({"*", "**"})  # and so not computed when a template is compiled
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
@@ -40,15 +40,19 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         self.globals["namespace"] = _Namespace
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Return a product or a power, unless it is huge."""
+        """Return a product or a power.
+
+        Raises:
+            jinja2.exceptions.SecurityError: It is too large.
+        """
         _check_product(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
 
 class _GenerationTag(Extension):
-    """``{% generation %}``: marks what the assistant said, for training; here it only shows it."""
+    """``{% generation %}``: marks the text of the assistant for training. Here the text is only shown."""
 
-    tags: ClassVar[set[str]] = {"generation"}  # type: ignore[misc]  # as Jinja's own extensions do
+    tags: ClassVar[set[str]] = {"generation"}  # type: ignore[misc]  # like the extensions of Jinja
 
     def parse(self, parser: Parser) -> nodes.Node:
         """Return the block between the tags."""
@@ -72,7 +76,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """``namespace`` that takes no name with an underscore in front, which leads to Python's internals."""
+    """``namespace`` that refuses names that begin with an underscore, because they lead to the internals of Python."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be a name in the namespace
         self, given = args[0], args[1:]
@@ -88,11 +92,11 @@ class _Namespace(Namespace):
 
 def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace takes no name with an underscore in front: {name!r}")
+        raise jinja2.exceptions.SecurityError(f"a name in a namespace must not begin with an underscore: {name!r}")
 
 
 def _check_product(operator: str, left: Any, right: Any) -> None:
-    """Refuse what would fill the memory.
+    """Refuse a product or a power that would fill the memory.
 
     Raises:
         jinja2.exceptions.SecurityError: It would.
@@ -102,9 +106,9 @@ def _check_product(operator: str, left: Any, right: Any) -> None:
         num_bits = left.bit_length() * max(0, right) if operator == "**" else left.bit_length() + right.bit_length()
         is_too_large = num_bits > _MAX_INT_BITS
     elif operator == "*":
-        times, what = (left, right) if isinstance(left, int) else (right, left)
-        is_sized = isinstance(times, int) and isinstance(what, str | bytes | list | tuple)
-        is_too_large = is_sized and len(what) * times > _MAX_PRODUCT_LENGTH
+        times, items = (left, right) if isinstance(left, int) else (right, left)
+        is_sized = isinstance(times, int) and isinstance(items, str | bytes | list | tuple)
+        is_too_large = is_sized and len(items) * times > _MAX_PRODUCT_LENGTH
     if is_too_large:
         raise jinja2.exceptions.SecurityError(f"the result of {operator!r} is too large")
 
@@ -116,7 +120,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return JSON; Jinja's own filter escapes what would be dangerous in HTML."""
+    """Return JSON. The filter of Jinja would also escape the characters that are special in HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -124,5 +128,5 @@ def _raise_exception(message: object) -> NoReturn:
     raise jinja2.exceptions.TemplateError(str(message))
 
 
-def _strftime_now(format: str) -> str:  # noqa: A002 - templates may name it
+def _strftime_now(format: str) -> str:  # noqa: A002 - templates may pass it by name
     return datetime.now().strftime(format)  # noqa: DTZ005 - local time, as in transformers

@@ -1,4 +1,4 @@
-"""Runs the chat templates of a model in processes of their own, a few that are started again when they end."""
+"""Run the chat templates of a model in a few separate processes, which are replaced when they end."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from typing import Any, Final
 from ferrule_server.text.template_wire import Ended, Outcome, receive_answer, send_request
 
 _NUM_PROCESSES: Final = 2
-"""A conversation that takes its whole time keeps one of them busy; the others wait for the second one meanwhile."""
+"""While one process is busy with a slow conversation, the other one serves all others."""
 _START_TIMEOUT_S: Final = 30.0
 _MAX_BYTES_PER_CHARACTER: Final = 4
 _COMPLAINT_BYTES: Final = 1 << 16
 _INHERITED: Final = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "LC_TIME", "TZ", "PYTHONHOME")
-"""Variables that Python, or the clock of a template, needs. The others may hold secrets and stay here."""
+"""Variables that Python or the clock of a template needs. The processes get no others, which may hold secrets."""
 
 
 class TookTooLong(Exception):
-    """A template was ended because its time was used up."""
+    """A template exceeded its time, and its process was ended."""
 
 
 class TookTooMuch(Exception):
-    """A template was ended because its memory was used up; or it ended the process in another way."""
+    """A template exceeded its memory or ended its process in another way; the message says how."""
 
 
 @dataclass(frozen=True, slots=True)
 class RenderLimits:
-    """What one rendering may take.
+    """The limits on one rendering.
 
     Attributes:
         max_length: Longest text, in characters.
-        max_time_s: Longest time; also the processor time that compiling the templates may take.
-        max_memory_bytes: Memory that the process which renders may take, beyond what Python needs.
+        max_time_s: Longest time. Compiling the templates is limited to this much processor time.
+        max_memory_bytes: Memory that the process which renders may use in addition to that of Python.
     """
 
     max_length: int = 4 << 20
@@ -52,24 +52,23 @@ class RenderLimits:
 class TemplateProcesses:
     """The processes that render the templates of one model; safe to share between threads.
 
-    Invariant: there are at most ``_NUM_PROCESSES``, each used by one thread at a time. One that has ended, or had to be
-    ended, is replaced when it is needed next. All end with this object, or with the server.
+    Invariant: there are at most ``_NUM_PROCESSES``, each used by one thread at a time. A process that has ended is
+    replaced when it is next needed. All end when this object is collected, or when the server ends.
 
     Args:
         sources: The templates by name.
-        limits: On compiling them, and on each rendering.
+        limits: The limits on compiling them and on each rendering.
     """
 
     def __init__(self, sources: Mapping[str, str], limits: RenderLimits) -> None:
         self._sources, self._limits = dict(sources), limits
-        self._running: set[_Process] = set()
+        self._max_bytes = max(_COMPLAINT_BYTES, _MAX_BYTES_PER_CHARACTER * limits.max_length)
         self._slots: queue.LifoQueue[_Process | None] = queue.LifoQueue()
         for _ in range(_NUM_PROCESSES):
             self._slots.put(None)
-        weakref.finalize(self, _close_all, self._running)
 
     def compile(self) -> str:
-        """Start a process, which compiles the templates; return what is wrong with them, an empty text if nothing is.
+        """Start a process, which compiles the templates. Return its complaint, or an empty text if it has none.
 
         Raises:
             OSError: No process can be started.
@@ -78,13 +77,13 @@ class TemplateProcesses:
         """
         process = self._slots.get()
         try:
-            process, complaint = self._started()
+            process, complaint = self._start()
         finally:
             self._slots.put(process)
         return complaint
 
     def render(self, name: str, variables: Mapping[str, Any]) -> tuple[Outcome, str]:
-        """Return what comes of rendering a template.
+        """Render a template; return the outcome and the text.
 
         Raises:
             OSError: No process can be started.
@@ -96,64 +95,43 @@ class TemplateProcesses:
         content = json.dumps({**request, "max_cpu_s": self._limits.max_time_s}).encode()
         process = self._slots.get()
         try:
-            process = self._usable(process)
+            if process is None or not process.is_running:
+                process, complaint = self._start()
+                if complaint:  # although they compiled at the start of the server
+                    process.close()
+                    raise TookTooMuch(complaint)
             return process.ask(content, self._max_bytes, self._limits.max_time_s)
         finally:
-            self._slots.put(self._kept(process))
+            self._slots.put(process)
 
-    @property
-    def _max_bytes(self) -> int:
-        return max(_COMPLAINT_BYTES, _MAX_BYTES_PER_CHARACTER * self._limits.max_length)
-
-    def _usable(self, process: _Process | None) -> _Process:
-        """Return a process that runs and has the templates."""
-        if process is not None and process.is_running:
-            return process
-        self._kept(process)
-        started, complaint = self._started()
-        if complaint:  # they compiled before
-            self._running.discard(started)
-            started.close()
-            raise TookTooMuch(complaint)
-        return started
-
-    def _kept(self, process: _Process | None) -> _Process | None:
-        """Return a process to be used again, None in place of one that has ended."""
-        if process is None or process.is_running:
-            return process
-        process.close()
-        self._running.discard(process)
-        return None
-
-    def _started(self) -> tuple[_Process, str]:
-        """Start a process and return it with what it says of the templates."""
+    def _start(self) -> tuple[_Process, str]:
+        """Start a process; return it and its complaint about the templates."""
         process = _Process(self._limits.max_memory_bytes)
-        self._running.add(process)
         request = {"compile": self._sources, "max_cpu_s": self._limits.max_time_s}
-        try:
-            outcome, text = process.ask(json.dumps(request).encode(), _COMPLAINT_BYTES, _START_TIMEOUT_S)
-        except BaseException:
-            self._kept(process)
-            raise
+        outcome, text = process.ask(json.dumps(request).encode(), _COMPLAINT_BYTES, _START_TIMEOUT_S)
         return process, "" if outcome is Outcome.DONE else text
 
 
 class _Process:
-    """One process and the socket to it. It is asked by one thread at a time, and ended by whatever goes wrong."""
+    """One process and the socket to it, used by one thread at a time. Every failed request ends the process.
+
+    Attributes:
+        close: Ends the process, once; called at the latest when this object is collected or the server ends.
+    """
 
     def __init__(self, max_memory_bytes: int) -> None:
-        ours, theirs = socket.socketpair()
+        self._link, theirs = socket.socketpair()
         with theirs:
             try:
                 self._process = _spawn(theirs, max_memory_bytes)
             except BaseException:
-                ours.close()
+                self._link.close()
                 raise
-        self._link = ours
+        self.close = weakref.finalize(self, _end, self._process, self._link)
 
     @property
     def is_running(self) -> bool:
-        """Whether it may be asked again."""
+        """Whether it can take another request."""
         return self._process.poll() is None
 
     def ask(self, content: bytes, max_bytes: int, max_time_s: float) -> tuple[Outcome, str]:
@@ -167,27 +145,20 @@ class _Process:
         try:
             send_request(self._link, content, deadline_s)
             outcome, text = receive_answer(self._link, max_bytes, deadline_s)
+            if outcome is Outcome.OUT_OF_MEMORY:
+                raise TookTooMuch("its memory is used up")
         except TimeoutError as error:
             self.close()
             raise TookTooLong from error
         except Ended as error:
-            raise self._end_of_it() from error
+            raise self._failure() from error
         except BaseException:
             self.close()
             raise
-        if outcome is Outcome.OUT_OF_MEMORY:
-            self.close()
-            raise TookTooMuch("its memory is used up")
         return outcome, text
 
-    def close(self) -> None:
-        """End the process, if it has not ended, and forget it."""
-        self._link.close()
-        self._process.kill()
-        self._process.wait()
-
-    def _end_of_it(self) -> TookTooLong | TookTooMuch:
-        """Return why a process ended that should have answered; one that goes on without answering is ended."""
+    def _failure(self) -> TookTooLong | TookTooMuch:
+        """Return why a process did not answer, and end it if it still runs."""
         try:
             code = self._process.wait(1.0)
         except subprocess.TimeoutExpired:
@@ -199,14 +170,20 @@ class _Process:
         return TookTooMuch(f"the process that runs it ended ({how})")
 
 
-def _spawn(link: socket.socket, max_memory_bytes: int) -> subprocess.Popen[bytes]:
-    """Start a process with nothing of this one but the socket and where modules are found.
+def _end(process: subprocess.Popen[bytes], link: socket.socket) -> None:
+    link.close()
+    process.kill()
+    process.wait()
 
-    It gets a session of its own, so that Ctrl-C at a terminal does not end it while the server drains.
+
+def _spawn(link: socket.socket, max_memory_bytes: int) -> subprocess.Popen[bytes]:
+    """Start a process that gets nothing from this one but the socket and the paths of modules.
+
+    It gets its own session, so that Ctrl-C at a terminal does not end it while the server drains.
     """
     variables = {name: os.environ[name] for name in _INHERITED if name in os.environ}
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)  # noqa: PTH109  (as text)
-    return subprocess.Popen(  # noqa: S603  (this interpreter and a module of ours)
+    return subprocess.Popen(  # noqa: S603  (this interpreter and a module of this package)
         [sys.executable, "-P", "-m", "ferrule_server.text.template_worker", str(max_memory_bytes)],
         stdin=link.fileno(),
         stdout=subprocess.DEVNULL,
@@ -214,8 +191,3 @@ def _spawn(link: socket.socket, max_memory_bytes: int) -> subprocess.Popen[bytes
         env={**variables, "PYTHONPATH": paths},
         start_new_session=True,
     )
-
-
-def _close_all(processes: set[_Process]) -> None:
-    for process in list(processes):
-        process.close()

@@ -1,7 +1,7 @@
-"""What the server and the process that runs its chat templates say to each other, over one socket pair.
+"""The messages between the server and a process that runs its chat templates, over a socket pair.
 
-The server sends requests, each a frame of JSON; the process answers each with a frame of an outcome and a text. The
-server parses nothing of an answer, since the process runs code of the model's::
+The server sends requests, each a frame of JSON. The process answers each with an outcome and a text. The process runs
+code of the model, so the server parses nothing in an answer::
 
     request   length (4 bytes) | JSON: {"compile": {...}} or {"render": ..., "variables": {...}}
     answer    outcome (1 byte) | length (4 bytes) | text in UTF-8
@@ -20,18 +20,18 @@ _HEAD: Final = struct.Struct("!BI")
 
 
 class Outcome(enum.IntEnum):
-    """What came of a request."""
+    """The outcome of a request."""
 
     DONE = 0
     """The text is the answer."""
     REFUSED = 1
-    """The template failed; the text is what it says, or what Python says of it."""
+    """The template failed; the text is its message, or that of Python."""
     TOO_LONG = 2
-    """The text would be longer than it may be."""
+    """The text would be longer than the limit."""
     NOT_UTF8 = 3
-    """The text holds half a surrogate pair."""
+    """The text contains half a surrogate pair."""
     OUT_OF_MEMORY = 4
-    """The process has no memory left; it ends after this answer."""
+    """The process has no memory left and ends after this answer."""
 
 
 class Ended(Exception):
@@ -42,21 +42,21 @@ def send_request(link: socket.socket, content: bytes, deadline_s: float) -> None
     """Send a request.
 
     Raises:
-        TimeoutError: It is not sent before ``deadline_s`` of ``time.monotonic()``.
+        TimeoutError: It was not sent before ``deadline_s`` of ``time.monotonic()``.
         Ended: The process is gone.
     """
     link.settimeout(_left(deadline_s))
     try:
         link.sendall(_LENGTH.pack(len(content)) + content)
-    except (BrokenPipeError, ConnectionError) as error:
+    except ConnectionError as error:
         raise Ended from error
 
 
 def receive_request(link: socket.socket) -> bytes:
-    """Return the next request, however long it takes to come.
+    """Wait for the next request, without a limit, and return it.
 
     Raises:
-        Ended: There will be none.
+        Ended: The server is gone.
     """
     (length,) = _LENGTH.unpack(_receive(link, _LENGTH.size, None))
     return _receive(link, length, None)
@@ -72,8 +72,8 @@ def receive_answer(link: socket.socket, max_bytes: int, deadline_s: float) -> tu
     """Return the next answer.
 
     Raises:
-        TimeoutError: It does not come before ``deadline_s`` of ``time.monotonic()``.
-        Ended: The process is gone, or sends something else than an answer of at most ``max_bytes``.
+        TimeoutError: It did not arrive before ``deadline_s`` of ``time.monotonic()``.
+        Ended: The process is gone, or sent something other than an answer of at most ``max_bytes``.
     """
     kind, length = _HEAD.unpack(_receive(link, _HEAD.size, deadline_s))
     if length > max_bytes:
@@ -100,10 +100,10 @@ def _receive(link: socket.socket, num_bytes: int, deadline_s: float | None) -> b
 
 
 def _left(deadline_s: float) -> float:
-    """Return the seconds that are left.
+    """Return the seconds until a deadline.
 
     Raises:
-        TimeoutError: There are none.
+        TimeoutError: It has passed.
     """
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:

@@ -1,14 +1,13 @@
 """The process that runs chat templates: ``python -m ferrule_server.text.template_worker MAX_MEMORY_BYTES``.
 
-A template is code of the model's. Any of Jinja's filters and any method of a text can take gigabytes, or hours, in one
-call that nothing interrupts, so no check inside the interpreter bounds it. The system does: this process can map only
-so much memory, and a timer ends it once a request has taken its share of processor time. The server, which waits for
-it no longer than that, reports what happened and starts another one.
+A template is code of the model. One call of a Jinja filter or of a method of ``str`` can take gigabytes or hours, and
+nothing interrupts it, so no check inside the interpreter can bound it. The system bounds it: the memory that this
+process can map is limited, and a timer ends the process once a request has used its processor time. The server waits no
+longer than that; it then reports the reason and starts another process.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import resource
@@ -26,12 +25,8 @@ from ferrule_server.text.template_wire import Ended, Outcome, receive_request, s
 
 _MAX_COMPLAINT_LENGTH: Final = 500
 _NICENESS: Final = 10
-"""Steps come first where a template and the model want the same core."""
+"""Steps of the model have priority over templates on the same core."""
 _STATISTICS: Final = Path("/proc/self/statm")
-
-
-class _TooLong(Exception):
-    """The text is longer than it may be."""
 
 
 class _Templates:
@@ -42,11 +37,15 @@ class _Templates:
         self._templates: dict[str, jinja2.Template] = {}
 
     def answer(self, request: dict[str, Any]) -> tuple[Outcome, str]:
-        """Return what comes of a request; nothing is raised but MemoryError."""
-        with _time_limit(request["max_cpu_s"]):
+        """Return the outcome of a request and its text; raise nothing but MemoryError."""
+        # If the time runs out, the default action of SIGPROF ends this process.
+        signal.setitimer(signal.ITIMER_PROF, request["max_cpu_s"])
+        try:
             if "compile" in request:
                 return self._compile(request["compile"])
             return self._render(request["render"], request["variables"], request["max_length"])
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
 
     def _compile(self, sources: dict[str, str]) -> tuple[Outcome, str]:
         for name, source in sources.items():
@@ -54,50 +53,49 @@ class _Templates:
                 self._templates[name] = self._environment.from_string(source)
             except MemoryError:
                 raise
-            except jinja2.TemplateSyntaxError as error:
-                return Outcome.REFUSED, f"chat template {name[:80]!r}, line {error.lineno}: {_complaint(error)}"
-            except Exception as error:  # noqa: BLE001  (of constants that Jinja works out beforehand)
-                return Outcome.REFUSED, f"chat template {name[:80]!r}: {_complaint(error)}"
+            except Exception as error:  # noqa: BLE001  (Jinja computes constants, which may fail in any way)
+                place = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+                return Outcome.REFUSED, f"chat template {name[:80]!r}{place}: {_complaint(error)}"
         return Outcome.DONE, ""
 
     def _render(self, name: str, variables: dict[str, Any], max_length: int) -> tuple[Outcome, str]:
         template = self._templates[name]
         try:
             text = _joined(template.root_render_func(template.new_context(variables)), max_length)
+            if text is None:
+                return Outcome.TOO_LONG, ""
             text.encode()
         except MemoryError:
             raise
-        except _TooLong:
-            return Outcome.TOO_LONG, ""
         except UnicodeEncodeError:
             return Outcome.NOT_UTF8, ""
-        except Exception as error:  # noqa: BLE001  (the template is code of the model's and may fail in any way)
+        except Exception as error:  # noqa: BLE001  (a template may fail in any way)
             return Outcome.REFUSED, _complaint(error)
         return Outcome.DONE, text
 
 
 def main() -> None:
-    """Answer requests until the server is gone or the memory is used up."""
+    """Answer requests until the server is gone or no memory is left."""
     link = socket.socket(fileno=0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, where the server drains first
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal: the server drains first
     _limit_memory(int(sys.argv[1]))
     os.nice(_NICENESS)
     templates = _Templates()
-    is_usable = True
-    while is_usable:
+    outcome = Outcome.DONE
+    while outcome is not Outcome.OUT_OF_MEMORY:
         try:
             content = receive_request(link)
         except Ended:
             return
-        outcome, text = Outcome.OUT_OF_MEMORY, ""
-        with contextlib.suppress(MemoryError):
+        try:
             outcome, text = templates.answer(json.loads(content))
+        except MemoryError:
+            outcome, text = Outcome.OUT_OF_MEMORY, ""
         send_answer(link, outcome, text)
-        is_usable = outcome is not Outcome.OUT_OF_MEMORY
 
 
 def _limit_memory(max_bytes: int) -> None:
-    """Let this process map so many bytes more than it has mapped already, and leave no core file."""
+    """Limit how many more bytes this process may map, and disable core files."""
     num_pages = int(_STATISTICS.read_text().split()[0]) if _STATISTICS.exists() else 0
     limit = num_pages * resource.getpagesize() + max_bytes
     _, allowed = resource.getrlimit(resource.RLIMIT_AS)
@@ -106,28 +104,19 @@ def _limit_memory(max_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-@contextlib.contextmanager
-def _time_limit(max_cpu_s: float) -> Iterator[None]:
-    """End this process, by SIGPROF's default action, once the body has taken so much processor time."""
-    signal.setitimer(signal.ITIMER_PROF, max_cpu_s)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _joined(pieces: Iterator[str], max_length: int) -> str:
+def _joined(pieces: Iterator[str], max_length: int) -> str | None:
+    """Return the pieces as one text; None if it would be longer than ``max_length``."""
     text, length = [], 0
     for piece in pieces:
         length += len(piece)
         if length > max_length:
-            raise _TooLong
+            return None
         text.append(piece)
     return "".join(text)
 
 
 def _complaint(error: Exception) -> str:
-    """Return what a template says, or what Python says of it, in one line that is not too long."""
+    """Return the message of a template, or of Python, in one line of bounded length."""
     text = " ".join(str(error)[: 4 * _MAX_COMPLAINT_LENGTH].split()) or type(error).__name__
     return text if len(text) <= _MAX_COMPLAINT_LENGTH else text[:_MAX_COMPLAINT_LENGTH] + "..."
 

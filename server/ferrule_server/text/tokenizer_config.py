@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -86,8 +87,11 @@ def _configured_templates(value: object) -> dict[str, str]:
 def _template_files(folder: Path) -> dict[str, str]:
     paths = {DEFAULT_TEMPLATE: folder / "chat_template.jinja"}
     paths |= {path.stem: path for path in _extra_files(folder / _EXTRA_FOLDER)}
-    sources = {name: _read_template(path) for name, path in paths.items()}
-    return {name: source for name, source in sources.items() if source is not None}
+    sources = {}
+    for name, path in paths.items():
+        with contextlib.suppress(FileMissing):
+            sources[name] = read_text(path, MAX_TEMPLATE_BYTES)
+    return sources
 
 
 def _extra_files(folder: Path) -> list[Path]:
@@ -96,13 +100,6 @@ def _extra_files(folder: Path) -> list[Path]:
         return sorted(itertools.islice(folder.glob("*.jinja"), _MAX_TEMPLATES + 1))
     except OSError as error:
         raise ModelError(f"{folder} cannot be read: {error.strerror}") from error
-
-
-def _read_template(path: Path) -> str | None:
-    try:
-        return read_text(path, MAX_TEMPLATE_BYTES)
-    except FileMissing:
-        return None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

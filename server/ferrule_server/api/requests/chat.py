@@ -8,7 +8,7 @@ from typing import Any, Final, NoReturn
 from ferrule.v1 import tokenizer_pb2
 from ferrule_server.api.requests.fields import check_count
 from ferrule_server.errors import InvalidRequest
-from ferrule_server.text.conversation import RESERVED_VARIABLES, Conversation
+from ferrule_server.text.chat_template import RESERVED_VARIABLES, Conversation
 
 _MAX_MESSAGES: Final = 4096
 

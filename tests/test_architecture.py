@@ -144,7 +144,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "ferrule_server.kernels.cuda.toolchain": ("ferrule_server.kernels.cuda", "numpy", "rich"),
     "ferrule_server.kernels.cuda.toolchain.compile": ("ferrule_server.kernels.cuda", "llvmlite", "numba"),
     "ferrule_server.kernels.cuda.toolchain.driver": ("ferrule_server.kernels.cuda", "cuda"),
-    "ferrule_server.training": ("ferrule_server.training", "rich", "tokenizers", *DEVICE),
+    "ferrule_server.training": (
+        "ferrule_server.training",
+        "ferrule_server.kernels.reference",
+        "rich",
+        "tokenizers",
+        *DEVICE,
+    ),
 }
 
 ROOMS = {
@@ -185,9 +191,9 @@ BUDGET: dict[str, int] = {
     "kv": 1380,
     "model": 970,
     "model/families": 190,
-    "model/hub": 580,
-    "text": 740,
-    "training": 700,
+    "model/hub": 550,
+    "text": 700,
+    "training": 665,
 }
 """Code lines of each package of the server, its subpackages counted for themselves (``python -m tools.code_lines``)."""
 

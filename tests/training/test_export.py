@@ -13,18 +13,14 @@ from tokenizers import Tokenizer
 
 from ferrule_server.training.export import TrainingRecord, export_model, round_weights, sample
 from ferrule_server.training.model import ModelShape, TrainingModel
-from ferrule_server.training.train import Trainer, TrainingConfig
+from ferrule_server.training.train import Progress, Trainer, TrainingConfig
 
 _RECORD = TrainingRecord(
+    config=TrainingConfig(window_lengths=(32, 64)),
+    progress=Progress(step=30, elapsed_s=6.0, num_tokens=5760, train_loss=1.5),
     num_train_files=12,
     num_held_out_files=1,
     num_train_tokens=3000,
-    num_tokens_seen=5760,
-    num_steps=30,
-    used_compile=False,
-    minutes=0.1,
-    longest_window=96,
-    train_loss=1.5,
     held_out_losses=((32, 2.0),),
     held_out_bytes_per_token=3.0,
 )

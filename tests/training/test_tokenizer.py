@@ -7,14 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from ferrule_server.training.tokenizer import (
-    END_OF_TEXT,
-    encode_documents,
-    end_of_text_id,
-    load_tokenizer,
-    save_tokenizer,
-    train_tokenizer,
-)
+from ferrule_server.training.tokenizer import END_OF_TEXT, encode_documents, end_of_text_id, train_tokenizer
 
 _TRAINED = train_tokenizer(["def f(x):\n    if x:\n        return x\n" * 9], vocab_size=280)
 
@@ -52,18 +45,13 @@ def test_documents_are_closed_by_end_of_text(tokenizer: Tokenizer) -> None:
 
 def test_saved_tokenizer_encodes_alike(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """A resumed run reads back exactly the vocabulary it started with."""
-    save_tokenizer(tokenizer, tmp_path / "tokenizer.json")
+    path = str(tmp_path / "tokenizer.json")
+    tokenizer.save(path)
     text = "def add_3(left, right):\n    return left\n"
-    assert load_tokenizer(tmp_path / "tokenizer.json").encode(text).ids == tokenizer.encode(text).ids
+    assert Tokenizer.from_file(path).encode(text).ids == tokenizer.encode(text).ids
 
 
 def test_refuses_a_vocabulary_without_room_for_the_bytes() -> None:
     """A vocabulary that could not encode everything is an error."""
     with pytest.raises(ValueError, match="cannot hold 256 bytes"):
         train_tokenizer(["x"], vocab_size=256)
-
-
-def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
-    """The error says which file is missing."""
-    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
-        load_tokenizer(tmp_path / "tokenizer.json")

@@ -79,7 +79,7 @@ def test_an_ambiguous_budget_is_refused(settings: dict[str, float | int | None])
 
 def test_windows_that_do_not_fill_a_batch_are_refused() -> None:
     """Every step must see the same number of tokens."""
-    with pytest.raises(ValueError, match="no multiple of window length 97"):
+    with pytest.raises(ValueError, match="not a multiple of window length 97"):
         TrainingConfig(window_lengths=(97,))
 
 

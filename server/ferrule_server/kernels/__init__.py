@@ -1,1 +1,6 @@
-"""Operations of the decoder: the plain torch reference, and (later) one file per op for cuda and cpu."""
+"""The operations of the decoder.
+
+reference.py  every operation in plain torch: the definition of its result
+quantise.py   weights in int8
+cuda/         the kernels of the GPU
+"""

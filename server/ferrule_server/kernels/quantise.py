@@ -1,4 +1,4 @@
-"""Weights in int8 with one scale per row, made once at loading: half the bytes of bf16 for every decoded token."""
+"""Quantise weights to int8 with one scale per row, once at loading. A token then reads half the bytes of bfloat16."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from torch import Tensor
 __all__ = ["LEVELS", "quantise_rows"]
 
 LEVELS = 127
-"""Largest integer: symmetric, so -128 does not occur."""
+"""The largest integer; the range is symmetric, so -128 does not occur."""
 
 
 def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return a weight as integers and scales, ``weight[n, k] ~ scales[n] * integers[n, k]``.
 
-    The largest magnitude of a row becomes 127; the rest is rounded to the nearest integer, halves to even, so that no
-    weight is off by more than half its row's scale.
+    The largest magnitude of a row becomes 127. The other weights are rounded to the nearest integer, halves to even, so
+    no weight changes by more than half the scale of its row.
 
     Args:
         weight: [num_rows, size], finite; not changed.
 
     Returns:
-        int8 [num_rows, size] and float32 [num_rows], on the weight's device; a row of zeros, or of numbers below 2e-36,
-        has the scale 0.
+        int8 [num_rows, size] and float32 [num_rows], on the device of the weight. A row of zeros, or of numbers below
+        2e-36, has the scale 0.
     """
     wide = weight.float()
     scales = wide.abs().amax(1) / LEVELS

@@ -1,8 +1,8 @@
-"""Every operation of the decoder in plain torch: the definition that faster kernels are compared with.
+"""Every operation of the decoder in plain torch: the definition with which faster kernels are compared.
 
-Clear before fast: sequences are attended one by one, nothing is padded, nothing is fused. Symbols: a *pool* is
-``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`` (K at 0, V at 1), slot s is offset
-``s % block_size`` of block ``s // block_size``. Sums of norms and softmax are float32 whatever the dtype.
+The code is clear rather than fast: it attends sequences one by one, and neither pads nor fuses anything. A *pool* is
+``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``, with K at 0 and V at 1. Slot s is offset
+``s % block_size`` of block ``s // block_size``. The sums in norms and softmax are float32 for every dtype.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ __all__ = [
 
 
 def embed(token_ids: Tensor, table: Tensor, sampled: Tensor | None = None) -> Tensor:
-    """Return the tokens' rows of a table, zeros for an id that is not one of the table's.
+    """Return the row of a table for each token; zeros for an id that is not in the table.
 
     Args:
         token_ids: Integers [rows]; ``-2 - j`` stands for ``sampled[j]``.
         table: [vocab_size, hidden_size].
-        sampled: Integers [tokens of the step before].
+        sampled: Integers [number of tokens sampled in the previous step].
 
     Returns:
         [rows, hidden_size], dtype of ``table``.
@@ -47,14 +47,14 @@ def embed(token_ids: Tensor, table: Tensor, sampled: Tensor | None = None) -> Te
 
 
 def best_tokens(logits: Tensor, *, is_masked: bool) -> Tensor:
-    """Return the token of each row's largest logit, the lowest among equals.
+    """Return the token with the largest logit of each row; among equals, the lowest.
 
     Args:
         logits: float32 [rows, vocab_size].
-        is_masked: -inf stands for a token that is not allowed.
+        is_masked: Whether -inf marks a token that is not allowed.
 
     Returns:
-        int32 [rows]; -1 where a logit is NaN or infinite (a mask's -inf apart), or no token is allowed.
+        int32 [rows]; -1 if a logit is NaN or infinite (except for -inf of a mask), or if no token is allowed.
     """
     is_allowed = logits != -torch.inf if is_masked else torch.ones_like(logits, dtype=torch.bool)
     is_valid = (logits.isfinite() | ~is_allowed).all(1) & is_allowed.any(1)
@@ -83,7 +83,7 @@ def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None =
     Args:
         x: [rows, in_features].
         weight: int8 [out_features, in_features].
-        scales: float32 [out_features], what one unit of a row's integers is worth.
+        scales: float32 [out_features], the value of one unit in each row of ``weight``.
         bias: [out_features], or None.
 
     Returns:
@@ -102,7 +102,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         eps: Added to the mean square.
 
     Returns:
-        [..., size], dtype of ``x``; rounded to it once before the multiplication, as transformers does.
+        [..., size], dtype of ``x``; rounded to it once before the multiplication, as in ``transformers``.
     """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -110,7 +110,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rope_angles(positions: Tensor, inverse_frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of every row's rotation.
+    """Return the cosine and sine of the rotation of each row.
 
     Args:
         positions: Integers [rows].
@@ -124,17 +124,17 @@ def rope_angles(positions: Tensor, inverse_frequencies: Tensor) -> tuple[Tensor,
 
 
 def apply_rope(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return heads with each pair (i, i + head_dim / 2) turned by its position's angle.
+    """Return heads with each pair (i, i + head_dim / 2) rotated by the angle of its position.
 
-    The pairing is Hugging Face's, not the interleaved one of "RoFormer" (Su et al., 2021).
+    The pairing is that of ``transformers``, not the interleaved one of "RoFormer" (Su et al., 2021).
 
     Args:
-        heads: [rows, num_heads, head_dim].
+        heads: [..., rows, num_heads, head_dim].
         cos: float32 [rows, head_dim / 2].
         sin: float32 [rows, head_dim / 2].
 
     Returns:
-        [rows, num_heads, head_dim], dtype of ``heads``; computed in float32.
+        [..., rows, num_heads, head_dim], dtype of ``heads``; computed in float32.
     """
     first, second = heads.float().chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -142,11 +142,11 @@ def apply_rope(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def qk_norm_rope(heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return heads normalised, where there is a weight, and rotated: in float32 throughout, rounded once.
+    """Return heads normalised, if there is a weight, and rotated; computed in float32 and rounded once.
 
     Args:
         heads: [rows, num_heads, head_dim].
-        weight: [head_dim], or None: not normalised.
+        weight: [head_dim]; None: heads are not normalised.
         eps: Added to the mean square.
         cos: float32 [rows, head_dim / 2].
         sin: float32 [rows, head_dim / 2].
@@ -174,11 +174,11 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def kv_append(pool: Tensor, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
-    """Write the K and V of the rows that have a slot; every other slot of the pool is left as it is.
+    """Write the K and V of the rows that have a slot; all other slots of the pool stay unchanged.
 
     Args:
         pool: Changed in place.
-        layer: Which layer.
+        layer: Index of the layer.
         key: [rows, num_kv_heads, head_dim].
         value: Like ``key``.
         slot_mapping: Integers [rows]; -1 writes nothing. No slot occurs twice.
@@ -195,10 +195,10 @@ def gather_kv(pool: Tensor, layer: int, block_table: Tensor, kv_len: int) -> tup
     """Return copies of the first ``kv_len`` keys and values of one sequence.
 
     Args:
-        pool: Read only.
-        layer: Which layer.
+        pool: Not changed.
+        layer: Index of the layer.
         block_table: Integers [>= ceil(kv_len / block_size)], block ids in order.
-        kv_len: Tokens.
+        kv_len: Number of tokens.
 
     Returns:
         Two [num_kv_heads, kv_len, head_dim].
@@ -219,14 +219,14 @@ def paged_attention(
     kv_lens: Tensor,
     block_tables: Tensor,
 ) -> Tensor:
-    """Return causal softmax attention of every row over its own sequence, scale 1 / sqrt(head_dim).
+    """Return the causal softmax attention of each row over its own sequence, with scale 1 / sqrt(head_dim).
 
     Args:
         query: [rows, num_heads, head_dim]; query head h reads kv head ``h // (num_heads // num_kv_heads)``.
-        pool: Read only; the rows' own K and V are in it already.
-        layer: Which layer.
-        positions: Integers [rows]; row r sees positions 0..positions[r] of its sequence.
-        cu_seqlens_q: Integers [num_seqs + 1], first row of each sequence.
+        pool: Not changed; it already contains the K and V of the rows.
+        layer: Index of the layer.
+        positions: Integers [rows]; row r attends to positions 0..positions[r] of its sequence.
+        cu_seqlens_q: Integers [num_seqs + 1], the first row of each sequence, and the number of rows.
         kv_lens: Integers [num_seqs].
         block_tables: Integers [num_seqs, max_blocks].
 

@@ -1,12 +1,12 @@
-"""How the bundled model was made: from a plain checkout to a model folder.
+"""The recipe of the bundled model: from a plain checkout to a model folder.
 
-``python -m ferrule_server.training --out DIR --minutes 90`` repeats it. Nothing in the server imports this package; it
-needs torch, tokenizers, safetensors and rich, and no network.
+``python -m ferrule_server.training --out DIR --minutes 90`` runs it. The server does not import this package, which
+requires torch, tokenizers, safetensors and rich, but no network.
 
 corpus.py     the training text: the Python standard library
 tokenizer.py  a byte-level BPE tokenizer, trained on the corpus
-model.py      the model while it is trained: Qwen3 in plain torch
+model.py      the model during training: Qwen3 in plain torch
 train.py      the training loop
-export.py     trained weights -> a model folder
+export.py     writes trained weights to a model folder
 __main__.py   the command line
 """

@@ -1,4 +1,4 @@
-"""Command line of the training: collect, tokenize, train, export; a stopped run goes on where it was."""
+"""Command line of the training: collect, tokenize, train, export. A stopped run resumes at its last checkpoint."""
 
 import argparse
 import json
@@ -18,38 +18,38 @@ from tokenizers import Tokenizer
 from ferrule_server.training.corpus import Corpus, collect
 from ferrule_server.training.export import TrainingRecord, export_model, round_weights, sample
 from ferrule_server.training.model import ModelShape
-from ferrule_server.training.tokenizer import encode_documents, load_tokenizer, save_tokenizer, train_tokenizer
+from ferrule_server.training.tokenizer import encode_documents, train_tokenizer
 from ferrule_server.training.train import Trainer, TrainingConfig, measure_loss
 
 __all__ = ["main"]
 
 _EPILOG = """\
 examples:
-  python -m ferrule_server.training --out run --minutes 90            about what the shipped model had
+  python -m ferrule_server.training --out run --minutes 90            about the budget of the bundled model
   python -m ferrule_server.training --out run --minutes 90 --compile  a sixth faster; needs a C++ compiler
-  python -m ferrule_server.training --out run --steps 20              a quick look whether everything works
-  python -m ferrule_server.training --out run --minutes 90            again: goes on from the last checkpoint
-  python -m ferrule_server.training --out run --export-only           export the last checkpoint as it is
+  python -m ferrule_server.training --out run --steps 20              a quick test that everything works
+  python -m ferrule_server.training --out run --minutes 90            again: resumes at the last checkpoint
+  python -m ferrule_server.training --out run --export-only           export the last checkpoint without training
 
 files in DIR:
-  tokenizer.json   the vocabulary, made once, at the start
-  checkpoint.pt    weights, optimizers and progress, rewritten every few minutes
-  log.jsonl        one line of losses per report
+  tokenizer.json   the vocabulary, made once at the start
+  checkpoint.pt    weights, optimizers and progress, written every few minutes
+  log.jsonl        losses and a sample, one line for each checkpoint
   model/           the finished model; serve it with `python -m ferrule_server --model DIR/model`
 
-The learning rate is flat for the first half of the budget and then falls to zero at its end, so the
-budget must be right from the start: a run that is cut short never sees the low rates that make the
-loss drop. Two threads on a busy machine are slower than one.
+The learning rate is constant for the first half of the budget and then falls to zero at its end.
+Choose the budget before the start: a run that ends early misses the low rates, which reduce the loss
+most. Two threads on a busy machine are slower than one.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _Data:
-    """Corpus and token streams of one run.
+    """The corpus and the token streams of one run.
 
     Attributes:
         corpus: The documents.
-        tokenizer: Made from the training half.
+        tokenizer: Trained on the training half.
         train: uint16 [num_tokens], the training stream.
         held_out: uint16 [num_tokens], the held-out stream.
     """
@@ -61,10 +61,10 @@ class _Data:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train and export the model; exits with status 2 and one line when the settings do not fit together.
+    """Train and export the model. If the settings do not fit together, exit with status 2 and one line.
 
     Args:
-        arguments: Command line without the program's name; that of the process if None.
+        arguments: The command line without the name of the program; None: that of the process.
     """
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -84,33 +84,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m ferrule_server.training",
-        description="Train the small Python model that ships with Ferrule, on this interpreter's standard library.",
+        description="Train the bundled model of Ferrule on the standard library of this interpreter.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="DIR", help="folder for tokenizer, checkpoints, log and model")
     budget = parser.add_mutually_exclusive_group()
-    budget.add_argument("--minutes", type=float, help="budget of wall time over all resumed parts (90)")
-    budget.add_argument("--steps", type=int, help="budget of optimizer steps instead; repeatable bit for bit")
-    add("--seed", type=int, default=1, help="decides initial weights and batches (1)")
+    budget.add_argument("--minutes", type=float, default=90.0, help="budget of wall time over all resumed parts (90)")
+    budget.add_argument(
+        "--steps", type=int, help="budget of optimizer steps instead; the result is then reproducible bit for bit"
+    )
+    add("--seed", type=int, default=1, help="determines the initial weights and the batches (1)")
     add("--threads", type=int, default=1, help="CPU threads (1)")
-    add("--compile", action="store_true", help="run the model through torch.compile")
-    add("--corpus", type=Path, metavar="DIR", help="another folder of Python source than the standard library")
+    add("--compile", action="store_true", help="compile the model with torch.compile")
+    add("--corpus", type=Path, metavar="DIR", help="a folder of Python source to use in place of the standard library")
     add("--checkpoint-every", type=float, default=180.0, metavar="S", help="seconds between checkpoints (180)")
     add("--export-only", action="store_true", help="export the last checkpoint without training")
     return parser
 
 
-def _training_config(options: argparse.Namespace) -> TrainingConfig:
-    minutes = 90.0 if options.minutes is None and options.steps is None else options.minutes
-    return TrainingConfig(minutes=minutes, steps=options.steps, seed=options.seed, use_compile=options.compile)
-
-
 def _set_up(options: argparse.Namespace) -> tuple[Trainer, _Data]:
-    """Make the run, at its last checkpoint if it has one; ValueError if it cannot start."""
+    """Return the run, at its last checkpoint if there is one.
+
+    Raises:
+        ValueError: It cannot start.
+    """
     options.out.mkdir(parents=True, exist_ok=True)
-    config = _training_config(options)
+    minutes = options.minutes if options.steps is None else None
+    config = TrainingConfig(minutes=minutes, steps=options.steps, seed=options.seed, use_compile=options.compile)
     data = _prepare(options.out, options.corpus)
     if len(data.held_out) <= max(config.window_lengths):
         raise ValueError(f"{len(data.held_out)} held-out tokens are too few to measure a loss; give a larger corpus")
@@ -124,20 +126,20 @@ def _set_up(options: argparse.Namespace) -> tuple[Trainer, _Data]:
 
 
 def _prepare(out: Path, corpus_root: Path | None) -> _Data:
-    """Collect and encode the corpus; the tokenizer is trained once and then read back."""
+    """Collect and encode the corpus. The tokenizer is trained once and then read from its file."""
     corpus = collect(corpus_root)
     train, held_out = ([document.text for document in half] for half in (corpus.train, corpus.held_out))
     path = out / "tokenizer.json"
     if not path.exists():
-        save_tokenizer(train_tokenizer(train), path)
-    tokenizer = load_tokenizer(path)
+        train_tokenizer(train).save(str(path))
+    tokenizer = Tokenizer.from_file(str(path))
     return _Data(corpus, tokenizer, encode_documents(tokenizer, train), encode_documents(tokenizer, held_out))
 
 
 def _train(trainer: Trainer, data: _Data, out: Path, *, checkpoint_every_s: float) -> None:
-    """Step until the budget is used, saving as it goes and once at the end."""
+    """Step until the budget is used; save a checkpoint from time to time and at the end."""
     saved_at = time.monotonic()
-    with _progress_bar() as bar:
+    with Progress(TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()) as bar:
         task = bar.add_task("starting", total=1.0)
         while trainer.fraction < 1.0:
             trainer.step()
@@ -150,12 +152,8 @@ def _train(trainer: Trainer, data: _Data, out: Path, *, checkpoint_every_s: floa
     _keep(trainer, data, out)
 
 
-def _progress_bar() -> Progress:
-    return Progress(TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-
-
 def _keep(trainer: Trainer, data: _Data, out: Path) -> None:
-    """Save a checkpoint and append a line of losses and a short sample to the log."""
+    """Save a checkpoint; append a line with the losses and a short sample to the log."""
     trainer.save(out / "checkpoint.pt")
     progress = trainer.progress
     line = {
@@ -171,20 +169,15 @@ def _keep(trainer: Trainer, data: _Data, out: Path) -> None:
 
 
 def _record(trainer: Trainer, data: _Data) -> TrainingRecord:
-    trained = trainer.config.window_lengths
-    lengths = sorted({*trained, trainer.shape.max_positions})
+    lengths = sorted({*trainer.config.window_lengths, trainer.shape.max_positions})
     losses = ((n, measure_loss(trainer.model, data.held_out, length=n)) for n in lengths if n < len(data.held_out))
     num_bytes = sum(len(document.text.encode()) for document in data.corpus.held_out)
     return TrainingRecord(
+        config=trainer.config,
+        progress=trainer.progress,
         num_train_files=len(data.corpus.train),
         num_held_out_files=len(data.corpus.held_out),
         num_train_tokens=len(data.train),
-        num_tokens_seen=trainer.progress.num_tokens,
-        num_steps=trainer.progress.step,
-        used_compile=trainer.config.use_compile,
-        minutes=trainer.progress.elapsed_s / 60.0,
-        longest_window=max(trained),
-        train_loss=trainer.progress.train_loss,
         held_out_losses=tuple(losses),
         held_out_bytes_per_token=num_bytes / len(data.held_out),
     )

@@ -1,8 +1,8 @@
-"""Turns trained weights into the folder that the server, or transformers, loads.
+"""Write trained weights to a folder that the server or ``transformers`` can load.
 
-The folder holds config.json, generation_config.json, model.safetensors (bfloat16), tokenizer.json,
-tokenizer_config.json and MODEL_CARD.md. The chat template is there so that a conversation can be rendered; the model
-has seen none and continues it as it continues source code.
+The folder contains config.json, generation_config.json, model.safetensors (bfloat16), tokenizer.json,
+tokenizer_config.json and MODEL_CARD.md. The chat template makes it possible to render conversations. The model has seen
+none, and continues them like source code.
 """
 
 import json
@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from ferrule_server.training.model import ModelShape, TrainingModel
-from ferrule_server.training.tokenizer import END_OF_TEXT, end_of_text_id, save_tokenizer
+from ferrule_server.training.tokenizer import END_OF_TEXT, end_of_text_id
+from ferrule_server.training.train import Progress, TrainingConfig
 
 __all__ = ["CARD_PROMPTS", "CHAT_TEMPLATE", "TrainingRecord", "export_model", "round_weights", "sample"]
 
@@ -34,51 +35,44 @@ CARD_PROMPTS = ("def read_file(path):", "class Queue:", "import os\nimport sys\n
 
 @dataclass(frozen=True, slots=True)
 class TrainingRecord:
-    """What the model card says about a run.
+    """The facts about a run that the model card reports.
 
     Attributes:
+        config: The settings of the run.
+        progress: The progress at its end.
         num_train_files: Files in the training half.
         num_held_out_files: Files in the held-out half.
         num_train_tokens: Tokens in the training half.
-        num_tokens_seen: Tokens the model was trained on, counting repeats.
-        num_steps: Optimizer steps.
-        used_compile: Whether the run used ``torch.compile``.
-        minutes: Wall time of training.
-        longest_window: Longest window in training, in tokens.
-        train_loss: Smoothed training loss, nats per token.
         held_out_losses: (window length in tokens, nats per token) on held-out files.
         held_out_bytes_per_token: Bytes of held-out text per token.
     """
 
+    config: TrainingConfig
+    progress: Progress
     num_train_files: int
     num_held_out_files: int
     num_train_tokens: int
-    num_tokens_seen: int
-    num_steps: int
-    used_compile: bool
-    minutes: float
-    longest_window: int
-    train_loss: float
     held_out_losses: tuple[tuple[int, float], ...]
     held_out_bytes_per_token: float
 
 
 def export_model(folder: Path, model: TrainingModel, tokenizer: Tokenizer, record: TrainingRecord) -> None:
-    """Write the model folder, replacing the files of an earlier export.
+    """Write the model folder. Files of an earlier export are replaced.
 
     Args:
-        folder: Where to write; made if missing.
+        folder: The folder; created if it is missing.
         model: The weights; not changed.
-        tokenizer: The tokenizer they were trained with.
-        record: What the card says.
+        tokenizer: The tokenizer with which they were trained.
+        record: The facts for the model card.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shape, end = model.shape, end_of_text_id(tokenizer)
     tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    save_tokenizer(tokenizer, folder / "tokenizer.json")
-    _write_json(folder / "config.json", _config(shape, end))
-    _write_json(folder / "generation_config.json", _generation_config(end))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+    _write_json(folder / "config.json", _config(shape, ids))
+    _write_json(folder / "generation_config.json", ids)
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(shape))
     size = (folder / "model.safetensors").stat().st_size
     card = _card(model, tokenizer, record, size)
@@ -86,10 +80,10 @@ def export_model(folder: Path, model: TrainingModel, tokenizer: Tokenizer, recor
 
 
 def round_weights(model: TrainingModel) -> None:
-    """Round every weight to the bfloat16 value the file will hold, so that what the card says is true of the file.
+    """Round every weight to its bfloat16 value in the file, so that the card describes the weights in the file.
 
     Args:
-        model: Changed in place; stays float32.
+        model: Changed in place; its dtype stays float32.
     """
     with torch.no_grad():
         for parameter in model.parameters():
@@ -99,15 +93,15 @@ def round_weights(model: TrainingModel) -> None:
 def sample(
     model: TrainingModel, tokenizer: Tokenizer, prompt: str, *, num_tokens: int, temperature: float = 0.0, seed: int = 0
 ) -> str:
-    """Continue a prompt, recomputing the whole window for every token.
+    """Continue a prompt. Every token recomputes the whole window.
 
     Args:
         model: The weights; not changed.
-        tokenizer: The tokenizer they were trained with.
+        tokenizer: The tokenizer with which they were trained.
         prompt: Text of at least one token.
         num_tokens: Most tokens to add; fewer if the model ends the text.
-        temperature: 0 takes the most likely token.
-        seed: Decides the draws when the temperature is above 0.
+        temperature: 0 selects the most likely token.
+        seed: Determines the draws if the temperature is above 0.
 
     Returns:
         The prompt and its continuation.
@@ -136,8 +130,8 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _config(shape: ModelShape, end: int) -> dict[str, Any]:
-    """Return config.json in Hugging Face's names; both the old and the new spelling of dtype and rope."""
+def _config(shape: ModelShape, ids: dict[str, int]) -> dict[str, Any]:
+    """Return config.json, with both the old and the new names of dtype and RoPE."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -158,16 +152,10 @@ def _config(shape: ModelShape, end: int) -> dict[str, Any]:
         "tie_word_embeddings": True,
         "use_cache": True,
         "use_sliding_window": False,
-        "bos_token_id": end,
-        "eos_token_id": end,
-        "pad_token_id": end,
+        **ids,
         "dtype": "bfloat16",
         "torch_dtype": "bfloat16",
     }
-
-
-def _generation_config(end: int) -> dict[str, Any]:
-    return {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
 
 
 def _tokenizer_config(shape: ModelShape) -> dict[str, Any]:
@@ -182,21 +170,16 @@ def _tokenizer_config(shape: ModelShape) -> dict[str, Any]:
 
 
 def _card(model: TrainingModel, tokenizer: Tokenizer, record: TrainingRecord, size_bytes: int) -> str:
-    sections = (
-        _card_head(model, size_bytes),
-        _card_training(record),
-        _card_samples(model, tokenizer),
-        _card_limits(record, model.shape),
-    )
-    return "\n".join(sections)
+    facts = _card_head(model, size_bytes), _card_training(record)
+    return "\n".join((*facts, _card_samples(model, tokenizer), _card_limits(record, model.shape)))
 
 
 def _card_head(model: TrainingModel, size_bytes: int) -> str:
     shape = model.shape
-    return f"""# The model that ships with Ferrule
+    return f"""# The bundled model of Ferrule
 
-A very small decoder-only language model that continues Python source. It exists so that the server runs
-at once, on any CPU, without a download; it is not meant to write programs.
+A very small decoder-only language model that continues Python source. With it the server runs at once, on any
+CPU, without a download. It is not meant to write programs.
 
 | | |
 | --- | --- |
@@ -206,15 +189,15 @@ at once, on any CPU, without a download; it is not meant to write programs.
 | Parameters | {model.num_parameters() / 1e6:.2f} M, bfloat16, {size_bytes / 1e6:.2f} MB |
 | Tokenizer | byte-level BPE, {shape.vocab_size} entries; a newline and the indentation after it are one token |
 | End of text | `{END_OF_TEXT}` between files |
-| Chat template | plain, `User: ...` and `Assistant: ...` on lines of their own; the model has seen no conversation |
+| Chat template | plain, `User: ...` and `Assistant: ...` on separate lines; the model has seen no conversation |
 | Licence of the weights | Apache-2.0, like the project |
 
 ## Corpus
 
 The standard library of the Python {platform.python_version()} interpreter that ran the training, without tests,
 encodings and generated data. That source is copyright the Python Software Foundation and its contributors,
-licensed under the PSF License Agreement version 2; see `LICENSE.txt` beside the library of any Python. Nothing
-else was used: no other text, no other model. The model can repeat pieces of that source word for word.
+licensed under the PSF License Agreement version 2; see `LICENSE.txt` in the library folder of
+any Python. No other text and no other model was used. The model can repeat parts of that source word for word.
 """
 
 
@@ -224,22 +207,23 @@ def _card_training(record: TrainingRecord) -> str:
         f"{loss / math.log(2) / record.held_out_bytes_per_token:.3f} bits per byte |"
         for length, loss in record.held_out_losses
     )
-    command = f"python -m ferrule_server.training --out DIR --minutes {record.minutes:.0f}"
-    command += " --compile" if record.used_compile else ""
+    progress, minutes = record.progress, record.progress.elapsed_s / 60.0
+    command = f"python -m ferrule_server.training --out DIR --minutes {minutes:.0f}"
+    command += " --compile" if record.config.use_compile else ""
     return f"""## Training
 
 | | |
 | --- | --- |
 | Split | by file: {record.num_train_files} for training, {record.num_held_out_files} held out |
-| Tokens | {record.num_train_tokens / 1e6:.2f} M in the corpus, {record.num_tokens_seen / 1e6:.2f} M seen \
-({record.num_tokens_seen / record.num_train_tokens:.1f} passes) |
-| Optimizer | Muon for the matrices, AdamW for the embedding and norms, bfloat16 autocast, {record.num_steps} steps |
-| Time | {record.minutes:.0f} minutes on one thread of a shared machine with {os.cpu_count()} CPU cores |
-| Training loss | {record.train_loss:.3f} nats per token |
+| Tokens | {record.num_train_tokens / 1e6:.2f} M in the corpus, {progress.num_tokens / 1e6:.2f} M seen \
+({progress.num_tokens / record.num_train_tokens:.1f} passes) |
+| Optimizer | Muon for the matrices, AdamW for the embedding and norms, bfloat16 autocast, {progress.step} steps |
+| Time | {minutes:.0f} minutes on one thread of a shared machine with {os.cpu_count()} CPU cores |
+| Training loss | {progress.train_loss:.3f} nats per token |
 {rows}
 
-Repeat it with `{command}`; a budget in minutes takes as
-many steps as the machine manages, so the numbers will differ a little.
+Repeat it with `{command}`; the number of steps in a
+budget of minutes depends on the machine, so the numbers will differ a little.
 """
 
 
@@ -253,13 +237,14 @@ def _card_samples(model: TrainingModel, tokenizer: Tokenizer) -> str:
 
 
 def _card_limits(record: TrainingRecord, shape: ModelShape) -> str:
+    longest = max(record.config.window_lengths)
     return f"""## Limits
 
-* What it writes looks like Python and means nothing; greedy decoding soon repeats itself, so sample at about 0.7.
-* Trained on windows of up to {record.longest_window} tokens. The configuration allows {shape.max_positions}; beyond
-  the first number it still runs, at a loss that rises with every few hundred tokens.
-* The training loss is well below the held-out loss: files it was trained on it partly knows by heart.
+* Its output looks like Python but has no meaning. Greedy decoding soon repeats itself, so sample at about 0.7.
+* Training windows have up to {longest} tokens. The configuration allows {shape.max_positions}.
+  Beyond the trained length it still runs, with a loss that rises every few hundred tokens.
+* The training loss is well below the held-out loss: the model has partly memorized the files of the training.
 * End prompts at the last visible character (`def f(x):`, not `def f(x):` and a newline): the newline and its
   indentation are one token, so a bare newline says that the next line is not indented.
-* English and Python only in the sense that the standard library is; names of its authors may appear.
+* It knows only the English and Python of the standard library. Names of its authors may appear in its output.
 """

@@ -1,9 +1,9 @@
-"""The model while it learns: Qwen3 in plain torch, parameter for parameter Hugging Face's Qwen3ForCausalLM.
+"""The model during training: Qwen3 in plain torch, with the parameters of Qwen3ForCausalLM of ``transformers``.
 
-Module names are chosen so that ``state_dict`` already carries the names of the checkpoint; ``export``
-maps nothing. There is no KV cache: training sees whole windows. Architecture after "Qwen3 Technical
-Report" (Yang et al., 2025): RMSNorm before each part, grouped-query attention with a norm on every
-query and key head, rotary positions, SwiGLU, input and output embeddings tied.
+The names of the modules give ``state_dict`` the names of the checkpoint, so ``export`` maps nothing. There is no KV
+cache, because training runs whole windows. The architecture is that of "Qwen3 Technical Report" (Yang et al., 2025):
+RMSNorm before each part, grouped-query attention with a norm on every query and key head, rotary positions, SwiGLU, and
+one embedding for input and output.
 """
 
 from dataclasses import dataclass
@@ -12,12 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ferrule_server.kernels.reference import apply_rope, rms_norm, rope_angles
+
 __all__ = ["ModelShape", "TrainingModel"]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Every number that fixes the parameters; the defaults are the model that ships.
+    """The numbers that determine the parameters; the defaults are those of the bundled model.
 
     Attributes:
         vocab_size: Entries of the tokenizer.
@@ -29,7 +31,7 @@ class ModelShape:
         head_dim: Width of one head, even.
         rope_theta: Base of the rotary frequencies.
         norm_eps: Added to the mean square in every RMSNorm.
-        max_positions: Longest sequence the exported configuration allows, in tokens.
+        max_positions: Longest sequence that the exported configuration allows, in tokens.
     """
 
     vocab_size: int = 2048
@@ -44,18 +46,18 @@ class ModelShape:
     max_positions: int = 2048
 
     def __post_init__(self) -> None:
-        """Refuse shapes the architecture has no meaning for."""
+        """Refuse shapes that the architecture does not define."""
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
+            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions need pairs")
 
 
 class TrainingModel(nn.Module):
-    """The whole network; its ``state_dict`` names are those of Qwen3ForCausalLM with tied embeddings.
+    """The network. The names in its ``state_dict`` are those of Qwen3ForCausalLM with tied embeddings.
 
     Args:
-        shape: The numbers that fix the parameters.
+        shape: The numbers that determine the parameters.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -75,21 +77,20 @@ class TrainingModel(nn.Module):
         """
         return F.linear(self.model(token_ids), self.model.embed_tokens.weight)
 
-    def loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy in nats per token.
+    def loss(self, windows: Tensor) -> Tensor:
+        """Return the mean cross-entropy, in nats per token, of each token of a window after the first.
 
         Args:
-            token_ids: int64 [num_sequences, length].
-            targets: int64 [num_sequences, length], the token that follows each position.
+            windows: int64 [num_windows, length + 1].
 
         Returns:
             float32 scalar.
         """
-        logits = self(token_ids)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        logits = self(windows[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
 
     def num_parameters(self) -> int:
-        """Return the number of parameters, the tied embedding counted once."""
+        """Return the number of parameters, with the tied embedding counted once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
 
@@ -103,7 +104,9 @@ class _Decoder(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         hidden = self.embed_tokens(token_ids)
-        rotation = _rotation(token_ids.shape[1], self.shape, hidden.device)
+        exponents = torch.arange(0, self.shape.head_dim, 2, device=hidden.device) / self.shape.head_dim
+        positions = torch.arange(token_ids.shape[1], device=hidden.device)
+        rotation = rope_angles(positions, self.shape.rope_theta**-exponents)
         for layer in self.layers:
             hidden = layer(hidden, rotation)
         normed: Tensor = self.norm(hidden)
@@ -137,19 +140,19 @@ class _Attention(nn.Module):
         self.k_norm = _RMSNorm(shape.head_dim, shape.norm_eps)
 
     def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        query = _rotate(self.q_norm(self._heads(self.q_proj(hidden))), rotation)
-        key = _rotate(self.k_norm(self._heads(self.k_proj(hidden))), rotation)
+        query = apply_rope(self.q_norm(self._heads(self.q_proj(hidden))), *rotation)
+        key = apply_rope(self.k_norm(self._heads(self.k_proj(hidden))), *rotation)
         value = self._heads(self.v_proj(hidden))
-        # The fused CPU kernel wants equal head counts; query head h reads kv head h // num_queries_per_kv.
+        query, key, value = (heads.to(value.dtype).transpose(1, 2) for heads in (query, key, value))
+        # The fused CPU kernel requires equal head counts; query head h reads kv head h // num_queries_per_kv.
         key = key.repeat_interleave(self.num_queries_per_kv, dim=1)
         value = value.repeat_interleave(self.num_queries_per_kv, dim=1)
-        mixed = F.scaled_dot_product_attention(query.to(value.dtype), key.to(value.dtype), value, is_causal=True)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         projected: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return projected
 
     def _heads(self, projected: Tensor) -> Tensor:
-        num_sequences, length, _ = projected.shape
-        return projected.view(num_sequences, length, -1, self.head_dim).transpose(1, 2)
+        return projected.view(*projected.shape[:2], -1, self.head_dim)
 
 
 class _FeedForward(nn.Module):
@@ -171,28 +174,11 @@ class _RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden: Tensor) -> Tensor:
-        wide = hidden.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(hidden.dtype)
-
-
-def _rotation(length: int, shape: ModelShape, device: torch.device) -> tuple[Tensor, Tensor]:
-    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=device) / shape.head_dim
-    positions = torch.arange(length, dtype=torch.float32, device=device)
-    angles = torch.outer(positions, shape.rope_theta**-exponents)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
-
-
-def _rotate(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (i, i + head_dim/2) by its position's angle; the pairing is Hugging Face's, not the paper's."""
-    cos, sin = rotation
-    first, second = heads.chunk(2, dim=-1)
-    return heads * cos + torch.cat((-second, first), dim=-1) * sin
+        return rms_norm(hidden, self.weight, self.eps)
 
 
 def _initialise(model: nn.Module, shape: ModelShape) -> None:
-    """Normal 0.02 everywhere; what writes into the residual stream is scaled down by depth, as in GPT-2."""
+    """Draw matrices with deviation 0.02; as in GPT-2, those that write to the residual stream get less with depth."""
     residual_std = 0.02 / (2 * shape.num_layers) ** 0.5
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:

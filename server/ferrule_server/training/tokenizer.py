@@ -1,11 +1,10 @@
-"""A byte-level BPE tokenizer shaped for source code, trained on the corpus itself.
+"""A byte-level BPE tokenizer for source code, trained on the corpus.
 
-A newline and the indentation after it form one piece, so a step into a block costs one token however
-deep the block is. All 256 bytes are in the vocabulary: every string survives the round trip.
+A newline and the indentation after it form one piece, so the begin of a block costs one token at any depth. The
+vocabulary contains all 256 bytes, so every string survives the round trip.
 """
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +15,12 @@ from tokenizers.pre_tokenizers import ByteLevel, Split
 from tokenizers.pre_tokenizers import Sequence as PreTokenizerSequence
 from tokenizers.trainers import BpeTrainer
 
-__all__ = ["END_OF_TEXT", "encode_documents", "end_of_text_id", "load_tokenizer", "save_tokenizer", "train_tokenizer"]
+__all__ = ["END_OF_TEXT", "encode_documents", "end_of_text_id", "train_tokenizer"]
 
 END_OF_TEXT = "<|endoftext|>"
 
-# In order: newlines with the indentation that follows; a word with at most one sign or space before it;
-# up to three digits; signs with at most one space before them; white space that is left.
+# In order: newlines with the indentation that follows; a word after at most one sign or space; up to three digits;
+# signs after at most one space; the remaining white space.
 _PIECES = r"[\r\n]+[ \t]*|[^\s\p{L}\p{N}_]?[\p{L}_]+| [\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|\s+?(?=[\r\n])|\s+"
 
 
@@ -33,7 +32,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 2048) -> Tokenizer:
         vocab_size: Number of entries, counting the 256 bytes and the end-of-text token.
 
     Returns:
-        A tokenizer whose id 0 is ``<|endoftext|>``; it has fewer entries if the texts run out of pairs.
+        A tokenizer whose token 0 is ``<|endoftext|>``. It has fewer entries if the texts have too few pairs.
 
     Raises:
         ValueError: The vocabulary cannot hold the bytes.
@@ -59,7 +58,7 @@ def _trainer(vocab_size: int) -> BpeTrainer:
 
 
 def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> npt.NDArray[np.uint16]:
-    """Return all texts as one stream of tokens, each text closed by the end-of-text token.
+    """Return all texts as one stream of tokens, with the end-of-text token after each text.
 
     Args:
         tokenizer: A tokenizer of at most 65536 entries.
@@ -78,7 +77,7 @@ def end_of_text_id(tokenizer: Tokenizer) -> int:
     """Return the id of ``<|endoftext|>``.
 
     Args:
-        tokenizer: Any tokenizer made here.
+        tokenizer: A tokenizer that :func:`train_tokenizer` made.
 
     Raises:
         ValueError: The tokenizer has no such token.
@@ -87,27 +86,3 @@ def end_of_text_id(tokenizer: Tokenizer) -> int:
     if token_id is None:
         raise ValueError(f"the tokenizer has no {END_OF_TEXT} token; train it with train_tokenizer")
     return int(token_id)
-
-
-def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
-    """Write the tokenizer to a ``tokenizer.json`` file, replacing it.
-
-    Args:
-        tokenizer: What to write.
-        path: The file; its folder must exist.
-    """
-    tokenizer.save(str(path))
-
-
-def load_tokenizer(path: Path) -> Tokenizer:
-    """Read a ``tokenizer.json`` file.
-
-    Args:
-        path: The file.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"no tokenizer at {path}; it is written at the start of training")
-    return Tokenizer.from_file(str(path))

@@ -1,8 +1,8 @@
-"""The training loop: Muon for the matrices, AdamW for the rest, a budget in minutes or steps.
+"""The training loop: Muon for the matrices, AdamW for the rest, and a budget in minutes or steps.
 
-Batches are a function of (seed, step) alone, so a run that was stopped and resumed sees the same
-tokens, and, with a step budget, ends with the same bits. Muon: Keller Jordan et al., "Muon: an
-optimizer for hidden layers in neural networks" (2024), as implemented in ``torch.optim.Muon``.
+A batch depends only on (seed, step), so a resumed run gets the same tokens; with a budget in steps it ends with the
+same bits. Muon: Keller Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024), as implemented
+in ``torch.optim.Muon``.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ _SMOOTHING = 0.99
 
 
 class CheckpointMismatch(ValueError):
-    """A checkpoint was written by a run with other settings than the one that wants to resume it."""
+    """The checkpoint was written by a run with other settings than this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +38,15 @@ class TrainingConfig:
     Attributes:
         minutes: Budget of wall time inside the loop, over all resumed parts, in minutes.
         steps: Budget of optimizer steps.
-        seed: Decides initial weights and batches.
+        seed: Determines the initial weights and the batches.
         tokens_per_step: Tokens in a batch, a multiple of every window length.
-        window_lengths: Tokens per window, used in turn, one entry per step.
+        window_lengths: Tokens per window; the steps use the entries in turn.
         muon_lr: Learning rate of the matrices.
         adamw_lr: Learning rate of the embedding and the norms.
-        weight_decay: Decoupled decay of the matrices.
-        warmup_steps: Steps over which the rate rises to its full value.
+        weight_decay: Decoupled weight decay of the matrices.
+        warmup_steps: Number of steps in which the rate rises to its full value.
         decay_from: Share of the budget after which the rate falls linearly to zero.
-        use_compile: Run the loss through ``torch.compile``; needs a C++ compiler.
+        use_compile: Compile the loss with ``torch.compile``, which requires a C++ compiler.
     """
 
     minutes: float | None = 90.0
@@ -62,17 +62,17 @@ class TrainingConfig:
     use_compile: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse an ambiguous budget and windows that do not fill a batch."""
+        """Refuse an ambiguous budget, and windows that do not fill a batch."""
         if (self.minutes is None) == (self.steps is None):
             raise ValueError(f"give minutes or steps, not both: minutes={self.minutes} steps={self.steps}")
         for length in self.window_lengths:
             if self.tokens_per_step % length:
-                raise ValueError(f"tokens_per_step {self.tokens_per_step} is no multiple of window length {length}")
+                raise ValueError(f"tokens_per_step {self.tokens_per_step} is not a multiple of window length {length}")
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far a run has come.
+    """The progress of a run.
 
     Attributes:
         step: Optimizer steps taken.
@@ -91,14 +91,15 @@ class Progress:
 class Trainer:
     """One run: the model, both optimizers and the progress.
 
-    Invariant: a checkpoint holds all that decides the next step, so save, load and go on equals going on.
+    Invariant: a checkpoint contains everything that determines the next step, so a resumed run equals one that was not
+    stopped.
 
     Attributes:
         config: Settings of the run.
         shape: Shape of the model.
         tokens: uint16 [num_tokens], the training stream; not changed.
         model: The weights, float32.
-        progress: How far the run has come.
+        progress: The progress of the run.
     """
 
     config: TrainingConfig
@@ -108,20 +109,20 @@ class Trainer:
     progress: Progress = field(init=False, default_factory=Progress)
 
     def __post_init__(self) -> None:
-        """Initialise weights and optimizers from the seed."""
+        """Initialise the weights and the optimizers from the seed."""
         longest = max(self.config.window_lengths)
         if len(self.tokens) <= longest:
             raise ValueError(f"{len(self.tokens)} training tokens cannot fill a window of {longest} and its target")
         torch.manual_seed(self.config.seed)
         self.model = TrainingModel(self.shape)
         self._optimizers = _make_optimizers(self.model, self.config)
-        self._loss: Callable[[Tensor, Tensor], Tensor] = self.model.loss
+        self._loss: Callable[[Tensor], Tensor] = self.model.loss
         if self.config.use_compile:
             self._loss = torch.compile(self.model.loss, dynamic=False)
 
     @property
     def fraction(self) -> float:
-        """Share of the budget that is used, between 0 and 1."""
+        """The share of the budget that is used, from 0 to 1."""
         if self.config.steps is not None:
             return min(1.0, self.progress.step / max(1, self.config.steps))
         return min(1.0, self.progress.elapsed_s / (60.0 * (self.config.minutes or 0.0) or 1.0))
@@ -134,9 +135,9 @@ class Trainer:
         """
         started = time.monotonic()
         self._set_learning_rates()
-        token_ids, targets = self._batch()
+        windows = self._batch()
         with torch.autocast("cpu", torch.bfloat16):
-            loss = self._loss(token_ids, targets)
+            loss = self._loss(windows)
         loss.backward()  # type: ignore[no-untyped-call]
         for optimizer in self._optimizers:
             optimizer.step()
@@ -146,7 +147,7 @@ class Trainer:
         return value
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint, replacing the file only once it is complete.
+        """Write a checkpoint. An existing file is replaced only after the new one is complete.
 
         Args:
             path: The file; its folder must exist.
@@ -185,7 +186,7 @@ class Trainer:
         _LOGGER.info("resumed step=%d elapsed_s=%.0f", self.progress.step, self.progress.elapsed_s)
 
     def _identity(self) -> dict[str, Any]:
-        """Return what must be equal for a resumed run to be the same run; the budget may change."""
+        """Return the settings that a resumed run must share; the budget may differ."""
         return {
             "shape": dataclasses.asdict(self.shape),
             "seed": self.config.seed,
@@ -194,20 +195,21 @@ class Trainer:
             "num_corpus_tokens": len(self.tokens),
         }
 
-    def _batch(self) -> tuple[Tensor, Tensor]:
-        """Cut random windows from the stream; int64 [num_windows, length] twice, the second one token later."""
+    def _batch(self) -> Tensor:
+        """Return random windows of the stream, int64 [num_windows, length + 1]."""
         step = self.progress.step
         length = self.config.window_lengths[step % len(self.config.window_lengths)]
         generator = np.random.default_rng([self.config.seed, step])
         starts = generator.integers(0, len(self.tokens) - length, self.config.tokens_per_step // length)
-        windows = self.tokens[starts[:, None] + np.arange(length + 1)].astype(np.int64)
-        return torch.from_numpy(windows[:, :-1]), torch.from_numpy(windows[:, 1:])
+        return _windows(self.tokens, starts, length)
 
     def _set_learning_rates(self) -> None:
-        scale = _rate_scale(self.fraction, self.progress.step, self.config)
+        """Set the rates: a short rise to the full rate, later a linear fall to zero at the end of the budget."""
+        rise = min(1.0, (self.progress.step + 1) / max(1, self.config.warmup_steps))
+        fall = min(1.0, (1.0 - self.fraction) / (1.0 - self.config.decay_from))
         for optimizer, rate in zip(self._optimizers, (self.config.muon_lr, self.config.adamw_lr), strict=True):
             for group in optimizer.param_groups:
-                group["lr"] = rate * scale
+                group["lr"] = rate * (rise * fall)
 
     def _advance(self, loss: float, seconds: float) -> None:
         progress = self.progress
@@ -221,13 +223,13 @@ class Trainer:
 def measure_loss(
     model: TrainingModel, tokens: npt.NDArray[np.uint16], *, length: int = 256, max_windows: int | None = None
 ) -> float:
-    """Return the mean loss over windows laid side by side, under the same autocast as training.
+    """Return the mean loss over adjacent windows, under the same autocast as in training.
 
     Args:
         model: The weights; not changed.
         tokens: uint16 [num_tokens], the stream to predict.
-        length: Tokens per window; every window starts without context.
-        max_windows: Measure only so many, spread evenly; all if None.
+        length: Tokens per window; each window starts without context.
+        max_windows: Most windows to measure, spread evenly; None: all.
 
     Returns:
         Nats per token.
@@ -240,17 +242,15 @@ def measure_loss(
         raise ValueError(f"{len(tokens)} tokens are too few for one window of {length} and its target")
     if max_windows is not None and max_windows < len(starts):
         starts = starts[np.linspace(0, len(starts) - 1, max_windows).astype(np.int64)]
-    windows = torch.from_numpy(tokens[starts[:, None] + np.arange(length + 1)].astype(np.int64))
+    windows = _windows(tokens, starts, length)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        sums = [model.loss(part[:, :-1], part[:, 1:]).item() * len(part) for part in torch.split(windows, 16)]
+        sums = [model.loss(part).item() * len(part) for part in torch.split(windows, 16)]
     return sum(sums) / len(windows)
 
 
-def _rate_scale(fraction: float, step: int, config: TrainingConfig) -> float:
-    """Return the share of the full learning rate: a short rise, flat, then linear to zero at the end of the budget."""
-    rise = min(1.0, (step + 1) / max(1, config.warmup_steps))
-    fall = min(1.0, (1.0 - fraction) / (1.0 - config.decay_from))
-    return rise * fall
+def _windows(tokens: npt.NDArray[np.uint16], starts: npt.NDArray[np.int64], length: int) -> Tensor:
+    """Return the tokens at each start and the ``length`` tokens after it, int64 [num_windows, length + 1]."""
+    return torch.from_numpy(tokens[starts[:, None] + np.arange(length + 1)].astype(np.int64))
 
 
 def _make_optimizers(model: TrainingModel, config: TrainingConfig) -> tuple[torch.optim.Optimizer, ...]:

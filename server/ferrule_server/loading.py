@@ -102,8 +102,7 @@ def has_bfloat16_instructions(cpuinfo: str) -> bool:
 
 
 def _paged_reference(config: ServerConfig) -> Executor:
-    kv_memory_bytes = config.kv_memory_bytes or DEFAULT_KV_BYTES
-    with _allocating(kv_memory_bytes):
+    with _allocating(config) as kv_memory_bytes:
         return PagedReferenceExecutor(
             max_context=config.max_context or _PAGED_REFERENCE_CONTEXT,
             block_size=BLOCK_SIZE,
@@ -205,8 +204,7 @@ def _on_host(config: ServerConfig, model: LoadedModel, device: Device) -> Execut
     """Return torch on the processor. If a GPU was requested, or is unusable, the executor reports the reason."""
     from ferrule_server.executor.torch import TorchExecutor
 
-    kv_memory_bytes = config.kv_memory_bytes or DEFAULT_KV_BYTES
-    with _allocating(kv_memory_bytes):
+    with _allocating(config) as kv_memory_bytes:
         executor = TorchExecutor(
             model,
             kv_memory_bytes=kv_memory_bytes,
@@ -221,14 +219,15 @@ def _on_host(config: ServerConfig, model: LoadedModel, device: Device) -> Execut
 
 
 @contextlib.contextmanager
-def _allocating(num_bytes: int) -> Iterator[None]:
-    """Name the setting to change if there is no memory for the KV pool, which the body allocates.
+def _allocating(config: ServerConfig) -> Iterator[int]:
+    """Yield the bytes of the KV pool, which the body allocates.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no memory for it; the message names the setting to change.
     """
+    num_bytes = config.kv_memory_bytes or DEFAULT_KV_BYTES
     try:
-        yield
+        yield num_bytes
     except (MemoryError, OSError) as error:
         text = f"--kv-memory: this machine has no {num_bytes / (1 << 30):.1f} GiB for the KV pool; ask for less"
         raise ConfigError(text) from error
@@ -283,14 +282,14 @@ def _fetched(config: ServerConfig, name: str, on_progress: OnProgress) -> tuple[
         on_progress(stage, _DOWNLOAD_SHARE + (1 - _DOWNLOAD_SHARE) * share if is_fetched else share)
 
     on_progress("asking the hub", 0.0)
-    model = fetch_model(
+    folder = fetch_model(
         name,
         config.revision,
         is_offline=config.is_offline,
         check=lambda folder: _model_config(config, folder),
         on_share=on_share,
     )
-    return model.folder, model.commit, on_rest
+    return folder, folder.name, on_rest
 
 
 def _demo_folder() -> Path:

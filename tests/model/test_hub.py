@@ -24,7 +24,7 @@ from ferrule_server.loading import download
 from ferrule_server.model.config import read_config
 from ferrule_server.model.hub import fetch as hub_fetch
 from ferrule_server.model.hub import models as hub_module
-from ferrule_server.model.hub.models import HubModel, fetch_model, is_hub_name
+from ferrule_server.model.hub.models import fetch_model, is_hub_name
 from tests.model.hub_stand_in import TOKEN, Faults, Hub, serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,7 +86,7 @@ def _session() -> Iterator[None]:
     huggingface_hub.close_session()
 
 
-def fetch(name: str = NAME, revision: str | None = None, **settings: Any) -> HubModel:
+def fetch(name: str = NAME, revision: str | None = None, **settings: Any) -> Path:
     """Fetch with what most tests do not care about."""
     settings = {"is_offline": False, "check": read_config, "on_share": lambda _: None, **settings}
     return fetch_model(name, revision, **settings)
@@ -97,10 +97,10 @@ def test_only_what_the_server_reads_is_fetched(hub: Hub, repository: Path) -> No
     model = fetch()
     wanted = {"config.json", "model.safetensors.index.json", *TEXTS, *SHARDS}
     assert set(hub.files_got()) == wanted
-    assert {str(path.relative_to(model.folder)) for path in model.folder.rglob("*") if path.is_file()} == wanted
-    assert all((model.folder / path).read_bytes() == (repository / path).read_bytes() for path in wanted)
-    assert model.commit == hub.commit(NAME) == model.folder.name
-    assert [path.name for path in model.folder.parents[1].joinpath("blobs").glob("*incomplete")] == []
+    assert {str(path.relative_to(model)) for path in model.rglob("*") if path.is_file()} == wanted
+    assert all((model / path).read_bytes() == (repository / path).read_bytes() for path in wanted)
+    assert model.name == hub.commit(NAME)
+    assert [path.name for path in model.parents[1].joinpath("blobs").glob("*incomplete")] == []
 
 
 def test_the_configuration_comes_first_and_the_weights_last(hub: Hub) -> None:
@@ -131,7 +131,7 @@ def test_a_commit_that_is_here_needs_no_network(hub: Hub, monkeypatch: pytest.Mo
     first = fetch(revision=hub.commit(NAME))
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     hub.seen.clear()
-    assert fetch(revision=first.commit) == first
+    assert fetch(revision=first.name) == first
     assert hub.seen == []
 
 
@@ -142,8 +142,8 @@ def test_a_revision_pins_what_is_served(hub: Hub, repository: Path) -> None:
     hub.seen.clear()
     new = fetch()
     assert hub.files_got() == ["tokenizer.json"]
-    assert (new.folder / "tokenizer.json").read_text() == '{"new": 1}'
-    assert "of" in (fetch(revision=old.commit).folder / "tokenizer.json").read_text()
+    assert (new / "tokenizer.json").read_text() == '{"new": 1}'
+    assert "of" in (fetch(revision=old.name) / "tokenizer.json").read_text()
     assert fetch(is_offline=True) == new
 
 
@@ -164,12 +164,12 @@ def test_what_another_tool_fetched_is_found_and_the_other_way_round(hub: Hub, ca
     """The cache is huggingface_hub's own."""
     folder = huggingface_hub.snapshot_download(NAME, endpoint=hub.endpoint, cache_dir=cache, max_workers=1)
     hub.seen.clear()
-    assert str(fetch().folder) == folder
+    assert str(fetch()) == folder
     assert hub.files_got() == []
     shutil.rmtree(cache)
     ours = fetch()
     shard = huggingface_hub.try_to_load_from_cache(NAME, SHARDS[0], cache_dir=cache)
-    assert shard == str(ours.folder / SHARDS[0])
+    assert shard == str(ours / SHARDS[0])
     report = huggingface_hub.scan_cache_dir(cache)
     assert not report.warnings
     assert [(repo.repo_id, set(repo.refs)) for repo in report.repos] == [(NAME, {"main"})]
@@ -183,7 +183,7 @@ def test_a_disk_without_links_will_do(hub: Hub, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(Path, "symlink_to", no_links)
     model = fetch()
-    assert (model.folder / SHARDS[0]).stat().st_size == SHARD_BYTES
+    assert (model / SHARDS[0]).stat().st_size == SHARD_BYTES
     hub.seen.clear()
     assert fetch() == model
     assert hub.files_got() == []
@@ -243,13 +243,13 @@ def test_damaged_bytes_are_never_served(hub: Hub, repository: Path) -> None:
         fetch()
     hub.faults = Faults()
     model = fetch()
-    assert (model.folder / SHARDS[0]).read_bytes() == (repository / SHARDS[0]).read_bytes()
+    assert (model / SHARDS[0]).read_bytes() == (repository / SHARDS[0]).read_bytes()
 
 
 def test_two_starts_at_once_fetch_everything_once(hub: Hub) -> None:
     """The second waits for the first, file by file."""
     hub.faults = Faults(pause_s=0.005)
-    models: list[HubModel] = []
+    models: list[Path] = []
     threads = [threading.Thread(target=lambda: models.append(fetch())) for _ in range(3)]
     for thread in threads:
         thread.start()
@@ -353,19 +353,19 @@ def test_without_a_network_the_cache_serves(hub: Hub, caplog: pytest.LogCaptureF
     hub.faults = Faults(is_down=True)
     with caplog.at_level("WARNING"):
         assert fetch() == first
-    assert f"event=hub_unused model={NAME} commit={first.commit}" in caplog.text
+    assert f"event=hub_unused model={NAME} commit={first.name}" in caplog.text
 
 
 def test_half_a_model_is_no_model(hub: Hub) -> None:
     """What was not finished is not taken from the cache."""
     model = fetch()
-    (model.folder / SHARDS[1]).resolve().unlink()
+    (model / SHARDS[1]).resolve().unlink()
     hub.faults = Faults(is_down=True)
     with pytest.raises(ModelError, match="answers 503; nor is it complete in the cache"):
         fetch()
     hub.faults = Faults()
     assert fetch() == model
-    assert (model.folder / SHARDS[1]).stat().st_size == SHARD_BYTES
+    assert (model / SHARDS[1]).stat().st_size == SHARD_BYTES
 
 
 def test_a_disk_that_is_too_small_is_seen_before(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,7 +385,7 @@ def test_a_file_that_is_too_large_for_http_is_named(hub: Hub, monkeypatch: pytes
         fetch()
     assert hub.sent_bytes == 0
     huggingface_hub.snapshot_download(NAME, endpoint=hub.endpoint, cache_dir=constants.HF_HUB_CACHE, max_workers=1)
-    assert fetch().commit == hub.commit(NAME)
+    assert fetch().name == hub.commit(NAME)
 
 
 def test_the_commands_of_the_page_do_what_it_says(hub: Hub) -> None:
@@ -424,7 +424,7 @@ def test_weights_that_somebody_else_fetched_alone_get_their_tokenizer(hub: Hub, 
     huggingface_hub.snapshot_download(
         NAME, endpoint=hub.endpoint, cache_dir=cache, max_workers=1, allow_patterns=only, revision=hub.commit(NAME)
     )
-    assert (fetch(revision=hub.commit(NAME)).folder / "tokenizer.json").is_file()
+    assert (fetch(revision=hub.commit(NAME)) / "tokenizer.json").is_file()
 
 
 def test_the_log_has_no_addresses_of_files(hub: Hub, caplog: pytest.LogCaptureFixture) -> None:

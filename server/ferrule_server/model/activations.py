@@ -15,7 +15,7 @@ __all__ = ["LiveBytes"]
 class LiveBytes(TorchFunctionMode):
     """Keeps the most bytes that tensors made within it have taken at one time.
 
-    Views and results in place are not counted, because they are no new memory. What a library takes inside one call is
+    Views and results in place are not counted, because they are not new memory. What a library takes inside one call is
     not seen. (A ``TorchDispatchMode`` would see more, but its first use imports torch's compiler, which takes seconds.)
 
     Attributes:

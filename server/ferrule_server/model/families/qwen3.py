@@ -1,6 +1,6 @@
 """Qwen3, the dense models from 0.6B to 32B, and their 2507 versions.
 
-Attention: as Llama, and each query and key head passes an RMSNorm of its own before the rotation. ``head_dim`` is
+Attention: as Llama, but each query and key head passes its own RMSNorm before the rotation. ``head_dim`` is
 independent of ``hidden_size``. Biases: ``attention_bias`` adds one to all four projections of attention. Weights have
 the names of the table in ``weights.py``, with ``q_norm`` and ``k_norm``.
 

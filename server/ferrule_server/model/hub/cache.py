@@ -7,7 +7,7 @@ that any of them fetched::
     models--org--name/snapshots/COMMIT/config.json  a link to a blob
     models--org--name/refs/main                     the commit a branch or tag meant when it was last looked up
 
-A fetch writes to a file of its own beside the blobs, ETAG.HOST.FETCH.ferrule.incomplete. HOST stands for one boot of a
+Each fetch writes to its own file beside the blobs, ETAG.HOST.FETCH.ferrule.incomplete. HOST stands for one boot of a
 kernel, whose processes see each other's locks.
 """
 
@@ -79,15 +79,17 @@ class HubCache:
         """Return the lock file of a fetch, beside the locks of huggingface_hub."""
         return self.folder.parent / ".locks" / self.folder.name / f"{etag}{_LOCK_SUFFIX}"
 
-    def is_complete(self, commit: str) -> bool:
-        """Return whether a commit has its configuration and weights. Weights are linked last, so it then has all."""
+    def complete(self, revision: str) -> Path | None:
+        """Return the folder of the stored commit of a revision; None if it lacks its configuration or weights.
+
+        Weights are linked last, so the folder of a fetch that ended then has all files.
+        """
+        commit = self.commit_of(revision)
+        if commit is None:
+            return None
         folder = self.snapshot(commit)
         weights = [SINGLE_FILE] if is_file(folder / SINGLE_FILE) else shards_of(folder)
-        return bool(weights) and all(is_file(folder / name) for name in ("config.json", *weights))
-
-    def has_tokenizer(self, commit: str) -> bool:
-        """Return whether a commit has its tokenizer; another tool may have fetched the weights alone."""
-        return is_file(self.snapshot(commit) / "tokenizer.json")
+        return folder if weights and all(is_file(folder / name) for name in ("config.json", *weights)) else None
 
     def link(self, commit: str, path: str, etag: str) -> None:
         """Give a complete blob its name in a snapshot; the blob is moved there if the disk has no links.
@@ -139,6 +141,11 @@ def shards_of(folder: Path) -> list[str]:
     except ModelError:
         return []
     return sorted({str(name) for name in weight_map.values()}) if isinstance(weight_map, dict) else []
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has its tokenizer; another tool may have fetched the weights alone."""
+    return is_file(folder / "tokenizer.json")
 
 
 def free_bytes(folder: Path) -> int:

@@ -94,13 +94,8 @@ class HubClient:
             info = api.model_info(self.name, revision=self.revision, files_metadata=True, timeout=_TIMEOUT_S)
         except self._errors.RevisionNotFoundError as error:
             raise ModelError(f"--revision {self.revision}: {self.name} has no such branch, tag or commit") from error
-        except (
-            self._failure,
-            OSError,
-            ValueError,
-            TypeError,
-            KeyError,
-        ) as error:  # some of them if the server is not a hub
+        # A server that is not a hub may cause any of these.
+        except (self._failure, OSError, ValueError, TypeError, KeyError) as error:
             raise Unlisted(self._reason(error), is_outage=_is_outage(error)) from error
         found = {sibling.rfilename: sibling for sibling in info.siblings or ()}
         files = {path: _remote_file(sibling) for path, sibling in found.items() if _is_wanted(path)}

@@ -5,7 +5,7 @@ minutes of a shard. Here the bytes that arrived are kept under the digest that n
 taken for another file.
 
 Servers on several hosts may share the cache over a network file system, whose locks fail or hold on one host only. So
-nothing depends on locks. Each fetch writes to a partial file of its own. The digest is computed from the disk before
+nothing depends on locks. Each fetch writes to its own partial file. The digest is computed from the disk before
 the file gets its final name. A lock only saves work: a process that waits for it finds the file complete. A fetch
 resumes a partial file by renaming it if the owner is known to be gone: either it was on this host and this fetch holds
 the lock, or nothing was written for minutes. A fetch that finds its own file renamed starts again.
@@ -127,17 +127,23 @@ def fetch_file(file: RemoteFile, cache: HubCache, *, get: Get, on_bytes: OnBytes
 def _gather(
     file: RemoteFile, cache: HubCache, part: Path, *, get: Get, on_bytes: OnBytes, stopping: threading.Event
 ) -> None:
-    """Gather the bytes in a partial file of this fetch, and publish it."""
+    """Gather the bytes in a partial file of this fetch, and publish it.
+
+    Raises:
+        ModelError: The bytes do not match the digest; they are dropped.
+        _Renamed: Another server took the partial file over.
+    """
     with part.open("ab") as handle:
         gathered = _Gathered(part, handle, file, on_bytes)
         was_begun = gathered.num_bytes > 0
         try:
-            _fill(gathered, get, stopping)
-            if was_begun and not gathered.is_right():
-                gathered.reset()
+            for _ in range(1 + was_begun):  # bytes that an earlier fetch left may be wrong
                 _fill(gathered, get, stopping)
-            gathered.check()
-            part.rename(cache.blob(file.etag))
+                if gathered.is_right():
+                    part.rename(cache.blob(file.etag))
+                    return
+                gathered.reset()
+            raise ModelError(f"{file.path} arrived damaged: its digest is not {file.etag}; start again")
         except _Renamed:
             on_bytes(-gathered.num_bytes)
             raise
@@ -246,10 +252,8 @@ class _Gathered:
         self._check_own()
         self._handle.flush()
         os.fsync(self._handle.fileno())
-        digest = _digest_of(self._file)
         with self._part.open("rb") as written:
-            while chunk := written.read(_CHUNK_BYTES):
-                digest.update(chunk)
+            digest = hashlib.file_digest(written, lambda: _digest_of(self._file))
         return digest.hexdigest() == self._file.etag
 
     def take(self, response: Response, stopping: threading.Event) -> None:
@@ -274,16 +278,6 @@ class _Gathered:
         self._check_own()
         self._handle.truncate(0)
         self._count(-self.num_bytes)
-
-    def check(self) -> None:
-        """Compare the bytes on the disk with the digest.
-
-        Raises:
-            ModelError: They do not match; they are dropped.
-        """
-        if not self.is_right():
-            self.reset()
-            raise ModelError(f"{self._file.path} arrived damaged: its digest is not {self._file.etag}; start again")
 
     def _check_own(self) -> None:
         """Check that no other server has taken the partial file over.

@@ -7,18 +7,18 @@ before its weights are fetched. Requests go through huggingface_hub, with its to
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from ferrule_server.errors import ModelError
-from ferrule_server.model.hub.cache import INDEX_FILE, SINGLE_FILE, free_bytes, shards_of
+from ferrule_server.model.hub.cache import INDEX_FILE, SINGLE_FILE, free_bytes, has_tokenizer, shards_of
 from ferrule_server.model.hub.client import CONFIGS, TEXTS, HubClient, Listing, Unlisted
 from ferrule_server.model.hub.fetch import CutOff, RemoteFile, Stopped, fetch_file
 
@@ -40,19 +40,6 @@ _SPARE_BYTES: Final = 64 << 20
 """Space on the disk that must stay free."""
 
 
-@dataclass(frozen=True, slots=True)
-class HubModel:
-    """A model that is on this disk.
-
-    Attributes:
-        folder: The files that the server reads.
-        commit: The commit of the repository.
-    """
-
-    folder: Path
-    commit: str
-
-
 def is_hub_name(text: str) -> bool:
     """Return whether a text looks like ``org/name``; a folder of that name may exist nevertheless."""
     is_short = len(text) <= _MAX_NAME_LENGTH
@@ -61,8 +48,8 @@ def is_hub_name(text: str) -> bool:
 
 def fetch_model(
     name: str, revision: str | None, *, is_offline: bool, check: Callable[[Path], object], on_share: OnShare
-) -> HubModel:
-    """Return a model of the hub; fetch the files that the cache lacks.
+) -> Path:
+    """Return the folder of a model of the hub, which is named by its commit; fetch the files that the cache lacks.
 
     Args:
         name: ``org/name``.
@@ -76,24 +63,24 @@ def fetch_model(
             the disk, the network fails, or the cache lacks files and requests are forbidden.
     """
     hub = HubClient(name, revision or DEFAULT_REVISION)
-    commit = hub.cache.commit_of(hub.revision)
-    is_here = commit is not None and hub.cache.is_complete(commit)
-    is_whole = is_here and commit == hub.revision and hub.cache.has_tokenizer(commit)
-    if commit is not None and is_here and (is_offline or hub.is_offline or is_whole):
-        return HubModel(hub.cache.snapshot(commit), commit)
-    if is_offline or hub.is_offline:
+    is_forbidden = is_offline or hub.is_offline
+    here = hub.cache.complete(hub.revision)
+    if here is not None and (is_forbidden or (here.name == hub.revision and has_tokenizer(here))):
+        return here
+    if is_forbidden:
+        asked = f"--revision {revision}: " if revision else ""
         raise ModelError(
-            f"--model {name}: {_of(revision)}it is not complete in the cache, {hub.root}, and requests are forbidden"
+            f"--model {name}: {asked}it is not complete in the cache, {hub.root}, and requests are forbidden"
             f" ({'--offline' if is_offline else 'HF_HUB_OFFLINE'}); start once without that"
         )
     try:
         listing = hub.listing()
     except Unlisted as problem:
-        if commit is None or not is_here:
+        if here is None:
             also = f"; nor is it complete in the cache, {hub.root}" if problem.is_outage else ""
             raise ModelError(f"--model {name}: {problem}{also}") from problem
-        _LOG.warning("event=hub_unused model=%s commit=%s reason=%r", name, commit, str(problem))
-        return HubModel(hub.cache.snapshot(commit), commit)
+        _LOG.warning("event=hub_unused model=%s commit=%s reason=%r", name, here.name, str(problem))
+        return here
     return _Fetch(hub, listing, on_share).run(check)
 
 
@@ -106,8 +93,8 @@ class _Fetch:
         self._folder = self._cache.snapshot(listing.commit)
         self._stopping = threading.Event()
 
-    def run(self, check: Callable[[Path], object]) -> HubModel:
-        """Fetch the missing files: the configuration, the texts, then the weights."""
+    def run(self, check: Callable[[Path], object]) -> Path:
+        """Fetch the missing files: the configuration, the texts, then the weights. Return the folder."""
         files = self._listing.files
         has_weights = SINGLE_FILE in files or INDEX_FILE in files
         if "config.json" not in files or not has_weights:
@@ -124,7 +111,7 @@ class _Fetch:
             raise ModelError(f"--model {self._hub.name}: {error}; what has arrived is kept, start again") from error
         except OSError as error:
             raise ModelError(f"--model {self._hub.name}: {self._hub.root} cannot be written: {error}") from error
-        return HubModel(self._folder, self._listing.commit)
+        return self._folder
 
     def _no_model(self, has_weights: bool) -> str:
         missing = "config.json" if has_weights else "safetensors"
@@ -188,17 +175,9 @@ class _Fetch:
     def _fetch_one(self, file: RemoteFile, on_bytes: Callable[[int], None]) -> None:
         if self._stopping.is_set():
             raise Stopped
-        blob, commit = self._cache.blob(file.etag), self._listing.commit
-        if blob.exists():
-            on_bytes(file.num_bytes)
-        else:
-            fetch_file(
-                file,
-                self._cache,
-                get=lambda offset: self._hub.get(file.path, commit, offset),
-                on_bytes=on_bytes,
-                stopping=self._stopping,
-            )
+        commit = self._listing.commit
+        get = functools.partial(self._hub.get, file.path, commit)
+        fetch_file(file, self._cache, get=get, on_bytes=on_bytes, stopping=self._stopping)
         self._cache.link(commit, file.path, file.etag)
 
     def _remember(self) -> None:
@@ -227,10 +206,6 @@ class _Tally:
             if now_s - self._last_log_s > _LOG_EVERY_S:
                 self._last_log_s = now_s
                 _LOG.info("downloading done_bytes=%d total_bytes=%d", self._done_bytes, self._total_bytes)
-
-
-def _of(revision: str | None) -> str:
-    return f"--revision {revision}: " if revision else ""
 
 
 def _gib(num_bytes: int) -> str:

@@ -154,7 +154,7 @@ class ReplyTooLarge(InvalidRequest):
 
 
 class RequestTooLarge(InvalidRequest):
-    """The request message has more bytes than its method can use; it was refused unparsed."""
+    """The request message has more bytes than its method can use. It was refused before it was parsed."""
 
     REASON = "REQUEST_TOO_LARGE"
 
@@ -189,7 +189,7 @@ class RoleRequired(FerruleError):
 
 
 class HandleUnknown(FerruleError):
-    """The handle was never issued, was released, or is another principal's: identical answers."""
+    """The handle was never issued, was released, or belongs to another principal. The answers are identical."""
 
     REASON = "HANDLE_UNKNOWN"
 
@@ -199,7 +199,7 @@ class HandleUnknown(FerruleError):
 
 
 class HandleExpired(HandleUnknown):
-    """The handle is the caller's own, and its lease ended."""
+    """The handle belongs to the caller, and its lease ended."""
 
     REASON = "HANDLE_EXPIRED"
 
@@ -457,7 +457,7 @@ class FeatureUnsupported(FerruleError):
 
 
 class Cancelled(FerruleError):
-    """The caller went away before its rows were run: nothing was appended, and this error is never sent."""
+    """The caller disconnected before its rows were run. Nothing was appended, and this error is never sent."""
 
     REASON = "CANCELLED"
 
@@ -466,7 +466,7 @@ class Cancelled(FerruleError):
 
 
 class SeedRequired(FerruleError):
-    """A repeated append must be sampled again, and the request does not have the seed of its first answer."""
+    """A repeated append must be sampled again, but the request lacks the seed of the first answer."""
 
     REASON = "INVALID_FIELD"
 
@@ -476,7 +476,7 @@ class SeedRequired(FerruleError):
 
 
 class NonFiniteLogits(FerruleError):
-    """The logits of a row contain NaN or infinity; only that item fails and its handle stays as it was."""
+    """The logits of a row contain NaN or infinity. Only that item fails, and its handle does not change."""
 
     REASON = "NON_FINITE_LOGITS"
 

@@ -82,7 +82,7 @@ def tell_hang_ups_quietly() -> None:
 
 
 def _is_no_hang_up(record: logging.LogRecord) -> bool:
-    """Keep the records of gRPC, except the ERROR with a traceback about a reply to a client that is gone."""
+    """Return whether to keep a record of gRPC: all but the error about a reply to a client that is gone."""
     kind = record.exc_info[0] if record.exc_info else None
     if kind is None or kind.__name__ != "ExecuteBatchError":
         return True
@@ -91,7 +91,7 @@ def _is_no_hang_up(record: logging.LogRecord) -> bool:
 
 
 def is_json() -> bool:
-    """Whether the log is JSON, so that nothing else may be written to stderr."""
+    """Return whether the log is JSON; nothing else may then be written to stderr."""
     return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
 
 

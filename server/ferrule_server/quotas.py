@@ -67,6 +67,6 @@ LimitsOf = Callable[[str], QuotaLimits]
 """Return the limits of a principal by its name; called from any thread, must not block."""
 
 
-def unlimited(principal: str) -> QuotaLimits:  # noqa: ARG001  (the same for everybody)
+def unlimited(principal: str) -> QuotaLimits:  # noqa: ARG001  (the same for every principal)
     """Return no limits for any principal."""
     return UNLIMITED

@@ -1,12 +1,12 @@
 """Suffix sets: test whether a growing text ends with one of several byte strings, at a cost independent of them.
 
-Strings are kept reversed and sorted. A string that ends with another string of the set is left out, because the other
-one ends wherever it ends. The rest is prefix-free, so at most one string begins at any position of the reversed text.
-That string is the last one that is not greater than the text at this position: one binary search finds it.
+Strings are stored reversed and sorted. A string that ends with another string of the set is left out, because every
+match of it is a match of the other one. The rest is prefix-free, so at most one string begins at any position of the
+reversed text. It is the last string that is not greater than the text at this position; one binary search finds it.
 
-An Aho-Corasick automaton would save a step, but its states are the bytes of all strings: for the largest set of a
-request (64 KiB) it takes 18 MB of dictionaries and 70 ms to build, for every request. This class
-stores only the strings.
+An Aho-Corasick automaton would save the search, but its states are the bytes of all strings. For the largest set of a
+request (64 KiB) it takes 18 MB of dictionaries and 70 ms to build, for every request. This class stores only the
+strings.
 """
 
 from __future__ import annotations

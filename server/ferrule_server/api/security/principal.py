@@ -58,7 +58,7 @@ class Caller:
             raise RoleRequired(role)
 
 
-# Each call runs in a task of its own and so in a context of its own: a value set there ends with the call.
+# Each call runs in its own task and therefore in its own context: a value set there ends with the call.
 _CALLER: Final[ContextVar[Caller]] = ContextVar("ferrule_caller")
 
 

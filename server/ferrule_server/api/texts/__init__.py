@@ -1,5 +1,5 @@
-"""Encodes, decodes and renders texts, off the event loop.
+"""Encode, decode and render texts, off the event loop.
 
-queue.py    bounded in jobs and bytes, in turn between principals
+queue.py    a queue bounded in jobs and bytes, in turn between principals
 workers.py  the threads that do the work
 """

@@ -416,7 +416,7 @@ def test_a_bug_while_ending_or_telling_still_ends_the_stream() -> None:
             assert isinstance(stream.wait()[-1], EngineFault)
 
 
-@pytest.mark.parametrize("broken", ["begin", "go_on"])
+@pytest.mark.parametrize("broken", ["begin", "resume"])
 def test_a_bug_at_the_beginning_or_after_a_pause_ends_that_stream_alone(
     broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -320,7 +320,7 @@ def test_an_executor_that_gives_too_few_rows_is_found_out(monkeypatch: pytest.Mo
 )
 def test_text_that_arms_nothing_is_refused(text: str) -> None:
     """A typing error must not look like a server that never breaks."""
-    with pytest.raises(ValueError, match="is no failpoint"):
+    with pytest.raises(ValueError, match="is not a failpoint"):
         Failpoints.parse(text)
 
 

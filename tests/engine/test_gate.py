@@ -77,7 +77,7 @@ def finish(gate: Gate, *jobs: Job[object], outcome: Outcome | None = None, rows_
     for job in jobs:
         if isinstance(job, AppendJob):
             job.rows_run = len(job.token_ids) if rows_run is None else rows_run
-    gate.done([(job, SINK, outcome or AppendResult(HANDLE)) for job in jobs])
+    gate.finish([(job, SINK, outcome or AppendResult(HANDLE)) for job in jobs])
 
 
 def test_the_queue_holds_so_many_jobs_and_no_more() -> None:
@@ -99,7 +99,7 @@ def test_what_frees_things_is_never_refused() -> None:
     gate, _ = gate_of(max_jobs=1)
     assert try_jobs(gate, decode(), host_calls.release("me", (HANDLE,)), decode(handle=OTHER))[:2] == [None, None]
     assert gate.num_jobs == 1
-    gate.done([(host_calls.release("me", (HANDLE,)), SINK, AppendResult(HANDLE))])
+    gate.finish([(host_calls.release("me", (HANDLE,)), SINK, AppendResult(HANDLE))])
     assert gate.num_jobs == 1
 
 
@@ -343,7 +343,7 @@ def test_many_threads_leave_nothing_behind() -> None:
         for _ in range(300):
             jobs: list[Job[object]] = [prompt(rng.randint(1, 9), f"p{rng.randint(0, 3)}") for _ in range(5)]
             accepted, _ = gate.admit([(job, SINK) for job in jobs])
-            gate.done([(job, sink, Cancelled()) for job, sink in accepted])
+            gate.finish([(job, sink, Cancelled()) for job, sink in accepted])
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
     for thread in threads:
@@ -483,6 +483,6 @@ def test_host_jobs_have_places_of_their_own_for_each_principal() -> None:
     (full,) = try_jobs(gate, host_calls.release("alice", ()))
     assert isinstance(full, QueueFull)
     assert try_jobs(gate, host_calls.release("bob", ())) == [None]
-    gate.done([(renewals[0], SINK, ())])
+    gate.finish([(renewals[0], SINK, ())])
     assert try_jobs(gate, host_calls.release("alice", ())) == [None]
     gate.check_integrity()

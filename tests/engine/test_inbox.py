@@ -45,7 +45,7 @@ def test_lists_of_a_flood_do_not_hold_up_another_principal() -> None:
         entries = inbox.next(0.0)
         assert entries
         taken.append(entries[0][0].principal)
-        inbox.spent(5 * MS)
+        inbox.charge(5 * MS)
     assert "victim" in taken[:2]
 
 
@@ -61,7 +61,7 @@ def test_turns_are_of_time_not_of_lists() -> None:
         assert entries
         principal = entries[0][0].principal
         work_ns = 2 * MS if principal == "slow" else MS // 5
-        inbox.spent(work_ns)
+        inbox.charge(work_ns)
         spent_ns[principal] += work_ns
     assert 0.5 < spent_ns["fast"] / spent_ns["slow"] < 2.0
 
@@ -73,7 +73,7 @@ def test_time_that_nobody_else_wanted_is_not_made_good() -> None:
         inbox.put(_list("first", number))
     for _ in range(50):
         inbox.next(0.0)
-        inbox.spent(5 * MS)
+        inbox.charge(5 * MS)
     for number in range(100):
         inbox.put(_list("second", number))
     taken = []
@@ -81,7 +81,7 @@ def test_time_that_nobody_else_wanted_is_not_made_good() -> None:
         entries = inbox.next(0.0)
         assert entries
         taken.append(entries[0][0].principal)
-        inbox.spent(5 * MS)
+        inbox.charge(5 * MS)
     assert 2 <= taken.count("first") <= 4
 
 
@@ -114,7 +114,7 @@ def _take(inbox: Inbox, work_ns: int, taken: dict[str, list[int]]) -> None:
         return
     for job, _ in entries or ():
         taken[job.principal].append(_number(job))
-    inbox.spent(work_ns)
+    inbox.charge(work_ns)
 
 
 def test_what_waits_is_known_by_its_earliest_arrival() -> None:

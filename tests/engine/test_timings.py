@@ -232,10 +232,10 @@ def test_who_finds_no_room_in_a_step_is_left_out(executor: TimedExecutor) -> Non
 def test_one_moment_for_many_rows_is_one_look_at_the_buckets() -> None:
     """Rows that began together are observed in bulk, with the same result as one by one."""
     timings = EngineTimings()
-    timings.stepped(10 * MS, STEP_NS, 4, 4)
+    timings.record_step(10 * MS, STEP_NS, 4, 4)
     for _ in range(4):
-        timings.answered(10 * MS - STEP_NS)
-        timings.queued(MS)
+        timings.record_decode(10 * MS - STEP_NS)
+        timings.record_queue(MS)
     assert timings.decode.read().count == 0, "not before it is settled"
     timings.settle()
     timings.settle()

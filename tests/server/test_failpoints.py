@@ -30,7 +30,7 @@ def test_failpoints_that_arm_nothing_are_refused() -> None:
     """Exit code 2, and what would do."""
     done = _run(*REFERENCE, *LISTEN, "--failpoints", "nowhere=error")
     assert done.returncode == 2
-    assert "--failpoints: 'nowhere=error' is no failpoint" in done.stderr
+    assert "--failpoints: 'nowhere=error' is not a failpoint" in done.stderr
 
 
 def test_nothing_is_said_without_failpoints() -> None:

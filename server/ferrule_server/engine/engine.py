@@ -36,7 +36,7 @@ from ferrule_server.engine.bridge.gate import Finished, Gate
 from ferrule_server.engine.bridge.inbox import Inbox
 from ferrule_server.engine.failpoints import Failpoints
 from ferrule_server.engine.faults import fault
-from ferrule_server.engine.generation.drivers import Drivers, DriverSink
+from ferrule_server.engine.generation.drivers import Driver, Drivers, DriverSink
 from ferrule_server.engine.generation.forward import ForwardPass
 from ferrule_server.engine.generation.generate import Generation
 from ferrule_server.engine.host_calls import Host
@@ -48,6 +48,7 @@ from ferrule_server.engine.jobs import (
     Job,
     LaneJob,
     Outcome,
+    QueuedJob,
     Sink,
     StreamJob,
     WarmupJob,
@@ -158,11 +159,11 @@ class Engine:
             failpoints=failpoints,
         )
         self._endings.subscribe(
-            self._records.forget, self._stepper.forget, self._creations.end, self._drivers.sequence_ended
+            self._records.forget, self._stepper.forget, self._creations.note_ended, self._drivers.note_ended
         )
         self._gate = Gate(settings.max_waiting_jobs, limits_of)
         self._delivery = Delivery(post, self._gate)
-        viewer = Viewer(store, self._gate, self.counters.own, self._num_pending, self.snapshot)
+        viewer = Viewer(store, self._gate, self.counters.own, self._lanes.num_pending, self.snapshot)
         self._host = Host(caches, self._endings, viewer)
         self._is_stopping = False
         self._is_failed = False
@@ -253,8 +254,8 @@ class Engine:
                     self._round()
                 except DeviceLost:
                     self._lose_device()
-        except Exception:  # noqa: BLE001 - whatever it is, the server must say that nothing runs any more
-            _LOG.exception("the engine failed; it cannot go on")
+        except Exception:  # noqa: BLE001 - whatever failed, the server must report that nothing runs any more
+            _LOG.exception("the engine failed and cannot continue")
             self._is_failed = True
             self._on_failure()
         finally:
@@ -292,7 +293,7 @@ class Engine:
                 self._accept(job, sink, at)
             work_ns = time.monotonic_ns() - begun_ns
             busy_ns += work_ns
-            self._inbox.spent(work_ns)
+            self._inbox.charge(work_ns)
             if self._shares.is_contended:
                 self._shares.add_host_work(entries[0][0].principal, work_ns)
             if busy_ns >= (_TAKE_SHARED_NS if self._shares.is_contended else _TAKE_NS):
@@ -367,12 +368,12 @@ class Engine:
         for part in parts:
             try:
                 part()
-            except Exception:  # noqa: BLE001 - what comes after it must be done all the same
+            except Exception:  # noqa: BLE001 - the parts after it must still be done
                 fault("a part of the engine could not be shut down")
 
     def _answer_rest(self) -> None:
         self._is_closed = True
-        with contextlib.suppress(RuntimeError):  # the event loop may be closed already: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the event loop may be closed already: then no caller waits
             if self._delivery.finished:
                 self._delivery.hand_over()
             self._refuse_rest()
@@ -400,9 +401,9 @@ class Engine:
         try:
             if self._is_stopping:
                 raise Draining
+            if isinstance(job, QueuedJob) and job.handle is not None:
+                self._gather.came_back(job.handle.cache_id, time.monotonic())
             if isinstance(job, LaneJob):
-                if job.handle is not None:
-                    self._gather.came_back(job.handle.cache_id, time.monotonic())
                 self._lanes.enter(job, sink, at)
             elif isinstance(job, HostCall):
                 self._finish(job, sink, job.carry_out(self._host, at))
@@ -413,20 +414,20 @@ class Engine:
                 self._warmup.add(job, sink)
         except FerruleError as error:
             self._finish(job, sink, error)
-        except Exception:  # noqa: BLE001 - a bug must end its own job only
+        except Exception:  # noqa: BLE001 - a bug must end only its own job
             self._finish(job, sink, fault(f"job failed kind={type(job).__name__}"))
 
     def _start_stream(self, job: StreamJob[object], sink: Sink, at: float) -> None:
         if job.is_cancelled:
             raise Cancelled
+        driver: Driver
         if isinstance(job, GenerateJob):
             self.counters.generate(job.principal)
-            if job.handle is not None:
-                self._gather.came_back(job.handle.cache_id, time.monotonic())
-            self._drivers.start(Generation(job, sink, self._drivers), at)
+            driver = Generation(job, sink, self._drivers)
         else:
             assert isinstance(job, ForwardJob)
-            self._drivers.start(ForwardPass(job, sink, self._drivers), at)
+            driver = ForwardPass(job, sink, self._drivers)
+        self._drivers.start(driver, at)
 
     # ---- leaving ----------------------------------------------------------------------------------------------------
 
@@ -443,7 +444,7 @@ class Engine:
 
     def _lose_device(self) -> None:
         """No KV can be trusted any more: every handle is lost, nothing runs again."""
-        _LOG.exception("device lost, every handle is lost")
+        _LOG.exception("the device is lost, and every handle with it")
         self._is_failed = True
         self._is_stopping = True
         self._lanes.end_all(lambda job: _lost(job.handle))

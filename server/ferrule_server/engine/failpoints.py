@@ -63,8 +63,8 @@ class Failpoints:
             place = next((each for each in PLACES if match is not None and each == match["place"]), None)
             if match is None or place is None:
                 raise ValueError(
-                    f"{term!r} is no failpoint; write PLACE=ACTION or PLACE=ACTION@N, with a place out of "
-                    f"{', '.join(PLACES)} and an action out of error, sleep(MS), exit"
+                    f"{term!r} is not a failpoint; write PLACE=ACTION or PLACE=ACTION@N, where PLACE is one of "
+                    f"{', '.join(PLACES)} and ACTION is one of error, sleep(MS), exit"
                 )
             failpoints.arm(place, _action(match), None if match["nth"] is None else int(match["nth"]))
         return failpoints

@@ -423,7 +423,7 @@ class HostCall(Job[_R_co]):
     """
 
     principal: str
-    carry_out: Callable[[Any, float], _R_co]  # Any: the parts know jobs
+    carry_out: Callable[[Any, float], _R_co]  # Any: host_calls imports jobs
     submitted_ns: int = 0
 
 

@@ -63,7 +63,7 @@ class Account:
         self.principal = principal
         self.seen_ns = self.free_at_ns = now_ns
         self.loop_ns = self.engine_ns = self.engine_read_ns = self.host_ns = self.host_read_ns = 0
-        self.demand = 0.0  # not known yet: who comes new takes nothing from others before it is measured
+        self.demand = 0.0  # unknown: a new principal takes nothing from others before it is measured
         self.rate = 1.0
 
 
@@ -143,7 +143,7 @@ class Shares:
         """
         for principal, count in num_appends.items():
             account = self._accounts.get(principal)
-            if account is None:  # a long Generate, whose client asks for nothing more
+            if account is None:  # a long Generate, whose client sends nothing more
                 account = self._accounts.setdefault(principal, Account(principal, self._clock()))
             account.engine_ns += elapsed_ns
             account.host_ns -= count * _APPEND_NS

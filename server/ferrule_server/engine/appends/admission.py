@@ -72,8 +72,8 @@ class Admission:
         else:
             verdict, record = self._judge_verify(job, sequence)
             if record is not None:
-                stop = record.start + record.num_tokens
-                rows = _Rows(record.start, stop, seed=record.seed, verified=record.verified)
+                end = record.start + record.num_tokens
+                rows = _Rows(record.start, end, seed=record.seed, verified=record.verified)
                 return self._replay(job, sink, sequence, rows)
         match verdict:
             case Verdict.APPEND:
@@ -90,7 +90,7 @@ class Admission:
                 self.creations.check_free(job)
                 reservation = self.store.reservations.reserve_branch(sequence, handle.length, len(job.token_ids))
                 run = _writing(job, sink, reservation, sequence, verdict)
-                if run.ttl_s is None:  # as it is now: jobs behind this one may change the source's while it runs
+                if run.ttl_s is None:  # its current value: later jobs may change the source's lease while this one runs
                     run.ttl_s = sequence.ttl_s
                 return self._creating(run)
             case Verdict.REWIND:
@@ -117,16 +117,16 @@ class Admission:
             return False
         if reservation is None or not self.store.reservations.reserve_again(reservation):
             reservation = self.store.reservations.reserve_append(sequence, 1)
-        run.repeat(reservation)
+        run.restart(reservation)
         return True
 
-    def repeat(
+    def replay_creation(
         self, job: AppendJob, sink: Sink, sequence: Sequence, creation: Creation
     ) -> RunningAppend | AppendResult:
-        """Answer a creation again, on the sequence that it made; nothing is in flight on that.
+        """Answer a creation again, on the sequence that it created; no append is in flight on it.
 
         Raises:
-            HandleStale: The sequence was truncated below what was answered, and perhaps rewritten.
+            HandleStale: The sequence was truncated below the answered length, and perhaps rewritten.
         """
         (handle,) = creation.handles
         check_handle(sequence, handle)
@@ -141,18 +141,12 @@ class Admission:
         if drafts.acceptance is Acceptance.NONE:
             return append_rule.judge(sequence, handle, job.token_ids, job.on_stale), None
         check_handle(sequence, handle)
-        if (record := self._record_of_verify(job, sequence)) is not None:
-            return Verdict.REPLAY, record
+        record = self.records.find_verify(sequence.handle_id, handle.length, job)
+        if record is not None:
+            appended = job.token_ids[: record.num_tokens]
+            if append_rule.is_committed(sequence, handle.length, appended):
+                return Verdict.REPLAY, record
         return append_rule.judge(sequence, handle, job.token_ids, job.on_stale, may_replay=False), None
-
-    def _record_of_verify(self, job: AppendJob, sequence: Sequence) -> AppendRecord | None:
-        """The record of this very verify, if it is the sequence's last append and what it appended is still there."""
-        assert job.handle is not None
-        start = job.handle.length
-        record = self.records.find_verify(sequence.handle_id, start, job)
-        if record is None or not append_rule.is_committed(sequence, start, job.token_ids[: record.num_tokens]):
-            return None
-        return record
 
     def _creating(self, run: RunningAppend) -> RunningAppend:
         if run.job.request_id:
@@ -185,9 +179,9 @@ class Admission:
         is_replay = verdict is Verdict.REPLAY
         token_ids = tuple(sequence.token_ids[start:end])
         specs, seed = row_specs(job.output, job.token_ids or token_ids, job.drafts, rows.seed)
-        if job.drafts is not None:  # those that did not hold are not there
+        if job.drafts is not None:  # rejected drafts were not committed
             specs = {row: specs[row] for row in specs if row < len(token_ids)}
-        if not specs:  # nothing is asked of any row, so there is nothing to run
+        if not specs:  # no row returns anything, so nothing is run
             return self._answer(job, sequence, is_replay=is_replay, rows=rows)
         self.counters.recomputed += is_replay
         first = next(iter(specs))

@@ -132,8 +132,8 @@ class Creations:
             creation.run = None
             del self._creations[creation.key]
 
-    def end(self, handle_id: str) -> None:
-        """A sequence has ended, whoever made it."""
+    def note_ended(self, handle_id: str) -> None:
+        """Record that a sequence has ended, whether or not a creation made it."""
         creation = self._makers.pop(handle_id, None)
         if creation is None:
             return

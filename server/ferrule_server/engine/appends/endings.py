@@ -64,9 +64,9 @@ class Endings:
             if freed is not None:
                 self._on_release(handle.cache_id)
                 self.notify(handle.handle_id)
-        finally:  # whoever waits must hear something, whatever failed
+        finally:  # jobs that wait must be answered even after a failure
             if stopped is not None:
-                self._lanes.go_on(stopped)
+                self._lanes.advance(stopped)
         return freed
 
     def notify(self, handle_id: str) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable
+from operator import attrgetter
 
 from ferrule_server.engine.appends.admission import Admission
 from ferrule_server.engine.appends.caches import Caches
@@ -46,6 +47,7 @@ from ferrule_server.kv.sequence import Sequence
 from ferrule_server.kv.sequence_store import SequenceStore
 
 LaneEntry = tuple[LaneJob[object], Sink]
+_REQUEST = attrgetter("token_ids", "handle", "output", "on_stale", "ttl_s", "drafts")
 
 
 class Lanes:
@@ -110,7 +112,9 @@ class Lanes:
             return
         if job.handle is None:
             assert isinstance(job, AppendJob)
-            self._create(job, sink)
+            if job.is_repeat_only:
+                raise Draining
+            self._start(self._admission.create(job, sink), job, sink)
             return
         sequence = self._store.resolve(job.handle, job.principal, at)
         run = self._lanes.get(sequence)
@@ -172,13 +176,8 @@ class Lanes:
         if (run := self._lanes.get(sequence)) is not None:
             self._wait(job, sink, run, sequence)
         else:
-            self._start(self._admission.repeat(job, sink, sequence, creation), job, sink)
+            self._start(self._admission.replay_creation(job, sink, sequence, creation), job, sink)
         return True
-
-    def _create(self, job: AppendJob, sink: Sink) -> None:
-        if job.is_repeat_only:
-            raise Draining
-        self._start(self._admission.create(job, sink), job, sink)
 
     def _judge(self, job: LaneJob[object], sink: Sink, sequence: Sequence, at: float) -> None:
         """Carry out or start a job whose turn it is: nothing is in flight on the sequence."""
@@ -217,7 +216,7 @@ class Lanes:
             run.waiting = deque()
         run.waiting.append((job, sink))
         self.num_waiting += 1
-        sequence.num_pins += 1  # it came within the lease, so the lease lasts until it is judged
+        sequence.num_pins += 1  # the job came within the lease, so the lease lasts until it is judged
 
     def _join(self, job: LaneJob[object], sink: Sink, run: RunningAppend) -> None:
         assert isinstance(job, AppendJob)
@@ -228,7 +227,7 @@ class Lanes:
 
     def complete(self, run: RunningAppend, answer: AppendResult) -> None:
         """The append is committed: answer everybody who asked for it and let the next in its lane go on."""
-        if run.verdict is Verdict.APPEND and not run.joined and not run.waiting:  # most of all
+        if run.verdict is Verdict.APPEND and not run.joined and not run.waiting:  # the most common case
             assert run.sequence is not None
             del self.running[run], self._lanes[run.sequence]
             self._finish(run.job, run.sink, answer)
@@ -237,14 +236,14 @@ class Lanes:
         self._finish(run.job, run.sink, answer)
         for job, sink in run.joined:
             self._finish(job, sink, dataclasses.replace(answer, replayed=True))
-        self.go_on(run)
+        self.advance(run)
 
     def fail(self, run: RunningAppend, error: FerruleError) -> None:
         """Take back what the append reserved and answer it with ``error``; its handle stays as it was."""
         try:
             self._drop(run, error)
         finally:
-            self.go_on(run)
+            self.advance(run)
 
     def stop(self, handle: Handle, principal: str) -> RunningAppend | None:
         """A sequence is about to be released: end what is in flight on it, or branches off it, with HANDLE_UNKNOWN.
@@ -254,7 +253,7 @@ class Lanes:
         """
         try:
             sequence = self._store.resolve(handle, principal)
-        except FerruleError:  # nothing is in flight on what is not there, or past its lease
+        except FerruleError:  # no append is in flight on a sequence that does not exist or has expired
             return None
         for branch in list(self._branches.get(sequence, ())):
             self._drop(branch, HandleUnknown(sequence.handle_id))
@@ -263,8 +262,8 @@ class Lanes:
             self._drop(run, HandleUnknown(sequence.handle_id))
         return run
 
-    def go_on(self, run: RunningAppend) -> None:
-        """Let the jobs that waited for ``run`` have their turns, until one of them is in flight."""
+    def advance(self, run: RunningAppend) -> None:
+        """Judge the jobs that waited for ``run``, until one of them is in flight."""
         sequence = run.sequence
         if sequence is None or run.verdict is Verdict.FORK:
             return
@@ -274,7 +273,7 @@ class Lanes:
             self.num_waiting -= 1
             self._take_turn(*waiting.popleft(), sequence)
             if (successor := self._lanes.get(sequence)) is not None:
-                self._hand_on(waiting, successor, sequence)
+                self._wait_behind(successor, waiting, sequence)
                 return
 
     def end_all(self, why: Callable[[LaneJob[object]], FerruleError]) -> None:
@@ -283,7 +282,7 @@ class Lanes:
         for run in list(self.running):
             try:
                 self._drop(run, why(run.job))
-            except Exception:  # noqa: BLE001 - the others wait for an answer
+            except Exception:  # noqa: BLE001 - the others still wait for an answer
                 fault("what an append holds could not be taken back")
             for job, sink in run.waiting or ():
                 self._finish(job, sink, why(job))
@@ -293,19 +292,16 @@ class Lanes:
     def _drop(self, run: RunningAppend, error: FerruleError) -> None:
         """Take back what the append holds and tell everybody who asked for it, even where that raises."""
         try:
-            self._take_back(run)
+            if run.reservation is not None:
+                self._store.reservations.abort(run.reservation)
+            if run.creation is not None:
+                self._creations.abandon(run.creation)
+            self._leave(run)
         finally:
-            self.running.pop(run, None)  # answered once, whatever follows
+            self.running.pop(run, None)  # so that it is answered only once
             self._finish(run.job, run.sink, error)
             for job, sink in run.joined:
                 self._finish(job, sink, error)
-
-    def _take_back(self, run: RunningAppend) -> None:
-        if run.reservation is not None:
-            self._store.reservations.abort(run.reservation)
-        if run.creation is not None:
-            self._creations.abandon(run.creation)
-        self._leave(run)
 
     def _leave(self, run: RunningAppend) -> None:
         del self.running[run]
@@ -319,8 +315,8 @@ class Lanes:
             if not branches:
                 del self._branches[run.sequence]
 
-    def _hand_on(self, waiting: deque[LaneEntry], run: RunningAppend, sequence: Sequence) -> None:
-        """``run`` is in flight now: what stands next and asks for the same joins it, the rest waits behind it."""
+    def _wait_behind(self, run: RunningAppend, waiting: deque[LaneEntry], sequence: Sequence) -> None:
+        """Let the next jobs with the same request join ``run``, which is now in flight, and the rest wait for it."""
         while waiting and self._may_join(waiting[0][0], run):
             self.num_waiting -= 1
             sequence.num_pins -= 1
@@ -340,7 +336,7 @@ class Lanes:
             self._judge(job, sink, sequence, at)
         except FerruleError as error:
             self._finish(job, sink, error)
-        except Exception:  # noqa: BLE001 - a bug must end its own job only
+        except Exception:  # noqa: BLE001 - a bug must end only its own job
             self._finish(job, sink, fault(f"job failed kind={type(job).__name__}"))
         finally:
             sequence.num_pins -= 1
@@ -352,15 +348,4 @@ class Lanes:
         A query never does: two that draw tokens want two draws. A branch is not met here: everybody may want one of
         their own, unless the request_id says that it is the same.
         """
-        return isinstance(job, AppendJob) and bool(job.token_ids) and _is_equal(job, run.job)
-
-
-def _is_equal(job: AppendJob, other: AppendJob) -> bool:
-    return (
-        job.token_ids == other.token_ids
-        and job.handle == other.handle
-        and job.output == other.output
-        and job.on_stale is other.on_stale
-        and job.ttl_s == other.ttl_s
-        and job.drafts == other.drafts
-    )
+        return isinstance(job, AppendJob) and bool(job.token_ids) and _REQUEST(job) == _REQUEST(run.job)

@@ -77,7 +77,7 @@ class ReplayRecords:
         self._limits_of = limits_of
         self._records: dict[str, AppendRecord] = {}
         self._bulky: dict[str, AppendRecord] = {}  # the least recent append first
-        self._bulky_of: dict[str, dict[str, AppendRecord]] = {}  # the same by principal
+        self._bulky_of: dict[str, dict[str, AppendRecord]] = {}  # the same records, by principal
         self._used_bytes_of: dict[str, int] = {}
         self.used_bytes = 0
 
@@ -97,7 +97,7 @@ class ReplayRecords:
         rows = result.rows
         num_bytes = _bytes_answered(rows) + _bytes_asked(job.output)
         spec = job.output.spec
-        output = job.output if spec is None or spec.shaping is None else _light(job.output, spec, spec.shaping)
+        output = job.output if spec is None or spec.shaping is None else _without_mask(job.output, spec, spec.shaping)
         num_tokens = result.handle.length - start
         record = AppendRecord(job.principal, start, num_tokens, output, result.seed, result, num_bytes)
         if job.drafts is not None:
@@ -138,8 +138,7 @@ class ReplayRecords:
             return None
         if job.drafts is None:
             return record
-        asked = (len(job.token_ids) - job.drafts.count, _draft_ids(job, job.drafts))
-        return record if (record.num_certain, record.draft_ids) == asked else None
+        return record if (record.num_certain, record.draft_ids) == _split(job, job.drafts) else None
 
     def forget(self, handle_id: str) -> None:
         """The sequence is gone."""
@@ -242,17 +241,17 @@ def _add_drafts(record: AppendRecord, job: AppendJob, drafts: Drafts, result: Ap
     laws = tuple(DraftLaw(law.digest, None, _NO_PROBS) for law in drafts.laws)
     masks = tuple(TokenMask(mask.fingerprint, _NO_BITS) for mask in drafts.row_masks)
     record.drafts = replace(drafts, laws=laws, row_masks=masks)
-    record.draft_ids = _draft_ids(job, drafts)
-    record.num_certain = len(job.token_ids) - drafts.count
+    record.num_certain, record.draft_ids = _split(job, drafts)
     assert result.verified is not None
     record.verified = replace(result.verified, row_handles=())
 
 
-def _draft_ids(job: AppendJob, drafts: Drafts) -> tuple[int, ...]:
-    return job.token_ids[len(job.token_ids) - drafts.count :]
+def _split(job: AppendJob, drafts: Drafts) -> tuple[int, tuple[int, ...]]:
+    num_certain = len(job.token_ids) - drafts.count
+    return num_certain, job.token_ids[num_certain:]
 
 
-def _light(output: OutputRequest, spec: OutputSpec, shaping: Shaping) -> OutputRequest:
+def _without_mask(output: OutputRequest, spec: OutputSpec, shaping: Shaping) -> OutputRequest:
     """Return an equal request that keeps no mask alive: records live as long as sequences, masks need not."""
     if shaping.mask is None:
         return output

@@ -102,8 +102,8 @@ class RunningAppend:
         is_plain = job.drafts is None and not job.request_id and not job.output.wants_targets
         return len(self.token_ids) == 1 and is_drawn_alike and is_plain
 
-    def repeat(self, reservation: Reservation) -> None:
-        """Begin anew with the token that its job has now; the rest of what is asked is as it was."""
+    def restart(self, reservation: Reservation) -> None:
+        """Start again with the current token of its job; the rest of the request is unchanged."""
         self.reservation = reservation
         self.token_ids, self.ttl_s = self.job.token_ids, self.job.ttl_s
         self.start, self.block_ids = reservation.start, reservation.block_ids
@@ -137,7 +137,7 @@ class RunningAppend:
         own = np.array(self.token_ids[max(0, first - self.start) : num_rows], np.int32)
         if first >= self.start:
             return own
-        if self.reservation is not None and self.reservation.chain is not None:  # a branch: its source may have moved
+        if self.reservation is not None and self.reservation.chain is not None:  # a branch: its source may have changed
             before = self.reservation.chain.token_ids
         else:
             assert self.sequence is not None

@@ -43,7 +43,7 @@ class Delivery:
     def hand_over(self) -> None:
         """Deliver everything finished, with one call on the event loop; engine thread only."""
         finished, self.finished = self.finished, []
-        self.deliver(finished)
+        self._post(partial(self._arrive, finished))
 
     def deliver(self, finished: list[Finished]) -> None:
         """Deliver outcomes of jobs that the gate let in; any thread."""
@@ -56,13 +56,13 @@ class Delivery:
     # ---- on the event loop ------------------------------------------------------------------------------------------
 
     def _arrive(self, finished: list[Finished]) -> None:
-        self._gate.done(finished)
+        self._gate.finish(finished)
         self._line_up(finished)
 
     def _line_up(self, finished: list[Finished]) -> None:
         """Deliver outcomes at once; those of a sink that still waits for earlier ones come behind these."""
         if self._chain_of:
-            finished = self._line_up_behind(finished)
+            finished = self._extend_chains(finished)
         if len(finished) <= _LOOP_SLICE:
             self._deliver_slice(finished, 0, {})
             return
@@ -70,8 +70,8 @@ class Delivery:
         self._chain_of.update((id(sink), chain) for _, sink, _ in finished)
         self._next_slice(chain, 0, {})
 
-    def _line_up_behind(self, finished: list[Finished]) -> list[Finished]:
-        """Add outcomes to the chains of their sinks; returns those of sinks in none."""
+    def _extend_chains(self, finished: list[Finished]) -> list[Finished]:
+        """Add outcomes to the chains of their sinks; return those whose sinks are in no chain."""
         free: list[Finished] = []
         late: dict[int, list[Finished]] = {}
         for each in finished:
@@ -93,7 +93,7 @@ class Delivery:
         finished, stop = chain[0], start + _LOOP_SLICE
         try:
             self._deliver_slice(finished, start, touched)
-        finally:  # whatever a sink does: those behind it must hear something
+        finally:  # even if a sink raises, the outcomes after it must be delivered
             if stop < len(finished):
                 self._post(lambda: self._next_slice(chain, stop, touched))
             else:

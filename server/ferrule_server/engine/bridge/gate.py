@@ -140,31 +140,26 @@ class Gate:
         Returns:
             What was let in, each to be reported to :meth:`done` once; and the refused ones with their errors.
         """
+        admitted: list[Entry] = []
         refused: list[Finished] = []
         blocked: dict[str, ResourceExhausted] = {}
         with self._lock:
             now = self._clock()
-            for job, sink in entries:
-                if not isinstance(job, QueuedJob):
-                    if isinstance(job, HostCall) and (full := self._enter_host(job.principal, now)) is not None:
-                        self._count_refused(job.principal, full.reason)
-                        refused.append((job, sink, full))
-                    continue
-                cache_id = job.handle.cache_id if job.handle is not None else ""
-                error = blocked.get(cache_id) if blocked else None
-                if error is None and (error := self._enter(job, now)) is None:
+            for entry in entries:
+                job, sink = entry
+                cache_id = job.handle.cache_id if isinstance(job, QueuedJob) and job.handle is not None else ""
+                error = blocked.get(cache_id) or self._enter(job, now)
+                if error is None:
+                    admitted.append(entry)
                     continue
                 if cache_id:
                     blocked[cache_id] = error
                 self._count_refused(job.principal, error.reason)
                 refused.append((job, sink, error))
-        if not refused:
-            return entries, refused
-        gone = {job for job, _, _ in refused}
-        return [entry for entry in entries if entry[0] not in gone], refused
+        return admitted, refused
 
-    def done(self, finished: Iterable[Finished]) -> None:
-        """Take back the places of jobs that were let in and whose outcome is delivered now."""
+    def finish(self, finished: Iterable[Finished]) -> None:
+        """Free the places of admitted jobs whose outcome is delivered now."""
         num_jobs = num_rows = 0
         with self._lock:
             now = self._clock()
@@ -200,8 +195,10 @@ class Gate:
 
     # ---- with the lock held -----------------------------------------------------------------------------------------
 
-    def _enter(self, job: QueuedJob[object], now: float) -> ResourceExhausted | None:
+    def _enter(self, job: Job[object], now: float) -> ResourceExhausted | None:
         """Count one job in, or return why not."""
+        if not isinstance(job, QueuedJob):
+            return self._enter_host(job.principal, now) if isinstance(job, HostCall) else None
         usage = self._usage_of(job.principal, now)
         limits = self._limits_of(job.principal)
         num_rows, num_tokens = job.num_rows, job.num_prompt_tokens

@@ -41,7 +41,8 @@ class Inbox:
         self._arrived: queue.SimpleQueue[list[Entry] | None] = queue.SimpleQueue()
         self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
         self._num_waiting = 0
-        self._current = _Waiting()
+        self._unowed = _Waiting()
+        self._current = self._unowed
 
     def put(self, entries: list[Entry] | None) -> None:
         """Add jobs that arrived together, an empty list only to wake the engine, None to stop it; any thread."""
@@ -65,7 +66,7 @@ class Inbox:
         if not self._waiting:
             entries = self._arrived.get(timeout=patience_s) if patience_s > 0.0 else self._arrived.get_nowait()
             if not entries or self._arrived.empty():
-                self._current = _Waiting()
+                self._current = self._unowed
                 return entries
             self._add(entries)
         while not self._arrived.empty():
@@ -75,8 +76,8 @@ class Inbox:
             self._add(entries)
         return self._take()
 
-    def spent(self, work_ns: int) -> None:
-        """Count the time that the list returned last has taken."""
+    def charge(self, work_ns: int) -> None:
+        """Count the time that the last returned list has taken."""
         self._current.owed_ns += work_ns
 
     def earliest_ns(self) -> int | None:
@@ -108,7 +109,7 @@ class Inbox:
         while True:
             principal, waiting = next(iter(self._waiting.items()))
             if len(self._waiting) == 1:
-                waiting.owed_ns = 0  # nobody else wanted the time
+                waiting.owed_ns = 0  # no other principal needed the time
             if waiting.owed_ns < _TURN_NS:
                 break
             waiting.owed_ns -= _TURN_NS

@@ -69,8 +69,8 @@ class Driver(Protocol):
         """Take what came of an append or a fork, and enter what comes next."""
         ...
 
-    def go_on(self, ended: Collection[str] = (), /) -> None:
-        """Go on after a pause: the window is open again, or sequences have ended, by their handle_ids."""
+    def resume(self, ended: Collection[str] = (), /) -> None:
+        """Continue after a pause: the window is open again, or sequences have ended, by their handle_ids."""
         ...
 
     def end(self, why: Why) -> None:
@@ -177,8 +177,8 @@ class Drivers:
         """A window may have opened, or a caller may be gone: the next turn looks."""
         self._is_woken = bool(self.active)
 
-    def sequence_ended(self, handle_id: str) -> None:
-        """A sequence has ended; a driver parked on it is to hear of that."""
+    def note_ended(self, handle_id: str) -> None:
+        """Record that a sequence has ended, so that a driver that is parked on it resumes."""
         if self._parked:
             self._ended.add(handle_id)
             self._is_woken = True
@@ -194,9 +194,9 @@ class Drivers:
             self._unpark()
             if not self._outcomes:
                 break
-            self._give_all()  # refused at once: its place may be that of another one
+            self._give_all()  # refused at once: another driver may take its place
         for driver in [driver for driver in self.active if driver.job.is_cancelled]:
-            self._end(driver, _cancelled)
+            self._end(driver, lambda _: Cancelled())
         if self._touched:
             touched, self._touched = self._touched, {}
             for driver in touched:
@@ -250,8 +250,8 @@ class Drivers:
         self._parked.setdefault(driver, set()).add(handle_id)
         try:
             self._store.resolve(handle, driver.job.principal)
-        except FerruleError:  # it has ended before anybody was parked on it
-            self.sequence_ended(handle_id)
+        except FerruleError:  # it ended before a driver was parked on it
+            self.note_ended(handle_id)
 
     def seed_for(self, job: StreamJob[object]) -> int | None:
         """Return what the job draws with: its own seed, or a new one; None where nothing is drawn.
@@ -290,14 +290,14 @@ class Drivers:
         ended, self._ended = self._ended, set()
         for driver, handle_ids in list(self._parked.items()):
             if driver.job.window.is_open or not ended.isdisjoint(handle_ids):
-                self._go_on(driver, ended)
+                self._resume(driver, ended)
 
-    def _go_on(self, driver: Driver, ended: Collection[str]) -> None:
+    def _resume(self, driver: Driver, ended: Collection[str]) -> None:
         del self._parked[driver]
         try:
-            driver.go_on(ended)
+            driver.resume(ended)
         except Exception:  # noqa: BLE001 - a bug must end its own driver only
-            error = fault(f"stream could not go on kind={type(driver.job).__name__}")
+            error = fault(f"stream could not be resumed kind={type(driver.job).__name__}")
             self._end(driver, lambda _: error)
 
     def _end(self, driver: Driver, why: Why) -> None:
@@ -305,7 +305,7 @@ class Drivers:
         self._parked.pop(driver, None)
         try:
             driver.end(why)
-        except Exception:  # noqa: BLE001 - whoever waits must hear something
+        except Exception:  # noqa: BLE001 - the caller must get an answer
             self._lose(driver, fault("a stream could not be ended"))
         else:
             self._deliver(driver)
@@ -316,8 +316,8 @@ class Drivers:
             return
         try:
             outcome = driver.next_frame()
-            assert outcome is not None or not driver.is_over, "a driver is over and has not said so"
-        except Exception:  # noqa: BLE001 - whoever waits must hear something
+            assert outcome is not None or not driver.is_over, "a driver is over and gave no last frame"
+        except Exception:  # noqa: BLE001 - the caller must get an answer
             self._lose(driver, fault("a frame could not be made"))
             return
         if driver.is_over:
@@ -337,10 +337,6 @@ class Drivers:
             self._outcomes.clear()
             self._touched.pop(driver, None)
             self._is_woken = False
-
-
-def _cancelled(_: Handle | None) -> FerruleError:
-    return Cancelled()
 
 
 def seeded(output: OutputRequest, seed: int | None) -> OutputRequest:

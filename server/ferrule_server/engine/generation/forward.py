@@ -72,7 +72,7 @@ class ForwardPass:
             assert isinstance(outcome, FerruleError)
             self._fail(self._too_slow() if isinstance(outcome, HandleExpired) else outcome)
 
-    def go_on(self, _: Collection[str] = (), /) -> None:
+    def resume(self, _: Collection[str] = (), /) -> None:
         """Enter the next chunk."""
         self._enter()
 
@@ -125,7 +125,7 @@ class ForwardPass:
         """A chunk is committed: say so, and go on or end."""
         first, tokens = self._start, self.job.token_ids
         if not first:
-            self._drivers.counters.timings.queued(result.timing.queue_ns)
+            self._drivers.counters.timings.record_queue(result.timing.queue_ns)
         self._handle, self._start = result.handle, result.handle.length
         self._pool.add(result.rows)
         is_last = self._start == len(tokens)

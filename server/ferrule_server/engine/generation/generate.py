@@ -140,15 +140,15 @@ class Generation:
         self._drivers.touch(self)
         self._num_in_flight -= isinstance(job, AppendJob)
         if isinstance(outcome, AppendResult):
-            self._draw(self._branches[branch], job, outcome)
+            self._take_token(self._branches[branch], job, outcome)
         elif isinstance(outcome, ForkResult):
-            self._spread(outcome.handles)
+            self._start_branches(outcome.handles)
         else:
             assert isinstance(outcome, FerruleError)
             self._refuse(self._branches[branch], job, outcome)
 
-    def go_on(self, ended: Collection[str] = ()) -> None:
-        """Let parked branches go on: as many as the reader has room for, and those whose sequences have ended."""
+    def resume(self, ended: Collection[str] = ()) -> None:
+        """Continue parked branches: as many as the reader has room for, and those whose sequences have ended."""
         parked, self._parked = self._parked, []
         for branch in parked:
             assert branch.handle is not None
@@ -180,9 +180,7 @@ class Generation:
         if self._fork is not None or not self._touched:
             return None
         touched, self._touched = self._touched, []
-        if len(touched) > 1:
-            touched.sort(key=lambda branch: branch.index)
-        frames = tuple(map(self._frame_of, touched))
+        frames = tuple(map(self._frame_of, sorted(touched, key=lambda branch: branch.index)))
         self._has_sent = True
         self._orphans.clear()
         if not self._num_live:
@@ -192,8 +190,8 @@ class Generation:
 
     # ---- tokens -----------------------------------------------------------------------------------------------------
 
-    def _draw(self, branch: _Branch, job: LaneJob[object], result: AppendResult) -> None:
-        """A token was drawn behind what was appended."""
+    def _take_token(self, branch: _Branch, job: LaneJob[object], result: AppendResult) -> None:
+        """Take the token that was drawn after the appended ones."""
         (row,) = result.rows
         assert row.token is not None, "a Generate chooses tokens"
         if not branch.rows:
@@ -202,7 +200,7 @@ class Generation:
         branch.handle, branch.token, branch.in_flight = result.handle, row.token, None
         self.job.window.sent_bytes += self.job.row_bytes
         self._timing = result.timing
-        branch.drawn_ns = 0 if result.replayed else self._timings.drew(branch.drawn_ns)
+        branch.drawn_ns = 0 if result.replayed else self._timings.record_token(branch.drawn_ns)
         if branch.on_stale is not StalePolicy.FAIL and _is_at_tip(job, result):
             branch.on_stale, branch.request_id = StalePolicy.FAIL, ""
         finish = branch.stops.after(row.token)
@@ -217,10 +215,10 @@ class Generation:
         """The prompt is committed: remember what the first frame says of it, and make the other branches."""
         self._cached_tokens, self._is_replayed = result.cached_tokens, result.replayed
         if not result.replayed:
-            self._timings.queued(result.timing.queue_ns)
-            self._timings.prompted(self.job.submitted_ns)
+            self._timings.record_queue(result.timing.queue_ns)
+            self._timings.record_first_token(self.job.submitted_ns)
         if (self.job.handle is None or result.forked) and not result.replayed:
-            self._made(result.handle)
+            self._note_created(result.handle)
         if len(self._branches) > 1:
             request_id = part_of(self.job.request_id, FORK)
             handle, count = result.handle, len(self._branches) - 1
@@ -230,18 +228,18 @@ class Generation:
             self._fork.submitted_ns = time.monotonic_ns()
             self._drivers.enter(self._fork, self._branches[0].sink)
 
-    def _spread(self, handles: tuple[Handle, ...]) -> None:
-        """The forks are there: each begins with a row of its own, and the first branch goes on."""
+    def _start_branches(self, handles: tuple[Handle, ...]) -> None:
+        """Begin each forked branch with a row of its own, and continue the first branch."""
         self._fork = None
-        self._made(*handles)
+        self._note_created(*handles)
         for branch, handle in zip(self._branches[1:], handles, strict=True):
             branch.handle = handle
             self._append(branch)
         if self._branches[0].finish is None:
             self._append(self._branches[0])
 
-    def _made(self, *handles: Handle) -> None:
-        """These sequences are new: without a request_id only the first frame tells of them."""
+    def _note_created(self, *handles: Handle) -> None:
+        """Remember new sequences: without a request_id, only the first frame names them."""
         if not self.job.request_id:
             self._orphans += handles
 
@@ -255,10 +253,8 @@ class Generation:
 
     def _has_room(self) -> bool:
         """Whether the reader has room for one more row besides those under way; for one at least."""
-        window, num_in_flight = self.job.window, self._num_in_flight
-        if not num_in_flight:
-            return window.is_open
-        return window.sent_bytes + num_in_flight * self.job.row_bytes - window.taken_bytes < window.limit_bytes
+        window, job = self.job.window, self.job
+        return window.sent_bytes + self._num_in_flight * job.row_bytes - window.taken_bytes < window.limit_bytes
 
     def _enter(self, branch: _Branch) -> None:
         spent = branch.sink.spent
@@ -268,7 +264,7 @@ class Generation:
                 self.job.principal, token_ids, branch.handle, branch.output, branch.on_stale, None, branch.request_id
             )
             job.is_internal, job.loop = True, self._loop
-        else:  # the same again but for the token
+        else:  # the same job with the next token
             job = spent.job
             job.token_ids, job.handle, job.on_stale, job.rows_run = (branch.token,), branch.handle, branch.on_stale, 0
             job.follow = Follow.UNKNOWN
@@ -277,7 +273,7 @@ class Generation:
         self._num_in_flight += 1
         if branch.stops.is_next_last:
             job.follow = Follow.NOTHING
-        elif self._has_room():  # for one more besides this one
+        elif self._has_room():  # for one more after this one
             job.follow = Follow.LIKELY
         if spent is None:
             self._drivers.enter(job, branch.sink)
@@ -322,7 +318,7 @@ class Generation:
         self.job.rows_run = self._first.rows_run
         for branch in self._branches:
             branch.sink.spent = None
-        self._branches.clear()  # their sinks refer to this driver: who asked must not wait for the garbage collector
+        self._branches.clear()  # breaks the cycle with their sinks, so the garbage collector is not needed
 
     def _frame_of(self, branch: _Branch) -> BranchFrame:
         rows, branch.rows = tuple(branch.rows), []
@@ -340,7 +336,7 @@ def _branches_of(job: GenerateJob, driver: Generation, seed: int | None) -> list
     branches: list[_Branch] = []
     for index in range(job.num_branches):
         own_seed = None if seed is None else (seed + index) % _SEEDS
-        # Only an append that may make a branch has any use for it; a new sequence has been made with it.
+        # Only an append that may create a branch needs it; a new sequence was created with it already.
         may_fork = job.handle is not None and job.on_stale is StalePolicy.FORK
         request_id = job.request_id if may_fork else ""
         branches.append(

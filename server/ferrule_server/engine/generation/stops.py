@@ -17,7 +17,7 @@ class StopCheck:
     def __init__(self, rules: StopRules) -> None:
         self._eos_ids = rules.eos_ids
         self._token_ids = rules.token_ids
-        self._num_left = rules.max_tokens or -1  # below 0 it never comes to 0
+        self._num_left = rules.max_tokens or -1  # negative: no limit
         self._text = None if rules.new_text_stop is None else rules.new_text_stop()
         self._drawn = b""  # newest byte first, as far back as the longest sequence reaches
         self._sequences = rules.suffixes

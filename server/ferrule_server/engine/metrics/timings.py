@@ -79,32 +79,32 @@ class EngineTimings:
         copied._queues, copied._answers, copied._draws = {}, {}, {}  # noqa: SLF001  (of its own class)
         return copied
 
-    def stepped(self, end_ns: int, elapsed_ns: int, num_rows: int, num_seqs: int) -> None:
-        """A step has been run, and its rows are known."""
+    def record_step(self, end_ns: int, elapsed_ns: int, num_rows: int, num_seqs: int) -> None:
+        """Observe a step that was run and whose rows are known."""
         self.step_end_ns = end_ns
         self.step.observe(elapsed_ns)
         self.step_rows.observe(num_rows)
         self.step_sequences.observe(num_seqs)
 
-    def queued(self, queue_ns: int) -> None:
-        """What a client asked for waited so long for the first of its steps, the newest of which is its last."""
+    def record_queue(self, queue_ns: int) -> None:
+        """Note how long a request of a client waited for its first step; the newest step is its last."""
         queues = self._queues
         queues[queue_ns] = queues.get(queue_ns, 0) + 1
 
-    def prompted(self, submitted_ns: int) -> None:
-        """The newest step gave the first output behind a prompt."""
+    def record_first_token(self, submitted_ns: int) -> None:
+        """Observe that the newest step gave the first output after a prompt."""
         self.first_token.observe(self.step_end_ns - submitted_ns)
 
-    def answered(self, submitted_ns: int) -> None:
-        """The newest step was the last of an append of one token, or of a verify, that a client asked for."""
+    def record_decode(self, submitted_ns: int) -> None:
+        """Note that the newest step was the last of a client's append of one token, or of its verify."""
         answers = self._answers
         answers[submitted_ns] = answers.get(submitted_ns, 0) + 1
 
-    def drew(self, since_ns: int) -> int:
-        """The newest step gave a token of a Generate, behind one given at ``since_ns``; 0: nothing is to be measured.
+    def record_token(self, since_ns: int) -> int:
+        """Note that the newest step gave a token of a Generate, after one at ``since_ns``; 0: nothing is measured.
 
         Returns:
-            When this one was given, for the next.
+            When this token was given, for the next call.
         """
         if since_ns:
             draws = self._draws

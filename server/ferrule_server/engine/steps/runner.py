@@ -113,4 +113,4 @@ class StepRunner:
         counters.last_step_seqs = batch.num_seqs
         counters.last_step_unix_ns = time.time_ns()
         counters.max_step_rows = max(counters.max_step_rows, num_rows)
-        counters.timings.stepped(started_ns + elapsed_ns, elapsed_ns, num_rows, batch.num_seqs)
+        counters.timings.record_step(started_ns + elapsed_ns, elapsed_ns, num_rows, batch.num_seqs)

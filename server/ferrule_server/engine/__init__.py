@@ -1,28 +1,28 @@
 """The engine: one thread that owns the KV cache and the executor. No gRPC and no torch here.
 
-    engine.py       the thread: take jobs, form a step, run it, hand the results over
-    jobs.py         what can be asked of the engine, and what it answers; the class of a job says what kind it is
-    host_calls.py   what needs no step: release, reserve, keep-alive, describe, list, view
+    engine.py       the thread: take jobs, form a step, run it, hand over the results
+    jobs.py         the requests that the engine accepts and their results; the class of a job says what kind it is
+    host_calls.py   operations that need no step: release, reserve, keep-alive, describe, list, view
     bridge/         between the event loop and the engine thread: gate, inbox, delivery. The only room with locks
-    appends/        one append: judged, reserved, run row by row, committed, remembered for a retry
+    appends/        one append: judged, reserved, run row by row, committed, recorded for a retry
     steps/          one step: which rows, copy-on-write, the executor, steps queued ahead, warm-up
-    generation/     Generate and Forward: requests that enter appends of their own
+    generation/     Generate and Forward: the engine enters appends for these requests
     metrics/        counters, timings, and the data of a server view
     viewer.py       takes a server view between two steps
-    shares.py       how much host time each principal has used, and whose turn it is
-    masks.py        token masks that clients register
+    shares.py       how much host time each principal has used, and which one may work next
+    masks.py        token masks that clients have registered
     settings.py     limits of the engine
-    failpoints.py   places where tests break the engine on purpose
-    faults.py       unexpected exceptions, logged in full and answered by an id
+    failpoints.py   places where tests make the engine fail on purpose
+    faults.py       unexpected exceptions: logged in full, reported to the client by an id
 
 The life of an append::
 
     bridge/gate       is there room in the queue, and does the principal's quota allow it?
     bridge/inbox      lists of jobs, in turn between principals                     ... engine thread from here
-    appends/lanes     one job at a time on a sequence; the others wait in its lane
-    appends/admission judged by the append rule; all blocks that it needs are reserved
-    steps/batcher     its rows share steps with the rows of others
-    steps/runner      blocks are copied where shared, the executor runs the step
-    appends/commits   the tip moves, the lease is renewed, a record is kept for a retry
-    bridge/delivery   its result crosses to the event loop, with all others of the step
+    appends/lanes     one job at a time on each sequence; the others wait in its lane
+    appends/admission the append rule judges it; all blocks that it needs are reserved
+    steps/batcher     its rows share steps with the rows of other appends
+    steps/runner      shared blocks are copied, then the executor runs the step
+    appends/commits   the tip moves, the lease is renewed, and a record is kept for a retry
+    bridge/delivery   its result crosses to the event loop with all others of the step
 """

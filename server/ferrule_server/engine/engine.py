@@ -1,18 +1,18 @@
-"""The engine: one thread that owns the sequence store and the executor, so that neither needs a lock.
+"""The engine: one thread that owns the sequence store and the executor, so neither needs a lock.
 
 The life of a request::
 
     event loop                                engine thread
     ----------                                -------------
-    submit([(job, sink), ...]) -- inbox -->   take: host jobs are carried out, appends judged and reserved   lanes
-                                              gather: a moment for the rows of the last step to come back
+    submit([(job, sink), ...]) -- inbox -->   take: host calls are carried out, appends judged and reserved  lanes
+                                              gather: wait briefly for the rows of the last step to return
                                               step: plan, copy-on-write copies, executor.run        steps, lookahead
-                                              commit: tips move, leases renew, records are kept              commits
-                                          turn: Generates and Forwards enter what comes next               drivers
-    sink.deliver, sink.flush  <-- one call -- hand over everything finished, once per step
+                                              commit: tips move, leases are renewed, records are kept        commits
+                                          turn: Generates and Forwards enter their next appends            drivers
+    sink.deliver, sink.flush  <-- one call -- hand over all finished jobs, once per step
 
-Cancelled before its step, an append never happened. Once its last rows are planned it is committed whatever becomes
-of its caller, and a retry is answered as a replay.
+If an append is cancelled before its step, it has no effect. Once its last rows are planned, it is committed even if its
+caller has gone, and a retry is answered as a replay.
 """
 
 from __future__ import annotations
@@ -70,35 +70,37 @@ from ferrule_server.quotas import LimitsOf, unlimited
 
 _LOG = logging.getLogger(__name__)
 _IDLE_S = 1.0
-"""Longest sleep of an idle engine: leases are looked at this often at least."""
+"""Longest sleep of an idle engine: leases are checked at least this often."""
 _POLL_S = 0.05
-"""Between two looks at an executor that prepares what a warm-up waits for."""
+"""Interval between checks of an executor that still prepares what a warm-up needs."""
 _TAKE_NS = 50_000_000
-"""Jobs are taken for so long at most while others wait for a step or an answer; what is left has its turn after that.
-Many times what a full step of appends takes: it cuts off floods of forks, lists and keep-alives only."""
+"""Longest time for which jobs are taken while others wait for a step or a result; the rest is taken after that. This
+is many times what a full step of appends takes, so it only cuts off floods of forks, lists and keep-alives."""
 _TAKE_SHARED_NS = 5_000_000
-"""The same while several principals are active: a flood of one delays the steps of others by no more than this."""
+"""The same limit while several principals are active: a flood of one delays the steps of others by no more than
+this."""
 
 
 class Engine:
     """Turns jobs into steps on a thread of its own.
 
     Invariants:
-        * every accepted job is delivered to its sink exactly once, a Generate or Forward with any number of frames
-          before;
-        * a sequence has at most one append in flight, branches off it left out, and a lane exactly while one is;
-        * what a request_id made is made once, and told the same to everybody who asks with it;
-        * between steps ``store.check_integrity()`` holds, whatever failed.
+        * every accepted job is delivered to its sink exactly once; a Generate or Forward gives any number of frames
+          before that;
+        * a sequence has at most one append in flight, not counting branches from it, and a lane exactly while it has
+          one;
+        * what a request_id created is created once, and every repeated request gets the same answer;
+        * between steps ``store.check_integrity()`` holds, even after failures.
 
     Args:
         executor: Owned by the engine from now on; closed with it.
         store: Owned by the engine from now on.
         settings: Limits.
         post: Runs a callable on the event loop's thread, such as ``loop.call_soon_threadsafe``.
-        on_failure: Called once, on the engine thread, when the device is lost.
+        on_failure: Called once, on the engine thread, when the engine cannot continue, such as after a lost device.
         limits_of: The quotas of a principal.
-        shares: Where the work for each principal is counted; None: nobody asks.
-        failpoints: For tests: where to break on purpose.
+        shares: Counts the work for each principal; None: the counts are not read.
+        failpoints: For tests: where to fail on purpose.
     """
 
     def __init__(
@@ -180,9 +182,9 @@ class Engine:
         self._thread.start()
 
     def submit(self, entries: list[Entry]) -> None:
-        """Hand over jobs that arrived together; they are judged in this order and share a step where they can.
+        """Hand over jobs that arrived together; they are judged in this order and share a step if they can.
 
-        Never blocks and never raises: what is too much is refused here, without waiting for a step, and once the engine
+        Never blocks and never raises. Jobs beyond a limit are refused here, without waiting for a step. Once the engine
         is closed, jobs are answered with DRAINING.
         """
         entries, refused = self._gate.admit(entries)
@@ -199,21 +201,21 @@ class Engine:
             self._refuse_rest()
 
     def resume(self, job: StreamJob[object]) -> None:
-        """Let a job go on that stood still for want of room in its window, or end now that it is cancelled.
+        """Continue a job that waited for room in its window, or end it if it has been cancelled.
 
-        Nothing comes of one that does not stand still, or is over.
+        A job that does not wait, or is over, is not affected.
         """
         if (job.is_cancelled or job.window.is_open) and not self._is_closed:
             self._inbox.put([])
 
     def close(self) -> None:
-        """Stop after the step that runs; whatever is not finished is answered with DRAINING. Blocks until done."""
+        """Stop after the current step and answer all unfinished jobs with DRAINING. Blocks until done."""
         self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join()
 
     def snapshot(self) -> EngineSnapshot:
-        """Return the engine's state now, a copy; 20 us, from any thread, at most one step old."""
+        """Return a copy of the engine's current state; takes 20 us, from any thread, at most one step old."""
         return EngineSnapshot(
             counters=self.counters.copy(),
             num_running=len(self._lanes.running),
@@ -229,15 +231,15 @@ class Engine:
         )
 
     def num_free_blocks(self) -> int:
-        """Return the free blocks of the pool now; from any thread, at most one step old."""
+        """Return how many blocks of the pool are free; from any thread, at most one step old."""
         return self._store.pool.num_free
 
     def kv_metrics(self) -> KvMetrics:
-        """Return what the KV pool counts, and how it stands; from any thread, at most one step old."""
+        """Return counters and state of the KV pool; from any thread, at most one step old."""
         return self._store.metrics()
 
     def own_figures(self, principal: str) -> OwnFigures:
-        """Return what is counted for one principal; cheap, from any thread, at most one step old."""
+        """Return the figures of one principal; cheap, from any thread, at most one step old."""
         return OwnFigures(
             self._store.registry.count(principal),
             self.counters.own.look(principal),
@@ -262,7 +264,7 @@ class Engine:
             self._shut_down()
 
     def _round(self) -> None:
-        """Take what has come, run a step if somebody waits for one, hand over, and look after the executor."""
+        """Take new jobs, run a step if appends wait for one, hand over the results, and tend the executor."""
         self._take()
         self._expire()
         self._turn()
@@ -278,9 +280,10 @@ class Engine:
             self._stepper.tend()
 
     def _take(self) -> None:
-        """Carry out what is in the inbox; sleep for more only where nothing is to be run or handed over, or to gather.
+        """Carry out what is in the inbox. Sleep for more only to gather, or if nothing is left to run or hand over.
 
-        Afterwards ``_taken_until`` is None, or the moment up to which everything that arrived has been taken.
+        Afterwards ``_taken_until`` is None if everything was taken, or the time up to which all arrived jobs were
+        taken.
         """
         busy_ns = 0
         while (entries := self._next_entries()) is not None:
@@ -303,7 +306,7 @@ class Engine:
         self._taken_until = None
 
     def _next_entries(self) -> list[Entry] | None:
-        """The next jobs that arrived together; None when the loop should go on without more."""
+        """Return the next jobs that arrived together; None if the loop should continue without more."""
         patience_s = self._patience_s()
         try:
             entries = self._inbox.next(patience_s)
@@ -317,7 +320,10 @@ class Engine:
         return entries
 
     def _patience_s(self) -> float:
-        """Seconds to wait for the next job: none when rows are ready to run and all that is awaited is back."""
+        """Return how many seconds to wait for the next job.
+
+        It is 0 if rows are ready to run and all awaited rows have returned.
+        """
         if self._lanes.running:
             return max(self._gather.remaining_s(time.monotonic()), self._hold_s)
         has_work = self._drivers.active and self._drivers.has_work
@@ -328,9 +334,9 @@ class Engine:
         return most_s if expiry_s is None else min(most_s, max(0.001, expiry_s))
 
     def _expire(self) -> None:
-        """Free what has outlived its lease, as of the moment up to which jobs have been taken: those left came later.
+        """Free sequences whose leases ended before the time up to which jobs have been taken.
 
-        Should that fail it is tried again: no sequence may stay for ever.
+        Jobs left in the inbox arrived later. If this fails, it is tried again, so that no sequence stays forever.
         """
         now = time.monotonic()
         if now < self._next_expiry_check:
@@ -349,14 +355,14 @@ class Engine:
             _LOG.info("lease expired handle_id=%s", handle_id)
 
     def _turn(self) -> None:
-        """Let streams go on, then deliver everything finished with one call on the event loop."""
+        """Let streams continue, then deliver all finished jobs with one call on the event loop."""
         if self._drivers.active:
             self._drivers.turn()
         if self._delivery.finished:
             self._delivery.hand_over()
 
     def _shut_down(self) -> None:
-        """Answer everybody and close the executor; a part that raises does not keep the others from being done."""
+        """Answer all jobs and close the executor; if one part raises, the others are still done."""
         parts: tuple[Callable[[], object], ...] = (
             lambda: self._lanes.end_all(lambda _: Draining()),
             lambda: self._drivers.end_all(lambda _: Draining()),
@@ -379,7 +385,7 @@ class Engine:
             self._refuse_rest()
 
     def _refuse_rest(self) -> None:
-        """Answer what lies in the inbox of a closed engine. Whoever takes an entry out delivers it, so once each."""
+        """Answer the jobs in the inbox of a closed engine. Each is answered once, by the thread that takes it out."""
         refused: list[Finished] = [(job, sink, Draining()) for job, sink in self._inbox.drain()]
         if refused:
             self._delivery.deliver(refused)
@@ -387,16 +393,16 @@ class Engine:
     # ---- taking jobs ------------------------------------------------------------------------------------------------
 
     def _arrival(self, submitted_ns: int) -> float:
-        """Return when a job was submitted, on the store's clock: a step in between must not cost it its lease."""
+        """Return when a job was submitted, on the store's clock: a step since then must not cost it its lease."""
         return self._store.clock() - (time.monotonic_ns() - submitted_ns) * 1e-9
 
     def _accept(self, job: Job[object], sink: Sink, at: float) -> None:
-        """Carry out a host call, queue a job behind its sequence, or start it. Never raises.
+        """Carry out a host call, queue a job in the lane of its sequence, or start it. Never raises.
 
         Args:
-            job: What is asked.
-            sink: Who asked.
-            at: When, on the store's clock: the moment leases are judged at.
+            job: The request.
+            sink: Receives its outcome.
+            at: Time of arrival on the store's clock, at which leases are judged.
         """
         try:
             if self._is_stopping:
@@ -443,7 +449,7 @@ class Engine:
         self._delivery.finished.append((job, sink, outcome))
 
     def _lose_device(self) -> None:
-        """No KV can be trusted any more: every handle is lost, nothing runs again."""
+        """Fail everything: no KV can be trusted any more, every handle is lost, and nothing runs again."""
         _LOG.exception("the device is lost, and every handle with it")
         self._is_failed = True
         self._is_stopping = True

@@ -1,7 +1,7 @@
-"""Failpoints: places where a test breaks the engine on purpose. Not armed, each costs one test for None.
+"""Failpoints: places where a test makes the engine fail on purpose. If none is armed, each costs one test for None.
 
 =================  =====================================================================================
-place              where the engine is
+place              state of the engine
 =================  =====================================================================================
 before_schedule    appends are in flight, the rows of the next step are not chosen: nothing of it has happened
 after_schedule     the rows are chosen and cancelling no longer stops them; nothing of the step has run
@@ -11,8 +11,8 @@ during_free        a sequence is about to be released, or some are about to expi
 =================  =====================================================================================
 
 As text, for ``--failpoints``: ``after_commit=exit@3;during_free=sleep(50)``. The actions are ``error`` (raises
-:class:`FailpointHit`), ``sleep(milliseconds)`` and ``exit`` (the process ends at once with 137, as if killed);
-``@n`` acts at the n-th hit only, otherwise every hit counts.
+:class:`FailpointHit`), ``sleep(milliseconds)`` and ``exit`` (the process ends at once with 137, as if killed); ``@n``
+acts at the n-th hit only, otherwise every hit counts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Place = Literal["before_schedule", "after_schedule", "during_copy", "after_commi
 PLACES: Final[tuple[Place, ...]] = get_args(Place)
 
 EXIT_CODE: Final = 137
-"""Exit code of the action ``exit``: what a shell shows for a process that was killed."""
+"""Exit code of the action ``exit``: the one that a shell shows for a killed process."""
 
 _TERM: Final = re.compile(r"(?P<place>\w+)=(?P<action>error|exit|sleep\((?P<ms>\d{1,6})\))(@(?P<nth>[1-9]\d{0,8}))?")
 
@@ -44,7 +44,7 @@ class _Armed:
 
 
 class Failpoints:
-    """What happens at which place. Armed before the engine starts, hit on its thread."""
+    """The actions at each place. Armed before the engine starts, hit on its thread."""
 
     def __init__(self) -> None:
         self._armed: dict[Place, list[_Armed]] = {}
@@ -55,7 +55,7 @@ class Failpoints:
         """Return the failpoints that ``text`` arms.
 
         Raises:
-            ValueError: It is not in the form that the module describes.
+            ValueError: The text does not have the form that the module describes.
         """
         failpoints = cls()
         for term in filter(None, (part.strip() for part in text.split(";"))):
@@ -74,19 +74,19 @@ class Failpoints:
         self._armed.setdefault(place, []).append(_Armed(act, nth))
 
     def hit(self, place: Place) -> None:
-        """The engine is at ``place``; raises what its action raises."""
+        """Run the actions of ``place``, which the engine has reached; raises what they raise."""
         self._num_hits[place] += 1
         for armed in self._armed.get(place, ()):
             if armed.nth is None or armed.nth == self._num_hits[place]:
                 armed.act()
 
     def num_hits(self, place: Place) -> int:
-        """Return how often the engine has been at ``place``."""
+        """Return how often the engine has reached ``place``."""
         return self._num_hits[place]
 
 
 def fail() -> None:
-    """Raise what the action ``error`` raises."""
+    """Raise the exception of the action ``error``."""
     raise FailpointHit("a failpoint was hit")
 
 

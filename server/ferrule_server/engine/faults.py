@@ -1,4 +1,4 @@
-"""Faults: bugs of ours, told to the caller by an id and to the log in full."""
+"""Faults: unexpected exceptions. The log has the full traceback; the caller gets an id."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def fault(what: str) -> EngineFault:
-    """Log the exception being handled under a new id and return the error that carries it."""
+    """Log the current exception under a new id, and return the error that carries the id."""
     fault_id = secrets.token_hex(4)
     failure = sys.exception()
     _LOG.error("%s fault_id=%s", what, fault_id, exc_info=failure and without_refusals(failure))

@@ -1,4 +1,4 @@
-"""Host calls: looks at sequences, and changes of them, that need no step of the executor."""
+"""Host calls: operations that read or change sequences and need no step of the executor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def reserve(principal: str, wanted: tuple[SlotsWanted, ...]) -> HostCall[SlotRes
 def release(principal: str, handles: tuple[Handle, ...]) -> HostCall[tuple[int | None, ...]]:
     """Return the call that ends sequences, whatever the lengths of the handles.
 
-    It returns for each handle the blocks that were given back to the pool; None: there was nothing to release.
+    Its result has, for each handle, how many blocks were returned to the pool; None: there was nothing to release.
     """
     return HostCall(principal, lambda host, _: host.endings.release(principal, handles))
 
@@ -38,9 +38,9 @@ def release(principal: str, handles: tuple[Handle, ...]) -> HostCall[tuple[int |
 def keep_alive(
     principal: str, handles: tuple[Handle, ...], ttl_s: float | None = None
 ) -> HostCall[tuple[Lease | FerruleError, ...]]:
-    """Return the call that renews leases, whatever the lengths of the handles; ``ttl_s`` None keeps each one's own.
+    """Return the call that renews leases, whatever the lengths of the handles; ``ttl_s`` None keeps each duration.
 
-    It returns for each handle its lease, or why it could not be renewed.
+    Its result has, for each handle, its lease or the reason why it could not be renewed.
     """
     return HostCall(principal, lambda host, at: host.caches.keep_alive(principal, handles, ttl_s, at))
 
@@ -56,5 +56,5 @@ def list_caches(principal: str, after_handle_id: str = "", limit: int = 100) -> 
 
 
 def view(principal: str, max_sequences: int = 256, max_principals: int = 64) -> HostCall[View]:
-    """Return the call that looks at the whole server, with at most so many sequences and principals."""
+    """Return the call that takes a view of the whole server, with at most so many sequences and principals."""
     return HostCall(principal, lambda host, _: host.viewer.look(max_sequences, max_principals))

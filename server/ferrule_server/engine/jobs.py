@@ -1,6 +1,6 @@
-"""Jobs: what can be asked of the engine, and what it answers. Made by ``api/``, carried out by the engine thread.
+"""Jobs: the requests that the engine accepts, and their results. Made by ``api/``, carried out by the engine thread.
 
-The base class of a job says all that others need to know about its kind::
+The base class of a job says all that other code needs to know about its kind::
 
     Job           has a principal
       QueuedJob   may wait for a step: counted by the gate and by quotas, and can be cancelled
@@ -9,9 +9,9 @@ The base class of a job says all that others need to know about its kind::
       HostCall    reads or changes sequences between two steps (``host_calls.py``)
       WarmupJob   runs steps that touch no sequence
 
-A job is handed to :meth:`Engine.submit` together with a :class:`Sink`. The engine calls nothing of the sink itself:
-after each step one callback on the event loop delivers every finished job to its sink, then flushes each touched sink
-once, so that a stream sends one frame per step.
+A job is passed to :meth:`Engine.submit` together with a :class:`Sink`. The engine thread never calls the sink: after
+each step one callback on the event loop delivers every finished job to its sink. Then it flushes each of these sinks
+once, so a stream sends one frame per step.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class OutputRequest:
     """What an append returns: the contract's LogitsReturnPolicy and LogitsPositions, checked.
 
     Attributes:
-        spec: Wanted of each output row; None returns no rows at all (policy ``none``).
-        all_positions: A row for each input token instead of the last one only.
-        is_seeded: False when ``spec.sample`` has no seed of the caller's; the engine then draws one.
+        spec: What each output row returns; None returns no rows at all (policy ``none``).
+        all_positions: True: one row for each input token; False: the last one only.
+        is_seeded: False if the caller gave no seed for ``spec.sample``; the engine then chooses one.
         wants_targets: Fill ``target_logprob`` of row i with input token i + 1.
-        last_target: With ``wants_targets``, the token that follows the last row, where it is known; -1: it is not.
+        last_target: With ``wants_targets``, the token that follows the last row if it is known; -1: unknown.
     """
 
     spec: OutputSpec | None
@@ -50,26 +50,26 @@ class OutputRequest:
 
 
 class Acceptance(enum.Enum):
-    """Who decides which drafts of a verify hold: the contract's AcceptanceRule."""
+    """How it is decided which drafts of a verify are accepted: the contract's AcceptanceRule."""
 
     NONE = "none"
-    """The client: all drafts are appended."""
+    """The client decides: all drafts are appended."""
     EXACT = "exact"
-    """A draft holds if it is the token that the row before chooses."""
+    """A draft is accepted if it is the token that the row before it chooses."""
     REJECTION = "rejection"
     """Speculative sampling: see ``executor.base.DraftSpec``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """What makes an append a verify: its last tokens are drafts, a chain.
+    """Makes an append a verify: its last tokens are drafts, in a chain.
 
     Rows are numbered from the last certain token on: row 0 is that token, row r is draft r, counted from 1.
 
     Attributes:
-        count: How many of the job's ``token_ids``, the last ones, are drafts; may be 0.
-        acceptance: Who decides.
-        laws: What each draft was drawn from, for REJECTION: one per draft, or none: chosen with certainty.
+        count: How many of the job's last ``token_ids`` are drafts; may be 0.
+        acceptance: The rule for accepting drafts.
+        laws: For REJECTION, the distribution from which each draft was drawn; empty: each was chosen with certainty.
         row_masks: Tokens that may follow each row, in place of the selection's mask: count + 1 of them, or none.
         wants_row_handles: Return a handle at row 0 and at each appended draft.
     """
@@ -82,22 +82,22 @@ class Drafts:
 
 
 class Follow(enum.Enum):
-    """What comes after an append that chooses a token, as far as can be told before the token is there."""
+    """What comes after an append that chooses a token, as far as is known before the token is."""
 
     UNKNOWN = "unknown"
-    """Whatever its caller likes, whenever."""
+    """The caller decides what comes next, and when."""
     LIKELY = "likely"
     """The token is appended at once, unless it ends the text."""
     NOTHING = "nothing"
-    """Whatever the token, it is the last."""
+    """The token is the last one, whichever it is."""
 
 
 class Job(Generic[_R_co]):
-    """What is asked of the engine; answered with an ``_R_co``, or a FerruleError.
+    """A request to the engine; its outcome is an ``_R_co`` or a FerruleError.
 
     Attributes:
-        principal: Who asks; sequences of others are unknown to them.
-        submitted_ns: When it was handed over, on the monotonic clock; written by the engine.
+        principal: The principal that sent it; it cannot see sequences of others.
+        submitted_ns: When it was submitted, on the monotonic clock; written by the engine.
     """
 
     __slots__ = ()
@@ -106,13 +106,13 @@ class Job(Generic[_R_co]):
 
 
 class QueuedJob(Job[_R_co]):
-    """A job that may wait for a step. Until it is finished it has a place in the queue, and its rows count for quotas.
+    """A job that may wait for a step. Until it is finished, it has a place in the queue and its rows count for quotas.
 
     Attributes:
-        handle: The sequence that it is about; None: a new one, or none.
-        request_id: Where the job makes a sequence: the same one again makes nothing and gets the same answer.
-        is_cancelled: Set (from any thread) when the caller is gone; honoured until the job's last chunk is run.
-        rows_run: Rows that steps were spent on so far, written by the engine.
+        handle: The sequence that it works on; None: a new one, or none.
+        request_id: If the job creates a sequence: a repeated job with this id creates nothing and gets the same answer.
+        is_cancelled: Set (from any thread) when the caller has gone; honoured until the job's last chunk is planned.
+        rows_run: Rows that steps have run for it so far, written by the engine.
     """
 
     __slots__ = ()
@@ -122,12 +122,12 @@ class QueuedJob(Job[_R_co]):
     rows_run: int
 
     def cancel(self) -> None:
-        """Note that nobody waits for the job; from any thread. What has been committed stays."""
+        """Record that no caller waits for the job; from any thread. What has been committed stays."""
         self.is_cancelled = True  # type: ignore[misc]  # each kind of job has the slot
 
     @property
     def num_rows(self) -> int:
-        """Rows that the job may need; a fork none."""
+        """Rows that the job may need; 0 for a fork."""
         return 0
 
     @property
@@ -137,7 +137,7 @@ class QueuedJob(Job[_R_co]):
 
 
 class LaneJob(QueuedJob[_R_co]):
-    """A job that is judged by the state of its sequence, when its turn in the sequence's lane has come."""
+    """A job that is judged by the state of its sequence, when its turn in the sequence's lane comes."""
 
     __slots__ = ()
 
@@ -147,8 +147,8 @@ class StreamJob(QueuedJob[_R_co]):
 
     Attributes:
         token_ids: The prompt.
-        output: What comes with each row or token.
-        window: How far it may run ahead of its reader. row_bytes: what a row or token takes in it.
+        output: What each row or token returns.
+        window: How far the answer may run ahead of its reader. row_bytes: what a row or token counts in it.
     """
 
     __slots__ = ()
@@ -160,28 +160,26 @@ class StreamJob(QueuedJob[_R_co]):
 
 @dataclass(eq=False, slots=True)
 class AppendJob(LaneJob["AppendResult"]):
-    """Prefill or decode: tokens behind a handle, or a new sequence.
+    """Prefill or decode: append tokens to the sequence of a handle, or to a new one.
 
     Attributes:
-        principal: Who asks; handles of others are unknown to them.
+        principal, request_id, is_cancelled, rows_run: As in :class:`QueuedJob`.
         token_ids: Checked against the vocabulary. Empty with a handle of length > 0: a query.
         handle: None starts a new sequence.
-        output: What comes back.
-        on_stale: What to do behind the tip.
-        ttl_s: Lease in seconds, clamped by the engine; None keeps the present one (60 s on a new sequence).
-        request_id: Where the job makes a sequence: the same one again makes nothing and gets the same answer.
-        is_cancelled: Set (from any thread) when the caller is gone; honoured until the job's last chunk is run.
-        rows_run: Rows that steps were spent on so far, written by the engine.
-        is_repeat_only: A new sequence is not wanted: answered only if it repeats a creation, else DRAINING.
-        reserved_length: Of a new sequence: tokens up to which room is reserved with it; 0: its own need.
-        reuse_prefix: Of a new sequence: its prompt may be looked up in the prefix cache. publish_prefix: its blocks may
-            be found there by later prompts.
-        drafts: Set for a verify; ``output`` then holds for row 0 and every draft, whatever ``all_positions`` says.
+        output: What the rows return.
+        on_stale: What to do if the handle is behind the tip.
+        ttl_s: Lease in seconds, clamped by the engine; None keeps the current one (60 s on a new sequence).
+        is_repeat_only: Create no sequence: the job is answered only if it repeats a creation, else with DRAINING.
+        reserved_length: Of a new sequence: tokens up to which room is reserved with it; 0: only what it needs itself.
+        reuse_prefix: Of a new sequence: its prompt may be looked up in the prefix cache. publish_prefix: later prompts
+            may find its blocks there.
+        drafts: Set for a verify; ``output`` then applies to row 0 and every draft, whatever ``all_positions`` says.
         cohort: Jobs that the client scheduled for one step, by a number of their own; 0: none.
-        is_internal: Made by the engine itself for a Generate or Forward: nobody comes back with its handle.
-        keeps_record: Its answer is remembered for a retry; False where nobody can ask again.
-        follow: Whether the engine itself goes on behind it: so the next step may be prepared (``lookahead.py``).
-        loop: Of the Generate that it belongs to, ``creations.loop_of``; empty: a request of its own.
+        is_internal: Made by the engine itself for a Generate or Forward: no client will return with its handle.
+        keeps_record: The answer is kept for a retry; False if no retry is possible.
+        follow: Whether the engine continues the sequence itself, so that the next step can be prepared
+            (``lookahead.py``).
+        loop: Digest of the Generate that it belongs to, ``creations.loop_of``; empty: it is a request of its own.
     """
 
     principal: str
@@ -207,26 +205,26 @@ class AppendJob(LaneJob["AppendResult"]):
 
     @property
     def num_rows(self) -> int:
-        """One per token; a query is one row."""
+        """One row per token; a query is one row."""
         return len(self.token_ids) or 1
 
     @property
     def num_prompt_tokens(self) -> int:
-        """All tokens but drafts, unless it is a decode: one token after a handle."""
+        """All tokens except drafts; 0 for a decode, which is one token after a handle."""
         num_tokens = len(self.token_ids) - (self.drafts.count if self.drafts is not None else 0)
         return 0 if num_tokens == 1 and self.handle is not None else num_tokens
 
     def branched_to(self, cache_id: str) -> bool:
-        """Return whether an answer in the sequence ``cache_id`` lies in a branch of the handle's own."""
+        """Return whether the sequence ``cache_id`` of the answer is a branch, not the handle's own sequence."""
         return self.handle is not None and self.handle.cache_id != cache_id
 
 
 @dataclass(eq=False, slots=True)
 class ForkJob(LaneJob["ForkResult"]):
-    """``count`` new handles on the first ``length`` tokens (at most ``handle.length``), all or nothing.
+    """Create ``count`` new handles on the first ``length`` tokens (at most ``handle.length``), all or nothing.
 
-    With a ``request_id`` the same job again makes nothing and gets the same handles. ``loop`` is as in
-    :class:`AppendJob`.
+    If a job with a ``request_id`` is repeated, nothing is created and the answer has the same handles. ``loop`` is as
+    in :class:`AppendJob`.
     """
 
     principal: str
@@ -243,7 +241,7 @@ class ForkJob(LaneJob["ForkResult"]):
 
 @dataclass(eq=False, slots=True)
 class TruncateJob(LaneJob["TruncateResult"]):
-    """Shorten a sequence to ``new_length`` tokens, an absolute length: idempotent without a request_id."""
+    """Shorten a sequence to ``new_length`` tokens, an absolute length: this is idempotent without a request_id."""
 
     principal: str
     handle: Handle
@@ -255,7 +253,7 @@ class TruncateJob(LaneJob["TruncateResult"]):
 
 
 class SlotsWanted(NamedTuple):
-    """Room wanted for one sequence, whatever the length of the handle: see ``kv/reserved_slots.py``."""
+    """The room that one sequence needs, whatever the length of the handle: see ``kv/reserved_slots.py``."""
 
     handle: Handle
     target_length: int
@@ -263,10 +261,10 @@ class SlotsWanted(NamedTuple):
 
 
 class Window:
-    """How far a streamed answer may run ahead of its reader, in bytes. Two counters, each with one writer, no lock.
+    """How far a streamed answer may run ahead of its reader, in bytes. Two counters with one writer each; no lock.
 
     Args:
-        limit_bytes: The engine goes on while fewer than this are on their way.
+        limit_bytes: The engine continues while fewer bytes than this have been sent and not taken.
     """
 
     __slots__ = ("limit_bytes", "sent_bytes", "taken_bytes")
@@ -283,22 +281,23 @@ class Window:
 
 
 class TextStop(Protocol):
-    """Looks for stop strings in the text of the tokens of one branch; called from the engine thread."""
+    """Looks for stop strings in the text of one branch's tokens; called from the engine thread."""
 
     def feed(self, token_id: int) -> bool:
-        """Take the next token; whether one of the strings is complete with it."""
+        """Take the next token, and return whether it completes one of the strings."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StopRules:
-    """What ends a branch of Generate.
+    """The conditions that end a branch of Generate.
 
     Attributes:
-        max_tokens: Tokens drawn; 0: no limit.
-        eos_ids: The model's own stop tokens, empty where they are ignored. token_ids: those of the request.
-        sequences: Runs of tokens, each at least one. suffixes: the same, prepared for the search once for all branches.
-        new_text_stop: Makes what looks for stop strings, for each branch; None: there are none.
+        max_tokens: Most tokens drawn; 0: no limit.
+        eos_ids: The model's own stop tokens; empty if they are ignored. token_ids: the stop tokens of the request.
+        sequences: Runs of tokens, none of them empty. suffixes: the same, prepared for the search once for all
+            branches.
+        new_text_stop: Returns a search for stop strings, one for each branch; None: there are no stop strings.
     """
 
     max_tokens: int = 0
@@ -309,7 +308,7 @@ class StopRules:
     suffixes: Suffixes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Prepare the sequences here, where the request is planned, so that the engine thread need not."""
+        """Prepare the sequences here, where the request is planned, and not on the engine thread."""
         object.__setattr__(self, "suffixes", Suffixes(map(packed_ids, self.sequences)))
 
 
@@ -320,19 +319,19 @@ def packed_ids(token_ids: tuple[int, ...]) -> bytes:
 
 @dataclass(eq=False, slots=True)
 class GenerateJob(StreamJob["GenerateFrame"]):
-    """The decode loop: tokens behind a handle or a new sequence, then one token after the other.
+    """The decode loop: append tokens to the sequence of a handle or to a new one, then draw one token after another.
 
-    Answered with any number of :class:`GenerateFrame`, the last of which says so, or with an error in place of the
-    first. Every token is an append of its own, committed as it is drawn.
+    The job is answered with any number of :class:`GenerateFrame`, of which the last has ``is_last``; or with an error
+    instead of the first. Each token is an append of its own, committed as it is drawn.
 
     Attributes:
         principal, token_ids, handle, on_stale, ttl_s, request_id, is_cancelled, is_repeat_only, reserved_length,
         reuse_prefix, publish_prefix: As in :class:`AppendJob`; ``token_ids`` may be empty with a handle.
-        output: What comes with each token; its spec has a selection. Branch i draws with seed + i modulo 2^64.
-        num_branches: Sequences, the first one the given or new one, the others forks of it.
-        stop: What ends a branch.
-        window: How far it may run ahead of its reader.
-        row_bytes: What a token takes in the window.
+        output: What each token returns; its spec has a selection. Branch i draws with seed + i modulo 2^64.
+        num_branches: Number of sequences: the given or new one, and forks of it.
+        stop: The conditions that end a branch.
+        window: How far the answer may run ahead of its reader.
+        row_bytes: What a token counts in the window.
         has_begun: Its first frame is delivered: the prompt has been run. Written by the gate.
     """
 
@@ -358,18 +357,18 @@ class GenerateJob(StreamJob["GenerateFrame"]):
 
     @property
     def num_rows(self) -> int:
-        """The prompt until it has been run, and a row for each branch in each step."""
+        """The prompt until it has been run, and one row per branch in each step."""
         return self.num_branches + (0 if self.has_begun else len(self.token_ids))
 
     @property
     def num_prompt_tokens(self) -> int:
-        """The prompt, unless it is one token after a handle."""
+        """All tokens of the prompt; 0 if it is one token after a handle."""
         num_tokens = len(self.token_ids)
         return 0 if num_tokens == 1 and self.handle is not None else num_tokens
 
 
 class Pooling(enum.Enum):
-    """How hidden states of many rows become one."""
+    """How the hidden states of many rows become one."""
 
     NONE = "none"
     MEAN = "mean"
@@ -378,13 +377,13 @@ class Pooling(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class ForwardJob(StreamJob["ForwardFrame"]):
-    """All rows of some tokens, no sequence left behind; answered with :class:`ForwardFrame` s, or an error.
+    """Run all rows of some tokens and keep no sequence; answered with any number of :class:`ForwardFrame`, or an error.
 
     Attributes:
-        output: What comes with each row, ``all_positions`` True; spec None: nothing but the pooled hidden state.
-        pooling: Whether one vector over all rows comes with the last frame.
+        output: What each row returns, ``all_positions`` True; spec None: only the pooled hidden state is returned.
+        pooling: Whether the last frame carries one vector over all rows.
         chunk_rows: Most rows in one frame, and so in one step.
-        window: How far it may run ahead of its reader. row_bytes: what a row takes in it.
+        window: How far the answer may run ahead of its reader. row_bytes: what a row counts in it.
     """
 
     principal: str
@@ -402,7 +401,7 @@ class ForwardJob(StreamJob["ForwardFrame"]):
 
     @property
     def num_rows(self) -> int:
-        """One per token."""
+        """One row per token."""
         return len(self.token_ids)
 
     @property
@@ -413,13 +412,13 @@ class ForwardJob(StreamJob["ForwardFrame"]):
 
 @dataclass(eq=False, slots=True)
 class HostCall(Job[_R_co]):
-    """A look at sequences, or a change of them, that needs no step; made by the functions of ``host_calls.py``.
+    """Reads or changes sequences without a step; made by the functions of ``host_calls.py``.
 
-    Carried out as it comes, also while appends are in flight: it waits for nothing but the step under way.
+    It is carried out when it is taken, even while appends are in flight: it waits only for the current step.
 
     Attributes:
-        carry_out: Is called on the engine thread with its parts, a ``host_calls.Host``, and the moment at which leases
-            are judged. Returns the result; may raise a FerruleError.
+        carry_out: Called on the engine thread with a ``host_calls.Host`` and the time at which leases are judged.
+            Returns the result; may raise a FerruleError.
     """
 
     principal: str
@@ -429,7 +428,7 @@ class HostCall(Job[_R_co]):
 
 @dataclass(eq=False, slots=True)
 class WarmupJob(Job["WarmupResult"]):
-    """Run steps of real shapes that touch no sequence; empty ``batch_sizes``: the engine's own choice."""
+    """Run steps of real shapes that touch no sequence; empty ``batch_sizes``: the engine chooses."""
 
     principal: str
     batch_sizes: tuple[int, ...] = ()
@@ -438,12 +437,14 @@ class WarmupJob(Job["WarmupResult"]):
 
 @dataclass(slots=True)
 class StepTiming:
-    """Where the time of a job went. Not frozen, here and in AppendResult: made for every token, frozen costs double.
+    """How the time of a job was spent.
+
+    Not frozen, like AppendResult: both are made for every token, and frozen ones cost double.
 
     Attributes:
         queue_ns: From submission to the start of its first step.
-        run_ns: Sum of the run times of the steps it had a row in.
-        step_rows: Rows of its last step, those of others included.
+        run_ns: Sum of the run times of the steps that had a row of it.
+        step_rows: Rows of its last step, including those of other jobs.
         started_ns: When its first step began, on the monotonic clock; 0: nothing was run.
     """
 
@@ -455,12 +456,12 @@ class StepTiming:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What became of the drafts of a verify.
+    """The result of judging the drafts of a verify.
 
     Attributes:
-        accepted_count: Drafts that hold; 0 with Acceptance.NONE, where all are appended.
+        accepted_count: Accepted drafts; 0 with Acceptance.NONE, where all are appended.
         next_token: The token that follows the last accepted row; None with Acceptance.NONE.
-        row_handles: If asked for: at row 0 and at each appended draft; the last one is the answer's handle.
+        row_handles: If requested: at row 0 and at each appended draft; the last one is the answer's handle.
     """
 
     accepted_count: int = 0
@@ -473,16 +474,16 @@ class AppendResult:
     """What an append returns.
 
     Attributes:
-        handle: The handle to go on with.
+        handle: The handle to continue with.
         rows: Output rows in order (one, or one per input token), empty for policy ``none``. Of a verify: row 0 and the
             accepted rows, or all rows with Acceptance.NONE.
-        seed: The seed sampling used, None when nothing was sampled.
+        seed: The seed that sampling used, None if nothing was sampled.
         cached_tokens: Input tokens whose KV was taken from the prefix cache.
-        replayed: True when these tokens were appended before and nothing was appended now.
-        recomputed: True when a replay's rows had to be run again.
-        forked: True when ``on_stale=FORK`` made a new sequence.
+        replayed: True if these tokens were appended before and nothing was appended now.
+        recomputed: True if a replay's rows had to be run again.
+        forked: True if ``on_stale=FORK`` created a new sequence.
         ttl_s: Seconds of the sequence's lease, as granted; it has just been renewed.
-        verified: Of a verify.
+        verified: Set for a verify.
     """
 
     handle: Handle
@@ -511,16 +512,16 @@ class Finish(enum.Enum):
 
 @dataclass(slots=True)
 class BranchFrame:
-    """What happened to one branch of Generate in one step.
+    """The news of one branch of Generate in one step.
 
     Attributes:
         index: Number of the branch, from 0.
-        handle: Covers every token before the last one in ``rows``; None where the branch ended without any.
-        rows: Of the tokens drawn, in order.
-        seed: What they are drawn with, in the branch's first frame; None later, and where nothing is drawn.
-        finish: Why it ended; None: it goes on.
-        error: With Finish.ERROR.
-        cached_tokens, replayed: Of the prefill, in the first frame of branch 0.
+        handle: Covers every token before the last one in ``rows``; None if the branch ended without any.
+        rows: The rows of the drawn tokens, in order.
+        seed: The seed of the branch, in its first frame; None in later ones, and if nothing is drawn.
+        finish: Why the branch ended; None: it continues.
+        error: Set with Finish.ERROR.
+        cached_tokens, replayed: As reported by the prefill, in the first frame of branch 0.
     """
 
     index: int
@@ -535,7 +536,7 @@ class BranchFrame:
 
 @dataclass(slots=True)
 class GenerateFrame:
-    """What happened to the branches of a Generate; ``is_last`` when all of them have ended."""
+    """The news of all branches of a Generate; ``is_last`` when all of them have ended."""
 
     branches: tuple[BranchFrame, ...]
     timing: StepTiming
@@ -544,7 +545,7 @@ class GenerateFrame:
 
 @dataclass(slots=True)
 class ForwardFrame:
-    """Rows from ``first_position`` on; the pooled hidden state, float32 [hidden_size], with the last frame."""
+    """Rows from ``first_position`` on; the last frame has the pooled hidden state, float32 [hidden_size]."""
 
     first_position: int
     rows: tuple[RowOutput, ...]
@@ -555,7 +556,7 @@ class ForwardFrame:
 
 
 class WarmStep(NamedTuple):
-    """One step run to warm up."""
+    """One step that was run to warm up."""
 
     num_seqs: int
     num_rows: int
@@ -564,7 +565,7 @@ class WarmStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WarmupResult:
-    """The steps that were run, and the batch sizes that are warm now, ascending."""
+    """The steps that were run, and the batch sizes that are now warm, ascending."""
 
     steps: tuple[WarmStep, ...]
     batch_sizes: tuple[int, ...]
@@ -572,7 +573,7 @@ class WarmupResult:
 
 @dataclass(frozen=True, slots=True)
 class ForkResult:
-    """The new handles of a fork, the seconds of their leases, and whether they had been made before."""
+    """The new handles of a fork, the seconds of their leases, and whether they had been created before."""
 
     handles: tuple[Handle, ...]
     ttl_s: float = 0.0
@@ -581,7 +582,7 @@ class ForkResult:
 
 @dataclass(frozen=True, slots=True)
 class TruncateResult:
-    """The handle after a truncate, and how many blocks it gave back to the pool."""
+    """The handle after a truncate, and how many blocks it returned to the pool."""
 
     handle: Handle
     freed_blocks: int
@@ -589,7 +590,7 @@ class TruncateResult:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A lease: seconds granted at each renewal, and seconds left of it now."""
+    """A lease: seconds granted at each renewal, and seconds that are left now."""
 
     ttl_s: float
     expires_in_s: float
@@ -601,16 +602,16 @@ class CacheInfo:
 
     Attributes:
         tip: The newest handle (``None`` in lists, which never carry secrets).
-        num_blocks: Blocks it holds, those set aside for tokens to come included.
+        num_blocks: Blocks that it holds, including those set aside for future tokens.
         num_shared_blocks: Blocks of its tokens that other sequences use too.
-        block_ids: Blocks of its tokens in order; block_refcounts: how many sequences use each (1 = own, more = shared).
-            Both empty in lists.
-        kv_bytes: Bytes of all its blocks, shared ones counted whole.
-        age_s: Seconds since it was made.
-        parent_handle_id: The sequence it was forked from; empty when prefilled.
+        block_ids: Blocks of its tokens in order; block_refcounts: how many sequences use each (1 = unshared). Both
+            empty in lists.
+        kv_bytes: Bytes of all its blocks; shared ones count in full.
+        age_s: Seconds since it was created.
+        parent_handle_id: The sequence it was forked from; empty if it was prefilled.
         num_pending: Jobs in flight or waiting on it.
-        token_ids: None unless asked for.
-        reserved_length: Tokens up to which room is reserved; 0: nothing is.
+        token_ids: None unless requested.
+        reserved_length: Tokens up to which room is reserved; 0: none is.
     """
 
     handle_id: str
@@ -631,7 +632,7 @@ class CacheInfo:
 
 @dataclass(frozen=True, slots=True)
 class ListResult:
-    """One page of sequences, the handle_id to go on after (empty at the end), and how many there are in all."""
+    """One page of sequences, the handle_id after which to continue (empty at the end), and the total number."""
 
     caches: tuple[CacheInfo, ...]
     next_after: str
@@ -639,20 +640,20 @@ class ListResult:
 
 
 Outcome = object
-"""What a job is answered with: its result, a frame or a FerruleError."""
+"""The outcome of a job: its result, a frame or a FerruleError."""
 
 
 class Sink(Protocol):
-    """Where finished jobs go. Both methods run on the event loop's thread and must not block or raise."""
+    """Receives finished jobs. Both methods run on the event loop's thread and must not block or raise."""
 
     def deliver(self, job: Job[object], outcome: Outcome) -> None:
         """Take the outcome of one job."""
         ...
 
     def flush(self) -> None:
-        """All outcomes of this step that go here have been delivered."""
+        """Handle the end of a step: all outcomes of it for this sink have been delivered."""
         ...
 
 
 Entry = tuple[Job[object], Sink]
-"""A job and who asked for it."""
+"""A job and the sink that receives its outcome."""

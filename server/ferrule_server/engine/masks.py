@@ -1,4 +1,4 @@
-"""Token masks that clients register once and then name by a fingerprint of their content."""
+"""Token masks: clients register them once and then refer to them by a fingerprint of their content."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ferrule_server.quotas import LimitsOf, unlimited
 
 FINGERPRINT_BYTES: Final = 16
 MAX_MASK_BYTES: Final = 256 << 20
-"""What the masks of all principals take together at most."""
+"""Most bytes of the masks of all principals together."""
 OVERHEAD_BYTES: Final = 1024
-"""What a registered mask counts besides its bits: objects and places in tables, at most 620 bytes measured."""
+"""What a registered mask counts besides its bits: objects and table entries, at most 620 bytes as measured."""
 
 
 def make_mask(bits: npt.NDArray[np.uint8], vocab_size: int) -> TokenMask | None:
-    """Return the mask that packed bits make, None where they allow no token.
+    """Return the mask of packed bits, or None if they allow no token.
 
     Args:
-        bits: uint8 [ceil(vocab_size / 8)], bits beyond the vocabulary of no meaning; copied.
-        vocab_size: Token ids of the model.
+        bits: uint8 [ceil(vocab_size / 8)]; bits beyond the vocabulary are ignored; copied.
+        vocab_size: Number of token ids of the model.
     """
     kept = bits.copy()
     if vocab_size % 8:
@@ -38,22 +38,22 @@ def make_mask(bits: npt.NDArray[np.uint8], vocab_size: int) -> TokenMask | None:
 
 
 def counted_bytes(mask: TokenMask) -> int:
-    """Return what a registered mask counts in the quota: no less than it takes."""
+    """Return what a registered mask counts in the quota: at least what it occupies."""
     return mask.bits.nbytes + OVERHEAD_BYTES
 
 
 class MaskRegistry:
-    """The registered masks of each principal, those of others unknown to it. Used on the event loop's thread only.
+    """The registered masks of each principal, which cannot use those of others. Used on the event loop's thread only.
 
-    Beyond a principal's quota its least recently used masks are dropped, beyond ``max_bytes`` the least recently used
-    of all. A mask dropped while it is in use lives on with its job.
+    If a principal exceeds its quota, its least recently used masks are dropped; beyond ``max_bytes`` the least recently
+    used of all. A job that uses a dropped mask keeps it alive.
 
     Invariant: ``num_bytes`` is the sum of :func:`counted_bytes` over all masks and at most ``max_bytes``; no principal
     holds more than its quota allowed when it last registered one.
 
     Args:
         limits_of: The quotas of a principal.
-        max_bytes: Of all masks.
+        max_bytes: Limit for all masks together.
     """
 
     def __init__(self, limits_of: LimitsOf = unlimited, max_bytes: int = MAX_MASK_BYTES) -> None:
@@ -66,14 +66,14 @@ class MaskRegistry:
 
     @property
     def num_masks(self) -> int:
-        """Masks held, equal ones of two principals counted twice."""
+        """Number of masks held; equal masks of two principals count twice."""
         return len(self._order)
 
     def register(self, principal: str, masks: Sequence[TokenMask]) -> list[bytes]:
         """Keep masks, all or none, and return their fingerprints in order.
 
         Raises:
-            QuotaExceeded: They do not fit by themselves; nothing was dropped for them.
+            QuotaExceeded: They alone exceed the limit; nothing was dropped for them.
         """
         distinct = {mask.fingerprint: mask for mask in masks}
         limit = self._limit(principal)
@@ -89,10 +89,10 @@ class MaskRegistry:
         return [mask.fingerprint for mask in masks]
 
     def find(self, principal: str, fingerprint: bytes) -> TokenMask:
-        """Return a mask that the principal registered; it is now the most recently used one.
+        """Return a mask that the principal registered; it becomes the most recently used one.
 
         Raises:
-            MaskUnknown: It did not, or the mask was dropped.
+            MaskUnknown: The principal did not register it, or it was dropped.
         """
         owned = self._owned.get(principal)
         mask = None if owned is None else owned.get(fingerprint)
@@ -106,7 +106,7 @@ class MaskRegistry:
         return len(self._owned.get(principal, ())), self._bytes.get(principal, 0)
 
     def check_integrity(self) -> None:
-        """Assert the invariant."""
+        """Raise AssertionError unless the invariant of the class holds."""
         owned = {(principal, key) for principal, masks in self._owned.items() for key in masks}
         assert owned == set(self._order)
         for principal, masks in self._owned.items():

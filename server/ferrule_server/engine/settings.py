@@ -1,4 +1,4 @@
-"""Limits and knobs of the engine, fixed at start."""
+"""Limits and tuning parameters of the engine, fixed at start."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """How the engine forms steps and what it refuses.
+    """How the engine forms steps, and which jobs it refuses.
 
     Attributes:
         max_step_rows: Most rows (tokens) in one step, at least 2: one for decodes and one for prefills. Longer inputs
             are run in chunks.
         max_step_time_s: Longest step that prompts may make while others decode, in seconds; None: twice a decode step.
             A cohort may make a longer one, up to ``max_step_rows``.
-        max_waiting_jobs: Most appends, forks and truncates accepted and not finished; beyond it QUEUE_FULL.
-        gather_gap_s: The gather window closes when no row has come back for this long, in seconds.
+        max_waiting_jobs: Most appends, forks and truncates accepted and not finished; beyond that QUEUE_FULL.
+        gather_gap_s: The gather window closes if no row has come back for this long, in seconds.
         gather_share: Longest gather window, as a share of the last step's run time.
-        retained_bytes: Most bytes of logits kept for replay; beyond it the oldest are dropped and recomputed on demand.
+        retained_bytes: Most bytes of logits kept for replay; beyond that the oldest are dropped and recomputed.
         debug_top_tokens: Log the position and the five best tokens of every output row.
     """
 

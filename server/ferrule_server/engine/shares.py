@@ -1,15 +1,15 @@
-"""Fair shares of the host's time: who may work on the event loop next, and how much of it.
+"""Fair shares of the host's time: which principal may work on the event loop next, and how much.
 
-Rows are shared out by the batcher. Everything else that a request costs (parsing, planning, refusing and answering on
-the event loop, judging and host jobs on the engine thread) is measured here, per principal::
+The batcher shares out rows. All other work for a request (parsing, planning, refusing and answering on the event loop;
+judging and host calls on the engine thread) is measured here, per principal::
 
     event loop     charge(principal, ns) --.
     engine thread  add_host_work(...) -----+--> Account.free_at_ns: when its next piece of work may begin
     engine thread  add_service(...) -------'    demand of each principal: how much the others have to leave
 
-A principal that is alone is never held back and nothing is measured. While several are active, each may use the larger
-of a part of an equal share and what the others leave over. The limit may be overdrawn by one piece of work, which is
-worked off before the next one (a generic cell rate algorithm, ITU-T I.371, with nanoseconds of work as cells).
+A principal that is alone is never held back, and nothing is measured. While several are active, each may use the larger
+of a part of an equal share and the time that the others leave over. The limit may be exceeded by one piece of work,
+which is worked off before the next one (a generic cell rate algorithm, ITU-T I.371, with nanoseconds of work as cells).
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ _ACTIVE_NS: Final = 1_000_000_000
 _BURST_NS: Final = 1_000_000
 """Work that a principal within its share may do at once before it has to wait."""
 _APPEND_NS: Final = 50_000
-"""Work on the event loop and the engine thread that an append in a step explains; it is not charged."""
+"""Work on the event loop and the engine thread that belongs to one append in a step; it is not charged."""
 _PART: Final = 0.5
-"""Part of an equal share that work without rows may take: the interpreter that it holds is the engine's, too."""
+"""Part of an equal share that work without rows may take: it holds the interpreter, which the engine needs too."""
 _LEAST_DEMAND: Final = 0.01
-"""Share of the time below which a principal does not count as one to share with equally."""
+"""Share of the time below which a principal is not counted when the time is divided equally."""
 
 
 class Account:
-    """What one principal has used.
+    """The time that one principal has used.
 
     Attributes:
-        principal: Whose account it is.
-        seen_ns: When it last asked for anything. free_at_ns: when its next piece of work may begin.
-        loop_ns: Work on the event loop in this window. engine_ns: the same on the engine thread, steps that served it
-            included; written by the engine thread only, so it is a running sum. engine_read_ns: how much of it the
-            event loop has taken into a window; host_read_ns: and how much of ``host_ns`` it has charged.
-        host_ns: Running sum of the engine's host work, less what appends explain, written by the engine thread only.
-        demand: Share of the last windows' time in which it was worked for, from 0 to 1.
+        principal: Owner of the account.
+        seen_ns: When its last request came. free_at_ns: when its next piece of work may begin.
+        loop_ns: Work on the event loop in this window. engine_ns: running sum of work on the engine thread, including
+            steps that served it; written by the engine thread only. engine_read_ns: how much of it the event loop has
+            counted in a window; host_read_ns: how much of ``host_ns`` it has charged.
+        host_ns: Running sum of the engine's host work, less what belongs to appends; written by the engine thread only.
+        demand: Share of the time of the last windows in which the server worked for it, from 0 to 1.
         rate: Share of the time that its work may take.
     """
 
@@ -70,11 +70,11 @@ class Account:
 class Shares:
     """Accounts of all active principals.
 
-    All methods but :meth:`add_host_work` and :meth:`add_service` belong to the event loop's thread. Those two belong
-    to the engine thread; each field has one writer, and the dictionary is only read as a copy, so there is no lock.
+    The methods :meth:`add_host_work` and :meth:`add_service` are called on the engine thread, all others on the event
+    loop's thread. Each field has one writer, and the dictionary is only read as a copy, so there is no lock.
 
     Invariant: ``is_contended`` exactly while at least two accounts are kept, as of the last request or window. Accounts
-    idle for a second are forgotten.
+    that are idle for a second are forgotten.
 
     Args:
         clock: Monotonic nanoseconds.
@@ -91,13 +91,13 @@ class Shares:
 
     @property
     def num_accounts(self) -> int:
-        """Principals that are active."""
+        """Number of active principals."""
         return len(self._accounts)
 
     # ---- on the event loop ------------------------------------------------------------------------------------------
 
     def account(self, principal: str) -> Account:
-        """Return the account of a principal that asks for something now."""
+        """Return the account of a principal that sends a request now."""
         now_ns = self._clock()
         account = self._accounts.get(principal)
         if account is None:
@@ -130,16 +130,16 @@ class Shares:
     # ---- on the engine thread ---------------------------------------------------------------------------------------
 
     def add_host_work(self, principal: str, work_ns: int) -> None:
-        """Count work that the engine did for a principal besides rows."""
+        """Count work of the engine for a principal, apart from rows."""
         account = self._accounts.get(principal)
         if account is not None:
             account.host_ns += work_ns
             account.engine_ns += work_ns
 
     def add_service(self, num_appends: Mapping[str, int], elapsed_ns: int) -> None:
-        """Count a step for the principals that have rows in it: the time of each, undivided.
+        """Count a step for the principals that have rows in it: each with its full time, undivided.
 
-        It costs them nothing. Each append in it explains some work for a request and a reply.
+        The step is not charged. Each append in it accounts for some work for a request and a reply.
         """
         for principal, count in num_appends.items():
             account = self._accounts.get(principal)
@@ -151,12 +151,12 @@ class Shares:
     # ---- inner ------------------------------------------------------------------------------------------------------
 
     def _owe(self, account: Account, work_ns: int, now_ns: int) -> None:
-        """Move the moment at which the next piece of work may begin."""
+        """Move the time at which the next piece of work may begin."""
         earliest_ns = now_ns - _BURST_NS
         account.free_at_ns = max(max(account.free_at_ns, earliest_ns) + int(work_ns / account.rate), earliest_ns)
 
     def _end_window(self, now_ns: int) -> None:
-        """Measure what each principal was worked for since the last time, forget the idle, and divide again."""
+        """Measure the work for each principal since the last window, forget idle ones, and divide again."""
         length_ns = now_ns - self._window_from_ns
         self._window_from_ns = now_ns
         for account in list(self._accounts.values()):

@@ -1,7 +1,7 @@
-"""The viewer: a consistent look at pool, sequences and principals, cheap enough to be taken between two steps.
+"""The viewer: a consistent view of pool, sequences and principals, cheap enough to be taken between two steps.
 
-What is proportional to the pool is copied, not walked through, and what can be told from the copies is told by whoever
-reads them: with 200 000 blocks and 10 000 sequences a look takes about a millisecond of the engine thread.
+Data proportional to the pool is copied, not traversed, and the reader computes the rest from the copies. With 200 000
+blocks and 10 000 sequences a view takes about a millisecond of the engine thread.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ferrule_server.kv.sequence_store import SequenceStore
 
 @dataclass(frozen=True, slots=True)
 class Viewer:
-    """Looks at an engine; called from its thread only.
+    """Takes views of an engine; called from its thread only.
 
     Args:
         store: The sequences.
-        gate: What is accepted and not finished.
-        own: What was counted for each principal.
-        num_pending: Jobs in flight or waiting on a sequence.
-        snapshot: The engine's state now.
+        gate: Knows the accepted and unfinished jobs.
+        own: The counters of each principal.
+        num_pending: Returns the number of jobs in flight or waiting on a sequence.
+        snapshot: Returns the engine's current state.
     """
 
     store: SequenceStore
@@ -38,7 +38,7 @@ class Viewer:
     snapshot: Callable[[], EngineSnapshot]
 
     def look(self, max_sequences: int, max_principals: int) -> View:
-        """Return how everything stands; nothing changes, no lease is renewed."""
+        """Return a view of the current state; nothing changes, and no lease is renewed."""
         snapshot = self.snapshot()
         refcounts, is_cached = self.store.pool.picture()
         pending = self.gate.pending()
@@ -59,7 +59,7 @@ class Viewer:
         )
 
     def _known(self, pending: dict[str, tuple[int, int]]) -> dict[str, None]:
-        """Everybody who appended lately, most recently first, then who holds something or waits."""
+        """Return the principals that appended recently, newest first, then those that hold sequences or have jobs."""
         known = dict.fromkeys(self.own.recent())
         known.update(dict.fromkeys(self.store.usage.principals()))
         known.update(dict.fromkeys(pending))

@@ -1,12 +1,12 @@
-"""Appends: from a job to committed tokens, and the jobs that need no step.
+"""Appends: from a job to committed tokens, and the operations that need no step.
 
 lanes.py      one job at a time on each sequence; the others wait in order of arrival
 admission.py  judges a job by the append rule and reserves all that it needs
 running.py    RunningAppend: an append in flight
 rows.py       what each of its rows returns, and which drafts are accepted
 commits.py    makes a finished append part of its sequence
-records.py    answers kept for retries of appends
-creations.py  sequences made for each request_id, kept for retries
-endings.py    releases sequences, and makes every part forget them
-caches.py     operations that need no step: fork, truncate, reserve, keep-alive, info, list
+records.py    results kept for retries of appends
+creations.py  sequences created for each request_id, kept for retries
+endings.py    releases sequences, and notifies every part that keeps data on them
+caches.py     operations that need no step: fork, truncate, reserve, keep-alive, describe, list
 """

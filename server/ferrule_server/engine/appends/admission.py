@@ -1,4 +1,4 @@
-"""Admission: from a job to rows that run, by the append rule, with everything it needs reserved beforehand."""
+"""Admission: judges a job by the append rule, and reserves all that it needs before its rows run."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ferrule_server.kv.sequence_store import SequenceStore
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Judges appends and reserves what they need: all of it or nothing.
+    """Judges appends and reserves what they need, all or nothing.
 
     Args:
         store: The sequences; called from the engine thread only.
-        records: What was answered to the last append of each sequence.
-        creations: What was made for each request_id.
+        records: The result of the last append of each sequence.
+        creations: The sequences created for each request_id.
         counters: Counts queries, replays and recomputed replays.
     """
 
@@ -54,15 +54,15 @@ class Admission:
         return self._creating(run)
 
     def append(self, job: AppendJob, sink: Sink, sequence: Sequence) -> RunningAppend | AppendResult:
-        """Judge an append on a sequence that nothing is in flight on.
+        """Judge an append on a sequence that has no append in flight.
 
         Returns:
-            The rows to run, or the answer where nothing has to run.
+            The rows to run, or the answer if nothing has to run.
 
         Raises:
             HandleStale: By the append rule.
-            SeedRequired: A replay can only be answered by sampling again, and no seed was given.
-            RequestIdReused: It would make a branch, and its request_id made something else.
+            SeedRequired: A replay must be sampled again, and no seed was given.
+            RequestIdReused: It would create a branch, and its request_id has created something else.
             ContextExceeded, ExceedsPool, BlocksExhausted, QuotaExceeded: There is no room; nothing was reserved.
         """
         handle = job.handle
@@ -98,15 +98,14 @@ class Admission:
                 return _writing(job, sink, reservation, sequence, verdict)
 
     def append_again(self, run: RunningAppend, sequence: Sequence) -> bool:
-        """Let an append that was committed be the next one of its job, whose handle and token are new.
+        """Reuse a committed append as the next one of its job, whose handle and token have been replaced.
 
         Args:
-            run: Repeatable; in flight no more.
-            sequence: Its own, live, and nothing is in flight on it.
+            run: Repeatable, and no longer in flight.
+            sequence: Its own sequence, live, with no append in flight.
 
         Returns:
-            Whether it is: where the handle is at the tip, it is then what :meth:`append` would return. False: nothing
-            changed.
+            True if the handle is at the tip: ``run`` is then what :meth:`append` would return. False: nothing changed.
 
         Raises:
             ContextExceeded, ExceedsPool, BlocksExhausted, QuotaExceeded: There is no room; nothing was reserved.
@@ -134,7 +133,10 @@ class Admission:
         return self._replay(job, sink, sequence, rows)
 
     def _judge_verify(self, job: AppendJob, sequence: Sequence) -> tuple[Verdict, AppendRecord | None]:
-        """Judge a verify; the record comes along where that alone tells that it is a replay."""
+        """Judge a verify; return its record too if only the record shows that it is a replay.
+
+        It is a replay if it equals the sequence's last append and the tokens that it appended are still there.
+        """
         handle, drafts = job.handle, job.drafts
         assert handle is not None
         assert drafts is not None
@@ -154,9 +156,10 @@ class Admission:
         return run
 
     def _replay(self, job: AppendJob, sink: Sink, sequence: Sequence, rows: _Rows) -> RunningAppend | AppendResult:
-        """Answer from the record, or have the rows run again without writing.
+        """Answer from the record, or run the rows again without writing.
 
-        The lease is renewed as long as it is: a late duplicate must not shorten what a keep-alive has asked for since.
+        The lease keeps its current duration: a late duplicate must not shorten it after a keep-alive has set a longer
+        one.
         """
         record = self.records.find(sequence.handle_id, rows.start, rows.end - rows.start, job)
         if record is not None:
@@ -174,7 +177,7 @@ class Admission:
     def _reading(
         self, job: AppendJob, sink: Sink, sequence: Sequence, verdict: Verdict, rows: _Rows
     ) -> RunningAppend | AppendResult:
-        """Run rows again over KV that is there: the last one for a query, those of the input for a replay."""
+        """Run rows again over existing KV: the last row for a query, the rows of the input for a replay."""
         start, end = rows.start, rows.end
         is_replay = verdict is Verdict.REPLAY
         token_ids = tuple(sequence.token_ids[start:end])
@@ -204,7 +207,7 @@ class Admission:
         )
 
     def _answer(self, job: AppendJob, sequence: Sequence, rows: _Rows, *, is_replay: bool) -> AppendResult:
-        """The answer where no row is wanted."""
+        """Return the answer if no row is requested."""
         ttl_s = self.store.renew(sequence, rows.ttl_s)
         handle = sequence.handle_at(rows.end)
         answer = AppendResult(handle, replayed=is_replay, forked=job.branched_to(handle.cache_id), ttl_s=ttl_s)
@@ -216,12 +219,12 @@ class Admission:
 
 @dataclass(slots=True)
 class _Rows:
-    """The rows of tokens ``start`` to ``end`` of a sequence, wanted again.
+    """The rows of tokens ``start`` to ``end`` of a sequence, requested again.
 
     Attributes:
         ttl_s: The lease to set; None keeps the sequence's own.
-        seed: What an unseeded draw used when they were run first; None: not known, or a draw of its own is wanted.
-        verified: Of a verify: what was answered.
+        seed: The seed of an unseeded draw when the rows first ran; None: unknown, or a new draw is requested.
+        verified: Of a verify: the result that was answered.
     """
 
     start: int
@@ -256,7 +259,7 @@ def _writing(
 
 
 def _skip_cached(run: RunningAppend, num_cached: int) -> None:
-    """Have the rows left out whose KV is there; where that is all of them, the last one is run again, as a query is."""
+    """Skip the rows whose KV is cached. If that is all of them, the last one is run again, like a query."""
     run.num_cached = run.cursor = num_cached
     if run.remaining == 0:
         run.cursor -= 1
@@ -264,6 +267,6 @@ def _skip_cached(run: RunningAppend, num_cached: int) -> None:
 
 
 def _wants_last_row_at_most(job: AppendJob) -> bool:
-    """Whether no row before the last one has to be run for what it returns."""
+    """Return whether no row before the last one returns anything."""
     output, drafts = job.output, job.drafts
     return output.spec is None or not (output.all_positions or (drafts is not None and drafts.count))

@@ -1,9 +1,9 @@
 """Operations on sequences that touch no device: fork, truncate, reserve, keep-alive, describe, list.
 
-All of them judge leases at the moment ``at`` on the store's clock, at which the job arrived, and raise:
+All of them judge leases at ``at``, the job's time of arrival on the store's clock, and raise:
 
-    HandleUnknown, HandleExpired, EpochChanged, WrongInstance   The handle names nothing here.
-    HandleStale, TruncateBeyond                                 It does, but the request does not fit it.
+    HandleUnknown, HandleExpired, EpochChanged, WrongInstance     The handle names no sequence here.
+    HandleStale, TruncateBeyond                                   The request does not fit the sequence.
     ContextExceeded, ExceedsPool, QuotaExceeded, BlocksExhausted  There is no room; nothing changed.
 """
 
@@ -38,7 +38,7 @@ class Caches:
     Args:
         store: The sequences; called from the engine thread only.
         bytes_per_block: K and V of all layers of one block.
-        num_pending: Jobs in flight or waiting on a sequence.
+        num_pending: Returns the number of jobs in flight or waiting on a sequence.
     """
 
     store: SequenceStore
@@ -46,10 +46,12 @@ class Caches:
     num_pending: Callable[[Sequence], int]
 
     def repeat_fork(self, job: ForkJob, handles: tuple[Handle, ...], at: float) -> ForkResult:
-        """Answer a fork again, with the handles that it made, and renew the leases of those that live, as they are.
+        """Answer a fork again with the handles that it created, and renew the leases of the live ones.
+
+        Each lease keeps its duration.
 
         Raises:
-            HandleUnknown, HandleExpired, HandleLost: None of them lives; this is why the first one does not.
+            HandleUnknown, HandleExpired, HandleLost: None of them is live; this is the error of the first one.
         """
         granted: list[float] = []
         gone: list[FerruleError] = []
@@ -63,7 +65,7 @@ class Caches:
         return ForkResult(handles, min(granted), replayed=True)
 
     def fork(self, job: ForkJob, at: float) -> ForkResult:
-        """Make new sequences that share the first tokens of one."""
+        """Create new sequences that share the first tokens of one."""
         sequence = self.store.resolve(job.handle, job.principal, at)
         check_handle(sequence, job.handle)
         branches = self.store.fork(sequence, job.length, job.count, job.ttl_s)
@@ -84,11 +86,11 @@ class Caches:
     def keep_alive(
         self, principal: str, handles: tuple[Handle, ...], ttl_s: float | None, at: float
     ) -> tuple[Lease | FerruleError, ...]:
-        """Renew leases; a handle that names nothing fails alone."""
+        """Renew leases; each handle that names no sequence fails alone."""
         return tuple(self._renew(principal, handle, ttl_s, at) for handle in handles)
 
     def describe(self, principal: str, handle: Handle, at: float, with_token_ids: bool) -> CacheInfo:
-        """Describe a sequence in full, and renew its lease."""
+        """Return all details of a sequence, and renew its lease."""
         sequence = self.store.resolve(handle, principal, at)
         self.store.renew(sequence)
         block_ids, token_ids = tuple(sequence.block_ids), sequence.token_ids
@@ -101,7 +103,7 @@ class Caches:
         )
 
     def list_page(self, principal: str, after_handle_id: str, limit: int) -> ListResult:
-        """List sequences of a principal in order of handle_id."""
+        """Return a page of a principal's sequences, in order of handle_id."""
         sequences = self.store.registry.page(principal, after_handle_id, limit + 1)
         page = tuple(self._describe(sequence) for sequence in sequences[:limit])
         next_after = page[-1].handle_id if len(sequences) > limit else ""
@@ -115,7 +117,7 @@ class Caches:
         return Lease(granted, granted)
 
     def _describe(self, sequence: Sequence) -> CacheInfo:
-        """Describe a sequence in a time that does not grow with its length: a page has a thousand of them."""
+        """Describe a sequence in a time independent of its length, since a page has up to a thousand of them."""
         now = self.store.clock()
         return CacheInfo(
             handle_id=sequence.handle_id,

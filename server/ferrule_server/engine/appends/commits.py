@@ -1,4 +1,4 @@
-"""Commits: an append whose rows have all been run becomes part of its sequence, and an answer."""
+"""Commits: make an append whose rows have all been run part of its sequence, and build its answer."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Commits:
 
     Args:
         store: The sequences; called from the engine thread only.
-        records: Told what was answered to each append.
-        creations: Told what was made.
+        records: Keeps the answer to each append.
+        creations: Keeps the sequences that were created.
         counters: Counts prefills, decodes and verifies, and how long they took.
         failpoints: For tests.
     """
@@ -38,14 +38,13 @@ class Commits:
     failpoints: Failpoints | None = None
 
     def commit(self, run: RunningAppend) -> AppendResult:
-        """Move the tip, renew the lease, keep the record; return the answer.
+        """Move the tip, renew the lease, keep the record, and return the answer.
 
-        Should anything fail once the tip has moved, the append stays committed: a retry is answered as a replay. A new
-        sequence that no request_id finds again is given back, since nobody will ever hear of it.
+        If anything fails after the tip has moved, the append stays committed: a retry is answered as a replay. A new
+        sequence that no request_id can find again is released, since no client will ever learn of it.
 
         Raises:
-            NonFiniteLogits: A row holds NaN or infinity; nothing was committed. The rows of drafts that do not hold
-                do not matter.
+            NonFiniteLogits: A row holds NaN or infinity; nothing was committed. Rows of rejected drafts do not matter.
         """
         if run.job.drafts is not None:
             _settle_drafts(run)
@@ -67,7 +66,7 @@ class Commits:
             raise
 
     def _settle(self, run: RunningAppend, sequence: Sequence) -> AppendResult:
-        """Remember the append that is committed, and return its answer."""
+        """Record the committed append, and return its answer."""
         job, handle = run.job, sequence.handle_at(run.length_after)
         if run.creation is not None:
             self.creations.finish(run.creation, (handle,), run.start, run.seed, run.verified)
@@ -92,7 +91,7 @@ class Commits:
         return answer
 
     def _measure(self, run: RunningAppend, queue_ns: int) -> None:
-        """Note how long a client has waited; what the engine entered for a Generate or Forward these measure."""
+        """Record how long a client has waited; Generates and Forwards measure their own appends."""
         job, timings = run.job, self.counters.timings
         timings.record_queue(queue_ns)
         if run.reservation is None:
@@ -105,7 +104,7 @@ class Commits:
 
 
 def _count(counters: OwnCounters, run: RunningAppend) -> None:
-    """Count an append that is committed."""
+    """Count a committed append."""
     if run.first_step_ns > run.job.submitted_ns:
         counters.queue_ns += run.first_step_ns - run.job.submitted_ns
     if run.job.drafts is not None:
@@ -125,7 +124,7 @@ def _count(counters: OwnCounters, run: RunningAppend) -> None:
 
 
 def _settle_drafts(run: RunningAppend) -> None:
-    """Leave of a verify only what holds: rows, tokens and length; of one that is replayed, what was answered."""
+    """Keep only the accepted rows, tokens and length of a verify; for a replayed one, those that were answered."""
     drafts = run.job.drafts
     assert drafts is not None
     first = len(run.job.token_ids) - drafts.count

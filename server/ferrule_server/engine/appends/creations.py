@@ -1,16 +1,16 @@
-"""Creations: what was made for each request_id, so that a repeated request is answered with what the first one made.
+"""Creations: the sequences created for each request_id, so that a repeated request gets the answer of the first one.
 
-A request that makes sequences has no handle that would tell a retry from a new wish; its ``request_id`` does, per
-principal: a Prefill without a handle, a ForkCache, and an append that ``on_stale=FORK`` turns into a branch.
+A request that creates sequences has no handle that could tell a retry from a new request. Its ``request_id`` does, per
+principal: of a Prefill without a handle, a ForkCache, or an append that ``on_stale=FORK`` turns into a branch.
 
     begin ----> in flight ---- finish ----> done ---- the last sequence ends ----> dead ---- TOMBSTONE_S ----> forgotten
                     |                        |                                      |
                  abandon: the id is free     answered with the same handles         answered with why they are gone
 
-A repeated request never makes anything, whatever became of what the first one made.
+A repeated request never creates anything, whatever has become of the sequences of the first one.
 
-A Generate makes its sequences by several jobs: its first append (or a later one, by FORK), and a fork for its other
-branches, under an id derived from its own (:func:`part_of`). All of these carry a digest of the whole request, so a job
+A Generate creates its sequences by several jobs: its first append (or a later one, by FORK), and a fork for its other
+branches, under an id derived from its own (:func:`part_of`). All of these carry a digest of the whole request. So a job
 of another request is refused, whichever came first.
 """
 
@@ -29,13 +29,14 @@ from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.registry import TOMBSTONE_S
 
 MAX_DEAD: Final = 100_000
-"""Creations remembered of which every sequence has ended. Beyond it whoever has most of them loses the one that ended
-first: a principal that makes and ends sequences by the thousand makes nobody else's request_id free."""
+"""Most creations that are kept after all their sequences have ended. Beyond it, the principal with the most of them
+loses the one that ended first. So a principal that creates and ends thousands of sequences frees only request_ids of
+its own."""
 
 FORK: Final = "fork"
-"""What a Generate calls the fork that makes its branches but the first."""
+"""Names, in derived request_ids, the fork that creates all branches of a Generate except the first."""
 _APART: Final = "\0" * 129
-"""Stands in derived request_ids, which are so longer than any that a client may choose (128 bytes)."""
+"""Separator in derived request_ids. It makes them longer than any that a client may choose (128 bytes)."""
 
 CreatingJob = AppendJob | ForkJob
 
@@ -44,8 +45,8 @@ class Creations:
     """Creations by principal and request_id. Called from the engine thread only.
 
     Invariant: a creation is in flight (it has a run and no handle) or done (no run, at least one handle); every
-    sequence made by a creation is counted in its ``num_live`` until it ends; creations without a live sequence stand
-    in order of their ends, by principal, and number at most MAX_DEAD in all.
+    sequence of a creation is counted in its ``num_live`` until it ends; creations without a live sequence are kept by
+    principal in the order in which they ended, and number at most MAX_DEAD in all.
 
     Args:
         clock: Seconds on the store's clock.
@@ -62,11 +63,11 @@ class Creations:
         return len(self._creations)
 
     def find(self, job: LaneJob[object]) -> Creation | None:
-        """Return the creation that ``job`` repeats, or None where it repeats none.
+        """Return the creation that ``job`` repeats, or None if it repeats none.
 
         Raises:
-            RequestIdReused: The request_id made something else. An append with a handle is let through instead:
-                whether it makes anything is not known yet.
+            RequestIdReused: The request_id created something else. An append with a handle is let through instead,
+                since it is not known yet whether it creates anything.
         """
         if not (isinstance(job, CreatingJob) and job.request_id and _may_create(job)):
             return None
@@ -80,23 +81,23 @@ class Creations:
         raise RequestIdReused(_own(job.request_id))
 
     def check_free(self, job: CreatingJob) -> None:
-        """Return if nothing was made for the job's request_id yet; it is about to be.
+        """Check that the job's request_id, with which the job is about to create a sequence, is unused.
 
         Raises:
-            RequestIdReused: Something was.
+            RequestIdReused: Something was created with it.
         """
         if job.request_id and (self._known(job.principal, job.request_id) is not None or self._is_taken(job)):
             raise RequestIdReused(_own(job.request_id))
 
     def check_loop(self, job: GenerateJob, loop: bytes) -> None:
-        """Return unless another request has made something with the request_id of a Generate.
+        """Check that no other request has created anything with the request_id of a Generate.
 
         Args:
             job: The Generate.
             loop: Its digest, :func:`loop_of`.
 
         Raises:
-            RequestIdReused: One has, or makes it now: of another kind, ``num_branches`` or content.
+            RequestIdReused: One has, or does so now: of another kind, ``num_branches`` or content.
         """
         if not job.request_id:
             return
@@ -106,7 +107,7 @@ class Creations:
                 raise RequestIdReused(_own(job.request_id))
 
     def begin(self, job: CreatingJob, run: RunningAppend | None = None) -> Creation:
-        """Remember that ``run`` makes what ``job`` asks for; its request_id must be free."""
+        """Record that ``run`` creates what ``job`` requests; its request_id must be free."""
         creation = Creation((job.principal, job.request_id), _content_of(job), job.loop, run)
         assert creation.key not in self._creations, "a request_id was used twice"
         self._creations[creation.key] = creation
@@ -120,14 +121,14 @@ class Creations:
         seed: int | None = None,
         verified: Verified | None = None,
     ) -> None:
-        """The sequences are made: ``handles`` answer the request from now on."""
+        """Record that the sequences exist: from now on ``handles`` answer the request."""
         creation.run = None
         creation.handles, creation.start, creation.seed, creation.verified = handles, start, seed, verified
         creation.num_live = len(handles)
         self._makers.update((handle.handle_id, creation) for handle in handles)
 
     def abandon(self, creation: Creation) -> None:
-        """The creation in flight failed or was given up: its request_id is free again. One that is done stays."""
+        """Free the request_id of a creation in flight that failed or was given up. One that is done stays."""
         if creation.run is not None:
             creation.run = None
             del self._creations[creation.key]
@@ -144,7 +145,7 @@ class Creations:
             self._bury(creation)
 
     def clear(self) -> None:
-        """Every sequence is gone, and nothing can be made any more."""
+        """Forget all creations: every sequence is gone, and none can be created any more."""
         self._creations.clear()
         self._makers.clear()
         self._dead.clear()
@@ -172,7 +173,7 @@ class Creations:
         assert self._num_dead == sum(map(len, self._dead.values())) <= MAX_DEAD, "too many dead creations"
 
     def _known(self, principal: str, request_id: str) -> Creation | None:
-        """Return the creation of that id, unless it has been remembered for long enough."""
+        """Return the creation of that id, unless it has been kept for long enough."""
         dead = self._dead.get(principal)
         now = self._clock()
         while dead and next(iter(dead.values())).died_at + TOMBSTONE_S <= now:
@@ -180,12 +181,12 @@ class Creations:
         return self._creations.get((principal, request_id))
 
     def _is_taken(self, job: CreatingJob) -> bool:
-        """Whether a Generate that the job does not belong to has made branches with the job's request_id."""
+        """Return whether a Generate to which the job does not belong has forked with the job's request_id."""
         branches = self._known(job.principal, part_of(job.request_id, FORK))
         return branches is not None and branches.loop != job.loop
 
     def _bury(self, creation: Creation) -> None:
-        """Remember why nothing of it lives, and forget what has been remembered for long enough."""
+        """Keep a dead creation, which explains why its sequences are gone, and forget those kept for long enough."""
         dead = self._dead.setdefault(creation.key[0], OrderedDict())
         dead[creation.key] = creation
         self._num_dead += 1
@@ -203,22 +204,22 @@ class Creations:
 
 
 def _may_create(job: CreatingJob) -> bool:
-    """Whether the job may make a sequence; of an append with a handle only the append rule can tell for sure."""
+    """Return whether the job may create a sequence; for an append with a handle, only the append rule decides."""
     return isinstance(job, ForkJob) or job.handle is None or job.on_stale is StalePolicy.FORK
 
 
 def part_of(request_id: str, what: str) -> str:
-    """Return the request_id for a part of what ``request_id`` asks for; empty where that is."""
+    """Return the request_id for a part of the request ``request_id``; empty if that is empty."""
     return f"{request_id}{_APART}{what}" if request_id else ""
 
 
 def _own(request_id: str) -> str:
-    """Return the request_id that a client has sent, of one derived from it."""
+    """Return the request_id that the client sent, of one that may be derived from it."""
     return request_id.partition(_APART)[0]
 
 
 def loop_of(job: GenerateJob) -> bytes:
-    """Return a digest of what a Generate asks to be made: of everything but its request_id, and what ends it."""
+    """Return a digest of what a Generate is to create: of everything except its request_id and its stop rules."""
     handle = None if job.handle is None else tuple(job.handle)
     asked = (handle, job.output, job.on_stale, job.ttl_s, job.reserved_length, job.num_branches, len(job.token_ids))
     digest = hashlib.blake2b(repr(("generate", *asked)).encode(), digest_size=16)
@@ -227,7 +228,7 @@ def loop_of(job: GenerateJob) -> bytes:
 
 
 def _content_of(job: CreatingJob) -> bytes:
-    """Return a digest of what is asked, the request_id left out: equal for a repeated request, and for no other."""
+    """Return a digest of the request without its request_id: equal for a repeated request, and for no other."""
     digest = hashlib.blake2b(job.loop, digest_size=16)
     if isinstance(job, ForkJob):
         digest.update(repr(("fork", tuple(job.handle), job.length, job.count, job.ttl_s)).encode())

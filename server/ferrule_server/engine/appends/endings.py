@@ -1,4 +1,4 @@
-"""Endings: a sequence is given back at once, and whoever remembers something of it forgets it."""
+"""Endings: release sequences at once, and notify every part that keeps data on them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Endings:
 
     Args:
         store: The sequences.
-        lanes: What is in flight on them.
+        lanes: The appends in flight on them.
         on_release: Called with the cache_id of each sequence that is released.
-        counters: Counts what was released.
+        counters: Counts released sequences.
         failpoints: For tests.
     """
 
@@ -38,14 +38,14 @@ class Endings:
         self._listeners: list[Callable[[str], object]] = []
 
     def subscribe(self, *listeners: Callable[[str], object]) -> None:
-        """Call these with the handle_id of each sequence that has ended, from now on."""
+        """From now on, call these with the handle_id of each sequence that has ended."""
         self._listeners += listeners
 
     def release(self, principal: str, handles: tuple[Handle, ...]) -> tuple[int | None, ...]:
-        """Give back sequences at once; what is in flight or waiting on them is answered HANDLE_UNKNOWN.
+        """Release sequences at once; jobs in flight or waiting on them are answered with HANDLE_UNKNOWN.
 
         Returns:
-            For each handle the blocks that it gave back to the pool; None: there was nothing to release.
+            For each handle how many blocks it returned to the pool; None: there was nothing to release.
         """
         freed_blocks: list[int | None] = []
         for handle in handles:
@@ -57,7 +57,7 @@ class Endings:
         return tuple(freed_blocks)
 
     def release_one(self, handle: Handle, principal: str) -> int | None:
-        """Give back one sequence; returns the blocks that it freed, None where there was nothing to release."""
+        """Release one sequence, and return how many blocks it freed; None if there was nothing to release."""
         stopped = self._lanes.stop(handle, principal)
         try:
             freed = self._store.release(handle, principal)
@@ -70,6 +70,6 @@ class Endings:
         return freed
 
     def notify(self, handle_id: str) -> None:
-        """A sequence has ended, for whatever reason: tell everybody."""
+        """Notify every listener that a sequence has ended, for whatever reason."""
         for listener in self._listeners:
             listener(handle_id)

@@ -1,17 +1,17 @@
-"""Lanes: on one sequence one job at a time, in order of arrival.
+"""Lanes: one job at a time on each sequence, in order of arrival.
 
-At most one append is in flight on a sequence; other appends, forks and truncates wait behind it and are judged when
-their turn comes. Release acts at once and ends what is in flight.
+At most one append is in flight on a sequence. Other appends, forks and truncates wait in its lane, and are judged when
+their turn comes. A release acts at once and ends what is in flight.
 
-A job that is sent again while the first one is in flight joins it: it is run once, both are answered, and it goes on
-as long as one of them waits for it. Only what stands next in line may join, so that the order in which jobs are
-judged stays the order of arrival::
+If a job is sent again while the first one is in flight, it joins it: the append is run once, both are answered, and it
+continues as long as one of them waits for it. Only the next job in line may join, so that jobs are judged in order of
+arrival::
 
     lane of a sequence:   append A  <-  append A  <-  truncate  <-  append A
                           in flight     joins         waits         waits, is judged after the truncate
 
-A branch (``on_stale=FORK``) is judged in its turn as well, but holds no lane: once its blocks are reserved, whatever
-becomes of the sequence it came from changes nothing in them, so many branches of one sequence run in one step.
+A branch (``on_stale=FORK``) is judged in its turn as well, but holds no lane. Once its blocks are reserved, later
+changes of its source sequence do not affect them, so many branches of one sequence run in one step.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ _REQUEST = attrgetter("token_ids", "handle", "output", "on_stale", "ttl_s", "dra
 
 
 class Lanes:
-    """The appends in flight, and what waits behind them.
+    """The appends in flight, and the jobs that wait for them.
 
     Invariant: a sequence has a lane exactly while an append is in flight on it, and at most one is; branches in flight
-    are listed by the sequence they came from; ``num_waiting`` is the number of jobs in all lanes; a waiting job pins
-    its sequence.
+    are listed by their source sequence; ``num_waiting`` is the number of jobs in all lanes; a waiting job pins its
+    sequence.
 
     Args:
         store: The sequences; called from the engine thread only.
         admission: Turns jobs into running appends.
         caches: Carries out forks and truncates.
-        creations: What was made for each request_id.
+        creations: The sequences created for each request_id.
         counters: Counts forks, truncates and joins.
         finish: Takes the outcome of each job, once.
         failpoints: For tests.
@@ -96,15 +96,15 @@ class Lanes:
     # ---- coming -----------------------------------------------------------------------------------------------------
 
     def enter(self, job: LaneJob[object], sink: Sink, at: float) -> None:
-        """Judge the job now, or after whatever is in flight on its sequence.
+        """Judge the job now, or after the append that is in flight on its sequence.
 
         Args:
-            job: What is asked.
-            sink: Who asked.
-            at: When, on the store's clock: the moment leases are judged at.
+            job: The request.
+            sink: Receives its outcome.
+            at: Time of arrival on the store's clock, at which leases are judged.
 
         Raises:
-            FerruleError: It is refused; nothing happened.
+            FerruleError: The job is refused; nothing changed.
         """
         if job.is_cancelled:
             raise Cancelled
@@ -126,17 +126,17 @@ class Lanes:
             self._wait(job, sink, run, sequence)
 
     def enter_again(self, run: RunningAppend, at: float) -> bool:
-        """Let an append that is done be the next one of its job: :meth:`enter` without making everything anew.
+        """Reuse a finished append as the next one of its job: like :meth:`enter`, but no new objects are made.
 
         Args:
-            run: Repeatable; its job, in flight no more, has the next token and the handle that was answered.
-            at: When, on the store's clock.
+            run: Repeatable and not in flight; its job has the next token and the answered handle.
+            at: Time on the store's clock, at which leases are judged.
 
         Returns:
-            Whether it is in flight. False: nothing happened; it takes :meth:`enter` to tell what becomes of it.
+            Whether it is in flight. False: nothing changed; :meth:`enter` decides what happens to the job.
 
         Raises:
-            FerruleError: It is refused; nothing happened.
+            FerruleError: The job is refused; nothing changed.
         """
         sequence = run.sequence
         if sequence is None or sequence.is_released or run.job.is_cancelled or sequence in self._lanes:
@@ -148,17 +148,17 @@ class Lanes:
         return True
 
     def num_pending(self, sequence: Sequence) -> int:
-        """Return how many jobs are in flight or waiting on the sequence, those that joined left out."""
+        """Return how many jobs are in flight or waiting on the sequence, not counting those that joined."""
         run, num_branches = self._lanes.get(sequence), len(self._branches.get(sequence, ()))
         return num_branches if run is None else num_branches + 1 + len(run.waiting or ())
 
     def _take_repeat(self, job: LaneJob[object], sink: Sink, at: float) -> bool:
-        """Deal with a job that asks for a creation in flight or done; False: it repeats none.
+        """Answer a job that repeats a creation in flight or done; return False if it repeats none.
 
         Raises:
-            RequestIdReused: Its request_id made something else.
-            HandleUnknown, HandleExpired, HandleLost: Every sequence that was made has ended.
-            HandleStale: What was answered is not there any more.
+            RequestIdReused: Its request_id created something else.
+            HandleUnknown, HandleExpired, HandleLost: Every sequence that was created has ended.
+            HandleStale: The answered tokens are no longer there.
         """
         creation = self._creations.find(job)
         if creation is None:
@@ -180,7 +180,7 @@ class Lanes:
         return True
 
     def _judge(self, job: LaneJob[object], sink: Sink, sequence: Sequence, at: float) -> None:
-        """Carry out or start a job whose turn it is: nothing is in flight on the sequence."""
+        """Carry out or start a job whose turn it is: no append is in flight on the sequence."""
         if isinstance(job, AppendJob):
             self._start(self._admission.append(job, sink, sequence), job, sink)
             return
@@ -226,7 +226,7 @@ class Lanes:
     # ---- leaving ----------------------------------------------------------------------------------------------------
 
     def complete(self, run: RunningAppend, answer: AppendResult) -> None:
-        """The append is committed: answer everybody who asked for it and let the next in its lane go on."""
+        """Answer all jobs of a committed append, and let the next job in its lane proceed."""
         if run.verdict is Verdict.APPEND and not run.joined and not run.waiting:  # the most common case
             assert run.sequence is not None
             del self.running[run], self._lanes[run.sequence]
@@ -239,17 +239,17 @@ class Lanes:
         self.advance(run)
 
     def fail(self, run: RunningAppend, error: FerruleError) -> None:
-        """Take back what the append reserved and answer it with ``error``; its handle stays as it was."""
+        """Free what the append reserved and answer it with ``error``; its handle stays as it was."""
         try:
             self._drop(run, error)
         finally:
             self.advance(run)
 
     def stop(self, handle: Handle, principal: str) -> RunningAppend | None:
-        """A sequence is about to be released: end what is in flight on it, or branches off it, with HANDLE_UNKNOWN.
+        """End what is in flight on a sequence that is about to be released, and on its branches, with HANDLE_UNKNOWN.
 
         Returns:
-            What held its lane, for :meth:`go_on` once the sequence is released; None where nothing did.
+            The append that held its lane, for :meth:`advance` once the sequence is released; None if there was none.
         """
         try:
             sequence = self._store.resolve(handle, principal)
@@ -277,7 +277,7 @@ class Lanes:
                 return
 
     def end_all(self, why: Callable[[LaneJob[object]], FerruleError]) -> None:
-        """Take back and answer everything in flight and everything that waits, even where it cannot be taken back."""
+        """Free and answer everything in flight and all waiting jobs, even if something cannot be freed."""
         self._lanes.clear()
         for run in list(self.running):
             try:
@@ -290,7 +290,7 @@ class Lanes:
         self.num_waiting = 0
 
     def _drop(self, run: RunningAppend, error: FerruleError) -> None:
-        """Take back what the append holds and tell everybody who asked for it, even where that raises."""
+        """Free what the append holds and answer all its jobs, even if freeing raises."""
         try:
             if run.reservation is not None:
                 self._store.reservations.abort(run.reservation)
@@ -324,7 +324,7 @@ class Lanes:
         run.waiting = waiting
 
     def _take_turn(self, job: LaneJob[object], sink: Sink, sequence: Sequence) -> None:
-        """Judge a job that waited; the pin of its waiting is what keeps the sequence until now. Never raises."""
+        """Judge a job that waited; the pin of its waiting has kept the sequence until now. Never raises."""
         at = self._store.clock()
         try:
             if job.is_cancelled:
@@ -343,9 +343,9 @@ class Lanes:
 
     @staticmethod
     def _may_join(job: LaneJob[object], run: RunningAppend) -> bool:
-        """Whether the job asks for just what ``run`` does, so that one answer does for both.
+        """Return whether the job is the same request as ``run``, so that one answer serves both.
 
-        A query never does: two that draw tokens want two draws. A branch is not met here: everybody may want one of
-        their own, unless the request_id says that it is the same.
+        A query never joins: two queries that draw tokens need two draws. Branches do not come here: each request may
+        need one of its own, unless the request_id says that it is the same.
         """
         return isinstance(job, AppendJob) and bool(job.token_ids) and _REQUEST(job) == _REQUEST(run.job)

@@ -1,4 +1,4 @@
-"""What was answered to the last append of each sequence, so that a retry is answered without running it again."""
+"""The result of the last append of each sequence, kept so that a retry is answered without running it again."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ from ferrule_server.executor.base import DraftLaw, OutputSpec, RowOutput, Shapin
 from ferrule_server.quotas import LimitsOf, unlimited
 
 _ROW_BYTES: Final = 200
-"""What a row of Python objects takes, apart from its arrays."""
+"""Size of a row of Python objects without its arrays."""
 _BIAS_BYTES: Final = 120
 _ID_BYTES: Final = 36
 _SMALL_REQUEST_BYTES: Final = 8192
-"""What a request may take without being counted."""
+"""Up to this size a request is not counted."""
 _NO_BITS: Final = np.zeros(0, np.uint8)
 _NO_PROBS: Final = np.zeros(0, np.float64)
 
 
 @dataclass(eq=False, slots=True)
 class AppendRecord:
-    """One append and its answer.
+    """One append and its result.
 
     Attributes:
-        principal: Whose bytes they are.
-        start: Length before. num_tokens: how many were appended.
-        output: The request as it came (an unseeded one matches an unseeded retry); of masks the fingerprint alone. Of a
-            long one whose rows are dropped, its digest.
-        seed: The seed that was used, None when nothing was drawn. Kept when the rows are not.
-        result: What was answered; None once its rows are dropped.
-        num_bytes: Bytes that it is counted with: those of its rows, a single row without arrays left out, and of a
+        principal: The bytes count for it.
+        start: Length before the append. num_tokens: how many were appended.
+        output: The request as it came (an unseeded one matches an unseeded retry), with only the fingerprints of masks.
+            If the request is long and the rows are dropped, its digest.
+        seed: The seed that was used, None if nothing was drawn. Kept when the rows are not.
+        result: The answer; None once its rows are dropped.
+        num_bytes: Bytes that it counts: those of its rows, except for a single row without arrays, and those of a
             request with many biases or ids.
-        drafts: Of a verify: the request as it came; of laws and masks the digests alone. draft_ids: the drafts.
+        drafts: Of a verify: the request as it came, with only the digests of distributions and masks. draft_ids: the
+            drafts.
         num_certain: Of a verify: its tokens before the drafts.
-        verified: Of a verify: what was answered, the row handles left out. Kept when the rows are not.
+        verified: Of a verify: the answered result, without the row handles. Kept when the rows are not.
     """
 
     principal: str
@@ -54,22 +55,22 @@ class AppendRecord:
 
 
 class ReplayRecords:
-    """The record of the last append of each sequence, by handle_id; the only owner of them.
+    """The record of the last append of each sequence, by handle_id; their only owner.
 
-    A record is right as long as it is the sequence's last append: the append rule lets a replay through only for
-    tokens that are committed behind ``start``, and whatever put other tokens there was an append and replaced the
-    record. Truncates therefore need not touch it.
+    A record is valid as long as it is the sequence's last append. The append rule admits a replay only for tokens that
+    are committed after ``start``, and other tokens can only get there by an append, which replaces the record. So
+    truncates need not touch it.
 
-    What is small stays as long as the sequence: the seed, what became of drafts, and a single row of numbers. What is
-    bulky (arrays, several rows, a long request) is bounded in bytes: beyond a bound that of the least recent appends
-    is dropped, and a replay of one of those runs its rows again, with the seed that is still known.
+    Small parts stay as long as the sequence: the seed, the result of drafts, and a single row of numbers. Bulky parts
+    (arrays, several rows, a long request) are bounded in bytes. Beyond a bound, those of the least recent appends are
+    dropped. A replay of such an append runs its rows again, with the recorded seed.
 
-    Invariant: ``used_bytes`` is the sum of ``num_bytes`` over the records held, and at most ``limit_bytes``; what
-    is used of a principal is the sum over its own records, and at most its ``retained_bytes``.
+    Invariant: ``used_bytes`` is the sum of ``num_bytes`` over the records held, and at most ``limit_bytes``; the bytes
+    of a principal are the sum over its own records, and at most its ``retained_bytes``.
 
     Args:
         limit_bytes: Most bytes of bulky rows of all principals together.
-        limits_of: Gives each principal's own bound.
+        limits_of: Returns the quotas of a principal, with its own bound.
     """
 
     def __init__(self, limit_bytes: int, limits_of: LimitsOf = unlimited) -> None:
@@ -89,7 +90,7 @@ class ReplayRecords:
         return self._used_bytes_of.get(principal, 0)
 
     def keep(self, handle_id: str, start: int, job: AppendJob, result: AppendResult) -> None:
-        """Remember the answer to ``job``, appended behind ``start``, in place of the sequence's previous one."""
+        """Keep the answer to ``job``, appended after ``start``, in place of the sequence's previous record."""
         if self._keep_again(handle_id, start, job, result):
             return
         if handle_id in self._bulky:
@@ -107,9 +108,9 @@ class ReplayRecords:
             self._hold_rows(handle_id, record)
 
     def _keep_again(self, handle_id: str, start: int, job: AppendJob, result: AppendResult) -> bool:
-        """Write the answer to the very same request into the record that is there, if both are small: token by token.
+        """Write the answer to the same request into the existing record if both are small: one token after another.
 
-        A record that counts no bytes, of a request that was kept as it came, has a request that is small.
+        If a record counts no bytes and its request was kept as it came, that request is small.
         """
         record = self._records.get(handle_id)
         if record is None or record.output is not job.output or record.num_bytes or record.drafts is not None:
@@ -121,16 +122,16 @@ class ReplayRecords:
         return True
 
     def find(self, handle_id: str, start: int, num_tokens: int, job: AppendJob) -> AppendRecord | None:
-        """Return the record of the last append if it put ``num_tokens`` behind ``start`` and was asked as ``job`` is.
+        """Return the record of the last append if it equals ``job`` and put ``num_tokens`` after ``start``.
 
-        Which tokens it put there the caller knows; of drafts that did not hold nobody else does, so they are compared,
-        and how many tokens stood before them.
+        The caller has compared the tokens that were appended. Rejected drafts are recorded only here, so drafts are
+        compared here, and how many tokens precede them.
         """
         record = self.find_verify(handle_id, start, job)
         return None if record is None or record.num_tokens != num_tokens else record
 
     def find_verify(self, handle_id: str, start: int, job: AppendJob) -> AppendRecord | None:
-        """Return the record of the last append if it began at ``start``, and was asked and had drafts as ``job``."""
+        """Return the record of the last append if it began at ``start`` and had the request and drafts of ``job``."""
         record = self._records.get(handle_id)
         if record is None or (record.start, record.drafts) != (start, job.drafts):
             return None
@@ -141,13 +142,13 @@ class ReplayRecords:
         return record if (record.num_certain, record.draft_ids) == _split(job, job.drafts) else None
 
     def forget(self, handle_id: str) -> None:
-        """The sequence is gone."""
+        """Remove the record of a sequence that has ended."""
         if handle_id in self._bulky:
             self._drop_rows(handle_id)
         self._records.pop(handle_id, None)
 
     def clear(self) -> None:
-        """Every sequence is gone."""
+        """Remove all records: every sequence is gone."""
         for each in (self._records, self._bulky, self._bulky_of, self._used_bytes_of):
             each.clear()
         self.used_bytes = 0
@@ -181,13 +182,13 @@ class ReplayRecords:
             self._make_small(next(iter(own)))
 
     def _make_small(self, handle_id: str) -> None:
-        """Drop what is bulky of a record that stays."""
+        """Drop the bulky parts of a record, which itself stays."""
         record = self._drop_rows(handle_id)
         if isinstance(record.output, OutputRequest) and _bytes_asked(record.output):
             record.output = _digest_of(record.output)
 
     def _drop_rows(self, handle_id: str) -> AppendRecord:
-        """Give back the bytes of a bulky record, and return it without its rows."""
+        """Stop counting the bytes of a bulky record, and return it without its rows."""
         record = self._bulky.pop(handle_id)
         own = self._bulky_of[record.principal]
         del own[handle_id]
@@ -200,7 +201,7 @@ class ReplayRecords:
 
 
 def _is_small(row: RowOutput) -> bool:
-    """Whether the row has no arrays."""
+    """Return whether the row has no arrays."""
     return row.logits is None and row.top_ids is None and row.hidden_state is None and row.requested_logprobs is None
 
 
@@ -210,12 +211,12 @@ def _bytes_of(row: RowOutput) -> int:
 
 
 def _bytes_answered(rows: tuple[RowOutput, ...]) -> int:
-    """Return what the rows take, 0 for a single one of numbers."""
+    """Return the size of the rows; 0 for a single row of numbers."""
     return 0 if not rows or (len(rows) == 1 and _is_small(rows[0])) else sum(map(_bytes_of, rows))
 
 
 def _bytes_asked(output: OutputRequest) -> int:
-    """Return what the request takes if that is much, else 0."""
+    """Return the size of the request if it is large, else 0."""
     spec = output.spec
     if spec is None or (spec.shaping is None and not spec.logprob_ids):
         return 0
@@ -225,7 +226,7 @@ def _bytes_asked(output: OutputRequest) -> int:
 
 
 def _bytes_kept(record: AppendRecord) -> int:
-    """Return what the record holds, counted anew."""
+    """Return the size of what the record holds, computed again."""
     if record.result is None or isinstance(record.output, bytes):
         return 0
     return _bytes_answered(record.result.rows) + _bytes_asked(record.output)
@@ -237,7 +238,7 @@ def _digest_of(output: OutputRequest) -> bytes:
 
 
 def _add_drafts(record: AppendRecord, job: AppendJob, drafts: Drafts, result: AppendResult) -> None:
-    """Have the record of a verify tell its drafts and what became of them."""
+    """Add to the record of a verify its drafts and their result."""
     laws = tuple(DraftLaw(law.digest, None, _NO_PROBS) for law in drafts.laws)
     masks = tuple(TokenMask(mask.fingerprint, _NO_BITS) for mask in drafts.row_masks)
     record.drafts = replace(drafts, laws=laws, row_masks=masks)

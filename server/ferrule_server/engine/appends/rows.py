@@ -1,8 +1,8 @@
 """Rows of an append: what each of them returns, and which drafts of a verify are accepted once they have run.
 
-Rows of a verify are numbered from the last certain token on, and each says which token follows it::
+Rows of a verify are numbered from the last certain token on, and each returns the token that follows it::
 
-    tokens   t0   d1   d2   d3          d1 and d2 hold, d3 does not: row 2 chose x in its place
+    tokens   t0   d1   d2   d3          d1 and d2 are accepted, d3 is not: row 2 chose x instead
     row       0    1    2    3
     chosen   d1   d2    x    -          committed: t0 d1 d2, answered: rows 0 to 2, next_token x
 """
@@ -20,14 +20,14 @@ from ferrule_server.kv.sequence import Sequence
 
 
 def verify(drafts: Drafts, draft_ids: SequenceOf[int], rows: SequenceOf[RowOutput]) -> Verified:
-    """Return which of the drafts hold, by the rule that the request names.
+    """Return which of the drafts are accepted, by the rule of the request.
 
-    A row that is not finite chooses nothing: no draft after it holds, and it is the last one that counts.
+    A row that is not finite chooses nothing: no draft after it is accepted, and it is the last row of the answer.
 
     Args:
-        drafts: Says by which rule: EXACT or REJECTION.
+        drafts: Has the rule: EXACT or REJECTION.
         draft_ids: The drafts, a chain.
-        rows: What row 0 and each draft's row gave.
+        rows: The outputs of row 0 and of each draft's row.
     """
     is_exact = drafts.acceptance is Acceptance.EXACT
     count = 0
@@ -37,16 +37,16 @@ def verify(drafts: Drafts, draft_ids: SequenceOf[int], rows: SequenceOf[RowOutpu
 
 
 def num_appended(drafts: Drafts, verified: Verified) -> int:
-    """Return how many drafts are appended: those accepted, or all where the client decides."""
+    """Return how many drafts are appended: the accepted ones, or all if the client decides."""
     return drafts.count if drafts.acceptance is Acceptance.NONE else verified.accepted_count
 
 
 def with_row_handles(verified: Verified, drafts: Drafts, sequence: Sequence, length_after: int) -> Verified:
-    """Return it with the handles at row 0 and at each appended draft, if they are asked for.
+    """Return ``verified`` with the handles at row 0 and at each appended draft, if they are requested.
 
     Args:
-        verified: What became of the drafts.
-        drafts: Says whether handles are wanted.
+        verified: The result of judging the drafts.
+        drafts: Says whether handles are requested.
         sequence: Holds the committed tokens.
         length_after: Length after the last appended token.
     """
@@ -57,12 +57,12 @@ def with_row_handles(verified: Verified, drafts: Drafts, sequence: Sequence, len
 
 
 def with_tokens(verified: Verified, draft_ids: SequenceOf[int], rows: SequenceOf[RowOutput]) -> list[RowOutput]:
-    """Return the rows of a verify that were run again, choosing what was answered then.
+    """Return the rows of a verify that were run again, with the tokens that were answered before.
 
-    In other company a row's logits may differ in their last bits; what is committed does not change for it.
+    In another batch the last bits of a row's logits may differ; the committed tokens stay the same.
 
     Args:
-        verified: What was answered.
+        verified: The result that was answered.
         draft_ids: The drafts.
         rows: Those of row 0 and of the accepted drafts.
     """
@@ -74,16 +74,16 @@ def with_tokens(verified: Verified, draft_ids: SequenceOf[int], rows: SequenceOf
 def row_specs(
     output: OutputRequest, token_ids: tuple[int, ...], drafts: Drafts | None = None, known_seed: int | None = None
 ) -> tuple[Mapping[int, OutputSpec], int | None]:
-    """Return what each row returns (rows without an entry return nothing, the others ascend), and the seed.
+    """Return what each row returns, in ascending order (rows without an entry return nothing), and the seed.
 
     Args:
-        output: What was asked for.
+        output: The request.
         token_ids: The tokens of all rows, drafts included; at least one, and one more than there are drafts.
         drafts: Of a verify: row 0 and every draft then return something.
-        known_seed: What an unseeded draw used before; None: a new one is drawn for it.
+        known_seed: The seed that an unseeded draw used before; None: a new one is chosen.
 
     Returns:
-        The specs by row, and the seed tokens are drawn with, None where none is drawn.
+        The specs by row, and the seed that tokens are drawn with, None if none is drawn.
     """
     spec, seed = output.spec, None
     if spec is None:
@@ -112,11 +112,12 @@ def row_specs(
 class TargetSpecs(Mapping[int, OutputSpec]):
     """Specs whose rows return the log-probability of the token that follows them.
 
-    Each is made when its row is run: those of a whole long prompt together would take the engine thread 0.1 s.
+    Each spec is made when its row is run: making those of a whole long prompt at once would take the engine thread 0.1
+    s.
 
     Attributes:
         specs: By row, without their targets.
-        targets: The token that follows each row, -1: none is known.
+        targets: The token that follows each row, -1: unknown.
     """
 
     specs: Mapping[int, OutputSpec]
@@ -140,7 +141,7 @@ class TargetSpecs(Mapping[int, OutputSpec]):
 
 
 def _verify_spec(spec: OutputSpec, drafts: Drafts, row: int, next_ids: tuple[int, ...]) -> OutputSpec:
-    """What row 0, or that of draft ``row``, returns; ``next_ids`` has the draft that follows, or nothing."""
+    """Return the spec of row 0 or of draft ``row``; ``next_ids`` has the draft that follows, or is empty."""
     if drafts.row_masks:
         spec = replace(spec, shaping=replace(spec.shaping or Shaping(), mask=drafts.row_masks[row]))
     if next_ids and drafts.acceptance is Acceptance.REJECTION:

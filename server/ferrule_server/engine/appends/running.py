@@ -1,4 +1,4 @@
-"""An append in flight, and what it makes."""
+"""An append in flight, and the sequences that a request creates."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ferrule_server.kv.sequence import Sequence
 
 @dataclass(eq=False, slots=True)
 class Creation:
-    """What one request made.
+    """The sequences that one request created.
 
     Attributes:
         key: Principal and request_id.
-        content: Digest of everything else that was asked. loop: digest of the Generate it belongs to, empty: none.
-        run: The append that makes it; None when it is done (a ForkCache is done at once).
-        handles: What was answered, in order; empty while in flight; only the first one when dead.
-        start: Length before the tokens of the request. seed: what its rows were drawn with, None when nothing was.
-        verified: Of a verify: what became of its drafts, row handles left out.
-        num_live: Sequences it made that have not ended.
+        content: Digest of the rest of the request. loop: digest of the Generate that it belongs to, empty: none.
+        run: The append that creates the sequence; None when it is done (a ForkCache is done at once).
+        handles: The answered handles, in order; empty while in flight; only the first one when dead.
+        start: Length before the tokens of the request. seed: the seed of its rows, None if nothing was drawn.
+        verified: Of a verify: the result of its drafts, without row handles.
+        num_live: Number of its sequences that have not ended.
         died_at: When the last of them ended, on the store's clock.
     """
 
@@ -45,26 +45,26 @@ class Creation:
 
 @dataclass(eq=False, slots=True)
 class RunningAppend:
-    """Rows of one append, some run and some not.
+    """Rows of one append, some of them run already.
 
     Invariant: rows ``0..cursor`` have been run, or need not be: their KV was in the prefix cache. ``reservation`` is
     None exactly for a query or a recomputed replay, and then the sequence is pinned instead.
 
     Attributes:
-        job: The first that asked. sink: where its answer goes.
-        verdict: What the append rule said; None for a new sequence.
-        sequence: The sequence it was sent to, whose lane it holds unless it is a branch of it; None for a new one.
+        job: The first job with this request. sink: receives its answer.
+        verdict: The verdict of the append rule; None for a new sequence.
+        sequence: The sequence of the handle, whose lane it holds unless it is a branch; None for a new sequence.
         token_ids: The rows' tokens. start: position of the first one.
         block_ids: Block table that covers all of them.
-        length_after: Length the answered handle names; of a verify known only when its drafts are judged.
+        length_after: Length of the answered handle; for a verify known only when its drafts are judged.
         specs: Row index, ascending -> what it returns; rows without an entry return nothing.
         ttl_s: The lease to set at the end; None keeps the sequence's own.
-        creation: What its request_id is remembered by, where it makes a sequence.
-        num_cached: Tokens, the first ones, whose KV was in the prefix cache.
-        is_read_only: No row is written: the KV of all of them is there.
-        verified: Of a verify that is replayed: what was answered, its row handles left out.
-        joined: Jobs that asked for the same, answered together with ``job``.
-        waiting: Jobs that wait behind it in the lane of ``sequence``.
+        creation: Set if it creates a sequence and has a request_id.
+        num_cached: Number of first tokens whose KV was in the prefix cache.
+        is_read_only: No row is written: the KV of all of them exists.
+        verified: Of a verify that is replayed: the answered result, without its row handles.
+        joined: Jobs with the same request, answered together with ``job``.
+        waiting: Jobs that wait for it in the lane of ``sequence``.
         outputs: Results so far, in row order.
     """
 
@@ -94,7 +94,7 @@ class RunningAppend:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether its job, with the next token, would be run just like it: one token of a Generate, at the tip."""
+        """Whether it can be run again with the job's next token: it is one token of a Generate, at the tip."""
         job, spec = self.job, self.specs.get(0)
         if job.follow is Follow.UNKNOWN or job.is_cancelled or self.verdict is not Verdict.APPEND or spec is None:
             return False
@@ -114,25 +114,25 @@ class RunningAppend:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether everybody who asked for it is gone."""
+        """Whether all its jobs are cancelled."""
         return self.job.is_cancelled and all(job.is_cancelled for job, _ in self.joined)
 
     @property
     def remaining(self) -> int:
-        """Rows not run yet."""
+        """Rows that have not run yet."""
         return len(self.token_ids) - self.cursor
 
     def num_outputs(self, num_rows: int) -> int:
-        """How many of the next ``num_rows`` rows return something."""
+        """Return how many of the next ``num_rows`` rows return something."""
         if num_rows == len(self.token_ids):
             return len(self.specs)
         return sum(row in self.specs for row in range(self.cursor, self.cursor + num_rows))
 
     def tokens_from(self, first: int, num_rows: int) -> Int32Array:
-        """Return the tokens of its sequence from index ``first`` on up to those of its first ``num_rows`` rows.
+        """Return the tokens of its sequence from index ``first`` to the end of its first ``num_rows`` rows.
 
         Returns:
-            int32 [start + num_rows - first], empty where that is not above 0; a copy.
+            int32 [start + num_rows - first], empty if that is not above 0; a copy.
         """
         own = np.array(self.token_ids[max(0, first - self.start) : num_rows], np.int32)
         if first >= self.start:
@@ -146,6 +146,6 @@ class RunningAppend:
 
     @property
     def timing(self) -> StepTiming:
-        """Where the time went so far."""
+        """How its time has been spent so far."""
         queue_ns = self.first_step_ns - self.job.submitted_ns
         return StepTiming(queue_ns if queue_ns > 0 else 0, self.run_ns, self.step_rows, self.first_step_ns)

@@ -1,6 +1,6 @@
 """Between the event loop and the engine thread; no other room takes a lock or calls the event loop.
 
 gate.py      refuses jobs that exceed a queue or a quota, before they reach the engine thread
-inbox.py     jobs on their way to the engine thread, in turn between principals
+inbox.py     jobs on their way to the engine thread; principals take turns
 delivery.py  outcomes on their way back, once per step
 """

@@ -1,4 +1,4 @@
-"""Delivery: what is finished goes to the event loop, once per step, and there to its sinks."""
+"""Delivery: finished jobs cross to the event loop once per step, and there go to their sinks."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from ferrule_server.engine.bridge.gate import Finished, Gate
 from ferrule_server.engine.jobs import Sink
 
 _LOOP_SLICE: Final = 64
-"""Outcomes delivered before others get their turn on the event loop: a millisecond or two."""
+"""Outcomes delivered before other work gets its turn on the event loop: a millisecond or two."""
 
 _Chain = deque[list[Finished]]
 
 
 class Delivery:
-    """Collects outcomes on the engine thread and delivers them on that of the event loop.
+    """Collects outcomes on the engine thread and delivers them on the event loop's thread.
 
-    Many outcomes at once are delivered slice by slice, with turns of others in between. What comes for the same sinks
-    meanwhile forms a chain behind them, or frames of a stream would overtake each other; what comes for others does not
-    wait for it.
+    Many outcomes at once are delivered slice by slice, and other work gets its turn between slices. New outcomes for
+    the same sinks meanwhile form a chain after them; otherwise frames of a stream would overtake each other. Outcomes
+    for other sinks do not wait.
 
-    Invariant: a sink is given its outcomes in the order in which they were handed over; ``_chain_of`` has the sinks, by
-    id, of each chain that is not all delivered.
+    Invariant: each sink gets its outcomes in the order in which they were handed over; ``_chain_of`` has the sinks, by
+    id, of each chain that is not fully delivered.
 
     Args:
         post: Runs a callable on the event loop's thread.
-        gate: Told of each outcome of a job that it let in.
+        gate: Notified of each outcome of a job that it admitted.
 
     Attributes:
         finished: Outcomes for the next :meth:`hand_over`; appended to by the engine thread only.
@@ -41,16 +41,16 @@ class Delivery:
         self._chain_of: dict[int, _Chain] = {}
 
     def hand_over(self) -> None:
-        """Deliver everything finished, with one call on the event loop; engine thread only."""
+        """Deliver all finished jobs with one call on the event loop; engine thread only."""
         finished, self.finished = self.finished, []
         self._post(partial(self._arrive, finished))
 
     def deliver(self, finished: list[Finished]) -> None:
-        """Deliver outcomes of jobs that the gate let in; any thread."""
+        """Deliver outcomes of jobs that the gate admitted; any thread."""
         self._post(partial(self._arrive, finished))
 
     def refuse(self, refused: list[Finished]) -> None:
-        """Deliver the errors of jobs that the gate did not let in; any thread."""
+        """Deliver the errors of jobs that the gate refused; any thread."""
         self._post(partial(self._line_up, refused))
 
     # ---- on the event loop ------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ class Delivery:
         self._line_up(finished)
 
     def _line_up(self, finished: list[Finished]) -> None:
-        """Deliver outcomes at once; those of a sink that still waits for earlier ones come behind these."""
+        """Deliver outcomes at once, except those of sinks that still wait for earlier ones: these come after them."""
         if self._chain_of:
             finished = self._extend_chains(finished)
         if len(finished) <= _LOOP_SLICE:
@@ -86,9 +86,9 @@ class Delivery:
         return free
 
     def _next_slice(self, chain: _Chain, start: int, touched: dict[int, Sink]) -> None:
-        """Deliver a slice of the first in a chain; others have their turn on the loop before the next one.
+        """Deliver a slice of the first list in a chain; other work gets its turn on the loop before the next slice.
 
-        A frame of thousands of items that are all refused makes as many error messages.
+        If a frame of thousands of items is refused, each item makes an error message.
         """
         finished, stop = chain[0], start + _LOOP_SLICE
         try:
@@ -108,7 +108,7 @@ class Delivery:
 
     @staticmethod
     def _deliver_slice(finished: list[Finished], start: int, touched: dict[int, Sink]) -> None:
-        """Give each sink its outcomes, and after the last of all one flush."""
+        """Give each sink its outcomes, and flush each once after the last slice."""
         stop = start + _LOOP_SLICE
         for job, sink, outcome in finished[start:stop]:
             sink.deliver(job, outcome)

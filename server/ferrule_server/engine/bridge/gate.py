@@ -1,9 +1,9 @@
-"""The gate: what is too much is refused before it reaches the engine thread, so that a refusal never waits for a step.
+"""The gate: refuses excess jobs before they reach the engine thread, so that a refusal never waits for a step.
 
-A job that is let in stays counted until its outcome is delivered, of a Generate or Forward its last frame. Three
-bounds, tried in this order; a job that fails one has touched none::
+An admitted job stays counted until its outcome is delivered; for a Generate or Forward, its last frame. There are three
+bounds, checked in this order; a job that fails one has changed no count::
 
-    QUEUE_FULL           jobs accepted and not finished, of everybody
+    QUEUE_FULL           jobs accepted and not finished, of all principals
     QUOTA_QUEUED_ROWS    rows of them, of one principal; of a Generate its prompt and a row for each branch
     QUOTA_PREFILL_RATE   prompt tokens per second, of one principal
 """
@@ -34,16 +34,16 @@ from ferrule_server.kv.per_principal import PerPrincipal
 from ferrule_server.quotas import LimitsOf, QuotaLimits, unlimited
 
 MAX_HOST_CALLS: Final = 1024
-"""Most host calls of one principal that are not carried out yet: many times what waits during a step. They have places
-of their own: a full queue must keep nobody from releasing, renewing or looking."""
+"""Most host calls of one principal that are not carried out yet: many times what arrives during a step. They have
+places of their own: a full queue must not prevent releases, renewals and views."""
 
 BURST_S: Final = 1.0
 """A principal that was idle may send this many seconds of its prefill rate at once."""
 
 _HEADROOM: Final = 8
-"""While others are about, a principal may hold this many times the places that are left."""
+"""While other principals are active, a principal may hold this many times the places that are left."""
 _ABOUT_S: Final = 60.0
-"""Others are about when one of them was seen within this time."""
+"""Other principals are active if one of them was seen within this time."""
 _MIN_RETRY_S: Final = 0.02
 _MAX_RETRY_S: Final = 5.0
 _UNKNOWN_RETRY_S: Final = 0.1
@@ -55,7 +55,7 @@ Finished = tuple[Job[object], Sink, Outcome]
 
 @dataclass(slots=True)
 class _Usage:
-    """What one principal has let in and not finished, and the tokens by which it is ahead of its prefill rate."""
+    """The unfinished jobs of one principal, and the tokens by which it is ahead of its prefill rate."""
 
     num_jobs: int = 0
     num_host_calls: int = 0
@@ -65,28 +65,29 @@ class _Usage:
     rate: int = 0
 
     def settle(self, rate: int | None, now: float) -> None:
-        """Let the debt shrink by what the rate allowed since the last time."""
+        """Reduce the debt by what the rate has allowed since the last time."""
         self.debt = 0.0 if rate is None else max(0.0, self.debt - rate * (now - self.debt_at))
         self.debt_at, self.rate = now, rate or 0
 
     def is_idle(self, now: float) -> bool:
-        """Whether forgetting it changes nothing."""
+        """Return whether forgetting it changes nothing."""
         return not (self.num_jobs or self.num_host_calls) and self.debt <= self.rate * (now - self.debt_at)
 
 
 class Gate:
-    """Counts jobs in and out, and refuses what is too much, at once and from any thread.
+    """Counts jobs in and out, and refuses excess ones at once and from any thread.
 
     The places of the queue are shared by dynamic thresholds (Choudhury and Hahne, "Dynamic queue length thresholds for
-    shared-memory packet switches", 1998): while several principals are about, each may hold at most ``_HEADROOM``
-    times the places that are left, so whoever floods leaves some to whoever comes next. One alone may take them all.
+    shared-memory packet switches", 1998): while several principals are active, each may hold at most ``_HEADROOM``
+    times the places that are left. So a principal that floods leaves some places to the next one. A principal that is
+    alone may take them all.
 
-    The prefill rate is a bucket that may be overdrawn: a prompt is taken while the principal is less than a burst
-    ahead of its rate, whatever the length of the prompt, and the next ones wait until the debt is worked off. What was
-    charged and not run (refused later, cancelled, answered from a record, joined) is given back.
+    The prefill rate is a bucket that may be overdrawn: a prompt of any length is admitted while the principal is less
+    than a burst ahead of its rate, and the next ones wait until the debt is worked off. Charges for tokens that were
+    not run (refused later, cancelled, answered from a record, joined) are refunded.
 
-    Invariant: ``num_jobs`` is the sum over principals, and every count is that of the jobs let in and not yet done.
-    Principals that have nothing under way and no debt are forgotten once there are many.
+    Invariant: ``num_jobs`` is the sum over principals, and every count is that of the jobs admitted and not yet
+    finished. Principals without jobs and debt are forgotten once there are many.
 
     Args:
         max_jobs: Most jobs accepted and not finished.
@@ -113,12 +114,12 @@ class Gate:
 
     @property
     def num_jobs(self) -> int:
-        """Jobs let in and not done."""
+        """Number of jobs admitted and not finished."""
         return self._num_jobs
 
     @property
     def num_principals(self) -> int:
-        """Principals that something is remembered of."""
+        """Number of principals with a usage record."""
         return len(self._usages)
 
     @property
@@ -127,18 +128,18 @@ class Gate:
         return self._refused
 
     def refused_of(self, principal: str) -> Mapping[str, int]:
-        """Return the jobs of one principal refused here, by reason; a copy."""
+        """Return how many jobs of one principal were refused here, by reason; a copy."""
         with self._lock:
             return dict(self._refused_of.look(principal))
 
     def admit(self, entries: list[Entry]) -> tuple[list[Entry], list[Finished]]:
-        """Let in the jobs that arrived together, as far as there is room, in their order.
+        """Admit the jobs that arrived together, in order, as far as there is room.
 
-        A job behind a refused one on the same sequence is refused for the same reason: letting it overtake would
-        append in another order than it was sent.
+        If a job is refused, the ones after it on the same sequence are refused for the same reason: if they overtook
+        it, tokens would be appended in another order than they were sent.
 
         Returns:
-            What was let in, each to be reported to :meth:`done` once; and the refused ones with their errors.
+            The admitted entries, each to be reported to :meth:`finish` once; and the refused ones with their errors.
         """
         admitted: list[Entry] = []
         refused: list[Finished] = []
@@ -177,9 +178,9 @@ class Gate:
                 self._finished_rows.add(num_rows, now)
 
     def pending(self) -> dict[str, tuple[int, int]]:
-        """Return the jobs that each principal has let in and not done, and the rows of them; those with none left out.
+        """Return the number of unfinished jobs of each principal, and of their rows, without principals that have none.
 
-        It takes a time that grows with the principals that something is remembered of: 0.1 us for each.
+        This takes 0.1 us for each principal with a usage record.
         """
         with self._lock:
             return {name: (usage.num_jobs, usage.rows) for name, usage in self._usages.items() if usage.num_jobs}
@@ -196,7 +197,7 @@ class Gate:
     # ---- with the lock held -----------------------------------------------------------------------------------------
 
     def _enter(self, job: Job[object], now: float) -> ResourceExhausted | None:
-        """Count one job in, or return why not."""
+        """Count one job in, or return why not; a warm-up is not counted."""
         if not isinstance(job, QueuedJob):
             return self._enter_host(job.principal, now) if isinstance(job, HostCall) else None
         usage = self._usage_of(job.principal, now)
@@ -230,14 +231,14 @@ class Gate:
         return None
 
     def _queue_full(self, usage: _Usage, free: int, now: float) -> QueueFull:
-        """Name the bound that was hit: that on all jobs, or this principal's part of it while it is not alone."""
+        """Return an error with the bound that was hit: that of all jobs, or the principal's if it is not alone."""
         num_jobs, limit = (self._num_jobs, self._max_jobs) if free <= 0 else (usage.num_jobs, _HEADROOM * free)
         return QueueFull(num_jobs, limit, self._finished_jobs.wait_s(self._num_jobs, now))
 
     def _too_much(
         self, usage: _Usage, limits: QuotaLimits, num_rows: int, num_tokens: int, now: float
     ) -> QuotaExceeded | None:
-        """The quotas of one principal."""
+        """Return the error of the first quota of the principal that the job exceeds, None if it fits."""
         max_rows, rate = limits.queued_rows, limits.prefill_tokens_per_s
         if max_rows is not None and num_rows > max_rows:
             return QuotaExceeded("QUEUED_ROWS", usage.rows, max_rows, None, needed=num_rows)
@@ -250,7 +251,7 @@ class Gate:
         return None
 
     def _leave(self, job: QueuedJob[object], now: float) -> int:
-        """Count one job out; returns its rows."""
+        """Count one job out, and return its rows."""
         usage, num_rows = self._usages[job.principal], job.num_rows
         usage.num_jobs -= 1
         usage.rows -= num_rows
@@ -259,7 +260,7 @@ class Gate:
         return num_rows
 
     def _begin(self, job: GenerateJob, now: float) -> None:
-        """The prompt of a Generate has been run: from here on it is a row for each branch, however long it goes on."""
+        """Count a Generate whose prompt has been run as one row for each branch, however long it continues."""
         usage = self._usages[job.principal]
         _refund(usage, job, now)
         usage.rows -= job.num_rows
@@ -278,14 +279,14 @@ class Gate:
         return usage
 
     def _sweep(self, now: float) -> None:
-        """Forget who is idle, each time there are twice as many as the last time left over."""
+        """Forget idle principals when there are twice as many principals as the last sweep left."""
         if len(self._usages) >= self._sweep_at:
             self._usages = {name: usage for name, usage in self._usages.items() if not usage.is_idle(now)}
             self._sweep_at = max(_MIN_SWEEP, 2 * len(self._usages))
 
 
 class _Rate:
-    """Something per second, over about the last second."""
+    """A rate per second, over about the last second."""
 
     def __init__(self) -> None:
         self._level = 0.0
@@ -297,18 +298,18 @@ class _Rate:
         self._at = now
 
     def wait_s(self, amount: int, now: float) -> float:
-        """Return how long ``amount`` takes at this rate, within bounds; a guess where nothing was finished lately."""
+        """Return how long ``amount`` takes at this rate, within bounds; a guess if nothing was finished recently."""
         rate = self._level * math.exp(min(0.0, self._at - now))
         return min(max(amount / rate, _MIN_RETRY_S), _MAX_RETRY_S) if rate > _MIN_RATE else _UNKNOWN_RETRY_S
 
 
 def _refund(usage: _Usage, job: QueuedJob[object], now: float) -> None:
-    """Give back what was charged for prompt tokens that were not run."""
+    """Return what was charged for prompt tokens that were not run."""
     if usage.debt and job.num_prompt_tokens:
         usage.settle(usage.rate, now)
         usage.debt = max(0.0, usage.debt - max(0, job.num_prompt_tokens - job.rows_run))
 
 
 def _is_last(outcome: Outcome) -> bool:
-    """Whether nothing more comes of the job."""
+    """Return whether the job has no further outcome."""
     return not isinstance(outcome, GenerateFrame | ForwardFrame) or outcome.is_last

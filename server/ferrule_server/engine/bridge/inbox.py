@@ -1,4 +1,4 @@
-"""Jobs on their way to the engine: lists that arrived together, in turn between principals.
+"""Jobs on their way to the engine: lists that arrived together; principals take turns.
 
 any thread --> put --> arrived (a queue) --> waiting, by principal --> next --> engine thread
 """
@@ -14,11 +14,11 @@ from typing import Final
 from ferrule_server.engine.jobs import Entry
 
 _TURN_NS: Final = 200_000
-"""Work on the jobs of one principal before the next one has its turn."""
+"""Work on the jobs of one principal before the next one gets its turn."""
 
 
 class _Waiting:
-    """The lists of one principal, and the time that those before them took beyond its turns."""
+    """The waiting lists of one principal, and by how much its earlier lists have exceeded its turns."""
 
     __slots__ = ("lists", "owed_ns")
 
@@ -28,13 +28,16 @@ class _Waiting:
 
 
 class Inbox:
-    """Lists of jobs; those of one principal come out in the order in which they were put in.
+    """Lists of jobs; the lists of one principal come out in the order in which they were put in.
 
-    A list is never divided: its jobs are judged in their order and share a step where they can. Principals take turns
-    by the time that their jobs take (deficit round robin: Shreedhar and Varghese, "Efficient fair queuing using deficit
-    round robin", 1995), so one that floods holds up others by one list.
+    A list is never divided: its jobs are judged in their order and share a step if they can. Principals take turns by
+    the time that their jobs take (deficit round robin: Shreedhar and Varghese, "Efficient fair queuing using deficit
+    round robin", 1995). So a principal that floods delays others by one list.
 
-    Invariant: ``_waiting`` has no empty queue; what was put in comes out once.
+    A list that arrives while no other waits is taken directly, and its time is charged to ``_unowed``, which is never
+    read.
+
+    Invariant: ``_waiting`` has no empty queue; each list that was put in comes out once.
     """
 
     def __init__(self) -> None:
@@ -45,20 +48,20 @@ class Inbox:
         self._current = self._unowed
 
     def put(self, entries: list[Entry] | None) -> None:
-        """Add jobs that arrived together, an empty list only to wake the engine, None to stop it; any thread."""
+        """Add jobs that arrived together, an empty list only to wake the engine, or None to stop it; any thread."""
         self._arrived.put(entries)
 
     def __len__(self) -> int:
-        """Return how many lists wait; from any thread, about."""
+        """Return how many lists wait; from any thread, approximate."""
         return self._arrived.qsize() + self._num_waiting
 
     # ---- engine thread ----------------------------------------------------------------------------------------------
 
     def next(self, patience_s: float) -> list[Entry] | None:
-        """Return the next list; None: the engine is to stop.
+        """Return the next list; None: the engine must stop.
 
         Args:
-            patience_s: How long to wait where there is none.
+            patience_s: How long to wait if there is none.
 
         Raises:
             queue.Empty: There is none.
@@ -81,11 +84,11 @@ class Inbox:
         self._current.owed_ns += work_ns
 
     def earliest_ns(self) -> int | None:
-        """Return when the first of the lists arrived that were left waiting; None: there are none."""
+        """Return when the oldest of the waiting lists was submitted; None: no list waits."""
         return min((each.lists[0][0][0].submitted_ns for each in self._waiting.values()), default=None)
 
     def drain(self) -> list[Entry]:
-        """Return the jobs of every list. Of an engine that is closed, from any thread: each job comes out once."""
+        """Return the jobs of every list of a closed engine, from any thread; each job comes out once."""
         entries: list[Entry] = []
         with contextlib.suppress(KeyError):  # another thread took the last one
             while self._waiting:

@@ -2,6 +2,6 @@
 
 drivers.py   holds all of them, takes their outcomes and enters their next appends
 generate.py  Generate: the decode loop, for one sequence or several branches
-stops.py     what ends a branch
-forward.py   Forward: all rows of some tokens, no sequence left behind
+stops.py     the conditions that end a branch
+forward.py   Forward: all rows of some tokens; no sequence is kept
 """

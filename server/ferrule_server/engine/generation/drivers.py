@@ -1,15 +1,16 @@
-"""Drivers: requests that are answered piece by piece, out of appends and forks that the engine makes itself.
+"""Drivers: requests that are answered piece by piece, by appends and forks that the engine enters itself.
 
-A driver lives on the engine thread. What it asks for goes through the lanes like anybody's, so leases, quotas, records
-and fairness are theirs; what comes of it is handed back right after the commit, so that its next append is in the
-next step::
+A driver lives on the engine thread. Its appends pass through the lanes like all others, so leases, quotas, records and
+fairness apply to them. Their outcomes are handed back right after the commit, so that the next append is in the next
+step::
 
-    lanes -- outcome --> collect    during a step, or at once where there is nothing to run
+    lanes -- outcome --> collect    during a step, or at once if there is nothing to run
                          turn       after each step: drivers take their outcomes and enter what comes next,
-                                    then each that has something to say gives one frame
+                                    then each that has news gives one frame
                                     +- no reader has room: the driver is parked until its window opens
 
-A parked driver has nothing in flight and so pins nothing: should its sequence end meanwhile, it goes on to hear why.
+A parked driver has nothing in flight and pins nothing. If its sequence ends meanwhile, it resumes in order to report
+why.
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.sequence_store import SequenceStore
 
 Why = Callable[[Handle | None], FerruleError]
-"""Makes the error with which everything ends, for what lies behind a handle."""
+"""Returns the error with which a driver or branch ends, given its handle."""
 
 
 class Driver(Protocol):
-    """One stream job on its way, between two frames."""
+    """One stream job in progress, between two frames."""
 
     @property
     def job(self) -> StreamJob[object]:
-        """What is asked."""
+        """The request."""
         ...
 
     @property
     def sink(self) -> Sink:
-        """Who asked."""
+        """Receives the frames."""
         ...
 
     @property
@@ -66,7 +67,7 @@ class Driver(Protocol):
         ...
 
     def take(self, branch: int, job: LaneJob[object], outcome: Outcome, /) -> None:
-        """Take what came of an append or a fork, and enter what comes next."""
+        """Take the outcome of an append or a fork, and enter what comes next."""
         ...
 
     def resume(self, ended: Collection[str] = (), /) -> None:
@@ -74,19 +75,19 @@ class Driver(Protocol):
         ...
 
     def end(self, why: Why) -> None:
-        """Give up what is not finished; nothing is entered any more, and the next frame is the last."""
+        """Give up all unfinished work; nothing more is entered, and the next frame is the last."""
         ...
 
     def next_frame(self) -> Outcome | None:
-        """Return what there is to say since the last time, None where there is nothing. Sets ``is_over``."""
+        """Return the news since the last frame, None if there is none. Sets ``is_over``."""
         ...
 
 
 class DriverSink:
-    """Where the outcomes of one branch of a driver go. Called on the engine thread, not on the event loop.
+    """Receives the outcomes of one branch of a driver. Called on the engine thread, not on the event loop.
 
     Attributes:
-        spent: The branch's append that was committed last, for :meth:`Drivers.enter_again`; None: it takes a new one.
+        spent: The branch's last committed append, for :meth:`Drivers.enter_again`; None: a new one must be made.
     """
 
     __slots__ = ("branch", "driver", "spent")
@@ -97,30 +98,30 @@ class DriverSink:
         self.spent: RunningAppend | None = None
 
     def deliver(self, job: Job[object], outcome: Outcome) -> None:
-        """Hand the outcome to the driver."""
+        """Pass the outcome to the driver."""
         self.driver.take(self.branch, job, outcome)  # type: ignore[arg-type]  # drivers enter no other jobs
 
     def flush(self) -> None:
-        """Nothing: frames are made at the end of the turn."""
+        """Do nothing: frames are made at the end of the turn."""
 
 
 class Drivers:
-    """The stream jobs under way.
+    """The stream jobs in progress.
 
-    Invariant: a driver is active from its start to its last frame, and each is given exactly one last frame or error;
-    one that is not parked has an append or a fork in the lanes, or its outcome waits here. If none is active, a turn
-    has nothing to do.
+    Invariant: a driver is active from its start to its last frame, and gives exactly one last frame or error; if it is
+    not parked, it has an append or a fork in the lanes, or an outcome that waits here. If none is active, a turn has
+    nothing to do.
 
     Args:
-        store: Tells the time and the model's name for sequences.
-        lanes: Where appends and forks go.
-        counters: Told how branches ended, and how long tokens took.
+        store: Gives the time, and resolves handles.
+        lanes: Receives appends and forks.
+        counters: Counts how branches ended, and how long tokens took.
         check_loop: Refuses a Generate whose request_id belongs to another request.
-        release: Gives a sequence back, whatever is in flight on it.
+        release: Releases a sequence, whatever is in flight on it.
         finish: Takes each frame or error.
 
     Attributes:
-        active: The drivers under way.
+        active: The drivers in progress.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class Drivers:
 
     @property
     def num_parked(self) -> int:
-        """Drivers that wait for their readers."""
+        """Number of drivers that wait for their readers."""
         return len(self._parked)
 
     @property
@@ -160,7 +161,7 @@ class Drivers:
     # ---- for the engine ---------------------------------------------------------------------------------------------
 
     def start(self, driver: Driver, at: float) -> None:
-        """Let a driver begin; leases are judged at ``at`` on the store's clock. One that raises has not begun."""
+        """Start a driver; leases are judged at ``at`` on the store's clock. A driver that raises has not begun."""
         self.active[driver] = None
         try:
             driver.begin(at)
@@ -169,12 +170,12 @@ class Drivers:
             raise
 
     def collect(self, job: LaneJob[object], sink: DriverSink, outcome: Outcome) -> None:
-        """Keep what came of an append or a fork for the next turn."""
+        """Keep the outcome of an append or a fork for the next turn."""
         if sink.driver in self.active:
             self._outcomes.append((sink, job, outcome))
 
     def wake(self) -> None:
-        """A window may have opened, or a caller may be gone: the next turn looks."""
+        """Make the next turn check for open windows and cancelled jobs."""
         self._is_woken = bool(self.active)
 
     def note_ended(self, handle_id: str) -> None:
@@ -186,7 +187,8 @@ class Drivers:
     def turn(self) -> None:
         """Let every driver take its outcomes and enter what comes next; then deliver a frame of each.
 
-        Who is cancelled ends after that, so that it knows what it has made; what it entered last is not run any more.
+        Cancelled drivers end after that, so that they know which sequences they have created; their last appends are
+        not run.
         """
         self._is_woken = False
         self._give_all()
@@ -203,7 +205,7 @@ class Drivers:
                 self._deliver(driver)
 
     def end_all(self, why: Why) -> None:
-        """End every driver; outcomes that wait are dropped."""
+        """End every driver; waiting outcomes are dropped."""
         self._outcomes.clear()
         for driver in list(self.active):
             self._end(driver, why)
@@ -222,11 +224,11 @@ class Drivers:
             self._outcomes.append((sink, job, fault(f"job failed kind={type(job).__name__}")))
 
     def enter_again(self, run: RunningAppend, sink: DriverSink) -> None:
-        """Enter the next append of a job whose last one is done, and which says by now what is next: as :meth:`enter`.
+        """Enter the next append of a job whose last one is done, like :meth:`enter`; the job has its next token.
 
         Args:
-            run: The last one, ``sink.spent``.
-            sink: Of its branch.
+            run: The last append, ``sink.spent``.
+            sink: The sink of its branch.
         """
         try:
             if self._lanes.enter_again(run, self._store.clock()):
@@ -241,11 +243,11 @@ class Drivers:
         self.enter(run.job, sink)
 
     def touch(self, driver: Driver) -> None:
-        """The driver has something to say at the end of this turn."""
+        """Record that the driver has news at the end of this turn."""
         self._touched[driver] = None
 
     def park(self, driver: Driver, handle: Handle) -> None:
-        """Let the driver go on when its window opens, or when the sequence of ``handle`` has ended."""
+        """Park the driver until its window opens or the sequence of ``handle`` has ended."""
         handle_id = handle.handle_id
         self._parked.setdefault(driver, set()).add(handle_id)
         try:
@@ -254,10 +256,10 @@ class Drivers:
             self.note_ended(handle_id)
 
     def seed_for(self, job: StreamJob[object]) -> int | None:
-        """Return what the job draws with: its own seed, or a new one; None where nothing is drawn.
+        """Return the seed that the job draws with: its own, or a new one; None if nothing is drawn.
 
-        With a request_id a new one is the same for the same request, so that a repeated one draws the same tokens: a
-        digest with a key of this run, which nobody can guess.
+        With a request_id the new seed is the same for equal requests, so that a repeated request draws the same tokens:
+        it is a digest with a secret key of this server run, so it cannot be guessed.
         """
         spec = job.output.spec
         if spec is None or spec.sample is None:
@@ -286,7 +288,7 @@ class Drivers:
                 self._end(sink.driver, lambda _, error=error: error)  # type: ignore[misc]
 
     def _unpark(self) -> None:
-        """Let drivers go on whose window is open, or whose sequence has ended."""
+        """Resume drivers whose window is open or whose sequence has ended."""
         ended, self._ended = self._ended, set()
         for driver, handle_ids in list(self._parked.items()):
             if driver.job.window.is_open or not ended.isdisjoint(handle_ids):
@@ -301,7 +303,7 @@ class Drivers:
             self._end(driver, lambda _: error)
 
     def _end(self, driver: Driver, why: Why) -> None:
-        """End a driver and hand over its last word; outcomes that still come are not its own any more."""
+        """End a driver and deliver its last frame; later outcomes are ignored."""
         self._parked.pop(driver, None)
         try:
             driver.end(why)
@@ -311,7 +313,7 @@ class Drivers:
             self._deliver(driver)
 
     def _deliver(self, driver: Driver) -> None:
-        """Hand over what the driver has to say; with its last word it leaves."""
+        """Deliver the news of the driver; after its last frame it leaves."""
         if driver not in self.active:
             return
         try:
@@ -331,7 +333,7 @@ class Drivers:
         self._finish(driver.job, driver.sink, error)
 
     def _leave(self, driver: Driver) -> None:
-        """Forget a driver that is over; what the last one leaves behind concerns nobody."""
+        """Forget a driver that is over; if it was the last one, its remaining outcomes are dropped."""
         del self.active[driver]
         if not self.active:
             self._outcomes.clear()
@@ -340,7 +342,7 @@ class Drivers:
 
 
 def seeded(output: OutputRequest, seed: int | None) -> OutputRequest:
-    """Return the same request, drawn with ``seed``; None: nothing is drawn."""
+    """Return the same request with the seed ``seed``; None: nothing is drawn."""
     spec = output.spec
     if seed is None or spec is None or spec.sample is None:
         return output

@@ -1,8 +1,8 @@
-"""Forward: all rows of some tokens, with no sequence left behind.
+"""Forward: all rows of some tokens; no sequence is kept.
 
-The tokens are run as appends to a hidden sequence, whose handle nobody is told. All its room is reserved with the first
-chunk, so what does not fit is refused before anything is sent; it is released with the last chunk, an error or a
-cancel, and by its lease should the reader stop reading.
+The tokens are run as appends to a hidden sequence, whose handle is never sent. The first chunk reserves all its room,
+so a request that does not fit is refused before anything is sent. The sequence is released with the last chunk, an
+error or a cancel, or by its lease if the reader stops reading.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from ferrule_server.kv.handle import Handle
 
 
 class ForwardPass:
-    """One Forward: see ``engine/generation/drivers.py`` for how it is driven.
+    """One Forward: ``engine/generation/drivers.py`` describes how it is driven.
 
     Invariant: ``_start`` tokens are committed; the hidden sequence lives exactly while ``_handle`` is set.
 
     Args:
-        job: What is asked. sink: who asked.
+        job: The request. sink: receives its frames.
         drivers: Enters its appends.
     """
 
@@ -61,7 +61,7 @@ class ForwardPass:
         self._enter(at, self.job.submitted_ns)
 
     def take(self, _: int, job: LaneJob[object], outcome: Outcome, /) -> None:
-        """Take the rows of a chunk, or an error, and go on."""
+        """Take the rows of a chunk, or an error, and continue."""
         self._drivers.touch(self)
         assert isinstance(job, AppendJob)
         self._in_flight = None
@@ -77,14 +77,14 @@ class ForwardPass:
         self._enter()
 
     def end(self, why: Why) -> None:
-        """Give up; what is in flight is dropped."""
+        """Give up; the append in flight is dropped."""
         if self._in_flight is not None:
             self._in_flight.is_cancelled = True
             self.job.rows_run += self._in_flight.rows_run
         self._fail(why(None))
 
     def next_frame(self) -> ForwardFrame | FerruleError | None:
-        """Return the rows of the chunk that came in, or the error that ends it."""
+        """Return the rows of the newest chunk, or the error that ends the request."""
         outcome, self._outcome = self._outcome, None
         return outcome
 
@@ -108,7 +108,7 @@ class ForwardPass:
         self._drivers.enter(self._in_flight, DriverSink(self, 0), at)
 
     def _output_of(self, stop: int) -> OutputRequest:
-        """Return what the chunk that ends before ``stop`` is asked for."""
+        """Return the output request of the chunk that ends before ``stop``."""
         tokens, output = self.job.token_ids, self._output
         is_last = stop == len(tokens)
         if output.spec is None:
@@ -122,7 +122,7 @@ class ForwardPass:
         return output
 
     def _advance(self, result: AppendResult) -> None:
-        """A chunk is committed: say so, and go on or end."""
+        """Give the rows of a committed chunk, and continue or end."""
         first, tokens = self._start, self.job.token_ids
         if not first:
             self._drivers.counters.timings.record_queue(result.timing.queue_ns)
@@ -142,7 +142,7 @@ class ForwardPass:
             self._drivers.park(self, result.handle)
 
     def _visible(self, rows: tuple[RowOutput, ...]) -> tuple[RowOutput, ...]:
-        """The rows without what was asked for on their behalf only."""
+        """Return the rows without hidden states that only the pooling needs."""
         asked = self.job.output.spec
         if asked is None:
             return ()
@@ -157,20 +157,20 @@ class ForwardPass:
         self._close()
 
     def _close(self) -> None:
-        """Nothing is run any more, and nothing is left of it."""
+        """End the request, and release the hidden sequence."""
         self.is_over = True
         if self._handle is not None:
             handle, self._handle = self._handle, None
             self._drivers.release(handle, self.job.principal)
 
     def _too_slow(self) -> SlowConsumer:
-        """The hidden sequence has expired, which happens only while the reader leaves no room."""
+        """Return the error for an expired hidden sequence: it can only expire while the reader leaves no room."""
         window = self.job.window
         return SlowConsumer(window.sent_bytes - window.taken_bytes, window.limit_bytes)
 
 
 class _Pool:
-    """Makes one vector of the hidden states of all rows, summed in float64."""
+    """Combines the hidden states of all rows into one vector, summed in float64."""
 
     __slots__ = ("_pooling", "_vector")
 
@@ -190,7 +190,7 @@ class _Pool:
         self._vector = total if self._vector is None else self._vector + total
 
     def mean_or_last(self, num_rows: int) -> Float32Array | None:
-        """Return the pooled vector, float32 [hidden_size]; None where none is wanted."""
+        """Return the pooled vector, float32 [hidden_size]; None if none is requested."""
         if self._vector is None:
             return None
         return (self._vector / (num_rows if self._pooling is Pooling.MEAN else 1)).astype(np.float32)

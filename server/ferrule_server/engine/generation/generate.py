@@ -1,12 +1,12 @@
 """Generation: the decode loop on the server, for one sequence or several branches of one.
 
-Each token is an append of its own, just as if a client sent it, so tokens, handles, records and leases are those of
+Each token is an append of its own, just as if a client sent it. So tokens, handles, records and leases are those of
 step-by-step decoding with the same seed::
 
     prefill (or query) -- t0 --> append [t0] -- t1 --> append [t1] -- ...        branch 0
         +- fork n-1 -- query, seed + i -- t0' --> append [t0'] -- ...            branch i
 
-Until a branch comes to the tip it walks over what is committed already: a repeated request, or one that goes on from a
+Before a branch reaches the tip, it passes over committed tokens: a repeated request, or one that continues from a
 handle behind the tip, is answered with replays as long as it draws the same tokens, and then by its ``on_stale``.
 """
 
@@ -46,16 +46,16 @@ _SEEDS: Final = 1 << 64
 
 @dataclass(eq=False, slots=True)
 class _Branch:
-    """One sequence that is being continued, and the token drawn last, which is not in it yet.
+    """One sequence that is being continued, and the last drawn token, which is not in it yet.
 
     Attributes:
         output: What each of its appends returns, drawn with ``seed``.
-        on_stale, request_id: Of its next append; once it is at the tip, FAIL and none.
-        handle: Covers everything before ``token``.
-        in_flight: Its append under way.
+        on_stale, request_id: Of its next append; once it is at the tip, FAIL and empty.
+        handle: Covers all tokens before ``token``.
+        in_flight: Its append in progress.
         rows: Drawn since the last frame.
-        drawn_ns: When the token was; 0: it says nothing of when the next one may be expected.
-        finish: Why it ended; None: it goes on. error: with Finish.ERROR.
+        drawn_ns: When the token was drawn; 0: the time to the next token is not measured.
+        finish: Why it ended; None: it continues. error: set with Finish.ERROR.
     """
 
     index: int
@@ -76,13 +76,13 @@ class _Branch:
 
 
 class Generation:
-    """One Generate: see ``engine/generation/drivers.py`` for how it is driven.
+    """One Generate: ``engine/generation/drivers.py`` describes how it is driven.
 
-    Invariant: a branch that goes on has an append in flight, is parked, or waits for the fork that makes it; the
-    ``_num_in_flight`` appends never bring more rows than the reader has room for, but for one.
+    Invariant: a branch that continues has an append in flight, is parked, or waits for the fork that creates it; the
+    ``_num_in_flight`` appends never return more rows than the reader has room for, except for one.
 
     Args:
-        job: What is asked. sink: who asked.
+        job: The request. sink: receives its frames.
         drivers: Enters its appends.
     """
 
@@ -112,7 +112,7 @@ class Generation:
         """Enter the prompt, or the query of the handle's last row.
 
         Raises:
-            RequestIdReused: Another request has made something with this request_id.
+            RequestIdReused: Another request has created something with this request_id.
         """
         job, branch = self.job, self._branches[0]
         self._drivers.check_loop(job, self._loop)
@@ -136,7 +136,7 @@ class Generation:
         self._drivers.enter(self._first, branch.sink, at)
 
     def take(self, branch: int, job: LaneJob[object], outcome: Outcome) -> None:
-        """Take a token, the forks, or an error, and go on."""
+        """Take a token, the forks, or an error, and continue."""
         self._drivers.touch(self)
         self._num_in_flight -= isinstance(job, AppendJob)
         if isinstance(outcome, AppendResult):
@@ -158,7 +158,7 @@ class Generation:
                 self._park(branch, branch.handle)
 
     def end(self, why: Why) -> None:
-        """Stop every branch that goes on. Where nobody has heard of any yet, the call itself fails."""
+        """Stop every branch that continues. Before the first frame, the call as a whole fails."""
         if self._fork is not None:
             self._fork.is_cancelled = True
         self._parked.clear()
@@ -173,7 +173,7 @@ class Generation:
                 self._finish(branch, Finish.ERROR, why(branch.handle))
 
     def next_frame(self) -> GenerateFrame | FerruleError | None:
-        """Return what the branches have drawn and how they ended since the last frame."""
+        """Return the tokens of the branches since the last frame, and how branches ended."""
         if self._error is not None:
             self._close()
             return self._error
@@ -212,7 +212,7 @@ class Generation:
             self._append(branch)
 
     def _settle(self, result: AppendResult) -> None:
-        """The prompt is committed: remember what the first frame says of it, and make the other branches."""
+        """Keep what the first frame reports of the committed prompt, and fork the other branches."""
         self._cached_tokens, self._is_replayed = result.cached_tokens, result.replayed
         if not result.replayed:
             self._timings.record_queue(result.timing.queue_ns)
@@ -244,7 +244,7 @@ class Generation:
             self._orphans += handles
 
     def _append(self, branch: _Branch) -> None:
-        """Append the token drawn last, or begin with a query, as soon as the reader has room."""
+        """Append the last drawn token, or begin with a query, as soon as the reader has room."""
         if self._has_room():
             self._enter(branch)
         else:
@@ -252,7 +252,7 @@ class Generation:
             self._park(branch, branch.handle)
 
     def _has_room(self) -> bool:
-        """Whether the reader has room for one more row besides those under way; for one at least."""
+        """Return whether the window is still open once the rows in flight have come."""
         window, job = self.job.window, self.job
         return window.sent_bytes + self._num_in_flight * job.row_bytes - window.taken_bytes < window.limit_bytes
 
@@ -288,7 +288,7 @@ class Generation:
     # ---- ends -------------------------------------------------------------------------------------------------------
 
     def _refuse(self, branch: _Branch, job: LaneJob[object], error: FerruleError) -> None:
-        """An append or the fork failed: before the first frame that is the call's own, later the branch's."""
+        """Handle a failed append or fork: before the first frame it fails the call, later only the branch."""
         if job is self._first or job is self._fork:
             self._fail(error)
         elif isinstance(error, ContextExceeded):
@@ -306,7 +306,7 @@ class Generation:
             self._touched.append(branch)
 
     def _fail(self, error: FerruleError) -> None:
-        """The call fails as a whole. What it made goes with it where nobody could ever find it."""
+        """Fail the call as a whole. Sequences that no client could find are released."""
         self._error = error
         orphans, self._orphans = self._orphans, []
         for handle in orphans:
@@ -354,5 +354,5 @@ def _branches_of(job: GenerateJob, driver: Generation, seed: int | None) -> list
 
 
 def _is_at_tip(job: LaneJob[object], result: AppendResult) -> bool:
-    """Whether the append was the sequence's last, so that nothing committed lies before the branch any more."""
+    """Return whether the append is the sequence's last one, so that the branch has reached the tip."""
     return isinstance(job, AppendJob) and bool(job.token_ids) and not result.replayed

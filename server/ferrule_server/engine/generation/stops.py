@@ -1,4 +1,4 @@
-"""Stops: what ends a branch of Generate, looked at token by token."""
+"""Stops: the conditions that end a branch of Generate, checked token by token."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ from ferrule_server.engine.jobs import Finish, StopRules, packed_ids
 
 
 class StopCheck:
-    """Looks at the tokens drawn for one branch, in order.
-
-    Args:
-        rules: What ends it.
-    """
+    """Checks each token of one branch against its stop rules, in order."""
 
     __slots__ = ("_drawn", "_eos_ids", "_num_left", "_sequences", "_text", "_token_ids")
 
@@ -24,11 +20,11 @@ class StopCheck:
 
     @property
     def is_next_last(self) -> bool:
-        """Whether the branch ends with the next token, whichever it is."""
+        """Whether the next token ends the branch, whichever it is."""
         return self._num_left == 1
 
     def after(self, token_id: int) -> Finish | None:
-        """Take the next token; returns why the branch ends with it, None where it goes on."""
+        """Take the next token, and return why the branch ends with it, None if it continues."""
         self._num_left -= 1
         if token_id in self._eos_ids:
             return Finish.EOS

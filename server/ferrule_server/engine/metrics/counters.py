@@ -1,4 +1,4 @@
-"""What the engine has done, counted where it happens; read by GetStatus without a lock."""
+"""Counters of the engine, written by the engine thread; GetStatus reads them without a lock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ferrule_server.kv.per_principal import PerPrincipal
 
 @dataclass(slots=True)
 class OwnCounters:
-    """What the engine has done for one principal; :class:`EngineCounters` describes the attributes."""
+    """Counters of one principal; :class:`EngineCounters` describes the attributes."""
 
     prefills: int = 0
     prefill_tokens: int = 0
@@ -40,28 +40,27 @@ class EngineCounters(OwnCounters):
     """Totals since start. Written by the engine thread alone; a reader may be one step behind.
 
     Attributes:
-        steps: Executor runs whose rows were used. step_ns: their summed duration, where two overlap counted once.
-        queued_steps: Steps put into the device's queue before the tokens they begin with were known; discarded_rows:
-            rows of those that nobody wanted in the end.
-        prefills: Appends finished that carried more than one token or a new prompt; prefill_tokens: their tokens;
-            prefill_ns: their summed ``run_ns``.
-            Tokens found in the prefix cache do not count.
-        decodes: Appends of one token finished, in branches too; decode_ns: their summed ``run_ns``.
-        verifies: Verifies finished; verify_ns: their summed ``run_ns``; draft_tokens: drafts they brought;
-            accepted_tokens: those that a rule accepted; verify_tokens: tokens appended by verifies.
-        queue_ns: Summed time that the appends above waited for their first steps.
+        steps: Executor runs whose rows were used. step_ns: sum of their durations, where overlaps count once.
+        queued_steps: Steps put into the device's queue before their first tokens were known; discarded_rows: rows of
+            these steps that were not used.
+        prefills: Finished appends with more than one token or a new prompt; prefill_tokens: their tokens, without those
+            from the prefix cache; prefill_ns: sum of their ``run_ns``.
+        decodes: Finished appends of one token, in branches too; decode_ns: sum of their ``run_ns``.
+        verifies: Finished verifies; verify_ns: sum of their ``run_ns``; draft_tokens: their drafts; accepted_tokens:
+            drafts accepted by a rule; verify_tokens: tokens appended by verifies.
+        queue_ns: Sum of the times that these appends waited for their first steps.
         queries: Rows run again without an append.
         replays: Appends and forks answered from what was committed before.
         recomputed: Replays whose rows had to be run again.
         joined: Jobs answered together with an equal one that was in flight.
         refused: Jobs refused by the engine thread, by reason (HANDLE_STALE among them).
-        generates: Generates begun. finished: branches of these that have ended, by how (``jobs.Finish``, or
-            ``cancelled`` where the caller has gone).
-        expired: Sequences freed because their lease ran out. released: Sequences given back.
+        generates: Generates begun. finished: their branches that have ended, by how (``jobs.Finish``, or ``cancelled``
+            if the caller has gone).
+        expired: Sequences freed because their lease ended. released: Sequences freed on request.
         last_step_rows: Rows of the newest step. last_step_seqs: its sequences. last_step_unix_ns: when it ended, by the
-            wall clock; 0 before the first. max_step_rows: the most seen in one step.
-        timings: How long things took.
-        own: What was done for each principal that was active lately.
+            wall clock; 0 before the first. max_step_rows: the most in any step.
+        timings: Histograms of durations.
+        own: The counters of each recently active principal.
     """
 
     steps: int = 0
@@ -85,7 +84,7 @@ class EngineCounters(OwnCounters):
     own: PerPrincipal[OwnCounters] = field(default_factory=lambda: PerPrincipal(OwnCounters))
 
     def copy(self) -> EngineCounters:
-        """Return a copy that goes on counting for nobody, without what is counted by principal; from any thread."""
+        """Return a copy that no longer changes, without the counters of principals; from any thread."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         values.update(refused=self.refused.copy(), finished=self.finished.copy(), timings=self.timings.copy())
         del values["own"]
@@ -97,7 +96,7 @@ class EngineCounters(OwnCounters):
             refused[reason] = refused.get(reason, 0) + 1
 
     def replay(self, principal: str) -> None:
-        """Count one append or fork of a principal that is answered from what was committed before."""
+        """Count one append or fork of a principal that is answered from committed data."""
         self.replays += 1
         self.own.of(principal).replays += 1
 
@@ -113,16 +112,16 @@ class EngineCounters(OwnCounters):
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """The engine at one moment, a value of its own. Figures that one step changes may be seen before and after it.
+    """A copy of the engine's state at one moment. Of figures that one step changes, some may be older than the step.
 
     Attributes:
         counters: A copy.
-        num_running: Appends with rows in the next step. num_waiting: jobs queued behind another on their sequence.
-        num_sequences: Live sequences. total_blocks, free_blocks: of the pool, the null block left out.
+        num_running: Appends with rows in the next step. num_waiting: jobs that wait for another on their sequence.
+        num_sequences: Live sequences. total_blocks, free_blocks: of the pool, without the null block.
         is_failed: True after a device was lost; nothing runs any more.
         refused_at_gate: Jobs refused before they reached the engine thread, by reason.
-        num_streams: Generates and Forwards under way. num_parked: of these, those that wait for their readers.
-        num_arrived: Requests and frames of streams that the engine thread has not taken up yet.
+        num_streams: Generates and Forwards in progress. num_parked: those of them that wait for their readers.
+        num_arrived: Requests and stream frames that the engine thread has not taken yet.
     """
 
     counters: EngineCounters
@@ -138,18 +137,18 @@ class EngineSnapshot:
     num_arrived: int = 0
 
     def refused(self) -> dict[str, int]:
-        """Return how many jobs were refused, by reason, wherever it happened."""
+        """Return how many jobs were refused, by reason, at the gate and on the engine thread."""
         return _sum(self.counters.refused, self.refused_at_gate)
 
 
 @dataclass(frozen=True, slots=True)
 class OwnFigures:
-    """What is told of the engine to a principal that may not see what others do.
+    """The figures of the engine for a principal that may not see those of others.
 
     Attributes:
         num_sequences: Its live sequences.
-        counters: What the engine has done for it.
-        kv: What is counted of its sequences.
+        counters: The engine's counters for it.
+        kv: The counters of its sequences.
         refused_at_gate: Its jobs refused before they reached the engine thread, by reason.
     """
 
@@ -159,7 +158,7 @@ class OwnFigures:
     refused_at_gate: Mapping[str, int] = field(default_factory=dict)
 
     def refused(self) -> dict[str, int]:
-        """Return how many of its jobs were refused, by reason, wherever it happened."""
+        """Return how many of its jobs were refused, by reason, at the gate and on the engine thread."""
         return _sum(self.counters.refused, self.refused_at_gate)
 
 

@@ -1,4 +1,4 @@
-"""Histograms light enough for the step loop: one thread observes, any thread reads, nobody takes a lock."""
+"""Histograms light enough for the step loop: one thread observes, any thread reads, without a lock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TIME_BOUNDS_S = (
     *(10e-3, 15e-3, 20e-3, 30e-3, 50e-3, 75e-3, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
     *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 30.0, 60.0),
 )
-"""Seconds, finest around 1 ms, where steps are: a change of a fifth there moves rows from one bucket to another."""
+"""Seconds, finest around 1 ms, where steps are: there a change of a fifth moves rows from one bucket to another."""
 
 COUNT_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 """Rows or sequences of a step."""
@@ -27,8 +27,9 @@ class HistogramReading:
 
     Attributes:
         bounds: Upper bounds of the buckets, ascending, each included in its bucket.
-        counts: Observations in each bucket, not those of lower ones; one more than bounds: what lies above them all.
-        sum: Of all observations, in the unit of the bounds.
+        counts: Observations in each bucket, without those of lower ones; the last count, one more than bounds, is of
+            those above all bounds.
+        sum: Sum of all observations, in the unit of the bounds.
     """
 
     bounds: tuple[float, ...]
@@ -37,11 +38,11 @@ class HistogramReading:
 
     @property
     def count(self) -> int:
-        """Observations in all."""
+        """Number of observations."""
         return sum(self.counts)
 
     def cumulative(self) -> list[int]:
-        """Return for each bound how many observations are at most that, and last how many there are."""
+        """Return for each bound how many observations are at most that, and last the total."""
         total, totals = 0, []
         for count in self.counts:
             total += count
@@ -50,13 +51,13 @@ class HistogramReading:
 
 
 class Histogram:
-    """Counts whole numbers by buckets. Observations are kept as they come, such as nanoseconds, and told in units.
+    """Counts integers by buckets. Observations may be in a finer unit, such as nanoseconds, than readings.
 
-    Invariant: each observation is in exactly one bucket, the first whose bound is not below it, or the last.
+    Invariant: each observation is in exactly one bucket: the first whose bound is not below it, or the last.
 
     Args:
-        bounds: Upper bounds in the unit that is told, ascending and above 0.
-        per_unit: How many of what is observed make one unit.
+        bounds: Upper bounds in the unit of readings, ascending and above 0.
+        per_unit: How many units of an observation make one unit of a reading.
 
     Raises:
         ValueError: The bounds do not ascend.
@@ -74,23 +75,23 @@ class Histogram:
         self._sum = 0
 
     def observe(self, value: int, times: int = 1) -> None:
-        """Count ``value``, ``times`` times; below 0 (clocks of two threads) is 0. One thread at a time."""
+        """Count ``value``, ``times`` times; negative ones (clocks of two threads) count as 0. One thread at a time."""
         if value < 0:  # noqa: PLR1730  (max would take a fifth of this method's time)
             value = 0
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
     def copy(self) -> Histogram:
-        """Return one with the same observations; from any thread, the sum at most one of them ahead or behind."""
+        """Return a histogram with the same observations; from any thread, its sum at most one observation off."""
         copied = copy(self)
         copied._counts = self._counts.copy()  # noqa: SLF001  (of its own class)
         return copied
 
     def read(self) -> HistogramReading:
-        """Return how it stands; from any thread, the sum at most one observation ahead or behind."""
+        """Return its current state; from any thread, the sum at most one observation off."""
         return HistogramReading(self.bounds, tuple(self._counts), self._sum / self._per_unit)
 
 
 def of_time(bounds_s: Iterable[float] = TIME_BOUNDS_S) -> Histogram:
-    """Return a histogram that observes nanoseconds and tells seconds."""
+    """Return a histogram that observes nanoseconds and reads in seconds."""
     return Histogram(bounds_s, NS_PER_S)

@@ -1,10 +1,10 @@
-"""How long things took: histograms of steps, queues and tokens, observed on the engine thread.
+"""Timings: histograms of steps, queues and tokens, observed on the engine thread.
 
-What comes once per step is observed as it comes. What comes once per row is noted by the moment that it is measured
-from, and observed in bulk when the step's tokens have been dealt out, since rows that began together waited together::
+Values that occur once per step are observed at once. Values that occur once per row are noted by their starting time,
+and observed in bulk after the tokens of the step have been handed out, since rows that began together waited together::
 
     step ends --> answers: appends by their submission   --+
-    turn      --> draws:   tokens by the token before them +--> settle: one observation for each moment
+    turn      --> draws:   tokens by the token before them +--> settle: one observation for each time
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ _HISTOGRAMS: Final = ("step", "step_rows", "step_sequences", "queue", "first_tok
 
 
 class EngineTimings:
-    """What the engine measures of itself. Written by the engine thread alone; read from any, at most a step behind.
+    """Durations in the engine. Written by the engine thread alone; read from any thread, at most a step behind.
 
-    All of them leave out what took no step: answers from a record, jobs that joined another, refusals.
+    All of them leave out jobs that needed no step: answers from a record, jobs that joined another, refusals.
 
     Attributes:
-        step: Nanoseconds of each step on the executor, where two overlap counted once. step_rows: its rows.
-            step_sequences: its sequences.
-        queue: From submission to the start of the first step: of each append that a client asked for, each Generate and
-            each Forward; not of what the engine enters for these.
+        step: Nanoseconds of each step on the executor, where overlaps count once. step_rows: its rows. step_sequences:
+            its sequences.
+        queue: From submission to the start of the first step: of each append that a client requested, each Generate and
+            each Forward; not of the appends that the engine enters for these.
         first_token: From submission to the end of the step that gave the first token of a Generate, or the output of a
-            prompt: a new sequence, or an append of more than one token, with rows that come back.
-        inter_token: Between the ends of the steps that gave two tokens of one branch of a Generate, one behind the
-            other. Left out is a token that came after a wait for the reader.
-        decode: From submission to the end of the last step: of each append of one token that a client asked for, and
-            of each verify. What the client and the wire take in between is not in it.
+            prompt: a new sequence, or an append of more than one token, with rows that are returned.
+        inter_token: Between the ends of the steps that gave two consecutive tokens of one branch of a Generate. A token
+            after a wait for the reader is left out.
+        decode: From submission to the end of the last step: of each append of one token that a client requested, and of
+            each verify. The time that the client and the wire take in between is not included.
         step_end_ns: When the newest step ended, on the monotonic clock.
         num_left_out: Appends in flight that had no row in the newest step.
     """
@@ -68,11 +68,11 @@ class EngineTimings:
         self._draws: dict[int, int] = {}
 
     def __iter__(self) -> Iterator[tuple[str, HistogramReading]]:
-        """Return each histogram as it stands, by its attribute's name; from any thread."""
+        """Return the current reading of each histogram, by its attribute's name; from any thread."""
         return ((name, getattr(self, name).read()) for name in _HISTOGRAMS)
 
     def copy(self) -> EngineTimings:
-        """Return what was observed so far, without what is noted and not observed yet; from any thread."""
+        """Return a copy of the observations so far, without those that are only noted; from any thread."""
         copied = copy(self)
         for name in _HISTOGRAMS:
             setattr(copied, name, getattr(self, name).copy())
@@ -112,7 +112,7 @@ class EngineTimings:
         return self.step_end_ns
 
     def settle(self) -> None:
-        """Observe what was noted since the newest step, before there is another."""
+        """Observe what was noted since the newest step, before the next one."""
         if self._queues:
             for queue_ns, times in self._queues.items():
                 self.queue.observe(queue_ns, times)

@@ -1,4 +1,4 @@
-"""Views: the job that looks at everything at once, and what it sees; ``viewer`` takes them.
+"""Views: the data of a server view; ``viewer.py`` takes them.
 
 A view shares nothing with the engine that can change.
 """
@@ -20,9 +20,9 @@ class SequenceSeen:
     Attributes:
         handle_id, parent_handle_id, principal, length, reserved_length, ttl_s, is_appending: As in
             :class:`~ferrule_server.kv.sequence.Sequence`.
-        block_ids: Its table, a copy; with the view's refcounts it says what is shared.
-        num_spares: Blocks it holds besides.
-        expires_in_s: Left of its lease, not below 0. age_s: since it was made.
+        block_ids: A copy of its table; the view's refcounts show which blocks are shared.
+        num_spares: Blocks that it holds besides.
+        expires_in_s: Seconds left of its lease, at least 0. age_s: since it was created.
         num_pending: Jobs in flight or waiting on it.
     """
 
@@ -42,13 +42,13 @@ class SequenceSeen:
 
 @dataclass(slots=True)
 class PrincipalSeen:
-    """One principal: what it holds, what it waits for, and the sums over its appends.
+    """One principal: what it holds, its unfinished jobs, and the sums over its appends.
 
     Attributes:
         num_sequences, num_blocks: Live sequences, and the blocks that they hold.
         num_jobs, num_rows: Jobs in the queue or in flight, and their rows.
-        num_appends: Appends committed. num_tokens: their tokens, those from the prefix cache left out.
-        queue_ns: Time that the appends waited for their first steps. run_ns: run time of the steps they had rows in.
+        num_appends: Appends committed. num_tokens: their tokens, without those from the prefix cache.
+        queue_ns: Time that the appends waited for their first steps. run_ns: run time of the steps with rows of them.
     """
 
     name: str
@@ -67,15 +67,15 @@ class View:
     """The server between two steps.
 
     Attributes:
-        at_s: When, on ``time.monotonic``. unix_ns: the same by the wall clock.
+        at_s: Time of the view on ``time.monotonic``. unix_ns: the same by the wall clock.
         snapshot: The engine's figures.
-        timings: What :class:`~.timings.EngineTimings` has measured, by the names of its histograms.
-        kv: What the pool counts.
+        timings: The readings of :class:`~.timings.EngineTimings`, by the names of its histograms.
+        kv: The counters of the pool.
         refcounts: Owners of each block, the null block at index 0; the view's own copy.
-        is_cached: A byte for each block, 1 where only the prefix cache holds it.
-        sequences: Those whose lease ends soonest, in that order.
+        is_cached: A byte for each block, 1 if only the prefix cache holds it.
+        sequences: Those whose leases end soonest, in that order.
         principals: The most recently active first.
-        num_principals: Known ones, also those not listed. num_jobs: accepted and not finished, of everybody.
+        num_principals: Known principals, including those not listed. num_jobs: accepted and unfinished jobs of all.
     """
 
     at_s: float

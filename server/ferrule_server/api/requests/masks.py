@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ferrule.v1 import policy_pb2
+from ferrule_server.api.requests.fields import id_array
 from ferrule_server.engine.masks import MaskRegistry, make_mask
-from ferrule_server.errors import InvalidRequest, TokenOutOfVocab
+from ferrule_server.errors import InvalidRequest
 from ferrule_server.executor.base import TokenMask
 
 
@@ -58,12 +59,8 @@ class MaskReader:
     def _listed(self, token_ids: Sequence[int], path: str) -> TokenMask:
         if len(token_ids) > self._vocab_size:
             raise InvalidRequest(path, f"has {len(token_ids)} entries, the vocabulary has {self._vocab_size} tokens")
-        ids = np.fromiter(token_ids, np.int64, len(token_ids))
-        if (out := np.flatnonzero(ids >= self._vocab_size)).size:
-            index = int(out[0])
-            raise TokenOutOfVocab(f"{path}[{index}]", int(ids[index]), self._vocab_size)
         allowed = np.zeros(self._vocab_size, np.bool_)
-        allowed[ids] = True
+        allowed[id_array(token_ids, self._vocab_size, path)] = True
         return self._mask(np.packbits(allowed, bitorder="little"), path)
 
     def _mask(self, bits: npt.NDArray[np.uint8], path: str) -> TokenMask:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ferrule.v1 import policy_pb2, types_pb2
-from ferrule_server.api.requests.fields import FieldReader, check_count
+from ferrule_server.api.requests.fields import WIRE_TYPES, FieldReader, check_count
 from ferrule_server.api.requests.masks import MaskReader
 from ferrule_server.engine.jobs import OutputRequest
 from ferrule_server.errors import InvalidRequest, TokenOutOfVocab
@@ -23,13 +23,6 @@ _MAX_REMEMBERED: Final = 512
 _MAX_REMEMBERED_BYTES: Final = 128
 _ROW_OVERHEAD_BYTES: Final = 40
 _FLOAT_BYTES: Final = 4
-
-LOGITS_ITEM_BYTES: Final[Mapping[int, int]] = {
-    types_pb2.DATA_TYPE_FLOAT32: 4,
-    types_pb2.DATA_TYPE_BFLOAT16: 2,
-    types_pb2.DATA_TYPE_FLOAT16: 2,
-}
-"""The element types of logits on the wire, and their sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +109,7 @@ class PolicyReader:
             hidden_state=policy.hidden_state,
         )
         dtype = policy.full_logits.dtype or types_pb2.DATA_TYPE_FLOAT32
-        if dtype not in LOGITS_ITEM_BYTES:
+        if dtype not in WIRE_TYPES:
             raise InvalidRequest(f"{path}.full_logits.dtype", f"{dtype} is not FLOAT32, BFLOAT16 or FLOAT16")
         is_seeded = spec.sample is None or policy.sample.HasField("seed")
         output = OutputRequest(spec, all_positions, is_seeded, policy.target_logprobs)
@@ -197,7 +190,7 @@ class PolicyReader:
         num_bytes = _ROW_OVERHEAD_BYTES + _FLOAT_BYTES * len(spec.logprob_ids)
         num_bytes += (_FLOAT_BYTES + self._id_bytes) * spec.num_top_logprobs
         if spec.full_logits:
-            num_bytes += self._vocab_size * LOGITS_ITEM_BYTES[dtype]
+            num_bytes += self._vocab_size * WIRE_TYPES[dtype].itemsize
         if spec.hidden_state:
             num_bytes += self._hidden_size * _FLOAT_BYTES
         return num_bytes

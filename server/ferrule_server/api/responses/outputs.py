@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +11,7 @@ import numpy.typing as npt
 from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, types_pb2
 from ferrule_server.api.receiving.turns import Turns
 from ferrule_server.api.requests.caches import page_token
+from ferrule_server.api.requests.fields import WIRE_TYPES
 from ferrule_server.api.requests.planned import PlannedAppend
 from ferrule_server.api.requests.policy import OutputPlan
 from ferrule_server.api.responses.times import duration, from_now
@@ -21,10 +21,6 @@ from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import Float32Array, OutputSpec, RowOutput
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.reserved_slots import SlotReservation
-
-_LITTLE_ENDIAN_FLOAT32: Final = np.dtype("<f4")
-_LITTLE_ENDIAN_FLOAT16: Final = np.dtype("<f2")
-_LITTLE_ENDIAN_UINT16: Final = np.dtype("<u2")
 
 AppendOutput = (
     executor_pb2.PrefillOutput | executor_pb2.DecodeOutput | executor_pb2.UnifiedOutput | executor_pb2.VerifyOutput
@@ -226,19 +222,15 @@ def _fill_tensor(tensor: types_pb2.Tensor, rows: Sequence[Float32Array], dtype: 
 
 def encoded(row: Float32Array, dtype: int) -> bytes:
     """Return the bytes of one row in a wire type, little-endian."""
-    if dtype == types_pb2.DATA_TYPE_FLOAT32:
-        return row.astype(_LITTLE_ENDIAN_FLOAT32, copy=False).tobytes()
-    if dtype == types_pb2.DATA_TYPE_FLOAT16:
-        with np.errstate(over="ignore"):  # above 65504 a float16 is infinite: the caller has chosen the type
-            return row.astype(_LITTLE_ENDIAN_FLOAT16).tobytes()
-    return _to_bfloat16(row).tobytes()
+    values = _bfloat16_bits(row) if dtype == types_pb2.DATA_TYPE_BFLOAT16 else row
+    with np.errstate(over="ignore"):  # above 65504 a float16 is infinite: the caller has chosen the type
+        return values.astype(WIRE_TYPES[dtype], copy=False).tobytes()
 
 
-def _to_bfloat16(row: Float32Array) -> npt.NDArray[np.uint16]:
-    """Return finite float32 values rounded to the nearest bfloat16, ties to even, as uint16 bit patterns."""
+def _bfloat16_bits(row: Float32Array) -> npt.NDArray[np.uint32]:
+    """Return finite float32 values rounded to the nearest bfloat16, ties to even, as its bits."""
     bits = row.view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return rounded.astype(_LITTLE_ENDIAN_UINT16)
+    return (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
 
 
 def _lease(lease: Lease) -> cache_pb2.Lease:

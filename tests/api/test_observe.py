@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ferrule.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, executor_pb2, policy_pb2
 from ferrule_server.api.limits import ApiLimits
-from ferrule_server.api.rpc.intake import Intake, Method
+from ferrule_server.api.rpc.intake import Intake, request_class
 from ferrule_server.api.rpc.observe import Call, current_call
 from ferrule_server.api.rpc.state import ServerState
 from ferrule_server.api.security.auth import TokenAccess
@@ -164,7 +164,7 @@ def test_a_stream_whose_read_ends_before_its_cancellation_is_cancelled() -> None
     """It has not half-closed, and must not end as if it had."""
     state = ServerState("test", "0", "0", ApiLimits())
     intake = Intake(state)
-    method = Method("ferrule.v1.ModelExecutorService.StreamDecode")
+    method = request_class("ferrule.v1.ModelExecutorService.StreamDecode")
 
     async def read_all() -> None:
         context: Any = _HungUp(asyncio.current_task())

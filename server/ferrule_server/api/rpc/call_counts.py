@@ -25,8 +25,6 @@ class CallCounts:
     those of ``errors.py``.
     """
 
-    __slots__ = ("_ended", "_in_flight", "_refused_items", "_seconds")
-
     def __init__(self) -> None:
         self._in_flight: Counter[str] = Counter()
         self._ended: Counter[tuple[str, str, str]] = Counter()

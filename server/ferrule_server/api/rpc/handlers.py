@@ -20,15 +20,16 @@ from types import MappingProxyType
 from typing import Any, Final, cast
 
 import grpc
+from google.protobuf.message import Message
 
 from ferrule_server.api.receiving.turns import metered, take_turns
 from ferrule_server.api.rpc.calls import CallEnded, Context, abort, refuse
-from ferrule_server.api.rpc.intake import CALL_NS, Intake, Method
+from ferrule_server.api.rpc.intake import CALL_NS, Intake, request_class
 from ferrule_server.api.rpc.observe import Call, Observer
 from ferrule_server.api.rpc.state import ServerState
 from ferrule_server.api.rpc.status import fault_of
 from ferrule_server.api.security.auth import Access
-from ferrule_server.api.security.principal import ADMIN, ANYBODY, Caller, enter
+from ferrule_server.api.security.principal import ADMIN, ANYBODY, Caller, caller_of, enter
 from ferrule_server.errors import CallElsewhere, FerruleError
 
 OPEN_SERVICES: Final = frozenset({"grpc.health.v1.Health"})
@@ -99,12 +100,11 @@ class _Guard:
 
     def handler(self, handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
         """Return a handler that guards another one; Any: the stubs do not know that it is a named tuple."""
-        method = Method(f"{self.service}.{self.name}")
-        if handler.request_streaming and inspect.isasyncgenfunction(handler.stream_stream):
-            generator = self._guard_generator(handler.stream_stream, method)
-            return grpc.stream_stream_rpc_method_handler(generator, None, handler.response_serializer)
+        kind = request_class(f"{self.service}.{self.name}")
         behavior = handler.unary_unary or handler.unary_stream or handler.stream_stream
-        receive = functools.partial(self._frames if handler.request_streaming else self.registrar.intake.one, method)
+        if inspect.isasyncgenfunction(behavior):
+            behavior = _writing(behavior)
+        receive = functools.partial(self._frames if handler.request_streaming else self.registrar.intake.one, kind)
         if handler.response_streaming:
             guarded = self._guard(behavior, receive, None)
             return grpc.stream_stream_rpc_method_handler(guarded, None, handler.response_serializer)
@@ -140,7 +140,7 @@ class _Guard:
 
         async def served(context: Context) -> bytes | grpc.Status | None:
             try:
-                with self._watch(context) as call:
+                with Call(self.service, self.name, context, self.registrar.observers) as call:
                     return await metered(serve(call, context), intake.turns.shares)
             except CallEnded as ended:
                 return ended.status
@@ -176,31 +176,6 @@ class _Guard:
         finally:
             state.num_active -= is_unary
 
-    def _guard_generator(self, behavior: Callable[..., AsyncIterator[object]], method: Method) -> Any:
-        """Return the same for a method from another library that yields its replies: reflection.
-
-        The caller is checked again before each reply.
-        """
-
-        @functools.wraps(behavior)
-        async def guarded(_requests: object, context: Context) -> AsyncIterator[object]:
-            try:
-                with self._watch(context) as call:
-                    caller = await self._admit(call, context)
-                    try:
-                        async for reply in behavior(self.registrar.intake.frames(method, context, caller), context):
-                            caller.check()
-                            yield reply
-                    except FerruleError as error:
-                        refuse(context, call.rpc, error)
-            except CallEnded as ended:
-                await context.abort_with_status(ended.status)
-
-        return guarded
-
-    def _watch(self, context: Context) -> Call:
-        return Call(self.service, self.name, context, self.registrar.observers)
-
     async def _admit(self, call: Call, context: Context) -> Caller:
         """Return the caller, by the metadata alone; a call that is refused ends here."""
         intake = self.registrar.intake
@@ -220,16 +195,32 @@ class _Guard:
         try:
             if not is_open:
                 _check_instance(call, self.registrar.state.instance)
-                intake.count_call(caller)
+                intake.rates.admit(caller.principal)
             if (role := ROLES.get(self.service)) is not None:
                 caller.require(role)
         except FerruleError as error:
             refuse(context, call.rpc, error)
         return caller
 
-    async def _frames(self, method: Method, context: Context, caller: Caller) -> tuple[object, int]:
+    async def _frames(self, kind: type[Message], context: Context, caller: Caller) -> tuple[object, int]:
         """Return an iterator over the requests of a call; each holds its own bytes."""
-        return self.registrar.intake.frames(method, context, caller), 0
+        return self.registrar.intake.frames(kind, context, caller), 0
+
+
+def _writing(generator: Callable[..., AsyncIterator[object]]) -> _Behavior:
+    """Return a method that writes the replies that a method from another library yields, such as reflection.
+
+    The caller is checked again before each reply.
+    """
+
+    @functools.wraps(generator)
+    async def behavior(requests: object, context: Context) -> None:
+        caller = caller_of(context)
+        async for reply in generator(requests, context):
+            caller.check()
+            await context.write(reply)
+
+    return behavior
 
 
 def _check_instance(call: Call, instance: str) -> None:

@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import grpc
 from google.protobuf import descriptor_pool, message_factory
-from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 
 from ferrule_server.api.receiving.bounds import SLACK_BYTES, ModelSizes, request_bound
@@ -39,27 +38,9 @@ _MAX_PARKED_STRANGERS: Final = 256
 """Most calls to be refused for their credentials that wait for their turn; each may hold a flow-control window."""
 
 
-class Method:
-    """The requests of one method.
-
-    Args:
-        name: Full name, such as ``ferrule.v1.ModelExecutorService.Prefill``.
-
-    Attributes:
-        request: Type of its requests.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.request: Descriptor = descriptor_pool.Default().FindMethodByName(name).input_type
-        self._message_class = message_factory.GetMessageClass(self.request)
-
-    def new_request(self) -> Message:
-        """Return an empty request."""
-        return self._message_class()
-
-    def malformed(self) -> InvalidRequest:
-        """Return the error for bytes that are not such a request."""
-        return InvalidRequest("request", f"is not a valid {self.request.full_name} message")
+def request_class(method: str) -> type[Message]:
+    """Return the type of the requests of a method, by its full name: ``ferrule.v1.ModelExecutorService.Prefill``."""
+    return message_factory.GetMessageClass(descriptor_pool.Default().FindMethodByName(method).input_type)
 
 
 class Intake:
@@ -70,19 +51,20 @@ class Intake:
 
     Attributes:
         turns: The turns of the principals.
+        rates: Their quotas of calls and bytes.
         strangers: Logs the calls whose credentials are refused.
     """
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
         self.turns = TurnTaker(state.shares)
-        self._rates = CallRates(state.limits_of)
+        self.rates = CallRates(state.limits_of)
         limits = state.limits
         self._budget = ReceiveBudget(limits.max_receiving_bytes, limits.max_request_bytes, limits.message_timeout_s)
         self._large = asyncio.Lock()
         self._probes = ProbeBudget(min(PROBE_TIMEOUT_S, limits.message_timeout_s))
         self.strangers = StrangerLog()
-        self._bounds: dict[str, int] = {}
+        self._bounds: dict[type[Message], int] = {}
 
     async def refuse_in_turn(self, peer: str) -> None:
         """Wait until a stranger may be refused: floods of strangers take turns with all principals."""
@@ -91,31 +73,23 @@ class Intake:
         if self.turns.num_waiting(ANYBODY) < _MAX_PARKED_STRANGERS:
             await self.turns.turn(ANYBODY, peer)
 
-    def count_call(self, caller: Caller) -> None:
-        """Count a call.
-
-        Raises:
-            QuotaExceeded: The principal has made too many calls, or sent too many bytes.
-        """
-        self._rates.admit(caller.principal)
-
-    async def one(self, method: Method, context: Context, caller: Caller) -> tuple[Message, int]:
+    async def one(self, kind: type[Message], context: Context, caller: Caller) -> tuple[Message, int]:
         """Return the one request of a call, and the bytes to give back when the call has ended.
 
         Raises:
             InvalidRequest: There is no request, or it is malformed.
-            RequestTooLarge: The request is larger than any useful one of the method.
+            RequestTooLarge: The request is larger than any useful one of its kind.
             RequestTimeout: The request did not arrive in time.
             QueueFull: Too many strangers wait.
         """
         if caller.principal == ANYBODY:
-            return await self._probe(method, context)
+            return await self._probe(kind, context)
         principal = caller.principal
         data = await _present(await self._budget.read(principal, partial(_read, context)))
-        self._rates.charge_bytes(principal, len(data))
+        self.rates.charge_bytes(principal, len(data))
         held_bytes = len(data)
         try:
-            request, kept_bytes = await self._parse(method, data, principal)
+            request, kept_bytes = await self._parse(kind, data, principal)
             self._budget.resize(principal, held_bytes, kept_bytes)
             held_bytes = 0
         finally:
@@ -126,7 +100,7 @@ class Intake:
         """Give back the bytes that the request of a call has held."""
         self._budget.resize(caller.principal, held_bytes, 0)
 
-    async def frames(self, method: Method, context: Context, caller: Caller) -> AsyncIterator[Message]:
+    async def frames(self, kind: type[Message], context: Context, caller: Caller) -> AsyncIterator[Message]:
         """Yield the requests of a stream, as long as its credentials are valid.
 
         A principal that sends more bytes than its quota allows is read more slowly.
@@ -137,39 +111,39 @@ class Intake:
         """
         while (data := await context.read()) is not grpc.aio.EOF:
             caller.check()
-            self._rates.charge_bytes(caller.principal, len(data))
-            if (delay_s := self._rates.delay_s(caller.principal)) > 0.0:
+            self.rates.charge_bytes(caller.principal, len(data))
+            if (delay_s := self.rates.delay_s(caller.principal)) > 0.0:
                 await asyncio.sleep(delay_s)
             if len(data) <= PIECE_BYTES:
-                yield (await self._parse(method, data, caller.principal))[0]
+                yield (await self._parse(kind, data, caller.principal))[0]
                 continue
-            async for request in self._large_frame(method, data, caller.principal):
+            async for request in self._large_frame(kind, data, caller.principal):
                 yield request
         await asyncio.sleep(_CANCEL_S)
 
-    async def _large_frame(self, method: Method, data: bytes, principal: str) -> AsyncIterator[Message]:
+    async def _large_frame(self, kind: type[Message], data: bytes, principal: str) -> AsyncIterator[Message]:
         """Yield one large request of a stream, which holds room until the next one is read."""
         await self._budget.acquire(principal)
         held_bytes = self._state.limits.max_request_bytes
         try:
-            request, kept_bytes = await self._parse(method, data, principal)
+            request, kept_bytes = await self._parse(kind, data, principal)
             self._budget.resize(principal, held_bytes, kept_bytes)
             held_bytes = kept_bytes
             yield request
         finally:
             self._budget.resize(principal, held_bytes, 0)
 
-    async def _probe(self, method: Method, context: Context) -> tuple[Message, int]:
+    async def _probe(self, kind: type[Message], context: Context) -> tuple[Message, int]:
         peer = context.peer()
         data = await _present(await self._probes.read(peer, partial(_read, context)))
-        return await self._parse(method, data, ANYBODY, peer)
+        return await self._parse(kind, data, ANYBODY, peer)
 
-    async def _parse(self, method: Method, data: bytes, principal: str, flow: str = "") -> tuple[Message, int]:
+    async def _parse(self, kind: type[Message], data: bytes, principal: str, flow: str = "") -> tuple[Message, int]:
         """Return a request, and the memory that it takes beyond its bytes, or 0 if that is little."""
-        if len(data) > SLACK_BYTES and len(data) > (limit := self._bound(method)):
+        if len(data) > SLACK_BYTES and len(data) > (limit := self._bound(kind)):
             raise RequestTooLarge(len(data), limit)
         await self.turns.turn(principal, flow)
-        request = method.new_request()
+        request = kind()
         try:
             if len(data) <= PIECE_BYTES:
                 num_messages = await parse(request, data)
@@ -178,20 +152,20 @@ class Intake:
                     await self._budget.settled()
                     num_messages = await parse(request, data)
         except DecodeError:
-            raise method.malformed() from None
+            raise InvalidRequest("request", f"is not a valid {kind.DESCRIPTOR.full_name} message") from None
         return request, MESSAGE_BYTES * num_messages if num_messages > _FEW_MESSAGES else 0
 
-    def _bound(self, method: Method) -> int:
-        """Return the largest request of a method; while the model is loading only gRPC's own limit is known."""
-        name = method.request.full_name
-        bound = self._bounds.get(name)
+    def _bound(self, kind: type[Message]) -> int:
+        """Return the largest request of a kind; while the model is loading only gRPC's own limit is known."""
+        bound = self._bounds.get(kind)
         if bound is None:
             serving = self._state.serving
             if serving is None:
                 return self._state.limits.max_request_bytes
             model = serving.engine.info.model
             sizes = ModelSizes(model.config.vocab_size, model.max_context, serving.max_step_rows)
-            bound = self._bounds[name] = request_bound(method.request, self._state.limits, sizes)
+            descriptor: Any = kind.DESCRIPTOR  # there are two descriptor classes
+            bound = self._bounds[kind] = request_bound(descriptor, self._state.limits, sizes)
         return bound
 
 

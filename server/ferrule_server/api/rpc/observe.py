@@ -16,6 +16,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, Protocol
 
@@ -65,18 +66,17 @@ class Trace(Protocol):
         ...
 
 
+@dataclass(eq=False, slots=True)
 class Call:
     """One call under way; entered around all code that serves it.
 
     Invariant: each observer whose ``begin`` was called has its ``end`` called once.
 
-    Args:
+    Attributes:
         service: Full name, such as ``ferrule.v1.ModelExecutorService``.
         rpc: Name of the method.
-        context: The context that gRPC gives the method.
-        observers: See the call.
-
-    Attributes:
+        _context: The context that gRPC gives the method.
+        _observers: See the call.
         caller: The caller; None until admission, and if admission refused the call.
         trace: Its span; None if no observer traces it.
         begin_ns: When it began, on the monotonic clock.
@@ -86,34 +86,18 @@ class Call:
         reason: The reason in our ErrorInfo; empty for OK, and for errors that are not ours.
     """
 
-    __slots__ = (
-        "_context",
-        "_handle",
-        "_handle_id",
-        "_observers",
-        "begin_ns",
-        "caller",
-        "code",
-        "end_ns",
-        "reason",
-        "rpc",
-        "service",
-        "trace",
-    )
-
-    def __init__(self, service: str, rpc: str, context: Context, observers: Sequence[Observer] = ()) -> None:
-        self.service = service
-        self.rpc = rpc
-        self._context = context
-        self._observers = observers
-        self.caller: Caller | None = None
-        self.trace: Trace | None = None
-        self._handle: Handle | None = None
-        self._handle_id = ""
-        self.begin_ns = time.monotonic_ns()
-        self.end_ns = 0
-        self.code: grpc.StatusCode | None = None
-        self.reason = ""
+    service: str
+    rpc: str
+    _context: Context
+    _observers: Sequence[Observer] = ()
+    caller: Caller | None = None
+    trace: Trace | None = None
+    _handle: Handle | None = None
+    _handle_id: str = ""
+    begin_ns: int = field(default_factory=time.monotonic_ns)
+    end_ns: int = 0
+    code: grpc.StatusCode | None = None
+    reason: str = ""
 
     def __enter__(self) -> Call:
         _CALL.set(self)

@@ -119,18 +119,6 @@ class CallTrace:
         span_id: The span id in hexadecimal.
     """
 
-    __slots__ = (
-        "_last",
-        "_num_runs",
-        "_num_steps",
-        "_offset_ns",
-        "_queue_ns",
-        "_run_ns",
-        "_span",
-        "span_id",
-        "trace_id",
-    )
-
     def __init__(self, span: Span, offset_ns: int) -> None:
         context = span.get_span_context()
         self.trace_id, self.span_id = format_trace_id(context.trace_id), format_span_id(context.span_id)

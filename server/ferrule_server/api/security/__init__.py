@@ -5,5 +5,5 @@ principal.py           the caller of the call under way
 client_certificate.py  the principal in a client certificate
 token_file.py          bearer tokens
 tls.py                 certificates of the server, reloaded when they change
-file_watch.py          notices changed files
+file_watch.py          reads files again when they change
 """

@@ -1,34 +1,62 @@
-"""Notices changed files, so that secrets can be replaced while a server runs."""
+"""Reads files again when they change, so that secrets can be replaced while a server runs."""
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Generic, TypeVar
+
+from ferrule_server.errors import ConfigError
+
+_LOG = logging.getLogger(__name__)
 
 _SETTLED_S: Final = 2.0
 """A file written this recently may change again without a visible trace: clocks of file systems are coarse."""
 
 _Stamp = tuple[int, ...] | None
+_Contents = TypeVar("_Contents")
 
 
-class FileWatch:
-    """Notices whether any of some files has changed since the last :meth:`poll`; symbolic links are followed.
+class FileWatch(Generic[_Contents]):
+    """Reads some files again when one of them has changed; symbolic links are followed.
 
     It notices every kind of replacement: written in place, renamed, or a changed symbolic link as in Kubernetes.
 
     Args:
-        paths: Paths of the files; a missing file counts as changed when it appears.
+        paths: Paths of the files; a missing file counts as changed when it appears. Create the watch before you read
+            them for the first time.
+        read: Returns their contents, or raises ConfigError if they are unusable.
+        refusal: What the log says if they are unusable.
     """
 
-    def __init__(self, *paths: Path) -> None:
+    def __init__(self, paths: Sequence[Path], read: Callable[[], _Contents], refusal: str) -> None:
         self._paths = paths
+        self._read = read
+        self._refusal = refusal
+        self._last_fault = ""
         self._seen: list[_Stamp] | None = None
+        self._poll()
 
-    def poll(self) -> bool:
-        """Note the state of the files; return whether they should be read again. Call it before reading them."""
+    def changed(self) -> _Contents | None:
+        """Return the new contents; None: there is no change, or an unusable one, which is logged once."""
+        if not self._poll():
+            return None
+        try:
+            contents = self._read()
+        except ConfigError as error:
+            if str(error) != self._last_fault:
+                _LOG.error("%s: %s", self._refusal, error)
+            self._last_fault = str(error)
+            return None
+        self._last_fault = ""
+        return contents
+
+    def _poll(self) -> bool:
+        """Note the state of the files; return whether they should be read again."""
         stamps = [_stamp(path) for path in self._paths]
         if stamps == self._seen:
             return False

@@ -34,10 +34,9 @@ class TlsFiles:
         self._cert = cert
         self._key = key
         self._client_ca = client_ca
-        self._watch = FileWatch(cert, key, *([client_ca] if client_ca else ()))
-        self._watch.poll()
+        paths = (cert, key, *([client_ca] if client_ca else ()))
+        self._watch = FileWatch(paths, self._read, "certificates refused, the ones read before stay in use")
         self._lock = threading.Lock()
-        self._last_fault = ""
         self._in_use = self._read()
 
     def __repr__(self) -> str:
@@ -59,17 +58,8 @@ class TlsFiles:
         not disconnect a server from its clients.
         """
         with self._lock:
-            if not self._watch.poll():
-                return None
-            try:
-                found = self._read()
-            except ConfigError as error:
-                if str(error) != self._last_fault:
-                    _LOG.error("certificates refused, the ones read before stay in use: %s", error)
-                self._last_fault = str(error)
-                return None
-            self._last_fault = ""
-            if found == self._in_use:
+            found = self._watch.changed()
+            if found is None or found == self._in_use:
                 return None
             self._in_use = found
             _LOG.info("certificates read path=%s", self._cert)

@@ -71,11 +71,9 @@ class TokenFile:
     def __init__(self, path: Path, quotas: QuotaLimits) -> None:
         self._path = path
         self._quotas = quotas
-        self._watch = FileWatch(path)
-        self._watch.poll()
+        self._watch = FileWatch((path,), self._read, "token file refused, the tokens read before stay valid")
         self._table = TokenTable()
         self._limits: dict[str, QuotaLimits] = {}
-        self._last_fault = ""
         self._is_open_to_others = False
         table = self._read()
         if not table.callers:
@@ -99,17 +97,8 @@ class TokenFile:
 
     def refresh(self) -> None:
         """Read the file again if it has changed; an unusable file is logged once and changes nothing. May block."""
-        if not self._watch.poll():
-            return
-        try:
-            table = self._read()
-        except ConfigError as error:
-            if str(error) != self._last_fault:
-                _LOG.error("token file refused, the tokens read before stay valid: %s", error)
-            self._last_fault = str(error)
-            return
-        self._last_fault = ""
-        if not _are_equal(table, self._table):
+        table = self._watch.changed()
+        if table is not None and not _are_equal(table, self._table):
             self._take(table)
 
     @property

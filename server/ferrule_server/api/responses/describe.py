@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Final
@@ -13,7 +12,7 @@ from ferrule_server.api.responses.times import duration, timestamp
 from ferrule_server.api.rpc.state import Phase, ServerState, Serving
 from ferrule_server.api.security.principal import Caller
 from ferrule_server.engine.masks import MaskRegistry
-from ferrule_server.engine.metrics.counters import EngineSnapshot, OwnCounters, OwnFigures
+from ferrule_server.engine.metrics.counters import EngineCounters, EngineSnapshot, OwnCounters, OwnFigures
 from ferrule_server.executor.base import ExecutorInfo, ExecutorState, MemoryPlan, ModelDescription
 from ferrule_server.kv.metrics import KvMetrics
 from ferrule_server.quotas import QuotaLimits
@@ -28,16 +27,6 @@ _LIMITS: Final = tuple(
     each.name for each in fields(ApiLimits) if each.name in info_pb2.ExecutorCapabilities.DESCRIPTOR.fields_by_name
 )
 """Limits that ExecutorCapabilities has a field for, under the same name."""
-_STEP_FIELDS: Final = (
-    "last_step_time",
-    "num_steps",
-    "num_graph_steps",
-    "num_launched_steps",
-    "num_torch_steps",
-    "num_queued_steps",
-    "num_discarded_rows",
-)
-"""Fields of GetStatus that only an administrator sees: a step has rows of several principals."""
 _SHARED_FIELDS: Final = ("shared_blocks", "tombstones", "num_prefix_evictions", "num_exhausted")
 """Fields of GetCacheMetrics that only an administrator sees: the pool counts them for all principals together."""
 _PROC_STATUS: Final = Path("/proc/self/status")
@@ -140,6 +129,9 @@ def status(
         state: The server.
         snapshot: The engine at the moment to describe; None: now.
         principal: Return the counters of this principal alone, so that they reveal nothing about other principals.
+            The message still shows the current load of others: the state, waiting jobs, sequences in a step, open
+            streams and free blocks. Clients need it to choose a server and to pace themselves. It holds no lengths in
+            tokens and no counters of steps, since a step has rows of several principals.
     """
     message = info_pb2.ExecutorStatus(
         state=info_pb2.EXECUTOR_STATE_STARTING,
@@ -157,10 +149,14 @@ def status(
     snapshot = snapshot or serving.engine.snapshot()
     message.state = _executor_state(state.phase, snapshot)
     message.is_ready = message.state in (info_pb2.EXECUTOR_STATE_READY, info_pb2.EXECUTOR_STATE_BUSY)
-    _fill_executor(message, serving.engine.info, serving.executor_state())
-    _fill_counters(message, snapshot)
+    executor_state = serving.executor_state()
+    _fill_executor(message, serving.engine.info, executor_state)
+    _fill_load(message, snapshot)
     if principal is not None:
-        _narrow_status(message, serving.engine.own_figures(principal))
+        _fill_appends(message, serving.engine.own_figures(principal))
+        return message
+    _fill_appends(message, snapshot)
+    _fill_steps(message, snapshot.counters, executor_state)
     return message
 
 
@@ -189,20 +185,8 @@ def cache_metrics(
     )
 
 
-def _narrow_status(message: info_pb2.ExecutorStatus, own: OwnFigures) -> None:
-    """Replace the counters of all principals by those of one; steps are shared, so their counters are removed.
-
-    The message still shows the current load of others: the state, waiting jobs, sequences in a step, open streams and
-    free blocks. Clients need it to choose a server and to pace themselves. It holds no lengths in tokens.
-    """
-    for name in _STEP_FIELDS:
-        message.ClearField(name)
-    message.live_sequences = own.num_sequences
-    _fill_appends(message, own.counters, own.refused())
-
-
 def _narrow_metrics(message: cache_pb2.CacheMetrics, own: OwnFigures, masks: MaskRegistry, principal: str) -> None:
-    """Replace the counters of all principals by those of one; see :func:`_narrow_status`."""
+    """Replace the counters of all principals by those of one."""
     for name in _SHARED_FIELDS:
         message.ClearField(name)
     message.live_sequences = own.num_sequences
@@ -221,9 +205,6 @@ def _fill_executor(message: info_pb2.ExecutorStatus, info: ExecutorInfo, state: 
         return
     message.preparation = state.preparation
     message.captured_batch_sizes.extend(state.captured_batch_sizes)
-    message.num_graph_steps = state.num_graph_steps
-    message.num_launched_steps = state.num_launched_steps
-    message.num_torch_steps = state.num_torch_steps
     message.memory.device_allocated_bytes = state.device_allocated_bytes
     message.memory.device_peak_bytes = state.device_peak_bytes
     if state.memory is not None:
@@ -243,24 +224,30 @@ def _memory_plan(plan: MemoryPlan) -> info_pb2.MemoryPlan:
     )
 
 
-def _fill_counters(message: info_pb2.ExecutorStatus, snapshot: EngineSnapshot) -> None:
-    counters = snapshot.counters
-    message.live_sequences = snapshot.num_sequences
+def _fill_load(message: info_pb2.ExecutorStatus, snapshot: EngineSnapshot) -> None:
     message.queue_depth = snapshot.num_waiting
     message.total_blocks = snapshot.total_blocks
     message.free_blocks = snapshot.free_blocks
-    message.current_batch_size = counters.last_step_seqs
+    message.current_batch_size = snapshot.counters.last_step_seqs
+    message.active_streams = snapshot.num_streams
+
+
+def _fill_steps(message: info_pb2.ExecutorStatus, counters: EngineCounters, state: ExecutorState | None) -> None:
     if counters.last_step_unix_ns:
         message.last_step_time.CopyFrom(timestamp(counters.last_step_unix_ns))
     message.num_steps = counters.steps
-    _fill_appends(message, counters, snapshot.refused())
-    message.active_streams = snapshot.num_streams
     message.num_queued_steps = counters.queued_steps
     message.num_discarded_rows = counters.discarded_rows
+    if state is not None:
+        message.num_graph_steps = state.num_graph_steps
+        message.num_launched_steps = state.num_launched_steps
+        message.num_torch_steps = state.num_torch_steps
 
 
-def _fill_appends(message: info_pb2.ExecutorStatus, counters: OwnCounters, refused: Mapping[str, int]) -> None:
-    """Write the counters of appends, of all principals or of one."""
+def _fill_appends(message: info_pb2.ExecutorStatus, figures: EngineSnapshot | OwnFigures) -> None:
+    """Write the counters of sequences and appends, of all principals or of one."""
+    counters: OwnCounters = figures.counters
+    message.live_sequences = figures.num_sequences
     message.num_prefills = counters.prefills
     message.num_decodes = counters.decodes
     message.num_verifies = counters.verifies
@@ -269,7 +256,7 @@ def _fill_appends(message: info_pb2.ExecutorStatus, counters: OwnCounters, refus
     message.num_draft_tokens = counters.draft_tokens
     message.num_accepted_tokens = counters.accepted_tokens
     message.num_generates = counters.generates
-    message.num_errors = sum(refused.values())
+    message.num_errors = sum(figures.refused().values())
     message.avg_prefill_ns = counters.prefill_ns // max(1, counters.prefills)
     message.avg_decode_ns = counters.decode_ns // max(1, counters.decodes)
 

@@ -7,6 +7,7 @@ reader may be one step behind. The number of series is bounded, since no label h
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -33,14 +34,6 @@ _PREFIX: Final = "ferrule_"
 _STATES: Final = ("starting", "ready", "busy", "draining", "failed")
 _ENDS: Final = (*(each.value for each in Finish), "cancelled")
 _MAX_LABEL_CHARS: Final = 160
-_PLAN: Final = {
-    "weights": "weights_bytes",
-    "kv_pool": "kv_pool_bytes",
-    "buffers": "buffer_bytes",
-    "workspace": "workspace_bytes",
-    "graphs": "graph_bytes",
-    "device_free": "free_bytes",
-}
 
 
 class Exposition:
@@ -184,13 +177,13 @@ def _memory(look: Look) -> dict[str, int]:
         "weights": info.model.weights_bytes,
         "kv_pool": info.bytes_per_block * info.num_blocks,
     }
-    if look.status.HasField("memory_plan"):
-        kinds |= {kind: getattr(look.status.memory_plan, field) for kind, field in _PLAN.items()}
-    if memory.device_total_bytes:
-        kinds["device_total"] = memory.device_total_bytes
-        kinds["device_allocated"] = memory.device_allocated_bytes
-        kinds["device_peak"] = memory.device_peak_bytes
-    return kinds
+    state = look.serving.executor_state()
+    if state is None or state.memory is None:
+        return kinds
+    plan = asdict(state.memory)
+    kinds |= {"device_total": plan.pop("total"), "device_free": max(0, plan.pop("free"))}
+    kinds |= {"device_allocated": state.device_allocated_bytes, "device_peak": state.device_peak_bytes}
+    return kinds | plan
 
 
 def _steps(look: Look) -> dict[str, int]:

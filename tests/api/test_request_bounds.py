@@ -18,6 +18,7 @@ from ferrule_server.api.receiving.bounds import (
     WHOLE,
     ModelSizes,
     element_lengths,
+    length_of,
     lengths,
     request_bound,
 )
@@ -59,9 +60,9 @@ def _fill(message: Message, field: Any) -> None:
         if field.message_type is not None:
             value.CopyFrom(_largest(field.message_type))
         else:
-            setattr(message, field.name, _scalar(field, LENGTHS.get(name)))
+            setattr(message, field.name, _scalar(field, length_of(field, LENGTHS) if _is_text(field) else None))
         return
-    count = LENGTHS[name]
+    count = length_of(field, LENGTHS)
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         getattr(message, field.name).update((2**32 - 1 - index, 1.0) for index in range(count))
     elif name == "GenerateRequest.stop_sequences":
@@ -73,6 +74,10 @@ def _fill(message: Message, field: Any) -> None:
     else:
         one = _scalar(field, ELEMENT_LENGTHS.get(name))
         getattr(message, field.name).extend(one for _ in range(count))
+
+
+def _is_text(field: Any) -> bool:
+    return field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
 
 def _scalar(field: Any, length: Any) -> Any:
@@ -120,13 +125,14 @@ def test_every_list_of_every_request_has_a_bound(name: str, sizes: ModelSizes) -
 
 def test_every_row_names_a_field() -> None:
     """What is left of a field that is gone would bound nothing."""
-    known = {
-        f"{each.name}.{field.name}"
-        for method in METHODS.values()
-        for each in _within(method.input_type)
-        for field in each.fields
+    fields: set[Any] = {
+        field for method in METHODS.values() for each in _within(method.input_type) for field in each.fields
     }
-    assert set(LENGTHS) <= known
+    known = {f"{field.containing_type.name}.{field.name}" for field in fields}
+    shared = {name for name in LENGTHS if "." not in name}
+    assert set(LENGTHS) - shared <= known
+    for name in shared:
+        assert sum(field.name == name for field in fields) > 1, name
     assert set(ELEMENT_LENGTHS) <= set(LENGTHS)
 
 

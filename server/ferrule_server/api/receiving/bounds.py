@@ -44,32 +44,26 @@ class ModelSizes:
 
 
 def lengths(limits: ApiLimits, model: ModelSizes) -> dict[str, int]:
-    """Return the most entries of each list, or bytes of each string, by the names of its message and field."""
+    """Return the most entries of each list, or bytes of each string.
+
+    A row is named by message and field, or by the field alone if it means the same in every message.
+    """
     draft_probs = limits.max_draft_tokens * model.vocab_size
     return {
-        "BatchDecodeRequest.inputs": model.max_step_rows,
-        "BatchPrefillRequest.inputs": model.max_step_rows,
-        "DecodeInput.input_ids": model.max_context,
-        "DecodeInput.request_id": limits.max_request_id_bytes,
-        "ForkCacheRequest.request_id": limits.max_request_id_bytes,
-        "ForwardRequest.input_ids": model.max_context,
-        "ForwardRequest.request_id": limits.max_request_id_bytes,
-        "GenerateRequest.input_ids": model.max_context,
-        "GenerateRequest.request_id": limits.max_request_id_bytes,
+        "input_ids": model.max_context,
+        "inputs": model.max_step_rows,
+        "kv_caches": limits.max_handles_per_request,
+        "request_id": limits.max_request_id_bytes,
         "GenerateRequest.stop_sequences": limits.max_stops,
         "GenerateRequest.stop_strings": limits.max_stops,
         "GenerateRequest.stop_token_ids": limits.max_stops,
-        "KeepAliveRequest.kv_caches": limits.max_handles_per_request,
         "KvCacheHandle.cache_id": 4 * limits.max_cache_id_chars,
         "KvCacheHandle.lineage": 64,
         "ListCachesRequest.page_token": 64,
         "LogitsReturnPolicy.logprob_token_ids": limits.max_logprob_token_ids,
         "PrefillInput.attention_mask": model.max_context,
-        "PrefillInput.input_ids": model.max_context,
         "PrefillInput.position_ids": model.max_context,
-        "PrefillInput.request_id": limits.max_request_id_bytes,
         "RegisterTokenMaskRequest.masks": limits.max_masks_per_request,
-        "ReleaseCacheRequest.kv_caches": limits.max_handles_per_request,
         "ReserveKvSlotsRequest.requests": limits.max_handles_per_request,
         "Sample.logit_bias": limits.max_logit_biases,
         "SparseProbs.probs": draft_probs,
@@ -84,11 +78,8 @@ def lengths(limits: ApiLimits, model: ModelSizes) -> dict[str, int]:
         "TokenMask.inline_bits": _mask_bytes(model),
         "UnifiedBatch.items": model.max_step_rows,
         "UnifiedBatchItem.q_tokens": model.max_context,
-        "UnifiedBatchItem.request_id": limits.max_request_id_bytes,
         "VerifyInput.draft_ids": limits.max_draft_tokens,
-        "VerifyInput.input_ids": model.max_context,
         "VerifyInput.parents": limits.max_draft_tokens,
-        "VerifyInput.request_id": limits.max_request_id_bytes,
         "VerifyInput.token_masks": limits.max_draft_tokens + 1,
         "EncodeRequest.text": limits.max_text_bytes,
         "ExtensionRequest.containing_type": 1024,
@@ -139,14 +130,25 @@ def _field_bytes(field: Any, counts: Mapping[str, int], elements: Mapping[str, i
     name = f"{field.containing_type.name}.{field.name}"
     tag_bytes = 1 if field.number < 16 else 2
     is_text = field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
-    count = counts[name] if field.is_repeated else 1
+    length = length_of(field, counts) if is_text or field.is_repeated else 1
+    count = length if field.is_repeated else 1
     if not is_text and field.type != FieldDescriptor.TYPE_MESSAGE:
         return count * (tag_bytes + _SCALAR_BYTES.get(field.type, _VARINT_BYTES))
     if is_text or name in elements:
-        element_bytes = (elements if field.is_repeated else counts)[name]
+        element_bytes = elements[name] if field.is_repeated else length
     else:
         element_bytes = _message_bytes(field.message_type, counts, elements)
     return count * (tag_bytes + _LENGTH_BYTES + element_bytes)
+
+
+def length_of(field: Any, counts: Mapping[str, int]) -> int:
+    """Return the row of a field in :func:`lengths`; Any as above.
+
+    Raises:
+        KeyError: There is none.
+    """
+    name = f"{field.containing_type.name}.{field.name}"
+    return counts[name if name in counts else field.name]
 
 
 def _mask_bytes(model: ModelSizes) -> int:

@@ -17,6 +17,7 @@ import logging
 import mmap
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from ferrule_server.errors import QueueFull, RequestTimeout
@@ -55,6 +56,7 @@ def resident_bytes() -> int:
         return 0
 
 
+@dataclass(eq=False, slots=True)
 class _Readings:
     """Reads under way, each with a time limit that becomes shorter when another call waits for its room.
 
@@ -62,23 +64,20 @@ class _Readings:
     While reads take long, the memory of the process is measured. If it grows by more than the reads may take, they are
     ended.
 
-    Args:
+    Attributes:
         timeout_s: How long a message is awaited.
         patience_s: How long a message is awaited while others wait.
         max_bytes: Memory for messages while they arrive.
         memory: Returns the memory of the process, in bytes.
     """
 
-    def __init__(
-        self, timeout_s: float, patience_s: float, max_bytes: int, memory: Callable[[], int] = resident_bytes
-    ) -> None:
-        self._timeout_s = timeout_s
-        self._patience_s = patience_s
-        self._max_bytes = max_bytes
-        self._memory = memory
-        self._least_bytes: int | None = None
-        self._watch: asyncio.TimerHandle | None = None
-        self._under_way: dict[asyncio.Timeout, float] = {}
+    timeout_s: float
+    patience_s: float
+    max_bytes: int
+    memory: Callable[[], int] = resident_bytes
+    _least_bytes: int | None = None
+    _watch: asyncio.TimerHandle | None = None
+    _under_way: dict[asyncio.Timeout, float] = field(default_factory=dict)
 
     async def read(self, read: Callable[[], Awaitable[_T]], *, others_wait: bool) -> _T:
         """Return what ``read`` returns.
@@ -88,7 +87,7 @@ class _Readings:
         """
         begun_s = asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(self._patience_s if others_wait else self._timeout_s) as deadline:
+            async with asyncio.timeout(self.patience_s if others_wait else self.timeout_s) as deadline:
                 self._under_way[deadline] = begun_s
                 if self._watch is None:
                     self._watch = asyncio.get_running_loop().call_later(_WATCH_S, self._look)
@@ -97,16 +96,12 @@ class _Readings:
                 finally:
                     del self._under_way[deadline]
         except TimeoutError:
-            raise RequestTimeout(self._timeout_s) from None
+            raise RequestTimeout(self.timeout_s) from None
 
     def hurry(self) -> None:
         """Shorten the time limit of every read: another call waits."""
-        self._end_after(self._patience_s)
-
-    def _end_after(self, seconds: float) -> None:
-        """End every read once it has taken this long."""
         for deadline, begun_s in self._under_way.items():
-            soon_s, when_s = begun_s + seconds, deadline.when()
+            soon_s, when_s = begun_s + self.patience_s, deadline.when()
             if when_s is not None and soon_s < when_s and not deadline.expired():
                 deadline.reschedule(soon_s)
 
@@ -122,9 +117,9 @@ class _Readings:
         if loop.time() - oldest_s < _WATCH_S:
             self._least_bytes = None
             return
-        now_bytes = self._memory()
+        now_bytes = self.memory()
         self._least_bytes = now_bytes if self._least_bytes is None else min(self._least_bytes, now_bytes)
-        if now_bytes - self._least_bytes > self._max_bytes:
+        if now_bytes - self._least_bytes > self.max_bytes:
             _LOG.warning(
                 "message given up awaited=%d grown_bytes=%d", len(self._under_way), now_bytes - self._least_bytes
             )

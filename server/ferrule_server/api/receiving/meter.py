@@ -73,10 +73,9 @@ class Meter:
         Raises:
             QuotaExceeded: It is ahead of its rate by ``BURST_S`` or more; the error says when to try again.
         """
-        debt = self._settled(principal)
-        if debt is not None and debt.amount >= debt.rate * BURST_S:
-            retry_after_s = _excess_s(debt) + _MIN_RETRY_S if debt.rate else None
-            raise QuotaExceeded(self._quota, math.ceil(debt.amount), debt.rate, retry_after_s)
+        if (wait_s := self.wait_s(principal)) > 0.0:
+            debt = self._debts[principal]
+            raise QuotaExceeded(self._quota, math.ceil(debt.amount), debt.rate, wait_s if debt.rate else None)
 
     def charge(self, principal: str, amount: int) -> None:
         """Add to what the principal has spent. A charge is never refused, so call :meth:`check` first."""
@@ -102,7 +101,7 @@ class Meter:
         debt = self._settled(principal)
         if debt is None or debt.amount < debt.rate * BURST_S:
             return 0.0
-        return _excess_s(debt) + _MIN_RETRY_S if debt.rate else math.inf
+        return (debt.amount - debt.rate * BURST_S) / debt.rate + _MIN_RETRY_S if debt.rate else math.inf
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the invariant of the class holds."""
@@ -126,11 +125,6 @@ class Meter:
         if len(self._debts) >= self._sweep_at:
             self._debts = {name: debt for name, debt in self._debts.items() if not debt.is_paid(now)}
             self._sweep_at = max(_MIN_SWEEP, 2 * len(self._debts))
-
-
-def _excess_s(debt: _Debt) -> float:
-    """Return the time until a principal is only ``BURST_S`` ahead of its rate, in seconds."""
-    return (debt.amount - debt.rate * BURST_S) / debt.rate
 
 
 class CallRates:

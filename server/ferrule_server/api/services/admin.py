@@ -12,10 +12,10 @@ from ferrule.v1 import admin_pb2, admin_pb2_grpc
 from ferrule_server.api.requests.fields import check_count, seconds
 from ferrule_server.api.responses.view import Views
 from ferrule_server.api.rpc.calls import Context, run_job
-from ferrule_server.api.rpc.state import ServerState, Serving
+from ferrule_server.api.rpc.state import ServerState
 from ferrule_server.api.security.principal import principal_of
 from ferrule_server.engine.jobs import WarmupJob
-from ferrule_server.errors import InvalidRequest, Starting
+from ferrule_server.errors import InvalidRequest
 
 _MAX_BATCH_SIZES: Final = 64
 
@@ -62,7 +62,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
         """Refuse new prompts and serve live handles until the grace is over; the process continues."""
-        snapshot = self._serving().engine.snapshot()
+        snapshot = self.state.describe().engine.snapshot()
         self._operations.begin_drain(_grace(request))
         return admin_pb2.DrainResponse(
             live_sequences=self.state.num_sequences, pending_jobs=snapshot.num_running + snapshot.num_waiting
@@ -70,7 +70,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
     async def Shutdown(self, request: admin_pb2.ShutdownRequest, context: Context) -> admin_pb2.ShutdownResponse:
         """Drain, then end the process."""
-        self._serving()
+        self.state.describe()
         self._operations.ask_to_stop(_grace(request))
         return admin_pb2.ShutdownResponse(live_sequences=self.state.num_sequences)
 
@@ -81,16 +81,6 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.GetServerViewResponse:
         """Return the counters, the pool, the sequences and the principals at one moment between two steps."""
         return admin_pb2.GetServerViewResponse(view=await self._views.view(request))
-
-    def _serving(self) -> Serving:
-        """Return the parts that exist once the model is loaded, also while the server refuses other calls.
-
-        Raises:
-            Starting: The model is not loaded yet.
-        """
-        if self.state.serving is None:
-            raise Starting
-        return self.state.serving
 
 
 def _grace(request: admin_pb2.DrainRequest | admin_pb2.ShutdownRequest) -> float | None:

@@ -7,27 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc
 from ferrule_server.api.requests.fields import require, seconds
 from ferrule_server.api.requests.planned import PlannedAppend
-from ferrule_server.api.responses.describe import (
-    caller_info,
-    capabilities,
-    model_info,
-    own_cache_metrics,
-    seen_by,
-    status,
-)
-from ferrule_server.api.responses.outputs import (
-    cache_info,
-    fill_append,
-    fill_prefill,
-    fill_unified,
-    fill_verify,
-    fork_response,
-    handle_message,
-    keep_alive_response,
-    list_response,
-    release_results,
-    slot_reservation,
-)
+from ferrule_server.api.responses import describe, outputs
 from ferrule_server.api.rpc.calls import Context, admit_new, run_job
 from ferrule_server.api.rpc.refusals import Refusals
 from ferrule_server.api.rpc.state import Phase, ServerState, Serving
@@ -58,21 +38,23 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         self, request: executor_pb2.GetModelInfoRequest, context: Context
     ) -> executor_pb2.GetModelInfoResponse:
         """Describe the model."""
-        return executor_pb2.GetModelInfoResponse(info=model_info(self.state.describe()))
+        return executor_pb2.GetModelInfoResponse(info=describe.model_info(self.state.describe()))
 
     async def GetCapabilities(
         self, request: executor_pb2.GetCapabilitiesRequest, context: Context
     ) -> executor_pb2.GetCapabilitiesResponse:
         """Describe the supported features and the limits."""
         serving, caller = self.state.describe(), caller_of(context)
-        who = caller_info(caller, self.state.limits_of(caller.principal))
-        return executor_pb2.GetCapabilitiesResponse(capabilities=capabilities(serving, self.state.limits, who))
+        who = describe.caller_info(caller, self.state.limits_of(caller.principal))
+        return executor_pb2.GetCapabilitiesResponse(capabilities=describe.capabilities(serving, self.state.limits, who))
 
     async def GetStatus(
         self, request: executor_pb2.GetStatusRequest, context: Context
     ) -> executor_pb2.GetStatusResponse:
         """Describe the state of the server, in every phase."""
-        return executor_pb2.GetStatusResponse(status=status(self.state, principal=seen_by(caller_of(context))))
+        return executor_pb2.GetStatusResponse(
+            status=describe.status(self.state, principal=describe.seen_by(caller_of(context)))
+        )
 
     # ---- appends ----------------------------------------------------------------------------------------------------
 
@@ -86,7 +68,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         planned.job.is_repeat_only = is_new and self.state.phase is Phase.DRAINING
         result = await _append(serving, planned)
         response = executor_pb2.PrefillResponse()
-        fill_prefill(response.output, result, planned)
+        outputs.fill_prefill(response.output, result, planned)
         return response
 
     async def Decode(self, request: executor_pb2.DecodeRequest, context: Context) -> executor_pb2.DecodeResponse:
@@ -96,7 +78,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         planned = serving.inputs.decode(request.input, "input.", principal_of(context))
         result = await _append(serving, planned)
         response = executor_pb2.DecodeResponse()
-        fill_append(response.output, result, planned)
+        outputs.fill_append(response.output, result, planned)
         return response
 
     async def ForwardVerify(
@@ -108,7 +90,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         planned = serving.inputs.verifies.read(request.input, "input.", principal_of(context))
         result = await _append(serving, planned)
         response = executor_pb2.ForwardVerifyResponse()
-        fill_verify(response.output, result, planned)
+        outputs.fill_verify(response.output, result, planned)
         return response
 
     async def StreamDecode(  # type: ignore[override]  # writes its replies itself
@@ -127,7 +109,9 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         """Run several prompts."""
         serving = self.state.use()
         serving.inputs.check_batch(len(request.inputs), "inputs")
-        batch = Batch("BatchPrefill", "inputs", request.inputs, serving.inputs.prefill, fill_prefill, is_cohort=False)
+        batch = Batch(
+            "BatchPrefill", "inputs", request.inputs, serving.inputs.prefill, outputs.fill_prefill, is_cohort=False
+        )
         return await batch.run(self.state, serving, principal_of(context), executor_pb2.BatchPrefillResponse())
 
     async def BatchDecode(
@@ -136,7 +120,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         """Append to several sequences."""
         serving = self.state.use()
         serving.inputs.check_batch(len(request.inputs), "inputs")
-        batch = Batch("BatchDecode", "inputs", request.inputs, serving.inputs.decode, fill_append)
+        batch = Batch("BatchDecode", "inputs", request.inputs, serving.inputs.decode, outputs.fill_append)
         return await batch.run(self.state, serving, principal_of(context), executor_pb2.BatchDecodeResponse())
 
     async def UnifiedDecode(
@@ -146,7 +130,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         serving = self.state.use()
         require(request, "batch")
         serving.inputs.check_unified(request.batch)
-        batch = Batch("UnifiedDecode", "batch.items", request.batch.items, serving.inputs.unified, fill_unified)
+        batch = Batch("UnifiedDecode", "batch.items", request.batch.items, serving.inputs.unified, outputs.fill_unified)
         return await batch.run(self.state, serving, principal_of(context), executor_pb2.UnifiedDecodeResponse())
 
     # ---- answers piece by piece -------------------------------------------------------------------------------------
@@ -182,13 +166,15 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         """Branch a sequence."""
         serving = self.state.use()
         result = await run_job(serving.engine, serving.inputs.caches.fork(request, principal_of(context)))
-        return fork_response(result)
+        return outputs.fork_response(result)
 
     async def TruncateKv(self, request: cache_pb2.TruncateKvRequest, context: Context) -> cache_pb2.TruncateKvResponse:
         """Shorten a sequence."""
         serving = self.state.use()
         result = await run_job(serving.engine, serving.inputs.caches.truncate(request, principal_of(context)))
-        return cache_pb2.TruncateKvResponse(kv_cache=handle_message(result.handle), freed_blocks=result.freed_blocks)
+        return cache_pb2.TruncateKvResponse(
+            kv_cache=outputs.handle_message(result.handle), freed_blocks=result.freed_blocks
+        )
 
     async def ReserveKvSlots(
         self, request: cache_pb2.ReserveKvSlotsRequest, context: Context
@@ -197,7 +183,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         serving = self.state.use()
         result = await run_job(serving.engine, serving.inputs.caches.reserve(request, principal_of(context)))
         info = serving.engine.info
-        reservation = slot_reservation(result, info.block_size, info.num_blocks - 1)
+        reservation = outputs.slot_reservation(result, info.block_size, info.num_blocks - 1)
         return cache_pb2.ReserveKvSlotsResponse(reservation=reservation)
 
     async def ReleaseCache(
@@ -208,7 +194,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         handles = serving.inputs.caches.named(request.kv_caches, "kv_caches")
         freed = await run_job(serving.engine, host_calls.release(principal_of(context), handles))
         return cache_pb2.ReleaseCacheResponse(
-            results=release_results(handles, freed), freed_blocks=sum(num_blocks or 0 for num_blocks in freed)
+            results=outputs.release_results(handles, freed), freed_blocks=sum(num_blocks or 0 for num_blocks in freed)
         )
 
     async def KeepAlive(self, request: cache_pb2.KeepAliveRequest, context: Context) -> cache_pb2.KeepAliveResponse:
@@ -217,7 +203,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         ttl_s = seconds(request.ttl, "ttl") if request.HasField("ttl") else None
         handles = serving.inputs.caches.named(request.kv_caches, "kv_caches")
         leases = await run_job(serving.engine, host_calls.keep_alive(principal_of(context), handles, ttl_s))
-        return await keep_alive_response(handles, leases)
+        return await outputs.keep_alive_response(handles, leases)
 
     async def GetCacheInfo(
         self, request: cache_pb2.GetCacheInfoRequest, context: Context
@@ -226,20 +212,22 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         serving = self.state.use()
         result = await run_job(serving.engine, serving.inputs.caches.cache_info(request, principal_of(context)))
         block_size = serving.engine.info.block_size
-        return cache_pb2.GetCacheInfoResponse(info=cache_info(result, block_size, with_blocks=request.include_blocks))
+        return cache_pb2.GetCacheInfoResponse(
+            info=outputs.cache_info(result, block_size, with_blocks=request.include_blocks)
+        )
 
     async def ListCaches(self, request: cache_pb2.ListCachesRequest, context: Context) -> cache_pb2.ListCachesResponse:
         """List the caller's sequences."""
         serving = self.state.use()
         result = await run_job(serving.engine, serving.inputs.caches.list_caches(request, principal_of(context)))
-        return await list_response(result)
+        return await outputs.list_response(result)
 
     async def GetCacheMetrics(
         self, request: cache_pb2.GetCacheMetricsRequest, context: Context
     ) -> cache_pb2.GetCacheMetricsResponse:
         """Return the counters of the KV pool."""
-        principal = seen_by(caller_of(context))
-        return cache_pb2.GetCacheMetricsResponse(metrics=own_cache_metrics(self.state.describe(), principal))
+        principal = describe.seen_by(caller_of(context))
+        return cache_pb2.GetCacheMetricsResponse(metrics=describe.own_cache_metrics(self.state.describe(), principal))
 
     async def RegisterTokenMask(
         self, request: cache_pb2.RegisterTokenMaskRequest, context: Context

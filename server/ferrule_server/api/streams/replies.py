@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
 
@@ -66,12 +67,13 @@ class Replies(Protocol):
         ...
 
 
+@dataclass(eq=False, slots=True)
 class GenerateReplies:
     """The replies of one Generate.
 
     Invariant: each branch's frames are written in their order; every row added is in exactly one reply.
 
-    Args:
+    Attributes:
         plan: The requested fields of each row.
         request_id: The id of the request.
         max_reply_bytes: Rows are merged up to this size; a single output may be larger.
@@ -79,21 +81,13 @@ class GenerateReplies:
         new_decoder: Makes the text decoder of a branch; None: no text is requested.
     """
 
-    def __init__(
-        self,
-        plan: OutputPlan,
-        request_id: str,
-        max_reply_bytes: int,
-        refusals: Refusals,
-        new_decoder: Callable[[], StreamDecoder] | None = None,
-    ) -> None:
-        self._plan = plan
-        self._request_id = request_id
-        self._max_reply_bytes = max_reply_bytes
-        self.refusals = refusals
-        self._new_decoder = new_decoder
-        self._decoders: dict[int, StreamDecoder] = {}
-        self._waiting: deque[tuple[BranchFrame, StepTiming]] = deque()
+    plan: OutputPlan
+    request_id: str
+    max_reply_bytes: int
+    refusals: Refusals
+    new_decoder: Callable[[], StreamDecoder] | None = None
+    _decoders: dict[int, StreamDecoder] = field(default_factory=dict)
+    _waiting: deque[tuple[BranchFrame, StepTiming]] = field(default_factory=deque)
 
     def add(self, frame: Frame) -> None:
         """Take the next frame of the engine."""
@@ -107,7 +101,7 @@ class GenerateReplies:
         """Return a message with as many frames as fit; None: no frame waits."""
         if not self._waiting:
             return None
-        response = executor_pb2.GenerateResponse(request_id=self._request_id)
+        response = executor_pb2.GenerateResponse(request_id=self.request_id)
         branches, num_rows = self._take(response.timing)
         for frames in branches.values():
             self._fill(response.outputs.add(), frames)
@@ -118,12 +112,12 @@ class GenerateReplies:
         branches: dict[int, list[BranchFrame]] = {}
         num_bytes = num_rows = 0
         last: StepTiming | None = None
-        waiting, row_bytes = self._waiting, self._plan.row_bytes
+        waiting, row_bytes = self._waiting, self.plan.row_bytes
         while waiting:
             branch, measured = waiting[0]
             num_added = len(branch.rows)
             num_bytes += num_added * row_bytes + _OUTPUT_BYTES
-            if branches and (num_bytes > self._max_reply_bytes or num_rows + num_added > LOOP_SLICE):
+            if branches and (num_bytes > self.max_reply_bytes or num_rows + num_added > LOOP_SLICE):
                 break
             num_rows += num_added
             waiting.popleft()
@@ -145,8 +139,8 @@ class GenerateReplies:
             sent = output.kv_cache
             sent.cache_id, sent.length, sent.lineage = handle.cache_id, handle.length, handle.lineage
         if rows:
-            fill_rows(output.outputs, rows, first.seed, self._plan)
-        if self._new_decoder is not None:
+            fill_rows(output.outputs, rows, first.seed, self.plan)
+        if self.new_decoder is not None:
             output.text = self._text(first.index, rows, is_last=newest.finish is not None)
         if first.cached_tokens:
             output.cached_tokens = first.cached_tokens
@@ -159,10 +153,10 @@ class GenerateReplies:
 
     def _text(self, index: int, rows: tuple[RowOutput, ...], *, is_last: bool) -> str:
         """Return the text that rows add to a branch."""
-        assert self._new_decoder is not None
+        assert self.new_decoder is not None
         decoder = self._decoders.get(index)
         if decoder is None:
-            decoder = self._decoders[index] = self._new_decoder()
+            decoder = self._decoders[index] = self.new_decoder()
         text = "".join([decoder.push(row.token) for row in rows if row.token is not None])
         if is_last:
             text += decoder.finish()
@@ -170,20 +164,20 @@ class GenerateReplies:
         return text
 
 
+@dataclass(eq=False, slots=True)
 class ForwardReplies:
     """The replies of one Forward: a message for each frame.
 
-    Args:
+    Attributes:
         plan: The requested fields of each row.
         request_id: The id of the request.
         refusals: Stays empty: there are no branches.
     """
 
-    def __init__(self, plan: OutputPlan, request_id: str, refusals: Refusals) -> None:
-        self._plan = plan
-        self._request_id = request_id
-        self.refusals = refusals
-        self._waiting: deque[ForwardFrame] = deque()
+    plan: OutputPlan
+    request_id: str
+    refusals: Refusals
+    _waiting: deque[ForwardFrame] = field(default_factory=deque)
 
     def add(self, frame: Frame) -> None:
         """Take the next frame of the engine."""
@@ -196,11 +190,11 @@ class ForwardReplies:
             return None
         frame = self._waiting.popleft()
         response = executor_pb2.ForwardResponse(
-            request_id=self._request_id, first_position=frame.first_position, is_last=frame.is_last
+            request_id=self.request_id, first_position=frame.first_position, is_last=frame.is_last
         )
         _add_timing(response.timing, frame.timing, is_first=True)
         if frame.rows:
-            fill_rows(response.outputs, frame.rows, frame.seed, self._plan)
+            fill_rows(response.outputs, frame.rows, frame.seed, self.plan)
         if (pooled := frame.pooled) is not None:
             tensor = response.pooled_hidden_state
             tensor.dtype = types_pb2.DATA_TYPE_FLOAT32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 from dataclasses import dataclass
@@ -47,6 +48,20 @@ class ListenAddress:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+
+def cannot_listen(target: str, error: Exception, flag: str = "") -> ConfigError:
+    """Return the error for an address that cannot be bound.
+
+    Args:
+        target: The address.
+        error: The reason.
+        flag: The flag that set the address.
+    """
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+    hint = "; another server uses it: stop it or choose another port" if in_use else ""
+    return ConfigError(f"{flag and flag + ': '}cannot listen on {target}: {reason}{hint}")
 
 
 def parse_listen(text: str) -> ListenAddress:

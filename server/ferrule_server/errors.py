@@ -252,8 +252,6 @@ class WrongInstance(FerruleError):
 class CallElsewhere(WrongInstance):
     """The metadata of the call names another server instance than the one that it reached; nothing was done."""
 
-    REASON = "WRONG_INSTANCE"
-
     def __init__(self, instance: str, answered_by: str) -> None:
         text = f"the call is for instance {instance!r}, but this is {answered_by!r}; send it there"
         FerruleError.__init__(self, text, instance=instance, answered_by=answered_by)

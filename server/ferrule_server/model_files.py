@@ -45,12 +45,12 @@ class _Unusable(ValueError):
 
 def is_folder(path: Path) -> bool:
     """Return whether a path names a folder; False if the system does not accept it as a path."""
-    return stat.S_ISDIR(_mode_of(path))
+    return os.path.isdir(path)  # noqa: PTH112  (Path.is_dir raises for some paths)
 
 
 def is_file(path: Path) -> bool:
     """Return whether a path names a regular file; False if the system does not accept it as a path."""
-    return stat.S_ISREG(_mode_of(path))
+    return os.path.isfile(path)  # noqa: PTH113  (as above)
 
 
 def open_file(path: Path) -> FileIO:
@@ -175,14 +175,6 @@ def listed(names: list[str]) -> str:
     rest = len(names) - _MAX_LISTED
     text = ", ".join(map(name_of, names[:_MAX_LISTED]))
     return f"{text} and {rest} more" if rest > 0 else text
-
-
-def _mode_of(path: Path) -> int:
-    """Return the mode bits of a path; 0 if there are none."""
-    try:
-        return path.stat().st_mode
-    except (OSError, ValueError):
-        return 0
 
 
 def _check_regular(path: Path, status: os.stat_result) -> None:

@@ -180,14 +180,9 @@ def _with_default(text: str, default: str) -> str:
 
 
 def one_of(*words: str) -> Kind[str]:
-    """Return the kind whose values are these words."""
-
-    def read(text: str) -> str:
-        if text not in words:
-            raise ValueError(f"must be one of {', '.join(words)}")
-        return text
-
-    return Kind("|".join(words), read)
+    """Return the kind whose values are these words; they hold no special characters of regular expressions."""
+    pattern = "|".join(words)
+    return matching(pattern, pattern, f"one of {', '.join(words)}")
 
 
 def matching(metavar: str, pattern: str, words: str) -> Kind[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import math
 import os
@@ -17,7 +16,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ferrule.v1 import admin_pb2, admin_pb2_grpc, executor_pb2, executor_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
-from ferrule_server.addresses import ListenAddress
+from ferrule_server.addresses import ListenAddress, cannot_listen
 from ferrule_server.api.health import HealthServicer
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.responses.view import Views
@@ -31,7 +30,7 @@ from ferrule_server.api.services.admin import AdminServicer
 from ferrule_server.api.services.executor import ModelExecutorServicer
 from ferrule_server.api.services.tokenizer import TokenizerServicer
 from ferrule_server.api.unix_socket import SocketPath
-from ferrule_server.errors import ConfigError, Draining
+from ferrule_server.errors import Draining
 
 _LOG = logging.getLogger(__name__)
 
@@ -197,10 +196,7 @@ class ApiServer:
         else:
             self._refuse_new()
             await self._until(lambda: self._is_grace_over() or self._is_closed or self._end_unused_streams())
-            self._close()
-        await self._until(self._end_answered_streams, _ANSWERS_S)
-        self._owes_answers = not self._end_answered_streams()
-        self.state.end_streams(Draining())
+        await self._finish()
 
     def _set_grace(self, seconds: float) -> None:
         """Serve live handles for so many seconds from now."""
@@ -219,21 +215,22 @@ class ApiServer:
     async def _close_in_time(self) -> None:
         """Take no more calls once the grace is over, and end open streams when they are answered."""
         await self._until(self._is_grace_over)
-        self._close()
-        await self._until(self._end_answered_streams, _ANSWERS_S)
-        self.state.end_streams(Draining())
+        await self._finish()
 
     @property
     def _is_closed(self) -> bool:
         """Whether the server takes no more calls."""
         return self.state.phase is Phase.CLOSING
 
-    def _close(self) -> None:
-        if self.state.phase is not Phase.DRAINING:
-            return
-        self.state.phase = Phase.CLOSING
-        if self.grace_s and (num_sequences := self.state.num_sequences):
-            _LOG.warning("grace over live_sequences=%d grace_s=%.1f", num_sequences, self.grace_s)
+    async def _finish(self) -> None:
+        """Take no more calls, and end open streams when they are answered."""
+        if self.state.phase is Phase.DRAINING:
+            self.state.phase = Phase.CLOSING
+            if self.grace_s and (num_sequences := self.state.num_sequences):
+                _LOG.warning("grace over live_sequences=%d grace_s=%.1f", num_sequences, self.grace_s)
+        await self._until(self._end_answered_streams, _ANSWERS_S)
+        self._owes_answers = not self._end_answered_streams()
+        self.state.end_streams(Draining())
 
     async def _until(self, holds: Callable[[], bool], timeout_s: float = math.inf) -> None:
         loop = asyncio.get_running_loop()
@@ -291,7 +288,7 @@ class ApiServer:
                 return self._server.add_secure_port(address.target, tls.credentials())
             port: int = self._server.add_insecure_port(address.target)
         except RuntimeError as error:
-            raise ConfigError(f"cannot listen on {address.target}: {error}") from error
+            raise cannot_listen(address.target, error) from error
         return port
 
 
@@ -311,8 +308,7 @@ def _check_free(address: ListenAddress) -> None:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(where)
     except OSError as error:
-        hint = "; another server uses it: stop it or choose another port" if error.errno == errno.EADDRINUSE else ""
-        raise ConfigError(f"cannot listen on {address.target}: {error.strerror}{hint}") from error
+        raise cannot_listen(address.target, error) from error
 
 
 @contextlib.contextmanager

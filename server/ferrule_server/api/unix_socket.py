@@ -9,6 +9,7 @@ import socket
 import stat
 from pathlib import Path
 
+from ferrule_server.addresses import cannot_listen
 from ferrule_server.errors import ConfigError
 
 
@@ -30,16 +31,13 @@ class SocketPath:
         self._lock_path = path.with_name(f"{path.name}.lock")
         try:
             self._lock_fd = self._lock()
+            try:
+                self._remove_stale()
+            except BaseException:
+                self._unlock()
+                raise
         except OSError as error:
-            raise self._unusable(error) from error
-        try:
-            self._remove_stale()
-        except OSError as error:
-            self._unlock()
-            raise self._unusable(error) from error
-        except ConfigError:
-            self._unlock()
-            raise
+            raise cannot_listen(f"unix:{path}", error) from error
 
     def release(self) -> None:
         """Remove the socket and the lock file; the path is free again."""
@@ -79,9 +77,6 @@ class SocketPath:
                 self._path.unlink()
                 return
         raise self._in_use()
-
-    def _unusable(self, error: OSError) -> ConfigError:
-        return ConfigError(f"cannot listen on unix:{self._path}: {error.strerror or error}")
 
     def _in_use(self) -> ConfigError:
         return ConfigError(

@@ -58,15 +58,9 @@ class Ending(Protocol):
         ...
 
 
-def _no_state() -> None:
-    """Return None: the executor prepares nothing."""
-
-
 def state_of(executor: Executor) -> Callable[[], ExecutorState | None]:
     """Return a function that reads the state of an executor; it returns None if the executor prepares nothing."""
-    if isinstance(executor, PipelinedExecutor):
-        return lambda: executor.state
-    return _no_state
+    return (lambda: executor.state) if isinstance(executor, PipelinedExecutor) else lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +85,7 @@ class Serving:
     chat_template: ChatTemplate | None = None
     has_prefix_cache: bool = True
     is_deterministic: bool = False
-    executor_state: Callable[[], ExecutorState | None] = _no_state
+    executor_state: Callable[[], ExecutorState | None] = lambda: None
 
 
 @dataclass(slots=True)

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 import grpc
-from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
 
 from ferrule_server import errors
@@ -114,14 +113,10 @@ def _status_of(error: errors.FerruleError, max_value_chars: int) -> status_pb2.S
         )
         status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
     if isinstance(error, errors.ResourceExhausted) and error.retry_after_s is not None:
-        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=_duration(error.retry_after_s)))
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(round(error.retry_after_s * 1e9))
+        status.details.add().Pack(retry)
     return status
-
-
-def _duration(seconds: float) -> Duration:
-    duration = Duration()
-    duration.FromNanoseconds(round(seconds * 1e9))
-    return duration
 
 
 def _shortened(text: str, max_chars: int) -> str:

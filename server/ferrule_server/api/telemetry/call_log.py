@@ -10,20 +10,6 @@ from ferrule_server.log_format import CALL_FIELDS
 _LOG = logging.getLogger(__name__)
 
 
-class CallFields(logging.Filter):
-    """Adds the fields of a call to each record that its task logs; for the handlers of the root logger.
-
-    Lines of the engine thread have no such fields: a step serves many calls.
-    """
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Pass the record, with the fields if there is a call."""
-        call = current_call()
-        if call is not None:
-            setattr(record, CALL_FIELDS, _fields_of(call))
-        return True
-
-
 class CallLog:
     """Logs each call as it ends, at DEBUG; an ``Observer``."""
 
@@ -49,8 +35,16 @@ class CallLog:
 def watch_calls() -> CallLog:
     """Add the fields of calls to their log lines, and return the observer that logs calls."""
     for handler in logging.getLogger().handlers:
-        handler.addFilter(CallFields())
+        handler.addFilter(_with_fields)
     return CallLog()
+
+
+def _with_fields(record: logging.LogRecord) -> bool:
+    """Add the fields of the call whose task logs; lines of the engine thread have none: a step serves many calls."""
+    call = current_call()
+    if call is not None:
+        setattr(record, CALL_FIELDS, _fields_of(call))
+    return True
 
 
 def _fields_of(call: Call) -> dict[str, str]:

@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Final
 
-from ferrule_server.addresses import ListenAddress
+from ferrule_server.addresses import ListenAddress, cannot_listen
 from ferrule_server.api.web.events import TooManyWatchers
 from ferrule_server.api.web.site import Answer, Request, Site, refusal
-from ferrule_server.errors import ConfigError
 
 _LOG = logging.getLogger(__name__)
 
@@ -120,7 +119,7 @@ class WebListener:
         try:
             self._socket = _bound(address)
         except (OSError, UnicodeError) as error:
-            raise _unusable(address, error) from error
+            raise cannot_listen(address.target, error, "--metrics-listen") from error
         self.address = ListenAddress(host=address.host, port=self._socket.getsockname()[1])
         self._open: set[_Connection] = set()
         self._waiting: dict[_Connection, None] = {}  # for their clients to send; the first has waited longest
@@ -356,10 +355,3 @@ def _bound(address: ListenAddress) -> socket.socket:
     listening = socket.create_server(where, family=family, backlog=MAX_CONNECTIONS)
     listening.setblocking(False)
     return listening
-
-
-def _unusable(address: ListenAddress, error: Exception) -> ConfigError:
-    in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-    hint = "; another server uses it: stop it or choose another port" if in_use else ""
-    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    return ConfigError(f"--metrics-listen: cannot listen on {address.target}: {reason}{hint}")

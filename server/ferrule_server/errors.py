@@ -370,14 +370,14 @@ class BlocksExhausted(ResourceExhausted):
     """The pool has too few free blocks now; nothing was reserved."""
 
     REASON = "KV_BLOCKS_EXHAUSTED"
+    retry_after_s = 1.0
 
-    def __init__(self, needed_blocks: int, free_blocks: int, retry_after_s: float = 1.0) -> None:
+    def __init__(self, needed_blocks: int, free_blocks: int) -> None:
         super().__init__(
             f"the request needs {needed_blocks} blocks, {free_blocks} are free; release handles or retry later",
             needed_blocks=needed_blocks,
             free_blocks=free_blocks,
         )
-        self.retry_after_s = retry_after_s
 
 
 class QueueFull(ResourceExhausted):

@@ -61,15 +61,13 @@ class InputReader:
         tokenizer: Tokenizer | None = None,
     ) -> None:
         self._fields = FieldReader(model.config.vocab_size, model.max_context, limits)
-        self._max_masks = limits.max_masks_per_request
-        self._max_id_bytes = limits.max_request_id_bytes
         self._max_step_rows = max_step_rows
         self.masks = masks
         self._masks = MaskReader(model.config.vocab_size, masks)
         self._policies = PolicyReader(self._fields, model.config.hidden_size, self._masks)
         self.verifies = VerifyReader(self._fields, self._policies, self._masks)
         self.stop_ids = stop_ids_of(model, tokenizer)
-        self.streams = StreamReader(self._fields, self._policies, max_step_rows, self.stop_ids, tokenizer)
+        self.streams = StreamReader(self._fields, self._policies, max_step_rows, frozenset(self.stop_ids), tokenizer)
         self.caches = CacheReader(self._fields)
 
     # ---- one append -------------------------------------------------------------------------------------------------
@@ -142,7 +140,7 @@ class InputReader:
             InvalidRequest: There are too many masks, or one has the wrong size or allows no token.
             QuotaExceeded: The masks exceed the quota of the principal.
         """
-        check_count("masks", len(request.masks), self._max_masks, "send several requests")
+        check_count("masks", len(request.masks), self._fields.limits.max_masks_per_request, "send several requests")
         masks = [self._masks.packed(data, f"masks[{index}]") for index, data in enumerate(request.masks)]
         return self.masks.register(principal, masks)
 
@@ -153,7 +151,7 @@ class InputReader:
 
     def short_id(self, request_id: str) -> str:
         """Return a request id as it is echoed with an error: empty if it is too long."""
-        return request_id if len(request_id.encode()) <= self._max_id_bytes else ""
+        return request_id if len(request_id.encode()) <= self._fields.limits.max_request_id_bytes else ""
 
     def _append(
         self,

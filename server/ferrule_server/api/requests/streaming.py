@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from ferrule.v1 import executor_pb2, policy_pb2
@@ -27,31 +27,23 @@ _POOLINGS: Final[Mapping[int, Pooling]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
 class StreamReader:
     """Turns Generate and Forward requests into jobs.
 
-    Args:
-        fields: Reads the fields that many requests have.
-        policies: Reads policies.
-        max_step_rows: Most rows in one step.
-        stop_ids: The model's own stop tokens.
-        tokenizer: The model's tokenizer; None: it has none.
+    Attributes:
+        _fields: Reads the fields that many requests have.
+        _policies: Reads policies.
+        _max_step_rows: Most rows in one step.
+        _stop_ids: The model's own stop tokens.
+        _tokenizer: The model's tokenizer; None: it has none.
     """
 
-    def __init__(
-        self,
-        fields: FieldReader,
-        policies: PolicyReader,
-        max_step_rows: int,
-        stop_ids: Sequence[int],
-        tokenizer: Tokenizer | None,
-    ) -> None:
-        self._fields = fields
-        self._limits = fields.limits
-        self._policies = policies
-        self._max_step_rows = max_step_rows
-        self._stop_ids = frozenset(stop_ids)
-        self._tokenizer = tokenizer
+    _fields: FieldReader
+    _policies: PolicyReader
+    _max_step_rows: int
+    _stop_ids: frozenset[int]
+    _tokenizer: Tokenizer | None
 
     # ---- Generate ---------------------------------------------------------------------------------------------------
 
@@ -78,7 +70,7 @@ class StreamReader:
             handle,
             plan.output,
             self._stop(request, token_ids),
-            Window(max(self._limits.stream_window_bytes, plan.row_bytes)),
+            Window(max(self._fields.limits.stream_window_bytes, plan.row_bytes)),
             fields.on_stale(request.on_stale, ""),
             request_id=request.request_id,
             num_branches=self._num_branches(request),
@@ -101,14 +93,14 @@ class StreamReader:
         return plan
 
     def _num_branches(self, request: executor_pb2.GenerateRequest) -> int:
-        count, limit = request.n if request.HasField("n") else 1, self._limits.max_fork_count
+        count, limit = request.n if request.HasField("n") else 1, self._fields.limits.max_fork_count
         if not 1 <= count <= limit:
             raise InvalidRequest("n", f"{count} is outside [1, {limit}]")
         return count
 
     def _stop(self, request: executor_pb2.GenerateRequest, token_ids: tuple[int, ...]) -> StopRules:
         for name in ("stop_token_ids", "stop_sequences", "stop_strings"):
-            check_count(name, len(getattr(request, name)), self._limits.max_stops)
+            check_count(name, len(getattr(request, name)), self._fields.limits.max_stops)
         return StopRules(
             request.max_tokens,
             frozenset() if request.ignore_eos else self._stop_ids,
@@ -132,8 +124,8 @@ class StreamReader:
         return StopStrings(self._tokenizer, request.stop_strings, request.skip_special_tokens, token_ids)
 
     def _check_length(self, length: int, unit: str, path: str) -> None:
-        if not 1 <= length <= self._limits.max_stop_length:
-            raise InvalidRequest(path, f"has {length} {unit}, not 1 to {self._limits.max_stop_length}")
+        if not 1 <= length <= self._fields.limits.max_stop_length:
+            raise InvalidRequest(path, f"has {length} {unit}, not 1 to {self._fields.limits.max_stop_length}")
 
     # ---- Forward ----------------------------------------------------------------------------------------------------
 
@@ -152,7 +144,7 @@ class StreamReader:
         pooling = choice(_POOLINGS, request.hidden_pooling, "hidden_pooling", "HiddenPooling")
         plan = self._forward_plan(request, pooling, principal)
         chunk_rows = self._chunk_rows(plan.row_bytes, len(token_ids))
-        window = Window(max(self._limits.stream_window_bytes, 2 * chunk_rows * plan.row_bytes))
+        window = Window(max(self._fields.limits.stream_window_bytes, 2 * chunk_rows * plan.row_bytes))
         request_id = request.request_id
         job = ForwardJob(principal, token_ids, plan.output, window, chunk_rows, plan.row_bytes, pooling, request_id)
         return PlannedStream(job, plan)
@@ -172,7 +164,7 @@ class StreamReader:
 
     def _chunk_rows(self, row_bytes: int, num_tokens: int) -> int:
         """Return the most rows of one frame, at least one however large a row is."""
-        fitting = self._limits.max_stream_frame_bytes // max(1, row_bytes)
+        fitting = self._fields.limits.max_stream_frame_bytes // max(1, row_bytes)
         return max(1, min(fitting, self._max_step_rows, num_tokens))
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+from google.protobuf.message import Message
 
 from ferrule.v1 import cache_pb2, info_pb2, types_pb2
 from ferrule_server.api.limits import ApiLimits
@@ -23,14 +25,16 @@ _DTYPES: Final = {
     "float16": types_pb2.DATA_TYPE_FLOAT16,
     "int8": types_pb2.DATA_TYPE_INT8,
 }
-_LIMITS: Final = tuple(
-    each.name for each in fields(ApiLimits) if each.name in info_pb2.ExecutorCapabilities.DESCRIPTOR.fields_by_name
-)
-"""Limits that ExecutorCapabilities has a field for, under the same name."""
 _SHARED_FIELDS: Final = ("shared_blocks", "tombstones", "num_prefix_evictions", "num_exhausted")
 """Fields of GetCacheMetrics that only an administrator sees: the pool counts them for all principals together."""
 _PROC_STATUS: Final = Path("/proc/self/status")
 _CPUINFO: Final = Path("/proc/cpuinfo")
+
+
+def same_fields(record: Any, message: type[Message]) -> dict[str, Any]:
+    """Return the attributes of a dataclass that a message has a field for, under the same name."""
+    known = message.DESCRIPTOR.fields_by_name
+    return {each.name: getattr(record, each.name) for each in fields(record) if each.name in known}
 
 
 def model_info(serving: Serving) -> info_pb2.ModelInfo:
@@ -39,14 +43,8 @@ def model_info(serving: Serving) -> info_pb2.ModelInfo:
     model, config = info.model, info.model.config
     return info_pb2.ModelInfo(
         model_id=model.model_id,
-        architecture=config.architecture,
         num_parameters=model.num_parameters,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
+        **same_fields(config, info_pb2.ModelInfo),
         max_sequence_length=model.max_context,
         dtype=_DTYPES[model.dtype],
         kv_dtype=_DTYPES[info.kv_dtype],
@@ -70,7 +68,7 @@ def capabilities(serving: Serving, limits: ApiLimits, caller: info_pb2.CallerInf
         max_batch_size=serving.max_step_rows,
         max_step_rows=serving.max_step_rows,
         max_sequence_length=info.model.max_context,
-        **{name: getattr(limits, name) for name in _LIMITS},
+        **same_fields(limits, info_pb2.ExecutorCapabilities),
         block_size=info.block_size,
         total_blocks=info.num_blocks - 1,
         min_ttl=duration(limits.min_ttl_s),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Final
@@ -78,7 +78,7 @@ class _Taken:
 
     Attributes:
         task: Takes the snapshot.
-        begun_at: When it was requested, on the clock of the views.
+        begun_at: When it was requested, on ``time.monotonic``.
     """
 
     task: asyncio.Task[_Snapshot]
@@ -93,12 +93,10 @@ class Views:
 
     Args:
         state: The server.
-        clock: Monotonic seconds.
     """
 
-    def __init__(self, state: ServerState, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._clock = clock
         self._taken: dict[tuple[int, int], _Taken] = {}
 
     async def view(self, request: admin_pb2.GetServerViewRequest) -> admin_pb2.ServerView:
@@ -121,7 +119,7 @@ class Views:
 
     def _take(self, serving: Serving, sizes: tuple[int, int]) -> _Taken:
         """Return the fresh or pending snapshot of these sizes; start one if there is none."""
-        now = self._clock()
+        now = time.monotonic()
         taken = self._taken.get(sizes)
         if taken is None or (taken.task.done() and now - taken.begun_at >= FRESH_S):
             task = asyncio.create_task(_look(serving, *sizes), context=Context())  # it belongs to no single call
@@ -206,19 +204,13 @@ def _message(state: ServerState, serving: Serving, snapshot: _Snapshot, bounds: 
 def _sequence(seen: SequenceSeen, view: View, bytes_per_block: int) -> admin_pb2.SequenceView:
     num_blocks = len(seen.block_ids) + seen.num_spares
     return admin_pb2.SequenceView(
-        handle_id=seen.handle_id,
-        parent_handle_id=seen.parent_handle_id,
-        principal=seen.principal,
-        length=seen.length,
-        reserved_length=seen.reserved_length,
+        **describe.same_fields(seen, admin_pb2.SequenceView),
         num_blocks=num_blocks,
         num_shared_blocks=num_shared(seen.block_ids, view.refcounts),
         kv_bytes=num_blocks * bytes_per_block,
         expires_in=duration(seen.expires_in_s),
         ttl=duration(seen.ttl_s),
         age=duration(seen.age_s),
-        num_pending=seen.num_pending,
-        is_appending=seen.is_appending,
     )
 
 
@@ -229,10 +221,7 @@ def _principal(seen: PrincipalSeen, block_size: int) -> admin_pb2.PrincipalView:
         kv_tokens=seen.num_blocks * block_size,
         queued_jobs=seen.num_jobs,
         queued_rows=seen.num_rows,
-        num_appends=seen.num_appends,
-        num_tokens=seen.num_tokens,
-        queue_ns=seen.queue_ns,
-        run_ns=seen.run_ns,
+        **describe.same_fields(seen, admin_pb2.PrincipalView),
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from typing import Final
 
 from ferrule_server.api.rpc.observe import current_call
@@ -20,20 +19,15 @@ _QUIET_S: Final = 1.0
 
 
 class StrangerLog:
-    """Logs each call whose credentials are refused, up to a number of lines per second; the others are counted.
+    """Logs each call whose credentials are refused, up to a number of lines per second; the others are counted."""
 
-    Args:
-        clock: Monotonic seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._until_s = 0.0
         self._num_written = self._num_left_out = 0
 
     def record(self, rpc: str, error: FerruleError, peer: str, trace_id: str) -> None:
         """Log the call, or count it among those left out."""
-        if self._clock() >= self._until_s:
+        if time.monotonic() >= self._until_s:
             self._begin_second()
         if self._num_written >= MAX_STRANGER_LINES:
             self._num_left_out += 1
@@ -52,7 +46,7 @@ class StrangerLog:
         if self._num_left_out:
             _LOG.warning("refused strangers=%d more, not written one by one", self._num_left_out)
         self._num_written = self._num_left_out = 0
-        self._until_s = self._clock() + 1.0
+        self._until_s = time.monotonic() + 1.0
 
 
 class Refusals:

@@ -46,7 +46,6 @@ class TextWorkers:
     Args:
         limits_of: The quotas of a principal.
         max_bytes: Most bytes of the texts that wait or are processed.
-        max_jobs: Most jobs that wait or run.
         charge: Called with the principal and the bytes of each accepted job.
     """
 
@@ -54,12 +53,11 @@ class TextWorkers:
         self,
         limits_of: LimitsOf,
         max_bytes: int,
-        max_jobs: int = MAX_JOBS,
         charge: Callable[[str, int], None] = lambda _principal, _num_bytes: None,
     ) -> None:
         self._charge = charge
         self._meter = Meter("TEXT_RATE", lambda principal: limits_of(principal).text_bytes_per_s)
-        self._queue: TextQueue[_Job[object]] = TextQueue(max_jobs, max_bytes)
+        self._queue: TextQueue[_Job[object]] = TextQueue(MAX_JOBS, max_bytes)
         self._threads = {
             lane: ThreadPoolExecutor(1, thread_name_prefix=f"ferrule-text-{lane.value}") for lane in TextLane
         }

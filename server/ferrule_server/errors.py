@@ -1,7 +1,8 @@
 """Domain errors, in the terms of the contract and without gRPC.
 
-Each class has a ``REASON``, the machine-readable name that is sent as ``google.rpc.ErrorInfo.reason``. The values in
-its message are in ``metadata`` too. ``api/rpc/status.py`` holds the one table from class to status code. The tree::
+Each class has a ``REASON``, the machine-readable name that is sent as ``google.rpc.ErrorInfo.reason``, and most have a
+``TEXT``, their message. The values in the message are in ``metadata`` too. ``api/rpc/status.py`` holds the one table
+from class to status code. The tree::
 
     FerruleError
     +- InvalidRequest            INVALID_FIELD
@@ -56,15 +57,16 @@ class FerruleError(Exception):
     """Root of every error that a caller can get.
 
     Args:
-        message: What happened, the numbers, and what to do.
+        message: What happened, the numbers, and what to do; None: ``TEXT`` with the values of the metadata.
         metadata: The values in the message, as text, without secrets.
     """
 
     REASON: ClassVar[str] = "ENGINE_FAULT"
+    TEXT: ClassVar[str] = ""
 
-    def __init__(self, message: str, **metadata: object) -> None:
-        super().__init__(message)
-        self.message = message
+    def __init__(self, message: str | None = None, **metadata: object) -> None:
+        self.message = self.TEXT.format(**metadata) if message is None else message
+        super().__init__(self.message)
         self.metadata = {key: str(value) for key, value in metadata.items()}
 
     @property
@@ -98,29 +100,25 @@ class InvalidRequest(FerruleError):
 
     Args:
         field: Path of the field in the request message, such as ``input.input_ids[3]``.
-        description: What is wrong with it, with the numbers in question.
+        description: What is wrong with it, with the numbers in question; None: ``TEXT``, as for every error.
     """
 
     REASON = "INVALID_FIELD"
 
-    def __init__(self, field: str, description: str, **metadata: object) -> None:
-        super().__init__(f"{field}: {description}", field=field, **metadata)
+    def __init__(self, field: str, description: str | None = None, **metadata: object) -> None:
         self.field = field
-        self.description = description
+        self.description = self.TEXT.format(**metadata) if description is None else description
+        super().__init__(f"{field}: {self.description}", field=field, **metadata)
 
 
 class TokenOutOfVocab(InvalidRequest):
     """A token id is not in the model's vocabulary."""
 
     REASON = "TOKEN_OUT_OF_VOCAB"
+    TEXT = "token {token_id} is not in the vocabulary of {vocab_size} tokens"
 
     def __init__(self, field: str, token_id: int, vocab_size: int) -> None:
-        super().__init__(
-            field,
-            f"token {token_id} is not in the vocabulary of {vocab_size} tokens",
-            token_id=token_id,
-            vocab_size=vocab_size,
-        )
+        super().__init__(field, token_id=token_id, vocab_size=vocab_size)
 
 
 class RequestIdReused(InvalidRequest):
@@ -143,28 +141,20 @@ class ReplyTooLarge(InvalidRequest):
     """The reply would exceed the message limit; nothing was run."""
 
     REASON = "REPLY_TOO_LARGE"
+    TEXT = "the reply would hold {reply_bytes} bytes, the limit is {limit_bytes}; ask for fewer rows or a selection"
 
     def __init__(self, field: str, num_bytes: int, limit_bytes: int) -> None:
-        super().__init__(
-            field,
-            f"the reply would hold {num_bytes} bytes, the limit is {limit_bytes}; ask for fewer rows or a selection",
-            reply_bytes=num_bytes,
-            limit_bytes=limit_bytes,
-        )
+        super().__init__(field, reply_bytes=num_bytes, limit_bytes=limit_bytes)
 
 
 class RequestTooLarge(InvalidRequest):
     """The request message has more bytes than its method can use. It was refused before it was parsed."""
 
     REASON = "REQUEST_TOO_LARGE"
+    TEXT = "has {num_bytes} bytes, the limit of this method is {limit_bytes}; send less, or several requests"
 
     def __init__(self, num_bytes: int, limit_bytes: int) -> None:
-        super().__init__(
-            "request",
-            f"has {num_bytes} bytes, the limit of this method is {limit_bytes}; send less, or several requests",
-            num_bytes=num_bytes,
-            limit_bytes=limit_bytes,
-        )
+        super().__init__("request", num_bytes=num_bytes, limit_bytes=limit_bytes)
 
 
 class TokenMissing(FerruleError):
@@ -183,93 +173,87 @@ class RoleRequired(FerruleError):
     """The principal lacks the role that this call requires."""
 
     REASON = "ROLE_REQUIRED"
+    TEXT = "this call needs the role {role!r}"
 
     def __init__(self, role: str) -> None:
-        super().__init__(f"this call needs the role {role!r}", role=role)
+        super().__init__(role=role)
 
 
 class HandleUnknown(FerruleError):
     """The handle was never issued, was released, or belongs to another principal. The answers are identical."""
 
     REASON = "HANDLE_UNKNOWN"
+    TEXT = "handle {handle_id} is unknown or released; prefill again"
 
-    def __init__(self, handle_id: str, message: str | None = None, **metadata: object) -> None:
-        text = message or f"handle {handle_id} is unknown or released; prefill again"
-        super().__init__(text, handle_id=handle_id, **metadata)
+    def __init__(self, handle_id: str) -> None:
+        super().__init__(handle_id=handle_id)
 
 
 class HandleExpired(HandleUnknown):
     """The handle belongs to the caller, and its lease ended."""
 
     REASON = "HANDLE_EXPIRED"
-
-    def __init__(self, handle_id: str) -> None:
-        super().__init__(handle_id, f"the lease of handle {handle_id} ran out; prefill again, with a longer ttl")
+    TEXT = "the lease of handle {handle_id} ran out; prefill again, with a longer ttl"
 
 
 class EpochChanged(HandleUnknown):
     """The handle is of an earlier run of this server, or of another server with the same name."""
 
     REASON = "EPOCH_CHANGED"
-
-    def __init__(self, handle_id: str) -> None:
-        whose = "an earlier run of this server, or of another server with the same --instance"
-        super().__init__(handle_id, f"handle {handle_id} is of {whose}; prefill again")
+    TEXT = (
+        "handle {handle_id} is of an earlier run of this server, or of another server with the same --instance; "
+        "prefill again"
+    )
 
 
 class HandleLost(HandleUnknown):
     """The KV of the handle was lost to a device fault."""
 
     REASON = "HANDLE_LOST"
-
-    def __init__(self, handle_id: str) -> None:
-        super().__init__(handle_id, f"the KV of handle {handle_id} was lost to a device fault; prefill again")
+    TEXT = "the KV of handle {handle_id} was lost to a device fault; prefill again"
 
 
 class MaskUnknown(FerruleError):
     """The token mask with this fingerprint is not registered here, or was dropped."""
 
     REASON = "MASK_UNKNOWN"
+    TEXT = "token mask {fingerprint} is not registered here; register it again"
 
     def __init__(self, fingerprint: bytes) -> None:
-        name = fingerprint[:16].hex()
-        super().__init__(f"token mask {name} is not registered here; register it again", fingerprint=name)
+        super().__init__(fingerprint=fingerprint[:16].hex())
 
 
 class WrongInstance(FerruleError):
     """The handle belongs to another server instance, which the metadata names."""
 
     REASON = "WRONG_INSTANCE"
+    TEXT = "handle {handle_id} belongs to instance {instance!r}; send it there"
 
     def __init__(self, handle_id: str, instance: str) -> None:
-        super().__init__(
-            f"handle {handle_id} belongs to instance {instance!r}; send it there",
-            handle_id=handle_id,
-            instance=instance,
-        )
+        super().__init__(handle_id=handle_id, instance=instance)
 
 
 class CallElsewhere(WrongInstance):
     """The metadata of the call names another server instance than the one that it reached; nothing was done."""
 
+    REASON = "WRONG_INSTANCE"
+    TEXT = "the call is for instance {instance!r}, but this is {answered_by!r}; send it there"
+
     def __init__(self, instance: str, answered_by: str) -> None:
-        text = f"the call is for instance {instance!r}, but this is {answered_by!r}; send it there"
-        FerruleError.__init__(self, text, instance=instance, answered_by=answered_by)
+        FerruleError.__init__(self, instance=instance, answered_by=answered_by)
 
 
 class HandleStale(FerruleError):
     """The handle names a state that cannot be appended to: its sequence has moved on or was rewritten."""
 
     REASON = "HANDLE_STALE"
+    TEXT = (
+        "handle {handle_id} is stale at length {length}, the sequence is at {tip_length}; "
+        "use on_stale=FORK, on_stale=REWIND or the newest handle"
+    )
 
     def __init__(self, handle_id: str, length: int, tip_length: int) -> None:
-        super().__init__(
-            f"handle {handle_id} is stale at length {length}, the sequence is at {tip_length}; "
-            "use on_stale=FORK, on_stale=REWIND or the newest handle",
-            handle_id=handle_id,
-            length=length,
-            tip_length=tip_length,
-        )
+        super().__init__(handle_id=handle_id, length=length, tip_length=tip_length)
 
 
 class OutOfRange(FerruleError):
@@ -280,40 +264,30 @@ class TruncateBeyond(OutOfRange):
     """TruncateKv asked for more tokens than the handle holds, or for fewer than one."""
 
     REASON = "TRUNCATE_BEYOND"
+    TEXT = "new_length {new_length} is outside [1, {length}], the length of handle {handle_id}"
 
     def __init__(self, handle_id: str, new_length: int, length: int) -> None:
-        super().__init__(
-            f"new_length {new_length} is outside [1, {length}], the length of handle {handle_id}",
-            handle_id=handle_id,
-            new_length=new_length,
-            length=length,
-        )
+        super().__init__(handle_id=handle_id, new_length=new_length, length=length)
 
 
 class ContextExceeded(OutOfRange):
     """The sequence would exceed the context length of the model or the server's --max-context."""
 
     REASON = "CONTEXT_EXCEEDED"
+    TEXT = "the sequence would hold {length} tokens, the context is {max_context}; truncate or send fewer"
 
     def __init__(self, length: int, max_context: int) -> None:
-        super().__init__(
-            f"the sequence would hold {length} tokens, the context is {max_context}; truncate or send fewer",
-            length=length,
-            max_context=max_context,
-        )
+        super().__init__(length=length, max_context=max_context)
 
 
 class ExceedsPool(OutOfRange):
     """The request needs more blocks than the whole pool has, so a later retry cannot succeed."""
 
     REASON = "EXCEEDS_POOL"
+    TEXT = "the request needs {needed_blocks} blocks, the whole pool has {total_blocks}; start with more --kv-memory"
 
     def __init__(self, needed_blocks: int, total_blocks: int) -> None:
-        super().__init__(
-            f"the request needs {needed_blocks} blocks, the whole pool has {total_blocks}; start with more --kv-memory",
-            needed_blocks=needed_blocks,
-            total_blocks=total_blocks,
-        )
+        super().__init__(needed_blocks=needed_blocks, total_blocks=total_blocks)
 
 
 class ResourceExhausted(FerruleError):
@@ -370,14 +344,11 @@ class BlocksExhausted(ResourceExhausted):
     """The pool has too few free blocks now; nothing was reserved."""
 
     REASON = "KV_BLOCKS_EXHAUSTED"
+    TEXT = "the request needs {needed_blocks} blocks, {free_blocks} are free; release handles or retry later"
     retry_after_s = 1.0
 
     def __init__(self, needed_blocks: int, free_blocks: int) -> None:
-        super().__init__(
-            f"the request needs {needed_blocks} blocks, {free_blocks} are free; release handles or retry later",
-            needed_blocks=needed_blocks,
-            free_blocks=free_blocks,
-        )
+        super().__init__(needed_blocks=needed_blocks, free_blocks=free_blocks)
 
 
 class QueueFull(ResourceExhausted):
@@ -403,13 +374,10 @@ class SlowConsumer(ResourceExhausted):
     """The reader of a stream left too many bytes unread. The stream ends; committed appends can be replayed."""
 
     REASON = "SLOW_CONSUMER"
+    TEXT = "{queued_bytes} bytes wait for the reader, the limit is {limit_bytes}; read faster or open more streams"
 
     def __init__(self, queued_bytes: int, limit_bytes: int) -> None:
-        super().__init__(
-            f"{queued_bytes} bytes wait for the reader, the limit is {limit_bytes}; read faster or open more streams",
-            queued_bytes=queued_bytes,
-            limit_bytes=limit_bytes,
-        )
+        super().__init__(queued_bytes=queued_bytes, limit_bytes=limit_bytes)
 
 
 class Unavailable(FerruleError):
@@ -420,72 +388,65 @@ class Starting(Unavailable):
     """The model is still loading."""
 
     REASON = "STARTING"
-
-    def __init__(self) -> None:
-        super().__init__("the server is starting, its model is still loading; retry soon")
+    TEXT = "the server is starting, its model is still loading; retry soon"
 
 
 class Draining(Unavailable):
     """The server is shutting down."""
 
     REASON = "DRAINING"
-
-    def __init__(self) -> None:
-        super().__init__("the server is going down; use another instance")
+    TEXT = "the server is going down; use another instance"
 
 
 class RequestTimeout(FerruleError):
     """The request message did not arrive in time; nothing was run, so it is safe to send any request again."""
 
     REASON = "REQUEST_TIMEOUT"
+    TEXT = "the request message did not arrive within {timeout_s} s; send it again"
 
     def __init__(self, timeout_s: float) -> None:
-        super().__init__(
-            f"the request message did not arrive within {timeout_s:g} s; send it again", timeout_s=f"{timeout_s:g}"
-        )
+        super().__init__(timeout_s=f"{timeout_s:g}")
 
 
 class FeatureUnsupported(FerruleError):
     """This model or executor does not support the request."""
 
     REASON = "FEATURE_UNSUPPORTED"
+    TEXT = "{feature} is not supported by this server"
 
     def __init__(self, feature: str, message: str | None = None) -> None:
-        super().__init__(message or f"{feature} is not supported by this server", feature=feature)
+        super().__init__(message, feature=feature)
 
 
 class Cancelled(FerruleError):
     """The caller disconnected before its rows were run. Nothing was appended, and this error is never sent."""
 
     REASON = "CANCELLED"
-
-    def __init__(self) -> None:
-        super().__init__("the caller went away before the step; nothing was appended")
+    TEXT = "the caller went away before the step; nothing was appended"
 
 
 class SeedRequired(FerruleError):
     """A repeated append must be sampled again, but the request lacks the seed of the first answer."""
 
     REASON = "INVALID_FIELD"
-
-    def __init__(self) -> None:
-        text = "these tokens were appended before; sampling their rows again needs the seed that was returned then"
-        super().__init__(text)
+    TEXT = "these tokens were appended before; sampling their rows again needs the seed that was returned then"
 
 
 class NonFiniteLogits(FerruleError):
     """The logits of a row contain NaN or infinity. Only that item fails, and its handle does not change."""
 
     REASON = "NON_FINITE_LOGITS"
+    TEXT = "the logits at position {position} are not finite"
 
     def __init__(self, position: int) -> None:
-        super().__init__(f"the logits at position {position} are not finite", position=position)
+        super().__init__(position=position)
 
 
 class EngineFault(FerruleError):
     """A bug in the server; the log has the traceback under ``fault_id``."""
 
     REASON = "ENGINE_FAULT"
+    TEXT = "internal fault {fault_id}; the server's log has the details"
 
     def __init__(self, fault_id: str) -> None:
-        super().__init__(f"internal fault {fault_id}; the server's log has the details", fault_id=fault_id)
+        super().__init__(fault_id=fault_id)

@@ -9,7 +9,7 @@ import pytest
 
 from ferrule.v1 import executor_pb2, policy_pb2, types_pb2
 from ferrule_server.api.limits import ApiLimits
-from ferrule_server.api.requests.planned import PlannedStream
+from ferrule_server.api.requests.policy import OutputPlan
 from ferrule_server.api.services import executor as executor_service
 from ferrule_server.engine.jobs import ForwardJob, GenerateJob, Pooling
 from ferrule_server.errors import FerruleError
@@ -30,12 +30,12 @@ def _generate(
     limits: ApiLimits | None = None,
     tokenizer: Tokenizer | None = None,
     **fields: Any,  # of GenerateRequest
-) -> PlannedStream[GenerateJob]:
+) -> tuple[GenerateJob, OutputPlan]:
     request = executor_pb2.GenerateRequest(**{"input_ids": [1, 2], **fields})
     return make_reader(limits=limits, tokenizer=tokenizer, eos_ids=(7, 8)).streams.generate(request, "alice")
 
 
-def _forward(limits: ApiLimits | None = None, **fields: Any) -> PlannedStream[ForwardJob]:  # of ForwardRequest
+def _forward(limits: ApiLimits | None = None, **fields: Any) -> tuple[ForwardJob, OutputPlan]:  # of ForwardRequest
     request = executor_pb2.ForwardRequest(**{"input_ids": [1, 2, 3], **fields})
     return make_reader(limits=limits).streams.forward(request, "alice")
 
@@ -46,7 +46,7 @@ def _forward(limits: ApiLimits | None = None, **fields: Any) -> PlannedStream[Fo
 def test_a_plain_request_draws_by_the_defaults_until_the_model_stops() -> None:
     """One branch, no logits, no limit of its own."""
     planned = _generate()
-    job = planned.job
+    job = planned[0]
     assert job.output.spec == OutputSpec(sample=SampleSpec())
     assert not job.output.is_seeded
     assert (job.num_branches, job.stop.max_tokens, job.stop.eos_ids) == (1, 0, frozenset((7, 8)))
@@ -68,7 +68,7 @@ def test_everything_asked_for_arrives() -> None:
         stop_sequences=[Ids(token_ids=[1, 2]), Ids(token_ids=[3])],
         ignore_eos=True,
     )
-    job = planned.job
+    job = planned[0]
     assert job.handle is not None
     assert job.output.spec == OutputSpec(greedy=True, full_logits=True)
     assert (job.request_id, job.on_stale, job.ttl_s, job.num_branches) == ("g", StalePolicy.REWIND, 9.0, 3)
@@ -80,30 +80,30 @@ def test_everything_asked_for_arrives() -> None:
 def test_how_a_new_sequence_is_kept_arrives() -> None:
     """Room, and both hints about prefixes."""
     options = executor_pb2.CacheOptions(reserve_length=40, reuse_prefix=False, publish_prefix=False)
-    job = _generate(cache=options).job
+    job = _generate(cache=options)[0]
     assert (job.reserved_length, job.reuse_prefix, job.publish_prefix) == (40, False, False)
-    job = _generate().job
+    job = _generate()[0]
     assert (job.reserved_length, job.reuse_prefix, job.publish_prefix) == (0, True, True)
 
 
 def test_a_policy_that_chooses_nothing_draws() -> None:
     """What it asks for comes with each token; the caller's message is not changed."""
     policy = Policy(entropy=True, top_logprobs=2)
-    spec = _generate(logits_policy=policy).job.output.spec
+    spec = _generate(logits_policy=policy)[0].output.spec
     assert spec == OutputSpec(sample=SampleSpec(), entropy=True, num_top_logprobs=2)
     assert policy == Policy(entropy=True, top_logprobs=2)
 
 
 def test_a_query_needs_no_tokens() -> None:
     """The first token is drawn from the handle's last row."""
-    assert _generate(input_ids=[], kv_cache=HANDLE).job.token_ids == ()
+    assert _generate(input_ids=[], kv_cache=HANDLE)[0].token_ids == ()
 
 
 def test_it_runs_ahead_of_its_reader_by_a_few_thousand_tokens() -> None:
     """Not without end; rows that are large count as such."""
-    job = _generate().job
+    job = _generate()[0]
     assert 1000 < job.window.limit_bytes / job.row_bytes < 10_000
-    large = _generate(logits_policy=FULL).job
+    large = _generate(logits_policy=FULL)[0]
     assert large.row_bytes - job.row_bytes == 4 * 97
 
 
@@ -116,8 +116,8 @@ def test_text_needs_a_tokenizer() -> None:
         assert caught.value.metadata["feature"] in fields
     tokenizer = Tokenizer.load(DEMO_FOLDER)
     planned = _generate(tokenizer=tokenizer, return_text=True, skip_special_tokens=True, stop_strings=["x", "\u4e16"])
-    assert planned.job.stop.new_text_stop is not None
-    assert planned.job.stop.new_text_stop().feed(1) in (True, False)
+    assert planned[0].stop.new_text_stop is not None
+    assert planned[0].stop.new_text_stop().feed(1) in (True, False)
 
 
 GENERATE_REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -175,7 +175,7 @@ def test_a_context_or_a_reply_that_is_too_large_is_refused() -> None:
 
 def test_a_forward_has_rows_of_all_positions() -> None:
     """Full logits where nothing else is said."""
-    job = _forward(request_id="f").job
+    job = _forward(request_id="f")[0]
     assert job.output.spec == OutputSpec(full_logits=True)
     assert job.output.all_positions
     assert (job.token_ids, job.pooling, job.request_id) == ((1, 2, 3), Pooling.NONE, "f")
@@ -183,12 +183,12 @@ def test_a_forward_has_rows_of_all_positions() -> None:
 
 def test_chunks_fit_into_messages() -> None:
     """As many rows as a frame of the limit holds, at most a step of them, one at least."""
-    assert _forward(input_ids=[1] * 500).job.chunk_rows == 32
-    row_bytes = _forward(logits_policy=FULL).job.row_bytes
+    assert _forward(input_ids=[1] * 500)[0].chunk_rows == 32
+    row_bytes = _forward(logits_policy=FULL)[0].row_bytes
     limits = ApiLimits(max_stream_frame_bytes=5 * row_bytes + 1)
-    assert _forward(limits, input_ids=[1] * 500).job.chunk_rows == 5
-    assert _forward(ApiLimits(max_stream_frame_bytes=100), input_ids=[1] * 500).job.chunk_rows == 1
-    job = _forward(limits, input_ids=[1] * 500).job
+    assert _forward(limits, input_ids=[1] * 500)[0].chunk_rows == 5
+    assert _forward(ApiLimits(max_stream_frame_bytes=100), input_ids=[1] * 500)[0].chunk_rows == 1
+    job = _forward(limits, input_ids=[1] * 500)[0]
     assert job.window.limit_bytes >= 2 * job.chunk_rows * job.row_bytes
 
 
@@ -204,11 +204,11 @@ def test_pooling_leaves_the_rows_out_unless_they_are_asked_for(
 ) -> None:
     """An empty policy, or ``none``, is the pooled vector alone."""
     for policy in (Policy(), Policy(none=True)):
-        job = _forward(hidden_pooling=pooling, logits_policy=policy).job
+        job = _forward(hidden_pooling=pooling, logits_policy=policy)[0]
         assert (job.output.spec, job.output.all_positions, job.pooling) == (None, True, read)
         assert job.row_bytes == 0
         assert job.window.is_open
-    scored = _forward(hidden_pooling=pooling, logits_policy=Policy(target_logprobs=True)).job
+    scored = _forward(hidden_pooling=pooling, logits_policy=Policy(target_logprobs=True))[0]
     assert scored.output.wants_targets
     assert scored.output.spec == OutputSpec()
 

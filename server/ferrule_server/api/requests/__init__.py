@@ -8,5 +8,5 @@ verify.py     VerifyInput: drafts, and the distributions that they were sampled 
 streaming.py  GenerateRequest and ForwardRequest
 caches.py     fork, truncate, reserve, release, keep-alive, info, list
 chat.py       the conversation of ApplyChatTemplate
-planned.py    a request that was read: its job, and how its result is written
+planned.py    an append that was read: its job, and how its result is written
 """

@@ -1,15 +1,12 @@
-"""Requests that are read: a job for the engine, and how its results are written."""
+"""An append that was read: its job for the engine, and how its result is written."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
 
 from ferrule_server.api.requests.policy import OutputPlan
-from ferrule_server.engine.jobs import AppendJob, ForwardJob, GenerateJob
+from ferrule_server.engine.jobs import AppendJob
 from ferrule_server.errors import FerruleError, InvalidRequest, RequestIdReused, SeedRequired
-
-_StreamJob = TypeVar("_StreamJob", GenerateJob, ForwardJob)
 
 
 @dataclass(eq=False, slots=True)
@@ -39,10 +36,3 @@ class PlannedAppend:
         if isinstance(error, RequestIdReused):
             return RequestIdReused(error.request_id, self.at)
         return error
-
-
-class PlannedStream(NamedTuple, Generic[_StreamJob]):
-    """A Generate or Forward that is ready for the engine, and how the rows of its frames are written."""
-
-    job: _StreamJob
-    plan: OutputPlan

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final
 
 from ferrule.v1 import executor_pb2, policy_pb2
 from ferrule_server.api.requests.fields import FieldReader, check_count, choice
-from ferrule_server.api.requests.planned import PlannedStream
 from ferrule_server.api.requests.policy import NO_ROWS, OutputPlan, PolicyReader, is_empty
 from ferrule_server.engine.jobs import ForwardJob, GenerateJob, Pooling, StopRules, Window
 from ferrule_server.errors import FeatureUnsupported, InvalidRequest
@@ -47,8 +46,8 @@ class StreamReader:
 
     # ---- Generate ---------------------------------------------------------------------------------------------------
 
-    def generate(self, request: executor_pb2.GenerateRequest, principal: str) -> PlannedStream[GenerateJob]:
-        """Return the job of a Generate.
+    def generate(self, request: executor_pb2.GenerateRequest, principal: str) -> tuple[GenerateJob, OutputPlan]:
+        """Return the job of a Generate, and how the rows of its frames are written.
 
         Raises:
             InvalidRequest, TokenOutOfVocab, ReplyTooLarge, ContextExceeded: A field is out of its range.
@@ -77,7 +76,7 @@ class StreamReader:
             row_bytes=plan.row_bytes + _WAITING_BYTES,
         )
         fields.keep(job, request.cache, "")
-        return PlannedStream(job, plan)
+        return job, plan
 
     def _generate_plan(self, policy: policy_pb2.LogitsReturnPolicy, principal: str) -> OutputPlan:
         """Return the plan for each token; without a selection the token is sampled with the defaults."""
@@ -129,8 +128,8 @@ class StreamReader:
 
     # ---- Forward ----------------------------------------------------------------------------------------------------
 
-    def forward(self, request: executor_pb2.ForwardRequest, principal: str) -> PlannedStream[ForwardJob]:
-        """Return the job of a Forward.
+    def forward(self, request: executor_pb2.ForwardRequest, principal: str) -> tuple[ForwardJob, OutputPlan]:
+        """Return the job of a Forward, and how the rows of its frames are written.
 
         Raises:
             InvalidRequest, TokenOutOfVocab, ReplyTooLarge, ContextExceeded: A field is out of its range.
@@ -147,7 +146,7 @@ class StreamReader:
         window = Window(max(self._fields.limits.stream_window_bytes, 2 * chunk_rows * plan.row_bytes))
         request_id = request.request_id
         job = ForwardJob(principal, token_ids, plan.output, window, chunk_rows, plan.row_bytes, pooling, request_id)
-        return PlannedStream(job, plan)
+        return job, plan
 
     def _forward_plan(self, request: executor_pb2.ForwardRequest, pooling: Pooling, principal: str) -> OutputPlan:
         """Return the plan for each row; no rows are returned if the request asks only for the pooled vector."""

@@ -107,9 +107,8 @@ class CertificateAccess:
     """
 
     def __init__(self, admins: Sequence[str], quotas: QuotaLimits = UNLIMITED) -> None:
-        from ferrule_server.api.security.client_certificate import (
-            principal_of_pem,  # takes 50 ms, which other servers need not wait
-        )
+        # Takes 50 ms, which other servers need not wait.
+        from ferrule_server.api.security.client_certificate import principal_of_pem
 
         self._admins = frozenset(admins)
         self._quotas = quotas

@@ -27,10 +27,6 @@ _UNICODE_TAGS: Final = (12, 28, 30)  # UTF8String, UniversalString, BMPString
 _COMMON_NAME_IN_DER: Final = bytes.fromhex("0603550403")
 
 
-class NoPrincipal(ValueError):
-    """The certificate does not name exactly one principal."""
-
-
 def principal_of_pem(pem: bytes) -> str | None:
     """Return the principal that a client certificate names, or None if it does not name exactly one.
 
@@ -53,14 +49,14 @@ def _principal_of(certificate: x509.Certificate) -> str:
     """Return the principal of a parsed certificate.
 
     Raises:
-        NoPrincipal: It names no principal, or several.
+        ValueError: It names no principal, or several.
     """
     uris = _uris_of(certificate)
     if not uris:
         return quote(_checked(_common_names_of(certificate)), _SAFE_IN_NAMES)
     uri = _checked(uris)
     if ":" not in uri or not uri.isascii():
-        raise NoPrincipal("not a URI")
+        raise ValueError("not a URI")
     return quote(uri, _SAFE_IN_URIS)
 
 
@@ -86,14 +82,14 @@ def _text_of(attribute: x509.NameAttribute[str | bytes]) -> str:
     encoded = x509.Name([attribute]).public_bytes()
     tag = encoded.partition(_COMMON_NAME_IN_DER)[2][0]
     if not isinstance(text, str) or not (text.isascii() or tag in _UNICODE_TAGS):
-        raise NoPrincipal("the encoding of the common name is ambiguous")
+        raise ValueError("the encoding of the common name is ambiguous")
     return text
 
 
 def _checked(names: Sequence[str]) -> str:
     """Return the one name, which is not empty, not too long, and has no control characters."""
     if len(names) != 1 or not 1 <= len(names[0].encode()) <= MAX_NAME_BYTES:
-        raise NoPrincipal("not one name of a usable length")
+        raise ValueError("not one name of a usable length")
     if any(unicodedata.category(character) == _CONTROL for character in names[0]):
-        raise NoPrincipal("control characters")
+        raise ValueError("control characters")
     return names[0]

@@ -43,7 +43,7 @@ EXECUTOR: Final = SERVER + "executor" + os.sep
 _WARM_TOKENS: Final = 50
 _INLINE: Final = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})
 _NOT_OURS: Final = -2  # below every offset, also below -1, the one before the first instruction
-_REPLY_TIMEOUT_S: Final = 10.0
+_REPLY_TIMEOUT_S: Final = 60.0
 _GREEDY: Final = policy_pb2.LogitsReturnPolicy(greedy_argmax=policy_pb2.GreedyArgmax())
 
 

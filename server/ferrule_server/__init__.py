@@ -1,3 +1,25 @@
-"""The Ferrule server: a decoder-only language model behind explicit KV-cache handles."""
+"""The Ferrule server: a decoder-only language model behind explicit KV-cache handles.
+
+api/         the wire: gRPC, credentials, metrics, the web page
+engine/      the engine thread: jobs, appends, steps
+kv/          sequences and their blocks: integers only
+executor/    runs steps: torch, GPU kernels, the paged reference
+model/       configuration, weights, decoder, families of models, the hub
+kernels/     every operation in plain torch, and as GPU kernels
+text/        tokenizer, text of drawn tokens, chat templates
+training/    how the bundled model was made
+
+__main__.py     puts everything together and serves
+config.py       the settings, each declared once
+settings.py     how a setting is declared: kinds of values, groups
+arguments.py    the command line and the environment, read into the settings
+addresses.py    addresses to listen on, parsed and checked
+loading.py      chooses and loads model and executor by the settings
+model_files.py  reads the small files of a model folder, which strangers write
+errors.py       every error of the server, with its reason
+quotas.py       what one principal may use at most
+suffixes.py     finds runs of tokens at the end of a text
+log_format.py   lines of the log, as text and as JSON
+"""
 
 __version__ = "0.1.0"

@@ -231,7 +231,7 @@ class _Group:
         return out
 
     def _attend_short(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend the few rows of many sequences at once."""
+        """Compute the attention of the few rows of many sequences at once."""
         stacked = self._stack(query, self._num_seqs)
         if query.dtype == torch.bfloat16 and (stacked.shape[2] + 6) * key.numel() > _FUSED_WORK:
             out = _attend_by_products(stacked, key, value, self._mask)
@@ -266,7 +266,7 @@ class _Group:
 
 
 def _attend_tile(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Attend one tile of a chunk, with as many KV heads at a time as their scores fit the processor's cache.
+    """Compute the attention of one tile of a chunk, as many KV heads at a time as have scores that fit into the cache.
 
     Args:
         query: [num_kv_heads, stacked rows, head_dim].

@@ -161,7 +161,7 @@ def status(
 def own_cache_metrics(serving: Serving, principal: str | None) -> cache_pb2.CacheMetrics:
     """Return the counters of the KV pool and of the masks for one principal; None: for all of them.
 
-    Everybody sees how many blocks of the pool are empty, cached or used: schedulers need these numbers.
+    Every caller sees how many blocks of the pool are empty, cached or used: schedulers need these numbers.
     """
     metrics = cache_metrics(serving)
     if principal is not None:

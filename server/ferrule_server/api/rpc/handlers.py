@@ -2,7 +2,7 @@
 
 Every method of every service passes here, so none can be forgotten: no code of a method runs before the call's
 credentials are accepted and its caller has the role of the service. Health alone is open to all, since probes have no
-credentials. A call that names another server is refused: a drain that went astray would drain the wrong one. Observers
+credentials. A call that names another server is refused: a misrouted drain would drain the wrong one. Observers
 see every call, including those that are refused here.
 
 Methods with one request are registered as if they took a stream of them. gRPC then receives no message until it is

@@ -35,7 +35,7 @@ that has half-closed waits at most this long for its status, while its last item
 _FEW_MESSAGES: Final = 4096
 """A request that holds fewer messages takes little more memory than its bytes."""
 _MAX_PARKED_STRANGERS: Final = 256
-"""Most calls to be refused for their credentials that wait for their turn; each may hold a flow-control window."""
+"""Limit of waiting calls whose credentials will be refused for their turn; each may hold a flow-control window."""
 
 
 def request_class(method: str) -> type[Message]:

@@ -28,7 +28,7 @@ _LEAST_NUMBER, _MOST_NUMBER = 1e-30, 1e30  # float32 holds these and what is com
 
 
 class ConfigValues:
-    """The values of one JSON object of config.json, and the defaults for its silence.
+    """The values of one JSON object of config.json, and the defaults for absent keys.
 
     Args:
         raw: The parsed object.

@@ -49,7 +49,7 @@ class Stopped(Exception):
 
 
 class CutOff(Exception):
-    """The connection ended before the file did, or the hub is out of order; a later attempt may succeed."""
+    """The connection ended before the file did, or the hub reported a fault; a later attempt may succeed."""
 
 
 class _Renamed(Exception):
@@ -164,7 +164,7 @@ def _own_part(file: RemoteFile, cache: HubCache, is_locked: bool) -> Path:
 
 
 def _abandoned(file: RemoteFile, cache: HubCache, is_locked: bool, newest: Path) -> list[Path]:
-    """Return the partial files whose fetch has ended. ``newest`` was just written; it tells the time of the disk."""
+    """Return the partial files whose fetch has ended; the timestamp of ``newest``, just written, is its clock."""
     now_s = _changed_s(newest)
     return [
         part

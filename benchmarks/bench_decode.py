@@ -147,8 +147,7 @@ class Ours:
 
 
 def _new_executor(folder: Path, dtype: str) -> TorchExecutor:
-    from ferrule_server.executor.buffers import bytes_per_block
-    from ferrule_server.executor.torch import TorchExecutor
+    from ferrule_server.executor.torch import TorchExecutor, bytes_per_block
     from ferrule_server.model.weights import load_model
 
     model = load_model(folder, dtype="float32" if dtype == "float32" else "bfloat16")

@@ -399,7 +399,7 @@ def _runner() -> Any:
     gpu = NullGpu()
     model = load_model(Path(__file__).parents[1] / "server" / "ferrule_server" / "demo_model", dtype="bfloat16")
     executor = TorchExecutor(model, kv_memory_bytes=1 << 26, max_context=2048, is_plain=True)
-    shape = shape_of(executor.config)
+    shape = shape_of(executor.info.model.config)
     specs = merged([*specs_needed(shape, is_deterministic=False), *ChoiceSpecs.of(shape).all])
     cubin = Cubin("kernel", "sm_90a", b"", "", 0, 0, 0)
     return create_runner(

@@ -172,9 +172,8 @@ def _preparing(
     import torch
 
     from ferrule_server.executor.cuda.compose import GpuOptions, prepare
-    from ferrule_server.executor.devices import memory_of
 
-    free_bytes, total_bytes = memory_of(device.index)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device.index)
     options = GpuOptions(
         device=device.name,
         free_bytes=free_bytes,

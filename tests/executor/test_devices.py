@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ferrule_server.executor.devices import Device, find_device, memory_of
+from ferrule_server.executor.devices import Device, find_device
 
 
 @pytest.fixture
@@ -100,9 +100,3 @@ def test_a_gpu_that_runs_nothing_is_broken(monkeypatch: pytest.MonkeyPatch, cuda
     monkeypatch.setattr(torch, "zeros", refuse)
     reason = "GPU 1 is there and cannot be used: CUDA error: no kernel image is available"
     assert find_device("cuda:1") == Device(None, reason, is_broken=True)
-
-
-def test_memory_is_what_the_driver_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Free first, as torch has it."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (10 + index, 20))
-    assert memory_of(1) == (11, 20)

@@ -64,7 +64,7 @@ def test_plain_weights_are_those_of_the_checkpoint(folder: Path) -> None:
     assert plain.head is plain.embedding
     assert torch.equal(plain.embedding, stored["model.embed_tokens.weight"].bfloat16())
     assert torch.equal(plain.final_norm, stored["model.norm.weight"].bfloat16())
-    assert len(plain.layers) == executor.config.num_layers
+    assert len(plain.layers) == executor.info.model.config.num_layers
     for index, layer in enumerate(plain.layers):
         assert torch.equal(layer.down, stored[f"model.layers.{index}.mlp.down_proj.weight"].bfloat16())
         assert layer.q_norm is not None

@@ -134,7 +134,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         """Have none, so that the executor serves in torch."""
 
     monkeypatch.setattr(devices, "find_device", lambda _: Device(0))
-    monkeypatch.setattr(devices, "memory_of", lambda _: (4 << 29, 3 << 30))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (4 << 29, 3 << 30))
     monkeypatch.setattr(Device, "name", "cpu")
     monkeypatch.setattr(TorchGpu, "open", lambda *_, **__: fake)
     monkeypatch.setattr(compose, "_building", build)

@@ -1,11 +1,10 @@
-"""Executors run steps. The engine knows `base.py` only.
+"""Executors run steps. The engine imports only `base.py`.
 
 base.py       the protocol of an executor, in numpy values
-torch.py      the decoder in torch, on any device: the fallback and the reference for results
+torch.py      the decoder in torch over its KV pool, on any device: the fallback and the reference for results
 reference.py  no weights, a real paged KV pool: for tests, starts at once
 sampling/     chooses tokens: penalties, distributions, draws, drafts; on the host and batched on the device
-fallback/     a fast path with torch behind it
+fallback/     a fast path with torch as its fallback
 cuda/         the fast path of GPUs: the kernels of kernels/cuda, in CUDA graphs
-buffers.py    the KV pool of the torch executor
-devices.py    which device a model runs on
+devices.py    the device that a model runs on
 """

@@ -1,4 +1,4 @@
-"""Which device a model runs on: a GPU that PyTorch can use, or the processor with the reason why."""
+"""The device that a model runs on: a GPU that PyTorch can use, or the processor and the reason."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Device", "find_device", "memory_of"]
+__all__ = ["Device", "find_device"]
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Where a model runs.
+    """The device of a model.
 
     Attributes:
-        index: Of the GPU, as PyTorch counts them; None: the processor.
-        reason: Why it is not the GPU that was looked for, a sentence without an end; empty: it is, or none was.
-        is_broken: There is a GPU, and it cannot be used: whoever runs the server should know.
+        index: The number of the GPU in PyTorch; None: the processor.
+        reason: Why it is not a GPU although one was requested, without a full stop; empty if there is no such reason.
+        is_broken: There is a GPU, but it cannot be used: the operator should know.
     """
 
     index: int | None = None
@@ -26,15 +26,15 @@ class Device:
 
     @property
     def name(self) -> str:
-        """As PyTorch writes it."""
+        """Its name in PyTorch."""
         return "cpu" if self.index is None else f"cuda:{self.index}"
 
 
 def find_device(wanted: str) -> Device:
-    """Return the GPU that is asked for if it is there and runs something, else the processor and the reason.
+    """Return the requested GPU if it exists and can run an operation; otherwise the processor and the reason.
 
     Args:
-        wanted: ``auto`` and ``cuda`` are the first one, ``cuda:N`` is that one, ``cpu`` looks for none.
+        wanted: ``auto`` and ``cuda`` select the first GPU, ``cuda:N`` selects GPU N, ``cpu`` selects none.
     """
     if wanted == "cpu":
         return Device()
@@ -50,14 +50,8 @@ def find_device(wanted: str) -> Device:
     return _tried(index)
 
 
-def memory_of(index: int) -> tuple[int, int]:
-    """Return the free bytes and all bytes of a GPU's memory; what other processes use is not free."""
-    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
-    return free_bytes, total_bytes
-
-
 def _complaint() -> str:
-    """Return what PyTorch warns of while it looks for GPUs: a driver that is too old, or does not start."""
+    """Return the warning that PyTorch gives while it looks for GPUs, such as a driver that is too old; else empty."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.is_available()
@@ -65,7 +59,7 @@ def _complaint() -> str:
 
 
 def _tried(index: int) -> Device:
-    """Run one operation: a GPU may be there and taken, out of memory, or too old for this PyTorch."""
+    """Run one operation, because a GPU may be in use, out of memory, or too old for this PyTorch."""
     try:
         torch.zeros(1, device=f"cuda:{index}").add_(1).item()
     except (RuntimeError, AssertionError) as error:  # torch.AcceleratorError and OutOfMemoryError are RuntimeErrors

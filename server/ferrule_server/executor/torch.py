@@ -1,4 +1,7 @@
-"""The torch executor: runs steps with the decoder in torch, on any device; the oracle and the fallback."""
+"""The torch executor: runs steps with the decoder in torch, on any device. It is the oracle and the fallback.
+
+It owns the KV pool: one preallocated tensor, in which whole blocks and single slots are moved.
+"""
 
 from __future__ import annotations
 
@@ -8,40 +11,50 @@ import torch
 
 from ferrule_server.errors import ConfigError
 from ferrule_server.executor.base import ExecutorInfo, Int32Array, ModelDescription, RowOutput, StepBatch, StepResult
-from ferrule_server.executor.buffers import KvPool, bytes_per_block
 from ferrule_server.executor.sampling.device_outputs import DeviceOutputs
 from ferrule_server.model.attention import GroupedAttention, PlainAttention, StepArrays, StepAttention
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.decoder import Decoder
+from ferrule_server.model.memory import new_tensor
 from ferrule_server.model.weights import LoadedModel, ModelWeights
 
-__all__ = ["TorchExecutor"]
+__all__ = ["TorchExecutor", "bytes_per_block"]
 
 _MIN_BLOCKS = 8
-"""Fewer, the null block included, could not hold a prompt and a fork of it."""
+"""The fewest blocks, the null block included, that hold a prompt and a fork of it."""
 
 _TILE_BYTES = 32 << 20
-"""Logits of as many output rows as fit into this, as float32, exist at a time: 55 rows of 152 000."""
+"""The most bytes of float32 logits that exist at a time: 55 rows of 152 000."""
+
+_COPY_BYTES = 256 << 20
+"""The most bytes of blocks that are copied at a time, which bounds the memory allocated for a copy."""
+
+
+def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Return the bytes of K and V of all layers of one block."""
+    return config.num_layers * 2 * config.num_kv_heads * block_size * config.head_dim * dtype.itemsize
 
 
 class TorchExecutor:
     """Implements ``executor.base.Executor``.
 
-    Invariant: a step changes only the slots of its ``slot_mapping``; nothing of a step is kept but the pool.
+    Invariant: a step changes only the slots of its ``slot_mapping``, and nothing else of a step is kept. The pool is
+    contiguous, allocated and committed once; the content of block 0, the null block, never matters.
 
     Args:
-        model: Its weights are taken over; it cannot be used for a second executor.
+        model: The executor takes its weights; the model cannot be used for a second executor.
         kv_memory_bytes: Size of the pool, rounded down to whole blocks, the null block included.
         max_context: Longest sequence in tokens, at most the model's own.
         block_size: Slots per block, a power of two.
         device: A torch device.
-        is_plain: Run ``kernels.reference`` for every op: slow, the definition to compare with.
+        is_plain: Run ``kernels.reference`` for every operation: slow, the definition to compare with.
 
     Raises:
         ConfigError: A setting is out of range, or the pool would hold too few blocks.
         ModelError: The weights were taken before.
     """
 
+    @torch.inference_mode()
     def __init__(
         self,
         model: LoadedModel,
@@ -55,11 +68,9 @@ class TorchExecutor:
         _check_settings(model, kv_memory_bytes, max_context, block_size)
         num_bytes = bytes_per_block(model.config, block_size, model.torch_dtype)
         self._device = torch.device(device)
-        self._config = model.config
         self._is_plain = is_plain
         self._outputs = DeviceOutputs(self._device)
-        with torch.inference_mode():
-            self._decoder = Decoder(model.config, model.take_weights(), device=self._device, is_plain=is_plain)
+        self._decoder = Decoder(model.config, model.take_weights(), device=self._device, is_plain=is_plain)
         self._info = ExecutorInfo(
             name="torch",
             device=str(self._device),
@@ -71,8 +82,8 @@ class TorchExecutor:
             supported_dtypes=("float32", "bfloat16"),
             activation_bytes_per_row=self._decoder.activation_bytes_per_row(),
         )
-        with torch.inference_mode():
-            self._pool = KvPool(model.config, self._info.num_blocks, block_size, model.torch_dtype, self._device)
+        self._pool = _new_pool(self._info, model.torch_dtype, self._device)
+        self._blocks = self._pool.view(self._info.num_blocks, -1).view(torch.uint8)
 
     @staticmethod
     def min_kv_bytes(model: LoadedModel, block_size: int = 16) -> int:
@@ -85,25 +96,20 @@ class TorchExecutor:
         return self._info
 
     @property
-    def config(self) -> ModelConfig:
-        """What decides the network."""
-        return self._config
-
-    @property
     def plain_weights(self) -> ModelWeights | None:
-        """The very tensors it runs on, for kernels that share its device; None where they are packed for a CPU."""
+        """The tensors that it uses, for kernels on the same device; None if they are packed for a CPU."""
         return self._decoder.plain_weights
 
     @property
     def pool(self) -> torch.Tensor:
         """The KV of every sequence, ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``."""
-        return self._pool.tensor
+        return self._pool
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> StepResult:
-        """Write the KV of the step's rows and return what its output rows asked for.
+        """Write the KV of the step's rows and return what its output rows request.
 
-        A row whose logits hold NaN or infinity is flagged in its own RowOutput; its neighbours are not touched by it.
+        If the logits of a row hold NaN or infinity, its own RowOutput says so; its neighbours are not affected.
         """
         if not batch.num_rows:
             return StepResult()
@@ -116,7 +122,7 @@ class TorchExecutor:
         return StepResult(self._select(hidden, batch))
 
     def _select(self, hidden: torch.Tensor, batch: StepBatch) -> list[RowOutput]:
-        """Return the outputs of the rows: output head and selection a tile of rows at a time."""
+        """Return the outputs of the rows; output head and selection process a tile of rows at a time."""
         positions = batch.positions[batch.output_rows].tolist()
         rows: list[RowOutput] = []
         for tile in self._tiles(len(positions)):
@@ -126,56 +132,75 @@ class TorchExecutor:
         return rows
 
     def _tiles(self, num_rows: int) -> list[slice]:
-        """Return slices of about equal size, none of which has more logits than fit into the memory of a tile."""
-        most = max(1, _TILE_BYTES // (4 * self._config.vocab_size))
+        """Return slices of about equal size, none with more logits than ``_TILE_BYTES`` hold."""
+        most = max(1, _TILE_BYTES // (4 * self._info.model.config.vocab_size))
         num_tiles = -(-num_rows // most)
         return [slice(num_rows * i // num_tiles, num_rows * (i + 1) // num_tiles) for i in range(num_tiles)]
 
+    @torch.inference_mode()
     def copy_blocks(self, block_pairs: Int32Array) -> None:
-        """Copy whole blocks, all layers: int32 [n, 2] of (source, destination), destinations distinct."""
-        with torch.inference_mode():
-            self._pool.copy_blocks(block_pairs)
+        """Copy whole blocks, all layers: int32 [n, 2] of (source, destination), destinations distinct.
 
+        No block is both a source and a destination.
+        """
+        words = self._blocks.view(torch.int64) if self._blocks.shape[1] % 8 == 0 else self._blocks
+        size = max(1, _COPY_BYTES // self._blocks.shape[1])
+        for first in range(0, len(block_pairs), size):
+            source, destination = self._index(block_pairs[first : first + size]).unbind(1)
+            words.index_copy_(0, destination, words.index_select(0, source))
+
+    @torch.inference_mode()
     def copy_slots(self, slot_pairs: Int32Array) -> None:
         """Copy single slots, all layers: int32 [n, 2] of (source, destination), read before any is written."""
-        with torch.inference_mode():
-            self._pool.copy_slots(slot_pairs)
+        source, destination = self._index(slot_pairs).unbind(1)
+        block_size = self._info.block_size
+        kept = self._pool[source // block_size, :, :, :, source % block_size]
+        self._pool[destination // block_size, :, :, :, destination % block_size] = kept
 
+    @torch.inference_mode()
     def read_blocks(self, block_ids: Int32Array) -> npt.NDArray[np.uint8]:
         """Return the raw bytes of blocks: uint8 [n, bytes_per_block], a copy."""
-        with torch.inference_mode():
-            return self._pool.read_blocks(block_ids)
+        data: npt.NDArray[np.uint8] = self._blocks.index_select(0, self._index(block_ids)).cpu().numpy()
+        return data
 
+    @torch.inference_mode()
     def write_blocks(self, block_ids: Int32Array, data: npt.NDArray[np.uint8]) -> None:
         """Overwrite blocks with raw bytes of the same shape as :meth:`read_blocks` returns.
 
         Raises:
             ValueError: ``data`` has another shape or dtype; nothing is written.
         """
-        with torch.inference_mode():
-            self._pool.write_blocks(block_ids, data)
+        if data.dtype != np.uint8 or data.shape != (len(block_ids), self._blocks.shape[1]):
+            raise ValueError(f"block data is {data.dtype} {data.shape}, expected uint8 [n, {self._blocks.shape[1]}]")
+        self._blocks.index_copy_(0, self._index(block_ids), torch.tensor(data, device=self._device))
 
     def close(self) -> None:
-        """Let go of weights and pool; the executor is not used again."""
-        del self._decoder, self._pool
+        """Release weights and pool; the executor is not used again."""
+        del self._decoder, self._pool, self._blocks
 
     def _attention(self, batch: StepBatch) -> StepAttention:
         step = StepArrays(batch.positions, batch.slot_mapping, batch.cu_seqlens_q, batch.kv_lens, batch.block_tables)
         if self._is_plain:
-            return PlainAttention(self._pool.tensor, step)
-        return GroupedAttention(self._pool.tensor, step, self._config.num_heads)
+            return PlainAttention(self._pool, step)
+        return GroupedAttention(self._pool, step, self._info.model.config.num_heads)
 
     def _index(self, values: Int32Array) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+
+def _new_pool(info: ExecutorInfo, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    config = info.model.config
+    shape = (info.num_blocks, config.num_layers, 2, config.num_kv_heads, info.block_size, config.head_dim)
+    if device.type == "cpu":
+        return new_tensor(shape, dtype).zero_()  # touches every page, so a lack of memory shows now
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _check_settings(model: LoadedModel, kv_memory_bytes: int, max_context: int, block_size: int) -> None:
     if block_size < 1 or block_size & (block_size - 1):
         raise ConfigError(f"block_size {block_size} is not a power of two")
     if not 1 <= max_context <= model.config.max_positions:
-        raise ConfigError(
-            f"max_context {max_context} is outside [1, {model.config.max_positions}], what the model knows"
-        )
+        raise ConfigError(f"max_context {max_context} is outside [1, {model.config.max_positions}], the model's range")
     least_bytes = TorchExecutor.min_kv_bytes(model, block_size)
     if kv_memory_bytes < least_bytes:
         raise ConfigError(

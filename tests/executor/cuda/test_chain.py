@@ -37,12 +37,12 @@ class Bench:
         self.weights = executor.plain_weights
         self.stepper = Stepper(executor)
         self.torch_pool = executor.pool
-        self.shape = shape_of(executor.config)
+        self.shape = shape_of(executor.info.model.config)
         self.gpu = FakeGpu(num_sms=num_sms, simulate=simulate)
         limits = Limits(max_blocks=32, max_rows=max_rows, max_requests=8, max_entries=8, num_masks=1)
         self.buffers = DecodeBuffers(self.gpu, self.shape, limits, max_attention_grid(self.shape, num_sms))
         self.uploads = UploadRing(self.gpu, "inputs", self.buffers.inputs, self.buffers.input_layout)
-        weights = adopt_weights(self.gpu, self.weights, executor.config, 512)
+        weights = adopt_weights(self.gpu, self.weights, executor.info.model.config, 512)
         specs = specs_needed(self.shape, is_deterministic=False)
         self.pool = executor.pool.clone()
         self.chain = StepChain(
@@ -51,7 +51,7 @@ class Bench:
             self.buffers,
             self.pool,
             shape=self.shape,
-            eps=executor.config.norm_eps,
+            eps=executor.info.model.config.norm_eps,
         )
 
     def prefill(self, *lengths: int) -> list[PooledSequence]:

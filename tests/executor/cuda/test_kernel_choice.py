@@ -64,12 +64,12 @@ def test_no_step_asks_for_more_than_was_said(kind: str, is_deterministic: bool) 
     """Every size of a graph, decode and not, uses every kernel but those behind the logits and between steps."""
     executor = tiny_executor(kind, num_layers=1)
     assert executor.plain_weights is not None
-    shape, gpu = shape_of(executor.config), FakeGpu(num_sms=3)
+    shape, gpu = shape_of(executor.info.model.config), FakeGpu(num_sms=3)
     specs = specs_needed(shape, is_deterministic=is_deterministic)
     limits = Limits(max_blocks=16, max_rows=64 if is_deterministic else 80, max_entries=8, num_masks=1)
     chain = StepChain(
         KernelSet(gpu, dict.fromkeys(specs, CUBIN)),
-        adopt_weights(gpu, executor.plain_weights, executor.config, 256),
+        adopt_weights(gpu, executor.plain_weights, executor.info.model.config, 256),
         DecodeBuffers(gpu, shape, limits, max_attention_grid(shape, 3)),
         executor.pool,
         shape=shape,

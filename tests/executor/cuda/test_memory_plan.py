@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from ferrule_server.errors import ConfigError
 from ferrule_server.executor.base import MemoryPlan
-from ferrule_server.executor.buffers import bytes_per_block
 from ferrule_server.executor.cuda import linears
 from ferrule_server.executor.cuda.buckets import bucket_sizes
 from ferrule_server.executor.cuda.buffers import DecodeBuffers, Limits, decode_buffer_bytes
@@ -23,6 +22,7 @@ from ferrule_server.executor.cuda.graphs import NODE_BYTES, GraphKey
 from ferrule_server.executor.cuda.kernel_choice import shape_of
 from ferrule_server.executor.cuda.memory_plan import format_plan, num_launches, plan_memory, weights_bytes
 from ferrule_server.executor.cuda.runner import create_runner
+from ferrule_server.executor.torch import bytes_per_block
 from ferrule_server.model import weights
 from ferrule_server.model.config import ModelConfig
 from tests.executor.cuda.fake_gpu import FakeGpu, FakeLaunch
@@ -192,7 +192,7 @@ def test_a_step_has_no_more_launches_than_planned(kind: str) -> None:
         for output_kind in OutputKind:
             operations = toy._operations(GraphKey(num_rows, False, output_kind))
             launches = sum(_num_kernels(operation) for operation in operations)
-            assert launches <= num_launches(executor.config), (num_rows, output_kind)
+            assert launches <= num_launches(executor.info.model.config), (num_rows, output_kind)
 
 
 def _num_kernels(operation: Operation) -> int:

@@ -47,7 +47,7 @@ def test_every_kernel_is_of_a_part(kind: str) -> None:
 def test_steps_launch_the_kernels_of_the_parts_that_serve_them(kind: str) -> None:
     """So that a step whose parts work never meets a kernel of one that does not."""
     toy = Toy(max_rows=80, kind=kind)
-    shape = shape_of(toy.executor.config)
+    shape = shape_of(toy.executor.info.model.config)
     for key in keys():
         launched = {spec.kernel.__name__ for spec in toy.specs_of(key)}
         serving = {part.name for part in PARTS if part.serves is not None and part.serves(key, shape)}

@@ -36,7 +36,7 @@ def next_tokens(tokens: Sequence[int], positions: Sequence[int]) -> list[int]:
 
 def cubins_of(executor: TorchExecutor, *, is_deterministic: bool = False) -> dict[KernelSpec, Cubin]:
     """Return stand-ins for every kernel of a model."""
-    shape = shape_of(executor.config)
+    shape = shape_of(executor.info.model.config)
     specs = specs_needed(shape, is_deterministic=is_deterministic)
     return dict.fromkeys(merged([*specs, *ChoiceSpecs.of(shape).all]), CUBIN)
 
@@ -48,7 +48,7 @@ def limits_of(max_rows: int) -> Limits:
 
 def num_ctas_of(executor: TorchExecutor, gpu: FakeGpu) -> int:
     """Return the largest grid."""
-    return max_attention_grid(shape_of(executor.config), gpu.info.num_sms)
+    return max_attention_grid(shape_of(executor.info.model.config), gpu.info.num_sms)
 
 
 def executor_over(

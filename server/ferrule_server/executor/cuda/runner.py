@@ -380,7 +380,7 @@ def create_runner(
     Raises:
         GpuError: Memory is short, or the GPU refuses.
     """
-    config = torch_executor.config
+    config = torch_executor.info.model.config
     weights = torch_executor.plain_weights
     assert weights is not None, "the weights were packed for a CPU"
     shape = shape_of(config)

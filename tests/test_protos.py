@@ -285,7 +285,7 @@ def _draw(weights: dict[int, float], u: float) -> int:
     raise AssertionError("u is below 1")
 
 
-def _law(logits: list[float], sample: dict[str, Any]) -> dict[int, float]:
+def _distribution(logits: list[float], sample: dict[str, Any]) -> dict[int, float]:
     """Probabilities of the tokens that are left before a draw."""
     weights = {i: math.exp(logits[i] / sample["temperature"]) for i in _kept(logits, sample)}
     return {i: weight / sum(weights.values()) for i, weight in weights.items()}
@@ -294,7 +294,7 @@ def _law(logits: list[float], sample: dict[str, Any]) -> dict[int, float]:
 def test_readme_drafts_are_decided_as_it_says(vectors: dict[str, Any]) -> None:
     """Accepted or replaced by a plain implementation of the README's two steps; both happen."""
     for case in vectors["drafts"]:
-        p, draft = _law(vectors["logits"], case), case["draft"]
+        p, draft = _distribution(vectors["logits"], case), case["draft"]
         q = {int(token): prob for token, prob in (case["q"] or {str(draft): 1.0}).items()}
         q = {token: prob / sum(q.values()) for token, prob in q.items()}
         accept, residual = ((_first_word(case["seed"], case["position"], n) + 0.5) * 2.0**-32 for n in (2, 3))

@@ -65,7 +65,7 @@ from ferrule_client.generation import (
     Generation,
     TextGeneration,
 )
-from ferrule_client.items import Chunk, DecodeItem, DraftLaws, VerifyItem
+from ferrule_client.items import Chunk, DecodeItem, DraftDistributions, VerifyItem
 from ferrule_client.masks import MaskLike, TokenMask
 from ferrule_client.policy import (
     DType,
@@ -139,7 +139,7 @@ __all__ = [
     "DeadlineExceededError",
     "DecodeItem",
     "Detokenizer",
-    "DraftLaws",
+    "DraftDistributions",
     "Drained",
     "DrainingError",
     "DrawnToken",

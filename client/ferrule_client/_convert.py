@@ -16,7 +16,7 @@ from ferrule.v1 import admin_pb2, cache_pb2, executor_pb2, info_pb2, policy_pb2,
 from ferrule_client import _check
 from ferrule_client import types as t
 from ferrule_client import views as v
-from ferrule_client.items import DraftLaws
+from ferrule_client.items import DraftDistributions
 from ferrule_client.masks import MaskLike, TokenMask, as_mask
 from ferrule_client.policy import DType, Greedy, Policy, Sampling, check_policy
 
@@ -231,22 +231,22 @@ def tensor_to_array(tensor: types_pb2.Tensor) -> t.FloatArray:
     raise ValueError(f"cannot read a tensor of {types_pb2.DataType.Name(tensor.dtype)}")
 
 
-def draft_probs_to_message(laws: DraftLaws) -> executor_pb2.DraftProbs:
-    """Return the laws of drafts: an array [drafts, vocab_size] as a float32 tensor, mappings without their zeros.
+def draft_probs_to_message(distributions: DraftDistributions) -> executor_pb2.DraftProbs:
+    """Return the distributions of drafts: an array [drafts, vocab_size] as a float32 tensor, mappings without zeros.
 
     Raises:
         ValueError: A probability is no finite number, or negative.
     """
-    if isinstance(laws, np.ndarray):
-        array = np.ascontiguousarray(laws, dtype="<f4")
+    if isinstance(distributions, np.ndarray):
+        array = np.ascontiguousarray(distributions, dtype="<f4")
         if not np.isfinite(array).all():
             raise ValueError("draft_probs must be finite numbers")
         tensor = types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_FLOAT32, shape=array.shape, data=array.tobytes())
         return executor_pb2.DraftProbs(dense=tensor)
-    for place, law in enumerate(laws):
-        for token, prob in law.items():
+    for place, distribution in enumerate(distributions):
+        for token, prob in distribution.items():
             _check.number(f"draft_probs[{place}] of token {token}", prob, 0)
-    rows = [{token: prob for token, prob in law.items() if prob > 0} for law in laws]
+    rows = [{token: prob for token, prob in distribution.items() if prob > 0} for distribution in distributions]
     sparse = executor_pb2.SparseProbs(
         row_sizes=map(len, rows),
         token_ids=[token for row in rows for token in row],

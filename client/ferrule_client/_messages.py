@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, types_pb2
 from ferrule_client import _check, _convert
 from ferrule_client.errors import TruncateBeyondError
-from ferrule_client.items import Chunk, DraftLaws, VerifyItem
+from ferrule_client.items import Chunk, DraftDistributions, VerifyItem
 from ferrule_client.policy import Greedy, Policy, Sampling, check_policy, greedy, no_output, sample, seeded
 from ferrule_client.types import Acceptance, Handle
 
@@ -335,7 +335,9 @@ def tokens_of(sent: Append) -> list[int]:
     return list(sent.input_ids)
 
 
-def verify_policy(policy: Policy | None, acceptance: Acceptance | None, draft_probs: DraftLaws | None) -> Policy | None:
+def verify_policy(
+    policy: Policy | None, acceptance: Acceptance | None, draft_probs: DraftDistributions | None
+) -> Policy | None:
     """Return the policy of a verify, where it follows from who decides.
 
     Raises:
@@ -355,7 +357,7 @@ def verify_policy(policy: Policy | None, acceptance: Acceptance | None, draft_pr
     return policy
 
 
-def _rule(policy: Policy | None, acceptance: Acceptance | None, draft_probs: DraftLaws | None) -> Acceptance:
+def _rule(policy: Policy | None, acceptance: Acceptance | None, draft_probs: DraftDistributions | None) -> Acceptance:
     if acceptance is not None:
         _convert.acceptance_to_message(acceptance)
         return cast("Acceptance", acceptance.lower())
@@ -375,14 +377,15 @@ def verify_input(
         item: What is asked for.
 
     Raises:
-        ValueError: There is no certain token, or laws and masks are of other numbers than the drafts.
+        ValueError: There is no certain token, or distributions and masks are of other numbers than the drafts.
     """
     if not sent.input_ids:
         text = "a verify needs a certain token, one that is not in the sequence yet: give `tokens`"
         raise ValueError(f"{text} (after a generate or a verify it is pending and goes along by itself)")
-    drafts, laws = _check.token_list(item.draft), item.draft_probs
-    if laws is not None and len(laws) != len(drafts):
-        raise ValueError(f"draft_probs needs one law per draft: there are {len(drafts)} drafts and {len(laws)} laws")
+    drafts, distributions = _check.token_list(item.draft), item.draft_probs
+    if distributions is not None and len(distributions) != len(drafts):
+        text = "draft_probs needs one distribution per draft"
+        raise ValueError(f"{text}: there are {len(drafts)} drafts and {len(distributions)} distributions")
     if item.masks and len(item.masks) != len(drafts) + 1:
         raise ValueError(f"masks needs one per row: there are {len(drafts) + 1} rows and {len(item.masks)} masks")
     return executor_pb2.VerifyInput(
@@ -393,8 +396,8 @@ def verify_input(
         on_stale=sent.on_stale,
         draft_ids=drafts,
         parents=item.parents,
-        acceptance=_convert.acceptance_to_message(_rule(policy, item.acceptance, laws)),
-        draft_probs=None if laws is None else _convert.draft_probs_to_message(laws),
+        acceptance=_convert.acceptance_to_message(_rule(policy, item.acceptance, distributions)),
+        draft_probs=None if distributions is None else _convert.draft_probs_to_message(distributions),
         token_masks=list(map(_convert.mask_to_message, item.masks)),
         return_row_handles=item.row_handles,
     )

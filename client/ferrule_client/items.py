@@ -13,12 +13,12 @@ from ferrule_client.masks import MaskLike
 from ferrule_client.policy import Policy
 from ferrule_client.types import Acceptance, OnStale, Tokens
 
-__all__ = ["Chunk", "DecodeItem", "DraftLaws", "VerifyItem"]
+__all__ = ["Chunk", "DecodeItem", "DraftDistributions", "VerifyItem"]
 
 C = TypeVar("C")
 
-DraftLaws = npt.NDArray[np.floating] | Sequence[Mapping[int, float]]
-"""Laws that drafts were drawn from: dense, [drafts, vocab_size], or for each draft its probabilities by token id."""
+DraftDistributions = npt.NDArray[np.floating] | Sequence[Mapping[int, float]]
+"""Distributions of drafts: dense, [drafts, vocab_size], or for each draft its probabilities by token id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class VerifyItem(Generic[C]):
     policy: Policy | None = None
     acceptance: Acceptance | None = None
     parents: Sequence[int] = ()
-    draft_probs: DraftLaws | None = None
+    draft_probs: DraftDistributions | None = None
     masks: Sequence[MaskLike] = ()
     row_handles: bool = False
     on_stale: OnStale = "fail"

@@ -119,7 +119,7 @@ class Policy:
         selection: How one token is chosen per row; None chooses none.
         logits: Element type of full logits on the wire; None returns none.
         nothing: True: only append, return nothing. Excludes all else.
-        logprobs: Return the chosen token's log-probability, raw and under the law it was drawn from.
+        logprobs: Return the chosen token's log-probability, raw and under the distribution it was drawn from.
         top_logprobs: Return this many most likely tokens with their raw log-probabilities.
         logprob_token_ids: Return the raw log-probabilities of these tokens.
         target_logprobs: Return the raw log-probability of the input token that follows each row (scoring).

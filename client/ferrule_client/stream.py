@@ -29,7 +29,7 @@ from ferrule_client.errors import (
     InvalidRequestError,
     UnavailableError,
 )
-from ferrule_client.items import Chunk, DecodeItem, DraftLaws, VerifyItem
+from ferrule_client.items import Chunk, DecodeItem, DraftDistributions, VerifyItem
 from ferrule_client.policy import Policy, check_policy
 from ferrule_client.types import Acceptance, OnStale, Output, Tokens, Verification
 
@@ -166,7 +166,7 @@ class Stream:
         tokens: Sequence[Tokens] | None = None,
         policy: Policy | Sequence[Policy] | None = None,
         acceptance: Acceptance | None = None,
-        draft_probs: Sequence[DraftLaws] | None = None,
+        draft_probs: Sequence[DraftDistributions] | None = None,
         on_stale: OnStale = "fail",
         timeout: Timeout = USE_DEFAULT,
     ) -> list[Verification]:
@@ -178,7 +178,7 @@ class Stream:
             tokens: For each cache certain tokens before them, behind what is pending. None: none.
             policy: One for all, or one for each cache.
             acceptance: As in ``Cache.verify``, for all.
-            draft_probs: For each cache the laws of its drafts. None: as in ``Cache.verify``.
+            draft_probs: For each cache the distributions of its drafts. None: as in ``Cache.verify``.
             on_stale: What to do with handles that lie behind their tip.
             timeout: Seconds this step may take, retries included.
 
@@ -190,12 +190,19 @@ class Stream:
             ValueError: The sizes differ, a cache comes twice, or as in ``Cache.verify``.
         """
         policies, certain = _per_cache(policy, caches), [()] * len(caches) if tokens is None else tokens
-        laws = [None] * len(caches) if draft_probs is None else draft_probs
-        for name, given in (("drafts", drafts), ("tokens", certain), ("policy", policies), ("draft_probs", laws)):
+        distributions = [None] * len(caches) if draft_probs is None else draft_probs
+        for name, given in (
+            ("drafts", drafts),
+            ("tokens", certain),
+            ("policy", policies),
+            ("draft_probs", distributions),
+        ):
             _check_size(name, given, caches)
         items = [
-            VerifyItem(cache, draft, one, wanted, acceptance, draft_probs=law, on_stale=on_stale)
-            for cache, draft, one, wanted, law in zip(caches, drafts, certain, policies, laws, strict=True)
+            VerifyItem(cache, draft, one, wanted, acceptance, draft_probs=distribution, on_stale=on_stale)
+            for cache, draft, one, wanted, distribution in zip(
+                caches, drafts, certain, policies, distributions, strict=True
+            )
         ]
         results = self.run(items, timeout=timeout)
         for place, result in enumerate(results):

@@ -165,7 +165,7 @@ class Output:
         handle: The sequence after the call.
         tokens: Chosen token of each row; not part of the sequence yet.
         logprobs: Raw log-probability of each of ``tokens``.
-        sampled_logprobs: Log-probability of each of ``tokens`` under the law it was drawn from.
+        sampled_logprobs: Log-probability of each of ``tokens`` under the distribution it was drawn from.
         all_logits: Raw logits, float32 [num_rows, vocab_size], read-only; owned by this object.
         top_logprobs: For each row its most likely tokens, most likely first.
         target_logprobs: float32, raw log-probability of the input token that follows each row.
@@ -305,7 +305,7 @@ class DrawnToken(int):
 
     @property
     def sampled_logprob(self) -> float | None:
-        """Its log-probability under the law it was drawn from, or None when not asked for."""
+        """Its log-probability under the distribution it was drawn from, or None when not asked for."""
         return self.output.sampled_logprobs[-1] if self.output.sampled_logprobs else None
 
     @property

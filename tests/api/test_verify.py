@@ -1,4 +1,4 @@
-"""ForwardVerify through a real server: what holds is kept, the rest leaves nothing, and the law stays the model's."""
+"""ForwardVerify through a real server: what holds is kept, the rest leaves nothing, the distribution is the model's."""
 
 from __future__ import annotations
 
@@ -279,18 +279,18 @@ def test_handles_that_name_nothing_say_so(server: RunningServer) -> None:
     assert refusals[0].reason == "CONTEXT_EXCEEDED"
 
 
-# ---- the law stays the model's --------------------------------------------------------------------------------------
+# ---- the distribution stays the model's -----------------------------------------------------------------------------
 
 _IDS = (3, 40, 77, 128, 200, 251)
 _NUM_HANDLES, _NUM_ROUNDS = 60, 40
 _TEMPERATURE = 1.7
 _BIAS = {3: 1.5, 40: -0.5, 77: 0.3, 128: 2.5, 251: 1.0}
-"""The model's own law is nearly flat over these ids."""
+"""The model's own distribution is nearly flat over these ids."""
 _MASK = policy_pb2.TokenMask(allowed_ids=policy_pb2.TokenIdList(token_ids=_IDS))
 
 
-def _law(server: RunningServer, handle: types_pb2.KvCacheHandle, *input_ids: int) -> Floats:
-    """Return the law of the token behind some tokens, over the ids allowed, in float64."""
+def _distribution(server: RunningServer, handle: types_pb2.KvCacheHandle, *input_ids: int) -> Floats:
+    """Return the distribution of the token behind some tokens, over the ids allowed, in float64."""
     branch = server.fork(handle)[0]
     tensor = server.decode(branch, *input_ids, policy=FULL).outputs.logits
     server.release(branch)
@@ -301,8 +301,8 @@ def _law(server: RunningServer, handle: types_pb2.KvCacheHandle, *input_ids: int
     return weights
 
 
-def _chi_square(counts: Floats, law: Floats) -> float:
-    expected = counts.sum() * law
+def _chi_square(counts: Floats, distribution: Floats) -> float:
+    expected = counts.sum() * distribution
     return float(((counts - expected) ** 2 / expected).sum())
 
 
@@ -313,13 +313,15 @@ def _critical(num_free: int) -> float:
     return float(num_free * (1 - spread + 3.719 * spread**0.5) ** 3)
 
 
-def _drafted(kind: str, chance: np.random.Generator, laws: dict[tuple[int, ...], Floats]) -> tuple[list[int], Any]:
-    """Return two drafts and what is told of the laws they were drawn from."""
+def _drafted(
+    kind: str, chance: np.random.Generator, distributions: dict[tuple[int, ...], Floats]
+) -> tuple[list[int], Any]:
+    """Return two drafts and what is told of the distributions they were drawn from."""
     if kind == "certain":
         return [_IDS[0], _IDS[1]], None
-    first = int(chance.choice(len(_IDS), p=laws[()]))
-    second = int(chance.choice(len(_IDS), p=laws[(first,)]))
-    rows = [laws[()], laws[(first,)]]
+    first = int(chance.choice(len(_IDS), p=distributions[()]))
+    second = int(chance.choice(len(_IDS), p=distributions[(first,)]))
+    rows = [distributions[()], distributions[(first,)]]
     drafts = [_IDS[first], _IDS[second]]
     if kind == "sparse":
         kept = [[(token, value) for token, value in zip(_IDS, row, strict=True) if value > 0] for row in rows]
@@ -337,26 +339,26 @@ def _drafted(kind: str, chance: np.random.Generator, laws: dict[tuple[int, ...],
     return drafts, executor_pb2.DraftProbs(dense=tensor)
 
 
-def _q_laws(chance: np.random.Generator) -> dict[tuple[int, ...], Floats]:
-    """Return laws to draw drafts from, that are far from the model's: one for the first, one behind each first."""
-    laws: dict[tuple[int, ...], Floats] = {}
+def _q_distributions(chance: np.random.Generator) -> dict[tuple[int, ...], Floats]:
+    """Return distributions of drafts, far from those of the model: one for the first, one after each first."""
+    distributions: dict[tuple[int, ...], Floats] = {}
     for key in ((), *((i,) for i in range(len(_IDS)))):
         weights = chance.dirichlet(np.ones(len(_IDS)))
         weights[int(chance.integers(len(_IDS)))] = 0.0
-        laws[key] = weights / weights.sum()
-    return laws
+        distributions[key] = weights / weights.sum()
+    return distributions
 
 
 def _emitted(server: RunningServer, handle: types_pb2.KvCacheHandle, kind: str) -> Iterator[list[int]]:
     """Yield what a few thousand verifies emit, each with a seed of its own, many to a frame."""
     chance = np.random.default_rng(sum(map(ord, kind)))
-    laws = _q_laws(chance)
+    distributions = _q_distributions(chance)
     handles = server.fork(handle, _NUM_HANDLES)
     stream = server.open_stream()
     for round_number in range(_NUM_ROUNDS):
         items = []
         for place, branch in enumerate(handles):
-            drafts, told = _drafted(kind, chance, laws)
+            drafts, told = _drafted(kind, chance, distributions)
             seed = 1_000_000 * len(kind) + round_number * _NUM_HANDLES + place
             policy = sampled(seed, temperature=_TEMPERATURE, token_mask=_MASK, logit_bias=_BIAS)
             more = {} if told is None else {"draft_probs": told}
@@ -375,7 +377,7 @@ def _emitted(server: RunningServer, handle: types_pb2.KvCacheHandle, kind: str) 
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse", "certain"])
-def test_what_rejection_emits_has_the_law_of_the_model(server: RunningServer, kind: str) -> None:
+def test_what_rejection_emits_has_the_distribution_of_the_model(server: RunningServer, kind: str) -> None:
     """The first token, and the one behind each first draft that held, by chi-square over a few thousand verifies."""
     handle = server.prefill().kv_cache
     first = np.zeros(len(_IDS))
@@ -386,14 +388,16 @@ def test_what_rejection_emits_has_the_law_of_the_model(server: RunningServer, ki
         num_accepted += len(tokens) - 1
         if len(tokens) > 1:
             behind[tokens[0]][_IDS.index(tokens[1])] += 1
-    law = _law(server, handle, 7)
+    distribution = _distribution(server, handle, 7)
     assert first.sum() == _NUM_HANDLES * _NUM_ROUNDS
-    assert _chi_square(first, law) < _critical(len(_IDS) - 1)
-    assert _chi_square(first, np.full(len(_IDS), 1 / len(_IDS))) > _critical(len(_IDS) - 1)  # it can tell laws apart
+    assert _chi_square(first, distribution) < _critical(len(_IDS) - 1)
+    assert _chi_square(first, np.full(len(_IDS), 1 / len(_IDS))) > _critical(
+        len(_IDS) - 1
+    )  # it can tell distributions apart
     assert 0 < num_accepted < 2 * first.sum()
     num_tested = 0
     for token, counts in behind.items():
-        second = _law(server, handle, 7, token)
+        second = _distribution(server, handle, 7, token)
         if counts.sum() * second.min() < 5:
             continue
         num_tested += 1

@@ -1,4 +1,4 @@
-"""VerifyInput read: drafts, their laws, who decides, and every refusal."""
+"""VerifyInput read: drafts, their distributions, who decides, and every refusal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.requests.planned import PlannedAppend
 from ferrule_server.engine.jobs import Acceptance, Drafts
 from ferrule_server.errors import FerruleError
-from ferrule_server.executor.base import DraftLaw
+from ferrule_server.executor.base import DraftDistribution
 from ferrule_server.kv.handle import StalePolicy
 from tests.api.reading import make_reader
 
@@ -55,7 +55,7 @@ def _dense(rows: Any, dtype: types_pb2.DataType = types_pb2.DATA_TYPE_FLOAT32) -
 
 
 def _rows() -> Any:
-    """Three laws over 17 tokens whose values every type holds exactly."""
+    """Three distributions over 17 tokens whose values every type holds exactly."""
     rows = np.zeros((3, VOCAB_SIZE), np.float32)
     rows[0, [0, 1]] = 0.25, 0.75
     rows[1, [2, 16]] = 0.5
@@ -117,35 +117,35 @@ def test_each_row_may_have_a_mask_of_its_own() -> None:
     ]
 
 
-def _check_laws(laws: tuple[DraftLaw, ...]) -> None:
-    for law, row in zip(laws, _rows(), strict=True):
-        probs = law.probs
-        if law.token_ids is not None:
+def _check_distributions(distributions: tuple[DraftDistribution, ...]) -> None:
+    for distribution, row in zip(distributions, _rows(), strict=True):
+        probs = distribution.probs
+        if distribution.token_ids is not None:
             probs = np.zeros(VOCAB_SIZE)
-            probs[law.token_ids] = law.probs
+            probs[distribution.token_ids] = distribution.probs
         assert probs.tolist() == row.tolist()
-        assert law.probs.dtype == np.float64
-        assert not law.probs.flags.writeable
+        assert distribution.probs.dtype == np.float64
+        assert not distribution.probs.flags.writeable
 
 
 @pytest.mark.parametrize(
     "dtype", [types_pb2.DATA_TYPE_FLOAT32, types_pb2.DATA_TYPE_BFLOAT16, types_pb2.DATA_TYPE_FLOAT16]
 )
-def test_dense_laws_come_in_three_types(dtype: types_pb2.DataType) -> None:
+def test_dense_distributions_come_in_three_types(dtype: types_pb2.DataType) -> None:
     """Little-endian, row after row."""
     drafts = _drafts(acceptance=REJECTION, logits_policy=SAMPLE, draft_probs=_dense(_rows(), dtype))
     assert drafts.acceptance is Acceptance.REJECTION
-    _check_laws(drafts.laws)
+    _check_distributions(drafts.distributions)
 
 
-def test_sparse_laws_hold_what_is_not_0() -> None:
+def test_sparse_distributions_hold_what_is_not_0() -> None:
     """In any order of their tokens."""
     drafts = _drafts(acceptance=REJECTION, logits_policy=SAMPLE, draft_probs=Probs(sparse=SPARSE))
-    _check_laws(drafts.laws)
-    assert len({law.digest for law in drafts.laws}) == 3
+    _check_distributions(drafts.distributions)
+    assert len({distribution.digest for distribution in drafts.distributions}) == 3
 
 
-def test_equal_laws_are_equal() -> None:
+def test_equal_distributions_are_equal() -> None:
     """So that a repeated verify is known to be one."""
     first, second = (_drafts(acceptance=REJECTION, logits_policy=SAMPLE, draft_probs=_dense(_rows())) for _ in range(2))
     assert first == second
@@ -154,7 +154,7 @@ def test_equal_laws_are_equal() -> None:
     assert _drafts(acceptance=REJECTION, logits_policy=SAMPLE, draft_probs=_dense(rows)) != first
 
 
-def test_rejection_without_laws_takes_drafts_as_chosen_with_certainty() -> None:
+def test_rejection_without_distributions_takes_drafts_as_chosen_with_certainty() -> None:
     """As the contract says of unset ``draft_probs``."""
     assert _drafts(acceptance=REJECTION, logits_policy=SAMPLE) == Drafts(3, Acceptance.REJECTION)
 
@@ -193,7 +193,7 @@ def _tensor(**fields: Any) -> Probs:  # of Tensor
     return Probs(dense=types_pb2.Tensor(**given))
 
 
-WITH_LAWS = {"acceptance": REJECTION, "logits_policy": SAMPLE}
+WITH_DISTRIBUTIONS = {"acceptance": REJECTION, "logits_policy": SAMPLE}
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "no handle": ({"kv_cache": None}, "INVALID_FIELD", "kv_cache"),
     "no certain token": ({"input_ids": []}, "INVALID_FIELD", "input_ids"),
@@ -211,9 +211,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "INVALID_FIELD",
         "logits_policy",
     ),
-    "rejection without a law": ({"acceptance": REJECTION}, "INVALID_FIELD", "logits_policy"),
-    "laws for nobody": ({"draft_probs": _dense(_rows())}, "INVALID_FIELD", "draft_probs"),
-    "laws for exact": ({"draft_probs": _dense(_rows()), "acceptance": EXACT}, "INVALID_FIELD", "draft_probs"),
+    "rejection without a distribution": ({"acceptance": REJECTION}, "INVALID_FIELD", "logits_policy"),
+    "distributions for nobody": ({"draft_probs": _dense(_rows())}, "INVALID_FIELD", "draft_probs"),
+    "distributions for exact": ({"draft_probs": _dense(_rows()), "acceptance": EXACT}, "INVALID_FIELD", "draft_probs"),
     "fewer masks": ({"token_masks": _masks(3)}, "INVALID_FIELD", "token_masks"),
     "more masks": ({"token_masks": _masks(5)}, "INVALID_FIELD", "token_masks"),
     "masks of no selection": (
@@ -226,67 +226,95 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "INVALID_FIELD",
         "token_masks[3].inline_bits",
     ),
-    "no laws": (WITH_LAWS | {"draft_probs": Probs()}, "INVALID_FIELD", "draft_probs"),
+    "no distributions": (WITH_DISTRIBUTIONS | {"draft_probs": Probs()}, "INVALID_FIELD", "draft_probs"),
     "dense type": (
-        WITH_LAWS | {"draft_probs": _tensor(dtype=types_pb2.DATA_TYPE_INT8)},
+        WITH_DISTRIBUTIONS | {"draft_probs": _tensor(dtype=types_pb2.DATA_TYPE_INT8)},
         "INVALID_FIELD",
         "draft_probs.dense.dtype",
     ),
-    "dense shape": (WITH_LAWS | {"draft_probs": _tensor(shape=[17, 3])}, "INVALID_FIELD", "draft_probs.dense.shape"),
-    "dense rows": (WITH_LAWS | {"draft_probs": _dense(_rows()[:2])}, "INVALID_FIELD", "draft_probs.dense.shape"),
-    "dense size": (WITH_LAWS | {"draft_probs": _tensor(data=b"1234")}, "INVALID_FIELD", "draft_probs.dense.data"),
-    "nan": (WITH_LAWS | {"draft_probs": _changed(1, 5, math.nan)}, "INVALID_FIELD", "draft_probs.dense.data"),
-    "infinite": (WITH_LAWS | {"draft_probs": _changed(1, 5, math.inf)}, "INVALID_FIELD", "draft_probs.dense.data"),
-    "negative": (WITH_LAWS | {"draft_probs": _changed(1, 5, -1e-6)}, "INVALID_FIELD", "draft_probs.dense.data"),
-    "no law": (WITH_LAWS | {"draft_probs": _changed(1, 5, 0.002)}, "INVALID_FIELD", "draft_probs.dense.data"),
+    "dense shape": (
+        WITH_DISTRIBUTIONS | {"draft_probs": _tensor(shape=[17, 3])},
+        "INVALID_FIELD",
+        "draft_probs.dense.shape",
+    ),
+    "dense rows": (
+        WITH_DISTRIBUTIONS | {"draft_probs": _dense(_rows()[:2])},
+        "INVALID_FIELD",
+        "draft_probs.dense.shape",
+    ),
+    "dense size": (
+        WITH_DISTRIBUTIONS | {"draft_probs": _tensor(data=b"1234")},
+        "INVALID_FIELD",
+        "draft_probs.dense.data",
+    ),
+    "nan": (WITH_DISTRIBUTIONS | {"draft_probs": _changed(1, 5, math.nan)}, "INVALID_FIELD", "draft_probs.dense.data"),
+    "infinite": (
+        WITH_DISTRIBUTIONS | {"draft_probs": _changed(1, 5, math.inf)},
+        "INVALID_FIELD",
+        "draft_probs.dense.data",
+    ),
+    "negative": (
+        WITH_DISTRIBUTIONS | {"draft_probs": _changed(1, 5, -1e-6)},
+        "INVALID_FIELD",
+        "draft_probs.dense.data",
+    ),
+    "no distribution": (
+        WITH_DISTRIBUTIONS | {"draft_probs": _changed(1, 5, 0.002)},
+        "INVALID_FIELD",
+        "draft_probs.dense.data",
+    ),
     "draft of no chance": (
-        WITH_LAWS | {"draft_probs": _dense(_rows()), "draft_ids": [1, 2, 4]},
+        WITH_DISTRIBUTIONS | {"draft_probs": _dense(_rows()), "draft_ids": [1, 2, 4]},
         "INVALID_FIELD",
         "draft_probs.dense.data",
     ),
     "sparse rows": (
-        WITH_LAWS | {"draft_probs": _sparse(row_sizes=[2, 3])},
+        WITH_DISTRIBUTIONS | {"draft_probs": _sparse(row_sizes=[2, 3])},
         "INVALID_FIELD",
         "draft_probs.sparse.row_sizes",
     ),
     "sparse sizes": (
-        WITH_LAWS | {"draft_probs": _sparse(row_sizes=[2, 2, 2])},
+        WITH_DISTRIBUTIONS | {"draft_probs": _sparse(row_sizes=[2, 2, 2])},
         "INVALID_FIELD",
         "draft_probs.sparse.token_ids",
     ),
     "sparse sizes beyond all": (
-        WITH_LAWS | {"draft_probs": _sparse(row_sizes=[2**32 - 1, 2, 2])},
+        WITH_DISTRIBUTIONS | {"draft_probs": _sparse(row_sizes=[2**32 - 1, 2, 2])},
         "INVALID_FIELD",
         "draft_probs.sparse.row_sizes",
     ),
-    "fewer probs": (WITH_LAWS | {"draft_probs": _sparse(probs=[1.0])}, "INVALID_FIELD", "draft_probs.sparse.probs"),
+    "fewer probs": (
+        WITH_DISTRIBUTIONS | {"draft_probs": _sparse(probs=[1.0])},
+        "INVALID_FIELD",
+        "draft_probs.sparse.probs",
+    ),
     "sparse id": (
-        WITH_LAWS | {"draft_probs": _sparse(token_ids=[1, 0, 17, 2, 3])},
+        WITH_DISTRIBUTIONS | {"draft_probs": _sparse(token_ids=[1, 0, 17, 2, 3])},
         "TOKEN_OUT_OF_VOCAB",
         "draft_probs.sparse.token_ids[2]",
     ),
     "sparse id twice": (
-        WITH_LAWS | {"draft_probs": _sparse(token_ids=[1, 0, 2, 2, 3])},
+        WITH_DISTRIBUTIONS | {"draft_probs": _sparse(token_ids=[1, 0, 2, 2, 3])},
         "INVALID_FIELD",
         "draft_probs.sparse.token_ids",
     ),
     "sparse prob of 0": (
-        WITH_LAWS | {"draft_probs": _sparse(probs=[0.75, 0.25, 1.0, 0.0, 1.0])},
+        WITH_DISTRIBUTIONS | {"draft_probs": _sparse(probs=[0.75, 0.25, 1.0, 0.0, 1.0])},
         "INVALID_FIELD",
         "draft_probs.sparse.probs[3]",
     ),
     "sparse nan": (
-        WITH_LAWS | {"draft_probs": _sparse(probs=[0.75, math.nan, 1.0, 0.5, 1.0])},
+        WITH_DISTRIBUTIONS | {"draft_probs": _sparse(probs=[0.75, math.nan, 1.0, 0.5, 1.0])},
         "INVALID_FIELD",
         "draft_probs.sparse.probs[1]",
     ),
     "sparse sum": (
-        WITH_LAWS | {"draft_probs": _sparse(probs=[0.75, 0.25, 0.5, 0.4, 1.0])},
+        WITH_DISTRIBUTIONS | {"draft_probs": _sparse(probs=[0.75, 0.25, 0.5, 0.4, 1.0])},
         "INVALID_FIELD",
         "draft_probs.sparse.probs",
     ),
     "sparse draft of no chance": (
-        WITH_LAWS | {"draft_probs": _sparse(), "draft_ids": [1, 7, 3]},
+        WITH_DISTRIBUTIONS | {"draft_probs": _sparse(), "draft_ids": [1, 7, 3]},
         "INVALID_FIELD",
         "draft_probs.sparse.token_ids",
     ),
@@ -302,16 +330,16 @@ def test_what_makes_no_sense_is_refused_by_its_path(name: str) -> None:
     assert (caught.value.reason, caught.value.metadata["field"]) == (reason, f"input.{field}")
 
 
-def test_a_law_may_miss_1_by_a_rounding() -> None:
+def test_a_distribution_may_miss_1_by_a_rounding() -> None:
     """A thousandth, not two."""
     rows = _rows()
     rows[2, 3] = 0.9991
-    _read(**WITH_LAWS, draft_probs=_dense(rows))  # type: ignore[arg-type]
+    _read(**WITH_DISTRIBUTIONS, draft_probs=_dense(rows))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [types_pb2.DATA_TYPE_BFLOAT16, types_pb2.DATA_TYPE_FLOAT16])
 @pytest.mark.parametrize("vocab_size", [17, 50_000])
-def test_a_law_may_miss_1_by_the_rounding_of_its_type(dtype: types_pb2.DataType, vocab_size: int) -> None:
+def test_a_distribution_may_miss_1_by_the_rounding_of_its_type(dtype: types_pb2.DataType, vocab_size: int) -> None:
     """Peaked and flat ones, as a client gets them that rounds each probability: 0.998 of bfloat16 is 0.996."""
     flat = np.full(vocab_size, 1.0 / vocab_size)
     peaked = flat * 0.002

@@ -12,7 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ferrule.v1 import executor_pb2, policy_pb2, types_pb2
-from ferrule_server.executor.base import DraftLaw, DraftSpec, OutputSpec, RowOutput, SampleSpec, Shaping, TokenMask
+from ferrule_server.executor.base import (
+    DraftDistribution,
+    DraftSpec,
+    OutputSpec,
+    RowOutput,
+    SampleSpec,
+    Shaping,
+    TokenMask,
+)
 from ferrule_server.executor.sampling.selection import select_rows
 
 Tokens = tuple[int, ...]
@@ -41,7 +49,7 @@ class Policy:
     Attributes:
         kind: One of GREEDY, SEEDED, UNSEEDED and NOTHING.
         seed: Of SEEDED.
-        shape: PLAIN; MASKED: of two tokens; SHAPED: penalties, bias, mask and a cut law. NOTHING is always PLAIN.
+        shape: PLAIN; MASKED: of two tokens; SHAPED: penalties, bias, mask and top-k or top-p. NOTHING is always PLAIN.
     """
 
     kind: str
@@ -143,10 +151,10 @@ class Drafts:
 
     def _probs_message(self) -> executor_pb2.DraftProbs:
         if not self.is_dense:
-            laws = [[(token, p) for token, p in ((2, row[1]), (1, row[0])) if p] for row in self.probs]
-            entries = [entry for law in laws for entry in law]
+            distributions = [[(token, p) for token, p in ((2, row[1]), (1, row[0])) if p] for row in self.probs]
+            entries = [entry for distribution in distributions for entry in distribution]
             sparse = executor_pb2.SparseProbs(
-                row_sizes=[len(law) for law in laws],
+                row_sizes=[len(distribution) for distribution in distributions],
                 token_ids=[token for token, _ in entries],
                 probs=[p for _, p in entries],
             )
@@ -156,10 +164,10 @@ class Drafts:
         dense = types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_FLOAT32, shape=rows.shape, data=rows.tobytes())
         return executor_pb2.DraftProbs(dense=dense)
 
-    def _law(self, index: int) -> DraftLaw | None:
+    def _distribution(self, index: int) -> DraftDistribution | None:
         if not self.probs:
             return None
-        return DraftLaw(b"", np.array([1, 2], np.int32), np.array(self.probs[index], np.float64))
+        return DraftDistribution(b"", np.array([1, 2], np.int32), np.array(self.probs[index], np.float64))
 
     def verify(self, before: Tokens, policy: Policy, seed: int | None) -> Verified:
         """Return what becomes of the drafts behind the tokens ``before``: one row after the other."""
@@ -170,7 +178,7 @@ class Drafts:
             mask = self.row_masks[row] if self.row_masks else ()
             draft = None
             if self.acceptance == REJECTION and draft_id is not None:
-                draft = DraftSpec(draft_id, self._law(row))
+                draft = DraftSpec(draft_id, self._distribution(row))
             if policy.chooses:
                 output = chosen_row(before + self.draft_ids[:row], policy, seed, mask, draft)
                 assert output.token is not None
@@ -195,7 +203,7 @@ class Verified:
 
 
 def reference_logits(tokens: SequenceOf[int]) -> npt.NDArray[np.float32]:
-    """Return the paged reference's law, float32 [VOCAB_SIZE], from the tokens alone, without any cache."""
+    """Return the paged reference's distribution, float32 [VOCAB_SIZE], from the tokens alone, without any cache."""
     width = NUM_HEADS * HEAD_DIM
     rows = np.zeros((len(tokens), width), np.float32)
     rows[np.arange(len(tokens)), np.array(tokens) % width] = 1

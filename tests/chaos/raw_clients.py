@@ -300,13 +300,13 @@ class VerifySession(Session):
     """One sequence that goes on by verifies of random drafts, the same ones in each run.
 
     Attributes:
-        chance: Draws them. acceptances: of each round in turn. law: what the policy asks for.
+        chance: Draws them. acceptances: of each round in turn. distribution: what the policy asks for.
         num_held: Drafts that held so far. num_rounds: verifies sent.
     """
 
     chance: random.Random = field(default_factory=random.Random)
     acceptances: tuple[executor_pb2.AcceptanceRule, ...] = (EXACT,)
-    law: Policy = field(default_factory=lambda: Policy(SEEDED))
+    distribution: Policy = field(default_factory=lambda: Policy(SEEDED))
     num_held: int = 0
     num_rounds: int = 0
 

@@ -135,7 +135,7 @@ def make_verify_session(chance: random.Random, vocab_size: int) -> VerifySession
     policy = Policy(SEEDED, chance.getrandbits(64), chance.choice((MASKED, SHAPED)))
     acceptances = chance.choice(((EXACT,), (EXACT, REJECTION)))
     drafter = random.Random(chance.getrandbits(64))
-    return VerifySession(prompt, policy.message(), chance=drafter, acceptances=acceptances, law=policy)
+    return VerifySession(prompt, policy.message(), chance=drafter, acceptances=acceptances, distribution=policy)
 
 
 def run_clients(
@@ -221,7 +221,7 @@ def lawless(session: VerifySession) -> Iterator[str]:
         return
     tokens = session.prompt
     for at, token in enumerate(session.tokens):
-        if token != drawn_token(tokens, session.law, session.law.seed):
+        if token != drawn_token(tokens, session.distribution, session.distribution.seed):
             yield f"token {at} is not what decoding draws"
             return
         tokens += (token,)

@@ -100,8 +100,8 @@ def whole_contract(client: Any) -> Script:
     cache = yield client.prefill([5, 6, 7], policy=greedy())
     check = yield cache.verify([1, 2], tokens=cache.last.token, acceptance="greedy", row_handles=True)
     facts += [check.accepted_count, check.next_token, [place(handle) for handle in check.row_handles]]
-    laws = [{3: 0.5, 4: 0.5}]
-    check = yield cache.verify([3], policy=sample(seed=2), draft_probs=laws, masks=[[3, 4], [3, 4]])
+    distributions = [{3: 0.5, 4: 0.5}]
+    check = yield cache.verify([3], policy=sample(seed=2), draft_probs=distributions, masks=[[3, 4], [3, 4]])
     facts += [check.accepted_count, check.output.tokens, cache.token_ids]
     many = yield client.batch_prefill([[1, 2], [999], [3]], policy=greedy(top_logprobs=2))
     facts += [seen(one.last) if hasattr(one, "last") else told(one) for one in many]

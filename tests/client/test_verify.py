@@ -1,4 +1,4 @@
-"""Drafts checked on the server: every rule, laws, masks, handles, and retries that double nothing."""
+"""Drafts checked on the server: every rule, distributions, masks, handles, and retries that double nothing."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ def test_speculation_says_what_plain_decoding_says(client: Client, acceptance: s
         assert list(cache.info(token_ids=True).token_ids) == cache.token_ids
 
 
-def test_laws_may_be_dense_or_sparse(client: Client) -> None:
-    """The same laws written either way accept the same drafts by the same seed."""
+def test_distributions_may_be_dense_or_sparse(client: Client) -> None:
+    """The same distributions written either way accept the same drafts by the same seed."""
     vocab_size = client.model_info().vocab_size
     sparse = [{3: 0.5, 4: 0.5}, {9: 0.25, 10: 0.75, 11: 0.0}, {1: 1.0}]
     dense = np.zeros((3, vocab_size), np.float32)
-    for row, law in enumerate(sparse):
-        for token, prob in law.items():
+    for row, distribution in enumerate(sparse):
+        for token, prob in distribution.items():
             dense[row, token] = prob
     seen = []
-    for laws in (sparse, dense):
+    for distributions in (sparse, dense):
         with client.prefill(PROMPT, policy=no_output()) as cache:
-            check = cache.verify([4, 10, 1], tokens=9, policy=sample(seed=11), draft_probs=laws)
+            check = cache.verify([4, 10, 1], tokens=9, policy=sample(seed=11), draft_probs=distributions)
             assert check.output.seed == 11
             seen.append((check.accepted_count, check.output.tokens, cache.token_ids))
     assert seen[0] == seen[1]
@@ -98,7 +98,7 @@ def test_rules_go_with_their_policies(client: Client) -> None:
             cache.verify([1], tokens=2, acceptance="greedy", policy=sample())
         with pytest.raises(ValueError, match=r"rejection needs a policy of sample\(\)"):
             cache.verify([1], tokens=2, acceptance="rejection", policy=greedy())
-        with pytest.raises(ValueError, match="one law per draft"):
+        with pytest.raises(ValueError, match="one distribution per draft"):
             cache.verify([1], tokens=2, draft_probs=[])
         assert cache.verify([1], tokens=2, acceptance="GREEDY").next_token is not None  # type: ignore[arg-type]
 

@@ -31,8 +31,8 @@ from ferrule_server.errors import (
     RequestIdReused,
     SeedRequired,
 )
-from ferrule_server.executor.base import DraftLaw, OutputSpec, SampleSpec, Shaping, TokenMask
-from ferrule_server.executor.sampling.laws import sampling_law
+from ferrule_server.executor.base import DraftDistribution, OutputSpec, SampleSpec, Shaping, TokenMask
+from ferrule_server.executor.sampling.distributions import sampling_distribution
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.quotas import QuotaLimits
 from tests.engine.harness import GREEDY, NOTHING, Harness, append, logits_of, paged_harness
@@ -70,13 +70,13 @@ def verify(
     *,
     on_stale: StalePolicy = StalePolicy.FAIL,
     request_id: str = "",
-    laws: tuple[DraftLaw, ...] = (),
+    distributions: tuple[DraftDistribution, ...] = (),
     row_masks: tuple[TokenMask, ...] = (),
     wants_row_handles: bool = True,
 ) -> AppendJob:
     """A verify job of the principal ``me``."""
     job = append(handle, *input_ids, *draft_ids, output=output, on_stale=on_stale, request_id=request_id)
-    job.drafts = Drafts(len(draft_ids), acceptance, laws, row_masks, wants_row_handles)
+    job.drafts = Drafts(len(draft_ids), acceptance, distributions, row_masks, wants_row_handles)
     return job
 
 
@@ -243,33 +243,41 @@ def _mask(*token_ids: int) -> TokenMask:
     return TokenMask(packed.tobytes().ljust(16, b"\0"), packed)
 
 
-def _law(probs: list[float], token_ids: list[int] | None = None) -> DraftLaw:
-    """A draft law."""
+def _distribution(probs: list[float], token_ids: list[int] | None = None) -> DraftDistribution:
+    """A draft distribution."""
     values = np.array(probs, np.float64)
     ids = None if token_ids is None else np.array(token_ids, np.int32)
-    return DraftLaw(repr((probs, token_ids)).encode().ljust(16)[:16], ids, values)
+    return DraftDistribution(repr((probs, token_ids)).encode().ljust(16)[:16], ids, values)
 
 
-@pytest.mark.parametrize("has_laws", [False, True])
-def test_speculative_sampling_leaves_the_law_of_the_model(has_laws: bool) -> None:
-    """Chi-square over many seeds: the first token that comes out is drawn from the model's own law."""
+@pytest.mark.parametrize("has_distributions", [False, True])
+def test_speculative_sampling_leaves_the_distribution_of_the_model(has_distributions: bool) -> None:
+    """Chi-square over many seeds: the first token that comes out is drawn from the model's own distribution."""
     vocab, drafts, seeds = 8, np.random.default_rng(3), range(3000)
     q = np.array([0.3, 0.3, 0.1, 0.1, 0.05, 0.05, 0.05, 0.05])
     seen: Counter[int] = Counter()
     with Harness(FakeExecutor(vocab_size=vocab)) as harness:
         first = harness.prefill(*PROMPT)
         for seed in seeds:
-            draft = int(drafts.choice(vocab, p=q)) if has_laws else 2
-            laws = (_law(q.tolist()),) if has_laws else ()
+            draft = int(drafts.choice(vocab, p=q)) if has_distributions else 2
+            distributions = (_distribution(q.tolist()),) if has_distributions else ()
             output = OutputRequest(OutputSpec(sample=SampleSpec(seed=seed)))
-            job = verify(first.handle, (4,), (draft,), REJECTION, output, laws=laws, on_stale=StalePolicy.REWIND)
+            job = verify(
+                first.handle,
+                (4,),
+                (draft,),
+                REJECTION,
+                output,
+                distributions=distributions,
+                on_stale=StalePolicy.REWIND,
+            )
             job.drafts = replace(job.drafts, wants_row_handles=False)  # type: ignore[type-var]
             result = harness.submit(job).result()
             count, token = accepted(result)
             assert result.rows[0].is_accepted == (count == 1)
             seen[draft if count else int(token or 0)] += 1
     logits = fake_logits((*PROMPT, 4), vocab)
-    weights = sampling_law(logits, SampleSpec(), float(logits.max())).weights
+    weights = sampling_distribution(logits, SampleSpec(), float(logits.max())).weights
     expected = weights / weights.sum() * len(seeds)
     chi_square = sum((seen[i] - expected[i]) ** 2 / expected[i] for i in range(vocab))
     assert chi_square < 24.3, f"p < 0.001 with 7 degrees of freedom: {chi_square:.1f}"
@@ -351,15 +359,15 @@ def test_a_retry_is_answered_as_the_first_was(
 
 def test_a_retry_of_speculative_sampling_keeps_what_was_drawn() -> None:
     """Rows dropped, seed not the caller's: the same drafts hold and the same token follows."""
-    law = _law([0.5, 0.25, 0.25], [3, 8, 20])
+    distribution = _distribution([0.5, 0.25, 0.25], [3, 8, 20])
     with Harness(retained_bytes=0) as harness:
         first = harness.prefill(*PROMPT)
         for draft_ids in ((3, 8, 20), (8, 8), (20, 3, 3, 3)):
-            laws = (law,) * len(draft_ids)
-            job = verify(first.handle, (4,), draft_ids, REJECTION, UNSEEDED, laws=laws)
+            distributions = (distribution,) * len(draft_ids)
+            job = verify(first.handle, (4,), draft_ids, REJECTION, UNSEEDED, distributions=distributions)
             once = harness.submit(job).result()
-            equal_laws = tuple(_law([0.5, 0.25, 0.25], [3, 8, 20]) for _ in draft_ids)
-            retry = verify(first.handle, (4,), draft_ids, REJECTION, UNSEEDED, laws=equal_laws)
+            equal_distributions = tuple(_distribution([0.5, 0.25, 0.25], [3, 8, 20]) for _ in draft_ids)
+            retry = verify(first.handle, (4,), draft_ids, REJECTION, UNSEEDED, distributions=equal_distributions)
             again = harness.submit(retry).result()
             assert again.recomputed == (len(once.rows) > 1)
             assert (again.replayed, again.seed, again.verified) == (True, once.seed, once.verified)
@@ -368,11 +376,11 @@ def test_a_retry_of_speculative_sampling_keeps_what_was_drawn() -> None:
             first = once
 
 
-@pytest.mark.parametrize("change", ["drafts", "acceptance", "laws", "masks", "output", "handles"])
+@pytest.mark.parametrize("change", ["drafts", "acceptance", "distributions", "masks", "output", "handles"])
 def test_what_differs_is_no_retry(change: str) -> None:
     """Another request behind the tip is stale, whatever it has in common with the last append."""
-    laws = tuple(_law([1.0], [token]) for token in (7, 8))
-    job_args = {"laws": laws, "row_masks": (_mask(7, 8),) * 3}
+    distributions = tuple(_distribution([1.0], [token]) for token in (7, 8))
+    job_args = {"distributions": distributions, "row_masks": (_mask(7, 8),) * 3}
     with Harness() as harness:
         first = harness.prefill(*PROMPT)
         job = verify(first.handle, (4,), (7, 8), REJECTION, SEEDED, **job_args)  # type: ignore[arg-type]
@@ -384,8 +392,8 @@ def test_what_differs_is_no_retry(change: str) -> None:
                 other.token_ids = (4, 7, 9)
             case "acceptance":
                 other.drafts = replace(other.drafts, acceptance=EXACT)
-            case "laws":
-                other.drafts = replace(other.drafts, laws=(laws[1], laws[0]))
+            case "distributions":
+                other.drafts = replace(other.drafts, distributions=(distributions[1], distributions[0]))
             case "masks":
                 other.drafts = replace(other.drafts, row_masks=(_mask(7, 9),) * 3)
             case "output":
@@ -485,18 +493,20 @@ def test_a_verify_that_returns_no_rows_runs_none_again() -> None:
         assert len(harness.executor.batches) == num_steps
 
 
-def test_a_record_keeps_neither_masks_nor_laws_alive() -> None:
+def test_a_record_keeps_neither_masks_nor_distributions_alive() -> None:
     """They may be large, and a device may keep what it made of a mask as long as somebody refers to it."""
-    mask, law = _mask(5, 6), _law([1.0], [5])
+    mask, distribution = _mask(5, 6), _distribution([1.0], [5])
     with Harness() as harness:
         first = harness.prefill(*PROMPT)
         output = OutputRequest(OutputSpec(sample=SampleSpec(seed=1), shaping=Shaping(mask=mask)))
         once = harness.submit(append(first.handle, 4, output=output)).result()
-        job = verify(once.handle, (4,), (5,), REJECTION, output, laws=(law,), row_masks=(_mask(5), _mask(6)))
+        job = verify(
+            once.handle, (4,), (5,), REJECTION, output, distributions=(distribution,), row_masks=(_mask(5), _mask(6))
+        )
         once = harness.submit(job).result()
         watched = [weakref.ref(mask), *(weakref.ref(each) for each in job.drafts.row_masks)]  # type: ignore[union-attr]
         harness.executor.batches.clear()
-        del mask, law, output, job
+        del mask, distribution, output, job
         harness.decode(once.handle, 9)
         harness.executor.batches.clear()
         gc.collect()

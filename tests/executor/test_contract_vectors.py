@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from ferrule_server.executor.base import DraftLaw, DraftSpec, OutputSpec, RowOutput, SampleSpec
+from ferrule_server.executor.base import DraftDistribution, DraftSpec, OutputSpec, RowOutput, SampleSpec
 from ferrule_server.executor.sampling.device_outputs import DeviceOutputs
-from ferrule_server.executor.sampling.laws import sampling_law
+from ferrule_server.executor.sampling.distributions import sampling_distribution
 from ferrule_server.executor.sampling.philox import Purpose, uniform
 
 _CONTRACT = (Path(__file__).parents[2] / "protos" / "README.md").read_text("utf-8")
@@ -40,7 +40,7 @@ def _draft(case: dict[str, Any]) -> DraftSpec:
     if case["q"] is None:
         return DraftSpec(case["draft"])
     token_ids = np.array([int(token) for token in case["q"]], np.int32)
-    return DraftSpec(case["draft"], DraftLaw(b"", token_ids, np.array(list(case["q"].values()))))
+    return DraftSpec(case["draft"], DraftDistribution(b"", token_ids, np.array(list(case["q"].values()))))
 
 
 def test_draws_are_those_of_the_contract() -> None:
@@ -53,8 +53,8 @@ def test_draws_are_those_of_the_contract() -> None:
 def test_samples_are_those_of_the_contract(has_numpy: bool) -> None:
     """The tokens kept, and the one drawn."""
     for case in VECTORS["samples"]:
-        law = sampling_law(LOGITS, _sample(case), float(LOGITS.max()))
-        kept = range(len(LOGITS)) if law.token_ids is None else law.token_ids.tolist()
+        distribution = sampling_distribution(LOGITS, _sample(case), float(LOGITS.max()))
+        kept = range(len(LOGITS)) if distribution.token_ids is None else distribution.token_ids.tolist()
         assert list(kept) == case["kept"]
         assert _select(case, OutputSpec(sample=_sample(case)), has_numpy=has_numpy).token == case["token"]
 

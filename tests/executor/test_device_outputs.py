@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ferrule_server.executor.base import (
-    DraftLaw,
+    DraftDistribution,
     DraftSpec,
     Float32Array,
     Int32Array,
@@ -24,9 +24,10 @@ from ferrule_server.executor.base import (
     TokenMask,
 )
 from ferrule_server.executor.sampling import device_outputs, ranking
-from ferrule_server.executor.sampling.device_laws import ChoiceRow, DeviceLaws
 from ferrule_server.executor.sampling.device_outputs import DeviceOutputs, top
-from ferrule_server.executor.sampling.selection import Choice, select_rows
+from ferrule_server.executor.sampling.device_sampler import ChoiceRow, DeviceSampler
+from ferrule_server.executor.sampling.distributions import Choice
+from ferrule_server.executor.sampling.selection import select_rows
 
 CPU = torch.device("cpu")
 VOCAB_SIZES = (1, 2, 17, 128, 129, 300, 1000)
@@ -64,14 +65,14 @@ def random_shaping(rng: np.random.Generator, vocab_size: int) -> Shaping:
 
 
 def random_draft(rng: np.random.Generator, vocab_size: int) -> DraftSpec:
-    """Return a draft of a dense, a sparse or no law; it need not be one that the law allows."""
+    """Return a draft of a dense, a sparse or no distribution; it need not be one that the distribution allows."""
     kind, token_id = rng.integers(3), int(rng.integers(vocab_size))
     if kind == 0:
         return DraftSpec(token_id)
     if kind == 1:
-        return DraftSpec(token_id, DraftLaw(b"dense", None, rng.dirichlet(np.full(vocab_size, 0.5))))
+        return DraftSpec(token_id, DraftDistribution(b"dense", None, rng.dirichlet(np.full(vocab_size, 0.5))))
     token_ids = rng.permutation(vocab_size)[: rng.integers(1, vocab_size + 1)].astype(np.int32)
-    return DraftSpec(token_id, DraftLaw(b"sparse", token_ids, rng.dirichlet(np.ones(len(token_ids)))))
+    return DraftSpec(token_id, DraftDistribution(b"sparse", token_ids, rng.dirichlet(np.ones(len(token_ids)))))
 
 
 def random_sample(rng: np.random.Generator, vocab_size: int) -> SampleSpec:
@@ -213,16 +214,18 @@ def test_full_rows_are_their_receivers_and_their_neighbours_have_none(has_numpy:
 
 def test_masks_are_kept_on_the_device_as_long_as_somebody_refers_to_them() -> None:
     """Packed, one copy for equal masks; gone with the last reference."""
-    laws, logits = DeviceLaws(CPU), torch.zeros(1, 50)
+    distributions, logits = DeviceSampler(CPU), torch.zeros(1, 50)
     bits = np.packbits(np.arange(50) == 33, bitorder="little")
     one, equal = TokenMask(b"one", bits), TokenMask(b"one", bits)
     for mask in (one, equal):
-        (choice,) = laws.choose(logits, [ChoiceRow(1, OutputSpec(greedy=True, shaping=Shaping(mask=mask)), None)])
+        (choice,) = distributions.choose(
+            logits, [ChoiceRow(1, OutputSpec(greedy=True, shaping=Shaping(mask=mask)), None)]
+        )
         assert choice.token == 33
-    assert [len(kept) for kept in laws._masks.values()] == [7]
+    assert [len(kept) for kept in distributions._masks.values()] == [7]
     del one, equal, mask
     gc.collect()
-    assert len(laws._masks) == 0
+    assert len(distributions._masks) == 0
 
 
 def test_token_of_no_weight_that_a_parallel_sum_points_at_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,9 +234,9 @@ def test_token_of_no_weight_that_a_parallel_sum_points_at_is_drawn_again(monkeyp
     bits = np.array([0b0101], np.uint8)
     spec = OutputSpec(sample=SampleSpec(seed=4), shaping=Shaping(mask=TokenMask(b"m", bits)), logprobs=True)
     row = ChoiceRow(3, spec, None)
-    (expected,) = DeviceLaws(CPU).choose(logits, [row])
-    monkeypatch.setattr(DeviceLaws, "_draw", lambda self, weights, rows: torch.tensor([1]))
-    (choice,) = DeviceLaws(CPU).choose(logits, [row])
+    (expected,) = DeviceSampler(CPU).choose(logits, [row])
+    monkeypatch.setattr(DeviceSampler, "_draw", lambda self, weights, rows: torch.tensor([1]))
+    (choice,) = DeviceSampler(CPU).choose(logits, [row])
     assert choice.token == expected.token
     assert choice.logprob == pytest.approx(expected.logprob, abs=1e-12)
 
@@ -243,13 +246,13 @@ def test_rows_go_through_in_bounded_groups(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(device_outputs, "_GROUP_ELEMENTS", 3 * 97)
     monkeypatch.setattr(device_outputs, "_SMALL_ELEMENTS", 0)
     seen: list[int] = []
-    original = DeviceLaws.choose
+    original = DeviceSampler.choose
 
-    def choose(self: DeviceLaws, logits: torch.Tensor, rows: list[ChoiceRow]) -> list[Choice]:
+    def choose(self: DeviceSampler, logits: torch.Tensor, rows: list[ChoiceRow]) -> list[Choice]:
         seen.append(len(logits))
         return original(self, logits, rows)
 
-    monkeypatch.setattr(DeviceLaws, "choose", choose)
+    monkeypatch.setattr(DeviceSampler, "choose", choose)
     logits = np.random.default_rng(0).standard_normal((10, 97)).astype(np.float32)
     specs = [OutputSpec(sample=SampleSpec(seed=i), logprobs=True, entropy=True) for i in range(10)]
     ours = DeviceOutputs(CPU, has_numpy=False).select(

@@ -1,4 +1,4 @@
-"""Tokens and log-probabilities out of logits, against an independent slow reference and exact laws."""
+"""Tokens and log-probabilities out of logits, against an independent slow reference and exact distributions."""
 
 import math
 from dataclasses import replace
@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from ferrule_server.executor.base import Float32Array, OutputSpec, RowOutput, SampleSpec, Shaping
 from ferrule_server.executor.sampling import selection as sampling
-from ferrule_server.executor.sampling.laws import Law, sampling_law
+from ferrule_server.executor.sampling.distributions import Distribution, sampling_distribution
 from ferrule_server.executor.sampling.philox import Purpose, uniform
 from ferrule_server.executor.sampling.ranking import largest, ranked_largest
 from ferrule_server.executor.sampling.selection import select_rows
-from tests.executor.slow_laws import as_row, mask_of, slow_draw, slow_law, slow_shape
+from tests.executor.slow_distributions import as_row, mask_of, slow_distribution, slow_draw, slow_shape
 
 
 def select_one(row: Float32Array, spec: OutputSpec, position: int = 0) -> RowOutput:
@@ -26,15 +26,15 @@ def select_one(row: Float32Array, spec: OutputSpec, position: int = 0) -> RowOut
 
 def draw(row: Float32Array, spec: SampleSpec, u: float) -> int:
     """Return the token drawn with the random number ``u``."""
-    return sampling_law(row, spec, float(row.max())).draw(u)[0]
+    return sampling_distribution(row, spec, float(row.max())).draw(u).token
 
 
 def exact_probabilities(row: Float32Array, spec: SampleSpec) -> npt.NDArray[np.float64]:
-    """Return float64 [vocab_size], the probability of each token under the law."""
-    law = sampling_law(row, spec, float(row.max()))
+    """Return float64 [vocab_size], the probability of each token under the distribution."""
+    distribution = sampling_distribution(row, spec, float(row.max()))
     probabilities = np.zeros(len(row))
-    token_ids = np.arange(len(row)) if law.token_ids is None else law.token_ids
-    probabilities[token_ids] = law.weights / law.weights.sum()
+    token_ids = np.arange(len(row)) if distribution.token_ids is None else distribution.token_ids
+    probabilities[token_ids] = distribution.weights / distribution.weights.sum()
     return probabilities
 
 
@@ -53,10 +53,10 @@ SPECS = st.builds(
 
 @settings(max_examples=300, deadline=None)
 @given(values=LOGITS, spec=SPECS)
-def test_law_is_that_of_the_slow_reference(values: list[float], spec: SampleSpec) -> None:
+def test_distribution_is_that_of_the_slow_reference(values: list[float], spec: SampleSpec) -> None:
     """Any mix of temperature, top-k, top-p and min-p keeps the same tokens with the same probabilities."""
     row = as_row(values)
-    expected = slow_law(row.tolist(), spec)
+    expected = slow_distribution(row.tolist(), spec)
     probabilities = exact_probabilities(row, spec)
     for token_id in range(len(row)):
         assert probabilities[token_id] == pytest.approx(expected.get(token_id, 0.0), rel=1e-12, abs=1e-300)
@@ -67,14 +67,14 @@ def test_law_is_that_of_the_slow_reference(values: list[float], spec: SampleSpec
 def test_sampled_row_is_that_of_the_slow_reference(values: list[float], spec: SampleSpec, position: int) -> None:
     """The drawn token and both log-probabilities agree; the random number is that of the token's own index."""
     row = as_row(values)
-    law = slow_law(row.tolist(), spec)
+    distribution = slow_distribution(row.tolist(), spec)
     u = uniform(spec.seed, position + 1, Purpose.SAMPLE)
-    token = slow_draw(law, u)
+    token = slow_draw(distribution, u)
     output = select_one(row, OutputSpec(sample=spec, logprobs=True), position)
     assert (output.position, output.token) == (position + 1, token)
-    assert output.sampled_logprob == pytest.approx(math.log(law[token]), abs=1e-9)
-    model_law = slow_law(row.tolist(), SampleSpec())
-    assert output.model_logprob == pytest.approx(math.log(model_law[token]), abs=1e-9)
+    assert output.sampled_logprob == pytest.approx(math.log(distribution[token]), abs=1e-9)
+    model_distribution = slow_distribution(row.tolist(), SampleSpec())
+    assert output.model_logprob == pytest.approx(math.log(model_distribution[token]), abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_sampled_row_is_that_of_the_slow_reference(values: list[float], spec: Sa
         SampleSpec(temperature=1.7, top_p=0.9, min_p=0.2),
     ],
 )
-def test_draws_over_a_grid_of_numbers_count_out_the_law(spec: SampleSpec) -> None:
+def test_draws_over_a_grid_of_numbers_count_out_the_distribution(spec: SampleSpec) -> None:
     """Each token owns exactly its probability of the unit interval: no Monte Carlo, a grid of 2000 cells."""
     row = as_row([0.3, -1.0, 2.0, 0.3, 1.1, -4.0, 2.0])
     counts = np.bincount([draw(row, spec, (i + 0.5) / 2000) for i in range(2000)], minlength=len(row))
@@ -120,14 +120,14 @@ def test_greedy_takes_the_lowest_id_among_equals(vocab_size: int) -> None:
 
 
 def test_greedy_row_reports_a_sampled_logprob_of_zero() -> None:
-    """A greedy token is drawn from a law with a single token."""
+    """A greedy token is drawn from a distribution with a single token."""
     output = select_one(as_row([0, math.log(3)]), OutputSpec(greedy=True, logprobs=True))
     assert (output.token, output.sampled_logprob) == (1, 0.0)
     assert output.model_logprob == pytest.approx(math.log(0.75), abs=1e-7)
 
 
 def kept(row: Float32Array, spec: SampleSpec) -> list[int]:
-    """Return the ids of the law's tokens."""
+    """Return the ids of the distribution's tokens."""
     return np.flatnonzero(exact_probabilities(row, spec)).tolist()
 
 
@@ -158,7 +158,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
 
 
 def test_top_p_works_on_what_top_k_left() -> None:
-    """Of two equal survivors half the mass is one token, although it is a quarter of the whole law."""
+    """Of two equal survivors half the mass is one token, although it is a quarter of the whole distribution."""
     assert kept(as_row([1, 1, 1, 1]), SampleSpec(top_k=2, top_p=0.5)) == [0]
 
 
@@ -187,12 +187,12 @@ def test_min_p_of_one_keeps_the_equals_of_the_largest() -> None:
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-6])
 def test_tiny_temperatures_draw_the_largest_logit(temperature: float) -> None:
-    """No overflow, no NaN: the law narrows to the largest logits."""
+    """No overflow, no NaN: the distribution narrows to the largest logits."""
     row = as_row([-3e38, 1.0, 3e38, 3e38])
     assert exact_probabilities(row, SampleSpec(temperature=temperature)).tolist() == [0, 0, 0.5, 0.5]
 
 
-def test_huge_temperatures_flatten_the_law() -> None:
+def test_huge_temperatures_flatten_the_distribution() -> None:
     """At 1e300 the whole float32 range weighs the same."""
     row = as_row([-3e38, 1.0, 3e38, 0.0])
     assert exact_probabilities(row, SampleSpec(temperature=1e300)) == pytest.approx([0.25] * 4)
@@ -228,7 +228,7 @@ def test_top_logprobs_are_ranked_with_ties_by_lowest_id() -> None:
     assert everything.tolist() == [1, 3, 0, 2, 4]
 
 
-def test_target_logprob_is_that_of_the_raw_law() -> None:
+def test_target_logprob_is_that_of_the_raw_distribution() -> None:
     """Scoring a known token needs no choice; id 0 is a target, -1 is none."""
     row = as_row([0.0, math.log(3)])
     assert select_one(row, OutputSpec(target_id=0)).target_logprob == pytest.approx(math.log(0.25), abs=1e-7)
@@ -302,7 +302,7 @@ def test_draws_of_long_rows_are_those_of_one_long_sum(u: float, share: float) ->
     for length in (4096, 4097, 5000, 30011):
         weights = rng.random(length) * (rng.random(length) < share)
         weights[rng.integers(length)] = 1.0
-        token, logprob = Law(None, weights).draw(u)
+        token, logprob, _ = Distribution(None, weights).draw(u)
         sums = np.cumsum(weights)
         assert token == int(sums.searchsorted(u * sums[-1], side="right"))
         assert logprob == pytest.approx(math.log(weights[token] / weights.sum()), abs=1e-12)
@@ -315,7 +315,7 @@ def test_draw_between_two_sums_of_one_run_takes_its_last_token() -> None:
     for _ in range(200):
         weights[:128] = rng.random(128)
         weights[127], weights[5000] = 0.0, 1e-9
-        token, _ = Law(None, weights).draw(math.nextafter(1 - 1e-9 / weights.sum(), 0))
+        token = Distribution(None, weights).draw(math.nextafter(1 - 1e-9 / weights.sum(), 0)).token
         assert weights[token] > 0
 
 
@@ -357,18 +357,24 @@ def test_shaped_rows_are_those_of_the_slow_reference(
     shaped = replace(wanted, shaping=shaping)
     (output,) = select_rows(row[None], [position], [shaped], [counted if shaping.has_penalties else None])
     (plain,) = select_rows(row[None], [position], [wanted])
-    law = slow_law(slow_shape(row.tolist(), shaping, history), spec)
-    token = slow_draw(law, uniform(spec.seed, position + 1, Purpose.SAMPLE)) if spec.temperature else min(law)
+    distribution = slow_distribution(slow_shape(row.tolist(), shaping, history), spec)
+    token = (
+        slow_draw(distribution, uniform(spec.seed, position + 1, Purpose.SAMPLE))
+        if spec.temperature
+        else min(distribution)
+    )
     assert output.token == token
-    assert output.sampled_logprob == pytest.approx(math.log(law[token]), abs=1e-9)
-    assert output.model_logprob == pytest.approx(math.log(slow_law(row.tolist(), SampleSpec())[token]), abs=1e-9)
+    assert output.sampled_logprob == pytest.approx(math.log(distribution[token]), abs=1e-9)
+    assert output.model_logprob == pytest.approx(
+        math.log(slow_distribution(row.tolist(), SampleSpec())[token]), abs=1e-9
+    )
     assert (output.target_logprob, output.entropy) == (plain.target_logprob, plain.entropy)
     assert np.array_equal(np.asarray(output.top_ids), np.asarray(plain.top_ids))
     assert np.array_equal(np.asarray(output.logits), row)
 
 
 def test_greedy_is_the_largest_shaped_logit() -> None:
-    """As `greedy` and as temperature 0, lowest id among equals, with a log-probability of 0 under its law."""
+    """As `greedy` and as temperature 0, lowest id among equals, with a log-probability of 0 under its distribution."""
     row = as_row([1.0, 5.0, 4.0, 5.0])
     shaping = Shaping(bias=((1, -9.0),), mask=mask_of([0, 2, 3], 4), frequency_penalty=0.5)
     for spec in (OutputSpec(greedy=True), OutputSpec(sample=SampleSpec(temperature=0))):
@@ -386,7 +392,7 @@ def test_penalties_with_an_empty_history_change_nothing() -> None:
     assert select_rows(row[None], [0], [spec], [np.array([1], np.int32)])[0].token == 0
 
 
-def test_entropy_is_that_of_the_raw_law_in_nats() -> None:
+def test_entropy_is_that_of_the_raw_distribution_in_nats() -> None:
     """Uniform over eight: log 8; one token that takes all: 0, never below."""
     rows = np.stack([np.zeros(8), [0, -3e38, -2000, -800, -900, -1000, -3e38, -3e38]]).astype(np.float32)
     outputs = select_rows(rows, [0, 1], [OutputSpec(entropy=True)] * 2)
@@ -395,7 +401,7 @@ def test_entropy_is_that_of_the_raw_law_in_nats() -> None:
 
 
 def test_requested_logprobs_come_in_the_order_asked() -> None:
-    """Any ids, repeated ones too, of the raw law; float32."""
+    """Any ids, repeated ones too, of the raw distribution; float32."""
     row = as_row([0.0, math.log(3), math.log(4)])
     output = select_one(row, OutputSpec(logprob_ids=(2, 0, 2)))
     assert output.requested_logprobs is not None

@@ -137,8 +137,8 @@ def _top_k(shape: ModelShape, chain: Sequence[KernelSpec]) -> Case:
 def _sample(shape: ModelShape, chain: Sequence[KernelSpec]) -> Case:
     def build(gpu: Gpu, index: int) -> Instance:
         logits = _logits(gpu, shape, index)
-        laws = [SampleSpec(temperature=0.8, top_k=TOP_K, top_p=0.9, seed=row) for row in range(NUM_ROWS)]
-        records = sample.pack_records(laws, range(NUM_ROWS), [index] * NUM_ROWS, shape.vocab_size)
+        distributions = [SampleSpec(temperature=0.8, top_k=TOP_K, top_p=0.9, seed=row) for row in range(NUM_ROWS)]
+        records = sample.pack_records(distributions, range(NUM_ROWS), [index] * NUM_ROWS, shape.vocab_size)
         tokens, logprobs = zeros(gpu, (NUM_ROWS,), torch.int32), zeros(gpu, (NUM_ROWS,), torch.float32)
         given = {**_given(gpu, shape, chain[0], logits, records), "tokens": tokens, "logprobs": logprobs}
         given["totals"] = zeros(gpu, (NUM_ROWS,), torch.int64)

@@ -19,7 +19,7 @@ from ferrule_client.aio._connection import USE_DEFAULT, Connection, Timeout
 from ferrule_client.aio.generation import AsyncGeneration, AsyncTextGeneration
 from ferrule_client.cache import _branches
 from ferrule_client.errors import ExecutorError, WrongInstanceError
-from ferrule_client.items import Chunk, DraftLaws, VerifyItem
+from ferrule_client.items import Chunk, DraftDistributions, VerifyItem
 from ferrule_client.masks import MaskLike
 from ferrule_client.policy import Policy, no_output
 from ferrule_client.types import Acceptance, CacheInfo, Handle, Lease, OnStale, Output, Released, Tokens, Verification
@@ -460,7 +460,7 @@ class AsyncCache:
         policy: Policy | None = None,
         acceptance: Acceptance | None = None,
         parents: Sequence[int] = (),
-        draft_probs: DraftLaws | None = None,
+        draft_probs: DraftDistributions | None = None,
         masks: Sequence[MaskLike] = (),
         row_handles: bool = False,
         on_stale: OnStale = "fail",
@@ -475,14 +475,15 @@ class AsyncCache:
             draft: Draft token ids, a chain or a tree; may be empty.
             tokens: Certain tokens that are not in the sequence yet, appended after what is pending. Together at
                 least one.
-            policy: What to return for the rows, and the law that the acceptance works with.
+            policy: What to return for the rows, and the distribution that the acceptance works with.
             acceptance: Who decides. ``greedy``: drafts hold while they are the most likely token. ``exact``: while they
-                are what the policy would have chosen. ``rejection``: speculative sampling, which leaves the law of the
-                text that of the policy. ``none``: you; everything is appended. None: ``rejection`` where there are
-                ``draft_probs``, else ``exact`` if the policy chooses tokens, else ``none``.
+                are what the policy would have chosen. ``rejection``: speculative sampling, after which the text has
+                exactly the distribution of the policy. ``none``: you; everything is appended. None: ``rejection`` where
+                there are ``draft_probs``, else ``exact`` if the policy chooses tokens, else ``none``.
             parents: Row that each draft follows (row 0 is the last certain token, row r is draft r). Empty: a chain.
-            draft_probs: Laws the drafts were drawn from, for ``rejection``: an array [drafts, vocab_size], or for each
-                draft its probabilities by token id. None: the drafts were chosen with certainty.
+            draft_probs: Distributions that the drafts were drawn from, for ``rejection``: an array
+                [drafts, vocab_size], or for each draft its probabilities by token id. None: the drafts were chosen with
+                certainty.
             masks: Tokens that may follow each row (drafts + 1), in place of the policy's mask.
             row_handles: True: return a handle at row 0 and at each appended draft.
             on_stale: As in ``decode``.
@@ -494,7 +495,7 @@ class AsyncCache:
         Raises:
             UnsupportedError: The server does not serve it, or not with a tree.
             ValueError: There is no certain token, ``acceptance`` is no rule or does not go with the policy, or there
-                are more or fewer laws or masks than needed.
+                are more or fewer distributions or masks than needed.
             ExecutorError: As in ``decode``.
 
         Example:

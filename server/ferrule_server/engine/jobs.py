@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ferrule_server.errors import FerruleError
-from ferrule_server.executor.base import DraftLaw, Float32Array, OutputSpec, RowOutput, TokenMask
+from ferrule_server.executor.base import DraftDistribution, Float32Array, OutputSpec, RowOutput, TokenMask
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.suffixes import Suffixes
 
@@ -69,14 +69,14 @@ class Drafts:
     Attributes:
         count: How many of the job's last ``token_ids`` are drafts; may be 0.
         acceptance: The rule for accepting drafts.
-        laws: For REJECTION, the distribution from which each draft was drawn; empty: each was chosen with certainty.
+        distributions: For REJECTION, the distribution of each draft; empty: each was chosen with certainty.
         row_masks: Tokens that may follow each row, in place of the selection's mask: count + 1 of them, or none.
         wants_row_handles: Return a handle at row 0 and at each appended draft.
     """
 
     count: int
     acceptance: Acceptance = Acceptance.NONE
-    laws: tuple[DraftLaw, ...] = ()
+    distributions: tuple[DraftDistribution, ...] = ()
     row_masks: tuple[TokenMask, ...] = ()
     wants_row_handles: bool = False
 

@@ -1,7 +1,7 @@
-"""What the engine knows of an executor: a protocol and plain numpy values. No torch here.
+"""The interface between the engine and an executor: a protocol and plain numpy values, without torch.
 
 One *step* is one :meth:`Executor.run` over a :class:`StepBatch`: any mix of prefill chunks, decode rows and queries.
-Index arrays are int32, C-contiguous, owned by the caller and not kept after ``run`` returns.
+Index arrays are int32, C-contiguous and owned by the caller; an executor does not keep them after ``run`` returns.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 
 BLOCK_SIZE = 16
-"""Slots per block, unless something else is asked for."""
+"""Slots per block, unless another size is configured."""
 
 NULL_BLOCK = 0
-"""Block 0 is never handed out: unused entries of a block table point at it."""
+"""Block 0 is never handed out: unused entries of a block table refer to it."""
 
 NO_SLOT = -1
-"""Slot of a row whose K and V are not written: padding, and rows run again for a query."""
+"""Slot of a row whose K and V are not written: padding, and rows that are run again for a query."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class SampleSpec:
     """How one token is drawn from one row. Order: temperature, top-k, top-p, min-p, then one Philox draw.
 
     Attributes:
-        temperature: At least 0; 0 takes the largest logit.
-        top_k: Keep the k largest; 0 keeps all. Ties at the border go to the lowest ids.
+        temperature: At least 0; 0 selects the largest logit.
+        top_k: Keep the k largest; 0 keeps all. Among equal logits the lowest ids are kept.
         top_p: Keep the smallest set of largest probabilities whose sum reaches it; in (0, 1], 1 keeps all.
-        min_p: Drop tokens below this share of the largest probability; in [0, 1], 0 keeps all.
+        min_p: Drop tokens whose probability is below this share of the largest; in [0, 1], 0 keeps all.
         seed: 64-bit unsigned key of the Philox draw.
     """
 
@@ -49,9 +49,9 @@ class SampleSpec:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class TokenMask:
-    """A set of tokens that may be chosen; two are equal where their fingerprints are.
+    """A set of tokens that may be chosen. Two masks are equal if their fingerprints are equal.
 
-    An executor may keep what it makes of one on its device, for as long as the mask itself is referred to.
+    An executor may keep a copy on its device, for as long as the mask itself is referred to.
 
     Attributes:
         fingerprint: 16 bytes, a digest of the bits.
@@ -65,19 +65,19 @@ class TokenMask:
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    """What changes a row's logits before a token is chosen from them. Order: penalties, bias, mask.
+    """The changes to a row's logits before a token is chosen from them. Order: penalties, bias, mask.
 
-    The penalties count the tokens of ``StepBatch.histories``: with c occurrences of a token its logit is first divided
-    (positive) or multiplied (negative) by ``repetition_penalty`` where c > 0, then loses c * ``frequency_penalty``, and
-    ``presence_penalty`` where c > 0.
+    The penalties count the tokens of ``StepBatch.histories``. If a token occurs c > 0 times, its logit is first divided
+    (positive) or multiplied (negative) by ``repetition_penalty``. Then c * ``frequency_penalty`` and
+    ``presence_penalty`` are subtracted from it.
 
     Attributes:
         repetition_penalty: More than 0; 1 changes nothing.
         frequency_penalty: 0 changes nothing.
         presence_penalty: 0 changes nothing.
-        penalty_start: Index of the first token of the sequence that counts.
-        bias: (token id, what is added to its logit), ids ascending and distinct.
-        mask: Tokens that may be chosen; None: all.
+        penalty_start: Index of the first token of the sequence that is counted.
+        bias: (token id, the number to add to its logit), ids ascending and distinct.
+        mask: The tokens that may be chosen; None: all.
     """
 
     repetition_penalty: float = 1.0
@@ -89,16 +89,16 @@ class Shaping:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the tokens before count."""
+        """Whether any penalty changes a logit, so that the tokens before must be counted."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class DraftLaw:
-    """The law a draft token was drawn from; two are equal where their digests are.
+class DraftDistribution:
+    """The distribution that a draft token was drawn from. Two are equal if their digests are equal.
 
     Attributes:
-        digest: 16 bytes over ids and probabilities as they came.
+        digest: 16 bytes over ids and probabilities as they were received.
         token_ids: int32 [n], distinct, in any order; None: ``probs`` is over the whole vocabulary.
         probs: float64 [n], each at least 0, their sum 1 within 1e-3; read only.
     """
@@ -110,38 +110,40 @@ class DraftLaw:
 
 @dataclass(frozen=True, slots=True)
 class DraftSpec:
-    """A draft for the token that a row predicts, to be accepted or replaced so that the law drawn from stays p.
+    """A draft for the token that a row predicts; it is accepted or replaced so that the output has the distribution p.
 
-    p is the law of the row's ``sample`` after its shaping, q the draft's. The draft x is accepted where
-    u(ACCEPT) < p(x) / q(x); else a token is drawn with u(RESIDUAL) from max(p - q, 0), normalised (Leviathan, Kalman
-    and Matias, "Fast Inference from Transformers via Speculative Decoding", 2023; Chen et al., 2023). A draft chosen
-    with certainty has q(x) = 1: accepted with probability p(x), else drawn from p without x. q is divided by its sum.
+    p is the distribution of the row's ``sample`` after its shaping; q is that of the draft, divided by its sum. The
+    draft x is accepted if u(ACCEPT) < p(x) / q(x). Otherwise a token is drawn with u(RESIDUAL) from max(p - q, 0),
+    normalised (Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding", 2023; Chen et
+    al., 2023). If a draft was chosen with certainty, q(x) is 1: the draft is accepted with probability p(x), and
+    otherwise a token is drawn from p without x.
 
     Attributes:
         token_id: The draft.
-        law: q; None: chosen with certainty.
+        distribution: q; None: the draft was chosen with certainty.
     """
 
     token_id: int
-    law: DraftLaw | None = None
+    distribution: DraftDistribution | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class OutputSpec:
-    """What is wanted of one output row; nothing else leaves the device.
+    """The values that one output row returns; nothing else leaves the device.
 
     Attributes:
-        full_logits: The whole row of raw logits, float32.
-        greedy: The token with the largest logit, the lowest id among equals. Excludes ``sample``.
-        sample: Draw a token; None draws none.
-        logprobs: log softmax of the chosen token: the model's own (T=1) and that of the law drawn from.
-        num_top_logprobs: The k largest log-probabilities (T=1) with their ids, largest first, ties by lowest id.
-        target_id: Log-probability (T=1) of this token, -1 for none (scoring of a known next token).
-        shaping: Applied to what ``greedy``, ``sample`` and ``draft`` choose from; all other values are of the raw ones.
-        logprob_ids: Log-probabilities (T=1) of these tokens.
-        entropy: Of the raw distribution (T=1), in nats.
-        hidden_state: The row after the final norm.
-        draft: Accept this draft or draw another token, in place of a plain draw; needs ``sample``.
+        full_logits: Return the whole row of raw logits, float32.
+        greedy: Choose the token with the largest logit, the lowest id among equals. Excludes ``sample``.
+        sample: How to draw a token; None: none is drawn.
+        logprobs: Return two log-probabilities of the chosen token: under the model's own distribution (T=1), and under
+            the one that it was drawn from.
+        num_top_logprobs: Return the k largest log-probabilities (T=1) with their ids, largest first, ties by lowest id.
+        target_id: Return the log-probability (T=1) of this token, a known next token; -1: none.
+        shaping: Applied to the logits that ``greedy``, ``sample`` and ``draft`` use; other values use the raw logits.
+        logprob_ids: Return the log-probabilities (T=1) of these tokens.
+        entropy: Return the entropy of the raw distribution (T=1), in nats.
+        hidden_state: Return the row after the final norm.
+        draft: Accept this draft or draw another token, instead of a plain draw; needs ``sample``.
     """
 
     full_logits: bool = False
@@ -159,17 +161,17 @@ class OutputSpec:
 
 @dataclass(slots=True)
 class RowOutput:
-    """The results of one output row; fields that were not asked for are None (or empty).
+    """The results of one output row; fields that were not requested are None (or empty).
 
-    Nobody changes one once it is made; it is not frozen because one is made for every token, and that would double
-    its cost.
+    It is not changed after it is made. It is not frozen, because one is made for every token, and that would double the
+    cost.
 
     Attributes:
         position: Index in its sequence of the token this row predicts (row position + 1).
         token: The chosen token id.
         model_logprob: Natural log-probability of ``token`` at T=1 under the raw logits.
-        sampled_logprob: Natural log-probability of ``token`` under the law it was drawn from (0.0 when greedy); where
-            the row has a draft, under p, the law of what comes out.
+        sampled_logprob: Natural log-probability of ``token`` under the distribution that it was drawn from (0.0 when
+            greedy); if the row has a draft, under p, the distribution of the output.
         target_logprob: Natural log-probability (T=1) of ``OutputSpec.target_id``.
         top_ids: int32 [k], largest log-probability first.
         top_logprobs: float32 [k].
@@ -177,8 +179,8 @@ class RowOutput:
         requested_logprobs: float32 [len(logprob_ids)].
         entropy: Of the raw distribution, in nats.
         hidden_state: float32 [hidden_size], owned by the receiver.
-        is_accepted: Whether ``token`` is the row's draft, accepted; None where there was none.
-        is_finite: False when the row held NaN or infinity; then every other field is unset.
+        is_accepted: Whether ``token`` is the row's draft, accepted; None if the row has no draft.
+        is_finite: False if the row held NaN or infinity; then every other field is unset.
     """
 
     position: int
@@ -206,17 +208,17 @@ class StepBatch:
     Attributes:
         token_ids: int32 [num_rows].
         positions: int32 [num_rows], index of each token in its sequence; consecutive inside a sequence.
-        slot_mapping: int32 [num_rows], block_id * block_size + offset to write K and V at, or NO_SLOT: keep the pool.
+        slot_mapping: int32 [num_rows], block_id * block_size + offset to write K and V at; NO_SLOT: nothing is written.
         cu_seqlens_q: int32 [num_seqs + 1], first row of each sequence; the last entry is num_rows.
         kv_lens: int32 [num_seqs], tokens in the pool once this step is written (= last position + 1).
-        block_tables: int32 [num_seqs, max_blocks], block ids in order, NULL_BLOCK beyond the last.
+        block_tables: int32 [num_seqs, max_blocks], block ids in order, NULL_BLOCK after the last.
         output_rows: int32 [num_outputs], rows that go through the output head, ascending.
         output_specs: What each output row returns; len == num_outputs.
-        histories: For each output whose shaping has penalties, the tokens they count: int32, those of its sequence
-            from ``penalty_start`` up to the row's own. None for the others; empty where there are none at all.
-        feedback: int32 [num_rows]: the row's token is the one that so many-th output row of the step submitted just
-            before chooses, which the host need not know yet (``token_ids`` says nothing then); -1: it is in
-            ``token_ids``. None: all are. For :meth:`PipelinedExecutor.submit` only.
+        histories: For each output whose shaping has penalties, the tokens that they count: int32, those of its sequence
+            from ``penalty_start`` up to the row's own. None for the other outputs; empty if no output has penalties.
+        feedback: int32 [num_rows], index of an output row of the step submitted just before: the token of this row is
+            the one chosen there, and ``token_ids`` is ignored; -1: the token is in ``token_ids``. None: all tokens are
+            there. Only for :meth:`PipelinedExecutor.submit`.
     """
 
     token_ids: Int32Array
@@ -237,7 +239,7 @@ class StepBatch:
 
     @property
     def num_seqs(self) -> int:
-        """Number of sequences in the step; one sequence may stand in several groups only as a reader."""
+        """Number of sequences in the step; a sequence may be in several groups only if it is only read."""
         return len(self.kv_lens)
 
 
@@ -246,12 +248,12 @@ class ModelDescription:
     """The model that an executor runs, as ``ModelInfo`` of the contract describes it.
 
     Attributes:
-        config: Its network; the one record of its sizes.
+        config: Its network, and the only record of its sizes.
         model_id: Folder name, hub id, ``demo`` or ``paged-reference``.
         num_parameters: Distinct parameters (tied ones once).
-        max_context: Longest sequence in tokens the model and the server allow.
-        dtype: Of the weights in memory: ``float32`` or ``bfloat16``.
-        fingerprint: 32 bytes over weights, dtypes and everything else that decides the KV; root of the lineage.
+        max_context: Longest sequence in tokens that the model and the server allow.
+        dtype: Type of the weights in memory: ``float32`` or ``bfloat16``.
+        fingerprint: 32 bytes over weights, dtypes and everything else that determines the KV; root of the lineage.
         weights_bytes: Bytes of the weights in memory.
     """
 
@@ -266,7 +268,7 @@ class ModelDescription:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorInfo:
-    """What an executor is and what it holds. All of it is fixed at start.
+    """The description of an executor. All of it is fixed at start.
 
     Attributes:
         name: ``torch``, ``paged-reference``, ...
@@ -275,10 +277,10 @@ class ExecutorInfo:
         block_size: Slots per block, a power of two.
         num_blocks: Blocks in the pool, the null block included.
         bytes_per_block: K and V of all layers of one block.
-        supported_dtypes: Weight types this executor can run.
-        fallback_reason: Why a faster executor is not in use; empty when none was wanted.
-        device_name: Of the device, as its driver says it; empty: nobody has asked it.
-        activation_bytes_per_row: Memory of intermediate tensors for each row of a step, measured; 0: not known.
+        supported_dtypes: Types of weights that this executor can run.
+        fallback_reason: Why a faster executor is not in use; empty if none was requested.
+        device_name: The name that the driver reports; empty if it is unknown.
+        activation_bytes_per_row: Memory of intermediate tensors for each row of a step, measured; 0 if it is unknown.
     """
 
     name: str
@@ -296,16 +298,16 @@ class ExecutorInfo:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What the memory of a device is for, in bytes.
+    """The uses of a device's memory, in bytes.
 
     Attributes:
-        total: Of the device.
-        weights: Of the model.
-        kv_pool: Blocks.
-        buffers: Everything a step on the kernels needs besides.
-        workspace: Kept for torch: prefill and outputs that the kernels do not cover.
-        graphs: Taken by captured graphs so far; in a plan made before, what is kept for them.
-        free: Left over.
+        total: All memory of the device.
+        weights: The weights of the model.
+        kv_pool: The blocks.
+        buffers: Everything else that a step on the kernels needs.
+        workspace: Reserved for torch: prefill and outputs that the kernels do not cover.
+        graphs: Used by captured graphs so far; in a plan made before, reserved for them.
+        free: The rest.
     """
 
     total: int
@@ -319,20 +321,20 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorState:
-    """How a :class:`PipelinedExecutor` is doing.
+    """The state of a :class:`PipelinedExecutor`.
 
     Attributes:
         name: What runs the next decode step: ``numba-cuda`` or ``torch``.
-        preparation: What is still being prepared, for people: ``compiling kernels, 23 of 42``; empty: nothing.
-        fallback_reason: Why torch runs every step for good, or which steps do not run the fast way, and why; empty if
-            there is nothing to report.
-        memory: What the memory is for; None where no device was found.
+        preparation: The preparation in progress, for people: ``compiling kernels, 23 of 42``; empty if there is none.
+        fallback_reason: Why torch runs every step permanently, or which steps do not use the fast path, and why; empty
+            if there is nothing to report.
+        memory: The uses of the memory; None if no device was found.
         captured_batch_sizes: Rows of the graphs that exist, ascending.
         num_graph_steps: Steps that replayed a graph.
         num_launched_steps: Steps whose kernels were launched one by one, because there was no graph.
         num_torch_steps: Steps, or parts of steps, that torch ran.
-        device_allocated_bytes: What this process holds of the device's memory now; 0 where nobody counts it.
-        device_peak_bytes: Most that it held.
+        device_allocated_bytes: Bytes that this process holds of the device's memory; 0 if they are not counted.
+        device_peak_bytes: The most that it held.
     """
 
     name: str
@@ -348,18 +350,18 @@ class ExecutorState:
 
     @property
     def is_torch_for_good(self) -> bool:
-        """Whether torch runs every step, and will."""
+        """Whether torch runs every step permanently."""
         return self.name == "torch" and bool(self.fallback_reason)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step returned.
+    """The results of a step.
 
     Attributes:
         rows: One per output row, in the order of ``StepBatch.output_rows``.
         paths: How each of these rows was computed: ``graph`` (kernels in a graph), ``kernels`` (launched one by one),
-            either with ``+torch`` if torch chose from their logits, or ``torch``. Empty if the executor has one way.
+            either with ``+torch`` if torch chose from their logits, or ``torch``. Empty if the executor has one path.
     """
 
     rows: list[RowOutput] = field(default_factory=list)
@@ -367,7 +369,7 @@ class StepResult:
 
 
 class Executor(Protocol):
-    """Runs steps over a block pool it owns. Called from the engine thread only.
+    """Runs steps over a block pool that it owns. Called only from the engine thread.
 
     A ``run`` that raises leaves every KV slot outside ``slot_mapping`` untouched. The KV pool is laid out
     ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``.
@@ -375,14 +377,14 @@ class Executor(Protocol):
 
     @property
     def info(self) -> ExecutorInfo:
-        """What this executor is; constant."""
+        """The description of this executor; constant."""
         ...
 
     def run(self, batch: StepBatch) -> StepResult:
-        """Write the KV of the step's rows and return what its output rows asked for.
+        """Write the KV of the step's rows and return what its output rows request.
 
         Raises:
-            DeviceLost: The device is gone for good and no KV can be trusted.
+            DeviceLost: The device is gone permanently and no KV can be trusted.
         """
         ...
 
@@ -408,10 +410,10 @@ class Executor(Protocol):
 
 
 class PendingStep(Protocol):
-    """A step that was submitted and may not have run yet."""
+    """A step that was submitted and may still be in the queue."""
 
     def result(self) -> StepResult:
-        """Wait for the step and return what its output rows asked for; once.
+        """Wait for the step and return what its output rows request; called once.
 
         Raises:
             DeviceLost: As :meth:`Executor.run`.
@@ -421,27 +423,27 @@ class PendingStep(Protocol):
 
 @runtime_checkable
 class PipelinedExecutor(Executor, Protocol):
-    """An executor that takes the next step before the last one's results are read, and prepares things in between.
+    """An executor that accepts the next step before the results of the last one are read, and prepares in between.
 
-    Steps, copies and transfers act in the order of the calls. At most two submitted steps are pending at a time, and
-    their results are asked for in order; ``run`` is not called while one is pending. A step whose result nobody wants
-    is asked for it all the same.
+    Steps, copies and transfers take effect in the order of the calls. At most two submitted steps are pending at once.
+    The caller reads their results in order, even a result that is no longer needed. It does not call ``run`` while a
+    step is pending.
     """
 
     @property
     def state(self) -> ExecutorState:
-        """What it is doing and how; from any thread, a new value whenever something changes."""
+        """The current state; read from any thread, a new value whenever something changes."""
         ...
 
     def can_submit(self, batch: StepBatch) -> bool:
-        """Return whether :meth:`submit` would take this batch without waiting for the device.
+        """Return whether :meth:`submit` would accept this batch without waiting for the device.
 
-        One row per sequence, each with an output whose values leave the device without the host's help.
+        Such a batch has one row per sequence, and the device alone computes all values that its outputs return.
         """
         ...
 
     def submit(self, batch: StepBatch) -> PendingStep:
-        """Put a step that :meth:`can_submit` into the device's queue.
+        """Put a step that :meth:`can_submit` accepts into the device's queue.
 
         Raises:
             DeviceLost: As :meth:`Executor.run`.
@@ -451,7 +453,7 @@ class PipelinedExecutor(Executor, Protocol):
     def tend(self) -> bool:
         """Do one piece of preparation (load kernels, capture a graph) and return whether there is more to do.
 
-        Called between steps, when nothing is pending: who is served waits for one piece at most.
+        Called between steps, while nothing is pending, so a caller waits for at most one piece.
 
         Raises:
             DeviceLost: As :meth:`Executor.run`.
@@ -460,4 +462,4 @@ class PipelinedExecutor(Executor, Protocol):
 
 
 class DeviceLost(Exception):
-    """The device is gone for good: every handle is lost and the process should end."""
+    """The device is gone permanently: every handle is lost, and the process should end."""

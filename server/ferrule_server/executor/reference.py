@@ -1,14 +1,14 @@
-"""The paged reference executor: no weights, starts at once, yet attends over a real paged KV pool.
+"""The paged reference executor: it has no weights and starts at once, but attends over a real paged KV pool.
 
 The model, after the paged reference of sizzlecar/ferrum-infer-rs: token t is the one-hot vector at index
 ``t mod (num_kv_heads * head_dim)``; Q, K and V are that vector in every layer, each query head taking the part of its
 KV head; causal softmax attention on the last layer with scale 1/sqrt(head_dim); ``logits[i mod vocab_size] += out[i]``
-over the flattened output. All of it float32, with sums in float64. The hidden state is that flattened output, what the
-logits are made of: there is no norm.
+over the flattened output. All of it is float32, with sums in float64. The hidden state is that flattened output,
+because there is no norm.
 
-The arithmetic is exact where order could matter: scores have one term, attention weights are float32 numbers in (0, 1]
-summed in float64, which holds their sum without rounding. So a row's logits are the same bits whatever shares the step,
-and however its sequence was split into steps.
+The arithmetic is exact where the order of operations could matter. Scores have one term. Attention weights are float32
+numbers in (0, 1], and float64 holds their sum without rounding. So a row's logits have the same bits whatever shares
+the step, and however its sequence was split into steps.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from ferrule_server.executor.sampling.selection import select_rows
 from ferrule_server.model.config import ModelConfig
 
 _CHUNK_ELEMENTS = 1 << 14
-"""Output rows attend together up to this many gathered K numbers: 128 KiB in float64. Beyond that the C library maps
-and unmaps pages for every temporary, which costs more than the arithmetic."""
+"""The most gathered K numbers of output rows that attend together: 128 KiB in float64. Beyond that the C library maps
+and unmaps pages for every temporary array, which costs more than the arithmetic."""
 
 
 class PagedReferenceExecutor:
-    """Implements ``executor.base.Executor`` in numpy; the oracle of engine, protocol and client tests.
+    """Implements ``executor.base.Executor`` in numpy; the oracle for tests of the engine, the protocol and the client.
 
     Invariant: the pool changes only at the slots of ``slot_mapping`` and by the copy and write methods.
 
     Args:
         vocab_size: Tokens in the vocabulary.
-        num_layers: Layers whose KV is kept; only the last one is attended.
+        num_layers: Layers whose KV is kept; only the last layer attends.
         num_heads: Query heads, a multiple of ``num_kv_heads``.
         num_kv_heads: Heads of K and V.
         head_dim: Numbers per head.
@@ -96,11 +96,11 @@ class PagedReferenceExecutor:
 
     @property
     def info(self) -> ExecutorInfo:
-        """What this executor is; constant."""
+        """The description of this executor; constant."""
         return self._info
 
     def run(self, batch: StepBatch) -> StepResult:
-        """Write the KV of the step's rows and return what its output rows asked for."""
+        """Write the KV of the step's rows and return what its output rows request."""
         embeddings = self._embed(batch.token_ids)
         self._write(embeddings, batch.slot_mapping)
         if len(batch.output_rows) == 0:
@@ -153,20 +153,19 @@ class PagedReferenceExecutor:
         self._kv[blocks, :, :, :, offsets] = embeddings[rows, None, None]
 
     def _chunks(self, positions: Int32Array) -> list[slice]:
-        """Return slices that cover the output rows in order, each of rows that attend together."""
-        row_elements = (
-            (int(positions.max()) + 1) * self._info.model.config.num_kv_heads * self._info.model.config.head_dim
-        )
+        """Return slices that cover the output rows in order; the rows of a slice attend together."""
+        model = self._info.model.config
+        row_elements = (int(positions.max()) + 1) * model.num_kv_heads * model.head_dim
         size = max(1, _CHUNK_ELEMENTS // row_elements)
         return [slice(start, start + size) for start in range(0, len(positions), size)]
 
     def _attend(self, embeddings: Float32Array, positions: Int32Array, block_tables: Int32Array) -> Float32Array:
-        """Return the output of rows, each over its own sequence: float32 [num_rows, num_heads * head_dim].
+        """Return the attention output of rows, each over its own sequence: float32 [num_rows, num_heads * head_dim].
 
         Args:
             embeddings: float32 [num_rows, num_kv_heads, head_dim].
             positions: int32 [num_rows]; a row sees positions 0 up to its own.
-            block_tables: int32 [num_rows, max_blocks], that of each row's sequence.
+            block_tables: int32 [num_rows, max_blocks], the table of each row's sequence.
         """
         model = self._info.model.config
         num_rows, group = len(positions), model.num_heads // model.num_kv_heads
@@ -184,7 +183,7 @@ class PagedReferenceExecutor:
     ) -> tuple[Float32Array, Float32Array, npt.NDArray[np.bool_]]:
         """Return keys, values (float32 [num_rows, num_kv_heads, length, head_dim]) and the visible slots of each row.
 
-        Slots nobody may see are zeroed in the copy, so whatever the pool holds there cannot reach a sum.
+        Slots that are not visible are set to 0 in the copy, so the values that the pool holds there cannot reach a sum.
         """
         model, block_size = self._info.model.config, self._info.block_size
         num_blocks = int(positions.max()) // block_size + 1

@@ -387,7 +387,7 @@ def _large_batches(server: RunningServer) -> dict[str, tuple[str, bytes]]:
     tokens = executor_pb2.PrefillInput(input_ids=[7] * 512, logits_policy=GREEDY)
     wide = executor_pb2.PrefillInput(input_ids=[7], logits_policy=biased)
     piece = executor_pb2.UnifiedBatchItem(q_tokens=[7], logits_policy=biased)
-    dense = types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_FLOAT32, shape=[64, 256], data=_flat_laws(64))
+    dense = types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_FLOAT32, shape=[64, 256], data=_flat_distributions(64))
     verify = executor_pb2.VerifyInput(
         kv_cache=handle,
         input_ids=[7],
@@ -404,15 +404,15 @@ def _large_batches(server: RunningServer) -> dict[str, tuple[str, bytes]]:
             "UnifiedDecode",
             executor_pb2.UnifiedDecodeRequest(batch={"items": [piece] * 512}).SerializeToString(),
         ),
-        "laws": ("StreamDecode", frame.SerializeToString()),
+        "distributions": ("StreamDecode", frame.SerializeToString()),
     }
 
 
-def _flat_laws(num_rows: int) -> bytes:
+def _flat_distributions(num_rows: int) -> bytes:
     return struct.pack("<f", 1 / 256) * 256 * num_rows
 
 
-@pytest.mark.parametrize("name", ["tokens", "biases", "pieces", "laws"])
+@pytest.mark.parametrize("name", ["tokens", "biases", "pieces", "distributions"])
 def test_a_large_batch_makes_nobody_wait_for_all_of_it(name: str) -> None:
     """However large its items are, others have their turn in between."""
     with RunningServer(PagedReferenceExecutor(kv_memory_bytes=64 << 20)) as server:

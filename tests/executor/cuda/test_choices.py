@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ferrule_server.executor.base import (
-    DraftLaw,
+    DraftDistribution,
     DraftSpec,
     Int32Array,
     OutputSpec,
@@ -223,10 +223,10 @@ def test_greedy_rows_need_no_launch_and_no_upload() -> None:
     logits[1, 7] = np.inf
     best = int(logits[3].argmax())
     greedy = OutputSpec(sample=SampleSpec(temperature=0.0))
-    laws = [DraftLaw(b"", None, np.full(VOCAB, 1 / VOCAB)), None]
+    distributions = [DraftDistribution(b"", None, np.full(VOCAB, 1 / VOCAB)), None]
     drafts = [
-        OutputSpec(sample=SampleSpec(temperature=0.0), draft=DraftSpec(token, law))
-        for token, law in zip((best, (int(logits[4].argmax()) + 1) % VOCAB), laws, strict=True)
+        OutputSpec(sample=SampleSpec(temperature=0.0), draft=DraftSpec(token, distribution))
+        for token, distribution in zip((best, (int(logits[4].argmax()) + 1) % VOCAB), distributions, strict=True)
     ]
     batch = make_batch([greedy, OutputSpec(), *drafts], output_rows=[0, 1, 3, 4], num_rows=5)
 
@@ -304,7 +304,7 @@ def test_the_records_of_a_row_are_all_there_are() -> None:
     hints = [typing.get_type_hints(record).values() for record in KNOWN_FIELDS]
     parts = {part for types in hints for each in types for part in (each, *typing.get_args(each))}
     records = {part for part in parts if dataclasses.is_dataclass(part)}
-    assert records <= {*KNOWN_FIELDS, TokenMask, DraftLaw}
+    assert records <= {*KNOWN_FIELDS, TokenMask, DraftDistribution}
 
 
 @pytest.mark.parametrize("record", ["output", "sample", "shaping", "draft"])

@@ -1,4 +1,4 @@
-"""One token per row, in the simulator, against the laws of the executor.
+"""One token per row, in the simulator, against the distributions of the executor.
 
 The kernels' weights are integers made in float32, the executor's are float64: where a draw, a top-p goal or a min-p
 threshold lies within ``NEAR`` of a border the two may differ, and the test says nothing. The simulator computes wider
@@ -17,7 +17,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ferrule_server.executor.base import SampleSpec
-from ferrule_server.executor.sampling.laws import Law, sampling_law
+from ferrule_server.executor.sampling.distributions import Distribution, sampling_distribution
 from ferrule_server.executor.sampling.philox import Purpose, philox4x32, uniform
 from ferrule_server.kernels.cuda.intrinsics import (
     Address,
@@ -132,14 +132,14 @@ def chain(
     return launches
 
 
-def is_certain(row: Rows, spec: SampleSpec, law: Law, u: float) -> bool:
-    """Whether float32 cannot have chosen another token: no border of the law is near what it is compared with."""
-    sums = np.cumsum(law.probabilities())
+def is_certain(row: Rows, spec: SampleSpec, distribution: Distribution, u: float) -> bool:
+    """Whether float32 cannot have chosen another token: no border of the distribution is near the number compared."""
+    sums = np.cumsum(distribution.probabilities())
     if spec.temperature == 0:
         return True
     if np.abs(sums[:-1] - u).min(initial=1.0) < NEAR:
         return False
-    before = sampling_law(row, replace(spec, top_p=1.0, min_p=0.0), float(row.max()))
+    before = sampling_distribution(row, replace(spec, top_p=1.0, min_p=0.0), float(row.max()))
     ranked_sums = np.cumsum(np.sort(before.probabilities())[::-1])
     distances = np.abs(ranked_sums - spec.top_p)
     if spec.top_p < 1 and ((distances > 1e-9) & (distances < NEAR)).any():
@@ -162,15 +162,15 @@ def check(memory: Memory, rows: Rows, specs: Specs, order: Sequence[int], positi
             assert np.isnan(logprobs[slot])
             continue
         spec = asked or SampleSpec(temperature=0)
-        law = sampling_law(row, spec, float(row.max()))
+        distribution = sampling_distribution(row, spec, float(row.max()))
         u = uniform(spec.seed, positions[slot], Purpose.SAMPLE)
-        if not is_certain(row, spec, law, u):
+        if not is_certain(row, spec, distribution, u):
             num_uncertain += 1
             continue
-        token, logprob = law.draw(u)
+        token, logprob, _ = distribution.draw(u)
         assert tokens[slot] == token, (index, spec)
         assert logprobs[slot] == pytest.approx(logprob, abs=1e-5, rel=1e-5)
-        assert float(totals[slot]) == pytest.approx(law.weights.sum() * 2.0**39, rel=2e-6)
+        assert float(totals[slot]) == pytest.approx(distribution.weights.sum() * 2.0**39, rel=2e-6)
     for name in COUNTERS:
         assert not memory.get(name).any(), name
     return num_uncertain
@@ -193,7 +193,7 @@ AWKWARD: Specs = (
 
 
 @pytest.mark.parametrize("vocab_size", [97, pytest.param(300, marks=pytest.mark.slow), 517])
-def test_tokens_are_those_of_the_law_on_any_grid_again_and_again(vocab_size: int) -> None:
+def test_tokens_are_those_of_the_distribution_on_any_grid_again_and_again(vocab_size: int) -> None:
     """All filters on rows with ties, masks, both zeros; three runs on one state, scratch left as it was."""
     rows = awkward_rows(vocab_size, seed=vocab_size)
     rng = np.random.default_rng(vocab_size)
@@ -209,7 +209,7 @@ def test_tokens_are_those_of_the_law_on_any_grid_again_and_again(vocab_size: int
     assert results[0] == results[1] == results[2]
 
 
-def test_rows_without_a_law_give_no_token_and_leave_no_trace() -> None:
+def test_rows_without_a_distribution_give_no_token_and_leave_no_trace() -> None:
     """NaN of both signs, infinity, nothing allowed; their neighbour is drawn as ever."""
     rows = np.zeros((5, 300), np.float32)
     rows[0, 7] = np.inf
@@ -244,7 +244,7 @@ def test_shares_of_equal_tokens_keep_the_lowest_ids(top_p: float, num_kept: int)
     rows = np.full((1, 300), -np.inf, np.float32)
     rows[0, 7:257:25] = 2.5
     spec = SampleSpec(top_p=top_p)
-    assert len(sampling_law(rows[0], spec, 2.5).weights) == num_kept
+    assert len(sampling_distribution(rows[0], spec, 2.5).weights) == num_kept
     memory = place(rows, [spec], [0], [0])
     run(memory, chain(memory, 2))
     assert memory.get("totals")[0] == num_kept << 39
@@ -252,7 +252,7 @@ def test_shares_of_equal_tokens_keep_the_lowest_ids(top_p: float, num_kept: int)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40))])
-def test_tokens_are_those_of_the_law_for_random_settings(seed: int) -> None:
+def test_tokens_are_those_of_the_distribution_for_random_settings(seed: int) -> None:
     """Random logits of few values, random filters, at every temperature."""
     rng = np.random.default_rng(seed)
     num_rows = 12

@@ -17,7 +17,7 @@ from ferrule_server.api.requests.planned import PlannedAppend
 from ferrule_server.api.requests.policy import OutputPlan, PolicyReader
 from ferrule_server.engine.jobs import Acceptance, AppendJob, Drafts
 from ferrule_server.errors import ContextExceeded, FeatureUnsupported, InvalidRequest
-from ferrule_server.executor.base import DraftLaw, Float32Array, Int32Array, TokenMask
+from ferrule_server.executor.base import DraftDistribution, Float32Array, Int32Array, TokenMask
 
 _RULES: Final[Mapping[int, Acceptance]] = {
     executor_pb2.ACCEPTANCE_RULE_UNSPECIFIED: Acceptance.NONE,
@@ -84,23 +84,23 @@ class VerifyReader:
         self, message: executor_pb2.VerifyInput, draft_ids: tuple[int, ...], plan: OutputPlan, at: str, principal: str
     ) -> Drafts:
         acceptance = _acceptance(message, plan, at)
-        laws = self._draft_laws(message, draft_ids, at)
+        distributions = self._draft_distributions(message, draft_ids, at)
         if acceptance is Acceptance.REJECTION and plan.output.spec is not None and plan.output.spec.sample is None:
             # Temperature 0: p is 1 for one token. So min(1, p / q) is 1 for that draft and 0 for others, and the
             # residual of p over q is that token. This is the same as EXACT, without a random variate.
-            acceptance, laws = Acceptance.EXACT, ()
+            acceptance, distributions = Acceptance.EXACT, ()
         masks = self._row_masks(message, plan, at, principal)
-        return Drafts(len(draft_ids), acceptance, laws, masks, message.return_row_handles)
+        return Drafts(len(draft_ids), acceptance, distributions, masks, message.return_row_handles)
 
-    def _draft_laws(
+    def _draft_distributions(
         self, message: executor_pb2.VerifyInput, draft_ids: tuple[int, ...], at: str
-    ) -> tuple[DraftLaw, ...]:
+    ) -> tuple[DraftDistribution, ...]:
         if not message.HasField("draft_probs"):
             return ()
         path = f"{at}draft_probs"
         if message.acceptance != executor_pb2.ACCEPTANCE_RULE_REJECTION:
             raise InvalidRequest(path, "must not be set: only ACCEPTANCE_RULE_REJECTION uses it")
-        return draft_laws(message.draft_probs, draft_ids, self._fields.vocab_size, path)
+        return draft_distributions(message.draft_probs, draft_ids, self._fields.vocab_size, path)
 
     def _row_masks(
         self, message: executor_pb2.VerifyInput, plan: OutputPlan, at: str, principal: str
@@ -160,9 +160,9 @@ _ROUNDINGS: Final[Mapping[int, tuple[float, float]]] = {
 """The rounding error of a probability in each type: relative, and absolute."""
 
 
-def draft_laws(
+def draft_distributions(
     message: executor_pb2.DraftProbs, draft_ids: Sequence[int], vocab_size: int, path: str
-) -> tuple[DraftLaw, ...]:
+) -> tuple[DraftDistribution, ...]:
     """Return the distribution that each draft was sampled from, in order.
 
     Raises:
@@ -177,29 +177,31 @@ def draft_laws(
     raise InvalidRequest(path, "one of dense and sparse must be set")
 
 
-def _dense(tensor: types_pb2.Tensor, draft_ids: Sequence[int], vocab_size: int, path: str) -> tuple[DraftLaw, ...]:
+def _dense(
+    tensor: types_pb2.Tensor, draft_ids: Sequence[int], vocab_size: int, path: str
+) -> tuple[DraftDistribution, ...]:
     rows = _tensor_rows(tensor, (len(draft_ids), vocab_size), path)
     relative, absolute = _ROUNDINGS[tensor.dtype]
     tolerance = _TOLERANCE + relative + absolute * vocab_size
-    laws = []
+    distributions = []
     for index, (row, draft_id) in enumerate(zip(rows, draft_ids, strict=True)):
         where = f"row {index}"
         _check_distribution(row, f"{path}.data", where, tolerance)
         if not row[draft_id] > 0.0:
             raise InvalidRequest(f"{path}.data", f"{where} gives its own draft, token {draft_id}, probability 0")
-        laws.append(_law(None, row))
-    return tuple(laws)
+        distributions.append(_distribution(None, row))
+    return tuple(distributions)
 
 
 def _sparse(
     message: executor_pb2.SparseProbs, draft_ids: Sequence[int], vocab_size: int, path: str
-) -> tuple[DraftLaw, ...]:
+) -> tuple[DraftDistribution, ...]:
     ends = _row_ends(message, len(draft_ids), vocab_size, path)
     ids = id_array(message.token_ids, vocab_size, f"{path}.token_ids")
     probs = np.fromiter(message.probs, np.float32, len(message.probs))
     if (out := np.flatnonzero(~((probs > 0.0) & (probs <= 1.0)))).size:
         raise InvalidRequest(f"{path}.probs[{int(out[0])}]", f"must be in (0, 1], got {probs[out[0]]}")
-    laws = []
+    distributions = []
     for index, (begin, end, draft_id) in enumerate(zip([0, *ends], ends, draft_ids, strict=False)):
         row_ids, row = ids[begin:end], probs[begin:end]
         where = f"row {index}"
@@ -210,8 +212,8 @@ def _sparse(
         _check_distribution(row, f"{path}.probs", where)
         if not is_named[draft_id]:
             raise InvalidRequest(f"{path}.token_ids", f"{where} gives its own draft, token {draft_id}, probability 0")
-        laws.append(_law(row_ids.astype(np.int32), row))
-    return tuple(laws)
+        distributions.append(_distribution(row_ids.astype(np.int32), row))
+    return tuple(distributions)
 
 
 def _row_ends(message: executor_pb2.SparseProbs, num_rows: int, vocab_size: int, path: str) -> list[int]:
@@ -254,7 +256,7 @@ def _check_distribution(probs: Float32Array, path: str, where: str, tolerance: f
         raise InvalidRequest(path, f"{where} adds up to {total}, not to 1 within {tolerance:.2g}")
 
 
-def _law(token_ids: Int32Array | None, row: Float32Array) -> DraftLaw:
+def _distribution(token_ids: Int32Array | None, row: Float32Array) -> DraftDistribution:
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES, person=b"dense" if token_ids is None else b"sparse")
     if token_ids is not None:
         digest.update(token_ids.tobytes())
@@ -262,4 +264,4 @@ def _law(token_ids: Int32Array | None, row: Float32Array) -> DraftLaw:
     digest.update(row.tobytes())
     probs: npt.NDArray[np.float64] = row.astype(np.float64)
     probs.flags.writeable = False
-    return DraftLaw(digest.digest(), token_ids, probs)
+    return DraftDistribution(digest.digest(), token_ids, probs)

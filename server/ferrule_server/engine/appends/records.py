@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from ferrule_server.engine.jobs import AppendJob, AppendResult, Drafts, OutputRequest, Verified
-from ferrule_server.executor.base import DraftLaw, OutputSpec, RowOutput, Shaping, TokenMask
+from ferrule_server.executor.base import DraftDistribution, OutputSpec, RowOutput, Shaping, TokenMask
 from ferrule_server.quotas import LimitsOf, unlimited
 
 _ROW_BYTES: Final = 200
@@ -239,9 +239,9 @@ def _digest_of(output: OutputRequest) -> bytes:
 
 def _add_drafts(record: AppendRecord, job: AppendJob, drafts: Drafts, result: AppendResult) -> None:
     """Add to the record of a verify its drafts and their result."""
-    laws = tuple(DraftLaw(law.digest, None, _NO_PROBS) for law in drafts.laws)
+    distributions = tuple(DraftDistribution(each.digest, None, _NO_PROBS) for each in drafts.distributions)
     masks = tuple(TokenMask(mask.fingerprint, _NO_BITS) for mask in drafts.row_masks)
-    record.drafts = replace(drafts, laws=laws, row_masks=masks)
+    record.drafts = replace(drafts, distributions=distributions, row_masks=masks)
     record.num_certain, record.draft_ids = _split(job, drafts)
     assert result.verified is not None
     record.verified = replace(result.verified, row_handles=())

@@ -145,6 +145,6 @@ def _verify_spec(spec: OutputSpec, drafts: Drafts, row: int, next_ids: tuple[int
     if drafts.row_masks:
         spec = replace(spec, shaping=replace(spec.shaping or Shaping(), mask=drafts.row_masks[row]))
     if next_ids and drafts.acceptance is Acceptance.REJECTION:
-        law = drafts.laws[row] if drafts.laws else None
-        spec = replace(spec, draft=DraftSpec(next_ids[0], law))
+        distribution = drafts.distributions[row] if drafts.distributions else None
+        spec = replace(spec, draft=DraftSpec(next_ids[0], distribution))
     return spec

@@ -97,7 +97,7 @@ def _fill_draws(views: Views, batch: StepBatch, num_slots: int, vocab_size: int,
 def _draw_records(batch: StepBatch, first_shaped: int, vocab_size: int) -> Int32Array:
     """Return how each token is drawn but for its position, and from which row; shaped ones from ``first_shaped`` on."""
     specs = batch.output_specs
-    words = b"".join([_draw_words(_law_of(spec), vocab_size) for spec in specs])
+    words = b"".join([_draw_words(_sample_of(spec), vocab_size) for spec in specs])
     records = np.frombuffer(words, np.int32).reshape(len(specs), -1).copy()
     records[:, 0] = [
         _row_drawn_from(spec, row, first_shaped + i)
@@ -106,15 +106,15 @@ def _draw_records(batch: StepBatch, first_shaped: int, vocab_size: int) -> Int32
     return records
 
 
-def _law_of(spec: OutputSpec) -> SampleSpec | None:
+def _sample_of(spec: OutputSpec) -> SampleSpec | None:
     """Return how a token is drawn, None: it is the largest."""
     return None if spec.sample is None or spec.sample.temperature == 0 else spec.sample
 
 
 @lru_cache(_NUM_CACHED)
-def _draw_words(law: SampleSpec | None, vocab_size: int) -> bytes:
+def _draw_words(spec: SampleSpec | None, vocab_size: int) -> bytes:
     """Return the record of a draw but for its row and position: the same for every token of a text."""
-    return sample.pack_records([law], [_NOTHING_TO_DO], [0], vocab_size).tobytes()
+    return sample.pack_records([spec], [_NOTHING_TO_DO], [0], vocab_size).tobytes()
 
 
 def _row_drawn_from(spec: OutputSpec, row: int, shaped_row: int) -> int:

@@ -54,7 +54,7 @@ KNOWN_FIELDS: Final[Mapping[type, frozenset[str]]] = {
     Shaping: frozenset(
         {"repetition_penalty", "frequency_penalty", "presence_penalty", "penalty_start", "bias", "mask"}
     ),
-    DraftSpec: frozenset({"token_id", "law"}),
+    DraftSpec: frozenset({"token_id", "distribution"}),
 }
 """The fields of each record that this module takes into account. A row that sets any other field goes to torch."""
 
@@ -274,7 +274,7 @@ def _fill_scores(outputs: Sequence[RowOutput], specs: Sequence[OutputSpec], resu
 def _fill_requested(
     output: RowOutput, spec: OutputSpec, values: npt.NDArray[np.float32], chosen_logprob: np.float32
 ) -> None:
-    """Fill in the log-probabilities of :func:`requested_ids`, and the one under the law drawn from."""
+    """Fill in the log-probabilities of :func:`requested_ids`, and the one under the distribution drawn from."""
     num_single = len(values) - len(spec.logprob_ids)
     if spec.logprob_ids:
         output.requested_logprobs = values[num_single:].copy()

@@ -1,4 +1,4 @@
-"""Ranks logits: largest first, the lowest id first among equals; sorts no more of a row than it has to."""
+"""Rank logits: largest first, the lowest id first among equals. No more of a row is sorted than necessary."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GROUP = 128
 Float64Array = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.intp]
 Logits = Float32Array | Float64Array
-"""One row: raw ones are float32, shaped ones float64, -inf where a mask forbids a token. Never NaN."""
+"""One row of logits: float32 if raw, float64 if shaped, -inf where a mask forbids a token. Never NaN."""
 
 
 def best_ids(logits: Float32Array) -> list[int]:
@@ -31,10 +31,10 @@ def best_ids(logits: Float32Array) -> list[int]:
 
 
 def largest(row: Logits, k: int) -> IntArray:
-    """Return the ids of the ``k`` largest logits, ascending; at the border the lowest ids win. 0 < k < len(row).
+    """Return the ids of the ``k`` largest logits, ascending; among equals the lowest ids win. 0 < k < len(row).
 
-    Of a long row only tokens that reach the k-th largest of the maxima of groups are looked at: at least k do. A third
-    of the time of a partition of the whole row.
+    A long row is divided into groups. Only tokens that reach the k-th largest maximum of a group are compared, and at
+    least k do. This takes a third of the time of a partition of the whole row.
     """
     num_groups = len(row) // _GROUP
     if 2 * k >= num_groups:
@@ -45,7 +45,7 @@ def largest(row: Logits, k: int) -> IntArray:
 
 
 def _partition(row: Logits, k: int) -> IntArray:
-    """Return what :func:`largest` does, after one partition of the whole row."""
+    """Return the same as :func:`largest`, by one partition of the whole row."""
     first = len(row) - k
     border = np.partition(row, first)[first]
     token_ids = np.flatnonzero(row >= border)
@@ -66,7 +66,8 @@ def ranked_largest(row: Logits, k: int) -> IntArray:
 def ranked(values: Logits) -> IntArray:
     """Return the indices of ``values``, largest value first, the lowest index first among equals.
 
-    For float32 one sort of 64-bit keys, value above index, is many times faster than a stable argsort.
+    For float32 one sort of 64-bit keys (value in the high bits, index in the low bits) is many times faster than a
+    stable argsort.
     """
     if values.dtype != np.float32:
         return np.argsort(-values, kind="stable")

@@ -1,44 +1,32 @@
-"""Tokens and log-probabilities out of logits, on the host in numpy: the same logits give the same token anywhere.
+"""Tokens and log-probabilities from logits, on the host in numpy: the same logits give the same token everywhere.
 
-This is the definition; ``device_outputs`` does the same on a device. The order is the contract's: penalties, bias,
-mask, temperature, top-k, top-p, min-p, renormalise, then one draw against the cumulative law in float64 by ascending
-token id. Platforms may differ in the last bits of ``exp``, so two of them could part only where the random number lies
-within about 1e-15 of a border of the law.
+This module is the definition; ``device_outputs`` does the same on a device. The order is that of the contract:
+penalties, bias, mask, temperature, top-k, top-p, min-p, renormalise, then one draw against the cumulative distribution
+in float64 by ascending token id. Platforms may differ in the last bits of ``exp``. So two of them can draw different
+tokens only if the random number is within about 1e-15 of a border between two tokens.
 
-Costs are per row: a row that asks for little is not slowed by a neighbour that asks for much.
+Costs are per row: a row that requests little is not slowed by a neighbour that requests much.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from ferrule_server.executor.base import Float32Array, Int32Array, OutputSpec, RowOutput, Shaping
+from ferrule_server.executor.sampling.distributions import Choice, sampling_distribution
 from ferrule_server.executor.sampling.drafts import decide
-from ferrule_server.executor.sampling.laws import sampling_law
 from ferrule_server.executor.sampling.philox import Purpose, uniform
 from ferrule_server.executor.sampling.ranking import Float64Array, Logits, best_ids, ranked_largest
 
-__all__ = ["Choice", "choose", "logprobs", "needs_normaliser", "select_rows", "shape_row"]
+__all__ = ["choose", "fill_logprobs", "logprobs", "needs_normaliser", "requested_ids", "select_rows", "shape_row"]
 
 _CHUNK_ELEMENTS = 1 << 17
-"""Rows are normalised together up to this many logits, so that the float64 copy stays in the L2 cache."""
+"""The most logits that are normalised together, so that the float64 copy stays in the L2 cache."""
 
 _LOWEST = float(np.finfo(np.float32).min)
-
-
-class Choice(NamedTuple):
-    """The token a row gives, its log-probability under the law drawn from, and whether it is an accepted draft."""
-
-    token: int | None
-    logprob: float
-    is_accepted: bool | None = None
-
-
-_NO_CHOICE = Choice(None, math.nan)
 
 
 def select_rows(
@@ -48,7 +36,7 @@ def select_rows(
     histories: Sequence[Int32Array | None] = (),
     hidden: Float32Array | None = None,
 ) -> list[RowOutput]:
-    """Return what each row's spec asks for; the logits are neither changed nor kept.
+    """Return what each row's spec requests; the logits are neither changed nor kept.
 
     Args:
         logits: float32 [num_outputs, vocab_size], row-major, owned by the caller; raw (T=1).
@@ -56,7 +44,7 @@ def select_rows(
             ``batch.positions[batch.output_rows]``; the token drawn has the next index.
         specs: What each row returns; len == num_outputs.
         histories: As ``StepBatch.histories``.
-        hidden: float32 [num_outputs, hidden_size], what the output head read; needed where a spec asks for it.
+        hidden: float32 [num_outputs, hidden_size], the input of the output head; needed if a spec requests it.
 
     Returns:
         One RowOutput for each row, in order. A row with NaN or infinity has ``is_finite`` False and nothing else set.
@@ -68,21 +56,21 @@ def select_rows(
     normalisers = _log_normalisers(logits, best, wanted)
     outputs = []
     for i, (spec, best_id) in enumerate(zip(specs, best, strict=True)):
-        position = int(positions[i]) + 1
-        if best_id < 0:
-            outputs.append(RowOutput(position, is_finite=False))
-            continue
-        choice = choose(logits[i], position, spec, best_id, histories[i] if histories else None)
-        output = _select_row(logits[i], position, spec, choice, normalisers.get(i, math.nan))
-        if spec.hidden_state:
-            assert hidden is not None, "hidden states are asked for and were not passed"
-            output.hidden_state = hidden[i].copy()
+        output = RowOutput(int(positions[i]) + 1, is_finite=best_id >= 0)
         outputs.append(output)
+        if output.is_finite:
+            choice = choose(logits[i], output.position, spec, best_id, histories[i] if histories else None)
+            _fill_row(output, logits[i], spec, choice, normalisers.get(i, math.nan))
+            if spec.hidden_state:
+                assert hidden is not None, "a spec requests hidden states, and none were passed"
+                output.hidden_state = hidden[i].copy()
     return outputs
 
 
-def choose(row: Float32Array, position: int, spec: OutputSpec, best_id: int, history: Int32Array | None) -> Choice:
-    """Return the token the row gives, if it gives one.
+def choose(
+    row: Float32Array, position: int, spec: OutputSpec, best_id: int, history: Int32Array | None
+) -> Choice | None:
+    """Return the token that the row gives; None if the spec requests none.
 
     Args:
         row: float32 [vocab_size], finite, raw.
@@ -93,17 +81,17 @@ def choose(row: Float32Array, position: int, spec: OutputSpec, best_id: int, his
     """
     sample = spec.sample
     if sample is None and not spec.greedy:
-        return _NO_CHOICE
+        return None
     values: Logits = row
     if spec.shaping is not None:
         values = shape_row(row, spec.shaping, history)
         best_id = int(values.argmax())
     if sample is None or (sample.temperature == 0 and spec.draft is None):
         return Choice(best_id, 0.0)
-    law = sampling_law(values, sample, float(values[best_id]))
+    distribution = sampling_distribution(values, sample, float(values[best_id]))
     if spec.draft is not None:
-        return Choice(*decide(law, spec.draft, sample.seed, position))
-    return Choice(*law.draw(uniform(sample.seed, position, Purpose.SAMPLE)))
+        return decide(distribution, spec.draft, sample.seed, position)
+    return distribution.draw(uniform(sample.seed, position, Purpose.SAMPLE))
 
 
 def shape_row(row: Float32Array, shaping: Shaping, history: Int32Array | None) -> Float64Array:
@@ -112,11 +100,11 @@ def shape_row(row: Float32Array, shaping: Shaping, history: Int32Array | None) -
     Args:
         row: float32 [vocab_size], finite.
         shaping: Penalties, bias and mask.
-        history: int32 [n], the tokens that penalties count; None where ``shaping`` has none.
+        history: int32 [n], the tokens that penalties count; None if ``shaping`` has no penalties.
 
     Returns:
-        float64 [vocab_size], the caller's; -inf where the mask forbids a token, finite elsewhere. A mask allows at
-        least one token.
+        float64 [vocab_size], owned by the caller; -inf where the mask forbids a token, finite elsewhere. A mask allows
+        at least one token.
     """
     values = row.astype(np.float64)
     if shaping.has_penalties:
@@ -158,29 +146,43 @@ def _log_normalisers(logits: Float32Array, best: Sequence[int], rows: list[int])
     return normalisers
 
 
-def _select_row(row: Float32Array, position: int, spec: OutputSpec, choice: Choice, normaliser: float) -> RowOutput:
-    """Return the output of one finite row but for its hidden state; ``normaliser`` is NaN when nothing needs it."""
-    token = choice.token
-    output = RowOutput(position, token=token, is_accepted=choice.is_accepted)
-    if spec.logprobs and token is not None:
-        output.model_logprob = float(row[token]) - normaliser
-        output.sampled_logprob = choice.logprob
-    if spec.target_id >= 0:
-        output.target_logprob = float(row[spec.target_id]) - normaliser
+def _fill_row(output: RowOutput, row: Float32Array, spec: OutputSpec, choice: Choice | None, normaliser: float) -> None:
+    """Fill in the output of one finite row except its hidden state; ``normaliser`` is NaN if it is not needed."""
+    if choice is not None:
+        output.token, output.is_accepted = choice.token, choice.is_accepted
+    if token_ids := requested_ids(spec, choice):
+        fill_logprobs(output, spec, choice, row[token_ids].astype(np.float64), normaliser)
     if spec.num_top_logprobs > 0:
         top_ids = ranked_largest(row, spec.num_top_logprobs)
         output.top_ids, output.top_logprobs = top_ids.astype(np.int32), logprobs(row[top_ids], normaliser)
-    if spec.logprob_ids:
-        output.requested_logprobs = logprobs(row[list(spec.logprob_ids)], normaliser)
     if spec.entropy:
         output.entropy = _entropy(row)
     if spec.full_logits:
         output.logits = row.copy()
-    return output
+
+
+def requested_ids(spec: OutputSpec, choice: Choice | None) -> list[int]:
+    """Return the tokens whose log-probabilities a row returns: the chosen one, the target, then ``logprob_ids``."""
+    chosen = [choice.token] if spec.logprobs and choice is not None else []
+    target = [spec.target_id] if spec.target_id >= 0 else []
+    return [*chosen, *target, *spec.logprob_ids]
+
+
+def fill_logprobs(
+    output: RowOutput, spec: OutputSpec, choice: Choice | None, logits: Float64Array, normaliser: float
+) -> None:
+    """Fill in the log-probabilities of a row, given the raw logits of its :func:`requested_ids`."""
+    values = (logits[: len(logits) - len(spec.logprob_ids)] - normaliser).tolist()
+    if spec.logprob_ids:
+        output.requested_logprobs = logprobs(logits[len(values) :], normaliser)
+    if spec.target_id >= 0:
+        output.target_logprob = values.pop()
+    if values and choice is not None:
+        output.model_logprob, output.sampled_logprob = values[0], choice.logprob
 
 
 def logprobs(values: Logits, normaliser: float) -> Float32Array:
-    """Return log-probabilities of raw logits: float32 [n], finite also where they are below what float32 reaches."""
+    """Return log-probabilities of raw logits: float32 [n], finite even if they are below the range of float32."""
     return np.maximum(values.astype(np.float64) - normaliser, _LOWEST).astype(np.float32)
 
 

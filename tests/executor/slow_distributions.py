@@ -1,4 +1,4 @@
-"""Shaping and sampling laws by sorting everything and plain Python arithmetic: what the fast ones are compared with."""
+"""Shaping and sampling distributions in plain Python, by sorting everything: the reference for the fast versions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def slow_shape(row: Sequence[float], shaping: Shaping, history: Sequence[int]) -
     return shaped
 
 
-def slow_law(row: Sequence[float], spec: SampleSpec) -> dict[int, float]:
+def slow_distribution(row: Sequence[float], spec: SampleSpec) -> dict[int, float]:
     """Return the probability of each kept token, ids ascending; -inf is a token that may not be drawn."""
     ranked = sorted((i for i in range(len(row)) if row[i] > -math.inf), key=lambda i: (-row[i], i))
     if spec.temperature == 0:
@@ -69,10 +69,10 @@ def slow_nucleus(ranked: list[int], weight: dict[int, float], top_p: float) -> l
     return ranked
 
 
-def slow_draw(law: dict[int, float], u: float) -> int:
+def slow_draw(distribution: dict[int, float], u: float) -> int:
     """Return the first id whose cumulative probability exceeds ``u``."""
     cumulative = 0.0
-    for token_id, probability in law.items():
+    for token_id, probability in distribution.items():
         cumulative += probability
         _need(abs(cumulative - u) > FAR)
         if cumulative > u:

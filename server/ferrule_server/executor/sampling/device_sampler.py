@@ -1,8 +1,8 @@
-"""Tokens chosen for many rows at once on their device: shaping, law, draft and draw as in ``sampling``, batched.
+"""Choose tokens for many rows at once on their device: shaping, distribution, draft and draw in one batch.
 
-Every row becomes float64 weights over the whole vocabulary, 0 where a token is dropped; a greedy choice is the law
-that has nothing but it. So rows of any kind go together. The definition is numpy's; sums in another order may differ
-from it in the last bits.
+Every row becomes float64 weights over the whole vocabulary, with 0 where a token is dropped. For a greedy choice only
+one token has a weight. So rows of all kinds go together. The definition is the one in numpy (``selection.choose``).
+Sums in another order may differ from it in the last bits.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 
 from ferrule_server.executor.base import DraftSpec, Int32Array, OutputSpec, SampleSpec, TokenMask
-from ferrule_server.executor.sampling.laws import SMALLEST_TEMPERATURE, Law
+from ferrule_server.executor.sampling.distributions import SMALLEST_TEMPERATURE, Choice, Distribution
+from ferrule_server.executor.sampling.drafts import proposal
 from ferrule_server.executor.sampling.philox import Purpose, uniform
-from ferrule_server.executor.sampling.selection import Choice
 
-__all__ = ["ChoiceRow", "DeviceLaws"]
+__all__ = ["ChoiceRow", "DeviceSampler"]
 
 _GREEDY = SampleSpec(temperature=0)
 
 
 class ChoiceRow(NamedTuple):
-    """What a choice depends on besides the logits: see ``sampling.choose``."""
+    """The arguments of a choice other than the logits: see ``selection.choose``."""
 
     position: int
     spec: OutputSpec
@@ -36,18 +36,18 @@ class ChoiceRow(NamedTuple):
 
     @property
     def sample(self) -> SampleSpec:
-        """How the token is drawn; a greedy choice as temperature 0."""
+        """How the token is drawn; a greedy choice is a draw at temperature 0."""
         return self.spec.sample or _GREEDY
 
     def uniform(self, purpose: Purpose) -> float:
-        """Return the number of one draw."""
+        """Return the random number of one draw."""
         return uniform(self.sample.seed, self.position, purpose)
 
 
-class DeviceLaws:
+class DeviceSampler:
     """Chooses tokens on one device.
 
-    Invariant: keeps nothing but the packed bits of masks that somebody still refers to.
+    Invariant: keeps nothing but the packed bits of masks that are still referred to elsewhere.
 
     Args:
         device: Where the logits are.
@@ -58,7 +58,7 @@ class DeviceLaws:
         self._masks: WeakKeyDictionary[TokenMask, Tensor] = WeakKeyDictionary()
 
     def choose(self, logits: Tensor, rows: Sequence[ChoiceRow]) -> list[Choice]:
-        """Return the token each row gives.
+        """Return the token that each row gives.
 
         Args:
             logits: float32 [num_rows, vocab_size], finite, not changed.
@@ -67,14 +67,9 @@ class DeviceLaws:
         values = self._shape(logits, rows)
         weights = self._weights(values, rows)
         totals = weights.sum(1)
-        drawn, is_accepted = weights, torch.zeros(len(rows), dtype=torch.bool, device=self._device)
-        drafts = [(i, row.spec.draft) for i, row in enumerate(rows) if row.spec.draft is not None]
-        if drafts:
-            drawn, is_accepted = self._judge(weights, totals, rows, drafts)
-        tokens = self._draw(drawn, rows)
-        if drafts:
-            draft_ids = self._tensor([row.spec.draft.token_id if row.spec.draft else 0 for row in rows], torch.int64)
-            tokens = torch.where(is_accepted, draft_ids, tokens)
+        drawn, accepted_ids = self._judge(weights, totals, rows)
+        is_accepted = accepted_ids >= 0
+        tokens = torch.where(is_accepted, accepted_ids, self._draw(drawn, rows))
         chosen = weights.gather(1, tokens.unsqueeze(1)).squeeze(1)
         figures = torch.stack((tokens.double(), chosen, totals, is_accepted.double()), 1).tolist()
         return [
@@ -141,11 +136,11 @@ class DeviceLaws:
         return weights
 
     def _cut(self, weights: Tensor, values: Tensor, samples: Sequence[SampleSpec]) -> None:
-        """Drop what top-k and top-p drop, in place, after a full sort of the rows that have them."""
+        """Set the weights of tokens that top-k and top-p drop to 0, in place; sorts the rows that use either."""
         cut = [i for i, sample in enumerate(samples) if sample.top_k > 0 or sample.top_p < 1]
         if not cut:
             return
-        order = (values[cut] + 0.0).sort(dim=1, descending=True, stable=True).indices  # -0.0 is no less than 0.0
+        order = (values[cut] + 0.0).sort(dim=1, descending=True, stable=True).indices  # -0.0 equals 0.0
         vocab_size = values.shape[1]
         counts = self._column([samples[i].top_k or vocab_size for i in cut])
         shares = self._column([samples[i].top_p if samples[i].top_p < 1 else math.inf for i in cut])
@@ -156,41 +151,33 @@ class DeviceLaws:
         falling.masked_fill_(before >= shares * reached[:, -1:], 0)
         weights[cut] = torch.zeros_like(falling).scatter_(1, order, falling)
 
-    def _judge(
-        self,
-        weights: Tensor,
-        totals: Tensor,
-        rows: Sequence[ChoiceRow],
-        drafts: Sequence[tuple[int, DraftSpec]],
-    ) -> tuple[Tensor, Tensor]:
-        """Decide on the drafts: what each row draws from (see ``drafts.residual_law``), and which drafts hold."""
+    def _judge(self, weights: Tensor, totals: Tensor, rows: Sequence[ChoiceRow]) -> tuple[Tensor, Tensor]:
+        """Return the weights that each row draws from (see ``drafts.residual``), and its draft if accepted, else -1."""
+        accepted_ids = torch.full((len(rows),), -1, device=self._device)
+        drafts = [(i, row.spec.draft) for i, row in enumerate(rows) if row.spec.draft is not None]
+        if not drafts:
+            return weights, accepted_ids
         places = self._tensor([i for i, _ in drafts], torch.int64)
         target = weights[places] / totals[places].unsqueeze(1)
-        proposal = self._proposals([draft for _, draft in drafts], weights.shape[1])
+        proposed = self._proposals([draft for _, draft in drafts], weights.shape[1])
         draft_ids = self._tensor([draft.token_id for _, draft in drafts], torch.int64).unsqueeze(1)
-        p, q = (law.gather(1, draft_ids).squeeze(1) for law in (target, proposal))
+        p, q = (probs.gather(1, draft_ids).squeeze(1) for probs in (target, proposed))
         ratio = torch.where(q == 0, (p > 0).double(), p / q)
         numbers = self._tensor([rows[i].uniform(Purpose.ACCEPT) for i, _ in drafts], torch.float64)
-        is_accepted = torch.zeros(len(rows), dtype=torch.bool, device=self._device)
-        is_accepted[places] = numbers < ratio
-        residual = (target - proposal).clamp_(min=0)
+        accepted_ids[places] = torch.where(numbers < ratio, draft_ids.squeeze(1), -1)
+        residual = (target - proposed).clamp_(min=0)
         drawn = weights.clone()
         drawn[places] = torch.where(residual.amax(1, keepdim=True) > 0, residual, target)
-        return drawn, is_accepted
+        return drawn, accepted_ids
 
     def _proposals(self, drafts: Sequence[DraftSpec], vocab_size: int) -> Tensor:
         """Return q of each draft: float64 [num_drafts, vocab_size]."""
-        proposals = torch.zeros(len(drafts), vocab_size, dtype=torch.float64, device=self._device)
-        for proposal, draft in zip(proposals, drafts, strict=True):
-            if draft.law is None:
-                proposal[draft.token_id] = 1
-                continue
-            probs = torch.from_numpy(draft.law.probs / draft.law.probs.sum()).to(self._device)
-            if draft.law.token_ids is None:
-                proposal.copy_(probs)
-            else:
-                proposal[self._tensor(draft.law.token_ids.tolist(), torch.int64)] = probs
-        return proposals
+        proposed = torch.zeros(len(drafts), vocab_size, dtype=torch.float64, device=self._device)
+        for row, draft in zip(proposed, drafts, strict=True):
+            token_ids, probs = proposal(draft)
+            places = slice(None) if token_ids is None else self._tensor(token_ids.tolist(), torch.int64)
+            row[places] = torch.from_numpy(probs).to(self._device)
+        return proposed
 
     def _draw(self, weights: Tensor, rows: Sequence[ChoiceRow]) -> Tensor:
         """Return the first token of each row whose cumulative probability exceeds its number: int64 [num_rows]."""
@@ -210,7 +197,7 @@ Penalties = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np
 
 
 def _penalties(rows: Sequence[ChoiceRow], vocab_size: int) -> Penalties | None:
-    """Return places in the flattened rows, what to divide or multiply by there, and what to subtract; None: nothing."""
+    """Return places in the flattened rows, with factors and amounts to subtract; None if no row has penalties."""
     parts = []
     for i, (_, spec, history) in enumerate(rows):
         if spec.shaping is not None and spec.shaping.has_penalties:
@@ -233,11 +220,11 @@ def _choice(row: ChoiceRow, token: float, weight: float, total: float, is_accept
 
 
 def _redraw(row: ChoiceRow, drawn: Tensor, weights: Tensor) -> Choice:
-    """Return what the definition draws.
+    """Return the token that the definition draws.
 
-    A parallel sum may fall short by its last bits where one of its parts begins, so that a token of no weight seems to
-    begin there; a number that hits this gap, about 1e-16 wide, is drawn again in order.
+    A parallel sum may be too small in its last bits where one of its parts begins. Then a token with weight 0 can
+    appear to begin there. If the random number hits such a gap, about 1e-16 wide, the row is summed again in order.
     """
-    token, _ = Law(None, drawn.cpu().numpy()).draw(_number(row))
+    token = Distribution(None, drawn.cpu().numpy()).draw(_number(row)).token
     host = weights.cpu().numpy()
     return _choice(row, token, float(host[token]), float(host.sum()), 0.0)

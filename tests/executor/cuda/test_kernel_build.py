@@ -64,14 +64,14 @@ def test_progress_counts_kernels_until_all_are_there() -> None:
     """Nobody waits meanwhile; the result is every cubin, and stays."""
     load = SlowLoad()
     build = started(load)
-    assert (build.progress, build.is_done, build.has_succeeded) == ("compiling kernels, 0 of 2", False, False)
+    assert (build.progress, build.is_done) == ("compiling kernels, 0 of 2", False)
     load.may_go_on.release()
     assert load.told.acquire(timeout=TIMEOUT_S)
     assert build.progress == "compiling kernels, 1 of 2"
     assert not build.wait(0)
     load.may_go_on.release()
     assert build.wait(TIMEOUT_S)
-    assert (build.progress, build.has_succeeded, build.failure) == ("", True, "")
+    assert (build.progress, build.is_done, build.failure) == ("", True, "")
     assert build.result() == build.result() == {spec: cubin(spec) for spec in SPECS}
 
 
@@ -119,7 +119,7 @@ def test_what_fails_is_said_in_one_line(error: Exception, sentence: str) -> None
         build.result()
     assert str(raised.value) == sentence
     assert raised.value.__cause__ is error
-    assert (build.progress, build.has_succeeded, build.failure) == ("", False, sentence)
+    assert (build.progress, build.is_done, build.failure) == ("", True, sentence)
 
 
 class PickyLoad:
@@ -150,7 +150,7 @@ def test_a_kernel_that_does_not_compile_costs_its_part_only(refused: str, part: 
     cubins = build.result()
     assert build.part_failures == {part: f"ptxas refuses {refused}"}
     assert set(cubins) == {spec for spec in specs if part_of(spec.kernel.__name__) != part}
-    assert (build.has_succeeded, build.failure) == (True, "")
+    assert (build.is_done, build.failure) == (True, "")
 
 
 @pytest.mark.parametrize(("refused", "needs_all"), [(("draw", "embed"), False), (("draw",), True)])

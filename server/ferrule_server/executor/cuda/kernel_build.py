@@ -100,11 +100,6 @@ class KernelBuild:
         return self._done.is_set()
 
     @property
-    def has_succeeded(self) -> bool:
-        """Whether :meth:`result` returns cubins, at once."""
-        return self._cubins is not None
-
-    @property
     def failure(self) -> str:
         """Why there will be no kernels, in one line; empty as long as there may be some."""
         return "" if self._error is None else sentence(self._error)

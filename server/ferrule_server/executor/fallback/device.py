@@ -1,4 +1,4 @@
-"""What a fast path and torch share: one device, whose work runs in the order of the calls."""
+"""The device that a fast path and torch share; its work runs in the order of the calls."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ __all__ = ["Device", "DeviceError", "DeviceGone", "Processor"]
 
 
 class DeviceError(Exception):
-    """The device, its driver or torch refused something; other things may still work."""
+    """The device, its driver or torch refused an operation; others may still work."""
 
 
 class DeviceGone(DeviceError):
-    """A fault that ends the device's context: nothing on it can be trusted, and only a new process helps."""
+    """A fault that ends the device's context: nothing on it can be trusted, and only a new process can use it again."""
 
 
 class Device(Protocol):
-    """A device. Every method may raise :class:`DeviceError`, and :class:`DeviceGone` if nothing works any more."""
+    """A device. Every method may raise :class:`DeviceError`, and :class:`DeviceGone` if the device no longer works."""
 
     @property
     def name(self) -> str:
@@ -26,11 +26,11 @@ class Device(Protocol):
 
     @property
     def memory(self) -> tuple[int, int]:
-        """Bytes that this process holds of it now, and the most that it held; from any thread, never raises."""
+        """Bytes that this process holds, and the most that it held; read from any thread, never raises."""
         ...
 
     def current(self) -> AbstractContextManager[None]:
-        """Make what torch does inside follow all work of the fast path, and precede what comes later."""
+        """Order the work of torch in the body after all earlier work of the fast path, and before all later work."""
         ...
 
     def synchronize(self) -> None:
@@ -38,11 +38,11 @@ class Device(Protocol):
         ...
 
     def translated(self, error: Exception) -> DeviceError | None:
-        """Return what an error says of the device; None if it does not come from the device."""
+        """Return the error as a :class:`DeviceError`; None if it does not come from the device."""
         ...
 
     def close(self) -> None:
-        """Release what this object holds."""
+        """Release everything that this object holds."""
         ...
 
 
@@ -57,7 +57,7 @@ class Processor:
         return nullcontext()
 
     def synchronize(self) -> None:
-        """Do nothing, likewise."""
+        """Do nothing: work is done when a call returns."""
 
     def translated(self, error: Exception) -> DeviceError | None:  # noqa: ARG002  (no error means the processor)
         """Return None: no error comes from the processor itself."""

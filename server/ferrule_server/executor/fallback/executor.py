@@ -1,18 +1,18 @@
 """An executor with a fast path: small sequences on the fast path, the rest in torch.
 
-Everything uses the one queue of the :class:`Device`, so torch and the fast path see what the other has written::
+Torch and the fast path share the one queue of the :class:`Device`, so each sees what the other has written::
 
-    no runner yet          torch runs every step, the build goes on meanwhile          state.name torch
+    no runner yet          torch runs every step while the build continues             state.name torch
     gap after a decode     the runner is made; if that fails, torch runs every step
     from then on           small sequences on the fast path, long ones in torch        state.name that of the path
-    a part is refused      what it serves runs another way, the rest as before         state.fallback_reason
+    a part is refused      its steps run another way, the others as before             state.fallback_reason
     a DeviceError          the runner is given up, its steps are run again in torch    state.fallback_reason
     any other error        the same, unless torch refuses the step too: then the step is at fault
-    a DeviceGone           DeviceLost, now and for every later call
+    a DeviceGone           DeviceLost, now and at every later call
 
-A step that failed half way has written KV to its own slots only, and the second run writes all of them again.
-Deterministic mode never uses torch: a DeviceError, or a capture that fails, is DeviceLost, and any other error ends its
-own step only.
+A step that failed halfway has written KV only to its own slots, and the second run writes all of them again.
+Deterministic mode never uses torch: a DeviceError, or a capture that fails, becomes DeviceLost. Any other error ends
+only its own step.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class FallbackExecutor:
         torch_executor: Uses the same device; owned from now on. The runner shares its weights and its pool.
         device: The device of both; owned from now on. None: the processor.
         name: Name of the executor while the fast path serves.
-        build: What the runner needs, started; None: torch runs every step. Owned from now on.
+        build: The build that the runner needs, started; owned from now on. None: torch runs every step.
         make_runner: Makes the runner of the fast path.
-        reason: Why there is no build although one was wanted, for people.
-        is_deterministic: Run everything on the fast path, or nothing at all: the build is waited for here.
-        memory: What the device's memory is used for.
+        reason: Why there is no build although one was requested, for people.
+        is_deterministic: Run everything on the fast path; the constructor waits for the build.
+        memory: The uses of the device's memory.
 
     Raises:
-        ConfigError: It cannot be deterministic; the message says why.
+        ConfigError: The fast path cannot be opened in deterministic mode; the message says why.
     """
 
     def __init__(
@@ -101,17 +101,17 @@ class FallbackExecutor:
 
     @property
     def info(self) -> ExecutorInfo:
-        """What this executor is; constant."""
+        """The description of this executor; constant."""
         return self._info
 
     @property
     def runner(self) -> Runner | None:
-        """What runs steps on the fast path; None before the gap after the first decode, and once it was given up."""
+        """Runs steps on the fast path; None before the gap after the first decode, and after it was given up."""
         return self._path.runner
 
     @property
     def state(self) -> ExecutorState:
-        """What it is doing and how; from any thread."""
+        """The current state; read from any thread."""
         allocated, peak = self._device.memory
         state = self._path.state(self._memory, self._num_torch_steps)
         return replace(state, device_allocated_bytes=allocated, device_peak_bytes=peak)
@@ -119,10 +119,10 @@ class FallbackExecutor:
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     def run(self, batch: StepBatch) -> StepResult:
-        """Write the KV of the step's rows and return what its output rows asked for.
+        """Write the KV of the step's rows and return what its output rows request.
 
         Raises:
-            DeviceLost: The device is gone for good and no KV can be trusted.
+            DeviceLost: The device is gone permanently and no KV can be trusted.
         """
         self._settle()
         self._has_decoded |= _has_small_sequence(batch)
@@ -141,22 +141,22 @@ class FallbackExecutor:
         return StepResult([row for row, _ in merged], [path for _, path in merged])
 
     def can_submit(self, batch: StepBatch) -> bool:
-        """Return whether :meth:`submit` would take this batch without waiting for the device."""
+        """Return whether :meth:`submit` would accept this batch without waiting for the device."""
         runner = self._path.runner
         return (
             runner is not None
             and len(self._pending) < _MOST_PENDING
             and 0 < batch.num_rows == batch.num_seqs == len(batch.output_rows)
             and batch.num_rows <= runner.max_rows
-            and self._would_take(runner, batch)
+            and self._would_accept(runner, batch)
         )
 
     def submit(self, batch: StepBatch) -> SubmittedStep:
-        """Put a step that :meth:`can_submit` into the device's queue; torch runs it at once if the fast path fails.
+        """Put a step that :meth:`can_submit` accepts into the device's queue; if that fails, torch runs it at once.
 
         Raises:
             DeviceLost: As :meth:`run`.
-            ValueError: The batch takes tokens of the step submitted before, and there was none.
+            ValueError: The batch uses tokens of the step submitted before, and there was none.
         """
         self._check()
         assert len(self._pending) < _MOST_PENDING, "two steps are pending; read the older one first"
@@ -172,7 +172,7 @@ class FallbackExecutor:
         return step
 
     def tend(self) -> bool:
-        """Make the runner, or capture one graph, if that is wanted; return whether there is more to do.
+        """Make the runner, or capture one graph, if one is due; return whether there is more to do.
 
         Raises:
             DeviceLost: As :meth:`run`.
@@ -180,21 +180,22 @@ class FallbackExecutor:
         self._check()
         if self._pending:
             return False
-        runner = self._path.runner
         try:
-            if runner is not None:
-                return runner.capture_next()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the device may still be capturing
+            if self._path.runner is not None:
+                return self._path.runner.capture_next()
+            if self._path.can_open(has_decoded=self._has_decoded):
+                with self._on_device():
+                    self._path.open()
+        except DeviceLost:
+            raise
+        except Exception as error:  # noqa: BLE001 - torch serves instead; the device may still be capturing
             self._give_up(error)
-            return False
-        if self._has_decoded or self._path.is_blocked:
-            return self._ready_runner() is not None
-        return False
+        return self._path.runner is not None
 
-    def _would_take(self, runner: Runner, batch: StepBatch) -> bool:
+    def _would_accept(self, runner: Runner, batch: StepBatch) -> bool:
         try:
             return runner.can_submit(batch)
-        except Exception as error:  # noqa: BLE001 - this call must not fail
+        except Exception as error:  # noqa: BLE001 - a question must not fail
             if not self._is_deterministic:
                 with suppress(DeviceLost):  # the next call raises it
                     self._give_up(error)
@@ -203,7 +204,7 @@ class FallbackExecutor:
     def _enqueue(self, runner: Runner, step: SubmittedStep, batch: StepBatch) -> None:
         try:
             step.queued = runner.submit(batch)
-        except Exception as error:  # noqa: BLE001 - whatever it is, another way may do it
+        except Exception as error:  # noqa: BLE001 - after any error the step may run another way
             if self._ends_path(error):
                 self._give_up(error)
                 return
@@ -212,13 +213,13 @@ class FallbackExecutor:
             step.finish(self._run_instead(step.batch_for_host(), error))
 
     def _read(self, step: SubmittedStep) -> None:
-        """Make a pending step done, and those before it."""
+        """Complete a pending step and those before it."""
         self._check()
         while not step.is_done:
             self._read_oldest()
 
     def _settle(self) -> None:
-        """Make every pending step done: nothing may come between a step and its second run."""
+        """Complete every pending step: nothing may come between a step and its second run."""
         self._check()
         while self._pending:
             self._read_oldest()
@@ -228,7 +229,7 @@ class FallbackExecutor:
         assert step.queued is not None
         try:
             result = step.queued.result()
-        except Exception as error:  # noqa: BLE001 - torch runs it, or whoever asks for the step gets the error
+        except Exception as error:  # noqa: BLE001 - torch runs it, or ``result`` raises the error
             if not self._is_deterministic or isinstance(error, DeviceError):
                 self._give_up(error)
                 return
@@ -239,31 +240,31 @@ class FallbackExecutor:
         self._pending.popleft()
 
     def _run_fast(self, batch: StepBatch) -> StepResult:
-        """Run a step on the fast path if it can run it, else in torch; nothing is pending."""
+        """Run a step on the fast path if that can run it, else in torch; nothing is pending."""
         runner = self._path.runner
         try:
             if runner is not None and runner.can_run(batch):
                 return runner.run(batch)
-        except Exception as error:  # noqa: BLE001 - whatever it is, another way may do it
+        except Exception as error:  # noqa: BLE001 - after any error the step may run another way
             if not self._ends_path(error):
                 return self._run_instead(batch, error)
             self._give_up(error)
         return self._run_in_torch(batch)
 
     def _ends_path(self, error: Exception) -> bool:
-        """Whether an error says that the device refuses more than one part of the fast path."""
+        """Whether an error ends the whole fast path, not only a part of it."""
         return isinstance(error, DeviceError) and (self._is_deterministic or not self._path.part_of(error))
 
     def _run_instead(self, batch: StepBatch, error: Exception) -> StepResult:
-        """Run a step another way that failed on the fast path, although the device does not refuse the whole path.
+        """Run a step another way after an error on the fast path that does not end the whole path.
 
-        Nothing is pending. If the error takes out a part of the path, the step runs on what is left of the path. Else,
-        if torch runs it, the fault is in the fast path and would be in the next step too: the runner is given up.
-        Memory that was short for a moment is not a fault.
+        Nothing is pending. If the error disables a part of the path, the rest of the path runs the step. Otherwise
+        torch runs it. If torch succeeds, the fault is in the fast path and would occur again, so the runner is given
+        up. A temporary lack of memory is not a fault.
 
         Raises:
-            DeviceLost: The device is gone: that was why.
-            Exception: Torch refuses it as well, or must not run it: the step is at fault.
+            DeviceLost: The device is gone, which caused the error.
+            Exception: Torch refuses the step too, or must not run it: the step is the cause.
         """
         self._check_alive(error)
         if self._is_deterministic:
@@ -292,14 +293,14 @@ class FallbackExecutor:
                 self._torch.copy_blocks(block_pairs)
 
     def _try_copy(self, runner: Runner, block_pairs: Int32Array) -> bool:
-        """Copy on the fast path and return whether that worked; if not, torch may make all copies again.
+        """Copy on the fast path and return whether that succeeded; if not, torch can make all copies again.
 
         Raises:
-            DeviceLost: The device is gone, or torch must not go on.
+            DeviceLost: The device is gone, or torch must not continue.
         """
         try:
             return runner.copy_blocks(block_pairs)
-        except Exception as error:  # noqa: BLE001 - whatever it is, torch copies the same bytes
+        except Exception as error:  # noqa: BLE001 - after any error torch copies the same bytes
             self._check_alive(error)
             if not self._drop_part(error):
                 self._give_up(error)
@@ -324,7 +325,7 @@ class FallbackExecutor:
             self._torch.write_blocks(block_ids, data)
 
     def close(self) -> None:
-        """Free the device; the executor is not used again. Errors no longer matter."""
+        """Free the device; the executor is not used again. Errors are ignored."""
         self._pending.clear()
         self._path.close()
         self._torch.close()
@@ -332,18 +333,6 @@ class FallbackExecutor:
             self._device.close()
 
     # ---- when something fails ---------------------------------------------------------------------------------------
-
-    def _ready_runner(self) -> Runner | None:
-        """Return the runner, made now if its build is done; None if there is none, yet or for good."""
-        if self._path.is_opening:
-            try:
-                with self._on_device():
-                    self._path.open()
-            except DeviceLost:
-                raise
-            except Exception as error:  # noqa: BLE001 - whatever prevents the runner, torch serves
-                self._give_up(error)
-        return self._path.runner
 
     def _open_deterministic(self) -> None:
         try:
@@ -353,7 +342,7 @@ class FallbackExecutor:
             raise ConfigError(f"--deterministic needs the kernels: {sentence(error)}") from error
 
     def _drop_part(self, error: Exception) -> bool:
-        """Do without the part of the fast path that an error takes out; return False if it is more than a part.
+        """Disable the part of the fast path that an error concerns; return False if it concerns the whole path.
 
         Raises:
             DeviceLost: The device is gone.
@@ -366,10 +355,10 @@ class FallbackExecutor:
             raise self._lose(gone) from gone
 
     def _give_up(self, error: Exception) -> None:
-        """Leave everything to torch for good, the pending steps first.
+        """Give the fast path up permanently; torch runs the pending steps and all later ones.
 
         Raises:
-            DeviceLost: Torch cannot go on either, or not with the same bits.
+            DeviceLost: Torch cannot continue either, or not with the same bits.
         """
         if isinstance(error, DeviceGone) or self._is_deterministic:
             raise self._lose(error) from error
@@ -380,14 +369,14 @@ class FallbackExecutor:
         self._run_pending_again()
 
     def _run_pending_again(self) -> None:
-        """Run the pending steps in torch, in order: each writes all the KV that the fast path was to write."""
+        """Run the pending steps in torch, in order; each writes all KV that the fast path should have written."""
         while self._pending:
             step = self._pending[0]
             try:
                 step.finish(self._run_in_torch(step.batch_for_host()))
             except DeviceLost:
                 raise
-            except Exception as error:  # noqa: BLE001 - whoever asks for the step gets the error
+            except Exception as error:  # noqa: BLE001 - ``result`` of the step raises the error
                 step.fail(error)
             self._pending.popleft()
 
@@ -397,28 +386,28 @@ class FallbackExecutor:
             raise DeviceLost(self._lost)
 
     def _lose(self, error: Exception) -> DeviceLost:
-        """Return what to raise, now and at every later call."""
+        """Return the error to raise, now and at every later call."""
         self._lost = sentence(error)
         return DeviceLost(self._lost)
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Order what torch does inside after the work of the fast path.
+        """Order the work of torch in the body after the work of the fast path.
 
         Raises:
-            DeviceLost: The device is gone, for good.
+            DeviceLost: The device is gone permanently.
         """
         self._check()
         try:
             with self._device.current():
                 yield
         except Exception as error:
-            if self._device.translated(error) is not None:  # torch's libraries fail first and do not say why
+            if self._device.translated(error) is not None:  # torch's libraries fail first, without the cause
                 self._check_alive(error)
             raise
 
     def _check_alive(self, error: Exception) -> None:
-        """Raise DeviceLost if the device is gone, whatever an error says."""
+        """Raise DeviceLost if the device is gone, even if the given error does not say so."""
         meant = self._device.translated(error)
         if isinstance(meant, DeviceGone):
             raise self._lose(meant) from error
@@ -426,7 +415,7 @@ class FallbackExecutor:
             self._device.synchronize()
         except DeviceGone as gone:
             raise self._lose(gone) from error
-        except Exception:  # noqa: BLE001 - it is not gone; whatever is wrong, the given error says more
+        except Exception:  # noqa: BLE001 - the device is not gone, and the given error says more
             return
 
 

@@ -1,4 +1,4 @@
-"""The fast path: not built yet, serving, serving without some of its parts, or given up for good."""
+"""The fast path: not built yet, serving, serving without some of its parts, or given up permanently."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ferrule_server.executor.base import ExecutorState, Int32Array, MemoryPlan, StepBatch, StepResult
+from ferrule_server.executor.base import ExecutorState, Int32Array, MemoryPlan, PendingStep, StepBatch, StepResult
 from ferrule_server.executor.fallback.device import Device, DeviceError, DeviceGone
-from ferrule_server.executor.fallback.submitted import QueuedStep
 
 __all__ = ["Build", "FastPath", "MakeRunner", "Runner", "sentence"]
 
 _TERSE = (LookupError, AssertionError, AttributeError, NameError, TypeError, ArithmeticError)
-"""Errors whose message needs the name of the error."""
+"""Errors whose message is unclear without the name of the error."""
 
 _log = logging.getLogger(__name__)
 
@@ -23,44 +22,44 @@ _log = logging.getLogger(__name__)
 class Runner(Protocol):
     """Runs steps on the fast path.
 
-    A runner has *parts*, each of which serves some steps or calls. If a part fails, the others go on. All methods may
-    raise :class:`DeviceError`. Properties are read by any thread.
+    A runner has *parts*, each of which serves some steps or calls. If a part fails, the others continue. All methods
+    may raise :class:`DeviceError`, and so may the result of a submitted step. Properties are read by any thread.
     """
 
     @property
     def max_rows(self) -> int:
-        """Most rows of a step."""
+        """The most rows of a step."""
         ...
 
     @property
     def max_seq_rows(self) -> int:
-        """Most rows of one sequence in a step."""
+        """The most rows of one sequence in a step."""
         ...
 
     @property
     def state(self) -> ExecutorState:
-        """What it has done, what it prepares, and which parts have failed; a new value each time."""
+        """The work done, the preparation in progress, and the parts that have failed; a new value each time."""
         ...
 
     @property
     def graph_bytes(self) -> int:
-        """Memory that graphs take."""
+        """Bytes of memory that graphs use."""
         ...
 
     def can_run(self, batch: StepBatch) -> bool:
-        """Return whether no part that the step needs has failed."""
+        """Return whether all parts that the step needs work."""
         ...
 
     def can_submit(self, batch: StepBatch) -> bool:
-        """Return whether :meth:`submit` takes this step without waiting."""
+        """Return whether :meth:`submit` accepts this step without waiting."""
         ...
 
-    def submit(self, batch: StepBatch) -> QueuedStep:
+    def submit(self, batch: StepBatch) -> PendingStep:
         """Put a step into the queue."""
         ...
 
     def run(self, batch: StepBatch) -> StepResult:
-        """Run a step that :meth:`can_run`; none is pending."""
+        """Run a step that :meth:`can_run` accepts; no step is pending."""
         ...
 
     def copy_blocks(self, block_pairs: Int32Array) -> bool:
@@ -68,63 +67,58 @@ class Runner(Protocol):
         ...
 
     def capture_next(self) -> bool:
-        """Capture a graph that is wanted and return whether there are more; no step is pending."""
+        """Capture the next graph and return whether there are more; no step is pending."""
         ...
 
     def part_of(self, error: Exception) -> str:
-        """Return the part that an error takes out; empty if it takes out the whole path."""
+        """Return the part that an error disables; empty if it disables the whole path."""
         ...
 
     def drop(self, part: str, reason: str) -> None:
-        """Do without a part from now on; the device is idle."""
+        """Disable a part permanently; the device is idle."""
         ...
 
     def close(self) -> None:
-        """Release what the runner holds; the device is idle."""
+        """Release everything that the runner holds; the device is idle."""
         ...
 
 
 class Build(Protocol):
-    """The making of what a runner needs, beside a server that serves; from any thread."""
+    """The build of what a runner needs, in the background; used by any thread."""
 
     @property
     def progress(self) -> str:
-        """What is being done, for people; empty once it is done."""
+        """The work in progress, for people; empty once the build is done."""
         ...
 
     @property
     def is_done(self) -> bool:
-        """Whether it has succeeded or failed."""
-        ...
-
-    @property
-    def has_succeeded(self) -> bool:
-        """Whether a runner can be made."""
+        """Whether the build has succeeded or failed."""
         ...
 
     @property
     def failure(self) -> str:
-        """Why no runner can be made, in one line; empty as long as one may be."""
+        """Why no runner can be made, in one line; empty unless the build has failed."""
         ...
 
     def close(self) -> None:
-        """Begin nothing further."""
+        """Start no further work."""
         ...
 
 
 MakeRunner = Callable[[], Runner]
-"""Waits for the build and returns the runner; raises if there cannot be one."""
+"""Waits for the build and returns the runner; raises if none can be made."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """How far the path is: at most one of build and runner.
+    """The stage of the path; it has at most one of build and runner.
 
     Attributes:
-        build: It is running, or no runner has been made of it yet.
-        is_loading: The build is done, and the runner is being made.
+        build: In progress, or done and without a runner yet.
+        is_loading: The runner is being made, or waits for the build.
         runner: Runs steps.
-        spent: What a runner has done that was given up.
+        spent: The last state of a runner that was given up.
     """
 
     build: Build | None = None
@@ -133,26 +127,26 @@ class _Stage:
     spent: ExecutorState | None = None
 
     def state(self, name: str) -> ExecutorState:
-        """Return what is known of the path, whose name is given."""
+        """Return the state of the path, given its name."""
         if self.runner is not None:
             return self.runner.state
         build = self.build
         if build is None:
             return self.spent or ExecutorState("torch")
         preparation = "loading kernels" if self.is_loading and build.is_done else build.progress
-        return ExecutorState(name if build.has_succeeded else "torch", preparation, build.failure)
+        return ExecutorState(name if build.is_done and not build.failure else "torch", preparation, build.failure)
 
 
 class FastPath:
-    """Leads from a build to the runner of steps, and reports on both.
+    """Makes the runner of steps once its build is done, and reports the state of both.
 
-    Invariant: there is a build that may still give a runner, or a runner, or neither. If there is neither although one
-    was wanted, ``reason`` says why. Other threads see one value, which is replaced as a whole.
+    Invariant: there is a build that may still lead to a runner, or a runner, or neither. If there is neither although
+    one was requested, ``reason`` says why. Other threads see one value, which is replaced as a whole.
 
     Args:
         name: Name of the executor while the path serves.
         device: The device that the runner uses.
-        build: Started; None: there is none, and ``reason`` says why if one was wanted.
+        build: Started; None: there is none, and ``reason`` says why if one was requested.
         make_runner: Makes the runner.
         reason: Why there is no build, for people; logged at once unless empty.
     """
@@ -170,26 +164,19 @@ class FastPath:
 
     @property
     def runner(self) -> Runner | None:
-        """What runs steps; None as long as there is none."""
+        """Runs steps; None if there is no runner, yet or any more."""
         return self._now.runner
 
-    @property
-    def is_opening(self) -> bool:
-        """Whether :meth:`open` has something to do."""
+    def can_open(self, *, has_decoded: bool) -> bool:
+        """Return whether :meth:`open` is due: the build is done, and it has failed or a decode has run."""
         build = self._now.build
-        return build is not None and build.is_done
-
-    @property
-    def is_blocked(self) -> bool:
-        """Whether :meth:`open` will raise."""
-        build = self._now.build
-        return build is not None and bool(build.failure)
+        return build is not None and build.is_done and (has_decoded or bool(build.failure))
 
     def open(self) -> None:
-        """Make the runner; waits for the build. If that fails, the path is to be given up.
+        """Make the runner; wait for the build.
 
         Raises:
-            Exception: There is no build, or the runner cannot be made.
+            Exception: There is no build, or the runner cannot be made. The caller must give the path up.
         """
         if self._now.build is None or self._make_runner is None:
             raise DeviceError(self.reason or "they are switched off")
@@ -201,12 +188,12 @@ class FastPath:
             _log.warning("event=part_falls_back reason=%r", reason)
 
     def drop(self, error: Exception) -> bool:
-        """Do without the part that an error takes out; return False if it takes out the whole path.
+        """Disable the part that an error concerns; return False if it concerns the whole path.
 
         The device is idle. A warning is logged.
 
         Raises:
-            DeviceGone: Nothing on the device works any more.
+            DeviceGone: The device no longer works.
         """
         part = self.part_of(error)
         if self.runner is None or not part:
@@ -215,37 +202,37 @@ class FastPath:
             self.runner.drop(part, sentence(error))
         except DeviceGone:
             raise
-        except Exception as refusal:  # noqa: BLE001 - what cannot be left out takes the rest along
+        except Exception as refusal:  # noqa: BLE001 - if the part cannot be disabled, the whole path is given up
             _log.debug("event=leaving_part part=%r error=%r", part, refusal)
             return False
         _log.warning("event=part_falls_back reason=%r", f"{part}: {sentence(error)}", exc_info=error)
         return True
 
     def part_of(self, error: Exception) -> str:
-        """Return the part that an error takes out; empty if it takes out the whole path, or there is no runner."""
+        """Return the part that an error disables; empty if it disables the whole path, or there is no runner."""
         return "" if self.runner is None else self.runner.part_of(error)
 
     def give_up(self, error: Exception) -> None:
-        """Give the path up for good and log the reason; nothing in the queue uses the runner afterwards.
+        """Give the path up permanently and log the reason; afterwards nothing in the queue uses the runner.
 
         Raises:
-            DeviceGone: Nothing on the device works any more.
+            DeviceGone: The device no longer works.
         """
         self._fall_back(sentence(error), error)
         self._leave()
 
     def close(self) -> None:
-        """Release everything; errors no longer matter."""
+        """Release everything; errors are ignored."""
         if self._now.build is not None:
             self._now.build.close()
         with suppress(Exception):
             self._leave()
 
     def state(self, memory: MemoryPlan | None, num_torch_steps: int) -> ExecutorState:
-        """Return the state of the path, from any thread.
+        """Return the state of the path; called from any thread.
 
         Args:
-            memory: The plan made at start.
+            memory: The plan that was made at start.
             num_torch_steps: Steps, or parts of steps, that torch ran.
         """
         now = self._now  # read before the reason, which is set before the path is given up
@@ -262,7 +249,7 @@ class FastPath:
         _log.warning("event=torch_serves reason=%r", reason, exc_info=error)
 
     def _leave(self) -> None:
-        """Release the runner once the device is idle; a refusal matters only if the device is gone."""
+        """Release the runner once the device is idle; errors are ignored unless the device is gone."""
         runner = self.runner
         done = self._now.state(self._name)
         counts = replace(done, name="torch", preparation="", fallback_reason="", captured_batch_sizes=())
@@ -272,7 +259,7 @@ class FastPath:
                 step()
             except DeviceGone:
                 raise
-            except Exception as error:  # noqa: BLE001 - torch serves, whatever the runner still reports
+            except Exception as error:  # noqa: BLE001 - torch serves, whatever error the runner reports
                 _log.debug("event=leaving_runner error=%r", error)
 
 
@@ -286,7 +273,7 @@ def sentence(error: Exception) -> str:
 
 
 def _memory_with(plan: MemoryPlan | None, runner: Runner | None) -> MemoryPlan | None:
-    """Return the plan with the memory that graphs have taken."""
+    """Return the plan with the memory that graphs actually use."""
     if plan is None or runner is None:
         return plan
     taken = runner.graph_bytes

@@ -1,7 +1,7 @@
-"""Splits a step into parts: those that the fast path runs, and one that torch runs.
+"""Split a step into parts: those that the fast path runs, and one that torch runs.
 
-A sequence goes to the fast path if it has few rows in the step, else to torch. Only the sequence itself decides, so how
-a row is computed does not depend on its neighbours. If one part cannot hold all rows, there are several.
+A sequence goes to the fast path if it has few rows in the step, else to torch. That depends only on the sequence, so
+the computation of a row does not depend on its neighbours. If one part cannot hold all rows, there are several.
 
 Parts of different sequences may run in any order: no sequence reads a slot that another one writes in the same step.
 Pieces of one sequence run in order, because a later piece reads what an earlier one writes.
@@ -19,7 +19,7 @@ from ferrule_server.executor.base import Int32Array, StepBatch
 __all__ = ["SMALL_ROWS", "Part", "split_step"]
 
 SMALL_ROWS = 16
-"""Most rows that a sequence has in a step if the fast path runs it: decodes, verifies, short appends."""
+"""The most rows of a sequence in a step that the fast path runs: decodes, verifies, short appends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class Part:
 
     Attributes:
         batch: These rows alone; the step's own batch if the part is the whole step.
-        outputs: int32 [num_outputs of the part], which outputs of the step these are, ascending.
-        is_fast: The fast path runs it, else torch.
+        outputs: int32 [num_outputs of the part], the indices of its outputs in the step, ascending.
+        is_fast: Whether the fast path runs it, or torch.
     """
 
     batch: StepBatch
@@ -55,12 +55,12 @@ def split_step(
 
     Args:
         batch: The step; at least one row in each sequence.
-        max_rows: Most rows of a part for the fast path.
-        max_seq_rows: Most rows of one sequence in such a part.
-        small_rows: Most rows of a sequence that the fast path runs, at least 1; None: it runs every sequence.
+        max_rows: The most rows of a part for the fast path.
+        max_seq_rows: The most rows of one sequence in such a part.
+        small_rows: The most rows of a sequence that the fast path runs, at least 1; None: it runs every sequence.
 
     Returns:
-        Parts for the fast path first, because they do not keep the host waiting. Empty if the step is empty.
+        Parts for the fast path first, because the host does not wait for them. Empty if the step is empty.
     """
     if not batch.num_rows:
         return []
@@ -81,9 +81,7 @@ def split_step(
 
 
 def _breaks(batch: StepBatch) -> Int32Array:
-    """Return the rows without a slot that follow one with a slot in their sequence: a piece has to begin there."""
-    if batch.num_rows == batch.num_seqs:
-        return np.empty(0, np.int32)
+    """Return the rows without a slot that follow a row with a slot in their sequence: a piece must begin there."""
     has_slot = batch.slot_mapping >= 0
     rows = np.flatnonzero(has_slot[:-1] & ~has_slot[1:]) + 1
     return np.setdiff1d(rows, batch.cu_seqlens_q).astype(np.int32)
@@ -97,9 +95,9 @@ def _packed(
     Args:
         begins: First row of each sequence, and the number of all rows.
         seqs: Indices of the sequences, ascending.
-        breaks: Rows where a piece has to begin.
-        max_rows: Most rows of a part.
-        max_seq_rows: Most rows of a piece.
+        breaks: Rows where a piece must begin.
+        max_rows: The most rows of a part.
+        max_seq_rows: The most rows of a piece.
     """
     pieces: list[_Piece] = []
     room = max_rows

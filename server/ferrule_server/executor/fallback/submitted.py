@@ -1,43 +1,33 @@
-"""A step that was submitted: it stands in the queue of the fast path, or it is done."""
+"""A step that was submitted: it is in the queue of the fast path, or it is done."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
-from ferrule_server.executor.base import StepBatch, StepResult
+from ferrule_server.executor.base import PendingStep, StepBatch, StepResult
 
-__all__ = ["QueuedStep", "SubmittedStep"]
-
-
-class QueuedStep(Protocol):
-    """A step that the fast path is about to run."""
-
-    def result(self) -> StepResult:
-        """Wait for the step and return what its output rows asked for; called once.
-
-        Raises:
-            DeviceError: The step failed.
-        """
-        ...
+__all__ = ["SubmittedStep", "fed_back"]
 
 
 class SubmittedStep:
     """Implements ``executor.base.PendingStep``.
 
-    Invariant: once it is done, it has a result or an error, and refers to no other step.
+    Invariant: once the step is done, it has a result or an error, and refers to no other step.
 
     Args:
-        batch: The step; kept until it is done, because torch may have to run it.
+        batch: The rows; kept until the step is done, because torch may have to run them.
         before: The step submitted before it, which the batch's feedback refers to.
-        read: Makes a step done, and those before it.
+        read: Completes a step and those before it.
+
+    Attributes:
+        queued: The step in the queue of the fast path; None: it is not there.
     """
 
     def __init__(self, batch: StepBatch, before: SubmittedStep | None, read: Callable[[SubmittedStep], None]) -> None:
-        self.queued: QueuedStep | None = None
+        self.queued: PendingStep | None = None
         self._batch: StepBatch | None = batch
         self._before = before
         self._read = read
@@ -46,11 +36,11 @@ class SubmittedStep:
 
     @property
     def is_done(self) -> bool:
-        """Whether :meth:`result` returns without the device."""
+        """Whether :meth:`result` returns without waiting for the device."""
         return self._batch is None
 
     def result(self) -> StepResult:
-        """Wait for the step and return what its output rows asked for; raises the error that the step ended with."""
+        """Wait for the step and return what its output rows request; raise the error that the step ended with."""
         if not self.is_done:
             self._read(self)
         if self._error is not None:
@@ -58,27 +48,29 @@ class SubmittedStep:
         return self._result
 
     def batch_for_host(self) -> StepBatch:
-        """Return the batch with the tokens that are fed back written into it.
+        """Return the batch with the tokens of the step before written into it.
 
         Raises:
-            ValueError: Tokens are fed back, and no step was submitted before.
+            ValueError: The batch uses tokens of the step before, and there was none.
             Exception: The error of the step before.
         """
         assert self._batch is not None
         return self._batch if self._batch.feedback is None else fed_back(self._batch, self._before)
 
     def finish(self, result: StepResult) -> None:
-        """Make the step done."""
+        """Complete the step with its result."""
         self._result, self._batch, self._before, self.queued = result, None, None, None
 
     def fail(self, error: Exception) -> None:
-        """Make the step done with an error, which :meth:`result` raises."""
+        """Complete the step with an error, which :meth:`result` raises."""
         self._error = error
         self.finish(StepResult())
 
 
 def fed_back(batch: StepBatch, before: SubmittedStep | None) -> StepBatch:
-    """Return a batch without feedback: the tokens that the step before chose, which is done, are written into it.
+    """Return the batch without feedback: the tokens that the step before chose are written into it.
+
+    The step before is done, or is completed here.
 
     Raises:
         ValueError: There was no step before.

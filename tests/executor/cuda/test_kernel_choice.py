@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import MISSING, field, fields, make_dataclass, replace
 from itertools import product
 
 import pytest
@@ -16,6 +16,7 @@ from ferrule_server.executor.cuda.chain import StepChain
 from ferrule_server.executor.cuda.kernel_choice import (
     BLOCK_SIZES,
     HEAD_DIMS,
+    KNOWN_FIELDS,
     attention_grid,
     attention_spec,
     gemv_spec,
@@ -106,6 +107,23 @@ def test_models_the_kernels_cannot_run_are_named(config: ModelConfig, words: str
     """With what would do and what there is."""
     assert unsupported_reason(tiny_config(), torch.bfloat16, 16) == ""
     assert unsupported_reason(config, torch.bfloat16, 16) == f"the kernels need {words}"
+
+
+def test_every_field_of_a_model_is_known() -> None:
+    """A new field of the configuration is first taken into account by the kernels, then listed in ``KNOWN_FIELDS``."""
+    assert {each.name for each in fields(ModelConfig)} == KNOWN_FIELDS
+
+
+@pytest.mark.parametrize("default", [0, MISSING])
+def test_a_model_with_a_field_that_is_not_known_is_refused(default: object) -> None:
+    """It is never ignored; only a field that has a default, and is left at it, changes nothing."""
+    given = {each.name: getattr(tiny_config(), each.name) for each in fields(ModelConfig)}
+    extra = field(default=default, kw_only=True)
+    wider = make_dataclass("Wider", [("sliding_window", int, extra)], bases=(ModelConfig,), frozen=True)
+    reason = unsupported_reason(wider(**given, sliding_window=4096), torch.bfloat16, 16)
+    assert reason == "the kernels need the default sliding_window, not 4096"
+    unset = unsupported_reason(wider(**given, sliding_window=0), torch.bfloat16, 16)
+    assert bool(unset) == (default is MISSING)
 
 
 def test_other_data_types_and_blocks_are_refused() -> None:

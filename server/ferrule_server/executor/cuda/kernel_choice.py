@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -26,6 +26,7 @@ from ferrule_server.model.config import ModelConfig
 __all__ = [
     "BLOCK_SIZES",
     "HEAD_DIMS",
+    "KNOWN_FIELDS",
     "LINEARS",
     "MAX_GEMM_ROWS",
     "MAX_GEMV_ROWS",
@@ -58,6 +59,11 @@ HEAD_DIMS = (64, 128)
 """Widths of a head that they know."""
 MAX_VOCAB_SIZE = min((1 << 20) - 1, 32 * logit_rows.DEFAULT_WARPS * logit_rows.DEFAULT_SLICE)
 """Logits of a row whose slices the threads of one CTA can fold; see ``logit_rows.num_slices``."""
+
+_OTHER_FIELDS = ("architecture", "max_positions", "norm_eps", "rope_theta", "rope_scaling", "is_tied", "eos_ids")
+"""Known fields of a model that are not in its shape: they are data of a kernel, or they do not change one."""
+KNOWN_FIELDS = frozenset({*(field.name for field in fields(ModelShape)), *_OTHER_FIELDS})
+"""All known fields of :class:`ModelConfig`. A model that sets any other field runs in torch."""
 
 _LOGIT_OPS = ("argmax", "shape_logits", "log_sum_exp", "top_k", "sample")
 """Modules of which a step behind the logits may need everything."""
@@ -103,11 +109,13 @@ def shape_of(config: ModelConfig) -> ModelShape:
 
 
 def unsupported_reason(config: ModelConfig, dtype: torch.dtype, block_size: int) -> str:
-    """Return why the kernels cannot run a model; empty where they can.
+    """Return why the kernels cannot run a model; empty if they can.
+
+    A field that :data:`KNOWN_FIELDS` does not list is refused unless it has its default value.
 
     Args:
-        config: Of the model.
-        dtype: Of weights, activations and KV.
+        config: The network.
+        dtype: Type of weights, activations and KV.
         block_size: Slots per block of the pool.
     """
     group = config.num_heads // config.num_kv_heads
@@ -123,6 +131,9 @@ def unsupported_reason(config: ModelConfig, dtype: torch.dtype, block_size: int)
         reasons.append(f"blocks of {' or '.join(map(str, BLOCK_SIZES))} tokens, not {block_size}")
     if config.vocab_size > MAX_VOCAB_SIZE:
         reasons.append(f"a vocabulary of at most {MAX_VOCAB_SIZE}, not {config.vocab_size}")
+    unknown = {field.name: field.default for field in fields(config) if field.name not in KNOWN_FIELDS}
+    values = {name: getattr(config, name) for name in unknown}
+    reasons += [f"the default {name}, not {value!r}" for name, value in values.items() if value != unknown[name]]
     return f"the kernels need {', '.join(reasons)}" if reasons else ""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Final
@@ -78,7 +78,7 @@ class _Taken:
 
     Attributes:
         task: Takes the snapshot.
-        begun_at: When it was requested, on ``time.monotonic``.
+        begun_at: When it was requested, on the clock of the views.
     """
 
     task: asyncio.Task[_Snapshot]
@@ -93,10 +93,12 @@ class Views:
 
     Args:
         state: The server.
+        clock: Monotonic seconds.
     """
 
-    def __init__(self, state: ServerState) -> None:
+    def __init__(self, state: ServerState, clock: Callable[[], float] = time.monotonic) -> None:
         self._state = state
+        self._clock = clock
         self._taken: dict[tuple[int, int], _Taken] = {}
 
     async def view(self, request: admin_pb2.GetServerViewRequest) -> admin_pb2.ServerView:
@@ -119,7 +121,7 @@ class Views:
 
     def _take(self, serving: Serving, sizes: tuple[int, int]) -> _Taken:
         """Return the fresh or pending snapshot of these sizes; start one if there is none."""
-        now = time.monotonic()
+        now = self._clock()
         taken = self._taken.get(sizes)
         if taken is None or (taken.task.done() and now - taken.begun_at >= FRESH_S):
             task = asyncio.create_task(_look(serving, *sizes), context=Context())  # it belongs to no single call

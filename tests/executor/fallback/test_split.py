@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import pytest
@@ -220,3 +220,18 @@ def test_an_executor_runs_parts_as_it_runs_the_step(small_rows: int | None) -> N
     assert outputs == whole.run(batch).rows
     blocks = batch.block_tables.reshape(-1)
     assert (parted.read_blocks(blocks) == whole.read_blocks(blocks)).all()
+
+
+def test_a_part_carries_every_field_of_its_step() -> None:
+    """A field added to StepBatch must be split too, or the fast path and torch would not see it."""
+    step = batch_of([Seq(1, 5), Seq(1, 9)])
+    histories = tuple(np.array([number], np.int32) for number in range(len(step.output_rows)))
+    step = replace(step, histories=histories, feedback=np.array([1, 0], np.int32))
+    (part,) = split_step(step, max_rows=8, max_seq_rows=8, small_rows=SMALL_ROWS)
+    for field in fields(StepBatch):
+        given, kept = getattr(step, field.name), getattr(part.batch, field.name)
+        assert given is not None, f"this test leaves out {field.name}"
+        assert len(given), f"this test leaves out {field.name}"
+        np.testing.assert_array_equal(kept, given, err_msg=field.name)
+    two = split_step(step, max_rows=1, max_seq_rows=1, small_rows=SMALL_ROWS)
+    assert [len(getattr(part.batch, field.name)) for part in two for field in fields(StepBatch)].count(0) == 0

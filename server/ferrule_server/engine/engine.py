@@ -450,7 +450,7 @@ class Engine:
 
     def _lose_device(self) -> None:
         """Fail everything: no KV can be trusted any more, every handle is lost, and nothing runs again."""
-        _LOG.exception("the device is lost, and every handle with it")
+        _LOG.exception("the device is lost: every handle is lost")
         self._is_failed = True
         self._is_stopping = True
         self._lanes.end_all(lambda job: _lost(job.handle))

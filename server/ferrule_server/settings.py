@@ -202,10 +202,7 @@ def parse_size(text: str) -> int:
     Raises:
         ValueError: The unit is missing or unknown.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]iB)", text.strip())
-    if match is None:
-        raise ValueError("must be a number with KiB, MiB, GiB or TiB, such as 512MiB; 1G is written 1GiB")
-    return int(float(match[1]) * _SIZE_UNITS[match[2]])
+    return int(_quantity(text, _SIZE_UNITS, "KiB, MiB, GiB or TiB, such as 512MiB; 1G is written 1GiB"))
 
 
 def parse_duration(text: str) -> float:
@@ -214,10 +211,15 @@ def parse_duration(text: str) -> float:
     Raises:
         ValueError: The unit is missing or unknown.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|[smh])", text.strip())
-    if match is None:
-        raise ValueError("must be a number with ms, s, m or h, such as 30m")
-    return float(match[1]) * _TIME_UNITS[match[2]]
+    return _quantity(text, _TIME_UNITS, "ms, s, m or h, such as 30m")
+
+
+def _quantity(text: str, units: Mapping[str, float], words: str) -> float:
+    """Return a number with one of these units; ``words`` name them in the error."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
+    if match is None or match[2] not in units:
+        raise ValueError(f"must be a number with {words}")
+    return float(match[1]) * units[match[2]]
 
 
 def parse_path(text: str) -> Path:

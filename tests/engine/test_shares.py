@@ -88,7 +88,7 @@ def test_steps_are_demand_and_cost_nothing() -> None:
     shares.account("victim")
     flood = 0
     for _ in range(4000):
-        shares.add_service({"victim": 1}, MS)
+        shares.add_service(["victim"], MS)
         assert shares.wait_ns(shares.account("victim")) <= 0
         if shares.wait_ns(shares.account("flood")) <= 0:
             shares.charge("flood", MS)
@@ -114,10 +114,10 @@ def test_appends_explain_work() -> None:
     shares = Shares(clock)
     shares.account("other")
     account = shares.account("rows")
-    shares.add_service({"rows": 1000}, MS)
+    shares.add_service(["rows"] * 1000, MS)
     shares.charge("rows", 40 * MS)
     assert shares.wait_ns(account) <= 0
-    shares.add_service({"rows": 100_000}, MS)
+    shares.add_service(["rows"] * 100_000, MS)
     assert shares.wait_ns(account) <= 0
     shares.charge("rows", 40 * MS)
     assert shares.wait_ns(account) > 0
@@ -129,7 +129,7 @@ def test_a_long_generate_counts_although_its_client_asks_for_nothing() -> None:
     shares = Shares(clock)
     shares.account("flood")
     clock.now_ns += 5 * S
-    shares.add_service({"quiet": 1}, MS)
+    shares.add_service(["quiet"], MS)
     shares.account("flood")
     assert shares.is_contended
 
@@ -155,7 +155,7 @@ def test_a_debt_does_not_outlive_contention() -> None:
     shares.charge("flood", 500 * MS)
     assert shares.wait_ns(account) > 0
     clock.now_ns += 1100 * MS
-    shares.add_service({"other": 1}, MS)
+    shares.add_service(["other"], MS)
     clock.now_ns += 100 * MS
     shares.charge("flood", 900 * MS)
     assert shares.wait_ns(shares.account("flood")) > 0

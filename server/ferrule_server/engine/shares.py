@@ -15,7 +15,7 @@ which is worked off before the next one (a generic cell rate algorithm, ITU-T I.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from typing import Final
 
 _WINDOW_NS: Final = 100_000_000
@@ -136,11 +136,18 @@ class Shares:
             account.host_ns += work_ns
             account.engine_ns += work_ns
 
-    def add_service(self, num_appends: Mapping[str, int], elapsed_ns: int) -> None:
+    def add_service(self, principals: Collection[str], elapsed_ns: int) -> None:
         """Count a step for the principals that have rows in it: each with its full time, undivided.
 
         The step is not charged. Each append in it accounts for some work for a request and a reply.
+
+        Args:
+            principals: The principal of each append in the step.
+            elapsed_ns: Duration of the step.
         """
+        num_appends: dict[str, int] = {}
+        for principal in principals:  # a Counter takes ten times as long for one
+            num_appends[principal] = num_appends.get(principal, 0) + 1
         for principal, count in num_appends.items():
             account = self._accounts.get(principal)
             if account is None:  # a long Generate, whose client sends nothing more

@@ -83,7 +83,8 @@ class LineageChain:
         last_length, lineage = self._last_at
         if length == last_length:
             return lineage
-        self._check_length(length)
+        if not 0 <= length <= len(self.token_ids):  # inline: this runs twice for every token
+            self._check_length(length)
         num_left = length % CHUNK_TOKENS
         lineage = self._link(length - num_left, length, _PART) if num_left else self._links[length // CHUNK_TOKENS]
         self._last_at = (length, lineage)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import Counter
 from itertools import islice
 
 from ferrule_server.engine.appends.commits import Commits
@@ -181,7 +180,7 @@ class Stepper:
         ahead = self._lookahead
         outcome = self._runner.run(chunks) if ahead is None else ahead.run(chunks, is_alone=is_alone)
         self._batcher.learn(chunks, outcome.elapsed_ns)
-        self._shares.add_service(Counter(chunk.run.job.principal for chunk in chunks), outcome.elapsed_ns)
+        self._shares.add_service([chunk.run.job.principal for chunk in chunks], outcome.elapsed_ns)
         return outcome
 
     def _run_apart(self, chunks: list[Chunk]) -> None:

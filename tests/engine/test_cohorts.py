@@ -320,7 +320,7 @@ def test_a_principal_whose_others_have_left_does_not_wait() -> None:
 
 
 def test_a_decoder_that_seldom_comes_costs_a_flood_little() -> None:
-    """Whoever decodes twice a second meets one cohort each time; in between the flood has the engine."""
+    """A client that decodes twice a second waits for one cohort each time; in between the flood has the engine."""
     calm = decoder(away_s=0.5)
     simulation = Simulation(calm, Client("flood", [512], away_s=0.0))
     simulation.run(10.0)

@@ -101,7 +101,7 @@ def test_another_model_type_is_refused(family: Family) -> None:
 
 
 def test_the_mere_name_of_mistral_does_not_load_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever adds the name alone gets no full attention where the model has a window of 4096 tokens."""
+    """Adding the name alone does not load a model with a window of 4096 tokens as full attention."""
     config = transformers.AutoConfig.for_model("mistral", architectures=["MistralForCausalLM"], **SIZES)
     with pytest.raises(ModelError, match=r"architectures is .'MistralForCausalLM'.; supported: Llama"):
         parse_config(config.to_dict(), {})

@@ -295,7 +295,7 @@ def test_the_kind_of_a_step_is_the_largest_of_its_rows(spec: OutputSpec, kind: O
 
 @pytest.mark.parametrize("record", [OutputSpec, SampleSpec, Shaping, DraftSpec])
 def test_every_field_of_a_row_is_known(record: type) -> None:
-    """Whoever adds a field says what the kernels make of it: in ``choices.py`` first, then in ``KNOWN_FIELDS``."""
+    """A new field needs a rule in ``choices.py`` first, and then an entry in ``KNOWN_FIELDS``."""
     assert {field.name for field in dataclasses.fields(record)} == KNOWN_FIELDS[record]
 
 

@@ -41,7 +41,7 @@ class FileWatch(Generic[_Contents]):
         self._seen: list[_Stamp] | None = None
         self._poll()
 
-    def changed(self) -> _Contents | None:
+    def read_if_changed(self) -> _Contents | None:
         """Return the new contents; None: there is no change, or an unusable one, which is logged once."""
         if not self._poll():
             return None

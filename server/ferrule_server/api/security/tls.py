@@ -58,7 +58,7 @@ class TlsFiles:
         not disconnect a server from its clients.
         """
         with self._lock:
-            found = self._watch.changed()
+            found = self._watch.read_if_changed()
             if found is None or found == self._in_use:
                 return None
             self._in_use = found

@@ -97,7 +97,7 @@ class TokenFile:
 
     def refresh(self) -> None:
         """Read the file again if it has changed; an unusable file is logged once and changes nothing. May block."""
-        table = self._watch.changed()
+        table = self._watch.read_if_changed()
         if table is not None and not _are_equal(table, self._table):
             self._take(table)
 

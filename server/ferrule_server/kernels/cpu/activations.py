@@ -1,0 +1,114 @@
+"""Activations: how the inputs of linear layers are stored, the norm, the embedding and the rotation of heads."""
+
+from __future__ import annotations
+
+import math
+import numpy as np
+from numba import njit
+
+from ferrule_server.kernels.cpu.lanes import (
+    LANES,
+    add,
+    fma,
+    load,
+    load_bfloat16,
+    multiply,
+    round_to_bfloat16,
+    splat,
+    store,
+    store_bfloat16,
+    subtract,
+    sum_of,
+)
+from ferrule_server.kernels.cpu.scalars import read_bfloat16, read_float32, write_float32
+
+__all__ = ["embed_row", "load_element", "norm_head", "norm_row", "rotate_head", "rotation_row", "store_input"]
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def store_input(plan, row, column, x):
+    """Write 16 inputs of a linear layer from a column on, rounded to bfloat16 if the weights are bfloat16."""
+    if plan.has_wide_inputs:
+        store(row + 4 * column, round_to_bfloat16(x) if plan.is_bfloat16 else x)
+    else:
+        store_bfloat16(row + 2 * column, x)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def load_element(plan, base, index):
+    """Return 16 elements of weights or KV, from an index on."""
+    if plan.is_bfloat16:
+        return load_bfloat16(base + 2 * index)
+    return load(base + 4 * index)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def norm_row(plan, row, weight, size, eps, out):
+    """Write an RMSNorm of a float32 row as inputs of a linear layer; ``size`` is a multiple of 16."""
+    squares = splat(np.float32(0))
+    for i in range(0, size, LANES):
+        x = load(row + 4 * i)
+        squares = fma(x, x, squares)
+    scale = splat(_inverse_root(sum_of(squares), size, eps))
+    for i in range(0, size, LANES):
+        store_input(plan, out, i, multiply(multiply(load(row + 4 * i), scale), load(weight + 4 * i)))
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _inverse_root(squares, size, eps):
+    """Return 1 / sqrt(mean square + eps)."""
+    return np.float32(1) / np.float32(math.sqrt(squares / np.float32(size) + eps))
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def norm_head(plan, head, weight, eps):
+    """Normalise a float32 head in place."""
+    squares = splat(np.float32(0))
+    for i in range(0, plan.head_dim, LANES):
+        x = load(head + 4 * i)
+        squares = fma(x, x, squares)
+    scale = splat(_inverse_root(sum_of(squares), plan.head_dim, eps))
+    for i in range(0, plan.head_dim, LANES):
+        store(head + 4 * i, multiply(multiply(load(head + 4 * i), scale), load(weight + 4 * i)))
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def rotate_head(plan, head, rotation, scale):
+    """Rotate a float32 head in place by the angles of a row, and multiply it by a number."""
+    half = plan.head_dim // 2
+    factor = splat(scale)
+    for i in range(0, half, LANES):
+        cos, sin = load(rotation + 4 * i), load(rotation + 4 * (half + i))
+        first, second = load(head + 4 * i), load(head + 4 * (half + i))
+        store(head + 4 * i, multiply(factor, subtract(multiply(first, cos), multiply(second, sin))))
+        store(head + 4 * (half + i), multiply(factor, add(multiply(second, cos), multiply(first, sin))))
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def rotation_row(plan, position, frequencies, out):
+    """Write the cosines, then the sines, of the angles of a position; float64 makes them the same everywhere."""
+    half = plan.head_dim // 2
+    for i in range(half):
+        angle = np.float64(np.float32(position) * read_float32(frequencies + 4 * i))
+        write_float32(out + 4 * i, np.float32(math.cos(angle)))
+        write_float32(out + 4 * (half + i), np.float32(math.sin(angle)))
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def embed_row(plan, model, token_id, out):
+    """Write the embedding of a token as float32. A tied one is read out of the packed output head."""
+    size = model.hidden_size
+    if not model.is_tied:
+        for i in range(0, size, LANES):
+            store(out + 4 * i, load_element(plan, model.embedding, token_id * size + i))
+        return
+    group, row = token_id // 64, token_id % 64
+    element = 2 if plan.is_bfloat16 else 4
+    tile_bytes = 512 * element
+    tiles = model.embedding + (group * model.hidden_tiles * 4 + row // 16) * tile_bytes
+    for k in range(size):
+        tile = tiles + (k // 32) * 4 * tile_bytes
+        if plan.is_bfloat16:
+            write_float32(out + 4 * k, read_bfloat16(tile + (k % 32 // 2) * 64 + row % 16 * 4 + k % 2 * 2))
+        else:
+            write_float32(out + 4 * k, read_float32(tile + k % 32 * 64 + row % 16 * 4))

@@ -1,0 +1,251 @@
+"""Paged attention: every row over its own sequence, reading the blocks of the pool in place.
+
+The tokens of a sequence are taken in tiles of 256, at fixed places. Each tile gives, for each query, the largest score,
+the sum of the weights and the weighted sum of V; tiles are merged in order ("FlashAttention", Dao et al., 2022)::
+
+    task      some rows of a sequence x one KV head    the query heads of the rows share every load of K and V
+    tile 0    tile 1    tile 2 ...                     merged as they come, or kept as partials and merged later
+
+So the bits of a row depend only on its own sequence up to it. They do not depend on how rows are grouped into tasks,
+or on whether the tiles of a task were shared out to several threads.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from ferrule_server.kernels.cpu.activations import store_input
+from ferrule_server.kernels.cpu.attention_block import MOST_QUERIES, score_block, weigh_block
+from ferrule_server.kernels.cpu.lanes import (
+    LANES,
+    add,
+    divide,
+    exp,
+    fma,
+    load,
+    max_of,
+    maximum,
+    multiply,
+    prefetch,
+    select_below,
+    splat,
+    store,
+    subtract,
+    sum_of,
+)
+from ferrule_server.kernels.cpu.records import layer_at, model_at, step_at
+from ferrule_server.kernels.cpu.scalars import read_float32, read_int32, write_float32
+from ferrule_server.kernels.cpu.sync import claim
+
+__all__ = ["TASK_FIELDS", "TILE_TOKENS", "attend", "attention_scratch_bytes", "merge", "partial_bytes", "rows_per_task"]
+
+TILE_TOKENS = 256
+TASK_FIELDS = 7
+"""int32 fields of a task: sequence, first row, rows, first tile, end of tiles, tiles of the sequence, partial.
+
+``partial`` is the number of the partial of KV head 0 and tile 0, or -1: the tiles are merged as they come. There is one
+for each KV head and tile of the sequence, tiles of a head together; it holds all queries of the rows.
+"""
+
+_MOST_TASK_QUERIES = 16
+_BLOCK = 16
+_LOWEST = np.float32(-np.inf)
+
+
+def rows_per_task(num_queries_per_kv: int) -> int:
+    """Return how many rows a task has at most."""
+    return max(1, _MOST_TASK_QUERIES // num_queries_per_kv)
+
+
+def _queries_per_task(num_queries_per_kv: int) -> int:
+    return rows_per_task(num_queries_per_kv) * num_queries_per_kv
+
+
+def partial_bytes(head_dim: int, num_queries_per_kv: int) -> int:
+    """Return the most bytes of one partial: a weighted sum, a largest score and a sum of weights for each query."""
+    queries = _queries_per_task(num_queries_per_kv)
+    return queries * 4 * head_dim + _round_up(8 * queries)
+
+
+def attention_scratch_bytes(head_dim: int, num_queries_per_kv: int) -> int:
+    """Return the bytes that :func:`attend` needs for each thread."""
+    queries = _queries_per_task(num_queries_per_kv)
+    return queries * (4 * head_dim + 4 * TILE_TOKENS) + 2 * partial_bytes(head_dim, num_queries_per_kv)
+
+
+def _round_up(num_bytes: int) -> int:
+    return (num_bytes + 63) // 64 * 64
+
+
+@njit(nogil=True)
+def _state_bytes(plan, num_queries):
+    """Return the bytes of the state of some queries: float32 [num_queries, head_dim], then tops, then sums."""
+    return num_queries * 4 * plan.head_dim + (8 * num_queries + 63) // 64 * 64
+
+
+@njit(nogil=True)
+def attend(plan, model_address, layer_address, step_address, sync, thread, stage, kind):
+    """Run this thread's part of the attention of a layer: the tasks that it claims, one KV head at a time."""
+    model, layer, step = model_at(model_address), layer_at(layer_address), step_at(step_address)
+    scratch = step.scratch + thread * step.scratch_bytes
+    while True:
+        item = claim(sync, stage)
+        if item >= step.num_tasks * model.num_kv_heads:
+            return 0
+        task = step.tasks + item // model.num_kv_heads * (4 * TASK_FIELDS)
+        _attend_task(plan, model, step, layer.pool_offset, task, item % model.num_kv_heads, scratch)
+
+
+@njit(nogil=True)
+def merge(plan, model_address, layer_address, step_address, sync, thread, stage, kind):
+    """Run this thread's part of merging the partials of a layer."""
+    model, step = model_at(model_address), step_at(step_address)
+    while True:
+        item = claim(sync, stage)
+        if item >= step.num_merges * model.num_kv_heads:
+            return 0
+        task = step.merges + item // model.num_kv_heads * (4 * TASK_FIELDS)
+        _merge_partials(plan, step, task, item % model.num_kv_heads)
+
+
+@njit(nogil=True)
+def _attend_task(plan, model, step, layer_offset, task, head, scratch):
+    """Compute one KV head of one task; write the outputs of its rows, or the partials of its tiles."""
+    group = plan.num_queries_per_kv
+    seq, row, num_rows = read_int32(task), read_int32(task + 4), read_int32(task + 8)
+    first_tile, last_tile = read_int32(task + 12), read_int32(task + 16)
+    num_tiles, partial = read_int32(task + 20), read_int32(task + 24)
+    num_queries = num_rows * group
+    partial_size = _state_bytes(plan, num_queries)
+    queries = scratch
+    scores = queries + num_queries * 4 * plan.head_dim
+    state = scores + num_queries * 4 * TILE_TOKENS
+    fresh = state + partial_size
+    _gather_queries(plan, model, step, row, num_rows, head, queries)
+    table = step.block_tables + 4 * seq * step.table_width
+    for tile in range(first_tile, last_tile):
+        place = state if partial < 0 and tile == first_tile else fresh
+        if partial >= 0:
+            place = step.partials + (partial + head * num_tiles + tile) * step.partial_bytes
+        _attend_tile(plan, model, step, layer_offset, table, row, num_rows, head, tile, queries, scores, place)
+        if partial < 0 and tile > first_tile:
+            _merge(plan, state, fresh, num_queries)
+    if partial < 0:
+        _write_rows(plan, step, row, num_rows, head, state)
+
+
+@njit(nogil=True)
+def _merge_partials(plan, step, task, head):
+    """Merge the partials of one KV head of some rows in order, and write the outputs of the rows."""
+    row, num_rows = read_int32(task + 4), read_int32(task + 8)
+    num_tiles, partial = read_int32(task + 20), read_int32(task + 24)
+    state = step.partials + (partial + head * num_tiles) * step.partial_bytes
+    for tile in range(1, num_tiles):
+        _merge(plan, state, state + tile * step.partial_bytes, num_rows * plan.num_queries_per_kv)
+    _write_rows(plan, step, row, num_rows, head, state)
+
+
+@njit(nogil=True)
+def _gather_queries(plan, model, step, row, num_rows, head, queries):
+    """Copy the queries of one KV head together: row after row, its query heads in order."""
+    size = plan.num_queries_per_kv * plan.head_dim
+    for i in range(num_rows):
+        source = step.queries + 4 * ((row + i) * model.num_heads * plan.head_dim + head * size)
+        for j in range(0, size, LANES):
+            store(queries + 4 * (i * size + j), load(source + 4 * j))
+
+
+@njit(nogil=True)
+def _attend_tile(plan, model, step, layer_offset, table, row, num_rows, head, tile, queries, scores, state):
+    """Write the state of each query over one tile: score, sum, and 64 bytes further the weighted sum of V."""
+    begin = tile * TILE_TOKENS
+    end = min(begin + TILE_TOKENS, read_int32(step.positions + 4 * (row + num_rows - 1)) + 1)
+    num_blocks = (end - begin + _BLOCK - 1) // _BLOCK
+    num_queries = num_rows * plan.num_queries_per_kv
+    keys = model.pool + layer_offset + head * model.head_bytes
+    values = keys + model.num_kv_heads * model.head_bytes
+    table += 4 * (begin // _BLOCK)
+    for block in range(num_blocks):
+        base = read_int32(table + 4 * block) * model.block_bytes
+        _prefetch_head(model, values + base)
+        if block + 1 < num_blocks:
+            _prefetch_head(model, keys + read_int32(table + 4 * block + 4) * model.block_bytes)
+        for query in range(0, num_queries, MOST_QUERIES):
+            count = min(MOST_QUERIES, num_queries - query)
+            place = scores + 4 * (query * TILE_TOKENS + block * _BLOCK)
+            score_block(plan, queries + query * 4 * plan.head_dim, count, keys + base, place, 4 * TILE_TOKENS)
+    for query in range(num_queries):
+        own = read_int32(step.positions + 4 * (row + query // plan.num_queries_per_kv)) + 1 - begin
+        visible = max(0, min(own, end - begin))
+        top = state + 4 * (num_queries * plan.head_dim + query)
+        _soften(scores + 4 * query * TILE_TOKENS, num_blocks * _BLOCK, visible, top, top + 4 * num_queries)
+    _weigh(plan, model, values, table, end - begin, num_queries, scores, state)
+
+
+@njit(nogil=True)
+def _prefetch_head(model, address):
+    for line in range(0, model.head_bytes, 64):
+        prefetch(address + line)
+
+
+@njit(nogil=True)
+def _soften(scores, num_scores, visible, top_place, sum_place):
+    """Replace scores by weights exp(score - largest), 0 for hidden tokens; write the largest and the sum of weights."""
+    largest = splat(_LOWEST)
+    for i in range(0, num_scores, LANES):
+        largest = maximum(select_below(visible - i, load(scores + 4 * i), splat(_LOWEST)), largest)
+    top = max_of(largest)
+    total = splat(np.float32(0))
+    for i in range(0, num_scores, LANES):
+        weights = select_below(visible - i, exp(subtract(load(scores + 4 * i), splat(top))), splat(np.float32(0)))
+        store(scores + 4 * i, weights)
+        total = add(total, weights)
+    write_float32(top_place, top)
+    write_float32(sum_place, sum_of(total))
+
+
+@njit(nogil=True)
+def _weigh(plan, model, values, table, num_tokens, num_queries, weights, sums):
+    """Write the weighted sum of V of each query."""
+    for i in range(0, num_queries * plan.head_dim, LANES):
+        store(sums + 4 * i, splat(np.float32(0)))
+    for first in range(0, num_tokens, _BLOCK):
+        base = values + read_int32(table + 4 * (first // _BLOCK)) * model.block_bytes
+        count = min(_BLOCK, num_tokens - first)
+        for query in range(0, num_queries, MOST_QUERIES):
+            place = weights + 4 * (query * TILE_TOKENS + first)
+            many = min(MOST_QUERIES, num_queries - query)
+            weigh_block(plan, place, 4 * TILE_TOKENS, many, base, count, sums + query * 4 * plan.head_dim)
+
+
+@njit(nogil=True)
+def _merge(plan, state, fresh, num_queries):
+    """Merge the state of a later tile into that of the earlier ones; a tile that a query does not see changes nothing."""
+    for query in range(num_queries):
+        place = 4 * (num_queries * plan.head_dim + query)
+        old, new = state + place, fresh + place
+        old_sum, new_sum = read_float32(old + 4 * num_queries), read_float32(new + 4 * num_queries)
+        if new_sum == 0:
+            continue
+        largest = max(read_float32(old), read_float32(new))
+        keep = exp(splat(read_float32(old) - largest))
+        gain = exp(splat(read_float32(new) - largest))
+        write_float32(old, largest)
+        write_float32(old + 4 * num_queries, max_of(fma(splat(new_sum), gain, multiply(splat(old_sum), keep))))
+        for i in range(0, plan.head_dim, LANES):
+            at = 4 * (query * plan.head_dim + i)
+            store(state + at, fma(load(fresh + at), gain, multiply(load(state + at), keep)))
+
+
+@njit(nogil=True)
+def _write_rows(plan, step, row, num_rows, head, state):
+    """Write the outputs of a task's rows for the query heads of one KV head."""
+    group = plan.num_queries_per_kv
+    num_queries = num_rows * group
+    for query in range(num_queries):
+        out = step.attended + (row + query // group) * step.attended_bytes
+        column = (head * group + query % group) * plan.head_dim
+        total = splat(read_float32(state + 4 * (num_queries * plan.head_dim + num_queries + query)))
+        for i in range(0, plan.head_dim, LANES):
+            store_input(plan, out, column + i, divide(load(state + 4 * (query * plan.head_dim + i)), total))

@@ -1,0 +1,163 @@
+"""Two products of attention with one block of 16 tokens: scores with K, and the weighted sum of V.
+
+K and V are read where they lie in the pool, widened to float32 in registers, and used for several queries at once.
+Each score is summed over the width of the head in 16 lanes, then over the lanes; each output over the tokens in order.
+So no result depends on the queries beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from ferrule_server.kernels.cpu.dot import loop
+from ferrule_server.kernels.cpu.lanes import (
+    F32,
+    F32X16,
+    I16X16,
+    I64,
+    LANES,
+    Builder,
+    Value,
+    constant,
+    emit_fma,
+    fold,
+    offset,
+    read,
+    spread,
+    widen,
+    write,
+)
+from ferrule_server.kernels.cpu.plan import Plan
+
+__all__ = ["MOST_QUERIES", "score_block", "weigh_block"]
+
+MOST_QUERIES: Final = 4
+"""Queries that use one load of K or V."""
+
+_BLOCK: Final = 16
+
+
+def _element_bytes(plan: Plan) -> int:
+    return 2 if plan.is_bfloat16 else 4
+
+
+def _elements(builder: Builder, plan: Plan, address: Value) -> Value:
+    if plan.is_bfloat16:
+        return widen(builder, read(builder, address, I16X16, 32))
+    return read(builder, address, F32X16, 64)
+
+
+def _for_each_count(builder: Builder, count: Value, write_code: Callable[[int], None]) -> None:
+    """Write code for each number of queries from 1 to ``MOST_QUERIES``, and the branch to it."""
+    done = builder.append_basic_block("queries.done")
+    blocks = [builder.append_basic_block(f"queries.{number}") for number in range(1, MOST_QUERIES + 1)]
+    switch = builder.switch(count, blocks[0])
+    for number, block in enumerate(blocks, 1):
+        switch.add_case(ir.Constant(I64, number), block)
+        builder.position_at_end(block)
+        write_code(number)
+        builder.branch(done)
+    builder.position_at_end(done)
+
+
+@intrinsic
+def score_block(typing: Any, plan: Any, queries: Any, num_queries: Any, keys: Any, scores: Any, score_bytes: Any) -> Any:  # noqa: ARG001
+    """Write the products of queries and the 16 keys of a block.
+
+    Args:
+        plan: How to compute.
+        queries: Address of float32 [num_queries, head_dim].
+        num_queries: From 1 to ``MOST_QUERIES``.
+        keys: Address of [16, head_dim].
+        scores: Address of float32 [num_queries, 16].
+        score_bytes: From the scores of one query to the next.
+    """
+    chosen: Plan = plan.plan
+
+    def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
+        _, queries, num_queries, keys, scores, score_bytes = args
+
+        def write_code(count: int) -> None:
+            def token(number: Value, _: list[Value]) -> list[Value]:
+                key = builder.add(keys, builder.mul(number, ir.Constant(I64, chosen.head_dim * _element_bytes(chosen))))
+                sums = [constant(0.0)] * count
+                for i in range(0, chosen.head_dim, LANES):
+                    part = _elements(builder, chosen, offset(builder, key, i * _element_bytes(chosen)))
+                    for q in range(count):
+                        query = read(builder, offset(builder, queries, 4 * (q * chosen.head_dim + i)), F32X16, 64)
+                        sums[q] = emit_fma(builder, part, query, sums[q])
+                place = builder.add(scores, builder.mul(number, ir.Constant(I64, 4)))
+                for q in range(count):
+                    at = builder.add(place, builder.mul(score_bytes, ir.Constant(I64, q)))
+                    write(builder, fold(builder, sums[q], builder.fadd), at, 4)
+                return []
+
+            loop(builder, ir.Constant(I64, _BLOCK), [], token)
+
+        _for_each_count(builder, num_queries, write_code)
+        return context.get_dummy_value()
+
+    return types.void(plan, *[types.int64] * 5), emit
+
+
+@intrinsic
+def weigh_block(
+    typing: Any,  # noqa: ARG001
+    plan: Any,
+    weights: Any,  # noqa: ARG001
+    weight_bytes: Any,  # noqa: ARG001
+    num_queries: Any,  # noqa: ARG001
+    values: Any,  # noqa: ARG001
+    num_tokens: Any,  # noqa: ARG001
+    out: Any,  # noqa: ARG001
+) -> Any:
+    """Add the values of the first tokens of a block, each times its weight, to the outputs of some queries.
+
+    Args:
+        plan: How to compute.
+        weights: Address of float32 [num_queries, 16].
+        weight_bytes: From the weights of one query to the next.
+        num_queries: From 1 to ``MOST_QUERIES``.
+        values: Address of [16, head_dim].
+        num_tokens: From 1 to 16.
+        out: Address of float32 [num_queries, head_dim].
+    """
+    chosen: Plan = plan.plan
+
+    def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
+        _, weights, weight_bytes, num_queries, values, num_tokens, out = args
+
+        def write_code(count: int) -> None:
+            at_once = max(1, MOST_QUERIES // count)
+            rows = [builder.add(weights, builder.mul(weight_bytes, ir.Constant(I64, q))) for q in range(count)]
+            parts = list(range(0, chosen.head_dim, LANES))
+            for first in range(0, len(parts), at_once):
+                add_parts(count, rows, parts[first : first + at_once])
+
+        def add_parts(count: int, rows: list[Value], parts: list[int]) -> None:
+            places = [offset(builder, out, 4 * (q * chosen.head_dim + i)) for q in range(count) for i in parts]
+
+            def token(number: Value, sums: list[Value]) -> list[Value]:
+                value = builder.add(values, builder.mul(number, ir.Constant(I64, chosen.head_dim * _element_bytes(chosen))))
+                loaded = [_elements(builder, chosen, offset(builder, value, i * _element_bytes(chosen))) for i in parts]
+                results = []
+                for q in range(count):
+                    at = builder.add(rows[q], builder.mul(number, ir.Constant(I64, 4)))
+                    weight = spread(builder, read(builder, at, F32, 4), F32X16)
+                    for i, part in enumerate(loaded):
+                        results.append(emit_fma(builder, weight, part, sums[q * len(parts) + i]))
+                return results
+
+            sums = loop(builder, num_tokens, [read(builder, place, F32X16, 64) for place in places], token)
+            for place, total in zip(places, sums, strict=True):
+                write(builder, total, place, 64)
+
+        _for_each_count(builder, num_queries, write_code)
+        return context.get_dummy_value()
+
+    return types.void(plan, *[types.int64] * 6), emit

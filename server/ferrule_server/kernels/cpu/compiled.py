@@ -1,0 +1,73 @@
+"""Compile the kernels of a plan to machine code, each by itself, and keep it for the next start.
+
+A kernel that calls another one through its address is compiled in a fraction of the time, and its machine code does not
+depend on how LLVM inlines the other. Numba keeps the machine code on disk, in a folder for each version of these
+sources: Numba itself would miss a change in a file other than the kernel's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numba
+from numba import cfunc, types
+from numba.core import config
+
+from ferrule_server.kernels.cpu.attention import attend, merge
+from ferrule_server.kernels.cpu.linear import linear
+from ferrule_server.kernels.cpu.plan import Plan, PlanType
+from ferrule_server.kernels.cpu.step import work
+
+__all__ = ["Kernels", "compile_kernels"]
+
+_SOURCES: Final = Path(__file__).parent
+_WORK: Final = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The machine code of a plan.
+
+    Attributes:
+        work: Called with (null, model, step, sync block, thread), all addresses but the last; releases the GIL.
+        linear, attend, merge: Addresses, for the model's record.
+    """
+
+    work: Callable[[None, int, int, int, int], int]
+    linear: int
+    attend: int
+    merge: int
+    owners: tuple[Any, ...]
+
+
+def compile_kernels(plan: Plan, cache: Path | None, on_progress: Callable[[int, int], None]) -> Kernels:
+    """Return the kernels of a plan; the first time this takes some seconds.
+
+    Args:
+        plan: How to compile them.
+        cache: Folder in which machine code is kept; None: it is not kept.
+        on_progress: Called with (kernels done, kernels in all).
+    """
+    if cache is not None:
+        config.CACHE_DIR = str(cache / _version())
+    stage = types.int64(PlanType(plan), *[types.int64] * 7)
+    signatures = {linear: stage, attend: stage, merge: stage, work: types.int64(PlanType(plan), *[types.int64] * 4)}
+    compiled = []
+    for kernel, signature in signatures.items():
+        on_progress(len(compiled), len(signatures))
+        compiled.append(cfunc(signature, cache=cache is not None)(kernel.py_func))
+    on_progress(len(compiled), len(signatures))
+    return Kernels(_WORK(compiled[3].address), *(each.address for each in compiled[:3]), tuple(compiled))
+
+
+def _version() -> str:
+    """Return a name for this version of the kernels and of the compiler."""
+    digest = hashlib.sha256(numba.__version__.encode())
+    for source in sorted(_SOURCES.glob("*.py")):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,292 @@
+"""The product of a few rows of inputs and one group of 64 rows of a weight: what linear layers are made of.
+
+Weights are packed in tiles of 16 outputs and 32 inputs, 1 KiB each, and four tiles of the same inputs follow each
+other. So a group of 64 outputs is one stream in memory, whatever its width, and a tile is what AMX and AVX512-BF16
+load::
+
+    weight[64 g + 16 t + n][32 k + 2 p + i]  at  packed[g][k][t][p][n][i]       bfloat16
+    weight[64 g + 16 t + n][32 k + p]        at  packed[g][k][t][p][n]          float32, tiles of 2 KiB
+
+Every output is summed by itself, in an order that its place among other rows and columns cannot change:
+
+    fma, avx512-bf16   by pairs of inputs, the odd one first, each product fused into the sum
+    amx-bf16           by 32 inputs: the even and the odd products from 0 each, their sum added to the total
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, overload_method
+
+from ferrule_server.kernels.cpu.lanes import (
+    F32,
+    F32X16,
+    I32,
+    I32X16,
+    I64,
+    Builder,
+    Value,
+    call,
+    constant,
+    emit_fma,
+    emit_prefetch,
+    even_halves,
+    odd_halves,
+    offset,
+    read,
+    spread,
+    write,
+)
+from ferrule_server.kernels.cpu.plan import Plan, PlanType
+
+__all__ = ["GROUP", "TILE_INPUTS", "dot_group", "most_rows"]
+
+GROUP: Final = 64
+"""Outputs of a group."""
+TILE_INPUTS: Final = 32
+"""Inputs of a tile."""
+_TILES: Final = 4
+STEP=2
+PF=8192
+_PAIRS: Final = TILE_INPUTS // 2
+
+
+def most_rows(plan: Plan) -> int:
+    """Return how many rows of inputs :func:`dot_group` takes at most."""
+    return 12 if plan.instructions == "avx512-bf16" and not plan.is_emulated else 5
+
+
+def _tiles_at_once(plan: Plan, num_rows: int) -> int:
+    """Return how many tiles are multiplied together, so that all sums stay in registers."""
+    registers = 24 if plan.instructions == "avx512-bf16" and not plan.is_emulated else 6
+    return max(num for num in (1, 2, 4) if num == 1 or num * num_rows <= max(registers, 4))
+
+
+@overload_method(PlanType, "rows_at_once")
+def _rows_at_once(plan):  # type: ignore[no-untyped-def]
+    """Give kernels :func:`most_rows` as a constant."""
+    count = most_rows(plan.plan)
+    return lambda plan: count  # noqa: ARG005
+
+
+@intrinsic
+def dot_group(
+    typing: Any,  # noqa: ARG001
+    plan: Any,
+    weight: Any,  # noqa: ARG001
+    num_tiles: Any,  # noqa: ARG001
+    num_rows: Any,  # noqa: ARG001
+    inputs: Any,  # noqa: ARG001
+    row_bytes: Any,  # noqa: ARG001
+    out: Any,  # noqa: ARG001
+    out_row_bytes: Any,  # noqa: ARG001
+) -> Any:
+    """Write the products of rows of inputs and a group of 64 rows of a weight.
+
+    Args:
+        plan: How to multiply.
+        weight: Address of the group.
+        num_tiles: Inputs of a row / 32.
+        num_rows: From 1 to ``most_rows(plan)``.
+        inputs: Address of the first row of inputs.
+        row_bytes: From one row of inputs to the next.
+        out: Address of float32 [num_rows, 64].
+        out_row_bytes: From one row of outputs to the next.
+    """
+    chosen: Plan = plan.plan
+
+    def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
+        _, weight, num_tiles, num_rows, inputs, row_bytes, out, out_row_bytes = args
+        done = builder.append_basic_block("dot.done")
+        blocks = [builder.append_basic_block(f"dot.{rows}") for rows in range(1, most_rows(chosen) + 1)]
+        switch = builder.switch(num_rows, blocks[0])
+        for rows, block in enumerate(blocks, 1):
+            switch.add_case(ir.Constant(I64, rows), block)
+            builder.position_at_end(block)
+            at_once = _tiles_at_once(chosen, rows)
+            for first in range(0, _TILES, at_once):
+                group = _Group(builder, chosen, rows, range(first, first + at_once))
+                group.emit(weight, num_tiles, inputs, row_bytes, out, out_row_bytes)
+            builder.branch(done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
+
+    return types.void(plan, *[types.int64] * 7), emit
+
+
+class _Group:
+    """Writes the code that multiplies ``num_rows`` rows and some tiles of a group, with every sum in a register."""
+
+    def __init__(self, builder: Builder, plan: Plan, num_rows: int, tiles: Sequence[int]) -> None:
+        self._builder = builder
+        self._plan = plan
+        self._num_rows = num_rows
+        self._tiles = tiles
+        self._tile_bytes = 1024 if plan.is_bfloat16 else 2048
+        self._is_tile_sum = plan.instructions == "amx-bf16"
+
+    def emit(
+        self, weight: Value, num_tiles: Value, inputs: Value, row_bytes: Value, out: Value, out_row_bytes: Value
+    ) -> None:
+        """Write the code; the builder is left behind it."""
+        builder = self._builder
+        rows = [builder.add(inputs, builder.mul(row_bytes, ir.Constant(I64, m))) for m in range(self._num_rows)]
+        zeros = [constant(0.0)] * (self._num_rows * len(self._tiles))
+
+        def tile(k: Value, sums: list[Value]) -> list[Value]:
+            start = builder.add(weight, builder.mul(k, ir.Constant(I64, _TILES * self._tile_bytes)))
+            places = [builder.add(row, builder.mul(k, ir.Constant(I64, self._input_bytes(TILE_INPUTS)))) for row in rows]
+            if self._is_tile_sum:
+                return self._tile_sums(start, places, sums)
+            return self._chain(start, places, sums)
+
+        sums = loop(builder, num_tiles, zeros, tile)
+        for m in range(self._num_rows):
+            row = builder.add(out, builder.mul(out_row_bytes, ir.Constant(I64, m)))
+            for i, t in enumerate(self._tiles):
+                write(builder, sums[m * len(self._tiles) + i], offset(builder, row, 64 * t), 4)
+
+    def _input_bytes(self, count: int) -> int:
+        return count * (4 if self._plan.has_wide_inputs else 2)
+
+    def _chain(self, start: Value, rows: list[Value], sums: list[Value]) -> list[Value]:
+        """Add the products of one tile of inputs to the sums, pair by pair."""
+        step = STEP
+
+        def pairs(i: Value, sums: list[Value]) -> list[Value]:
+            at = self._builder.add(start, self._builder.mul(i, ir.Constant(I64, step * self._pair_bytes)))
+            x = [self._builder.add(row, self._builder.mul(i, ir.Constant(I64, self._input_bytes(2 * step)))) for row in rows]
+            if self._tiles[0] == 0 and PF:
+                for line in range(_TILES * step):
+                    ahead = self._builder.add(start, self._builder.mul(i, ir.Constant(I64, 64 * _TILES * step)))
+                    emit_prefetch(self._builder, offset(self._builder, ahead, PF + 64 * line))
+            for u in range(step):
+                weights = [self._weights(offset(self._builder, at, t * self._tile_bytes + u * self._pair_bytes)) for t in self._tiles]
+                for m in range(self._num_rows):
+                    sums = self._add_pair(sums, m, weights, offset(self._builder, x[m], self._input_bytes(2 * u)))
+            return sums
+
+        return loop(self._builder, ir.Constant(I64, _PAIRS // step), sums, pairs)
+
+    @property
+    def _pair_bytes(self) -> int:
+        return self._tile_bytes // _PAIRS
+
+    def _weights(self, address: Value) -> tuple[Value, ...]:
+        """Return what is multiplied with a pair of inputs: packed pairs for AVX512-BF16, else the odd and the even."""
+        builder = self._builder
+        if not self._plan.is_bfloat16:
+            return read(builder, offset(builder, address, 64), F32X16, 64), read(builder, address, F32X16, 64)
+        pairs = read(builder, address, I32X16, 64)
+        if self._has_dot:
+            return (pairs,)
+        return odd_halves(builder, pairs), even_halves(builder, pairs)
+
+    @property
+    def _has_dot(self) -> bool:
+        return self._plan.instructions == "avx512-bf16" and not self._plan.is_emulated
+
+    def _inputs(self, address: Value) -> tuple[Value, ...]:
+        """Return a pair of inputs in all lanes, in the form of :meth:`_weights`."""
+        builder = self._builder
+        if self._plan.has_wide_inputs:
+            places = (offset(builder, address, 4), address)
+            return tuple(spread(builder, read(builder, place, F32, 4), F32X16) for place in places)
+        pairs = spread(builder, read(builder, address, I32, 4), I32X16)
+        if self._has_dot:
+            return (pairs,)
+        return odd_halves(builder, pairs), even_halves(builder, pairs)
+
+    def _add_pair(self, sums: list[Value], m: int, weights: list[tuple[Value, ...]], address: Value) -> list[Value]:
+        inputs = self._inputs(address)
+        sums = list(sums)
+        for i, parts in enumerate(weights):
+            place = m * len(weights) + i
+            for weight, value in zip(parts, inputs, strict=True):
+                sums[place] = self._multiply_add(weight, value, sums[place])
+        return sums
+
+    def _multiply_add(self, weight: Value, value: Value, total: Value) -> Value:
+        if self._has_dot:
+            return emit_bfloat16_dot(self._builder, total, weight, value)
+        return emit_fma(self._builder, weight, value, total)
+
+    def _tile_sums(self, start: Value, rows: list[Value], sums: list[Value]) -> list[Value]:
+        """Add the products of one tile of inputs to the sums as the tiles of AMX do."""
+        builder = self._builder
+        count = len(sums)
+
+        def pair(p: Value, parts: list[Value]) -> list[Value]:
+            at = builder.add(start, builder.mul(p, ir.Constant(I64, self._pair_bytes)))
+            weights = [self._weights(offset(builder, at, t * self._tile_bytes)) for t in self._tiles]
+            x = [builder.add(row, builder.mul(p, ir.Constant(I64, self._input_bytes(2)))) for row in rows]
+            parts = list(parts)
+            for m in range(self._num_rows):
+                odd, even = self._inputs(x[m])
+                for i, (odd_weights, even_weights) in enumerate(weights):
+                    place = m * len(weights) + i
+                    parts[place] = emit_fma(builder, even_weights, even, parts[place])
+                    parts[count + place] = emit_fma(builder, odd_weights, odd, parts[count + place])
+            return parts
+
+        parts = loop(builder, ir.Constant(I64, _PAIRS), [constant(0.0)] * (2 * count), pair)
+        return [builder.fadd(total, builder.fadd(parts[i], parts[count + i])) for i, total in enumerate(sums)]
+
+
+class _BFloat(ir.types.Type):
+    """The type that llvmlite lacks; it is only ever printed."""
+
+    intrinsic_name = "bf16"
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+    _to_string = __str__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+def emit_bfloat16_dot(builder: Builder, total: Value, x: Value, y: Value) -> Value:
+    """Return ``vdpbf16ps``: float32 sums plus the products of pairs of bfloat16, in int32 vectors, odd ones first."""
+    kind = ir.VectorType(_BFloat(), 32)
+    args = [total, builder.bitcast(x, kind), builder.bitcast(y, kind)]
+    return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", F32X16, args)
+
+
+def loop(
+    builder: Builder, count: Value, values: list[Value], body: Callable[[Value, list[Value]], list[Value]]
+) -> list[Value]:
+    """Write a loop of at least one round that carries values in registers, and return what they are after it.
+
+    Args:
+        builder: Left behind the loop.
+        count: int64, rounds.
+        values: Before the first round.
+        body: Writes one round; gets its number and the values, and returns the next values.
+    """
+    before = builder.block
+    inside, behind = builder.append_basic_block("loop"), builder.append_basic_block("behind")
+    builder.branch(inside)
+    builder.position_at_end(inside)
+    number = builder.phi(I64)
+    number.add_incoming(ir.Constant(I64, 0), before)
+    carried = [builder.phi(value.type) for value in values]
+    for phi, value in zip(carried, values, strict=True):
+        phi.add_incoming(value, before)
+    results = body(number, list(carried))
+    following = builder.add(number, ir.Constant(I64, 1))
+    last = builder.block
+    number.add_incoming(following, last)
+    for phi, value in zip(carried, results, strict=True):
+        phi.add_incoming(value, last)
+    builder.cbranch(builder.icmp_signed("<", following, count), inside, behind)
+    builder.position_at_end(behind)
+    return results

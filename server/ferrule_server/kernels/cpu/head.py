@@ -1,0 +1,189 @@
+"""The output head: logits, and what outputs need of them, computed while they are in registers.
+
+Of each row every thread keeps the largest logit and the k largest of the logits that it has computed; for each unit of
+64 logits there is the sum of their exponentials. Merging these in order gives the same bits whatever thread computed
+which unit. Whole rows of logits are written to memory only for outputs that need them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+
+from ferrule_server.kernels.cpu.dot import GROUP
+from ferrule_server.kernels.cpu.lanes import (
+    LANES,
+    add,
+    exp,
+    fma,
+    load,
+    max_of,
+    maximum,
+    select_below,
+    splat,
+    store,
+    subtract,
+    sum_of,
+)
+from ferrule_server.kernels.cpu.records import BEST_BYTES, MOST_TOP, RESULT_FIELDS, WANTS_LOGITS, WANTS_SUMS
+from ferrule_server.kernels.cpu.scalars import read_float32, read_int32, write_float32, write_float64, write_int32
+
+__all__ = ["clear_outputs", "merge_outputs", "read_logits"]
+
+_LOWEST = np.float32(-np.inf)
+
+
+@njit(nogil=True)
+def clear_outputs(step, thread):
+    """Begin the rows of a step: this thread has seen no logits."""
+    for row in range(step.num_outputs):
+        best = step.best + (thread * step.num_outputs + row) * BEST_BYTES
+        write_float32(best, _LOWEST)
+        write_int32(best + 4, -1)
+        write_float32(best + 8, np.float32(0))
+        write_int32(best + 12, 0)
+        write_int32(best + 16, 0)
+
+
+@njit(nogil=True)
+def read_logits(model, step, thread, unit, row, num_rows, sums, sum_bytes):
+    """Take what the outputs of some rows need of 64 logits."""
+    first = unit * GROUP
+    width = min(GROUP, model.vocab_size - first)
+    for i in range(num_rows):
+        logits = sums + i * sum_bytes
+        wants = read_int32(step.wants + 4 * (row + i))
+        if width < GROUP:
+            for j in range(0, GROUP, LANES):
+                store(logits + 4 * j, select_below(width - j, load(logits + 4 * j), splat(_LOWEST)))
+        best = step.best + (thread * step.num_outputs + row + i) * BEST_BYTES
+        top = _keep_best(logits, first, width, best)
+        if wants & WANTS_LOGITS:
+            _copy(logits, step.logits + (row + i) * step.logit_bytes + 4 * first)
+        if wants & WANTS_SUMS:
+            _keep_sums(logits, width, top, step.sums + ((row + i) * ((model.vocab_size + GROUP - 1) // GROUP) + unit) * 16)
+        count = read_int32(step.top_counts + 4 * (row + i))
+        if count > 0:
+            _keep_top(logits, first, width, top, count, best, step.tops + (thread * step.num_outputs + row + i) * MOST_TOP * 8)
+        target = read_int32(step.targets + 4 * (row + i)) - first
+        if 0 <= target < width:
+            write_float64(step.results + ((row + i) * RESULT_FIELDS + 4) * 8, np.float64(read_float32(logits + 4 * target)))
+
+
+@njit(nogil=True)
+def _copy(source, target):
+    for j in range(0, GROUP, LANES):
+        store(target + 4 * j, load(source + 4 * j))
+
+
+@njit(nogil=True)
+def _keep_best(logits, first, width, best):
+    """Return the largest of 64 logits; keep it if it is the largest so far, and whether any is NaN or infinite."""
+    top, zero = splat(_LOWEST), splat(np.float32(0))
+    invalid = splat(read_float32(best + 8))
+    for j in range(0, GROUP, LANES):
+        x = load(logits + 4 * j)
+        top = maximum(x, top)
+        invalid = fma(select_below(width - j, x, zero), zero, invalid)
+    largest = max_of(top)
+    write_float32(best + 8, sum_of(invalid))
+    if largest > read_float32(best):
+        write_float32(best, largest)
+        for j in range(width):
+            if read_float32(logits + 4 * j) == largest:
+                write_int32(best + 4, first + j)
+                break
+    return largest
+
+
+@njit(nogil=True)
+def _keep_sums(logits, width, top, place):
+    """Write the largest logit, the sum of exp(logit - largest), and of that times (logit - largest)."""
+    total, weighted, zero = splat(np.float32(0)), splat(np.float32(0)), splat(np.float32(0))
+    for j in range(0, width, LANES):
+        below = subtract(load(logits + 4 * j), splat(top))
+        weights = select_below(width - j, exp(below), zero)
+        total = add(total, weights)
+        weighted = fma(weights, select_below(width - j, below, zero), weighted)
+    write_float32(place, top)
+    write_float32(place + 4, sum_of(total))
+    write_float32(place + 8, sum_of(weighted))
+
+
+@njit(nogil=True)
+def _keep_top(logits, first, width, top, count, best, entries):
+    """Keep the ``count`` largest logits seen so far, largest first, with their ids; among equals the lowest id first."""
+    known = read_int32(best + 12)
+    if known == count and top <= read_float32(entries + 8 * (known - 1)):
+        return
+    for j in range(width):
+        x = read_float32(logits + 4 * j)
+        if known == count and x <= read_float32(entries + 8 * (known - 1)):
+            continue
+        place = min(known, count - 1)
+        while place > 0 and read_float32(entries + 8 * (place - 1)) < x:
+            write_float32(entries + 8 * place, read_float32(entries + 8 * (place - 1)))
+            write_int32(entries + 8 * place + 4, read_int32(entries + 8 * (place - 1) + 4))
+            place -= 1
+        write_float32(entries + 8 * place, x)
+        write_int32(entries + 8 * place + 4, first + j)
+        known = min(known + 1, count)
+    write_int32(best + 12, known)
+
+
+@njit(nogil=True)
+def merge_outputs(model, step, row):
+    """Merge what the threads have kept of one row into its results."""
+    results = step.results + row * RESULT_FIELDS * 8
+    top, token, invalid = _LOWEST, -1, np.float32(0)
+    for thread in range(step.num_threads):
+        best = step.best + (thread * step.num_outputs + row) * BEST_BYTES
+        x, candidate = read_float32(best), read_int32(best + 4)
+        invalid += read_float32(best + 8)
+        if candidate >= 0 and (x > top or (x == top and candidate < token)):
+            top, token = x, candidate
+    write_float64(results, np.float64(token if invalid == 0 else -1))
+    write_float64(results + 8, np.float64(top))
+    if token >= 0 and read_int32(step.wants + 4 * row) & WANTS_SUMS:
+        _merge_sums(model, step, row, np.float64(top), results)
+    count = read_int32(step.top_counts + 4 * row)
+    if count > 0:
+        _merge_top(step, row, count)
+
+
+@njit(nogil=True)
+def _merge_sums(model, step, row, top, results):
+    """Write the log of the sum of exp(logit), and the entropy."""
+    num_units = (model.vocab_size + GROUP - 1) // GROUP
+    total, weighted = 0.0, 0.0
+    for unit in range(num_units):
+        place = step.sums + (row * num_units + unit) * 16
+        below = np.float64(read_float32(place)) - top
+        factor = math.exp(below)
+        part = np.float64(read_float32(place + 4))
+        total += factor * part
+        weighted += factor * (np.float64(read_float32(place + 8)) + below * part)
+    write_float64(results + 16, top + math.log(total))
+    write_float64(results + 24, max(0.0, math.log(total) - weighted / total))
+
+
+@njit(nogil=True)
+def _merge_top(step, row, count):
+    """Write the largest logits and their ids; the lists of the threads are ordered."""
+    out = step.top_results + row * MOST_TOP * 8
+    for rank in range(count):
+        chosen, value, token = -1, _LOWEST, 0
+        for thread in range(step.num_threads):
+            best = step.best + (thread * step.num_outputs + row) * BEST_BYTES
+            taken = read_int32(best + 16)
+            entry = step.tops + ((thread * step.num_outputs + row) * MOST_TOP + taken) * 8
+            if taken < read_int32(best + 12):
+                x, candidate = read_float32(entry), read_int32(entry + 4)
+                if chosen < 0 or x > value or (x == value and candidate < token):
+                    chosen, value, token = thread, x, candidate
+        best = step.best + (chosen * step.num_outputs + row) * BEST_BYTES
+        write_int32(best + 16, read_int32(best + 16) + 1)
+        write_float32(out + 8 * rank, value)
+        write_int32(out + 8 * rank + 4, token)

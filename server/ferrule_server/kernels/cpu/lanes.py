@@ -1,0 +1,336 @@
+"""Vectors of 16 float32 lanes as a type of Numba: what the kernels compute with.
+
+A vector is one register with AVX512, two with AVX2, four with NEON. Each operation here is one operation of LLVM on all
+lanes, never a sum whose order the compiler may choose, so a kernel gives the same bits on every processor with fused
+multiply-add. Addresses are int64: a kernel knows the layout of its memory, and a step unboxes no arrays.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+__all__ = [
+    "LANES",
+    "add",
+    "divide",
+    "exp",
+    "fma",
+    "lane_numbers",
+    "load",
+    "load_bfloat16",
+    "max_of",
+    "maximum",
+    "multiply",
+    "prefetch",
+    "round_to_bfloat16",
+    "select_below",
+    "splat",
+    "store",
+    "store_bfloat16",
+    "subtract",
+    "sum_of",
+]
+
+LANES: Final = 16
+
+# LLVM's builder and Numba's typing have no types of their own.
+Builder = Any
+Value = Any
+
+I8 = ir.IntType(8)
+I16 = ir.IntType(16)
+I32 = ir.IntType(32)
+I64 = ir.IntType(64)
+F32 = ir.FloatType()
+F32X16 = ir.VectorType(F32, LANES)
+I16X16 = ir.VectorType(I16, LANES)
+I32X16 = ir.VectorType(I32, LANES)
+
+
+class LanesType(types.Type):
+    """The Numba type of 16 float32 lanes."""
+
+    def __init__(self) -> None:
+        super().__init__("lanes")
+
+
+lanes = LanesType()
+
+
+@register_model(LanesType)
+class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
+    """Lanes are one LLVM vector."""
+
+    def __init__(self, dmm: Any, fe_type: Any) -> None:
+        super().__init__(dmm, fe_type, F32X16)
+
+
+# ---- pieces of code, shared with the kernels that are written as LLVM code -------------------------------------------
+
+
+def call(builder: Builder, name: str, result: Value, args: list[Value]) -> Value:
+    """Return what an LLVM intrinsic returns for some values."""
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(result, [arg.type for arg in args]), name
+    )
+    return builder.call(function, args)
+
+
+def pointer(builder: Builder, address: Value, pointee: Value) -> Value:
+    """Return an address as a pointer."""
+    return builder.inttoptr(address, pointee.as_pointer())
+
+
+def offset(builder: Builder, address: Value, num_bytes: int) -> Value:
+    """Return an address that is a fixed number of bytes further on."""
+    return builder.add(address, ir.Constant(I64, num_bytes))
+
+
+def read(builder: Builder, address: Value, kind: Value, align: int) -> Value:
+    """Return a value of some type in memory."""
+    value = builder.load(pointer(builder, address, kind))
+    value.align = align
+    return value
+
+
+def write(builder: Builder, value: Value, address: Value, align: int) -> None:
+    """Write a value to memory."""
+    builder.store(value, pointer(builder, address, value.type)).align = align
+
+
+def constant(value: float) -> Value:
+    """Return a vector with one number in all lanes."""
+    return ir.Constant(F32X16, [value] * LANES)
+
+
+def integers(value: int) -> Value:
+    """Return an int32 vector with one number in all lanes."""
+    return ir.Constant(I32X16, [value] * LANES)
+
+
+def spread(builder: Builder, value: Value, kind: Value) -> Value:
+    """Return a vector with one value in all lanes."""
+    first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(I32, 0))
+    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(I32, kind.count), [0] * kind.count))
+
+
+def widen(builder: Builder, halves: Value) -> Value:
+    """Return the float32 lanes of 16 bfloat16 numbers in an int16 vector; exact."""
+    return builder.bitcast(builder.shl(builder.zext(halves, I32X16), integers(16)), F32X16)
+
+
+def even_halves(builder: Builder, pairs: Value) -> Value:
+    """Return the first of the two bfloat16 numbers in each lane of an int32 vector, as float32; exact."""
+    return builder.bitcast(builder.shl(pairs, integers(16)), F32X16)
+
+
+def odd_halves(builder: Builder, pairs: Value) -> Value:
+    """Return the second of the two bfloat16 numbers in each lane of an int32 vector, as float32; exact."""
+    return builder.bitcast(builder.and_(pairs, integers(-65536)), F32X16)
+
+
+def emit_fma(builder: Builder, x: Value, y: Value, z: Value) -> Value:
+    """Return x * y + z, rounded once."""
+    return call(builder, "llvm.fma.v16f32", F32X16, [x, y, z])
+
+
+def _rounded_bits(builder: Builder, x: Value) -> Value:
+    """Return the int32 bits of float32 lanes rounded to bfloat16, to nearest even; NaN stays NaN."""
+    bits = builder.bitcast(x, I32X16)
+    is_odd = builder.and_(builder.lshr(bits, integers(16)), integers(1))
+    rounded = builder.add(bits, builder.add(is_odd, integers(0x7FFF)))
+    is_nan = builder.fcmp_unordered("uno", x, x)
+    return builder.select(is_nan, builder.or_(bits, integers(0x400000)), rounded)
+
+
+# ---- operations ------------------------------------------------------------------------------------------------------
+
+
+@intrinsic
+def load(typing: Any, address: Any) -> Any:  # noqa: ARG001
+    """Return 16 float32 numbers at an address."""
+    return lanes(types.int64), lambda _c, b, _s, a: read(b, a[0], F32X16, 4)
+
+
+@intrinsic
+def load_bfloat16(typing: Any, address: Any) -> Any:  # noqa: ARG001
+    """Return 16 bfloat16 numbers at an address."""
+    return lanes(types.int64), lambda _c, b, _s, a: widen(b, read(b, a[0], I16X16, 2))
+
+
+@intrinsic
+def store(typing: Any, address: Any, x: Any) -> Any:  # noqa: ARG001
+    """Write 16 float32 numbers to an address."""
+
+    def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
+        write(builder, args[1], args[0], 4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, lanes), emit
+
+
+@intrinsic
+def store_bfloat16(typing: Any, address: Any, x: Any) -> Any:  # noqa: ARG001
+    """Write 16 numbers to an address, rounded to bfloat16."""
+
+    def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
+        halves = builder.trunc(builder.lshr(_rounded_bits(builder, args[1]), integers(16)), I16X16)
+        write(builder, halves, args[0], 2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, lanes), emit
+
+
+@intrinsic
+def round_to_bfloat16(typing: Any, x: Any) -> Any:  # noqa: ARG001
+    """Return the lanes rounded to the precision of bfloat16, as float32."""
+
+    def emit(_context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
+        return builder.bitcast(builder.and_(_rounded_bits(builder, args[0]), integers(-65536)), F32X16)
+
+    return lanes(lanes), emit
+
+
+@intrinsic
+def splat(typing: Any, x: Any) -> Any:  # noqa: ARG001
+    """Return a number in all lanes."""
+    return lanes(types.float32), lambda _c, b, _s, a: spread(b, a[0], F32X16)
+
+
+@intrinsic
+def fma(typing: Any, x: Any, y: Any, z: Any) -> Any:  # noqa: ARG001
+    """Return x * y + z, rounded once."""
+    return lanes(lanes, lanes, lanes), lambda _c, b, _s, a: emit_fma(b, *a)
+
+
+@intrinsic
+def add(typing: Any, x: Any, y: Any) -> Any:  # noqa: ARG001
+    """Return x + y."""
+    return lanes(lanes, lanes), lambda _c, b, _s, a: b.fadd(*a)
+
+
+@intrinsic
+def subtract(typing: Any, x: Any, y: Any) -> Any:  # noqa: ARG001
+    """Return x - y."""
+    return lanes(lanes, lanes), lambda _c, b, _s, a: b.fsub(*a)
+
+
+@intrinsic
+def multiply(typing: Any, x: Any, y: Any) -> Any:  # noqa: ARG001
+    """Return x * y."""
+    return lanes(lanes, lanes), lambda _c, b, _s, a: b.fmul(*a)
+
+
+@intrinsic
+def divide(typing: Any, x: Any, y: Any) -> Any:  # noqa: ARG001
+    """Return x / y."""
+    return lanes(lanes, lanes), lambda _c, b, _s, a: b.fdiv(*a)
+
+
+def _emit_maximum(builder: Builder, x: Value, y: Value) -> Value:
+    return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+
+@intrinsic
+def maximum(typing: Any, x: Any, y: Any) -> Any:  # noqa: ARG001
+    """Return the larger of x and y; y where one of them is NaN."""
+    return lanes(lanes, lanes), lambda _c, b, _s, a: _emit_maximum(b, *a)
+
+
+@intrinsic
+def lane_numbers(typing: Any) -> Any:  # noqa: ARG001
+    """Return the numbers 0 to 15."""
+    return lanes(), lambda _c, _b, _s, _a: ir.Constant(F32X16, [float(i) for i in range(LANES)])
+
+
+@intrinsic
+def select_below(typing: Any, count: Any, x: Any, y: Any) -> Any:  # noqa: ARG001
+    """Return the first ``count`` lanes of x and the other lanes of y."""
+
+    def emit(_context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
+        numbers = ir.Constant(I32X16, list(range(LANES)))
+        limit = spread(builder, builder.trunc(args[0], I32), I32X16)
+        return builder.select(builder.icmp_signed("<", numbers, limit), args[1], args[2])
+
+    return lanes(types.int64, lanes, lanes), emit
+
+
+def fold(builder: Builder, x: Value, combine: Any) -> Value:
+    """Return the combination of all lanes, halves first: lane i with lane i + 8, then i + 4, i + 2, i + 1."""
+    count = LANES
+    while count > 1:
+        count //= 2
+        first, second = (ir.Constant(ir.VectorType(I32, count), list(range(i, i + count))) for i in (0, count))
+        x = combine(builder.shuffle_vector(x, x, first), builder.shuffle_vector(x, x, second))
+    return builder.extract_element(x, ir.Constant(I32, 0))
+
+
+@intrinsic
+def sum_of(typing: Any, x: Any) -> Any:  # noqa: ARG001
+    """Return the sum of all lanes, in the order of :func:`fold`."""
+    return types.float32(lanes), lambda _c, b, _s, a: fold(b, a[0], b.fadd)
+
+
+@intrinsic
+def max_of(typing: Any, x: Any) -> Any:  # noqa: ARG001
+    """Return the largest lane; undefined if a lane is NaN."""
+
+    def emit(_context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
+        return fold(builder, args[0], lambda x, y: _emit_maximum(builder, x, y))
+
+    return types.float32(lanes), emit
+
+
+_LOWEST_EXPONENT: Final = -87.0
+"""``exp`` of less is 0 up to the smallest normal number."""
+_HIGHEST_EXPONENT: Final = 88.0
+"""``exp`` of more is that of 88, near the largest number."""
+_LOG2_E: Final = 1.4426950408889634
+_LN2_HIGH: Final = 0.693145751953125
+_LN2_LOW: Final = 1.428606765330187e-06
+_EXP_COEFFICIENTS: Final = (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0)
+
+
+def _emit_exp(builder: Builder, x: Value) -> Value:
+    """Return exp(x): 2**n times a polynomial in the rest of the exponent (Cody and Waite, 1980)."""
+    is_nan = builder.fcmp_unordered("uno", x, x)
+    given, x = x, _emit_maximum(builder, x, constant(_LOWEST_EXPONENT))
+    x = builder.select(builder.fcmp_ordered("<", x, constant(_HIGHEST_EXPONENT)), x, constant(_HIGHEST_EXPONENT))
+    n = call(builder, "llvm.rint.v16f32", F32X16, [builder.fmul(x, constant(_LOG2_E))])
+    rest = emit_fma(builder, n, constant(-_LN2_HIGH), x)
+    rest = emit_fma(builder, n, constant(-_LN2_LOW), rest)
+    result = constant(_EXP_COEFFICIENTS[0])
+    for coefficient in _EXP_COEFFICIENTS[1:]:
+        result = emit_fma(builder, result, rest, constant(coefficient))
+    exponent = builder.shl(builder.fptosi(n, I32X16), integers(23))
+    result = builder.bitcast(builder.add(builder.bitcast(result, I32X16), exponent), F32X16)
+    return builder.select(is_nan, given, result)
+
+
+@intrinsic
+def exp(typing: Any, x: Any) -> Any:  # noqa: ARG001
+    """Return exp(x) with a relative error of at most 3e-7; x is limited to -87 .. 88, and NaN stays NaN."""
+    return lanes(lanes), lambda _c, b, _s, a: _emit_exp(b, a[0])
+
+
+@intrinsic
+def prefetch(typing: Any, address: Any) -> Any:  # noqa: ARG001
+    """Bring the cache line of an address near; nothing happens if there is no memory at it."""
+
+    def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
+        emit_prefetch(builder, args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), emit
+
+
+def emit_prefetch(builder: Builder, address: Value) -> None:
+    """Bring the cache line of an address near all caches, for reading."""
+    kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(function, [pointer(builder, address, I8), *(ir.Constant(I32, value) for value in (0, 3, 1))])

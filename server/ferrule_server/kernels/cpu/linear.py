@@ -1,0 +1,195 @@
+"""The linear layers of a decoder, each with what follows it: heads, residual stream, activation.
+
+A layer is cut into *units* of outputs, which the threads claim one by one, and its rows into blocks whose inputs stay
+in the L2 cache. A unit is multiplied for a few rows at a time; the sums go through the thread's scratch memory to the
+function that finishes them.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numba import njit
+
+from ferrule_server.kernels.cpu.activations import norm_head, rotate_head, store_input
+from ferrule_server.kernels.cpu.dot import GROUP, TILE_INPUTS, dot_group
+from ferrule_server.kernels.cpu.head import read_logits
+from ferrule_server.kernels.cpu.lanes import (
+    LANES,
+    add,
+    divide,
+    exp,
+    load,
+    multiply,
+    splat,
+    store,
+    store_bfloat16,
+    subtract,
+)
+from ferrule_server.kernels.cpu.sync import claim
+from ferrule_server.kernels.cpu.records import layer_at, model_at, step_at
+from ferrule_server.kernels.cpu.scalars import read_int32
+
+__all__ = ["ACTIVATE", "ADD_ATTENTION", "ADD_FEED_FORWARD", "PROJECT", "READ_LOGITS", "linear"]
+
+_CACHED_BYTES: Final = 256 << 10
+"""Inputs of a block of rows, so that they stay in the L2 cache beside the weights of a unit."""
+
+
+PROJECT: Final = 0
+"""Queries, keys and values of the heads."""
+ADD_ATTENTION: Final = 1
+"""The output layer of attention, added to the residual stream."""
+ACTIVATE: Final = 2
+"""Gate and up of the feed-forward part, and silu(gate) * up."""
+ADD_FEED_FORWARD: Final = 3
+"""The last layer of the feed-forward part, added to the residual stream."""
+READ_LOGITS: Final = 4
+"""The output head."""
+
+
+@njit(nogil=True)
+def linear(plan, model_address, layer_address, step_address, sync, thread, stage, kind):
+    """Run this thread's part of one linear layer of a kind: multiply and finish the units that it claims."""
+    model, layer, step = model_at(model_address), layer_at(layer_address), step_at(step_address)
+    weight, num_units, groups_at_once, num_tiles = layer.qkv, model.num_qkv_units, model.groups_at_once, model.hidden_tiles
+    inputs, input_bytes, num_rows = step.normed, step.normed_bytes, step.num_rows
+    if kind != PROJECT:
+        groups_at_once = 1
+    if kind == ADD_ATTENTION:
+        weight, num_units, num_tiles = layer.out, model.num_hidden_units, model.query_tiles
+        inputs, input_bytes = step.attended, step.attended_bytes
+    elif kind == ACTIVATE:
+        weight, num_units = layer.gate_up, model.num_activated_units
+    elif kind == ADD_FEED_FORWARD:
+        weight, num_units, num_tiles = layer.down, model.num_hidden_units, model.intermediate_tiles
+        inputs, input_bytes = step.activated, step.activated_bytes
+    elif kind == READ_LOGITS:
+        weight, num_units, num_rows = model.head, model.num_head_units, step.num_outputs
+    element = 2 if plan.is_bfloat16 else 4
+    group_bytes = num_tiles * TILE_INPUTS * GROUP * element
+    sums = step.scratch + thread * step.scratch_bytes
+    sum_bytes = 4 * GROUP * groups_at_once
+    most = plan.rows_at_once()
+    block_rows = max(most, _CACHED_BYTES // input_bytes)
+    num_blocks = (num_rows + block_rows - 1) // block_rows
+    while True:
+        item = claim(sync, stage)
+        if item >= num_units * num_blocks:
+            return 0
+        unit, block = item % num_units, item // num_units
+        first, end = block * block_rows, min(num_rows, (block + 1) * block_rows)
+        num_parts = (end - first + most - 1) // most
+        for part in range(num_parts):
+            row = first + (end - first) * part // num_parts
+            count = first + (end - first) * (part + 1) // num_parts - row
+            for group in range(groups_at_once):
+                place = weight + (unit * groups_at_once + group) * group_bytes
+                out = sums + 4 * GROUP * group
+                dot_group(plan, place, num_tiles, count, inputs + row * input_bytes, input_bytes, out, sum_bytes)
+            _finish(plan, model, layer, step, thread, kind, unit, row, count, sums, sum_bytes)
+
+
+@njit(nogil=True)
+def _finish(plan, model, layer, step, thread, kind, unit, row, num_rows, sums, sum_bytes):
+    """Take the sums of some rows and one unit to where they are needed."""
+    if kind == PROJECT:
+        _project_heads(plan, model, layer, step, unit, row, num_rows, sums, sum_bytes)
+    elif kind == ADD_ATTENTION:
+        _add_residual(model, step, unit, row, num_rows, sums, sum_bytes, layer.out_bias)
+    elif kind == ACTIVATE:
+        _activate(plan, layer, step, unit, row, num_rows, sums, sum_bytes)
+    elif kind == ADD_FEED_FORWARD:
+        _add_residual(model, step, unit, row, num_rows, sums, sum_bytes, layer.down_bias)
+    else:
+        read_logits(model, step, thread, unit, row, num_rows, sums, sum_bytes)
+
+
+@njit(nogil=True)
+def _add_bias(sums, sum_bytes, num_rows, bias, size):
+    if bias == 0:
+        return
+    for row in range(num_rows):
+        for i in range(0, size, LANES):
+            place = sums + row * sum_bytes + 4 * i
+            store(place, add(load(place), load(bias + 4 * i)))
+
+
+@njit(nogil=True)
+def _add_residual(model, step, unit, row, num_rows, sums, sum_bytes, bias):
+    """Add the outputs of a unit of 64 to the residual stream."""
+    _add_bias(sums, sum_bytes, num_rows, bias + 4 * GROUP * unit if bias else 0, GROUP)
+    first = unit * GROUP
+    width = min(GROUP, model.hidden_size - first)
+    for i in range(num_rows):
+        out = step.hidden + 4 * ((row + i) * model.hidden_size + first)
+        for j in range(0, width, LANES):
+            store(out + 4 * j, add(load(out + 4 * j), load(sums + i * sum_bytes + 4 * j)))
+
+
+@njit(nogil=True)
+def _activate(plan, layer, step, unit, row, num_rows, sums, sum_bytes):
+    """Write silu(gate) * up of a unit, which holds 32 rows of gate, then the same rows of up."""
+    bias = layer.gate_up_bias
+    _add_bias(sums, sum_bytes, num_rows, bias + 4 * GROUP * unit if bias else 0, GROUP)
+    half = GROUP // 2
+    one, zero = splat(np.float32(1)), splat(np.float32(0))
+    for i in range(num_rows):
+        out = step.activated + (row + i) * step.activated_bytes
+        for j in range(0, half, LANES):
+            gate, up = load(sums + i * sum_bytes + 4 * j), load(sums + i * sum_bytes + 4 * (half + j))
+            store_input(plan, out, unit * half + j, multiply(_silu(gate, one, zero), up))
+
+
+@njit(nogil=True)
+def _silu(x, one, zero):
+    """Return x / (1 + exp(-x)); where exp would overflow, x times the least that it can be."""
+    return divide(x, add(one, exp(subtract(zero, x))))
+
+
+@njit(nogil=True)
+def _project_heads(plan, model, layer, step, unit, row, num_rows, sums, sum_bytes):
+    """Finish the heads of a unit: norm, rotation and scale of queries and keys; keys and values go to the pool."""
+    bias = layer.qkv_bias
+    _add_bias(sums, sum_bytes, num_rows, bias + 4 * GROUP * model.groups_at_once * unit if bias else 0, GROUP * model.groups_at_once)
+    for i in range(model.heads_at_once):
+        head = unit * model.heads_at_once + i
+        if head >= model.num_heads + 2 * model.num_kv_heads:
+            return
+        for r in range(num_rows):
+            place = sums + r * sum_bytes + 4 * i * model.head_stride
+            if head < model.num_heads:
+                _finish_query(plan, model, layer, step, row + r, head, place)
+            else:
+                _append(plan, model, layer, step, row + r, head - model.num_heads, place)
+
+
+@njit(nogil=True)
+def _finish_query(plan, model, layer, step, row, head, place):
+    if plan.has_qk_norm:
+        norm_head(plan, place, layer.q_norm, model.norm_eps)
+    rotate_head(plan, place, step.rotations + 4 * row * plan.head_dim, plan.score_scale)
+    out = step.queries + 4 * (row * model.num_heads + head) * plan.head_dim
+    for i in range(0, plan.head_dim, LANES):
+        store(out + 4 * i, load(place + 4 * i))
+
+
+@njit(nogil=True)
+def _append(plan, model, layer, step, row, head, place):
+    """Write a key head (below num_kv_heads) or a value head to the slot of a row, if it has one."""
+    slot = read_int32(step.slot_mapping + 4 * row)
+    if slot < 0:
+        return
+    if head < model.num_kv_heads:
+        if plan.has_qk_norm:
+            norm_head(plan, place, layer.k_norm, model.norm_eps)
+        rotate_head(plan, place, step.rotations + 4 * row * plan.head_dim, np.float32(1))
+    element = 2 if plan.is_bfloat16 else 4
+    base = model.pool + layer.pool_offset + slot // plan.block_size * model.block_bytes
+    out = base + head * model.head_bytes + slot % plan.block_size * plan.head_dim * element
+    for i in range(0, plan.head_dim, LANES):
+        if plan.is_bfloat16:
+            store_bfloat16(out + 2 * i, load(place + 4 * i))
+        else:
+            store(out + 4 * i, load(place + 4 * i))

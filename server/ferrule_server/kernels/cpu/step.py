@@ -1,0 +1,160 @@
+"""One step of a decoder as one function that every thread runs, from token ids to outputs.
+
+    embed                rows: embedding, rotation angles, norm of the first layer
+    project    ------ x layers: units of heads: q, k, v; norm, rotation; K and V into the pool
+    attend       |       (task, KV head); partials are merged after another barrier
+    add          |       units: output layer of attention, added to the residual stream
+    norm         |       rows
+    activate     |       units: gate and up, silu(gate) * up
+    add          |       units: the last layer, added to the residual stream
+    norm       ------    rows: norm of the next layer; after the last one, of the output rows
+    head                 units of logits, then rows: what the threads have kept is merged
+
+Every line ends at a barrier. Threads claim units; rows are shared out evenly. Nothing that a thread computes depends on
+which thread it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from ferrule_server.kernels.cpu.activations import embed_row, norm_row, rotation_row
+from ferrule_server.kernels.cpu.head import clear_outputs, merge_outputs
+from ferrule_server.kernels.cpu.lanes import I8, I64, Builder, Value, pointer
+from ferrule_server.kernels.cpu.linear import ACTIVATE, ADD_ATTENTION, ADD_FEED_FORWARD, PROJECT, READ_LOGITS
+from ferrule_server.kernels.cpu.records import LAYER, layer_at, model_at, step_at
+from ferrule_server.kernels.cpu.scalars import read_int32
+from ferrule_server.kernels.cpu.sync import barrier, is_aborted, park, release, reset, share
+
+__all__ = ["num_stages", "work"]
+
+_STAGES_PER_LAYER: Final = 6
+_LAYER_BYTES: Final = LAYER.itemsize
+
+
+def num_stages(num_layers: int) -> int:
+    """Return how many stages a step has in which work is claimed."""
+    return num_layers * _STAGES_PER_LAYER + 1
+
+
+@intrinsic
+def _call(typing, kernel, model, layer, step, sync, thread, stage, kind):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, ARG001
+    """Call the machine code of a kernel; its plan is nothing at run time."""
+
+    def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
+        function = ir.FunctionType(I64, [I8.as_pointer(), *[I64] * 7])
+        builder.call(pointer(builder, args[0], function), [ir.Constant(I8.as_pointer(), None), *args[1:]])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 8), emit
+
+
+@njit(nogil=True)
+def work(plan, model_address, step_address, sync, thread):
+    """Run this thread's part of every step: thread 0 of one step, another one until the block is aborted.
+
+    Thread 0 begins the step, and returns 1 if it was completed, else 0. Other threads are parked between steps.
+    """
+    step = step_at(step_address)
+    if thread == 0:
+        reset(sync, step.num_stages)
+        for other in range(1, step.num_threads):
+            release(sync, other)
+        return _run(plan, model_address, step_address, sync, 0)
+    while True:
+        park(sync, thread)
+        if is_aborted(sync):
+            return 0
+        _run(plan, model_address, step_address, sync, thread)
+
+
+@njit(nogil=True)
+def _run(plan, model_address, step_address, sync, thread):
+    """Run one thread's part of a step; return False if the step was aborted."""
+    model, step = model_at(model_address), step_at(step_address)
+    _embed(plan, model, step, thread)
+    if not barrier(sync, step.num_threads):
+        return False
+    for i in range(model.num_layers):
+        if not _run_layer(plan, model_address, model.layers + i * _LAYER_BYTES, step_address, sync, thread, i):
+            return False
+    return step.num_outputs == 0 or _run_head(plan, model_address, step_address, sync, thread)
+
+
+@njit(nogil=True)
+def _embed(plan, model, step, thread):
+    """Write the residual stream, the rotation and the first norm of this thread's rows."""
+    begin, end = share(step.num_rows, step.num_threads, thread)
+    for row in range(begin, end):
+        embed_row(plan, model, read_int32(step.token_ids + 4 * row), step.hidden + 4 * row * model.hidden_size)
+        position = read_int32(step.positions + 4 * row)
+        rotation_row(plan, position, model.frequencies, step.rotations + 4 * row * plan.head_dim)
+    _norm(plan, model, step, layer_at(model.layers).input_norm, thread)
+
+
+@njit(nogil=True)
+def _norm(plan, model, step, weight, thread):
+    """Write the norm of this thread's rows."""
+    begin, end = share(step.num_rows, step.num_threads, thread)
+    for row in range(begin, end):
+        hidden = step.hidden + 4 * row * model.hidden_size
+        norm_row(plan, hidden, weight, model.hidden_size, model.norm_eps, step.normed + row * step.normed_bytes)
+
+
+@njit(nogil=True)
+def _stage(kernel, model, layer, step, sync, thread, stage, kind):
+    """Run a kernel, then wait for the other threads; return False if the step was aborted."""
+    _call(kernel, model, layer, step, sync, thread, stage, kind)
+    return barrier(sync, step_at(step).num_threads)
+
+
+@njit(nogil=True)
+def _run_layer(plan, model_address, layer_address, step_address, sync, thread, index):
+    """Run one thread's part of a layer; return False if the step was aborted."""
+    model, layer, step = model_at(model_address), layer_at(layer_address), step_at(step_address)
+    first, linear = index * _STAGES_PER_LAYER, model.linear_kernel
+    if not _stage(linear, model_address, layer_address, step_address, sync, thread, first, PROJECT):
+        return False
+    if not _stage(model.attend_kernel, model_address, layer_address, step_address, sync, thread, first + 1, 0):
+        return False
+    has_merges = step.num_merges > 0
+    if has_merges and not _stage(
+        model.merge_kernel, model_address, layer_address, step_address, sync, thread, first + 2, 0
+    ):
+        return False
+    if not _stage(linear, model_address, layer_address, step_address, sync, thread, first + 3, ADD_ATTENTION):
+        return False
+    _norm(plan, model, step, layer.post_norm, thread)
+    if not barrier(sync, step.num_threads):
+        return False
+    if not _stage(linear, model_address, layer_address, step_address, sync, thread, first + 4, ACTIVATE):
+        return False
+    if not _stage(linear, model_address, layer_address, step_address, sync, thread, first + 5, ADD_FEED_FORWARD):
+        return False
+    if index + 1 == model.num_layers:
+        return True
+    _norm(plan, model, step, layer_at(layer_address + _LAYER_BYTES).input_norm, thread)
+    return barrier(sync, step.num_threads)
+
+
+@njit(nogil=True)
+def _run_head(plan, model_address, step_address, sync, thread):
+    """Run one thread's part of the output head; return False if the step was aborted."""
+    model, step = model_at(model_address), step_at(step_address)
+    begin, end = share(step.num_outputs, step.num_threads, thread)
+    for i in range(begin, end):
+        hidden = step.hidden + 4 * read_int32(step.output_rows + 4 * i) * model.hidden_size
+        norm_row(plan, hidden, model.final_norm, model.hidden_size, model.norm_eps, step.normed + i * step.normed_bytes)
+    clear_outputs(step, thread)
+    if not barrier(sync, step.num_threads):
+        return False
+    stage = model.num_layers * _STAGES_PER_LAYER
+    if not _stage(model.linear_kernel, model_address, model.layers, step_address, sync, thread, stage, READ_LOGITS):
+        return False
+    for i in range(begin, end):
+        merge_outputs(model, step, i)
+    return barrier(sync, step.num_threads)

@@ -1,0 +1,177 @@
+"""How the threads of a step work together: a barrier, work that is claimed piece by piece, and parking.
+
+All of it lies in one array of int64 words, the *sync block*, and every word that threads write has a cache line of its
+own. Threads meet at a barrier some hundred times in a step, so a barrier that is not contended takes about 0.1 us: a
+thread spins briefly, then it yields its processor, because the thread that it waits for may need it. Between steps
+threads are parked in semaphores of the C library and use no time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Final
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ferrule_server.kernels.cpu.lanes import I64, Builder, Value, pointer
+
+__all__ = [
+    "SyncBlock",
+    "barrier",
+    "claim",
+    "is_aborted",
+    "park",
+    "release",
+    "reset",
+    "share",
+]
+
+_C: Final = ctypes.CDLL(None)
+
+_LINE: Final = 64
+_ARRIVED: Final = 0
+_GENERATION: Final = _LINE
+_IS_ABORTED: Final = 2 * _LINE
+_FIRST_SEMAPHORE: Final = 3 * _LINE
+_MOST_THREADS: Final = 256
+_FIRST_CLAIM: Final = (3 + _MOST_THREADS) * _LINE
+_SPINS: Final = 1000
+
+_sem_wait = types.ExternalFunction("sem_wait", types.int32(types.intp))
+_sem_post = types.ExternalFunction("sem_post", types.int32(types.intp))
+_sched_yield = types.ExternalFunction("sched_yield", types.int32())
+
+
+@intrinsic
+def _atomic_add(typing: Any, address: Any, value: Any) -> Any:  # noqa: ARG001
+    """Add to a word and return what it was."""
+
+    def emit(_context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
+        return builder.atomic_rmw("add", pointer(builder, args[0], I64), args[1], "acq_rel")
+
+    return types.int64(types.int64, types.int64), emit
+
+
+@intrinsic
+def _atomic_read(typing: Any, address: Any) -> Any:  # noqa: ARG001
+    """Return a word; later reads see what was written before it was."""
+    return types.int64(types.int64), lambda _c, b, _s, a: b.load_atomic(pointer(b, a[0], I64), "acquire", 8)
+
+
+@intrinsic
+def _atomic_write(typing: Any, address: Any, value: Any) -> Any:  # noqa: ARG001
+    """Write a word, after everything written before."""
+
+    def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
+        builder.store_atomic(args[1], pointer(builder, args[0], I64), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+@intrinsic
+def _relax(typing: Any) -> Any:  # noqa: ARG001
+    """Tell the processor that this thread spins."""
+
+    def emit(context: Any, builder: Builder, _signature: Any, _args: Any) -> Value:
+        if builder.module.triple.startswith("x86_64"):
+            kind = ir.FunctionType(ir.VoidType(), [])
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+class SyncBlock:
+    """The sync block of one group of threads.
+
+    Args:
+        num_stages: The most stages of a step.
+
+    Attributes:
+        address: Where the words are; they live as long as this object.
+    """
+
+    def __init__(self, num_stages: int) -> None:
+        num_bytes = _FIRST_CLAIM + num_stages * _LINE
+        self._words = np.zeros((num_bytes + _LINE) // 8, np.int64)
+        self.address = self._words.ctypes.data + -self._words.ctypes.data % _LINE
+        for thread in range(_MOST_THREADS):
+            _C.sem_init(ctypes.c_void_p(self._semaphore(thread)), 0, 0)
+
+    def abort(self, num_threads: int) -> None:
+        """End the step and every later one: threads leave the barrier at which they wait, and parked ones are released."""
+        ctypes.c_int64.from_address(self.address + _IS_ABORTED).value = 1
+        for thread in range(num_threads):
+            _C.sem_post(ctypes.c_void_p(self._semaphore(thread)))
+
+    def _semaphore(self, thread: int) -> int:
+        return self.address + _FIRST_SEMAPHORE + thread * _LINE
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def is_aborted(sync: int) -> bool:
+    """Return whether the step was aborted."""
+    return _atomic_read(sync + _IS_ABORTED) != 0
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def reset(sync: int, num_stages: int) -> None:
+    """Begin a step: nothing is claimed. The other threads are parked, or leave the last barrier."""
+    for stage in range(num_stages):
+        _atomic_write(sync + _FIRST_CLAIM + stage * _LINE, 0)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def barrier(sync: int, num_threads: int) -> bool:
+    """Wait until all threads of the step have come; return False if the step was aborted.
+
+    The last thread to come lets the others go by changing the generation, which never returns to an old value. So a
+    thread that is slow to leave cannot be caught by the next barrier, or by the next step.
+    """
+    generation = _atomic_read(sync + _GENERATION)
+    if _atomic_add(sync + _ARRIVED, 1) == num_threads - 1:
+        _atomic_write(sync + _ARRIVED, 0)
+        _atomic_write(sync + _GENERATION, generation + 1)
+        return not is_aborted(sync)
+    spins = 0
+    while _atomic_read(sync + _GENERATION) == generation:
+        if is_aborted(sync):
+            return False
+        if spins < _SPINS:
+            spins += 1
+            _relax()
+        else:
+            _sched_yield()
+    return True
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def claim(sync: int, stage: int) -> int:
+    """Return the number of the next piece of work of a stage that no thread has taken."""
+    return _atomic_add(sync + _FIRST_CLAIM + stage * _LINE, 1)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def share(num_items: int, num_threads: int, thread: int) -> tuple[int, int]:
+    """Return the first item of a thread's share of equal items, and the first one that is no longer in it."""
+    return num_items * thread // num_threads, num_items * (thread + 1) // num_threads
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def park(sync: int, thread: int) -> None:
+    """Wait without using time until the thread is released."""
+    while _sem_wait(sync + _FIRST_SEMAPHORE + thread * _LINE) != 0:
+        pass  # a signal came
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def release(sync: int, thread: int) -> None:
+    """Let a parked thread go on; if it is not parked, its next :func:`park` returns at once."""
+    _sem_post(sync + _FIRST_SEMAPHORE + thread * _LINE)
+
+

@@ -6,6 +6,7 @@ Index arrays are int32, C-contiguous and owned by the caller; an executor does n
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -281,6 +282,9 @@ class ExecutorInfo:
         fallback_reason: Why a faster executor is not in use; empty if none was requested.
         device_name: The name that the driver reports; empty if it is unknown.
         activation_bytes_per_row: Memory of intermediate tensors for each row of a step, measured; 0 if it is unknown.
+        kernel_set: Name of the kernels whose bits are promised: the same tokens give the same bits, whatever is around
+            them. Empty: nothing is promised.
+        kernel_set_reason: Why these kernels, for people.
     """
 
     name: str
@@ -294,6 +298,14 @@ class ExecutorInfo:
     fallback_reason: str = ""
     device_name: str = ""
     activation_bytes_per_row: int = 0
+    kernel_set: str = ""
+    kernel_set_reason: str = ""
+
+    @property
+    def numerics_fingerprint(self) -> bytes:
+        """32 bytes that are equal if the same tokens give the same bits of KV, for receipts and stored blocks."""
+        names = (self.name, self.kernel_set, self.kv_dtype, str(self.block_size))
+        return hashlib.sha256(b"\0".join([self.model.fingerprint, *(name.encode() for name in names)])).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +333,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorState:
-    """The state of a :class:`PipelinedExecutor`.
+    """The state of a :class:`ReportingExecutor`; fields about GPUs keep their defaults elsewhere.
 
     Attributes:
         name: What runs the next decode step: ``numba-cuda`` or ``torch``.
@@ -385,6 +397,7 @@ class Executor(Protocol):
 
         Raises:
             DeviceLost: The device is gone permanently and no KV can be trusted.
+            KvLost: Every sequence is lost, but new ones can be run.
         """
         ...
 
@@ -422,18 +435,23 @@ class PendingStep(Protocol):
 
 
 @runtime_checkable
-class PipelinedExecutor(Executor, Protocol):
+class ReportingExecutor(Executor, Protocol):
+    """An executor whose state changes while it runs."""
+
+    @property
+    def state(self) -> ExecutorState:
+        """The current state; read from any thread, a new value whenever something changes."""
+        ...
+
+
+@runtime_checkable
+class PipelinedExecutor(ReportingExecutor, Protocol):
     """An executor that accepts the next step before the results of the last one are read, and prepares in between.
 
     Steps, copies and transfers take effect in the order of the calls. At most two submitted steps are pending at once.
     The caller reads their results in order, even a result that is no longer needed. It does not call ``run`` while a
     step is pending.
     """
-
-    @property
-    def state(self) -> ExecutorState:
-        """The current state; read from any thread, a new value whenever something changes."""
-        ...
 
     def can_submit(self, batch: StepBatch) -> bool:
         """Return whether :meth:`submit` would accept this batch without waiting for the device.
@@ -463,3 +481,7 @@ class PipelinedExecutor(Executor, Protocol):
 
 class DeviceLost(Exception):
     """The device is gone permanently: every handle is lost, and the process should end."""
+
+
+class KvLost(Exception):
+    """The executor continues with other arithmetic, so no KV written before may be used; the step had no effect."""

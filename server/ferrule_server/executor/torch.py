@@ -1,6 +1,6 @@
 """The torch executor: runs steps with the decoder in torch, on any device. It is the oracle and the fallback.
 
-It owns the KV pool: one preallocated tensor, in which whole blocks and single slots are moved.
+It owns the KV pool.
 """
 
 from __future__ import annotations
@@ -11,28 +11,20 @@ import torch
 
 from ferrule_server.errors import ConfigError
 from ferrule_server.executor.base import ExecutorInfo, Int32Array, ModelDescription, RowOutput, StepBatch, StepResult
+from ferrule_server.executor.block_pool import BlockPool, bytes_per_block
 from ferrule_server.executor.sampling.device_outputs import DeviceOutputs
 from ferrule_server.model.attention import GroupedAttention, PlainAttention, StepArrays, StepAttention
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.decoder import Decoder
-from ferrule_server.model.memory import new_tensor
 from ferrule_server.model.weights import LoadedModel, ModelWeights
 
-__all__ = ["TorchExecutor", "bytes_per_block"]
+__all__ = ["TorchExecutor", "check_settings", "describe"]
 
 _MIN_BLOCKS = 8
 """The fewest blocks, the null block included, that hold a prompt and a fork of it."""
 
 _TILE_BYTES = 32 << 20
 """The most bytes of float32 logits that exist at a time: 55 rows of 152 000."""
-
-_COPY_BYTES = 256 << 20
-"""The most bytes of blocks that are copied at a time, which bounds the memory allocated for a copy."""
-
-
-def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of K and V of all layers of one block."""
-    return config.num_layers * 2 * config.num_kv_heads * block_size * config.head_dim * dtype.itemsize
 
 
 class TorchExecutor:
@@ -48,6 +40,9 @@ class TorchExecutor:
         block_size: Slots per block, a power of two.
         device: A torch device.
         is_plain: Run ``kernels.reference`` for every operation: slow, the definition to compare with.
+
+    Attributes:
+        blocks: The KV pool.
 
     Raises:
         ConfigError: A setting is out of range, or the pool would hold too few blocks.
@@ -65,7 +60,7 @@ class TorchExecutor:
         device: str = "cpu",
         is_plain: bool = False,
     ) -> None:
-        _check_settings(model, kv_memory_bytes, max_context, block_size)
+        check_settings(model, kv_memory_bytes, max_context, block_size)
         num_bytes = bytes_per_block(model.config, block_size, model.torch_dtype)
         self._device = torch.device(device)
         self._is_plain = is_plain
@@ -78,12 +73,11 @@ class TorchExecutor:
             block_size=block_size,
             num_blocks=kv_memory_bytes // num_bytes,
             bytes_per_block=num_bytes,
-            model=_describe(model, max_context),
+            model=describe(model, max_context),
             supported_dtypes=("float32", "bfloat16"),
             activation_bytes_per_row=self._decoder.activation_bytes_per_row(),
         )
-        self._pool = _new_pool(self._info, model.torch_dtype, self._device)
-        self._blocks = self._pool.view(self._info.num_blocks, -1).view(torch.uint8)
+        self.blocks = BlockPool(self._info, model.torch_dtype)
 
     @staticmethod
     def min_kv_bytes(model: LoadedModel, block_size: int = 16) -> int:
@@ -103,7 +97,7 @@ class TorchExecutor:
     @property
     def pool(self) -> torch.Tensor:
         """The KV of every sequence, ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``."""
-        return self._pool
+        return self.blocks.tensor
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> StepResult:
@@ -137,66 +131,49 @@ class TorchExecutor:
         num_tiles = -(-num_rows // most)
         return [slice(num_rows * i // num_tiles, num_rows * (i + 1) // num_tiles) for i in range(num_tiles)]
 
-    @torch.inference_mode()
     def copy_blocks(self, block_pairs: Int32Array) -> None:
         """Copy whole blocks, all layers: int32 [n, 2] of (source, destination), destinations distinct.
 
         No block is both a source and a destination.
         """
-        words = self._blocks.view(torch.int64) if self._blocks.shape[1] % 8 == 0 else self._blocks
-        size = max(1, _COPY_BYTES // self._blocks.shape[1])
-        for first in range(0, len(block_pairs), size):
-            source, destination = self._index(block_pairs[first : first + size]).unbind(1)
-            words.index_copy_(0, destination, words.index_select(0, source))
+        self.blocks.copy_blocks(block_pairs)
 
-    @torch.inference_mode()
     def copy_slots(self, slot_pairs: Int32Array) -> None:
         """Copy single slots, all layers: int32 [n, 2] of (source, destination), read before any is written."""
-        source, destination = self._index(slot_pairs).unbind(1)
-        block_size = self._info.block_size
-        kept = self._pool[source // block_size, :, :, :, source % block_size]
-        self._pool[destination // block_size, :, :, :, destination % block_size] = kept
+        self.blocks.copy_slots(slot_pairs)
 
-    @torch.inference_mode()
     def read_blocks(self, block_ids: Int32Array) -> npt.NDArray[np.uint8]:
         """Return the raw bytes of blocks: uint8 [n, bytes_per_block], a copy."""
-        data: npt.NDArray[np.uint8] = self._blocks.index_select(0, self._index(block_ids)).cpu().numpy()
-        return data
+        return self.blocks.read_blocks(block_ids)
 
-    @torch.inference_mode()
     def write_blocks(self, block_ids: Int32Array, data: npt.NDArray[np.uint8]) -> None:
         """Overwrite blocks with raw bytes of the same shape as :meth:`read_blocks` returns.
 
         Raises:
             ValueError: ``data`` has another shape or dtype; nothing is written.
         """
-        if data.dtype != np.uint8 or data.shape != (len(block_ids), self._blocks.shape[1]):
-            raise ValueError(f"block data is {data.dtype} {data.shape}, expected uint8 [n, {self._blocks.shape[1]}]")
-        self._blocks.index_copy_(0, self._index(block_ids), torch.tensor(data, device=self._device))
+        self.blocks.write_blocks(block_ids, data)
 
     def close(self) -> None:
         """Release weights and pool; the executor is not used again."""
-        del self._decoder, self._pool, self._blocks
+        del self._decoder, self.blocks
 
     def _attention(self, batch: StepBatch) -> StepAttention:
         step = StepArrays(batch.positions, batch.slot_mapping, batch.cu_seqlens_q, batch.kv_lens, batch.block_tables)
         if self._is_plain:
-            return PlainAttention(self._pool, step)
-        return GroupedAttention(self._pool, step, self._info.model.config.num_heads)
+            return PlainAttention(self.pool, step)
+        return GroupedAttention(self.pool, step, self._info.model.config.num_heads)
 
     def _index(self, values: Int32Array) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
-def _new_pool(info: ExecutorInfo, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    config = info.model.config
-    shape = (info.num_blocks, config.num_layers, 2, config.num_kv_heads, info.block_size, config.head_dim)
-    if device.type == "cpu":
-        return new_tensor(shape, dtype).zero_()  # touches every page, so a lack of memory shows now
-    return torch.zeros(shape, dtype=dtype, device=device)
+def check_settings(model: LoadedModel, kv_memory_bytes: int, max_context: int, block_size: int) -> None:
+    """Refuse settings with which no executor can run a model.
 
-
-def _check_settings(model: LoadedModel, kv_memory_bytes: int, max_context: int, block_size: int) -> None:
+    Raises:
+        ConfigError: A setting is out of range, or the pool would hold too few blocks.
+    """
     if block_size < 1 or block_size & (block_size - 1):
         raise ConfigError(f"block_size {block_size} is not a power of two")
     if not 1 <= max_context <= model.config.max_positions:
@@ -209,7 +186,8 @@ def _check_settings(model: LoadedModel, kv_memory_bytes: int, max_context: int, 
         )
 
 
-def _describe(model: LoadedModel, max_context: int) -> ModelDescription:
+def describe(model: LoadedModel, max_context: int) -> ModelDescription:
+    """Return the description of a model for the executor that runs it."""
     return ModelDescription(
         config=model.config,
         model_id=model.model_id,

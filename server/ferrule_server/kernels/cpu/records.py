@@ -42,10 +42,10 @@ Biases are as long as the packed rows. A group of ``gate_up`` holds 32 rows of g
 
 MODEL: Final = _record(
     "layers embedding head final_norm frequencies pool linear_kernel attend_kernel merge_kernel",
-    "num_layers hidden_size num_heads num_kv_heads intermediate_size vocab_size is_tied "
+    "num_layers hidden_size num_heads num_kv_heads vocab_size is_tied "
     "hidden_tiles query_tiles intermediate_tiles "
     "heads_at_once groups_at_once head_stride num_qkv_units num_hidden_units num_activated_units num_head_units "
-    "block_bytes layer_bytes head_bytes",
+    "block_bytes head_bytes",
     "norm_eps",
 )
 """Sizes of a model, and memory that does not change between steps.
@@ -59,18 +59,19 @@ MODEL: Final = _record(
     head_stride              outputs from one head of a unit to the next
     num_qkv_units            units of ``qkv``
     num_*_units              units of the other linear layers, by what they write
-    block_bytes, layer_bytes, head_bytes   strides of the KV pool; K and V are ``num_kv_heads * head_bytes`` apart
+    block_bytes, head_bytes   strides of the KV pool; K and V are ``num_kv_heads * head_bytes`` apart
 """
 
 STEP: Final = _record(
     "token_ids positions slot_mapping block_tables output_rows "
     "tasks merges partials hidden normed queries attended activated rotations scratch "
     "wants targets top_counts logits best sums tops results top_results",
-    "num_rows table_width num_outputs num_tasks num_merges partial_bytes "
+    "is_head_only num_rows table_width num_outputs num_tasks num_merges partial_bytes "
     "normed_bytes attended_bytes activated_bytes scratch_bytes logit_bytes num_stages num_threads",
 )
 """One step: inputs, and memory for what is between its stages.
 
+    is_head_only     1: the residual stream is that of the step before, for more of its rows
     token_ids, positions, slot_mapping   int32 [num_rows], as in StepBatch
     block_tables     int32 [num_seqs, table_width]
     output_rows      int32 [num_outputs]

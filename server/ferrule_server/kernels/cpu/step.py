@@ -76,6 +76,8 @@ def work(plan, model_address, step_address, sync, thread):
 def _run(plan, model_address, step_address, sync, thread):
     """Run one thread's part of a step; return False if the step was aborted."""
     model, step = model_at(model_address), step_at(step_address)
+    if step.is_head_only:
+        return _run_head(plan, model_address, step_address, sync, thread)
     _embed(plan, model, step, thread)
     if not barrier(sync, step.num_threads):
         return False

@@ -1,0 +1,250 @@
+"""The executor of processors: every step runs on the kernels of ``kernels.cpu``, with the same bits whatever is around it.
+
+A row's results depend on its own sequence alone: on none of its neighbours, on no chunk, prefix or fork, and on no
+number of threads. If a kernel fails, torch takes over for good, and that promise ends with it::
+
+    start              the kernels are compiled or loaded, the weights packed          state.name numba-cpu
+    a thread ends      KvLost: all KV is discarded, the weights are unpacked           state.fallback_reason
+    from then on       every step in torch                                             state.name torch
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ferrule_server.executor.base import (
+    ExecutorInfo,
+    ExecutorState,
+    Int32Array,
+    KvLost,
+    RowOutput,
+    StepBatch,
+    StepResult,
+)
+from ferrule_server.executor.block_pool import BlockPool, bytes_per_block
+from ferrule_server.executor.cpu.outputs import ask, read_outputs
+from ferrule_server.executor.cpu.records import ModelRecord, StepMemory
+from ferrule_server.executor.cpu.tasks import TaskPlanner
+from ferrule_server.executor.cpu.weights import pack_model, unpack_model
+from ferrule_server.executor.cpu.workers import StepAborted, Workers
+from ferrule_server.executor.fallback.split import split_step
+from ferrule_server.executor.torch import TorchExecutor, check_settings, describe
+from ferrule_server.kernels.cpu.compiled import Kernels, compile_kernels
+from ferrule_server.kernels.cpu.plan import Plan
+from ferrule_server.kernels.cpu.processor import kernel_set_id
+from ferrule_server.model.weights import LoadedModel
+
+__all__ = ["NAME", "CpuOptions", "NumbaCpuExecutor"]
+
+_log = logging.getLogger(__name__)
+
+NAME: Final = "numba-cpu"
+
+Progress = Callable[[str, float], None]
+"""Called with the stage, for people, and the progress of it from 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class CpuOptions:
+    """How the executor runs.
+
+    Attributes:
+        plan: How the kernels are compiled.
+        reason: Why with these instructions, for people.
+        num_threads: Threads of a step.
+        kv_memory_bytes: Size of the pool, rounded down to whole blocks, the null block included.
+        max_context: Longest sequence in tokens, at most the model's own.
+        max_step_rows: Most rows of a step.
+        kernel_cache: Folder in which machine code is kept; None: it is compiled at every start.
+        fallback_reason: Why a faster executor is not in use, although one was requested.
+    """
+
+    plan: Plan
+    reason: str
+    num_threads: int
+    kv_memory_bytes: int
+    max_context: int
+    max_step_rows: int = 512
+    kernel_cache: Path | None = None
+    fallback_reason: str = ""
+
+
+class NumbaCpuExecutor:
+    """Implements ``executor.base.Executor``.
+
+    Invariant: until a kernel fails every step runs on the kernels, afterwards every step runs in torch.
+
+    Args:
+        model: The executor takes its weights; the model cannot be used for a second executor.
+        options: How to run.
+        on_progress: Called while kernels are compiled and weights are packed.
+
+    Raises:
+        ConfigError: A setting is out of range, or the pool would hold too few blocks.
+        ModelError: The weights were taken before.
+    """
+
+    def __init__(self, model: LoadedModel, options: CpuOptions, on_progress: Progress = lambda _s, _p: None) -> None:
+        self._model, self._options = model, options
+        self._torch: TorchExecutor | None = None
+        self._num_torch_steps = 0
+        self._fallback_reason = options.fallback_reason
+        self._info = _describe(model, options)
+        kernels = _compile(options, on_progress)
+        self._packed = pack_model(model.config, model.take_weights(), lambda share: on_progress("packing weights", share))
+        self._pool = BlockPool(self._info, model.torch_dtype)
+        self._start(kernels)
+
+    def _start(self, kernels: Kernels) -> None:
+        """Allocate the memory of a step and start the threads."""
+        config, options = self._model.config, self._options
+        self._memory = StepMemory(
+            config,
+            options.plan,
+            max_rows=options.max_step_rows,
+            max_context=options.max_context,
+            num_threads=options.num_threads,
+        )
+        self._planner = TaskPlanner(
+            config.num_kv_heads, options.plan.num_queries_per_kv, options.num_threads, self._memory.num_partials
+        )
+        record = ModelRecord(config, self._packed, self._pool.tensor, kernels)
+        step_address = self._memory.address
+
+        def run(sync: int, thread: int) -> int:
+            return kernels.work(None, record.address, step_address, sync, thread)
+
+        self._workers = Workers(run, options.num_threads, record.num_stages)
+
+    @property
+    def info(self) -> ExecutorInfo:
+        """The description of this executor; constant."""
+        return self._info
+
+    @property
+    def state(self) -> ExecutorState:
+        """The current state; read from any thread."""
+        name = NAME if self._torch is None else "torch"
+        return ExecutorState(name, fallback_reason=self._fallback_reason, num_torch_steps=self._num_torch_steps)
+
+    @torch.inference_mode()
+    def run(self, batch: StepBatch) -> StepResult:
+        """Write the KV of the step's rows and return what its output rows request.
+
+        Raises:
+            KvLost: A kernel failed. Later steps run in torch, over an empty pool.
+        """
+        if self._torch is not None:
+            self._num_torch_steps += batch.num_rows > 0
+            return self._torch.run(batch)
+        if not batch.num_rows:
+            return StepResult()
+        try:
+            if batch.num_rows <= self._options.max_step_rows:
+                return StepResult(self._run(batch))
+            return StepResult(self._run_in_parts(batch))
+        except StepAborted as error:
+            self._switch_to_torch(error)
+            raise KvLost(str(error)) from error
+
+    def _run(self, batch: StepBatch) -> list[RowOutput]:
+        memory = self._memory
+        memory.set_rows(batch, self._planner.plan(batch))
+        positions = batch.positions[batch.output_rows].tolist()
+        rows: list[RowOutput] = []
+        for begin in range(0, max(1, len(positions)), memory.max_outputs):
+            part = slice(begin, begin + memory.max_outputs)
+            memory.set_outputs(batch.output_rows[part], is_head_only=begin > 0)
+            ask(memory, batch.output_specs[part])
+            self._workers.run_step()
+            rows += read_outputs(memory, positions[part], batch.output_specs[part], batch.histories[part])
+        return rows
+
+    def _run_in_parts(self, batch: StepBatch) -> list[RowOutput]:
+        """Run a step with more rows than there is memory for; the parts of a sequence in order."""
+        most = self._options.max_step_rows
+        rows: dict[int, RowOutput] = {}
+        for part in split_step(batch, max_rows=most, max_seq_rows=most, small_rows=None):
+            rows.update(zip(part.outputs.tolist(), self._run(part.batch), strict=True))
+        return [rows[output] for output in range(len(batch.output_rows))]
+
+    def _switch_to_torch(self, error: Exception) -> None:
+        """Run everything in torch from now on; the KV and the packed weights are freed."""
+        _log.error("event=torch_serves reason=%r", str(error), exc_info=error)
+        self._workers.close()
+        model, options = self._model, self._options
+        model.weights = unpack_model(model.config, self._packed)
+        del self._packed, self._pool, self._memory
+        self._torch = TorchExecutor(
+            model,
+            kv_memory_bytes=options.kv_memory_bytes,
+            max_context=options.max_context,
+            block_size=options.plan.block_size,
+        )
+        self._fallback_reason = f"the kernels failed: {error}"
+
+    @torch.inference_mode()
+    def copy_blocks(self, block_pairs: Int32Array) -> None:
+        """Copy whole blocks, all layers: int32 [n, 2] of (source, destination), destinations distinct."""
+        self._blocks.copy_blocks(block_pairs)
+
+    @torch.inference_mode()
+    def copy_slots(self, slot_pairs: Int32Array) -> None:
+        """Copy single slots, all layers: int32 [n, 2] of (source, destination), read before any is written."""
+        self._blocks.copy_slots(slot_pairs)
+
+    @torch.inference_mode()
+    def read_blocks(self, block_ids: Int32Array) -> npt.NDArray[np.uint8]:
+        """Return the raw bytes of blocks: uint8 [n, bytes_per_block], a copy."""
+        return self._blocks.read_blocks(block_ids)
+
+    @torch.inference_mode()
+    def write_blocks(self, block_ids: Int32Array, data: npt.NDArray[np.uint8]) -> None:
+        """Overwrite blocks with raw bytes of the same shape as :meth:`read_blocks` returns."""
+        self._blocks.write_blocks(block_ids, data)
+
+    @property
+    def _blocks(self) -> BlockPool:
+        return self._pool if self._torch is None else self._torch.blocks
+
+    def close(self) -> None:
+        """End the threads and release weights and pool; the executor is not used again."""
+        if self._torch is not None:
+            self._torch.close()
+            return
+        self._workers.close()
+        del self._packed, self._pool, self._memory
+
+
+def _compile(options: CpuOptions, on_progress: Progress) -> Kernels:
+    def on_kernel(num_done: int, num_kernels: int) -> None:
+        on_progress(f"compiling kernels, {num_done} of {num_kernels} (the first start only)", num_done / num_kernels)
+
+    return compile_kernels(options.plan, options.kernel_cache, on_kernel)
+
+
+def _describe(model: LoadedModel, options: CpuOptions) -> ExecutorInfo:
+    plan = options.plan
+    check_settings(model, options.kv_memory_bytes, options.max_context, plan.block_size)
+    num_bytes = bytes_per_block(model.config, plan.block_size, model.torch_dtype)
+    return ExecutorInfo(
+        name=NAME,
+        device="cpu",
+        kv_dtype=model.dtype,
+        block_size=plan.block_size,
+        num_blocks=options.kv_memory_bytes // num_bytes,
+        bytes_per_block=num_bytes,
+        model=describe(model, options.max_context),
+        supported_dtypes=("float32", "bfloat16"),
+        fallback_reason=options.fallback_reason,
+        kernel_set=kernel_set_id(plan),
+        kernel_set_reason=options.reason,
+    )

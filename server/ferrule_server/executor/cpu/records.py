@@ -1,0 +1,232 @@
+"""The records that the kernels read, and the memory that they name: a model's, and that of a step.
+
+All memory is allocated here, once. A step writes its inputs into it and reads its results from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ferrule_server.executor.base import Float32Array, Int32Array, StepBatch
+from ferrule_server.executor.cpu.tasks import Tasks
+from ferrule_server.executor.cpu.weights import HeadUnits, PackedModel
+from ferrule_server.kernels.cpu.attention import TILE_TOKENS, attention_scratch_bytes, partial_bytes
+from ferrule_server.kernels.cpu.compiled import Kernels
+from ferrule_server.kernels.cpu.dot import GROUP, TILE_INPUTS
+from ferrule_server.kernels.cpu.plan import Plan
+from ferrule_server.kernels.cpu.records import BEST_BYTES, LAYER, MODEL, MOST_TOP, RESULT_FIELDS, STEP
+from ferrule_server.kernels.cpu.step import num_stages
+from ferrule_server.model.config import ModelConfig
+from ferrule_server.model.memory import new_tensor
+from ferrule_server.model.rope import inverse_frequencies
+
+__all__ = ["ModelRecord", "StepMemory"]
+
+_PADDING_ROWS: Final = 32
+"""Rows behind the last that kernels read, and never use."""
+_LOGIT_BYTES: Final = 32 << 20
+"""Logits that exist at a time: 55 rows of 152 000."""
+_MOST_OUTPUTS: Final = 64
+_MOST_PARTIAL_BYTES: Final = 64 << 20
+_LINE: Final = 64
+
+
+def _inputs(size: int) -> int:
+    return -(-size // TILE_INPUTS) * TILE_INPUTS
+
+
+def _groups(size: int) -> int:
+    return -(-size // GROUP)
+
+
+class ModelRecord:
+    """The record of a model and of its layers.
+
+    Args:
+        config: The network.
+        packed: Its weights; kept.
+        pool: The KV pool; kept.
+        kernels: The machine code; kept.
+
+    Attributes:
+        address: Of the record.
+        num_stages: The most stages of a step.
+    """
+
+    def __init__(self, config: ModelConfig, packed: PackedModel, pool: Tensor, kernels: Kernels) -> None:
+        self._kept = (packed, pool, kernels, inverse_frequencies(config).contiguous())
+        self._layers = np.zeros(config.num_layers, LAYER)
+        self._model = np.zeros(1, MODEL)
+        self._fill_layers(packed, pool)
+        units = HeadUnits.of(config)
+        sizes = {
+            "num_layers": config.num_layers,
+            "hidden_size": config.hidden_size,
+            "num_heads": config.num_heads,
+            "num_kv_heads": config.num_kv_heads,
+            "vocab_size": config.vocab_size,
+            "is_tied": packed.embedding is packed.head,
+            "hidden_tiles": _inputs(config.hidden_size) // TILE_INPUTS,
+            "query_tiles": _inputs(config.num_heads * config.head_dim) // TILE_INPUTS,
+            "intermediate_tiles": _inputs(config.intermediate_size) // TILE_INPUTS,
+            "heads_at_once": units.heads,
+            "groups_at_once": units.groups,
+            "head_stride": units.stride,
+            "num_qkv_units": units.count,
+            "num_hidden_units": _groups(config.hidden_size),
+            "num_activated_units": _groups(2 * config.intermediate_size),
+            "num_head_units": _groups(config.vocab_size),
+            "block_bytes": pool.stride(0) * pool.itemsize,
+            "head_bytes": pool.stride(3) * pool.itemsize,
+        }
+        addresses = {
+            "layers": self._layers.ctypes.data,
+            "embedding": packed.embedding.data_ptr(),
+            "head": packed.head.data_ptr(),
+            "final_norm": packed.final_norm.data_ptr(),
+            "frequencies": self._kept[3].data_ptr(),
+            "pool": pool.data_ptr(),
+            "linear_kernel": kernels.linear,
+            "attend_kernel": kernels.attend,
+            "merge_kernel": kernels.merge,
+        }
+        _fill(self._model, {**sizes, **addresses, "norm_eps": config.norm_eps})
+        self.address = self._model.ctypes.data
+        self.num_stages = num_stages(config.num_layers)
+
+    def _fill_layers(self, packed: PackedModel, pool: Tensor) -> None:
+        for index, layer in enumerate(packed.layers):
+            for name in LAYER.names or ():
+                tensor = getattr(layer, name, None)
+                self._layers[index][name] = 0 if tensor is None else tensor.data_ptr()
+            self._layers[index]["pool_offset"] = index * pool.stride(1) * pool.itemsize
+
+
+def _fill(record: npt.NDArray[Any], values: dict[str, Any]) -> None:
+    """Set every field of a record."""
+    assert record.dtype.names is not None
+    assert set(values) == set(record.dtype.names), set(values) ^ set(record.dtype.names)
+    for name, value in values.items():
+        record[name] = value
+
+
+class StepMemory:
+    """The record of a step, and all its memory.
+
+    Args:
+        config: The network.
+        plan: Of the kernels.
+        max_rows: Rows of a step.
+        max_context: Longest sequence in tokens.
+        num_threads: Threads of a step.
+
+    Attributes:
+        address: Of the record.
+        vocab_size: Logits of a row.
+        max_outputs: Outputs that are computed at a time.
+        num_partials: Partials of attention that there is memory for.
+        wants: int32 [max_outputs], what each output needs.
+        targets: int32 [max_outputs], the token whose logit is needed; -1: none.
+        top_counts: int32 [max_outputs], how many of the largest logits are needed.
+        logits: float32 [max_outputs, at least vocab_size].
+        results: float64 [max_outputs, RESULT_FIELDS].
+        top_ids: int32 [max_outputs, MOST_TOP].
+        top_logits: float32 [max_outputs, MOST_TOP].
+    """
+
+    def __init__(self, config: ModelConfig, plan: Plan, *, max_rows: int, max_context: int, num_threads: int) -> None:
+        self._kept: list[Tensor] = []
+        self._step = np.zeros(1, STEP)
+        self.address = self._step.ctypes.data
+        self._max_rows = max_rows
+        self._input_type = torch.float32 if plan.has_wide_inputs else torch.bfloat16
+        self._hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
+        vocab = _groups(config.vocab_size) * GROUP
+        self.max_outputs = max(1, min(_MOST_OUTPUTS, max_rows, _LOGIT_BYTES // (4 * vocab)))
+        self.logits: Float32Array = self._new("logits", (self.max_outputs, vocab)).numpy()
+        self._step["logit_bytes"] = 4 * vocab
+        self._make_activations(config)
+        self._make_outputs(config, num_threads)
+        self._make_scratch(config, plan, max_context, num_threads)
+        self._rows = {
+            name: self._new(name, (max_rows,), torch.int32).numpy()
+            for name in ("token_ids", "positions", "slot_mapping", "output_rows")
+        }
+        self._step["num_threads"] = num_threads
+        self._step["num_stages"] = num_stages(config.num_layers)
+
+    def _new(self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return new memory of zeros, and put its address, a multiple of 64, into the record."""
+        num_values = int(np.prod(shape))
+        tensor = new_tensor((num_values * dtype.itemsize + _LINE,), torch.uint8)
+        self._kept.append(tensor)
+        begin = -tensor.data_ptr() % _LINE
+        self._step[name] = tensor.data_ptr() + begin
+        return tensor[begin : begin + num_values * dtype.itemsize].view(dtype).view(*shape)
+
+    def _make_activations(self, config: ModelConfig) -> None:
+        rows = self._max_rows + _PADDING_ROWS
+        query = config.num_heads * config.head_dim
+        widths = {"normed": config.hidden_size, "attended": query, "activated": config.intermediate_size}
+        for name, width in widths.items():
+            memory = self._new(name, (rows, _inputs(width)), self._input_type)
+            self._step[f"{name}_bytes"] = memory.stride(0) * memory.itemsize
+            if name == "normed":
+                self._normed = memory
+        self._new("hidden", (rows, config.hidden_size))
+        self._new("queries", (rows, query))
+        self._new("rotations", (rows, config.head_dim))
+
+    def _make_outputs(self, config: ModelConfig, num_threads: int) -> None:
+        count = self.max_outputs
+        self.wants: Int32Array = self._new("wants", (count,), torch.int32).numpy()
+        self.targets: Int32Array = self._new("targets", (count,), torch.int32).numpy()
+        self.top_counts: Int32Array = self._new("top_counts", (count,), torch.int32).numpy()
+        self.results: npt.NDArray[np.float64] = self._new("results", (count, RESULT_FIELDS), torch.float64).numpy()
+        top = self._new("top_results", (count, MOST_TOP, 2)).numpy()
+        self.top_logits: Float32Array = top[:, :, 0]
+        self.top_ids: Int32Array = top.view(np.int32)[:, :, 1]
+        self._new("best", (num_threads, count, BEST_BYTES), torch.uint8)
+        self._new("tops", (num_threads, count, MOST_TOP, 2))
+        self._new("sums", (count, _groups(config.vocab_size), 4))
+
+    def _make_scratch(self, config: ModelConfig, plan: Plan, max_context: int, num_threads: int) -> None:
+        attention = attention_scratch_bytes(config.head_dim, plan.num_queries_per_kv)
+        sums = _PADDING_ROWS * 4 * GROUP * HeadUnits.of(config).groups
+        size = -(-max(attention, sums) // 4096) * 4096
+        self._new("scratch", (num_threads, size), torch.uint8)
+        self._step["scratch_bytes"] = size
+        one = partial_bytes(config.head_dim, plan.num_queries_per_kv)
+        wanted = 2 * config.num_kv_heads * -(-max_context // TILE_TOKENS)
+        self.num_partials = min(wanted, _MOST_PARTIAL_BYTES // one) if num_threads > 1 else 0
+        self._new("partials", (self.num_partials, one), torch.uint8)
+        self._step["partial_bytes"] = one
+
+    def set_rows(self, batch: StepBatch, tasks: Tasks) -> None:
+        """Write the rows of a step, at most ``max_rows``; the arrays stay in use until the next call."""
+        step = self._step[0]
+        tables = np.ascontiguousarray(batch.block_tables)
+        self._arrays = (tables, tasks)
+        for name in ("token_ids", "positions", "slot_mapping"):
+            self._rows[name][: batch.num_rows] = getattr(batch, name)
+        step["num_rows"], step["is_head_only"] = batch.num_rows, 0
+        step["block_tables"], step["table_width"] = tables.ctypes.data, tables.shape[1]
+        step["tasks"], step["num_tasks"] = tasks.tasks.ctypes.data, len(tasks.tasks)
+        step["merges"], step["num_merges"] = tasks.merges.ctypes.data, len(tasks.merges)
+
+    def set_outputs(self, output_rows: Int32Array, *, is_head_only: bool) -> None:
+        """Write which rows the head computes, at most ``max_outputs``."""
+        step = self._step[0]
+        self._rows["output_rows"][: len(output_rows)] = output_rows
+        step["num_outputs"], step["is_head_only"] = len(output_rows), is_head_only
+
+    def hidden_state(self, output: int) -> Float32Array:
+        """Return a copy of the input of the head for one output: float32 [hidden_size]."""
+        state: Float32Array = self._normed[output, : self._hidden_size].float().numpy()
+        return state.copy()

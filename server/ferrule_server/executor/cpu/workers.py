@@ -1,0 +1,70 @@
+"""The threads of a step: the one that calls, and others that are parked between steps.
+
+They run machine code that does not hold the GIL and that waits for the other threads at barriers. A thread that ends,
+for whatever reason, aborts the step, so that nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from threading import Thread
+
+from ferrule_server.kernels.cpu.sync import SyncBlock
+
+__all__ = ["StepAborted", "Workers"]
+
+_log = logging.getLogger(__name__)
+
+
+class StepAborted(Exception):
+    """A thread of the step ended. What the step has written is not to be used, and these threads run no more steps."""
+
+
+class Workers:
+    """The threads that run steps together.
+
+    Invariant: between two steps all threads but the caller's are parked or on their way there.
+
+    Args:
+        run: Called with the address of the sync block and the number of a thread. Thread 0 runs one step and returns
+            whether it was completed; any other returns when the block is aborted.
+        num_threads: Threads of a step, the caller's included.
+        num_stages: The most stages of a step.
+    """
+
+    def __init__(self, run: Callable[[int, int], int], num_threads: int, num_stages: int) -> None:
+        self._run = run
+        self._sync = SyncBlock(num_stages)
+        self._threads = [
+            Thread(target=self._help, args=(number,), name=f"step-{number}", daemon=True)
+            for number in range(1, num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def run_step(self) -> None:
+        """Run the step that the records describe.
+
+        Raises:
+            StepAborted: A thread has ended.
+        """
+        for thread in self._threads:
+            if not thread.is_alive():
+                raise StepAborted(f"thread {thread.name} has ended")
+        if not self._run(self._sync.address, 0):
+            raise StepAborted("a thread ended during the step")
+
+    def close(self) -> None:
+        """End the threads; none of them runs afterwards."""
+        self._sync.abort(len(self._threads) + 1)
+        for thread in self._threads:
+            thread.join()
+
+    def _help(self, number: int) -> None:
+        try:
+            self._run(self._sync.address, number)
+        except BaseException:
+            _log.exception("event=step_thread_failed thread=%d", number)
+        finally:
+            self._sync.abort(len(self._threads) + 1)

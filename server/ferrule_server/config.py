@@ -82,27 +82,32 @@ class ServerConfig:
     """fetch nothing: a model on the hub must already be in the cache; HF_HUB_OFFLINE=1 does the same"""
     is_download_only: bool = _MODEL.switch("--download-only")
     """fetch a model from the hub, print its folder and exit, to prepare servers that have no network"""
-    executor: str = _MODEL.setting("--executor", one_of("auto", "torch", "numba-cuda", "paged-reference"), "auto")
-    """what runs the steps: torch runs on any device; numba-cuda runs our own kernels on a GPU and falls back to torch
-    (without a GPU, torch runs and the log says why); paged-reference needs no model and starts at once, for client
-    authors and tests (default: {default} = numba-cuda on a GPU, else torch)
+    executor: str = _MODEL.setting("--executor", one_of("auto", "torch", "numba-cpu", "numba-cuda", "paged-reference"), "auto")
+    """what runs the steps: numba-cpu runs our own kernels on the processor, with the same bits whatever shares a step;
+    numba-cuda runs our own kernels on a GPU and falls back to torch; torch runs on any device; paged-reference needs no
+    model and starts at once, for client authors and tests (default: {default} = numba-cuda on a GPU, else numba-cpu; if
+    the kernels do not support the model or the machine, another one runs and the log says why)
     """
     device: str = _MODEL.setting("--device", _DEVICE, "auto")
     """where the model runs; a GPU that is named must exist (default: {default} = the first GPU, else the processor)"""
     dtype: str = _MODEL.setting("--dtype", one_of("auto", "bfloat16", "float32"), "auto")
-    """data type of weights, activations and KV (default: {default} = bfloat16 on a GPU and on processors with
-    instructions for it, else float32)
+    """data type of weights, activations and KV (default: {default} = bfloat16 on a GPU, with numba-cpu, and on
+    processors with instructions for it, else float32)
     """
     num_threads: int | None = _MODEL.optional(
-        "--threads", COUNT.within("1", "1024"), "one per core; one in all below 128 MiB of weights"
+        "--threads",
+        COUNT.within("1", "256"),
+        "one per physical core that the process may use; torch uses one in all below 128 MiB of weights",
     )
     """threads that compute"""
+    is_deterministic: bool = _MODEL.switch("--deterministic")
+    """refuse to start unless the same tokens give the same bits, whatever shares a step; numba-cpu always does that; on a
+    GPU it is slower
+    """
+    kernel_cache: Path | None = _MODEL.optional("--kernel-cache", FOLDER, "~/.cache/ferrule")
+    """where compiled kernels are kept for the next start"""
     gpu_memory_fraction: float = _GPU.setting("--gpu-memory-fraction", SHARE.within("0.1", "1"), "0.9")
     """share of the GPU's memory that the server may use, from 0.1 to 1"""
-    is_deterministic: bool = _GPU.switch("--deterministic")
-    """make logits independent of the other rows of a step: the same bits for the same build, kind of GPU and executor;
-    slower; requires the GPU kernels
-    """
     has_cuda_runner: bool = _GPU.switch("--disable-cuda-runner", default=True)
     """run everything in torch, even on a GPU with --executor numba-cuda, to see whether a fault is in the kernels"""
     has_cuda_graphs: bool = _GPU.switch("--disable-cuda-graphs", default=True)
@@ -110,8 +115,6 @@ class ServerConfig:
     has_early_launch: bool = _GPU.switch("--disable-early-launch", default=True)
     """start no kernel before the previous one has ended; slower, to see whether a fault comes from overlapping kernels
     """
-    kernel_cache: Path | None = _GPU.optional("--kernel-cache", FOLDER, "~/.cache/ferrule/cubins")
-    """where compiled kernels are kept for the next start"""
     kernel_bundle: Path | None = _GPU.optional("--kernel-bundle", FILE, "none")
     """kernels that were compiled elsewhere; missing ones are compiled here; a file that is not a bundle is an error on
     any machine
@@ -218,6 +221,8 @@ class ServerConfig:
             _require(self.revision is None, "--revision requires a model on the hub: add --model org/name")
         if self.is_deterministic:
             self._check_deterministic()
+        if self.executor == "numba-cpu":
+            _require(self.device in ("auto", "cpu"), "--executor numba-cpu runs on the processor; leave --device out")
         if self.executor == "numba-cuda":
             _require(self.device != "cpu", "--executor numba-cuda runs on a GPU; leave --device cpu out")
             _require(self.dtype != "float32", "--executor numba-cuda computes in bfloat16; leave --dtype float32 out")
@@ -234,15 +239,10 @@ class ServerConfig:
     def _check_deterministic(self) -> None:
         """Refuse settings under which the kernels cannot run, because only they are deterministic."""
         for holds, setting in (
-            (self.executor in ("auto", "numba-cuda"), f"--executor {self.executor}"),
-            (self.device != "cpu", "--device cpu"),
+            (self.executor in ("auto", "numba-cpu", "numba-cuda"), f"--executor {self.executor}"),
             (self.has_cuda_runner, "--disable-cuda-runner"),
         ):
-            _require(holds, f"--deterministic needs the kernels of a GPU: no {setting}")
-        _require(
-            self.dtype != "float32",
-            "--deterministic needs the kernels of a GPU, which compute in bfloat16: no --dtype float32",
-        )
+            _require(holds, f"--deterministic needs kernels, not torch: no {setting}")
 
     def _check_access(self) -> None:
         """Refuse contradictory settings of access, and a server that is open to a network without --insecure."""

@@ -18,6 +18,7 @@ from ferrule_server.model_files import is_folder, name_of
 if TYPE_CHECKING:
     from ferrule_server.executor.cuda.compose import Preparation
     from ferrule_server.executor.devices import Device
+    from ferrule_server.kernels.cpu.plan import Plan
     from ferrule_server.model.config import ModelConfig
     from ferrule_server.model.weights import DTypeName, LoadedModel
     from ferrule_server.text.chat_template import ChatTemplate
@@ -124,7 +125,8 @@ def _load(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
         on_progress("reading weights", 0.05 + _WEIGHTS_SHARE * done_bytes / max(1, total_bytes))
 
     device = _device(config)
-    dtype = _dtype(config, device)
+    plan, why = (None, "") if device.index is not None else _cpu_plan(config, model_config)
+    dtype = "bfloat16" if plan is not None and plan.is_bfloat16 else _dtype(config, device)
     tokenizer = Tokenizer.load(folder)
     chat_template = None if tokenizer is None else ChatTemplate.load(folder)
     with _preparing(config, model_config, device, dtype) as preparation:
@@ -133,26 +135,28 @@ def _load(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
             model.model_id = config.model or ""
         torch.set_num_threads(config.num_threads or suggested_threads(model.weights_bytes, torch.get_num_threads()))
         on_progress("allocating the KV pool", 0.05 + _WEIGHTS_SHARE)
-        if preparation is None:
-            executor = _on_host(config, model, device)
+        if plan is not None:
+            executor = _on_kernels(config, model, plan, why, device, on_progress)
+        elif preparation is None:
+            executor = _on_host(config, model, device, why)
         else:
             executor = preparation.finish(model, lambda stage: on_progress(stage, 0.05 + _WEIGHTS_SHARE))
     return LoadedExecutor(executor, tokenizer, chat_template, commit)
 
 
 def _device(config: ServerConfig) -> Device:
-    """Return the device that the model will run on.
+    """Return the device that the model will run on; the processor for an executor that runs only there.
 
     Raises:
         ConfigError: A GPU is named or needed, and there is none.
     """
     from ferrule_server.executor.devices import find_device
 
-    device = find_device(config.device)
+    device = find_device("cpu" if config.executor == "numba-cpu" else config.device)
     if device.index is None and config.device.startswith("cuda"):
         raise ConfigError(f"--device {config.device}: {_reason(device)}; --device auto runs the model on the processor")
-    if device.index is None and config.is_deterministic:
-        raise ConfigError(f"--deterministic needs the kernels of a GPU: {_reason(device)}")
+    if device.index is not None and config.is_deterministic and config.dtype == "float32":
+        raise ConfigError("--deterministic needs the kernels of the GPU, which compute in bfloat16: no --dtype float32")
     return device
 
 
@@ -199,8 +203,54 @@ def _preparing(
         raise
 
 
-def _on_host(config: ServerConfig, model: LoadedModel, device: Device) -> Executor:
-    """Return torch on the processor. If a GPU was requested, or is unusable, the executor reports the reason."""
+def _cpu_plan(config: ServerConfig, model_config: ModelConfig) -> tuple[Plan | None, str]:
+    """Return how the kernels of the processor run a model, and why so; None: torch runs it, and why.
+
+    Raises:
+        ConfigError: The kernels cannot run, although the settings require them.
+    """
+    if config.executor == "torch":
+        return None, ""
+    from ferrule_server.executor.cpu.support import plan_for, unsupported
+    from ferrule_server.kernels.cpu.processor import choose_instructions
+
+    dtype = "float32" if config.dtype == "float32" else "bfloat16"
+    instructions, reason = choose_instructions(dtype)
+    reason = unsupported(model_config) or reason
+    if instructions is not None and not unsupported(model_config):
+        return plan_for(model_config, instructions, dtype), reason
+    if config.is_deterministic:
+        raise ConfigError(f"--deterministic needs the kernels of the processor: {reason}")
+    return None, f"the kernels of the processor cannot run: {reason}"
+
+
+def _on_kernels(
+    config: ServerConfig, model: LoadedModel, plan: Plan, reason: str, device: Device, on_progress: OnProgress
+) -> Executor:
+    """Return the executor of the processor. If a GPU was requested, or is unusable, it reports the reason."""
+    from ferrule_server.executor.cpu.cores import usable_cores
+    from ferrule_server.executor.cpu.executor import CpuOptions, NumbaCpuExecutor
+    from ferrule_server.kernels.cpu.compiled import usable_cache
+
+    needs_gpu = config.executor == "numba-cuda" or device.is_broken
+    with _allocating(config) as kv_memory_bytes:
+        options = CpuOptions(
+            plan=plan,
+            reason=reason,
+            num_threads=config.num_threads or usable_cores(),
+            kv_memory_bytes=kv_memory_bytes,
+            max_context=config.max_context or model.config.max_positions,
+            max_step_rows=config.max_step_rows,
+            kernel_cache=usable_cache(config.kernel_cache),
+            fallback_reason=f"{_reason(device)}; the model runs on the processor" if needs_gpu else "",
+        )
+        return NumbaCpuExecutor(
+            model, options, lambda stage, share: on_progress(stage, 0.05 + _WEIGHTS_SHARE + 0.05 * share)
+        )
+
+
+def _on_host(config: ServerConfig, model: LoadedModel, device: Device, why: str) -> Executor:
+    """Return torch on the processor. If another executor was requested, it reports why that one does not run."""
     from ferrule_server.executor.torch import TorchExecutor
 
     with _allocating(config) as kv_memory_bytes:
@@ -210,11 +260,13 @@ def _on_host(config: ServerConfig, model: LoadedModel, device: Device) -> Execut
             max_context=config.max_context or model.config.max_positions,
             block_size=BLOCK_SIZE,
         )
-    if config.executor != "numba-cuda" and not device.is_broken:
+    needs_gpu = config.executor == "numba-cuda" or device.is_broken
+    if not needs_gpu and not why:
         return executor
     from ferrule_server.executor.fallback.executor import FallbackExecutor
 
-    return FallbackExecutor(executor, reason=f"{_reason(device)}; the model runs on the processor")
+    reasons = [f"{_reason(device)}; the model runs on the processor"] if needs_gpu else []
+    return FallbackExecutor(executor, reason="; ".join([*reasons, *([why] if why else [])]))
 
 
 @contextlib.contextmanager

@@ -45,7 +45,7 @@ ATTENTION_MECHANISM_FLASH: AttentionMechanism
 ATTENTION_MECHANISM_SLIDING_WINDOW: AttentionMechanism
 
 class ModelInfo(_message.Message):
-    __slots__ = ("model_id", "architecture", "num_parameters", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "max_sequence_length", "dtype", "kv_dtype", "device_type", "device_name", "fingerprint", "eos_token_ids", "stop_token_ids", "bos_token_id", "has_tokenizer", "has_chat_template")
+    __slots__ = ("model_id", "architecture", "num_parameters", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "max_sequence_length", "dtype", "kv_dtype", "device_type", "device_name", "fingerprint", "eos_token_ids", "stop_token_ids", "bos_token_id", "has_tokenizer", "has_chat_template", "kernel_set", "numerics_fingerprint")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     NUM_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,8 @@ class ModelInfo(_message.Message):
     BOS_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     HAS_TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    KERNEL_SET_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     architecture: str
     num_parameters: int
@@ -86,7 +88,9 @@ class ModelInfo(_message.Message):
     bos_token_id: int
     has_tokenizer: bool
     has_chat_template: bool
-    def __init__(self, model_id: _Optional[str] = ..., architecture: _Optional[str] = ..., num_parameters: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_sequence_length: _Optional[int] = ..., dtype: _Optional[_Union[_types_pb2.DataType, str]] = ..., kv_dtype: _Optional[_Union[_types_pb2.DataType, str]] = ..., device_type: _Optional[_Union[_types_pb2.DeviceType, str]] = ..., device_name: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., has_tokenizer: bool = ..., has_chat_template: bool = ...) -> None: ...
+    kernel_set: str
+    numerics_fingerprint: bytes
+    def __init__(self, model_id: _Optional[str] = ..., architecture: _Optional[str] = ..., num_parameters: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_sequence_length: _Optional[int] = ..., dtype: _Optional[_Union[_types_pb2.DataType, str]] = ..., kv_dtype: _Optional[_Union[_types_pb2.DataType, str]] = ..., device_type: _Optional[_Union[_types_pb2.DeviceType, str]] = ..., device_name: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., has_tokenizer: bool = ..., has_chat_template: bool = ..., kernel_set: _Optional[str] = ..., numerics_fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class ExecutorCapabilities(_message.Message):
     __slots__ = ("executor", "max_batch_size", "max_step_rows", "max_sequence_length", "max_fork_count", "max_top_logprobs", "max_draft_tokens", "max_page_size", "max_request_bytes", "max_reply_bytes", "block_size", "total_blocks", "min_ttl", "max_ttl", "default_ttl", "attention_mechanisms", "supported_dtypes", "supported_devices", "memory_requirements", "supports_batch_prefill", "supports_batch_decode", "supports_stream_decode", "supports_unified_decode", "supports_forward_verify", "supports_tree_verify", "supports_forward", "supports_generate", "supports_fork", "supports_truncate", "supports_reserve", "supports_token_masks", "supports_penalties", "supports_logit_bias", "supports_logprob_token_ids", "supports_target_logprobs", "supports_entropy", "supports_hidden_state", "supports_all_positions", "supports_prefix_cache", "supports_request_id", "supports_chat_template", "supports_deterministic", "supports_cache_metrics", "supports_admin", "max_handles_per_request", "max_items_per_frame", "max_text_bytes", "max_text_tokens", "caller", "max_masks_per_request", "max_logprob_token_ids", "max_logit_biases", "max_stops", "max_stop_length")
@@ -247,7 +251,7 @@ class MemoryRequirements(_message.Message):
     def __init__(self, parameter_bytes: _Optional[int] = ..., activation_bytes_per_row: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_pool_bytes: _Optional[int] = ..., overhead_bytes: _Optional[int] = ...) -> None: ...
 
 class ExecutorStatus(_message.Message):
-    __slots__ = ("state", "is_ready", "load_progress", "load_stage", "executor", "fallback_reason", "instance", "epoch", "server_version", "start_time", "live_sequences", "queue_depth", "total_blocks", "free_blocks", "current_batch_size", "num_steps", "num_prefills", "num_decodes", "num_verifies", "num_prefill_tokens", "num_decode_tokens", "num_errors", "avg_prefill_ns", "avg_decode_ns", "memory", "last_step_time", "num_draft_tokens", "num_accepted_tokens", "num_generates", "active_streams", "preparation", "memory_plan", "captured_batch_sizes", "num_graph_steps", "num_launched_steps", "num_torch_steps", "num_queued_steps", "num_discarded_rows")
+    __slots__ = ("state", "is_ready", "load_progress", "load_stage", "executor", "fallback_reason", "instance", "epoch", "server_version", "start_time", "live_sequences", "queue_depth", "total_blocks", "free_blocks", "current_batch_size", "num_steps", "num_prefills", "num_decodes", "num_verifies", "num_prefill_tokens", "num_decode_tokens", "num_errors", "avg_prefill_ns", "avg_decode_ns", "memory", "last_step_time", "num_draft_tokens", "num_accepted_tokens", "num_generates", "active_streams", "preparation", "memory_plan", "captured_batch_sizes", "num_graph_steps", "num_launched_steps", "num_torch_steps", "num_queued_steps", "num_discarded_rows", "kernel_set", "kernel_set_reason")
     STATE_FIELD_NUMBER: _ClassVar[int]
     IS_READY_FIELD_NUMBER: _ClassVar[int]
     LOAD_PROGRESS_FIELD_NUMBER: _ClassVar[int]
@@ -286,6 +290,8 @@ class ExecutorStatus(_message.Message):
     NUM_TORCH_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_QUEUED_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_DISCARDED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    KERNEL_SET_FIELD_NUMBER: _ClassVar[int]
+    KERNEL_SET_REASON_FIELD_NUMBER: _ClassVar[int]
     state: ExecutorState
     is_ready: bool
     load_progress: float
@@ -324,7 +330,9 @@ class ExecutorStatus(_message.Message):
     num_torch_steps: int
     num_queued_steps: int
     num_discarded_rows: int
-    def __init__(self, state: _Optional[_Union[ExecutorState, str]] = ..., is_ready: bool = ..., load_progress: _Optional[float] = ..., load_stage: _Optional[str] = ..., executor: _Optional[str] = ..., fallback_reason: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[str] = ..., server_version: _Optional[str] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., live_sequences: _Optional[int] = ..., queue_depth: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., current_batch_size: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prefills: _Optional[int] = ..., num_decodes: _Optional[int] = ..., num_verifies: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ..., num_errors: _Optional[int] = ..., avg_prefill_ns: _Optional[int] = ..., avg_decode_ns: _Optional[int] = ..., memory: _Optional[_Union[MemoryUsage, _Mapping]] = ..., last_step_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_generates: _Optional[int] = ..., active_streams: _Optional[int] = ..., preparation: _Optional[str] = ..., memory_plan: _Optional[_Union[MemoryPlan, _Mapping]] = ..., captured_batch_sizes: _Optional[_Iterable[int]] = ..., num_graph_steps: _Optional[int] = ..., num_launched_steps: _Optional[int] = ..., num_torch_steps: _Optional[int] = ..., num_queued_steps: _Optional[int] = ..., num_discarded_rows: _Optional[int] = ...) -> None: ...
+    kernel_set: str
+    kernel_set_reason: str
+    def __init__(self, state: _Optional[_Union[ExecutorState, str]] = ..., is_ready: bool = ..., load_progress: _Optional[float] = ..., load_stage: _Optional[str] = ..., executor: _Optional[str] = ..., fallback_reason: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[str] = ..., server_version: _Optional[str] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., live_sequences: _Optional[int] = ..., queue_depth: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., current_batch_size: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prefills: _Optional[int] = ..., num_decodes: _Optional[int] = ..., num_verifies: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ..., num_errors: _Optional[int] = ..., avg_prefill_ns: _Optional[int] = ..., avg_decode_ns: _Optional[int] = ..., memory: _Optional[_Union[MemoryUsage, _Mapping]] = ..., last_step_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_generates: _Optional[int] = ..., active_streams: _Optional[int] = ..., preparation: _Optional[str] = ..., memory_plan: _Optional[_Union[MemoryPlan, _Mapping]] = ..., captured_batch_sizes: _Optional[_Iterable[int]] = ..., num_graph_steps: _Optional[int] = ..., num_launched_steps: _Optional[int] = ..., num_torch_steps: _Optional[int] = ..., num_queued_steps: _Optional[int] = ..., num_discarded_rows: _Optional[int] = ..., kernel_set: _Optional[str] = ..., kernel_set_reason: _Optional[str] = ...) -> None: ...
 
 class MemoryPlan(_message.Message):
     __slots__ = ("total_bytes", "weights_bytes", "kv_pool_bytes", "buffer_bytes", "workspace_bytes", "graph_bytes", "free_bytes")

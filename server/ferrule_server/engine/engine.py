@@ -61,7 +61,7 @@ from ferrule_server.engine.steps.stepper import Stepper
 from ferrule_server.engine.steps.warmup import Warmup
 from ferrule_server.engine.viewer import Viewer
 from ferrule_server.errors import Cancelled, Draining, FerruleError, HandleLost
-from ferrule_server.executor.base import DeviceLost, Executor
+from ferrule_server.executor.base import DeviceLost, Executor, KvLost
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.metrics import KvMetrics
 from ferrule_server.kv.sequence import Sequence
@@ -256,6 +256,9 @@ class Engine:
                     self._round()
                 except DeviceLost:
                     self._lose_device()
+                except KvLost:
+                    _LOG.exception("event=kv_lost every handle is lost, new ones can be made")
+                    self._lose_kv()
         except Exception:  # noqa: BLE001 - whatever failed, the server must report that nothing runs any more
             _LOG.exception("the engine failed and cannot continue")
             self._is_failed = True
@@ -453,13 +456,17 @@ class Engine:
         _LOG.exception("the device is lost: every handle is lost")
         self._is_failed = True
         self._is_stopping = True
+        self._lose_kv()
+        self._on_failure()
+
+    def _lose_kv(self) -> None:
+        """Answer everything in flight, and every handle from now on, with HANDLE_LOST; nothing stays cached."""
         self._lanes.end_all(lambda job: _lost(job.handle))
         self._drivers.end_all(_lost)
         self._warmup.end_all(lambda: _lost(None))
         self._store.lose_all()
         self._records.clear()
         self._creations.clear()
-        self._on_failure()
 
 
 def _lost(handle: Handle | None) -> HandleLost:

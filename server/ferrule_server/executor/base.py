@@ -479,9 +479,9 @@ class PipelinedExecutor(ReportingExecutor, Protocol):
         ...
 
 
-class DeviceLost(Exception):
-    """The device is gone permanently: every handle is lost, and the process should end."""
-
-
 class KvLost(Exception):
     """The executor continues with other arithmetic, so no KV written before may be used; the step had no effect."""
+
+
+class DeviceLost(KvLost):
+    """The device is gone permanently; every handle is lost, and the process should end."""

@@ -51,6 +51,8 @@ def model_info(serving: Serving) -> info_pb2.ModelInfo:
         device_type=_device_type(info),
         device_name=_device_name(info),
         fingerprint=model.fingerprint,
+        kernel_set=info.kernel_set,
+        numerics_fingerprint=info.numerics_fingerprint,
         eos_token_ids=config.eos_ids,
         stop_token_ids=serving.inputs.stop_ids,
         bos_token_id=None if serving.tokenizer is None else serving.tokenizer.bos_id,
@@ -99,7 +101,7 @@ def capabilities(serving: Serving, limits: ApiLimits, caller: info_pb2.CallerInf
         supports_prefix_cache=serving.has_prefix_cache,
         supports_request_id=True,
         supports_chat_template=serving.chat_template is not None,
-        supports_deterministic=serving.is_deterministic,
+        supports_deterministic=serving.is_deterministic or bool(_kernel_set(info, state)),
         supports_cache_metrics=True,
         supports_admin=True,
     )
@@ -199,6 +201,8 @@ def _fill_executor(message: info_pb2.ExecutorStatus, info: ExecutorInfo, state: 
     """Write which executor runs the steps and why; only an executor that prepares kernels has a state."""
     message.executor = info.name if state is None else state.name
     message.fallback_reason = info.fallback_reason if state is None else state.fallback_reason
+    message.kernel_set = _kernel_set(info, state)
+    message.kernel_set_reason = info.kernel_set_reason
     if state is None:
         return
     message.preparation = state.preparation
@@ -208,6 +212,11 @@ def _fill_executor(message: info_pb2.ExecutorStatus, info: ExecutorInfo, state: 
     if state.memory is not None:
         message.memory_plan.CopyFrom(_memory_plan(state.memory))
         message.memory.device_total_bytes = state.memory.total
+
+
+def _kernel_set(info: ExecutorInfo, state: ExecutorState | None) -> str:
+    """Return the kernels whose bits are promised now; empty if there are none, or if they failed."""
+    return info.kernel_set if state is None or state.name == info.name else ""
 
 
 def _memory_plan(plan: MemoryPlan) -> info_pb2.MemoryPlan:

@@ -17,7 +17,7 @@ from ferrule_server.engine.engine import Engine
 from ferrule_server.engine.jobs import AppendJob
 from ferrule_server.engine.shares import Shares
 from ferrule_server.errors import Draining, FerruleError, Starting
-from ferrule_server.executor.base import Executor, ExecutorState, PipelinedExecutor
+from ferrule_server.executor.base import Executor, ExecutorState, ReportingExecutor
 from ferrule_server.quotas import LimitsOf, unlimited
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ class Ending(Protocol):
 
 
 def state_of(executor: Executor) -> Callable[[], ExecutorState | None]:
-    """Return a function that reads the state of an executor; it returns None if the executor prepares nothing."""
-    return (lambda: executor.state) if isinstance(executor, PipelinedExecutor) else lambda: None
+    """Return a function that reads the state of an executor; it returns None if that never changes."""
+    return (lambda: executor.state) if isinstance(executor, ReportingExecutor) else lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,8 @@ class Serving:
         max_step_rows: Most rows in one step.
         chat_template: None if the model has none.
         has_prefix_cache: Prompts share the blocks of released sequences.
-        is_deterministic: Logits do not depend on the other rows of a step.
-        executor_state: Returns the state of an executor that prepares its kernels, None for any other; cheap.
+        is_deterministic: The kernels of a GPU run so that logits do not depend on the other rows of a step.
+        executor_state: Returns the state of an executor whose state changes, None for any other; cheap.
     """
 
     engine: Engine

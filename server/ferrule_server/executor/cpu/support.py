@@ -1,12 +1,13 @@
-"""Which models the kernels of a processor run. What is not listed here runs in torch, with the reason."""
+"""Which models the kernels of a processor run, and how they are compiled for one. What is not listed here runs in torch, with the reason."""
 
 from __future__ import annotations
 
 from typing import Final
 
+from ferrule_server.kernels.cpu.plan import Instructions, Plan
 from ferrule_server.model.config import ModelConfig
 
-__all__ = ["unsupported"]
+__all__ = ["plan_for", "unsupported"]
 
 _HEAD_STEP: Final = 32
 _HIDDEN_STEP: Final = 16
@@ -19,3 +20,21 @@ def unsupported(config: ModelConfig) -> str:
     if config.hidden_size % _HIDDEN_STEP:
         return f"hidden_size {config.hidden_size} is not a multiple of {_HIDDEN_STEP}"
     return ""
+
+
+def plan_for(config: ModelConfig, instructions: Instructions, dtype: str) -> Plan:
+    """Return how kernels for a model are compiled.
+
+    Args:
+        config: The network.
+        instructions: What the processor has.
+        dtype: ``bfloat16`` or ``float32``.
+    """
+    return Plan(
+        instructions=instructions,
+        is_emulated=False,
+        is_bfloat16=dtype == "bfloat16",
+        head_dim=config.head_dim,
+        num_queries_per_kv=config.num_heads // config.num_kv_heads,
+        has_qk_norm=config.has_qk_norm,
+    )

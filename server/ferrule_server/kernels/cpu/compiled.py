@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +25,9 @@ from ferrule_server.kernels.cpu.linear import linear
 from ferrule_server.kernels.cpu.plan import Plan, PlanType
 from ferrule_server.kernels.cpu.step import work
 
-__all__ = ["Kernels", "compile_kernels"]
+__all__ = ["Kernels", "compile_kernels", "usable_cache"]
+
+_log = logging.getLogger(__name__)
 
 _SOURCES: Final = Path(__file__).parent
 _WORK: Final = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 4)
@@ -63,6 +67,20 @@ def compile_kernels(plan: Plan, cache: Path | None, on_progress: Callable[[int, 
         compiled.append(cfunc(signature, cache=cache is not None)(kernel.py_func))
     on_progress(len(compiled), len(signatures))
     return Kernels(_WORK(compiled[3].address), *(each.address for each in compiled[:3]), tuple(compiled))
+
+
+def usable_cache(folder: Path | None) -> Path | None:
+    """Return the folder for machine code, below a folder or the user's cache; None, with a warning, if it is read-only."""
+    parent = folder or Path("~/.cache/ferrule")
+    try:
+        parent = parent.expanduser()
+        (parent / "cpu").mkdir(parents=True, exist_ok=True)
+        if os.access(parent / "cpu", os.W_OK | os.X_OK):
+            return parent / "cpu"
+    except (OSError, RuntimeError) as error:
+        _log.debug("event=kernel_cache folder=%s error=%r", parent, error)
+    _log.warning("event=kernels_not_kept folder=%s: kernels are compiled at every start; see --kernel-cache", parent)
+    return None
 
 
 def _version() -> str:

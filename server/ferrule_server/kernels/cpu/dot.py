@@ -62,7 +62,7 @@ def most_rows(plan: Plan) -> int:
 
 def _tiles_at_once(plan: Plan, num_rows: int) -> int:
     """Return how many tiles are multiplied together, so that all sums stay in registers."""
-    registers = 24 if plan.instructions == "avx512-bf16" and not plan.is_emulated else 6
+    registers = 24 if plan.instructions == "avx512-bf16" and not plan.is_emulated else 5
     return max(num for num in (1, 2, 4) if num == 1 or num * num_rows <= max(registers, 4))
 
 

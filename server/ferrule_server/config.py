@@ -82,7 +82,9 @@ class ServerConfig:
     """fetch nothing: a model on the hub must already be in the cache; HF_HUB_OFFLINE=1 does the same"""
     is_download_only: bool = _MODEL.switch("--download-only")
     """fetch a model from the hub, print its folder and exit, to prepare servers that have no network"""
-    executor: str = _MODEL.setting("--executor", one_of("auto", "torch", "numba-cpu", "numba-cuda", "paged-reference"), "auto")
+    executor: str = _MODEL.setting(
+        "--executor", one_of("auto", "torch", "numba-cpu", "numba-cuda", "paged-reference"), "auto"
+    )
     """what runs the steps: numba-cpu runs our own kernels on the processor, with the same bits whatever shares a step;
     numba-cuda runs our own kernels on a GPU and falls back to torch; torch runs on any device; paged-reference needs no
     model and starts at once, for client authors and tests (default: {default} = numba-cuda on a GPU, else numba-cpu; if

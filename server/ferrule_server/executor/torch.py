@@ -14,7 +14,6 @@ from ferrule_server.executor.base import ExecutorInfo, Int32Array, ModelDescript
 from ferrule_server.executor.block_pool import BlockPool, bytes_per_block
 from ferrule_server.executor.sampling.device_outputs import DeviceOutputs
 from ferrule_server.model.attention import GroupedAttention, PlainAttention, StepArrays, StepAttention
-from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.decoder import Decoder
 from ferrule_server.model.weights import LoadedModel, ModelWeights
 

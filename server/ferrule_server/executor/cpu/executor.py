@@ -99,7 +99,9 @@ class NumbaCpuExecutor:
         self._fallback_reason = options.fallback_reason
         self._info = _describe(model, options)
         kernels = _compile(options, on_progress)
-        self._packed = pack_model(model.config, model.take_weights(), lambda share: on_progress("packing weights", share))
+        self._packed = pack_model(
+            model.config, model.take_weights(), lambda share: on_progress("packing weights", share)
+        )
         self._pool = BlockPool(self._info, model.torch_dtype)
         self._start(kernels)
 

@@ -11,7 +11,7 @@ A matrix is packed into the arena and freed before the next one is, so there is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 

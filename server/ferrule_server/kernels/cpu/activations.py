@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-import numpy as np
-from numba import njit
 
+import numpy as np
+
+from ferrule_server.kernels.cpu.kernel import Lanes, Record, kernel
 from ferrule_server.kernels.cpu.lanes import (
     LANES,
     add,
@@ -20,13 +21,14 @@ from ferrule_server.kernels.cpu.lanes import (
     subtract,
     sum_of,
 )
+from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.scalars import read_bfloat16, read_float32, write_float32
 
 __all__ = ["embed_row", "load_element", "norm_head", "norm_row", "rotate_head", "rotation_row", "store_input"]
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def store_input(plan, row, column, x):
+@kernel
+def store_input(plan: Plan, row: int, column: int, x: Lanes) -> None:
     """Write 16 inputs of a linear layer from a column on, rounded to bfloat16 if the weights are bfloat16."""
     if plan.has_wide_inputs:
         store(row + 4 * column, round_to_bfloat16(x) if plan.is_bfloat16 else x)
@@ -34,16 +36,16 @@ def store_input(plan, row, column, x):
         store_bfloat16(row + 2 * column, x)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def load_element(plan, base, index):
+@kernel
+def load_element(plan: Plan, base: int, index: int) -> Lanes:
     """Return 16 elements of weights or KV, from an index on."""
     if plan.is_bfloat16:
         return load_bfloat16(base + 2 * index)
     return load(base + 4 * index)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def norm_row(plan, row, weight, size, eps, out):
+@kernel
+def norm_row(plan: Plan, row: int, weight: int, size: int, eps: float, out: int) -> None:
     """Write an RMSNorm of a float32 row as inputs of a linear layer; ``size`` is a multiple of 16."""
     squares = splat(np.float32(0))
     for i in range(0, size, LANES):
@@ -54,14 +56,14 @@ def norm_row(plan, row, weight, size, eps, out):
         store_input(plan, out, i, multiply(multiply(load(row + 4 * i), scale), load(weight + 4 * i)))
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def _inverse_root(squares, size, eps):
+@kernel
+def _inverse_root(squares: int, size: int, eps: float) -> float:
     """Return 1 / sqrt(mean square + eps)."""
     return np.float32(1) / np.float32(math.sqrt(squares / np.float32(size) + eps))
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def norm_head(plan, head, weight, eps):
+@kernel
+def norm_head(plan: Plan, head: int, weight: int, eps: float) -> None:
     """Normalise a float32 head in place."""
     squares = splat(np.float32(0))
     for i in range(0, plan.head_dim, LANES):
@@ -72,8 +74,8 @@ def norm_head(plan, head, weight, eps):
         store(head + 4 * i, multiply(multiply(load(head + 4 * i), scale), load(weight + 4 * i)))
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def rotate_head(plan, head, rotation, scale):
+@kernel
+def rotate_head(plan: Plan, head: int, rotation: int, scale: float) -> None:
     """Rotate a float32 head in place by the angles of a row, and multiply it by a number."""
     half = plan.head_dim // 2
     factor = splat(scale)
@@ -84,8 +86,8 @@ def rotate_head(plan, head, rotation, scale):
         store(head + 4 * (half + i), multiply(factor, add(multiply(second, cos), multiply(first, sin))))
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def rotation_row(plan, position, frequencies, out):
+@kernel
+def rotation_row(plan: Plan, position: int, frequencies: int, out: int) -> None:
     """Write the cosines, then the sines, of the angles of a position; float64 makes them the same everywhere."""
     half = plan.head_dim // 2
     for i in range(half):
@@ -94,8 +96,8 @@ def rotation_row(plan, position, frequencies, out):
         write_float32(out + 4 * (half + i), np.float32(math.sin(angle)))
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def embed_row(plan, model, token_id, out):
+@kernel
+def embed_row(plan: Plan, model: Record, token_id: int, out: int) -> None:
     """Write the embedding of a token as float32. A tied one is read out of the packed output head."""
     size = model.hidden_size
     if not model.is_tied:

@@ -13,10 +13,10 @@ or on whether the tiles of a task were shared out to several threads.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from ferrule_server.kernels.cpu.activations import store_input
 from ferrule_server.kernels.cpu.attention_block import MOST_QUERIES, score_block, weigh_block
+from ferrule_server.kernels.cpu.kernel import Record, kernel
 from ferrule_server.kernels.cpu.lanes import (
     LANES,
     add,
@@ -34,6 +34,7 @@ from ferrule_server.kernels.cpu.lanes import (
     subtract,
     sum_of,
 )
+from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.records import layer_at, model_at, step_at
 from ferrule_server.kernels.cpu.scalars import read_float32, read_int32, write_float32
 from ferrule_server.kernels.cpu.sync import claim
@@ -78,14 +79,16 @@ def _round_up(num_bytes: int) -> int:
     return (num_bytes + 63) // 64 * 64
 
 
-@njit(nogil=True)
-def _state_bytes(plan, num_queries):
+@kernel
+def _state_bytes(plan: Plan, num_queries: int) -> int:
     """Return the bytes of the state of some queries: float32 [num_queries, head_dim], then tops, then sums."""
     return num_queries * 4 * plan.head_dim + (8 * num_queries + 63) // 64 * 64
 
 
-@njit(nogil=True)
-def attend(plan, model_address, layer_address, step_address, sync, thread, stage, kind):
+@kernel
+def attend(
+    plan: Plan, model_address: int, layer_address: int, step_address: int, sync: int, thread: int, stage: int, kind: int
+) -> int:
     """Run this thread's part of the attention of a layer: the tasks that it claims, one KV head at a time."""
     model, layer, step = model_at(model_address), layer_at(layer_address), step_at(step_address)
     scratch = step.scratch + thread * step.scratch_bytes
@@ -97,8 +100,10 @@ def attend(plan, model_address, layer_address, step_address, sync, thread, stage
         _attend_task(plan, model, step, layer.pool_offset, task, item % model.num_kv_heads, scratch)
 
 
-@njit(nogil=True)
-def merge(plan, model_address, layer_address, step_address, sync, thread, stage, kind):
+@kernel
+def merge(
+    plan: Plan, model_address: int, layer_address: int, step_address: int, sync: int, thread: int, stage: int, kind: int
+) -> int:
     """Run this thread's part of merging the partials of a layer."""
     model, step = model_at(model_address), step_at(step_address)
     while True:
@@ -109,8 +114,10 @@ def merge(plan, model_address, layer_address, step_address, sync, thread, stage,
         _merge_partials(plan, step, task, item % model.num_kv_heads)
 
 
-@njit(nogil=True)
-def _attend_task(plan, model, step, layer_offset, task, head, scratch):
+@kernel
+def _attend_task(
+    plan: Plan, model: Record, step: Record, layer_offset: int, task: int, head: int, scratch: int
+) -> None:
     """Compute one KV head of one task; write the outputs of its rows, or the partials of its tiles."""
     group = plan.num_queries_per_kv
     seq, row, num_rows = read_int32(task), read_int32(task + 4), read_int32(task + 8)
@@ -135,8 +142,8 @@ def _attend_task(plan, model, step, layer_offset, task, head, scratch):
         _write_rows(plan, step, row, num_rows, head, state)
 
 
-@njit(nogil=True)
-def _merge_partials(plan, step, task, head):
+@kernel
+def _merge_partials(plan: Plan, step: Record, task: int, head: int) -> None:
     """Merge the partials of one KV head of some rows in order, and write the outputs of the rows."""
     row, num_rows = read_int32(task + 4), read_int32(task + 8)
     num_tiles, partial = read_int32(task + 20), read_int32(task + 24)
@@ -146,8 +153,8 @@ def _merge_partials(plan, step, task, head):
     _write_rows(plan, step, row, num_rows, head, state)
 
 
-@njit(nogil=True)
-def _gather_queries(plan, model, step, row, num_rows, head, queries):
+@kernel
+def _gather_queries(plan: Plan, model: Record, step: Record, row: int, num_rows: int, head: int, queries: int) -> None:
     """Copy the queries of one KV head together: row after row, its query heads in order."""
     size = plan.num_queries_per_kv * plan.head_dim
     for i in range(num_rows):
@@ -156,8 +163,21 @@ def _gather_queries(plan, model, step, row, num_rows, head, queries):
             store(queries + 4 * (i * size + j), load(source + 4 * j))
 
 
-@njit(nogil=True)
-def _attend_tile(plan, model, step, layer_offset, table, row, num_rows, head, tile, queries, scores, state):
+@kernel
+def _attend_tile(
+    plan: Plan,
+    model: Record,
+    step: Record,
+    layer_offset: int,
+    table: int,
+    row: int,
+    num_rows: int,
+    head: int,
+    tile: int,
+    queries: int,
+    scores: int,
+    state: int,
+) -> None:
     """Write the state of each query over one tile: score, sum, and 64 bytes further the weighted sum of V."""
     begin = tile * TILE_TOKENS
     end = min(begin + TILE_TOKENS, read_int32(step.positions + 4 * (row + num_rows - 1)) + 1)
@@ -183,14 +203,14 @@ def _attend_tile(plan, model, step, layer_offset, table, row, num_rows, head, ti
     _weigh(plan, model, values, table, end - begin, num_queries, scores, state)
 
 
-@njit(nogil=True)
-def _prefetch_head(model, address):
+@kernel
+def _prefetch_head(model: Record, address: int) -> None:
     for line in range(0, model.head_bytes, 64):
         prefetch(address + line)
 
 
-@njit(nogil=True)
-def _soften(scores, num_scores, visible, top_place, sum_place):
+@kernel
+def _soften(scores: int, num_scores: int, visible: int, top_place: int, sum_place: int) -> None:
     """Replace scores by weights exp(score - largest), 0 for hidden tokens; write the largest and the sum of weights."""
     largest = splat(_LOWEST)
     for i in range(0, num_scores, LANES):
@@ -205,8 +225,10 @@ def _soften(scores, num_scores, visible, top_place, sum_place):
     write_float32(sum_place, sum_of(total))
 
 
-@njit(nogil=True)
-def _weigh(plan, model, values, table, num_tokens, num_queries, weights, sums):
+@kernel
+def _weigh(
+    plan: Plan, model: Record, values: int, table: int, num_tokens: int, num_queries: int, weights: int, sums: int
+) -> None:
     """Write the weighted sum of V of each query."""
     for i in range(0, num_queries * plan.head_dim, LANES):
         store(sums + 4 * i, splat(np.float32(0)))
@@ -219,8 +241,8 @@ def _weigh(plan, model, values, table, num_tokens, num_queries, weights, sums):
             weigh_block(plan, place, 4 * TILE_TOKENS, many, base, count, sums + query * 4 * plan.head_dim)
 
 
-@njit(nogil=True)
-def _merge(plan, state, fresh, num_queries):
+@kernel
+def _merge(plan: Plan, state: int, fresh: int, num_queries: int) -> None:
     """Merge the state of a later tile into that of the earlier ones; a tile that a query does not see changes nothing."""
     for query in range(num_queries):
         place = 4 * (num_queries * plan.head_dim + query)
@@ -238,8 +260,8 @@ def _merge(plan, state, fresh, num_queries):
             store(state + at, fma(load(fresh + at), gain, multiply(load(state + at), keep)))
 
 
-@njit(nogil=True)
-def _write_rows(plan, step, row, num_rows, head, state):
+@kernel
+def _write_rows(plan: Plan, step: Record, row: int, num_rows: int, head: int, state: int) -> None:
     """Write the outputs of a task's rows for the query heads of one KV head."""
     group = plan.num_queries_per_kv
     num_queries = num_rows * group

@@ -66,7 +66,9 @@ def _for_each_count(builder: Builder, count: Value, write_code: Callable[[int], 
 
 
 @intrinsic
-def score_block(typing: Any, plan: Any, queries: Any, num_queries: Any, keys: Any, scores: Any, score_bytes: Any) -> Any:  # noqa: ARG001
+def score_block(
+    typing: Any, plan: Any, queries: Any, num_queries: Any, keys: Any, scores: Any, score_bytes: Any
+) -> Any:  # noqa: ARG001
     """Write the products of queries and the 16 keys of a block.
 
     Args:
@@ -143,7 +145,9 @@ def weigh_block(
             places = [offset(builder, out, 4 * (q * chosen.head_dim + i)) for q in range(count) for i in parts]
 
             def token(number: Value, sums: list[Value]) -> list[Value]:
-                value = builder.add(values, builder.mul(number, ir.Constant(I64, chosen.head_dim * _element_bytes(chosen))))
+                value = builder.add(
+                    values, builder.mul(number, ir.Constant(I64, chosen.head_dim * _element_bytes(chosen)))
+                )
                 loaded = [_elements(builder, chosen, offset(builder, value, i * _element_bytes(chosen))) for i in parts]
                 results = []
                 for q in range(count):

@@ -50,8 +50,8 @@ GROUP: Final = 64
 TILE_INPUTS: Final = 32
 """Inputs of a tile."""
 _TILES: Final = 4
-STEP=2
-PF=8192
+STEP = 2
+PF = 8192
 _PAIRS: Final = TILE_INPUTS // 2
 
 
@@ -139,7 +139,9 @@ class _Group:
 
         def tile(k: Value, sums: list[Value]) -> list[Value]:
             start = builder.add(weight, builder.mul(k, ir.Constant(I64, _TILES * self._tile_bytes)))
-            places = [builder.add(row, builder.mul(k, ir.Constant(I64, self._input_bytes(TILE_INPUTS)))) for row in rows]
+            places = [
+                builder.add(row, builder.mul(k, ir.Constant(I64, self._input_bytes(TILE_INPUTS)))) for row in rows
+            ]
             if self._is_tile_sum:
                 return self._tile_sums(start, places, sums)
             return self._chain(start, places, sums)
@@ -159,13 +161,19 @@ class _Group:
 
         def pairs(i: Value, sums: list[Value]) -> list[Value]:
             at = self._builder.add(start, self._builder.mul(i, ir.Constant(I64, step * self._pair_bytes)))
-            x = [self._builder.add(row, self._builder.mul(i, ir.Constant(I64, self._input_bytes(2 * step)))) for row in rows]
+            x = [
+                self._builder.add(row, self._builder.mul(i, ir.Constant(I64, self._input_bytes(2 * step))))
+                for row in rows
+            ]
             if self._tiles[0] == 0 and PF:
                 for line in range(_TILES * step):
                     ahead = self._builder.add(start, self._builder.mul(i, ir.Constant(I64, 64 * _TILES * step)))
                     emit_prefetch(self._builder, offset(self._builder, ahead, PF + 64 * line))
             for u in range(step):
-                weights = [self._weights(offset(self._builder, at, t * self._tile_bytes + u * self._pair_bytes)) for t in self._tiles]
+                weights = [
+                    self._weights(offset(self._builder, at, t * self._tile_bytes + u * self._pair_bytes))
+                    for t in self._tiles
+                ]
                 for m in range(self._num_rows):
                     sums = self._add_pair(sums, m, weights, offset(self._builder, x[m], self._input_bytes(2 * u)))
             return sums

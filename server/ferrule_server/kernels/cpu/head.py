@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 
 from ferrule_server.kernels.cpu.dot import GROUP
+from ferrule_server.kernels.cpu.kernel import Record, kernel
 from ferrule_server.kernels.cpu.lanes import (
     LANES,
     add,
@@ -35,8 +35,8 @@ __all__ = ["clear_outputs", "merge_outputs", "read_logits"]
 _LOWEST = np.float32(-np.inf)
 
 
-@njit(nogil=True)
-def clear_outputs(step, thread):
+@kernel
+def clear_outputs(step: Record, thread: int) -> None:
     """Begin the rows of a step: this thread has seen no logits."""
     for row in range(step.num_outputs):
         best = step.best + (thread * step.num_outputs + row) * BEST_BYTES
@@ -47,8 +47,10 @@ def clear_outputs(step, thread):
         write_int32(best + 16, 0)
 
 
-@njit(nogil=True)
-def read_logits(model, step, thread, unit, row, num_rows, sums, sum_bytes):
+@kernel
+def read_logits(
+    model: Record, step: Record, thread: int, unit: int, row: int, num_rows: int, sums: int, sum_bytes: int
+) -> None:
     """Take what the outputs of some rows need of 64 logits."""
     first = unit * GROUP
     width = min(GROUP, model.vocab_size - first)
@@ -63,23 +65,29 @@ def read_logits(model, step, thread, unit, row, num_rows, sums, sum_bytes):
         if wants & WANTS_LOGITS:
             _copy(logits, step.logits + (row + i) * step.logit_bytes + 4 * first)
         if wants & WANTS_SUMS:
-            _keep_sums(logits, width, top, step.sums + ((row + i) * ((model.vocab_size + GROUP - 1) // GROUP) + unit) * 16)
+            _keep_sums(
+                logits, width, top, step.sums + ((row + i) * ((model.vocab_size + GROUP - 1) // GROUP) + unit) * 16
+            )
         count = read_int32(step.top_counts + 4 * (row + i))
         if count > 0:
-            _keep_top(logits, first, width, top, count, best, step.tops + (thread * step.num_outputs + row + i) * MOST_TOP * 8)
+            _keep_top(
+                logits, first, width, top, count, best, step.tops + (thread * step.num_outputs + row + i) * MOST_TOP * 8
+            )
         target = read_int32(step.targets + 4 * (row + i)) - first
         if 0 <= target < width:
-            write_float64(step.results + ((row + i) * RESULT_FIELDS + 4) * 8, np.float64(read_float32(logits + 4 * target)))
+            write_float64(
+                step.results + ((row + i) * RESULT_FIELDS + 4) * 8, np.float64(read_float32(logits + 4 * target))
+            )
 
 
-@njit(nogil=True)
-def _copy(source, target):
+@kernel
+def _copy(source: int, target: int) -> None:
     for j in range(0, GROUP, LANES):
         store(target + 4 * j, load(source + 4 * j))
 
 
-@njit(nogil=True)
-def _keep_best(logits, first, width, best):
+@kernel
+def _keep_best(logits: int, first: int, width: int, best: int) -> float:
     """Return the largest of 64 logits; keep it if it is the largest so far, and whether any is NaN or infinite."""
     top, zero = splat(_LOWEST), splat(np.float32(0))
     invalid = splat(read_float32(best + 8))
@@ -98,8 +106,8 @@ def _keep_best(logits, first, width, best):
     return largest
 
 
-@njit(nogil=True)
-def _keep_sums(logits, width, top, place):
+@kernel
+def _keep_sums(logits: int, width: int, top: float, place: int) -> None:
     """Write the largest logit, the sum of exp(logit - largest), and of that times (logit - largest)."""
     total, weighted, zero = splat(np.float32(0)), splat(np.float32(0)), splat(np.float32(0))
     for j in range(0, width, LANES):
@@ -112,8 +120,8 @@ def _keep_sums(logits, width, top, place):
     write_float32(place + 8, sum_of(weighted))
 
 
-@njit(nogil=True)
-def _keep_top(logits, first, width, top, count, best, entries):
+@kernel
+def _keep_top(logits: int, first: int, width: int, top: float, count: int, best: int, entries: int) -> None:
     """Keep the ``count`` largest logits seen so far, largest first, with their ids; among equals the lowest id first."""
     known = read_int32(best + 12)
     if known == count and top <= read_float32(entries + 8 * (known - 1)):
@@ -133,8 +141,8 @@ def _keep_top(logits, first, width, top, count, best, entries):
     write_int32(best + 12, known)
 
 
-@njit(nogil=True)
-def merge_outputs(model, step, row):
+@kernel
+def merge_outputs(model: Record, step: Record, row: int) -> None:
     """Merge what the threads have kept of one row into its results."""
     results = step.results + row * RESULT_FIELDS * 8
     top, token, invalid = _LOWEST, -1, np.float32(0)
@@ -153,8 +161,8 @@ def merge_outputs(model, step, row):
         _merge_top(step, row, count)
 
 
-@njit(nogil=True)
-def _merge_sums(model, step, row, top, results):
+@kernel
+def _merge_sums(model: Record, step: Record, row: int, top: float, results: int) -> None:
     """Write the log of the sum of exp(logit), and the entropy."""
     num_units = (model.vocab_size + GROUP - 1) // GROUP
     total, weighted = 0.0, 0.0
@@ -169,8 +177,8 @@ def _merge_sums(model, step, row, top, results):
     write_float64(results + 24, max(0.0, math.log(total) - weighted / total))
 
 
-@njit(nogil=True)
-def _merge_top(step, row, count):
+@kernel
+def _merge_top(step: Record, row: int, count: int) -> None:
     """Write the largest logits and their ids; the lists of the threads are ordered."""
     out = step.top_results + row * MOST_TOP * 8
     for rank in range(count):

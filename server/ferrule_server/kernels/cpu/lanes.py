@@ -75,9 +75,7 @@ class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
 
 def call(builder: Builder, name: str, result: Value, args: list[Value]) -> Value:
     """Return what an LLVM intrinsic returns for some values."""
-    function = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(result, [arg.type for arg in args]), name
-    )
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, [arg.type for arg in args]), name)
     return builder.call(function, args)
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from numba import njit
 
 from ferrule_server.kernels.cpu.activations import norm_head, rotate_head, store_input
 from ferrule_server.kernels.cpu.dot import GROUP, TILE_INPUTS, dot_group
 from ferrule_server.kernels.cpu.head import read_logits
+from ferrule_server.kernels.cpu.kernel import Lanes, Record, kernel
 from ferrule_server.kernels.cpu.lanes import (
     LANES,
     add,
@@ -27,9 +27,10 @@ from ferrule_server.kernels.cpu.lanes import (
     store_bfloat16,
     subtract,
 )
-from ferrule_server.kernels.cpu.sync import claim
+from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.records import layer_at, model_at, step_at
 from ferrule_server.kernels.cpu.scalars import read_int32
+from ferrule_server.kernels.cpu.sync import claim
 
 __all__ = ["ACTIVATE", "ADD_ATTENTION", "ADD_FEED_FORWARD", "PROJECT", "READ_LOGITS", "linear"]
 
@@ -49,11 +50,18 @@ READ_LOGITS: Final = 4
 """The output head."""
 
 
-@njit(nogil=True)
-def linear(plan, model_address, layer_address, step_address, sync, thread, stage, kind):
+@kernel
+def linear(
+    plan: Plan, model_address: int, layer_address: int, step_address: int, sync: int, thread: int, stage: int, kind: int
+) -> int:
     """Run this thread's part of one linear layer of a kind: multiply and finish the units that it claims."""
     model, layer, step = model_at(model_address), layer_at(layer_address), step_at(step_address)
-    weight, num_units, groups_at_once, num_tiles = layer.qkv, model.num_qkv_units, model.groups_at_once, model.hidden_tiles
+    weight, num_units, groups_at_once, num_tiles = (
+        layer.qkv,
+        model.num_qkv_units,
+        model.groups_at_once,
+        model.hidden_tiles,
+    )
     inputs, input_bytes, num_rows = step.normed, step.normed_bytes, step.num_rows
     if kind != PROJECT:
         groups_at_once = 1
@@ -91,8 +99,20 @@ def linear(plan, model_address, layer_address, step_address, sync, thread, stage
             _finish(plan, model, layer, step, thread, kind, unit, row, count, sums, sum_bytes)
 
 
-@njit(nogil=True)
-def _finish(plan, model, layer, step, thread, kind, unit, row, num_rows, sums, sum_bytes):
+@kernel
+def _finish(
+    plan: Plan,
+    model: Record,
+    layer: Record,
+    step: Record,
+    thread: int,
+    kind: int,
+    unit: int,
+    row: int,
+    num_rows: int,
+    sums: int,
+    sum_bytes: int,
+) -> None:
     """Take the sums of some rows and one unit to where they are needed."""
     if kind == PROJECT:
         _project_heads(plan, model, layer, step, unit, row, num_rows, sums, sum_bytes)
@@ -106,8 +126,8 @@ def _finish(plan, model, layer, step, thread, kind, unit, row, num_rows, sums, s
         read_logits(model, step, thread, unit, row, num_rows, sums, sum_bytes)
 
 
-@njit(nogil=True)
-def _add_bias(sums, sum_bytes, num_rows, bias, size):
+@kernel
+def _add_bias(sums: int, sum_bytes: int, num_rows: int, bias: int, size: int) -> None:
     if bias == 0:
         return
     for row in range(num_rows):
@@ -116,8 +136,10 @@ def _add_bias(sums, sum_bytes, num_rows, bias, size):
             store(place, add(load(place), load(bias + 4 * i)))
 
 
-@njit(nogil=True)
-def _add_residual(model, step, unit, row, num_rows, sums, sum_bytes, bias):
+@kernel
+def _add_residual(
+    model: Record, step: Record, unit: int, row: int, num_rows: int, sums: int, sum_bytes: int, bias: int
+) -> None:
     """Add the outputs of a unit of 64 to the residual stream."""
     _add_bias(sums, sum_bytes, num_rows, bias + 4 * GROUP * unit if bias else 0, GROUP)
     first = unit * GROUP
@@ -128,8 +150,10 @@ def _add_residual(model, step, unit, row, num_rows, sums, sum_bytes, bias):
             store(out + 4 * j, add(load(out + 4 * j), load(sums + i * sum_bytes + 4 * j)))
 
 
-@njit(nogil=True)
-def _activate(plan, layer, step, unit, row, num_rows, sums, sum_bytes):
+@kernel
+def _activate(
+    plan: Plan, layer: Record, step: Record, unit: int, row: int, num_rows: int, sums: int, sum_bytes: int
+) -> None:
     """Write silu(gate) * up of a unit, which holds 32 rows of gate, then the same rows of up."""
     bias = layer.gate_up_bias
     _add_bias(sums, sum_bytes, num_rows, bias + 4 * GROUP * unit if bias else 0, GROUP)
@@ -142,17 +166,33 @@ def _activate(plan, layer, step, unit, row, num_rows, sums, sum_bytes):
             store_input(plan, out, unit * half + j, multiply(_silu(gate, one, zero), up))
 
 
-@njit(nogil=True)
-def _silu(x, one, zero):
+@kernel
+def _silu(x: Lanes, one: Lanes, zero: Lanes) -> Lanes:
     """Return x / (1 + exp(-x)); where exp would overflow, x times the least that it can be."""
     return divide(x, add(one, exp(subtract(zero, x))))
 
 
-@njit(nogil=True)
-def _project_heads(plan, model, layer, step, unit, row, num_rows, sums, sum_bytes):
+@kernel
+def _project_heads(
+    plan: Plan,
+    model: Record,
+    layer: Record,
+    step: Record,
+    unit: int,
+    row: int,
+    num_rows: int,
+    sums: int,
+    sum_bytes: int,
+) -> None:
     """Finish the heads of a unit: norm, rotation and scale of queries and keys; keys and values go to the pool."""
     bias = layer.qkv_bias
-    _add_bias(sums, sum_bytes, num_rows, bias + 4 * GROUP * model.groups_at_once * unit if bias else 0, GROUP * model.groups_at_once)
+    _add_bias(
+        sums,
+        sum_bytes,
+        num_rows,
+        bias + 4 * GROUP * model.groups_at_once * unit if bias else 0,
+        GROUP * model.groups_at_once,
+    )
     for i in range(model.heads_at_once):
         head = unit * model.heads_at_once + i
         if head >= model.num_heads + 2 * model.num_kv_heads:
@@ -165,8 +205,8 @@ def _project_heads(plan, model, layer, step, unit, row, num_rows, sums, sum_byte
                 _append(plan, model, layer, step, row + r, head - model.num_heads, place)
 
 
-@njit(nogil=True)
-def _finish_query(plan, model, layer, step, row, head, place):
+@kernel
+def _finish_query(plan: Plan, model: Record, layer: Record, step: Record, row: int, head: int, place: int) -> None:
     if plan.has_qk_norm:
         norm_head(plan, place, layer.q_norm, model.norm_eps)
     rotate_head(plan, place, step.rotations + 4 * row * plan.head_dim, plan.score_scale)
@@ -175,8 +215,8 @@ def _finish_query(plan, model, layer, step, row, head, place):
         store(out + 4 * i, load(place + 4 * i))
 
 
-@njit(nogil=True)
-def _append(plan, model, layer, step, row, head, place):
+@kernel
+def _append(plan: Plan, model: Record, layer: Record, step: Record, row: int, head: int, place: int) -> None:
     """Write a key head (below num_kv_heads) or a value head to the slot of a row, if it has one."""
     slot = read_int32(step.slot_mapping + 4 * row)
     if slot < 0:

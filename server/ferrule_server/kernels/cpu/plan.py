@@ -74,7 +74,11 @@ def _unbox_plan(_type: Any, _obj: Any, context: Any) -> NativeValue:
     return NativeValue(context.context.get_dummy_value())
 
 
-_ATTRIBUTES: Final = ("score_scale", *(field.name for field in fields(Plan) if field.name != "instructions"), "has_wide_inputs")
+_ATTRIBUTES: Final = (
+    "score_scale",
+    *(field.name for field in fields(Plan) if field.name != "instructions"),
+    "has_wide_inputs",
+)
 
 
 def _declare(name: str) -> None:

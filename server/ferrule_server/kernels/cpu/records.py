@@ -15,7 +15,19 @@ from numba.np.numpy_support import from_dtype
 
 from ferrule_server.kernels.cpu.lanes import Builder, Value
 
-__all__ = ["BEST_BYTES", "LAYER", "MODEL", "MOST_TOP", "RESULT_FIELDS", "STEP", "WANTS_LOGITS", "WANTS_SUMS", "layer_at", "model_at", "step_at"]
+__all__ = [
+    "BEST_BYTES",
+    "LAYER",
+    "MODEL",
+    "MOST_TOP",
+    "RESULT_FIELDS",
+    "STEP",
+    "WANTS_LOGITS",
+    "WANTS_SUMS",
+    "layer_at",
+    "model_at",
+    "step_at",
+]
 
 WANTS_LOGITS: Final = 1
 """The output needs its whole row of logits."""
@@ -34,7 +46,9 @@ def _record(addresses: str, sizes: str = "", numbers: str = "") -> np.dtype[Any]
     return np.dtype([*whole, *((name, np.float32) for name in numbers.split())], align=True)
 
 
-LAYER: Final = _record("input_norm qkv qkv_bias q_norm k_norm out out_bias post_norm gate_up gate_up_bias down down_bias pool_offset")
+LAYER: Final = _record(
+    "input_norm qkv qkv_bias q_norm k_norm out out_bias post_norm gate_up gate_up_bias down down_bias pool_offset"
+)
 """Weights of a layer. Linear layers are packed (``dot``), all others are float32; 0: the layer has none.
 
 Biases are as long as the packed rows. A group of ``gate_up`` holds 32 rows of gate, then the same 32 of up.

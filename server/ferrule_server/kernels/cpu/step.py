@@ -19,13 +19,15 @@ from __future__ import annotations
 from typing import Any, Final
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from ferrule_server.kernels.cpu.activations import embed_row, norm_row, rotation_row
 from ferrule_server.kernels.cpu.head import clear_outputs, merge_outputs
+from ferrule_server.kernels.cpu.kernel import Record, kernel
 from ferrule_server.kernels.cpu.lanes import I8, I64, Builder, Value, pointer
 from ferrule_server.kernels.cpu.linear import ACTIVATE, ADD_ATTENTION, ADD_FEED_FORWARD, PROJECT, READ_LOGITS
+from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.records import LAYER, layer_at, model_at, step_at
 from ferrule_server.kernels.cpu.scalars import read_int32
 from ferrule_server.kernels.cpu.sync import barrier, is_aborted, park, release, reset, share
@@ -42,7 +44,7 @@ def num_stages(num_layers: int) -> int:
 
 
 @intrinsic
-def _call(typing, kernel, model, layer, step, sync, thread, stage, kind):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, ARG001
+def _call(typing, kernel, model, layer, step, sync, thread, stage, kind):  # type: ignore[no-untyped-def]  # noqa: ARG001
     """Call the machine code of a kernel; its plan is nothing at run time."""
 
     def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
@@ -53,8 +55,8 @@ def _call(typing, kernel, model, layer, step, sync, thread, stage, kind):  # typ
     return types.void(*[types.int64] * 8), emit
 
 
-@njit(nogil=True)
-def work(plan, model_address, step_address, sync, thread):
+@kernel
+def work(plan: Plan, model_address: int, step_address: int, sync: int, thread: int) -> int:
     """Run this thread's part of every step: thread 0 of one step, another one until the block is aborted.
 
     Thread 0 begins the step, and returns 1 if it was completed, else 0. Other threads are parked between steps.
@@ -72,8 +74,8 @@ def work(plan, model_address, step_address, sync, thread):
         _run(plan, model_address, step_address, sync, thread)
 
 
-@njit(nogil=True)
-def _run(plan, model_address, step_address, sync, thread):
+@kernel
+def _run(plan: Plan, model_address: int, step_address: int, sync: int, thread: int) -> bool:
     """Run one thread's part of a step; return False if the step was aborted."""
     model, step = model_at(model_address), step_at(step_address)
     if step.is_head_only:
@@ -87,8 +89,8 @@ def _run(plan, model_address, step_address, sync, thread):
     return step.num_outputs == 0 or _run_head(plan, model_address, step_address, sync, thread)
 
 
-@njit(nogil=True)
-def _embed(plan, model, step, thread):
+@kernel
+def _embed(plan: Plan, model: Record, step: Record, thread: int) -> None:
     """Write the residual stream, the rotation and the first norm of this thread's rows."""
     begin, end = share(step.num_rows, step.num_threads, thread)
     for row in range(begin, end):
@@ -98,8 +100,8 @@ def _embed(plan, model, step, thread):
     _norm(plan, model, step, layer_at(model.layers).input_norm, thread)
 
 
-@njit(nogil=True)
-def _norm(plan, model, step, weight, thread):
+@kernel
+def _norm(plan: Plan, model: Record, step: Record, weight: int, thread: int) -> None:
     """Write the norm of this thread's rows."""
     begin, end = share(step.num_rows, step.num_threads, thread)
     for row in range(begin, end):
@@ -107,15 +109,19 @@ def _norm(plan, model, step, weight, thread):
         norm_row(plan, hidden, weight, model.hidden_size, model.norm_eps, step.normed + row * step.normed_bytes)
 
 
-@njit(nogil=True)
-def _stage(kernel, model, layer, step, sync, thread, stage, kind):
+@kernel
+def _stage(
+    kernel: int, model: Record, layer: Record, step: Record, sync: int, thread: int, stage: int, kind: int
+) -> bool:
     """Run a kernel, then wait for the other threads; return False if the step was aborted."""
     _call(kernel, model, layer, step, sync, thread, stage, kind)
     return barrier(sync, step_at(step).num_threads)
 
 
-@njit(nogil=True)
-def _run_layer(plan, model_address, layer_address, step_address, sync, thread, index):
+@kernel
+def _run_layer(
+    plan: Plan, model_address: int, layer_address: int, step_address: int, sync: int, thread: int, index: int
+) -> bool:
     """Run one thread's part of a layer; return False if the step was aborted."""
     model, layer, step = model_at(model_address), layer_at(layer_address), step_at(step_address)
     first, linear = index * _STAGES_PER_LAYER, model.linear_kernel
@@ -143,8 +149,8 @@ def _run_layer(plan, model_address, layer_address, step_address, sync, thread, i
     return barrier(sync, step.num_threads)
 
 
-@njit(nogil=True)
-def _run_head(plan, model_address, step_address, sync, thread):
+@kernel
+def _run_head(plan: Plan, model_address: int, step_address: int, sync: int, thread: int) -> bool:
     """Run one thread's part of the output head; return False if the step was aborted."""
     model, step = model_at(model_address), step_at(step_address)
     begin, end = share(step.num_outputs, step.num_threads, thread)

@@ -13,10 +13,11 @@ from typing import Any, Final
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ferrule_server.kernels.cpu.kernel import kernel
 from ferrule_server.kernels.cpu.lanes import I64, Builder, Value, pointer
 
 __all__ = [
@@ -113,20 +114,20 @@ class SyncBlock:
         return self.address + _FIRST_SEMAPHORE + thread * _LINE
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@kernel
 def is_aborted(sync: int) -> bool:
     """Return whether the step was aborted."""
     return _atomic_read(sync + _IS_ABORTED) != 0
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@kernel
 def reset(sync: int, num_stages: int) -> None:
     """Begin a step: nothing is claimed. The other threads are parked, or leave the last barrier."""
     for stage in range(num_stages):
         _atomic_write(sync + _FIRST_CLAIM + stage * _LINE, 0)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@kernel
 def barrier(sync: int, num_threads: int) -> bool:
     """Wait until all threads of the step have come; return False if the step was aborted.
 
@@ -150,28 +151,26 @@ def barrier(sync: int, num_threads: int) -> bool:
     return True
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@kernel
 def claim(sync: int, stage: int) -> int:
     """Return the number of the next piece of work of a stage that no thread has taken."""
     return _atomic_add(sync + _FIRST_CLAIM + stage * _LINE, 1)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@kernel
 def share(num_items: int, num_threads: int, thread: int) -> tuple[int, int]:
     """Return the first item of a thread's share of equal items, and the first one that is no longer in it."""
     return num_items * thread // num_threads, num_items * (thread + 1) // num_threads
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@kernel
 def park(sync: int, thread: int) -> None:
     """Wait without using time until the thread is released."""
     while _sem_wait(sync + _FIRST_SEMAPHORE + thread * _LINE) != 0:
         pass  # a signal came
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@kernel
 def release(sync: int, thread: int) -> None:
     """Let a parked thread go on; if it is not parked, its next :func:`park` returns at once."""
     _sem_post(sync + _FIRST_SEMAPHORE + thread * _LINE)
-
-

@@ -147,7 +147,8 @@ class Ours:
 
 
 def _new_executor(folder: Path, dtype: str) -> TorchExecutor:
-    from ferrule_server.executor.torch import TorchExecutor, bytes_per_block
+    from ferrule_server.executor.block_pool import bytes_per_block
+    from ferrule_server.executor.torch import TorchExecutor
     from ferrule_server.model.weights import load_model
 
     model = load_model(folder, dtype="float32" if dtype == "float32" else "bfloat16")

@@ -103,8 +103,8 @@ class ServerConfig:
     )
     """threads that compute"""
     is_deterministic: bool = _MODEL.switch("--deterministic")
-    """refuse to start unless the same tokens give the same bits, whatever shares a step; numba-cpu always does that; on a
-    GPU it is slower
+    """refuse to start unless the same tokens give the same bits, whatever shares a step; numba-cpu always does that, on
+    a GPU it is slower
     """
     kernel_cache: Path | None = _MODEL.optional("--kernel-cache", FOLDER, "~/.cache/ferrule")
     """where compiled kernels are kept for the next start"""

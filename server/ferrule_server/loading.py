@@ -136,7 +136,7 @@ def _load(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
         torch.set_num_threads(config.num_threads or suggested_threads(model.weights_bytes, torch.get_num_threads()))
         on_progress("allocating the KV pool", 0.05 + _WEIGHTS_SHARE)
         if plan is not None:
-            executor = _on_kernels(config, model, plan, why, device, on_progress)
+            executor = _on_kernels(config, model, (plan, why), device, on_progress)
         elif preparation is None:
             executor = _on_host(config, model, device, why)
         else:
@@ -225,9 +225,9 @@ def _cpu_plan(config: ServerConfig, model_config: ModelConfig) -> tuple[Plan | N
 
 
 def _on_kernels(
-    config: ServerConfig, model: LoadedModel, plan: Plan, reason: str, device: Device, on_progress: OnProgress
+    config: ServerConfig, model: LoadedModel, kernels: tuple[Plan, str], device: Device, on_progress: OnProgress
 ) -> Executor:
-    """Return the executor of the processor. If a GPU was requested, or is unusable, it reports the reason."""
+    """Return the executor of the processor, for a plan and the reason for it; it reports why a GPU is not used."""
     from ferrule_server.executor.cpu.cores import usable_cores
     from ferrule_server.executor.cpu.executor import CpuOptions, NumbaCpuExecutor
     from ferrule_server.kernels.cpu.compiled import usable_cache
@@ -235,8 +235,8 @@ def _on_kernels(
     needs_gpu = config.executor == "numba-cuda" or device.is_broken
     with _allocating(config) as kv_memory_bytes:
         options = CpuOptions(
-            plan=plan,
-            reason=reason,
+            plan=kernels[0],
+            reason=kernels[1],
             num_threads=config.num_threads or usable_cores(),
             kv_memory_bytes=kv_memory_bytes,
             max_context=config.max_context or model.config.max_positions,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ferrule_server.errors import ConfigError
 from ferrule_server.executor.base import MemoryPlan
+from ferrule_server.executor.block_pool import bytes_per_block
 from ferrule_server.executor.cuda import linears
 from ferrule_server.executor.cuda.buckets import bucket_sizes
 from ferrule_server.executor.cuda.buffers import DecodeBuffers, Limits, decode_buffer_bytes
@@ -22,7 +23,6 @@ from ferrule_server.executor.cuda.graphs import NODE_BYTES, GraphKey
 from ferrule_server.executor.cuda.kernel_choice import shape_of
 from ferrule_server.executor.cuda.memory_plan import format_plan, num_launches, plan_memory, weights_bytes
 from ferrule_server.executor.cuda.runner import create_runner
-from ferrule_server.executor.torch import bytes_per_block
 from ferrule_server.model import weights
 from ferrule_server.model.config import ModelConfig
 from tests.executor.cuda.fake_gpu import FakeGpu, FakeLaunch

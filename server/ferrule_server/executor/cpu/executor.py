@@ -1,4 +1,4 @@
-"""The executor of processors: every step runs on the kernels of ``kernels.cpu``, with the same bits whatever is around it.
+"""The executor of processors: every step runs on the kernels of ``kernels.cpu``.
 
 A row's results depend on its own sequence alone: on none of its neighbours, on no chunk, prefix or fork, and on no
 number of threads. If a kernel fails, torch takes over for good, and that promise ends with it::

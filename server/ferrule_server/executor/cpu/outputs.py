@@ -8,11 +8,11 @@ depend on what else its row returns.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from ferrule_server.executor.base import Int32Array, OutputSpec, RowOutput
+from ferrule_server.executor.base import Float32Array, Int32Array, OutputSpec, RowOutput
 from ferrule_server.executor.cpu.records import StepMemory
 from ferrule_server.executor.sampling.distributions import Choice
 from ferrule_server.executor.sampling.ranking import ranked_largest
@@ -45,16 +45,13 @@ def ask(memory: StepMemory, specs: Sequence[OutputSpec]) -> None:
 
 def _needs_logits(spec: OutputSpec) -> bool:
     """Whether an output needs its whole row of logits."""
+    return bool(spec.full_logits or _needs_choice(spec) or spec.logprob_ids or spec.num_top_logprobs > MOST_TOP)
+
+
+def _needs_choice(spec: OutputSpec) -> bool:
+    """Whether the token of an output is not just the one with the largest logit."""
     is_drawn = spec.sample is not None and spec.sample.temperature != 0
-    is_shaped = spec.shaping is not None and (spec.greedy or spec.sample is not None)
-    return bool(
-        spec.full_logits
-        or is_drawn
-        or is_shaped
-        or spec.draft is not None
-        or spec.logprob_ids
-        or spec.num_top_logprobs > MOST_TOP
-    )
+    return is_drawn or spec.draft is not None or (spec.shaping is not None and (spec.greedy or spec.sample is not None))
 
 
 def read_outputs(
@@ -74,63 +71,69 @@ def read_outputs(
         best_id = int(best[i])
         row = RowOutput(position + 1, is_finite=best_id >= 0)
         rows.append(row)
-        if not row.is_finite or spec == _PLAIN[0]:
-            continue
-        if spec == _PLAIN[1]:
+        if spec == _PLAIN[1] and row.is_finite:
             row.token = best_id
-            continue
-        _fill(memory, i, row, spec, best_id, histories[i] if histories else None)
+        elif spec != _PLAIN[0] and row.is_finite:
+            _Output(memory, i, spec, best_id).fill(row, histories[i] if histories else None)
     return rows
 
 
-def _fill(
-    memory: StepMemory, i: int, row: RowOutput, spec: OutputSpec, best_id: int, history: Int32Array | None
-) -> None:
-    choice = _choose(memory, i, row, spec, best_id, history)
-    if choice is not None:
-        row.token, row.is_accepted = choice.token, choice.is_accepted
-    if needs_normaliser(spec):
-        _fill_logprobs(memory, i, row, spec, choice, best_id)
-    if spec.full_logits:
-        row.logits = _logits(memory, i).copy()
-    if spec.hidden_state:
-        row.hidden_state = memory.hidden_state(i)
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """One output in the memory of a step.
 
+    Attributes:
+        memory: After the step.
+        place: Index of the output.
+        spec: What it returns.
+        best_id: The token with the largest logit.
+    """
 
-def _logits(memory: StepMemory, i: int) -> npt.NDArray[np.float32]:
-    return memory.logits[i, : memory.vocab_size]
+    memory: StepMemory
+    place: int
+    spec: OutputSpec
+    best_id: int
 
+    def fill(self, row: RowOutput, history: Int32Array | None) -> None:
+        """Write what the row returns."""
+        choice = self._choose(row.position, history)
+        if choice is not None:
+            row.token, row.is_accepted = choice.token, choice.is_accepted
+        if needs_normaliser(self.spec):
+            self._fill_logprobs(row, choice)
+        if self.spec.full_logits:
+            row.logits = self._logits.copy()
+        if self.spec.hidden_state:
+            row.hidden_state = self.memory.hidden_state(self.place)
 
-def _choose(
-    memory: StepMemory, i: int, row: RowOutput, spec: OutputSpec, best_id: int, history: Int32Array | None
-) -> Choice | None:
-    if spec.sample is None and not spec.greedy:
-        return None
-    is_best = spec.shaping is None and spec.draft is None and (spec.sample is None or spec.sample.temperature == 0)
-    return Choice(best_id, 0.0) if is_best else choose(_logits(memory, i), row.position, spec, best_id, history)
+    @property
+    def _logits(self) -> Float32Array:
+        return self.memory.logits[self.place, : self.memory.vocab_size]
 
+    def _choose(self, position: int, history: Int32Array | None) -> Choice | None:
+        spec = self.spec
+        if spec.sample is None and not spec.greedy:
+            return None
+        if _needs_choice(spec):
+            return choose(self._logits, position, spec, self.best_id, history)
+        return Choice(self.best_id, 0.0)
 
-def _fill_logprobs(
-    memory: StepMemory, i: int, row: RowOutput, spec: OutputSpec, choice: Choice | None, best_id: int
-) -> None:
-    _, best_logit, normaliser, entropy, target_logit = memory.results[i].tolist()
-    known = {best_id: best_logit, spec.target_id: target_logit}
-    token_ids = requested_ids(spec, choice)
-    values = [known[token_id] if token_id in known else float(memory.logits[i, token_id]) for token_id in token_ids]
-    if token_ids:
-        fill_logprobs(row, spec, choice, np.array(values, np.float64), normaliser)
-    if spec.num_top_logprobs > 0:
-        ids, logits = _top(memory, i, spec.num_top_logprobs)
-        row.top_ids, row.top_logprobs = ids, logprobs(logits, normaliser)
-    if spec.entropy:
-        row.entropy = entropy
+    def _fill_logprobs(self, row: RowOutput, choice: Choice | None) -> None:
+        _, best_logit, normaliser, entropy, target_logit = self.memory.results[self.place].tolist()
+        known = {self.best_id: best_logit, self.spec.target_id: target_logit}
+        token_ids = requested_ids(self.spec, choice)
+        values = [known[i] if i in known else float(self.memory.logits[self.place, i]) for i in token_ids]
+        if token_ids:
+            fill_logprobs(row, self.spec, choice, np.array(values, np.float64), normaliser)
+        if self.spec.num_top_logprobs > 0:
+            row.top_ids, logits = self._top(min(self.spec.num_top_logprobs, self.memory.vocab_size))
+            row.top_logprobs = logprobs(logits, normaliser)
+        if self.spec.entropy:
+            row.entropy = entropy
 
-
-def _top(memory: StepMemory, i: int, count: int) -> tuple[Int32Array, npt.NDArray[np.float32]]:
-    """Return the ids and logits of the largest, largest first."""
-    if count <= MOST_TOP:
-        count = min(count, memory.vocab_size)
-        return memory.top_ids[i, :count].copy(), memory.top_logits[i, :count].copy()
-    logits = _logits(memory, i)
-    ids = ranked_largest(logits, count).astype(np.int32)
-    return ids, logits[ids]
+    def _top(self, count: int) -> tuple[Int32Array, Float32Array]:
+        """Return the ids and logits of the largest, largest first."""
+        if count <= MOST_TOP:
+            return self.memory.top_ids[self.place, :count].copy(), self.memory.top_logits[self.place, :count].copy()
+        ids = ranked_largest(self._logits, count).astype(np.int32)
+        return ids, self._logits[ids]

@@ -1,4 +1,4 @@
-"""Which models the kernels of a processor run, and how they are compiled for one. What is not listed here runs in torch, with the reason."""
+"""Which models the kernels of a processor run, and how they are compiled for one; torch runs all others."""
 
 from __future__ import annotations
 

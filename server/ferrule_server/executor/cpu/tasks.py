@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -70,7 +71,7 @@ class TaskPlanner:
     def _pieces(self, batch: StepBatch) -> Iterator[tuple[int, ...]]:
         """Yield tasks with as many rows as one has at most."""
         bounds, positions = batch.cu_seqlens_q.tolist(), batch.positions.tolist()
-        for seq, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        for seq, (begin, end) in enumerate(pairwise(bounds)):
             for row in range(begin, end, self._rows):
                 count = min(self._rows, end - row)
                 num_tiles = positions[row + count - 1] // TILE_TOKENS + 1

@@ -182,7 +182,7 @@ def _interleaved(values: Tensor) -> Tensor:
     """Return rows of gate, then up, as units of 32 rows of gate and the same 32 rows of up."""
     half = values.shape[0] // 2
     rows = -(-half // _HALF) * _HALF
-    gate, up = (_padded(part, rows).view(-1, _HALF, *values.shape[1:]) for part in values.split(half))
+    gate, up = (_padded(part, rows).view(-1, _HALF, *values.shape[1:]) for part in torch.split(values, half))
     return torch.cat((gate, up), 1).flatten(0, 1)
 
 

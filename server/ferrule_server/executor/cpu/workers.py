@@ -64,7 +64,7 @@ class Workers:
     def _help(self, number: int) -> None:
         try:
             self._run(self._sync.address, number)
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - the other threads must not wait for this one, whatever ended it
             _log.exception("event=step_thread_failed thread=%d", number)
         finally:
             self._sync.abort(len(self._threads) + 1)

@@ -51,15 +51,15 @@ def norm_row(plan: Plan, row: int, weight: int, size: int, eps: float, out: int)
     for i in range(0, size, LANES):
         x = load(row + 4 * i)
         squares = fma(x, x, squares)
-    scale = splat(_inverse_root(sum_of(squares), size, eps))
+    scale = _inverse_root(sum_of(squares), size, eps)
     for i in range(0, size, LANES):
         store_input(plan, out, i, multiply(multiply(load(row + 4 * i), scale), load(weight + 4 * i)))
 
 
 @kernel
-def _inverse_root(squares: int, size: int, eps: float) -> float:
-    """Return 1 / sqrt(mean square + eps)."""
-    return np.float32(1) / np.float32(math.sqrt(squares / np.float32(size) + eps))
+def _inverse_root(squares: float, size: int, eps: float) -> Lanes:
+    """Return 1 / sqrt(mean square + eps) in all lanes."""
+    return splat(np.float32(1) / np.float32(math.sqrt(squares / np.float32(size) + eps)))
 
 
 @kernel
@@ -69,13 +69,13 @@ def norm_head(plan: Plan, head: int, weight: int, eps: float) -> None:
     for i in range(0, plan.head_dim, LANES):
         x = load(head + 4 * i)
         squares = fma(x, x, squares)
-    scale = splat(_inverse_root(sum_of(squares), plan.head_dim, eps))
+    scale = _inverse_root(sum_of(squares), plan.head_dim, eps)
     for i in range(0, plan.head_dim, LANES):
         store(head + 4 * i, multiply(multiply(load(head + 4 * i), scale), load(weight + 4 * i)))
 
 
 @kernel
-def rotate_head(plan: Plan, head: int, rotation: int, scale: float) -> None:
+def rotate_head(plan: Plan, head: int, rotation: int, scale: np.float32) -> None:
     """Rotate a float32 head in place by the angles of a row, and multiply it by a number."""
     half = plan.head_dim // 2
     factor = splat(scale)

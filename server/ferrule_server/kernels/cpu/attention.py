@@ -243,7 +243,7 @@ def _weigh(
 
 @kernel
 def _merge(plan: Plan, state: int, fresh: int, num_queries: int) -> None:
-    """Merge the state of a later tile into that of the earlier ones; a tile that a query does not see changes nothing."""
+    """Merge the state of a later tile into that of earlier ones; a tile that a query does not see changes nothing."""
     for query in range(num_queries):
         place = 4 * (num_queries * plan.head_dim + query)
         old, new = state + place, fresh + place

@@ -68,7 +68,7 @@ def _for_each_count(builder: Builder, count: Value, write_code: Callable[[int], 
 @intrinsic
 def score_block(
     typing: Any, plan: Any, queries: Any, num_queries: Any, keys: Any, scores: Any, score_bytes: Any
-) -> Any:  # noqa: ARG001
+) -> Any:
     """Write the products of queries and the 16 keys of a block.
 
     Args:
@@ -109,14 +109,14 @@ def score_block(
 
 @intrinsic
 def weigh_block(
-    typing: Any,  # noqa: ARG001
+    typing: Any,
     plan: Any,
-    weights: Any,  # noqa: ARG001
-    weight_bytes: Any,  # noqa: ARG001
-    num_queries: Any,  # noqa: ARG001
-    values: Any,  # noqa: ARG001
-    num_tokens: Any,  # noqa: ARG001
-    out: Any,  # noqa: ARG001
+    weights: Any,
+    weight_bytes: Any,
+    num_queries: Any,
+    values: Any,
+    num_tokens: Any,
+    out: Any,
 ) -> Any:
     """Add the values of the first tokens of a block, each times its weight, to the outputs of some queries.
 

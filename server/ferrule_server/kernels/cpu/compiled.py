@@ -61,16 +61,17 @@ def compile_kernels(plan: Plan, cache: Path | None, on_progress: Callable[[int, 
         config.CACHE_DIR = str(cache / _version())
     stage = types.int64(PlanType(plan), *[types.int64] * 7)
     signatures = {linear: stage, attend: stage, merge: stage, work: types.int64(PlanType(plan), *[types.int64] * 4)}
-    compiled = []
+    compiled: list[Any] = []
     for kernel, signature in signatures.items():
         on_progress(len(compiled), len(signatures))
-        compiled.append(cfunc(signature, cache=cache is not None)(kernel.py_func))
+        compiled.append(cfunc(signature, cache=cache is not None)(kernel.py_func))  # type: ignore[attr-defined]
     on_progress(len(compiled), len(signatures))
-    return Kernels(_WORK(compiled[3].address), *(each.address for each in compiled[:3]), tuple(compiled))
+    linear_code, attend_code, merge_code = (each.address for each in compiled[:3])
+    return Kernels(_WORK(compiled[3].address), linear_code, attend_code, merge_code, tuple(compiled))
 
 
 def usable_cache(folder: Path | None) -> Path | None:
-    """Return the folder for machine code, below a folder or the user's cache; None, with a warning, if it is read-only."""
+    """Return the folder for machine code, by default in the user's cache; None, with a warning, if it is read-only."""
     parent = folder or Path("~/.cache/ferrule")
     try:
         parent = parent.expanduser()

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, overload_method
+from numba.extending import intrinsic
 
 from ferrule_server.kernels.cpu.lanes import (
     F32,
@@ -41,9 +41,9 @@ from ferrule_server.kernels.cpu.lanes import (
     spread,
     write,
 )
-from ferrule_server.kernels.cpu.plan import Plan, PlanType
+from ferrule_server.kernels.cpu.plan import Plan
 
-__all__ = ["GROUP", "TILE_INPUTS", "dot_group", "most_rows"]
+__all__ = ["GROUP", "TILE_INPUTS", "dot_group"]
 
 GROUP: Final = 64
 """Outputs of a group."""
@@ -55,35 +55,23 @@ PF = 8192
 _PAIRS: Final = TILE_INPUTS // 2
 
 
-def most_rows(plan: Plan) -> int:
-    """Return how many rows of inputs :func:`dot_group` takes at most."""
-    return 12 if plan.instructions == "avx512-bf16" and not plan.is_emulated else 5
-
-
 def _tiles_at_once(plan: Plan, num_rows: int) -> int:
     """Return how many tiles are multiplied together, so that all sums stay in registers."""
-    registers = 24 if plan.instructions == "avx512-bf16" and not plan.is_emulated else 5
-    return max(num for num in (1, 2, 4) if num == 1 or num * num_rows <= max(registers, 4))
-
-
-@overload_method(PlanType, "rows_at_once")
-def _rows_at_once(plan):  # type: ignore[no-untyped-def]
-    """Give kernels :func:`most_rows` as a constant."""
-    count = most_rows(plan.plan)
-    return lambda plan: count  # noqa: ARG005
+    sums = 2 * plan.rows_at_once if plan.rows_at_once > 5 else 5
+    return max(num for num in (1, 2, 4) if num == 1 or num * num_rows <= sums)
 
 
 @intrinsic
 def dot_group(
-    typing: Any,  # noqa: ARG001
+    typing: Any,
     plan: Any,
-    weight: Any,  # noqa: ARG001
-    num_tiles: Any,  # noqa: ARG001
-    num_rows: Any,  # noqa: ARG001
-    inputs: Any,  # noqa: ARG001
-    row_bytes: Any,  # noqa: ARG001
-    out: Any,  # noqa: ARG001
-    out_row_bytes: Any,  # noqa: ARG001
+    weight: Any,
+    num_tiles: Any,
+    num_rows: Any,
+    inputs: Any,
+    row_bytes: Any,
+    out: Any,
+    out_row_bytes: Any,
 ) -> Any:
     """Write the products of rows of inputs and a group of 64 rows of a weight.
 
@@ -91,7 +79,7 @@ def dot_group(
         plan: How to multiply.
         weight: Address of the group.
         num_tiles: Inputs of a row / 32.
-        num_rows: From 1 to ``most_rows(plan)``.
+        num_rows: From 1 to ``plan.rows_at_once``.
         inputs: Address of the first row of inputs.
         row_bytes: From one row of inputs to the next.
         out: Address of float32 [num_rows, 64].
@@ -102,7 +90,7 @@ def dot_group(
     def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
         _, weight, num_tiles, num_rows, inputs, row_bytes, out, out_row_bytes = args
         done = builder.append_basic_block("dot.done")
-        blocks = [builder.append_basic_block(f"dot.{rows}") for rows in range(1, most_rows(chosen) + 1)]
+        blocks = [builder.append_basic_block(f"dot.{rows}") for rows in range(1, chosen.rows_at_once + 1)]
         switch = builder.switch(num_rows, blocks[0])
         for rows, block in enumerate(blocks, 1):
             switch.add_case(ir.Constant(I64, rows), block)

@@ -122,7 +122,7 @@ def _keep_sums(logits: int, width: int, top: float, place: int) -> None:
 
 @kernel
 def _keep_top(logits: int, first: int, width: int, top: float, count: int, best: int, entries: int) -> None:
-    """Keep the ``count`` largest logits seen so far, largest first, with their ids; among equals the lowest id first."""
+    """Keep the ``count`` largest logits seen so far with their ids: largest first, among equals the lowest id first."""
     known = read_int32(best + 12)
     if known == count and top <= read_float32(entries + 8 * (known - 1)):
         return

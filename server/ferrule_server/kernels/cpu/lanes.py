@@ -63,7 +63,7 @@ lanes = LanesType()
 
 
 @register_model(LanesType)
-class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
+class _LanesModel(models.PrimitiveModel):
     """Lanes are one LLVM vector."""
 
     def __init__(self, dmm: Any, fe_type: Any) -> None:
@@ -150,19 +150,19 @@ def _rounded_bits(builder: Builder, x: Value) -> Value:
 
 
 @intrinsic
-def load(typing: Any, address: Any) -> Any:  # noqa: ARG001
+def load(typing: Any, address: Any) -> Any:
     """Return 16 float32 numbers at an address."""
     return lanes(types.int64), lambda _c, b, _s, a: read(b, a[0], F32X16, 4)
 
 
 @intrinsic
-def load_bfloat16(typing: Any, address: Any) -> Any:  # noqa: ARG001
+def load_bfloat16(typing: Any, address: Any) -> Any:
     """Return 16 bfloat16 numbers at an address."""
     return lanes(types.int64), lambda _c, b, _s, a: widen(b, read(b, a[0], I16X16, 2))
 
 
 @intrinsic
-def store(typing: Any, address: Any, x: Any) -> Any:  # noqa: ARG001
+def store(typing: Any, address: Any, x: Any) -> Any:
     """Write 16 float32 numbers to an address."""
 
     def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
@@ -173,7 +173,7 @@ def store(typing: Any, address: Any, x: Any) -> Any:  # noqa: ARG001
 
 
 @intrinsic
-def store_bfloat16(typing: Any, address: Any, x: Any) -> Any:  # noqa: ARG001
+def store_bfloat16(typing: Any, address: Any, x: Any) -> Any:
     """Write 16 numbers to an address, rounded to bfloat16."""
 
     def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
@@ -185,7 +185,7 @@ def store_bfloat16(typing: Any, address: Any, x: Any) -> Any:  # noqa: ARG001
 
 
 @intrinsic
-def round_to_bfloat16(typing: Any, x: Any) -> Any:  # noqa: ARG001
+def round_to_bfloat16(typing: Any, x: Any) -> Any:
     """Return the lanes rounded to the precision of bfloat16, as float32."""
 
     def emit(_context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
@@ -195,37 +195,37 @@ def round_to_bfloat16(typing: Any, x: Any) -> Any:  # noqa: ARG001
 
 
 @intrinsic
-def splat(typing: Any, x: Any) -> Any:  # noqa: ARG001
+def splat(typing: Any, x: Any) -> Any:
     """Return a number in all lanes."""
     return lanes(types.float32), lambda _c, b, _s, a: spread(b, a[0], F32X16)
 
 
 @intrinsic
-def fma(typing: Any, x: Any, y: Any, z: Any) -> Any:  # noqa: ARG001
+def fma(typing: Any, x: Any, y: Any, z: Any) -> Any:
     """Return x * y + z, rounded once."""
     return lanes(lanes, lanes, lanes), lambda _c, b, _s, a: emit_fma(b, *a)
 
 
 @intrinsic
-def add(typing: Any, x: Any, y: Any) -> Any:  # noqa: ARG001
+def add(typing: Any, x: Any, y: Any) -> Any:
     """Return x + y."""
     return lanes(lanes, lanes), lambda _c, b, _s, a: b.fadd(*a)
 
 
 @intrinsic
-def subtract(typing: Any, x: Any, y: Any) -> Any:  # noqa: ARG001
+def subtract(typing: Any, x: Any, y: Any) -> Any:
     """Return x - y."""
     return lanes(lanes, lanes), lambda _c, b, _s, a: b.fsub(*a)
 
 
 @intrinsic
-def multiply(typing: Any, x: Any, y: Any) -> Any:  # noqa: ARG001
+def multiply(typing: Any, x: Any, y: Any) -> Any:
     """Return x * y."""
     return lanes(lanes, lanes), lambda _c, b, _s, a: b.fmul(*a)
 
 
 @intrinsic
-def divide(typing: Any, x: Any, y: Any) -> Any:  # noqa: ARG001
+def divide(typing: Any, x: Any, y: Any) -> Any:
     """Return x / y."""
     return lanes(lanes, lanes), lambda _c, b, _s, a: b.fdiv(*a)
 
@@ -235,19 +235,19 @@ def _emit_maximum(builder: Builder, x: Value, y: Value) -> Value:
 
 
 @intrinsic
-def maximum(typing: Any, x: Any, y: Any) -> Any:  # noqa: ARG001
+def maximum(typing: Any, x: Any, y: Any) -> Any:
     """Return the larger of x and y; y where one of them is NaN."""
     return lanes(lanes, lanes), lambda _c, b, _s, a: _emit_maximum(b, *a)
 
 
 @intrinsic
-def lane_numbers(typing: Any) -> Any:  # noqa: ARG001
+def lane_numbers(typing: Any) -> Any:
     """Return the numbers 0 to 15."""
     return lanes(), lambda _c, _b, _s, _a: ir.Constant(F32X16, [float(i) for i in range(LANES)])
 
 
 @intrinsic
-def select_below(typing: Any, count: Any, x: Any, y: Any) -> Any:  # noqa: ARG001
+def select_below(typing: Any, count: Any, x: Any, y: Any) -> Any:
     """Return the first ``count`` lanes of x and the other lanes of y."""
 
     def emit(_context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
@@ -269,13 +269,13 @@ def fold(builder: Builder, x: Value, combine: Any) -> Value:
 
 
 @intrinsic
-def sum_of(typing: Any, x: Any) -> Any:  # noqa: ARG001
+def sum_of(typing: Any, x: Any) -> Any:
     """Return the sum of all lanes, in the order of :func:`fold`."""
     return types.float32(lanes), lambda _c, b, _s, a: fold(b, a[0], b.fadd)
 
 
 @intrinsic
-def max_of(typing: Any, x: Any) -> Any:  # noqa: ARG001
+def max_of(typing: Any, x: Any) -> Any:
     """Return the largest lane; undefined if a lane is NaN."""
 
     def emit(_context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
@@ -311,13 +311,13 @@ def _emit_exp(builder: Builder, x: Value) -> Value:
 
 
 @intrinsic
-def exp(typing: Any, x: Any) -> Any:  # noqa: ARG001
-    """Return exp(x) with a relative error of at most 3e-7; x is limited to -87 .. 88, and NaN stays NaN."""
+def exp(typing: Any, x: Any) -> Any:
+    """Return the exponential with a relative error of at most 3e-7; x is limited to -87 .. 88, and NaN stays NaN."""
     return lanes(lanes), lambda _c, b, _s, a: _emit_exp(b, a[0])
 
 
 @intrinsic
-def prefetch(typing: Any, address: Any) -> Any:  # noqa: ARG001
+def prefetch(typing: Any, address: Any) -> Any:
     """Bring the cache line of an address near; nothing happens if there is no memory at it."""
 
     def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:

@@ -79,7 +79,7 @@ def linear(
     group_bytes = num_tiles * TILE_INPUTS * GROUP * element
     sums = step.scratch + thread * step.scratch_bytes
     sum_bytes = 4 * GROUP * groups_at_once
-    most = plan.rows_at_once()
+    most = plan.rows_at_once
     block_rows = max(most, _CACHED_BYTES // input_bytes)
     num_blocks = (num_rows + block_rows - 1) // block_rows
     while True:
@@ -209,7 +209,7 @@ def _project_heads(
 def _finish_query(plan: Plan, model: Record, layer: Record, step: Record, row: int, head: int, place: int) -> None:
     if plan.has_qk_norm:
         norm_head(plan, place, layer.q_norm, model.norm_eps)
-    rotate_head(plan, place, step.rotations + 4 * row * plan.head_dim, plan.score_scale)
+    rotate_head(plan, place, step.rotations + 4 * row * plan.head_dim, np.float32(plan.score_scale))
     out = step.queries + 4 * (row * model.num_heads + head) * plan.head_dim
     for i in range(0, plan.head_dim, LANES):
         store(out + 4 * i, load(place + 4 * i))

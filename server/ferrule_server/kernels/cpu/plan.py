@@ -41,9 +41,14 @@ class Plan:
     block_size: int = 16
 
     @property
-    def score_scale(self) -> np.float32:
+    def score_scale(self) -> float:
         """The factor of attention scores, 1 / sqrt(head_dim)."""
-        return np.float32(self.head_dim**-0.5)
+        return float(np.float32(self.head_dim**-0.5))
+
+    @property
+    def rows_at_once(self) -> int:
+        """The most rows of inputs that are multiplied together, so that all sums stay in registers."""
+        return 12 if self.instructions == "avx512-bf16" and not self.is_emulated else 5
 
     @property
     def has_wide_inputs(self) -> bool:
@@ -60,7 +65,7 @@ class PlanType(types.Type):
 
 
 @register_model(PlanType)
-class _PlanModel(models.OpaqueModel):  # type: ignore[misc]
+class _PlanModel(models.OpaqueModel):
     """Nothing of a plan exists at run time."""
 
 
@@ -85,7 +90,7 @@ def _declare(name: str) -> None:
     @overload_attribute(PlanType, name)
     def _attribute(plan):  # type: ignore[no-untyped-def]
         value = getattr(plan.plan, name)
-        return lambda plan: value  # noqa: ARG005
+        return lambda plan: value  # noqa: ARG005  (Numba matches its name)
 
 
 for _name in _ATTRIBUTES:

@@ -36,7 +36,7 @@ WANTS_SUMS: Final = 2
 MOST_TOP: Final = 64
 """The most of the largest logits that are kept of a row."""
 RESULT_FIELDS: Final = 5
-"""float64 fields of an output: best token (-1: a logit is NaN or infinite), its logit, log sum, entropy, target logit."""
+"""float64 fields of an output: best token (-1: a logit is not finite), its logit, log sum, entropy, target logit."""
 BEST_BYTES: Final = 32
 """What a thread keeps of an output: largest logit, its token, whether all are finite, number of top entries, merged."""
 
@@ -103,7 +103,7 @@ def _record_at(kind: np.dtype[Any]) -> Any:
     record = from_dtype(kind)
 
     @intrinsic
-    def at(typing: Any, address: Any) -> Any:  # noqa: ARG001
+    def at(typing: Any, address: Any) -> Any:
         def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
             return builder.inttoptr(args[0], context.get_value_type(record))
 

@@ -14,19 +14,19 @@ __all__ = ["read_bfloat16", "read_float32", "read_int32", "write_float32", "writ
 
 
 @intrinsic
-def read_int32(typing: Any, address: Any) -> Any:  # noqa: ARG001
+def read_int32(typing: Any, address: Any) -> Any:
     """Return the int32 number at an address as int64."""
     return types.int64(types.int64), lambda _c, b, _s, a: b.sext(read(b, a[0], I32, 4), I64)
 
 
 @intrinsic
-def read_float32(typing: Any, address: Any) -> Any:  # noqa: ARG001
+def read_float32(typing: Any, address: Any) -> Any:
     """Return the float32 number at an address."""
     return types.float32(types.int64), lambda _c, b, _s, a: read(b, a[0], F32, 4)
 
 
 @intrinsic
-def read_bfloat16(typing: Any, address: Any) -> Any:  # noqa: ARG001
+def read_bfloat16(typing: Any, address: Any) -> Any:
     """Return the bfloat16 number at an address as float32."""
 
     def emit(_context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
@@ -37,19 +37,19 @@ def read_bfloat16(typing: Any, address: Any) -> Any:  # noqa: ARG001
 
 
 @intrinsic
-def write_float32(typing: Any, address: Any, value: Any) -> Any:  # noqa: ARG001
+def write_float32(typing: Any, address: Any, value: Any) -> Any:
     """Write a float32 number to an address."""
     return types.void(types.int64, types.float32), _write
 
 
 @intrinsic
-def write_float64(typing: Any, address: Any, value: Any) -> Any:  # noqa: ARG001
+def write_float64(typing: Any, address: Any, value: Any) -> Any:
     """Write a float64 number to an address."""
     return types.void(types.int64, types.float64), _write
 
 
 @intrinsic
-def write_int32(typing: Any, address: Any, value: Any) -> Any:  # noqa: ARG001
+def write_int32(typing: Any, address: Any, value: Any) -> Any:
     """Write an int64 number to an address as int32."""
 
     def emit(context: Any, builder: Builder, signature: Any, args: Any) -> Value:

@@ -44,7 +44,7 @@ def num_stages(num_layers: int) -> int:
 
 
 @intrinsic
-def _call(typing, kernel, model, layer, step, sync, thread, stage, kind):  # type: ignore[no-untyped-def]  # noqa: ARG001
+def _call(typing, kernel, model, layer, step, sync, thread, stage, kind):  # type: ignore[no-untyped-def]
     """Call the machine code of a kernel; its plan is nothing at run time."""
 
     def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:

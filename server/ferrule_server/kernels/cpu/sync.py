@@ -48,7 +48,7 @@ _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 
 @intrinsic
-def _atomic_add(typing: Any, address: Any, value: Any) -> Any:  # noqa: ARG001
+def _atomic_add(typing: Any, address: Any, value: Any) -> Any:
     """Add to a word and return what it was."""
 
     def emit(_context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
@@ -58,13 +58,13 @@ def _atomic_add(typing: Any, address: Any, value: Any) -> Any:  # noqa: ARG001
 
 
 @intrinsic
-def _atomic_read(typing: Any, address: Any) -> Any:  # noqa: ARG001
+def _atomic_read(typing: Any, address: Any) -> Any:
     """Return a word; later reads see what was written before it was."""
     return types.int64(types.int64), lambda _c, b, _s, a: b.load_atomic(pointer(b, a[0], I64), "acquire", 8)
 
 
 @intrinsic
-def _atomic_write(typing: Any, address: Any, value: Any) -> Any:  # noqa: ARG001
+def _atomic_write(typing: Any, address: Any, value: Any) -> Any:
     """Write a word, after everything written before."""
 
     def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
@@ -75,7 +75,7 @@ def _atomic_write(typing: Any, address: Any, value: Any) -> Any:  # noqa: ARG001
 
 
 @intrinsic
-def _relax(typing: Any) -> Any:  # noqa: ARG001
+def _relax(typing: Any) -> Any:
     """Tell the processor that this thread spins."""
 
     def emit(context: Any, builder: Builder, _signature: Any, _args: Any) -> Value:
@@ -105,7 +105,7 @@ class SyncBlock:
             _C.sem_init(ctypes.c_void_p(self._semaphore(thread)), 0, 0)
 
     def abort(self, num_threads: int) -> None:
-        """End the step and every later one: threads leave the barrier at which they wait, and parked ones are released."""
+        """End this step and every later one: waiting threads leave their barrier, and parked ones are released."""
         ctypes.c_int64.from_address(self.address + _IS_ABORTED).value = 1
         for thread in range(num_threads):
             _C.sem_post(ctypes.c_void_p(self._semaphore(thread)))

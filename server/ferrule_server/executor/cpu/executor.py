@@ -116,7 +116,7 @@ class NumbaCpuExecutor:
             num_threads=options.num_threads,
         )
         self._planner = TaskPlanner(
-            config.num_kv_heads, options.plan.num_queries_per_kv, options.num_threads, self._memory.num_partials
+            config.num_kv_heads, config.num_heads // config.num_kv_heads, options.num_threads, self._memory.num_partials
         )
         record = ModelRecord(config, self._packed, self._pool.tensor, kernels)
         step_address = self._memory.address

@@ -70,6 +70,8 @@ class ModelRecord:
             "hidden_size": config.hidden_size,
             "num_heads": config.num_heads,
             "num_kv_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "num_queries_per_kv": config.num_heads // config.num_kv_heads,
             "vocab_size": config.vocab_size,
             "is_tied": packed.embedding is packed.head,
             "hidden_tiles": _inputs(config.hidden_size) // TILE_INPUTS,
@@ -96,7 +98,7 @@ class ModelRecord:
             "attend_kernel": kernels.attend,
             "merge_kernel": kernels.merge,
         }
-        _fill(self._model, {**sizes, **addresses, "norm_eps": config.norm_eps})
+        _fill(self._model, {**sizes, **addresses, "norm_eps": config.norm_eps, "score_scale": config.head_dim**-0.5})
         self.address = self._model.ctypes.data
         self.num_stages = num_stages(config.num_layers)
 
@@ -153,7 +155,7 @@ class StepMemory:
         self._step["logit_bytes"] = 4 * vocab
         self._make_activations(config)
         self._make_outputs(config, num_threads)
-        self._make_scratch(config, plan, max_context, num_threads)
+        self._make_scratch(config, max_context, num_threads)
         self._rows = {
             name: self._new(name, (max_rows,), torch.int32).numpy()
             for name in ("token_ids", "positions", "slot_mapping", "output_rows")
@@ -196,13 +198,14 @@ class StepMemory:
         self._new("tops", (num_threads, count, MOST_TOP, 2))
         self._new("sums", (count, _groups(config.vocab_size), 4))
 
-    def _make_scratch(self, config: ModelConfig, plan: Plan, max_context: int, num_threads: int) -> None:
-        attention = attention_scratch_bytes(config.head_dim, plan.num_queries_per_kv)
+    def _make_scratch(self, config: ModelConfig, max_context: int, num_threads: int) -> None:
+        group = config.num_heads // config.num_kv_heads
+        attention = attention_scratch_bytes(config.head_dim, group)
         sums = _PADDING_ROWS * 4 * GROUP * HeadUnits.of(config).groups
         size = -(-max(attention, sums) // 4096) * 4096
         self._new("scratch", (num_threads, size), torch.uint8)
         self._step["scratch_bytes"] = size
-        one = partial_bytes(config.head_dim, plan.num_queries_per_kv)
+        one = partial_bytes(config.head_dim, group)
         wanted = 2 * config.num_kv_heads * -(-max_context // TILE_TOKENS)
         self.num_partials = min(wanted, _MOST_PARTIAL_BYTES // one) if num_threads > 1 else 0
         self._new("partials", (self.num_partials, one), torch.uint8)

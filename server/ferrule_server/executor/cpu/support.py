@@ -35,6 +35,4 @@ def plan_for(config: ModelConfig, instructions: Instructions, dtype: str) -> Pla
         is_emulated=False,
         is_bfloat16=dtype == "bfloat16",
         head_dim=config.head_dim,
-        num_queries_per_kv=config.num_heads // config.num_kv_heads,
-        has_qk_norm=config.has_qk_norm,
     )

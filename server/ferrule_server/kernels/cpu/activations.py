@@ -63,21 +63,21 @@ def _inverse_root(squares: float, size: int, eps: float) -> Lanes:
 
 
 @kernel
-def norm_head(plan: Plan, head: int, weight: int, eps: float) -> None:
+def norm_head(head: int, weight: int, size: int, eps: float) -> None:
     """Normalise a float32 head in place."""
     squares = splat(np.float32(0))
-    for i in range(0, plan.head_dim, LANES):
+    for i in range(0, size, LANES):
         x = load(head + 4 * i)
         squares = fma(x, x, squares)
-    scale = _inverse_root(sum_of(squares), plan.head_dim, eps)
-    for i in range(0, plan.head_dim, LANES):
+    scale = _inverse_root(sum_of(squares), size, eps)
+    for i in range(0, size, LANES):
         store(head + 4 * i, multiply(multiply(load(head + 4 * i), scale), load(weight + 4 * i)))
 
 
 @kernel
-def rotate_head(plan: Plan, head: int, rotation: int, scale: np.float32) -> None:
+def rotate_head(head: int, size: int, rotation: int, scale: np.float32) -> None:
     """Rotate a float32 head in place by the angles of a row, and multiply it by a number."""
-    half = plan.head_dim // 2
+    half = size // 2
     factor = splat(scale)
     for i in range(0, half, LANES):
         cos, sin = load(rotation + 4 * i), load(rotation + 4 * (half + i))
@@ -87,9 +87,9 @@ def rotate_head(plan: Plan, head: int, rotation: int, scale: np.float32) -> None
 
 
 @kernel
-def rotation_row(plan: Plan, position: int, frequencies: int, out: int) -> None:
+def rotation_row(position: int, frequencies: int, size: int, out: int) -> None:
     """Write the cosines, then the sines, of the angles of a position; float64 makes them the same everywhere."""
-    half = plan.head_dim // 2
+    half = size // 2
     for i in range(half):
         angle = np.float64(np.float32(position) * read_float32(frequencies + 4 * i))
         write_float32(out + 4 * i, np.float32(math.cos(angle)))

@@ -87,7 +87,7 @@ def _state_bytes(plan: Plan, num_queries: int) -> int:
 
 @kernel
 def attend(
-    plan: Plan, model_address: int, layer_address: int, step_address: int, sync: int, thread: int, stage: int, kind: int
+    plan: Plan, model_address: int, layer_address: int, step_address: int, sync: int, thread: int, stage: int, kind: np.int64
 ) -> int:
     """Run this thread's part of the attention of a layer: the tasks that it claims, one KV head at a time."""
     model, layer, step = model_at(model_address), layer_at(layer_address), step_at(step_address)
@@ -102,7 +102,7 @@ def attend(
 
 @kernel
 def merge(
-    plan: Plan, model_address: int, layer_address: int, step_address: int, sync: int, thread: int, stage: int, kind: int
+    plan: Plan, model_address: int, layer_address: int, step_address: int, sync: int, thread: int, stage: int, kind: np.int64
 ) -> int:
     """Run this thread's part of merging the partials of a layer."""
     model, step = model_at(model_address), step_at(step_address)
@@ -111,7 +111,7 @@ def merge(
         if item >= step.num_merges * model.num_kv_heads:
             return 0
         task = step.merges + item // model.num_kv_heads * (4 * TASK_FIELDS)
-        _merge_partials(plan, step, task, item % model.num_kv_heads)
+        _merge_partials(plan, model, step, task, item % model.num_kv_heads)
 
 
 @kernel
@@ -119,7 +119,7 @@ def _attend_task(
     plan: Plan, model: Record, step: Record, layer_offset: int, task: int, head: int, scratch: int
 ) -> None:
     """Compute one KV head of one task; write the outputs of its rows, or the partials of its tiles."""
-    group = plan.num_queries_per_kv
+    group = model.num_queries_per_kv
     seq, row, num_rows = read_int32(task), read_int32(task + 4), read_int32(task + 8)
     first_tile, last_tile = read_int32(task + 12), read_int32(task + 16)
     num_tiles, partial = read_int32(task + 20), read_int32(task + 24)
@@ -139,24 +139,24 @@ def _attend_task(
         if partial < 0 and tile > first_tile:
             _merge(plan, state, fresh, num_queries)
     if partial < 0:
-        _write_rows(plan, step, row, num_rows, head, state)
+        _write_rows(plan, model, step, row, num_rows, head, state)
 
 
 @kernel
-def _merge_partials(plan: Plan, step: Record, task: int, head: int) -> None:
+def _merge_partials(plan: Plan, model: Record, step: Record, task: int, head: int) -> None:
     """Merge the partials of one KV head of some rows in order, and write the outputs of the rows."""
     row, num_rows = read_int32(task + 4), read_int32(task + 8)
     num_tiles, partial = read_int32(task + 20), read_int32(task + 24)
     state = step.partials + (partial + head * num_tiles) * step.partial_bytes
     for tile in range(1, num_tiles):
-        _merge(plan, state, state + tile * step.partial_bytes, num_rows * plan.num_queries_per_kv)
-    _write_rows(plan, step, row, num_rows, head, state)
+        _merge(plan, state, state + tile * step.partial_bytes, num_rows * model.num_queries_per_kv)
+    _write_rows(plan, model, step, row, num_rows, head, state)
 
 
 @kernel
 def _gather_queries(plan: Plan, model: Record, step: Record, row: int, num_rows: int, head: int, queries: int) -> None:
     """Copy the queries of one KV head together: row after row, its query heads in order."""
-    size = plan.num_queries_per_kv * plan.head_dim
+    size = model.num_queries_per_kv * plan.head_dim
     for i in range(num_rows):
         source = step.queries + 4 * ((row + i) * model.num_heads * plan.head_dim + head * size)
         for j in range(0, size, LANES):
@@ -182,7 +182,7 @@ def _attend_tile(
     begin = tile * TILE_TOKENS
     end = min(begin + TILE_TOKENS, read_int32(step.positions + 4 * (row + num_rows - 1)) + 1)
     num_blocks = (end - begin + _BLOCK - 1) // _BLOCK
-    num_queries = num_rows * plan.num_queries_per_kv
+    num_queries = num_rows * model.num_queries_per_kv
     keys = model.pool + layer_offset + head * model.head_bytes
     values = keys + model.num_kv_heads * model.head_bytes
     table += 4 * (begin // _BLOCK)
@@ -196,7 +196,7 @@ def _attend_tile(
             place = scores + 4 * (query * TILE_TOKENS + block * _BLOCK)
             score_block(plan, queries + query * 4 * plan.head_dim, count, keys + base, place, 4 * TILE_TOKENS)
     for query in range(num_queries):
-        own = read_int32(step.positions + 4 * (row + query // plan.num_queries_per_kv)) + 1 - begin
+        own = read_int32(step.positions + 4 * (row + query // model.num_queries_per_kv)) + 1 - begin
         visible = max(0, min(own, end - begin))
         top = state + 4 * (num_queries * plan.head_dim + query)
         _soften(scores + 4 * query * TILE_TOKENS, num_blocks * _BLOCK, visible, top, top + 4 * num_queries)
@@ -261,9 +261,9 @@ def _merge(plan: Plan, state: int, fresh: int, num_queries: int) -> None:
 
 
 @kernel
-def _write_rows(plan: Plan, step: Record, row: int, num_rows: int, head: int, state: int) -> None:
+def _write_rows(plan: Plan, model: Record, step: Record, row: int, num_rows: int, head: int, state: int) -> None:
     """Write the outputs of a task's rows for the query heads of one KV head."""
-    group = plan.num_queries_per_kv
+    group = model.num_queries_per_kv
     num_queries = num_rows * group
     for query in range(num_queries):
         out = step.attended + (row + query // group) * step.attended_bytes

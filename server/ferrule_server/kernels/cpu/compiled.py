@@ -12,7 +12,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -59,8 +59,13 @@ def compile_kernels(plan: Plan, cache: Path | None, on_progress: Callable[[int, 
     """
     if cache is not None:
         config.CACHE_DIR = str(cache / _version())
-    stage = types.int64(PlanType(plan), *[types.int64] * 7)
-    signatures = {linear: stage, attend: stage, merge: stage, work: types.int64(PlanType(plan), *[types.int64] * 4)}
+    general = PlanType(replace(plan, head_dim=0))
+    signatures = {
+        linear: types.int64(general, *[types.int64] * 7),
+        attend: types.int64(PlanType(plan), *[types.int64] * 7),
+        merge: types.int64(PlanType(plan), *[types.int64] * 7),
+        work: types.int64(general, *[types.int64] * 4),
+    }
     compiled: list[Any] = []
     for kernel, signature in signatures.items():
         on_progress(len(compiled), len(signatures))

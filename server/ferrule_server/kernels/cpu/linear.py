@@ -32,27 +32,30 @@ from ferrule_server.kernels.cpu.records import layer_at, model_at, step_at
 from ferrule_server.kernels.cpu.scalars import read_int32
 from ferrule_server.kernels.cpu.sync import claim
 
-__all__ = ["ACTIVATE", "ADD_ATTENTION", "ADD_FEED_FORWARD", "PROJECT", "READ_LOGITS", "linear"]
+__all__ = ["ACTIVATE", "ADD_ATTENTION", "ADD_FEED_FORWARD", "ATTEND", "PROJECT", "READ_LOGITS", "linear"]
 
 _CACHED_BYTES: Final = 256 << 10
 """Inputs of a block of rows, so that they stay in the L2 cache beside the weights of a unit."""
 
 
-PROJECT: Final = 0
+# Not plain numbers: Numba would compile what takes a kind again for each number.
+PROJECT: Final = np.int64(0)
 """Queries, keys and values of the heads."""
-ADD_ATTENTION: Final = 1
+ADD_ATTENTION: Final = np.int64(1)
 """The output layer of attention, added to the residual stream."""
-ACTIVATE: Final = 2
+ACTIVATE: Final = np.int64(2)
 """Gate and up of the feed-forward part, and silu(gate) * up."""
-ADD_FEED_FORWARD: Final = 3
+ADD_FEED_FORWARD: Final = np.int64(3)
 """The last layer of the feed-forward part, added to the residual stream."""
-READ_LOGITS: Final = 4
+READ_LOGITS: Final = np.int64(4)
 """The output head."""
+ATTEND: Final = np.int64(5)
+"""No linear layer: attention, or merging its partials."""
 
 
 @kernel
 def linear(
-    plan: Plan, model_address: int, layer_address: int, step_address: int, sync: int, thread: int, stage: int, kind: int
+    plan: Plan, model_address: int, layer_address: int, step_address: int, sync: int, thread: int, stage: int, kind: np.int64
 ) -> int:
     """Run this thread's part of one linear layer of a kind: multiply and finish the units that it claims."""
     model, layer, step = model_at(model_address), layer_at(layer_address), step_at(step_address)
@@ -106,7 +109,7 @@ def _finish(
     layer: Record,
     step: Record,
     thread: int,
-    kind: int,
+    kind: np.int64,
     unit: int,
     row: int,
     num_rows: int,
@@ -200,18 +203,18 @@ def _project_heads(
         for r in range(num_rows):
             place = sums + r * sum_bytes + 4 * i * model.head_stride
             if head < model.num_heads:
-                _finish_query(plan, model, layer, step, row + r, head, place)
+                _finish_query(model, layer, step, row + r, head, place)
             else:
                 _append(plan, model, layer, step, row + r, head - model.num_heads, place)
 
 
 @kernel
-def _finish_query(plan: Plan, model: Record, layer: Record, step: Record, row: int, head: int, place: int) -> None:
-    if plan.has_qk_norm:
-        norm_head(plan, place, layer.q_norm, model.norm_eps)
-    rotate_head(plan, place, step.rotations + 4 * row * plan.head_dim, np.float32(plan.score_scale))
-    out = step.queries + 4 * (row * model.num_heads + head) * plan.head_dim
-    for i in range(0, plan.head_dim, LANES):
+def _finish_query(model: Record, layer: Record, step: Record, row: int, head: int, place: int) -> None:
+    if layer.q_norm != 0:
+        norm_head(place, layer.q_norm, model.head_dim, model.norm_eps)
+    rotate_head(place, model.head_dim, step.rotations + 4 * row * model.head_dim, model.score_scale)
+    out = step.queries + 4 * (row * model.num_heads + head) * model.head_dim
+    for i in range(0, model.head_dim, LANES):
         store(out + 4 * i, load(place + 4 * i))
 
 
@@ -222,13 +225,13 @@ def _append(plan: Plan, model: Record, layer: Record, step: Record, row: int, he
     if slot < 0:
         return
     if head < model.num_kv_heads:
-        if plan.has_qk_norm:
-            norm_head(plan, place, layer.k_norm, model.norm_eps)
-        rotate_head(plan, place, step.rotations + 4 * row * plan.head_dim, np.float32(1))
+        if layer.k_norm != 0:
+            norm_head(place, layer.k_norm, model.head_dim, model.norm_eps)
+        rotate_head(place, model.head_dim, step.rotations + 4 * row * model.head_dim, np.float32(1))
     element = 2 if plan.is_bfloat16 else 4
     base = model.pool + layer.pool_offset + slot // plan.block_size * model.block_bytes
-    out = base + head * model.head_bytes + slot % plan.block_size * plan.head_dim * element
-    for i in range(0, plan.head_dim, LANES):
+    out = base + head * model.head_bytes + slot % plan.block_size * model.head_dim * element
+    for i in range(0, model.head_dim, LANES):
         if plan.is_bfloat16:
             store_bfloat16(out + 2 * i, load(place + 4 * i))
         else:

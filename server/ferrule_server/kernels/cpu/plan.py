@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal
 
-import numpy as np
 from numba import types
 from numba.extending import NativeValue, models, overload_attribute, register_model, typeof_impl, unbox
 
@@ -27,23 +26,16 @@ class Plan:
             or the tiles of AMX.
         is_emulated: Compute the same bits with fused multiply-add instead; for tests on other processors.
         is_bfloat16: Weights, KV and the inputs of linear layers are bfloat16; else float32, with ``fma`` alone.
-        head_dim: Width of a head, a multiple of 16.
-        num_queries_per_kv: Query heads that share a head of K and V.
-        has_qk_norm: Query and key heads are normalised before the rotation.
+        head_dim: Width of a head, a multiple of 32; 0 in kernels that read it from the record of the
+            model, so that models of other shapes share their machine code.
+        block_size: Slots of a block.
     """
 
     instructions: Instructions
     is_emulated: bool
     is_bfloat16: bool
     head_dim: int
-    num_queries_per_kv: int
-    has_qk_norm: bool
     block_size: int = 16
-
-    @property
-    def score_scale(self) -> float:
-        """The factor of attention scores, 1 / sqrt(head_dim)."""
-        return float(np.float32(self.head_dim**-0.5))
 
     @property
     def rows_at_once(self) -> int:
@@ -80,9 +72,9 @@ def _unbox_plan(_type: Any, _obj: Any, context: Any) -> NativeValue:
 
 
 _ATTRIBUTES: Final = (
-    "score_scale",
     *(field.name for field in fields(Plan) if field.name != "instructions"),
     "has_wide_inputs",
+    "rows_at_once",
 )
 
 

@@ -56,11 +56,11 @@ Biases are as long as the packed rows. A group of ``gate_up`` holds 32 rows of g
 
 MODEL: Final = _record(
     "layers embedding head final_norm frequencies pool linear_kernel attend_kernel merge_kernel",
-    "num_layers hidden_size num_heads num_kv_heads vocab_size is_tied "
+    "num_layers hidden_size num_heads num_kv_heads head_dim num_queries_per_kv vocab_size is_tied "
     "hidden_tiles query_tiles intermediate_tiles "
     "heads_at_once groups_at_once head_stride num_qkv_units num_hidden_units num_activated_units num_head_units "
     "block_bytes head_bytes",
-    "norm_eps",
+    "norm_eps score_scale",
 )
 """Sizes of a model, and memory that does not change between steps.
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -26,7 +27,7 @@ from ferrule_server.kernels.cpu.activations import embed_row, norm_row, rotation
 from ferrule_server.kernels.cpu.head import clear_outputs, merge_outputs
 from ferrule_server.kernels.cpu.kernel import Record, kernel
 from ferrule_server.kernels.cpu.lanes import I8, I64, Builder, Value, pointer
-from ferrule_server.kernels.cpu.linear import ACTIVATE, ADD_ATTENTION, ADD_FEED_FORWARD, PROJECT, READ_LOGITS
+from ferrule_server.kernels.cpu.linear import ACTIVATE, ADD_ATTENTION, ADD_FEED_FORWARD, ATTEND, PROJECT, READ_LOGITS
 from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.records import LAYER, layer_at, model_at, step_at
 from ferrule_server.kernels.cpu.scalars import read_int32
@@ -66,7 +67,7 @@ def work(plan: Plan, model_address: int, step_address: int, sync: int, thread: i
         reset(sync, step.num_stages)
         for other in range(1, step.num_threads):
             release(sync, other)
-        return _run(plan, model_address, step_address, sync, 0)
+        return _run(plan, model_address, step_address, sync, thread)
     while True:
         park(sync, thread)
         if is_aborted(sync):
@@ -96,7 +97,7 @@ def _embed(plan: Plan, model: Record, step: Record, thread: int) -> None:
     for row in range(begin, end):
         embed_row(plan, model, read_int32(step.token_ids + 4 * row), step.hidden + 4 * row * model.hidden_size)
         position = read_int32(step.positions + 4 * row)
-        rotation_row(plan, position, model.frequencies, step.rotations + 4 * row * plan.head_dim)
+        rotation_row(position, model.frequencies, model.head_dim, step.rotations + 4 * row * model.head_dim)
     _norm(plan, model, step, layer_at(model.layers).input_norm, thread)
 
 
@@ -111,7 +112,7 @@ def _norm(plan: Plan, model: Record, step: Record, weight: int, thread: int) -> 
 
 @kernel
 def _stage(
-    kernel: int, model: Record, layer: Record, step: Record, sync: int, thread: int, stage: int, kind: int
+    kernel: int, model: Record, layer: Record, step: Record, sync: int, thread: int, stage: int, kind: np.int64
 ) -> bool:
     """Run a kernel, then wait for the other threads; return False if the step was aborted."""
     _call(kernel, model, layer, step, sync, thread, stage, kind)
@@ -127,11 +128,11 @@ def _run_layer(
     first, linear = index * _STAGES_PER_LAYER, model.linear_kernel
     if not _stage(linear, model_address, layer_address, step_address, sync, thread, first, PROJECT):
         return False
-    if not _stage(model.attend_kernel, model_address, layer_address, step_address, sync, thread, first + 1, 0):
+    if not _stage(model.attend_kernel, model_address, layer_address, step_address, sync, thread, first + 1, ATTEND):
         return False
     has_merges = step.num_merges > 0
     if has_merges and not _stage(
-        model.merge_kernel, model_address, layer_address, step_address, sync, thread, first + 2, 0
+        model.merge_kernel, model_address, layer_address, step_address, sync, thread, first + 2, ATTEND
     ):
         return False
     if not _stage(linear, model_address, layer_address, step_address, sync, thread, first + 3, ADD_ATTENTION):

@@ -104,6 +104,11 @@ class SyncBlock:
         for thread in range(_MOST_THREADS):
             _C.sem_init(ctypes.c_void_p(self._semaphore(thread)), 0, 0)
 
+    @staticmethod
+    def is_aborted_at(address: int) -> bool:
+        """Return whether the sync block at an address was aborted."""
+        return bool(ctypes.c_int64.from_address(address + _IS_ABORTED).value)
+
     def abort(self, num_threads: int) -> None:
         """End this step and every later one: waiting threads leave their barrier, and parked ones are released."""
         ctypes.c_int64.from_address(self.address + _IS_ABORTED).value = 1

@@ -1,0 +1,93 @@
+"""Small random models for the executor of processors, and executors that run them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.make_random_model import write_model
+from ferrule_server.executor.cpu.executor import CpuOptions, NumbaCpuExecutor
+from ferrule_server.executor.cpu.support import plan_for
+from ferrule_server.kernels.cpu.compiled import usable_cache
+from ferrule_server.kernels.cpu.plan import Instructions, Plan
+from ferrule_server.model.weights import DTypeName, LoadedModel, load_model
+
+DEMO = Path(__file__).parents[3] / "server" / "ferrule_server" / "demo_model"
+KERNEL_SETS: tuple[tuple[Instructions, bool], ...] = (("fma", False), ("avx512-bf16", True), ("amx-bf16", True))
+"""The instructions of bfloat16 models, and whether they are emulated here."""
+
+AWKWARD: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1003, "hidden_size": 144,
+    "intermediate_size": 200, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2,
+    "head_dim": 96, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True, "hidden_act": "silu", "eos_token_id": 1,
+}  # fmt: skip
+"""No size is a multiple of what the kernels work in; every layer has biases, and no norm of heads."""
+
+
+def write_tiny(folder: Path) -> Path:
+    """Write a Qwen3 with heads of 32."""
+    write_model(folder, "tiny")
+    return folder
+
+
+def write_awkward(folder: Path) -> Path:
+    """Write the model of :data:`AWKWARD`."""
+    config = AWKWARD
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    query, kv = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    linears = {
+        "self_attn.q_proj": (query, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, query), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }  # fmt: skip
+    shapes = {name: (config["vocab_size"], hidden) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    tensors: dict[str, tuple[int, ...]] = {**shapes, "model.norm.weight": (hidden,)}
+    for index in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{index}"
+        tensors |= {f"{layer}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
+        for name, shape in linears.items():
+            tensors |= {f"{layer}.{name}.weight": shape, f"{layer}.{name}.bias": shape[:1]}
+    generator = torch.Generator().manual_seed(5)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    values = {
+        name: torch.randn(shape, generator=generator) * 0.15 + (1.0 if "norm" in name else 0.0)
+        for name, shape in tensors.items()
+    }
+    save_file({name: value.bfloat16() for name, value in values.items()}, folder / "model.safetensors")
+    return folder
+
+
+def plan_of(model: LoadedModel, instructions: Instructions = "fma", *, is_emulated: bool = False) -> Plan:
+    """Return how kernels of a model are compiled in a test."""
+    plan = plan_for(model.config, instructions, model.dtype)
+    return Plan(plan.instructions, is_emulated, plan.is_bfloat16, plan.head_dim, plan.block_size)
+
+
+@contextmanager
+def running(
+    folder: Path,
+    dtype: DTypeName = "bfloat16",
+    kernels: tuple[Instructions, bool] = ("fma", False),
+    *,
+    num_threads: int = 2,
+    **options: int,
+) -> Iterator[NumbaCpuExecutor]:
+    """Run an executor over a model folder; its machine code is shared with other tests."""
+    model = load_model(folder, dtype=dtype)
+    plan = plan_of(model, kernels[0], is_emulated=kernels[1])
+    settings: dict[str, Any] = {"kv_memory_bytes": 48 << 20, "max_context": 1024, "max_step_rows": 512} | options
+    executor = NumbaCpuExecutor(
+        model, CpuOptions(plan, "a test", num_threads, kernel_cache=usable_cache(None), **settings)
+    )
+    try:
+        yield executor
+    finally:
+        executor.close()

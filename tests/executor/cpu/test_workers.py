@@ -1,0 +1,119 @@
+"""The threads of a step: whatever ends one of them, nobody waits for it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ferrule_server.executor.base import KvLost
+from ferrule_server.executor.cpu.cores import count_cores, usable_cores
+from ferrule_server.executor.cpu.executor import NumbaCpuExecutor
+from ferrule_server.executor.cpu.workers import StepAborted, Workers
+from ferrule_server.executor.torch import TorchExecutor
+from ferrule_server.model.weights import load_model
+from tests.executor.cpu.models import running, write_tiny
+from tests.model.stepping import Piece, PooledSequence, Stepper
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Qwen3."""
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def lose_a_thread(executor: NumbaCpuExecutor) -> None:
+    """Have a thread of the next step fail as soon as it is started."""
+    workers = executor._workers  # noqa: SLF001  (no setting makes a thread fail)
+    workers.close()
+    run = workers._run  # noqa: SLF001
+
+    def fail_in_helpers(sync: int, thread: int) -> int:
+        if thread:
+            time.sleep(0.05)
+            raise RuntimeError("a thread failed")
+        return run(sync, thread)
+
+    executor._workers = Workers(fail_in_helpers, 2, 64)  # noqa: SLF001
+
+
+def test_a_failed_thread_ends_the_step_and_torch_takes_over(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step ends within a second with KvLost; afterwards torch runs with the same weights over an empty pool."""
+    caplog.set_level(logging.CRITICAL)
+    model = load_model(folder, dtype="bfloat16")
+    oracle = TorchExecutor(model, kv_memory_bytes=48 << 20, max_context=1024)
+    expected = Stepper(oracle).logits(Piece(PooledSequence(), list(range(30)), num_outputs=30))
+    with running(folder) as executor:
+        stepper = Stepper(executor)
+        stepper.run(Piece(PooledSequence(), [1, 2, 3]))
+        assert (executor.state.name, executor.state.fallback_reason) == ("numba-cpu", "")
+        lose_a_thread(executor)
+        begun = time.monotonic()
+        with pytest.raises(KvLost, match="thread"):
+            stepper.run(Piece(PooledSequence(), [1, 2, 3]))
+        assert time.monotonic() - begun < 5  # unpacking and the first call of torch included
+        state = executor.state
+        assert state.name == "torch"
+        assert "the kernels failed" in state.fallback_reason
+        assert not executor.read_blocks(np.arange(1, 9, dtype=np.int32)).any()
+        found = Stepper(executor).logits(Piece(PooledSequence(), list(range(30)), num_outputs=30))
+        np.testing.assert_array_equal(found, expected)
+        assert executor.state.num_torch_steps == 1
+
+
+def test_a_thread_that_fails_during_a_step_ends_it_within_a_second(caplog: pytest.LogCaptureFixture) -> None:
+    """The caller waits at a barrier of the kernels, and leaves it."""
+    caplog.set_level(logging.CRITICAL)
+    from ferrule_server.kernels.cpu.sync import SyncBlock
+
+    waits: list[float] = []
+
+    def run(sync: int, thread: int) -> int:
+        if thread:
+            time.sleep(0.2)
+            raise SystemExit
+        begun = time.monotonic()
+        while not SyncBlock.is_aborted_at(sync):
+            time.sleep(0.001)
+        waits.append(time.monotonic() - begun)
+        return 0
+
+    workers = Workers(run, 3, 1)
+    with pytest.raises(StepAborted):
+        workers.run_step()
+    assert waits
+    assert waits[0] < 1
+    with pytest.raises(StepAborted, match="has ended"):
+        workers.run_step()
+    workers.close()
+
+
+def test_closing_ends_the_threads(folder: Path) -> None:
+    """Also those that have never run a step."""
+    with running(folder, num_threads=4) as executor:
+        threads = executor._workers._threads  # noqa: SLF001
+        assert all(thread.is_alive() for thread in threads)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_threads_are_the_physical_cores_that_may_be_used(tmp_path: Path) -> None:
+    """Two processors of one core count once; a quota of 1.5 processors pays for two threads; at least one."""
+    for number, siblings in enumerate(("0,4", "1", "2", "3", "0,4")):
+        topology = tmp_path / f"cpu{number}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(siblings)
+    quota = tmp_path / "cpu.max"
+    assert count_cores({0, 1, 2, 4}, tmp_path, quota) == 3
+    quota.write_text("max 100000\n")
+    assert count_cores({0, 1, 2, 4}, tmp_path, quota) == 3
+    quota.write_text("150000 100000\n")
+    assert count_cores({0, 1, 2, 4}, tmp_path, quota) == 2
+    quota.write_text("20000 100000\n")
+    assert count_cores({0, 1, 2, 4}, tmp_path, quota) == 1
+    assert count_cores({7, 8}, tmp_path / "nowhere", tmp_path / "nothing") == 2
+    assert usable_cores() >= 1

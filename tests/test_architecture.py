@@ -139,6 +139,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "ferrule_server.model.hub.cache": ("ferrule_server.model_files", "ferrule_server.errors"),
     "ferrule_server.model.hub.fetch": ("ferrule_server.model.hub.cache", "ferrule_server.errors"),
     "ferrule_server.kernels": ("ferrule_server.kernels", *DEVICE),
+    # The kernels of the processor write some LLVM code themselves.
+    "ferrule_server.kernels.cpu": ("ferrule_server.kernels.cpu", "llvmlite", "numba", "numpy"),
     # The GPU kernels know neither their compiler nor the driver: a port replaces one module each.
     "ferrule_server.kernels.cuda": ("ferrule_server.kernels.cuda", "numpy", "torch"),
     "ferrule_server.kernels.cuda.toolchain": ("ferrule_server.kernels.cuda", "numpy", "rich"),
@@ -164,7 +166,7 @@ MAX_FILE_LINES = 400
 """Code lines of a file."""
 LONGER_FILES = {"kernels/cuda/gemm.py": 462}
 BUDGET: dict[str, int] = {
-    ".": 1515,
+    ".": 1545,
     "api": 365,
     "api/receiving": 640,
     "api/requests": 925,
@@ -176,17 +178,19 @@ BUDGET: dict[str, int] = {
     "api/telemetry": 530,
     "api/texts": 230,
     "api/web": 505,
-    "engine": 1000,
+    "engine": 1010,
     "engine/appends": 1140,
     "engine/bridge": 360,
     "engine/generation": 670,
     "engine/metrics": 265,
     "engine/steps": 1010,
-    "executor": 510,
+    "executor": 545,
+    "executor/cpu": 790,
     "executor/cuda": 2730,
     "executor/fallback": 590,
     "executor/sampling": 640,
     "kernels": 110,
+    "kernels/cpu": 1700,
     "kernels/cuda": 7680,
     "kv": 1380,
     "model": 970,

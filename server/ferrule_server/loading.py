@@ -16,9 +16,9 @@ from ferrule_server.model.config import read_config
 from ferrule_server.model_files import is_folder, name_of
 
 if TYPE_CHECKING:
+    from ferrule_server.executor.cpu.support import Choice
     from ferrule_server.executor.cuda.compose import Preparation
     from ferrule_server.executor.devices import Device
-    from ferrule_server.kernels.cpu.plan import Plan
     from ferrule_server.model.config import ModelConfig
     from ferrule_server.model.weights import DTypeName, LoadedModel
     from ferrule_server.text.chat_template import ChatTemplate
@@ -125,8 +125,8 @@ def _load(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
         on_progress("reading weights", 0.05 + _WEIGHTS_SHARE * done_bytes / max(1, total_bytes))
 
     device = _device(config)
-    plan, why = (None, "") if device.index is not None else _cpu_plan(config, model_config)
-    dtype = "bfloat16" if plan is not None and plan.is_bfloat16 else _dtype(config, device)
+    choice = None if device.index is not None else _cpu_choice(config, model_config)
+    dtype = _dtype(config, device, choice)
     tokenizer = Tokenizer.load(folder)
     chat_template = None if tokenizer is None else ChatTemplate.load(folder)
     with _preparing(config, model_config, device, dtype) as preparation:
@@ -135,10 +135,8 @@ def _load(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
             model.model_id = config.model or ""
         torch.set_num_threads(config.num_threads or suggested_threads(model.weights_bytes, torch.get_num_threads()))
         on_progress("allocating the KV pool", 0.05 + _WEIGHTS_SHARE)
-        if plan is not None:
-            executor = _on_kernels(config, model, (plan, why), device, on_progress)
-        elif preparation is None:
-            executor = _on_host(config, model, device, why)
+        if preparation is None:
+            executor = _on_processor(config, model, choice, device, on_progress)
         else:
             executor = preparation.finish(model, lambda stage: on_progress(stage, 0.05 + _WEIGHTS_SHARE))
     return LoadedExecutor(executor, tokenizer, chat_template, commit)
@@ -203,54 +201,51 @@ def _preparing(
         raise
 
 
-def _cpu_plan(config: ServerConfig, model_config: ModelConfig) -> tuple[Plan | None, str]:
-    """Return how the kernels of the processor run a model, and why so; None: torch runs it, and why.
+def _cpu_choice(config: ServerConfig, model_config: ModelConfig) -> Choice | None:
+    """Return how the processor runs a model; None: in torch, as the settings say.
 
     Raises:
         ConfigError: The kernels cannot run, although the settings require them.
     """
     if config.executor == "torch":
-        return None, ""
-    from ferrule_server.executor.cpu.support import plan_for, unsupported
-    from ferrule_server.kernels.cpu.processor import choose_instructions
+        return None
+    from ferrule_server.executor.cpu.support import choose
 
-    dtype = "float32" if config.dtype == "float32" else "bfloat16"
-    instructions, reason = choose_instructions(dtype)
-    reason = unsupported(model_config) or reason
-    if instructions is not None and not unsupported(model_config):
-        return plan_for(model_config, instructions, dtype), reason
-    if config.is_deterministic:
-        raise ConfigError(f"--deterministic needs the kernels of the processor: {reason}")
-    return None, f"the kernels of the processor cannot run: {reason}"
+    choice = choose(model_config, "float32" if config.dtype == "float32" else "bfloat16")
+    if choice.plan is None and config.is_deterministic:
+        raise ConfigError(f"--deterministic needs kernels, not torch: {choice.reason}")
+    return choice
 
 
-def _on_kernels(
-    config: ServerConfig, model: LoadedModel, kernels: tuple[Plan, str], device: Device, on_progress: OnProgress
+def _on_processor(
+    config: ServerConfig, model: LoadedModel, choice: Choice | None, device: Device, on_progress: OnProgress
 ) -> Executor:
-    """Return the executor of the processor, for a plan and the reason for it; it reports why a GPU is not used."""
+    """Return the executor of the processor. If another one was requested, it reports why that one does not run."""
+    needs_gpu = config.executor == "numba-cuda" or device.is_broken
+    reason = f"{_reason(device)}; the model runs on the processor" if needs_gpu else ""
+    if choice is None or choice.plan is None:
+        return _on_torch(config, model, "; ".join(filter(None, [reason, choice.reason if choice else ""])))
     from ferrule_server.executor.cpu.cores import usable_cores
     from ferrule_server.executor.cpu.executor import CpuOptions, NumbaCpuExecutor
-    from ferrule_server.kernels.cpu.compiled import usable_cache
 
-    needs_gpu = config.executor == "numba-cuda" or device.is_broken
     with _allocating(config) as kv_memory_bytes:
         options = CpuOptions(
-            plan=kernels[0],
-            reason=kernels[1],
+            plan=choice.plan,
+            reason=choice.reason,
             num_threads=config.num_threads or usable_cores(),
             kv_memory_bytes=kv_memory_bytes,
             max_context=config.max_context or model.config.max_positions,
             max_step_rows=config.max_step_rows,
-            kernel_cache=usable_cache(config.kernel_cache),
-            fallback_reason=f"{_reason(device)}; the model runs on the processor" if needs_gpu else "",
+            kernel_cache=config.kernel_cache,
+            fallback_reason=reason,
         )
         return NumbaCpuExecutor(
             model, options, lambda stage, share: on_progress(stage, 0.05 + _WEIGHTS_SHARE + 0.05 * share)
         )
 
 
-def _on_host(config: ServerConfig, model: LoadedModel, device: Device, why: str) -> Executor:
-    """Return torch on the processor. If another executor was requested, it reports why that one does not run."""
+def _on_torch(config: ServerConfig, model: LoadedModel, reason: str) -> Executor:
+    """Return torch on the processor, which reports why no other executor runs, if there is a reason."""
     from ferrule_server.executor.torch import TorchExecutor
 
     with _allocating(config) as kv_memory_bytes:
@@ -260,13 +255,11 @@ def _on_host(config: ServerConfig, model: LoadedModel, device: Device, why: str)
             max_context=config.max_context or model.config.max_positions,
             block_size=BLOCK_SIZE,
         )
-    needs_gpu = config.executor == "numba-cuda" or device.is_broken
-    if not needs_gpu and not why:
+    if not reason:
         return executor
     from ferrule_server.executor.fallback.executor import FallbackExecutor
 
-    reasons = [f"{_reason(device)}; the model runs on the processor"] if needs_gpu else []
-    return FallbackExecutor(executor, reason="; ".join([*reasons, *([why] if why else [])]))
+    return FallbackExecutor(executor, reason=reason)
 
 
 @contextlib.contextmanager
@@ -368,7 +361,10 @@ def _model_config(config: ServerConfig, folder: Path) -> ModelConfig:
     return model_config
 
 
-def _dtype(config: ServerConfig, device: Device) -> DTypeName:
+def _dtype(config: ServerConfig, device: Device, choice: Choice | None) -> DTypeName:
+    """Return the type of the weights; the kernels of either processor run bfloat16 unless told otherwise."""
+    if choice is not None and choice.plan is not None:
+        return "bfloat16" if choice.plan.is_bfloat16 else "float32"
     if config.dtype == "auto":
         return "bfloat16" if device.index is not None or _has_bfloat16() else "float32"
     return "bfloat16" if config.dtype == "bfloat16" else "float32"

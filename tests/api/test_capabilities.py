@@ -202,7 +202,7 @@ def test_a_flag_is_true_exactly_if_the_call_succeeds(
 
 @pytest.fixture(scope="module")
 def shipped() -> Iterator[Server]:
-    """The model that ships on the torch executor, with its tokenizer and its chat template."""
+    """The model that ships on the kernels of the processor, with its tokenizer and its chat template."""
     loaded = create_executor(ServerConfig(dtype="float32", kv_memory_bytes=16 << 20), lambda _stage, _share: None)
     with RunningServer(loaded.executor, tokenizer=loaded.tokenizer, chat_template=loaded.chat_template) as server:
         yield server
@@ -210,9 +210,9 @@ def shipped() -> Iterator[Server]:
 
 @pytest.mark.parametrize("flag", CALLS)
 def test_flags_of_the_model_that_ships_are_true_exactly_if_the_call_succeeds(shipped: Server, flag: str) -> None:
-    """The same on the torch executor, where there is a tokenizer."""
+    """The same where there is a tokenizer."""
     capabilities = shipped.stub.GetCapabilities(executor_pb2.GetCapabilitiesRequest()).capabilities
-    assert capabilities.executor == "torch"
+    assert capabilities.executor == "numba-cpu"
     _check_flag(shipped, capabilities, flag)
     assert getattr(capabilities, flag) is (flag != "supports_tree_verify")
 

@@ -77,7 +77,7 @@ ROWS = (
         "torch",
         "torch",
         "cuda",
-        "{} 'cuda': must be one of auto, torch, numba-cuda, paged-reference",
+        "{} 'cuda': must be one of auto, torch, numba-cpu, numba-cuda, paged-reference",
     ),
     Row("--device", "device", "auto", "cuda:1", "cuda:1", "gpu", "{} 'gpu': must be auto, cpu, cuda or cuda:N"),
     Row(
@@ -89,7 +89,7 @@ ROWS = (
         "float16",
         "{} 'float16': must be one of auto, bfloat16, float32",
     ),
-    Row("--threads", "num_threads", None, "4", 4, "0", "{} '0': must be from 1 to 1024"),
+    Row("--threads", "num_threads", None, "4", 4, "0", "{} '0': must be from 1 to 256"),
     Row("--gpu-memory-fraction", "gpu_memory_fraction", 0.9, "0.75", 0.75, "2", "{} '2': must be from 0.1 to 1"),
     Row("--deterministic", "is_deterministic", False, "1", True, "maybe", "{} 'maybe': must be 1 or 0"),
     Row("--disable-cuda-runner", "has_cuda_runner", True, "1", False, "maybe", "{} 'maybe': must be 1 or 0"),

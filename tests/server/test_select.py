@@ -1,4 +1,4 @@
-"""Choosing the executor: without torch where none is needed, and bfloat16 only where the processor has it."""
+"""Choosing the executor: the kernels of the device by default, and torch where they cannot run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import make_random_model
 from ferrule_server import loading as select
 from ferrule_server.config import ServerConfig
 from ferrule_server.errors import ConfigError, ModelError
 from ferrule_server.executor import devices
 from ferrule_server.executor.base import Executor, PipelinedExecutor
+from ferrule_server.executor.cpu.executor import NumbaCpuExecutor
 from ferrule_server.executor.cuda import compose
 from ferrule_server.executor.cuda.compose import GpuOptions
 from ferrule_server.executor.cuda.torch_gpu import TorchGpu
@@ -90,12 +92,12 @@ def test_bfloat16_is_chosen_by_processor_flags(cpuinfo: str, has: bool) -> None:
 
 
 def test_a_start_on_the_processor_loads_nothing_of_a_gpu() -> None:
-    """Neither kernels nor their compiler, which would make the start longer."""
+    """No kernels of a GPU, nor their toolchain, which would make the start longer."""
     code = (
         "import sys; from ferrule_server.loading import create_executor;"
         "from ferrule_server.config import ServerConfig;"
         "create_executor(ServerConfig(kv_memory_bytes=1 << 22), lambda *_: None).executor.close();"
-        "found = [name for name in sys.modules if name.startswith(('numba', 'llvmlite', 'ferrule_server.kernels.cuda',"
+        "found = [name for name in sys.modules if name.startswith(('numba.cuda', 'ferrule_server.kernels.cuda',"
         "'ferrule_server.executor.cuda'))];"
         "assert not found, found"
     )
@@ -145,26 +147,58 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
 
 
 @pytest.mark.usefixtures("no_gpu")
-@pytest.mark.parametrize("settings", [{}, {"executor": "torch"}, {"device": "cpu"}])
-def test_without_a_gpu_nothing_changes(settings: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    """Plain torch on the processor, no word about GPUs, no state of preparations."""
+@pytest.mark.parametrize("settings", [{}, {"executor": "numba-cpu"}, {"device": "cpu"}, {"is_deterministic": True}])
+def test_without_a_gpu_the_kernels_of_the_processor_run(
+    settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """In bfloat16, with no word about GPUs; they say which kernels they are, and why."""
     executor = _created(**settings)
-    assert isinstance(executor, TorchExecutor)
+    assert isinstance(executor, NumbaCpuExecutor)
     assert not isinstance(executor, PipelinedExecutor)
-    assert (executor.info.device, executor.info.fallback_reason) == ("cpu", "")
+    info = executor.info
+    assert (info.name, info.device, info.fallback_reason, info.kv_dtype) == ("numba-cpu", "cpu", "", "bfloat16")
+    assert info.kernel_set in ("fma-bf16/1", "avx512-bf16/1", "amx-bf16/1")
+    assert "the processor" in info.kernel_set_reason
     assert _warnings(caplog) == []
     executor.close()
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_kernels_that_were_asked_for_without_a_gpu_leave_it_to_torch(caplog: pytest.LogCaptureFixture) -> None:
-    """One warning; the reason is there for GetStatus."""
-    executor = _created(executor="numba-cuda")
+def test_torch_runs_where_it_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    """That is no fallback, and it promises no bits."""
+    executor = _created(executor="torch")
+    assert isinstance(executor, TorchExecutor)
+    assert (executor.info.device, executor.info.fallback_reason, executor.info.kernel_set) == ("cpu", "", "")
+    assert _warnings(caplog) == []
+    executor.close()
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("name", ["auto", "numba-cpu", "numba-cuda"])
+def test_torch_runs_what_the_kernels_cannot(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model whose heads have an odd width, for example; the reason is in the status."""
+    monkeypatch.setitem(make_random_model.SHAPES, "odd", make_random_model.SHAPES["tiny"] | {"head_dim": 24})
+    make_random_model.write_model(tmp_path, "odd")
+    executor = _created(executor=name, model=str(tmp_path))
     assert isinstance(executor, FallbackExecutor)
+    assert executor.state.name == "torch"
+    assert "head_dim 24 is not a multiple of 32" in executor.state.fallback_reason
+    assert len(_warnings(caplog)) == 1
+    executor.close()
+    with pytest.raises(ConfigError, match="--deterministic needs kernels, not torch: .*head_dim 24"):
+        _created(executor=name, model=str(tmp_path), is_deterministic=True)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_kernels_of_a_gpu_that_were_asked_for_without_one_leave_it_to_the_processor() -> None:
+    """The reason is there for GetStatus."""
+    executor = _created(executor="numba-cuda")
+    assert isinstance(executor, NumbaCpuExecutor)
     reason = "no GPU here; the model runs on the processor"
-    assert (executor.state.name, executor.state.fallback_reason) == ("torch", reason)
-    assert executor.info.device == "cpu"
-    assert ["no GPU here" in text for text in _warnings(caplog)] == [True]
+    assert (executor.state.name, executor.state.fallback_reason) == ("numba-cpu", reason)
+    assert (executor.info.device, executor.info.fallback_reason) == ("cpu", reason)
     executor.close()
 
 
@@ -174,7 +208,7 @@ def test_a_gpu_that_cannot_be_used_is_told_of_unasked(
     """Nobody wants a model on the processor beside a GPU without knowing."""
     monkeypatch.setattr(devices, "find_device", lambda _: Device(None, "GPU 0 is taken", is_broken=True))
     executor = _created()
-    assert isinstance(executor, FallbackExecutor)
+    assert isinstance(executor, NumbaCpuExecutor)
     assert executor.state.fallback_reason == "GPU 0 is taken; the model runs on the processor"
     assert len(_warnings(caplog)) == 1
     executor.close()
@@ -184,8 +218,7 @@ def test_a_pytorch_without_cuda_is_told_with_what_to_do(monkeypatch: pytest.Monk
     """A GPU may well be there; its owner installed the wrong wheel."""
     monkeypatch.setattr(torch.version, "cuda", None)
     executor = _created(executor="numba-cuda")
-    assert isinstance(executor, FallbackExecutor)
-    assert executor.state.fallback_reason == (
+    assert executor.info.fallback_reason == (
         "this PyTorch was built without CUDA (install one with CUDA, such as PyPI's); the model runs on the processor"
     )
     executor.close()
@@ -221,18 +254,11 @@ def test_a_bundle_that_is_one_may_be_named_without_a_gpu(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("no_gpu")
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"device": "cuda:1"}, "--device cuda:1: no GPU here"),
-        ({"is_deterministic": True}, "--deterministic needs the kernels of a GPU: no GPU here"),
-    ],
-)
-def test_a_gpu_that_must_be_there_and_is_not_ends_the_start(settings: dict[str, Any], message: str) -> None:
+def test_a_gpu_that_must_be_there_and_is_not_ends_the_start() -> None:
     """Before any weight is read."""
     stages: list[str] = []
-    with pytest.raises(ConfigError, match=message):
-        _created(stages, **settings)
+    with pytest.raises(ConfigError, match="--device cuda:1: no GPU here"):
+        _created(stages, device="cuda:1")
     assert stages == ["importing torch"]
 
 

@@ -14,13 +14,19 @@ from safetensors.torch import save_file
 from benchmarks.make_random_model import write_model
 from ferrule_server.executor.cpu.executor import CpuOptions, NumbaCpuExecutor
 from ferrule_server.executor.cpu.support import plan_for
-from ferrule_server.kernels.cpu.compiled import usable_cache
 from ferrule_server.kernels.cpu.plan import Instructions, Plan
+from ferrule_server.kernels.cpu.processor import target_features
 from ferrule_server.model.weights import DTypeName, LoadedModel, load_model
 
 DEMO = Path(__file__).parents[3] / "server" / "ferrule_server" / "demo_model"
-KERNEL_SETS: tuple[tuple[Instructions, bool], ...] = (("fma", False), ("avx512-bf16", True), ("amx-bf16", True))
-"""The instructions of bfloat16 models, and whether they are emulated here."""
+_HAS_DOT = target_features().get("avx512bf16", False)
+KERNEL_SETS: tuple[tuple[Instructions, bool], ...] = (
+    ("fma", False),
+    ("avx512-bf16", True),
+    *([("avx512-bf16", False)] if _HAS_DOT else []),
+    ("amx-bf16", True),
+)
+"""The instructions of bfloat16 models, and whether they are emulated here: all that can run on this processor."""
 
 AWKWARD: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1003, "hidden_size": 144,
@@ -84,9 +90,7 @@ def running(
     model = load_model(folder, dtype=dtype)
     plan = plan_of(model, kernels[0], is_emulated=kernels[1])
     settings: dict[str, Any] = {"kv_memory_bytes": 48 << 20, "max_context": 1024, "max_step_rows": 512} | options
-    executor = NumbaCpuExecutor(
-        model, CpuOptions(plan, "a test", num_threads, kernel_cache=usable_cache(None), **settings)
-    )
+    executor = NumbaCpuExecutor(model, CpuOptions(plan, "a test", num_threads, **settings))
     try:
         yield executor
     finally:

@@ -46,7 +46,7 @@ def test_float32_logits_equal_plain_torch(tmp_path: Path, write: Callable[[Path]
 
 @pytest.mark.parametrize("kernels", KERNEL_SETS, ids=lambda kernels: kernels[0])
 def test_bfloat16_greedy_tokens_equal_torch(kernels: tuple[str, bool]) -> None:
-    """Where the float32 gap between the two best logits exceeds 0.25, which is so at 9 of 10 positions of a text."""
+    """Where the float32 gap between the two best logits exceeds 0.1, which is so at 9 of 10 positions of a text."""
     tokenizer = Tokenizer.load(DEMO)
     assert tokenizer is not None
     prompt = tokenizer.encode(TEXT)[:400]
@@ -55,7 +55,7 @@ def test_bfloat16_greedy_tokens_equal_torch(kernels: tuple[str, bool]) -> None:
     with running(DEMO, "bfloat16", kernels) as executor:  # type: ignore[arg-type]
         found = all_logits(executor, prompt)
     two_best = np.sort(exact, axis=1)[:, -2:]
-    is_clear = two_best[:, 1] - two_best[:, 0] > 0.25
+    is_clear = two_best[:, 1] - two_best[:, 0] > 0.1
     assert is_clear.mean() >= 0.9, is_clear.mean()
     np.testing.assert_array_equal(found.argmax(1)[is_clear], rounded.argmax(1)[is_clear])
     assert np.abs(found - exact).max() <= np.abs(rounded - exact).max() * 1.5

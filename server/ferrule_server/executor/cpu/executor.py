@@ -37,7 +37,7 @@ from ferrule_server.executor.cpu.weights import pack_model, unpack_model
 from ferrule_server.executor.cpu.workers import StepAborted, Workers
 from ferrule_server.executor.fallback.split import split_step
 from ferrule_server.executor.torch import TorchExecutor, check_settings, describe
-from ferrule_server.kernels.cpu.compiled import Kernels, compile_kernels
+from ferrule_server.kernels.cpu.compiled import Kernels, compile_kernels, usable_cache
 from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.processor import kernel_set_id
 from ferrule_server.model.weights import LoadedModel
@@ -63,7 +63,7 @@ class CpuOptions:
         kv_memory_bytes: Size of the pool, rounded down to whole blocks, the null block included.
         max_context: Longest sequence in tokens, at most the model's own.
         max_step_rows: Most rows of a step.
-        kernel_cache: Folder in which machine code is kept; None: it is compiled at every start.
+        kernel_cache: Folder in which machine code is kept; None: the user's cache.
         fallback_reason: Why a faster executor is not in use, although one was requested.
     """
 
@@ -97,6 +97,8 @@ class NumbaCpuExecutor:
         self._torch: TorchExecutor | None = None
         self._num_torch_steps = 0
         self._fallback_reason = options.fallback_reason
+        if options.fallback_reason:
+            _log.warning("event=processor_serves reason=%r", options.fallback_reason)
         self._info = _describe(model, options)
         kernels = _compile(options, on_progress)
         self._packed = pack_model(
@@ -230,7 +232,7 @@ def _compile(options: CpuOptions, on_progress: Progress) -> Kernels:
     def on_kernel(num_done: int, num_kernels: int) -> None:
         on_progress(f"compiling kernels, {num_done} of {num_kernels} (the first start only)", num_done / num_kernels)
 
-    return compile_kernels(options.plan, options.kernel_cache, on_kernel)
+    return compile_kernels(options.plan, usable_cache(options.kernel_cache), on_kernel)
 
 
 def _describe(model: LoadedModel, options: CpuOptions) -> ExecutorInfo:

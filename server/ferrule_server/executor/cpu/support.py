@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 from ferrule_server.kernels.cpu.plan import Instructions, Plan
+from ferrule_server.kernels.cpu.processor import choose_instructions
 from ferrule_server.model.config import ModelConfig
 
-__all__ = ["plan_for", "unsupported"]
+__all__ = ["Choice", "choose", "plan_for", "unsupported"]
 
 _HEAD_STEP: Final = 32
 _HIDDEN_STEP: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How a model runs on this processor.
+
+    Attributes:
+        plan: How the kernels are compiled; None: they cannot run, and torch runs the model.
+        reason: Why so, for people.
+    """
+
+    plan: Plan | None
+    reason: str
+
+
+def choose(config: ModelConfig, dtype: str) -> Choice:
+    """Return how a model runs on this processor with weights of a type, ``bfloat16`` or ``float32``."""
+    instructions, reason = choose_instructions(dtype)
+    why_not = unsupported(config)
+    if instructions is None or why_not:
+        return Choice(None, f"the kernels of the processor cannot run: {why_not or reason}")
+    return Choice(plan_for(config, instructions, dtype), reason)
 
 
 def unsupported(config: ModelConfig) -> str:

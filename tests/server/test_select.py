@@ -187,7 +187,7 @@ def test_torch_runs_what_the_kernels_cannot(
     assert "head_dim 24 is not a multiple of 32" in executor.state.fallback_reason
     assert len(_warnings(caplog)) == 1
     executor.close()
-    with pytest.raises(ConfigError, match="--deterministic needs kernels, not torch: .*head_dim 24"):
+    with pytest.raises(ConfigError, match=r"--deterministic needs kernels, not torch: .*head_dim 24"):
         _created(executor=name, model=str(tmp_path), is_deterministic=True)
 
 

@@ -19,11 +19,11 @@ from ferrule_server.kernels.cpu.processor import target_features
 from ferrule_server.model.weights import DTypeName, LoadedModel, load_model
 
 DEMO = Path(__file__).parents[3] / "server" / "ferrule_server" / "demo_model"
-_HAS_DOT = target_features().get("avx512bf16", False)
+_NATIVE: list[tuple[Instructions, bool]] = [("avx512-bf16", False)] if target_features().get("avx512bf16") else []
 KERNEL_SETS: tuple[tuple[Instructions, bool], ...] = (
     ("fma", False),
     ("avx512-bf16", True),
-    *([("avx512-bf16", False)] if _HAS_DOT else []),
+    *_NATIVE,
     ("amx-bf16", True),
 )
 """The instructions of bfloat16 models, and whether they are emulated here: all that can run on this processor."""
@@ -53,7 +53,7 @@ def write_awkward(folder: Path) -> Path:
         "self_attn.o_proj": (hidden, query), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }  # fmt: skip
-    shapes = {name: (config["vocab_size"], hidden) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    shapes = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (config["vocab_size"], hidden))
     tensors: dict[str, tuple[int, ...]] = {**shapes, "model.norm.weight": (hidden,)}
     for index in range(config["num_hidden_layers"]):
         layer = f"model.layers.{index}"

@@ -48,9 +48,7 @@ def tokens() -> list[int]:
 def alone(executor: NumbaCpuExecutor, tokens: list[int]) -> Float32Array:
     """The logits of every position, from steps that hold nothing else, a few rows at a time."""
     stepper, seq = Stepper(executor), PooledSequence()
-    parts = [
-        stepper.logits(Piece(seq, tokens[begin : begin + 53], num_outputs=53)) for begin in range(0, LENGTH, 53)
-    ]
+    parts = [stepper.logits(Piece(seq, tokens[begin : begin + 53], num_outputs=53)) for begin in range(0, LENGTH, 53)]
     return np.concatenate(parts)
 
 
@@ -68,7 +66,9 @@ def test_chunks_of_any_size(executor: NumbaCpuExecutor, tokens: list[int], alone
     begin = seq.length
     while begin < LENGTH:
         count = min(size, LENGTH - begin)
-        check(stepper.logits(Piece(seq, tokens[begin : begin + count], num_outputs=count)), alone[begin : begin + count])
+        check(
+            stepper.logits(Piece(seq, tokens[begin : begin + count], num_outputs=count)), alone[begin : begin + count]
+        )
         begin += count
 
 
@@ -96,7 +96,9 @@ def test_a_prefill_beside_decodes_and_a_verify(
     stepper.run(Piece(two, tokens[:100]))
     stepper.run(Piece(three, tokens[:250]))
     logits = stepper.logits(
-        Piece(one, tokens[:333], num_outputs=10), Piece(two, [tokens[100]]), Piece(three, tokens[250:258], num_outputs=8)
+        Piece(one, tokens[:333], num_outputs=10),
+        Piece(two, [tokens[100]]),
+        Piece(three, tokens[250:258], num_outputs=8),
     )
     check(logits, np.concatenate((alone[323:333], alone[100:101], alone[250:258])))
 

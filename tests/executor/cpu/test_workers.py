@@ -27,9 +27,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def lose_a_thread(executor: NumbaCpuExecutor) -> None:
     """Have a thread of the next step fail as soon as it is started."""
-    workers = executor._workers  # noqa: SLF001  (no setting makes a thread fail)
+    workers = executor._workers
     workers.close()
-    run = workers._run  # noqa: SLF001
+    run = workers._run
 
     def fail_in_helpers(sync: int, thread: int) -> int:
         if thread:
@@ -37,12 +37,10 @@ def lose_a_thread(executor: NumbaCpuExecutor) -> None:
             raise RuntimeError("a thread failed")
         return run(sync, thread)
 
-    executor._workers = Workers(fail_in_helpers, 2, 64)  # noqa: SLF001
+    executor._workers = Workers(fail_in_helpers, 2, 64)
 
 
-def test_a_failed_thread_ends_the_step_and_torch_takes_over(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_thread_ends_the_step_and_torch_takes_over(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The step ends within a second with KvLost; afterwards torch runs with the same weights over an empty pool."""
     caplog.set_level(logging.CRITICAL)
     model = load_model(folder, dtype="bfloat16")
@@ -96,7 +94,7 @@ def test_a_thread_that_fails_during_a_step_ends_it_within_a_second(caplog: pytes
 def test_closing_ends_the_threads(folder: Path) -> None:
     """Also those that have never run a step."""
     with running(folder, num_threads=4) as executor:
-        threads = executor._workers._threads  # noqa: SLF001
+        threads = executor._workers._threads
         assert all(thread.is_alive() for thread in threads)
     assert not any(thread.is_alive() for thread in threads)
 

@@ -87,7 +87,14 @@ def _state_bytes(plan: Plan, num_queries: int) -> int:
 
 @kernel
 def attend(
-    plan: Plan, model_address: int, layer_address: int, step_address: int, sync: int, thread: int, stage: int, kind: np.int64
+    plan: Plan,
+    model_address: int,
+    layer_address: int,
+    step_address: int,
+    sync: int,
+    thread: int,
+    stage: int,
+    kind: np.int64,
 ) -> int:
     """Run this thread's part of the attention of a layer: the tasks that it claims, one KV head at a time."""
     model, layer, step = model_at(model_address), layer_at(layer_address), step_at(step_address)
@@ -102,7 +109,14 @@ def attend(
 
 @kernel
 def merge(
-    plan: Plan, model_address: int, layer_address: int, step_address: int, sync: int, thread: int, stage: int, kind: np.int64
+    plan: Plan,
+    model_address: int,
+    layer_address: int,
+    step_address: int,
+    sync: int,
+    thread: int,
+    stage: int,
+    kind: np.int64,
 ) -> int:
     """Run this thread's part of merging the partials of a layer."""
     model, step = model_at(model_address), step_at(step_address)

@@ -55,7 +55,14 @@ ATTEND: Final = np.int64(5)
 
 @kernel
 def linear(
-    plan: Plan, model_address: int, layer_address: int, step_address: int, sync: int, thread: int, stage: int, kind: np.int64
+    plan: Plan,
+    model_address: int,
+    layer_address: int,
+    step_address: int,
+    sync: int,
+    thread: int,
+    stage: int,
+    kind: np.int64,
 ) -> int:
     """Run this thread's part of one linear layer of a kind: multiply and finish the units that it claims."""
     model, layer, step = model_at(model_address), layer_at(layer_address), step_at(step_address)

@@ -238,6 +238,7 @@ def _on_processor(
             max_step_rows=config.max_step_rows,
             kernel_cache=config.kernel_cache,
             fallback_reason=reason,
+            is_deterministic=config.is_deterministic,
         )
         return NumbaCpuExecutor(
             model, options, lambda stage, share: on_progress(stage, 0.05 + _WEIGHTS_SHARE + 0.05 * share)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from benchmarks.make_random_model import write_model
 from ferrule_server.executor.cpu.executor import CpuOptions, NumbaCpuExecutor
 from ferrule_server.executor.cpu.support import plan_for
+from ferrule_server.executor.cpu.workers import Workers
 from ferrule_server.kernels.cpu.plan import Instructions, Plan
 from ferrule_server.kernels.cpu.processor import target_features
 from ferrule_server.model.weights import DTypeName, LoadedModel, load_model
@@ -27,6 +29,12 @@ KERNEL_SETS: tuple[tuple[Instructions, bool], ...] = (
     ("amx-bf16", True),
 )
 """The instructions of bfloat16 models, and whether they are emulated here: all that can run on this processor."""
+
+
+def kernel_set_name(kernels: tuple[Instructions, bool]) -> str:
+    """Return the id of a test that runs a kernel set."""
+    return f"{kernels[0]}{' emulated' if kernels[1] else ''}"
+
 
 AWKWARD: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1003, "hidden_size": 144,
@@ -84,7 +92,7 @@ def running(
     kernels: tuple[Instructions, bool] = ("fma", False),
     *,
     num_threads: int = 2,
-    **options: int,
+    **options: Any,
 ) -> Iterator[NumbaCpuExecutor]:
     """Run an executor over a model folder; its machine code is shared with other tests."""
     model = load_model(folder, dtype=dtype)
@@ -95,3 +103,18 @@ def running(
         yield executor
     finally:
         executor.close()
+
+
+def lose_a_thread(executor: NumbaCpuExecutor) -> None:
+    """Have a thread of the next step fail as soon as it is started."""
+    workers = executor._workers
+    workers.close()
+    run = workers._run
+
+    def fail_in_helpers(sync: int, thread: int) -> int:
+        if thread:
+            time.sleep(0.05)
+            raise RuntimeError("a thread failed")
+        return run(sync, thread)
+
+    executor._workers = Workers(fail_in_helpers, 2, 64)

@@ -12,7 +12,7 @@ from ferrule_server.executor.base import Executor, Float32Array
 from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.model.weights import DTypeName, load_model
 from ferrule_server.text.tokenizer import Tokenizer
-from tests.executor.cpu.models import DEMO, KERNEL_SETS, running, write_awkward, write_tiny
+from tests.executor.cpu.models import DEMO, KERNEL_SETS, kernel_set_name, running, write_awkward, write_tiny
 from tests.model.stepping import Piece, PooledSequence, Stepper
 
 TEXT = Path(__file__).read_text()
@@ -44,7 +44,7 @@ def test_float32_logits_equal_plain_torch(tmp_path: Path, write: Callable[[Path]
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4 * float(expected.std()) + 2e-5)
 
 
-@pytest.mark.parametrize("kernels", KERNEL_SETS, ids=lambda kernels: kernels[0])
+@pytest.mark.parametrize("kernels", KERNEL_SETS, ids=kernel_set_name)
 def test_bfloat16_greedy_tokens_equal_torch(kernels: tuple[str, bool]) -> None:
     """Where the float32 gap between the two best logits exceeds 0.1, which is so at 9 of 10 positions of a text."""
     tokenizer = Tokenizer.load(DEMO)

@@ -9,13 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ferrule_server.executor.base import KvLost
+from ferrule_server.executor.base import DeviceLost, KvLost
 from ferrule_server.executor.cpu.cores import count_cores, usable_cores
-from ferrule_server.executor.cpu.executor import NumbaCpuExecutor
 from ferrule_server.executor.cpu.workers import StepAborted, Workers
 from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.model.weights import load_model
-from tests.executor.cpu.models import running, write_tiny
+from tests.executor.cpu.models import lose_a_thread, running, write_tiny
 from tests.model.stepping import Piece, PooledSequence, Stepper
 
 
@@ -23,21 +22,6 @@ from tests.model.stepping import Piece, PooledSequence, Stepper
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Qwen3."""
     return write_tiny(tmp_path_factory.mktemp("tiny"))
-
-
-def lose_a_thread(executor: NumbaCpuExecutor) -> None:
-    """Have a thread of the next step fail as soon as it is started."""
-    workers = executor._workers
-    workers.close()
-    run = workers._run
-
-    def fail_in_helpers(sync: int, thread: int) -> int:
-        if thread:
-            time.sleep(0.05)
-            raise RuntimeError("a thread failed")
-        return run(sync, thread)
-
-    executor._workers = Workers(fail_in_helpers, 2, 64)
 
 
 def test_a_failed_thread_ends_the_step_and_torch_takes_over(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -62,6 +46,17 @@ def test_a_failed_thread_ends_the_step_and_torch_takes_over(folder: Path, caplog
         found = Stepper(executor).logits(Piece(PooledSequence(), list(range(30)), num_outputs=30))
         np.testing.assert_array_equal(found, expected)
         assert executor.state.num_torch_steps == 1
+
+
+def test_torch_never_takes_over_where_bits_are_promised(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing runs after a failure of the kernels, because torch gives other bits."""
+    caplog.set_level(logging.CRITICAL)
+    with running(folder, is_deterministic=True) as executor:
+        lose_a_thread(executor)
+        for _ in range(2):
+            with pytest.raises(DeviceLost, match="thread"):
+                Stepper(executor).run(Piece(PooledSequence(), [1, 2, 3]))
+        assert executor.state.name == "numba-cpu"
 
 
 def test_a_thread_that_fails_during_a_step_ends_it_within_a_second(caplog: pytest.LogCaptureFixture) -> None:

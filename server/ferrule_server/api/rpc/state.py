@@ -74,7 +74,7 @@ class Serving:
         max_step_rows: Most rows in one step.
         chat_template: None if the model has none.
         has_prefix_cache: Prompts share the blocks of released sequences.
-        is_deterministic: The kernels of a GPU run so that logits do not depend on the other rows of a step.
+        is_deterministic: The server runs only while logits do not depend on the other rows of a step.
         executor_state: Returns the state of an executor whose state changes, None for any other; cheap.
     """
 

@@ -6,6 +6,8 @@ number of threads. If a kernel fails, torch takes over for good, and that promis
     start              the kernels are compiled or loaded, the weights packed          state.name numba-cpu
     a thread ends      KvLost: all KV is discarded, the weights are unpacked           state.fallback_reason
     from then on       every step in torch                                             state.name torch
+
+With ``is_deterministic`` the first failure is a DeviceLost instead, and nothing runs afterwards.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from ferrule_server.executor.base import (
+    DeviceLost,
     ExecutorInfo,
     ExecutorState,
     Int32Array,
@@ -65,6 +68,7 @@ class CpuOptions:
         max_step_rows: Most rows of a step.
         kernel_cache: Folder in which machine code is kept; None: the user's cache.
         fallback_reason: Why a faster executor is not in use, although one was requested.
+        is_deterministic: Torch must not take over.
     """
 
     plan: Plan
@@ -75,6 +79,7 @@ class CpuOptions:
     max_step_rows: int = 512
     kernel_cache: Path | None = None
     fallback_reason: str = ""
+    is_deterministic: bool = False
 
 
 class NumbaCpuExecutor:
@@ -145,6 +150,7 @@ class NumbaCpuExecutor:
 
         Raises:
             KvLost: A kernel failed. Later steps run in torch, over an empty pool.
+            DeviceLost: A kernel failed, and torch must not take over.
         """
         if self._torch is not None:
             self._num_torch_steps += batch.num_rows > 0
@@ -156,6 +162,8 @@ class NumbaCpuExecutor:
                 return StepResult(self._run(batch))
             return StepResult(self._run_in_parts(batch))
         except StepAborted as error:
+            if self._options.is_deterministic:
+                raise DeviceLost(str(error)) from error
             self._switch_to_torch(error)
             raise KvLost(str(error)) from error
 

@@ -3,12 +3,14 @@
 step.py             the step: its stages, and the barriers between them
 linear.py           linear layers, with what follows each of them
 dot.py              the product of a few rows and 64 outputs, for each set of instructions
+tiles.py            the same product with the tiles of AMX
 attention.py        paged attention, by tiles of tokens
 attention_block.py  its products with one block of K or V
 head.py             what outputs need of logits: the best, the k best, sums of exponentials
 activations.py      embedding, norms, rotation, and how inputs of linear layers are stored
 lanes.py            16 float32 lanes as a type of Numba
 scalars.py          single numbers in memory
+loops.py            loops of LLVM code
 records.py          the records that kernels read: model, layer, step
 plan.py             what is constant in compiled code: instructions and sizes
 sync.py             barrier, claims of work, parking

@@ -14,7 +14,6 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ferrule_server.kernels.cpu.dot import loop
 from ferrule_server.kernels.cpu.lanes import (
     F32,
     F32X16,
@@ -32,6 +31,7 @@ from ferrule_server.kernels.cpu.lanes import (
     widen,
     write,
 )
+from ferrule_server.kernels.cpu.loops import loop
 from ferrule_server.kernels.cpu.plan import Plan
 
 __all__ = ["MOST_QUERIES", "score_block", "weigh_block"]

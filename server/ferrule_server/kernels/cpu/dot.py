@@ -15,7 +15,7 @@ Every output is summed by itself, in an order that its place among other rows an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from llvmlite import ir
@@ -41,7 +41,9 @@ from ferrule_server.kernels.cpu.lanes import (
     spread,
     write,
 )
+from ferrule_server.kernels.cpu.loops import loop
 from ferrule_server.kernels.cpu.plan import Plan
+from ferrule_server.kernels.cpu.tiles import TILE_ROWS, emit_tile_product
 
 __all__ = ["GROUP", "TILE_INPUTS", "dot_group"]
 
@@ -89,6 +91,9 @@ def dot_group(
 
     def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
         _, weight, num_tiles, num_rows, inputs, row_bytes, out, out_row_bytes = args
+        if chosen.has_tiles:
+            _emit_with_tiles(builder, *args[1:])
+            return context.get_dummy_value()
         done = builder.append_basic_block("dot.done")
         blocks = [builder.append_basic_block(f"dot.{rows}") for rows in range(1, chosen.rows_at_once + 1)]
         switch = builder.switch(num_rows, blocks[0])
@@ -104,6 +109,24 @@ def dot_group(
         return context.get_dummy_value()
 
     return types.void(plan, *[types.int64] * 7), emit
+
+
+def _emit_with_tiles(
+    builder: Builder,
+    weight: Value,
+    num_tiles: Value,
+    num_rows: Value,
+    inputs: Value,
+    row_bytes: Value,
+    out: Value,
+    out_row_bytes: Value,
+) -> None:
+    """Write the code for one or two tiles of rows, and the choice between them."""
+    is_one = builder.icmp_signed("<=", num_rows, ir.Constant(I64, TILE_ROWS))
+    with builder.if_else(is_one) as (one, two):
+        for branch, rows in ((one, TILE_ROWS), (two, 2 * TILE_ROWS)):
+            with branch:
+                emit_tile_product(builder, rows, weight, num_tiles, inputs, row_bytes, out, out_row_bytes)
 
 
 class _Group:
@@ -255,34 +278,3 @@ def emit_bfloat16_dot(builder: Builder, total: Value, x: Value, y: Value) -> Val
     kind = ir.VectorType(_BFloat(), 32)
     args = [total, builder.bitcast(x, kind), builder.bitcast(y, kind)]
     return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", F32X16, args)
-
-
-def loop(
-    builder: Builder, count: Value, values: list[Value], body: Callable[[Value, list[Value]], list[Value]]
-) -> list[Value]:
-    """Write a loop of at least one round that carries values in registers, and return what they are after it.
-
-    Args:
-        builder: Left behind the loop.
-        count: int64, rounds.
-        values: Before the first round.
-        body: Writes one round; gets its number and the values, and returns the next values.
-    """
-    before = builder.block
-    inside, behind = builder.append_basic_block("loop"), builder.append_basic_block("behind")
-    builder.branch(inside)
-    builder.position_at_end(inside)
-    number = builder.phi(I64)
-    number.add_incoming(ir.Constant(I64, 0), before)
-    carried = [builder.phi(value.type) for value in values]
-    for phi, value in zip(carried, values, strict=True):
-        phi.add_incoming(value, before)
-    results = body(number, list(carried))
-    following = builder.add(number, ir.Constant(I64, 1))
-    last = builder.block
-    number.add_incoming(following, last)
-    for phi, value in zip(carried, results, strict=True):
-        phi.add_incoming(value, last)
-    builder.cbranch(builder.icmp_signed("<", following, count), inside, behind)
-    builder.position_at_end(behind)
-    return results

@@ -40,7 +40,14 @@ class Plan:
     @property
     def rows_at_once(self) -> int:
         """The most rows of inputs that are multiplied together, so that all sums stay in registers."""
+        if self.has_tiles:
+            return 32
         return 12 if self.instructions == "avx512-bf16" and not self.is_emulated else 5
+
+    @property
+    def has_tiles(self) -> bool:
+        """Whether threads need the tiles of AMX."""
+        return self.instructions == "amx-bf16" and not self.is_emulated
 
     @property
     def has_wide_inputs(self) -> bool:

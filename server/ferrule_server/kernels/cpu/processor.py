@@ -66,4 +66,8 @@ def choose_instructions(dtype: str) -> tuple[Instructions | None, str]:
         return "fma", "the weights are float32"
     if not features.get("avx512bf16"):
         return "fma", "the processor has no AVX512-BF16"
-    return "avx512-bf16", "the processor has AVX512-BF16"
+    if not (features.get("amx-tile") and features.get("amx-bf16")):
+        return "avx512-bf16", "the processor has AVX512-BF16"
+    if not may_use_amx():
+        return "avx512-bf16", "the processor has AMX, but the system does not permit it"
+    return "amx-bf16", "the processor has AMX"

@@ -32,6 +32,7 @@ from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.records import LAYER, layer_at, model_at, step_at
 from ferrule_server.kernels.cpu.scalars import read_int32
 from ferrule_server.kernels.cpu.sync import barrier, is_aborted, park, release, reset, share
+from ferrule_server.kernels.cpu.tiles import begin_tiles, end_tiles
 
 __all__ = ["num_stages", "work"]
 
@@ -78,6 +79,14 @@ def work(plan: Plan, model_address: int, step_address: int, sync: int, thread: i
 @kernel
 def _run(plan: Plan, model_address: int, step_address: int, sync: int, thread: int) -> bool:
     """Run one thread's part of a step; return False if the step was aborted."""
+    begin_tiles(plan)
+    is_complete = _run_stages(plan, model_address, step_address, sync, thread)
+    end_tiles(plan)
+    return is_complete
+
+
+@kernel
+def _run_stages(plan: Plan, model_address: int, step_address: int, sync: int, thread: int) -> bool:
     model, step = model_at(model_address), step_at(step_address)
     if step.is_head_only:
         return _run_head(plan, model_address, step_address, sync, thread)

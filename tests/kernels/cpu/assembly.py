@@ -1,0 +1,35 @@
+"""Print the assembly of kernels: ``python -m tests.kernels.cpu.assembly INSTRUCTIONS KERNEL ...``.
+
+Run as a program of its own, because Numba reads its target, NUMBA_CPU_NAME and NUMBA_CPU_FEATURES, once.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any, get_args
+
+from numba import cfunc, types
+
+from ferrule_server.kernels.cpu.attention import attend
+from ferrule_server.kernels.cpu.linear import linear
+from ferrule_server.kernels.cpu.plan import Instructions, Plan, PlanType
+from ferrule_server.kernels.cpu.step import work
+
+KERNELS: dict[str, tuple[Any, int]] = {"linear": (linear, 7), "attend": (attend, 7), "work": (work, 4)}
+
+
+def main() -> None:
+    """Compile each kernel that the command line names, and print its assembly."""
+    instructions: Instructions = next(each for each in get_args(Instructions) if each == sys.argv[1])
+    plan = Plan(instructions, is_emulated=False, is_bfloat16=True, head_dim=128)
+    for name in sys.argv[2:]:
+        kernel, num_arguments = KERNELS[name]
+        plan_of_kernel = plan if name == "attend" else replace(plan, head_dim=0)
+        compiled = cfunc(types.int64(PlanType(plan_of_kernel), *[types.int64] * num_arguments))(kernel.py_func)
+        print(f"== {name}")
+        print(compiled._library.get_asm_str())
+
+
+if __name__ == "__main__":
+    main()

@@ -19,6 +19,7 @@ from ferrule_server.executor.cpu.weights import HeadUnits, PackedModel
 from ferrule_server.kernels.cpu.attention import TILE_TOKENS, attention_scratch_bytes, partial_bytes
 from ferrule_server.kernels.cpu.compiled import Kernels
 from ferrule_server.kernels.cpu.dot import GROUP, TILE_INPUTS
+from ferrule_server.kernels.cpu.linear import MOST_BLOCK_ROWS
 from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.records import BEST_BYTES, LAYER, MODEL, MOST_TOP, RESULT_FIELDS, STEP
 from ferrule_server.kernels.cpu.step import num_stages
@@ -29,6 +30,7 @@ from ferrule_server.model.rope import inverse_frequencies
 __all__ = ["ModelRecord", "StepMemory"]
 
 _PADDING_ROWS: Final = 32
+_PIECE_BYTES: Final = 256
 """Rows behind the last that kernels read, and never use."""
 _LOGIT_BYTES: Final = 32 << 20
 """Logits that exist at a time: 55 rows of 152 000."""
@@ -39,6 +41,15 @@ _LINE: Final = 64
 
 def _inputs(size: int) -> int:
     return -(-size // TILE_INPUTS) * TILE_INPUTS
+
+
+def _row_size(size: int, dtype: torch.dtype) -> int:
+    """Return the elements from one row of inputs to the next.
+
+    The same inputs of many rows are read together: an odd number of such pieces spreads them over the whole cache.
+    """
+    piece = _PIECE_BYTES // dtype.itemsize
+    return (-(-size // piece) | 1) * piece
 
 
 def _groups(size: int) -> int:
@@ -177,7 +188,7 @@ class StepMemory:
         query = config.num_heads * config.head_dim
         widths = {"normed": config.hidden_size, "attended": query, "activated": config.intermediate_size}
         for name, width in widths.items():
-            memory = self._new(name, (rows, _inputs(width)), self._input_type)
+            memory = self._new(name, (rows, _row_size(width, self._input_type)), self._input_type)
             self._step[f"{name}_bytes"] = memory.stride(0) * memory.itemsize
             if name == "normed":
                 self._normed = memory
@@ -201,7 +212,7 @@ class StepMemory:
     def _make_scratch(self, config: ModelConfig, max_context: int, num_threads: int) -> None:
         group = config.num_heads // config.num_kv_heads
         attention = attention_scratch_bytes(config.head_dim, group)
-        sums = _PADDING_ROWS * 4 * GROUP * HeadUnits.of(config).groups
+        sums = (MOST_BLOCK_ROWS + _PADDING_ROWS) * 4 * GROUP * HeadUnits.of(config).groups
         size = -(-max(attention, sums) // 4096) * 4096
         self._new("scratch", (num_threads, size), torch.uint8)
         self._step["scratch_bytes"] = size

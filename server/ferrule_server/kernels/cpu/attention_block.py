@@ -18,16 +18,17 @@ from ferrule_server.kernels.cpu.lanes import (
     F32,
     F32X16,
     I16X16,
+    I32,
     I64,
     LANES,
     Builder,
     Value,
     constant,
     emit_fma,
-    fold,
     offset,
     read,
     spread,
+    sum_all,
     widen,
     write,
 )
@@ -65,6 +66,25 @@ def _for_each_count(builder: Builder, count: Value, write_code: Callable[[int], 
     builder.position_at_end(done)
 
 
+def _products(builder: Builder, plan: Plan, queries: Value, count: int, keys: list[Value]) -> list[Value]:
+    """Return the products of queries and keys as 16 parts of a sum: query by query, key by key.
+
+    All keys are taken together if there are registers for all parts, else one after the other.
+    """
+    parts = [constant(0.0)] * (count * len(keys))
+    columns = range(0, plan.head_dim, LANES)
+    order = [(i, k) for i in columns for k in range(len(keys))]
+    if not plan.has_many_registers:
+        order.sort(key=lambda each: each[1])
+    for i, k in order:
+        key = _elements(builder, plan, offset(builder, keys[k], i * _element_bytes(plan)))
+        for query in range(count):
+            value = read(builder, offset(builder, queries, 4 * (query * plan.head_dim + i)), F32X16, 64)
+            place = query * len(keys) + k
+            parts[place] = emit_fma(builder, key, value, parts[place])
+    return parts
+
+
 @intrinsic
 def score_block(
     typing: Any, plan: Any, queries: Any, num_queries: Any, keys: Any, scores: Any, score_bytes: Any
@@ -85,21 +105,24 @@ def score_block(
         _, queries, num_queries, keys, scores, score_bytes = args
 
         def write_code(count: int) -> None:
-            def token(number: Value, _: list[Value]) -> list[Value]:
-                key = builder.add(keys, builder.mul(number, ir.Constant(I64, chosen.head_dim * _element_bytes(chosen))))
-                sums = [constant(0.0)] * count
-                for i in range(0, chosen.head_dim, LANES):
-                    part = _elements(builder, chosen, offset(builder, key, i * _element_bytes(chosen)))
-                    for q in range(count):
-                        query = read(builder, offset(builder, queries, 4 * (q * chosen.head_dim + i)), F32X16, 64)
-                        sums[q] = emit_fma(builder, part, query, sums[q])
-                place = builder.add(scores, builder.mul(number, ir.Constant(I64, 4)))
-                for q in range(count):
-                    at = builder.add(place, builder.mul(score_bytes, ir.Constant(I64, q)))
-                    write(builder, fold(builder, sums[q], builder.fadd), at, 4)
+            room = 1 << (count - 1).bit_length()
+            tokens = _BLOCK // room
+            key_bytes = chosen.head_dim * _element_bytes(chosen)
+
+            def some(number: Value, _: list[Value]) -> list[Value]:
+                first = builder.add(keys, builder.mul(number, ir.Constant(I64, tokens * key_bytes)))
+                at = [offset(builder, first, token * key_bytes) for token in range(tokens)]
+                products = _products(builder, chosen, queries, count, at)
+                products += [constant(0.0)] * (_BLOCK - len(products))
+                sums = sum_all(builder, products)
+                place = builder.add(scores, builder.mul(number, ir.Constant(I64, 4 * tokens)))
+                for query in range(count):
+                    to = builder.add(place, builder.mul(score_bytes, ir.Constant(I64, query)))
+                    lanes = ir.Constant(ir.VectorType(I32, tokens), [query * tokens + i for i in range(tokens)])
+                    write(builder, builder.shuffle_vector(sums, sums, lanes), to, 4)
                 return []
 
-            loop(builder, ir.Constant(I64, _BLOCK), [], token)
+            loop(builder, ir.Constant(I64, room), [], some)
 
         _for_each_count(builder, num_queries, write_code)
         return context.get_dummy_value()
@@ -135,7 +158,7 @@ def weigh_block(
         _, weights, weight_bytes, num_queries, values, num_tokens, out = args
 
         def write_code(count: int) -> None:
-            at_once = max(1, MOST_QUERIES // count)
+            at_once = max(1, (16 if chosen.has_many_registers else 4) // count)
             rows = [builder.add(weights, builder.mul(weight_bytes, ir.Constant(I64, q))) for q in range(count)]
             parts = list(range(0, chosen.head_dim, LANES))
             for first in range(0, len(parts), at_once):

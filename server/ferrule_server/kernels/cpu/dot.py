@@ -1,4 +1,4 @@
-"""The product of a few rows of inputs and one group of 64 rows of a weight: what linear layers are made of.
+"""The product of a few rows of inputs and 64 rows of a weight, some tiles at a time: what linear layers are made of.
 
 Weights are packed in tiles of 16 outputs and 32 inputs, 1 KiB each, and four tiles of the same inputs follow each
 other. So a group of 64 outputs is one stream in memory, whatever its width, and a tile is what AMX and AVX512-BF16
@@ -33,7 +33,6 @@ from ferrule_server.kernels.cpu.lanes import (
     call,
     constant,
     emit_fma,
-    emit_prefetch,
     even_halves,
     odd_halves,
     offset,
@@ -43,18 +42,19 @@ from ferrule_server.kernels.cpu.lanes import (
 )
 from ferrule_server.kernels.cpu.loops import loop
 from ferrule_server.kernels.cpu.plan import Plan
-from ferrule_server.kernels.cpu.tiles import TILE_ROWS, emit_tile_product
+from ferrule_server.kernels.cpu.tiles import TILE_ROWS, emit_tile_product, sweep_of_lines
 
-__all__ = ["GROUP", "TILE_INPUTS", "dot_group"]
+__all__ = ["GROUP", "LINES_OF_TILES", "TILE_INPUTS", "dot_group"]
 
 GROUP: Final = 64
 """Outputs of a group."""
 TILE_INPUTS: Final = 32
 """Inputs of a tile."""
+LINES_OF_TILES: Final = 64
+"""Cache lines of the four tiles of the same inputs, if they are bfloat16."""
 _TILES: Final = 4
-STEP = 2
-PF = 8192
 _PAIRS: Final = TILE_INPUTS // 2
+_PAIRS_AT_ONCE: Final = 2
 
 
 def _tiles_at_once(plan: Plan, num_rows: int) -> int:
@@ -74,25 +74,29 @@ def dot_group(
     row_bytes: Any,
     out: Any,
     out_row_bytes: Any,
+    ahead: Any,
+    num_lines: Any,
 ) -> Any:
-    """Write the products of rows of inputs and a group of 64 rows of a weight.
+    """Add the products of rows of inputs and some tiles of a group of 64 rows of a weight to sums.
 
     Args:
         plan: How to multiply.
-        weight: Address of the group.
-        num_tiles: Inputs of a row / 32.
+        weight: Address of the first tile.
+        num_tiles: Tiles of 32 inputs.
         num_rows: From 1 to ``plan.rows_at_once``.
         inputs: Address of the first row of inputs.
         row_bytes: From one row of inputs to the next.
-        out: Address of float32 [num_rows, 64].
-        out_row_bytes: From one row of outputs to the next.
+        out: Address of the sums, float32 [num_rows, 64].
+        out_row_bytes: From one row of sums to the next.
+        ahead: Address of weights that are multiplied later, to be brought near meanwhile.
+        num_lines: How many cache lines of them for each tile of inputs, a multiple of 32.
     """
     chosen: Plan = plan.plan
 
     def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
-        _, weight, num_tiles, num_rows, inputs, row_bytes, out, out_row_bytes = args
+        num_rows = args[3]
         if chosen.has_tiles:
-            _emit_with_tiles(builder, *args[1:])
+            _emit_with_tiles(builder, num_rows, *args[1:3], *args[4:])
             return context.get_dummy_value()
         done = builder.append_basic_block("dot.done")
         blocks = [builder.append_basic_block(f"dot.{rows}") for rows in range(1, chosen.rows_at_once + 1)]
@@ -103,30 +107,21 @@ def dot_group(
             at_once = _tiles_at_once(chosen, rows)
             for first in range(0, _TILES, at_once):
                 group = _Group(builder, chosen, rows, range(first, first + at_once))
-                group.emit(weight, num_tiles, inputs, row_bytes, out, out_row_bytes)
+                group.emit(*args[1:3], *args[4:])
             builder.branch(done)
         builder.position_at_end(done)
         return context.get_dummy_value()
 
-    return types.void(plan, *[types.int64] * 7), emit
+    return types.void(plan, *[types.int64] * 9), emit
 
 
-def _emit_with_tiles(
-    builder: Builder,
-    weight: Value,
-    num_tiles: Value,
-    num_rows: Value,
-    inputs: Value,
-    row_bytes: Value,
-    out: Value,
-    out_row_bytes: Value,
-) -> None:
+def _emit_with_tiles(builder: Builder, num_rows: Value, *args: Value) -> None:
     """Write the code for one or two tiles of rows, and the choice between them."""
     is_one = builder.icmp_signed("<=", num_rows, ir.Constant(I64, TILE_ROWS))
     with builder.if_else(is_one) as (one, two):
         for branch, rows in ((one, TILE_ROWS), (two, 2 * TILE_ROWS)):
             with branch:
-                emit_tile_product(builder, rows, weight, num_tiles, inputs, row_bytes, out, out_row_bytes)
+                emit_tile_product(builder, rows, *args)
 
 
 class _Group:
@@ -141,34 +136,44 @@ class _Group:
         self._is_tile_sum = plan.instructions == "amx-bf16"
 
     def emit(
-        self, weight: Value, num_tiles: Value, inputs: Value, row_bytes: Value, out: Value, out_row_bytes: Value
+        self,
+        weight: Value,
+        num_tiles: Value,
+        inputs: Value,
+        row_bytes: Value,
+        out: Value,
+        out_row_bytes: Value,
+        ahead: Value,
+        num_lines: Value,
     ) -> None:
         """Write the code; the builder is left behind it."""
         builder = self._builder
+        lines = sweep_of_lines(builder, ahead, num_lines, num_tiles, (self._tiles[0], len(self._tiles)))
         rows = [builder.add(inputs, builder.mul(row_bytes, ir.Constant(I64, m))) for m in range(self._num_rows)]
-        zeros = [constant(0.0)] * (self._num_rows * len(self._tiles))
+        places = [
+            offset(builder, builder.add(out, builder.mul(out_row_bytes, ir.Constant(I64, m))), 64 * t)
+            for m in range(self._num_rows)
+            for t in self._tiles
+        ]
 
         def tile(k: Value, sums: list[Value]) -> list[Value]:
             start = builder.add(weight, builder.mul(k, ir.Constant(I64, _TILES * self._tile_bytes)))
-            places = [
+            columns = [
                 builder.add(row, builder.mul(k, ir.Constant(I64, self._input_bytes(TILE_INPUTS)))) for row in rows
             ]
-            if self._is_tile_sum:
-                return self._tile_sums(start, places, sums)
-            return self._chain(start, places, sums)
+            self._lines = lambda i: lines(k, i, _PAIRS // _PAIRS_AT_ONCE)
+            return self._tile_sums(start, columns, sums) if self._is_tile_sum else self._chain(start, columns, sums)
 
-        sums = loop(builder, num_tiles, zeros, tile)
-        for m in range(self._num_rows):
-            row = builder.add(out, builder.mul(out_row_bytes, ir.Constant(I64, m)))
-            for i, t in enumerate(self._tiles):
-                write(builder, sums[m * len(self._tiles) + i], offset(builder, row, 64 * t), 4)
+        sums = loop(builder, num_tiles, [read(builder, place, F32X16, 4) for place in places], tile)
+        for total, place in zip(sums, places, strict=True):
+            write(builder, total, place, 4)
 
     def _input_bytes(self, count: int) -> int:
         return count * (4 if self._plan.has_wide_inputs else 2)
 
     def _chain(self, start: Value, rows: list[Value], sums: list[Value]) -> list[Value]:
         """Add the products of one tile of inputs to the sums, pair by pair."""
-        step = STEP
+        step = _PAIRS_AT_ONCE
 
         def pairs(i: Value, sums: list[Value]) -> list[Value]:
             at = self._builder.add(start, self._builder.mul(i, ir.Constant(I64, step * self._pair_bytes)))
@@ -176,10 +181,7 @@ class _Group:
                 self._builder.add(row, self._builder.mul(i, ir.Constant(I64, self._input_bytes(2 * step))))
                 for row in rows
             ]
-            if self._tiles[0] == 0 and PF:
-                for line in range(_TILES * step):
-                    ahead = self._builder.add(start, self._builder.mul(i, ir.Constant(I64, 64 * _TILES * step)))
-                    emit_prefetch(self._builder, offset(self._builder, ahead, PF + 64 * line))
+            self._lines(i)
             for u in range(step):
                 weights = [
                     self._weights(offset(self._builder, at, t * self._tile_bytes + u * self._pair_bytes))
@@ -240,6 +242,7 @@ class _Group:
         count = len(sums)
 
         def pair(p: Value, parts: list[Value]) -> list[Value]:
+            self._lines(builder.udiv(p, ir.Constant(I64, _PAIRS_AT_ONCE)))
             at = builder.add(start, builder.mul(p, ir.Constant(I64, self._pair_bytes)))
             weights = [self._weights(offset(builder, at, t * self._tile_bytes)) for t in self._tiles]
             x = [builder.add(row, builder.mul(p, ir.Constant(I64, self._input_bytes(2)))) for row in rows]

@@ -7,6 +7,7 @@ multiply-add. Addresses are int64: a kernel knows the layout of its memory, and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from llvmlite import ir
@@ -266,6 +267,20 @@ def fold(builder: Builder, x: Value, combine: Any) -> Value:
         first, second = (ir.Constant(ir.VectorType(I32, count), list(range(i, i + count))) for i in (0, count))
         x = combine(builder.shuffle_vector(x, x, first), builder.shuffle_vector(x, x, second))
     return builder.extract_element(x, ir.Constant(I32, 0))
+
+
+def sum_all(builder: Builder, vectors: Sequence[Value]) -> Value:
+    """Return the sums of the lanes of 16 vectors, each in the order of :func:`fold`, as the lanes of one."""
+    width = LANES
+    while width > 1:
+        first = [begin + i for begin in range(0, 2 * LANES, width) for i in range(width // 2)]
+        masks = [ir.Constant(I32X16, [lane + shift for lane in first]) for shift in (0, width // 2)]
+        vectors = [
+            builder.fadd(*(builder.shuffle_vector(x, y, mask) for mask in masks))
+            for x, y in zip(vectors[::2], vectors[1::2], strict=True)
+        ]
+        width //= 2
+    return vectors[0]
 
 
 @intrinsic

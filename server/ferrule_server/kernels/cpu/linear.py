@@ -1,8 +1,14 @@
 """The linear layers of a decoder, each with what follows it: heads, residual stream, activation.
 
 A layer is cut into *units* of outputs, which the threads claim one by one, and its rows into blocks whose inputs stay
-in the L2 cache. A unit is multiplied for a few rows at a time; the sums go through the thread's scratch memory to the
-function that finishes them.
+in the L2 cache. The weights of a unit are read once, some tiles at a time, and multiplied with a few rows after the
+other, while the tiles that come next are brought near::
+
+    unit          tiles 0-15    tiles 16-31   ...          the first tiles of the unit that is claimed next
+    rows 0-11     sums     ->   sums     ->
+    rows 12-23    sums     ->   sums     ->                sums go to the function that finishes them
+
+The sums lie in the thread's scratch memory in between.
 """
 
 from __future__ import annotations
@@ -32,10 +38,14 @@ from ferrule_server.kernels.cpu.records import layer_at, model_at, step_at
 from ferrule_server.kernels.cpu.scalars import read_int32
 from ferrule_server.kernels.cpu.sync import claim
 
-__all__ = ["ACTIVATE", "ADD_ATTENTION", "ADD_FEED_FORWARD", "ATTEND", "PROJECT", "READ_LOGITS", "linear"]
+__all__ = ["ACTIVATE", "ADD_ATTENTION", "ADD_FEED_FORWARD", "ATTEND", "MOST_BLOCK_ROWS", "PROJECT", "READ_LOGITS", "linear"]
 
 _CACHED_BYTES: Final = 256 << 10
 """Inputs of a block of rows, so that they stay in the L2 cache beside the weights of a unit."""
+MOST_BLOCK_ROWS: Final = 128
+"""Rows of a block, however narrow they are, so that their sums stay there too."""
+_TILES_AT_ONCE: Final = 8
+"""Tiles of inputs that are multiplied with one part of the rows after the other: 32 KiB of weights in bfloat16."""
 
 
 # Not plain numbers: Numba would compile what takes a kind again for each number.
@@ -89,24 +99,73 @@ def linear(
     group_bytes = num_tiles * TILE_INPUTS * GROUP * element
     sums = step.scratch + thread * step.scratch_bytes
     sum_bytes = 4 * GROUP * groups_at_once
-    most = plan.rows_at_once
-    block_rows = max(most, _CACHED_BYTES // input_bytes)
-    num_blocks = (num_rows + block_rows - 1) // block_rows
-    while True:
-        item = claim(sync, stage)
-        if item >= num_units * num_blocks:
-            return 0
-        unit, block = item % num_units, item // num_units
-        first, end = block * block_rows, min(num_rows, (block + 1) * block_rows)
-        num_parts = (end - first + most - 1) // most
+    block_rows = min(MOST_BLOCK_ROWS, max(plan.rows_at_once, _CACHED_BYTES // input_bytes))
+    num_items = num_units * ((num_rows + block_rows - 1) // block_rows)
+    item = claim(sync, stage)
+    while item < num_items:
+        following = claim(sync, stage)
+        unit, row = item % num_units, item // num_units * block_rows
+        count = min(block_rows, num_rows - row)
+        _clear(sums, count * sum_bytes)
+        here = weight + unit * groups_at_once * group_bytes
+        ahead = weight + following % num_units * groups_at_once * group_bytes
+        for group in range(groups_at_once):
+            _multiply(
+                plan,
+                here + group * group_bytes,
+                num_tiles,
+                count,
+                inputs + row * input_bytes,
+                input_bytes,
+                sums + 4 * GROUP * group,
+                sum_bytes,
+                ahead if group + 1 == groups_at_once else here + (group + 1) * group_bytes,
+            )
+        _finish(plan, model, layer, step, thread, kind, unit, row, count, sums, sum_bytes)
+        item = following
+    return 0
+
+
+@kernel
+def _clear(sums: int, num_bytes: int) -> None:
+    for place in range(sums, sums + num_bytes, 4 * LANES):
+        store(place, splat(np.float32(0)))
+
+
+@kernel
+def _multiply(
+    plan: Plan,
+    weight: int,
+    num_tiles: int,
+    num_rows: int,
+    inputs: int,
+    input_bytes: int,
+    sums: int,
+    sum_bytes: int,
+    ahead: int,
+) -> None:
+    """Add the products of rows and a group to sums; ``ahead`` is the address of the group that comes next."""
+    tile_bytes = TILE_INPUTS * GROUP * (2 if plan.is_bfloat16 else 4)
+    input_tile_bytes = TILE_INPUTS * (2 if plan.is_bfloat16 and not plan.has_wide_inputs else 4)
+    num_parts = (num_rows + plan.rows_at_once - 1) // plan.rows_at_once
+    num_lines = max(32, (tile_bytes // 64 + num_parts - 1) // num_parts // 32 * 32)
+    for first in range(0, num_tiles, _TILES_AT_ONCE):
+        count = min(_TILES_AT_ONCE, num_tiles - first)
+        next_tiles = weight + (first + count) * tile_bytes if first + count < num_tiles else ahead
         for part in range(num_parts):
-            row = first + (end - first) * part // num_parts
-            count = first + (end - first) * (part + 1) // num_parts - row
-            for group in range(groups_at_once):
-                place = weight + (unit * groups_at_once + group) * group_bytes
-                out = sums + 4 * GROUP * group
-                dot_group(plan, place, num_tiles, count, inputs + row * input_bytes, input_bytes, out, sum_bytes)
-            _finish(plan, model, layer, step, thread, kind, unit, row, count, sums, sum_bytes)
+            row = num_rows * part // num_parts
+            dot_group(
+                plan,
+                weight + first * tile_bytes,
+                count,
+                num_rows * (part + 1) // num_parts - row,
+                inputs + row * input_bytes + first * input_tile_bytes,
+                input_bytes,
+                sums + row * sum_bytes,
+                sum_bytes,
+                next_tiles + part * num_lines * 64 * count,
+                num_lines,
+            )
 
 
 @kernel

@@ -45,6 +45,11 @@ class Plan:
         return 12 if self.instructions == "avx512-bf16" and not self.is_emulated else 5
 
     @property
+    def has_many_registers(self) -> bool:
+        """There are registers for about 24 times 16 lanes, else for 6."""
+        return self.instructions != "fma"
+
+    @property
     def has_tiles(self) -> bool:
         """Whether threads need the tiles of AMX."""
         return self.instructions == "amx-bf16" and not self.is_emulated

@@ -13,6 +13,7 @@ the emulation in ``dot``; it has not been run on a processor that has AMX.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 from llvmlite import ir
@@ -31,8 +32,7 @@ _ROW_BYTES: Final = 64
 _NUM_TILES: Final = 8
 _GROUP_TILES: Final = 4
 _PALETTE: Final = 1
-_AHEAD: Final = 8192
-"""How far ahead weights are brought near, in bytes."""
+_LINE: Final = 64
 
 
 def _tile(number: int) -> Value:
@@ -86,6 +86,39 @@ def end_tiles(typing: Any, plan: Any) -> Any:
     return types.void(plan), emit
 
 
+def sweep_of_lines(
+    builder: Builder, ahead: Value, num_lines: Value, num_tiles: Value, tiles: tuple[int, int]
+) -> Callable[[Value, Value, int], None]:
+    """Return what writes the code that brings lines near during one of the sweeps over the tiles of a group.
+
+    Args:
+        builder: Writes the code.
+        ahead: Address of the first line.
+        num_lines: Lines for each tile of inputs, in all sweeps together.
+        num_tiles: Tiles of inputs.
+        tiles: First of the four tiles of this sweep, and their number.
+
+    Returns:
+        Called with the number of the tile of inputs, and with a piece of it and how many pieces it has.
+    """
+    first, at_once = tiles
+    count = builder.udiv(num_lines, ir.Constant(I64, _GROUP_TILES // at_once))
+    num_bytes = builder.mul(count, ir.Constant(I64, _LINE))
+    begin = builder.add(ahead, builder.mul(builder.mul(num_bytes, num_tiles), ir.Constant(I64, first // at_once)))
+
+    def emit(k: Value, piece: Value, num_pieces: int) -> None:
+        in_piece = builder.udiv(count, ir.Constant(I64, num_pieces))
+        here = builder.add(builder.add(begin, builder.mul(k, num_bytes)), builder.mul(piece, builder.mul(in_piece, ir.Constant(I64, _LINE))))
+
+        def line(number: Value, _: list[Value]) -> list[Value]:
+            emit_prefetch(builder, builder.add(here, builder.mul(number, ir.Constant(I64, _LINE))))
+            return []
+
+        loop(builder, in_piece, [], line)
+
+    return emit
+
+
 def emit_tile_product(
     builder: Builder,
     num_rows: int,
@@ -95,21 +128,36 @@ def emit_tile_product(
     row_bytes: Value,
     out: Value,
     out_row_bytes: Value,
+    ahead: Value,
+    num_lines: Value,
 ) -> None:
     """Write the code of ``dot.dot_group`` for up to 16 or up to 32 rows; the builder is left behind it."""
     halves = [0] if num_rows <= TILE_ROWS else [0, 1]
     at_once = _GROUP_TILES // len(halves)
     for first in range(0, _GROUP_TILES, at_once):
         sums = {(half, t): half * at_once + t for half in halves for t in range(at_once)}
-        for tile in sums.values():
-            _call(builder, "tilezero", [_tile(tile)])
+        lines = sweep_of_lines(builder, ahead, num_lines, num_tiles, (first, at_once))
+        places = {
+            (half, t): offset(
+                builder,
+                builder.add(out, builder.mul(out_row_bytes, ir.Constant(I64, TILE_ROWS * half))),
+                _ROW_BYTES * (first + t),
+            )
+            for half, t in sums
+        }
+        for key, tile in sums.items():
+            _load(builder, tile, places[key], out_row_bytes)
 
-        def step(k: Value, _: list[Value], sums: dict[tuple[int, int], int] = sums, first: int = first) -> list[Value]:
+        def step(
+            k: Value,
+            _: list[Value],
+            sums: dict[tuple[int, int], int] = sums,
+            first: int = first,
+            lines: Callable[[Value, Value, int], None] = lines,
+        ) -> list[Value]:
             start = builder.add(weight, builder.mul(k, ir.Constant(I64, _GROUP_TILES * _TILE_BYTES)))
             column = builder.add(inputs, builder.mul(k, ir.Constant(I64, _ROW_BYTES)))
-            if first == 0:
-                for line in range(0, _GROUP_TILES * _TILE_BYTES, _ROW_BYTES):
-                    emit_prefetch(builder, offset(builder, start, _AHEAD + line))
+            lines(k, ir.Constant(I64, 0), 1)
             for half in halves:
                 row = builder.add(column, builder.mul(row_bytes, ir.Constant(I64, TILE_ROWS * half)))
                 _load(builder, 4 + half, row, row_bytes)
@@ -121,7 +169,5 @@ def emit_tile_product(
             return []
 
         loop(builder, num_tiles, [], step)
-        for (half, t), tile in sums.items():
-            row = builder.add(out, builder.mul(out_row_bytes, ir.Constant(I64, TILE_ROWS * half)))
-            place = pointer(builder, offset(builder, row, _ROW_BYTES * (first + t)), I8)
-            _call(builder, "tilestored64", [_tile(tile), place, out_row_bytes])
+        for key, tile in sums.items():
+            _call(builder, "tilestored64", [_tile(tile), pointer(builder, places[key], I8), out_row_bytes])

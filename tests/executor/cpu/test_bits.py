@@ -137,3 +137,15 @@ def test_avx512_and_fma_give_the_same_bits(folder: Path, tokens: list[int]) -> N
             found.append(Stepper(executor).logits(Piece(PooledSequence(), tokens[:70], num_outputs=70)))
     for other in found[1:]:
         check(found[0], other)
+
+
+def test_threads_that_are_slow_to_leave_a_step(folder: Path) -> None:
+    """More threads than cores: some leave a step without outputs when the next one, which has some, has begun."""
+    tokens = list(range(3, 40))
+    with running(folder, num_threads=6) as executor:
+        stepper = Stepper(executor, seed=2)
+        expected = stepper.logits(Piece(PooledSequence(), tokens))
+        for _ in range(80):
+            seq = PooledSequence()
+            stepper.run(Piece(seq, tokens[:-1], num_outputs=0))
+            check(stepper.logits(Piece(seq, tokens[-1:])), expected)

@@ -27,7 +27,6 @@ from ferrule_server.kernels.cpu.lanes import (
     max_of,
     maximum,
     multiply,
-    prefetch,
     select_below,
     splat,
     store,
@@ -99,12 +98,13 @@ def attend(
     """Run this thread's part of the attention of a layer: the tasks that it claims, one KV head at a time."""
     model, layer, step = model_at(model_address), layer_at(layer_address), step_at(step_address)
     scratch = step.scratch + thread * step.scratch_bytes
-    while True:
-        item = claim(sync, stage)
-        if item >= step.num_tasks * model.num_kv_heads:
-            return 0
-        task = step.tasks + item // model.num_kv_heads * (4 * TASK_FIELDS)
-        _attend_task(plan, model, step, layer.pool_offset, task, item % model.num_kv_heads, scratch)
+    num_items = step.num_tasks * model.num_kv_heads
+    item = claim(sync, stage)
+    while item < num_items:
+        following = claim(sync, stage)
+        _attend_item(plan, model, step, layer.pool_offset, item, min(following, num_items - 1), scratch)
+        item = following
+    return 0
 
 
 @kernel
@@ -129,12 +129,27 @@ def merge(
 
 
 @kernel
-def _attend_task(
-    plan: Plan, model: Record, step: Record, layer_offset: int, task: int, head: int, scratch: int
+def _task_of(model: Record, step: Record, item: int) -> int:
+    return step.tasks + item // model.num_kv_heads * (4 * TASK_FIELDS)
+
+
+@kernel
+def _table_of(step: Record, task: int, tile: int) -> int:
+    """Return where the blocks of a tile are named."""
+    return step.block_tables + 4 * (read_int32(task) * step.table_width + tile * (TILE_TOKENS // _BLOCK))
+
+
+@kernel
+def _attend_item(
+    plan: Plan, model: Record, step: Record, layer_offset: int, item: int, following: int, scratch: int
 ) -> None:
-    """Compute one KV head of one task; write the outputs of its rows, or the partials of its tiles."""
+    """Compute one KV head of one task; write the outputs of its rows, or the partials of its tiles.
+
+    The keys of each tile are brought near during the one before it; ``following`` is the item that comes next.
+    """
+    task, head = _task_of(model, step, item), item % model.num_kv_heads
     group = model.num_queries_per_kv
-    seq, row, num_rows = read_int32(task), read_int32(task + 4), read_int32(task + 8)
+    row, num_rows = read_int32(task + 4), read_int32(task + 8)
     first_tile, last_tile = read_int32(task + 12), read_int32(task + 16)
     num_tiles, partial = read_int32(task + 20), read_int32(task + 24)
     num_queries = num_rows * group
@@ -144,12 +159,23 @@ def _attend_task(
     state = scores + num_queries * 4 * TILE_TOKENS
     fresh = state + partial_size
     _gather_queries(plan, model, step, row, num_rows, head, queries)
-    table = step.block_tables + 4 * seq * step.table_width
+    keys = model.pool + layer_offset
     for tile in range(first_tile, last_tile):
+        if tile + 1 < last_tile:
+            next_tile, next_table, next_keys = tile + 1, _table_of(step, task, tile + 1), keys + head * model.head_bytes
+        else:
+            next_task = _task_of(model, step, following)
+            next_tile = read_int32(next_task + 12)
+            next_table = _table_of(step, next_task, next_tile)
+            next_keys = keys + following % model.num_kv_heads * model.head_bytes
+        num_next = step.table_width - next_tile * (TILE_TOKENS // _BLOCK)
         place = state if partial < 0 and tile == first_tile else fresh
         if partial >= 0:
             place = step.partials + (partial + head * num_tiles + tile) * step.partial_bytes
-        _attend_tile(plan, model, step, layer_offset, table, row, num_rows, head, tile, queries, scores, place)
+        table = _table_of(step, task, tile)
+        length = _score_tile(plan, model, step, keys, table, row, num_rows, head, tile, queries, scores, place)
+        values = keys + (model.num_kv_heads + head) * model.head_bytes
+        _weigh(plan, model, values, table, length, num_queries, scores, place, next_table, min(num_next, 16), next_keys)
         if partial < 0 and tile > first_tile:
             _merge(plan, state, fresh, num_queries)
     if partial < 0:
@@ -178,11 +204,11 @@ def _gather_queries(plan: Plan, model: Record, step: Record, row: int, num_rows:
 
 
 @kernel
-def _attend_tile(
+def _score_tile(
     plan: Plan,
     model: Record,
     step: Record,
-    layer_offset: int,
+    keys: int,
     table: int,
     row: int,
     num_rows: int,
@@ -191,36 +217,27 @@ def _attend_tile(
     queries: int,
     scores: int,
     state: int,
-) -> None:
-    """Write the state of each query over one tile: score, sum, and 64 bytes further the weighted sum of V."""
+) -> int:
+    """Write the weights of a tile for each query, with the largest score and the sum; return how many tokens it has."""
     begin = tile * TILE_TOKENS
     end = min(begin + TILE_TOKENS, read_int32(step.positions + 4 * (row + num_rows - 1)) + 1)
     num_blocks = (end - begin + _BLOCK - 1) // _BLOCK
     num_queries = num_rows * model.num_queries_per_kv
-    keys = model.pool + layer_offset + head * model.head_bytes
-    values = keys + model.num_kv_heads * model.head_bytes
-    table += 4 * (begin // _BLOCK)
+    keys += head * model.head_bytes
     for block in range(num_blocks):
-        base = read_int32(table + 4 * block) * model.block_bytes
-        _prefetch_head(model, values + base)
-        if block + 1 < num_blocks:
-            _prefetch_head(model, keys + read_int32(table + 4 * block + 4) * model.block_bytes)
+        base = keys + read_int32(table + 4 * block) * model.block_bytes
+        values = base + model.num_kv_heads * model.head_bytes
         for query in range(0, num_queries, MOST_QUERIES):
             count = min(MOST_QUERIES, num_queries - query)
             place = scores + 4 * (query * TILE_TOKENS + block * _BLOCK)
-            score_block(plan, queries + query * 4 * plan.head_dim, count, keys + base, place, 4 * TILE_TOKENS)
+            ahead = values if query == 0 else 0
+            score_block(plan, queries + query * 4 * plan.head_dim, count, base, place, 4 * TILE_TOKENS, ahead)
     for query in range(num_queries):
         own = read_int32(step.positions + 4 * (row + query // model.num_queries_per_kv)) + 1 - begin
         visible = max(0, min(own, end - begin))
         top = state + 4 * (num_queries * plan.head_dim + query)
         _soften(scores + 4 * query * TILE_TOKENS, num_blocks * _BLOCK, visible, top, top + 4 * num_queries)
-    _weigh(plan, model, values, table, end - begin, num_queries, scores, state)
-
-
-@kernel
-def _prefetch_head(model: Record, address: int) -> None:
-    for line in range(0, model.head_bytes, 64):
-        prefetch(address + line)
+    return end - begin
 
 
 @kernel
@@ -241,18 +258,31 @@ def _soften(scores: int, num_scores: int, visible: int, top_place: int, sum_plac
 
 @kernel
 def _weigh(
-    plan: Plan, model: Record, values: int, table: int, num_tokens: int, num_queries: int, weights: int, sums: int
+    plan: Plan,
+    model: Record,
+    values: int,
+    table: int,
+    num_tokens: int,
+    num_queries: int,
+    weights: int,
+    sums: int,
+    next_table: int,
+    num_next: int,
+    next_keys: int,
 ) -> None:
-    """Write the weighted sum of V of each query."""
+    """Write the weighted sum of V of each query; meanwhile bring the keys of the next tile near."""
     for i in range(0, num_queries * plan.head_dim, LANES):
         store(sums + 4 * i, splat(np.float32(0)))
     for first in range(0, num_tokens, _BLOCK):
         base = values + read_int32(table + 4 * (first // _BLOCK)) * model.block_bytes
         count = min(_BLOCK, num_tokens - first)
+        number = first // _BLOCK
+        keys = next_keys + read_int32(next_table + 4 * number) * model.block_bytes if number < num_next else 0
         for query in range(0, num_queries, MOST_QUERIES):
             place = weights + 4 * (query * TILE_TOKENS + first)
             many = min(MOST_QUERIES, num_queries - query)
-            weigh_block(plan, place, 4 * TILE_TOKENS, many, base, count, sums + query * 4 * plan.head_dim)
+            out = sums + query * 4 * plan.head_dim
+            weigh_block(plan, place, 4 * TILE_TOKENS, many, base, count, out, keys if query == 0 else 0)
 
 
 @kernel

@@ -25,6 +25,7 @@ from ferrule_server.kernels.cpu.lanes import (
     Value,
     constant,
     emit_fma,
+    emit_prefetch,
     offset,
     read,
     spread,
@@ -41,6 +42,7 @@ MOST_QUERIES: Final = 4
 """Queries that use one load of K or V."""
 
 _BLOCK: Final = 16
+_LINE: Final = 64
 
 
 def _element_bytes(plan: Plan) -> int:
@@ -66,17 +68,30 @@ def _for_each_count(builder: Builder, count: Value, write_code: Callable[[int], 
     builder.position_at_end(done)
 
 
-def _products(builder: Builder, plan: Plan, queries: Value, count: int, keys: list[Value]) -> list[Value]:
+def _bring(builder: Builder, ahead: Value, place: Value, num_bytes: int) -> None:
+    """Write the code that brings memory near from a place behind an address on, unless the address is 0."""
+    with builder.if_then(builder.icmp_signed("!=", ahead, ir.Constant(I64, 0)), likely=True):
+        here = builder.add(ahead, place)
+        for line in range(0, num_bytes, _LINE):
+            emit_prefetch(builder, offset(builder, here, line))
+
+
+def _products(
+    builder: Builder, plan: Plan, queries: Value, count: int, keys: list[Value], bring: Callable[[int], None]
+) -> list[Value]:
     """Return the products of queries and keys as 16 parts of a sum: query by query, key by key.
 
-    All keys are taken together if there are registers for all parts, else one after the other.
+    All keys are taken together if there are registers for all parts, else one after the other. ``bring`` is called with
+    0, 1, ... as often as a head has 16 dimensions.
     """
     parts = [constant(0.0)] * (count * len(keys))
     columns = range(0, plan.head_dim, LANES)
     order = [(i, k) for i in columns for k in range(len(keys))]
     if not plan.has_many_registers:
         order.sort(key=lambda each: each[1])
-    for i, k in order:
+    for number, (i, k) in enumerate(order):
+        if number % len(keys) == 0:
+            bring(number // len(keys))
         key = _elements(builder, plan, offset(builder, keys[k], i * _element_bytes(plan)))
         for query in range(count):
             value = read(builder, offset(builder, queries, 4 * (query * plan.head_dim + i)), F32X16, 64)
@@ -87,7 +102,7 @@ def _products(builder: Builder, plan: Plan, queries: Value, count: int, keys: li
 
 @intrinsic
 def score_block(
-    typing: Any, plan: Any, queries: Any, num_queries: Any, keys: Any, scores: Any, score_bytes: Any
+    typing: Any, plan: Any, queries: Any, num_queries: Any, keys: Any, scores: Any, score_bytes: Any, ahead: Any
 ) -> Any:
     """Write the products of queries and the 16 keys of a block.
 
@@ -98,11 +113,12 @@ def score_block(
         keys: Address of [16, head_dim].
         scores: Address of float32 [num_queries, 16].
         score_bytes: From the scores of one query to the next.
+        ahead: Address of as much memory as the keys, to be brought near meanwhile; 0: of none.
     """
     chosen: Plan = plan.plan
 
     def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
-        _, queries, num_queries, keys, scores, score_bytes = args
+        _, queries, num_queries, keys, scores, score_bytes, ahead = args
 
         def write_code(count: int) -> None:
             room = 1 << (count - 1).bit_length()
@@ -112,7 +128,13 @@ def score_block(
             def some(number: Value, _: list[Value]) -> list[Value]:
                 first = builder.add(keys, builder.mul(number, ir.Constant(I64, tokens * key_bytes)))
                 at = [offset(builder, first, token * key_bytes) for token in range(tokens)]
-                products = _products(builder, chosen, queries, count, at)
+                piece = tokens * key_bytes // (chosen.head_dim // LANES)
+                begin = builder.mul(number, ir.Constant(I64, tokens * key_bytes))
+
+                def bring(column: int) -> None:
+                    _bring(builder, ahead, offset(builder, begin, column * piece), piece)
+
+                products = _products(builder, chosen, queries, count, at, bring)
                 products += [constant(0.0)] * (_BLOCK - len(products))
                 sums = sum_all(builder, products)
                 place = builder.add(scores, builder.mul(number, ir.Constant(I64, 4 * tokens)))
@@ -127,7 +149,7 @@ def score_block(
         _for_each_count(builder, num_queries, write_code)
         return context.get_dummy_value()
 
-    return types.void(plan, *[types.int64] * 5), emit
+    return types.void(plan, *[types.int64] * 6), emit
 
 
 @intrinsic
@@ -140,6 +162,7 @@ def weigh_block(
     values: Any,
     num_tokens: Any,
     out: Any,
+    ahead: Any,
 ) -> Any:
     """Add the values of the first tokens of a block, each times its weight, to the outputs of some queries.
 
@@ -151,11 +174,12 @@ def weigh_block(
         values: Address of [16, head_dim].
         num_tokens: From 1 to 16.
         out: Address of float32 [num_queries, head_dim].
+        ahead: Address of as much memory as 16 values, to be brought near meanwhile; 0: of none.
     """
     chosen: Plan = plan.plan
 
     def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
-        _, weights, weight_bytes, num_queries, values, num_tokens, out = args
+        _, weights, weight_bytes, num_queries, values, num_tokens, out, ahead = args
 
         def write_code(count: int) -> None:
             at_once = max(1, (16 if chosen.has_many_registers else 4) // count)
@@ -165,12 +189,15 @@ def weigh_block(
                 add_parts(count, rows, parts[first : first + at_once])
 
         def add_parts(count: int, rows: list[Value], parts: list[int]) -> None:
+            piece = len(parts) * LANES * _element_bytes(chosen)
             places = [offset(builder, out, 4 * (q * chosen.head_dim + i)) for q in range(count) for i in parts]
 
             def token(number: Value, sums: list[Value]) -> list[Value]:
                 value = builder.add(
                     values, builder.mul(number, ir.Constant(I64, chosen.head_dim * _element_bytes(chosen)))
                 )
+                begin = builder.mul(number, ir.Constant(I64, piece))
+                _bring(builder, ahead, offset(builder, begin, _BLOCK * parts[0] * _element_bytes(chosen)), piece)
                 loaded = [_elements(builder, chosen, offset(builder, value, i * _element_bytes(chosen))) for i in parts]
                 results = []
                 for q in range(count):
@@ -187,4 +214,4 @@ def weigh_block(
         _for_each_count(builder, num_queries, write_code)
         return context.get_dummy_value()
 
-    return types.void(plan, *[types.int64] * 6), emit
+    return types.void(plan, *[types.int64] * 7), emit

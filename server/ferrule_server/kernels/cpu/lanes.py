@@ -346,4 +346,4 @@ def emit_prefetch(builder: Builder, address: Value) -> None:
     """Bring the cache line of an address near all caches, for reading."""
     kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(function, [pointer(builder, address, I8), *(ir.Constant(I32, value) for value in (0, 3, 1))])
+    builder.call(function, [pointer(builder, address, I8), *(ir.Constant(I32, value) for value in (0, 2, 1))])

@@ -38,7 +38,16 @@ from ferrule_server.kernels.cpu.records import layer_at, model_at, step_at
 from ferrule_server.kernels.cpu.scalars import read_int32
 from ferrule_server.kernels.cpu.sync import claim
 
-__all__ = ["ACTIVATE", "ADD_ATTENTION", "ADD_FEED_FORWARD", "ATTEND", "MOST_BLOCK_ROWS", "PROJECT", "READ_LOGITS", "linear"]
+__all__ = [
+    "ACTIVATE",
+    "ADD_ATTENTION",
+    "ADD_FEED_FORWARD",
+    "ATTEND",
+    "MOST_BLOCK_ROWS",
+    "PROJECT",
+    "READ_LOGITS",
+    "linear",
+]
 
 _CACHED_BYTES: Final = 256 << 10
 """Inputs of a block of rows, so that they stay in the L2 cache beside the weights of a unit."""

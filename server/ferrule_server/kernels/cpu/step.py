@@ -88,6 +88,7 @@ def _run(plan: Plan, model_address: int, step_address: int, sync: int, thread: i
 @kernel
 def _run_stages(plan: Plan, model_address: int, step_address: int, sync: int, thread: int) -> bool:
     model, step = model_at(model_address), step_at(step_address)
+    has_outputs = step.num_outputs > 0  # behind the last barrier the step may already be the next one
     if step.is_head_only:
         return _run_head(plan, model_address, step_address, sync, thread)
     _embed(plan, model, step, thread)
@@ -96,7 +97,7 @@ def _run_stages(plan: Plan, model_address: int, step_address: int, sync: int, th
     for i in range(model.num_layers):
         if not _run_layer(plan, model_address, model.layers + i * _LAYER_BYTES, step_address, sync, thread, i):
             return False
-    return step.num_outputs == 0 or _run_head(plan, model_address, step_address, sync, thread)
+    return not has_outputs or _run_head(plan, model_address, step_address, sync, thread)
 
 
 @kernel

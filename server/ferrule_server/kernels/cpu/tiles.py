@@ -108,7 +108,10 @@ def sweep_of_lines(
 
     def emit(k: Value, piece: Value, num_pieces: int) -> None:
         in_piece = builder.udiv(count, ir.Constant(I64, num_pieces))
-        here = builder.add(builder.add(begin, builder.mul(k, num_bytes)), builder.mul(piece, builder.mul(in_piece, ir.Constant(I64, _LINE))))
+        here = builder.add(
+            builder.add(begin, builder.mul(k, num_bytes)),
+            builder.mul(piece, builder.mul(in_piece, ir.Constant(I64, _LINE))),
+        )
 
         def line(number: Value, _: list[Value]) -> list[Value]:
             emit_prefetch(builder, builder.add(here, builder.mul(number, ir.Constant(I64, _LINE))))

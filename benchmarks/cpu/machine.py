@@ -117,7 +117,7 @@ class ReadRate:
         self._parts = np.array_split(np.ones(num_bytes // 8, np.int64), num_threads)
         self._threads = ThreadPoolExecutor(num_threads)
         self._reader, self._num_passes = reader, num_passes
-        reader(self._parts[0][:8])  # compiled, where it is
+        self._pass_s()  # the threads start now, on the cores that this thread may use now
 
     def gbs(self) -> float:
         """Return the rate in GB/s: the median pass over the buffer."""

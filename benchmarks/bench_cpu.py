@@ -292,7 +292,8 @@ def _print_report(run: Run, cells: Sequence[Cell]) -> None:
     mine = [record for record in run.results.records if record["side"] in run.sides and record["cell"] in names]
     mine = [record for record in mine if all(record[key] == run.identity[key] for key in ("model", "is_quick"))]
     mine.sort(key=lambda record: names.index(record["cell"]))
-    print(f"\n{run.identity['model']}, bfloat16, {run.identity['device']}, commit {run.identity['commit']}")
+    commits = ", ".join(sorted({record["commit"] for record in mine}))  # more than one, if a run was resumed
+    print(f"\n{run.identity['model']}, bfloat16, {run.identity['device']}, commit {commits}")
     print("\n".join([*lines_of(mine, run.sides), *memory_lines(mine)]))
     print(json.dumps({**run.identity, "date": datetime.now(UTC).isoformat(timespec="seconds"), "records": mine}))
 

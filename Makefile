@@ -12,7 +12,7 @@ COMPUTING_TESTS := tests/kernels tests/gpu tests/executor tests/kv tests/model t
 PYTEST := $(BIN)/python -m pytest -q -m "not slow and not gpu"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kernels test-gpu test-chaos test-hostile test-stack test-conformance lint types proto aio bench bench-gpu load pictures clean
+.PHONY: help demo test test-kernels test-gpu test-chaos test-hostile test-stack test-conformance lint types proto aio bench bench-peers bench-gpu load pictures clean
 
 help:             ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1\t/p' Makefile | expand -t 24
@@ -70,6 +70,9 @@ aio: $(VENV)/.ok   ## write the asyncio client anew from the sync one
 bench: $(VENV)/.ok ## run every benchmark of the CPU: a table for people, then one JSON line
 	@set -e; for script in $(filter-out %/bench_gpu.py,$(wildcard benchmarks/bench_*.py)); do \
 	  echo "== $$script"; $(BIN)/python "$$script"; done
+
+bench-peers: $(VENV)/.ok ## ours beside transformers, OpenVINO, vLLM and llama.cpp on this processor; installs them (PEERS="--build")
+	@$(BIN)/python -m benchmarks.peers $(PEERS)
 
 bench-gpu: $(VENV)/.ok ## decode on a GPU beside its ceilings and its peers; without one, a dry run (a minute)
 	@$(BIN)/python benchmarks/bench_gpu.py

@@ -26,15 +26,9 @@ from pathlib import Path
 
 import grpc
 from child_server import server  # type: ignore[import-not-found]  # beside this script, not a package
+from decode_stream import Stream  # type: ignore[import-not-found]
 
-from ferrule.v1 import cache_pb2, executor_pb2_grpc, policy_pb2, types_pb2
-from ferrule.v1 import executor_pb2 as pb
-
-GREEDY = policy_pb2.LogitsReturnPolicy(greedy_argmax=policy_pb2.GreedyArgmax())
-PROMPT_TOKENS = 128
-OPTIONS = [("grpc.use_local_subchannel_pool", 1)]
-
-Handle = types_pb2.KvCacheHandle
+from ferrule.v1 import types_pb2
 
 
 @dataclass(frozen=True)
@@ -58,69 +52,6 @@ class Cohort:
     ratio_spread: tuple[float, float]
 
 
-class Stream:
-    """One open StreamDecode on a connection of its own."""
-
-    def __init__(self, target: str) -> None:
-        self._channel = grpc.aio.insecure_channel(target, options=OPTIONS)
-        self._stub = executor_pb2_grpc.ModelExecutorServiceStub(self._channel)
-        self._call = self._stub.StreamDecode()
-        self._frame = pb.StreamDecodeRequest()
-
-    async def prefill(self, seed: int) -> Handle:
-        """Make a sequence of PROMPT_TOKENS tokens."""
-        ids = [(seed * 7 + i) % 250 for i in range(PROMPT_TOKENS)]
-        none = policy_pb2.LogitsReturnPolicy(none=True)
-        reply = await self._stub.Prefill(pb.PrefillRequest(input=pb.PrefillInput(input_ids=ids, logits_policy=none)))
-        return reply.output.kv_cache
-
-    async def decode(self, handles: list[Handle], token: int) -> tuple[list[Handle], int]:
-        """Append ``token`` to each handle in one frame.
-
-        Returns:
-            The new handles, and the added cost in ns: from the first field written into the request until the last
-            reply is read and parsed, less the step's run_ns.
-        """
-        started_ns = time.perf_counter_ns()
-        self._fill(handles, token)
-        await self._call.write(self._frame)
-        results: list[pb.StreamResult] = []
-        while len(results) < len(handles):
-            reply = await self._call.read()
-            if not isinstance(reply, pb.StreamDecodeResponse):
-                raise TypeError("the stream ended")
-            results += reply.results
-        elapsed_ns = time.perf_counter_ns() - started_ns
-        for result in results:
-            if result.HasField("error"):
-                raise RuntimeError(result.error.message)
-        results.sort(key=lambda result: result.seq)
-        run_ns = max(result.decode.timing.run_ns for result in results)
-        return [result.decode.kv_cache for result in results], elapsed_ns - run_ns
-
-    def _fill(self, handles: list[Handle], token: int) -> None:
-        """Write the next frame, over the last one where it has as many items."""
-        if len(self._frame.items) != len(handles):
-            self._frame = pb.StreamDecodeRequest(
-                items=[
-                    pb.StreamItem(seq=seq, decode=pb.DecodeInput(input_ids=[token], logits_policy=GREEDY))
-                    for seq in range(len(handles))
-                ]
-            )
-        for item, handle in zip(self._frame.items, handles, strict=True):
-            item.decode.input_ids[0] = token
-            item.decode.kv_cache.CopyFrom(handle)
-
-    async def release(self, handles: list[Handle]) -> None:
-        """Give the sequences back."""
-        await self._stub.ReleaseCache(cache_pb2.ReleaseCacheRequest(kv_caches=handles))
-
-    async def close(self) -> None:
-        """End the stream and the connection."""
-        await self._call.done_writing()
-        await self._channel.close()
-
-
 async def measure_latency(target: str, num_handles: int, num_frames: int, num_rounds: int) -> Latency:
     """Time frames of ``num_handles`` items; each round works on fresh sequences."""
     added_ms: list[float] = []
@@ -131,9 +62,9 @@ async def measure_latency(target: str, num_handles: int, num_frames: int, num_ro
         first = list(handles)
         samples: list[float] = []
         for frame in range(num_frames):
-            handles, added_ns = await stream.decode(handles, frame % 250)
+            handles, elapsed_ns, run_ns = await stream.decode(handles, frame % 250)
             if frame >= num_frames // 10:
-                samples.append(added_ns * 1e-6)
+                samples.append((elapsed_ns - run_ns) * 1e-6)
         await stream.release(first)
         await stream.close()
         added_ms += samples
@@ -147,10 +78,10 @@ async def packed_rate(target: str, num_handles: int, num_tokens: int) -> float:
     stream = Stream(target)
     handles = [await stream.prefill(i) for i in range(num_handles)]
     first = list(handles)
-    handles, _ = await stream.decode(handles, 1)
+    handles, _, _ = await stream.decode(handles, 1)
     started = time.perf_counter()
     for token in range(num_tokens):
-        handles, _ = await stream.decode(handles, token % 250)
+        handles, _, _ = await stream.decode(handles, token % 250)
     elapsed = time.perf_counter() - started
     await stream.release(first)
     await stream.close()
@@ -162,10 +93,10 @@ async def apart_rate(target: str, num_clients: int, num_tokens: int) -> float:
     streams = [Stream(target) for _ in range(num_clients)]
     handles = [await stream.prefill(i) for i, stream in enumerate(streams)]
 
-    async def drive(stream: Stream, handle: Handle) -> None:
+    async def drive(stream: Stream, handle: types_pb2.KvCacheHandle) -> None:
         held = [handle]
         for token in range(num_tokens):
-            held, _ = await stream.decode(held, token % 250)
+            held, _, _ = await stream.decode(held, token % 250)
 
     for stream, handle in zip(streams, handles, strict=True):
         await stream.decode([handle], 0)

@@ -92,10 +92,11 @@ def running(
     kernels: tuple[Instructions, bool] = ("fma", False),
     *,
     num_threads: int = 2,
+    model: LoadedModel | None = None,
     **options: Any,
 ) -> Iterator[NumbaCpuExecutor]:
     """Run an executor over a model folder; its machine code is shared with other tests."""
-    model = load_model(folder, dtype=dtype)
+    model = model or load_model(folder, dtype=dtype)
     plan = plan_of(model, kernels[0], is_emulated=kernels[1])
     settings: dict[str, Any] = {"kv_memory_bytes": 48 << 20, "max_context": 1024, "max_step_rows": 512} | options
     executor = NumbaCpuExecutor(model, CpuOptions(plan, "a test", num_threads, **settings))

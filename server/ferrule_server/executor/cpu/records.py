@@ -149,12 +149,14 @@ class StepMemory:
         top_counts: int32 [max_outputs], how many of the largest logits are needed.
         logits: float32 [max_outputs, at least vocab_size].
         results: float64 [max_outputs, RESULT_FIELDS].
+        queries: float32 [rows, num_heads * head_dim], what attention reads.
         top_ids: int32 [max_outputs, MOST_TOP].
         top_logits: float32 [max_outputs, MOST_TOP].
     """
 
     def __init__(self, config: ModelConfig, plan: Plan, *, max_rows: int, max_context: int, num_threads: int) -> None:
         self._kept: list[Tensor] = []
+        self._inputs: dict[str, Tensor] = {}
         self._step = np.zeros(1, STEP)
         self.address = self._step.ctypes.data
         self._max_rows = max_rows
@@ -190,10 +192,9 @@ class StepMemory:
         for name, width in widths.items():
             memory = self._new(name, (rows, _row_size(width, self._input_type)), self._input_type)
             self._step[f"{name}_bytes"] = memory.stride(0) * memory.itemsize
-            if name == "normed":
-                self._normed = memory
+            self._inputs[name] = memory
         self._new("hidden", (rows, config.hidden_size))
-        self._new("queries", (rows, query))
+        self.queries = self._new("queries", (rows, query))
         self._new("rotations", (rows, config.head_dim))
 
     def _make_outputs(self, config: ModelConfig, num_threads: int) -> None:
@@ -240,7 +241,12 @@ class StepMemory:
         self._rows["output_rows"][: len(output_rows)] = output_rows
         step["num_outputs"], step["is_head_only"] = len(output_rows), is_head_only
 
+    @property
+    def attended(self) -> Tensor:
+        """What attention writes: [rows, at least num_heads * head_dim]."""
+        return self._inputs["attended"]
+
     def hidden_state(self, output: int) -> Float32Array:
         """Return a copy of the input of the head for one output: float32 [hidden_size]."""
-        state: Float32Array = self._normed[output, : self._hidden_size].float().numpy()
+        state: Float32Array = self._inputs["normed"][output, : self._hidden_size].float().numpy()
         return state.copy()

@@ -1,0 +1,107 @@
+"""Norms, rotations, embeddings and lanes against ``kernels/reference.py``, torch and numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from numba import njit
+
+from ferrule_server.kernels import reference
+from ferrule_server.kernels.cpu.activations import norm_head, norm_row, rotate_head, rotation_row
+from ferrule_server.kernels.cpu.lanes import exp, load, max_of, round_to_bfloat16, splat, store, sum_of
+from ferrule_server.kernels.cpu.plan import Plan
+
+EPS = np.float32(1e-6)
+FLOAT32 = Plan("fma", is_emulated=False, is_bfloat16=False, head_dim=0)
+
+
+@njit
+def _norm_row(plan, row, weight, size, eps, out):  # type: ignore[no-untyped-def]  # noqa: PLR0917
+    norm_row(plan, row, weight, size, eps, out)
+
+
+@njit
+def _finish_head(head, weight, size, eps, position, frequencies, rotation, scale):  # type: ignore[no-untyped-def]  # noqa: PLR0917
+    norm_head(head, weight, size, eps)
+    rotation_row(position, frequencies, size, rotation)
+    rotate_head(head, size, rotation, scale)
+
+
+@njit
+def _exp(source, target):  # type: ignore[no-untyped-def]
+    store(target, exp(load(source)))
+
+
+@njit
+def _round(source, target):  # type: ignore[no-untyped-def]
+    store(target, round_to_bfloat16(load(source)))
+
+
+@njit
+def _fold(source, target):  # type: ignore[no-untyped-def]
+    store(target, splat(sum_of(load(source))))
+    store(target + 64, splat(max_of(load(source))))
+
+
+@pytest.mark.parametrize("size", [16, 48, 144, 1024])
+def test_norm_of_a_row(size: int) -> None:
+    """RMSNorm in float32."""
+    row, weight, out = torch.randn(size) * 3, torch.randn(size), torch.empty(size)
+    _norm_row(FLOAT32, row.data_ptr(), weight.data_ptr(), size, EPS, out.data_ptr())
+    torch.testing.assert_close(out, reference.rms_norm(row, weight, float(EPS)), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [32, 96, 128])
+@pytest.mark.parametrize("position", [0, 1, 511, 40959])
+def test_norm_and_rotation_of_a_head(size: int, position: int) -> None:
+    """As queries are finished: normalised, rotated by their position, and scaled."""
+    head, weight, rotation = torch.randn(size), torch.randn(size), torch.empty(size)
+    frequencies = 1e6 ** -(torch.arange(0, size, 2) / size)
+    cos, sin = reference.rope_angles(torch.tensor([position]), frequencies)
+    expected = reference.qk_norm_rope(head.view(1, 1, size), weight, float(EPS), cos, sin).flatten() * 0.25
+    _finish_head(
+        head.data_ptr(), weight.data_ptr(), size, EPS, position, frequencies.data_ptr(), rotation.data_ptr(),
+        np.float32(0.25),
+    )  # fmt: skip
+    torch.testing.assert_close(head, expected, atol=2e-6, rtol=1e-5)
+
+
+def test_exp() -> None:
+    """Within 3e-7 of the true value from -87 to 88, limited beyond, and NaN stays NaN."""
+    values = np.concatenate((np.linspace(-87, 88, 16000), np.linspace(-1e-3, 1e-3, 1600))).astype(np.float32)
+    found = np.empty_like(values)
+    for i in range(0, len(values), 16):
+        _exp(values[i:].ctypes.data, found[i:].ctypes.data)
+    true = np.exp(values.astype(np.float64))
+    assert np.max(np.abs(found - true) / true) <= 3e-7
+    special = np.array([np.nan, -np.inf, np.inf, -1e30, 1e30, 0.0, -0.0, -88.0] * 2, np.float32)
+    out = np.empty_like(special)
+    _exp(special.ctypes.data, out.ctypes.data)
+    assert np.isnan(out[0])
+    assert (out[[1, 3, 7]] < 2e-38).all()
+    assert (out[[2, 4]] > 1e38).all()
+    assert (out[[5, 6]] == 1).all()
+
+
+def test_rounding_to_bfloat16_is_that_of_torch() -> None:
+    """To the nearest, to even between two; also of infinities, NaN and the largest numbers."""
+    bits = np.random.default_rng(2).integers(0, 2**32, 16000, dtype=np.uint32)
+    bits[:48:3] = (bits[:48:3] & 0xFFFF0000) | 0x8000  # halfway between two
+    values = bits.view(np.float32)
+    found = np.empty_like(values)
+    for i in range(0, len(values), 16):
+        _round(values[i:].ctypes.data, found[i:].ctypes.data)
+    np.testing.assert_array_equal(found, torch.from_numpy(values).bfloat16().float().numpy())
+
+
+def test_the_order_of_a_sum() -> None:
+    """Halves first, so that it is the same on every processor."""
+    values = (np.random.default_rng(3).standard_normal(16) * 10.0 ** np.arange(-8, 8)).astype(np.float32)
+    out = np.empty(32, np.float32)
+    _fold(values.ctypes.data, out.ctypes.data)
+    expected = values
+    while len(expected) > 1:
+        expected = expected[: len(expected) // 2] + expected[len(expected) // 2 :]
+    assert (out[:16] == expected[0]).all()
+    assert (out[16:] == values.max()).all()

@@ -1,0 +1,109 @@
+"""Paged attention against ``kernels/reference.py``: many lengths and shapes, rows of one sequence, shared tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from numba import njit
+
+from ferrule_server.executor.base import StepBatch
+from ferrule_server.executor.cpu.records import StepMemory
+from ferrule_server.executor.cpu.tasks import TaskPlanner
+from ferrule_server.kernels import reference
+from ferrule_server.kernels.cpu.attention import attend, merge
+from ferrule_server.kernels.cpu.linear import ATTEND
+from ferrule_server.kernels.cpu.plan import Plan
+from ferrule_server.kernels.cpu.records import LAYER, MODEL
+from ferrule_server.kernels.cpu.sync import SyncBlock, reset
+from ferrule_server.model.config import ModelConfig
+from tests.executor.cpu.models import KERNEL_SETS
+
+LAYERS, BLOCK = 2, 16
+FAST = KERNEL_SETS[2] if not KERNEL_SETS[2][1] else KERNEL_SETS[0]
+"""The instructions of this processor, as far as attention has forms for them."""
+
+
+@njit
+def _attend(plan, model, layer, step, sync, kind):  # type: ignore[no-untyped-def]  # noqa: PLR0917
+    reset(sync, 2)
+    attend(plan, model, layer, step, sync, 0, 0, kind)
+    merge(plan, model, layer, step, sync, 0, 1, kind)
+
+
+@dataclass
+class Case:
+    """Sequences in a pool: ``rows`` of each are in the step, and they end at ``lengths``."""
+
+    lengths: list[int]
+    rows: list[int]
+    num_kv_heads: int
+    group: int
+    head_dim: int
+
+    def config(self) -> ModelConfig:
+        """Return a model of these sizes."""
+        num_heads = self.num_kv_heads * self.group
+        return ModelConfig(
+            architecture="none", hidden_size=64, num_layers=LAYERS, num_heads=num_heads, vocab_size=64,
+            num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, max_positions=4096, intermediate_size=64,
+        )  # fmt: skip
+
+    def batch(self) -> StepBatch:
+        """Return the step; blocks lie in the pool in no order."""
+        counts = [-(-length // BLOCK) for length in self.lengths]
+        ids = np.random.default_rng(1).permutation(sum(counts)).astype(np.int32) + 1
+        tables = np.zeros((len(counts), max(counts) + 1), np.int32)
+        for table, blocks in zip(tables, np.split(ids, np.cumsum(counts)[:-1]), strict=True):
+            table[: len(blocks)] = blocks
+        pairs = list(zip(self.lengths, self.rows, strict=True))
+        positions = np.concatenate([np.arange(length - rows, length) for length, rows in pairs]).astype(np.int32)
+        zeros, none = np.zeros(len(positions), np.int32), np.empty(0, np.int32)
+        bounds = np.concatenate(([0], np.cumsum(self.rows))).astype(np.int32)
+        return StepBatch(zeros, positions, zeros - 1, bounds, np.array(self.lengths, np.int32), tables, none, ())
+
+
+def run(case: Case, plan: Plan, queries: torch.Tensor, pool: torch.Tensor, num_threads: int) -> torch.Tensor:
+    """Return what the kernels compute: float32 [rows, num_heads, head_dim]."""
+    config, batch = case.config(), case.batch()
+    memory = StepMemory(config, plan, max_rows=600, max_context=4096, num_threads=num_threads)
+    memory.set_rows(batch, TaskPlanner(case.num_kv_heads, case.group, num_threads, memory.num_partials).plan(batch))
+    memory.queries[: len(queries)] = queries.flatten(1) * case.head_dim**-0.5
+    model, layer = np.zeros(1, MODEL), np.zeros(1, LAYER)
+    model["num_heads"], model["num_kv_heads"] = config.num_heads, config.num_kv_heads
+    model["num_queries_per_kv"], model["head_dim"], model["pool"] = case.group, case.head_dim, pool.data_ptr()
+    model["block_bytes"], model["head_bytes"] = pool.stride(0) * pool.itemsize, pool.stride(3) * pool.itemsize
+    layer["pool_offset"] = pool.stride(1) * pool.itemsize
+    sync = SyncBlock(2)
+    _attend(plan, model.ctypes.data, layer.ctypes.data, memory.address, sync.address, ATTEND)
+    width = config.num_heads * config.head_dim
+    return memory.attended[: len(queries), :width].float().view(queries.shape)
+
+
+@pytest.mark.parametrize("is_bfloat16", [False, True])
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 32), (3, 96), (16, 128)])
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_attention_is_that_of_the_reference(is_bfloat16: bool, group: int, head_dim: int, num_threads: int) -> None:
+    """Tokens around the sizes of blocks and tiles; slots behind a sequence hold NaN, which nothing may read."""
+    case = Case([1, 15, 16, 17, 255, 256, 257, 300, 513, 40], [1, 1, 2, 17, 1, 3, 1, 300, 5, 40], 2, group, head_dim)
+    dtype = torch.bfloat16 if is_bfloat16 else torch.float32
+    instructions = FAST[0] if is_bfloat16 else "fma"
+    plan = Plan(instructions, is_emulated=False, is_bfloat16=is_bfloat16, head_dim=head_dim)
+    batch = case.batch()
+    generator = torch.Generator().manual_seed(group)
+    pool = torch.full((int(batch.block_tables.max()) + 1, LAYERS, 2, 2, BLOCK, head_dim), torch.nan, dtype=dtype)
+    for table, length in zip(batch.block_tables, case.lengths, strict=True):
+        for position in range(length):
+            slot = pool[table[position // BLOCK], :, :, :, position % BLOCK]
+            slot.copy_(torch.randn(slot.shape, generator=generator))
+    queries = torch.randn(batch.num_rows, 2 * group, head_dim, generator=generator)
+    expected = reference.paged_attention(
+        queries, pool, 1,
+        positions=torch.from_numpy(batch.positions), cu_seqlens_q=torch.from_numpy(batch.cu_seqlens_q),
+        kv_lens=torch.from_numpy(batch.kv_lens), block_tables=torch.from_numpy(batch.block_tables),
+    )  # fmt: skip
+    found = run(case, plan, queries, pool, num_threads)
+    tolerance = 2**-8 if is_bfloat16 else 1e-5  # results are rounded to bfloat16
+    torch.testing.assert_close(found, expected, atol=tolerance / 4, rtol=tolerance)

@@ -1,0 +1,36 @@
+"""Machine code is kept where it can be, and made anew when its source has changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ferrule_server.kernels.cpu import compiled
+from ferrule_server.kernels.cpu.compiled import compile_kernels, usable_cache
+from ferrule_server.kernels.cpu.plan import Plan
+
+PLAN = Plan("fma", is_emulated=False, is_bfloat16=False, head_dim=32)
+
+
+def test_a_folder_that_cannot_be_written_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Then every start compiles; the server runs all the same."""
+    (tmp_path / "file").write_text("")
+    assert usable_cache(tmp_path / "file") is None
+    assert "event=kernels_not_kept" in caplog.text
+    assert usable_cache(tmp_path / "new") == tmp_path / "new" / "cpu"
+
+
+def test_kernels_are_kept_for_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time nothing is written; other sources have a folder of their own."""
+    seen: list[tuple[int, int]] = []
+    compile_kernels(PLAN, tmp_path, lambda done, total: seen.append((done, total)))
+    assert seen == [(i, 4) for i in range(5)]
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nbc")}
+    assert len(kept) == 4
+    compile_kernels(PLAN, tmp_path, lambda _done, _total: None)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nbc")} == kept
+    name = compiled._version()
+    (tmp_path / "kernels").mkdir()
+    monkeypatch.setattr(compiled, "_SOURCES", tmp_path / "kernels")
+    assert compiled._version() != name

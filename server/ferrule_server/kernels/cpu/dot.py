@@ -15,7 +15,7 @@ Every output is summed by itself, in an order that its place among other rows an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from llvmlite import ir
@@ -161,8 +161,8 @@ class _Group:
             columns = [
                 builder.add(row, builder.mul(k, ir.Constant(I64, self._input_bytes(TILE_INPUTS)))) for row in rows
             ]
-            self._lines = lambda i: lines(k, i, _PAIRS // _PAIRS_AT_ONCE)
-            return self._tile_sums(start, columns, sums) if self._is_tile_sum else self._chain(start, columns, sums)
+            multiply = self._tile_sums if self._is_tile_sum else self._chain
+            return multiply(start, columns, sums, lambda piece: lines(k, piece, _PAIRS // _PAIRS_AT_ONCE))
 
         sums = loop(builder, num_tiles, [read(builder, place, F32X16, 4) for place in places], tile)
         for total, place in zip(sums, places, strict=True):
@@ -171,7 +171,7 @@ class _Group:
     def _input_bytes(self, count: int) -> int:
         return count * (4 if self._plan.has_wide_inputs else 2)
 
-    def _chain(self, start: Value, rows: list[Value], sums: list[Value]) -> list[Value]:
+    def _chain(self, start: Value, rows: list[Value], sums: list[Value], bring: Callable[[Value], None]) -> list[Value]:
         """Add the products of one tile of inputs to the sums, pair by pair."""
         step = _PAIRS_AT_ONCE
 
@@ -181,7 +181,7 @@ class _Group:
                 self._builder.add(row, self._builder.mul(i, ir.Constant(I64, self._input_bytes(2 * step))))
                 for row in rows
             ]
-            self._lines(i)
+            bring(i)
             for u in range(step):
                 weights = [
                     self._weights(offset(self._builder, at, t * self._tile_bytes + u * self._pair_bytes))
@@ -236,13 +236,15 @@ class _Group:
             return emit_bfloat16_dot(self._builder, total, weight, value)
         return emit_fma(self._builder, weight, value, total)
 
-    def _tile_sums(self, start: Value, rows: list[Value], sums: list[Value]) -> list[Value]:
+    def _tile_sums(
+        self, start: Value, rows: list[Value], sums: list[Value], bring: Callable[[Value], None]
+    ) -> list[Value]:
         """Add the products of one tile of inputs to the sums as the tiles of AMX do."""
         builder = self._builder
         count = len(sums)
 
         def pair(p: Value, parts: list[Value]) -> list[Value]:
-            self._lines(builder.udiv(p, ir.Constant(I64, _PAIRS_AT_ONCE)))
+            bring(builder.udiv(p, ir.Constant(I64, _PAIRS_AT_ONCE)))
             at = builder.add(start, builder.mul(p, ir.Constant(I64, self._pair_bytes)))
             weights = [self._weights(offset(builder, at, t * self._tile_bytes)) for t in self._tiles]
             x = [builder.add(row, builder.mul(p, ir.Constant(I64, self._input_bytes(2)))) for row in rows]

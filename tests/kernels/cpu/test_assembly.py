@@ -30,19 +30,18 @@ def _assembly(cpu: str, features: str, instructions: str, *kernels: str) -> dict
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-def _loops(assembly: str, instruction: str) -> list[str]:
-    """Return the innermost loops that hold an instruction: from a label to the jump back to it."""
-    loops = re.finditer(r"^(\.LBB\w+):\n((?:(?!^\.LBB).*\n)*?)\tj\w+\t\1\n", assembly, re.MULTILINE)
-    return [loop[2] for loop in loops if instruction in loop[2]]
+def _blocks(assembly: str, instruction: str) -> list[str]:
+    """Return the parts between labels that hold an instruction: of a product, the bodies of its loops."""
+    return [block for block in re.split(r"^\.LBB\w+:.*\n", assembly, flags=re.MULTILINE) if instruction in block]
 
 
 def test_amx() -> None:
-    """Every product is one of tiles, none of which is moved to memory; each thread configures them once in a step."""
+    """Every product is one of tiles, whose sums stay where they are; threads configure the tiles once in a step."""
     code = _assembly("sapphirerapids", AMX, "amx-bf16", "linear", "work")
-    loops = _loops(code["linear"], "tdpbf16ps")
-    assert len(loops) >= 3  # up to 16 rows, and both halves of up to 32
-    assert not any("tilestored" in loop for loop in loops)
-    assert code["linear"].count("tilezero") == code["linear"].count("tilestored") == 12
+    blocks = _blocks(code["linear"], "tdpbf16ps")
+    assert [block.count("tdpbf16ps") for block in blocks] == [4] * 3  # up to 16 rows, and both halves of up to 32
+    assert [block.count("tileloadd") for block in sorted(blocks, key=len)] == [4, 4, 5]
+    assert not any("tilestored" in block for block in blocks)
     assert "vdpbf16ps" not in code["linear"]
     assert code["work"].count("ldtilecfg") == code["work"].count("tilerelease") == 1
 
@@ -50,18 +49,20 @@ def test_amx() -> None:
 def test_avx512_bf16() -> None:
     """The loops of all row counts multiply pairs of bfloat16 in whole registers, and keep every sum in one."""
     code = _assembly("sapphirerapids", AVX512, "avx512-bf16", "linear")["linear"]
-    loops = _loops(code, "vdpbf16ps")
-    assert len(loops) >= 12
-    assert not [loop for loop in loops if re.search(r"vmov\w+\s+%zmm\d+, .*\(%rsp\)", loop)]
-    assert not [loop for loop in loops if "ymm" in loop]
+    blocks = _blocks(code, "vdpbf16ps")
+    assert len(blocks) >= 12
+    assert max(block.count("vdpbf16ps") for block in blocks) == 48  # 2 pairs, 12 rows, 2 of the 4 tiles
+    for block in blocks:
+        assert not re.search(r"vmov\w+\s+%zmm\d+, .*\(%rsp\)", block)
+        assert "ymm" not in block
     assert "tdpbf16ps" not in code
 
 
 def test_avx2() -> None:
     """No instruction beyond AVX2 and FMA."""
     code = _assembly("haswell", AVX2, "fma", "linear", "attend")
-    assert len(_loops(code["linear"], "vfmadd231ps")) >= 5
-    assert _loops(code["attend"], "vfmadd231ps")
+    assert len(_blocks(code["linear"], "vfmadd231ps")) >= 5
+    assert _blocks(code["attend"], "vfmadd231ps")
     for text in code.values():
         assert "zmm" not in text
         assert "vdpbf16ps" not in text

@@ -8,7 +8,7 @@ import pytest
 import torch
 from numba import njit
 
-from ferrule_server.kernels.cpu.dot import GROUP, dot_group
+from ferrule_server.kernels.cpu.dot import GROUP, LINES_OF_TILES, dot_group
 from ferrule_server.kernels.cpu.plan import Plan
 from tests.executor.cpu.models import KERNEL_SETS, kernel_set_name
 
@@ -21,7 +21,7 @@ PLANS = [Plan("fma", is_emulated=False, is_bfloat16=False, head_dim=0)] + [
 
 @njit
 def _dot(plan, weight, num_tiles, num_rows, inputs, row_bytes, out, out_row_bytes):  # type: ignore[no-untyped-def]  # noqa: PLR0917
-    dot_group(plan, weight, num_tiles, num_rows, inputs, row_bytes, out, out_row_bytes)
+    dot_group(plan, weight, num_tiles, num_rows, inputs, row_bytes, out, out_row_bytes, weight, LINES_OF_TILES)
 
 
 def _aligned(values: torch.Tensor) -> torch.Tensor:
@@ -45,8 +45,8 @@ def _fma(x: Array, y: Array, z: Array) -> Array:
 
 
 def _expected(plan: Plan, inputs: Array, weight: Array) -> Array:
-    """Return the products, summed in the order that ``dot`` promises: float32 [rows, 64]."""
-    total = np.zeros((len(inputs), GROUP), np.float32)
+    """Return 7 plus the products, summed in the order that ``dot`` promises: float32 [rows, 64]."""
+    total = np.full((len(inputs), GROUP), 7, np.float32)
 
     def products(k: int, sums: Array) -> Array:
         return _fma(inputs[:, k, None], weight[None, :, k], sums)
@@ -70,7 +70,7 @@ def _name(plan: Plan) -> str:
 @pytest.mark.parametrize("plan", PLANS, ids=_name)
 @pytest.mark.parametrize("num_tiles", [1, 2, 5])
 def test_every_sum_has_its_order(plan: Plan, num_tiles: int) -> None:
-    """For each number of rows that there is code for; rows and outputs beyond them are left alone."""
+    """For each number of rows that there is code for, added to 7; sums of other rows and outputs are left alone."""
     generator = torch.Generator().manual_seed(num_tiles)
     dtype = torch.bfloat16 if plan.is_bfloat16 else torch.float32
     most = plan.rows_at_once

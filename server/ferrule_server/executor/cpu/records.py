@@ -30,8 +30,8 @@ from ferrule_server.model.rope import inverse_frequencies
 __all__ = ["ModelRecord", "StepMemory"]
 
 _PADDING_ROWS: Final = 32
-_PIECE_BYTES: Final = 256
 """Rows behind the last that kernels read, and never use."""
+_PIECE_BYTES: Final = 256
 _LOGIT_BYTES: Final = 32 << 20
 """Logits that exist at a time: 55 rows of 152 000."""
 _MOST_OUTPUTS: Final = 64

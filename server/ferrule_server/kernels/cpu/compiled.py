@@ -58,7 +58,7 @@ def compile_kernels(plan: Plan, cache: Path | None, on_progress: Callable[[int, 
         on_progress: Called with (kernels done, kernels in all).
     """
     if cache is not None:
-        config.CACHE_DIR = str(cache / _version())
+        config.CACHE_DIR = str(cache / _VERSION)
     general = PlanType(replace(plan, head_dim=0))
     signatures = {
         linear: types.int64(general, *[types.int64] * 7),
@@ -95,3 +95,7 @@ def _version() -> str:
     for source in sorted(_SOURCES.glob("*.py")):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:16]
+
+
+_VERSION: Final = _version()
+"""That of the sources as they were imported: they may change on disk while this process runs."""

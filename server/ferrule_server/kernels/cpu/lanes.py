@@ -80,9 +80,15 @@ def call(builder: Builder, name: str, result: Value, args: list[Value]) -> Value
     return builder.call(function, args)
 
 
-def pointer(builder: Builder, address: Value, pointee: Value) -> Value:
-    """Return an address as a pointer."""
-    return builder.inttoptr(address, pointee.as_pointer())
+def pointer(builder: Builder, address: Value, kind: Value) -> Value:
+    """Return an address as a pointer to a type.
+
+    An address is a sum, and LLVM may take any part of it for the base of the pointer. If that part is 0, LLVM would
+    drop the whole branch as an access to null, so the function says that null is an address like others. (llvmlite does
+    not list this attribute of LLVM, hence the call past its check.)
+    """
+    set.add(builder.function.attributes, "null_pointer_is_valid")
+    return builder.inttoptr(address, kind.as_pointer())
 
 
 def offset(builder: Builder, address: Value, num_bytes: int) -> Value:

@@ -13,7 +13,7 @@ from numba import types
 from numba.extending import intrinsic
 from numba.np.numpy_support import from_dtype
 
-from ferrule_server.kernels.cpu.lanes import Builder, Value
+from ferrule_server.kernels.cpu.lanes import Builder, Value, pointer
 
 __all__ = [
     "BEST_BYTES",
@@ -105,7 +105,7 @@ def _record_at(kind: np.dtype[Any]) -> Any:
     @intrinsic
     def at(typing: Any, address: Any) -> Any:
         def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
-            return builder.inttoptr(args[0], context.get_value_type(record))
+            return pointer(builder, args[0], context.get_value_type(record).pointee)
 
         return record(types.int64), emit
 

@@ -1,0 +1,39 @@
+"""Kernels that a new process reads from disk compute what those did that were compiled in the process before."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.executor.cpu.models import running, write_tiny
+from tests.model.stepping import Piece, PooledSequence, Stepper
+
+ROOT = Path(__file__).parents[3]
+CHUNKS = [300, 1, 2, 3, 4, 5, 1, 16, 17, 33, 1]
+"""Every number of queries that attention has code for, and both sides of its tiles."""
+
+
+def digest(folder: Path, cache: Path) -> str:
+    """Return a digest of the logits of a sequence that grows by chunks."""
+    found = hashlib.sha256()
+    with running(folder, kernel_cache=cache) as executor:
+        stepper, seq = Stepper(executor), PooledSequence()
+        for size in CHUNKS:
+            tokens = [(7 * seq.length + i) % 1000 for i in range(size)]
+            found.update(stepper.logits(Piece(seq, tokens, num_outputs=min(size, 40))).tobytes())
+    return found.hexdigest()
+
+
+def test_a_new_process_computes_the_same_bits(tmp_path: Path) -> None:
+    """The first process compiles and writes the machine code, the second one reads it."""
+    folder, cache = write_tiny(tmp_path / "model"), tmp_path / "cache"
+    command = [sys.executable, "-m", "tests.executor.cpu.test_restart", str(folder), str(cache)]
+    found = [subprocess.check_output(command, cwd=ROOT, text=True, timeout=120) for _ in range(2)]
+    assert len(list(cache.rglob("*.nbc"))) == 4
+    assert found[0] == found[1]
+
+
+if __name__ == "__main__":
+    print(digest(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -16,7 +16,7 @@ from ferrule_server.kernels.cpu.linear import linear
 from ferrule_server.kernels.cpu.plan import Instructions, Plan, PlanType
 from ferrule_server.kernels.cpu.step import work
 
-KERNELS: dict[str, tuple[Any, int]] = {"linear": (linear, 7), "attend": (attend, 7), "work": (work, 4)}
+KERNELS: dict[str, tuple[Any, int]] = {"linear": (linear, 8), "attend": (attend, 8), "work": (work, 4)}
 
 
 def main() -> None:

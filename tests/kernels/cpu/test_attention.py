@@ -28,9 +28,9 @@ FAST = KERNEL_SETS[2] if not KERNEL_SETS[2][1] else KERNEL_SETS[0]
 
 @njit
 def _attend(plan, model, layer, step, sync, kind):  # type: ignore[no-untyped-def]  # noqa: PLR0917
-    reset(sync, 2)
-    attend(plan, model, layer, step, sync, 0, 0, kind)
-    merge(plan, model, layer, step, sync, 0, 1, kind)
+    reset(sync, 2, 1)
+    attend(plan, model, layer, step, sync, 0, 0, kind, 0)
+    merge(plan, model, layer, step, sync, 0, 1, kind, 0)
 
 
 @dataclass

@@ -33,11 +33,8 @@ def _aligned(values: torch.Tensor) -> torch.Tensor:
 
 
 def _packed(plan: Plan, weight: torch.Tensor) -> torch.Tensor:
-    """Return a group [64, inputs] in tiles, as ``dot`` describes them."""
-    tiles = weight.view(4, 16, -1, 32)  # t, n, k, input
-    if not plan.is_bfloat16:
-        return tiles.permute(2, 0, 3, 1)
-    return tiles.reshape(4, 16, -1, 16, 2).permute(2, 0, 3, 1, 4)
+    """Return a group [64, inputs] as ``dot`` describes it."""
+    return weight.T if not plan.is_bfloat16 else weight.view(64, -1, 2).transpose(0, 1)
 
 
 def _fma(x: Array, y: Array, z: Array) -> Array:

@@ -1,6 +1,6 @@
 """The weights of a model as the kernels read them: packed, one after the other, in one arena of huge pages.
 
-Linear layers are packed in tiles (``kernels.cpu.dot``). Their rows come in units, each with whole groups of 64::
+Linear layers are packed as ``kernels.cpu.dot`` says. Their rows come in units, each with whole groups of 64::
 
     qkv       one head, or as many as 64 rows hold; a head of another width is padded to whole groups
     gate_up   32 rows of gate, the same 32 rows of up
@@ -121,12 +121,8 @@ class _Arena:
         """Return a matrix [whole groups, inputs], packed."""
         inputs = -(-weight.shape[1] // TILE_INPUTS) * TILE_INPUTS
         packed = self.take(weight.shape[0] * inputs, weight.dtype)
-        tiles = _tiles(packed, inputs)
-        whole = weight.shape[1] // TILE_INPUTS
-        tiles[:, :whole] = _as_tiles(weight[:, : whole * TILE_INPUTS])
-        if whole * TILE_INPUTS < weight.shape[1]:
-            rest = weight[:, whole * TILE_INPUTS :]
-            tiles[:, whole:] = _as_tiles(F.pad(rest, (0, TILE_INPUTS - rest.shape[1])))
+        whole = weight if inputs == weight.shape[1] else F.pad(weight, (0, inputs - weight.shape[1]))
+        _blocks(packed, inputs).copy_(_as_blocks(whole))
         return packed
 
     def keep(self, values: Tensor) -> Tensor:
@@ -136,27 +132,25 @@ class _Arena:
         return kept
 
 
-def _tiles(packed: Tensor, inputs: int) -> Tensor:
-    """Return packed memory as [groups, tiles of inputs, 4, pairs, 16, 2], or without the last in float32."""
+def _blocks(packed: Tensor, inputs: int) -> Tensor:
+    """Return packed memory as [groups, pairs of inputs, 64, 2], or as [groups, inputs, 64] in float32."""
     if packed.dtype == torch.float32:
-        return packed.view(-1, inputs // TILE_INPUTS, 4, TILE_INPUTS, 16)
-    return packed.view(-1, inputs // TILE_INPUTS, 4, TILE_INPUTS // 2, 16, 2)
+        return packed.view(-1, inputs, GROUP)
+    return packed.view(-1, inputs // 2, GROUP, 2)
 
 
-def _as_tiles(weight: Tensor) -> Tensor:
-    """Return a view of [whole groups, whole tiles] in the order of :func:`_tiles`."""
-    groups, tiles = weight.shape[0] // GROUP, weight.shape[1] // TILE_INPUTS
+def _as_blocks(weight: Tensor) -> Tensor:
+    """Return a view of a matrix [whole groups, inputs] in the order of :func:`_blocks`."""
+    groups, inputs = weight.shape[0] // GROUP, weight.shape[1]
     if weight.dtype == torch.float32:
-        return weight.reshape(groups, 4, 16, tiles, TILE_INPUTS).permute(0, 3, 1, 4, 2)
-    return weight.reshape(groups, 4, 16, tiles, TILE_INPUTS // 2, 2).permute(0, 3, 1, 4, 2, 5)
+        return weight.reshape(groups, GROUP, inputs).transpose(1, 2)
+    return weight.reshape(groups, GROUP, inputs // 2, 2).transpose(1, 2)
 
 
 def _as_rows(packed: Tensor, inputs: int) -> Tensor:
     """Return the matrix [whole groups, inputs] of packed memory."""
     width = -(-inputs // TILE_INPUTS) * TILE_INPUTS
-    tiles = _tiles(packed, width)
-    order = (0, 2, 4, 1, 3) if packed.dtype == torch.float32 else (0, 2, 4, 1, 3, 5)
-    return tiles.permute(order).reshape(-1, width)[:, :inputs]
+    return _blocks(packed, width).transpose(1, 2).reshape(-1, width)[:, :inputs]
 
 
 def _padded(values: Tensor, num_rows: int) -> Tensor:

@@ -105,12 +105,9 @@ def embed_row(plan: Plan, model: Record, token_id: int, out: int) -> None:
             store(out + 4 * i, load_element(plan, model.embedding, token_id * size + i))
         return
     group, row = token_id // 64, token_id % 64
-    element = 2 if plan.is_bfloat16 else 4
-    tile_bytes = 512 * element
-    tiles = model.embedding + (group * model.hidden_tiles * 4 + row // 16) * tile_bytes
+    rows = model.embedding + group * model.hidden_tiles * (2048 * (2 if plan.is_bfloat16 else 4))
     for k in range(size):
-        tile = tiles + (k // 32) * 4 * tile_bytes
         if plan.is_bfloat16:
-            write_float32(out + 4 * k, read_bfloat16(tile + (k % 32 // 2) * 64 + row % 16 * 4 + k % 2 * 2))
+            write_float32(out + 4 * k, read_bfloat16(rows + k // 2 * 256 + 4 * row + k % 2 * 2))
         else:
-            write_float32(out + 4 * k, read_float32(tile + k % 32 * 64 + row % 16 * 4))
+            write_float32(out + 4 * k, read_float32(rows + 256 * k + 4 * row))

@@ -94,12 +94,13 @@ def attend(
     thread: int,
     stage: int,
     kind: np.int64,
+    ahead: int,
 ) -> int:
     """Run this thread's part of the attention of a layer: the tasks that it claims, one KV head at a time."""
     model, layer, step = model_at(model_address), layer_at(layer_address), step_at(step_address)
     scratch = step.scratch + thread * step.scratch_bytes
     num_items = step.num_tasks * model.num_kv_heads
-    item = claim(sync, stage)
+    item = thread
     while item < num_items:
         following = claim(sync, stage)
         _attend_item(plan, model, step, layer.pool_offset, item, min(following, num_items - 1), scratch)
@@ -117,15 +118,16 @@ def merge(
     thread: int,
     stage: int,
     kind: np.int64,
+    ahead: int,
 ) -> int:
     """Run this thread's part of merging the partials of a layer."""
     model, step = model_at(model_address), step_at(step_address)
-    while True:
-        item = claim(sync, stage)
-        if item >= step.num_merges * model.num_kv_heads:
-            return 0
+    item = thread
+    while item < step.num_merges * model.num_kv_heads:
         task = step.merges + item // model.num_kv_heads * (4 * TASK_FIELDS)
         _merge_partials(plan, model, step, task, item % model.num_kv_heads)
+        item = claim(sync, stage)
+    return 0
 
 
 @kernel

@@ -61,9 +61,9 @@ def compile_kernels(plan: Plan, cache: Path | None, on_progress: Callable[[int, 
         config.CACHE_DIR = str(cache / _VERSION)
     general = PlanType(replace(plan, head_dim=0))
     signatures = {
-        linear: types.int64(general, *[types.int64] * 7),
-        attend: types.int64(PlanType(plan), *[types.int64] * 7),
-        merge: types.int64(PlanType(plan), *[types.int64] * 7),
+        linear: types.int64(general, *[types.int64] * 8),
+        attend: types.int64(PlanType(plan), *[types.int64] * 8),
+        merge: types.int64(PlanType(plan), *[types.int64] * 8),
         work: types.int64(general, *[types.int64] * 4),
     }
     compiled: list[Any] = []

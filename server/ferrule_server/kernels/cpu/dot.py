@@ -1,11 +1,11 @@
 """The product of a few rows of inputs and 64 rows of a weight, some tiles at a time: what linear layers are made of.
 
-Weights are packed in tiles of 16 outputs and 32 inputs, 1 KiB each, and four tiles of the same inputs follow each
-other. So a group of 64 outputs is one stream in memory, whatever its width, and a tile is what AMX and AVX512-BF16
-load::
+Weights are packed so that a group of 64 outputs is one stream in memory, read from its begin to its end, whatever its
+width: the processor brings such a stream near by itself. Every 16 outputs of a pair of inputs are what AVX512-BF16
+loads, and every 16 outputs of 32 inputs are a tile of AMX::
 
-    weight[64 g + 16 t + n][32 k + 2 p + i]  at  packed[g][k][t][p][n][i]       bfloat16
-    weight[64 g + 16 t + n][32 k + p]        at  packed[g][k][t][p][n]          float32, tiles of 2 KiB
+    weight[64 g + n][2 p + i]  at  packed[g][p][n][i]       bfloat16, by pairs of inputs
+    weight[64 g + n][p]        at  packed[g][p][n]          float32
 
 Every output is summed by itself, in an order that its place among other rows and columns cannot change:
 
@@ -51,8 +51,10 @@ GROUP: Final = 64
 TILE_INPUTS: Final = 32
 """Inputs of a tile."""
 LINES_OF_TILES: Final = 64
-"""Cache lines of the four tiles of the same inputs, if they are bfloat16."""
+"""Cache lines of the weights of 32 inputs, if they are bfloat16."""
 _TILES: Final = 4
+_TILE_BYTES: Final = 64
+"""From the weights of 16 outputs to those of the next 16."""
 _PAIRS: Final = TILE_INPUTS // 2
 _PAIRS_AT_ONCE: Final = 2
 
@@ -132,7 +134,7 @@ class _Group:
         self._plan = plan
         self._num_rows = num_rows
         self._tiles = tiles
-        self._tile_bytes = 1024 if plan.is_bfloat16 else 2048
+        self._pair_bytes = 256 if plan.is_bfloat16 else 512
         self._is_tile_sum = plan.instructions == "amx-bf16"
 
     def emit(
@@ -157,7 +159,7 @@ class _Group:
         ]
 
         def tile(k: Value, sums: list[Value]) -> list[Value]:
-            start = builder.add(weight, builder.mul(k, ir.Constant(I64, _TILES * self._tile_bytes)))
+            start = builder.add(weight, builder.mul(k, ir.Constant(I64, _PAIRS * self._pair_bytes)))
             columns = [
                 builder.add(row, builder.mul(k, ir.Constant(I64, self._input_bytes(TILE_INPUTS)))) for row in rows
             ]
@@ -184,7 +186,7 @@ class _Group:
             bring(i)
             for u in range(step):
                 weights = [
-                    self._weights(offset(self._builder, at, t * self._tile_bytes + u * self._pair_bytes))
+                    self._weights(offset(self._builder, at, _TILE_BYTES * t + u * self._pair_bytes))
                     for t in self._tiles
                 ]
                 for m in range(self._num_rows):
@@ -193,15 +195,12 @@ class _Group:
 
         return loop(self._builder, ir.Constant(I64, _PAIRS // step), sums, pairs)
 
-    @property
-    def _pair_bytes(self) -> int:
-        return self._tile_bytes // _PAIRS
-
     def _weights(self, address: Value) -> tuple[Value, ...]:
         """Return what is multiplied with a pair of inputs: packed pairs for AVX512-BF16, else the odd and the even."""
         builder = self._builder
         if not self._plan.is_bfloat16:
-            return read(builder, offset(builder, address, 64), F32X16, 64), read(builder, address, F32X16, 64)
+            odd = offset(builder, address, self._pair_bytes // 2)
+            return read(builder, odd, F32X16, 64), read(builder, address, F32X16, 64)
         pairs = read(builder, address, I32X16, 64)
         if self._has_dot:
             return (pairs,)
@@ -246,7 +245,7 @@ class _Group:
         def pair(p: Value, parts: list[Value]) -> list[Value]:
             bring(builder.udiv(p, ir.Constant(I64, _PAIRS_AT_ONCE)))
             at = builder.add(start, builder.mul(p, ir.Constant(I64, self._pair_bytes)))
-            weights = [self._weights(offset(builder, at, t * self._tile_bytes)) for t in self._tiles]
+            weights = [self._weights(offset(builder, at, _TILE_BYTES * t)) for t in self._tiles]
             x = [builder.add(row, builder.mul(p, ir.Constant(I64, self._input_bytes(2)))) for row in rows]
             parts = list(parts)
             for m in range(self._num_rows):

@@ -1,14 +1,15 @@
 """The linear layers of a decoder, each with what follows it: heads, residual stream, activation.
 
 A layer is cut into *units* of outputs, which the threads claim one by one, and its rows into blocks whose inputs stay
-in the L2 cache. The weights of a unit are read once, some tiles at a time, and multiplied with a few rows after the
-other, while the tiles that come next are brought near::
+in the L2 cache. The weights of a unit are read once, those of some inputs at a time, and multiplied with a few rows
+after the other, while the weights that come next are brought near::
 
-    unit          tiles 0-15    tiles 16-31   ...          the first tiles of the unit that is claimed next
-    rows 0-11     sums     ->   sums     ->
-    rows 12-23    sums     ->   sums     ->                sums go to the function that finishes them
+    unit          inputs 0-255    inputs 256-511   ...     the first weights of the unit that is claimed next
+    rows 0-11     sums     ->     sums     ->
+    rows 12-23    sums     ->     sums     ->              sums go to the function that finishes them
 
-The sums lie in the thread's scratch memory in between.
+The sums lie in the thread's scratch memory in between. Behind the thread's last unit come the weights that it will
+multiply first in the next layer, which it goes on to bring near while it waits for other threads.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ __all__ = [
     "MOST_BLOCK_ROWS",
     "PROJECT",
     "READ_LOGITS",
+    "first_weights",
     "linear",
 ]
 
@@ -54,7 +56,7 @@ _CACHED_BYTES: Final = 256 << 10
 MOST_BLOCK_ROWS: Final = 128
 """Rows of a block, however narrow they are, so that their sums stay there too."""
 _TILES_AT_ONCE: Final = 8
-"""Tiles of inputs that are multiplied with one part of the rows after the other: 32 KiB of weights in bfloat16."""
+"""Inputs, by 32, that are multiplied with one part of the rows after the other: 32 KiB of weights in bfloat16."""
 
 
 # Not plain numbers: Numba would compile what takes a kind again for each number.
@@ -73,6 +75,32 @@ ATTEND: Final = np.int64(5)
 
 
 @kernel
+def _weight_of(plan: Plan, model: Record, layer: Record, kind: np.int64) -> tuple[int, int, int, int]:
+    """Return the address of the weight of a kind of linear layer, its units, and a unit's groups and tiles."""
+    if kind == PROJECT:
+        return layer.qkv, model.num_qkv_units, model.groups_at_once, model.hidden_tiles
+    if kind == ADD_ATTENTION:
+        return layer.out, model.num_hidden_units, 1, model.query_tiles
+    if kind == ACTIVATE:
+        return layer.gate_up, model.num_activated_units, 1, model.hidden_tiles
+    if kind == ADD_FEED_FORWARD:
+        return layer.down, model.num_hidden_units, 1, model.intermediate_tiles
+    return model.head, model.num_head_units, 1, model.hidden_tiles
+
+
+@kernel
+def _group_bytes(plan: Plan, num_tiles: int) -> int:
+    return num_tiles * TILE_INPUTS * GROUP * (2 if plan.is_bfloat16 else 4)
+
+
+@kernel
+def first_weights(plan: Plan, model: Record, layer: Record, kind: np.int64, thread: int) -> int:
+    """Return the address of the weights that a thread multiplies first in a linear layer of a kind."""
+    weight, num_units, groups_at_once, num_tiles = _weight_of(plan, model, layer, kind)
+    return weight + min(thread, num_units - 1) * groups_at_once * _group_bytes(plan, num_tiles)
+
+
+@kernel
 def linear(
     plan: Plan,
     model_address: int,
@@ -82,42 +110,34 @@ def linear(
     thread: int,
     stage: int,
     kind: np.int64,
+    ahead: int,
 ) -> int:
-    """Run this thread's part of one linear layer of a kind: multiply and finish the units that it claims."""
+    """Run this thread's part of one linear layer of a kind: multiply and finish the units that it claims.
+
+    ``ahead`` is the address of what the thread reads after this stage, to be brought near with the last unit.
+    """
     model, layer, step = model_at(model_address), layer_at(layer_address), step_at(step_address)
-    weight, num_units, groups_at_once, num_tiles = (
-        layer.qkv,
-        model.num_qkv_units,
-        model.groups_at_once,
-        model.hidden_tiles,
-    )
+    weight, num_units, groups_at_once, num_tiles = _weight_of(plan, model, layer, kind)
     inputs, input_bytes, num_rows = step.normed, step.normed_bytes, step.num_rows
-    if kind != PROJECT:
-        groups_at_once = 1
     if kind == ADD_ATTENTION:
-        weight, num_units, num_tiles = layer.out, model.num_hidden_units, model.query_tiles
         inputs, input_bytes = step.attended, step.attended_bytes
-    elif kind == ACTIVATE:
-        weight, num_units = layer.gate_up, model.num_activated_units
     elif kind == ADD_FEED_FORWARD:
-        weight, num_units, num_tiles = layer.down, model.num_hidden_units, model.intermediate_tiles
         inputs, input_bytes = step.activated, step.activated_bytes
     elif kind == READ_LOGITS:
-        weight, num_units, num_rows = model.head, model.num_head_units, step.num_outputs
-    element = 2 if plan.is_bfloat16 else 4
-    group_bytes = num_tiles * TILE_INPUTS * GROUP * element
+        num_rows = step.num_outputs
+    group_bytes = _group_bytes(plan, num_tiles)
     sums = step.scratch + thread * step.scratch_bytes
     sum_bytes = 4 * GROUP * groups_at_once
     block_rows = min(MOST_BLOCK_ROWS, max(plan.rows_at_once, _CACHED_BYTES // input_bytes))
     num_items = num_units * ((num_rows + block_rows - 1) // block_rows)
-    item = claim(sync, stage)
+    item = thread
     while item < num_items:
         following = claim(sync, stage)
         unit, row = item % num_units, item // num_units * block_rows
         count = min(block_rows, num_rows - row)
         _clear(sums, count * sum_bytes)
         here = weight + unit * groups_at_once * group_bytes
-        ahead = weight + following % num_units * groups_at_once * group_bytes
+        behind = ahead if following >= num_items else weight + following % num_units * groups_at_once * group_bytes
         for group in range(groups_at_once):
             _multiply(
                 plan,
@@ -128,7 +148,7 @@ def linear(
                 input_bytes,
                 sums + 4 * GROUP * group,
                 sum_bytes,
-                ahead if group + 1 == groups_at_once else here + (group + 1) * group_bytes,
+                behind if group + 1 == groups_at_once else here + (group + 1) * group_bytes,
             )
         _finish(plan, model, layer, step, thread, kind, unit, row, count, sums, sum_bytes)
         item = following

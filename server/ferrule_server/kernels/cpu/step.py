@@ -11,7 +11,7 @@
     head                 units of logits, then rows: what the threads have kept is merged
 
 Every line ends at a barrier. Threads claim units; rows are shared out evenly. Nothing that a thread computes depends on
-which thread it is.
+which thread it is. A thread's first unit is fixed, so that it can bring the weights near while it waits for the others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ from ferrule_server.kernels.cpu.activations import embed_row, norm_row, rotation
 from ferrule_server.kernels.cpu.head import clear_outputs, merge_outputs
 from ferrule_server.kernels.cpu.kernel import Record, kernel
 from ferrule_server.kernels.cpu.lanes import I8, I64, Builder, Value, pointer
-from ferrule_server.kernels.cpu.linear import ACTIVATE, ADD_ATTENTION, ADD_FEED_FORWARD, ATTEND, PROJECT, READ_LOGITS
+from ferrule_server.kernels.cpu.linear import (
+    ACTIVATE,
+    ADD_ATTENTION,
+    ADD_FEED_FORWARD,
+    ATTEND,
+    PROJECT,
+    READ_LOGITS,
+    first_weights,
+)
 from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.records import LAYER, layer_at, model_at, step_at
 from ferrule_server.kernels.cpu.scalars import read_int32
@@ -46,15 +54,15 @@ def num_stages(num_layers: int) -> int:
 
 
 @intrinsic
-def _call(typing, kernel, model, layer, step, sync, thread, stage, kind):  # type: ignore[no-untyped-def]
+def _call(typing, kernel, model, layer, step, sync, thread, stage, kind, ahead):  # type: ignore[no-untyped-def]
     """Call the machine code of a kernel; its plan is nothing at run time."""
 
     def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
-        function = ir.FunctionType(I64, [I8.as_pointer(), *[I64] * 7])
+        function = ir.FunctionType(I64, [I8.as_pointer(), *[I64] * 8])
         builder.call(pointer(builder, args[0], function), [ir.Constant(I8.as_pointer(), None), *args[1:]])
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 8), emit
+    return types.void(*[types.int64] * 9), emit
 
 
 @kernel
@@ -65,7 +73,7 @@ def work(plan: Plan, model_address: int, step_address: int, sync: int, thread: i
     """
     step = step_at(step_address)
     if thread == 0:
-        reset(sync, step.num_stages)
+        reset(sync, step.num_stages, step.num_threads)
         for other in range(1, step.num_threads):
             release(sync, other)
         return _run(plan, model_address, step_address, sync, thread)
@@ -92,7 +100,7 @@ def _run_stages(plan: Plan, model_address: int, step_address: int, sync: int, th
     if step.is_head_only:
         return _run_head(plan, model_address, step_address, sync, thread)
     _embed(plan, model, step, thread)
-    if not barrier(sync, step.num_threads):
+    if not barrier(sync, step.num_threads, first_weights(plan, model, layer_at(model.layers), PROJECT, thread)):
         return False
     for i in range(model.num_layers):
         if not _run_layer(plan, model_address, model.layers + i * _LAYER_BYTES, step_address, sync, thread, i):
@@ -122,11 +130,19 @@ def _norm(plan: Plan, model: Record, step: Record, weight: int, thread: int) -> 
 
 @kernel
 def _stage(
-    kernel: int, model: Record, layer: Record, step: Record, sync: int, thread: int, stage: int, kind: np.int64
+    kernel: int,
+    model: Record,
+    layer: Record,
+    step: Record,
+    sync: int,
+    thread: int,
+    stage: int,
+    kind: np.int64,
+    ahead: int,
 ) -> bool:
     """Run a kernel, then wait for the other threads; return False if the step was aborted."""
-    _call(kernel, model, layer, step, sync, thread, stage, kind)
-    return barrier(sync, step_at(step).num_threads)
+    _call(kernel, model, layer, step, sync, thread, stage, kind, ahead)
+    return barrier(sync, step_at(step).num_threads, ahead)
 
 
 @kernel
@@ -136,28 +152,35 @@ def _run_layer(
     """Run one thread's part of a layer; return False if the step was aborted."""
     model, layer, step = model_at(model_address), layer_at(layer_address), step_at(step_address)
     first, linear = index * _STAGES_PER_LAYER, model.linear_kernel
-    if not _stage(linear, model_address, layer_address, step_address, sync, thread, first, PROJECT):
+    ahead = first_weights(plan, model, layer, ADD_ATTENTION, thread)
+    if not _stage(linear, model_address, layer_address, step_address, sync, thread, first, PROJECT, ahead):
         return False
-    if not _stage(model.attend_kernel, model_address, layer_address, step_address, sync, thread, first + 1, ATTEND):
+    attend, merge = model.attend_kernel, model.merge_kernel
+    if not _stage(attend, model_address, layer_address, step_address, sync, thread, first + 1, ATTEND, ahead):
         return False
     has_merges = step.num_merges > 0
     if has_merges and not _stage(
-        model.merge_kernel, model_address, layer_address, step_address, sync, thread, first + 2, ATTEND
+        merge, model_address, layer_address, step_address, sync, thread, first + 2, ATTEND, ahead
     ):
         return False
-    if not _stage(linear, model_address, layer_address, step_address, sync, thread, first + 3, ADD_ATTENTION):
+    ahead = first_weights(plan, model, layer, ACTIVATE, thread)
+    if not _stage(linear, model_address, layer_address, step_address, sync, thread, first + 3, ADD_ATTENTION, ahead):
         return False
     _norm(plan, model, step, layer.post_norm, thread)
-    if not barrier(sync, step.num_threads):
+    if not barrier(sync, step.num_threads, ahead):
         return False
-    if not _stage(linear, model_address, layer_address, step_address, sync, thread, first + 4, ACTIVATE):
+    ahead = first_weights(plan, model, layer, ADD_FEED_FORWARD, thread)
+    if not _stage(linear, model_address, layer_address, step_address, sync, thread, first + 4, ACTIVATE, ahead):
         return False
-    if not _stage(linear, model_address, layer_address, step_address, sync, thread, first + 5, ADD_FEED_FORWARD):
+    is_last = index + 1 == model.num_layers
+    following = layer_at(layer_address if is_last else layer_address + _LAYER_BYTES)
+    ahead = first_weights(plan, model, following, READ_LOGITS if is_last else PROJECT, thread)
+    if not _stage(linear, model_address, layer_address, step_address, sync, thread, first + 5, ADD_FEED_FORWARD, ahead):
         return False
-    if index + 1 == model.num_layers:
+    if is_last:
         return True
-    _norm(plan, model, step, layer_at(layer_address + _LAYER_BYTES).input_norm, thread)
-    return barrier(sync, step.num_threads)
+    _norm(plan, model, step, following.input_norm, thread)
+    return barrier(sync, step.num_threads, ahead)
 
 
 @kernel
@@ -169,11 +192,14 @@ def _run_head(plan: Plan, model_address: int, step_address: int, sync: int, thre
         hidden = step.hidden + 4 * read_int32(step.output_rows + 4 * i) * model.hidden_size
         norm_row(plan, hidden, model.final_norm, model.hidden_size, model.norm_eps, step.normed + i * step.normed_bytes)
     clear_outputs(step, thread)
-    if not barrier(sync, step.num_threads):
+    layer = layer_at(model.layers)
+    if not barrier(sync, step.num_threads, first_weights(plan, model, layer, READ_LOGITS, thread)):
         return False
-    stage = model.num_layers * _STAGES_PER_LAYER
-    if not _stage(model.linear_kernel, model_address, model.layers, step_address, sync, thread, stage, READ_LOGITS):
+    stage, ahead = model.num_layers * _STAGES_PER_LAYER, first_weights(plan, model, layer, PROJECT, thread)
+    if not _stage(
+        model.linear_kernel, model_address, model.layers, step_address, sync, thread, stage, READ_LOGITS, ahead
+    ):
         return False
     for i in range(begin, end):
         merge_outputs(model, step, i)
-    return barrier(sync, step.num_threads)
+    return barrier(sync, step.num_threads, ahead)

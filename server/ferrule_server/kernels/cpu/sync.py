@@ -18,7 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ferrule_server.kernels.cpu.kernel import kernel
-from ferrule_server.kernels.cpu.lanes import I64, Builder, Value, pointer
+from ferrule_server.kernels.cpu.lanes import I64, Builder, Value, pointer, prefetch
 
 __all__ = [
     "SyncBlock",
@@ -40,7 +40,9 @@ _IS_ABORTED: Final = 2 * _LINE
 _FIRST_SEMAPHORE: Final = 3 * _LINE
 _MOST_THREADS: Final = 256
 _FIRST_CLAIM: Final = (3 + _MOST_THREADS) * _LINE
-_SPINS: Final = 1000
+_SPINS: Final = 3000
+_MOST_LINES_AHEAD: Final = 2048
+"""128 KiB, so that much is left of an L2 cache of 512 KiB."""
 
 _sem_wait = types.ExternalFunction("sem_wait", types.int32(types.intp))
 _sem_post = types.ExternalFunction("sem_post", types.int32(types.intp))
@@ -126,15 +128,18 @@ def is_aborted(sync: int) -> bool:
 
 
 @kernel
-def reset(sync: int, num_stages: int) -> None:
-    """Begin a step: nothing is claimed. The other threads are parked, or leave the last barrier."""
+def reset(sync: int, num_stages: int, num_threads: int) -> None:
+    """Begin a step: each thread has the piece of its own number. The others are parked, or leave the last barrier."""
     for stage in range(num_stages):
-        _atomic_write(sync + _FIRST_CLAIM + stage * _LINE, 0)
+        _atomic_write(sync + _FIRST_CLAIM + stage * _LINE, num_threads)
 
 
 @kernel
-def barrier(sync: int, num_threads: int) -> bool:
+def barrier(sync: int, num_threads: int, ahead: int) -> bool:
     """Wait until all threads of the step have come; return False if the step was aborted.
+
+    Meanwhile memory from the address ``ahead`` on is brought near, unless it is 0: a thread that waits for another one
+    leaves the memory to it, but threads that all wait for each other would leave it idle.
 
     The last thread to come lets the others go by changing the generation, which never returns to an old value. So a
     thread that is slow to leave cannot be caught by the next barrier, or by the next step.
@@ -149,8 +154,11 @@ def barrier(sync: int, num_threads: int) -> bool:
         if is_aborted(sync):
             return False
         if spins < _SPINS:
+            if ahead != 0 and spins < _MOST_LINES_AHEAD:
+                prefetch(ahead + spins * _LINE)
+            else:
+                _relax()
             spins += 1
-            _relax()
         else:
             _sched_yield()
     return True
@@ -158,7 +166,7 @@ def barrier(sync: int, num_threads: int) -> bool:
 
 @kernel
 def claim(sync: int, stage: int) -> int:
-    """Return the number of the next piece of work of a stage that no thread has taken."""
+    """Return the number of the next piece of work of a stage that no thread has; its first one is its own number."""
     return _atomic_add(sync + _FIRST_CLAIM + stage * _LINE, 1)
 
 

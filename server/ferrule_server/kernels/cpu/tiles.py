@@ -1,7 +1,7 @@
 """The product of rows of inputs and a group of 64 outputs with the tiles of AMX, and the configuration of the tiles.
 
-A tile is a register of 16 rows of 64 bytes. Sixteen rows of 32 inputs are a tile as they lie in memory, and so is a
-packed tile of a weight; their product adds to a tile of float32 sums, 16 rows and 16 outputs::
+A tile is a register of 16 rows of 64 bytes. Sixteen rows of 32 inputs are a tile as they lie in memory, and so are the
+packed weights of 16 outputs; their product adds to a tile of float32 sums, 16 rows and 16 outputs::
 
     up to 16 rows     4 sums (16 rows x 64 outputs), 1 of inputs, 2 of weights in turn
     up to 32 rows     twice: 4 sums (32 rows x 32 outputs), 2 of inputs, 2 of weights
@@ -29,6 +29,8 @@ __all__ = ["TILE_ROWS", "begin_tiles", "emit_tile_product", "end_tiles"]
 TILE_ROWS: Final = 16
 _TILE_BYTES: Final = 1024
 _ROW_BYTES: Final = 64
+_WEIGHT_BYTES: Final = 256
+"""From the weights of one pair of inputs to those of the next."""
 _NUM_TILES: Final = 8
 _GROUP_TILES: Final = 4
 _PALETTE: Final = 1
@@ -166,7 +168,8 @@ def emit_tile_product(
                 _load(builder, 4 + half, row, row_bytes)
             for t in range(at_once):
                 place = 6 + t % 2
-                _load(builder, place, offset(builder, start, (first + t) * _TILE_BYTES), ir.Constant(I64, _ROW_BYTES))
+                weights = offset(builder, start, (first + t) * _ROW_BYTES)
+                _load(builder, place, weights, ir.Constant(I64, _WEIGHT_BYTES))
                 for half in halves:
                     _add_product(builder, sums[half, t], 4 + half, place)
             return []

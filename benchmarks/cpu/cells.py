@@ -70,6 +70,7 @@ PEER_CELLS = (
     Cell("decode", 1, _CONTEXT),
     Cell("decode", 1, 1024),
     Cell("decode", 1, 4096),
+    Cell("decode", 1, 16384),
     *(Cell("decode", batch, _CONTEXT) for batch in (4, 8, 16, 32)),
     Cell("prefill", context=512),
     Cell("prefill", context=2048),
@@ -78,9 +79,7 @@ PEER_CELLS = (
 """What peers are measured at."""
 
 CELLS = (
-    *PEER_CELLS[:3],
-    Cell("decode", 1, 16384),
-    *PEER_CELLS[3:-1],
+    *PEER_CELLS[:-1],
     Cell("neighbour", 1, _CONTEXT),
     Cell("stream", 1, _CONTEXT),
     Cell("stream", 16, _CONTEXT),

@@ -5,9 +5,10 @@
     make bench-peers PEERS="--build"                             llama.cpp too
     make bench-peers PEERS="--table"                             only the table of what has been measured
 
-Cells: greedy decode of 1 sequence at 128, 1024 and 4096 tokens of context, of 4, 8, 16 and 32 sequences at 128, prefill
-of 512 and 2048 tokens, and peak memory; ours (``bench_cpu.py``) and every peer at the settings of ``catalog.py``. Every
-sample stands between two probes of the read rate; ``*`` marks figures that other processes disturbed.
+Cells: greedy decode of 1 sequence at 128, 1024, 4096 and 16384 tokens of context, of 4, 8, 16 and 32 sequences at 128,
+prefill of 512 and 2048 tokens, and peak memory; ours (``bench_cpu.py``) and every peer at the settings of
+``catalog.py``. Every sample stands between two probes of the read rate; ``*`` marks figures that other processes
+disturbed.
 
 Environments, converted models and results are in ``~/.cache/ferrule-bench/peers``: 10 GB with the default model. A run
 that was stopped goes on at the first cell that has no result. A peer that cannot be installed or run is skipped with

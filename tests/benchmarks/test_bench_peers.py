@@ -131,8 +131,7 @@ def test_a_task_survives_the_command_line(tmp_path: Path) -> None:
     task = Task(tmp_path, tmp_path / "work", "bf16", 2, PEER_CELLS, QUICK, {"model": "tiny", "side": "a bf16"})
     assert Task.from_json(task.to_json()) == task
     assert task.max_batch == 32
-    assert task.max_length == 4096 + QUICK.num_steps + 8
-    assert task.max_tokens == 32 * (128 + QUICK.num_steps + 8)
+    assert task.max_length == task.max_tokens == 16384 + QUICK.num_steps + 8
 
 
 def test_records_of_a_worker_are_kept_and_its_failures_are_reported(tmp_path: Path) -> None:

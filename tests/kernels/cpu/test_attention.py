@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from numba import njit
@@ -64,12 +65,40 @@ class Case:
         bounds = np.concatenate(([0], np.cumsum(self.rows))).astype(np.int32)
         return StepBatch(zeros, positions, zeros - 1, bounds, np.array(self.lengths, np.int32), tables, none, ())
 
+    def pool(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return a pool that holds random tokens, and NaN in the slots of no token."""
+        batch, generator = self.batch(), torch.Generator().manual_seed(self.group)
+        shape = (int(batch.block_tables.max()) + 1, LAYERS, 2, self.num_kv_heads, BLOCK, self.head_dim)
+        pool = torch.full(shape, torch.nan, dtype=dtype)
+        for table, length in zip(batch.block_tables, self.lengths, strict=True):
+            for position in range(length):
+                slot = pool[table[position // BLOCK], :, :, :, position % BLOCK]
+                slot.copy_(torch.randn(slot.shape, generator=generator))
+        return pool
 
-def run(case: Case, plan: Plan, queries: torch.Tensor, pool: torch.Tensor, num_threads: int) -> torch.Tensor:
+    def queries(self) -> torch.Tensor:
+        """Return random queries, float32 [rows, num_heads, head_dim]."""
+        shape = (sum(self.rows), self.num_kv_heads * self.group, self.head_dim)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(self.group + 1))
+
+
+def run(
+    case: Case,
+    plan: Plan,
+    queries: torch.Tensor,
+    pool: torch.Tensor,
+    *,
+    num_threads: int,
+    ancestors: npt.NDArray[np.int64] | None = None,
+) -> torch.Tensor:
     """Return what the kernels compute: float32 [rows, num_heads, head_dim]."""
     config, batch = case.config(), case.batch()
     memory = StepMemory(config, plan, max_rows=600, max_context=4096, num_threads=num_threads)
-    memory.set_rows(batch, TaskPlanner(case.num_kv_heads, case.group, num_threads, memory.num_partials).plan(batch))
+    planner = TaskPlanner(case.num_kv_heads, case.group, num_threads, memory.num_partials)
+    ends = np.repeat(batch.kv_lens, case.rows)
+    memory.set_rows(batch, planner.plan(batch, None if ancestors is None else ends))
+    if ancestors is not None:
+        memory.set_ancestors(np.repeat(batch.kv_lens - np.array(case.rows, np.int32), case.rows), ends, ancestors)
     memory.queries[: len(queries)] = queries.flatten(1) * case.head_dim**-0.5
     model, layer = np.zeros(1, MODEL), np.zeros(1, LAYER)
     model["num_heads"], model["num_kv_heads"] = config.num_heads, config.num_kv_heads
@@ -91,19 +120,36 @@ def test_attention_is_that_of_the_reference(is_bfloat16: bool, group: int, head_
     dtype = torch.bfloat16 if is_bfloat16 else torch.float32
     instructions = FAST[0] if is_bfloat16 else "fma"
     plan = Plan(instructions, is_emulated=False, is_bfloat16=is_bfloat16, head_dim=head_dim)
-    batch = case.batch()
-    generator = torch.Generator().manual_seed(group)
-    pool = torch.full((int(batch.block_tables.max()) + 1, LAYERS, 2, 2, BLOCK, head_dim), torch.nan, dtype=dtype)
-    for table, length in zip(batch.block_tables, case.lengths, strict=True):
-        for position in range(length):
-            slot = pool[table[position // BLOCK], :, :, :, position % BLOCK]
-            slot.copy_(torch.randn(slot.shape, generator=generator))
-    queries = torch.randn(batch.num_rows, 2 * group, head_dim, generator=generator)
+    batch, pool, queries = case.batch(), case.pool(dtype), case.queries()
     expected = reference.paged_attention(
         queries, pool, 1,
         positions=torch.from_numpy(batch.positions), cu_seqlens_q=torch.from_numpy(batch.cu_seqlens_q),
         kv_lens=torch.from_numpy(batch.kv_lens), block_tables=torch.from_numpy(batch.block_tables),
     )  # fmt: skip
-    found = run(case, plan, queries, pool, num_threads)
+    found = run(case, plan, queries, pool, num_threads=num_threads)
     tolerance = 2**-8 if is_bfloat16 else 1e-5  # results are rounded to bfloat16
     torch.testing.assert_close(found, expected, atol=tolerance / 4, rtol=tolerance)
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_rows_of_a_tree_see_their_ancestors(num_threads: int) -> None:
+    """Trees of up to 64 drafts, on both sides of a tile and at the very begin of a sequence; each row and its path."""
+    case = Case([70, 64, 1, 258, 300], [5, 64, 1, 9, 64], 2, 3, 64)
+    random, masks, paths = np.random.default_rng(2), [], []
+    for length, rows in zip(case.lengths, case.rows, strict=True):
+        parents = [-1, *(int(random.integers(0, row)) for row in range(1, rows))]
+        for row in range(rows):
+            mask = (masks[len(masks) - row + parents[row]] if row else 0) | 1 << row
+            masks.append(mask)
+            begin = length - rows
+            paths.append([*range(begin), *(begin + j for j in range(rows) if mask >> j & 1)])
+    batch, pool, queries = case.batch(), case.pool(torch.float32), case.queries()
+    plan = Plan("fma", is_emulated=False, is_bfloat16=False, head_dim=64)
+    ancestors = np.array(masks, np.uint64).view(np.int64)
+    found = run(case, plan, queries, pool, num_threads=num_threads, ancestors=ancestors)
+    seqs = np.repeat(np.arange(batch.num_seqs), case.rows)
+    for row, (seq, path) in enumerate(zip(seqs, paths, strict=True)):
+        key, value = reference.gather_kv(pool, 1, torch.from_numpy(batch.block_tables[seq]), case.lengths[seq])
+        key, value = (part[:, path].repeat_interleave(3, dim=0) for part in (key, value))
+        weights = torch.softmax(torch.einsum("hd,htd->ht", queries[row], key) * 64**-0.5, dim=-1)
+        torch.testing.assert_close(found[row], torch.einsum("ht,htd->hd", weights, value), atol=1e-5, rtol=1e-5)

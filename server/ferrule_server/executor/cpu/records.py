@@ -171,7 +171,7 @@ class StepMemory:
         self._make_scratch(config, max_context, num_threads)
         self._rows = {
             name: self._new(name, (max_rows,), torch.int32).numpy()
-            for name in ("token_ids", "positions", "slot_mapping", "output_rows")
+            for name in ("token_ids", "positions", "slot_mapping", "begins", "ends", "output_rows")
         }
         self._step["num_threads"] = num_threads
         self._step["num_stages"] = num_stages(config.num_layers)
@@ -230,10 +230,24 @@ class StepMemory:
         self._arrays = (tables, tasks)
         for name in ("token_ids", "positions", "slot_mapping"):
             self._rows[name][: batch.num_rows] = getattr(batch, name)
+        self._rows["ends"][: batch.num_rows] = batch.positions + 1
+        step["ancestors"] = 0
         step["num_rows"], step["is_head_only"] = batch.num_rows, 0
         step["block_tables"], step["table_width"] = tables.ctypes.data, tables.shape[1]
         step["tasks"], step["num_tasks"] = tasks.tasks.ctypes.data, len(tasks.tasks)
         step["merges"], step["num_merges"] = tasks.merges.ctypes.data, len(tasks.merges)
+
+    def set_ancestors(self, begins: Int32Array, ends: Int32Array, ancestors: npt.NDArray[np.int64]) -> None:
+        """Hide tokens from the rows of a step, after :meth:`set_rows`; the masks stay in use until the next call.
+
+        Args:
+            begins: int32 [num_rows], the token that bit 0 of a mask stands for: that of the sequence's first row.
+            ends: int32 [num_rows], how many tokens of its sequence a row may see.
+            ancestors: [num_rows], bit j: the row sees the j-th token from there on.
+        """
+        self._rows["begins"][: len(begins)], self._rows["ends"][: len(ends)] = begins, ends
+        self._ancestors = ancestors
+        self._step["ancestors"] = ancestors.ctypes.data
 
     def set_outputs(self, output_rows: Int32Array, *, is_head_only: bool) -> None:
         """Write which rows the head computes, at most ``max_outputs``."""

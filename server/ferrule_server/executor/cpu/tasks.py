@@ -50,31 +50,36 @@ class TaskPlanner:
         self._num_partials = num_partials
         self._no_merges = np.empty((0, TASK_FIELDS), np.int32)
 
-    def plan(self, batch: StepBatch) -> Tasks:
-        """Return the tasks of a step."""
-        tasks = self._decodes(batch) if batch.num_rows == batch.num_seqs else self._chunks(batch)
+    def plan(self, batch: StepBatch, ends: Int32Array | None = None) -> Tasks:
+        """Return the tasks of a step.
+
+        Args:
+            batch: The step.
+            ends: int32 [num_rows], how many tokens of its sequence each row may see; None: all up to its own.
+        """
+        ends = batch.positions + 1 if ends is None else ends
+        tasks = self._decodes(ends) if batch.num_rows == batch.num_seqs else self._chunks(batch, ends)
         pieces = self._wanted_tasks // len(tasks)
         if pieces < 2 or int(tasks[:, 4].max()) < 2:
             return Tasks(tasks, self._no_merges)
         return self._split(tasks, pieces)
 
-    def _decodes(self, batch: StepBatch) -> Int32Array:
-        tasks = np.empty((batch.num_seqs, TASK_FIELDS), np.int32)
-        tasks[:, 0] = tasks[:, 1] = np.arange(batch.num_seqs)
+    def _decodes(self, ends: Int32Array) -> Int32Array:
+        tasks = np.empty((len(ends), TASK_FIELDS), np.int32)
+        tasks[:, 0] = tasks[:, 1] = np.arange(len(ends))
         tasks[:, 2], tasks[:, 3], tasks[:, 6] = 1, 0, -1
-        tasks[:, 4] = tasks[:, 5] = batch.positions // TILE_TOKENS + 1
+        tasks[:, 4] = tasks[:, 5] = -(-ends // TILE_TOKENS)
         return tasks
 
-    def _chunks(self, batch: StepBatch) -> Int32Array:
-        return np.array(list(self._pieces(batch)), np.int32)
+    def _chunks(self, batch: StepBatch, ends: Int32Array) -> Int32Array:
+        return np.array(list(self._pieces(batch.cu_seqlens_q.tolist(), ends.tolist())), np.int32)
 
-    def _pieces(self, batch: StepBatch) -> Iterator[tuple[int, ...]]:
+    def _pieces(self, bounds: list[int], ends: list[int]) -> Iterator[tuple[int, ...]]:
         """Yield tasks with as many rows as one has at most."""
-        bounds, positions = batch.cu_seqlens_q.tolist(), batch.positions.tolist()
         for seq, (begin, end) in enumerate(pairwise(bounds)):
             for row in range(begin, end, self._rows):
                 count = min(self._rows, end - row)
-                num_tiles = positions[row + count - 1] // TILE_TOKENS + 1
+                num_tiles = -(-ends[row + count - 1] // TILE_TOKENS)
                 yield seq, row, count, 0, num_tiles, num_tiles, -1
 
     def _split(self, tasks: Int32Array, pieces: int) -> Tasks:

@@ -7,7 +7,8 @@ the sum of the weights and the weighted sum of V; tiles are merged in order ("Fl
     tile 0    tile 1    tile 2 ...                     merged as they come, or kept as partials and merged later
 
 So the bits of a row depend only on its own sequence up to it. They do not depend on how rows are grouped into tasks,
-or on whether the tiles of a task were shared out to several threads.
+or on whether the tiles of a task were shared out to several threads. Rows of a tree of drafts see what their ancestor
+masks say; a path through a tree has other bits than the same tokens in a chain, because its tokens lie elsewhere.
 """
 
 from __future__ import annotations
@@ -35,12 +36,23 @@ from ferrule_server.kernels.cpu.lanes import (
 )
 from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.records import layer_at, model_at, step_at
-from ferrule_server.kernels.cpu.scalars import read_float32, read_int32, write_float32
+from ferrule_server.kernels.cpu.scalars import read_float32, read_int32, read_int64, write_float32
 from ferrule_server.kernels.cpu.sync import claim
 
-__all__ = ["TASK_FIELDS", "TILE_TOKENS", "attend", "attention_scratch_bytes", "merge", "partial_bytes", "rows_per_task"]
+__all__ = [
+    "MOST_ANCESTORS",
+    "TASK_FIELDS",
+    "TILE_TOKENS",
+    "attend",
+    "attention_scratch_bytes",
+    "merge",
+    "partial_bytes",
+    "rows_per_task",
+]
 
 TILE_TOKENS = 256
+MOST_ANCESTORS = 64
+"""Rows of one sequence, in a step in which rows do not see all rows before them."""
 TASK_FIELDS = 7
 """int32 fields of a task: sequence, first row, rows, first tile, end of tiles, tiles of the sequence, partial.
 
@@ -51,6 +63,8 @@ for each KV head and tile of the sequence, tiles of a head together; it holds al
 _MOST_TASK_QUERIES = 16
 _BLOCK = 16
 _LOWEST = np.float32(-np.inf)
+_LEAST = np.float32(np.finfo(np.float32).min)
+"""Instead of the largest score where every token is hidden."""
 
 
 def rows_per_task(num_queries_per_kv: int) -> int:
@@ -222,7 +236,7 @@ def _score_tile(
 ) -> int:
     """Write the weights of a tile for each query, with the largest score and the sum; return how many tokens it has."""
     begin = tile * TILE_TOKENS
-    end = min(begin + TILE_TOKENS, read_int32(step.positions + 4 * (row + num_rows - 1)) + 1)
+    end = min(begin + TILE_TOKENS, read_int32(step.ends + 4 * (row + num_rows - 1)))
     num_blocks = (end - begin + _BLOCK - 1) // _BLOCK
     num_queries = num_rows * model.num_queries_per_kv
     keys += head * model.head_bytes
@@ -235,11 +249,22 @@ def _score_tile(
             ahead = values if query == 0 else 0
             score_block(plan, queries + query * 4 * plan.head_dim, count, base, place, 4 * TILE_TOKENS, ahead)
     for query in range(num_queries):
-        own = read_int32(step.positions + 4 * (row + query // model.num_queries_per_kv)) + 1 - begin
-        visible = max(0, min(own, end - begin))
-        top = state + 4 * (num_queries * plan.head_dim + query)
-        _soften(scores + 4 * query * TILE_TOKENS, num_blocks * _BLOCK, visible, top, top + 4 * num_queries)
+        own = row + query // model.num_queries_per_kv
+        visible = max(0, min(read_int32(step.ends + 4 * own), end) - begin)
+        place, top = scores + 4 * query * TILE_TOKENS, state + 4 * (num_queries * plan.head_dim + query)
+        if step.ancestors != 0:
+            first = read_int32(step.begins + 4 * own) - begin
+            _hide_strangers(place, first, visible, read_int64(step.ancestors + 8 * own))
+        _soften(place, num_blocks * _BLOCK, visible, top, top + 4 * num_queries)
     return end - begin
+
+
+@kernel
+def _hide_strangers(scores: int, first: int, visible: int, ancestors: int) -> None:
+    """Hide the tokens first, first + 1, ... of a tile from a row, but for those whose bit is set."""
+    for place in range(max(0, first), min(visible, first + MOST_ANCESTORS)):
+        if (ancestors >> (place - first)) & 1 == 0:
+            write_float32(scores + 4 * place, _LOWEST)
 
 
 @kernel
@@ -248,7 +273,7 @@ def _soften(scores: int, num_scores: int, visible: int, top_place: int, sum_plac
     largest = splat(_LOWEST)
     for i in range(0, num_scores, LANES):
         largest = maximum(select_below(visible - i, load(scores + 4 * i), splat(_LOWEST)), largest)
-    top = max_of(largest)
+    top = max(max_of(largest), _LEAST)
     total = splat(np.float32(0))
     for i in range(0, num_scores, LANES):
         weights = select_below(visible - i, exp(subtract(load(scores + 4 * i), splat(top))), splat(np.float32(0)))

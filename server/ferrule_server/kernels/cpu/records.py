@@ -77,7 +77,7 @@ MODEL: Final = _record(
 """
 
 STEP: Final = _record(
-    "token_ids positions slot_mapping block_tables output_rows "
+    "token_ids positions slot_mapping begins ends ancestors block_tables output_rows "
     "tasks merges partials hidden normed queries attended activated rotations scratch "
     "wants targets top_counts logits best sums tops results top_results",
     "is_head_only num_rows table_width num_outputs num_tasks num_merges partial_bytes "
@@ -87,6 +87,8 @@ STEP: Final = _record(
 
     is_head_only     1: the residual stream is that of the step before, for more of its rows
     token_ids, positions, slot_mapping   int32 [num_rows], as in StepBatch
+    begins, ends     int32 [num_rows]: row r attends to the tokens of its sequence before ends[r]
+    ancestors        int64 [num_rows]: row r sees token begins[r] + j, before ends[r], if bit j is set; 0: sees all
     block_tables     int32 [num_seqs, table_width]
     output_rows      int32 [num_outputs]
     tasks            int32 [num_tasks, TASK_FIELDS] (``attention``)

@@ -10,13 +10,27 @@ from numba.extending import intrinsic
 
 from ferrule_server.kernels.cpu.lanes import F32, I16, I32, I64, Builder, Value, read, write
 
-__all__ = ["read_bfloat16", "read_float32", "read_int32", "write_float32", "write_float64", "write_int32"]
+__all__ = [
+    "read_bfloat16",
+    "read_float32",
+    "read_int32",
+    "read_int64",
+    "write_float32",
+    "write_float64",
+    "write_int32",
+]
 
 
 @intrinsic
 def read_int32(typing: Any, address: Any) -> Any:
     """Return the int32 number at an address as int64."""
     return types.int64(types.int64), lambda _c, b, _s, a: b.sext(read(b, a[0], I32, 4), I64)
+
+
+@intrinsic
+def read_int64(typing: Any, address: Any) -> Any:
+    """Return the int64 number at an address."""
+    return types.int64(types.int64), lambda _c, b, _s, a: read(b, a[0], I64, 8)
 
 
 @intrinsic

@@ -129,6 +129,19 @@ def test_any_number_of_threads_and_a_restart(
             check(stepper.logits(Piece(seq, [tokens[position]]))[0], alone[position])
 
 
+def test_threads_that_come_and_go(
+    folder: Path, kernels: tuple[Instructions, bool], tokens: list[int], alone: Float32Array
+) -> None:
+    """Steps of one executor with other numbers of threads, as beside busy processes."""
+    with running(folder, kernels=kernels, num_threads=3) as other:
+        stepper, seq = Stepper(other, seed=9), PooledSequence()
+        counts = iter([2, 3, 1, 1, 2, 3, 2, 1])
+        other._threads.at = lambda now: next(counts)  # type: ignore[method-assign]
+        check(stepper.logits(Piece(seq, tokens[:300], num_outputs=40)), alone[260:300])
+        for position in range(300, 307):
+            check(stepper.logits(Piece(seq, [tokens[position]]))[0], alone[position])
+
+
 def test_avx512_and_fma_give_the_same_bits(folder: Path, tokens: list[int]) -> None:
     """``vdpbf16ps`` fuses the odd product first, then the even one, as the portable kernels do."""
     found = []

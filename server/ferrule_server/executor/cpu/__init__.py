@@ -8,4 +8,5 @@ tasks.py     how the attention of a step is cut into tasks
 outputs.py   what output rows ask of the kernels, and what they return
 workers.py   the threads of a step
 cores.py     how many threads to use
+crowding.py  how many a step uses while other processes keep cores busy
 """

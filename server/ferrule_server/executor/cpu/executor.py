@@ -13,6 +13,7 @@ With ``is_deterministic`` the first failure is a DeviceLost instead, and nothing
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from ferrule_server.executor.base import (
     StepResult,
 )
 from ferrule_server.executor.block_pool import BlockPool, bytes_per_block
+from ferrule_server.executor.cpu.crowding import ThreadCount
 from ferrule_server.executor.cpu.outputs import ask, read_outputs
 from ferrule_server.executor.cpu.records import ModelRecord, StepMemory
 from ferrule_server.executor.cpu.tasks import TaskPlanner
@@ -132,6 +134,7 @@ class NumbaCpuExecutor:
             return kernels.work(None, record.address, step_address, sync, thread)
 
         self._workers = Workers(run, options.num_threads, record.num_stages)
+        self._threads = ThreadCount(options.num_threads)
 
     @property
     def info(self) -> ExecutorInfo:
@@ -176,9 +179,17 @@ class NumbaCpuExecutor:
             part = slice(begin, begin + memory.max_outputs)
             memory.set_outputs(batch.output_rows[part], is_head_only=begin > 0)
             ask(memory, batch.output_specs[part])
-            self._workers.run_step()
+            self._run_step()
             rows += read_outputs(memory, positions[part], batch.output_specs[part], batch.histories[part])
         return rows
+
+    def _run_step(self) -> None:
+        """Run the step that lies in memory, with as many threads as have cores of their own."""
+        begin = time.monotonic()
+        self._memory.set_threads(self._threads.at(begin))
+        waited_share = self._workers.run_step()
+        end = time.monotonic()
+        self._threads.add(end, end - begin, waited_share)
 
     def _run_in_parts(self, batch: StepBatch) -> list[RowOutput]:
         """Run a step with more rows than there is memory for; the parts of a sequence in order."""

@@ -255,6 +255,10 @@ class StepMemory:
         self._rows["output_rows"][: len(output_rows)] = output_rows
         step["num_outputs"], step["is_head_only"] = len(output_rows), is_head_only
 
+    def set_threads(self, num_threads: int) -> None:
+        """Write how many threads run the next step."""
+        self._step["num_threads"] = num_threads
+
     @property
     def attended(self) -> Tensor:
         """What attention writes: [rows, at least num_heads * head_dim]."""

@@ -43,8 +43,8 @@ class Workers:
         for thread in self._threads:
             thread.start()
 
-    def run_step(self) -> None:
-        """Run the step that the records describe.
+    def run_step(self) -> float:
+        """Run the step that the records describe; return for which share of it threads waited long for another.
 
         Raises:
             StepAborted: A thread has ended.
@@ -54,6 +54,7 @@ class Workers:
                 raise StepAborted(f"thread {thread.name} has ended")
         if not self._run(self._sync.address, 0):
             raise StepAborted("a thread ended during the step")
+        return self._sync.take_waited_share()
 
     def close(self) -> None:
         """End the threads; none of them runs afterwards."""

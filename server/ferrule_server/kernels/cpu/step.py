@@ -39,7 +39,7 @@ from ferrule_server.kernels.cpu.linear import (
 from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.records import LAYER, layer_at, model_at, step_at
 from ferrule_server.kernels.cpu.scalars import read_int32
-from ferrule_server.kernels.cpu.sync import barrier, is_aborted, park, release, reset, share
+from ferrule_server.kernels.cpu.sync import barrier, begin_step, end_step, is_aborted, park, release, reset, share
 from ferrule_server.kernels.cpu.tiles import begin_tiles, end_tiles
 
 __all__ = ["num_stages", "work"]
@@ -76,7 +76,10 @@ def work(plan: Plan, model_address: int, step_address: int, sync: int, thread: i
         reset(sync, step.num_stages, step.num_threads)
         for other in range(1, step.num_threads):
             release(sync, other)
-        return _run(plan, model_address, step_address, sync, thread)
+        begin_step(sync)
+        is_complete = _run(plan, model_address, step_address, sync, thread)
+        end_step(sync)
+        return is_complete
     while True:
         park(sync, thread)
         if is_aborted(sync):

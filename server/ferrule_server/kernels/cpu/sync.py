@@ -18,12 +18,14 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ferrule_server.kernels.cpu.kernel import kernel
-from ferrule_server.kernels.cpu.lanes import I64, Builder, Value, pointer, prefetch
+from ferrule_server.kernels.cpu.lanes import I64, Builder, Value, call, pointer, prefetch
 
 __all__ = [
     "SyncBlock",
     "barrier",
+    "begin_step",
     "claim",
+    "end_step",
     "is_aborted",
     "park",
     "release",
@@ -37,9 +39,10 @@ _LINE: Final = 64
 _ARRIVED: Final = 0
 _GENERATION: Final = _LINE
 _IS_ABORTED: Final = 2 * _LINE
-_FIRST_SEMAPHORE: Final = 3 * _LINE
+_WAITED: Final = 3 * _LINE
+_FIRST_SEMAPHORE: Final = 4 * _LINE
 _MOST_THREADS: Final = 256
-_FIRST_CLAIM: Final = (3 + _MOST_THREADS) * _LINE
+_FIRST_CLAIM: Final = (4 + _MOST_THREADS) * _LINE
 _SPINS: Final = 3000
 _MOST_LINES_AHEAD: Final = 2048
 """128 KiB, so that much is left of an L2 cache of 512 KiB."""
@@ -111,6 +114,13 @@ class SyncBlock:
         """Return whether the sync block at an address was aborted."""
         return bool(ctypes.c_int64.from_address(address + _IS_ABORTED).value)
 
+    def take_waited_share(self) -> float:
+        """Return for which share of the last step threads have waited long, those left out that are still waiting."""
+        waited, taken = (ctypes.c_int64.from_address(self.address + _WAITED + offset) for offset in (0, 8))
+        share = waited.value / max(1, taken.value)
+        waited.value = 0
+        return share
+
     def abort(self, num_threads: int) -> None:
         """End this step and every later one: waiting threads leave their barrier, and parked ones are released."""
         ctypes.c_int64.from_address(self.address + _IS_ABORTED).value = 1
@@ -119,6 +129,29 @@ class SyncBlock:
 
     def _semaphore(self, thread: int) -> int:
         return self.address + _FIRST_SEMAPHORE + thread * _LINE
+
+
+@intrinsic
+def _ticks(typing: Any) -> Any:
+    """Return the time in a unit of the processor's own."""
+
+    def emit(_context: Any, builder: Builder, _signature: Any, _args: Any) -> Value:
+        name = "readcyclecounter" if builder.module.triple.startswith("x86_64") else "readsteadycounter"
+        return call(builder, f"llvm.{name}", I64, [])
+
+    return types.int64(), emit
+
+
+@kernel
+def begin_step(sync: int) -> None:
+    """Note the time at which a step begins."""
+    _atomic_write(sync + _WAITED + 8, _ticks())
+
+
+@kernel
+def end_step(sync: int) -> None:
+    """Note the time that a step has taken."""
+    _atomic_write(sync + _WAITED + 8, _ticks() - _atomic_read(sync + _WAITED + 8))
 
 
 @kernel
@@ -149,7 +182,7 @@ def barrier(sync: int, num_threads: int, ahead: int) -> bool:
         _atomic_write(sync + _ARRIVED, 0)
         _atomic_write(sync + _GENERATION, generation + 1)
         return not is_aborted(sync)
-    spins = 0
+    spins, since = 0, 0
     while _atomic_read(sync + _GENERATION) == generation:
         if is_aborted(sync):
             return False
@@ -160,7 +193,10 @@ def barrier(sync: int, num_threads: int, ahead: int) -> bool:
                 _relax()
             spins += 1
         else:
+            since = since or _ticks()
             _sched_yield()
+    if since != 0:
+        _atomic_add(sync + _WAITED, _ticks() - since)
     return True
 
 

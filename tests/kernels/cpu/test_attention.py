@@ -135,7 +135,9 @@ def test_attention_is_that_of_the_reference(is_bfloat16: bool, group: int, head_
 def test_rows_of_a_tree_see_their_ancestors(num_threads: int) -> None:
     """Trees of up to 64 drafts, on both sides of a tile and at the very begin of a sequence; each row and its path."""
     case = Case([70, 64, 1, 258, 300], [5, 64, 1, 9, 64], 2, 3, 64)
-    random, masks, paths = np.random.default_rng(2), [], []
+    random = np.random.default_rng(2)
+    masks: list[int] = []
+    paths: list[list[int]] = []
     for length, rows in zip(case.lengths, case.rows, strict=True):
         parents = [-1, *(int(random.integers(0, row)) for row in range(1, rows))]
         for row in range(rows):

@@ -20,10 +20,10 @@ from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.records import LAYER, MODEL
 from ferrule_server.kernels.cpu.sync import SyncBlock, reset
 from ferrule_server.model.config import ModelConfig
-from tests.executor.cpu.models import KERNEL_SETS
+from tests.executor.cpu.models import HAS_AVX512_BF16, KERNEL_SETS
 
 LAYERS, BLOCK = 2, 16
-FAST = KERNEL_SETS[2] if not KERNEL_SETS[2][1] else KERNEL_SETS[0]
+FAST = KERNEL_SETS[1] if HAS_AVX512_BF16 else KERNEL_SETS[0]
 """The instructions of this processor, as far as attention has forms for them."""
 
 

@@ -15,7 +15,8 @@ from tests.executor.cpu.models import KERNEL_SETS, kernel_set_name
 Array = npt.NDArray[np.float32]
 
 PLANS = [Plan("fma", is_emulated=False, is_bfloat16=False, head_dim=0)] + [
-    Plan(instructions, is_emulated, is_bfloat16=True, head_dim=0) for instructions, is_emulated in KERNEL_SETS
+    Plan(instructions, is_emulated, is_bfloat16=True, head_dim=0)
+    for instructions, is_emulated in sorted({*KERNEL_SETS, ("avx512-bf16", True)})
 ]
 
 

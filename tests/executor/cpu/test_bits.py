@@ -123,6 +123,7 @@ def test_any_number_of_threads_and_a_restart(
 ) -> None:
     """Another executor with other threads, whose long contexts are shared out differently, computes the same."""
     with running(folder, kernels=kernels, num_threads=num_threads) as other:
+        other._threads.at = lambda now: num_threads  # type: ignore[method-assign]
         stepper, seq = Stepper(other, seed=9), PooledSequence()
         check(stepper.logits(Piece(seq, tokens[:500], num_outputs=40)), alone[460:500])
         for position in range(500, 504):
@@ -156,6 +157,7 @@ def test_threads_that_are_slow_to_leave_a_step(folder: Path) -> None:
     """More threads than cores: some leave a step without outputs when the next one, which has some, has begun."""
     tokens = list(range(3, 40))
     with running(folder, num_threads=6) as executor:
+        executor._threads.at = lambda now: 6  # type: ignore[method-assign]
         stepper = Stepper(executor, seed=2)
         expected = stepper.logits(Piece(PooledSequence(), tokens))
         for _ in range(80):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ferrule_server.executor.cpu.crowding import ThreadCount
 
 CALM, CROWDED = (0.001, 0.0), (0.004, 0.8)
@@ -24,31 +26,33 @@ def test_single_waits_change_nothing() -> None:
         threads.add(step, *(CROWDED if step % 6 == 0 else CALM))
 
 
-def test_a_crowd_takes_a_thread_for_a_while_and_then_longer() -> None:
+@pytest.mark.parametrize("most", [2, 4])
+def test_a_crowd_takes_a_thread_for_a_while_and_then_longer(most: int) -> None:
     """All threads are tried again after each pause; the pauses grow up to a limit, and shrink when it is calm."""
-    threads, now, pauses = ThreadCount(2), 0.0, []
+    threads, now, pauses = ThreadCount(most), 0.0, []
+    seconds, share = CROWDED
     for _ in range(8):
-        while threads.at(now) == 2:
-            threads.add(now, *CROWDED)
+        while threads.at(now) == most:
+            threads.add(now, seconds, share * (most - 1))
         begin = now
-        while threads.at(now) == 1:
+        while threads.at(now) == most - 1:
             threads.add(now, *CALM)
-            now += 0.001
+            now += 0.0002
         pauses.append(round(now - begin, 2))
     assert pauses == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 0.64, 0.64]
     for _ in range(60):
         threads.add(now, *CALM)
-    for _ in range(3):
-        threads.add(now, *CROWDED)
-    assert threads.at(now + 0.019) == 1
-    assert threads.at(now + 0.021) == 2
+    while threads.at(now) == most:
+        threads.add(now, seconds, share * (most - 1))
+    assert threads.at(now + 0.019) == most - 1
+    assert threads.at(now + 0.021) == most
 
 
 def test_more_busy_processes_take_more_threads_but_never_all() -> None:
     """Each time that it is still crowded there is one less."""
     threads = ThreadCount(4)
     for _ in range(10):
-        threads.add(1.0, *CROWDED)
+        threads.add(1.0, CROWDED[0], 3 * CROWDED[1])
     assert threads.at(1.0) == 1
     assert threads.at(2.0) == 4
 

@@ -9,6 +9,8 @@ __all__ = ["count_cores", "usable_cores"]
 
 _CPUS = Path("/sys/devices/system/cpu")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_MOST_THREADS = 256
+"""As many as ``kernels.cpu.sync`` has room for."""
 
 
 def usable_cores() -> int:
@@ -26,7 +28,7 @@ def count_cores(processors: set[int], cpus: Path, quota: Path) -> int:
         quota: File with the microseconds of processor time in a period, and the period; ``max``: no limit.
     """
     cores = {_core(number, cpus) for number in processors}
-    return max(1, min(len(cores), _paid_cores(quota)))
+    return max(1, min(len(cores), _paid_cores(quota), _MOST_THREADS))
 
 
 def _core(number: int, cpus: Path) -> str:

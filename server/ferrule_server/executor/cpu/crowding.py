@@ -44,10 +44,13 @@ class ThreadCount:
         return self._count
 
     def add(self, now: float, seconds: float, waited_share: float) -> None:
-        """Learn from a step that ended now: how long it took, and for which share of that threads waited long."""
+        """Learn from a step that ended now: how long it took, and the long waits of all threads as a share of it."""
         if self._count == 1 or seconds > _SHORT_S:
             return
+        waited_share /= self._count - 1  # at the barrier of a thread that is late, all others wait
         if waited_share < _WAIT_SHARE or waited_share * seconds < _LEAST_WAIT_S:
+            if self._count < self._most:
+                return  # that it is calm with fewer threads does not say that the core is free again
             self._crowding = max(0.0, self._crowding - _CALM)
             self._num_calm += 1
             if self._num_calm >= _CALM_STEPS:

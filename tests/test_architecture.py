@@ -190,7 +190,7 @@ BUDGET: dict[str, int] = {
     "executor/fallback": 590,
     "executor/sampling": 640,
     "kernels": 110,
-    "kernels/cpu": 2010,
+    "kernels/cpu": 2020,
     "kernels/cuda": 7680,
     "kv": 1380,
     "model": 970,

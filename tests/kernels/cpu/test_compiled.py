@@ -1,4 +1,4 @@
-"""Machine code is kept where it can be, and made anew when its source has changed."""
+"""Machine code is kept in a folder that can be written, and compiled again when its source has changed."""
 
 from __future__ import annotations
 

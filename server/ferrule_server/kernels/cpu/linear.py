@@ -49,6 +49,7 @@ __all__ = [
     "READ_LOGITS",
     "first_weights",
     "linear",
+    "rows_of_part",
 ]
 
 _CACHED_BYTES: Final = 256 << 10
@@ -162,6 +163,16 @@ def _clear(sums: int, num_bytes: int) -> None:
 
 
 @kernel
+def rows_of_part(plan: Plan, num_rows: int, num_parts: int) -> int:
+    """Return the rows of each part but the last: about equal ones, and whole tiles.
+
+    A tile that reached into the next part would add to the sums of rows that are added to again there.
+    """
+    rows = (num_rows + num_parts - 1) // num_parts
+    return (rows + plan.rows_stored - 1) // plan.rows_stored * plan.rows_stored
+
+
+@kernel
 def _multiply(
     plan: Plan,
     weight: int,
@@ -177,17 +188,18 @@ def _multiply(
     tile_bytes = TILE_INPUTS * GROUP * (2 if plan.is_bfloat16 else 4)
     input_tile_bytes = TILE_INPUTS * (2 if plan.is_bfloat16 and not plan.has_wide_inputs else 4)
     num_parts = (num_rows + plan.rows_at_once - 1) // plan.rows_at_once
+    part_rows = rows_of_part(plan, num_rows, num_parts)
     num_lines = max(32, (tile_bytes // 64 + num_parts - 1) // num_parts // 32 * 32)
     for first in range(0, num_tiles, _TILES_AT_ONCE):
         count = min(_TILES_AT_ONCE, num_tiles - first)
         next_tiles = weight + (first + count) * tile_bytes if first + count < num_tiles else ahead
         for part in range(num_parts):
-            row = num_rows * part // num_parts
+            row = part * part_rows
             dot_group(
                 plan,
                 weight + first * tile_bytes,
                 count,
-                num_rows * (part + 1) // num_parts - row,
+                min(part_rows, num_rows - row),
                 inputs + row * input_bytes + first * input_tile_bytes,
                 input_bytes,
                 sums + row * sum_bytes,

@@ -45,6 +45,11 @@ class Plan:
         return 12 if self.instructions == "avx512-bf16" and not self.is_emulated else 5
 
     @property
+    def rows_stored(self) -> int:
+        """Sums are stored for so many rows at a time, whatever the number of rows that were asked for."""
+        return 16 if self.has_tiles else 1
+
+    @property
     def has_many_registers(self) -> bool:
         """There are registers for about 24 times 16 lanes, else for 6."""
         return self.instructions != "fma"
@@ -87,6 +92,7 @@ _ATTRIBUTES: Final = (
     *(field.name for field in fields(Plan) if field.name != "instructions"),
     "has_wide_inputs",
     "rows_at_once",
+    "rows_stored",
 )
 
 

@@ -2,6 +2,7 @@
 
 The name, shape and dtype of every tensor are checked before memory is allocated. Then each tensor is read straight into
 its final place: q, k and v are rows of one matrix, and so are gate and up. The bytes are hashed while they are read.
+A matrix can be encoded, such as quantised, as soon as all its rows are there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ferrule_server.model.config import ModelConfig, read_config
 from ferrule_server.model.memory import new_tensor
 from ferrule_server.model_files import name_of, open_file
 
-__all__ = ["LayerWeights", "LoadedModel", "ModelWeights", "load_model"]
+__all__ = ["Encoding", "LayerWeights", "LoadedModel", "ModelWeights", "load_model"]
 
 DTypeName = Literal["float32", "bfloat16"]
 Progress = Callable[[int, int], None]
@@ -32,6 +33,7 @@ _STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bflo
 _CHUNK_BYTES = 8 << 20
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
+_MATRICES = ("qkv", "attention_out", "gate_up", "down")
 _MAX_PROBLEMS = 100
 
 
@@ -87,6 +89,19 @@ class ModelWeights:
     layers: list[LayerWeights] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """In what form matrices are kept after they have been read: those of linear layers, the output head included.
+
+    Attributes:
+        name: Names the form and its version; part of the fingerprint.
+        encode: Called with a matrix [rows, inputs], returns what replaces it.
+    """
+
+    name: str
+    encode: Callable[[torch.Tensor], torch.Tensor]
+
+
 @dataclass(slots=True, eq=False)
 class LoadedModel:
     """A model in memory, until the one executor that runs it takes the weights.
@@ -129,13 +144,16 @@ class LoadedModel:
         return weights
 
 
-def load_model(folder: Path, *, dtype: DTypeName, on_progress: Progress | None = None) -> LoadedModel:
+def load_model(
+    folder: Path, *, dtype: DTypeName, on_progress: Progress | None = None, encoding: Encoding | None = None
+) -> LoadedModel:
     """Return the model of a Hugging Face folder, with its weights converted to ``dtype``.
 
     Args:
         folder: Holds config.json and *.safetensors, one file or shards with an index.
         dtype: Of weights, activations and KV.
         on_progress: Called with (bytes read, bytes in total) after each chunk.
+        encoding: In what form matrices are kept; None: as they are. Only an executor that knows it can use them.
 
     Raises:
         ModelError: The model is not supported, or its files do not hold exactly the tensors that it needs. The message
@@ -147,14 +165,16 @@ def load_model(folder: Path, *, dtype: DTypeName, on_progress: Progress | None =
         weights, places = _allocate(config, _TORCH_DTYPES[dtype], new_tensor)
     except (MemoryError, OSError, OverflowError, RuntimeError, ValueError) as error:
         raise ModelError(f"no memory for the weights of {folder}: {error}") from error
-    digests = _read_all(stored, places, on_progress or (lambda _done, _total: None))
+    num_parameters = sum(place.numel() for place in places.values())
+    on_read = _Encoder(config, weights, places, encoding.encode).finish if encoding else lambda _name: None
+    digests = _read_all(stored, places, on_progress or (lambda _done, _total: None), on_read)
     _check_tied_head(config, digests)
     return LoadedModel(
         config=config,
         model_id=folder.resolve().name.encode(errors="replace").decode(),  # on a disk a name need not be UTF-8
         dtype=dtype,
-        fingerprint=_fingerprint(config, digests, dtype),
-        num_parameters=sum(place.numel() for place in places.values()),
+        fingerprint=_fingerprint(config, digests, dtype, encoding),
+        num_parameters=num_parameters,
         weights=weights,
     )
 
@@ -248,8 +268,16 @@ def _problem_of(entry: StoredTensor, shapes: dict[str, tuple[int, ...]]) -> str 
     return None
 
 
-def _read_all(stored: list[StoredTensor], places: dict[str, torch.Tensor], on_progress: Progress) -> dict[str, bytes]:
-    """Fill every place. Return the SHA-256 of each tensor's dtype, shape and stored bytes."""
+def _read_all(
+    stored: list[StoredTensor],
+    places: dict[str, torch.Tensor],
+    on_progress: Progress,
+    on_read: Callable[[str], None],
+) -> dict[str, bytes]:
+    """Fill every place. Return the SHA-256 of each tensor's dtype, shape and stored bytes.
+
+    ``on_read`` is called with the name of each tensor that has been read.
+    """
     total_bytes = sum(entry.num_bytes for entry in stored)
     done_bytes = 0
     digests: dict[str, bytes] = {}
@@ -262,7 +290,59 @@ def _read_all(stored: list[StoredTensor], places: dict[str, torch.Tensor], on_pr
             done_bytes += len(chunk)
             on_progress(done_bytes, total_bytes)
         digests[entry.name] = digest.digest()
+        del reader
+        on_read(entry.name)
     return digests
+
+
+class _Encoder:
+    """Replaces each matrix of the weights when all its parts have been read. Its memory is free then.
+
+    Args:
+        config: The network.
+        weights: Changed.
+        places: The parts that are still to be read, by name; those of a replaced matrix are removed.
+        encode: Returns what replaces a matrix.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        places: dict[str, torch.Tensor],
+        encode: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        self._weights, self._places, self._encode = weights, places, encode
+        self._missing: dict[tuple[int, str], set[str]] = {
+            (index, field_name): {f"model.layers.{index}.{part}" for part in parts}
+            for index in range(config.num_layers)
+            for field_name, parts in _layer_parts(config).items()
+            if field_name in _MATRICES
+        }
+        self._missing[-1, "head"] = {_EMBEDDING if config.is_tied else _HEAD}
+        self._matrix_of = {name: matrix for matrix, names in self._missing.items() for name in names}
+
+    def finish(self, name: str) -> None:
+        """Note that a tensor has been read."""
+        matrix = self._matrix_of.get(name)
+        if matrix is None:
+            return
+        missing = self._missing[matrix]
+        missing.discard(name)
+        if not missing:
+            self._replace(*matrix)
+
+    def _replace(self, index: int, field_name: str) -> None:
+        for name in [name for name, matrix in self._matrix_of.items() if matrix == (index, field_name)]:
+            del self._places[name], self._matrix_of[name]
+        if index >= 0:
+            layer = self._weights.layers[index]
+            setattr(layer, field_name, self._encode(getattr(layer, field_name)))
+            return
+        is_tied = self._weights.head is self._weights.embedding
+        self._weights.head = self._encode(self._weights.head)
+        if is_tied:
+            self._weights.embedding = self._weights.head
 
 
 class _ChunkReader:
@@ -321,11 +401,14 @@ def _check_tied_head(config: ModelConfig, digests: dict[str, bytes]) -> None:
         raise ModelError(f"config.json ties the output head, yet {_HEAD} differs from {_EMBEDDING}")
 
 
-def _fingerprint(config: ModelConfig, digests: dict[str, bytes], dtype: DTypeName) -> bytes:
+def _fingerprint(
+    config: ModelConfig, digests: dict[str, bytes], dtype: DTypeName, encoding: Encoding | None
+) -> bytes:
     """Return 32 bytes that are equal for equal networks, however their files are sharded."""
     network = asdict(replace(config, eos_ids=(), max_positions=1))
     digest = hashlib.sha256(b"ferrule-model-1\0")
-    digest.update(json.dumps({"network": network, "dtype": dtype, "kv_dtype": dtype}, sort_keys=True).encode())
+    types = {"dtype": encoding.name if encoding else dtype, "kv_dtype": dtype}
+    digest.update(json.dumps({"network": network, **types}, sort_keys=True).encode())
     for name in sorted(digests.keys() - ({_HEAD} if config.is_tied else set())):
         digest.update(name.encode() + b"\0" + digests[name])
     return digest.digest()

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from safetensors.torch import save_file
 
 from benchmarks.make_random_model import write_model
 from ferrule_server.executor.cpu.executor import CpuOptions, NumbaCpuExecutor
+from ferrule_server.executor.cpu.quantised import encoding_of
 from ferrule_server.executor.cpu.support import plan_for
 from ferrule_server.executor.cpu.workers import Workers
-from ferrule_server.kernels.cpu.plan import Instructions, Plan
+from ferrule_server.kernels.cpu.plan import Instructions, Plan, WeightKind
 from ferrule_server.kernels.cpu.processor import target_features
 from ferrule_server.model.weights import DTypeName, LoadedModel, load_model
 
@@ -78,10 +80,15 @@ def write_awkward(folder: Path) -> Path:
     return folder
 
 
-def plan_of(model: LoadedModel, instructions: Instructions = "fma", *, is_emulated: bool = False) -> Plan:
+def plan_of(
+    model: LoadedModel,
+    instructions: Instructions = "fma",
+    weights: WeightKind = "float",
+    *,
+    is_emulated: bool = False,
+) -> Plan:
     """Return how kernels of a model are compiled in a test."""
-    plan = plan_for(model.config, instructions, model.dtype)
-    return Plan(plan.instructions, is_emulated, plan.is_bfloat16, plan.head_dim, plan.block_size)
+    return replace(plan_for(model.config, instructions, model.dtype, weights), is_emulated=is_emulated)
 
 
 @contextmanager
@@ -90,13 +97,14 @@ def running(
     dtype: DTypeName = "bfloat16",
     kernels: tuple[Instructions, bool] = ("fma", False),
     *,
+    weights: WeightKind = "float",
     num_threads: int = 2,
     model: LoadedModel | None = None,
     **options: Any,
 ) -> Iterator[NumbaCpuExecutor]:
     """Run an executor over a model folder; its machine code is shared with other tests."""
-    model = model or load_model(folder, dtype=dtype)
-    plan = plan_of(model, kernels[0], is_emulated=kernels[1])
+    model = model or load_model(folder, dtype=dtype, encoding=encoding_of(weights))
+    plan = plan_of(model, kernels[0], weights, is_emulated=kernels[1])
     settings: dict[str, Any] = {"kv_memory_bytes": 48 << 20, "max_context": 1024, "max_step_rows": 512} | options
     executor = NumbaCpuExecutor(model, CpuOptions(plan, "a test", num_threads, **settings))
     try:

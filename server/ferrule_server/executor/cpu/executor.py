@@ -109,7 +109,10 @@ class NumbaCpuExecutor:
         self._info = _describe(model, options)
         kernels = _compile(options, on_progress)
         self._packed = pack_model(
-            model.config, model.take_weights(), lambda share: on_progress("packing weights", share)
+            model.config,
+            model.take_weights(),
+            lambda share: on_progress("packing weights", share),
+            options.plan.weights,
         )
         self._pool = BlockPool(self._info, model.torch_dtype)
         self._start(kernels)

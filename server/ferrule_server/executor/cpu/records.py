@@ -166,7 +166,7 @@ class StepMemory:
         self.max_outputs = max(1, min(_MOST_OUTPUTS, max_rows, _LOGIT_BYTES // (4 * vocab)))
         self.logits: Float32Array = self._new("logits", (self.max_outputs, vocab)).numpy()
         self._step["logit_bytes"] = 4 * vocab
-        self._make_activations(config)
+        self._make_activations(config, plan)
         self._make_outputs(config, num_threads)
         self._make_scratch(config, max_context, num_threads)
         self._rows = {
@@ -185,7 +185,7 @@ class StepMemory:
         self._step[name] = tensor.data_ptr() + begin
         return tensor[begin : begin + num_values * dtype.itemsize].view(dtype).view(*shape)
 
-    def _make_activations(self, config: ModelConfig) -> None:
+    def _make_activations(self, config: ModelConfig, plan: Plan) -> None:
         rows = self._max_rows + _PADDING_ROWS
         query = config.num_heads * config.head_dim
         widths = {"normed": config.hidden_size, "attended": query, "activated": config.intermediate_size}
@@ -193,6 +193,11 @@ class StepMemory:
             memory = self._new(name, (rows, _row_size(width, self._input_type)), self._input_type)
             self._step[f"{name}_bytes"] = memory.stride(0) * memory.itemsize
             self._inputs[name] = memory
+        if plan.is_quantised:
+            widest = _inputs(max(widths.values()))
+            num_scales = -(-widest // (plan.tiles_at_once * TILE_INPUTS))
+            memory = self._new("quantised", (rows, _row_size(widest + 2 * num_scales, torch.int16)), torch.int16)
+            self._step["quantised_bytes"] = memory.stride(0) * memory.itemsize
         self._new("hidden", (rows, config.hidden_size))
         self.queries = self._new("queries", (rows, query))
         self._new("rotations", (rows, config.head_dim))

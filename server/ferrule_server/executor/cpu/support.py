@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ferrule_server.kernels.cpu.plan import Instructions, Plan
+from ferrule_server.kernels.cpu.plan import Instructions, Plan, WeightKind
 from ferrule_server.kernels.cpu.processor import choose_instructions
 from ferrule_server.model.config import ModelConfig
 
@@ -28,13 +28,19 @@ class Choice:
     reason: str
 
 
-def choose(config: ModelConfig, dtype: str) -> Choice:
-    """Return how a model runs on this processor with weights of a type, ``bfloat16`` or ``float32``."""
-    instructions, reason = choose_instructions(dtype)
+def choose(config: ModelConfig, dtype: str, weights: WeightKind = "float") -> Choice:
+    """Return how a model runs on this processor.
+
+    Args:
+        config: The network.
+        dtype: Of KV, and of weights that are not quantised: ``bfloat16`` or ``float32``.
+        weights: Whether and how linear layers are quantised.
+    """
+    instructions, reason = choose_instructions(dtype, weights)
     why_not = unsupported(config)
     if instructions is None or why_not:
         return Choice(None, f"the kernels of the processor cannot run: {why_not or reason}")
-    return Choice(plan_for(config, instructions, dtype), reason)
+    return Choice(plan_for(config, instructions, dtype, weights), reason)
 
 
 def unsupported(config: ModelConfig) -> str:
@@ -46,17 +52,19 @@ def unsupported(config: ModelConfig) -> str:
     return ""
 
 
-def plan_for(config: ModelConfig, instructions: Instructions, dtype: str) -> Plan:
+def plan_for(config: ModelConfig, instructions: Instructions, dtype: str, weights: WeightKind = "float") -> Plan:
     """Return how kernels for a model are compiled.
 
     Args:
         config: The network.
         instructions: What the processor has.
-        dtype: ``bfloat16`` or ``float32``.
+        dtype: As for :func:`choose`.
+        weights: As for :func:`choose`.
     """
     return Plan(
         instructions=instructions,
         is_emulated=False,
         is_bfloat16=dtype == "bfloat16",
         head_dim=config.head_dim,
+        weights=weights,
     )

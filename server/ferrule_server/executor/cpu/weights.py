@@ -6,7 +6,8 @@ Linear layers are packed as ``kernels.cpu.dot`` says. Their rows come in units, 
     gate_up   32 rows of gate, the same 32 rows of up
     others    64 rows
 
-A matrix is packed into the arena and freed before the next one is, so there is never a second copy of the model.
+Quantised matrices come as rows of bytes (``quantised``) and are packed by the same units. A matrix is packed into the
+arena and freed before the next one is, so there is never a second copy of the model.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ferrule_server.executor.cpu.quantised import pack_rows, packed_bytes, unpack_rows
 from ferrule_server.kernels.cpu.dot import GROUP, TILE_INPUTS
+from ferrule_server.kernels.cpu.plan import WeightKind
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.memory import new_tensor
 from ferrule_server.model.weights import LayerWeights, ModelWeights
@@ -86,7 +89,8 @@ class PackedModel:
         head: Packed.
         final_norm: float32 [hidden_size].
         layers: In order.
-        dtype: Of linear layers and embedding.
+        dtype: Of linear layers that are not quantised, and of an embedding that is not tied.
+        kind: Whether and how linear layers are quantised.
     """
 
     embedding: Tensor
@@ -94,6 +98,7 @@ class PackedModel:
     final_norm: Tensor
     layers: list[PackedLayer]
     dtype: torch.dtype
+    kind: WeightKind
 
 
 class _Arena:
@@ -101,10 +106,12 @@ class _Arena:
 
     Args:
         num_bytes: Its size.
+        kind: Whether and how matrices are quantised.
         on_progress: Called with the filled share after each tensor.
     """
 
-    def __init__(self, num_bytes: int, on_progress: Progress) -> None:
+    def __init__(self, num_bytes: int, kind: WeightKind, on_progress: Progress) -> None:
+        self._kind = kind
         self._bytes = new_tensor((num_bytes,), torch.uint8)
         self._used = 0
         self._on_progress = on_progress
@@ -117,8 +124,12 @@ class _Arena:
         self._on_progress(self._used / len(self._bytes))
         return values
 
-    def pack(self, weight: Tensor) -> Tensor:
+    def pack(self, weight: Tensor, num_inputs: int) -> Tensor:
         """Return a matrix [whole groups, inputs], packed."""
+        if self._kind != "float":
+            packed = self.take(packed_bytes(self._kind, len(weight), num_inputs), torch.uint8)
+            pack_rows(weight, self._kind, num_inputs, packed)
+            return packed
         inputs = -(-weight.shape[1] // TILE_INPUTS) * TILE_INPUTS
         packed = self.take(weight.shape[0] * inputs, weight.dtype)
         whole = weight if inputs == weight.shape[1] else F.pad(weight, (0, inputs - weight.shape[1]))
@@ -147,8 +158,10 @@ def _as_blocks(weight: Tensor) -> Tensor:
     return weight.reshape(groups, GROUP, inputs // 2, 2).transpose(1, 2)
 
 
-def _as_rows(packed: Tensor, inputs: int) -> Tensor:
+def _as_rows(model: PackedModel, packed: Tensor, inputs: int) -> Tensor:
     """Return the matrix [whole groups, inputs] of packed memory."""
+    if model.kind != "float":
+        return unpack_rows(packed, model.kind, inputs).to(model.dtype)
     width = -(-inputs // TILE_INPUTS) * TILE_INPUTS
     return _blocks(packed, width).transpose(1, 2).reshape(-1, width)[:, :inputs]
 
@@ -180,21 +193,24 @@ def _interleaved(values: Tensor) -> Tensor:
     return torch.cat((gate, up), 1).flatten(0, 1)
 
 
-def pack_model(config: ModelConfig, weights: ModelWeights, on_progress: Progress) -> PackedModel:
+def pack_model(
+    config: ModelConfig, weights: ModelWeights, on_progress: Progress, kind: WeightKind = "float"
+) -> PackedModel:
     """Return the weights of a model, packed.
 
     Args:
         config: Its network.
         weights: Taken over: each matrix is freed when it is packed.
         on_progress: Called with the packed share, from 0 to 1.
+        kind: Whether and how the matrices of ``weights`` are quantised, all but an embedding that is not tied.
 
     Raises:
         MemoryError, OSError: There is no memory for the arena.
     """
-    arena = _Arena(_arena_bytes(config, weights), on_progress)
-    dtype = weights.embedding.dtype
+    arena = _Arena(_arena_bytes(config, weights, kind), kind, on_progress)
+    dtype = weights.final_norm.dtype
     is_tied = weights.head is weights.embedding
-    head = arena.pack(_whole_groups(weights.head))
+    head = arena.pack(_whole_groups(weights.head), config.hidden_size)
     del weights.head
     embedding = head if is_tied else arena.take(weights.embedding.numel(), dtype).copy_(weights.embedding.flatten())
     del weights.embedding
@@ -202,7 +218,7 @@ def pack_model(config: ModelConfig, weights: ModelWeights, on_progress: Progress
     layers = []
     while weights.layers:
         layers.append(_pack_layer(config, weights.layers.pop(0), arena))
-    return PackedModel(embedding, head, final_norm, layers, dtype)
+    return PackedModel(embedding, head, final_norm, layers, dtype, kind)
 
 
 def _pack_layer(config: ModelConfig, layer: LayerWeights, arena: _Arena) -> PackedLayer:
@@ -217,47 +233,51 @@ def _pack_layer(config: ModelConfig, layer: LayerWeights, arena: _Arena) -> Pack
     }
     return PackedLayer(
         input_norm=arena.keep(layer.input_norm),
-        qkv=arena.pack(_by_units(units, layer.qkv, config.head_dim)),
-        out=arena.pack(_whole_groups(layer.attention_out)),
+        qkv=arena.pack(_by_units(units, layer.qkv, config.head_dim), config.hidden_size),
+        out=arena.pack(_whole_groups(layer.attention_out), config.num_heads * config.head_dim),
         post_norm=arena.keep(layer.post_attention_norm),
-        gate_up=arena.pack(_interleaved(layer.gate_up)),
-        down=arena.pack(_whole_groups(layer.down)),
+        gate_up=arena.pack(_interleaved(layer.gate_up), config.hidden_size),
+        down=arena.pack(_whole_groups(layer.down), config.intermediate_size),
         **{name: arena.keep(vector) for name, vector in vectors.items() if vector is not None},
     )
 
 
-def _arena_bytes(config: ModelConfig, weights: ModelWeights) -> int:
+def _arena_bytes(config: ModelConfig, weights: ModelWeights, kind: WeightKind) -> int:
     """Return the size of the arena."""
     units = HeadUnits.of(config)
+    dtype = weights.final_norm.dtype
+
+    def matrix(num_rows: int, num_inputs: int) -> int:
+        if kind != "float":
+            return packed_bytes(kind, num_rows, num_inputs)
+        return num_rows * -(-num_inputs // TILE_INPUTS) * TILE_INPUTS * dtype.itemsize
+
     hidden, query = config.hidden_size, config.num_heads * config.head_dim
-    whole = [-(-size // GROUP) * GROUP for size in (hidden, config.vocab_size)]
-    inputs = {size: -(-size // TILE_INPUTS) * TILE_INPUTS for size in (hidden, query, config.intermediate_size)}
-    gate_up = 2 * -(-config.intermediate_size // _HALF) * _HALF
-    matrices = inputs[hidden] * (units.count * units.groups * GROUP + gate_up)
-    matrices += whole[0] * (inputs[query] + inputs[config.intermediate_size])
-    values = config.num_layers * matrices + whole[1] * inputs[hidden]
-    values += 0 if weights.head is weights.embedding else weights.embedding.numel()
-    vectors = 4 * (units.count * units.groups * GROUP + gate_up + 8 * whole[0] + 4 * config.head_dim)
-    return values * weights.embedding.dtype.itemsize + (config.num_layers + 2) * (vectors + 16 * _ALIGNMENT)
+    out, vocab = (-(-size // GROUP) * GROUP for size in (hidden, config.vocab_size))
+    qkv, gate_up = units.count * units.groups * GROUP, 2 * -(-config.intermediate_size // _HALF) * _HALF
+    layer = matrix(qkv, hidden) + matrix(gate_up, hidden) + matrix(out, query) + matrix(out, config.intermediate_size)
+    vectors = 4 * (qkv + gate_up + 8 * out + 4 * config.head_dim) + 16 * _ALIGNMENT
+    embedding = 0 if weights.head is weights.embedding else weights.embedding.numel() * dtype.itemsize
+    return config.num_layers * layer + matrix(vocab, hidden) + embedding + (config.num_layers + 2) * vectors
 
 
 def unpack_model(config: ModelConfig, packed: PackedModel) -> ModelWeights:
-    """Return the weights as they were before :func:`pack_model`; the layers of ``packed`` are freed one by one."""
+    """Return the weights as they were before :func:`pack_model`; the layers of ``packed`` are freed one by one.
 
-    def rows(values: Tensor, count: int, inputs: int) -> Tensor:
-        return _as_rows(values, inputs)[:count].contiguous()
-
+    Quantised ones are what their integers and scales stand for, rounded to the type of the others.
+    """
     hidden, vocab = config.hidden_size, config.vocab_size
-    head = rows(packed.head, vocab, hidden)
+    head = _as_rows(packed, packed.head, hidden)[:vocab].contiguous()
     is_tied = packed.embedding is packed.head
     embedding = head if is_tied else packed.embedding.view(vocab, hidden).clone()
     weights = ModelWeights(embedding, head, packed.final_norm.to(packed.dtype))
     while packed.layers:
-        weights.layers.append(_unpack_layer(config, packed.layers.pop(0), packed.dtype))
+        weights.layers.append(_unpack_layer(config, packed.layers.pop(0), packed))
     return weights
 
 
-def _unpack_layer(config: ModelConfig, layer: PackedLayer, dtype: torch.dtype) -> LayerWeights:
+def _unpack_layer(config: ModelConfig, layer: PackedLayer, packed: PackedModel) -> LayerWeights:
+    dtype = packed.dtype
     units = HeadUnits.of(config)
     hidden, query = config.hidden_size, config.num_heads * config.head_dim
 
@@ -278,11 +298,11 @@ def _unpack_layer(config: ModelConfig, layer: PackedLayer, dtype: torch.dtype) -
 
     return LayerWeights(
         input_norm=layer.input_norm.to(dtype),
-        qkv=heads(_as_rows(layer.qkv, hidden)),
-        attention_out=_as_rows(layer.out, query)[:hidden].contiguous(),
+        qkv=heads(_as_rows(packed, layer.qkv, hidden)),
+        attention_out=_as_rows(packed, layer.out, query)[:hidden].contiguous(),
         post_attention_norm=layer.post_norm.to(dtype),
-        gate_up=gate_up(_as_rows(layer.gate_up, hidden)),
-        down=_as_rows(layer.down, config.intermediate_size)[:hidden].contiguous(),
+        gate_up=gate_up(_as_rows(packed, layer.gate_up, hidden)),
+        down=_as_rows(packed, layer.down, config.intermediate_size)[:hidden].contiguous(),
         q_norm=vector(layer.q_norm),
         k_norm=vector(layer.k_norm),
         qkv_bias=bias(layer.qkv_bias, heads),

@@ -4,6 +4,7 @@ step.py             the step: its stages, and the barriers between them
 linear.py           linear layers, with what follows each of them
 dot.py              the product of a few rows and 64 outputs, for each set of instructions
 tiles.py            the same product with the tiles of AMX
+dot_quantised.py    the same product of quantised weights, in integers
 attention.py        paged attention, by tiles of tokens
 attention_block.py  its products with one block of K or V
 head.py             what outputs need of logits: the best, the k best, sums of exponentials

@@ -13,25 +13,37 @@ from ferrule_server.kernels.cpu.lanes import (
     fma,
     load,
     load_bfloat16,
+    max_of,
+    maximum,
     multiply,
     round_to_bfloat16,
     splat,
     store,
     store_bfloat16,
+    store_int16,
     subtract,
     sum_of,
 )
 from ferrule_server.kernels.cpu.plan import Plan
-from ferrule_server.kernels.cpu.scalars import read_bfloat16, read_float32, write_float32
+from ferrule_server.kernels.cpu.scalars import read_bfloat16, read_float32, read_int8, write_float32
 
-__all__ = ["embed_row", "load_element", "norm_head", "norm_row", "rotate_head", "rotation_row", "store_input"]
+__all__ = [
+    "embed_row",
+    "load_element",
+    "norm_head",
+    "norm_row",
+    "quantise_row",
+    "rotate_head",
+    "rotation_row",
+    "store_input",
+]
 
 
 @kernel
 def store_input(plan: Plan, row: int, column: int, x: Lanes) -> None:
     """Write 16 inputs of a linear layer from a column on, rounded to bfloat16 if the weights are bfloat16."""
     if plan.has_wide_inputs:
-        store(row + 4 * column, round_to_bfloat16(x) if plan.is_bfloat16 else x)
+        store(row + 4 * column, round_to_bfloat16(x) if plan.has_rounded_inputs else x)
     else:
         store_bfloat16(row + 2 * column, x)
 
@@ -104,10 +116,45 @@ def embed_row(plan: Plan, model: Record, token_id: int, out: int) -> None:
         for i in range(0, size, LANES):
             store(out + 4 * i, load_element(plan, model.embedding, token_id * size + i))
         return
-    group, row = token_id // 64, token_id % 64
-    rows = model.embedding + group * model.hidden_tiles * (2048 * (2 if plan.is_bfloat16 else 4))
+    group = model.embedding + token_id // 64 * (model.hidden_tiles * plan.tile_bytes + plan.group_end_bytes)
+    row = token_id % 64
     for k in range(size):
-        if plan.is_bfloat16:
-            write_float32(out + 4 * k, read_bfloat16(rows + k // 2 * 256 + 4 * row + k % 2 * 2))
+        if plan.is_quantised:
+            write_float32(out + 4 * k, read_quantised(plan, group, row, k, model.hidden_tiles))
+        elif plan.is_bfloat16:
+            write_float32(out + 4 * k, read_bfloat16(group + k // 2 * 256 + 4 * row + k % 2 * 2))
         else:
-            write_float32(out + 4 * k, read_float32(rows + 256 * k + 4 * row))
+            write_float32(out + 4 * k, read_float32(group + 256 * k + 4 * row))
+
+
+@kernel
+def read_quantised(plan: Plan, group: int, row: int, k: int, num_tiles: int) -> np.float32:
+    """Return the weight of one of 64 outputs and of one input (``dot_quantised`` says where it is)."""
+    tile, i = group + k // 32 * plan.tile_bytes, k % 32
+    if plan.group_end_bytes:
+        value = read_int8(tile + i // 4 * 256 + 4 * row + i % 2 * 2 + i % 4 // 2)
+        return np.float32(value) * read_float32(group + num_tiles * plan.tile_bytes + 4 * row)
+    byte = read_int8(tile + i // 8 * 256 + 4 * row + i % 2 * 2 + i % 8 // 4)
+    value = byte >> 4 if i % 4 // 2 else (byte & 15 ^ 8) - 8
+    return np.float32(value) * read_bfloat16(tile + 1024 + 2 * row)
+
+
+@kernel
+def quantise_row(plan: Plan, row: int, num_tiles: int, out: int) -> None:
+    """Write a float32 row as int16 and, behind it, one float32 scale for every ``plan.tiles_at_once`` tiles of inputs.
+
+    The scale is NaN if an input is not finite, so that the outputs are not either.
+    """
+    zero, most = splat(np.float32(0)), np.float32(32767)
+    for first in range(0, num_tiles, plan.tiles_at_once):
+        begin, end = first * 32, min(num_tiles, first + plan.tiles_at_once) * 32
+        top, invalid = zero, zero
+        for i in range(begin, end, LANES):
+            x = load(row + 4 * i)
+            top = maximum(maximum(x, subtract(zero, x)), top)
+            invalid = fma(x, zero, invalid)
+        largest = max_of(top)
+        factor = splat(most / largest if largest > np.float32(1e-30) else np.float32(0))
+        for i in range(begin, end, LANES):
+            store_int16(out + 2 * i, multiply(load(row + 4 * i), factor))
+        write_float32(out + 64 * num_tiles + 4 * (first // plan.tiles_at_once), largest / most + sum_of(invalid))

@@ -40,6 +40,7 @@ from ferrule_server.kernels.cpu.lanes import (
     spread,
     write,
 )
+from ferrule_server.kernels.cpu.dot_quantised import emit_quantised_product
 from ferrule_server.kernels.cpu.loops import loop
 from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.tiles import TILE_ROWS, emit_tile_product, sweep_of_lines
@@ -74,6 +75,7 @@ def dot_group(
     num_rows: Any,
     inputs: Any,
     row_bytes: Any,
+    scales: Any,
     out: Any,
     out_row_bytes: Any,
     ahead: Any,
@@ -88,17 +90,18 @@ def dot_group(
         num_rows: From 1 to ``plan.rows_at_once``.
         inputs: Address of the first row of inputs.
         row_bytes: From one row of inputs to the next.
+        scales: Address of the scale of the first row's inputs, float32, if weights are quantised; it lies in the row.
         out: Address of the sums, float32 [num_rows, 64].
         out_row_bytes: From one row of sums to the next.
         ahead: Address of weights that are multiplied later, to be brought near meanwhile.
-        num_lines: How many cache lines of them for each tile of inputs, a multiple of 32.
+        num_lines: How many cache lines of them for each tile of inputs; a multiple of 32 unless weights are quantised.
     """
     chosen: Plan = plan.plan
 
     def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
-        num_rows = args[3]
+        _, weight, num_tiles, num_rows, inputs, row_bytes, scales, *others = args
         if chosen.has_tiles:
-            _emit_with_tiles(builder, num_rows, *args[1:3], *args[4:])
+            _emit_with_tiles(builder, num_rows, weight, num_tiles, inputs, row_bytes, *others)
             return context.get_dummy_value()
         done = builder.append_basic_block("dot.done")
         blocks = [builder.append_basic_block(f"dot.{rows}") for rows in range(1, chosen.rows_at_once + 1)]
@@ -106,15 +109,22 @@ def dot_group(
         for rows, block in enumerate(blocks, 1):
             switch.add_case(ir.Constant(I64, rows), block)
             builder.position_at_end(block)
-            at_once = _tiles_at_once(chosen, rows)
-            for first in range(0, _TILES, at_once):
-                group = _Group(builder, chosen, rows, range(first, first + at_once))
-                group.emit(*args[1:3], *args[4:])
+            if chosen.is_quantised:
+                emit_quantised_product(builder, chosen, rows, weight, num_tiles, inputs, row_bytes, scales, *others)
+            else:
+                _emit_product(builder, chosen, rows, weight, num_tiles, inputs, row_bytes, *others)
             builder.branch(done)
         builder.position_at_end(done)
         return context.get_dummy_value()
 
-    return types.void(plan, *[types.int64] * 9), emit
+    return types.void(plan, *[types.int64] * 10), emit
+
+
+def _emit_product(builder: Builder, plan: Plan, num_rows: int, *args: Value) -> None:
+    """Write the code for a number of rows."""
+    at_once = _tiles_at_once(plan, num_rows)
+    for first in range(0, _TILES, at_once):
+        _Group(builder, plan, num_rows, range(first, first + at_once)).emit(*args)
 
 
 def _emit_with_tiles(builder: Builder, num_rows: Value, *args: Value) -> None:

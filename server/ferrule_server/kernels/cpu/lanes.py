@@ -33,6 +33,7 @@ __all__ = [
     "splat",
     "store",
     "store_bfloat16",
+    "store_int16",
     "subtract",
     "sum_of",
 ]
@@ -50,6 +51,7 @@ I64 = ir.IntType(64)
 F32 = ir.FloatType()
 F32X16 = ir.VectorType(F32, LANES)
 I16X16 = ir.VectorType(I16, LANES)
+I16X32 = ir.VectorType(I16, 2 * LANES)
 I32X16 = ir.VectorType(I32, LANES)
 
 
@@ -186,6 +188,18 @@ def store_bfloat16(typing: Any, address: Any, x: Any) -> Any:
     def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
         halves = builder.trunc(builder.lshr(_rounded_bits(builder, args[1]), integers(16)), I16X16)
         write(builder, halves, args[0], 2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, lanes), emit
+
+
+@intrinsic
+def store_int16(typing: Any, address: Any, x: Any) -> Any:
+    """Write 16 numbers to an address, rounded to int16, to nearest even; anything for what is no int16."""
+
+    def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
+        whole = call(builder, "llvm.rint.v16f32", F32X16, [args[1]])
+        write(builder, builder.trunc(builder.fptosi(whole, I32X16), I16X16), args[0], 2)
         return context.get_dummy_value()
 
     return types.void(types.int64, lanes), emit

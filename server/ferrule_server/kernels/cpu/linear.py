@@ -56,9 +56,6 @@ _CACHED_BYTES: Final = 256 << 10
 """Inputs of a block of rows, so that they stay in the L2 cache beside the weights of a unit."""
 MOST_BLOCK_ROWS: Final = 128
 """Rows of a block, however narrow they are, so that their sums stay there too."""
-_TILES_AT_ONCE: Final = 8
-"""Inputs, by 32, that are multiplied with one part of the rows after the other: 32 KiB of weights in bfloat16."""
-
 
 # Not plain numbers: Numba would compile what takes a kind again for each number.
 PROJECT: Final = np.int64(0)
@@ -91,7 +88,7 @@ def _weight_of(plan: Plan, model: Record, layer: Record, kind: np.int64) -> tupl
 
 @kernel
 def _group_bytes(plan: Plan, num_tiles: int) -> int:
-    return num_tiles * TILE_INPUTS * GROUP * (2 if plan.is_bfloat16 else 4)
+    return num_tiles * plan.tile_bytes + plan.group_end_bytes
 
 
 @kernel
@@ -126,6 +123,8 @@ def linear(
         inputs, input_bytes = step.activated, step.activated_bytes
     elif kind == READ_LOGITS:
         num_rows = step.num_outputs
+    if plan.is_quantised:
+        inputs, input_bytes = step.quantised, step.quantised_bytes
     group_bytes = _group_bytes(plan, num_tiles)
     sums = step.scratch + thread * step.scratch_bytes
     sum_bytes = 4 * GROUP * groups_at_once
@@ -151,6 +150,9 @@ def linear(
                 sum_bytes,
                 behind if group + 1 == groups_at_once else here + (group + 1) * group_bytes,
             )
+            if plan.group_end_bytes:
+                scales = here + (group + 1) * group_bytes - plan.group_end_bytes
+                _scale(sums + 4 * GROUP * group, sum_bytes, count, scales)
         _finish(plan, model, layer, step, thread, kind, unit, row, count, sums, sum_bytes)
         item = following
     return 0
@@ -163,6 +165,16 @@ def _clear(sums: int, num_bytes: int) -> None:
 
 
 @kernel
+def _scale(sums: int, sum_bytes: int, num_rows: int, scales: int) -> None:
+    """Multiply the sums of some rows by a scale for each of 64 outputs."""
+    for i in range(0, GROUP, LANES):
+        scale = load(scales + 4 * i)
+        for row in range(num_rows):
+            place = sums + row * sum_bytes + 4 * i
+            store(place, multiply(load(place), scale))
+
+
+@kernel
 def rows_of_part(plan: Plan, num_rows: int, num_parts: int) -> int:
     """Return the rows of each part but the last: about equal ones, and whole tiles.
 
@@ -170,6 +182,13 @@ def rows_of_part(plan: Plan, num_rows: int, num_parts: int) -> int:
     """
     rows = (num_rows + num_parts - 1) // num_parts
     return (rows + plan.rows_stored - 1) // plan.rows_stored * plan.rows_stored
+
+
+@kernel
+def lines_of_part(plan: Plan, num_parts: int) -> int:
+    """Return how many cache lines of later weights each part of the rows brings near, for each tile of inputs."""
+    lines = (plan.tile_bytes // 64 + num_parts - 1) // num_parts
+    return lines if plan.is_quantised else max(32, lines // 32 * 32)
 
 
 @kernel
@@ -185,23 +204,25 @@ def _multiply(
     ahead: int,
 ) -> None:
     """Add the products of rows and a group to sums; ``ahead`` is the address of the group that comes next."""
-    tile_bytes = TILE_INPUTS * GROUP * (2 if plan.is_bfloat16 else 4)
-    input_tile_bytes = TILE_INPUTS * (2 if plan.is_bfloat16 and not plan.has_wide_inputs else 4)
+    tile_bytes = plan.tile_bytes
+    input_tile_bytes = TILE_INPUTS * (2 if plan.is_quantised or not plan.has_wide_inputs else 4)
     num_parts = (num_rows + plan.rows_at_once - 1) // plan.rows_at_once
     part_rows = rows_of_part(plan, num_rows, num_parts)
-    num_lines = max(32, (tile_bytes // 64 + num_parts - 1) // num_parts // 32 * 32)
-    for first in range(0, num_tiles, _TILES_AT_ONCE):
-        count = min(_TILES_AT_ONCE, num_tiles - first)
+    num_lines = lines_of_part(plan, num_parts)
+    for first in range(0, num_tiles, plan.tiles_at_once):
+        count = min(plan.tiles_at_once, num_tiles - first)
         next_tiles = weight + (first + count) * tile_bytes if first + count < num_tiles else ahead
         for part in range(num_parts):
             row = part * part_rows
+            here = inputs + row * input_bytes
             dot_group(
                 plan,
                 weight + first * tile_bytes,
                 count,
                 min(part_rows, num_rows - row),
-                inputs + row * input_bytes + first * input_tile_bytes,
+                here + first * input_tile_bytes,
                 input_bytes,
+                here + num_tiles * input_tile_bytes + first // plan.tiles_at_once * 4,
                 sums + row * sum_bytes,
                 sum_bytes,
                 next_tiles + part * num_lines * 64 * count,

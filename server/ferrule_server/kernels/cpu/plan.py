@@ -12,9 +12,10 @@ from typing import Any, Final, Literal
 from numba import types
 from numba.extending import NativeValue, models, overload_attribute, register_model, typeof_impl, unbox
 
-__all__ = ["Instructions", "Plan", "PlanType"]
+__all__ = ["Instructions", "Plan", "PlanType", "WeightKind"]
 
-Instructions = Literal["fma", "avx512-bf16", "amx-bf16"]
+Instructions = Literal["fma", "avx512-bf16", "avx512-vnni", "amx-bf16"]
+WeightKind = Literal["float", "int8", "int4"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +23,15 @@ class Plan:
     """How kernels are compiled.
 
     Attributes:
-        instructions: Which products of matrices: fused multiply-add of float32 lanes, the dot products of AVX512-BF16,
-            or the tiles of AMX.
-        is_emulated: Compute the same bits with fused multiply-add instead; for tests on other processors.
-        is_bfloat16: Weights, KV and the inputs of linear layers are bfloat16; else float32, with ``fma`` alone.
+        instructions: Which products of matrices: what every processor with fused multiply-add has, the dot products of
+            AVX512-BF16, those of AVX512-VNNI (for quantised weights), or the tiles of AMX.
+        is_emulated: Compute the same bits with other instructions; for tests on other processors.
+        is_bfloat16: KV is bfloat16, and so are weights that are not quantised, and their inputs; else float32, with
+            ``fma`` alone.
         head_dim: Width of a head, a multiple of 32; 0 in kernels that read it from the record of the
             model, so that models of other shapes share their machine code.
         block_size: Slots of a block.
+        weights: ``int8`` and ``int4``: linear layers are quantised (``dot_quantised``).
     """
 
     instructions: Instructions
@@ -36,13 +39,39 @@ class Plan:
     is_bfloat16: bool
     head_dim: int
     block_size: int = 16
+    weights: WeightKind = "float"
+
+    @property
+    def is_quantised(self) -> bool:
+        """Weights of linear layers are integers, and so are their inputs."""
+        return self.weights != "float"
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of the weights of 32 inputs and 64 outputs."""
+        if self.is_quantised:
+            return {"int8": 2048, "int4": 1024 + 128}[self.weights]
+        return 4096 if self.is_bfloat16 else 8192
+
+    @property
+    def group_end_bytes(self) -> int:
+        """Bytes behind the last tile of 64 outputs."""
+        return 256 if self.weights == "int8" else 0
+
+    @property
+    def tiles_at_once(self) -> int:
+        """How many tiles are multiplied with one part of the rows after the other: about 32 KiB of weights.
+
+        The inputs of so many quantised tiles share a scale.
+        """
+        return 16 if self.is_quantised else 8
 
     @property
     def rows_at_once(self) -> int:
         """The most rows of inputs that are multiplied together, so that all sums stay in registers."""
         if self.has_tiles:
             return 32
-        return 12 if self.instructions == "avx512-bf16" and not self.is_emulated else 5
+        return 12 if self.instructions in ("avx512-bf16", "avx512-vnni") and not self.is_emulated else 5
 
     @property
     def rows_stored(self) -> int:
@@ -61,8 +90,13 @@ class Plan:
 
     @property
     def has_wide_inputs(self) -> bool:
-        """The inputs of linear layers are stored as float32, although they may be rounded to bfloat16."""
-        return self.instructions == "fma"
+        """The inputs of linear layers are stored as float32, although they may be rounded."""
+        return self.instructions == "fma" or self.is_quantised
+
+    @property
+    def has_rounded_inputs(self) -> bool:
+        """The inputs of linear layers are rounded to bfloat16."""
+        return self.is_bfloat16 and not self.is_quantised
 
 
 class PlanType(types.Type):
@@ -89,10 +123,15 @@ def _unbox_plan(_type: Any, _obj: Any, context: Any) -> NativeValue:
 
 
 _ATTRIBUTES: Final = (
-    *(field.name for field in fields(Plan) if field.name != "instructions"),
+    *(field.name for field in fields(Plan) if field.name not in ("instructions", "weights")),
+    "group_end_bytes",
+    "has_rounded_inputs",
     "has_wide_inputs",
+    "is_quantised",
     "rows_at_once",
     "rows_stored",
+    "tile_bytes",
+    "tiles_at_once",
 )
 
 

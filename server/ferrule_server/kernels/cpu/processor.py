@@ -15,11 +15,17 @@ from typing import Final
 import llvmlite.binding as llvm
 from numba.core import config
 
-from ferrule_server.kernels.cpu.plan import Instructions, Plan
+from ferrule_server.kernels.cpu.plan import Instructions, Plan, WeightKind
 
 __all__ = ["choose_instructions", "kernel_set_id", "may_use_amx", "target_features"]
 
-_VERSIONS: Final[Mapping[Instructions, int]] = {"fma": 1, "avx512-bf16": 1, "amx-bf16": 1}
+_VERSIONS: Final[Mapping[Instructions | WeightKind, int]] = {
+    "fma": 1,
+    "avx512-bf16": 1,
+    "amx-bf16": 1,
+    "int8": 1,
+    "int4": 1,
+}
 """Raised whenever a kernel set gives other bits than before."""
 
 _NR_ARCH_PRCTL: Final = 158
@@ -28,8 +34,14 @@ _XFEATURE_XTILEDATA: Final = 18
 
 
 def kernel_set_id(plan: Plan) -> str:
-    """Return the name of the bits that kernels of a plan compute, such as ``fma-bf16/1``."""
-    name = plan.instructions if plan.instructions != "fma" else f"fma-{'bf16' if plan.is_bfloat16 else 'f32'}"
+    """Return the name of the bits that kernels of a plan compute, such as ``fma-bf16/1``.
+
+    Quantised weights give the same bits with all instructions, so the name of their kernels has the type of KV only.
+    """
+    kv = "bf16" if plan.is_bfloat16 else "f32"
+    if plan.is_quantised:
+        return f"{plan.weights}-{kv}/{_VERSIONS[plan.weights]}"
+    name = plan.instructions if plan.instructions != "fma" else f"fma-{kv}"
     return f"{name}/{_VERSIONS[plan.instructions]}"
 
 
@@ -50,11 +62,12 @@ def may_use_amx() -> bool:
     return bool(libc.syscall(_NR_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0)
 
 
-def choose_instructions(dtype: str) -> tuple[Instructions | None, str]:
+def choose_instructions(dtype: str, weights: WeightKind = "float") -> tuple[Instructions | None, str]:
     """Return the fastest instructions for weights of a type, and the reason, for people.
 
     Args:
         dtype: ``bfloat16`` or ``float32``.
+        weights: Whether they are quantised, and how.
 
     Returns:
         None if the processor has no fused multiply-add: then the kernels cannot run.
@@ -62,6 +75,11 @@ def choose_instructions(dtype: str) -> tuple[Instructions | None, str]:
     features = target_features()
     if platform.machine() != "aarch64" and not features.get("fma"):
         return None, "the processor has no fused multiply-add (FMA)"
+    if weights != "float":
+        has_vnni = features.get("avx512vnni") and features.get("avx512bw")
+        if not has_vnni:
+            return "fma", f"the weights are {weights}, and the processor has no AVX512-VNNI"
+        return "avx512-vnni", f"the weights are {weights}, and the processor has AVX512-VNNI"
     if dtype == "float32":
         return "fma", "the weights are float32"
     if not features.get("avx512bf16"):

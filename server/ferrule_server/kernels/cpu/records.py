@@ -78,10 +78,10 @@ MODEL: Final = _record(
 
 STEP: Final = _record(
     "token_ids positions slot_mapping begins ends ancestors block_tables output_rows "
-    "tasks merges partials hidden normed queries attended activated rotations scratch "
+    "tasks merges partials hidden normed queries attended activated quantised rotations scratch "
     "wants targets top_counts logits best sums tops results top_results",
     "is_head_only num_rows table_width num_outputs num_tasks num_merges partial_bytes "
-    "normed_bytes attended_bytes activated_bytes scratch_bytes logit_bytes num_stages num_threads",
+    "normed_bytes attended_bytes activated_bytes quantised_bytes scratch_bytes logit_bytes num_stages num_threads",
 )
 """One step: inputs, and memory for what is between its stages.
 
@@ -94,6 +94,7 @@ STEP: Final = _record(
     tasks            int32 [num_tasks, TASK_FIELDS] (``attention``)
     hidden           float32 [num_rows, hidden_size], the residual stream
     normed, attended, activated   inputs of linear layers, float32 or bfloat16, with their strides in bytes
+    quantised        the same as integers, of one linear layer at a time (``quantise_row``)
     queries          float32 [num_rows, num_heads * head_dim], divided by sqrt(head_dim)
     rotations        float32 [num_rows, head_dim], cosines then sines
     scratch          ``scratch_bytes`` for each thread

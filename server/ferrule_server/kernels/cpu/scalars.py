@@ -8,13 +8,14 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ferrule_server.kernels.cpu.lanes import F32, I16, I32, I64, Builder, Value, read, write
+from ferrule_server.kernels.cpu.lanes import F32, I8, I16, I32, I64, Builder, Value, read, write
 
 __all__ = [
     "read_bfloat16",
     "read_float32",
     "read_int32",
     "read_int64",
+    "read_int8",
     "write_float32",
     "write_float64",
     "write_int32",
@@ -25,6 +26,12 @@ __all__ = [
 def read_int32(typing: Any, address: Any) -> Any:
     """Return the int32 number at an address as int64."""
     return types.int64(types.int64), lambda _c, b, _s, a: b.sext(read(b, a[0], I32, 4), I64)
+
+
+@intrinsic
+def read_int8(typing: Any, address: Any) -> Any:
+    """Return the int8 number at an address as int64."""
+    return types.int64(types.int64), lambda _c, b, _s, a: b.sext(read(b, a[0], I8, 1), I64)
 
 
 @intrinsic

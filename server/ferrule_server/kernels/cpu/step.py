@@ -10,7 +10,8 @@
     norm       ------    rows: norm of the next layer; after the last one, of the output rows
     head                 units of logits, then rows: what the threads have kept is merged
 
-Every line ends at a barrier. Threads claim units; rows are shared out evenly. Nothing that a thread computes depends on
+Every line ends at a barrier. If weights are quantised, the norms write integers, and so do two more lines, over rows,
+behind attention and behind the activation. Threads claim units; rows are shared out evenly. Nothing that a thread computes depends on
 which thread it is. A thread's first unit is fixed, so that it can bring the weights near while it waits for the others.
 """
 
@@ -23,7 +24,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ferrule_server.kernels.cpu.activations import embed_row, norm_row, rotation_row
+from ferrule_server.kernels.cpu.activations import embed_row, norm_row, quantise_row, rotation_row
 from ferrule_server.kernels.cpu.head import clear_outputs, merge_outputs
 from ferrule_server.kernels.cpu.kernel import Record, kernel
 from ferrule_server.kernels.cpu.lanes import I8, I64, Builder, Value, pointer
@@ -128,7 +129,19 @@ def _norm(plan: Plan, model: Record, step: Record, weight: int, thread: int) -> 
     begin, end = share(step.num_rows, step.num_threads, thread)
     for row in range(begin, end):
         hidden = step.hidden + 4 * row * model.hidden_size
-        norm_row(plan, hidden, weight, model.hidden_size, model.norm_eps, step.normed + row * step.normed_bytes)
+        normed = step.normed + row * step.normed_bytes
+        norm_row(plan, hidden, weight, model.hidden_size, model.norm_eps, normed)
+        if plan.is_quantised:
+            quantise_row(plan, normed, model.hidden_tiles, step.quantised + row * step.quantised_bytes)
+
+
+@kernel
+def _quantise(plan: Plan, step: Record, sync: int, rows: int, row_bytes: int, num_tiles: int, thread: int, ahead: int) -> bool:
+    """Write this thread's rows as integers and wait for the other threads; return False if the step was aborted."""
+    begin, end = share(step.num_rows, step.num_threads, thread)
+    for row in range(begin, end):
+        quantise_row(plan, rows + row * row_bytes, num_tiles, step.quantised + row * step.quantised_bytes)
+    return barrier(sync, step.num_threads, ahead)
 
 
 @kernel
@@ -166,6 +179,10 @@ def _run_layer(
         merge, model_address, layer_address, step_address, sync, thread, first + 2, ATTEND, ahead
     ):
         return False
+    if plan.is_quantised and not _quantise(
+        plan, step, sync, step.attended, step.attended_bytes, model.query_tiles, thread, ahead
+    ):
+        return False
     ahead = first_weights(plan, model, layer, ACTIVATE, thread)
     if not _stage(linear, model_address, layer_address, step_address, sync, thread, first + 3, ADD_ATTENTION, ahead):
         return False
@@ -174,6 +191,10 @@ def _run_layer(
         return False
     ahead = first_weights(plan, model, layer, ADD_FEED_FORWARD, thread)
     if not _stage(linear, model_address, layer_address, step_address, sync, thread, first + 4, ACTIVATE, ahead):
+        return False
+    if plan.is_quantised and not _quantise(
+        plan, step, sync, step.activated, step.activated_bytes, model.intermediate_tiles, thread, ahead
+    ):
         return False
     is_last = index + 1 == model.num_layers
     following = layer_at(layer_address if is_last else layer_address + _LAYER_BYTES)
@@ -193,7 +214,10 @@ def _run_head(plan: Plan, model_address: int, step_address: int, sync: int, thre
     begin, end = share(step.num_outputs, step.num_threads, thread)
     for i in range(begin, end):
         hidden = step.hidden + 4 * read_int32(step.output_rows + 4 * i) * model.hidden_size
-        norm_row(plan, hidden, model.final_norm, model.hidden_size, model.norm_eps, step.normed + i * step.normed_bytes)
+        normed = step.normed + i * step.normed_bytes
+        norm_row(plan, hidden, model.final_norm, model.hidden_size, model.norm_eps, normed)
+        if plan.is_quantised:
+            quantise_row(plan, normed, model.hidden_tiles, step.quantised + i * step.quantised_bytes)
     clear_outputs(step, thread)
     layer = layer_at(model.layers)
     if not barrier(sync, step.num_threads, first_weights(plan, model, layer, READ_LOGITS, thread)):

@@ -1,0 +1,227 @@
+"""The product of a few rows and 64 outputs of a quantised weight, some tiles at a time.
+
+Inputs are integers too: int16 with one float32 scale for every 512 of a row (``activations.quantise_row``), which is
+finer than bfloat16. The products of integers are added as integers, so a sum has the same bits on every processor, in
+whatever order; only the scales are multiplied in float32, in the order of the inputs.
+
+Weights are packed as streams of 64 outputs, like others (``dot``)::
+
+    int8   [inputs / 4][64][4]                        bytes of a weight: inputs 0, 2, 1, 3
+           [64] float32                               behind them: one scale for each output
+    int4   [inputs / 32] of  [4][64][8]               two to a byte, low one first: inputs 0, 2, 4, 6, 1, 3, 5, 7
+                             [64] bfloat16            behind them: one scale for each output and 32 inputs
+
+The order within a weight is that in which shifts of 16-bit lanes yield pairs of neighbours, which the processor
+multiplies with a pair of inputs and adds to one 32-bit lane (``vpdpwssd`` of AVX512-VNNI, ``vpmaddwd`` of AVX2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from llvmlite import ir
+
+from ferrule_server.kernels.cpu.lanes import (
+    F32,
+    F32X16,
+    I16X16,
+    I16X32,
+    I32,
+    I32X16,
+    I64,
+    Builder,
+    Value,
+    call,
+    constant,
+    emit_fma,
+    emit_prefetch,
+    integers,
+    offset,
+    read,
+    spread,
+    widen,
+    write,
+)
+from ferrule_server.kernels.cpu.loops import loop
+from ferrule_server.kernels.cpu.plan import Plan
+
+__all__ = ["emit_quantised_product"]
+
+_TILES: Final = 4
+"""Times 16 outputs in a group."""
+_PIECES: Final = 4
+"""Pieces of 8 inputs in a tile."""
+_PIECE_INPUT_BYTES: Final = 16
+_ROW_BYTES: Final = 256
+"""From the weights of 4 inputs (int8) or 8 (int4) to the next."""
+_LINE: Final = 64
+
+
+def emit_quantised_product(
+    builder: Builder,
+    plan: Plan,
+    num_rows: int,
+    weight: Value,
+    num_tiles: Value,
+    inputs: Value,
+    row_bytes: Value,
+    scales: Value,
+    out: Value,
+    out_row_bytes: Value,
+    ahead: Value,
+    num_lines: Value,
+) -> None:
+    """Write the code of ``dot.dot_group`` for a number of rows; the builder is left behind it."""
+    at_once = _tiles_at_once(plan, num_rows)
+    sweeps = _TILES // at_once
+    num_lines = _ceil(builder, num_lines, sweeps)
+    swept_bytes = builder.mul(builder.mul(num_lines, num_tiles), ir.Constant(I64, _LINE))
+    for sweep in range(sweeps):
+        product = _Product(builder, plan, num_rows, range(sweep * at_once, (sweep + 1) * at_once))
+        here = builder.add(ahead, builder.mul(swept_bytes, ir.Constant(I64, sweep)))
+        sums = product.emit(weight, num_tiles, inputs, row_bytes, here, num_lines)
+        product.add_to(sums, scales, row_bytes, out, out_row_bytes)
+
+
+def _tiles_at_once(plan: Plan, num_rows: int) -> int:
+    """Return for how many times 16 outputs all sums stay in registers; int4 has sums of floats beside those of integers."""
+    most = 2 * plan.rows_at_once if plan.rows_at_once > 5 else 5
+    most = most if plan.weights == "int8" else most // 2
+    return max(num for num in (1, 2, 4) if num == 1 or num * num_rows <= most)
+
+
+def _ceil(builder: Builder, value: Value, divisor: int) -> Value:
+    return builder.udiv(offset(builder, value, divisor - 1), ir.Constant(I64, divisor))
+
+
+class _Product:
+    """Writes the code that multiplies ``num_rows`` rows and some times 16 outputs, with every sum in a register."""
+
+    def __init__(self, builder: Builder, plan: Plan, num_rows: int, tiles: Sequence[int]) -> None:
+        self._builder = builder
+        self._plan = plan
+        self._num_rows = num_rows
+        self._tiles = tiles
+        self._has_dot = plan.instructions == "avx512-vnni" and not plan.is_emulated
+
+    def emit(
+        self, weight: Value, num_tiles: Value, inputs: Value, row_bytes: Value, ahead: Value, num_lines: Value
+    ) -> list[Value]:
+        """Return the products of some tiles of inputs, without the scales of inputs: float32, by rows."""
+        builder = self._builder
+        rows = [builder.add(inputs, builder.mul(row_bytes, ir.Constant(I64, m))) for m in range(self._num_rows)]
+        count = self._num_rows * len(self._tiles)
+        lines = _ceil(builder, num_lines, _PIECES)
+        tile_bytes, input_bytes = self._plan.tile_bytes, _PIECES * _PIECE_INPUT_BYTES
+
+        def place(k: Value) -> tuple[Value, list[Value], Value]:
+            return (
+                builder.add(weight, builder.mul(k, ir.Constant(I64, tile_bytes))),
+                [builder.add(row, builder.mul(k, ir.Constant(I64, input_bytes))) for row in rows],
+                builder.add(ahead, builder.mul(builder.mul(k, num_lines), ir.Constant(I64, _LINE))),
+            )
+
+        def whole_tile(k: Value, sums: list[Value]) -> list[Value]:
+            return self._add_tile(*place(k), lines, sums)
+
+        def scaled_tile(k: Value, sums: list[Value]) -> list[Value]:
+            at, columns, here = place(k)
+            parts = self._add_tile(at, columns, here, lines, [integers(0)] * count)
+            return self._add_scaled(offset(builder, at, _PIECES * _ROW_BYTES), parts, sums)
+
+        if self._plan.weights == "int4":
+            return loop(builder, num_tiles, [constant(0.0)] * count, scaled_tile)
+        return [
+            builder.sitofp(total, F32X16) for total in loop(builder, num_tiles, [integers(0)] * count, whole_tile)
+        ]
+
+    def add_to(self, sums: list[Value], scales: Value, row_bytes: Value, out: Value, out_row_bytes: Value) -> None:
+        """Write the code that adds products, times the scales of the inputs, to sums in memory."""
+        builder = self._builder
+        for m in range(self._num_rows):
+            number = ir.Constant(I64, m)
+            scale = spread(builder, read(builder, builder.add(scales, builder.mul(row_bytes, number)), F32, 4), F32X16)
+            row = builder.add(out, builder.mul(out_row_bytes, number))
+            for i, t in enumerate(self._tiles):
+                at = offset(builder, row, 64 * t)
+                total = read(builder, at, F32X16, 4)
+                write(builder, emit_fma(builder, sums[m * len(self._tiles) + i], scale, total), at, 4)
+
+    def _add_tile(
+        self, start: Value, rows: list[Value], ahead: Value, lines: Value, sums: list[Value]
+    ) -> list[Value]:
+        """Add the products of 32 inputs to sums of integers, 8 inputs at a time."""
+        builder = self._builder
+        piece_bytes = _ROW_BYTES * (2 if self._plan.weights == "int8" else 1)
+
+        def piece(i: Value, sums: list[Value]) -> list[Value]:
+            self._bring(builder.add(ahead, builder.mul(builder.mul(i, lines), ir.Constant(I64, _LINE))), lines)
+            at = builder.add(start, builder.mul(i, ir.Constant(I64, piece_bytes)))
+            columns = [builder.add(row, builder.mul(i, ir.Constant(I64, _PIECE_INPUT_BYTES))) for row in rows]
+            weights = [self._pairs(offset(builder, at, 64 * t)) for t in self._tiles]
+            sums = list(sums)
+            for pair in range(4):
+                for m, column in enumerate(columns):
+                    x = self._inputs(offset(builder, column, 4 * pair))
+                    for t, values in enumerate(weights):
+                        place = m * len(weights) + t
+                        sums[place] = self._add_products(sums[place], values[pair], x)
+            return sums
+
+        return loop(builder, ir.Constant(I64, _PIECES), sums, piece)
+
+    def _bring(self, ahead: Value, lines: Value) -> None:
+        """Bring lines of later weights near."""
+        builder = self._builder
+
+        def line(number: Value, _: list[Value]) -> list[Value]:
+            emit_prefetch(builder, builder.add(ahead, builder.mul(number, ir.Constant(I64, _LINE))))
+            return []
+
+        loop(builder, lines, [], line)
+
+    def _add_scaled(self, scales: Value, parts: list[Value], sums: list[Value]) -> list[Value]:
+        """Add sums of integers, times the scales of 32 inputs, to sums of floats."""
+        builder = self._builder
+        weights = [widen(builder, read(builder, offset(builder, scales, 32 * t), I16X16, 32)) for t in self._tiles]
+        return [
+            emit_fma(builder, builder.sitofp(part, F32X16), weights[i % len(weights)], total)
+            for i, (part, total) in enumerate(zip(parts, sums, strict=True))
+        ]
+
+    def _pairs(self, address: Value) -> list[Value]:
+        """Return the weights of 8 inputs and 16 outputs, int16, by pairs of inputs."""
+        builder = self._builder
+        if self._plan.weights == "int8":
+            shifts = [(8, 8), (0, 8)]
+            places = [address, offset(builder, address, _ROW_BYTES)]
+        else:
+            shifts, places = [(12, 12), (8, 12), (4, 12), (0, 12)], [address]
+        pairs = []
+        for place in places:
+            packed = read(builder, place, I16X32, 64)
+            for left, right in shifts:
+                high = builder.shl(packed, _words(left)) if left else packed
+                pairs.append(builder.ashr(high, _words(right)))
+        return pairs
+
+    def _inputs(self, address: Value) -> Value:
+        """Return a pair of inputs, int16, in all lanes."""
+        return self._builder.bitcast(spread(self._builder, read(self._builder, address, I32, 4), I32X16), I16X32)
+
+    def _add_products(self, total: Value, weights: Value, inputs: Value) -> Value:
+        """Add the products of two pairs to each 32-bit lane."""
+        builder = self._builder
+        if self._has_dot:
+            return call(builder, "llvm.x86.avx512.vpdpwssd.512", I32X16, [total, weights, inputs])
+        products = []
+        for first in (0, 1):
+            lanes = ir.Constant(I32X16, list(range(first, 32, 2)))
+            halves = [builder.sext(builder.shuffle_vector(x, x, lanes), I32X16) for x in (weights, inputs)]
+            products.append(builder.mul(*halves))
+        return builder.add(total, builder.add(*products))
+
+
+def _words(value: int) -> Value:
+    return ir.Constant(I16X32, [value] * 32)

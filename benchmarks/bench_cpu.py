@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path.home() / ".cache" / "ferrule-bench"
 
+SIDES = ("numba-cpu", "numba-cpu-int8", "numba-cpu-int4", "torch")
+
 Measure = Callable[[], float]
 Measures = Callable[["Cell"], Mapping[str, Measure]]
 """Returns what measures a cell, by the name of the side."""
@@ -101,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-0.6b", help="demo, a shape of make_random_model.py, or a folder")
-    parser.add_argument("--sides", nargs="+", choices=("numba-cpu", "torch"), default=["numba-cpu", "torch"])
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=["numba-cpu", "torch"])
     parser.add_argument("--cells", default="", metavar="REGEX", help="only cells whose name matches")
     parser.add_argument("--rounds", type=int, help="samples of each side")
     parser.add_argument("--threads", type=int, help="threads of a step; the default is the server's choice")

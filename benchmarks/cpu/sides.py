@@ -16,15 +16,17 @@ from ferrule_server.executor.base import BLOCK_SIZE, Executor, ExecutorInfo, Int
 from ferrule_server.executor.block_pool import bytes_per_block
 from ferrule_server.executor.cpu.cores import usable_cores
 from ferrule_server.executor.cpu.executor import CpuOptions, NumbaCpuExecutor
+from ferrule_server.executor.cpu.quantised import encoding_of
 from ferrule_server.executor.cpu.support import choose
 from ferrule_server.executor.torch import TorchExecutor
+from ferrule_server.kernels.cpu.plan import WeightKind
 from ferrule_server.loading import suggested_threads
 from ferrule_server.model.weights import LoadedModel, load_model
 
-__all__ = ["SIDES", "InProcessSide", "open_side"]
+__all__ = ["SIDES", "InProcessSide", "open_side", "weights_of"]
 
-SIDES = ("numba-cpu", "torch")
-"""Executors, by the names that the server gives them."""
+SIDES = ("numba-cpu", "numba-cpu-int8", "numba-cpu-int4", "torch")
+"""Executors, by the names that the server gives them, and how their weights are quantised."""
 
 _MAX_STEP_ROWS = 512
 """The server's own limit: it runs a longer prompt in chunks of this many rows."""
@@ -50,7 +52,8 @@ def open_side(name: str, folder: Path, num_tokens: int, max_context: int, num_th
     Raises:
         RuntimeError: The kernels cannot run the model on this processor.
     """
-    model = load_model(folder, dtype="bfloat16")
+    weights = weights_of(name)
+    model = load_model(folder, dtype="bfloat16", encoding=encoding_of(weights))
     num_blocks = 1 + -(-num_tokens // BLOCK_SIZE)
     kv_bytes = num_blocks * bytes_per_block(model.config, BLOCK_SIZE, model.torch_dtype)
     if name == "torch":
@@ -58,11 +61,19 @@ def open_side(name: str, folder: Path, num_tokens: int, max_context: int, num_th
         torch.set_num_threads(threads)
         return InProcessSide(TorchExecutor(model, kv_memory_bytes=kv_bytes, max_context=max_context), threads)
     threads = num_threads or usable_cores()
-    return InProcessSide(_open_kernels(model, kv_bytes, max_context, threads), threads)
+    return InProcessSide(_open_kernels(model, weights, kv_bytes, max_context, threads), threads)
 
 
-def _open_kernels(model: LoadedModel, kv_bytes: int, max_context: int, num_threads: int) -> Executor:
-    choice = choose(model.config, "bfloat16")
+def weights_of(side: str) -> WeightKind:
+    """Return how the weights of a side are quantised."""
+    kinds: dict[str, WeightKind] = {"numba-cpu-int8": "int8", "numba-cpu-int4": "int4"}
+    return kinds.get(side, "float")
+
+
+def _open_kernels(
+    model: LoadedModel, weights: WeightKind, kv_bytes: int, max_context: int, num_threads: int
+) -> Executor:
+    choice = choose(model.config, "bfloat16", weights)
     if choice.plan is None:
         raise RuntimeError(choice.reason)
     options = CpuOptions(

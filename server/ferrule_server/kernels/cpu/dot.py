@@ -40,7 +40,7 @@ from ferrule_server.kernels.cpu.lanes import (
     spread,
     write,
 )
-from ferrule_server.kernels.cpu.dot_quantised import emit_quantised_product
+from ferrule_server.kernels.cpu.dot_quantised import TILE_INPUTS, emit_quantised_product
 from ferrule_server.kernels.cpu.loops import loop
 from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.tiles import TILE_ROWS, emit_tile_product, sweep_of_lines
@@ -49,8 +49,6 @@ __all__ = ["GROUP", "LINES_OF_TILES", "TILE_INPUTS", "dot_group"]
 
 GROUP: Final = 64
 """Outputs of a group."""
-TILE_INPUTS: Final = 32
-"""Inputs of a tile."""
 LINES_OF_TILES: Final = 64
 """Cache lines of the weights of 32 inputs, if they are bfloat16."""
 _TILES: Final = 4

@@ -45,17 +45,17 @@ from ferrule_server.kernels.cpu.lanes import (
 )
 from ferrule_server.kernels.cpu.loops import loop
 from ferrule_server.kernels.cpu.plan import Plan
+from ferrule_server.kernels.cpu.processor import target_features
 
 __all__ = ["emit_quantised_product"]
 
 _TILES: Final = 4
 """Times 16 outputs in a group."""
-_PIECES: Final = 4
-"""Pieces of 8 inputs in a tile."""
-_PIECE_INPUT_BYTES: Final = 16
-_ROW_BYTES: Final = 256
-"""From the weights of 4 inputs (int8) or 8 (int4) to the next."""
+_PIECE_BYTES: Final = 256
+"""Weights that are multiplied before the next ones are read: of 4 inputs in int8, of 8 in int4."""
 _LINE: Final = 64
+TILE_INPUTS: Final = 32
+"""Inputs of a tile."""
 
 
 def emit_quantised_product(
@@ -103,7 +103,8 @@ class _Product:
         self._plan = plan
         self._num_rows = num_rows
         self._tiles = tiles
-        self._has_dot = plan.instructions == "avx512-vnni" and not plan.is_emulated
+        self._is_int8 = plan.weights == "int8"
+        self._pieces = TILE_INPUTS // (4 if self._is_int8 else 8)
 
     def emit(
         self, weight: Value, num_tiles: Value, inputs: Value, row_bytes: Value, ahead: Value, num_lines: Value
@@ -112,8 +113,8 @@ class _Product:
         builder = self._builder
         rows = [builder.add(inputs, builder.mul(row_bytes, ir.Constant(I64, m))) for m in range(self._num_rows)]
         count = self._num_rows * len(self._tiles)
-        lines = _ceil(builder, num_lines, _PIECES)
-        tile_bytes, input_bytes = self._plan.tile_bytes, _PIECES * _PIECE_INPUT_BYTES
+        lines = _ceil(builder, num_lines, self._pieces)
+        tile_bytes, input_bytes = self._plan.tile_bytes, 2 * TILE_INPUTS
 
         def place(k: Value) -> tuple[Value, list[Value], Value]:
             return (
@@ -128,13 +129,12 @@ class _Product:
         def scaled_tile(k: Value, sums: list[Value]) -> list[Value]:
             at, columns, here = place(k)
             parts = self._add_tile(at, columns, here, lines, [integers(0)] * count)
-            return self._add_scaled(offset(builder, at, _PIECES * _ROW_BYTES), parts, sums)
+            return self._add_scaled(offset(builder, at, self._pieces * _PIECE_BYTES), parts, sums)
 
-        if self._plan.weights == "int4":
-            return loop(builder, num_tiles, [constant(0.0)] * count, scaled_tile)
-        return [
-            builder.sitofp(total, F32X16) for total in loop(builder, num_tiles, [integers(0)] * count, whole_tile)
-        ]
+        if self._is_int8:
+            totals = loop(builder, num_tiles, [integers(0)] * count, whole_tile)
+            return [builder.sitofp(total, F32X16) for total in totals]
+        return loop(builder, num_tiles, [constant(0.0)] * count, scaled_tile)
 
     def add_to(self, sums: list[Value], scales: Value, row_bytes: Value, out: Value, out_row_bytes: Value) -> None:
         """Write the code that adds products, times the scales of the inputs, to sums in memory."""
@@ -151,25 +151,25 @@ class _Product:
     def _add_tile(
         self, start: Value, rows: list[Value], ahead: Value, lines: Value, sums: list[Value]
     ) -> list[Value]:
-        """Add the products of 32 inputs to sums of integers, 8 inputs at a time."""
+        """Add the products of 32 inputs to sums of integers, some inputs at a time."""
         builder = self._builder
-        piece_bytes = _ROW_BYTES * (2 if self._plan.weights == "int8" else 1)
+        pairs = TILE_INPUTS // 2 // self._pieces
 
         def piece(i: Value, sums: list[Value]) -> list[Value]:
             self._bring(builder.add(ahead, builder.mul(builder.mul(i, lines), ir.Constant(I64, _LINE))), lines)
-            at = builder.add(start, builder.mul(i, ir.Constant(I64, piece_bytes)))
-            columns = [builder.add(row, builder.mul(i, ir.Constant(I64, _PIECE_INPUT_BYTES))) for row in rows]
-            weights = [self._pairs(offset(builder, at, 64 * t)) for t in self._tiles]
+            at = builder.add(start, builder.mul(i, ir.Constant(I64, _PIECE_BYTES)))
+            columns = [builder.add(row, builder.mul(i, ir.Constant(I64, 4 * pairs))) for row in rows]
             sums = list(sums)
-            for pair in range(4):
+            for pair in range(pairs):
+                weights = [self._pair(offset(builder, at, 64 * t), pair) for t in self._tiles]
                 for m, column in enumerate(columns):
                     x = self._inputs(offset(builder, column, 4 * pair))
                     for t, values in enumerate(weights):
                         place = m * len(weights) + t
-                        sums[place] = self._add_products(sums[place], values[pair], x)
+                        sums[place] = self._add_products(sums[place], values, x)
             return sums
 
-        return loop(builder, ir.Constant(I64, _PIECES), sums, piece)
+        return loop(builder, ir.Constant(I64, self._pieces), sums, piece)
 
     def _bring(self, ahead: Value, lines: Value) -> None:
         """Bring lines of later weights near."""
@@ -190,21 +190,13 @@ class _Product:
             for i, (part, total) in enumerate(zip(parts, sums, strict=True))
         ]
 
-    def _pairs(self, address: Value) -> list[Value]:
-        """Return the weights of 8 inputs and 16 outputs, int16, by pairs of inputs."""
+    def _pair(self, address: Value, pair: int) -> Value:
+        """Return the weights of a pair of inputs and of 16 outputs, int16."""
         builder = self._builder
-        if self._plan.weights == "int8":
-            shifts = [(8, 8), (0, 8)]
-            places = [address, offset(builder, address, _ROW_BYTES)]
-        else:
-            shifts, places = [(12, 12), (8, 12), (4, 12), (0, 12)], [address]
-        pairs = []
-        for place in places:
-            packed = read(builder, place, I16X32, 64)
-            for left, right in shifts:
-                high = builder.shl(packed, _words(left)) if left else packed
-                pairs.append(builder.ashr(high, _words(right)))
-        return pairs
+        bits = 8 if self._is_int8 else 4
+        packed = read(builder, address, I16X32, 64)
+        left = 16 - bits * (pair + 1)
+        return builder.ashr(builder.shl(packed, _words(left)) if left else packed, _words(16 - bits))
 
     def _inputs(self, address: Value) -> Value:
         """Return a pair of inputs, int16, in all lanes."""
@@ -213,14 +205,26 @@ class _Product:
     def _add_products(self, total: Value, weights: Value, inputs: Value) -> Value:
         """Add the products of two pairs to each 32-bit lane."""
         builder = self._builder
-        if self._has_dot:
+        if self._plan.instructions == "avx512-vnni" and not self._plan.is_emulated:
             return call(builder, "llvm.x86.avx512.vpdpwssd.512", I32X16, [total, weights, inputs])
+        if target_features().get("avx2") and not self._plan.is_emulated:
+            return builder.add(total, self._multiply_halves(weights, inputs))
         products = []
         for first in (0, 1):
             lanes = ir.Constant(I32X16, list(range(first, 32, 2)))
             halves = [builder.sext(builder.shuffle_vector(x, x, lanes), I32X16) for x in (weights, inputs)]
             products.append(builder.mul(*halves))
         return builder.add(total, builder.add(*products))
+
+    def _multiply_halves(self, weights: Value, inputs: Value) -> Value:
+        """Return the sums of the products of two pairs in each 32-bit lane, from two registers of AVX2."""
+        builder = self._builder
+        halves = []
+        for first in (0, 16):
+            lanes = ir.Constant(ir.VectorType(I32, 16), list(range(first, first + 16)))
+            args = [builder.shuffle_vector(x, x, lanes) for x in (weights, inputs)]
+            halves.append(call(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(I32, 8), args))
+        return builder.shuffle_vector(*halves, ir.Constant(I32X16, list(range(16))))
 
 
 def _words(value: int) -> Value:

@@ -15,13 +15,13 @@ import torch
 from ferrule_server.executor.base import BLOCK_SIZE, Executor, ExecutorInfo, Int32Array, OutputSpec, StepBatch
 from ferrule_server.executor.block_pool import bytes_per_block
 from ferrule_server.executor.cpu.cores import usable_cores
-from ferrule_server.executor.cpu.executor import CpuOptions, NumbaCpuExecutor
-from ferrule_server.executor.cpu.quantised import encoding_of
+from ferrule_server.executor.cpu.executor import CpuOptions, NumbaCpuExecutor, prepare
 from ferrule_server.executor.cpu.support import choose
 from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.kernels.cpu.plan import WeightKind
 from ferrule_server.loading import suggested_threads
-from ferrule_server.model.weights import LoadedModel, load_model
+from ferrule_server.model.config import read_config
+from ferrule_server.model.weights import load_model
 
 __all__ = ["SIDES", "InProcessSide", "open_side", "weights_of"]
 
@@ -52,39 +52,28 @@ def open_side(name: str, folder: Path, num_tokens: int, max_context: int, num_th
     Raises:
         RuntimeError: The kernels cannot run the model on this processor.
     """
-    weights = weights_of(name)
-    model = load_model(folder, dtype="bfloat16", encoding=encoding_of(weights))
+    config = read_config(folder)
     num_blocks = 1 + -(-num_tokens // BLOCK_SIZE)
-    kv_bytes = num_blocks * bytes_per_block(model.config, BLOCK_SIZE, model.torch_dtype)
+    kv_bytes = num_blocks * bytes_per_block(config, BLOCK_SIZE, torch.bfloat16)
     if name == "torch":
+        model = load_model(folder, dtype="bfloat16")
         threads = num_threads or suggested_threads(model.weights_bytes, os.cpu_count() or 1)
         torch.set_num_threads(threads)
         return InProcessSide(TorchExecutor(model, kv_memory_bytes=kv_bytes, max_context=max_context), threads)
+    choice = choose(config, "bfloat16", weights_of(name))
+    if choice.plan is None:
+        raise RuntimeError(choice.reason)
     threads = num_threads or usable_cores()
-    return InProcessSide(_open_kernels(model, weights, kv_bytes, max_context, threads), threads)
+    options = CpuOptions(choice.plan, choice.reason, threads, kv_bytes, max_context, max_step_rows=_MAX_STEP_ROWS)
+    prepared = prepare(config, choice.plan)
+    model = load_model(folder, dtype="bfloat16", encoding=prepared.encoding)
+    return InProcessSide(NumbaCpuExecutor(model, options, prepared), threads)
 
 
 def weights_of(side: str) -> WeightKind:
     """Return how the weights of a side are quantised."""
     kinds: dict[str, WeightKind] = {"numba-cpu-int8": "int8", "numba-cpu-int4": "int4"}
     return kinds.get(side, "float")
-
-
-def _open_kernels(
-    model: LoadedModel, weights: WeightKind, kv_bytes: int, max_context: int, num_threads: int
-) -> Executor:
-    choice = choose(model.config, "bfloat16", weights)
-    if choice.plan is None:
-        raise RuntimeError(choice.reason)
-    options = CpuOptions(
-        plan=choice.plan,
-        reason=choice.reason,
-        num_threads=num_threads,
-        kv_memory_bytes=kv_bytes,
-        max_context=max_context,
-        max_step_rows=_MAX_STEP_ROWS,
-    )
-    return NumbaCpuExecutor(model, options)
 
 
 class InProcessSide:

@@ -16,10 +16,12 @@ from ferrule_server.model.config import read_config
 from ferrule_server.model_files import is_folder, name_of
 
 if TYPE_CHECKING:
+    from ferrule_server.executor.cpu.executor import Prepared
     from ferrule_server.executor.cpu.support import Choice
     from ferrule_server.executor.cuda.compose import Preparation
     from ferrule_server.executor.devices import Device
     from ferrule_server.model.config import ModelConfig
+    from ferrule_server.kernels.cpu.plan import WeightKind
     from ferrule_server.model.weights import DTypeName, LoadedModel
     from ferrule_server.text.chat_template import ChatTemplate
     from ferrule_server.text.tokenizer import Tokenizer
@@ -35,7 +37,9 @@ _SMALL_WEIGHTS_BYTES: Final = 128 << 20
 _NO_CUDA: Final = "this PyTorch was built without CUDA"
 _DOWNLOAD_SHARE: Final = 0.9
 """The rough share of the loading time that a download takes, if there is one."""
-_WEIGHTS_SHARE: Final = 0.9
+_IMPORT_SHARE: Final = 0.05
+"""The rough share of the rest that importing torch takes, and compiling kernels."""
+_WEIGHTS_SHARE: Final = 0.85
 """The rough share of the rest that reading weights takes."""
 
 
@@ -122,7 +126,7 @@ def _load(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
     from ferrule_server.text.tokenizer import Tokenizer
 
     def on_bytes(done_bytes: int, total_bytes: int) -> None:
-        on_progress("reading weights", 0.05 + _WEIGHTS_SHARE * done_bytes / max(1, total_bytes))
+        on_progress("reading weights", 2 * _IMPORT_SHARE + _WEIGHTS_SHARE * done_bytes / max(1, total_bytes))
 
     device = _device(config)
     choice = None if device.index is not None else _cpu_choice(config, model_config)
@@ -130,13 +134,15 @@ def _load(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
     tokenizer = Tokenizer.load(folder)
     chat_template = None if tokenizer is None else ChatTemplate.load(folder)
     with _preparing(config, model_config, device, dtype) as preparation:
-        model = load_model(folder, dtype=dtype, on_progress=on_bytes)
+        prepared = _prepare_processor(config, model_config, choice, on_progress)
+        encoding = None if prepared is None else prepared.encoding
+        model = load_model(folder, dtype=dtype, on_progress=on_bytes, encoding=encoding)
         if config.model == DEMO_MODEL or commit is not None:
             model.model_id = config.model or ""
         torch.set_num_threads(config.num_threads or suggested_threads(model.weights_bytes, torch.get_num_threads()))
-        on_progress("allocating the KV pool", 0.05 + _WEIGHTS_SHARE)
+        on_progress("allocating the KV pool", 2 * _IMPORT_SHARE + _WEIGHTS_SHARE)
         if preparation is None:
-            executor = _on_processor(config, model, choice, device, on_progress)
+            executor = _on_processor(config, model, choice, prepared, device)
         else:
             executor = preparation.finish(model, lambda stage: on_progress(stage, 0.05 + _WEIGHTS_SHARE))
     return LoadedExecutor(executor, tokenizer, chat_template, commit)
@@ -150,7 +156,8 @@ def _device(config: ServerConfig) -> Device:
     """
     from ferrule_server.executor.devices import find_device
 
-    device = find_device("cpu" if config.executor == "numba-cpu" else config.device)
+    runs_on_processor = config.executor == "numba-cpu" or config.weights != "float"
+    device = find_device("cpu" if runs_on_processor else config.device)
     if device.index is None and config.device.startswith("cuda"):
         raise ConfigError(f"--device {config.device}: {_reason(device)}; --device auto runs the model on the processor")
     if device.index is not None and config.is_deterministic and config.dtype == "float32":
@@ -211,19 +218,44 @@ def _cpu_choice(config: ServerConfig, model_config: ModelConfig) -> Choice | Non
         return None
     from ferrule_server.executor.cpu.support import choose
 
-    choice = choose(model_config, "float32" if config.dtype == "float32" else "bfloat16")
-    if choice.plan is None and config.is_deterministic:
-        raise ConfigError(f"--deterministic needs kernels, not torch: {choice.reason}")
+    weights: WeightKind = config.weights  # type: ignore[assignment]
+    choice = choose(model_config, "float32" if config.dtype == "float32" else "bfloat16", weights)
+    needs_kernels = "--deterministic" if config.is_deterministic else f"--weights {weights}"
+    if choice.plan is None and (config.is_deterministic or weights != "float"):
+        raise ConfigError(f"{needs_kernels} needs kernels, not torch: {choice.reason}")
     return choice
 
 
+def _prepare_processor(
+    config: ServerConfig, model_config: ModelConfig, choice: Choice | None, on_progress: OnProgress
+) -> Prepared | None:
+    """Return what the kernels of the processor need before the weights are read; None: they do not run.
+
+    Raises:
+        ModelError: There is no memory for the weights.
+    """
+    if choice is None or choice.plan is None:
+        return None
+    from ferrule_server.executor.cpu.executor import prepare
+
+    try:
+        return prepare(
+            model_config,
+            choice.plan,
+            config.kernel_cache,
+            lambda stage, share: on_progress(stage, _IMPORT_SHARE * (1 + share)),
+        )
+    except (MemoryError, OSError) as error:
+        raise ModelError(f"--model {name_of(config.model)}: no memory for the weights: {error}") from error
+
+
 def _on_processor(
-    config: ServerConfig, model: LoadedModel, choice: Choice | None, device: Device, on_progress: OnProgress
+    config: ServerConfig, model: LoadedModel, choice: Choice | None, prepared: Prepared | None, device: Device
 ) -> Executor:
     """Return the executor of the processor. If another one was requested, it reports why that one does not run."""
     needs_gpu = config.executor == "numba-cuda" or device.is_broken
     reason = f"{_reason(device)}; the model runs on the processor" if needs_gpu else ""
-    if choice is None or choice.plan is None:
+    if choice is None or choice.plan is None or prepared is None:
         return _on_torch(config, model, "; ".join(filter(None, [reason, choice.reason if choice else ""])))
     from ferrule_server.executor.cpu.cores import usable_cores
     from ferrule_server.executor.cpu.executor import CpuOptions, NumbaCpuExecutor
@@ -236,13 +268,10 @@ def _on_processor(
             kv_memory_bytes=kv_memory_bytes,
             max_context=config.max_context or model.config.max_positions,
             max_step_rows=config.max_step_rows,
-            kernel_cache=config.kernel_cache,
             fallback_reason=reason,
             is_deterministic=config.is_deterministic,
         )
-        return NumbaCpuExecutor(
-            model, options, lambda stage, share: on_progress(stage, 0.05 + _WEIGHTS_SHARE + 0.05 * share)
-        )
+        return NumbaCpuExecutor(model, options, prepared)
 
 
 def _on_torch(config: ServerConfig, model: LoadedModel, reason: str) -> Executor:

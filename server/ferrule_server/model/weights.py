@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, fields, replace
 from io import FileIO
 from pathlib import Path
 from typing import Literal
@@ -94,12 +95,13 @@ class Encoding:
     """In what form matrices are kept after they have been read: those of linear layers, the output head included.
 
     Attributes:
-        name: Names the form and its version; part of the fingerprint.
-        encode: Called with a matrix [rows, inputs], returns what replaces it.
+        name: Names the form and its version; part of the fingerprint. Empty: values are as they were.
+        encode: Called with the name of a field of :class:`LayerWeights`, or ``head``, and a matrix [rows, inputs];
+            returns what replaces it. Called by one thread at a time, while the next matrix is read.
     """
 
     name: str
-    encode: Callable[[torch.Tensor], torch.Tensor]
+    encode: Callable[[str, torch.Tensor], torch.Tensor]
 
 
 @dataclass(slots=True, eq=False)
@@ -112,6 +114,7 @@ class LoadedModel:
         dtype: ``float32`` or ``bfloat16``, of weights, activations and KV.
         fingerprint: 32 bytes over weights, dtypes and everything else that decides the KV.
         num_parameters: Distinct parameters, tied ones once.
+        weights_bytes: Bytes of the weights in memory.
         weights: None once they are taken.
     """
 
@@ -120,17 +123,13 @@ class LoadedModel:
     dtype: DTypeName
     fingerprint: bytes
     num_parameters: int
+    weights_bytes: int
     weights: ModelWeights | None
 
     @property
     def torch_dtype(self) -> torch.dtype:
         """``dtype`` as torch names it."""
         return _TORCH_DTYPES[self.dtype]
-
-    @property
-    def weights_bytes(self) -> int:
-        """Bytes of the weights in memory."""
-        return self.num_parameters * self.torch_dtype.itemsize
 
     def take_weights(self) -> ModelWeights:
         """Return the weights and forget them: the executor may repack and free them one by one.
@@ -166,8 +165,12 @@ def load_model(
     except (MemoryError, OSError, OverflowError, RuntimeError, ValueError) as error:
         raise ModelError(f"no memory for the weights of {folder}: {error}") from error
     num_parameters = sum(place.numel() for place in places.values())
-    on_read = _Encoder(config, weights, places, encoding.encode).finish if encoding else lambda _name: None
-    digests = _read_all(stored, places, on_progress or (lambda _done, _total: None), on_read)
+    on_progress = on_progress or (lambda _done, _total: None)
+    if encoding is None:
+        digests = _read_all(stored, places, on_progress, lambda _name: None)
+    else:
+        with _Encoder(config, weights, places, encoding.encode) as encoder:
+            digests = _read_all(stored, places, on_progress, encoder.add)
     _check_tied_head(config, digests)
     return LoadedModel(
         config=config,
@@ -175,6 +178,7 @@ def load_model(
         dtype=dtype,
         fingerprint=_fingerprint(config, digests, dtype, encoding),
         num_parameters=num_parameters,
+        weights_bytes=_num_bytes(weights),
         weights=weights,
     )
 
@@ -295,14 +299,24 @@ def _read_all(
     return digests
 
 
+def _num_bytes(weights: ModelWeights) -> int:
+    tensors = [weights.embedding, weights.final_norm]
+    tensors += [] if weights.head is weights.embedding else [weights.head]
+    for layer in weights.layers:
+        tensors += [tensor for item in fields(layer) if (tensor := getattr(layer, item.name)) is not None]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
 class _Encoder:
-    """Replaces each matrix of the weights when all its parts have been read. Its memory is free then.
+    """Replaces each matrix of the weights when all its parts have been read, while the next one is read.
+
+    Leaving the block waits for the last one, and raises what went wrong. No more than one matrix is being replaced.
 
     Args:
         config: The network.
         weights: Changed.
         places: The parts that are still to be read, by name; those of a replaced matrix are removed.
-        encode: Returns what replaces a matrix.
+        encode: ``Encoding.encode``.
     """
 
     def __init__(
@@ -310,10 +324,10 @@ class _Encoder:
         config: ModelConfig,
         weights: ModelWeights,
         places: dict[str, torch.Tensor],
-        encode: Callable[[torch.Tensor], torch.Tensor],
+        encode: Callable[[str, torch.Tensor], torch.Tensor],
     ) -> None:
         self._weights, self._places, self._encode = weights, places, encode
-        self._missing: dict[tuple[int, str], set[str]] = {
+        self._missing = {
             (index, field_name): {f"model.layers.{index}.{part}" for part in parts}
             for index in range(config.num_layers)
             for field_name, parts in _layer_parts(config).items()
@@ -321,28 +335,38 @@ class _Encoder:
         }
         self._missing[-1, "head"] = {_EMBEDDING if config.is_tied else _HEAD}
         self._matrix_of = {name: matrix for matrix, names in self._missing.items() for name in names}
+        self._worker = ThreadPoolExecutor(1, "encode")
+        self._running: Future[None] | None = None
 
-    def finish(self, name: str) -> None:
+    def __enter__(self) -> _Encoder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._worker.shutdown()
+        if self._running is not None:
+            self._running.result()
+
+    def add(self, name: str) -> None:
         """Note that a tensor has been read."""
-        matrix = self._matrix_of.get(name)
-        if matrix is None:
+        if name not in self._matrix_of:
             return
-        missing = self._missing[matrix]
-        missing.discard(name)
-        if not missing:
-            self._replace(*matrix)
+        matrix = self._matrix_of.pop(name)
+        del self._places[name]
+        self._missing[matrix].discard(name)
+        if self._missing[matrix]:
+            return
+        if self._running is not None:
+            self._running.result()
+        self._running = self._worker.submit(self._replace, *matrix)
 
     def _replace(self, index: int, field_name: str) -> None:
-        for name in [name for name, matrix in self._matrix_of.items() if matrix == (index, field_name)]:
-            del self._places[name], self._matrix_of[name]
-        if index >= 0:
-            layer = self._weights.layers[index]
-            setattr(layer, field_name, self._encode(getattr(layer, field_name)))
-            return
-        is_tied = self._weights.head is self._weights.embedding
-        self._weights.head = self._encode(self._weights.head)
-        if is_tied:
-            self._weights.embedding = self._weights.head
+        holder = self._weights if index < 0 else self._weights.layers[index]
+        matrix = getattr(holder, field_name)
+        is_embedding = matrix is self._weights.embedding
+        encoded = self._encode(field_name, matrix)
+        setattr(holder, field_name, encoded)
+        if is_embedding:
+            self._weights.embedding = encoded
 
 
 class _ChunkReader:
@@ -407,7 +431,7 @@ def _fingerprint(
     """Return 32 bytes that are equal for equal networks, however their files are sharded."""
     network = asdict(replace(config, eos_ids=(), max_positions=1))
     digest = hashlib.sha256(b"ferrule-model-1\0")
-    types = {"dtype": encoding.name if encoding else dtype, "kv_dtype": dtype}
+    types = {"dtype": (encoding.name if encoding else "") or dtype, "kv_dtype": dtype}
     digest.update(json.dumps({"network": network, **types}, sort_keys=True).encode())
     for name in sorted(digests.keys() - ({_HEAD} if config.is_tied else set())):
         digest.update(name.encode() + b"\0" + digests[name])

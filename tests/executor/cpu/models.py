@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.make_random_model import write_model
-from ferrule_server.executor.cpu.executor import CpuOptions, NumbaCpuExecutor
-from ferrule_server.executor.cpu.quantised import encoding_of
+from ferrule_server.executor.cpu.executor import CpuOptions, NumbaCpuExecutor, prepare
 from ferrule_server.executor.cpu.support import plan_for
 from ferrule_server.executor.cpu.workers import Workers
 from ferrule_server.kernels.cpu.plan import Instructions, Plan, WeightKind
 from ferrule_server.kernels.cpu.processor import target_features
-from ferrule_server.model.weights import DTypeName, LoadedModel, load_model
+from ferrule_server.model.config import ModelConfig, read_config
+from ferrule_server.model.weights import DTypeName, load_model
 
 DEMO = Path(__file__).parents[3] / "server" / "ferrule_server" / "demo_model"
 HAS_AVX512_BF16 = bool(target_features().get("avx512bf16"))
@@ -81,14 +81,15 @@ def write_awkward(folder: Path) -> Path:
 
 
 def plan_of(
-    model: LoadedModel,
+    config: ModelConfig,
+    dtype: DTypeName,
     instructions: Instructions = "fma",
     weights: WeightKind = "float",
     *,
     is_emulated: bool = False,
 ) -> Plan:
     """Return how kernels of a model are compiled in a test."""
-    return replace(plan_for(model.config, instructions, model.dtype, weights), is_emulated=is_emulated)
+    return replace(plan_for(config, instructions, dtype, weights), is_emulated=is_emulated)
 
 
 @contextmanager
@@ -99,14 +100,15 @@ def running(
     *,
     weights: WeightKind = "float",
     num_threads: int = 2,
-    model: LoadedModel | None = None,
     **options: Any,
 ) -> Iterator[NumbaCpuExecutor]:
     """Run an executor over a model folder; its machine code is shared with other tests."""
-    model = model or load_model(folder, dtype=dtype, encoding=encoding_of(weights))
-    plan = plan_of(model, kernels[0], weights, is_emulated=kernels[1])
+    config = read_config(folder)
+    plan = plan_of(config, dtype, kernels[0], weights, is_emulated=kernels[1])
+    prepared = prepare(config, plan)
+    model = load_model(folder, dtype=dtype, encoding=prepared.encoding)
     settings: dict[str, Any] = {"kv_memory_bytes": 48 << 20, "max_context": 1024, "max_step_rows": 512} | options
-    executor = NumbaCpuExecutor(model, CpuOptions(plan, "a test", num_threads, **settings))
+    executor = NumbaCpuExecutor(model, CpuOptions(plan, "a test", num_threads, **settings), prepared)
     try:
         yield executor
     finally:

@@ -24,6 +24,7 @@ _DTYPES: Final = {
     "bfloat16": types_pb2.DATA_TYPE_BFLOAT16,
     "float16": types_pb2.DATA_TYPE_FLOAT16,
     "int8": types_pb2.DATA_TYPE_INT8,
+    "int4": types_pb2.DATA_TYPE_INT4,
 }
 _SHARED_FIELDS: Final = ("shared_blocks", "tombstones", "num_prefix_evictions", "num_exhausted")
 """Fields of GetCacheMetrics that only an administrator sees: the pool counts them for all principals together."""

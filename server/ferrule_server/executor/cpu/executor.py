@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -38,16 +38,17 @@ from ferrule_server.executor.cpu.crowding import ThreadCount
 from ferrule_server.executor.cpu.outputs import ask, read_outputs
 from ferrule_server.executor.cpu.records import ModelRecord, StepMemory
 from ferrule_server.executor.cpu.tasks import TaskPlanner
-from ferrule_server.executor.cpu.weights import pack_model, unpack_model
+from ferrule_server.executor.cpu.weights import Packer, unpack_model
 from ferrule_server.executor.cpu.workers import StepAborted, Workers
 from ferrule_server.executor.fallback.split import split_step
 from ferrule_server.executor.torch import TorchExecutor, check_settings, describe
 from ferrule_server.kernels.cpu.compiled import Kernels, compile_kernels, usable_cache
 from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.processor import kernel_set_id
-from ferrule_server.model.weights import LoadedModel
+from ferrule_server.model.config import ModelConfig
+from ferrule_server.model.weights import Encoding, LoadedModel
 
-__all__ = ["NAME", "CpuOptions", "NumbaCpuExecutor"]
+__all__ = ["NAME", "CpuOptions", "NumbaCpuExecutor", "Prepared", "prepare"]
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +69,6 @@ class CpuOptions:
         kv_memory_bytes: Size of the pool, rounded down to whole blocks, the null block included.
         max_context: Longest sequence in tokens, at most the model's own.
         max_step_rows: Most rows of a step.
-        kernel_cache: Folder in which machine code is kept; None: the user's cache.
         fallback_reason: Why a faster executor is not in use, although one was requested.
         is_deterministic: Torch must not take over.
     """
@@ -79,9 +79,48 @@ class CpuOptions:
     kv_memory_bytes: int
     max_context: int
     max_step_rows: int = 512
-    kernel_cache: Path | None = None
     fallback_reason: str = ""
     is_deterministic: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What there is before weights are read.
+
+    Attributes:
+        kernels: The machine code.
+        packer: Packs matrices while they are read.
+    """
+
+    kernels: Kernels
+    packer: Packer
+
+    @property
+    def encoding(self) -> Encoding:
+        """In what form weights are loaded."""
+        return Encoding(self.packer.name, self.packer.encode)
+
+
+def prepare(
+    config: ModelConfig, plan: Plan, kernel_cache: Path | None = None, on_progress: Progress = lambda _s, _p: None
+) -> Prepared:
+    """Compile the kernels, or load them, and allocate the memory of the weights.
+
+    Args:
+        config: The network.
+        plan: How the kernels are compiled.
+        kernel_cache: Folder in which machine code is kept; None: the user's cache.
+        on_progress: Called while kernels are compiled.
+
+    Raises:
+        MemoryError, OSError: There is no memory for the weights.
+    """
+
+    def on_kernel(num_done: int, num_kernels: int) -> None:
+        on_progress(f"compiling kernels, {num_done} of {num_kernels} (the first start only)", num_done / num_kernels)
+
+    kernels = compile_kernels(plan, usable_cache(kernel_cache), on_kernel)
+    return Prepared(kernels, Packer(config, plan, kernels.pack))
 
 
 class NumbaCpuExecutor:
@@ -92,14 +131,14 @@ class NumbaCpuExecutor:
     Args:
         model: The executor takes its weights; the model cannot be used for a second executor.
         options: How to run.
-        on_progress: Called while kernels are compiled and weights are packed.
+        prepared: Of the same plan; its packer has packed the model's matrices.
 
     Raises:
         ConfigError: A setting is out of range, or the pool would hold too few blocks.
         ModelError: The weights were taken before.
     """
 
-    def __init__(self, model: LoadedModel, options: CpuOptions, on_progress: Progress = lambda _s, _p: None) -> None:
+    def __init__(self, model: LoadedModel, options: CpuOptions, prepared: Prepared) -> None:
         self._model, self._options = model, options
         self._torch: TorchExecutor | None = None
         self._num_torch_steps = 0
@@ -107,15 +146,9 @@ class NumbaCpuExecutor:
         if options.fallback_reason:
             _log.warning("event=processor_serves reason=%r", options.fallback_reason)
         self._info = _describe(model, options)
-        kernels = _compile(options, on_progress)
-        self._packed = pack_model(
-            model.config,
-            model.take_weights(),
-            lambda share: on_progress("packing weights", share),
-            options.plan.weights,
-        )
+        self._packed = prepared.packer.finish(model.take_weights())
         self._pool = BlockPool(self._info, model.torch_dtype)
-        self._start(kernels)
+        self._start(prepared.kernels)
 
     def _start(self, kernels: Kernels) -> None:
         """Allocate the memory of a step and start the threads."""
@@ -207,7 +240,7 @@ class NumbaCpuExecutor:
         _log.error("event=torch_serves reason=%r", str(error), exc_info=error)
         self._workers.close()
         model, options = self._model, self._options
-        model.weights = unpack_model(model.config, self._packed)
+        model.weights = unpack_model(model.config, options.plan, self._packed)
         del self._packed, self._pool, self._memory
         self._torch = TorchExecutor(
             model,
@@ -250,17 +283,11 @@ class NumbaCpuExecutor:
         del self._packed, self._pool, self._memory
 
 
-def _compile(options: CpuOptions, on_progress: Progress) -> Kernels:
-    def on_kernel(num_done: int, num_kernels: int) -> None:
-        on_progress(f"compiling kernels, {num_done} of {num_kernels} (the first start only)", num_done / num_kernels)
-
-    return compile_kernels(options.plan, usable_cache(options.kernel_cache), on_kernel)
-
-
 def _describe(model: LoadedModel, options: CpuOptions) -> ExecutorInfo:
     plan = options.plan
     check_settings(model, options.kv_memory_bytes, options.max_context, plan.block_size)
     num_bytes = bytes_per_block(model.config, plan.block_size, model.torch_dtype)
+    description = describe(model, options.max_context)
     return ExecutorInfo(
         name=NAME,
         device="cpu",
@@ -268,8 +295,8 @@ def _describe(model: LoadedModel, options: CpuOptions) -> ExecutorInfo:
         block_size=plan.block_size,
         num_blocks=options.kv_memory_bytes // num_bytes,
         bytes_per_block=num_bytes,
-        model=describe(model, options.max_context),
-        supported_dtypes=("float32", "bfloat16"),
+        model=replace(description, dtype=plan.weights) if plan.is_quantised else description,
+        supported_dtypes=("float32", "bfloat16", "int8", "int4"),
         fallback_reason=options.fallback_reason,
         kernel_set=kernel_set_id(plan),
         kernel_set_reason=options.reason,

@@ -1,13 +1,11 @@
 """The weights of a model as the kernels read them: packed, one after the other, in one arena of huge pages.
 
-Linear layers are packed as ``kernels.cpu.dot`` says. Their rows come in units, each with whole groups of 64::
+Linear layers are packed by ``kernels.cpu.pack``, as soon as they have been read, and freed then, so there is never a
+second copy of the model. Their rows come in units, each with whole groups of 64::
 
     qkv       one head, or as many as 64 rows hold; a head of another width is padded to whole groups
     gate_up   32 rows of gate, the same 32 rows of up
     others    64 rows
-
-Quantised matrices come as rows of bytes (``quantised``) and are packed by the same units. A matrix is packed into the
-arena and freed before the next one is, so there is never a second copy of the model.
 """
 
 from __future__ import annotations
@@ -20,19 +18,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ferrule_server.executor.cpu.quantised import pack_rows, packed_bytes, unpack_rows
+from ferrule_server.executor.cpu.quantised import unpack_quantised
+from ferrule_server.kernels.cpu.compiled import Kernels
 from ferrule_server.kernels.cpu.dot import GROUP, TILE_INPUTS
-from ferrule_server.kernels.cpu.plan import WeightKind
+from ferrule_server.kernels.cpu.pack import pack_scratch_bytes
+from ferrule_server.kernels.cpu.plan import Plan
+from ferrule_server.kernels.cpu.processor import QUANTISERS
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.memory import new_tensor
 from ferrule_server.model.weights import LayerWeights, ModelWeights
 
-__all__ = ["HeadUnits", "PackedLayer", "PackedModel", "pack_model", "unpack_model"]
+__all__ = ["HeadUnits", "PackedLayer", "PackedModel", "Packer", "unpack_model"]
 
 _HALF: Final = GROUP // 2
 _ALIGNMENT: Final = 64
-
-Progress = Callable[[float], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ class HeadUnits:
 
 @dataclass(slots=True)
 class PackedLayer:
-    """The weights of a layer in the arena; linear layers packed, all others float32; None: the layer has none."""
+    """The weights of a layer: linear layers packed, all others float32; None: the layer has none."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -82,88 +81,19 @@ class PackedLayer:
 
 @dataclass(slots=True)
 class PackedModel:
-    """The weights of a model in the arena.
+    """The weights of a model as the kernels read them.
 
     Attributes:
         embedding: The packed head itself if they are tied, else [vocab_size, hidden_size].
         head: Packed.
         final_norm: float32 [hidden_size].
         layers: In order.
-        dtype: Of linear layers that are not quantised, and of an embedding that is not tied.
-        kind: Whether and how linear layers are quantised.
     """
 
     embedding: Tensor
     head: Tensor
     final_norm: Tensor
     layers: list[PackedLayer]
-    dtype: torch.dtype
-    kind: WeightKind
-
-
-class _Arena:
-    """One mapping that is filled from its begin.
-
-    Args:
-        num_bytes: Its size.
-        kind: Whether and how matrices are quantised.
-        on_progress: Called with the filled share after each tensor.
-    """
-
-    def __init__(self, num_bytes: int, kind: WeightKind, on_progress: Progress) -> None:
-        self._kind = kind
-        self._bytes = new_tensor((num_bytes,), torch.uint8)
-        self._used = 0
-        self._on_progress = on_progress
-
-    def take(self, num_values: int, dtype: torch.dtype) -> Tensor:
-        """Return the next values: zeros, at an address that is a multiple of 64."""
-        end = self._used + num_values * dtype.itemsize
-        values = self._bytes[self._used : end].view(dtype)
-        self._used = -(-end // _ALIGNMENT) * _ALIGNMENT
-        self._on_progress(self._used / len(self._bytes))
-        return values
-
-    def pack(self, weight: Tensor, num_inputs: int) -> Tensor:
-        """Return a matrix [whole groups, inputs], packed."""
-        if self._kind != "float":
-            packed = self.take(packed_bytes(self._kind, len(weight), num_inputs), torch.uint8)
-            pack_rows(weight, self._kind, num_inputs, packed)
-            return packed
-        inputs = -(-weight.shape[1] // TILE_INPUTS) * TILE_INPUTS
-        packed = self.take(weight.shape[0] * inputs, weight.dtype)
-        whole = weight if inputs == weight.shape[1] else F.pad(weight, (0, inputs - weight.shape[1]))
-        _blocks(packed, inputs).copy_(_as_blocks(whole))
-        return packed
-
-    def keep(self, values: Tensor) -> Tensor:
-        """Return a vector as float32."""
-        kept = self.take(values.numel(), torch.float32)
-        kept.copy_(values)
-        return kept
-
-
-def _blocks(packed: Tensor, inputs: int) -> Tensor:
-    """Return packed memory as [groups, pairs of inputs, 64, 2], or as [groups, inputs, 64] in float32."""
-    if packed.dtype == torch.float32:
-        return packed.view(-1, inputs, GROUP)
-    return packed.view(-1, inputs // 2, GROUP, 2)
-
-
-def _as_blocks(weight: Tensor) -> Tensor:
-    """Return a view of a matrix [whole groups, inputs] in the order of :func:`_blocks`."""
-    groups, inputs = weight.shape[0] // GROUP, weight.shape[1]
-    if weight.dtype == torch.float32:
-        return weight.reshape(groups, GROUP, inputs).transpose(1, 2)
-    return weight.reshape(groups, GROUP, inputs // 2, 2).transpose(1, 2)
-
-
-def _as_rows(model: PackedModel, packed: Tensor, inputs: int) -> Tensor:
-    """Return the matrix [whole groups, inputs] of packed memory."""
-    if model.kind != "float":
-        return unpack_rows(packed, model.kind, inputs).to(model.dtype)
-    width = -(-inputs // TILE_INPUTS) * TILE_INPUTS
-    return _blocks(packed, width).transpose(1, 2).reshape(-1, width)[:, :inputs]
 
 
 def _padded(values: Tensor, num_rows: int) -> Tensor:
@@ -193,92 +123,127 @@ def _interleaved(values: Tensor) -> Tensor:
     return torch.cat((gate, up), 1).flatten(0, 1)
 
 
-def pack_model(
-    config: ModelConfig, weights: ModelWeights, on_progress: Progress, kind: WeightKind = "float"
-) -> PackedModel:
-    """Return the weights of a model, packed.
+class Packer:
+    """Packs the matrices of a model, in whatever order they are read.
 
     Args:
-        config: Its network.
-        weights: Taken over: each matrix is freed when it is packed.
-        on_progress: Called with the packed share, from 0 to 1.
-        kind: Whether and how the matrices of ``weights`` are quantised, all but an embedding that is not tied.
+        config: The network.
+        plan: Of the kernels.
+        pack: ``Kernels.pack``.
+
+    Attributes:
+        name: Names the form of quantised matrices and its version; empty: weights are not quantised.
 
     Raises:
         MemoryError, OSError: There is no memory for the arena.
     """
-    arena = _Arena(_arena_bytes(config, weights, kind), kind, on_progress)
-    dtype = weights.final_norm.dtype
-    is_tied = weights.head is weights.embedding
-    head = arena.pack(_whole_groups(weights.head), config.hidden_size)
-    del weights.head
-    embedding = head if is_tied else arena.take(weights.embedding.numel(), dtype).copy_(weights.embedding.flatten())
-    del weights.embedding
-    final_norm = arena.keep(weights.final_norm)
-    layers = []
-    while weights.layers:
-        layers.append(_pack_layer(config, weights.layers.pop(0), arena))
-    return PackedModel(embedding, head, final_norm, layers, dtype, kind)
+
+    def __init__(self, config: ModelConfig, plan: Plan, pack: Callable[..., int]) -> None:
+        self._config, self._plan, self._pack = config, plan, pack
+        self._units = HeadUnits.of(config)
+        self._arena = new_tensor((sum(self._num_bytes(name) for name in self._names()),), torch.uint8)
+        self._used = 0
+        self.name = f"{plan.weights}/{QUANTISERS[plan.weights]}" if plan.is_quantised else ""
+
+    def _names(self) -> list[str]:
+        return ["head", *["qkv", "attention_out", "gate_up", "down"] * self._config.num_layers]
+
+    def _shape(self, name: str) -> tuple[int, int]:
+        """Return the packed rows of a matrix, and its inputs."""
+        config, units = self._config, self._units
+        hidden = config.hidden_size
+        out = -(-hidden // GROUP) * GROUP
+        return {
+            "head": (-(-config.vocab_size // GROUP) * GROUP, hidden),
+            "qkv": (units.count * units.groups * GROUP, hidden),
+            "attention_out": (out, config.num_heads * config.head_dim),
+            "gate_up": (2 * -(-config.intermediate_size // _HALF) * _HALF, hidden),
+            "down": (out, config.intermediate_size),
+        }[name]
+
+    def _num_bytes(self, name: str) -> int:
+        num_rows, num_inputs = self._shape(name)
+        tiles = -(-num_inputs // TILE_INPUTS) * self._plan.tile_bytes
+        return -(-num_rows // GROUP * (tiles + self._plan.group_end_bytes) // _ALIGNMENT) * _ALIGNMENT
+
+    def encode(self, name: str, matrix: Tensor) -> Tensor:
+        """Return a matrix, named by its field in ``LayerWeights`` or ``head``, packed: uint8."""
+        num_rows, num_inputs = self._shape(name)
+        rows = self._in_units(name, matrix).contiguous()
+        assert rows.shape == (num_rows, num_inputs), (name, rows.shape)
+        packed = self._arena[self._used : self._used + self._num_bytes(name)]
+        self._used += len(packed)
+        scratch = torch.empty(pack_scratch_bytes(num_inputs) + _ALIGNMENT, dtype=torch.uint8)
+        addresses = packed.data_ptr(), scratch.data_ptr()
+        self._pack(None, rows.data_ptr(), rows.stride(0) * rows.itemsize, num_rows, num_inputs, *addresses)
+        return packed
+
+    def _in_units(self, name: str, values: Tensor) -> Tensor:
+        """Return the rows of a matrix, or the numbers of a bias, in whole units."""
+        if name == "qkv":
+            return _by_units(self._units, values, self._config.head_dim)
+        return _interleaved(values) if name == "gate_up" else _whole_groups(values)
+
+    def finish(self, weights: ModelWeights) -> PackedModel:
+        """Return the model, when all matrices have been packed."""
+        return PackedModel(
+            embedding=weights.embedding,
+            head=weights.head,
+            final_norm=weights.final_norm.float(),
+            layers=[self._finish_layer(layer) for layer in weights.layers],
+        )
+
+    def _finish_layer(self, layer: LayerWeights) -> PackedLayer:
+        def bias(name: str, values: Tensor | None) -> Tensor | None:
+            return None if values is None else self._in_units(name, values).float().contiguous()
+
+        return PackedLayer(
+            input_norm=layer.input_norm.float(),
+            qkv=layer.qkv,
+            out=layer.attention_out,
+            post_norm=layer.post_attention_norm.float(),
+            gate_up=layer.gate_up,
+            down=layer.down,
+            q_norm=None if layer.q_norm is None else layer.q_norm.float(),
+            k_norm=None if layer.k_norm is None else layer.k_norm.float(),
+            qkv_bias=bias("qkv", layer.qkv_bias),
+            out_bias=bias("attention_out", layer.attention_out_bias),
+            gate_up_bias=bias("gate_up", layer.gate_up_bias),
+            down_bias=bias("down", layer.down_bias),
+        )
 
 
-def _pack_layer(config: ModelConfig, layer: LayerWeights, arena: _Arena) -> PackedLayer:
-    units = HeadUnits.of(config)
-    vectors = {
-        "q_norm": layer.q_norm,
-        "k_norm": layer.k_norm,
-        "qkv_bias": None if layer.qkv_bias is None else _by_units(units, layer.qkv_bias, config.head_dim),
-        "out_bias": None if layer.attention_out_bias is None else _whole_groups(layer.attention_out_bias),
-        "gate_up_bias": None if layer.gate_up_bias is None else _interleaved(layer.gate_up_bias),
-        "down_bias": None if layer.down_bias is None else _whole_groups(layer.down_bias),
-    }
-    return PackedLayer(
-        input_norm=arena.keep(layer.input_norm),
-        qkv=arena.pack(_by_units(units, layer.qkv, config.head_dim), config.hidden_size),
-        out=arena.pack(_whole_groups(layer.attention_out), config.num_heads * config.head_dim),
-        post_norm=arena.keep(layer.post_attention_norm),
-        gate_up=arena.pack(_interleaved(layer.gate_up), config.hidden_size),
-        down=arena.pack(_whole_groups(layer.down), config.intermediate_size),
-        **{name: arena.keep(vector) for name, vector in vectors.items() if vector is not None},
-    )
+def _as_rows(plan: Plan, packed: Tensor, inputs: int) -> Tensor:
+    """Return the matrix [whole groups, inputs] of packed memory."""
+    if plan.is_quantised:
+        return unpack_quantised(plan, packed, inputs).to(_dtype(plan))
+    width = -(-inputs // TILE_INPUTS) * TILE_INPUTS
+    values = packed.view(_dtype(plan))
+    blocks = values.view(-1, width // 2, GROUP, 2) if plan.is_bfloat16 else values.view(-1, width, GROUP)
+    return blocks.transpose(1, 2).reshape(-1, width)[:, :inputs]
 
 
-def _arena_bytes(config: ModelConfig, weights: ModelWeights, kind: WeightKind) -> int:
-    """Return the size of the arena."""
-    units = HeadUnits.of(config)
-    dtype = weights.final_norm.dtype
-
-    def matrix(num_rows: int, num_inputs: int) -> int:
-        if kind != "float":
-            return packed_bytes(kind, num_rows, num_inputs)
-        return num_rows * -(-num_inputs // TILE_INPUTS) * TILE_INPUTS * dtype.itemsize
-
-    hidden, query = config.hidden_size, config.num_heads * config.head_dim
-    out, vocab = (-(-size // GROUP) * GROUP for size in (hidden, config.vocab_size))
-    qkv, gate_up = units.count * units.groups * GROUP, 2 * -(-config.intermediate_size // _HALF) * _HALF
-    layer = matrix(qkv, hidden) + matrix(gate_up, hidden) + matrix(out, query) + matrix(out, config.intermediate_size)
-    vectors = 4 * (qkv + gate_up + 8 * out + 4 * config.head_dim) + 16 * _ALIGNMENT
-    embedding = 0 if weights.head is weights.embedding else weights.embedding.numel() * dtype.itemsize
-    return config.num_layers * layer + matrix(vocab, hidden) + embedding + (config.num_layers + 2) * vectors
+def _dtype(plan: Plan) -> torch.dtype:
+    return torch.bfloat16 if plan.is_bfloat16 else torch.float32
 
 
-def unpack_model(config: ModelConfig, packed: PackedModel) -> ModelWeights:
-    """Return the weights as they were before :func:`pack_model`; the layers of ``packed`` are freed one by one.
+def unpack_model(config: ModelConfig, plan: Plan, packed: PackedModel) -> ModelWeights:
+    """Return the weights as they were before; the layers of ``packed`` are freed one by one.
 
     Quantised ones are what their integers and scales stand for, rounded to the type of the others.
     """
     hidden, vocab = config.hidden_size, config.vocab_size
-    head = _as_rows(packed, packed.head, hidden)[:vocab].contiguous()
+    head = _as_rows(plan, packed.head, hidden)[:vocab].contiguous()
     is_tied = packed.embedding is packed.head
     embedding = head if is_tied else packed.embedding.view(vocab, hidden).clone()
-    weights = ModelWeights(embedding, head, packed.final_norm.to(packed.dtype))
+    weights = ModelWeights(embedding, head, packed.final_norm.to(_dtype(plan)))
     while packed.layers:
-        weights.layers.append(_unpack_layer(config, packed.layers.pop(0), packed))
+        weights.layers.append(_unpack_layer(config, plan, packed.layers.pop(0)))
     return weights
 
 
-def _unpack_layer(config: ModelConfig, layer: PackedLayer, packed: PackedModel) -> LayerWeights:
-    dtype = packed.dtype
-    units = HeadUnits.of(config)
+def _unpack_layer(config: ModelConfig, plan: Plan, layer: PackedLayer) -> LayerWeights:
+    units, dtype = HeadUnits.of(config), _dtype(plan)
     hidden, query = config.hidden_size, config.num_heads * config.head_dim
 
     def vector(values: Tensor | None) -> Tensor | None:
@@ -298,11 +263,11 @@ def _unpack_layer(config: ModelConfig, layer: PackedLayer, packed: PackedModel) 
 
     return LayerWeights(
         input_norm=layer.input_norm.to(dtype),
-        qkv=heads(_as_rows(packed, layer.qkv, hidden)),
-        attention_out=_as_rows(packed, layer.out, query)[:hidden].contiguous(),
+        qkv=heads(_as_rows(plan, layer.qkv, hidden)),
+        attention_out=_as_rows(plan, layer.out, query)[:hidden].contiguous(),
         post_attention_norm=layer.post_norm.to(dtype),
-        gate_up=gate_up(_as_rows(packed, layer.gate_up, hidden)),
-        down=_as_rows(packed, layer.down, config.intermediate_size)[:hidden].contiguous(),
+        gate_up=gate_up(_as_rows(plan, layer.gate_up, hidden)),
+        down=_as_rows(plan, layer.down, config.intermediate_size)[:hidden].contiguous(),
         q_norm=vector(layer.q_norm),
         k_norm=vector(layer.k_norm),
         qkv_bias=bias(layer.qkv_bias, heads),

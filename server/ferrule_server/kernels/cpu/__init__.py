@@ -1,5 +1,6 @@
 """Kernels of processors: a whole decoder step as machine code that Numba compiles at start, run by several threads.
 
+pack.py             weights as the kernels read them, quantised on the way
 step.py             the step: its stages, and the barriers between them
 linear.py           linear layers, with what follows each of them
 dot.py              the product of a few rows and 64 outputs, for each set of instructions

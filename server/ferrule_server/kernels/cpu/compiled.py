@@ -22,6 +22,7 @@ from numba.core import config
 
 from ferrule_server.kernels.cpu.attention import attend, merge
 from ferrule_server.kernels.cpu.linear import linear
+from ferrule_server.kernels.cpu.pack import pack
 from ferrule_server.kernels.cpu.plan import Plan, PlanType
 from ferrule_server.kernels.cpu.step import work
 
@@ -31,6 +32,7 @@ _log = logging.getLogger(__name__)
 
 _SOURCES: Final = Path(__file__).parent
 _WORK: Final = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 4)
+_PACK: Final = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +41,12 @@ class Kernels:
 
     Attributes:
         work: Called with (null, model, step, sync block, thread), all addresses but the last; releases the GIL.
+        pack: Called with null and what ``pack.pack`` takes; releases the GIL.
         linear, attend, merge: Addresses, for the model's record.
     """
 
     work: Callable[[None, int, int, int, int], int]
+    pack: Callable[[None, int, int, int, int, int, int], int]
     linear: int
     attend: int
     merge: int
@@ -65,6 +69,7 @@ def compile_kernels(plan: Plan, cache: Path | None, on_progress: Callable[[int, 
         attend: types.int64(PlanType(plan), *[types.int64] * 8),
         merge: types.int64(PlanType(plan), *[types.int64] * 8),
         work: types.int64(general, *[types.int64] * 4),
+        pack: types.int64(general, *[types.int64] * 6),
     }
     compiled: list[Any] = []
     for kernel, signature in signatures.items():
@@ -72,7 +77,8 @@ def compile_kernels(plan: Plan, cache: Path | None, on_progress: Callable[[int, 
         compiled.append(cfunc(signature, cache=cache is not None)(kernel.py_func))  # type: ignore[attr-defined]
     on_progress(len(compiled), len(signatures))
     linear_code, attend_code, merge_code = (each.address for each in compiled[:3])
-    return Kernels(_WORK(compiled[3].address), linear_code, attend_code, merge_code, tuple(compiled))
+    work_code, pack_code = _WORK(compiled[3].address), _PACK(compiled[4].address)
+    return Kernels(work_code, pack_code, linear_code, attend_code, merge_code, tuple(compiled))
 
 
 def usable_cache(folder: Path | None) -> Path | None:

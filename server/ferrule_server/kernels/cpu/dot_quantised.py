@@ -17,7 +17,6 @@ multiplies with a pair of inputs and adds to one 32-bit lane (``vpdpwssd`` of AV
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from llvmlite import ir
@@ -77,11 +76,16 @@ def emit_quantised_product(
     sweeps = _TILES // at_once
     num_lines = _ceil(builder, num_lines, sweeps)
     swept_bytes = builder.mul(builder.mul(num_lines, num_tiles), ir.Constant(I64, _LINE))
-    for sweep in range(sweeps):
-        product = _Product(builder, plan, num_rows, range(sweep * at_once, (sweep + 1) * at_once))
-        here = builder.add(ahead, builder.mul(swept_bytes, ir.Constant(I64, sweep)))
-        sums = product.emit(weight, num_tiles, inputs, row_bytes, here, num_lines)
-        product.add_to(sums, scales, row_bytes, out, out_row_bytes)
+    product = _Product(builder, plan, num_rows, at_once)
+
+    def sweep(number: Value, _: list[Value]) -> list[Value]:
+        column = builder.mul(number, ir.Constant(I64, 64 * at_once))
+        here = builder.add(ahead, builder.mul(swept_bytes, number))
+        sums = product.emit(weight, column, num_tiles, inputs, row_bytes, here, num_lines)
+        product.add_to(sums, scales, row_bytes, builder.add(out, column), out_row_bytes)
+        return []
+
+    loop(builder, ir.Constant(I64, sweeps), [], sweep)
 
 
 def _tiles_at_once(plan: Plan, num_rows: int) -> int:
@@ -98,18 +102,28 @@ def _ceil(builder: Builder, value: Value, divisor: int) -> Value:
 class _Product:
     """Writes the code that multiplies ``num_rows`` rows and some times 16 outputs, with every sum in a register."""
 
-    def __init__(self, builder: Builder, plan: Plan, num_rows: int, tiles: Sequence[int]) -> None:
+    def __init__(self, builder: Builder, plan: Plan, num_rows: int, num_tiles: int) -> None:
         self._builder = builder
         self._plan = plan
         self._num_rows = num_rows
-        self._tiles = tiles
+        self._tiles = range(num_tiles)
         self._is_int8 = plan.weights == "int8"
         self._pieces = TILE_INPUTS // (4 if self._is_int8 else 8)
 
     def emit(
-        self, weight: Value, num_tiles: Value, inputs: Value, row_bytes: Value, ahead: Value, num_lines: Value
+        self,
+        weight: Value,
+        column: Value,
+        num_tiles: Value,
+        inputs: Value,
+        row_bytes: Value,
+        ahead: Value,
+        num_lines: Value,
     ) -> list[Value]:
-        """Return the products of some tiles of inputs, without the scales of inputs: float32, by rows."""
+        """Return the products of some tiles of inputs, without the scales of inputs: float32, by rows.
+
+        ``column`` is how many bytes of weights of 4 or 8 inputs come before the first output.
+        """
         builder = self._builder
         rows = [builder.add(inputs, builder.mul(row_bytes, ir.Constant(I64, m))) for m in range(self._num_rows)]
         count = self._num_rows * len(self._tiles)
@@ -124,12 +138,14 @@ class _Product:
             )
 
         def whole_tile(k: Value, sums: list[Value]) -> list[Value]:
-            return self._add_tile(*place(k), lines, sums)
+            at, columns, here = place(k)
+            return self._add_tile(builder.add(at, column), columns, here, lines, sums)
 
         def scaled_tile(k: Value, sums: list[Value]) -> list[Value]:
             at, columns, here = place(k)
-            parts = self._add_tile(at, columns, here, lines, [integers(0)] * count)
-            return self._add_scaled(offset(builder, at, self._pieces * _PIECE_BYTES), parts, sums)
+            parts = self._add_tile(builder.add(at, column), columns, here, lines, [integers(0)] * count)
+            scales = builder.add(at, builder.udiv(column, ir.Constant(I64, 2)))
+            return self._add_scaled(offset(builder, scales, self._pieces * _PIECE_BYTES), parts, sums)
 
         if self._is_int8:
             totals = loop(builder, num_tiles, [integers(0)] * count, whole_tile)

@@ -28,11 +28,13 @@ __all__ = [
     "maximum",
     "multiply",
     "prefetch",
+    "rint",
     "round_to_bfloat16",
     "select_below",
     "splat",
     "store",
     "store_bfloat16",
+    "store_int8",
     "store_int16",
     "subtract",
     "sum_of",
@@ -193,16 +195,37 @@ def store_bfloat16(typing: Any, address: Any, x: Any) -> Any:
     return types.void(types.int64, lanes), emit
 
 
-@intrinsic
-def store_int16(typing: Any, address: Any, x: Any) -> Any:
-    """Write 16 numbers to an address, rounded to int16, to nearest even; anything for what is no int16."""
+def _emit_rint(builder: Builder, x: Value) -> Value:
+    return call(builder, "llvm.rint.v16f32", F32X16, [x])
+
+
+def _store_integers(kind: Value) -> Any:
+    """Return what writes 16 numbers as integers of a type, rounded to nearest even; anything for those out of range."""
 
     def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
-        whole = call(builder, "llvm.rint.v16f32", F32X16, [args[1]])
-        write(builder, builder.trunc(builder.fptosi(whole, I32X16), I16X16), args[0], 2)
+        whole = builder.fptosi(_emit_rint(builder, args[1]), I32X16)
+        write(builder, builder.trunc(whole, ir.VectorType(kind, LANES)), args[0], kind.width // 8)
         return context.get_dummy_value()
 
-    return types.void(types.int64, lanes), emit
+    return emit
+
+
+@intrinsic
+def store_int16(typing: Any, address: Any, x: Any) -> Any:
+    """Write 16 numbers to an address, rounded to int16."""
+    return types.void(types.int64, lanes), _store_integers(I16)
+
+
+@intrinsic
+def store_int8(typing: Any, address: Any, x: Any) -> Any:
+    """Write 16 numbers to an address, rounded to int8."""
+    return types.void(types.int64, lanes), _store_integers(I8)
+
+
+@intrinsic
+def rint(typing: Any, x: Any) -> Any:
+    """Return the lanes rounded to integers, to nearest even."""
+    return lanes(lanes), lambda _c, b, _s, a: _emit_rint(b, a[0])
 
 
 @intrinsic
@@ -334,7 +357,7 @@ def _emit_exp(builder: Builder, x: Value) -> Value:
     is_nan = builder.fcmp_unordered("uno", x, x)
     given, x = x, _emit_maximum(builder, x, constant(_LOWEST_EXPONENT))
     x = builder.select(builder.fcmp_ordered("<", x, constant(_HIGHEST_EXPONENT)), x, constant(_HIGHEST_EXPONENT))
-    n = call(builder, "llvm.rint.v16f32", F32X16, [builder.fmul(x, constant(_LOG2_E))])
+    n = _emit_rint(builder, builder.fmul(x, constant(_LOG2_E)))
     rest = emit_fma(builder, n, constant(-_LN2_HIGH), x)
     rest = emit_fma(builder, n, constant(-_LN2_LOW), rest)
     result = constant(_EXP_COEFFICIENTS[0])

@@ -17,7 +17,7 @@ from numba.core import config
 
 from ferrule_server.kernels.cpu.plan import Instructions, Plan, WeightKind
 
-__all__ = ["choose_instructions", "kernel_set_id", "may_use_amx", "target_features"]
+__all__ = ["QUANTISERS", "choose_instructions", "kernel_set_id", "may_use_amx", "target_features"]
 
 _VERSIONS: Final[Mapping[Instructions | WeightKind, int]] = {
     "fma": 1,
@@ -27,6 +27,9 @@ _VERSIONS: Final[Mapping[Instructions | WeightKind, int]] = {
     "int4": 1,
 }
 """Raised whenever a kernel set gives other bits than before."""
+
+QUANTISERS: Final[Mapping[WeightKind, int]] = {"int8": 1, "int4": 1}
+"""Versions of how weights are quantised: raised whenever the same weights give other integers or scales than before."""
 
 _NR_ARCH_PRCTL: Final = 158
 _ARCH_REQ_XCOMP_PERM: Final = 0x1023

@@ -16,6 +16,7 @@ __all__ = [
     "read_int32",
     "read_int64",
     "read_int8",
+    "write_bfloat16",
     "write_float32",
     "write_float64",
     "write_int32",
@@ -55,6 +56,18 @@ def read_bfloat16(typing: Any, address: Any) -> Any:
         return builder.bitcast(builder.shl(bits, ir.Constant(I32, 16)), F32)
 
     return types.float32(types.int64), emit
+
+
+@intrinsic
+def write_bfloat16(typing: Any, address: Any, value: Any) -> Any:
+    """Write the upper half of a float32 number to an address."""
+
+    def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
+        bits = builder.lshr(builder.bitcast(args[1], I32), ir.Constant(I32, 16))
+        write(builder, builder.trunc(bits, I16), args[0], 2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32), emit
 
 
 @intrinsic

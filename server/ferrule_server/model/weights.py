@@ -114,8 +114,8 @@ class LoadedModel:
         dtype: ``float32`` or ``bfloat16``, of weights, activations and KV.
         fingerprint: 32 bytes over weights, dtypes and everything else that decides the KV.
         num_parameters: Distinct parameters, tied ones once.
-        weights_bytes: Bytes of the weights in memory.
         weights: None once they are taken.
+        weights_bytes: Bytes of the weights in memory.
     """
 
     config: ModelConfig
@@ -123,8 +123,8 @@ class LoadedModel:
     dtype: DTypeName
     fingerprint: bytes
     num_parameters: int
-    weights_bytes: int
     weights: ModelWeights | None
+    weights_bytes: int = 0
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -178,8 +178,8 @@ def load_model(
         dtype=dtype,
         fingerprint=_fingerprint(config, digests, dtype, encoding),
         num_parameters=num_parameters,
-        weights_bytes=_num_bytes(weights),
         weights=weights,
+        weights_bytes=_num_bytes(weights),
     )
 
 
@@ -425,9 +425,7 @@ def _check_tied_head(config: ModelConfig, digests: dict[str, bytes]) -> None:
         raise ModelError(f"config.json ties the output head, yet {_HEAD} differs from {_EMBEDDING}")
 
 
-def _fingerprint(
-    config: ModelConfig, digests: dict[str, bytes], dtype: DTypeName, encoding: Encoding | None
-) -> bytes:
+def _fingerprint(config: ModelConfig, digests: dict[str, bytes], dtype: DTypeName, encoding: Encoding | None) -> bytes:
     """Return 32 bytes that are equal for equal networks, however their files are sharded."""
     network = asdict(replace(config, eos_ids=(), max_positions=1))
     digest = hashlib.sha256(b"ferrule-model-1\0")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +14,14 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.make_random_model import write_model
+from ferrule_server.executor.cpu.crowding import ThreadCount
 from ferrule_server.executor.cpu.executor import CpuOptions, NumbaCpuExecutor, prepare
 from ferrule_server.executor.cpu.support import plan_for
 from ferrule_server.executor.cpu.workers import Workers
 from ferrule_server.kernels.cpu.plan import Instructions, Plan, WeightKind
 from ferrule_server.kernels.cpu.processor import target_features
 from ferrule_server.model.config import ModelConfig, read_config
-from ferrule_server.model.weights import DTypeName, load_model
+from ferrule_server.model.weights import DTypeName, ModelWeights, load_model
 
 DEMO = Path(__file__).parents[3] / "server" / "ferrule_server" / "demo_model"
 HAS_AVX512_BF16 = bool(target_features().get("avx512bf16"))
@@ -30,6 +31,10 @@ KERNEL_SETS: tuple[tuple[Instructions, bool], ...] = (
     ("amx-bf16", True),
 )
 """The instructions of bfloat16 models, and whether they are emulated here (``test_dot`` tests the emulation itself)."""
+
+HAS_VNNI = bool(target_features().get("avx512vnni"))
+QUANTISED_SETS: tuple[tuple[Instructions, bool], ...] = (("fma", False), ("avx512-vnni", not HAS_VNNI))
+"""The instructions of quantised models, and whether they are emulated here."""
 
 
 def kernel_set_name(kernels: tuple[Instructions, bool]) -> str:
@@ -100,13 +105,20 @@ def running(
     *,
     weights: WeightKind = "float",
     num_threads: int = 2,
+    kernel_cache: Path | None = None,
+    change: Callable[[ModelWeights], None] = lambda _weights: None,
     **options: Any,
 ) -> Iterator[NumbaCpuExecutor]:
-    """Run an executor over a model folder; its machine code is shared with other tests."""
+    """Run an executor over a model folder; its machine code is shared with other tests.
+
+    ``change`` is called with the weights when they are loaded and packed.
+    """
     config = read_config(folder)
     plan = plan_of(config, dtype, kernels[0], weights, is_emulated=kernels[1])
-    prepared = prepare(config, plan)
+    prepared = prepare(config, plan, kernel_cache)
     model = load_model(folder, dtype=dtype, encoding=prepared.encoding)
+    assert model.weights is not None
+    change(model.weights)
     settings: dict[str, Any] = {"kv_memory_bytes": 48 << 20, "max_context": 1024, "max_step_rows": 512} | options
     executor = NumbaCpuExecutor(model, CpuOptions(plan, "a test", num_threads, **settings), prepared)
     try:
@@ -117,6 +129,7 @@ def running(
 
 def lose_a_thread(executor: NumbaCpuExecutor) -> None:
     """Have a thread of the next step fail as soon as it is started."""
+    executor._threads = ThreadCount(2)  # it may have left a thread out because other tests are running
     workers = executor._workers
     workers.close()
     run = workers._run

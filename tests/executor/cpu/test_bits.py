@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypedDict
 
 import numpy as np
 import pytest
 
 from ferrule_server.executor.base import Float32Array
 from ferrule_server.executor.cpu.executor import NumbaCpuExecutor
-from ferrule_server.kernels.cpu.plan import Instructions
-from tests.executor.cpu.models import KERNEL_SETS, kernel_set_name, running, write_tiny
+from ferrule_server.kernels.cpu.plan import Instructions, WeightKind
+from tests.executor.cpu.models import KERNEL_SETS, QUANTISED_SETS, kernel_set_name, running, write_tiny
 from tests.model.stepping import Piece, PooledSequence, Stepper
 
 LENGTH = 530
@@ -24,17 +25,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture(scope="module", params=KERNEL_SETS, ids=kernel_set_name)
-def kernels(request: pytest.FixtureRequest) -> tuple[Instructions, bool]:
+class KernelSet(TypedDict):
+    """What ``running`` needs to know."""
+
+    kernels: tuple[Instructions, bool]
+    weights: WeightKind
+
+
+SETS = [
+    *(KernelSet(kernels=kernels, weights="float") for kernels in KERNEL_SETS),
+    KernelSet(kernels=QUANTISED_SETS[-1], weights="int8"),
+    KernelSet(kernels=QUANTISED_SETS[-1], weights="int4"),
+]
+
+
+def set_name(chosen: KernelSet) -> str:
+    """Return the id of a test that runs a kernel set."""
+    name = kernel_set_name(chosen["kernels"])
+    return name if chosen["weights"] == "float" else f"{chosen['weights']} {name}"
+
+
+@pytest.fixture(scope="module", params=SETS, ids=set_name)
+def kernels(request: pytest.FixtureRequest) -> KernelSet:
     """A kernel set, emulated if the processor may lack it."""
-    chosen: tuple[Instructions, bool] = request.param
+    chosen: KernelSet = request.param
     return chosen
 
 
 @pytest.fixture(scope="module")
-def executor(folder: Path, kernels: tuple[Instructions, bool]) -> Iterator[NumbaCpuExecutor]:
+def executor(folder: Path, kernels: KernelSet) -> Iterator[NumbaCpuExecutor]:
     """An executor with two threads."""
-    with running(folder, kernels=kernels) as made:
+    with running(folder, **kernels) as made:
         yield made
 
 
@@ -116,13 +137,13 @@ def test_forks_and_queries(executor: NumbaCpuExecutor, tokens: list[int], alone:
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_any_number_of_threads_and_a_restart(
     folder: Path,
-    kernels: tuple[Instructions, bool],
+    kernels: KernelSet,
     tokens: list[int],
     alone: Float32Array,
     num_threads: int,
 ) -> None:
     """Another executor with other threads, whose long contexts are shared out differently, computes the same."""
-    with running(folder, kernels=kernels, num_threads=num_threads) as other:
+    with running(folder, **kernels, num_threads=num_threads) as other:
         other._threads.at = lambda now: num_threads  # type: ignore[method-assign]
         stepper, seq = Stepper(other, seed=9), PooledSequence()
         check(stepper.logits(Piece(seq, tokens[:500], num_outputs=40)), alone[460:500])
@@ -130,11 +151,9 @@ def test_any_number_of_threads_and_a_restart(
             check(stepper.logits(Piece(seq, [tokens[position]]))[0], alone[position])
 
 
-def test_threads_that_come_and_go(
-    folder: Path, kernels: tuple[Instructions, bool], tokens: list[int], alone: Float32Array
-) -> None:
+def test_threads_that_come_and_go(folder: Path, kernels: KernelSet, tokens: list[int], alone: Float32Array) -> None:
     """Steps of one executor with other numbers of threads, as beside busy processes."""
-    with running(folder, kernels=kernels, num_threads=3) as other:
+    with running(folder, **kernels, num_threads=3) as other:
         stepper, seq = Stepper(other, seed=9), PooledSequence()
         counts = iter([2, 3, 1, 1, 2, 3, 2, 1])
         other._threads.at = lambda now: next(counts)  # type: ignore[method-assign]

@@ -13,6 +13,7 @@ import torch
 from ferrule_server.executor.base import Float32Array, OutputSpec, StepBatch
 from ferrule_server.executor.cpu.executor import NumbaCpuExecutor
 from ferrule_server.executor.sampling.selection import select_rows
+from ferrule_server.model.weights import ModelWeights
 from tests.executor.cpu.models import running, write_awkward, write_tiny
 from tests.executor.test_device_outputs import assert_same, history_of, random_spec
 from tests.model.stepping import Piece, PooledSequence, Stepper
@@ -82,15 +83,14 @@ def test_a_value_does_not_depend_on_what_else_is_asked_for(executor: NumbaCpuExe
 
 def test_a_row_that_is_not_finite_says_so_and_spoils_no_other(tmp_path: Path) -> None:
     """One token has NaN as its embedding; its sequence is not finite, and its neighbour is as without it."""
-    from ferrule_server.model.weights import load_model
-
     folder = write_awkward(tmp_path / "model")
-    model = load_model(folder, dtype="bfloat16")
-    assert model.weights is not None
     with running(folder) as good:
         expected = Stepper(good).logits(Piece(PooledSequence(), TOKENS[:20]))
-    model.weights.embedding[7] = torch.nan
-    with running(folder, model=model) as executor:
+
+    def spoil(weights: ModelWeights) -> None:
+        weights.embedding[7] = torch.nan
+
+    with running(folder, change=spoil) as executor:
         specs = (OutputSpec(greedy=True, logprobs=True, num_top_logprobs=3, full_logits=True, entropy=True),)
         batch = Stepper(executor).batch(Piece(PooledSequence(), [5, 7]), Piece(PooledSequence(), TOKENS[:20]))
         bad, neighbour = executor.run(replace(batch, output_specs=specs * 2)).rows

@@ -31,7 +31,7 @@ def test_a_new_process_computes_the_same_bits(tmp_path: Path) -> None:
     folder, cache = write_tiny(tmp_path / "model"), tmp_path / "cache"
     command = [sys.executable, "-m", "tests.executor.cpu.test_restart", str(folder), str(cache)]
     found = [subprocess.check_output(command, cwd=ROOT, text=True, timeout=120) for _ in range(2)]
-    assert len(list(cache.rglob("*.nbc"))) == 4
+    assert len(list(cache.rglob("*.nbc"))) == 5
     assert found[0] == found[1]
 
 

@@ -22,7 +22,7 @@ PLANS = [Plan("fma", is_emulated=False, is_bfloat16=False, head_dim=0)] + [
 
 @njit
 def _dot(plan, weight, num_tiles, num_rows, inputs, row_bytes, out, out_row_bytes):  # type: ignore[no-untyped-def]  # noqa: PLR0917
-    dot_group(plan, weight, num_tiles, num_rows, inputs, row_bytes, out, out_row_bytes, weight, LINES_OF_TILES)
+    dot_group(plan, weight, num_tiles, num_rows, inputs, row_bytes, 0, out, out_row_bytes, weight, LINES_OF_TILES)
 
 
 def _aligned(values: torch.Tensor) -> torch.Tensor:

@@ -27,14 +27,15 @@ def unpack_quantised(plan: Plan, packed: Tensor, num_inputs: int) -> Tensor:
 def _unpack_int8(packed: Tensor, num_tiles: int) -> Tensor:
     width = num_tiles * TILE_INPUTS
     groups = packed.view(-1, GROUP * (width + 4))
-    words = groups[:, : GROUP * width].view(torch.int8).unflatten(1, (-1, GROUP, 2, 2))
+    words = groups[:, : GROUP * width].view(torch.int8).reshape(len(groups), -1, GROUP, 2, 2)
     integers = words.permute(0, 2, 1, 4, 3).reshape(-1, width)
-    return integers * groups[:, GROUP * width :].contiguous().view(torch.float32).view(-1, 1)
+    scales = groups[:, GROUP * width :].contiguous().view(torch.float32)
+    return torch.mul(integers, scales.view(-1, 1))
 
 
 def _unpack_int4(packed: Tensor, num_tiles: int) -> Tensor:
     tiles = packed.view(-1, num_tiles, _TILE_BYTES + 2 * GROUP)
-    words = tiles[:, :, :_TILE_BYTES].view(torch.int8).unflatten(2, (_WORDS, GROUP, 2, 2))
+    words = tiles[:, :, :_TILE_BYTES].reshape(len(tiles), num_tiles, _WORDS, GROUP, 2, 2).view(torch.int8)
     bytes_ = words.permute(0, 3, 1, 2, 5, 4)  # [groups, 64, tiles, words, inputs 0-3 or 4-7, even or odd]
     integers = torch.stack((((bytes_ & 15) ^ 8) - 8, bytes_ >> 4), 5)
     scales = tiles[:, :, _TILE_BYTES:].contiguous().view(torch.bfloat16).transpose(1, 2)

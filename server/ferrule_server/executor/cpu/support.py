@@ -9,7 +9,7 @@ from ferrule_server.kernels.cpu.plan import Instructions, Plan, WeightKind
 from ferrule_server.kernels.cpu.processor import choose_instructions
 from ferrule_server.model.config import ModelConfig
 
-__all__ = ["Choice", "choose", "plan_for", "unsupported"]
+__all__ = ["Choice", "WeightKind", "choose", "plan_for", "unsupported"]
 
 _HEAD_STEP: Final = 32
 _HIDDEN_STEP: Final = 16

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ferrule_server.executor.cpu.quantised import unpack_quantised
-from ferrule_server.kernels.cpu.compiled import Kernels
 from ferrule_server.kernels.cpu.dot import GROUP, TILE_INPUTS
 from ferrule_server.kernels.cpu.pack import pack_scratch_bytes
 from ferrule_server.kernels.cpu.plan import Plan
@@ -172,6 +171,7 @@ class Packer:
         rows = self._in_units(name, matrix).contiguous()
         assert rows.shape == (num_rows, num_inputs), (name, rows.shape)
         packed = self._arena[self._used : self._used + self._num_bytes(name)]
+        assert len(packed) == self._num_bytes(name), f"{name}: the arena is full"
         self._used += len(packed)
         scratch = torch.empty(pack_scratch_bytes(num_inputs) + _ALIGNMENT, dtype=torch.uint8)
         addresses = packed.data_ptr(), scratch.data_ptr()

@@ -22,6 +22,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from ferrule_server.kernels.cpu.dot_quantised import TILE_INPUTS, emit_quantised_product
 from ferrule_server.kernels.cpu.lanes import (
     F32,
     F32X16,
@@ -40,7 +41,6 @@ from ferrule_server.kernels.cpu.lanes import (
     spread,
     write,
 )
-from ferrule_server.kernels.cpu.dot_quantised import TILE_INPUTS, emit_quantised_product
 from ferrule_server.kernels.cpu.loops import loop
 from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.tiles import TILE_ROWS, emit_tile_product, sweep_of_lines

@@ -89,7 +89,7 @@ def emit_quantised_product(
 
 
 def _tiles_at_once(plan: Plan, num_rows: int) -> int:
-    """Return for how many times 16 outputs all sums stay in registers; int4 has sums of floats beside those of integers."""
+    """Return for how many times 16 outputs all sums stay in registers; int4 has sums of floats too."""
     most = 2 * plan.rows_at_once if plan.rows_at_once > 5 else 5
     most = most if plan.weights == "int8" else most // 2
     return max(num for num in (1, 2, 4) if num == 1 or num * num_rows <= most)
@@ -164,9 +164,7 @@ class _Product:
                 total = read(builder, at, F32X16, 4)
                 write(builder, emit_fma(builder, sums[m * len(self._tiles) + i], scale, total), at, 4)
 
-    def _add_tile(
-        self, start: Value, rows: list[Value], ahead: Value, lines: Value, sums: list[Value]
-    ) -> list[Value]:
+    def _add_tile(self, start: Value, rows: list[Value], ahead: Value, lines: Value, sums: list[Value]) -> list[Value]:
         """Add the products of 32 inputs to sums of integers, some inputs at a time."""
         builder = self._builder
         pairs = TILE_INPUTS // 2 // self._pieces

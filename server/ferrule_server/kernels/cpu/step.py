@@ -11,8 +11,9 @@
     head                 units of logits, then rows: what the threads have kept is merged
 
 Every line ends at a barrier. If weights are quantised, the norms write integers, and so do two more lines, over rows,
-behind attention and behind the activation. Threads claim units; rows are shared out evenly. Nothing that a thread computes depends on
-which thread it is. A thread's first unit is fixed, so that it can bring the weights near while it waits for the others.
+behind attention and behind the activation. Threads claim units; rows are shared out evenly. Nothing that a thread
+computes depends on which thread it is. A thread's first unit is fixed, so that it can bring the weights near while it
+waits for the others.
 """
 
 from __future__ import annotations
@@ -136,7 +137,9 @@ def _norm(plan: Plan, model: Record, step: Record, weight: int, thread: int) -> 
 
 
 @kernel
-def _quantise(plan: Plan, step: Record, sync: int, rows: int, row_bytes: int, num_tiles: int, thread: int, ahead: int) -> bool:
+def _quantise(
+    plan: Plan, step: Record, sync: int, rows: int, row_bytes: int, num_tiles: int, thread: int, ahead: int
+) -> bool:
     """Write this thread's rows as integers and wait for the other threads; return False if the step was aborted."""
     begin, end = share(step.num_rows, step.num_threads, thread)
     for row in range(begin, end):

@@ -1,0 +1,101 @@
+"""Quantised models: what the kernels compute is what the quantised weights stand for, with the same bits everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ferrule_server.executor.base import Float32Array
+from ferrule_server.executor.cpu.weights import unpack_model
+from ferrule_server.executor.torch import TorchExecutor
+from ferrule_server.kernels.cpu.plan import Instructions, WeightKind
+from ferrule_server.model.weights import ModelWeights
+from tests.executor.cpu.models import DEMO, QUANTISED_SETS, lose_a_thread, running, write_awkward, write_tiny
+from tests.executor.cpu.test_against_torch import TEXT, all_logits
+from tests.executor.cpu.test_weights import load_packed
+from tests.model.stepping import Piece, PooledSequence, Stepper
+
+PROMPTS = [list(range(3, 203)), [9], list(range(40, 57))]
+
+
+def oracle_logits(folder: Path, kind: WeightKind) -> Float32Array:
+    """Return the logits of a float32 model with the weights that the quantised ones stand for, in plain torch."""
+    plan, prepared, model = load_packed(folder, "float32", kind)
+    model.weights = unpack_model(model.config, plan, prepared.packer.finish(model.take_weights()))
+    oracle = TorchExecutor(model, kv_memory_bytes=48 << 20, max_context=1024, is_plain=True)
+    return all_logits(oracle, *PROMPTS)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("write", [write_tiny, write_awkward])
+def test_logits_are_those_of_the_quantised_weights(
+    tmp_path: Path, write: Callable[[Path], Path], kind: WeightKind
+) -> None:
+    """Inputs are int16, a hundred times finer than bfloat16; all instructions give the same bits."""
+    folder = write(tmp_path / "model")
+    expected = oracle_logits(folder, kind)
+    found = []
+    for kernels in dict.fromkeys((*QUANTISED_SETS, ("avx512-vnni", True))):
+        with running(folder, "float32", kernels, weights=kind) as executor:
+            assert executor.info.kernel_set == f"{kind}-f32/1"
+            assert executor.info.model.dtype == kind
+            found.append(all_logits(executor, *PROMPTS))
+    np.testing.assert_allclose(found[0], expected, rtol=0, atol=3e-3 * float(expected.std()))
+    for other in found[1:]:
+        np.testing.assert_array_equal(found[0].view(np.uint32), other.view(np.uint32))
+
+
+def log_probabilities(folder: Path, tokens: list[int], kind: WeightKind) -> Float32Array:
+    """Return the log-probability of each token of a text after those before it."""
+    with running(folder, weights=kind, kernels=QUANTISED_SETS[-1] if kind != "float" else ("fma", False)) as executor:
+        logits = Stepper(executor).logits(Piece(PooledSequence(), tokens, num_outputs=len(tokens)))
+    scores = torch.from_numpy(logits[:-1]).log_softmax(1)
+    return scores[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])].numpy()
+
+
+def test_a_trained_model_loses_little() -> None:
+    """The perplexity of a text: within 1 % in int8, 8 % in int4 (the long measurement is in docs/performance.md)."""
+    from ferrule_server.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(DEMO)
+    assert tokenizer is not None
+    tokens = tokenizer.encode(TEXT)[:400]
+    exact = log_probabilities(DEMO, tokens, "float").mean()
+    assert abs(np.exp(exact - log_probabilities(DEMO, tokens, "int8").mean()) - 1) < 0.01
+    assert abs(np.exp(exact - log_probabilities(DEMO, tokens, "int4").mean()) - 1) < 0.08
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_row_that_is_not_finite_says_so_and_spoils_no_other(tmp_path: Path, kind: WeightKind) -> None:
+    """Integers know no NaN, so the scale of the inputs has to say it."""
+    folder = write_awkward(tmp_path / "model")
+    kernels: tuple[Instructions, bool] = QUANTISED_SETS[-1]
+
+    def spoil(weights: ModelWeights) -> None:
+        weights.embedding[7, 100] = torch.inf
+        weights.embedding[8, 3] = torch.nan
+
+    with running(folder, "float32", kernels, weights=kind) as good:
+        expected = Stepper(good).logits(Piece(PooledSequence(), [5, 6, 9]))
+    with running(folder, "float32", kernels, weights=kind, change=spoil) as executor:
+        stepper = Stepper(executor)
+        pieces = [Piece(PooledSequence(), [5, 7]), Piece(PooledSequence(), [8]), Piece(PooledSequence(), [5, 6, 9])]
+        rows = executor.run(stepper.batch(*pieces)).rows
+        assert [row.is_finite for row in rows] == [False, False, True]
+        np.testing.assert_array_equal(rows[2].logits, expected[0])
+
+
+def test_torch_takes_over_with_the_same_weights(tmp_path: Path) -> None:
+    """After a fault of the kernels the model is still the quantised one, rounded to bfloat16."""
+    folder = write_tiny(tmp_path / "model")
+    with running(folder, kernels=QUANTISED_SETS[-1], weights="int8") as executor:
+        expected = Stepper(executor).logits(Piece(PooledSequence(), PROMPTS[0], num_outputs=200))
+        lose_a_thread(executor)
+        with pytest.raises(Exception, match="thread"):
+            Stepper(executor).run(Piece(PooledSequence(), [1, 2, 3]))
+        found = Stepper(executor).logits(Piece(PooledSequence(), PROMPTS[0], num_outputs=200))
+    assert np.abs(found - expected).max() < 0.1 * expected.std()

@@ -23,7 +23,7 @@ from ferrule_server.loading import suggested_threads
 from ferrule_server.model.config import read_config
 from ferrule_server.model.weights import load_model
 
-__all__ = ["SIDES", "InProcessSide", "open_side", "weights_of"]
+__all__ = ["SIDES", "InProcessSide", "open_side", "prompt_step", "weights_of"]
 
 SIDES = ("numba-cpu", "numba-cpu-int8", "numba-cpu-int4", "torch")
 """Executors, by the names that the server gives them, and how their weights are quantised."""
@@ -140,6 +140,11 @@ class InProcessSide:
     def close(self) -> None:
         """Give the memory back."""
         self.executor.close()
+
+
+def prompt_step(tokens: Int32Array, position: int, length: int) -> StepBatch:
+    """Return a step that appends ``tokens`` [1, count] at ``position`` of a sequence that is to have a length."""
+    return _step(tokens, position, _tables(1, length))
 
 
 def _random_tokens(num_seqs: int, length: int, vocab_size: int) -> Int32Array:

@@ -6,7 +6,6 @@ waited for from this thread, one after the other.
 
 from __future__ import annotations
 
-import os
 import queue
 import time
 from collections.abc import Iterator, Sequence
@@ -85,19 +84,15 @@ def append_job(tokens: Sequence[int], handle: Handle | None, spec: OutputSpec | 
     return AppendJob(PRINCIPAL, tuple(tokens), handle, OutputRequest(spec), **more)  # type: ignore[arg-type]
 
 
-def load_executor(folder: Path, *, kv_bytes: int, max_context: int, dtype: str = "bfloat16") -> Executor:
-    """Return the torch executor of a model folder, with as many threads as the server would use."""
-    import torch
+def load_executor(folder: Path, *, kv_bytes: int, max_context: int, dtype: str = "auto") -> Executor:
+    """Return the executor that the server would choose for a model folder, with as many threads as it would use."""
+    from ferrule_server.config import ServerConfig
+    from ferrule_server.loading import create_executor
+    from ferrule_server.model.config import read_config
 
-    from ferrule_server.executor.torch import TorchExecutor
-    from ferrule_server.loading import suggested_threads
-    from ferrule_server.model.weights import load_model
-
-    weights_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    torch.set_num_threads(suggested_threads(weights_bytes, os.cpu_count() or 1))
-    model = load_model(folder, dtype="float32" if dtype == "float32" else "bfloat16")
-    context = min(max_context, model.config.max_positions)
-    return TorchExecutor(model, kv_memory_bytes=kv_bytes, max_context=context)
+    context = min(max_context, read_config(folder).max_positions)
+    config = ServerConfig(model=str(folder), kv_memory_bytes=kv_bytes, max_context=context, dtype=dtype)
+    return create_executor(config, lambda _stage, _share: None).executor
 
 
 @contextmanager

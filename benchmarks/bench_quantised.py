@@ -29,7 +29,9 @@ _NUM_POSITIONS = 256
 def main() -> None:
     """Measure all sides; print two tables and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="qwen3-0.6b", help="the large model: a shape of make_random_model.py, or a folder")
+    parser.add_argument(
+        "--model", default="qwen3-0.6b", help="the large model: a shape of make_random_model.py, or a folder"
+    )
     parser.add_argument("--windows", type=int, default=48, help="windows of 1 024 tokens of held-out text")
     parser.add_argument("--json", action="store_true", help="print JSON only")
     args = parser.parse_args()

@@ -1,7 +1,7 @@
 """Measure the peers of the processor's executor on the same random weights, each in an environment of its own.
 
     make bench-peers                                             everything but peers that are built from source
-    make bench-peers PEERS="--only openvino-genai --cells b1"    some of it
+    make bench-peers PEERS="--only openvino-genai --cells b1"    some of it; numba-cpu: ours in bf16, int8 and int4
     make bench-peers PEERS="--build"                             llama.cpp too
     make bench-peers PEERS="--table"                             only the table of what has been measured
 
@@ -34,7 +34,7 @@ from benchmarks.cpu.cells import PEER_CELLS, QUICK, Cell, Effort, fitting, selec
 from benchmarks.cpu.rounds import Record, ResultsFile
 from benchmarks.peers.catalog import PEERS, PeerSpec, Variant
 from benchmarks.peers.environments import Environment, NotInstalled, last_line
-from benchmarks.peers.table import OURS, lines_of, side_of
+from benchmarks.peers.table import OURS, OURS_BY_BITS, lines_of, side_of
 from benchmarks.peers.worker import Task
 
 _LIMIT_S = 5400.0
@@ -141,10 +141,11 @@ def _plan_of(args: argparse.Namespace) -> Plan:
 def _measure_all(plan: Plan, args: argparse.Namespace) -> dict[str, str]:
     """Measure every side that is asked for, and return why some were skipped, by their names."""
     skipped = {}
-    if OURS in args.only and not args.install_only and plan.left(OURS):
-        say(f"== {OURS}")
-        if reason := _measure_ours(plan):
-            skipped[OURS] = reason
+    for side in OURS_BY_BITS.values() if OURS in args.only and not args.install_only else ():
+        if plan.left(side):
+            say(f"== {side}")
+            if reason := _measure_ours(plan, side):
+                skipped[side] = reason
     for peer in PEERS:
         if peer.name in args.only:
             try:
@@ -155,10 +156,10 @@ def _measure_all(plan: Plan, args: argparse.Namespace) -> dict[str, str]:
     return skipped
 
 
-def _measure_ours(plan: Plan) -> str:
+def _measure_ours(plan: Plan, side: str) -> str:
     """Run ``bench_cpu.py`` on the cells that are left; returns what went wrong, or nothing."""
-    pattern = "|".join(f"^{cell.name}$" for cell in plan.left(OURS))
-    command = [sys.executable, str(ROOT / "benchmarks" / "bench_cpu.py"), "--json", "--sides", OURS]
+    pattern = "|".join(f"^{cell.name}$" for cell in plan.left(side))
+    command = [sys.executable, str(ROOT / "benchmarks" / "bench_cpu.py"), "--json", "--sides", side]
     command += ["--model", str(plan.folder), "--cells", pattern, "--results", str(plan.path)]
     command += ["--rounds", str(plan.effort.num_rounds), *(["--quick"] if plan.is_quick else [])]
     command += ["--retry-disturbed"] if plan.retries_disturbed else []

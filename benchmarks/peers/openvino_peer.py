@@ -90,6 +90,8 @@ def converted(folder: Path, work_folder: Path, variant: str) -> Path:
     write_tokenizer(source)
     exporter = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "--model", str(source)]
     flags = ["--task", "text-generation-with-past", "--weight-format", variant]
+    if variant == "int4":
+        flags += ["--sym", "--group-size", "32", "--ratio", "1.0"]
     subprocess.run([*exporter, *flags, str(unfinished)], check=True)
     shutil.rmtree(source)
     unfinished.rename(out)

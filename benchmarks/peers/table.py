@@ -9,13 +9,15 @@ from benchmarks.cpu.report import format_figure
 from benchmarks.cpu.rounds import Record
 from benchmarks.peers.catalog import PEERS
 
-__all__ = ["OURS", "best_ratio", "lines_of", "side_of", "weight_bits"]
+__all__ = ["OURS", "OURS_BY_BITS", "best_ratio", "lines_of", "side_of", "weight_bits"]
 
 OURS = "numba-cpu"
+OURS_BY_BITS: Mapping[int, str] = {16: OURS, 8: f"{OURS}-int8", 4: f"{OURS}-int4"}
+"""Our executor with weights of so many bits."""
 _WIDTH = 24
 NOTES = (
     "median (min-max) over rounds; * other processes used more than 0.2 cores meanwhile",
-    "ratio: ours / best peer with weights of 16 bits, or of 8 bits; of memory, less than 1 is better",
+    "ratio: ours / best peer, both with weights of so many bits; of memory, less than 1 is better",
     "GB/s: read rate around our own figure, and around that of the best peer with weights of 16 bits",
 )
 
@@ -33,15 +35,17 @@ def weight_bits() -> dict[str, int]:
 def lines_of(records: Sequence[Record], cells: Sequence[Cell]) -> list[str]:
     """Return a row for each cell, with ours, every side of a peer that has results, and the ratios."""
     found = {(record["cell"], record["side"]): record for record in records}
-    sides = [side for side in (OURS, *weight_bits()) if any(record["side"] == side for record in records)]
+    sides = [
+        side for side in (*OURS_BY_BITS.values(), *weight_bits()) if any(record["side"] == side for record in records)
+    ]
     head = f"{'':<18}{'unit':<7}" + "".join(f"{side:>{_WIDTH}}" for side in sides)
     rows = []
     for cell in cells:
         mine = {side: found[cell.name, side] for side in sides if (cell.name, side) in found}
         figures = "".join(f"{format_figure(mine[side]) if side in mine else '-':>{_WIDTH}}" for side in sides)
-        ratios = "".join(f"{_ratio_text(mine, cell, bits):>8}" for bits in (16, 8))
+        ratios = "".join(f"{_ratio_text(mine, cell, bits):>8}" for bits in OURS_BY_BITS)
         rows.append(f"{cell.name:<18}{cell.unit:<7}{figures}{ratios}{_rates_text(mine, cell):>12}")
-    return [head + f"{'/16 bit':>8}{'/8 bit':>8}{'GB/s':>12}", *rows, *NOTES]
+    return [head + f"{'/16 bit':>8}{'/8 bit':>8}{'/4 bit':>8}{'GB/s':>12}", *rows, *NOTES]
 
 
 def best_ratio(mine: Mapping[str, Record], cell: Cell, bits: int) -> float | None:
@@ -53,9 +57,10 @@ def best_ratio(mine: Mapping[str, Record], cell: Cell, bits: int) -> float | Non
         bits: Of a weight.
     """
     best = _best(mine, cell, bits)
-    if best is None or OURS not in mine:
+    ours = mine.get(OURS_BY_BITS[bits])
+    if best is None or ours is None:
         return None
-    return float(mine[OURS]["median"] / best["median"])
+    return float(ours["median"] / best["median"])
 
 
 def _best(mine: Mapping[str, Record], cell: Cell, bits: int) -> Record | None:

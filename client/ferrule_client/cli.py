@@ -1,4 +1,4 @@
-"""The command ``ferrule``: serve, demo, generate, chat, health, caches, metrics, top, admin, token.
+"""The command ``ferrule``: serve, demo, generate, chat, bench, health, caches, metrics, top, admin, token.
 
 Settings come from flags, then from ``FERRULE_*`` environment variables, then from defaults. Exit codes: 0 done,
 1 failed (one line ``error: ... (REASON)`` on standard error), 2 used wrongly, 130 interrupted.
@@ -16,6 +16,7 @@ from typing import NoReturn
 from ferrule_client import (
     __version__,
     cli_admin,
+    cli_bench,
     cli_caches,
     cli_chat,
     cli_generate,
@@ -48,6 +49,7 @@ _COMMANDS = {
     "demo": (demo, "show what Ferrule does, in a few seconds"),
     "generate": (cli_generate, "go on from a prompt"),
     "chat": (cli_chat, "talk to a model"),
+    "bench": (cli_bench, "measure how fast a model runs, in about a minute"),
     "health": (cli_health, "tell whether the server serves"),
     "caches": (cli_caches, "list the live handles"),
     "metrics": (cli_metrics, "show the counters of a server"),

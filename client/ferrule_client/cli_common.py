@@ -109,12 +109,16 @@ def draw_seed(args: argparse.Namespace) -> int | None:
     return secrets.randbits(52)
 
 
-def add_connection_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--target``, ``--timeout``, ``--json`` and those of TLS, with their defaults from the environment."""
+def add_connection_options(parser: argparse.ArgumentParser, *, without_target: str = "") -> None:
+    """Add ``--target``, ``--timeout``, ``--json`` and those of TLS, with their defaults from the environment.
+
+    ``without_target`` says what happens without ``--target``, for a command that needs none.
+    """
+    default = f"$FERRULE_TARGET or {DEFAULT_TARGET}"
     parser.add_argument(
         "--target",
-        default=os.environ.get("FERRULE_TARGET", DEFAULT_TARGET),
-        help="the server, host:port or unix:PATH (default: $FERRULE_TARGET or %(default)s)",
+        default=None if without_target else os.environ.get("FERRULE_TARGET", DEFAULT_TARGET),
+        help=f"the server, host:port or unix:PATH (default: {without_target or default})",
     )
     parser.add_argument(
         "--timeout",

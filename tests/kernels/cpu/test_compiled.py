@@ -13,14 +13,6 @@ from ferrule_server.kernels.cpu.plan import Plan
 PLAN = Plan("fma", is_emulated=False, is_bfloat16=False, head_dim=32)
 
 
-def test_a_folder_that_cannot_be_written_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Then every start compiles; the server runs all the same."""
-    (tmp_path / "file").write_text("")
-    assert usable_cache(tmp_path / "file") is None
-    assert "event=kernels_not_kept" in caplog.text
-    assert usable_cache(tmp_path / "new") == tmp_path / "new" / "cpu"
-
-
 def test_kernels_are_kept_for_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second time nothing is written (``test_restart`` runs what was kept); other sources have another folder."""
     cache = usable_cache(None)
@@ -35,3 +27,36 @@ def test_kernels_are_kept_for_the_next_start(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "kernels").mkdir()
     monkeypatch.setattr(compiled, "_SOURCES", tmp_path / "kernels")
     assert compiled._version() != compiled._VERSION
+
+
+def test_a_read_only_folder_serves_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an image: its machine code is copied to memory, and nothing that it holds is compiled again."""
+    user = usable_cache(None)
+    assert user is not None
+    compile_kernels(PLAN, user, lambda _done, _total: None)
+    kept = {path.name for path in (user / compiled._VERSION).rglob("*.nbc")}
+    monkeypatch.setattr("os.access", lambda *_: False)
+    copied = usable_cache(user.parent)
+    assert copied is not None
+    assert copied != user
+    assert {path.name for path in (copied / compiled._VERSION).rglob("*.nbc")} == kept
+    before = {path: path.stat().st_mtime_ns for path in copied.rglob("*.nb?")}
+    compile_kernels(PLAN, copied, lambda _done, _total: None)
+    assert {path: path.stat().st_mtime_ns for path in copied.rglob("*.nb?")} == before
+
+
+def test_a_folder_that_cannot_be_written_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file stands in its place. Then kernels are compiled into memory, without one at every start."""
+    (tmp_path / "file").touch()
+    assert usable_cache(tmp_path / "new") == tmp_path / "new" / "cpu"
+    assert not caplog.messages
+    memory = usable_cache(tmp_path / "file")
+    assert memory is not None
+    assert list(memory.iterdir()) == []
+    monkeypatch.setattr(compiled, "_MEMORY", tmp_path / "file")
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "file"))
+    assert usable_cache(tmp_path / "file") is None
+    assert len(caplog.messages) == 2
+    assert all("event=kernels_not_kept" in message for message in caplog.messages)

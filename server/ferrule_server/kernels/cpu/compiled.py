@@ -7,10 +7,13 @@ sources: Numba itself would miss a change in a file other than the kernel's own.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import logging
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +33,7 @@ __all__ = ["Kernels", "compile_kernels", "usable_cache"]
 
 _log = logging.getLogger(__name__)
 
+_MEMORY: Final = Path("/dev/shm")  # noqa: S108  (a folder of its own is made there)
 _SOURCES: Final = Path(__file__).parent
 _WORK: Final = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 4)
 _PACK: Final = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 6)
@@ -82,7 +86,14 @@ def compile_kernels(plan: Plan, cache: Path | None, on_progress: Callable[[int, 
 
 
 def usable_cache(folder: Path | None) -> Path | None:
-    """Return the folder for machine code, by default in the user's cache; None, with a warning, if it is read-only."""
+    """Return a folder for machine code that can be written, by default in the user's cache.
+
+    If that is read-only, as a home or an image may be, what it holds is copied into memory (or where the system keeps
+    temporary files), and what it lacks is compiled there: another processor than that of the image needs other code.
+
+    Returns:
+        None: there is no folder to write to; kernels are compiled at every start.
+    """
     parent = folder or Path("~/.cache/ferrule")
     try:
         parent = parent.expanduser()
@@ -91,8 +102,27 @@ def usable_cache(folder: Path | None) -> Path | None:
             return parent / "cpu"
     except (OSError, RuntimeError) as error:
         _log.debug("event=kernel_cache folder=%s error=%r", parent, error)
+    for place in (_MEMORY, Path(tempfile.gettempdir())):
+        if copied := _copied(parent / "cpu", place):
+            _log.warning("event=kernels_not_kept folder=%s: what is compiled now is lost; see --kernel-cache", parent)
+            return copied
     _log.warning("event=kernels_not_kept folder=%s: kernels are compiled at every start; see --kernel-cache", parent)
     return None
+
+
+def _copied(kept: Path, place: Path) -> Path | None:
+    """Return a new folder of this process alone, with the machine code of a folder; None: it cannot be written."""
+    try:
+        copied = Path(tempfile.mkdtemp(prefix="ferrule-kernels-", dir=place))
+    except OSError:
+        return None
+    atexit.register(shutil.rmtree, copied, ignore_errors=True)
+    try:
+        if (kept / _VERSION).is_dir():
+            shutil.copytree(kept / _VERSION, copied / _VERSION)
+    except (OSError, shutil.Error) as error:
+        _log.debug("event=kernel_cache folder=%s error=%r", kept, error)
+    return copied
 
 
 def _version() -> str:

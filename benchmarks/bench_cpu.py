@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path.home() / ".cache" / "ferrule-bench"
 
-SIDES = ("numba-cpu", "numba-cpu-int8", "numba-cpu-int4", "torch")
+SIDES = ("numba-cpu", "numba-cpu-int8", "numba-cpu-int8-a8", "numba-cpu-int4", "torch")
 
 Measure = Callable[[], float]
 Measures = Callable[["Cell"], Mapping[str, Measure]]
@@ -256,6 +256,7 @@ def _measure(run: Run, cells: Sequence[Cell], measures: Measures, threads: Mappi
     """Measure cells and keep a record of each side."""
     from benchmarks.cpu.probe import compiled_probe
     from benchmarks.cpu.rounds import make_record, sample_sides
+    from benchmarks.cpu.sides import WEIGHT_BYTES, weights_of
     from benchmarks.gpu.models import read_bytes
     from ferrule_server.model.config import read_config
 
@@ -264,9 +265,10 @@ def _measure(run: Run, cells: Sequence[Cell], measures: Measures, threads: Mappi
     for number, cell in enumerate(cells):
         say(f"{cell.name} ({number + 1} of {len(cells)})")
         is_read = cell.kind in ("decode", "stream")
-        step_bytes = read_bytes(config, cell.batch, cell.context + effort.num_steps / 2) if is_read else None
+        context = cell.context + effort.num_steps / 2
         for name, samples in sample_sides(measures(cell), effort.num_rounds, probe.gbs).items():
             more = {"num_steps": effort.num_steps, "num_threads": (threads or {}).get(name)}
+            step_bytes = read_bytes(config, cell.batch, context, WEIGHT_BYTES[weights_of(name)]) if is_read else None
             run.add(make_record(cell, samples, {**run.identity, "side": name}, step_bytes, **more))
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "server")]
-SIDES = ("torch-float32", "numba-cpu", "numba-cpu-int8", "numba-cpu-int4")
+SIDES = ("torch-float32", "numba-cpu", "numba-cpu-int8", "numba-cpu-int8-a8", "numba-cpu-int4")
 WINDOW = 1024
 _NUM_POSITIONS = 256
 
@@ -42,12 +42,12 @@ def main() -> None:
     logits = {side: random_logits(side, model_folder(args.model)) for side in SIDES}
     records = list(compare(losses, logits))
     if not args.json:
-        print(f"{'':16}{'perplexity':>12}{'beside bf16':>14}{'logit error':>14}{'same best':>12}")
+        print(f"{'':20}{'perplexity':>12}{'beside bf16':>14}{'logit error':>14}{'same best':>12}")
         for record in records:
             share = f"{100 * record['perplexity_ratio'] - 100:+.2f} %"
             error = f"{100 * record['logit_error']:.2f} %"
             same = f"{100 * record['same_best']:.0f} %"
-            print(f"{record['side']:16}{record['perplexity']:12.3f}{share:>14}{error:>14}{same:>12}")
+            print(f"{record['side']:20}{record['perplexity']:12.3f}{share:>14}{error:>14}{same:>12}")
         print(f"{args.windows} windows of {WINDOW} tokens; logits of {args.model}, {_NUM_POSITIONS} positions")
     print(json.dumps({"benchmark": "quantised", "windows": args.windows, "model": args.model, "records": records}))
 

@@ -23,10 +23,13 @@ from ferrule_server.loading import suggested_threads
 from ferrule_server.model.config import read_config
 from ferrule_server.model.weights import load_model
 
-__all__ = ["SIDES", "InProcessSide", "open_side", "prompt_step", "weights_of"]
+__all__ = ["SIDES", "WEIGHT_BYTES", "InProcessSide", "open_side", "prompt_step", "weights_of"]
 
-SIDES = ("numba-cpu", "numba-cpu-int8", "numba-cpu-int4", "torch")
+SIDES = ("numba-cpu", "numba-cpu-int8", "numba-cpu-int8-a8", "numba-cpu-int4", "torch")
 """Executors, by the names that the server gives them, and how their weights are quantised."""
+
+WEIGHT_BYTES: Mapping[WeightKind, float] = {"float": 2, "int8": 1, "int4": 0.5625}
+"""Bytes of a weight in memory; those of bfloat16, and of int4 with its scales."""
 
 _MAX_STEP_ROWS = 512
 """The server's own limit: it runs a longer prompt in chunks of this many rows."""
@@ -60,7 +63,7 @@ def open_side(name: str, folder: Path, num_tokens: int, max_context: int, num_th
         threads = num_threads or suggested_threads(model.weights_bytes, os.cpu_count() or 1)
         torch.set_num_threads(threads)
         return InProcessSide(TorchExecutor(model, kv_memory_bytes=kv_bytes, max_context=max_context), threads)
-    choice = choose(config, "bfloat16", weights_of(name))
+    choice = choose(config, "bfloat16", weights_of(name), has_int8_inputs=name.endswith("-a8"))
     if choice.plan is None:
         raise RuntimeError(choice.reason)
     threads = num_threads or usable_cores()
@@ -72,8 +75,9 @@ def open_side(name: str, folder: Path, num_tokens: int, max_context: int, num_th
 
 def weights_of(side: str) -> WeightKind:
     """Return how the weights of a side are quantised."""
-    kinds: dict[str, WeightKind] = {"numba-cpu-int8": "int8", "numba-cpu-int4": "int4"}
-    return kinds.get(side, "float")
+    if "int8" in side:
+        return "int8"
+    return "int4" if "int4" in side else "float"
 
 
 class InProcessSide:

@@ -16,16 +16,19 @@ _NUM_WARM_FRAMES = 4
 
 
 @contextmanager
-def serving(executor: str, model: str, num_threads: int | None) -> Iterator[str]:
+def serving(side: str, model: str, num_threads: int | None) -> Iterator[str]:
     """Run a server on one of the processor's executors; yields its address.
 
     Args:
-        executor: ``numba-cpu`` or ``torch``.
+        side: As of ``sides.SIDES``.
         model: ``demo`` or a folder.
         num_threads: Threads of a step; None: as many as the server chooses.
     """
     threads = [] if num_threads is None else ["--threads", str(num_threads)]
-    flags = ["--model", model, "--executor", executor, "--device", "cpu", "--dtype", "bfloat16", *threads]
+    executor, _, weights = side.partition("-int")
+    quantised = ["--weights", "int" + weights[0]] if weights else []
+    quantised += ["--activations", "int8"] if side.endswith("-a8") else []
+    flags = ["--model", model, "--executor", executor, "--device", "cpu", "--dtype", "bfloat16", *threads, *quantised]
     with server(*flags, "--kv-memory", "1GiB") as target:
         yield target
 

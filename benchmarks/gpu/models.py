@@ -82,15 +82,16 @@ def kv_bytes_per_token(config: ModelConfig) -> int:
     return 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
 
 
-def read_bytes(config: ModelConfig, batch: int, context: float) -> float:
+def read_bytes(config: ModelConfig, batch: int, context: float, weight_bytes: float = 2) -> float:
     """Return the fewest bytes that a decode step must read: every weight once, and the KV of every sequence.
 
     Args:
-        config: Of the model; bfloat16.
+        config: Of the model; its KV is bfloat16.
         batch: Sequences, which share no block.
         context: Tokens of each, the mean over the steps measured.
+        weight_bytes: Of a weight, its share of scales included.
     """
-    return 2 * num_read_weights(config) + batch * context * kv_bytes_per_token(config)
+    return weight_bytes * num_read_weights(config) + batch * context * kv_bytes_per_token(config)
 
 
 def num_read_weights(config: ModelConfig) -> int:

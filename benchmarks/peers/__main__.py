@@ -3,7 +3,7 @@
     make bench-peers                                             everything but peers that are built from source
     make bench-peers PEERS="--only openvino-genai --cells b1"    some of it; numba-cpu: ours in bf16, int8 and int4
     make bench-peers PEERS="--build"                             llama.cpp too
-    make bench-peers PEERS="--table"                             only the table of what has been measured
+    make bench-peers PEERS="--table --picture peers.svg"         only the table of what has been measured, and a picture
 
 Cells: greedy decode of 1 sequence at 128, 1024, 4096 and 16384 tokens of context, of 4, 8, 16 and 32 sequences at 128,
 prefill of 512 and 2048 tokens, and peak memory; ours (``bench_cpu.py``) and every peer at the settings of
@@ -34,6 +34,7 @@ from benchmarks.cpu.cells import PEER_CELLS, QUICK, Cell, Effort, fitting, selec
 from benchmarks.cpu.rounds import Record, ResultsFile
 from benchmarks.peers.catalog import PEERS, PeerSpec, Variant
 from benchmarks.peers.environments import Environment, NotInstalled, last_line
+from benchmarks.peers.picture import draw
 from benchmarks.peers.table import OURS, OURS_BY_BITS, lines_of, side_of
 from benchmarks.peers.worker import Task
 
@@ -92,6 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     skipped = {} if args.table else _measure_all(plan, args)
     print(f"\n{plan.model}, {processor_name()}, {plan.num_threads} threads for peers; results: {plan.path}")
     print("\n".join(lines_of(plan.records(), plan.cells)))
+    if args.picture is not None:
+        title = f"{plan.model} on {plan.num_threads} x {processor_name()}"
+        args.picture.write_text(draw(plan.records(), plan.cells, title), encoding="utf-8")
     for name, reason in skipped.items():
         print(f"skipped: {name}: {reason}")
     for peer in PEERS:
@@ -115,6 +119,7 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--retry-disturbed", action="store_true", help="measure cells again that are marked there")
     parser.add_argument("--quick", action="store_true", help="one short round: whether it works, not how fast it is")
     parser.add_argument("--install-only", action="store_true", help="make the environments and measure nothing")
+    parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the table too")
     parser.add_argument("--table", action="store_true", help="measure nothing")
     return parser.parse_args(arguments)
 

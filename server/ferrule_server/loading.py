@@ -218,7 +218,8 @@ def _cpu_choice(config: ServerConfig, model_config: ModelConfig) -> Choice | Non
     from ferrule_server.executor.cpu.support import choose
 
     weights: WeightKind = config.weights  # type: ignore[assignment]
-    choice = choose(model_config, "float32" if config.dtype == "float32" else "bfloat16", weights)
+    dtype = "float32" if config.dtype == "float32" else "bfloat16"
+    choice = choose(model_config, dtype, weights, has_int8_inputs=config.activations == "int8")
     needs_kernels = "--deterministic" if config.is_deterministic else f"--weights {weights}"
     if choice.plan is None and (config.is_deterministic or weights != "float"):
         raise ConfigError(f"{needs_kernels} needs kernels, not torch: {choice.reason}")

@@ -201,6 +201,27 @@ def test_frames_that_come_faster_than_messages_pay_are_merged(monkeypatch: pytes
     _play(scene)
 
 
+def test_a_full_window_ends_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the engine would wait for a writer that waits for the engine."""
+
+    async def scene() -> None:
+        call = _Call(window_bytes=3 * _ROW_BYTES)
+        await call.settles()
+        for token in (1, 2, 3):
+            call.engine.say(_frame(token))
+            await call.settles()
+        assert call.tokens == [[1]]
+        call.engine.say(_frame(4))
+        await call.settles()
+        assert call.tokens == [[1], [2, 3, 4]]
+        assert call.engine.resumed == [call.job]
+        call.engine.say(_frame(5, is_last=True))
+        assert await call.reason() is None
+
+    monkeypatch.setattr(answer_stream, "_PAUSE_S", 3600.0)
+    _play(scene)
+
+
 def test_frames_merge_while_a_write_is_in_flight() -> None:
     """All that came meanwhile is one message."""
 

@@ -89,6 +89,8 @@ ROWS = (
         "float16",
         "{} 'float16': must be one of auto, bfloat16, float32",
     ),
+    Row("--weights", "weights", "float", "int8", "int8", "int3", "{} 'int3': must be one of float, int8, int4"),
+    Row("--activations", "activations", "int16", "int8", "int8", "int4", "{} 'int4': must be one of int16, int8"),
     Row("--threads", "num_threads", None, "4", 4, "0", "{} '0': must be from 1 to 256"),
     Row("--gpu-memory-fraction", "gpu_memory_fraction", 0.9, "0.75", 0.75, "2", "{} '2': must be from 0.1 to 1"),
     Row("--deterministic", "is_deterministic", False, "1", True, "maybe", "{} 'maybe': must be 1 or 0"),
@@ -269,6 +271,7 @@ ROWS = (
     Row("--debug-top-tokens", "logs_top_tokens", False, "1", True, "maybe", "{} 'maybe': must be 1 or 0"),
 )
 BESIDE = {
+    "activations": {"FERRULE_WEIGHTS": "int8"},
     "revision": {"FERRULE_MODEL": "org/name"},
     "is_download_only": {"FERRULE_MODEL": "org/name"},
     "tls_cert": {"FERRULE_TLS_KEY": "/k"},

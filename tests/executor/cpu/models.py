@@ -92,9 +92,11 @@ def plan_of(
     weights: WeightKind = "float",
     *,
     is_emulated: bool = False,
+    has_int8_inputs: bool = False,
 ) -> Plan:
     """Return how kernels of a model are compiled in a test."""
-    return replace(plan_for(config, instructions, dtype, weights), is_emulated=is_emulated)
+    plan = plan_for(config, instructions, dtype, weights, has_int8_inputs=has_int8_inputs)
+    return replace(plan, is_emulated=is_emulated)
 
 
 @contextmanager
@@ -104,6 +106,7 @@ def running(
     kernels: tuple[Instructions, bool] = ("fma", False),
     *,
     weights: WeightKind = "float",
+    has_int8_inputs: bool = False,
     num_threads: int = 2,
     kernel_cache: Path | None = None,
     change: Callable[[ModelWeights], None] = lambda _weights: None,
@@ -114,7 +117,7 @@ def running(
     ``change`` is called with the weights when they are loaded and packed.
     """
     config = read_config(folder)
-    plan = plan_of(config, dtype, kernels[0], weights, is_emulated=kernels[1])
+    plan = plan_of(config, dtype, kernels[0], weights, is_emulated=kernels[1], has_int8_inputs=has_int8_inputs)
     prepared = prepare(config, plan, kernel_cache)
     model = load_model(folder, dtype=dtype, encoding=prepared.encoding)
     assert model.weights is not None

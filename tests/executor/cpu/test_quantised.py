@@ -69,6 +69,19 @@ def test_a_trained_model_loses_little() -> None:
     assert abs(np.exp(exact - log_probabilities(DEMO, tokens, "int4").mean()) - 1) < 0.08
 
 
+def test_int8_inputs_are_coarser_and_have_the_same_bits_emulated(tmp_path: Path) -> None:
+    """Another kernel set with another fingerprint; logits within a tenth of their standard deviation."""
+    folder = write_tiny(tmp_path / "model")
+    expected, found = oracle_logits(folder, "int8"), []
+    for kernels in dict.fromkeys((QUANTISED_SETS[-1], ("avx512-vnni", True))):
+        with running(folder, "float32", kernels, weights="int8", has_int8_inputs=True) as executor:
+            assert executor.info.kernel_set == "int8a8-f32/1"
+            found.append(all_logits(executor, *PROMPTS))
+    assert 1e-4 < np.abs(found[0] - expected).max() < 0.1 * expected.std()
+    for other in found[1:]:
+        np.testing.assert_array_equal(found[0].view(np.uint32), other.view(np.uint32))
+
+
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_a_row_that_is_not_finite_says_so_and_spoils_no_other(tmp_path: Path, kind: WeightKind) -> None:
     """Integers know no NaN, so the scale of the inputs has to say it."""

@@ -9,7 +9,7 @@ from numba import njit
 
 from ferrule_server.executor.cpu.quantised import unpack_quantised
 from ferrule_server.kernels.cpu.dot import dot_group
-from ferrule_server.kernels.cpu.plan import Plan, WeightKind
+from ferrule_server.kernels.cpu.plan import Instructions, Plan, WeightKind
 from tests.executor.cpu.models import QUANTISED_SETS, kernel_set_name
 
 
@@ -24,16 +24,20 @@ def _aligned(num_bytes: int) -> torch.Tensor:
     return room[begin : begin + num_bytes]
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["int8", "int8 with int8", "int4"])
 @pytest.mark.parametrize("kernels", sorted({*QUANTISED_SETS, ("avx512-vnni", True)}), ids=kernel_set_name)
 @pytest.mark.parametrize("num_tiles", [1, 3, 16])
-def test_sums_are_exact(kernels: tuple[str, bool], kind: WeightKind, num_tiles: int) -> None:
+def test_sums_are_exact(kernels: tuple[Instructions, bool], kind: str, num_tiles: int) -> None:
     """For each number of rows that there is code for, with the largest integers among them; other rows stay."""
-    plan = Plan(kernels[0], kernels[1], is_bfloat16=True, head_dim=0, weights=kind)  # type: ignore[arg-type]
+    has_int8_inputs = kind == "int8 with int8"
+    if has_int8_inputs and kernels[0] == "fma":
+        pytest.skip("int8 inputs need AVX512-VNNI")
+    weights: WeightKind = "int4" if kind == "int4" else "int8"
+    plan = Plan(*kernels, is_bfloat16=True, head_dim=0, weights=weights, has_int8_inputs=has_int8_inputs)
     generator = torch.Generator().manual_seed(num_tiles)
     packed = _aligned(num_tiles * plan.tile_bytes + plan.group_end_bytes)
     packed.copy_(torch.randint(0, 256, packed.shape, generator=generator, dtype=torch.uint8))
-    packed[:256] = 0x80 if kind == "int8" else 0x88  # the lowest integers
+    packed[:256] = 0x80 if weights == "int8" else 0x88  # the lowest integers
     if kind == "int4":
         scales = 0.5 + torch.rand(num_tiles, 64, generator=generator)
         packed.view(num_tiles, -1)[:, 1024:] = scales.bfloat16().view(torch.uint8)
@@ -41,12 +45,17 @@ def test_sums_are_exact(kernels: tuple[str, bool], kind: WeightKind, num_tiles: 
         packed[-256:] = torch.ones(64).view(torch.uint8)
     weight = unpack_quantised(plan, packed, 32 * num_tiles).double()
     most = plan.rows_at_once
-    inputs = torch.randint(-32767, 32768, (most, 32 * num_tiles), generator=generator, dtype=torch.int16)
-    inputs[:, :16] = -32767
+    limit, kind_of_input = (127, torch.int8) if has_int8_inputs else (32767, torch.int16)
+    inputs = torch.randint(-limit, limit + 1, (most, 32 * num_tiles), generator=generator, dtype=kind_of_input)
+    inputs[:, :16] = -limit
     row_scales = torch.rand(most, generator=generator)
-    rows = _aligned(most * (64 * num_tiles + 64)).view(most, -1)
-    rows[:, : 64 * num_tiles] = inputs.view(torch.uint8)
-    rows[:, 64 * num_tiles : 64 * num_tiles + 4] = row_scales.unsqueeze(1).view(torch.uint8)
+    begins = -128 * inputs.sum(1, dtype=torch.int32)
+    width = plan.input_tile_bytes * num_tiles
+    rows = _aligned(most * (width + 64)).view(most, -1)
+    stored = inputs.view(most, -1, 2, 2).transpose(2, 3).flatten(1) if has_int8_inputs else inputs
+    rows[:, :width] = stored.contiguous().view(torch.uint8)
+    rows[:, width : width + 4] = row_scales.unsqueeze(1).view(torch.uint8)
+    rows[:, width + 4 : width + 8] = begins.unsqueeze(1).view(torch.uint8)
     exact = inputs.double() @ weight.T
     total = exact if kind == "int4" else exact.float().double()  # the sum of integers is rounded once
     expected = (total * row_scales.double().unsqueeze(1) + 7).float().numpy()
@@ -54,10 +63,10 @@ def test_sums_are_exact(kernels: tuple[str, bool], kind: WeightKind, num_tiles: 
         out = torch.full((most, 80), 7.0)
         _dot(
             plan, packed.data_ptr(), num_tiles, num_rows, rows.data_ptr(), rows.stride(0),
-            rows.data_ptr() + 64 * num_tiles, out.data_ptr(), out.stride(0) * 4,
+            rows.data_ptr() + width, out.data_ptr(), out.stride(0) * 4,
         )  # fmt: skip
         found = out[:num_rows, :64].numpy()
-        if kind == "int8":
+        if weights == "int8":
             np.testing.assert_array_equal(found, expected[:num_rows])
         else:
             np.testing.assert_allclose(found, expected[:num_rows], rtol=0, atol=4e-6 * np.abs(expected).max())

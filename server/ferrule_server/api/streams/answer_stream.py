@@ -9,7 +9,8 @@ The engine may run ahead of the client by the window of the job. ``Window.sent_b
 client that stops reading parks its own call and nothing else.
 
 A message costs about as much as a step of a small model, whatever it holds. So a short pause follows each message, and
-what is delivered meanwhile is merged; the last frame ends the pause. A step of a large model takes longer than it.
+what is delivered meanwhile is merged; the last frame ends the pause, and so does a full window. A step of a large model
+takes longer than the pause.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class AnswerStream:
     def messages(self) -> Iterator[Message | None]:
         """Yield the replies, then raise the error of the job if it failed."""
         while True:
-            reply = None if self._is_pausing and not self._is_over else self._replies.next()
+            reply = None if self._gathers else self._replies.next()
             if reply is not None:
                 self.caller.check()
                 yield reply.message
@@ -99,6 +100,11 @@ class AnswerStream:
                 raise self._failure
             else:
                 return
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether frames are not to be written yet: there is a pause, and more can come."""
+        return self._is_pausing and not self._is_over and self._job.window.is_open
 
     def _pause(self, reply: Reply) -> None:
         """Let frames gather after a message, if they can be merged."""
@@ -139,7 +145,7 @@ class AnswerStream:
     def flush(self) -> None:
         """Wake the writer, if it is not to wait for more."""
         self._replies.refusals.log(is_last=self._is_over)
-        if self._is_over or not self._is_pausing:
+        if not self._gathers:
             self._writer.has_news.set()
 
     # ---- client side ------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch import Tensor
 from ferrule_server.executor.base import Float32Array, Int32Array, StepBatch
 from ferrule_server.executor.cpu.tasks import Tasks
 from ferrule_server.executor.cpu.weights import HeadUnits, PackedModel
+from ferrule_server.kernels.cpu.activations import SCALE_BYTES
 from ferrule_server.kernels.cpu.attention import TILE_TOKENS, attention_scratch_bytes, partial_bytes
 from ferrule_server.kernels.cpu.compiled import Kernels
 from ferrule_server.kernels.cpu.dot import GROUP, TILE_INPUTS
@@ -196,7 +197,8 @@ class StepMemory:
         if plan.is_quantised:
             widest = _inputs(max(widths.values()))
             num_scales = -(-widest // (plan.tiles_at_once * TILE_INPUTS))
-            memory = self._new("quantised", (rows, _row_size(widest + 2 * num_scales, torch.int16)), torch.int16)
+            width = widest + SCALE_BYTES // 2 * num_scales
+            memory = self._new("quantised", (rows, _row_size(width, torch.int16)), torch.int16)
             self._step["quantised_bytes"] = memory.stride(0) * memory.itemsize
         self._new("hidden", (rows, config.hidden_size))
         self.queries = self._new("queries", (rows, query))

@@ -28,19 +28,22 @@ class Choice:
     reason: str
 
 
-def choose(config: ModelConfig, dtype: str, weights: WeightKind = "float") -> Choice:
+def choose(config: ModelConfig, dtype: str, weights: WeightKind = "float", *, has_int8_inputs: bool = False) -> Choice:
     """Return how a model runs on this processor.
 
     Args:
         config: The network.
         dtype: Of KV, and of weights that are not quantised: ``bfloat16`` or ``float32``.
         weights: Whether and how linear layers are quantised.
+        has_int8_inputs: Whether their inputs are int8 too, with weights of int8.
     """
     instructions, reason = choose_instructions(dtype, weights)
     why_not = unsupported(config)
     if instructions is None or why_not:
         return Choice(None, f"the kernels of the processor cannot run: {why_not or reason}")
-    return Choice(plan_for(config, instructions, dtype, weights), reason)
+    if has_int8_inputs and instructions != "avx512-vnni":
+        return Choice(None, "inputs in int8 need a processor with AVX512-VNNI")
+    return Choice(plan_for(config, instructions, dtype, weights, has_int8_inputs=has_int8_inputs), reason)
 
 
 def unsupported(config: ModelConfig) -> str:
@@ -52,7 +55,14 @@ def unsupported(config: ModelConfig) -> str:
     return ""
 
 
-def plan_for(config: ModelConfig, instructions: Instructions, dtype: str, weights: WeightKind = "float") -> Plan:
+def plan_for(
+    config: ModelConfig,
+    instructions: Instructions,
+    dtype: str,
+    weights: WeightKind = "float",
+    *,
+    has_int8_inputs: bool = False,
+) -> Plan:
     """Return how kernels for a model are compiled.
 
     Args:
@@ -60,6 +70,7 @@ def plan_for(config: ModelConfig, instructions: Instructions, dtype: str, weight
         instructions: What the processor has.
         dtype: As for :func:`choose`.
         weights: As for :func:`choose`.
+        has_int8_inputs: As for :func:`choose`.
     """
     return Plan(
         instructions=instructions,
@@ -67,4 +78,5 @@ def plan_for(config: ModelConfig, instructions: Instructions, dtype: str, weight
         is_bfloat16=dtype == "bfloat16",
         head_dim=config.head_dim,
         weights=weights,
+        has_int8_inputs=has_int8_inputs,
     )

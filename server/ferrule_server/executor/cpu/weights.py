@@ -131,7 +131,7 @@ class Packer:
         pack: ``Kernels.pack``.
 
     Attributes:
-        name: Names the form of quantised matrices and its version; empty: weights are not quantised.
+        name: Names the form of quantised matrices and its version, and that of their inputs; empty: not quantised.
 
     Raises:
         MemoryError, OSError: There is no memory for the arena.
@@ -143,6 +143,7 @@ class Packer:
         self._arena = new_tensor((sum(self._num_bytes(name) for name in self._names()),), torch.uint8)
         self._used = 0
         self.name = f"{plan.weights}/{QUANTISERS[plan.weights]}" if plan.is_quantised else ""
+        self.name += " inputs int8" if plan.has_int8_inputs else ""
 
     def _names(self) -> list[str]:
         return ["head", *["qkv", "attention_out", "gate_up", "down"] * self._config.num_layers]

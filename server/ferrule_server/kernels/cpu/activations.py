@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import numpy as np
 
@@ -16,18 +17,21 @@ from ferrule_server.kernels.cpu.lanes import (
     max_of,
     maximum,
     multiply,
+    rint,
     round_to_bfloat16,
     splat,
     store,
     store_bfloat16,
+    store_int8_exchanged,
     store_int16,
     subtract,
     sum_of,
 )
 from ferrule_server.kernels.cpu.plan import Plan
-from ferrule_server.kernels.cpu.scalars import read_bfloat16, read_float32, read_int8, write_float32
+from ferrule_server.kernels.cpu.scalars import read_bfloat16, read_float32, read_int8, write_float32, write_int32
 
 __all__ = [
+    "SCALE_BYTES",
     "embed_row",
     "load_element",
     "norm_head",
@@ -37,6 +41,9 @@ __all__ = [
     "rotation_row",
     "store_input",
 ]
+
+SCALE_BYTES: Final = 8
+"""What :func:`quantise_row` writes for some tiles."""
 
 
 @kernel
@@ -141,11 +148,12 @@ def read_quantised(plan: Plan, group: int, row: int, k: int, num_tiles: int) -> 
 
 @kernel
 def quantise_row(plan: Plan, row: int, num_tiles: int, out: int) -> None:
-    """Write a float32 row as int16 and, behind it, one float32 scale for every ``plan.tiles_at_once`` tiles of inputs.
+    """Write a float32 row as integers and, behind them, what belongs to every ``plan.tiles_at_once`` tiles of inputs.
 
-    The scale is NaN if an input is not finite, so that the outputs are not either.
+    That is a float32 scale, NaN if an input is not finite, so that the outputs are not either; and for int8 what all
+    sums begin with, because the products are with weights that are 128 larger: int32, -128 times the sum of the inputs.
     """
-    zero, most = splat(np.float32(0)), np.float32(32767)
+    zero, most = splat(np.float32(0)), np.float32(127 if plan.has_int8_inputs else 32767)
     for first in range(0, num_tiles, plan.tiles_at_once):
         begin, end = first * 32, min(num_tiles, first + plan.tiles_at_once) * 32
         top, invalid = zero, zero
@@ -155,6 +163,15 @@ def quantise_row(plan: Plan, row: int, num_tiles: int, out: int) -> None:
             invalid = fma(x, zero, invalid)
         largest = max_of(top)
         factor = splat(most / largest if largest > np.float32(1e-30) else np.float32(0))
+        total = zero
         for i in range(begin, end, LANES):
-            store_int16(out + 2 * i, multiply(load(row + 4 * i), factor))
-        write_float32(out + 64 * num_tiles + 4 * (first // plan.tiles_at_once), largest / most + sum_of(invalid))
+            x = rint(multiply(load(row + 4 * i), factor))
+            if plan.has_int8_inputs:
+                total = add(total, x)
+                store_int8_exchanged(out + i, x)
+            else:
+                store_int16(out + 2 * i, x)
+        place = out + plan.input_tile_bytes * num_tiles + SCALE_BYTES * (first // plan.tiles_at_once)
+        write_float32(place, largest / most + sum_of(invalid))
+        if plan.has_int8_inputs:
+            write_int32(place + 4, -128 * np.int64(sum_of(total)))

@@ -1,8 +1,9 @@
 """The product of a few rows and 64 outputs of a quantised weight, some tiles at a time.
 
 Inputs are integers too: int16 with one float32 scale for every 512 of a row (``activations.quantise_row``), which is
-finer than bfloat16. The products of integers are added as integers, so a sum has the same bits on every processor, in
-whatever order; only the scales are multiplied in float32, in the order of the inputs.
+finer than bfloat16, or int8 if that was asked for, which is coarser and up to twice as fast (``vpdpbusd``). Products of
+integers are added as integers, so a sum has the same bits on every processor, in whatever order; only the scales are
+multiplied in float32, in the order of the inputs.
 
 Weights are packed as streams of 64 outputs, like others (``dot``)::
 
@@ -77,11 +78,12 @@ def emit_quantised_product(
     num_lines = _ceil(builder, num_lines, sweeps)
     swept_bytes = builder.mul(builder.mul(num_lines, num_tiles), ir.Constant(I64, _LINE))
     product = _Product(builder, plan, num_rows, at_once)
+    begins = product.begins(scales, row_bytes)
 
     def sweep(number: Value, _: list[Value]) -> list[Value]:
         column = builder.mul(number, ir.Constant(I64, 64 * at_once))
         here = builder.add(ahead, builder.mul(swept_bytes, number))
-        sums = product.emit(weight, column, num_tiles, inputs, row_bytes, here, num_lines)
+        sums = product.emit(weight, column, num_tiles, inputs, row_bytes, begins, here, num_lines)
         product.add_to(sums, scales, row_bytes, builder.add(out, column), out_row_bytes)
         return []
 
@@ -117,18 +119,20 @@ class _Product:
         num_tiles: Value,
         inputs: Value,
         row_bytes: Value,
+        begins: list[Value],
         ahead: Value,
         num_lines: Value,
     ) -> list[Value]:
         """Return the products of some tiles of inputs, without the scales of inputs: float32, by rows.
 
-        ``column`` is how many bytes of weights of 4 or 8 inputs come before the first output.
+        ``column`` is how many bytes of weights of 4 or 8 inputs come before the first output; ``begins`` is what the
+        sums of each row begin with.
         """
         builder = self._builder
         rows = [builder.add(inputs, builder.mul(row_bytes, ir.Constant(I64, m))) for m in range(self._num_rows)]
         count = self._num_rows * len(self._tiles)
         lines = _ceil(builder, num_lines, self._pieces)
-        tile_bytes, input_bytes = self._plan.tile_bytes, 2 * TILE_INPUTS
+        tile_bytes, input_bytes = self._plan.tile_bytes, self._plan.input_tile_bytes
 
         def place(k: Value) -> tuple[Value, list[Value], Value]:
             return (
@@ -148,9 +152,18 @@ class _Product:
             return self._add_scaled(offset(builder, scales, self._pieces * _PIECE_BYTES), parts, sums)
 
         if self._is_int8:
-            totals = loop(builder, num_tiles, [integers(0)] * count, whole_tile)
+            start = [begin for begin in begins for _ in self._tiles]
+            totals = loop(builder, num_tiles, start, whole_tile)
             return [builder.sitofp(total, F32X16) for total in totals]
         return loop(builder, num_tiles, [constant(0.0)] * count, scaled_tile)
+
+    def begins(self, scales: Value, row_bytes: Value) -> list[Value]:
+        """Return what the sums of each row begin with: int32 in all lanes."""
+        if not self._plan.has_int8_inputs:
+            return [integers(0)] * self._num_rows
+        builder = self._builder
+        rows = [builder.add(scales, builder.mul(row_bytes, ir.Constant(I64, m))) for m in range(self._num_rows)]
+        return [spread(builder, read(builder, offset(builder, row, 4), I32, 4), I32X16) for row in rows]
 
     def add_to(self, sums: list[Value], scales: Value, row_bytes: Value, out: Value, out_row_bytes: Value) -> None:
         """Write the code that adds products, times the scales of the inputs, to sums in memory."""
@@ -167,17 +180,17 @@ class _Product:
     def _add_tile(self, start: Value, rows: list[Value], ahead: Value, lines: Value, sums: list[Value]) -> list[Value]:
         """Add the products of 32 inputs to sums of integers, some inputs at a time."""
         builder = self._builder
-        pairs = TILE_INPUTS // 2 // self._pieces
+        words = self._plan.input_tile_bytes // 4 // self._pieces
 
         def piece(i: Value, sums: list[Value]) -> list[Value]:
             self._bring(builder.add(ahead, builder.mul(builder.mul(i, lines), ir.Constant(I64, _LINE))), lines)
             at = builder.add(start, builder.mul(i, ir.Constant(I64, _PIECE_BYTES)))
-            columns = [builder.add(row, builder.mul(i, ir.Constant(I64, 4 * pairs))) for row in rows]
+            columns = [builder.add(row, builder.mul(i, ir.Constant(I64, 4 * words))) for row in rows]
             sums = list(sums)
-            for pair in range(pairs):
-                weights = [self._pair(offset(builder, at, 64 * t), pair) for t in self._tiles]
+            for word in range(words):
+                weights = [self._weights(offset(builder, at, 64 * t), word) for t in self._tiles]
                 for m, column in enumerate(columns):
-                    x = self._inputs(offset(builder, column, 4 * pair))
+                    x = self._inputs(offset(builder, column, 4 * word))
                     for t, values in enumerate(weights):
                         place = m * len(weights) + t
                         sums[place] = self._add_products(sums[place], values, x)
@@ -204,21 +217,26 @@ class _Product:
             for i, (part, total) in enumerate(zip(parts, sums, strict=True))
         ]
 
-    def _pair(self, address: Value, pair: int) -> Value:
-        """Return the weights of a pair of inputs and of 16 outputs, int16."""
+    def _weights(self, address: Value, pair: int) -> Value:
+        """Return the weights of a pair of inputs and of 16 outputs, int16; or of 4, each 128 larger, as bytes."""
         builder = self._builder
+        if self._plan.has_int8_inputs:
+            return builder.xor(read(builder, address, I32X16, 64), integers(-0x7F7F7F80))
         bits = 8 if self._is_int8 else 4
         packed = read(builder, address, I16X32, 64)
         left = 16 - bits * (pair + 1)
         return builder.ashr(builder.shl(packed, _words(left)) if left else packed, _words(16 - bits))
 
     def _inputs(self, address: Value) -> Value:
-        """Return a pair of inputs, int16, in all lanes."""
-        return self._builder.bitcast(spread(self._builder, read(self._builder, address, I32, 4), I32X16), I16X32)
+        """Return a pair of int16 inputs, or four of int8, in all lanes."""
+        words = spread(self._builder, read(self._builder, address, I32, 4), I32X16)
+        return words if self._plan.has_int8_inputs else self._builder.bitcast(words, I16X32)
 
     def _add_products(self, total: Value, weights: Value, inputs: Value) -> Value:
-        """Add the products of two pairs to each 32-bit lane."""
+        """Add the products of two pairs, or of four and four, to each 32-bit lane."""
         builder = self._builder
+        if self._plan.has_int8_inputs:
+            return self._add_products_of_bytes(total, weights, inputs)
         if self._plan.instructions == "avx512-vnni" and not self._plan.is_emulated:
             return call(builder, "llvm.x86.avx512.vpdpwssd.512", I32X16, [total, weights, inputs])
         if target_features().get("avx2") and not self._plan.is_emulated:
@@ -229,6 +247,16 @@ class _Product:
             halves = [builder.sext(builder.shuffle_vector(x, x, lanes), I32X16) for x in (weights, inputs)]
             products.append(builder.mul(*halves))
         return builder.add(total, builder.add(*products))
+
+    def _add_products_of_bytes(self, total: Value, weights: Value, inputs: Value) -> Value:
+        builder = self._builder
+        if not self._plan.is_emulated:
+            return call(builder, "llvm.x86.avx512.vpdpbusd.512", I32X16, [total, weights, inputs])
+        for i in range(4):
+            weight = builder.and_(builder.lshr(weights, integers(8 * i)), integers(255))
+            value = builder.ashr(builder.shl(inputs, integers(24 - 8 * i)), integers(24))
+            total = builder.add(total, builder.mul(weight, value))
+        return total
 
     def _multiply_halves(self, weights: Value, inputs: Value) -> Value:
         """Return the sums of the products of two pairs in each 32-bit lane, from two registers of AVX2."""

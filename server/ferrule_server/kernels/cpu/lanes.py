@@ -35,6 +35,7 @@ __all__ = [
     "store",
     "store_bfloat16",
     "store_int8",
+    "store_int8_exchanged",
     "store_int16",
     "subtract",
     "sum_of",
@@ -220,6 +221,19 @@ def store_int16(typing: Any, address: Any, x: Any) -> Any:
 def store_int8(typing: Any, address: Any, x: Any) -> Any:
     """Write 16 numbers to an address, rounded to int8."""
     return types.void(types.int64, lanes), _store_integers(I8)
+
+
+@intrinsic
+def store_int8_exchanged(typing: Any, address: Any, x: Any) -> Any:
+    """Write 16 numbers to an address, rounded to int8; of every four the two in the middle change places."""
+    order = ir.Constant(I32X16, [4 * (i // 4) + (0, 2, 1, 3)[i % 4] for i in range(LANES)])
+
+    def emit(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
+        return _store_integers(I8)(
+            context, builder, signature, (args[0], builder.shuffle_vector(args[1], args[1], order))
+        )
+
+    return types.void(types.int64, lanes), emit
 
 
 @intrinsic

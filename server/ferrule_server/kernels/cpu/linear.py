@@ -18,8 +18,8 @@ from typing import Final
 
 import numpy as np
 
-from ferrule_server.kernels.cpu.activations import norm_head, rotate_head, store_input
-from ferrule_server.kernels.cpu.dot import GROUP, TILE_INPUTS, dot_group
+from ferrule_server.kernels.cpu.activations import SCALE_BYTES, norm_head, rotate_head, store_input
+from ferrule_server.kernels.cpu.dot import GROUP, dot_group
 from ferrule_server.kernels.cpu.head import read_logits
 from ferrule_server.kernels.cpu.kernel import Lanes, Record, kernel
 from ferrule_server.kernels.cpu.lanes import (
@@ -205,7 +205,7 @@ def _multiply(
 ) -> None:
     """Add the products of rows and a group to sums; ``ahead`` is the address of the group that comes next."""
     tile_bytes = plan.tile_bytes
-    input_tile_bytes = TILE_INPUTS * (2 if plan.is_quantised or not plan.has_wide_inputs else 4)
+    input_tile_bytes = plan.input_tile_bytes
     num_parts = (num_rows + plan.rows_at_once - 1) // plan.rows_at_once
     part_rows = rows_of_part(plan, num_rows, num_parts)
     num_lines = lines_of_part(plan, num_parts)
@@ -222,7 +222,7 @@ def _multiply(
                 min(part_rows, num_rows - row),
                 here + first * input_tile_bytes,
                 input_bytes,
-                here + num_tiles * input_tile_bytes + first // plan.tiles_at_once * 4,
+                here + num_tiles * input_tile_bytes + first // plan.tiles_at_once * SCALE_BYTES,
                 sums + row * sum_bytes,
                 sum_bytes,
                 next_tiles + part * num_lines * 64 * count,

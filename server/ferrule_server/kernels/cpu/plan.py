@@ -32,6 +32,7 @@ class Plan:
             model, so that models of other shapes share their machine code.
         block_size: Slots of a block.
         weights: ``int8`` and ``int4``: linear layers are quantised (``dot_quantised``).
+        has_int8_inputs: The inputs of quantised layers are int8, with ``int8`` weights only; else int16.
     """
 
     instructions: Instructions
@@ -40,6 +41,14 @@ class Plan:
     head_dim: int
     block_size: int = 16
     weights: WeightKind = "float"
+    has_int8_inputs: bool = False
+
+    @property
+    def input_tile_bytes(self) -> int:
+        """Bytes of 32 inputs of a row, as linear layers read them."""
+        if self.is_quantised:
+            return 32 if self.has_int8_inputs else 64
+        return 128 if self.has_wide_inputs else 64
 
     @property
     def is_quantised(self) -> bool:
@@ -127,6 +136,7 @@ _ATTRIBUTES: Final = (
     "group_end_bytes",
     "has_rounded_inputs",
     "has_wide_inputs",
+    "input_tile_bytes",
     "is_quantised",
     "rows_at_once",
     "rows_stored",

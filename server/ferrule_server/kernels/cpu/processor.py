@@ -43,7 +43,8 @@ def kernel_set_id(plan: Plan) -> str:
     """
     kv = "bf16" if plan.is_bfloat16 else "f32"
     if plan.is_quantised:
-        return f"{plan.weights}-{kv}/{_VERSIONS[plan.weights]}"
+        inputs = "a8" if plan.has_int8_inputs else ""
+        return f"{plan.weights}{inputs}-{kv}/{_VERSIONS[plan.weights]}"
     name = plan.instructions if plan.instructions != "fma" else f"fma-{kv}"
     return f"{name}/{_VERSIONS[plan.instructions]}"
 

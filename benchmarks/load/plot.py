@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
+from benchmarks.svg import document
+
 _COLOURS = {"direct": "#0b6e4f", "envoy": "#c1440e", "target": "#1f77b4"}
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 250, 150, 70, 78, 62
 _PANELS = ("tokens/s", "first token, ms", "between tokens, ms")
@@ -28,8 +30,7 @@ def plot(cells: Sequence[dict[str, Any]], title: str) -> str:
         for column, name in enumerate(_PANELS):
             x, y = _LEFT + column * (_WIDTH + _GAP), _TOP + row * (_HEIGHT + _GAP + 10)
             body += _panel(x, y, f"{mode}: {name}", _lines(of_mode, column), sorted({c["level"] for c in of_mode}))
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">'
-    return "\n".join([head, f'<rect width="{width}" height="{height}" fill="white"/>', *body, "</svg>"]) + "\n"
+    return document(width, height, body)
 
 
 def _lines(cells: Sequence[dict[str, Any]], column: int) -> Points:

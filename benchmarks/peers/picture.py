@@ -8,6 +8,7 @@ from html import escape
 from benchmarks.cpu.cells import Cell
 from benchmarks.cpu.rounds import Record
 from benchmarks.peers.table import OURS_BY_BITS, weight_bits
+from benchmarks.svg import document
 
 __all__ = ["draw"]
 
@@ -38,9 +39,7 @@ def draw(records: Sequence[Record], cells: Sequence[Cell], title: str) -> str:
         for side, rate in rates.items():
             body += _bar(y, side, rate, max(rates.values()), is_ours=side in OURS_BY_BITS.values())
             y += _BAR + 2
-    width = _LEFT + _LENGTH + 90
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y + 12}" font-family="sans-serif">'
-    return "\n".join([head, f'<rect width="{width}" height="{y + 12}" fill="white"/>', *body, "</svg>"]) + "\n"
+    return document(_LEFT + _LENGTH + 90, y + 12, body)
 
 
 def _legend() -> str:

@@ -24,6 +24,7 @@ from benchmarks.peers.catalog import PEERS
 from benchmarks.peers.environments import Environment, NotInstalled
 from benchmarks.peers.llama_cpp_peer import gguf_name, read_tensors
 from benchmarks.peers.openvino_peer import write_tokenizer
+from benchmarks.peers.picture import draw
 from benchmarks.peers.worker import Task
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -185,21 +186,38 @@ def test_a_peer_that_is_skipped_leaves_the_others_going(tmp_path: Path, monkeypa
 
 
 def test_the_ratio_is_to_the_best_peer_of_the_same_bits() -> None:
-    """The fastest, or the one with the least memory."""
+    """The fastest, or the one with the least memory; ours with weights of as many bits."""
     sides = {"numba-cpu": 30.0, "transformers bf16": 10.0, "openvino-genai fp16": 20.0, "openvino-genai int8": 60.0}
+    sides |= {"numba-cpu-int8": 90.0}
     for cell, ratio in ((DECODE, 1.5), (RSS, 3.0)):
         mine = {side: _record(cell, side, median) for side, median in sides.items()}
         assert table.best_ratio(mine, cell, 16) == pytest.approx(ratio)
-        assert table.best_ratio(mine, cell, 8) == pytest.approx(0.5)
+        assert table.best_ratio(mine, cell, 8) == pytest.approx(1.5)
+        assert table.best_ratio(mine, cell, 4) is None
     assert table.best_ratio({"numba-cpu": mine["numba-cpu"]}, RSS, 16) is None
+
+
+def test_the_picture_has_a_bar_for_each_figure() -> None:
+    """The longest of a group reaches the end; memory is no rate and is left out."""
+    records = [
+        _record(DECODE, "numba-cpu", 30.0),
+        _record(DECODE, "vllm-cpu bf16", 15.0),
+        _record(RSS, "numba-cpu", 9.0),
+    ]
+    drawn = draw(records, [DECODE, RSS], "a <machine>")
+    assert drawn.count("<rect") == 3
+    assert "a &lt;machine&gt;" in drawn
+    assert 'width="430.0"' in drawn
+    assert 'width="215.0"' in drawn
+    assert "rss" not in drawn
 
 
 def test_the_table_has_a_column_for_each_side_with_results() -> None:
     """Cells without a result have a dash."""
     lines = table.lines_of([_record(DECODE, "numba-cpu", 30.0), _record(DECODE, "vllm-cpu bf16", 20.0)], [DECODE, RSS])
     assert lines[0].split()[:4] == ["unit", "numba-cpu", "vllm-cpu", "bf16"]
-    assert lines[1].split() == ["decode", "b1", "c128", "tok/s", "30.0", "20.0", "1.50", "-", "40", "40"]
-    assert lines[2].split() == ["rss", "MiB", "-", "-", "-", "-", "-"]
+    assert lines[1].split() == ["decode", "b1", "c128", "tok/s", "30.0", "20.0", "1.50", "-", "-", "40", "40"]
+    assert lines[2].split() == ["rss", "MiB", "-", "-", "-", "-", "-", "-"]
 
 
 # ---- formats of peers -----------------------------------------------------------------------------------------------

@@ -51,8 +51,10 @@ __all__ = ["emit_quantised_product"]
 
 _TILES: Final = 4
 """Times 16 outputs in a group."""
-_PIECE_BYTES: Final = 256
-"""Weights that are multiplied before the next ones are read: of 4 inputs in int8, of 8 in int4."""
+_READ_BYTES: Final = 256
+"""Weights of 4 inputs in int8, of 8 in int4."""
+_INT4_SCALES: Final = 1024
+"""Where the scales of a tile are."""
 _LINE: Final = 64
 TILE_INPUTS: Final = 32
 """Inputs of a tile."""
@@ -92,7 +94,7 @@ def emit_quantised_product(
 
 def _tiles_at_once(plan: Plan, num_rows: int) -> int:
     """Return for how many times 16 outputs all sums stay in registers; int4 has sums of floats too."""
-    most = 2 * plan.rows_at_once if plan.rows_at_once > 5 else 5
+    most = 24 if plan.rows_at_once > 5 else 5
     most = most if plan.weights == "int8" else most // 2
     return max(num for num in (1, 2, 4) if num == 1 or num * num_rows <= most)
 
@@ -110,7 +112,7 @@ class _Product:
         self._num_rows = num_rows
         self._tiles = range(num_tiles)
         self._is_int8 = plan.weights == "int8"
-        self._pieces = TILE_INPUTS // (4 if self._is_int8 else 8)
+        self._pieces = TILE_INPUTS // (4 if self._is_int8 and num_tiles > 1 else 8)
 
     def emit(
         self,
@@ -149,7 +151,7 @@ class _Product:
             at, columns, here = place(k)
             parts = self._add_tile(builder.add(at, column), columns, here, lines, [integers(0)] * count)
             scales = builder.add(at, builder.udiv(column, ir.Constant(I64, 2)))
-            return self._add_scaled(offset(builder, scales, self._pieces * _PIECE_BYTES), parts, sums)
+            return self._add_scaled(offset(builder, scales, _INT4_SCALES), parts, sums)
 
         if self._is_int8:
             start = [begin for begin in begins for _ in self._tiles]
@@ -181,14 +183,17 @@ class _Product:
         """Add the products of 32 inputs to sums of integers, some inputs at a time."""
         builder = self._builder
         words = self._plan.input_tile_bytes // 4 // self._pieces
+        piece_bytes = (2048 if self._is_int8 else 1024) // self._pieces
+        words_at_once = words * _READ_BYTES // piece_bytes
 
         def piece(i: Value, sums: list[Value]) -> list[Value]:
             self._bring(builder.add(ahead, builder.mul(builder.mul(i, lines), ir.Constant(I64, _LINE))), lines)
-            at = builder.add(start, builder.mul(i, ir.Constant(I64, _PIECE_BYTES)))
+            at = builder.add(start, builder.mul(i, ir.Constant(I64, piece_bytes)))
             columns = [builder.add(row, builder.mul(i, ir.Constant(I64, 4 * words))) for row in rows]
             sums = list(sums)
             for word in range(words):
-                weights = [self._weights(offset(builder, at, 64 * t), word) for t in self._tiles]
+                here = offset(builder, at, word // words_at_once * _READ_BYTES)
+                weights = [self._weights(offset(builder, here, 64 * t), word % words_at_once) for t in self._tiles]
                 for m, column in enumerate(columns):
                     x = self._inputs(offset(builder, column, 4 * word))
                     for t, values in enumerate(weights):

@@ -80,7 +80,9 @@ class Plan:
         """The most rows of inputs that are multiplied together, so that all sums stay in registers."""
         if self.has_tiles:
             return 32
-        return 12 if self.instructions in ("avx512-bf16", "avx512-vnni") and not self.is_emulated else 5
+        if self.is_emulated or self.instructions not in ("avx512-bf16", "avx512-vnni"):
+            return 5
+        return 16 if self.weights == "int8" and not self.has_int8_inputs else 12
 
     @property
     def rows_stored(self) -> int:

@@ -34,6 +34,7 @@ ELSEWHERE: Final = {
     r"ferrule serve .*--device cuda": ("tests/server/test_select.py", "--device cuda"),
     r"ferrule serve .*--kernel-bundle": ("tests/executor/cuda/test_compose.py", "prepared(config, kernel_bundle=path)"),
     r"ferrule serve --model \w+/": ("tests/server/test_hub_models.py", '_said(hub, tmp_path, "--model", NAME)'),
+    r"ferrule bench": ("tests/client/test_cli_bench.py", 'run("bench", "--target"'),  # a minute each
     r"ferrule demo": ("tests/client/test_demo.py", '"-m", "ferrule_client.cli", "demo"'),
     r"(printf .*\| )?ferrule chat -": ("tests/client/test_cli_chat.py", 'cli.main(["chat"'),
     r"python -m \S+\.cubins build": ("tests/kernels/cuda/toolchain/test_cubins.py", 'main(["build"'),
@@ -75,7 +76,8 @@ def _serve(story: Story, command: Command) -> None:
 def _client(story: Story, command: Command) -> None:
     """It succeeds, and prints what it should."""
     if _is_run_elsewhere(command):
-        build_parser().parse_args(shlex.split(command.program.rpartition("| ")[2])[1:])
+        (program,) = re.findall(r"ferrule [^|]*", command.program)
+        build_parser().parse_args(shlex.split(program)[1:])
         return
     if "ferrule admin" in command.text:
         story.need_a_server_of_its_own()
@@ -161,6 +163,13 @@ def _make(story: Story, command: Command) -> None:
     subprocess.run(["make", "--dry-run", *shlex.split(command.program)[1:]], cwd=ROOT, check=True, capture_output=True)
 
 
+def _benchmark(story: Story, command: Command) -> None:
+    """It is there, and takes such flags; tests/benchmarks runs some of them in small."""
+    _, path, *words = shlex.split(command.program)
+    text = (ROOT / path).read_text()
+    assert all(f'"{word}"' in text for word in words if word.startswith("--")), command
+
+
 def _pip(story: Story, command: Command) -> None:
     """The extra is one of ours."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -224,6 +233,7 @@ RULES: Final = (
     Rule(r"(sudo (env (\S+=\S+ )+)?)?deploy/make_certificates\.sh ", _certificates),
     Rule(r"sudo chown -R \d+ secrets", _hand_over),
     Rule(r"make ", _make),
+    Rule(r"python benchmarks/bench_", _benchmark),
     Rule(r"pip install ", _pip),
     Rule(r"python -m ferrule_server\.kernels\.cuda\.toolchain\.cubins ", _bundles),
     Rule(r"python protos/generate_stubs\.py|cd protos && buf ", _contract),

@@ -52,7 +52,7 @@ client between two frames of a loop."""
 _ANSWERS_S: Final = 2.0
 """How long a server that takes no more calls waits for the answers to those it has taken."""
 _AGAIN_S: Final = 0.1
-"""A client that is answered last and calls again within this time still gets DRAINING."""
+"""A client that calls within this time after the last answer still gets DRAINING."""
 
 
 def server_options(limits: ApiLimits) -> list[tuple[str, int]]:
@@ -122,7 +122,7 @@ class ApiServer:
         self._health = HealthServicer(("", *SERVICES))
         self._server = grpc.aio.server(options=server_options(state.limits))
         self._socket_path: SocketPath | None = None
-        self._owes_answers = False
+        self._has_callers = False
         typed = Registrar(self._server, state, access, Intake(state), (state.calls, *observers)).as_server()
         executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(ModelExecutorServicer(state), typed)
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(TokenizerServicer(state), typed)
@@ -228,8 +228,9 @@ class ApiServer:
             self.state.phase = Phase.CLOSING
             if self.grace_s and (num_sequences := self.state.num_sequences):
                 _LOG.warning("grace over live_sequences=%d grace_s=%.1f", num_sequences, self.grace_s)
+                self._has_callers = True
         await self._until(self._end_answered_streams, _ANSWERS_S)
-        self._owes_answers = not self._end_answered_streams()
+        self._has_callers |= not self._end_answered_streams()
         self.state.end_streams(Draining())
 
     async def _until(self, holds: Callable[[], bool], timeout_s: float = math.inf) -> None:
@@ -255,14 +256,14 @@ class ApiServer:
         """Close the listener, let the last answers leave, and free the address; further calls change nothing.
 
         Calls whose step outlived the drain are answered when the engine closes, just before this. This method waits for
-        them and for the next call of their clients: after it, gRPC answers CANCELLED, which does not say whether to try
-        again.
+        them, and for the next call of their clients and of those with handles that outlived the grace: after it, gRPC
+        answers CANCELLED, which does not say whether to try again.
         """
         self._health.stop()
-        if self._owes_answers:
+        if self._has_callers:
             await self._until(self._end_answered_streams, _ANSWERS_S)
             await asyncio.sleep(_AGAIN_S)
-            self._owes_answers = False
+            self._has_callers = False
         for task in (self._refreshing, self._closing):
             if task is not None:
                 task.cancel()

@@ -35,11 +35,14 @@ def oracle_logits(folder: Path, kind: WeightKind) -> Float32Array:
 def test_logits_are_those_of_the_quantised_weights(
     tmp_path: Path, write: Callable[[Path], Path], kind: WeightKind
 ) -> None:
-    """Inputs are int16, a hundred times finer than bfloat16; all instructions give the same bits."""
+    """Inputs are int16, a hundred times finer than bfloat16; all instructions give the same bits.
+
+    Emulated sums are exact in ``test_dot_quantised``.
+    """
     folder = write(tmp_path / "model")
     expected = oracle_logits(folder, kind)
     found = []
-    for kernels in dict.fromkeys((*QUANTISED_SETS, ("avx512-vnni", True))):
+    for kernels in QUANTISED_SETS:
         with running(folder, "float32", kernels, weights=kind) as executor:
             assert executor.info.kernel_set == f"{kind}-f32/1"
             assert executor.info.model.dtype == kind
@@ -69,17 +72,14 @@ def test_a_trained_model_loses_little() -> None:
     assert abs(np.exp(exact - log_probabilities(DEMO, tokens, "int4").mean()) - 1) < 0.08
 
 
-def test_int8_inputs_are_coarser_and_have_the_same_bits_emulated(tmp_path: Path) -> None:
+def test_int8_inputs_are_coarser(tmp_path: Path) -> None:
     """Another kernel set with another fingerprint; logits within a tenth of their standard deviation."""
     folder = write_tiny(tmp_path / "model")
-    expected, found = oracle_logits(folder, "int8"), []
-    for kernels in dict.fromkeys((QUANTISED_SETS[-1], ("avx512-vnni", True))):
-        with running(folder, "float32", kernels, weights="int8", has_int8_inputs=True) as executor:
-            assert executor.info.kernel_set == "int8a8-f32/1"
-            found.append(all_logits(executor, *PROMPTS))
-    assert 1e-4 < np.abs(found[0] - expected).max() < 0.1 * expected.std()
-    for other in found[1:]:
-        np.testing.assert_array_equal(found[0].view(np.uint32), other.view(np.uint32))
+    expected = oracle_logits(folder, "int8")
+    with running(folder, "float32", QUANTISED_SETS[-1], weights="int8", has_int8_inputs=True) as executor:
+        assert executor.info.kernel_set == "int8a8-f32/1"
+        found = all_logits(executor, *PROMPTS)
+    assert 1e-4 < np.abs(found - expected).max() < 0.1 * expected.std()
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

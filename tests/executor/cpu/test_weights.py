@@ -16,15 +16,16 @@ from ferrule_server.kernels.cpu.plan import Plan, WeightKind
 from ferrule_server.kernels.quantise import quantise_rows
 from ferrule_server.model.config import read_config
 from ferrule_server.model.weights import DTypeName, LayerWeights, LoadedModel, ModelWeights, load_model
-from tests.executor.cpu.models import plan_of, write_awkward, write_tiny
+from tests.executor.cpu.models import QUANTISED_SETS, plan_of, write_awkward, write_tiny
 
 MATRICES = ("qkv", "attention_out", "gate_up", "down")
 
 
 def load_packed(folder: Path, dtype: DTypeName, kind: WeightKind = "float") -> tuple[Plan, Prepared, LoadedModel]:
-    """Return a model whose matrices are packed."""
+    """Return a model whose matrices are packed for kernels that other tests compile too."""
     config = read_config(folder)
-    plan = plan_of(config, dtype, weights=kind)
+    instructions, is_emulated = QUANTISED_SETS[0 if kind == "float" or dtype == "float32" else -1]
+    plan = plan_of(config, dtype, instructions, kind, is_emulated=is_emulated)
     prepared = prepare(config, plan)
     return plan, prepared, load_model(folder, dtype=dtype, encoding=prepared.encoding)
 

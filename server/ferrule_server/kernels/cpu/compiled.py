@@ -68,10 +68,11 @@ def compile_kernels(plan: Plan, cache: Path | None, on_progress: Callable[[int, 
     if cache is not None:
         config.CACHE_DIR = str(cache / _VERSION)
     general = PlanType(replace(plan, head_dim=0))
+    attention = PlanType(replace(plan, weights="int8", has_int8_inputs=False) if plan.is_quantised else plan)
     signatures = {
         linear: types.int64(general, *[types.int64] * 8),
-        attend: types.int64(PlanType(plan), *[types.int64] * 8),
-        merge: types.int64(PlanType(plan), *[types.int64] * 8),
+        attend: types.int64(attention, *[types.int64] * 8),  # the same for all quantised weights
+        merge: types.int64(attention, *[types.int64] * 8),
         work: types.int64(general, *[types.int64] * 4),
         pack: types.int64(general, *[types.int64] * 6),
     }

@@ -12,11 +12,17 @@ from typing import Final
 
 from tests.commands import ROOT
 from tests.stack.test_pages import arguments_of
+from tests.tools import KERNEL_CACHE
 from tools.compose.stack import Stack
 
 BIN: Final = Path(sys.executable).parent
 DEMO: Final = ROOT / "server" / "ferrule_server" / "demo_model"
-QUICK: Final = {"FERRULE_KV_MEMORY": "16MiB", "FERRULE_DRAIN_GRACE": "0s", "FERRULE_LISTEN": "127.0.0.1:0"}
+QUICK: Final = {
+    "FERRULE_KV_MEMORY": "16MiB",
+    "FERRULE_DRAIN_GRACE": "0s",
+    "FERRULE_LISTEN": "127.0.0.1:0",
+    "FERRULE_KERNEL_CACHE": KERNEL_CACHE,
+}
 """Of every server that is started here; flags go before them."""
 
 

@@ -1,11 +1,16 @@
-"""Programs that some tests want and a machine may lack: they are skipped then, or fail where that is asked for."""
+"""What tests take from the machine: programs that it may lack, and machine code that other tests have compiled."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
+from typing import Final
 
 import pytest
+
+KERNEL_CACHE: Final = str(Path("~/.cache/ferrule").expanduser())
+"""For servers with a home of their own."""
 
 
 def tool(name: str) -> str:

@@ -16,7 +16,7 @@ from ferrule_client import Cache, Client
 from ferrule_client._route import instance_of_id
 from tests.stack.promql import DASHBOARD, Prometheus, filled_in, panels
 from tests.stack.traffic import traffic
-from tests.tools import tool
+from tests.tools import KERNEL_CACHE, tool
 from tools.compose.compose_file import ROOT
 from tools.compose.stack import Stack
 
@@ -94,7 +94,7 @@ def test_a_server_that_dies_is_told(observed: Stack) -> None:
 
 def test_the_plain_stack_serves_and_stops(tmp_path: Path) -> None:
     """``docker compose up`` and ``stop``: healthy by its own check, answers, and ends with 0 in its time."""
-    with Stack(tmp_path, environment=SMALL) as stack:
+    with Stack(tmp_path, environment=SMALL, settings={"FERRULE_KERNEL_CACHE": KERNEL_CACHE}) as stack:
         assert stack.names == ["ferrule"]
         with Client.connect(stack.address("ferrule", 50051)) as client:
             assert client.status().instance == "ferrule"
